@@ -48,6 +48,9 @@ WINDOW = ("2x2x32x8w", "2x2x32x8wa512", "2x2x32x8wa64", "4x2x16x4wa512", "1x2x16
 # merged.
 MANY = ("8x2x32x1", "8x2x32x1a128", "8x2x32x1a256", "2x2x16x8w", "2x2x16x8wa16", "4x3x32x2w")
 MANY_16 = ("4x3x16x1", "4x3x16x1a64", "2x3x16x4w", "4x2x16x3w")
+# "h": a warp for every segment, so that all heads of a token, which lie side by side, are read at about the same time.
+HEADS_8 = ("8x2x16x2h", "8x3x16x2h", "8x4x16x1h", "8x6x16x1h", "4x2x16x4h", "4x3x16x4h", "2x2x16x8h")
+HEADS_16 = ("8x2x16x1h", "8x3x16x1h", "4x2x16x3h", "4x3x16x2h", "2x3x16x4h")
 FEW = ("8x3x16x1+1", "8x2x32x1", "8x2x32x1a256", "8x2x32x1a512")
 FEW_16 = ("8x2x16x1", "8x2x16x1a128", "8x2x16x1a256", "4x3x16x1a256")
 # Guests: clusters of the next launch start while those of this one end.
@@ -64,8 +67,9 @@ ROWS = {
     "window-64": Row(windowed(64), WINDOW, 1.2),
     "window-8": Row(windowed(8), WINDOW, 1.2),
     "window-256": Row(windowed(256), WINDOW, 1.2),
-    "e4m3-256x1024": Row(equal(256, 1, 1024, GROUPED, 128, 64, kv_dtype="e4m3"), MANY, 1.03),
-    "e4m3-512x512": Row(equal(512, 1, 512, HEADS, 128, 16, kv_dtype="e4m3"), MANY, 1.03),
+    "e4m3-256x1024": Row(equal(256, 1, 1024, GROUPED, 128, 64, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
+    "e4m3-256x1024h": Row(equal(256, 1, 1024, HEADS, 128, 16, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
+    "e4m3-512x512": Row(equal(512, 1, 512, HEADS, 128, 16, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
     "e4m3-64x2048": Row(equal(64, 1, 2048, GROUPED, 128, 64, kv_dtype="e4m3"), MANY, 1.1),
     "e4m3-64x8192": Row(equal(64, 1, 8192, GROUPED, 128, 64, kv_dtype="e4m3"), MANY, 1.1),
     "e4m3-8x8192": Row(equal(8, 1, 8192, HEADS, 128, 16, kv_dtype="e4m3"), FEW),
@@ -81,7 +85,8 @@ ROWS = {
         ("4x3x16x1", "4x3x16x2", "6x2x16x1+1", "4x2x16x2"),
         backends=("auto", "fa2"),
     ),
-    "bf16-512x512": Row(equal(512, 1, 512, HEADS, 128, 16), MANY_16, backends=("auto", "fa2")),
+    "bf16-512x512": Row(equal(512, 1, 512, HEADS, 128, 16), (*MANY_16, *HEADS_16), backends=("auto", "fa2")),
+    "bf16-256x1024": Row(equal(256, 1, 1024, HEADS, 128, 16), (*MANY_16, *HEADS_16), backends=("auto", "fa2")),
     "bf16-64x2048": Row(equal(64, 1, 2048, HEADS, 128, 16), MANY_16, backends=("auto", "fa2")),
     "bf16-8x8192": Row(equal(8, 1, 8192, HEADS, 128, 16), FEW_16, backends=("auto", "fa2")),
     "bf16-1x8192": Row(equal(1, 1, 8192, HEADS, 128, 16), CLUSTERS, backends=("auto",)),

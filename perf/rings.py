@@ -29,7 +29,7 @@ from perf.batch_workloads import BatchInputs, BatchWorkload
 from perf.harness import Call
 
 SPEC_DTYPES = {"bfloat16": "", "e4m3": "float8_e4m3fn", "nvfp4": "nvfp4"}
-RING = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\+(\d+))?(?:c(\d+))?(w?)(?:a(\d+))?")
+RING = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\+(\d+))?(?:c(\d+))?([wh]?)(?:a(\d+))?")
 
 
 def title(spec: XqaSpec) -> str:
@@ -40,14 +40,16 @@ def title(spec: XqaSpec) -> str:
 def ring(text: str, start: XqaSpec) -> XqaSpec:
     """Returns `start` with the ring "WARPSxSTAGESxTOKENSxCTAS", as in "4x2x32x3": tokens of a tile, CTAs per SM.
 
-    Behind it may stand "+1", guests; "c6", CTAs of a cluster; "w", a CTA for every segment; "a512", keys of a CTA that
-    are fetched before the preceding kernel has ended.
+    Behind it may stand "+1", guests; "c6", CTAs of a cluster; "w", a CTA for every segment, or "h", a warp for every
+    segment, those of a CTA of adjacent kv heads; "a512", keys of a CTA that are fetched before the preceding kernel has
+    ended.
     """
     if not (found := RING.fullmatch(text)):
-        raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER][w][aKEYS], got {text!r}")
+        raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER][w|h][aKEYS], got {text!r}")
     warps, stages, cols, ctas, guests, cluster = (int(number or 0) for number in found.groups()[:6])
     shape: dict[str, Any] = {"warps": warps, "stages": stages, "cols": cols, "ctas": ctas, "guests": guests}
-    return dataclasses.replace(start, **shape, cluster=max(1, cluster), whole=bool(found[7]), ahead=int(found[8] or 0))
+    shape |= {"cluster": max(1, cluster), "ahead": int(found[8] or 0)}
+    return dataclasses.replace(start, **shape, whole=bool(found[7]), warp_heads=found[7] == "h")
 
 
 def resident(spec: XqaSpec, arch: Arch) -> bool:
@@ -101,4 +103,4 @@ def segments(w: BatchWorkload, arch: Arch) -> Segments:
 def start_of(w: BatchWorkload, arch: Arch) -> XqaSpec:
     """Returns the kernel of a workload by the table."""
     rows, kv_dtype = w.num_qo_heads // w.num_kv_heads, SPEC_DTYPES[w.kv_dtype]
-    return tiles.choose(w.dtype, kv_dtype, w.dtype, w.head_dim, rows, False, segments(w, arch), arch)
+    return tiles.choose(w.dtype, kv_dtype, w.dtype, w.head_dim, rows, False, segments(w, arch), arch, w.num_kv_heads)

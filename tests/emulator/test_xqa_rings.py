@@ -23,6 +23,7 @@ HOPPER = named("sm_90a")
 CASES: dict[str, tuple[str, tuple[int, int], tuple[int, ...], int, tuple[str, ...]]] = {
     "more warps per SM": ("window-64", (8, 1), (300, 1, 33), 2, ("4x2x32x6w", "2x2x32x8w")),
     "a CTA for every segment": ("e4m3-256x1024", (8, 1), (150, 1, 33), 2, ("2x3x16x8w",)),
+    "a warp for every head": ("e4m3-256x1024", (32, 8), (150, 1, 33), 2, ("8x3x16x2h", "4x2x16x4h")),
     "six warps": ("bf16-uneven", (7, 1), (150, 1, 33), 2, ("6x2x16x1+1",)),
     "clusters, two CTAs per SM": ("bf16-1x8192", (8, 2), (300,), 22, ("6x2x16x2c6",)),
 }
@@ -35,7 +36,7 @@ def checked(w: BatchWorkload, binds: Mapping[str, Bind], rounds: int) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), list(zip(CASES, ("adversarial", "delayed", "eager", "delayed"), strict=True))
+    ("name", "schedule"), list(zip(CASES, ("adversarial", "delayed", "delayed", "eager", "delayed"), strict=True))
 )
 def test_proposed_rings(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_peers, "WORKSPACE_BYTES", 1 << 20)  # the emulator follows every word of it

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cute_attn import single_prefill_with_kv_cache, xqa_batch_decode_with_kv_cache
+from cute_attn.kernels.xqa.spec import XqaSpec
+from perf import rings
 from tests.support import batch_case, case, fp8_case, xqa_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged
 from tests.support.case import Case
@@ -67,6 +69,18 @@ def function(problem: XqaCase) -> Solve:
     return solve
 
 
+def ring(text: str, problem: XqaCase) -> Solve:
+    """On a ring of the decode kernel that no table has."""
+    kv_dtype = "float8_e4m3fn" if problem.kv == "e4m3" else ""
+    spec = rings.ring(text, XqaSpec("bfloat16", kv_dtype, "bfloat16", problem.head_dim, cols=16))
+
+    def solve(device: str) -> str:
+        with rings.force_spec(spec):
+            return function(problem)(device)
+
+    return solve
+
+
 def leaping(head_dim: int, dtype: torch.dtype, qo_len: int, num_heads: int, backend: str) -> Solve:
     """Scores far above the anchors of earlier tiles, whose tiles are recomputed."""
 
@@ -101,6 +115,8 @@ def for_every_gpu() -> dict[str, Solve]:
         "xqa fp8 one": batch(decode((1900,), kv_dtype=E4M3, dtype=bf16, **heads(32, 8), **d128), xqa),
         "xqa fp8 one long": batch(decode((20000,), kv_dtype=E4M3, dtype=bf16, **heads(8, 2), **d128), xqa),
         "xqa fp8 even": batch(decode((70,) * 256, kv_dtype=E4M3, dtype=bf16, **heads(8, 8), **d128), xqa),
+        "xqa fp8 heads": ring("8x2x16x1h", XqaCase((300, 0, 77), kv="e4m3", heads=(64, 8), page_size=64, sinks=True)),
+        "xqa bf16 heads": ring("4x2x16x1h", XqaCase((300, 0, 77), heads=(32, 8), q_len=2, kv_layout="HND")),
         "xqa fp8 windows": batch(
             decode((700, 5, 0), kv_dtype=E4M3, dtype=bf16, window_left=127, sinks=True, **heads(16, 2), **dims(64)), xqa
         ),

@@ -70,7 +70,10 @@ def test_rings_by_text() -> None:
     assert rings.ring("2x2x32x8wa512", start) == dataclasses.replace(
         start, warps=2, stages=2, cols=32, ctas=8, whole=True, ahead=512
     )
-    for text in ("4x2x32", "4x2x32x3c", "4x2x32x3a8w", "4x2x32x3a", ""):
+    assert rings.ring("8x2x16x2h", start) == dataclasses.replace(
+        start, warps=8, stages=2, cols=16, ctas=2, whole=True, warp_heads=True, ahead=0
+    )
+    for text in ("4x2x32", "4x2x32x3c", "4x2x32x3a8w", "4x2x32x3wh", "4x2x32x3a", ""):
         with pytest.raises(ValueError, match="WARPSxSTAGESxTOKENSxCTAS"):
             rings.ring(text, start)
 

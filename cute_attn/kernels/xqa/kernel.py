@@ -23,6 +23,7 @@ from cute_attn.kernels.blocks.scalars import shared_memory, warp_index, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, early_kv, early_partition, early_segment
 from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge, open_inbox
+from cute_attn.kernels.xqa.parts.head_merge import HeadMerge
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
@@ -147,6 +148,15 @@ class SegmentWork:
     softmax: ColumnSoftmax
 
 
+def merge_kind(spec: XqaSpec) -> type[WarpMerge]:
+    """Merge of the segments of `make_partition`."""
+    if spec.cluster > 1:
+        return ClusterMerge
+    if spec.warp_heads:
+        return HeadMerge
+    return WholeMerge if spec.whole else WarpMerge
+
+
 class XqaProgram:
     """The decode kernel of one spec, for one architecture."""
 
@@ -218,8 +228,7 @@ class XqaProgram:
     def merge_and_scale(self, p: XqaParams) -> tuple[WarpMerge, Float32]:
         """The merge, and the factor from scores to base-2 exponents: bmm1 scale x log2(e) x `dequant_factor`."""
         epilogue = final_epilogue(p, self.format.dequant_factor)
-        kind = ClusterMerge if self.spec.cluster > 1 else WholeMerge if self.spec.whole else WarpMerge
-        merge = kind(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
+        merge = merge_kind(self.spec)(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
         return merge, log2_scale(p, self.format.dequant_factor)
 
     def ring_start(self) -> Int32:
@@ -265,7 +274,7 @@ class XqaProgram:
         share, segment = early_segment(partition, p)
         kv = early_kv(self.paged_kv(p, segment), segment)
         token_pages = self.first_page_ids(kv, self.warp_tiles(p, segment, share))
-        KeysAhead(self.spec, p).fetch(partition.first_keys(segment, share, self.spec.ahead))
+        KeysAhead(self.spec, self.team, p).fetch(partition.first_keys(segment, share, self.spec.ahead))
         return EarlyTiles(share, segment, token_pages)
 
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
@@ -351,9 +360,9 @@ class XqaProgram:
     @cute.jit
     def write_output(self, merge: Merge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         if split.active:
-            ptx.sync_threads()
+            merge.sync()
             merge.write(rows, segment, share, split)
-            ptx.sync_threads()  # before the slots are filled again
+            merge.sync()  # before the slots are filled again
 
     # --- matrix products --------------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class XqaSpec(KernelSpec):
     whole: bool = False  # a CTA for every segment, see `partition.WholeSegments`
     cluster: int = 1  # CTAs of a cluster that merge in shared memory, see `partition.ClusterSegments`
     ahead: int = 0  # keys of a CTA that go to L2 before the preceding kernel has ended, see `ahead.KeysAhead`
+    warp_heads: bool = False  # each warp of a CTA has a kv head and all its tiles, see `partition.HeadSegments`
 
     def __post_init__(self) -> None:
         rules = {
@@ -64,6 +65,8 @@ class XqaSpec(KernelSpec):
             "warps must be whole teams": self.warps % self.team == 0,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
             "clusters need columns that a warp holds": self.cluster == 1 or (self.team == 1 and not self.whole),
+            "heads of a warp need whole segments and columns that it holds": not self.warp_heads
+            or (self.whole and self.team == 1),
             "keys with block scales are not fetched ahead": self.ahead == 0 or self.kv_bits > 4,
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
@@ -82,8 +85,13 @@ class XqaSpec(KernelSpec):
 
     @property
     def teams(self) -> int:
-        """Tiles that a CTA processes at once."""
-        return self.warps // self.team
+        """Tiles of a segment that are processed at once."""
+        return 1 if self.warp_heads else self.warps // self.team
+
+    @property
+    def heads(self) -> int:
+        """Kv heads of a CTA."""
+        return self.warps if self.warp_heads else 1
 
     @property
     def warp_dim(self) -> int:

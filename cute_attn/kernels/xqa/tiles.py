@@ -43,6 +43,7 @@ class Ring(NamedTuple):
     cluster: int = 1
     whole: bool = False
     ahead: int = 0
+    warp_heads: bool = False
 
 
 class Row(NamedTuple):
@@ -124,6 +125,12 @@ FAST_MEMORY = RingTable(
     },
     in_flight=64 << 10,
 )
+# By bits, rings whose warps have a kv head each: proposed for "even", not measured yet (`perf.decode_rows`). One that
+# is the first of a row there is taken where its warps divide the kv heads.
+HEAD_RINGS = {
+    8: Ring(8, 2, 2, 4096, whole=True, warp_heads=True),
+    16: Ring(8, 3, 1, 8192, whole=True, warp_heads=True),
+}
 _CLUSTERED = range(1, WARP_DIM + 1)  # head dims
 _MEASURED = range(128, 129)  # head dims of rings that were measured at one
 # H100, 1 x 8192, d 128: with a guest and keys ahead 7.7 us instead of 9.4 (28/4 heads), 5.8 instead of 6.6 (8/1).
@@ -181,9 +188,10 @@ TABLES = {9: HOPPER, 10: FAST_MEMORY}
 
 def choose(
     q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool,
-    segments: Segments, arch: Arch,
+    segments: Segments, arch: Arch, num_kv_heads: int = 1,
 ) -> XqaSpec:  # fmt: skip
-    """Choose the kernel for `packed_rows` = q_len * group rows and `segments`, pairs of a request and a kv head."""
+    """Choose the kernel for `packed_rows` = q_len * group rows and `segments`, pairs of a request and a kv head. Rings
+    whose warps have a head each are for multiples of so many."""
     software = KV_BITS[kv_dtype] == 4 and not arch.converts_e4m3  # scales: software takes registers too
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
     # Blocks that lanes read whole take fewer instructions than pairs.
@@ -193,11 +201,11 @@ def choose(
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),
-            r.warps, r.stages, r.ctas, paired, r.guests, preferred[0].whole, r.cluster, r.ahead,
+            r.warps, r.stages, r.ctas, paired, r.guests, preferred[0].whole, r.cluster, r.ahead, r.warp_heads,
         )
         for r in (*preferred, *OTHER_RINGS)
     ]  # fmt: skip
-    fitting = [spec for spec in specs if _fits(spec, arch)]
+    fitting = [spec for spec in specs if _fits(spec, arch) and num_kv_heads % spec.heads == 0]
     return next((spec for spec in fitting if in_flight(spec) >= table.in_flight), max(fitting, key=in_flight))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.emulator.faults.fault import IN_STEP, Fault, chosen
 
+HEADS = chosen("xqa_heads", "adversarial or eager")
 MANY = chosen("xqa", "test_case and (long or more or edges or begin)")
 HEAD_DIMS = chosen("xqa", "test_head_dims")
 RISING = chosen("xqa_wrappers", "test_scores_that_rise")
@@ -74,7 +75,7 @@ XQA_FAULTS = (
     Fault(
         "slots are refilled while they are read",
         "xqa/kernel.py",
-        "            ptx.sync_threads()  # before the slots are filled again\n",
+        "            merge.sync()  # before the slots are filled again\n",
         "",
         MANY,
     ),
@@ -148,6 +149,35 @@ XQA_FAULTS = (
         "scaled = [x * log2_scale[i // 4 % (slots // 2) * 2 + i % 2] for i, x in enumerate(s)]",
         "scaled = [x * log2_scale[0] for i, x in enumerate(s)]",
         chosen("xqa", "scale_their_columns"),
+    ),
+    Fault(
+        "lanes store outputs that others have not left yet",
+        "xqa/parts/head_merge.py",
+        "        ptx.sync_warp()\n",
+        "        pass\n",
+        HEADS,
+        IN_STEP,
+    ),
+    Fault(
+        "warps with a head each take the first warp's",
+        "xqa/parts/partition.py",
+        "(group * self.heads + warp_index()) * p.row_blocks + block",
+        "(group * self.heads) * p.row_blocks + block",
+        HEADS,
+    ),
+    Fault(
+        "CTAs of the same heads have the same rows",
+        "xqa/parts/partition.py",
+        "(group * self.heads + warp_index()) * p.row_blocks + block",
+        "(group * self.heads + warp_index()) * p.row_blocks",
+        HEADS,
+    ),
+    Fault(
+        "outputs of rows have the factor of the lane",
+        "xqa/parts/head_merge.py",
+        "scale = ptx.shuffle_from(factor, row)",
+        "scale = factor",
+        HEADS,
     ),
     Fault(
         "block scales of tokens past the end are copied",

@@ -28,7 +28,7 @@ class LaunchConfig(NamedTuple):
     spec: XqaSpec | XqaUmmaSpec
     qo_len: int  # query tokens of every request, or the most of any
     row_blocks: int  # blocks of query rows per request and kv head
-    grid: Grid  # (CTA groups, CTAs per group, 1); of whole segments (units, 1, 1), for one request
+    grid: Grid  # (CTA groups, CTAs per group, 1); of whole segments (units / heads of a CTA, 1, 1), for one request
     ctas: int  # CTAs of the grid, and some that are idle, that may leave partial results; 0 of whole segments
     counter_bytes: int
     partial_bytes: int  # 0 for one CTA, which leaves no partial results
@@ -50,7 +50,9 @@ def launch_config(
     row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
     units = features.num_kv_heads * row_blocks
     if spec.whole:
-        return LaunchConfig(spec, qo_len, row_blocks, (units, 1, 1), 0, 0, 0)
+        if features.num_kv_heads % spec.heads:
+            raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
+        return LaunchConfig(spec, qo_len, row_blocks, (units // spec.heads, 1, 1), 0, 0, 0)
     if spec.cluster > 1:
         return LaunchConfig(spec, qo_len, row_blocks, *clustered(spec, units, sms, workspace_bytes))
     ctas = max(1, min(sms * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec)))

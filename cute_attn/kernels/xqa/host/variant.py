@@ -59,7 +59,8 @@ def choose_spec(features: Features, qo_len: int, segments: Segments, arch: Arch)
     dtypes = short(features.q_dtype), kv_dtype(features), short(features.o_dtype)
     if umma_tiles.supports(dtypes[1], features.head_dim_qk, rows, arch):
         return umma_tiles.choose(*dtypes, features.head_dim_qk, rows, features.draft_mask, arch)
-    return tiles.choose(*dtypes, features.head_dim_qk, rows, features.draft_mask, segments, arch)
+    shape = features.head_dim_qk, rows, features.draft_mask
+    return tiles.choose(*dtypes, *shape, segments, arch, features.num_kv_heads)
 
 
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:

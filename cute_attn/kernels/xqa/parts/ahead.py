@@ -22,6 +22,7 @@ from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
 from cute_attn.kernels.xqa.parts.partition import FirstKeys, Partition, Segment, Share, make_partition
+from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.spec import XqaSpec
 
 FETCHED = 64  # bytes that come from memory at once
@@ -98,20 +99,21 @@ def early_kv(kv: PagedKv, segment: Segment) -> EarlyKv:
 
 @dataclass(frozen=True)
 class KeysAhead:
-    """The first keys of a CTA."""
+    """The first keys of a CTA, or of a warp that alone has a head."""
 
     spec: XqaSpec
+    team: LoneWarp | WarpTeam
     p: Any  # AheadParams
 
     @cute.jit
     def fetch(self, keys: FirstKeys) -> None:
-        """Fetch them into L2, by all threads of the CTA."""
+        """Fetch them into L2, each warp the columns that it copies."""
         p = self.p
         head = Int64(keys.head)
         k, v = p.k + head * p.k_stride_h, p.v + head * p.v_stride_h
         divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
-        threads = 32 * self.spec.warps
-        for token in cutlass.range(keys.begin + cute.arch.thread_idx()[0], keys.end, threads, unroll=2):
+        threads = 32 * self.spec.teams
+        for token in cutlass.range(keys.begin + self.team.thread(), keys.end, threads, unroll=2):
             number = divisor.quotient(token)
             within = token - number * p.page_size
             page = early_page(p, keys.first_page + number, p.pages > 0)
@@ -120,7 +122,8 @@ class KeysAhead:
                 self.fetch_row(v, page * p.v_stride_page + within * p.v_stride_n)
 
     def fetch_row(self, base: Int64, place: Int32) -> None:
-        """Fetch a head's row of K or V, `place` units of 16 bytes behind `base`."""
-        row = isa.mad_wide(place, Int32(16), base)
-        for offset in range(0, self.spec.head_dim * self.spec.kv_bits // 8, FETCHED):
+        """Fetch a warp's columns of a row of K or V, `place` units of 16 bytes behind `base`."""
+        width = self.spec.warp_dim * self.spec.kv_bits // 8
+        row = self.team.shifted(isa.mad_wide(place, Int32(16), base), width)
+        for offset in range(0, width, FETCHED):
             isa.prefetch_l2(row + Int64(offset))

@@ -143,8 +143,7 @@ class Merge:
         p, head = self.p, rows.head(row)
         factor, lse = self.finish.row(result.maximum, result.total, head)
         if cutlass.and_(dim == 0, p.lse != Int64(0)):
-            index = Int64(rows.start + rows.token(row)) * Int64(p.num_kv_heads * p.group) + Int64(head)
-            ptx.st_global_f32(p.lse + index * Int64(4), lse)
+            ptx.st_global_f32(self.lse_address(rows, row, head), lse)
         values = [x * factor for x in result.values]
         place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
         if cutlass.const_expr(self.spec.out_dtype == "float8_e4m3fn"):
@@ -153,6 +152,11 @@ class Merge:
         else:
             pairs = ptx.pack_pairs(self.spec.out_dtype, values)
             ptx.st_global_v2(place + Int64(dim * 2), 0, pairs)
+
+    def lse_address(self, rows: PackedRows, row: Int32, head: Int32) -> Int64:
+        p = self.p
+        index = Int64(rows.start + rows.token(row)) * Int64(p.num_kv_heads * p.group) + Int64(head)
+        return p.lse + index * Int64(4)
 
     # --- KV splits of a segment -------------------------------------------------------------------------------------
 

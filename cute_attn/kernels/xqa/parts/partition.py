@@ -22,6 +22,7 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.spec import XqaSpec
 
@@ -104,6 +105,11 @@ class Partition:
         """Index of this CTA's group, which has units `cta_group`, `cta_group` + number of groups, ..."""
         return cute.arch.block_idx()[0]
 
+    @property
+    def first_head(self) -> Int32:
+        """First kv head of this CTA."""
+        return self.head_of(self.cta_group)
+
     @cute.jit
     def request(self, index: Int32) -> Request:
         p = self.p
@@ -162,7 +168,7 @@ class Partition:
             else:
                 isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
             if p.sinks != Int64(0):
-                isa.prefetch_l2(isa.mad_wide(self.head_of(self.cta_group) * p.group, Int32(4), p.sinks))
+                isa.prefetch_l2(isa.mad_wide(self.first_head * p.group, Int32(4), p.sinks))
 
     def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
         """The keys of a share's first segment that this CTA reads first, at most `most`; none of a CTA that cannot
@@ -249,13 +255,18 @@ class WholeSegments(Partition):
     """Partition where every segment is short: a CTA for each, which needs neither the other requests' lengths nor a
     merge in global memory. The grid is [units, requests]."""
 
+    @property
+    def unit(self) -> Int32:
+        """Unit of this warp's segment."""
+        return cute.arch.block_idx()[0]
+
     def prefetch_lengths(self) -> None:
         self.prefetch_request(cute.arch.block_idx()[1])
 
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
-        """The only segment of this CTA, and a share that is its own."""
-        unit, index = cute.arch.block_idx()[0], cute.arch.block_idx()[1]
+        """The only segment of this warp, and a share that is its own."""
+        unit, index = self.unit, cute.arch.block_idx()[1]
         # In flight together: ptxas waits for the length before the branch to the second load.
         first_page, request = self.first_page(index), self.request(index)
         positions = request.tiles + self.p.overhead
@@ -264,6 +275,27 @@ class WholeSegments(Partition):
     def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
         """A segment beyond the share."""
         return segment._replace(start=segment.start + segment.request.tiles + self.p.overhead)
+
+
+@dataclass(frozen=True)
+class HeadSegments(WholeSegments):
+    """Partition where every warp has a segment of its own: the warps of a CTA read the same tokens of adjacent kv
+    heads, which lie side by side in the cache, and so all of a token is read at about the same time. Warps do not wait
+    for each other. The grid is [units / heads, requests]; CTAs that follow each other have the row blocks of the same
+    heads."""
+
+    heads: int  # of a CTA: one per warp; divides the number of kv heads
+
+    @property
+    def first_head(self) -> Int32:
+        return self.head_of(cute.arch.block_idx()[0]) * self.heads
+
+    @property
+    def unit(self) -> Int32:
+        p, cta = self.p, cute.arch.block_idx()[0]
+        group = self.head_of(cta)
+        block = cta - group * p.row_blocks
+        return (group * self.heads + warp_index()) * p.row_blocks + block
 
 
 BEYOND = 1 << 30  # position of no tile
@@ -307,4 +339,6 @@ class ClusterSegments(Partition):
 def make_partition(spec: XqaSpec, p: Any, load: Load = load_word) -> Partition:
     if spec.cluster > 1:
         return ClusterSegments(p, spec.cols, spec.cluster, load=load)
+    if spec.warp_heads:
+        return HeadSegments(p, spec.cols, spec.heads, load=load)
     return (WholeSegments if spec.whole else Partition)(p, spec.cols, load=load)

@@ -31,7 +31,7 @@ class LoneWarp:
         return warp
 
     def thread(self) -> Int32:
-        """Index of this thread among those of the CTA that have the same columns."""
+        """Index of this thread among those of the CTA that have the same columns of the same segment."""
         return cute.arch.thread_idx()[0]
 
     def shifted(self, x: Address, width: int) -> Address:
@@ -45,6 +45,16 @@ class LoneWarp:
     def total_scores(self, s: list[Float32], log2_scale: list[Float32], tile: Int32) -> list[Float32]:
         """Scores of the tile from a warp's share of them. `tile` counts the tiles of a segment."""
         return s
+
+
+class HeadWarp(LoneWarp):
+    """A warp that alone has a kv head (`partition.HeadSegments`): all tiles of a segment, and all its outputs."""
+
+    def number(self, warp: Int32) -> Int32:
+        return Int32(0)
+
+    def thread(self) -> Int32:
+        return cute.arch.thread_idx()[0] & 31
 
 
 @dataclass(frozen=True)
@@ -94,4 +104,6 @@ class WarpTeam:
 
 
 def make_team(spec: XqaSpec, memory: XqaMemory) -> LoneWarp | WarpTeam:
+    if spec.warp_heads:
+        return HeadWarp()
     return WarpTeam(spec, memory) if spec.team > 1 else LoneWarp()

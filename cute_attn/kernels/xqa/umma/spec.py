@@ -26,6 +26,7 @@ class XqaUmmaSpec(KernelSpec):
     whole: ClassVar[bool] = False  # segments are cut between CTAs
     cluster: ClassVar[int] = 1  # CTAs of a cluster
     ahead: ClassVar[int] = 0  # keys are not fetched before the preceding kernel has ended
+    heads: ClassVar[int] = 1  # kv heads of a CTA
     teams: ClassVar[int] = 1  # tiles that a CTA processes at once
     warps: ClassVar[int] = 1  # softmax states of a CTA
     team: ClassVar[int] = 1

@@ -1,0 +1,78 @@
+"""Warps of the decode kernel that have a kv head each (`partition.HeadSegments`), on the emulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_attn import emulator
+from cute_attn.emulator.machine import Schedule
+from cute_attn.kernels.xqa.tiles import choose
+from cute_attn.runtime.arch import named
+from perf import rings
+from tests.emulator.test_xqa import SCHEDULES, decode
+from tests.support.xqa_case import DTYPES, XqaCase, build
+
+pytestmark = pytest.mark.emulator
+HOPPER = named("sm_90a")
+FORMATS = {"bf16": "", "fp16": "", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "nvfp4": "nvfp4"}
+
+# (case, ring, rows that share a read of the keys, grid)
+CASES = {
+    "all heads of a token": (XqaCase((150, 150), kv="e4m3", heads=(32, 8)), "8x2x16x2h", 4, (1, 2, 1)),
+    "rows that fill a block, sinks": (
+        XqaCase((90, 0, 133), kv="e4m3", heads=(64, 8), page_size=64, kv_layout="HND", sinks=True),
+        "8x3x16x2h",
+        8,
+        (1, 3, 1),
+    ),
+    "16 bits": (XqaCase((140,), heads=(32, 8), kv_layout="HND", sinks=True), "8x2x16x1h", 4, (1, 1, 1)),
+    "two CTAs for the heads of a token": (
+        XqaCase((70, 5, 100), heads=(64, 8), page_size=64, form="tensor"),
+        "4x3x16x2h",
+        8,
+        (2, 3, 1),
+    ),
+    "a block of rows for each of two tokens": (
+        XqaCase((60, 133), kv="e4m3", heads=(64, 8), q_len=2, page_size=64),
+        "4x3x16x4h",
+        8,
+        (4, 2, 1),
+    ),
+    "two blocks of rows in a warp": (XqaCase((60, 133), heads=(32, 4), q_len=2), "4x3x16x1h", 16, (1, 2, 1)),
+    "a tree, queries of unequal length": (
+        XqaCase((300, 40), kv="e4m3", heads=(8, 4), q_len=4, q_lens=(4, 2), mask=True, window_left=200, out="e4m3"),
+        "4x3x32x2h",
+        8,
+        (1, 2, 1),
+    ),
+    "padded rows": (
+        XqaCase((90, 41), kv="e4m3", heads=(8, 2), head_dim=80, q_len=2, out="e4m3"),
+        "2x2x16x4h",
+        8,
+        (1, 2, 1),
+    ),
+    "keys ahead": (XqaCase((200, 7), kv="e4m3", heads=(16, 4)), "4x2x16x4ha64", 4, (1, 2, 1)),
+    "a wide head": (XqaCase((70, 33), kv="fp16", q="fp16", heads=(6, 2), head_dim=256), "2x2x32x1h", 3, (1, 2, 1)),
+    "4 bits, rows that are there twice": (
+        XqaCase((150, 33), kv="nvfp4", heads=(4, 2), bmm1_scale=0.001),
+        "2x2x32x4h",
+        2,
+        (1, 2, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_warp_for_every_head(name: str, schedule: str) -> None:
+    case, ring, rows, grid = CASES[name]
+    built = build(case)
+    q_dtype = str(DTYPES[case.q]).removeprefix("torch.")
+    out_dtype = "float8_e4m3fn" if case.out else q_dtype
+    start = choose(q_dtype, FORMATS[case.kv], out_dtype, case.head_dim, rows, case.mask, "even", HOPPER)
+    gpu = emulator.using("sm_90a", sms=2, schedule=Schedule(schedule, 1))
+    with rings.force_spec(rings.ring(ring, start)), gpu as emulation:
+        found = decode(built)
+    (record,) = emulation.records
+    assert (record.spec["warp_heads"], record.grid) == (True, grid)
+    assert built.check(*found) == ""
