@@ -43,18 +43,18 @@ class Row(NamedTuple):
 
 # "a512": so many keys of a CTA are fetched into L2 while the preceding launch ends; FlashInfer's kernel loads all tiles
 # but the newest.
-WINDOW = ("2x2x32x8w", "2x2x32x8wa512", "2x2x32x8wa64", "4x2x16x4wa512", "1x2x16x16w")
+WINDOW = ("2x2x32x8w", "2x2x32x8wa512", "2x2x32x8wa64", "4x2x16x4wa512", "4x2x32x4wa512", "2x3x32x6wa512")
 # "w": a CTA for every segment, as FlashInfer's grid: prologues and ends of several CTAs overlap, nothing is cut or
 # merged.
 MANY = ("8x2x32x1", "8x2x32x1a128", "8x2x32x1a256", "2x2x16x8w", "2x2x16x8wa16", "4x3x32x2w")
-MANY_16 = ("4x3x16x1", "4x3x16x1a64", "2x3x16x4w", "4x2x16x3w")
+MANY_16 = ("4x3x16x1", "4x3x16x1a64", "2x3x16x4w", "2x3x16x4wa16", "4x2x16x3w")
 # "h": a warp for every segment, so that all heads of a token, which lie side by side, are read at about the same time.
 HEADS_8 = ("8x2x16x2h", "8x3x16x2h", "8x4x16x1h", "8x6x16x1h", "4x2x16x4h", "4x3x16x4h", "2x2x16x8h")
 HEADS_16 = ("8x2x16x1h", "8x3x16x1h", "4x2x16x3h", "4x3x16x2h", "2x3x16x4h")
 FEW = ("8x3x16x1+1", "8x2x32x1", "8x2x32x1a256", "8x2x32x1a512")
 FEW_16 = ("8x2x16x1", "8x2x16x1a128", "8x2x16x1a256", "4x3x16x1a256")
 # Guests: clusters of the next launch start while those of this one end.
-CLUSTERS = ("4x3x16x1+1c6", "4x3x16x1+1c8", "4x3x16x1+1c8a16", "4x3x16x1+1c8a64", "8x2x16x1c6", "6x2x16x1+1c8")
+CLUSTERS = ("4x3x16x1+1c6", "4x3x16x1+1c6a16", "4x3x16x1+1c8", "4x3x16x1+1c8a16", "4x3x16x1+1c8a64", "8x2x16x1c8a16")
 CLUSTERS_8 = ("8x4x16x1c8", "8x3x16x1+1c8", "8x3x16x1+1c8a64", "8x3x16x1+1c8a256", "8x2x16x1+1c8a128")
 
 
