@@ -11,18 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cute_attn.schedule.constants import (
-    BALANCED,
-    BINS,
-    COMBINE_TIME,
-    EMPTY_TILE_TIME,
-    ITEM_TIME,
-    SHARE_DENOMINATOR,
-    SORT_BINS,
-    UNIT,
-    WORTHWHILE,
-)
-from cute_attn.schedule.cost_model import Capacity, Device, candidates
+from cute_attn.schedule.constants import SORT_BINS
+from cute_attn.schedule.cost_model import Capacity, Device, split_size
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 
 if TYPE_CHECKING:
@@ -30,7 +20,7 @@ if TYPE_CHECKING:
     from cute_attn.schedule.batch import SchedulerParams
 
 UNSPLIT = 1 << 62  # kv tiles of a split
-FEW = 16  # requests, and query tiles besides the last of each
+FEW = 8  # requests, and query tiles besides the last of each
 
 _ITEM_PADDING = (0,) * (ITEM_INTS - len(Item._fields))
 _MERGE_PADDING = (0,) * (MERGE_INTS - len(Merge._fields))
@@ -68,124 +58,6 @@ def query_tiles(qo_len: list[int], kv_len: list[int], params: SchedulerParams) -
                 begin = max(first_row // group + keys - tokens - window, 0) // cols
             tiles.append(QueryTile(request, first_row, begin, end))
     return tiles
-
-
-def split_size(visible: list[int], device: Device, capacity: Capacity) -> int | None:
-    """Returns the kv tiles of the longest split: what `cost_model.num_splits` divides by."""
-    if not visible or capacity.merges < 1 or capacity.partials < 2:
-        return None
-    longest, total = max(visible), sum(visible)
-    if longest < 2 * device.min_split_tiles:
-        return None
-    more, of = BALANCED
-    if longest * device.resident_ctas * of <= (more - of) * total * device.ctas_per_item:
-        return None
-    search = Search.of(visible, longest, device, capacity)
-    unsplit = max(search.share, search.fullest_unsplit())
-    if unsplit * of <= search.share * more:
-        return None
-    return search.best(candidates(longest, total, device), unsplit * WORTHWHILE[0] // WORTHWHILE[1])
-
-
-class Search(NamedTuple):
-    """Search for the best split size of query tiles."""
-
-    bins: list[tuple[int, int]]  # sizes in kv tiles, descending, and the query tiles of each size
-    number: int  # of query tiles
-    work: int  # time of all, unsplit
-    share: int  # one CTA's equal share of it
-    device: Device
-    capacity: Capacity
-
-    @classmethod
-    def of(cls, visible: list[int], longest: int, device: Device, capacity: Capacity) -> Search:
-        """Returns the search for query tiles that see so many kv tiles."""
-        width = longest // BINS + 1
-        counts: dict[int, int] = {}
-        for size in sorted(visible, reverse=True):
-            counts[size] = counts.get(size, 0) + 1
-        if width > 1:
-            by_bin: dict[int, tuple[int, int]] = {}
-            for size, count in counts.items():  # the longest of a bin first
-                top, before = by_bin.get(size // width, (size, 0))
-                by_bin[size // width] = top, before + count
-            counts = {}
-            for size, count in by_bin.values():
-                counts[size] = count
-        work = 0
-        for size, count in counts.items():
-            work += (max(size * UNIT, EMPTY_TILE_TIME) + ITEM_TIME) * count
-        work *= device.ctas_per_item
-        return cls(list(counts.items()), len(visible), work, work // device.resident_ctas, device, capacity)
-
-    def fullest_unsplit(self) -> int:
-        """Returns the time of the fullest CTA of a launch without splits."""
-        ctas, resident = self.device.ctas_per_item, self.device.resident_ctas
-        at_least = fullest = 0
-        for size, count in self.bins:
-            at_least += count
-            time = -(-at_least * ctas // resident) * (max(size * UNIT, EMPTY_TILE_TIME) + ITEM_TIME)
-            if time > fullest:
-                fullest = time
-        return fullest
-
-    def best(self, chunks: list[int], limit: int) -> int | None:
-        """Returns the first of the split sizes `chunks` with the shortest makespan; None if that is above `limit`.
-
-        From long splits to short ones: those whose longest item takes too long are left out, and the search ends where
-        the equal share of work and partials does, which only grows from there on.
-        """
-        device, capacity, longest, found = self.device, self.capacity, self.bins[0][0], None
-        ctas, resident = device.ctas_per_item, device.resident_ctas
-        split_time = ITEM_TIME + device.partial_cost
-        for chunk in sorted(chunks, reverse=True):
-            if -(-longest // -(-longest // chunk)) * UNIT + ITEM_TIME > limit:
-                continue
-            items = partials = merges = longest_time = 0
-            times = []
-            for size, count in self.bins:
-                splits = -(-size // chunk)
-                if splits > 1:
-                    merges += count
-                    count *= splits
-                    partials += count
-                    time = -(-size // splits) * UNIT + split_time
-                else:
-                    time = (size or 1) * UNIT + ITEM_TIME  # a tile that sees no keys is one item too
-                items += count
-                times.append((time, count))
-                if time > longest_time:
-                    longest_time = time
-            merging = partials * device.partial_cost * ctas
-            work = self.work + (items - self.number) * ITEM_TIME * ctas + merging
-            share, after = work // resident, merging // resident + COMBINE_TIME if partials else 0
-            if share + after > limit:
-                break
-            if items > capacity.items or partials > capacity.partials or merges > capacity.merges:
-                break
-            if longest_time + after > limit:
-                continue
-            time = max(share, longest_time)
-            if items * ctas > resident:
-                time = max(time, self.fullest(times, longest_time))
-            time += after
-            if time < limit or (time == limit and (found is None or chunks.index(chunk) < chunks.index(found))):
-                limit, found = time, chunk
-        return found
-
-    def fullest(self, times: list[tuple[int, int]], longest: int) -> int:
-        """Returns the time of the fullest CTA, which has items of `times`, rounded down to a fraction of the
-        `longest`.
-        """
-        ctas, resident = self.device.ctas_per_item, self.device.resident_ctas
-        step = longest // BINS + 1
-        at_least = fullest = 0
-        for time, count in sorted(times, reverse=True):
-            at_least += count
-            rounded = -(-at_least * ctas // resident) * (time // step * step)
-            if rounded > fullest:
-                fullest = rounded
-        return fullest
 
 
 class Items(NamedTuple):
