@@ -33,6 +33,7 @@ from cute_attn.schedule.constants import (
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
 FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
+PLAIN_TILES = 16  # query tiles, of which plain Python takes less time for the search than numpy
 REMEMBERED = 256  # results of that search
 
 _SIZES = np.arange(BINS)
@@ -83,7 +84,7 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
     if not _may_pay(longest, total, device, capacity):
         return None
     if len(visible) <= FEW_TILES:
-        size = _split_size_of_few(tuple(visible.tolist()), longest, total, device, capacity)
+        size = _remembered_split_size(tuple(visible.tolist()), longest, total, device, capacity)
     else:
         size = _split_size(visible, longest, total, device, capacity)
     if size is None:
@@ -98,7 +99,7 @@ def split_size(visible: list[int], device: Device, capacity: Capacity) -> int | 
     longest, total = max(visible, default=0), sum(visible)
     if not _may_pay(longest, total, device, capacity):
         return None
-    return _split_size_of_few(tuple(visible), longest, total, device, capacity)
+    return _remembered_split_size(tuple(visible), longest, total, device, capacity)
 
 
 def _may_pay(longest: int, total: int, device: Device, capacity: Capacity) -> bool:
@@ -110,10 +111,19 @@ def _may_pay(longest: int, total: int, device: Device, capacity: Capacity) -> bo
 
 
 @functools.lru_cache(REMEMBERED)
-def _split_size_of_few(
+def _remembered_split_size(
     visible: tuple[int, ...], longest: int, total: int, device: Device, capacity: Capacity
 ) -> int | None:
     """Returns `_split_size`. The steps of an engine differ in kv tiles once in 64 tokens of a request or so."""
+    if len(visible) <= PLAIN_TILES:
+        return _split_size_of_few(visible, longest, total, device, capacity)
+    return _split_size(np.array(visible, np.int32), longest, total, device, capacity)
+
+
+def _split_size_of_few(
+    visible: tuple[int, ...], longest: int, total: int, device: Device, capacity: Capacity
+) -> int | None:
+    """Returns `_split_size`, in plain Python."""
     more, of = BALANCED
     ctas, resident = device.ctas_per_item, device.resident_ctas
     bins = _bins(visible, longest)
