@@ -136,19 +136,21 @@ def _few_tiles(
     lengths: BatchLengths, params: SchedulerParams, capacity: Capacity, padded: bool, allocate: AllocateInts
 ) -> WorkList:
     """Returns the work list of a batch of few query tiles, `padded` to the capacity or not."""
-    rows, costs, merges, num_partials = few_tiles.items(lengths, params, cost_device(params), capacity)
-    order, num_items, num_merges = few_tiles.longest_first(costs), len(rows), len(merges) // MERGE_INTS
+    found = few_tiles.items(lengths, params, cost_device(params), capacity)
+    order, num_items = few_tiles.longest_first(found.costs), len(found.rows)
     if orders_by_l2(params, num_items) and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
         groups = l2_groups(lengths, params).tolist()
-        order.sort(key=lambda item: groups[rows[item][_REQUEST]])
-    item_capacity, merge_capacity = (capacity.items, capacity.merges) if padded else (num_items, num_merges)
+        order.sort(key=lambda item: groups[found.rows[item][-1]])
+    item_capacity, merge_capacity = (
+        (capacity.items, capacity.merges) if padded else (num_items, len(found.merges) // len(Merge._fields))
+    )
     item_ints = item_capacity * ITEM_INTS
     ints = allocate(item_ints + merge_capacity * MERGE_INTS)
     if padded:
         ints[:] = 0
-    few_tiles.write(rows, order, merges, ints, item_ints)
-    items, merge_records = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:].reshape(-1, MERGE_INTS)
-    return WorkList(items, merge_records, num_partials, item_capacity, merge_capacity, ints)
+    few_tiles.write(found, order, ints, item_ints)
+    items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:].reshape(-1, MERGE_INTS)
+    return WorkList(items, merges, found.num_partials, item_capacity, merge_capacity, ints)
 
 
 def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray | None:

@@ -6,6 +6,7 @@ them. Here one takes a fourth of that time, and the search for a split size skip
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,17 +23,8 @@ if TYPE_CHECKING:
 UNSPLIT = 1 << 62  # kv tiles of a split
 FEW = 8  # requests, and query tiles besides the last of each
 
-_ITEM_PADDING = (0,) * (ITEM_INTS - len(Item._fields))
-_MERGE_PADDING = (0,) * (MERGE_INTS - len(Merge._fields))
-
-
-class QueryTile(NamedTuple):
-    """A query tile that has rows."""
-
-    request: int
-    first_row: int
-    begin: int  # kv tiles [begin, end) are visible
-    end: int
+_ITEM = f"8i8xi{4 * (ITEM_INTS - len(Item._fields))}x"  # all fields but the two of masks
+_MERGE = f"{len(Merge._fields)}i{4 * (MERGE_INTS - len(Merge._fields))}x"
 
 
 def covers(lengths: BatchLengths, params: SchedulerParams) -> bool:
@@ -43,8 +35,10 @@ def covers(lengths: BatchLengths, params: SchedulerParams) -> bool:
     return bool((starts.item(-1) - starts.item(0)) * params.group_size <= FEW * params.rows)
 
 
-def query_tiles(qo_len: list[int], kv_len: list[int], params: SchedulerParams) -> list[QueryTile]:
-    """Returns the query tiles of all requests: `batch.query_tiles`."""
+def query_tiles(qo_len: list[int], kv_len: list[int], params: SchedulerParams) -> list[tuple[int, int, int, int]]:
+    """Returns the query tiles of all requests, as `batch.query_tiles`: request, first row, and the bounds of the kv
+    tiles that are visible.
+    """
     rows, cols, group, window = params.rows, params.cols, params.group_size, params.window_left
     tiles = []
     for request, (tokens, keys) in enumerate(zip(qo_len, kv_len, strict=True)):
@@ -53,47 +47,43 @@ def query_tiles(qo_len: list[int], kv_len: list[int], params: SchedulerParams) -
             end = last
             if params.causal:
                 seen = (first_row + rows - 1) // group + keys - tokens + 1
-                end = 0 if seen <= 0 else last if seen >= keys else -(-seen // cols)
+                end = last if seen >= keys else -(-seen // cols) if seen > 0 else 0
             if window >= 0:
                 begin = max(first_row // group + keys - tokens - window, 0) // cols
-            tiles.append(QueryTile(request, first_row, begin, end))
+            tiles.append((request, first_row, begin, end))
     return tiles
 
 
 class Items(NamedTuple):
     """Work items and merge records, not yet in the order of the launch."""
 
-    rows: list[tuple[int, ...]]  # fields of `Item`, padded
+    rows: list[tuple[int, ...]]  # fields of `Item`, without those of masks
     costs: list[int]  # kv tiles
-    merges: list[int]  # fields of `Merge`, padded, flat
+    merges: list[int]  # fields of `Merge`, flat
     num_partials: int
 
 
 def items(lengths: BatchLengths, params: SchedulerParams, device: Device, capacity: Capacity) -> Items:
-    """Returns the items of a batch, in the order of query tiles: `batch._balanced_splits`."""
+    """Returns the items of a batch, in the order of query tiles, as `batch._balanced_splits`."""
     qo_len, kv_len = lengths.qo_len.tolist(), lengths.kv_len.tolist()
-    heads = list(zip(lengths.qo_indptr.tolist(), qo_len, lengths.kv_start.tolist(), kv_len, strict=False))
+    qo_start, kv_start = lengths.qo_indptr.tolist(), lengths.kv_start.tolist()
     tiles = query_tiles(qo_len, kv_len, params)
     chunk = split_size([end - begin for _, _, begin, end in tiles], device, capacity) or UNSPLIT
     rows, costs, merges, partials, cols = [], [], [], 0, params.cols
-    for request, first_row, begin, end in tiles:
-        head, visible = heads[request], end - begin
-        splits = -(-visible // chunk)
-        if splits <= 1:
-            rows.append(
-                (*head, first_row, begin * cols, min(end * cols, head[3]), NO_PARTIAL, 0, 0, request, *_ITEM_PADDING)
-            )
-            costs.append(visible)
-            continue
-        merges += (head[0], head[1], first_row, partials, splits, *_MERGE_PADDING)
-        start = begin
+    for request, first_row, start, end in tiles:
+        row, tokens, first_key, keys = qo_start[request], qo_len[request], kv_start[request], kv_len[request]
+        begin, visible = start, end - start
+        splits = -(-visible // chunk) or 1  # a tile that sees no keys is one item too
+        if splits > 1:
+            merges += (row, tokens, first_row, partials, splits)
         for split in range(1, splits + 1):
             stop = begin + split * visible // splits
-            rows.append(
-                (*head, first_row, start * cols, min(stop * cols, head[3]), partials, 0, 0, request, *_ITEM_PADDING)
-            )
+            key_end, partial = stop * cols, partials if splits > 1 else NO_PARTIAL
+            if key_end > keys:
+                key_end = keys
+            rows.append((row, tokens, first_key, keys, first_row, start * cols, key_end, partial, request))
             costs.append(stop - start)
-            partials += 1
+            partials += splits > 1
             start = stop
     return Items(rows, costs, merges, partials)
 
@@ -105,10 +95,14 @@ def longest_first(costs: list[int]) -> list[int]:
     return sorted(range(len(bins)), key=bins.__getitem__, reverse=True)  # stable too
 
 
-def write(rows: list[tuple[int, ...]], order: list[int], merges: list[int], ints: np.ndarray, merges_at: int) -> None:
-    """Writes items in an order to the front of the records, and merge records at an index."""
-    flat: list[int] = []
-    for i in order:
-        flat += rows[i]
-    struct.pack_into(f"{len(flat)}i", ints, 0, *flat)
-    struct.pack_into(f"{len(merges)}i", ints, 4 * merges_at, *merges)
+def write(found: Items, order: list[int], ints: np.ndarray, merges_at: int) -> None:
+    """Writes items in an order to the front of the records, and merge records from an index on."""
+    rows, merges = found.rows, found.merges
+    _records(_ITEM, len(rows)).pack_into(ints, 0, *[field for item in order for field in rows[item]])
+    if merges:
+        _records(_MERGE, len(merges) // len(Merge._fields)).pack_into(ints, 4 * merges_at, *merges)
+
+
+@functools.lru_cache(64)  # numbers of records
+def _records(record: str, number: int) -> struct.Struct:
+    return struct.Struct(record * number)
