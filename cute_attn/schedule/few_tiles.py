@@ -69,7 +69,10 @@ def items(lengths: BatchLengths, params: SchedulerParams, device: Device, capaci
     qo_start, kv_start = lengths.qo_indptr.tolist(), lengths.kv_start.tolist()
     tiles = query_tiles(qo_len, kv_len, params)
     chunk = split_size([end - begin for _, _, begin, end in tiles], device, capacity) or UNSPLIT
-    rows, costs, merges, partials, cols = [], [], [], 0, params.cols
+    rows: list[tuple[int, ...]] = []
+    costs: list[int] = []
+    merges: list[int] = []
+    partials, cols = 0, params.cols
     for request, first_row, start, end in tiles:
         row, tokens, first_key, keys = qo_start[request], qo_len[request], kv_start[request], kv_len[request]
         begin, visible = start, end - start
@@ -98,9 +101,9 @@ def longest_first(costs: list[int]) -> list[int]:
 def write(found: Items, order: list[int], ints: np.ndarray, merges_at: int) -> None:
     """Writes items in an order to the front of the records, and merge records from an index on."""
     rows, merges = found.rows, found.merges
-    _records(_ITEM, len(rows)).pack_into(ints, 0, *[field for item in order for field in rows[item]])
+    _records(_ITEM, len(rows)).pack_into(ints.data, 0, *[field for item in order for field in rows[item]])
     if merges:
-        _records(_MERGE, len(merges) // len(Merge._fields)).pack_into(ints, 4 * merges_at, *merges)
+        _records(_MERGE, len(merges) // len(Merge._fields)).pack_into(ints.data, 4 * merges_at, *merges)
 
 
 @functools.lru_cache(64)  # numbers of records
