@@ -195,12 +195,12 @@ class Tokens(NamedTuple):
     @property
     def kv_end(self) -> int:
         """Number of rows that ragged k and v must have, or of entries that kv_indices must have."""
-        return int(self.kv_indptr[-1])
+        return int(self.kv_indptr.item(-1))
 
     @property
     def rows(self) -> int:
         """Number of rows of q, out and lse."""
-        return int(self.lengths.qo_indptr[-1])
+        return int(self.lengths.qo_indptr.item(-1))
 
     @property
     def batch_size(self) -> int:
@@ -209,7 +209,7 @@ class Tokens(NamedTuple):
     @property
     def first_row(self) -> int:
         """Rows before it belong to no request."""
-        return int(self.lengths.qo_indptr[0])
+        return int(self.lengths.qo_indptr.item(0))
 
     @property
     def multi_item(self) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits, largest, smallest
-from cute_attn.schedule import cost_model
+from cute_attn.schedule import cost_model, few_tiles
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.cost_model import Capacity
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
@@ -119,8 +119,10 @@ def schedule(
     `fixed_split_size` is applied exactly instead: if the workspace is too small for that, a WorkspaceError names the
     bytes needed.
     """
-    tiles = query_tiles(lengths, params)
     capacity = record_capacity(params, limits)
+    if few_tiles.covers(lengths, params) and (limits.fixed_split_size is None or limits.disable_split_kv):
+        return _few_tiles(lengths, params, capacity, limits.graph is not None, allocate)
+    tiles = query_tiles(lengths, params)
     if limits.fixed_split_size is not None and not limits.disable_split_kv:
         splits = _fixed_size_splits(tiles, params, limits)
     else:
@@ -128,6 +130,27 @@ def schedule(
     order = _item_order(lengths, params, tiles, splits)
     bounds = _key_bounds(lengths, params, limits)
     return _work(lengths, params, tiles, splits, order, capacity if limits.graph else None, bounds, allocate)
+
+
+def _few_tiles(
+    lengths: BatchLengths, params: SchedulerParams, capacity: Capacity, padded: bool, allocate: AllocateInts
+) -> WorkList:
+    """Returns the work list of a batch of few query tiles, `padded` to the capacity or not."""
+    found = few_tiles.items(lengths, params, cost_device(params), capacity)
+    order, num_items = few_tiles.longest_first(found.costs), len(found.rows)
+    if orders_by_l2(params, num_items) and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
+        groups = l2_groups(lengths, params).tolist()
+        order.sort(key=lambda item: groups[found.rows[item][-1]])
+    item_capacity, merge_capacity = (
+        (capacity.items, capacity.merges) if padded else (num_items, len(found.merges) // len(Merge._fields))
+    )
+    item_ints = item_capacity * ITEM_INTS
+    ints = allocate(item_ints + merge_capacity * MERGE_INTS)
+    if padded:
+        ints[:] = 0
+    few_tiles.write(found, order, ints, item_ints)
+    items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:].reshape(-1, MERGE_INTS)
+    return WorkList(items, merges, found.num_partials, item_capacity, merge_capacity, ints)
 
 
 def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray | None:

@@ -33,6 +33,7 @@ from cute_attn.schedule.constants import (
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
 FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
+PLAIN_TILES = 16  # query tiles, of which plain Python takes less time for the search than numpy
 REMEMBERED = 256  # results of that search
 
 _SIZES = np.arange(BINS)
@@ -79,15 +80,11 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
     """Returns the number of splits of each query tile, given the kv tiles that it sees; None where no split pays."""
     if not len(visible):
         return None
-    longest = largest(visible)
-    if longest < 2 * device.min_split_tiles or min(capacity.merges, capacity.partials // 2) < 1:
+    longest, total = largest(visible), int(np.add.reduce(visible, dtype=np.int64))
+    if not _may_pay(longest, total, device, capacity):
         return None
-    total = int(np.add.reduce(visible, dtype=np.int64))
-    more, of = BALANCED
-    if longest * device.resident_ctas * of <= (more - of) * total * device.ctas_per_item:
-        return None  # so many waves that longest-first order fills the last one well
     if len(visible) <= FEW_TILES:
-        size = _remembered_split_size(visible.astype(np.int32).tobytes(), longest, total, device, capacity)
+        size = _remembered_split_size(tuple(visible.tolist()), longest, total, device, capacity)
     else:
         size = _split_size(visible, longest, total, device, capacity)
     if size is None:
@@ -95,10 +92,144 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
     return -(-visible // size)
 
 
+def split_size(visible: list[int], device: Device, capacity: Capacity) -> int | None:
+    """Returns the kv tiles of the longest split of few query tiles, by which `num_splits` divides; None where no split
+    pays.
+    """
+    longest, total = max(visible, default=0), sum(visible)
+    if not _may_pay(longest, total, device, capacity):
+        return None
+    return _remembered_split_size(tuple(visible), longest, total, device, capacity)
+
+
+def _may_pay(longest: int, total: int, device: Device, capacity: Capacity) -> bool:
+    """Tells whether a search is worth its time. `longest`, `total`: kv tiles that a query tile sees, and all."""
+    if longest < 2 * device.min_split_tiles or capacity.merges < 1 or capacity.partials < 2:
+        return False
+    more, of = BALANCED  # of so many waves that longest-first order fills the last one well, no split pays
+    return longest * device.resident_ctas * of > (more - of) * total * device.ctas_per_item
+
+
 @functools.lru_cache(REMEMBERED)
-def _remembered_split_size(visible: bytes, longest: int, total: int, device: Device, capacity: Capacity) -> int | None:
+def _remembered_split_size(
+    visible: tuple[int, ...], longest: int, total: int, device: Device, capacity: Capacity
+) -> int | None:
     """Returns `_split_size`. The steps of an engine differ in kv tiles once in 64 tokens of a request or so."""
-    return _split_size(np.frombuffer(visible, np.int32), longest, total, device, capacity)
+    if len(visible) <= PLAIN_TILES:
+        return _split_size_of_few(visible, longest, total, device, capacity)
+    return _split_size(np.array(visible, np.int32), longest, total, device, capacity)
+
+
+def _split_size_of_few(
+    visible: tuple[int, ...], longest: int, total: int, device: Device, capacity: Capacity
+) -> int | None:
+    """Returns `_split_size`, in plain Python."""
+    more, of = BALANCED
+    ctas, resident = device.ctas_per_item, device.resident_ctas
+    bins = _bins(visible, longest)
+    number = work = fullest = 0
+    for size, count in bins:
+        time = (size * UNIT or EMPTY_TILE_TIME) + ITEM_TIME
+        number += count
+        work += time * count
+        fullest = max(fullest, -(-number * ctas // resident) * time)
+    share = work * ctas // resident
+    unsplit = max(share, fullest)
+    if unsplit * of <= share * more:
+        return None
+    limit = unsplit * WORTHWHILE[0] // WORTHWHILE[1]
+    return _best(bins, work - number * ITEM_TIME, limit, candidates(longest, total, device), device, capacity)
+
+
+def _bins(visible: tuple[int, ...], longest: int) -> list[tuple[int, int]]:
+    """Returns the sizes of query tiles, descending, and how many have each size or are a little shorter, as
+    `_histogram` does.
+    """
+    width, bins = longest // BINS + 1, []
+    size, count = longest, 0
+    for each in sorted(visible, reverse=True):
+        if each == size or each // width == size // width:
+            count += 1
+        else:
+            bins.append((size, count))
+            size, count = each, 1
+    bins.append((size, count))
+    return bins
+
+
+def _best(
+    bins: list[tuple[int, int]], work: int, limit: int, chunks: list[int], device: Device, capacity: Capacity
+) -> int | None:
+    """Returns the first of the split sizes `chunks` whose makespan is the shortest and at most `limit`. `work`: time of
+    all kv tiles, for one kv head.
+
+    The size in the middle bounds the others, which descend from the first whose longest item may end in time, until
+    work and partials, shared equally, take too long: with shorter splits these never take less. Of 15 candidates for 2
+    query tiles 5 are computed.
+    """
+    longest, best = bins[0][0], None
+    descending = sorted(chunks, reverse=True)
+    middle = descending[len(descending) // 2]
+    first = _makespan(bins, work, limit, middle, device, capacity)
+    if first[1] <= limit:
+        limit, best = first[1], middle
+    tiles = (limit - COMBINE_TIME - ITEM_TIME - device.partial_cost) // UNIT  # of the longest split that may be best
+    most = 0 if tiles < 1 else longest if tiles >= longest else (longest - 1) // (-(-longest // tiles) - 1)
+    floor, time, same = 0, 0, longest + 1
+    for chunk in descending:
+        if most < chunk < longest:
+            continue
+        if chunk == middle:
+            floor, time, same = first
+        elif chunk < same:
+            floor, time, same = _makespan(bins, work, limit, chunk, device, capacity)
+        if floor > limit:
+            break
+        if time < limit or (time == limit and (best is None or chunks.index(chunk) < chunks.index(best))):
+            limit, best = time, chunk
+    return best
+
+
+def _makespan(
+    bins: list[tuple[int, int]], work: int, limit: int, chunk: int, device: Device, capacity: Capacity
+) -> tuple[int, int, int]:
+    """Returns for splits of at most `chunk` the work and partials, shared equally; the makespan, or if it is above
+    `limit` any number that is; and the shortest `chunk` that makes the same splits.
+    """
+    resident, ctas, _, partial_cost = device
+    items = partials = merges = longest = same = 0
+    times = []
+    for size, count in bins:
+        splits = -(-size // chunk)
+        if splits > 1:
+            merges += count
+            count *= splits
+            partials += count
+            size = -(-size // splits)
+            time = size * UNIT + ITEM_TIME + partial_cost
+        else:
+            time = (size or 1) * UNIT + ITEM_TIME  # a tile that sees no keys is one item too
+        if size > same:
+            same = size
+        items += count
+        times.append((time, count))
+        if time > longest:
+            longest = time
+    if items > capacity.items or partials > capacity.partials or merges > capacity.merges:
+        return IMPOSSIBLE, IMPOSSIBLE, same
+    traffic = partials * partial_cost * ctas
+    after = traffic // resident + COMBINE_TIME if partials else 0
+    share = ((work + items * ITEM_TIME) * ctas + traffic) // resident
+    fullest = longest if longest > share else share
+    if items * ctas > resident and fullest + after <= limit:
+        step, at_least = longest // BINS + 1, 0
+        times.sort(reverse=True)
+        for time, count in times:
+            at_least += count
+            time = -(-at_least * ctas // resident) * (time // step * step)
+            if time > fullest:
+                fullest = time
+    return share + after, fullest + after, same
 
 
 def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, capacity: Capacity) -> int | None:
@@ -125,9 +256,9 @@ def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, c
 def candidates(longest: int, total: int, device: Device) -> list[int]:
     """Returns the split sizes that are compared, in kv tiles, each once: of equal estimates the first wins."""
     least = min(max(device.min_split_tiles, -(-longest // MAX_SPLITS)), longest)
-    work, whole = total * device.ctas_per_item, device.resident_ctas * SHARE_DENOMINATOR
+    debt, whole = -total * device.ctas_per_item, device.resident_ctas * SHARE_DENOMINATOR  # below 0: this rounds up
     sizes = [-(-longest // divisor) for divisor in LONGEST_DIVISORS]
-    sizes += [-(-work * factor // whole) for factor in SHARE_FACTORS]
+    sizes += [-(debt * factor // whole) for factor in SHARE_FACTORS]
     return list(dict.fromkeys([least if size < least else longest if size > longest else size for size in sizes]))
 
 

@@ -20,7 +20,7 @@ from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.errors import RuntimeArgumentError
 from cute_attn.kernels.host.device_batch import NO_LENGTHS
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, DeviceTokens, GraphLimits, Settings, Tokens
-from cute_attn.request import batch_plan, checks, device_lengths
+from cute_attn.request import batch_plan, checks, device_lengths, few_requests
 from cute_attn.request.batch_plan import Pages
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.runtime import switches
@@ -79,14 +79,19 @@ def paged_tokens(
     arrays = qo_indptr, pages.indptr, pages.last_page_len
     if stays_on_device(wrapper, arrays, host_only) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (qo_indptr, 0), pages, page_size, names)
-    return batch_plan.paged(batch_plan.queries(names[0], qo_indptr), pages, page_size, names)
+    tokens = few_requests.paged(qo_indptr, pages.indptr, pages.last_page_len, pages.indices, page_size)
+    if tokens is None:
+        return batch_plan.paged(batch_plan.queries(names[0], qo_indptr), pages, page_size, names)
+    batch_plan.check_indices(names, pages.indices, tokens.kv_indptr.item(0), tokens.kv_indptr.item(-1))
+    return tokens
 
 
 def ragged_tokens(wrapper: BatchWrapper, qo_indptr: Any, kv_indptr: Any, host_only: HostOnly) -> Tokens | DeviceTokens:
     """Check the index arrays of a ragged batch, where they are if the plan leaves them there."""
     if stays_on_device(wrapper, (qo_indptr, kv_indptr), host_only):
         return device_lengths.ragged(wrapper.device, qo_indptr, kv_indptr)
-    return batch_plan.ragged(qo_indptr, kv_indptr)
+    tokens = few_requests.ragged(qo_indptr, kv_indptr)
+    return batch_plan.ragged(qo_indptr, kv_indptr) if tokens is None else tokens
 
 
 def decode_tokens(
