@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 # "a512": so many keys of a CTA are fetched into L2 while the preceding launch ends; FlashInfer's kernel loads all tiles
 # but the newest.
-WINDOW = ("2x2x32x8w", "2x2x32x8wa512", "2x2x32x8wa64", "4x2x16x4wa512", "4x2x32x4wa512", "2x3x32x6wa512")
+WINDOW = ("2x2x32x8w", "2x2x32x8wa512", "2x2x32x8wa64", "4x2x16x4wa512", "2x2x32x8ha512", "4x4x32x2ha512")
 # "w": a CTA for every segment, as FlashInfer's grid: prologues and ends of several CTAs overlap, nothing is cut or
 # merged.
 MANY = ("8x2x32x1", "8x2x32x1a128", "8x2x32x1a256", "2x2x16x8w", "2x2x16x8wa16", "4x3x32x2w")

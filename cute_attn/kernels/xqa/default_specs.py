@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterator
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.spec import HEAD_DIMS, XqaSpec
-from cute_attn.kernels.xqa.tiles import HEAD_RINGS, Segments, choose
+from cute_attn.kernels.xqa.tiles import Segments, choose
 from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import HEAD_DIMS as UMMA_HEAD_DIMS
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
@@ -30,16 +28,7 @@ def default_specs(arch: Arch) -> list[XqaSpec | XqaUmmaSpec]:
         choose("bfloat16", kv, "bfloat16", head_dim, rows, False, of, arch, num_kv_heads)
         for (head_dim, kv, rows), of, num_kv_heads in keys
     )
-    return list(dict.fromkeys([*specs, *head_specs(arch), *umma_specs(arch)]))
-
-
-def head_specs(arch: Arch) -> Iterator[XqaSpec]:
-    """Kernels whose warps have a kv head each, for GPUs whose table has rings of equally long requests."""
-    for kv in ("", "float8_e4m3fn"):
-        even = choose("bfloat16", kv, "bfloat16", 128, 8, False, "even", arch)
-        ring = HEAD_RINGS[even.kv_bits]
-        if even.whole:
-            yield dataclasses.replace(even, warps=ring.warps, stages=ring.stages, ctas=ring.ctas, warp_heads=True)
+    return list(dict.fromkeys([*specs, *umma_specs(arch)]))
 
 
 def umma_specs(arch: Arch) -> list[XqaUmmaSpec]:
