@@ -21,13 +21,13 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, early_kv, early_partition, early_segment
+from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, early_partition, early_segment
 from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge, open_inbox
 from cute_attn.kernels.xqa.parts.head_merge import HeadMerge
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, make_partition
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, load_word, make_partition
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
@@ -272,7 +272,7 @@ class XqaProgram:
         """Read where this CTA's first tiles are before the preceding kernel has ended, and fetch its first keys."""
         partition = early_partition(self.spec, p)
         share, segment = early_segment(partition, p)
-        kv = early_kv(self.paged_kv(p, segment), segment)
+        kv = bounded(self.paged_kv(p, segment), segment, isa.load_early_if)
         token_pages = self.first_page_ids(kv, self.warp_tiles(p, segment, share))
         KeysAhead(self.spec, self.team, p).fetch(partition.first_keys(segment, share, self.spec.ahead))
         return EarlyTiles(share, segment, token_pages)
@@ -288,21 +288,22 @@ class XqaProgram:
 
     @cute.jit
     def start_early(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
-        """Copy the first tiles from where they were before the preceding kernel ended, and read meanwhile where they
-        are now: only where that has changed they are copied again."""
+        """Copy the first tiles from where they were before the preceding kernel ended, and read meanwhile what told
+        so: lengths, and the same entries of the page table. Only where these have changed, all is done once more."""
         words = query_rows.load(early.segment)
-        early_tiles = self.warp_tiles(p, early.segment, early.share)
-        self.copy_first_tiles(self.paged_kv(p, early.segment), early_tiles, early.token_pages)
-        share, segment = make_partition(self.spec, p).first_segment()
-        kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
+        tiles = self.warp_tiles(p, early.segment, early.share)
+        kv = bounded(self.paged_kv(p, early.segment), early.segment, load_word)
         token_pages = self.first_page_ids(kv, tiles)
+        self.copy_first_tiles(kv, tiles, early.token_pages)
+        share, segment = make_partition(self.spec, p).first_segment()
+        following = token_pages[-1]
         if early.has_other_queries(segment):
             words = query_rows.load(segment)
-        if early.has_other_tiles(segment, token_pages, early_tiles, tiles):
+        if early.has_other_tiles(share, segment, token_pages):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
-            self.copy_first_tiles(kv, tiles, token_pages)
-        return Start(share, segment, words, token_pages[-1])
+            following = self.load_prologue(self.paged_kv(p, segment), self.warp_tiles(p, segment, share))
+        return Start(share, segment, words, following)
 
     def load_prologue(self, kv: PagedKv, tiles: WarpTiles) -> TokenPages:
         """Start copying the first tiles of a segment. Returns the page ids of the tile that follows."""

@@ -21,7 +21,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
-from cute_attn.kernels.xqa.parts.partition import FirstKeys, Partition, Segment, Share, make_partition
+from cute_attn.kernels.xqa.parts.partition import FirstKeys, Load, Partition, Segment, Share, make_partition
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.spec import XqaSpec
 
@@ -42,18 +42,16 @@ class EarlyTiles(NamedTuple):
         places = (self.segment.unit, segment.unit), (was.qo_start, now.qo_start), (was.qo_len, now.qo_len)
         return differ(places) != Int32(0)
 
-    def has_other_tiles(self, segment: Segment, token_pages: list[TokenPages], was: Any, tiles: Any) -> Boolean:
-        """Whether any lane of the warp has copied other tokens than those of `tiles`, `WarpTiles`; `was`: the tiles
-        expected."""
+    def has_other_tiles(self, share: Share, segment: Segment, token_pages: list[TokenPages]) -> Boolean:
+        """Whether any lane of the warp has copied other tokens than those of the segment, or from other pages than
+        those that its entries of the page table have now."""
         early, now = self.segment.request, segment.request
-        pages = [
-            pair
-            for copied, found in zip(self.token_pages[:-1], token_pages[:-1], strict=True)
-            for pair in zip(copied.pages, found.pages, strict=True)
-        ]
+        found = zip(self.token_pages[:-1], token_pages[:-1], strict=True)
+        pages = [pair for before, after in found for pair in zip(before.pages, after.pages, strict=True)]
         tokens = (early.kv_len, now.kv_len), (early.first_token, now.first_token)
-        numbers = (was.first, tiles.first), (was.count, tiles.count), (self.segment.unit, segment.unit)
-        return isa.ballot(differ((*pages, *tokens, *numbers)) != Int32(0)) != Int32(0)
+        begins = (self.share.begin, share.begin), (self.share.end, share.end), (self.segment.start, segment.start)
+        places = (self.segment.unit, segment.unit), (self.segment.first_page, segment.first_page)
+        return isa.ballot(differ((*pages, *tokens, *begins, *places)) != Int32(0)) != Int32(0)
 
 
 def differ(pairs: Iterable[tuple[Int32, Int32]]) -> Int32:
@@ -74,27 +72,28 @@ def early_segment(partition: Partition, p: Any) -> tuple[Share, Segment]:
     return share, segment._replace(unit=unit, request=segment.request._replace(qo_len=qo_len))
 
 
-def early_page(p: Any, entry: Int32, wanted: Boolean) -> Int32:
+def page_in_bounds(p: Any, entry: Int32, wanted: Boolean, load: Load = isa.load_early_if) -> Int32:
     """The page id of an entry of the page table, or 0 where it is not wanted or out of bounds."""
     exists = isa.all_of([wanted, isa.less_unsigned(entry, p.entries)])
-    page = isa.load_early_if(exists, isa.mad_wide(entry, Int32(4), p.table), 0)
+    page = load(exists, isa.mad_wide(entry, Int32(4), p.table), 0)
     return ptx.select(isa.less_unsigned(page, p.pages), page, Int32(0))
 
 
 @dataclass(frozen=True)
-class EarlyKv(PagedKv):
-    """Paged K and V whose page ids may change."""
+class BoundedKv(PagedKv):
+    """Paged K and V of a segment that may be another one now: page ids are kept in bounds."""
 
     first_page: Int32
+    load: Load
 
     def page_id(self, exists: Boolean, index: Int32) -> Int32:
-        return early_page(self.p, self.first_page + index, isa.all_of([exists, self.p.pages > 0]))
+        return page_in_bounds(self.p, self.first_page + index, isa.all_of([exists, self.p.pages > 0]), self.load)
 
 
-def early_kv(kv: PagedKv, segment: Segment) -> EarlyKv:
+def bounded(kv: PagedKv, segment: Segment, load: Load) -> BoundedKv:
     """The keys and values of a segment that `early_segment` returned."""
     fields = kv.memory, kv.layout, kv.team, kv.p, kv.table, kv.head, kv.first_token, kv.kv_len
-    return EarlyKv(*fields, segment.first_page)
+    return BoundedKv(*fields, segment.first_page, load)
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class KeysAhead:
         for token in cutlass.range(keys.begin + self.team.thread(), keys.end, threads, unroll=2):
             number = divisor.quotient(token)
             within = token - number * p.page_size
-            page = early_page(p, keys.first_page + number, p.pages > 0)
+            page = page_in_bounds(p, keys.first_page + number, p.pages > 0)
             if p.pages > 0:
                 self.fetch_row(k, page * p.k_stride_page + within * p.k_stride_n)
                 self.fetch_row(v, page * p.v_stride_page + within * p.v_stride_n)
