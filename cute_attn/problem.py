@@ -340,10 +340,10 @@ class BatchPlan:
         """Take other tokens, whose schedule `launch` has, and forget what earlier runs were checked for, as far as it
         depends on them. `same_launches`: those of earlier runs may be repeated.
         """
-        assert tokens.rows is not None
-        before, self.tokens, rows = self.tokens, tokens, self.rows
-        self.rows, self.first_row, self.protected = tokens.rows, tokens.first_row, None
+        rows, before = tokens.rows, self.tokens
+        assert rows is not None
         same_shapes = rows == self.rows
+        self.tokens, self.rows, self.first_row, self.protected = tokens, rows, tokens.first_row, None
         if tokens.kv_indices is None:
             same_shapes = same_shapes and before.kv_end == tokens.kv_end
         else:

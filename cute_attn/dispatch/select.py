@@ -101,8 +101,10 @@ def kv_len_class(settings: Settings, kv_lens: np.ndarray) -> int | None:
     `KV_LEN_CLASSES` that it reaches; None where selection does not depend on it. `kv_lens`: int64 `[batch_size]`.
     """
     features = settings.features
+    if not features.decode or len(kv_lens) == 0:
+        return None
     classes = KV_LEN_CLASSES.get((features.kv_dtype.itemsize, features.head_dim_qk))
-    if classes is None or not features.decode or len(kv_lens) == 0:
+    if classes is None:
         return None
     seen = int(kv_lens.sum()) // len(kv_lens)
     if settings.window_left >= 0:

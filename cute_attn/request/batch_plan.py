@@ -358,9 +358,10 @@ def _lengths(q: Queries, kv_start: np.ndarray, kv_len: np.ndarray) -> BatchLengt
 
 def check_rows(tokens: Tokens | DeviceTokens, num_qo_heads: int) -> None:
     """Refuse more rows of q (tokens x heads) than kernels can count."""
-    assert tokens.rows is not None
-    if tokens.rows * num_qo_heads > MAX_ROWS:
-        raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {tokens.rows} x {num_qo_heads}")
+    rows = tokens.rows
+    assert rows is not None
+    if rows * num_qo_heads > MAX_ROWS:
+        raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {rows} x {num_qo_heads}")
 
 
 class HostLengths(NamedTuple):

@@ -1,6 +1,6 @@
 """Index arrays of few requests: read and checked as lists, which takes half the time of arrays of a few numbers.
 
-What is not plain, or wrong, is left to `batch_plan`, which tells what is wrong: the functions return None.
+The functions return None for what is not on the host, not plain, or wrong: `batch_plan` tells what is wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _numbers(value: Any) -> list[int] | None:
     """Returns the numbers of a short index array on the host."""
     if type(value) is not torch.Tensor or not value.is_cpu or value.dtype not in INDEX_DTYPES:
         return None
-    if value.dim() != 1 or value.numel() > FEW + 1:
+    if value.layout is not torch.strided or value.is_neg() or value.dim() != 1 or value.numel() > FEW + 1:
         return None
     numbers: list[int] = value.tolist()
     return numbers

@@ -5,6 +5,7 @@ only if two copies are still in flight.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from typing import Any, Protocol
 
@@ -96,7 +97,7 @@ class HostCopies:
         return torch.zeros(size, dtype=torch.int32)
 
     def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
-        target[:ints].copy_(source[:ints])
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), 4 * ints)  # a fifth of the time of `copy_` and its slices
         return _COMPLETED
 
 
@@ -204,21 +205,23 @@ class Staging:
         return self._reserved
 
     def upload(self, ints: np.ndarray) -> torch.Tensor:
-        """Starts to copy a flat int32 array and returns a view of the device memory, which the next upload overwrites.
+        """Starts to copy a flat int32 array to the front of the device memory, which the next upload overwrites, and
+        returns that memory.
 
         The caller may change `ints` afterwards, unless it comes from `reserve`.
         """
-        if ints.size > self._device_buffer.numel():
-            self._check_capacity(ints.size)
-            self._device_buffer = self._copies.target(_capacity(ints.size))
+        size = ints.size
+        if size > self._device_buffer.numel():
+            self._check_capacity(size)
+            self._device_buffer = self._copies.target(_capacity(size))
         self._layout = None
-        if ints.size:
+        if size:
             if ints is not self._reserved:
-                self.reserve(ints.size)[:] = ints
-            self._buffers[0].send(self._device_buffer, ints.size)
+                self.reserve(size)[:] = ints
+            self._buffers[0].send(self._device_buffer, size)
             self._buffers.reverse()
         self._reserved = None
-        return self._device_buffer[: ints.size]
+        return self._device_buffer
 
     def written_on_device(self, size: int, scratch: int, layout: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns memory for `size` numbers, and for `scratch` numbers that no launch but their writer's reads: zeros,

@@ -36,9 +36,7 @@ _QO_START, _QO_LEN, _KV_START, _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL
 _NONE = np.empty(0, np.int64)
 
 
-class SchedulerParams(NamedTuple):
-    """Tile of a launch, the mask that all requests share, and properties of the device."""
-
+class _SchedulerParams(NamedTuple):
     rows: int
     cols: int
     group_size: int  # num_qo_heads / num_kv_heads
@@ -52,19 +50,43 @@ class SchedulerParams(NamedTuple):
     l2_kv_tokens: int = 0  # kv tokens of so many heads that L2 holds; 0: the order of requests does not matter
 
 
-class WorkList(NamedTuple):
-    """Work list of a launch. `items` and `merges` are views of `ints`, the array that is copied to the device: all
-    items, padded with zero records to `item_capacity`, then all merges, padded with zero records to `merge_capacity`,
-    then the key bounds of multi-item scoring.
+class SchedulerParams(_SchedulerParams):
+    """Tile of a launch, the mask that all requests share, and properties of the device. What every schedule needs of
+    them is computed once.
     """
 
-    items: np.ndarray  # [item_capacity, ITEM_INTS] int32
-    merges: np.ndarray  # [merge_capacity, MERGE_INTS] int32
+    @functools.cached_property
+    def cost_device(self) -> cost_model.Device:
+        """Device of the cost model."""
+        return cost_model.Device.of(self.resident_ctas, self.num_kv_heads, self.min_split_tiles, self.rows, self.cols)
+
+    @functools.cached_property
+    def partial_bytes(self) -> int:
+        """Workspace bytes of one partial: o and lse of a query tile, for every kv head."""
+        return self.num_kv_heads * self.rows * self.partial_row_bytes
+
+
+class WorkList(NamedTuple):
+    """Work list of a launch. `ints` is copied to the device: all items, padded with zero records to `item_capacity`,
+    then all merges, padded with zero records to `merge_capacity`, then the key bounds of multi-item scoring.
+    """
+
     num_partials: int  # that items write to the workspace
     item_capacity: int
     merge_capacity: int
     ints: np.ndarray  # [item_capacity * ITEM_INTS + merge_capacity * MERGE_INTS + size of the key bounds] int32
     key_bounds: int | None = None  # index in `ints` of `BatchLengths.key_bounds`, if the batch has them
+
+    @property
+    def items(self) -> np.ndarray:
+        """View of the items: int32 `[item_capacity, ITEM_INTS]`."""
+        return self.ints[: self.item_capacity * ITEM_INTS].reshape(-1, ITEM_INTS)
+
+    @property
+    def merges(self) -> np.ndarray:
+        """View of the merges: int32 `[merge_capacity, MERGE_INTS]`."""
+        start = self.item_capacity * ITEM_INTS
+        return self.ints[start : start + self.merge_capacity * MERGE_INTS].reshape(-1, MERGE_INTS)
 
 
 class Gap(NamedTuple):
@@ -136,7 +158,7 @@ def _few_tiles(
     lengths: BatchLengths, params: SchedulerParams, capacity: Capacity, padded: bool, allocate: AllocateInts
 ) -> WorkList:
     """Returns the work list of a batch of few query tiles, `padded` to the capacity or not."""
-    found = few_tiles.items(lengths, params, cost_device(params), capacity)
+    found = few_tiles.items(lengths, params, capacity)
     order, num_items = few_tiles.longest_first(found.costs), len(found.rows)
     if orders_by_l2(params, num_items) and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
         groups = l2_groups(lengths, params).tolist()
@@ -144,13 +166,11 @@ def _few_tiles(
     item_capacity, merge_capacity = (
         (capacity.items, capacity.merges) if padded else (num_items, len(found.merges) // len(Merge._fields))
     )
-    item_ints = item_capacity * ITEM_INTS
-    ints = allocate(item_ints + merge_capacity * MERGE_INTS)
+    ints = allocate(item_capacity * ITEM_INTS + merge_capacity * MERGE_INTS)
     if padded:
         ints[:] = 0
-    few_tiles.write(found, order, ints, item_ints)
-    items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:].reshape(-1, MERGE_INTS)
-    return WorkList(items, merges, found.num_partials, item_capacity, merge_capacity, ints)
+    few_tiles.write(found, order, ints, item_capacity)
+    return WorkList(found.num_partials, item_capacity, merge_capacity, ints)
 
 
 def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray | None:
@@ -225,7 +245,7 @@ def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capac
     visible = tiles.end if params.window_left < 0 else tiles.end - tiles.begin
     if tiles.gap is not None:
         visible = visible - tiles.gap.within(tiles.begin, tiles.end, None)
-    num_splits = cost_model.num_splits(visible, cost_device(params), capacity)
+    num_splits = cost_model.num_splits(visible, params.cost_device, capacity)
     if num_splits is None:
         return _unsplit(tiles)
     if smallest(num_splits) == 0:  # a tile that sees no keys is one item too
@@ -263,7 +283,7 @@ def _fixed_size_splits(tiles: QueryTiles, params: SchedulerParams, limits: Batch
             f"fixed_split_size must split a request into at most {MAX_SPLITS} parts, got {size} tokens, which make "
             f"{most_splits}; this batch needs at least {smallest_size}"
         )
-    needed = int(num_splits[num_splits > 1].sum()) * partial_bytes(params)
+    needed = int(num_splits[num_splits > 1].sum()) * params.partial_bytes
     if needed > limits.workspace_bytes:
         raise WorkspaceError(
             f"float_workspace_buffer must have {needed} bytes for fixed_split_size={size} in this batch, "
@@ -337,7 +357,7 @@ def _work(
         merges[num_merges:] = 0
     num_partials = splits.first_partial.item(-1) + splits.num_splits.item(-1) if num_merges else 0
     bounds_at = None if key_bounds is None else record_ints
-    return WorkList(items, merges, num_partials, item_capacity, merge_capacity, ints, bounds_at)
+    return WorkList(num_partials, item_capacity, merge_capacity, ints, bounds_at)
 
 
 def _write_items(
@@ -421,18 +441,6 @@ def l2_groups(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
     return groups
 
 
-def cost_device(params: SchedulerParams) -> cost_model.Device:
-    """Returns the device of the cost model."""
-    return cost_model.Device.of(
-        params.resident_ctas, params.num_kv_heads, params.min_split_tiles, params.rows, params.cols
-    )
-
-
-def partial_bytes(params: SchedulerParams) -> int:
-    """Returns the workspace bytes of one partial: o and lse of a query tile, for every kv head."""
-    return params.num_kv_heads * params.rows * params.partial_row_bytes
-
-
 def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     """Returns the query tokens of a typical request, by which the tile is chosen.
 
@@ -463,7 +471,7 @@ def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
 
 def record_capacity(params: SchedulerParams, limits: BatchLimits) -> Capacity:
     """Returns how many records a schedule may have. With `limits.graph`, every schedule within the limits fits."""
-    partials = limits.workspace_bytes // partial_bytes(params)
+    partials = limits.workspace_bytes // params.partial_bytes
     if limits.graph is None:
         return Capacity(UNLIMITED, 0 if limits.disable_split_kv else UNLIMITED, partials)
     tiles = max_query_tiles(limits.graph, params)

@@ -257,9 +257,14 @@ def candidates(longest: int, total: int, device: Device) -> list[int]:
     """Returns the split sizes that are compared, in kv tiles, each once: of equal estimates the first wins."""
     least = min(max(device.min_split_tiles, -(-longest // MAX_SPLITS)), longest)
     debt, whole = -total * device.ctas_per_item, device.resident_ctas * SHARE_DENOMINATOR  # below 0: this rounds up
-    sizes = [-(-longest // divisor) for divisor in LONGEST_DIVISORS]
-    sizes += [-(debt * factor // whole) for factor in SHARE_FACTORS]
-    return list(dict.fromkeys([least if size < least else longest if size > longest else size for size in sizes]))
+    found: dict[int, None] = {}  # in order
+    for divisor in LONGEST_DIVISORS:
+        size = -(-longest // divisor)
+        found[size if size > least else least] = None
+    for factor in SHARE_FACTORS:
+        size = -(debt * factor // whole)
+        found[least if size < least else longest if size > longest else size] = None
+    return list(found)
 
 
 def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,13 +7,14 @@ them. Here one takes a fourth of that time, and the search for a split size skip
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from cute_attn.schedule.constants import SORT_BINS
-from cute_attn.schedule.cost_model import Capacity, Device, split_size
+from cute_attn.schedule.cost_model import Capacity, split_size
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 
 if TYPE_CHECKING:
@@ -63,12 +64,12 @@ class Items(NamedTuple):
     num_partials: int
 
 
-def items(lengths: BatchLengths, params: SchedulerParams, device: Device, capacity: Capacity) -> Items:
+def items(lengths: BatchLengths, params: SchedulerParams, capacity: Capacity) -> Items:
     """Returns the items of a batch, in the order of query tiles, as `batch._balanced_splits`."""
     qo_len, kv_len = lengths.qo_len.tolist(), lengths.kv_len.tolist()
     qo_start, kv_start = lengths.qo_indptr.tolist(), lengths.kv_start.tolist()
     tiles = query_tiles(qo_len, kv_len, params)
-    chunk = split_size([end - begin for _, _, begin, end in tiles], device, capacity) or UNSPLIT
+    chunk = split_size([end - begin for _, _, begin, end in tiles], params.cost_device, capacity) or UNSPLIT
     rows: list[tuple[int, ...]] = []
     costs: list[int] = []
     merges: list[int] = []
@@ -98,14 +99,14 @@ def longest_first(costs: list[int]) -> list[int]:
     return sorted(range(len(bins)), key=bins.__getitem__, reverse=True)  # stable too
 
 
-def write(found: Items, order: list[int], ints: np.ndarray, merges_at: int) -> None:
-    """Writes items in an order to the front of the records, and merge records from an index on."""
+def write(found: Items, order: list[int], ints: np.ndarray, item_capacity: int) -> None:
+    """Writes items in an order to the front of the records, and merge records behind the capacity of items."""
     rows, merges = found.rows, found.merges
-    _records(_ITEM, len(rows)).pack_into(ints.data, 0, *[field for item in order for field in rows[item]])
-    if merges:
-        _records(_MERGE, len(merges) // len(Merge._fields)).pack_into(ints.data, 4 * merges_at, *merges)
+    records = _records(len(rows), item_capacity - len(rows), len(merges) // len(Merge._fields))
+    records.pack_into(ints.data, 0, *itertools.chain.from_iterable(map(rows.__getitem__, order)), *merges)
 
 
-@functools.lru_cache(64)  # numbers of records
-def _records(record: str, number: int) -> struct.Struct:
-    return struct.Struct(record * number)
+@functools.lru_cache(256)
+def _records(items: int, unused: int, merges: int) -> struct.Struct:
+    """Returns the layout of items, records of zeros, and merge records."""
+    return struct.Struct(_ITEM * items + f"{4 * ITEM_INTS * unused}x" + _MERGE * merges)

@@ -76,22 +76,24 @@ def paged_tokens(
     host_only: HostOnly,
 ) -> Tokens | DeviceTokens:
     """Check the index arrays of a paged prefill batch, where they are if the plan leaves them there."""
+    tokens = few_requests.paged(qo_indptr, pages.indptr, pages.last_page_len, pages.indices, page_size)
+    if tokens is not None:
+        batch_plan.check_indices(names, pages.indices, tokens.kv_indptr.item(0), tokens.kv_end)
+        return tokens
     arrays = qo_indptr, pages.indptr, pages.last_page_len
     if stays_on_device(wrapper, arrays, host_only) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (qo_indptr, 0), pages, page_size, names)
-    tokens = few_requests.paged(qo_indptr, pages.indptr, pages.last_page_len, pages.indices, page_size)
-    if tokens is None:
-        return batch_plan.paged(batch_plan.queries(names[0], qo_indptr), pages, page_size, names)
-    batch_plan.check_indices(names, pages.indices, tokens.kv_indptr.item(0), tokens.kv_indptr.item(-1))
-    return tokens
+    return batch_plan.paged(batch_plan.queries(names[0], qo_indptr), pages, page_size, names)
 
 
 def ragged_tokens(wrapper: BatchWrapper, qo_indptr: Any, kv_indptr: Any, host_only: HostOnly) -> Tokens | DeviceTokens:
     """Check the index arrays of a ragged batch, where they are if the plan leaves them there."""
+    tokens = few_requests.ragged(qo_indptr, kv_indptr)
+    if tokens is not None:
+        return tokens
     if stays_on_device(wrapper, (qo_indptr, kv_indptr), host_only):
         return device_lengths.ragged(wrapper.device, qo_indptr, kv_indptr)
-    tokens = few_requests.ragged(qo_indptr, kv_indptr)
-    return batch_plan.ragged(qo_indptr, kv_indptr) if tokens is None else tokens
+    return batch_plan.ragged(qo_indptr, kv_indptr)
 
 
 def decode_tokens(

@@ -286,13 +286,14 @@ def test_workspace_size_is_enough(splits: dict[str, Any], graph: bool) -> None:
     assert int_bytes > 0
     assert made._plan is None
     made.plan(**arguments)
-    records = made._planned().launch.records
+    launch = made._planned().launch
+    records = launch.records[: int_bytes // 4].clone()
     if not graph:  # the room of captured launches follows from the workspace
-        assert records.nbytes == int_bytes
+        assert launch.schedule.records.nbytes == int_bytes
     made.reset_workspace_buffer(torch.empty(float_bytes, dtype=torch.uint8))
     made.plan(**arguments)
     if not graph:
-        assert torch.equal(made._planned().launch.records, records)
+        assert torch.equal(made._planned().launch.records[: len(records)], records)
     assert_right(case, made)
     if "fixed_split_size" in splits and not graph:
         made.reset_workspace_buffer(torch.empty(float_bytes - 1, dtype=torch.uint8))

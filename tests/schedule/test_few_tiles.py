@@ -37,7 +37,7 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plain.ints.tolist() == arrays.ints.tolist(), str(case)
         assert plain.items.shape == arrays.items.shape, str(case)
         assert plain.merges.shape == arrays.merges.shape, str(case)
-        assert plain[2:5] == arrays[2:5], str(case)
+        assert plain[:3] == arrays[:3], str(case)
         covered, split = covered + 1, split + (plain.num_partials > 0)
     assert split > BATCHES // 20
 

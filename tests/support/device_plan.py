@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from cute_attn.problem import DeviceTokens
+from cute_attn.request import few_requests
 from cute_attn.wrappers import device_plan
 from tests.support.batch_case import BatchCase, BatchInputs, decode, heads, paged, plan_arguments, ragged
 
@@ -47,6 +48,7 @@ def emulated_device() -> Iterator[None]:
     """CPU tensors count as tensors on the device, and reading lengths on the host is an error."""
     with (
         mock.patch.object(device_plan, "_is_on", lambda device, value: isinstance(value, torch.Tensor)),
+        mock.patch.object(few_requests, "_numbers", return_value=None),  # reads tensors on the CPU
         mock.patch.object(DeviceTokens, "host", property(_read)),
     ):
         yield

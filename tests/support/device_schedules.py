@@ -13,7 +13,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.planner import Planner, refusal
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.runtime.launch import CPU
-from cute_attn.schedule.batch import SchedulerParams, WorkList, partial_bytes, schedule
+from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule
 
 DECODE = SchedulerParams(16, 64, 4, 8, False, -1, 264, 2, 4 * 129)
 
@@ -79,7 +79,7 @@ def random_case(rng: np.random.Generator, most_requests: int = 300) -> Case:
     slots = int(rng.choice([0, 1, 5, 100, 100_000]))
     split = rng.random()
     limits = BatchLimits(
-        workspace_bytes=slots * partial_bytes(params),
+        workspace_bytes=slots * params.partial_bytes,
         fixed_split_size=int(rng.integers(max(top // 100, 1), top + 2)) if split < 0.2 else None,
         disable_split_kv=bool(split > 0.95),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from cute_attn.problem import BatchLengths, BatchLimits
 from cute_attn.schedule import constants
-from cute_attn.schedule.batch import SchedulerParams, partial_bytes, record_capacity
+from cute_attn.schedule.batch import SchedulerParams, record_capacity
 from cute_attn.schedule.constants import ITEM_TIME, UNIT
 from cute_attn.schedule.cost_model import Capacity
 from cute_attn.schedule.records import ITEM_INTS, MAX_SPLITS, MERGE_INTS
@@ -98,7 +98,7 @@ def plain_schedule(lengths: BatchLengths, params: SchedulerParams, limits: Batch
     """Records of a batch without `fixed_split_size` and key bounds."""
     tiles = tiles_of(lengths, params)
     capacity = record_capacity(params, limits)
-    assert capacity.partials <= limits.workspace_bytes // partial_bytes(params)
+    assert capacity.partials <= limits.workspace_bytes // params.partial_bytes
     size = split_size([end - begin for _, _, begin, end in tiles], params, capacity)
     items: list[dict[str, Any]] = []
     merges: list[list[int]] = []

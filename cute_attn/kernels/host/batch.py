@@ -14,7 +14,7 @@ from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
 from cute_attn.runtime.launch import current_stream
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, partial_bytes, schedule
+from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, schedule
 from cute_attn.schedule.records import ITEM_INTS
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, or the tensors of which these are views
@@ -73,7 +73,7 @@ class BatchSchedule(Generic[T_co]):
 
     def workspace(self) -> tuple[int, int]:
         """Returns the bytes of the workspace in use, and the bytes of the records."""
-        return self.work.num_partials * partial_bytes(self.params), self.work.ints.nbytes
+        return self.work.num_partials * self.params.partial_bytes, self.work.ints.nbytes
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def sized(
         combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
         rows_per_merge=rows_per_merge,
         rows_to_merge=to_merge,
-        max_partials=limits.workspace_bytes // partial_bytes(params),
+        max_partials=limits.workspace_bytes // params.partial_bytes,
         keeps_address=limits.keeps_address,
         order=tiling.order(params, work) if tiling.order else (),
     )
@@ -142,7 +142,7 @@ class BatchRun:
         self.records = self.placed(schedule, staging)
 
     def placed(self, schedule: Schedule, staging: Staging) -> torch.Tensor:
-        """Returns the records in device memory."""
+        """Returns device memory that starts with the records."""
         if schedule.keeps_address:
             staging.fix_capacity(schedule.records.size)
         return staging.upload(schedule.records)

@@ -13,7 +13,6 @@ from cute_attn.kernels.host.prepared import PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, Settings
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import WorkList, record_capacity
-from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
 
 _NONE = np.zeros(0, np.int64)
 NO_LENGTHS = BatchLengths(np.zeros(1, np.int64), _NONE, _NONE, _NONE)  # where `BatchLimits.graph` decides
@@ -22,8 +21,7 @@ NO_LENGTHS = BatchLengths(np.zeros(1, np.int64), _NONE, _NONE, _NONE)  # where `
 def schedule_on_device(tiling: Tiling[T_co], limits: BatchLimits, sms: int) -> BatchSchedule[T_co]:
     """Returns the launches of any batch within `limits.graph`; its records are made on the device."""
     capacity = record_capacity(tiling.params, limits)
-    items, merges = np.empty((0, ITEM_INTS), np.int32), np.empty((0, MERGE_INTS), np.int32)
-    work = WorkList(items, merges, 0, capacity.items, capacity.merges, np.empty(0, np.int32))
+    work = WorkList(0, capacity.items, capacity.merges, np.empty(0, np.int32))
     return sized(tiling, work, NO_LENGTHS, limits, sms)
 
 

@@ -19,10 +19,8 @@ from cute_attn.request.settings import MAX_KV_LEN
 from cute_attn.runtime.launch import current_stream
 from cute_attn.schedule.batch import (
     SchedulerParams,
-    cost_device,
     max_fixed_size_splits,
     max_query_tiles,
-    partial_bytes,
     record_capacity,
 )
 from cute_attn.schedule.cost_model import Capacity
@@ -81,7 +79,7 @@ def refusal(params: SchedulerParams, limits: BatchLimits) -> str | None:
     parts = ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk)
     if parts > MAX_SPLITS:
         return f"fixed_split_size may split a request into more than {MAX_SPLITS} parts"
-    if parts > 1 and max_fixed_size_splits(graph, params, chunk) > limits.workspace_bytes // partial_bytes(params):
+    if parts > 1 and max_fixed_size_splits(graph, params, chunk) > limits.workspace_bytes // params.partial_bytes:
         return "fixed_split_size may need more than the float workspace"
     return None
 
@@ -116,7 +114,7 @@ class Planner:
             "window_left": max(-1, min(params.window_left, 1 << 30)),
             "resident_ctas": params.resident_ctas,
             "min_split_tiles": params.min_split_tiles,
-            "partial_cost": cost_device(params).partial_cost,
+            "partial_cost": params.cost_device.partial_cost,
             "fixed_chunk": 0 if fixed is None else min(ceil_div(fixed, params.cols), kv_tiles + 1),
             "l2_kv_tokens": min(params.l2_kv_tokens, MAX_PRODUCT),
             "max_tiles": max_tiles,
