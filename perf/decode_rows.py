@@ -42,8 +42,8 @@ class Row(NamedTuple):
 
 
 # "a512": so many keys of a CTA are fetched into L2 while the preceding launch ends; FlashInfer's kernel loads all tiles
-# but the newest.
-WINDOW = ("2x2x32x8w", "2x2x32x8wa512", "2x2x32x8wa64", "4x2x16x4wa512", "2x2x32x8ha512", "4x4x32x2ha512")
+# but the newest. "e": first tiles are copied from where they were before that.
+WINDOW = ("2x2x32x8w", "2x2x32x8wa512", "2x2x32x8wa512e", "2x2x32x8wa64", "4x2x16x4wa512e", "4x4x32x2ha512")
 # "w": a CTA for every segment, as FlashInfer's grid: prologues and ends of several CTAs overlap, nothing is cut or
 # merged.
 MANY = ("8x2x32x1", "8x2x32x1a128", "8x2x32x1a256", "2x2x16x8w", "2x2x16x8wa16", "4x3x32x2w")
@@ -54,8 +54,15 @@ HEADS_16 = ("8x2x16x1h", "8x3x16x1h", "4x2x16x3h", "4x3x16x2h", "2x3x16x4h")
 FEW = ("8x3x16x1+1", "8x2x32x1", "8x2x32x1a256", "8x2x32x1a512")
 FEW_16 = ("8x2x16x1", "8x2x16x1a128", "8x2x16x1a256", "4x3x16x1a256")
 # Guests: clusters of the next launch start while those of this one end.
-CLUSTERS = ("4x3x16x1+1c6", "4x3x16x1+1c6a16", "4x3x16x1+1c8", "4x3x16x1+1c8a16", "4x3x16x1+1c8a64", "8x2x16x1c8a16")
-CLUSTERS_8 = ("8x4x16x1c8", "8x3x16x1+1c8", "8x3x16x1+1c8a64", "8x3x16x1+1c8a256", "8x2x16x1+1c8a128")
+CLUSTERS = (
+    "4x3x16x1+1c6",
+    "4x3x16x1+1c6a16e",
+    "4x3x16x1+1c8a16",
+    "4x3x16x1+1c8a16e",
+    "4x3x16x1+1c8a64e",
+    "8x2x16x1c8a16e",
+)
+CLUSTERS_8 = ("8x4x16x1c8", "8x3x16x1+1c8", "8x3x16x1+1c8a64", "8x3x16x1+1c8a64e", "8x2x16x1+1c8a128")
 
 
 def windowed(batch_size: int) -> BatchWorkload:

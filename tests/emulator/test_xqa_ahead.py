@@ -26,10 +26,11 @@ from tests.support.xqa_case import Built, XqaCase, build
 pytestmark = pytest.mark.emulator
 
 # (case, ring, whether it fetches all keys that queries see): of the general partition a CTA fetches the first segment.
+# Rings with an "e" also copy their first tiles from where they were.
 CASES = {
     "windows": (
         XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(16, 2), head_dim=64, window_left=127, sinks=True),
-        "2x2x32x8wa512",
+        "2x2x32x8wa512e",
         True,
     ),
     "the first keys of windows": (
@@ -37,12 +38,12 @@ CASES = {
         "2x2x32x8wa64",
         False,
     ),
-    "clusters": (XqaCase((700,), kv="e4m3", heads=(16, 2)), "4x2x16x1+1c4a1024", True),
-    "the first keys of clusters": (XqaCase((700,), heads=(8, 2)), "4x3x16x1c4a16", False),
+    "clusters": (XqaCase((700,), kv="e4m3", heads=(16, 2)), "4x2x16x1+1c4a1024e", True),
+    "the first keys of clusters": (XqaCase((700,), heads=(8, 2)), "4x3x16x1c4a16e", False),
     "warps with a head each": (XqaCase((200, 7, 40), kv="e4m3", heads=(16, 4)), "4x2x16x4ha512", True),
-    "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a64", False),
+    "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a64e", False),
     "shares of many requests": (XqaCase((40,) * 35, kv="e4m3", heads=(4, 1)), "2x3x16x1a32", False),
-    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1a64", False),
+    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1a64e", False),
 }
 EARLY = r"(@p ld\.relaxed\.gpu\.global\.b32 t0, \[[^]]*\];)"
 
@@ -93,6 +94,7 @@ def reads(name: str, built: Built, rewrite: Any, schedule: str, monkeypatch: pyt
     with rings.force_spec(rings.ring(ring, start)), gpu as emulation:
         assert built.check(*decode(built)) == ""
     assert emulation.records[0].spec["ahead"]
+    assert emulation.records[0].spec["early"] == ring.endswith("e")
     return found
 
 

@@ -70,6 +70,8 @@ def test_rings_by_text() -> None:
     assert rings.ring("2x2x32x8wa512", start) == dataclasses.replace(
         start, warps=2, stages=2, cols=32, ctas=8, whole=True, ahead=512
     )
+    assert rings.ring("4x3x16x1c8a16e", start).early
+    assert not spec.early
     assert rings.ring("8x2x16x2h", start) == dataclasses.replace(
         start, warps=8, stages=2, cols=16, ctas=2, whole=True, warp_heads=True, ahead=0
     )

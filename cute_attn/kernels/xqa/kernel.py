@@ -196,7 +196,7 @@ class XqaProgram:
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
             if cutlass.const_expr(self.spec.ahead > 0):
-                early = self.early_tiles(params)
+                early = self.read_ahead(params)
             ptx.grid_dependency_wait()
         if cutlass.const_expr(self.pdl and self.spec.whole):
             ptx.grid_dependency_launch()  # at once: the time of a short segment is what the next launch has
@@ -268,14 +268,17 @@ class XqaProgram:
     def kv_tile(self, tiles: WarpTiles, i: Int32 | int) -> Int32:
         return tiles.first + i * self.spec.teams
 
-    def early_tiles(self, p: Any) -> EarlyTiles:
-        """Read where this CTA's first tiles are before the preceding kernel has ended, and fetch its first keys."""
+    def read_ahead(self, p: Any) -> EarlyTiles | None:
+        """Fetch this CTA's first keys before the preceding kernel has ended; read where its first tiles are, if they
+        are to be copied early."""
         partition = early_partition(self.spec, p)
         share, segment = early_segment(partition, p)
-        kv = bounded(self.paged_kv(p, segment), segment, isa.load_early_if)
-        token_pages = self.first_page_ids(kv, self.warp_tiles(p, segment, share))
+        early = None
+        if self.spec.early:
+            kv = bounded(self.paged_kv(p, segment), segment, isa.load_early_if)
+            early = EarlyTiles(share, segment, self.first_page_ids(kv, self.warp_tiles(p, segment, share)))
         KeysAhead(self.spec, self.team, p).fetch(partition.first_keys(segment, share, self.spec.ahead))
-        return EarlyTiles(share, segment, token_pages)
+        return early
 
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
         """Find this CTA's first segment, and start copying its first tiles."""

@@ -57,6 +57,7 @@ class XqaSpec(KernelSpec):
     whole: bool = False  # a CTA for every segment, see `partition.WholeSegments`
     cluster: int = 1  # CTAs of a cluster that merge in shared memory, see `partition.ClusterSegments`
     ahead: int = 0  # keys of a CTA that go to L2 before the preceding kernel has ended, see `ahead.KeysAhead`
+    early: bool = False  # first tiles are copied from where they were before that, see `ahead.EarlyTiles`
     warp_heads: bool = False  # each warp of a CTA has a kv head and all its tiles, see `partition.HeadSegments`
 
     def __post_init__(self) -> None:
@@ -68,6 +69,7 @@ class XqaSpec(KernelSpec):
             "heads of a warp need whole segments and columns that it holds": not self.warp_heads
             or (self.whole and self.team == 1),
             "keys with block scales are not fetched ahead": self.ahead == 0 or self.kv_bits > 4,
+            "tiles are copied early where keys are fetched ahead": self.ahead > 0 or not self.early,
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
         for rule, holds in rules.items():
