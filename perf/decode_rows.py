@@ -43,7 +43,30 @@ class Row(NamedTuple):
 
 # "a512": so many keys of a CTA are fetched into L2 while the preceding launch ends; FlashInfer's kernel loads all tiles
 # but the newest. "e": first tiles are copied from where they were before that.
-WINDOW = ("2x2x32x8w", "2x2x32x8wa512", "2x2x32x8wa512e", "2x2x32x8wa64", "4x2x16x4wa512e", "4x4x32x2ha512")
+# "w" and "h" below: windows are shorter than any segment that is cut.
+WINDOW = (
+    "2x2x32x8w",
+    "2x2x32x8wa512",
+    "4x2x16x4wa512",
+    "4x2x16x4wa512e",
+    "8x2x16x2wa512",
+    "4x4x32x2ha512",
+    "4x5x32x2ha512",
+    "4x5x32x2ha512e",
+    "2x5x32x4ha512",
+    "8x5x32x1ha512",
+    "4x9x16x2ha512",
+    "4x3x64x2ha512",
+)
+WINDOW_16 = (
+    "4x2x16x4wa512",
+    "4x2x16x4wa512e",
+    "8x2x16x2wa512",
+    "2x3x32x4wa512",
+    "4x3x16x4wa512",
+    "4x5x16x2ha512",
+    "4x3x32x2ha512",
+)
 # "w": a CTA for every segment, as FlashInfer's grid: prologues and ends of several CTAs overlap, nothing is cut or
 # merged.
 MANY = ("8x2x32x1", "8x2x32x1a128", "8x2x32x1a256", "2x2x16x8w", "2x2x16x8wa16", "4x3x32x2w")
@@ -65,15 +88,18 @@ CLUSTERS = (
 CLUSTERS_8 = ("8x4x16x1c8", "8x3x16x1+1c8", "8x3x16x1+1c8a64", "8x3x16x1+1c8a64e", "8x2x16x1+1c8a128")
 
 
-def windowed(batch_size: int) -> BatchWorkload:
-    """Returns half of the layers of gpt-oss over e4m3 caches."""
-    return equal(batch_size, 1, 8192, GROUPED, 64, 16, kv_dtype="e4m3", window_left=127, sinks=True)
+def windowed(batch_size: int, kv_dtype: str) -> BatchWorkload:
+    """Returns half of the layers of gpt-oss."""
+    return equal(batch_size, 1, 8192, GROUPED, 64, 16, kv_dtype=kv_dtype, window_left=127, sinks=True)
 
 
 ROWS = {
-    "window-64": Row(windowed(64), WINDOW, 1.2),
-    "window-8": Row(windowed(8), WINDOW, 1.2),
-    "window-256": Row(windowed(256), WINDOW, 1.2),
+    "window-64": Row(windowed(64, "e4m3"), WINDOW, 1.2),
+    "window-8": Row(windowed(8, "e4m3"), WINDOW, 1.2),
+    "window-256": Row(windowed(256, "e4m3"), WINDOW, 1.2),
+    "window-64-16": Row(windowed(64, "bfloat16"), WINDOW_16),
+    "window-8-16": Row(windowed(8, "bfloat16"), WINDOW_16),
+    "window-256-16": Row(windowed(256, "bfloat16"), WINDOW_16),
     "e4m3-256x1024": Row(equal(256, 1, 1024, GROUPED, 128, 64, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
     "e4m3-256x1024h": Row(equal(256, 1, 1024, HEADS, 128, 16, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
     "e4m3-512x512": Row(equal(512, 1, 512, HEADS, 128, 16, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
