@@ -45,28 +45,19 @@ class Row(NamedTuple):
 # but the newest. "e": first tiles are copied from where they were before that.
 # "w" and "h" below: windows are shorter than any segment that is cut.
 WINDOW = (
-    "2x2x32x8w",
     "2x2x32x8wa512",
     "4x2x16x4wa512",
     "4x2x16x4wa512e",
-    "8x2x16x2wa512",
-    "4x4x32x2ha512",
-    "4x5x32x2ha512",
-    "4x5x32x2ha512e",
-    "2x5x32x4ha512",
-    "8x5x32x1ha512",
-    "4x9x16x2ha512",
-    "4x3x64x2ha512",
-)
-WINDOW_16 = (
-    "4x2x16x4wa512",
-    "4x2x16x4wa512e",
-    "8x2x16x2wa512",
-    "2x3x32x4wa512",
-    "4x3x16x4wa512",
-    "4x5x16x2ha512",
     "4x3x32x2ha512",
+    "4x4x32x2ha512",
+    "4x4x32x3ha512",
+    "4x5x32x2ha512",
+    "2x4x32x4ha512",
+    "2x5x32x4ha512",
+    "2x5x32x5ha512",
+    "2x6x32x4ha512",
 )
+WINDOW_16 = ("4x2x16x4wa512", "4x2x16x4wa512e", "8x2x16x2wa512", "2x3x32x4wa512", "4x3x16x4wa512", "4x3x32x2ha512")
 # "w": a CTA for every segment, as FlashInfer's grid: prologues and ends of several CTAs overlap, nothing is cut or
 # merged.
 MANY = ("8x2x32x1", "8x2x32x1a128", "8x2x32x1a256", "2x2x16x8w", "2x2x16x8wa16", "4x3x32x2w")
@@ -94,12 +85,8 @@ def windowed(batch_size: int, kv_dtype: str) -> BatchWorkload:
 
 
 ROWS = {
-    "window-64": Row(windowed(64, "e4m3"), WINDOW, 1.2),
-    "window-8": Row(windowed(8, "e4m3"), WINDOW, 1.2),
-    "window-256": Row(windowed(256, "e4m3"), WINDOW, 1.2),
-    "window-64-16": Row(windowed(64, "bfloat16"), WINDOW_16),
-    "window-8-16": Row(windowed(8, "bfloat16"), WINDOW_16),
-    "window-256-16": Row(windowed(256, "bfloat16"), WINDOW_16),
+    **{f"window-{n}": Row(windowed(n, "e4m3"), WINDOW, 1.2) for n in (64, 8, 16, 32, 128, 256)},
+    **{f"window-{n}-16": Row(windowed(n, "bfloat16"), WINDOW_16) for n in (64, 8, 16, 32, 128, 256)},
     "e4m3-256x1024": Row(equal(256, 1, 1024, GROUPED, 128, 64, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
     "e4m3-256x1024h": Row(equal(256, 1, 1024, HEADS, 128, 16, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
     "e4m3-512x512": Row(equal(512, 1, 512, HEADS, 128, 16, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
