@@ -20,13 +20,13 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.kernels.xqa.tiles import Segments, ShortSegments
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
 from perf import bench, decode_rows
@@ -51,8 +51,7 @@ CTAS: dict[Segments, tuple[int, ...]] = {
     "few": (1, 2),
     "many": (1, 2, 3, 4, 6, 8),
     "even": (1, 2, 3, 4, 6, 8),
-    "short": (2, 3, 4, 6, 8, 12, 16),
-    "few short": (2, 3, 4, 6, 8, 12, 16),
+    **dict.fromkeys(get_args(ShortSegments), (2, 3, 4, 6, 8, 12, 16)),
 }
 
 

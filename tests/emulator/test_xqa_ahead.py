@@ -33,6 +33,16 @@ CASES = {
         "2x2x32x8wa512e",
         True,
     ),
+    "a tile of a window for each warp": (
+        XqaCase((500, 0, 1, 133), heads=(16, 2), head_dim=64, window_left=127, sinks=True),
+        "4x2x16x4wa512e",
+        True,
+    ),
+    "windows, a head for each warp": (
+        XqaCase((500, 0, 1, 133), kv="e4m3", heads=(32, 4), head_dim=64, window_left=127, sinks=True),
+        "4x3x32x2ha512",
+        True,
+    ),
     "the first keys of windows": (
         XqaCase((500, 300), kv="e4m3", heads=(16, 2), head_dim=64, window_left=127),
         "2x2x32x8wa64",

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.emulator
 
 EVEN, UNEVEN, OTHER_EVEN = (130, 150, 141), (40, 300, 77), (90, 81, 85)
 PAIRS = 6
+RING_KEYS = ("warps", "stages", "cols", "warp_heads", "early")
 DTYPES: dict[str, dict[str, Any]] = {"16 bits": {"dtype": "bfloat16"}, "8 bits": {"kv_dtype": E4M3}}
 
 
@@ -87,20 +88,58 @@ def test_other_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not solve(batch_case.wrapper(case(EVEN), backend="emulator"), case(EVEN), emulation)
 
 
-@pytest.mark.parametrize(("batch_size", "ahead"), [(3, True), (5, False)])
-def test_keys_of_few_short_windows_are_fetched_ahead(
-    batch_size: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiles, "FEW_SHORT", PAIRS)
-    lens = (130, 5, 0, 200, 1)[:batch_size]
-    batch = decode(lens, kv_dtype=E4M3, window_left=127, sinks=True, **heads(16, 2), **dims(64))
+# Requests, of two kv heads each: warps, stages and tokens of a tile, whether warps have a head each, whether tiles are
+# copied early.
+SHORT_WINDOWS = {
+    "8 bits": {
+        1: (4, 2, 16, False, True),
+        2: (2, 2, 32, False, True),
+        3: (2, 2, 32, False, True),
+        4: (2, 2, 32, False, False),
+        5: (2, 5, 32, True, False),
+    },
+    "16 bits": {
+        1: (4, 2, 16, False, True),
+        2: (4, 2, 16, False, True),
+        3: (4, 2, 16, False, False),
+        5: (4, 2, 16, False, False),
+    },
+}
+
+
+@pytest.mark.parametrize(("dtype", "requests"), [(dtype, n) for dtype, found in SHORT_WINDOWS.items() for n in found])
+def test_kernels_follow_the_number_of_short_windows(dtype: str, requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, most in {"FEW": 2, "SOME_SHORT": 4, "MORE_SHORT": 6, "EVEN": 10}.items():
+        monkeypatch.setattr(tiles, name, most)
+    batch = windows(requests, 2, **DTYPES[dtype])
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 2)) as emulation:
-        planned = batch_case.wrapper(batch, backend="emulator")
-        inputs = batch_case.make(batch)
-        planned.plan(**batch_case.plan_arguments(batch, inputs))
-        result = batch_case.check(batch, inputs, *batch_case.call(batch, inputs, planned))
+        solve_once(batch)
+    found = {tuple(record.spec[key] for key in RING_KEYS) for record in emulation.records}
+    assert found == {SHORT_WINDOWS[dtype][requests]}
+
+
+@pytest.mark.parametrize(("num_heads", "own"), [(4, True), (6, False)])
+def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where four divide the kv heads."""
+    monkeypatch.setattr(tiles, "FEW", 2)
+    with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("delayed", 2)) as emulation:
+        solve_once(windows(5, num_heads, **DTYPES["8 bits"]))
+    (record,) = emulation.records
+    assert (record.spec["warps"], record.spec["warp_heads"]) == ((4, True) if own else (2, False))
+
+
+def windows(requests: int, num_heads: int, **dtype: Any) -> BatchCase:
+    """Requests of short windows with sinks, of `num_heads` kv heads."""
+    lens = (130, 5, 0, 200, 1)[:requests]
+    return decode(lens, window_left=127, sinks=True, **heads(8 * num_heads, num_heads), **dims(64), **dtype)
+
+
+def solve_once(batch: BatchCase) -> None:
+    planned = batch_case.wrapper(batch, backend="emulator")
+    inputs = batch_case.make(batch)
+    planned.plan(**batch_case.plan_arguments(batch, inputs))
+    result = batch_case.check(batch, inputs, *batch_case.call(batch, inputs, planned))
     assert result.ok, result.detail
-    assert {record.spec["ahead"] > 0 for record in emulation.records} == {ahead}
 
 
 def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.spec import HEAD_DIMS, XqaSpec
@@ -22,8 +23,7 @@ OTHERS = (
 
 def default_specs(arch: Arch) -> list[XqaSpec | XqaUmmaSpec]:
     """Kernels that most programs need: bf16 queries over every cache dtype, without a tree; of many rows with one."""
-    segments: tuple[Segments, ...] = ("one", "tiny", "brief", "long", "few", "many", "even", "short", "few short")
-    keys = itertools.product((*ALL, *OTHERS), segments, (1, 8))
+    keys = itertools.product((*ALL, *OTHERS), get_args(Segments), (1, 8))
     specs = (
         choose("bfloat16", kv, "bfloat16", head_dim, rows, False, of, arch, num_kv_heads)
         for (head_dim, kv, rows), of, num_kv_heads in keys

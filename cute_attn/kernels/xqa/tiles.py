@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -18,18 +18,20 @@ BRIEF_UNITS = 8  # units of one request of few keys, or over a cache of 16 bits,
 TINY, BRIEF = 2048, 8192  # few keys
 LONG = 65536  # keys of one request of more units than ONE that clusters do not read faster
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
-FEW_SHORT = 512  # pairs of short segments: about four per SM
+SOME_SHORT, MORE_SHORT = 256, 512  # pairs of short segments: about two and four per SM
 EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
 
+# Of a launch of pairs of a request and a kv head whose windows are SHORT: at most FEW; SOME_SHORT; MORE_SHORT; more;
+# EVEN or more.
+ShortSegments = Literal["few short", "some short", "more short", "short", "many short"]
 # Of a launch: one request of one unit ("alone"); of at most ONE units; of BRIEF_UNITS and TINY or BRIEF keys; of more;
-# at most FEW pairs of a request and a kv head; more; EVEN or more, equally long; those whose windows are SHORT, and at
-# most FEW_SHORT of them.
-Segments = Literal["alone", "one", "tiny", "brief", "long", "few", "many", "even", "short", "few short"]
+# at most FEW pairs; more; EVEN or more, equally long.
+Segments = Literal["alone", "one", "tiny", "brief", "long", "few", "many", "even", ShortSegments]
 # Segments whose rings those take that have none of their own.
 OTHERWISE: dict[Segments, Segments] = {
     **dict.fromkeys(("alone", "one", "tiny", "brief", "long"), "few"),
     "even": "many",
-    "few short": "short",
+    **{of: "short" for of in get_args(ShortSegments) if of != "short"},
 }
 
 
@@ -128,6 +130,14 @@ FAST_MEMORY = RingTable(
 )
 _CLUSTERED = range(1, WARP_DIM + 1)  # head dims
 _MEASURED = range(128, 129)  # head dims of rings that were measured at one
+_NARROW = range(64, 65)
+# A tile of a window of 128 keys for each of its warps: whatever is read arrives at once.
+_FEW_SHORT = Ring(4, 2, 4, 2048, whole=True, ahead=SHORT, early=True)
+# All tiles of such a window but one on their way, and no barrier behind them.
+_SHORT_HEADS = (
+    Ring(4, 3, 2, 4096, whole=True, ahead=SHORT, warp_heads=True),
+    Ring(2, 2, 8, 4096, whole=True, ahead=SHORT, early=True),
+)
 # H100, 1 x 8192, d 128: with a guest and keys ahead 7.7 us instead of 9.4 (28/4 heads), 5.8 instead of 6.6 (8/1).
 _CLUSTERS_OF_8 = (
     Row(8, (Ring(8, 3, 1, 4096, guests=1, cluster=8, ahead=64),), _MEASURED),
@@ -184,8 +194,16 @@ HOPPER = RingTable(
             Row(8, (Ring(2, 2, 8, 4096, whole=True, warp_heads=True), Ring(2, 2, 8, 4096, whole=True)), _MEASURED),
             Row(16, (Ring(2, 3, 4, 8192, whole=True),), _MEASURED),
         ),
-        # 1.19 times as fast for 8 requests of 8 kv heads, 1.05 for 64, 0.88 for 256 (H100).
-        "few short": (Row(8, (Ring(2, 2, 8, 4096, whole=True, ahead=SHORT, early=True),), range(64, 65)),),
+        # Windows of 128 keys, 8 kv heads, on an H100 and an H200, relative to CTAs of two warps with early tiles
+        # (8 bits, up to 64 requests) or to "short". 8 bits: 8 requests 1.09 and 1.09, 16 0.99 and 1.02; 32 1.03 and
+        # 0.99, 64 1.07 and 1.05; 256 1.08 and 1.07. 16 bits: 8 requests 1.32 and 1.30, 16 1.18 and 1.15, 32 1.07 and
+        # 1.02.
+        "few short": (Row(8, (_FEW_SHORT,), _NARROW), Row(16, (_FEW_SHORT._replace(slot=4096),), _NARROW)),
+        "some short": (Row(8, _SHORT_HEADS, _NARROW), Row(16, (_FEW_SHORT._replace(slot=4096),), _NARROW)),
+        "more short": (Row(8, _SHORT_HEADS, _NARROW),),
+        "many short": (
+            Row(8, (Ring(2, 5, 4, 4096, whole=True, ahead=SHORT, warp_heads=True), _SHORT_RINGS[64]), _NARROW),
+        ),
     }
 )
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.
