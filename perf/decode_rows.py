@@ -58,6 +58,30 @@ WINDOW = (
     "2x6x32x4ha512",
 )
 WINDOW_16 = ("4x2x16x4wa512", "4x2x16x4wa512e", "8x2x16x2wa512", "2x3x32x4wa512", "4x3x16x4wa512", "4x3x32x2ha512")
+WIDE_WINDOW = (
+    "2x2x16x8wa512",
+    "2x2x16x8wa512e",
+    "4x2x16x4wa512",
+    "8x2x16x2wa512",
+    "2x3x32x4ha512",
+    "2x4x32x3ha512",
+    "4x3x16x4ha512",
+    "4x4x32x1ha512",
+    "4x6x16x2ha512",
+    "8x4x16x1ha512",
+    "2x2x16x8ha512",
+    "2x2x16x8h",
+)
+WIDE_WINDOW_16 = (
+    "2x3x16x4wa512",
+    "4x2x16x3wa512",
+    "4x3x16x2wa512",
+    "4x3x16x2wa512e",
+    "8x2x16x1wa512",
+    "2x4x16x3ha512",
+    "4x3x16x2ha512",
+    "4x6x16x1ha512",
+)
 # "w": a CTA for every segment, as FlashInfer's grid: prologues and ends of several CTAs overlap, nothing is cut or
 # merged.
 MANY = ("8x2x32x1", "8x2x32x1a128", "8x2x32x1a256", "2x2x16x8w", "2x2x16x8wa16", "4x3x32x2w")
@@ -84,9 +108,16 @@ def windowed(batch_size: int, kv_dtype: str) -> BatchWorkload:
     return equal(batch_size, 1, 8192, GROUPED, 64, 16, kv_dtype=kv_dtype, window_left=127, sinks=True)
 
 
+def wide(batch_size: int, kv_dtype: str) -> BatchWorkload:
+    """Returns a window of as many keys as one CTA processes alone."""
+    return equal(batch_size, 1, 8192, HEADS, 128, 16, kv_dtype=kv_dtype, window_left=511, sinks=True)
+
+
 ROWS = {
     **{f"window-{n}": Row(windowed(n, "e4m3"), WINDOW, 1.2) for n in (64, 8, 16, 32, 128, 256, 512)},
     **{f"window-{n}-16": Row(windowed(n, "bfloat16"), WINDOW_16) for n in (64, 8, 16, 32, 128, 256, 512)},
+    **{f"wide-window-{n}": Row(wide(n, "e4m3"), WIDE_WINDOW) for n in (8, 32, 64, 256)},
+    **{f"wide-window-{n}-16": Row(wide(n, "bfloat16"), WIDE_WINDOW_16) for n in (8, 32, 256)},
     "e4m3-256x1024": Row(equal(256, 1, 1024, GROUPED, 128, 64, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
     "e4m3-256x1024h": Row(equal(256, 1, 1024, HEADS, 128, 16, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
     "e4m3-512x512": Row(equal(512, 1, 512, HEADS, 128, 16, kv_dtype="e4m3"), (*MANY, *HEADS_8), 1.03),
