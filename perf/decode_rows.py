@@ -65,11 +65,10 @@ WIDE_WINDOW = (
     "8x2x16x2wa512",
     "2x3x32x4ha512",
     "2x4x32x3ha512",
-    "4x3x16x4ha512",
+    "4x3x16x3ha512",
     "4x4x32x1ha512",
     "4x6x16x2ha512",
     "8x4x16x1ha512",
-    "2x2x16x8ha512",
     "2x2x16x8h",
 )
 WIDE_WINDOW_16 = (
