@@ -214,6 +214,18 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fi
             assert grid == (2, 2, 1)
 
 
+@pytest.mark.parametrize(
+    ("window", "requests", "segments"),
+    [
+        *((127, 16, "few short"), (127, 17, "some short"), (127, 64, "more short"), (127, 65, "short")),
+        *((127, 256, "many short"), (128, 16, "short"), (128, 256, "short"), (0, 33, "more short")),
+    ],
+)
+def test_short_windows_are_distinguished_by_their_number(window: int, requests: int, segments: str) -> None:
+    settings = even_settings(torch.float8_e4m3fn, 8)._replace(window_left=window)
+    assert variant.segments(requests, settings, 2) == segments
+
+
 def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:
     heads = {"num_qo_heads": 4 * num_kv_heads, "num_kv_heads": num_kv_heads}
     return Settings(FEATURES._replace(kv_dtype=kv_dtype, head_dim_qk=128, head_dim_vo=128, **heads), page_size=16)

@@ -18,11 +18,12 @@ BRIEF_UNITS = 8  # units of one request of few keys, or over a cache of 16 bits,
 TINY, BRIEF = 2048, 8192  # few keys
 LONG = 65536  # keys of one request of more units than ONE that clusters do not read faster
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
-SOME_SHORT, MORE_SHORT = 256, 512  # pairs of short segments: about two and four per SM
+SHORTEST = 128  # keys of a window that CTAs fetch ahead whole; of 512 a launch then takes 1.7 times as long (H100)
+SOME_SHORT, MORE_SHORT = 256, 512  # pairs of the shortest windows: about two and four per SM
 EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
 
-# Of a launch of pairs of a request and a kv head whose windows are SHORT: at most FEW; SOME_SHORT; MORE_SHORT; more;
-# EVEN or more.
+# Of a launch of pairs of a request and a kv head whose windows are SHORTEST: at most FEW; SOME_SHORT; MORE_SHORT; more
+# ("short"); EVEN or more. SHORT windows that are longer are "short" too.
 ShortSegments = Literal["few short", "some short", "more short", "short", "many short"]
 # Of a launch: one request of one unit ("alone"); of at most ONE units; of BRIEF_UNITS and TINY or BRIEF keys; of more;
 # at most FEW pairs; more; EVEN or more, equally long.
