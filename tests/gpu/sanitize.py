@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -100,6 +101,7 @@ def leaping(head_dim: int, dtype: torch.dtype, qo_len: int, num_heads: int, back
 def for_every_gpu() -> dict[str, Solve]:
     """Problems of fa2 and xqa, by name. Rings turn over in all of them."""
     d128, bf16, fa2, xqa = dims(128), "bfloat16", "fa2", "xqa"
+    window: dict[str, Any] = {"window_left": 127, "sinks": True, **dims(64)}
     return {
         "fa2 single": single(prefill(130, 300, (2, 1), 128, **CAUSAL), fa2),
         "fa2 d512": single(prefill(130, 300, (2, 1), 512, **CAUSAL), fa2),
@@ -117,8 +119,10 @@ def for_every_gpu() -> dict[str, Solve]:
         "xqa fp8 even": batch(decode((70,) * 256, kv_dtype=E4M3, dtype=bf16, **heads(8, 8), **d128), xqa),
         "xqa fp8 heads": ring("8x2x16x1h", XqaCase((300, 0, 77), kv="e4m3", heads=(64, 8), page_size=64, sinks=True)),
         "xqa bf16 heads": ring("4x2x16x1h", XqaCase((300, 0, 77), heads=(32, 8), q_len=2, kv_layout="HND")),
-        "xqa fp8 windows": batch(
-            decode((700, 5, 0), kv_dtype=E4M3, dtype=bf16, window_left=127, sinks=True, **heads(16, 2), **dims(64)), xqa
+        "xqa bf16 windows": batch(decode((700, 5, 0), dtype=bf16, **heads(16, 2), **window), xqa),
+        "xqa fp8 windows": batch(decode((700, 5, 0), kv_dtype=E4M3, dtype=bf16, **heads(16, 2), **window), xqa),
+        "xqa fp8 windows heads": batch(
+            decode((700, 5, 0, 133) * 12, kv_dtype=E4M3, dtype=bf16, **heads(32, 4), **window), xqa
         ),
         "xqa tree": function(XqaCase((300, 40, 9000), kv="e4m3", q_len=4, mask=True, window_left=200, out="e4m3")),
     }
