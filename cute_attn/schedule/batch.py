@@ -453,8 +453,7 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
         return LONG_QO_LEN
     if limits.graph:
         return ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size))
-    starts = lengths.qo_indptr
-    return ceil_div(starts.item(-1) - starts.item(0), max(1, lengths.with_queries))
+    return -(-(lengths.rows - lengths.first_row) // (lengths.with_queries or 1))
 
 
 def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:

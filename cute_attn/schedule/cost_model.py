@@ -125,16 +125,18 @@ def _split_size_of_few(
 ) -> int | None:
     """Returns `_split_size`, in plain Python."""
     more, of = BALANCED
-    ctas, resident = device.ctas_per_item, device.resident_ctas
+    resident, ctas, _, _ = device
     bins = _bins(visible, longest)
     number = work = fullest = 0
     for size, count in bins:
         time = (size * UNIT or EMPTY_TILE_TIME) + ITEM_TIME
         number += count
         work += time * count
-        fullest = max(fullest, -(-number * ctas // resident) * time)
+        time *= -(-number * ctas // resident)
+        if time > fullest:
+            fullest = time
     share = work * ctas // resident
-    unsplit = max(share, fullest)
+    unsplit = fullest if fullest > share else share
     if unsplit * of <= share * more:
         return None
     limit = unsplit * WORTHWHILE[0] // WORTHWHILE[1]
@@ -197,11 +199,12 @@ def _makespan(
     `limit` any number that is; and the shortest `chunk` that makes the same splits.
     """
     resident, ctas, _, partial_cost = device
+    most_items, most_merges, most_partials = capacity
     items = partials = merges = longest = same = 0
     times = []
     for size, count in bins:
-        splits = -(-size // chunk)
-        if splits > 1:
+        if size > chunk:
+            splits = -(-size // chunk)
             merges += count
             count *= splits
             partials += count
@@ -211,11 +214,11 @@ def _makespan(
             time = (size or 1) * UNIT + ITEM_TIME  # a tile that sees no keys is one item too
         if size > same:
             same = size
-        items += count
-        times.append((time, count))
         if time > longest:
             longest = time
-    if items > capacity.items or partials > capacity.partials or merges > capacity.merges:
+        items += count
+        times.append((time, count))
+    if items > most_items or partials > most_partials or merges > most_merges:
         return IMPOSSIBLE, IMPOSSIBLE, same
     traffic = partials * partial_cost * ctas
     after = traffic // resident + COMBINE_TIME if partials else 0

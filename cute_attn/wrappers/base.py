@@ -250,7 +250,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             return device_plan.placed(self, request)
         copies: list[Copy | HostCopy] = []
         if mask.packed is not None:
-            tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
+            tokens = tokens._replace(lengths=tokens.lengths.replace(mask_offset=mask.offsets[:-1]))
         if not self._use_cuda_graph:
             if tokens.kv_indices is not None:
                 indices = self._indices_on_device(tokens.kv_indices)
