@@ -468,6 +468,7 @@ def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
 # --- launches of a fixed size (CUDA graphs) --------------------------------------------------------------------------
 
 
+@functools.lru_cache(64)  # tiles and limits
 def record_capacity(params: SchedulerParams, limits: BatchLimits) -> Capacity:
     """Returns how many records a schedule may have. With `limits.graph`, every schedule within the limits fits."""
     partials = limits.workspace_bytes // params.partial_bytes

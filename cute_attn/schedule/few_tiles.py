@@ -74,24 +74,21 @@ def items(lengths: BatchLengths, params: SchedulerParams, capacity: Capacity) ->
     partials, cols = 0, params.cols
     for request, first_row, start, end in tiles:
         row, tokens, first_key, keys = qo_start[request], qo_len[request], kv_start[request], kv_len[request]
-        visible = end - start
-        if visible <= chunk:  # a tile that sees no keys is one item too
-            key_end = end * cols
-            rows.append(
-                (row, tokens, first_key, keys, first_row, start * cols, min(key_end, keys), NO_PARTIAL, request)
-            )
-            costs.append(visible)
-            continue
-        splits, begin = -(-visible // chunk), start
-        merges += (row, tokens, first_row, partials, splits)
+        begin, visible = start, end - start
+        splits = -(-visible // chunk) or 1  # a tile that sees no keys is one item too
+        partial, step = NO_PARTIAL, 0
+        if splits > 1:
+            merges += (row, tokens, first_row, partials, splits)
+            partial, step = partials, 1
+            partials += splits
         for split in range(1, splits + 1):
             stop = begin + split * visible // splits
             key_end = stop * cols
             if key_end > keys:
                 key_end = keys
-            rows.append((row, tokens, first_key, keys, first_row, start * cols, key_end, partials, request))
+            rows.append((row, tokens, first_key, keys, first_row, start * cols, key_end, partial, request))
             costs.append(stop - start)
-            partials += 1
+            partial += step
             start = stop
     return Items(rows, costs, merges, partials)
 
