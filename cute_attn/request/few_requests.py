@@ -57,6 +57,7 @@ def _tokens(
     qo_len = list(map(sub, starts[1:], starts))
     if min(qo_len) < 0 or starts[0] < 0 or bounds[0] < 0:
         return None
-    if starts[-1] > MAX_INDEX or bounds[-1] > MAX_INDEX or max(kv_len) > MAX_KV_LEN:
+    lengths = ListedLengths((starts, qo_len, bounds, kv_len))
+    if lengths.rows > MAX_INDEX or bounds[-1] > MAX_INDEX or lengths.longest_kv > MAX_KV_LEN:
         return None
-    return Tokens(ListedLengths((starts, qo_len, bounds, kv_len)), bounds, last, indices)
+    return Tokens(lengths, bounds, last, indices)
