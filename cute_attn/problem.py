@@ -19,6 +19,7 @@ import torch
 
 from cute_attn.errors import RuntimeArgumentError
 
+LengthLists = tuple[list[int], list[int], list[int], list[int]]  # qo_indptr, qo_len, kv_start or more, kv_len
 MemoryRange = tuple[str, tuple[int, int]]  # a name for messages; addresses of the first byte and past the last
 
 
@@ -129,29 +130,57 @@ class BatchProblem(NamedTuple):
         return self.settings.features
 
 
-class _BatchArrays(NamedTuple):
-    qo_indptr: np.ndarray  # [batch_size + 1]
-    kv_start: np.ndarray  # [batch_size], of token 0. ragged: its row of k and v; paged: index of its page in kv_indices
-    kv_len: np.ndarray  # [batch_size], tokens
-    mask_offset: np.ndarray | None = None  # [batch_size]: first byte of a request's bits in the packed mask
-    key_bounds: np.ndarray | None = None  # multi-item scoring: int32 [rows, 2], for every row of q the end of the
-    # ^ prefix and the first key of its item, which does not decrease within a request; the keys between are hidden
-
-
-class BatchLengths(_BatchArrays):
-    """Where the tokens of each request are: int64 arrays on the host. What several stages of a plan need of them is
-    computed once.
+class BatchLengths:
+    """Where the tokens of each request are: int64 arrays on the host, which do not change. What several stages of a
+    plan need of them is computed once.
     """
 
-    def know(self, qo_len: np.ndarray, longest_qo: int, with_queries: int, longest_kv: int) -> None:
+    def __init__(
+        self,
+        qo_indptr: np.ndarray,  # [batch_size + 1]
+        kv_start: np.ndarray,  # [batch_size], of token 0. ragged: its row of k and v; paged: index of its page
+        kv_len: np.ndarray,  # [batch_size], tokens
+        mask_offset: np.ndarray | None = None,  # [batch_size]: first byte of a request's bits in the packed mask
+        key_bounds: np.ndarray | None = None,  # multi-item scoring: int32 [rows, 2], for every row of q the end of
+        # ^ the prefix and the first key of its item, which does not decrease within a request; keys between are hidden
+    ) -> None:
+        self.qo_indptr, self.kv_start, self.kv_len = qo_indptr, kv_start, kv_len
+        self.mask_offset, self.key_bounds = mask_offset, key_bounds
+
+    def know(self, **computed: Any) -> None:
         """Take what is computed below from a caller that knows it."""
-        self.__dict__.update(qo_len=qo_len, longest_qo=longest_qo, with_queries=with_queries, longest_kv=longest_kv)
+        self.__dict__.update(computed)
+
+    def replace(self, **changes: np.ndarray) -> BatchLengths:
+        """Return lengths with other arrays."""
+        names = ("qo_indptr", "kv_start", "kv_len", "mask_offset", "key_bounds")
+        return BatchLengths(**{name: getattr(self, name) for name in names} | changes)
 
     @functools.cached_property
     def qo_len(self) -> np.ndarray:
         """Query tokens of each request."""
         steps: np.ndarray = self.qo_indptr[1:] - self.qo_indptr[:-1]
         return steps
+
+    @functools.cached_property
+    def lists(self) -> LengthLists:
+        """The numbers as lists, for schedules of few query tiles."""
+        return self.qo_indptr.tolist(), self.qo_len.tolist(), self.kv_start.tolist(), self.kv_len.tolist()
+
+    @functools.cached_property
+    def batch_size(self) -> int:
+        """Number of requests."""
+        return len(self.kv_len)
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Number of rows of q, out and lse."""
+        return int(self.qo_indptr.item(-1))
+
+    @functools.cached_property
+    def first_row(self) -> int:
+        """Rows before it belong to no request."""
+        return int(self.qo_indptr.item(0))
 
     @functools.cached_property
     def longest_qo(self) -> int:
@@ -167,6 +196,32 @@ class BatchLengths(_BatchArrays):
     def with_queries(self) -> int:
         """Number of requests that have query tokens."""
         return int(np.count_nonzero(self.qo_len))
+
+
+class ListedLengths(BatchLengths):
+    """Lengths of at least one request, given as lists, of which arrays are made where something reads them: schedules
+    of few query tiles do not.
+    """
+
+    mask_offset = key_bounds = None
+
+    def __init__(self, lists: LengthLists) -> None:
+        qo_indptr, qo_len, _, kv_len = self.lists = lists
+        self.batch_size, self.rows, self.first_row = len(kv_len), qo_indptr[-1], qo_indptr[0]
+        self.longest_qo, self.longest_kv = max(qo_len), max(kv_len)
+        self.with_queries = self.batch_size - qo_len.count(0)
+
+    @functools.cached_property
+    def qo_indptr(self) -> np.ndarray:  # type: ignore[override]  # a cached_property may be written
+        return np.array(self.lists[0], np.int64)
+
+    @functools.cached_property
+    def kv_start(self) -> np.ndarray:  # type: ignore[override]
+        return np.array(self.lists[2][: self.batch_size], np.int64)
+
+    @functools.cached_property
+    def kv_len(self) -> np.ndarray:  # type: ignore[override]
+        return np.array(self.lists[3], np.int64)
 
 
 class DeviceLengths(NamedTuple):
@@ -187,29 +242,39 @@ class Tokens(NamedTuple):
     """Where the tokens of a batch are, on the host and on the device."""
 
     lengths: BatchLengths
-    kv_indptr: np.ndarray  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices
-    last_page_len: np.ndarray | None = None  # paged: [batch_size]
+    kv_bounds: np.ndarray | list[int]  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices
+    last: np.ndarray | list[int] | None = None  # paged: [batch_size], tokens in each request's last page
     kv_indices: torch.Tensor | None = None  # paged: int32 on the device once the wrapper has copied it there
     q_len: int | None = None  # query tokens of every request, where the plan fixes them (decode)
 
     @property
+    def kv_indptr(self) -> np.ndarray:
+        """`kv_bounds` as an int64 array."""
+        return np.asarray(self.kv_bounds, np.int64)
+
+    @property
+    def last_page_len(self) -> np.ndarray | None:
+        """`last` as an int64 array."""
+        return None if self.last is None else np.asarray(self.last, np.int64)
+
+    @property
     def kv_end(self) -> int:
         """Number of rows that ragged k and v must have, or of entries that kv_indices must have."""
-        return int(self.kv_indptr.item(-1))
+        return int(self.kv_bounds[-1])
 
     @property
     def rows(self) -> int:
         """Number of rows of q, out and lse."""
-        return int(self.lengths.qo_indptr.item(-1))
+        return self.lengths.rows
 
     @property
     def batch_size(self) -> int:
-        return len(self.lengths.qo_indptr) - 1
+        return self.lengths.batch_size
 
     @property
     def first_row(self) -> int:
         """Rows before it belong to no request."""
-        return int(self.lengths.qo_indptr.item(0))
+        return self.lengths.first_row
 
     @property
     def multi_item(self) -> bool:

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=1 if decode else None)
     features = settings.features
     qo_len = batch_schedule.typical_qo_len(batch.lengths, limits)
-    kv_len = select.kv_len_class(settings, batch.lengths.kv_len)
+    kv_len = select.kv_len_class(settings, batch.lengths)
     load = select.load_of(features, qo_len, batch.batch_size == 1, kv_len)
     keys = f"{int(batch.lengths.kv_len.sum())} keys"
     where = f"{keys} in pages of {options.page_size}" if options.page_size else keys

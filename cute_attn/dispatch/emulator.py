@@ -108,7 +108,7 @@ def _family(
 
 def _batch_family(batch_settings: Settings, arch: Arch, lengths: BatchLengths, limits: BatchLimits) -> KernelFamily:
     """Returns the family whose kernels run a batch of these lengths."""
-    kv_len = None if limits.graph else kv_len_class(batch_settings, lengths.kv_len)
+    kv_len = None if limits.graph else kv_len_class(batch_settings, lengths)
     return _family(batch_settings, arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1, kv_len)
 
 

@@ -11,7 +11,6 @@ import logging
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 
 from cute_attn.dispatch.capabilities import (
@@ -28,7 +27,7 @@ from cute_attn.dispatch.capabilities import (
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
-from cute_attn.problem import Features, Settings, short
+from cute_attn.problem import BatchLengths, Features, Settings, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -96,17 +95,17 @@ def load_class(features: Features, qo_len: int, one_request: bool, kv_len: int |
     return Load(ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, rows) - 1], one_request, kv_len)
 
 
-def kv_len_class(settings: Settings, kv_lens: np.ndarray) -> int | None:
+def kv_len_class(settings: Settings, lengths: BatchLengths) -> int | None:
     """Return the mean number of keys that the requests of a decode batch see, lowered to the largest threshold of
-    `KV_LEN_CLASSES` that it reaches; None where selection does not depend on it. `kv_lens`: int64 `[batch_size]`.
+    `KV_LEN_CLASSES` that it reaches; None where selection does not depend on it.
     """
     features = settings.features
-    if not features.decode or len(kv_lens) == 0:
+    if not features.decode or lengths.batch_size == 0:
         return None
     classes = KV_LEN_CLASSES.get((features.kv_dtype.itemsize, features.head_dim_qk))
     if classes is None:
         return None
-    seen = int(kv_lens.sum()) // len(kv_lens)
+    seen = int(lengths.kv_len.sum()) // lengths.batch_size
     if settings.window_left >= 0:
         seen = min(seen, settings.window_left + 1)
     return classes[bisect.bisect(classes, seen) - 1]

@@ -352,7 +352,14 @@ def _lengths(q: Queries, kv_start: np.ndarray, kv_len: np.ndarray) -> BatchLengt
         i = int(kv_len.argmax())
         raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
     lengths = BatchLengths(q.indptr, kv_start, kv_len)
-    lengths.know(q.lens, q.longest, q.with_tokens, longest)
+    lengths.know(
+        qo_len=q.lens,
+        longest_qo=q.longest,
+        with_queries=q.with_tokens,
+        longest_kv=longest,
+        rows=q.indptr.item(-1),
+        first_row=q.indptr.item(0),
+    )
     return lengths
 
 
@@ -414,13 +421,9 @@ def uniform_q_len(value: Any, tokens: Tokens | DeviceTokens) -> int | None:
     return None
 
 
-class RepeatedLengths(NamedTuple):
-    """Arguments of a prefill `plan` that repeat what the index arrays say."""
-
-    seq_lens: Any
-    seq_lens_q: Any
-    max_token_per_sequence: Any
-    max_sequence_kv: Any
+# Arguments of a prefill `plan` that repeat what the index arrays say: seq_lens, seq_lens_q, max_token_per_sequence and
+# max_sequence_kv.
+RepeatedLengths = tuple[Any, Any, Any, Any]
 
 
 def check_repeated_lengths(tokens: Tokens | DeviceTokens, repeated: RepeatedLengths) -> None:

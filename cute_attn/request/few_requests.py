@@ -5,29 +5,30 @@ The functions return None for what is not on the host, not plain, or wrong: `bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import sub
 from typing import Any
 
-import numpy as np
 import torch
 
-from cute_attn.problem import BatchLengths, Tokens
+from cute_attn.problem import ListedLengths, Tokens
 from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
 
 FEW = 8  # requests
 INDEX_DTYPES = (torch.int32, torch.int64)
+STRIDED = torch.strided
 
 
 def paged(qo_indptr: Any, kv_indptr: Any, last_page_len: Any, indices: Any, page_size: int) -> Tokens | None:
     """Returns the tokens of requests, each with pages, whose page numbers are not checked."""
     starts, bounds, last = _numbers(qo_indptr), _numbers(kv_indptr), _numbers(last_page_len)
-    if starts is None or bounds is None or not last or not len(starts) == len(bounds) == len(last) + 1:
+    if not last or starts is None or bounds is None or not len(starts) == len(bounds) == len(last) + 1:
         return None
-    pages = list(map(sub, bounds[1:], bounds))
-    if min(pages) < 1 or min(last) < 1 or max(last) > page_size:
-        return None
-    kv_len = [(count - 1) * page_size + tokens for count, tokens in zip(pages, last, strict=True)]
+    kv_len, begin = [], bounds[0]
+    for end, tokens in zip(bounds[1:], last, strict=True):
+        if end <= begin or not 0 < tokens <= page_size:
+            return None
+        kv_len.append((end - begin - 1) * page_size + tokens)
+        begin = end
     return _tokens(starts, bounds, kv_len, last, indices)
 
 
@@ -44,23 +45,19 @@ def _numbers(value: Any) -> list[int] | None:
     """Returns the numbers of a short index array on the host."""
     if type(value) is not torch.Tensor or not value.is_cpu or value.dtype not in INDEX_DTYPES:
         return None
-    if value.layout is not torch.strided or value.is_neg() or value.dim() != 1 or value.numel() > FEW + 1:
+    if value.layout is not STRIDED or value.is_neg() or value.dim() != 1 or value.numel() > FEW + 1:
         return None
     numbers: list[int] = value.tolist()
     return numbers
 
 
 def _tokens(
-    starts: list[int], bounds: list[int], kv_len: list[int], last: Sequence[int] | None, indices: Any
+    starts: list[int], bounds: list[int], kv_len: list[int], last: list[int] | None, indices: Any
 ) -> Tokens | None:
     qo_len = list(map(sub, starts[1:], starts))
-    longest = max(kv_len)
-    if min(qo_len) < 0 or starts[0] < 0 or bounds[0] < 0 or longest > MAX_KV_LEN:
+    if min(qo_len) < 0 or starts[0] < 0 or bounds[0] < 0:
         return None
-    if starts[-1] > MAX_INDEX or bounds[-1] > MAX_INDEX:
+    lengths = ListedLengths((starts, qo_len, bounds, kv_len))
+    if lengths.rows > MAX_INDEX or bounds[-1] > MAX_INDEX or lengths.longest_kv > MAX_KV_LEN:
         return None
-    n = len(kv_len)
-    ints = np.array((*starts, *bounds, *kv_len, *qo_len, *(last or ())), np.int64)
-    lengths = BatchLengths(ints[: n + 1], ints[n + 1 : 2 * n + 1], ints[2 * n + 2 : 3 * n + 2])
-    lengths.know(ints[3 * n + 2 : 4 * n + 2], max(qo_len), n - qo_len.count(0), longest)
-    return Tokens(lengths, ints[n + 1 : 2 * n + 2], None if last is None else ints[4 * n + 2 :], indices)
+    return Tokens(lengths, bounds, last, indices)

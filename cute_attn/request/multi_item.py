@@ -16,37 +16,36 @@ from cute_attn.request.settings import DEVICES
 DTYPES = (torch.uint16, torch.uint32, torch.int32, torch.int64)
 
 
-class MultiItemScoring(NamedTuple):
-    """FlashInfer's arguments of multi-item scoring, as the user gave them."""
+# FlashInfer's arguments of multi-item scoring, as the user gave them: prefix_len_ptr, token_pos_in_items_ptr,
+# token_pos_in_items_len and max_item_len_ptr.
+MultiItemScoring = tuple[Any, Any, Any, Any]
 
-    prefix_len_ptr: Any
-    token_pos_in_items_ptr: Any
-    token_pos_in_items_len: Any
-    max_item_len_ptr: Any
 
-    def bound_keys(self, tokens: Tokens | DeviceTokens, mask: Mask) -> Tokens | DeviceTokens:
-        """Return `tokens` with key bounds; unchanged without `prefix_len_ptr`."""
-        stride = checks.integer("token_pos_in_items_len", self.token_pos_in_items_len)
-        if self.prefix_len_ptr is None:
-            for name in ("token_pos_in_items_ptr", "max_item_len_ptr"):
-                if (value := getattr(self, name)) is not None:
-                    raise ArgumentError(f"{name} must come with prefix_len_ptr, got {checks.describe(value)} alone")
-            if stride:
-                raise ArgumentError(f"token_pos_in_items_len must come with prefix_len_ptr, got {stride} alone")
+def bound_keys(given: MultiItemScoring, tokens: Tokens | DeviceTokens, mask: Mask) -> Tokens | DeviceTokens:
+    """Return `tokens` with key bounds; unchanged without `prefix_len_ptr`."""
+    prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr = given
+    stride = checks.integer("token_pos_in_items_len", token_pos_in_items_len)
+    if prefix_len_ptr is None:
+        if token_pos_in_items_ptr is max_item_len_ptr is None and not stride:
             return tokens
-        if mask.packed is not None:
-            raise ArgumentError("a custom mask and prefix_len_ptr contradict: give one of them")
-        assert isinstance(tokens, Tokens)  # with `prefix_len_ptr` plans read the lengths
-        if self.token_pos_in_items_ptr is None:
-            raise ArgumentError("token_pos_in_items_ptr must come with prefix_len_ptr, got None")
-        if stride < 0:
-            raise ArgumentError(f"token_pos_in_items_len must be at least 0, got {stride}")
-        prefix_len = _per_request("prefix_len_ptr", self.prefix_len_ptr, tokens.batch_size)
-        positions = _integers("token_pos_in_items_ptr", self.token_pos_in_items_ptr)
-        rows = _ItemRows.of(tokens.lengths, prefix_len, positions, stride)
-        if self.max_item_len_ptr is not None:
-            rows.check_longest(_per_request("max_item_len_ptr", self.max_item_len_ptr, tokens.batch_size))
-        return tokens._replace(lengths=tokens.lengths._replace(key_bounds=rows.key_bounds(tokens.lengths)))
+        named = {"token_pos_in_items_ptr": token_pos_in_items_ptr, "max_item_len_ptr": max_item_len_ptr}
+        for name, value in named.items():
+            if value is not None:
+                raise ArgumentError(f"{name} must come with prefix_len_ptr, got {checks.describe(value)} alone")
+        raise ArgumentError(f"token_pos_in_items_len must come with prefix_len_ptr, got {stride} alone")
+    if mask.packed is not None:
+        raise ArgumentError("a custom mask and prefix_len_ptr contradict: give one of them")
+    assert isinstance(tokens, Tokens)  # with `prefix_len_ptr` plans read the lengths
+    if token_pos_in_items_ptr is None:
+        raise ArgumentError("token_pos_in_items_ptr must come with prefix_len_ptr, got None")
+    if stride < 0:
+        raise ArgumentError(f"token_pos_in_items_len must be at least 0, got {stride}")
+    prefix_len = _per_request("prefix_len_ptr", prefix_len_ptr, tokens.batch_size)
+    positions = _integers("token_pos_in_items_ptr", token_pos_in_items_ptr)
+    rows = _ItemRows.of(tokens.lengths, prefix_len, positions, stride)
+    if max_item_len_ptr is not None:
+        rows.check_longest(_per_request("max_item_len_ptr", max_item_len_ptr, tokens.batch_size))
+    return tokens._replace(lengths=tokens.lengths.replace(key_bounds=rows.key_bounds(tokens.lengths)))
 
 
 class _ItemRows(NamedTuple):

@@ -26,4 +26,4 @@ def paged(qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any, page
         raise ArgumentError(
             f"{NAMES[3]} must be within 0..{room[i]}, the tokens of request {i}'s pages; got {kv_len[i]}"
         )
-    return tokens._replace(lengths=tokens.lengths._replace(kv_len=kv_len))
+    return tokens._replace(lengths=tokens.lengths.replace(kv_len=kv_len))

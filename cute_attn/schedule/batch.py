@@ -453,8 +453,7 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
         return LONG_QO_LEN
     if limits.graph:
         return ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size))
-    starts = lengths.qo_indptr
-    return ceil_div(starts.item(-1) - starts.item(0), max(1, lengths.with_queries))
+    return -(-(lengths.rows - lengths.first_row) // (lengths.with_queries or 1))
 
 
 def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
@@ -469,6 +468,7 @@ def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
 # --- launches of a fixed size (CUDA graphs) --------------------------------------------------------------------------
 
 
+@functools.lru_cache(64)  # tiles and limits
 def record_capacity(params: SchedulerParams, limits: BatchLimits) -> Capacity:
     """Returns how many records a schedule may have. With `limits.graph`, every schedule within the limits fits."""
     partials = limits.workspace_bytes // params.partial_bytes

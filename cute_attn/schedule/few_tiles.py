@@ -30,23 +30,22 @@ _MERGE = f"{len(Merge._fields)}i{4 * (MERGE_INTS - len(Merge._fields))}x"
 
 def covers(lengths: BatchLengths, params: SchedulerParams) -> bool:
     """Tells whether a batch has few query tiles, and nothing but lengths and a band mask decides what they see."""
-    starts = lengths.qo_indptr
-    if len(starts) > FEW + 1 or lengths.mask_offset is not None or lengths.key_bounds is not None:
+    if lengths.batch_size > FEW or lengths.mask_offset is not None or lengths.key_bounds is not None:
         return False
-    return bool((starts.item(-1) - starts.item(0)) * params.group_size <= FEW * params.rows)
+    return (lengths.rows - lengths.first_row) * params.group_size <= FEW * params.rows
 
 
 def query_tiles(qo_len: list[int], kv_len: list[int], params: SchedulerParams) -> list[tuple[int, int, int, int]]:
     """Returns the query tiles of all requests, as `batch.query_tiles`: request, first row, and the bounds of the kv
     tiles that are visible.
     """
-    rows, cols, group, window = params.rows, params.cols, params.group_size, params.window_left
+    rows, cols, group, _, causal, window, *_ = params
     tiles = []
     for request, (tokens, keys) in enumerate(zip(qo_len, kv_len, strict=True)):
         last, begin = -(-keys // cols), 0
         for first_row in range(0, tokens * group, rows):
             end = last
-            if params.causal:
+            if causal:
                 seen = (first_row + rows - 1) // group + keys - tokens + 1
                 end = last if seen >= keys else -(-seen // cols) if seen > 0 else 0
             if window >= 0:
@@ -66,8 +65,7 @@ class Items(NamedTuple):
 
 def items(lengths: BatchLengths, params: SchedulerParams, capacity: Capacity) -> Items:
     """Returns the items of a batch, in the order of query tiles, as `batch._balanced_splits`."""
-    qo_len, kv_len = lengths.qo_len.tolist(), lengths.kv_len.tolist()
-    qo_start, kv_start = lengths.qo_indptr.tolist(), lengths.kv_start.tolist()
+    qo_start, qo_len, kv_start, kv_len = lengths.lists
     tiles = query_tiles(qo_len, kv_len, params)
     chunk = split_size([end - begin for _, _, begin, end in tiles], params.cost_device, capacity) or UNSPLIT
     rows: list[tuple[int, ...]] = []
@@ -78,16 +76,19 @@ def items(lengths: BatchLengths, params: SchedulerParams, capacity: Capacity) ->
         row, tokens, first_key, keys = qo_start[request], qo_len[request], kv_start[request], kv_len[request]
         begin, visible = start, end - start
         splits = -(-visible // chunk) or 1  # a tile that sees no keys is one item too
+        partial, step = NO_PARTIAL, 0
         if splits > 1:
             merges += (row, tokens, first_row, partials, splits)
+            partial, step = partials, 1
+            partials += splits
         for split in range(1, splits + 1):
             stop = begin + split * visible // splits
-            key_end, partial = stop * cols, partials if splits > 1 else NO_PARTIAL
+            key_end = stop * cols
             if key_end > keys:
                 key_end = keys
             rows.append((row, tokens, first_key, keys, first_row, start * cols, key_end, partial, request))
             costs.append(stop - start)
-            partials += splits > 1
+            partial += step
             start = stop
     return Items(rows, costs, merges, partials)
 

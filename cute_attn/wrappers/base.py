@@ -250,7 +250,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             return device_plan.placed(self, request)
         copies: list[Copy | HostCopy] = []
         if mask.packed is not None:
-            tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
+            tokens = tokens._replace(lengths=tokens.lengths.replace(mask_offset=mask.offsets[:-1]))
         if not self._use_cuda_graph:
             if tokens.kv_indices is not None:
                 indices = self._indices_on_device(tokens.kv_indices)
@@ -581,7 +581,7 @@ def _load(settings: Settings, tokens: Tokens | DeviceTokens, limits: BatchLimits
     """
     qo_len = batch_schedule.typical_qo_len(device_plan.choice_lengths(tokens), limits)
     known = limits.graph is None and isinstance(tokens, Tokens)
-    kv_len = select.kv_len_class(settings, tokens.lengths.kv_len) if known else None
+    kv_len = select.kv_len_class(settings, tokens.lengths) if known else None
     return select.load_class(settings.features, qo_len, tokens.batch_size == 1, kv_len)
 
 

@@ -12,7 +12,7 @@ CUDA graphs holds, and `fixed_split_size` where some batch within the bounds wou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,13 +32,9 @@ if TYPE_CHECKING:
     from cute_attn.wrappers.variants import Variant
 
 
-class HostOnly(NamedTuple):
-    """Arguments of a prefill `plan` that need lengths on the host, if any is given."""
-
-    custom_mask: Any
-    packed_custom_mask: Any
-    prefix_len_ptr: Any
-    uniform_q_len: Any
+# Arguments of a prefill `plan` that need lengths on the host, if any is given: custom_mask, packed_custom_mask,
+# prefix_len_ptr and uniform_q_len.
+HostOnly = tuple[Any, Any, Any, Any]
 
 
 def _is_on(device: torch.device, value: Any) -> bool:
@@ -69,18 +65,20 @@ def _fits_buffer(wrapper: BatchWrapper, pages: Pages) -> bool:
 
 def paged_tokens(
     wrapper: BatchWrapper,
-    qo_indptr: Any,
-    pages: Pages,
+    arrays: tuple[Any, Any, Any],
+    indices: Any,
     page_size: int,
     names: tuple[str, str, str, str],
     host_only: HostOnly,
 ) -> Tokens | DeviceTokens:
-    """Check the index arrays of a paged prefill batch, where they are if the plan leaves them there."""
-    tokens = few_requests.paged(qo_indptr, pages.indptr, pages.last_page_len, pages.indices, page_size)
+    """Check the index arrays of a paged prefill batch, where they are if the plan leaves them there. `arrays`: indptr
+    of query tokens, indptr of pages and last_page_len.
+    """
+    tokens = few_requests.paged(*arrays, indices, page_size)
     if tokens is not None:
-        batch_plan.check_indices(names, pages.indices, tokens.kv_indptr.item(0), tokens.kv_end)
+        batch_plan.check_indices(names, indices, tokens.kv_bounds[0], tokens.kv_bounds[-1])
         return tokens
-    arrays = qo_indptr, pages.indptr, pages.last_page_len
+    qo_indptr, pages = arrays[0], Pages(arrays[1], indices, arrays[2])
     if stays_on_device(wrapper, arrays, host_only) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (qo_indptr, 0), pages, page_size, names)
     return batch_plan.paged(batch_plan.queries(names[0], qo_indptr), pages, page_size, names)

@@ -13,9 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.errors import ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, plan_arguments, sink_variant
-from cute_attn.request.batch_plan import RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.wrappers import device_plan
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, Result, Scale
 from cute_attn.wrappers.legacy_args import with_return_lse
@@ -220,13 +218,13 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal,
             window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
-        pages = batch_plan.Pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        host_only = device_plan.HostOnly(custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len)
-        tokens = device_plan.paged_tokens(self, qo_indptr, pages, given.page_size, PAGED_NAMES, host_only)
-        lengths = RepeatedLengths(seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
+        arrays = qo_indptr, paged_kv_indptr, paged_kv_last_page_len
+        host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
+        tokens = device_plan.paged_tokens(self, arrays, paged_kv_indices, given.page_size, PAGED_NAMES, host_only)
+        lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        items = MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         self._make_plan(prefill_request(self, given, tokens, lengths, host_only, items))
 
     begin_forward = plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cute_attn.problem import DeviceTokens, Tokens
-from cute_attn.request import batch_plan
+from cute_attn.request import batch_plan, multi_item
 from cute_attn.request.batch_plan import RepeatedLengths
 from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.request.plan_arguments import PlanArguments
@@ -29,7 +29,8 @@ def prefill_request(
     batch_plan.check_repeated_lengths(tokens, repeated)
     if wrapper._sink_variant is not None:
         wrapper._sink_variant.check_plan(given.options)
-    mask = batch_plan.mask(host_only.custom_mask, host_only.packed_custom_mask, tokens, wrapper.device)
-    tokens = items.bound_keys(tokens, mask)
-    uniform = batch_plan.uniform_q_len(host_only.uniform_q_len, tokens) if wrapper._use_cuda_graph else None
+    custom_mask, packed_custom_mask, _, uniform_q_len = host_only
+    mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, wrapper.device)
+    tokens = multi_item.bound_keys(items, tokens, mask)
+    uniform = batch_plan.uniform_q_len(uniform_q_len, tokens) if wrapper._use_cuda_graph else None
     return PlanRequest(given.options, tokens, mask, given.splits, given.page_size, uniform)

@@ -12,9 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, batch_run, checks, plan_arguments, sink_variant
-from cute_attn.request.batch_plan import RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.wrappers import device_plan
 from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, Result, Scale
 from cute_attn.wrappers.legacy_args import with_return_lse
@@ -167,10 +165,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal,
             window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
-        host_only = device_plan.HostOnly(custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len)
+        host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
         tokens = device_plan.ragged_tokens(self, qo_indptr, kv_indptr, host_only)
-        lengths = RepeatedLengths(seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
-        items = MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
+        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         self._make_plan(prefill_request(self, given, tokens, lengths, host_only, items))
 
     begin_forward = plan

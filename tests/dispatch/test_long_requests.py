@@ -7,10 +7,15 @@ import torch
 
 from cute_attn.dispatch import select
 from cute_attn.dispatch.capabilities import Load
-from cute_attn.problem import Features, Settings
+from cute_attn.problem import BatchLengths, Features, Settings
 from cute_attn.runtime.arch import named
 
 BF16, E4M3, HOPPER = torch.bfloat16, torch.float8_e4m3fn, named("sm_90a")
+
+
+def lengths_of(kv_lens: list[int]) -> BatchLengths:
+    starts = np.arange(len(kv_lens) + 1)
+    return BatchLengths(starts, starts[:-1], np.array(kv_lens, np.int64))
 
 
 def test_long_requests_are_for_xqa() -> None:
@@ -31,8 +36,8 @@ def test_long_requests_are_for_xqa() -> None:
         ({"own_splits": True}, -1, HOPPER, 4, 8192, "fa2"),
     ):
         asked = settings._replace(features=features._replace(**changes), window_left=window)
-        kv_lens = np.array([mean - 100, mean + 100, mean])
-        load = Load(rows, False, select.kv_len_class(asked, kv_lens))
+        kv_lens = [mean - 100, mean + 100, mean]
+        load = Load(rows, False, select.kv_len_class(asked, lengths_of(kv_lens)))
         assert select.choose(asked.features, arch=arch, load=load).name == taken, (
             changes,
             window,
@@ -40,5 +45,7 @@ def test_long_requests_are_for_xqa() -> None:
             rows,
             mean,
         )
-    assert select.kv_len_class(settings, np.array([], np.int64)) is None
-    assert select.kv_len_class(settings._replace(features=features._replace(kv_dtype=E4M3)), kv_lens) is None
+    assert select.kv_len_class(settings, lengths_of([])) is None
+    assert (
+        select.kv_len_class(settings._replace(features=features._replace(kv_dtype=E4M3)), lengths_of(kv_lens)) is None
+    )

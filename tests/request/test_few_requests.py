@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn.problem import Tokens
+from cute_attn.problem import BatchLengths, Tokens
 from cute_attn.request import batch_plan, few_requests
 
 NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -28,6 +28,7 @@ def facts(tokens: Tokens) -> list[Any]:
     lengths, last = tokens.lengths, tokens.last_page_len
     arrays = [lengths.qo_indptr, lengths.qo_len, lengths.kv_start, lengths.kv_len, tokens.kv_indptr]
     numbers = [lengths.longest_qo, lengths.longest_kv, lengths.with_queries, tokens.rows, tokens.kv_end]
+    numbers += [tokens.first_row, tokens.batch_size, lengths.mask_offset is None, lengths.key_bounds is None]
     return [[(x.dtype, x.tolist()) for x in arrays], numbers, None if last is None else last.tolist()]
 
 
@@ -49,6 +50,11 @@ def test_tokens() -> None:
                 )
                 assert facts(tokens) == facts(plain)
                 assert tokens.kv_indices is plain.kv_indices
+                computed = BatchLengths(tokens.lengths.qo_indptr, tokens.lengths.kv_start, tokens.lengths.kv_len)
+                assert facts(tokens) == facts(tokens._replace(lengths=computed))
+                fewer = tokens.lengths.replace(kv_len=computed.kv_len - 1)
+                assert (fewer.kv_len + 1).tolist() == computed.kv_len.tolist()
+                assert fewer.qo_indptr is tokens.lengths.qo_indptr
                 taken += 1
     assert taken > BATCHES // 2
 

@@ -61,7 +61,7 @@ def assert_follows(cases: list[BatchCase], graph: bool) -> Any:
     now, own = planned._plan_info, alone._plan_info
     assert own.launch is not launch
     assert torch.equal(launch.planned.records, own.launch.planned.records)
-    assert launch.planned.launches()[:2] == own.launch.planned.launches()[:2]  # grids
+    assert launch.planned.schedule.launches == own.launch.planned.schedule.launches
     assert (now.rows, now.tokens.kv_end) == (own.rows, own.tokens.kv_end)
     return planned
 
@@ -99,7 +99,7 @@ def test_tiles_follow() -> None:
     tiles = []
     for case in cases:
         planned.plan(**plan_arguments(case, make(case)))
-        tiles.append(planned._plan_info.launch.planned.schedule.tile)
+        tiles.append(planned._plan_info.launch.planned.schedule.tiling.tile)
     assert tiles[0] != tiles[1]
     assert_follows(cases, graph=False)
 
@@ -138,7 +138,7 @@ def test_after_an_error_the_lengths_before_stay() -> None:
 def test_queries_are_what_lengths_compute(lens: tuple[int, ...]) -> None:
     bounds = torch.tensor([0, *np.cumsum(lens, dtype=np.int64)])
     told = batch_plan.ragged(bounds, bounds).lengths
-    computed = batch_plan.BatchLengths(*told)
+    computed = batch_plan.BatchLengths(told.qo_indptr, told.kv_start, told.kv_len)
     for name in ("qo_len", "longest_qo", "with_queries"):
         assert name in vars(told)
         assert np.array_equal(getattr(told, name), getattr(computed, name))

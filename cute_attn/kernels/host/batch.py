@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ Tensors = tuple[Any, ...]  # q, k, v, out, lse, or the tensors of which these ar
 Repeat = Callable[[int, int, int, int, int, Tensors], None]  # a run with other addresses of q, k, v, out and lse
 
 COMBINE_CTAS = 16  # CTAs of 128 threads resident per SM: a larger grid only starts and ends where few rows are merged
+MAX_LAUNCHES = 1024  # numbers of records, for which sizes of launches are kept
 MAX_SETTINGS = 256  # settings of the layers of a model, for which tilings and prepared kernels are kept
 
 T_co = TypeVar("T_co", covariant=True)  # a family's tile
@@ -45,21 +47,52 @@ class Schedule(Protocol):
         """Returns the bytes of the workspace in use, and the bytes of the records."""
 
 
-@dataclass
-class BatchSchedule(Generic[T_co]):
-    """Schedule of a batch with one work item per query tile and split: fa2, fa3 and fa4."""
+@dataclass(frozen=True, eq=False)  # families keep them: equal ones are one object
+class Tiling(Generic[T_co]):
+    """A family's tile for a batch, the parameters of the scheduler, and how the kernel takes its tiles."""
 
     tile: T_co
     params: SchedulerParams
-    work: WorkList
+    persistent_groups: int | None = None  # the most groups of CTAs of a launch; None: one per tile
+    ctas: int = 1  # of a group, which share tiles
+    order: Callable[[SchedulerParams, int], Values] | None = None  # the kernel's tile order fields, from work items
+
+
+class Launches(NamedTuple):
+    """What launches of a schedule have in common with those of others that have as many records."""
+
     total_tiles: int  # work items times blocks of heads
     grid: Grid
     combine_grid: Grid
     rows_per_merge: int
     rows_to_merge: int  # of all merge records and blocks of heads
-    max_partials: int  # that the workspace has room for
-    keeps_address: bool
+    partial_o_bytes: int  # of all partials that the workspace has room for
     order: Values  # of the kernel's tile order fields
+
+
+@dataclass
+class BatchSchedule(Generic[T_co]):
+    """Schedule of a batch with one work item per query tile and split: fa2, fa3 and fa4."""
+
+    tiling: Tiling[T_co]
+    work: WorkList
+    launches: Launches
+    keeps_address: bool
+
+    @property
+    def params(self) -> SchedulerParams:
+        """Parameters of the scheduler."""
+        return self.tiling.params
+
+    @property
+    def grid(self) -> Grid:
+        """Grid of the attention kernel."""
+        return self.launches.grid
+
+    @property
+    def combine_grid(self) -> Grid:
+        """Grid of the combine kernel."""
+        return self.launches.combine_grid
 
     @property
     def records(self) -> np.ndarray:
@@ -69,22 +102,11 @@ class BatchSchedule(Generic[T_co]):
     @property
     def merges(self) -> bool:
         """True if a combine launch follows."""
-        return bool(self.combine_grid[0])
+        return bool(self.launches.combine_grid[0])
 
     def workspace(self) -> tuple[int, int]:
         """Returns the bytes of the workspace in use, and the bytes of the records."""
         return self.work.num_partials * self.params.partial_bytes, self.work.ints.nbytes
-
-
-@dataclass(frozen=True)
-class Tiling(Generic[T_co]):
-    """A family's tile for a batch, the parameters of the scheduler, and how the kernel takes its tiles."""
-
-    tile: T_co
-    params: SchedulerParams
-    persistent_groups: int | None = None  # the most groups of CTAs of a launch; None: one per tile
-    ctas: int = 1  # of a group, which share tiles
-    order: Callable[[SchedulerParams, WorkList], Values] | None = None  # values of the kernel's tile order fields
 
 
 def schedule_batch(
@@ -100,21 +122,28 @@ def sized(
     """Returns the schedule with the launches of a work list. `lengths` are read only without `limits.graph`."""
     params = tiling.params
     rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
-    total = work.item_capacity * params.num_kv_heads
+    launches = _launches(tiling, work.item_capacity, work.merge_capacity, rows_per_merge, limits, sms)
+    return BatchSchedule(tiling, work, launches, limits.keeps_address)
+
+
+@functools.lru_cache(MAX_LAUNCHES)
+def _launches(
+    tiling: Tiling[Any], items: int, merges: int, rows_per_merge: int, limits: BatchLimits, sms: int
+) -> Launches:
+    """Returns the launches of schedules with so many records."""
+    params = tiling.params
+    total = items * params.num_kv_heads
     groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
-    to_merge = work.merge_capacity * params.num_kv_heads * rows_per_merge
-    return BatchSchedule(
-        tile=tiling.tile,
-        params=params,
-        work=work,
+    to_merge = merges * params.num_kv_heads * rows_per_merge
+    partial_o_bytes = params.num_kv_heads * params.rows * (params.partial_row_bytes - 4)  # without lse
+    return Launches(
         total_tiles=total,
         grid=(tiling.ctas * groups, 1, 1),
         combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
         rows_per_merge=rows_per_merge,
         rows_to_merge=to_merge,
-        max_partials=limits.workspace_bytes // params.partial_bytes,
-        keeps_address=limits.keeps_address,
-        order=tiling.order(params, work) if tiling.order else (),
+        partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
+        order=tiling.order(params, items) if tiling.order else (),
     )
 
 
@@ -214,32 +243,31 @@ class SplitKvBatchRun(BatchRun):
 
     def follow(self, schedule: BatchSchedule[object]) -> None:
         """Makes the launches those of a schedule whose records are uploaded."""
-        work, params = schedule.work, schedule.params
-        self.schedule, self.grid, self.combine_grid = schedule, schedule.grid, schedule.combine_grid
+        work, launches = schedule.work, schedule.launches
+        self.schedule, self.grid, self.combine_grid = schedule, launches.grid, launches.combine_grid
         self.items = self.records.data_ptr()
         self.merges = (
             self.items + 4 * ITEM_INTS * work.item_capacity,
-            schedule.rows_per_merge,
-            params.rows,
-            schedule.rows_to_merge,
+            launches.rows_per_merge,
+            schedule.tiling.params.rows,
+            launches.rows_to_merge,
         )
-        row_bytes = params.partial_row_bytes - 4  # without lse
         self.key_bounds: Values = () if work.key_bounds is None else (self.items + 4 * work.key_bounds,)
-        self.partial_o_bytes = schedule.max_partials * params.num_kv_heads * params.rows * row_bytes
 
     def partials(self, problem: BatchProblem) -> tuple[int, ...]:
         """Returns the addresses of partial outputs and lse."""
+        lse = self.schedule.launches.partial_o_bytes  # behind o
         if not self.combine_grid[0]:
-            return 0, self.partial_o_bytes
+            return 0, lse
         assert problem.workspace is not None
         o = problem.workspace.data_ptr()
-        return o, o + self.partial_o_bytes
+        return o, o + lse
 
     def numbers(self, problem: BatchProblem, partials: tuple[int, ...]) -> Values:
         """Returns the values of the tile order fields and `params.batch_fields`."""
         indices = problem.kv_indices
         pages = 0 if indices is None else indices.data_ptr()
-        return *self.schedule.order, self.items, *partials, pages, *self.key_bounds
+        return *self.schedule.launches.order, self.items, *partials, pages, *self.key_bounds
 
 
 class HostPlannedRun(SplitKvBatchRun):
@@ -265,19 +293,15 @@ class HostPlannedRun(SplitKvBatchRun):
         """
         if isinstance(lengths, DeviceLengths):
             return None
-        before, now = self.schedule, self.scheduled(lengths)
-        launches = self.launches()
-        if now.params is not before.params or now.merges != before.merges:  # tilings are kept, and so the same objects
+        before, items, now = self.schedule, self.items, self.scheduled(lengths)
+        same_kernel = now.tiling is before.tiling and now.merges == before.merges
+        if not same_kernel:
             kernel = self.kernel_of(now)
             prepared = kernel(self.settings)
-            self.kernel, self.prepared, self.latest, launches = kernel, prepared, (self.settings, prepared), ()
+            self.kernel, self.prepared, self.latest = kernel, prepared, (self.settings, prepared)
         self.records = self.placed(now, self.staging)
         self.follow(now)
-        return self.launches() == launches
-
-    def launches(self) -> tuple[object, ...]:
-        """Returns what launches of the same settings have in common."""
-        return self.grid, self.combine_grid, self.merges, self.partial_o_bytes, self.schedule.order
+        return same_kernel and self.items == items and now.launches == before.launches
 
 
 def launch_nothing(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:

@@ -149,7 +149,7 @@ class TiledFamily(Generic[T]):
 
     def _kernel_of(self, gpu: Gpu, schedule: BatchSchedule[T]) -> Callable[[Settings], PreparedKernel]:
         """Returns the prepared kernel of a schedule, by settings."""
-        tile, heads, merges = schedule.tile, schedule.params.group_size, schedule.merges
+        tile, heads, merges = schedule.tiling.tile, schedule.params.group_size, schedule.merges
 
         def kernel(settings: Settings) -> PreparedKernel:
             return self.kernel(settings, tile, heads, merges, gpu)
@@ -182,6 +182,6 @@ class TiledFamily(Generic[T]):
     ) -> tuple[BatchSchedule[T], list[KernelLaunch]]:
         """Returns the schedule of a batch, and kernels and grids."""
         schedule = self.schedule(settings, lengths, limits, arch, sms)
-        attention = self.spec(settings, schedule.tile, False), schedule.grid
+        attention = self.spec(settings, schedule.tiling.tile, False), schedule.grid
         combine = combine_spec(settings.features), schedule.combine_grid
         return schedule, [launch for launch in (attention, combine) if launch[1][0]]

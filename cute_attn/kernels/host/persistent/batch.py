@@ -10,7 +10,7 @@ from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.prepared import order_values
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
-from cute_attn.schedule.batch import SchedulerParams, WorkList, orders_by_l2, typical_qo_len
+from cute_attn.schedule.batch import SchedulerParams, orders_by_l2, typical_qo_len
 from cute_attn.schedule.split_kv import min_split_tiles
 
 
@@ -36,7 +36,7 @@ def launch_size(settings: Settings, lengths: BatchLengths, limits: BatchLimits, 
     """
     if limits.graph or limits.fixed_split_size is not None or limits.disable_split_kv:
         return "medium"
-    rows = (lengths.qo_indptr.item(-1) - lengths.qo_indptr.item(0)) * settings.features.num_qo_heads
+    rows = (lengths.rows - lengths.first_row) * settings.features.num_qo_heads
     return variant.launch_size(rows, sms, qo_len, lengths.longest_kv)
 
 
@@ -75,13 +75,12 @@ def tiling(
     return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
 
 
-def sections(params: SchedulerParams, work: WorkList) -> tuple[int, int]:
-    """Returns the tiles of an L2 section, and the blocks of heads in it."""
-    items = work.item_capacity
+def sections(params: SchedulerParams, items: int) -> tuple[int, int]:
+    """Returns the tiles of an L2 section of a launch with so many work items, and the blocks of heads in it."""
     heads = params.l2_section_heads if orders_by_l2(params, items) else params.num_kv_heads
     return max(1, items) * heads, heads
 
 
-def batch_order(params: SchedulerParams, work: WorkList) -> Values:
+def batch_order(params: SchedulerParams, items: int) -> Values:
     """Returns the values of the kernel's ORDER_FIELDS."""
-    return order_values(work.item_capacity * params.num_kv_heads, *sections(params, work))
+    return order_values(items * params.num_kv_heads, *sections(params, items))
