@@ -128,6 +128,17 @@ def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, mo
     assert (record.spec["warps"], record.spec["warp_heads"]) == ((4, True) if own else (2, False))
 
 
+@pytest.mark.parametrize(
+    ("requests", "ring"), [(1, (8, 2, 16, False, False)), (2, (2, 2, 16, False, False)), (3, (2, 2, 16, True, False))]
+)
+def test_kernels_of_longer_windows(requests: int, ring: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "FEW", 2)
+    batch = decode((500, 40, 301)[:requests], window_left=299, **heads(8, 2), **dims(128), **DTYPES["8 bits"])
+    with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 3)) as emulation:
+        solve_once(batch)
+    assert {tuple(record.spec[key] for key in RING_KEYS) for record in emulation.records} == {ring}
+
+
 def windows(requests: int, num_heads: int, **dtype: Any) -> BatchCase:
     """Requests of short windows with sinks, of `num_heads` kv heads."""
     lens = (130, 5, 0, 200, 1)[:requests]

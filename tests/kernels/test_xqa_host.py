@@ -203,10 +203,10 @@ def test_launches_of_a_call_without_a_plan() -> None:
 def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fired: Fired) -> None:
     """And no memory for partial results: a workspace of no bytes will do."""
     problem = decode_problem(qo_len=qo_len)
-    for window, segments in ((tiles.SHORT - qo_len, "short"), (tiles.SHORT - qo_len + 1, "few"), (-1, "few")):
+    for window, segments in ((tiles.SHORT - qo_len, "few short"), (tiles.SHORT - qo_len + 1, "few"), (-1, "few")):
         settings = problem.settings._replace(window_left=window)
         config = launch_config(settings, qo_len, variant.segments(2, settings, qo_len), GPU.arch, 132, 0)
-        assert config.spec.whole == (segments == "short")
+        assert config.spec.whole == (segments == "few short")
         if config.spec.whole:
             assert config.grid_of(2) == (2, 2, 1)
             assert config.partial_bytes == config.counter_bytes == 0
@@ -217,8 +217,9 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fi
 @pytest.mark.parametrize(
     ("window", "requests", "segments"),
     [
-        *((127, 16, "few short"), (127, 17, "some short"), (127, 64, "more short"), (127, 65, "short")),
-        *((127, 256, "many short"), (128, 16, "short"), (128, 256, "short"), (0, 33, "more short")),
+        *((127, 16, "few shortest"), (127, 17, "some shortest"), (127, 64, "more shortest"), (127, 65, "short")),
+        *((127, 255, "short"), (127, 256, "many shortest"), (0, 33, "more shortest")),
+        *((128, 16, "few short"), (128, 17, "short"), (510, 255, "short"), (510, 256, "many short")),
     ],
 )
 def test_short_windows_are_distinguished_by_their_number(window: int, requests: int, segments: str) -> None:

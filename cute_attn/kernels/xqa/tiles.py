@@ -18,13 +18,15 @@ BRIEF_UNITS = 8  # units of one request of few keys, or over a cache of 16 bits,
 TINY, BRIEF = 2048, 8192  # few keys
 LONG = 65536  # keys of one request of more units than ONE that clusters do not read faster
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
-SHORTEST = 128  # keys of a window that CTAs fetch ahead whole; of 512 a launch then takes 1.7 times as long (H100)
+SHORTEST = 128  # keys of a window that CTAs fetch ahead whole, however many; 512 may take 1.7 times as long then (H100)
 SOME_SHORT, MORE_SHORT = 256, 512  # pairs of the shortest windows: about two and four per SM
 EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
 
-# Of a launch of pairs of a request and a kv head whose windows are SHORTEST: at most FEW; SOME_SHORT; MORE_SHORT; more
-# ("short"); EVEN or more. SHORT windows that are longer are "short" too.
-ShortSegments = Literal["few short", "some short", "more short", "short", "many short"]
+# Of a launch of pairs of a request and a kv head whose windows are SHORTEST: at most FEW; SOME_SHORT; MORE_SHORT; EVEN
+# or more. Of SHORT windows: at most FEW; more, and SHORTEST ones between; EVEN or more.
+ShortSegments = Literal[
+    "few shortest", "some shortest", "more shortest", "many shortest", "few short", "short", "many short"
+]
 # Of a launch: one request of one unit ("alone"); of at most ONE units; of BRIEF_UNITS and TINY or BRIEF keys; of more;
 # at most FEW pairs; more; EVEN or more, equally long.
 Segments = Literal["alone", "one", "tiny", "brief", "long", "few", "many", "even", ShortSegments]
@@ -132,10 +134,12 @@ FAST_MEMORY = RingTable(
 _CLUSTERED = range(1, WARP_DIM + 1)  # head dims
 _MEASURED = range(128, 129)  # head dims of rings that were measured at one
 _NARROW = range(64, 65)
+# A kv head for each warp, or a CTA.
+_WHOLE_HEADS = Ring(2, 2, 8, 4096, whole=True, warp_heads=True), Ring(2, 2, 8, 4096, whole=True)
 # A tile of a window of 128 keys for each of its warps: whatever is read arrives at once.
-_FEW_SHORT = Ring(4, 2, 4, 2048, whole=True, ahead=SHORT, early=True)
+_FEW_SHORTEST = Ring(4, 2, 4, 2048, whole=True, ahead=SHORT, early=True)
 # All tiles of such a window but one on their way, and no barrier behind them.
-_SHORT_HEADS = (
+_SHORTEST_HEADS = (
     Ring(4, 3, 2, 4096, whole=True, ahead=SHORT, warp_heads=True),
     Ring(2, 2, 8, 4096, whole=True, ahead=SHORT, early=True),
 )
@@ -192,19 +196,23 @@ HOPPER = RingTable(
         # 8192, 8 bits, 1.01 on an H100 and 0.95 on an H200. With a kv head for each warp, 1.03 to 1.04 times as fast
         # again over 8 bits, 1.002 over 16 (H100).
         "even": (
-            Row(8, (Ring(2, 2, 8, 4096, whole=True, warp_heads=True), Ring(2, 2, 8, 4096, whole=True)), _MEASURED),
+            Row(8, _WHOLE_HEADS, _MEASURED),
             Row(16, (Ring(2, 3, 4, 8192, whole=True),), _MEASURED),
         ),
         # Windows of 128 keys, 8 kv heads, on an H100 and an H200, relative to CTAs of two warps with early tiles
         # (8 bits, up to 64 requests) or to "short". 8 bits: 8 requests 1.09 and 1.09, 16 0.99 and 1.02; 32 1.03 and
         # 0.99, 64 1.07 and 1.05; 256 1.08 and 1.07. 16 bits: 8 requests 1.32 and 1.30, 16 1.18 and 1.15, 32 1.07 and
         # 1.02.
-        "few short": (Row(8, (_FEW_SHORT,), _NARROW), Row(16, (_FEW_SHORT._replace(slot=4096),), _NARROW)),
-        "some short": (Row(8, _SHORT_HEADS, _NARROW), Row(16, (_FEW_SHORT._replace(slot=4096),), _NARROW)),
-        "more short": (Row(8, _SHORT_HEADS, _NARROW),),
-        "many short": (
+        "few shortest": (Row(8, (_FEW_SHORTEST,), _NARROW), Row(16, (_FEW_SHORTEST._replace(slot=4096),), _NARROW)),
+        "some shortest": (Row(8, _SHORTEST_HEADS, _NARROW), Row(16, (_FEW_SHORTEST._replace(slot=4096),), _NARROW)),
+        "more shortest": (Row(8, _SHORTEST_HEADS, _NARROW),),
+        "many shortest": (
             Row(8, (Ring(2, 5, 4, 4096, whole=True, ahead=SHORT, warp_heads=True), _SHORT_RINGS[64]), _NARROW),
         ),
+        # Windows of 512 keys, 8 kv heads, relative to "short", H100 and H200: 8 requests 1.33 and 1.39, 256 1.04 and
+        # 1.07. 32 requests: all rings with keys ahead are slower, 0.96 and less.
+        "few short": (Row(8, (Ring(8, 2, 2, 4096, whole=True, ahead=SHORT),), _MEASURED),),
+        "many short": (Row(8, _WHOLE_HEADS, _MEASURED),),
     }
 )
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.

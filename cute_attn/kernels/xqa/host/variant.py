@@ -23,15 +23,15 @@ MAX_GRID_Y = 65535  # CTAs along the second axis of a grid
 def segments(
     batch_size: int, settings: Settings, qo_len: int, longest: int = MAX_KV_LEN, even: bool = False
 ) -> Segments:
-    """Returns what the pairs of a request and a kv head are: `short_segments` or "short" where a window bounds them,
-    else those of "one" request ("alone": with one unit; with more units than ONE: "tiny" or "brief" if its keys are
-    few, else "long"), "few", whose keys are split into many parts each, or "many". `longest`: most keys of a request,
-    in all launches; `even`: requests are about equally long, and stay so; their pairs are "even" if there are enough.
+    """Returns what the pairs of a request and a kv head are: `short_segments` where a window bounds them, else those
+    of "one" request ("alone": with one unit; with more units than ONE: "tiny" or "brief" if its keys are few, else
+    "long"), "few", whose keys are split into many parts each, or "many". `longest`: most keys of a request, in all
+    launches; `even`: requests are about equally long, and stay so; their pairs are "even" if there are enough.
     """
     window, features = settings.window_left, settings.features
     pairs = batch_size * features.num_kv_heads
     if 0 <= window <= tiles.SHORT - qo_len and batch_size <= MAX_GRID_Y:
-        return short_segments(pairs) if window < tiles.SHORTEST else "short"
+        return short_segments(pairs, window)
     if batch_size == 1:
         return of_one_request(settings, qo_len, longest)
     if pairs <= tiles.FEW:
@@ -39,13 +39,15 @@ def segments(
     return "even" if even and pairs >= tiles.EVEN and batch_size <= MAX_GRID_Y else "many"
 
 
-def short_segments(pairs: int) -> ShortSegments:
-    """Returns what `segments` says of so many pairs that windows of at most SHORTEST keys bound."""
+def short_segments(pairs: int, window: int) -> ShortSegments:
+    """Returns what `segments` says of so many pairs that windows of at most SHORT keys bound."""
+    if window >= tiles.SHORTEST:
+        return "few short" if pairs <= tiles.FEW else "short" if pairs < tiles.EVEN else "many short"
     if pairs <= tiles.SOME_SHORT:
-        return "few short" if pairs <= tiles.FEW else "some short"
+        return "few shortest" if pairs <= tiles.FEW else "some shortest"
     if pairs <= tiles.MORE_SHORT:
-        return "more short"
-    return "short" if pairs < tiles.EVEN else "many short"
+        return "more shortest"
+    return "short" if pairs < tiles.EVEN else "many shortest"
 
 
 def of_one_request(settings: Settings, qo_len: int, longest: int) -> Segments:
