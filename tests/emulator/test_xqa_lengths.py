@@ -129,7 +129,7 @@ def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, mo
 
 
 @pytest.mark.parametrize(
-    ("requests", "ring"), [(1, (8, 2, 16, False, False)), (2, (2, 2, 16, False, False)), (3, (2, 2, 16, True, False))]
+    ("requests", "ring"), [(1, (8, 2, 16, False, False)), (2, (4, 2, 16, False, False)), (3, (2, 2, 16, True, False))]
 )
 def test_kernels_of_longer_windows(requests: int, ring: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "FEW", 2)
