@@ -91,9 +91,12 @@ FEW_16 = ("8x2x16x1", "8x2x16x1a128", "8x2x16x1a256", "4x3x16x1a256")
 CLUSTERS = (
     "4x3x16x1+1c6",
     "4x3x16x1+1c6a16e",
-    "4x3x16x1+1c8a16",
     "4x3x16x1+1c8a16e",
     "4x3x16x1+1c8a64e",
+    "6x2x16x1+1c6a16e",
+    "6x2x16x1+1c8a16e",
+    "8x2x16x1c6a16e",
+    "8x3x16x1c6a16e",
     "8x2x16x1c8a16e",
 )
 CLUSTERS_8 = ("8x4x16x1c8", "8x3x16x1+1c8", "8x3x16x1+1c8a64", "8x3x16x1+1c8a64e", "8x2x16x1+1c8a128")

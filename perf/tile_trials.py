@@ -116,6 +116,15 @@ SECTIONS_OF_L2 = tuple(Trial(section_mib=mib) for mib in (8, 16, 24, 32, 48))
 # Columns of q in registers at head dim 256, where 144 spill. Requests from 16384 tokens on have 128.
 HELD_Q = tuple(Trial(tile(128, 64, 2, 1, q_registers=columns)) for columns in (0, 64, 96, 128))
 WIDE = (*HELD_Q, Trial(tile(128, 80, 2, 1)), Trial(section_mib=16), Trial(section_mib=48))
+# Head dims of the tile of 96: three warpgroups share keys and values, or tiles have more columns. 192 x 112 needs stack
+# at 96, 192 x 128 at all three.
+UP_TO_96 = (
+    Trial(tile(128, 160, 2, 1, ping_pong=True)),
+    Trial(tile(128, 176, 2, 1, ping_pong=True)),
+    Trial(tile(192, 80, 3, 1, ping_pong=True)),
+    Trial(tile(192, 96, 3, 1, ping_pong=True)),
+)
+UP_TO_80 = (*UP_TO_96, Trial(tile(192, 112, 2, 1, ping_pong=True)))
 
 
 def causal(
@@ -144,6 +153,17 @@ ROWS: Mapping[str, Sequence[Row]] = {
         Row(causal(16, 1024, (16, 16), 128), SECTIONS_OF_L2),
         Row(causal(16, 1024, (32, 32), 64), SECTIONS_OF_L2),
         Row(causal(16, 1024, (8, 8), 256), SECTIONS_OF_L2),
+    ),
+    "up-to-96": (
+        Row(equal(1, 4096, 4096, (16, 16), 72), UP_TO_80),
+        Row(causal(4, 4096, (16, 16), 72), UP_TO_80),
+        Row(equal(4, 4096, 4096, (16, 16), 80), UP_TO_80),
+        Row(causal(4, 4096, (16, 16), 80), UP_TO_80),
+        Row(causal(16, 1024, (16, 16), 80), UP_TO_80),
+        Row(equal(4, 4096, 4096, (32, 8), 96), UP_TO_96),
+        Row(causal(4, 4096, (32, 8), 96), UP_TO_96),
+        Row(causal(1, 16384, (32, 8), 96), UP_TO_96),
+        Row(causal(16, 1024, (32, 8), 96), UP_TO_96),
     ),
     "gpt-oss-long": (Row(causal(4, 4096, (64, 8), 64, 1023, sinks=True), GPT_OSS_LONG),),
 }
