@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
+
+import cute_attn
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.fa3.tiles import ARCH
 from cute_attn.kernels.host.persistent import variant
@@ -28,13 +31,14 @@ from cute_attn.kernels.programs import program
 from cute_attn.problem import Settings
 from cute_attn.runtime import artifacts
 from perf import batch_peers, sections
-from perf.batch_workloads import BatchInputs, BatchWorkload, equal
+from perf.batch_workloads import BatchWorkload, equal
 from perf.bench import OURS, AnyWorkload
 from perf.harness import ROUNDS, Call
 from perf.machine import why_no_gpu
 from perf.optional import require
 from perf.peers import Bind
 from perf.sections import Section
+from perf.workloads import Inputs, Workload
 
 SMEM_LIMIT = 227 << 10  # of a CTA
 SM_SMEM, CTA_RESERVE = 228 << 10, 1 << 10  # of an SM, and what the system takes of it per CTA
@@ -71,7 +75,7 @@ class Trial(NamedTuple):
 class Row(NamedTuple):
     """Workload with what is tried on it, beside what "auto" runs."""
 
-    workload: BatchWorkload
+    workload: AnyWorkload
     trials: tuple[Trial, ...]
 
 
@@ -125,6 +129,28 @@ UP_TO_96 = (
     Trial(tile(192, 96, 3, 1, ping_pong=True)),
 )
 UP_TO_80 = (*UP_TO_96, Trial(tile(192, 112, 2, 1, ping_pong=True)))
+SHORT_96 = (
+    Trial(tile(192, 96, 3, 1, ping_pong=True)),
+    Trial(tile(128, 96, 3, 2)),
+    Trial(tile(64, 64, 2, 1, 2)),
+    Trial(tile(64, 96, 2, 1, 2)),
+)
+TO_112 = (Trial(tile(192, 80, 3, 1, ping_pong=True)), Trial(tile(192, 96, 3, 1, ping_pong=True)))
+# Rows of 129 to 192 columns are three columns of 64 in shared memory. 192 x 64 needs stack at 192.
+TO_192 = (
+    Trial(tile(128, 64, 3, 1)),
+    Trial(tile(128, 96, 2, 1)),
+    Trial(tile(128, 96, 2, 1, ping_pong=True)),
+    Trial(tile(128, 112, 2, 1)),
+    Trial(tile(128, 112, 2, 1, ping_pong=True)),
+)
+TO_160 = (*TO_192, Trial(tile(192, 64, 3, 1, ping_pong=True)))
+DEEPSEEK = (
+    Trial(tile(192, 80, 3, 1, ping_pong=True)),
+    Trial(tile(192, 80, 2, 1, ping_pong=True)),
+    Trial(tile(192, 64, 3, 1, ping_pong=True)),
+    Trial(tile(128, 112, 2, 1, ping_pong=True)),
+)
 
 
 def causal(
@@ -159,20 +185,46 @@ ROWS: Mapping[str, Sequence[Row]] = {
         Row(causal(4, 4096, (16, 16), 72), UP_TO_80),
         Row(equal(4, 4096, 4096, (16, 16), 80), UP_TO_80),
         Row(causal(4, 4096, (16, 16), 80), UP_TO_80),
-        Row(causal(16, 1024, (16, 16), 80), UP_TO_80),
         Row(equal(4, 4096, 4096, (32, 8), 96), UP_TO_96),
         Row(causal(4, 4096, (32, 8), 96), UP_TO_96),
         Row(causal(1, 16384, (32, 8), 96), UP_TO_96),
-        Row(causal(16, 1024, (32, 8), 96), UP_TO_96),
+    ),
+    "short-96": (
+        Row(equal(64, 729, 729, (16, 16), 72), SHORT_96),
+        Row(equal(16, 1024, 1024, (16, 16), 80), SHORT_96),
+        Row(causal(16, 1024, (32, 8), 96), SHORT_96),
+        Row(causal(1, 1000, (32, 8), 96), SHORT_96),
+        Row(causal(8, 2048, (32, 8), 96), SHORT_96),
+        Row(causal(8, 2048, (16, 16), 80), SHORT_96),
+        Row(equal(8, 2048, 2048, (16, 16), 72), SHORT_96),
+    ),
+    "112": (
+        Row(equal(4, 4096, 4096, (16, 16), 112), TO_112),
+        Row(causal(4, 4096, (16, 16), 112), TO_112),
+    ),
+    "160": (
+        Row(equal(4, 4096, 4096, (16, 16), 160), TO_160),
+        Row(causal(4, 4096, (16, 16), 160), TO_160),
+        Row(causal(16, 1024, (16, 16), 160), TO_160),
+    ),
+    "192": (
+        Row(equal(4, 4096, 4096, (16, 16), 192), TO_192),
+        Row(causal(4, 4096, (16, 16), 192), TO_192),
+        Row(causal(16, 1024, (16, 16), 192), TO_192),
+    ),
+    "deepseek": tuple(
+        Row(Workload(n, n, heads, heads, 192, 128, causal), DEEPSEEK)
+        for n, heads, causal in ((4096, 16, True), (16384, 16, True), (16384, 16, False), (1024, 64, True))
     ),
     "gpt-oss-long": (Row(causal(4, 4096, (64, 8), 64, 1023, sinks=True), GPT_OSS_LONG),),
 }
 
 
-def spec(w: BatchWorkload, shape: HopperTile) -> Fa3Spec:
+def spec(w: AnyWorkload, shape: HopperTile) -> Fa3Spec:
     """Returns the kernel of a workload with this tile."""
     dtype, mask = SPEC_DTYPES.get(w.dtype, w.dtype), "band" if w.window_left >= 0 else "stop"
-    return Fa3Spec(dtype, "bfloat16", w.head_dim, w.head_dim, mask=mask, schedule="items", tile=shape)
+    dims = (w.head_dim_qk, w.head_dim_vo) if isinstance(w, Workload) else (w.head_dim, w.head_dim)
+    return Fa3Spec(dtype, "bfloat16", *dims, mask=mask, schedule="items", tile=shape)
 
 
 def fits(shape: HopperTile, smem_bytes: int) -> bool:
@@ -202,14 +254,25 @@ def force(trial: Trial) -> Iterator[None]:
         yield
 
 
-def bind(trial: Trial, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+def one_request(w: Workload, sets: Sequence[Inputs]) -> list[Call]:
+    """Binds the ragged wrapper for a batch of one request."""
+    workspace = torch.empty(batch_peers.WORKSPACE_BYTES, dtype=torch.uint8, device=sets[0].q.device)
+    wrapper = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
+    qo_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (w.qo_len, w.kv_len))
+    shape = w.num_qo_heads, w.num_kv_heads, w.head_dim_qk, w.head_dim_vo
+    types: Any = {"q_data_type": w.torch_dtype, "kv_data_type": w.torch_dtype}
+    wrapper.plan(qo_indptr, kv_indptr, *shape, causal=w.causal, window_left=w.window_left, **types)
+    return [functools.partial(wrapper.run, x.q, x.k, x.v) for x in sets]
+
+
+def bind(trial: Trial, w: AnyWorkload, sets: Sequence[Any]) -> list[Call]:
     """Binds a trial, unless its kernel needs stack or too much shared memory."""
     if trial.tile is not None:
         made = artifacts.get(spec(w, trial.tile), ARCH, program)
         require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
         require(fits(trial.tile, made.smem_bytes), f"{trial.tile.per_sm} CTAs of {made.smem_bytes} bytes fit no SM")
     with force(trial):
-        calls = batch_peers.ours("fa3", w, sets)
+        calls = one_request(w, sets) if isinstance(w, Workload) else batch_peers.ours("fa3", w, sets)
         for call in calls:
             call()  # a first run may plan once more, for what it brings
     return calls
