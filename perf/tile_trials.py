@@ -135,7 +135,11 @@ SHORT_96 = (
     Trial(tile(64, 64, 2, 1, 2)),
     Trial(tile(64, 96, 2, 1, 2)),
 )
-TO_112 = (Trial(tile(192, 80, 3, 1, ping_pong=True)), Trial(tile(192, 96, 3, 1, ping_pong=True)))
+TO_112 = (
+    Trial(tile(128, 128, 2, 2)),
+    Trial(tile(192, 80, 3, 1, ping_pong=True)),
+    Trial(tile(192, 96, 3, 1, ping_pong=True)),
+)
 # Rows of 129 to 192 columns are three columns of 64 in shared memory. 192 x 64 needs stack at 192.
 TO_192 = (
     Trial(tile(128, 64, 3, 1)),
