@@ -9,8 +9,7 @@ import pytest
 
 from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
-from cute_attn.kernels.blocks.tiles import tile_dims
-from cute_attn.kernels.fa3.tiles import SIZED
+from cute_attn.kernels.fa3.tiles import choose
 from cute_attn.kernels.host.persistent import variant
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.case import Case
@@ -23,21 +22,31 @@ pytestmark = pytest.mark.emulator
 SINGLE: tuple[tuple[str, Case], ...] = (
     ("long", prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
     ("longest", prefill(150, 200, (2, 1), 256, **CAUSAL, **BF16)),
-    ("longest", prefill(150, 200, (1, 1), 136)),
+    ("longest", prefill(150, 200, (1, 1), 200)),
     ("few", prefill(150, 200, (2, 1), 128, **CAUSAL)),
+    ("few", prefill(150, 200, (2, 1), 72)),
     ("short", prefill(150, 200, (2, 2), 56, **CAUSAL, **BF16)),
+    ("medium", prefill(400, 500, (1, 1), 72, **BF16)),
+    ("medium", prefill(200, 400, (2, 1), 96, **CAUSAL)),
+    ("medium", prefill(130, 270, (1, 1), 160, **BF16)),
+    ("medium", prefill(150, 400, (2, 1), 192, **CAUSAL)),
 )
 LENGTHS = (200, 0, 37, 1), (300, 20, 64, 0)
 BATCHES: tuple[tuple[str, BatchCase], ...] = (
     ("long", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(128))),
     ("longest", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(256))),
     ("short", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(64))),
+    ("short", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(80))),
+    ("medium", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(96))),
+    ("medium", ragged(*LENGTHS, **heads(2, 1), **dims(72))),
+    ("medium", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(192))),
 )
 
 
-def assert_tile(size: str, emulation: Emulation) -> None:
+def assert_tile(size: str, mask: str, emulation: Emulation) -> None:
     spec = emulation.records[0].spec
-    tile = SIZED[size, tile_dims((spec["head_dim_qk"], spec["head_dim_vo"]))].tile
+    head_dims = spec["head_dim_qk"], spec["head_dim_vo"]
+    tile = choose(head_dims, plain=True, kv="dense", size=size, causal=mask == "causal")
     assert spec["tile"] == dataclasses.asdict(tile)
 
 
@@ -46,11 +55,11 @@ def assert_tile(size: str, emulation: Emulation) -> None:
 def test_single(size: str, problem: Case, schedule: Schedule) -> None:
     with mock.patch.object(variant, "launch_size", return_value=size):
         emulation = solve_single(FA3, problem, schedule, sms=2)
-    assert_tile(size, emulation)
+    assert_tile(size, problem.mask, emulation)
 
 
 @pytest.mark.parametrize(("size", "batch"), BATCHES, ids=str)
 def test_batch(size: str, batch: BatchCase) -> None:
     with mock.patch.object(variant, "launch_size", return_value=size):
         emulation = solve_batch(FA3, batch, Schedule("adversarial", 1), sms=2)
-    assert_tile(size, emulation)
+    assert_tile(size, batch.mask, emulation)

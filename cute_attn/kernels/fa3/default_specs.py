@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cute_attn.kernels.blocks.default_specs import GATHERED, ITEMS, MODIFIED
-from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS
+from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.fa3.tiles import SIZED, choose, rope_tile
+from cute_attn.kernels.fa3.tiles import HEAD_DIMS, SIZED, choose, rope_tile
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from cute_attn.kernels.blocks.tiles import HEAD_DIMS, PAGE_ALIGNED, tile_dims
+from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, PAGE_ALIGNED, tile_dims
 from cute_attn.kernels.fa3.spec import HopperTile
 
 ARCH = "sm_90a"
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
+# Beside 128 x 128, 192 x 96 at head dim 96 makes 1.05 of its speed from 2048 tokens on, 1.07 to 1.11 from 4096; at 72,
+# whose rows are no multiple of 32 bytes, 1.33. A third stage at 192 makes 1.04 to 1.07, at 160 1.07 to 1.12. (H100)
 _PLAIN = {
     (64, 64): HopperTile(192, 128, 3, 2),
-    (96, 96): HopperTile(128, 128, 2, 2),
+    (96, 96): HopperTile(192, 96, 3, 1),
     (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
     (192, 128): HopperTile(128, 128, 2, 1),
+    (192, 192): HopperTile(128, 64, 3, 1, ping_pong=False),
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
 _MODIFIED = {
@@ -26,6 +30,7 @@ _MODIFIED = {
     (96, 96): HopperTile(128, 128, 2, 2),
     (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
     (192, 128): HopperTile(128, 128, 2, 1),
+    (192, 192): HopperTile(128, 64, 3, 1, ping_pong=False),
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
 
@@ -72,15 +77,18 @@ class Sized(NamedTuple):
 
 # Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that in _PLAIN,
 # causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
-# d 64, 32/32 heads, 16 x 1024 337 and 323. d 256, 8/8 heads, relative to _PLAIN: 1 x 16384 1.012, full 1.006, but 4 x
-# 4096 full 0.992: hence not in "long" launches.
+# d 64, 32/32 heads, 16 x 1024 337 and 323; d 96, 32/8 heads, 16 x 1024 399 and 367, 1 x 1000 329 and 293, but at d 80
+# 16 x 1024 full 427 and 443. d 256, 8/8 heads, relative to _PLAIN: 1 x 16384 1.012, full 1.006, but 4 x 4096 full
+# 0.992: hence not in "long" launches.
 _LONG = Sized(HopperTile(192, 80, 3, 1), causal_only=False)
 SIZED = {
     ("long", (128, 128)): _LONG,
     ("longest", (128, 128)): _LONG,
     ("longest", (256, 256)): Sized(HopperTile(128, 64, 2, 1, ping_pong=False, q_registers=128), causal_only=False),
+    ("few", (96, 96)): Sized(HopperTile(128, 128, 2, 2), causal_only=False),
     ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), causal_only=True),
     ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=64, per_sm=3), causal_only=True),
+    ("short", (96, 96)): Sized(HopperTile(128, 128, 2, 2), causal_only=True),
 }
 
 _FP8 = {
@@ -101,6 +109,7 @@ _FP8_KV = {
     (96, 96): HopperTile(128, 128, 2, 1, staged=2, transform_warps=7, q_registers=96),
     (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=2, transform_warps=7, q_registers=128),
     (192, 128): HopperTile(128, 112, 2, 1, staged=1, transform_warps=7),
+    (192, 192): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }
 _FP8_KV_MODIFIED = {
@@ -116,12 +125,13 @@ ROPE = {
     (96, 96): HopperTile(128, 128, 2, 1, staged=1, transform_warps=7),
     (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=1, transform_warps=7),
     (192, 128): HopperTile(128, 64, 2, 1, staged=1, transform_warps=7),
+    (192, 192): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }
 
 # Minimum tokens per box with which pages are loaded by TMA instead of gathered by a warpgroup. A box costs TMA some 45
 # clocks beside its rows; a gathered row costs the memory system more than its share of a box.
-_MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
+_MIN_BOX_ROWS = {dims: 16 if dims == (64, 64) else 32 for dims in HEAD_DIMS}
 _MIN_FP8_BOX_ROWS = 8  # of 8-bit rows, which one warp gathers
 
 
@@ -129,7 +139,7 @@ def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False
     """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa3Spec`. With fp8 q, the warps that would gather
     rows transpose V.
     """
-    min_rows = _MIN_FP8_BOX_ROWS if fp8_kv else _MIN_BOX_ROWS[tile_dims(head_dims)]
+    min_rows = _MIN_FP8_BOX_ROWS if fp8_kv else _MIN_BOX_ROWS[tile_dims(head_dims, HEAD_DIMS)]
     return "paged" if fp8 or math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
 
 
@@ -149,7 +159,7 @@ def choose(
     `host.persistent.variant`, or "" for the tile of `_PLAIN`; `group`: query heads per kv head. Threads that gather
     need registers, which neither three MMA warpgroups leave nor those that hold q nor several CTAs.
     """
-    head_dims = tile_dims(head_dims, fp8)
+    head_dims = tile_dims(head_dims, FP8_HEAD_DIMS if fp8 else HEAD_DIMS)
     if window_left >= 0 and not fp8_kv and (found := _narrow(head_dims, kv, fp8, window_left, group)):
         return found
     if fp8:
@@ -180,7 +190,7 @@ def _narrow(head_dims: tuple[int, int], kv: str, fp8: bool, window_left: int, gr
 
 def rope_tile(head_dims: tuple[int, int]) -> HopperTile:
     """Returns the tile of a problem whose q and k are rotated."""
-    return ROPE[tile_dims(head_dims)]
+    return ROPE[tile_dims(head_dims, HEAD_DIMS)]
 
 
 def candidates(fp8_kv: bool = False) -> dict[tuple[int, int], list[HopperTile]]:

@@ -78,7 +78,7 @@ def choose(
     fp8_kv: bool = False,
 ) -> BlackwellTile:
     """Returns the tile of a problem on an architecture. `full`: all rows see all keys; `kv`: as in `Fa4Spec`."""
-    dims = tile_dims(head_dims, fp8)
+    dims = tile_dims(head_dims, FP8_HEAD_DIMS if fp8 else HEAD_DIMS)
     tile = (_FP8 if fp8 else _FP8_KV if fp8_kv else _16_BIT)[dims]
     if not (fp8 or fp8_kv or kv == "gathered"):
         tile = _16_BIT_PAIRS.get(dims, tile)
