@@ -149,6 +149,20 @@ TO_192 = (
     Trial(tile(128, 112, 2, 1, ping_pong=True)),
 )
 TO_160 = (*TO_192, Trial(tile(192, 64, 3, 1, ping_pong=True)))
+# 197 tokens: 256 rows of query tiles of 64 or 128, 384 of 192; 208 to 256 keys.
+VIT = (
+    Trial(tile(128, 112, 2, 2)),
+    Trial(tile(128, 112, 2, 1, ping_pong=True)),
+    Trial(tile(64, 64, 2, 1, 2)),
+    Trial(tile(128, 64, 3, 2)),
+)
+VIT_64 = (
+    *VIT,
+    Trial(tile(128, 208, 2, 1)),
+    Trial(tile(128, 64, 2, 1, 2)),
+    Trial(tile(64, 112, 2, 1, 2)),
+    Trial(tile(64, 64, 3, 2, 3)),
+)
 DEEPSEEK = (
     Trial(tile(192, 80, 3, 1, ping_pong=True)),
     Trial(tile(192, 80, 2, 1, ping_pong=True)),
@@ -201,6 +215,10 @@ ROWS: Mapping[str, Sequence[Row]] = {
         Row(causal(8, 2048, (32, 8), 96), SHORT_96),
         Row(causal(8, 2048, (16, 16), 80), SHORT_96),
         Row(equal(8, 2048, 2048, (16, 16), 72), SHORT_96),
+    ),
+    "vit": (
+        Row(equal(64, 197, 197, (16, 16), 64), VIT_64),
+        *(Row(equal(64, 197, 197, (16, 16), head_dim), VIT) for head_dim in (72, 80)),
     ),
     "112": (
         Row(equal(4, 4096, 4096, (16, 16), 112), TO_112),
