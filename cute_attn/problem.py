@@ -187,6 +187,12 @@ class BatchLengths:
         """Most query tokens of a request; 0 without requests."""
         return largest(self.qo_len) if len(self.qo_len) else 0
 
+    @property
+    def equal_qo(self) -> int | None:
+        """Query tokens of every request, if all have as many, some have any, and q has no other rows."""
+        equal = 0 < self.longest_qo * self.batch_size == self.rows and self.first_row == 0
+        return self.longest_qo if equal else None
+
     @functools.cached_property
     def longest_kv(self) -> int:
         """Most keys of a request; 0 without requests."""

@@ -30,9 +30,9 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     from cute_attn.schedule import batch as batch_schedule
 
     batch = tokens(options)
-    decode = is_decode(options, batch)
-    settings = described(options, decode, on_gpu=arch is not None)
-    limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=1 if decode else None)
+    q_len = newest(options, batch)
+    settings = described(options, q_len is not None, on_gpu=arch is not None)
+    limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=q_len)
     features = settings.features
     qo_len = batch_schedule.typical_qo_len(batch.lengths, limits)
     kv_len = select.kv_len_class(settings, batch.lengths)
@@ -72,11 +72,14 @@ def schedule(plan: BatchSchedule[object]) -> str:
     return "\n".join((*lines, f"  {cut}: {work.num_partials} partials, {workspace / 2**20:.1f} MiB of workspace"))
 
 
-def is_decode(options: argparse.Namespace, batch: Tokens) -> bool:
-    """Whether a decode wrapper plans this: one token of every request, and pages."""
-    asked = options.causal, options.custom_mask
-    tokens = set((batch.lengths.qo_indptr[1:] - batch.lengths.qo_indptr[:-1]).tolist())
-    return options.page_size is not None and tokens == {1} and not any(asked)
+def newest(options: argparse.Namespace, batch: Tokens) -> int | None:
+    """Query tokens of every request, if a decode wrapper could plan this."""
+    from cute_attn.dispatch import select
+
+    q_len, heads = batch.lengths.equal_qo, (options.num_qo_heads, options.num_kv_heads)
+    if q_len is None or options.page_size is None or options.custom_mask:
+        return None
+    return q_len if select.are_newest(q_len, heads, options.causal) else None
 
 
 def _count(number: int, noun: str) -> str:

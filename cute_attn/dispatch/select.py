@@ -21,6 +21,7 @@ from cute_attn.dispatch.capabilities import (
     EMULATOR,
     KV_LEN_CLASSES,
     ROWS_CLASSES,
+    ROWS_OF_A_READ,
     UNKNOWN_LOAD,
     Backend,
     Load,
@@ -93,6 +94,16 @@ def load_class(features: Features, qo_len: int, one_request: bool, kv_len: int |
         return Load(0)  # one backend takes them, however many rows
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     return Load(ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, rows) - 1], one_request, kv_len)
+
+
+def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
+    """Tell whether a decode plan could describe requests of `q_len` query tokens each over pages, without other masks:
+    drafts that are verified, decode steps. Of more rows no backend of decode is faster.
+
+    `heads`: num_qo_heads and num_kv_heads.
+    """
+    num_qo_heads, num_kv_heads = heads
+    return (causal or q_len == 1) and q_len * num_qo_heads <= ROWS_OF_A_READ * num_kv_heads
 
 
 def kv_len_class(settings: Settings, lengths: BatchLengths) -> int | None:

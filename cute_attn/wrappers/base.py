@@ -292,7 +292,7 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def _settings(self, request: PlanRequest) -> Settings:
         """Return the settings that the options of a request decide. Raises what is wrong with them."""
-        options, tokens, mask, splits, page_size, _ = request
+        options, tokens, mask, splits, page_size, _, newest = request
         own_splits = splits.fixed_split_size is not None or splits.disable_split_kv
         context = PlanContext(
             self.device,
@@ -300,7 +300,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             self.kv_source,
             mask.packed is not None,
             page_size,
-            tokens.q_len is not None,
+            newest or tokens.q_len is not None,
             own_splits,
             tokens.multi_item,
         )

@@ -23,6 +23,7 @@ class PlanRequest(NamedTuple):
     splits: Splits
     page_size: int
     uniform_q_len: int | None = None  # query tokens of every request, if a prefill plan says so
+    newest: bool = False  # whether these are the newest of their request, and see the keys up to their own
 
     @property
     def q_len(self) -> int | None:

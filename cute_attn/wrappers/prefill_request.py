@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cute_attn.dispatch import select
 from cute_attn.problem import DeviceTokens, Tokens
 from cute_attn.request import batch_plan, multi_item
 from cute_attn.request.batch_plan import RepeatedLengths
@@ -32,5 +33,25 @@ def prefill_request(
     custom_mask, packed_custom_mask, _, uniform_q_len = host_only
     mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, wrapper.device)
     tokens = multi_item.bound_keys(items, tokens, mask)
-    uniform = batch_plan.uniform_q_len(uniform_q_len, tokens) if wrapper._use_cuda_graph else None
-    return PlanRequest(given.options, tokens, mask, given.splits, given.page_size, uniform)
+    request = PlanRequest(given.options, tokens, mask, given.splits, given.page_size)
+    graphs = wrapper._use_cuda_graph
+    equal = batch_plan.uniform_q_len(uniform_q_len, tokens) if graphs else _equal_qo(tokens)
+    newest = equal is not None and wrapper.kv_source == "paged" and _are_newest(request, equal)
+    return request._replace(uniform_q_len=equal if graphs or newest else None, newest=newest)
+
+
+def _equal_qo(tokens: Tokens | DeviceTokens) -> int | None:
+    """Return the query tokens of every request, if all have as many and the host knows it."""
+    return tokens.lengths.equal_qo if isinstance(tokens, Tokens) else None
+
+
+def _are_newest(request: PlanRequest, q_len: int) -> bool:
+    """Tell whether a decode plan could describe the batch. Not where results must not depend on other requests."""
+    options, splits = request.options, request.splits
+    if request.mask.packed is not None or request.tokens.multi_item:
+        return False
+    if splits.fixed_split_size is not None or splits.disable_split_kv:
+        return False
+    heads = options.num_qo_heads, options.num_kv_heads
+    known = all(type(n) is int for n in heads) and type(options.causal) is bool  # others are refused by name, later
+    return known and select.are_newest(q_len, heads, options.causal)
