@@ -99,8 +99,12 @@ def blank(x: torch.Tensor) -> None:
 class Captured:
     """`case` is the largest batch: no replay has more rows, or a request with more keys than its longest."""
 
-    def __init__(self, case: BatchCase, device: str, capture: Capture, **arguments: Any) -> None:
+    def __init__(
+        self, case: BatchCase, device: str, capture: Capture, promise: int | None = None, **arguments: Any
+    ) -> None:
+        """`promise`: query tokens of every request, as all plans are told."""
         self.case, self.device = case, device
+        self.promises = {} if promise is None else {"uniform_q_len": promise}
         inputs = make(case, device)
         batch, most = len(case.kv_lens), max(case.kv_lens)
         mask_bytes = sum(case.qo_lens) * most + batch
@@ -111,7 +115,7 @@ class Captured:
         for target in (*self.kv, *self.scales):
             blank(target)
         self.arguments = {**run_arguments(case, inputs), "kv_cache_sf": tuple(self.scales) or None}
-        self.wrapper.plan(**plan_arguments(case, inputs))
+        self.wrapper.plan(**plan_arguments(case, inputs), **self.promises)
         self.run()
         (self.out, self.lse), self.again = capture(self.run)
 
@@ -136,7 +140,7 @@ class Captured:
             self.arguments["sinks"].copy_(inputs.sinks)
         self.out.fill_(torch.nan)
         self.lse.fill_(torch.nan)
-        self.wrapper.plan(**plan_arguments(case, inputs))
+        self.wrapper.plan(**plan_arguments(case, inputs), **self.promises)
         self.again()
         result = check(case, inputs, self.out[: case.rows], self.lse[: case.rows])
         assert result.ok, f"{case}: {result.detail}"

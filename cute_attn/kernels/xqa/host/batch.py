@@ -118,7 +118,7 @@ class XqaBatchRun(BatchRun):
         self.settings, self.limits, self.segments = settings, limits, schedule.segments
         self.page_size = settings.page_size
         uploaded, size = self.records, schedule.batch_size
-        self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size :]
+        self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size : 2 * size + schedule.config.ctas]
         seq_lens, page_starts = self.records.data_ptr(), self.records[size:].data_ptr()
         # Values of REQUEST_FIELDS but for `table`, then the address of the counters.
         self.requests = 0, page_starts, seq_lens, 0, 0, size, UNBOUNDED, self.counters.data_ptr()

@@ -1,0 +1,94 @@
+"""Paged prefill plans of equally many newest tokens per request, which "auto" gives to the kernels of decode."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from cute_attn.emulator import Schedule, using
+from tests.support import batch_case
+from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
+from tests.support.graphs import Captured, emulated_graph
+
+pytestmark = pytest.mark.emulator
+
+CAUSAL: dict[str, Any] = {"mask": "causal"}
+DRAFTS = paged((4, 4, 4), (65, 2, 140), 16, kv_dtype=E4M3, dtype="bfloat16", **CAUSAL, **heads(4, 1))
+
+TAKEN = (
+    DRAFTS,  # one request is shorter than its drafts
+    dataclasses.replace(DRAFTS, qo_lens=(1, 1, 1), kv_lens=(65, 0, 7), mask="none", sinks=True),
+    dataclasses.replace(DRAFTS, window_left=20, k_scale=0.5, v_scale=-1.25, tensor_scales=True, lse_base="ln"),
+    paged((3, 3), (33, 40), 5, kv_dtype="nvfp4", cache="one", k_scale=0.5, **CAUSAL, **heads(4, 2)),
+    paged((2,), (150,), 1, kv_layout="HND", cache="strided", indices="int64", **CAUSAL, **heads(8, 1)),
+)
+LEFT: dict[str, BatchCase] = {
+    "other lengths": dataclasses.replace(DRAFTS, qo_lens=(4, 3, 4)),
+    "a request without queries": dataclasses.replace(DRAFTS, qo_lens=(4, 0, 4)),
+    "rows of no request": dataclasses.replace(DRAFTS, slack=True),
+    "tokens that see later ones": dataclasses.replace(DRAFTS, mask="none"),
+    "masks": dataclasses.replace(DRAFTS, mask="packed"),
+    "multi-item scoring": dataclasses.replace(
+        DRAFTS, qo_lens=(9, 9, 9), kv_lens=(65, 30, 140), mask="items", **heads(1, 1)
+    ),
+    "more rows than share a read": dataclasses.replace(DRAFTS, qo_lens=(5, 5, 5)),
+    "splits of their own": dataclasses.replace(DRAFTS, fixed_split_size=2),
+    "no splits": dataclasses.replace(DRAFTS, disable_split_kv=True),
+    "ragged keys": ragged((4, 4, 4), (65, 20, 140), dtype="bfloat16", **CAUSAL, **heads(4, 1)),
+    "16 bits at head dimension 128": dataclasses.replace(DRAFTS, kv_dtype=None, **dims(128)),
+}
+
+
+def kernels_of(batch: BatchCase, schedule: str = "eager") -> set[str]:
+    """Plans twice and runs, both checked; returns the families of the kernels that "auto" took."""
+    inputs = batch_case.make(batch)
+    with using("sm_90a", schedule=Schedule(schedule, 1), sms=2) as emulation:
+        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
+        for _ in range(2):
+            planned.plan(**batch_case.plan_arguments(batch, inputs))
+            out, lse = batch_case.call(batch, inputs, planned)
+            result = batch_case.check(batch, inputs, out, lse)
+            assert result.ok, result.detail
+    return {record.spec["kernel"] for record in emulation.records} - {"combine"}
+
+
+@pytest.mark.parametrize("schedule", ["eager", "delayed", "adversarial"])
+@pytest.mark.parametrize("batch", TAKEN, ids=lambda batch: batch.id)
+def test_taken(batch: BatchCase, schedule: str) -> None:
+    assert kernels_of(batch, schedule) == {"xqa"}
+
+
+@pytest.mark.parametrize("batch", LEFT.values(), ids=LEFT)
+def test_left_to_kernels_of_prefill(batch: BatchCase) -> None:
+    assert kernels_of(batch) <= {"fa2", "fa3"}
+
+
+def test_plans_in_turn() -> None:
+    """Kernels follow the lengths of every plan, whichever came before."""
+    uneven = dataclasses.replace(DRAFTS, qo_lens=(4, 2, 4))
+    longer = dataclasses.replace(DRAFTS, kv_lens=(80, 30, 17))
+    fewer = dataclasses.replace(DRAFTS, qo_lens=(2, 2, 2))
+    with using("sm_90a", sms=2) as emulation:
+        planned = batch_case.wrapper(DRAFTS, backend="emulator")
+        ran = []
+        for batch in (DRAFTS, longer, uneven, longer, fewer):
+            inputs, before = batch_case.make(batch), len(emulation.records)
+            planned.plan(**batch_case.plan_arguments(batch, inputs))
+            out, lse = batch_case.call(batch, inputs, planned)
+            result = batch_case.check(batch, inputs, out, lse)
+            assert result.ok, result.detail
+            ran.append({record.spec["kernel"] for record in emulation.records[before:]} - {"combine"})
+    assert ran == [{"xqa"}, {"xqa"}, {"fa2"}, {"xqa"}, {"xqa"}]
+
+
+@pytest.mark.parametrize(("promise", "kernel"), [(None, "fa2"), (4, "xqa")])
+def test_graphs_need_a_promise(promise: int | None, kernel: str) -> None:
+    """A captured launch serves lengths that its first plan does not tell."""
+    batch = dataclasses.replace(DRAFTS, kv_lens=(140, 140, 140))
+    with using("sm_90a", sms=2) as emulation:
+        captured = Captured(batch, "cpu", emulated_graph, promise, backend="emulator")
+        for kv_lens in ((140, 140, 140), (4, 120, 33)):
+            captured.replay(dataclasses.replace(batch, kv_lens=kv_lens))
+    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {kernel}
