@@ -152,7 +152,7 @@ def targets(text: str | None) -> list[Arch]:
 def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> tuple[list[KernelSpec], list[str]]:
     """Returns the kernels that "auto" may choose for a shape, and why it finds none for some calls."""
     from cute_attn.dispatch import select
-    from cute_attn.dispatch.capabilities import KV_LEN_CLASSES, ROWS_CLASSES, Load
+    from cute_attn.dispatch.capabilities import KV_LEN_CLASSES, PAIRS_CLASSES, ROWS_CLASSES, Known, Load
     from cute_attn.dispatch.families import FAMILIES
     from cute_attn.errors import NotSupported
     from cute_attn.kernels.plan.spec import default_specs as plan_specs
@@ -166,8 +166,9 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
             calls = [asked, asked._replace(device_lengths=True)] if decode and source == "paged" else [asked]
             for features in calls:
                 try:
-                    kv_lens = {None, *chain(*KV_LEN_CLASSES.values())}
-                    loads = map(Load._make, product(ROWS_CLASSES, (False, True), kv_lens))
+                    lengths, pairs = (set(chain(*classes.values())) for classes in (KV_LEN_CLASSES, PAIRS_CLASSES))
+                    batches = None, *map(Known._make, product(lengths, pairs))
+                    loads = map(Load._make, product(ROWS_CLASSES, (False, True), batches))
                     backends = {select.choose(features, "auto", arch, load).name for load in loads}
                 except NotSupported as error:
                     reasons.append(f"{select.title(features, arch)}: {error.refusals[0]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -25,23 +26,31 @@ XQA_HEAD_DIMS = (
 ROWS_OF_A_READ = 16  # packed query rows that share one read of the keys in XQA
 
 
+class Known(NamedTuple):
+    """What selection knows of the requests of a decode batch when a launch is planned."""
+
+    kv_len: int  # mean keys that a request sees
+    pairs: int  # of a request and a kv head
+
+
 class Load(NamedTuple):
     """What selection knows of the size of a problem beside its features; by default nothing."""
 
     rows: int | None = None  # packed query rows per request (qo_len x heads per kv head); None: not known
     one_request: bool = False  # whether there is one request alone
-    kv_len: int | None = None  # mean keys that a request sees; None: not known when a launch is planned
+    batch: Known | None = None  # None: lengths are not known when a launch is planned, or do not matter
 
 
 UNKNOWN_LOAD = Load()
 
 
-class LongRequests(NamedTuple):
-    """Decode requests that "auto" gives to a backend because they are long."""
+class DecodeBatches(NamedTuple):
+    """Decode batches that "auto" gives to a backend for their lengths and number."""
 
     kv_len: int  # mean keys that a request sees, at least
     kv_heads: int  # at least
     rows: int  # packed query rows per request, at most
+    pairs: tuple[int, int] = (0, 1 << 62)  # of a request and a kv head: the fewest, and one more than the most
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,8 @@ class Backend:
     # (architecture, bytes per element of k and v, head dimension): kv heads up to which "auto" considers it for one
     # request of at most `ROWS_OF_A_READ` rows as well.
     kv_heads_of_one_request: Mapping[tuple[str, int, int], int] = field(default_factory=dict, hash=False)
-    # By the same: the long requests for which "auto" considers it as well.
-    long_requests: Mapping[tuple[str, int, int], LongRequests] = field(default_factory=dict, hash=False)
+    # By the same: the batches for which "auto" considers it as well, the longest requests first.
+    batches: Mapping[tuple[str, int, int], tuple[DecodeBatches, ...]] = field(default_factory=dict, hash=False)
 
     def auto_skip_reason(self, features: Features, load: Load, arch: Arch | None) -> str | None:
         """Return why "auto" prefers others to this backend on `arch` although it supports `features`, or None."""
@@ -74,7 +83,7 @@ class Backend:
             return f"{rows} query rows per kv head are fewer than {least}"
         if not self.max_rows or self.is_for_one_request(features, load, arch):
             return None
-        if self.is_for_long_requests(features, load, arch):
+        if self.is_for_batch(features, load, arch):
             return None
         kv_bytes = features.kv_dtype.itemsize
         most = self.max_rows.get((kv_bytes, features.head_dim_qk))
@@ -91,28 +100,36 @@ class Backend:
         key = arch.name, features.kv_dtype.itemsize, features.head_dim_qk
         return features.num_kv_heads <= self.kv_heads_of_one_request.get(key, 0)
 
-    def is_for_long_requests(self, features: Features, load: Load, arch: Arch | None) -> bool:
-        """Tell whether `load` is long requests that "auto" gives to this backend on `arch` whatever `max_rows` says."""
-        least = self._least_long(features, arch)
-        if least is None or load.kv_len is None or load.rows is None:
+    def is_for_batch(self, features: Features, load: Load, arch: Arch | None) -> bool:
+        """Tell whether `load` is a batch that "auto" gives to this backend on `arch` whatever `max_rows` says."""
+        if load.batch is None or load.rows is None:
             return False
-        enough = load.kv_len >= least.kv_len and features.num_kv_heads >= least.kv_heads
-        return enough and load.rows <= least.rows
+        return any(
+            load.batch.kv_len >= least.kv_len
+            and features.num_kv_heads >= least.kv_heads
+            and load.rows <= least.rows
+            and load.batch.pairs in range(*least.pairs)
+            for least in self._batches(features, arch)
+        )
 
-    def _least_long(self, features: Features, arch: Arch | None) -> LongRequests | None:
-        """Return the long requests of these features on `arch` that "auto" gives to this backend, if it gives any."""
+    def _batches(self, features: Features, arch: Arch | None) -> tuple[DecodeBatches, ...]:
+        """Return the batches of these features on `arch` that "auto" gives to this backend."""
         if arch is None:
-            return None
-        return self.long_requests.get((arch.name, features.kv_dtype.itemsize, features.head_dim_qk))
+            return ()
+        return self.batches.get((arch.name, features.kv_dtype.itemsize, features.head_dim_qk), ())
 
     def _below(self, features: Features, load: Load, arch: Arch | None) -> str:
         """Return below which length "auto" passes over this backend, where only the length decides."""
-        least = self._least_long(features, arch)
-        if least is None or load.kv_len is None or load.rows is None:
+        if load.batch is None or load.rows is None:
             return ""
-        if features.num_kv_heads < least.kv_heads or load.rows > least.rows:
-            return ""
-        return f" below {least.kv_len} keys per request"
+        least = [
+            each.kv_len
+            for each in self._batches(features, arch)
+            if features.num_kv_heads >= each.kv_heads
+            and load.rows <= each.rows
+            and load.batch.pairs in range(*each.pairs)
+        ]
+        return f" below {min(least)} keys per request" if least else ""
 
     def least_rows(self, features: Features) -> int:
         """Return `min_rows` of problems with these features."""
@@ -157,8 +174,16 @@ BACKENDS = (  # in the order in which "auto" considers them
         },
         # Clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.anchors`; docs/kernels/xqa.md).
         kv_heads_of_one_request={("sm_90a", 2, 128): 8, ("sm_90a", 2, 256): 4},
-        # 1.00 to 1.05 times as fast as fa2, whose plan costs several times the host time: this one has no schedule.
-        long_requests={("sm_90a", 2, 128): LongRequests(kv_len=3072, kv_heads=4, rows=8)},
+        # Long requests: 1.00 to 1.05 times as fast as fa2, whose plan costs several times the host time: this one has
+        # no schedule. 64 to 128 pairs, about one per SM, which fa2 splits badly: of 32/8 heads, 8 to 16 requests of
+        # 1024 and 2048 keys 1.09 to 1.18, of 4 tokens over 2048 and 4096 keys 1.04 to 1.12 (H100; H200 16 requests 1.06
+        # and 1.13). 32 requests are as fast on both.
+        batches={
+            ("sm_90a", 2, 128): (
+                DecodeBatches(kv_len=3072, kv_heads=4, rows=8),
+                DecodeBatches(kv_len=1024, kv_heads=8, rows=ROWS_OF_A_READ, pairs=(64, 129)),
+            )
+        },
     ),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
@@ -169,14 +194,17 @@ ROWS_CLASSES = sorted(  # numbers of rows from which on selection may differ
     {
         *(rows for backend in BACKENDS for rows in (backend.min_rows, *backend.min_rows_of.values())),
         *(rows + 1 for backend in BACKENDS for rows in backend.max_rows.values()),
-        *(long.rows + 1 for backend in BACKENDS for long in backend.long_requests.values()),
+        *(each.rows + 1 for backend in BACKENDS for each in chain(*backend.batches.values())),
     }
 )
-# (bytes per element of k and v, head dimension): lengths from which on selection may differ, of problems where it may.
-KV_LEN_CLASSES = {
-    key[1:]: sorted({0, *(b.long_requests[key].kv_len for b in BACKENDS if key in b.long_requests)})
-    for key in sorted({key for backend in BACKENDS for key in backend.long_requests})
-}
+# (bytes per element of k and v, head dimension): lengths, and numbers of pairs, from which on selection may differ, of
+# problems where it may.
+KV_LEN_CLASSES: dict[tuple[int, int], list[int]] = {}
+PAIRS_CLASSES: dict[tuple[int, int], list[int]] = {}
+for _key in sorted({key for backend in BACKENDS for key in backend.batches}):
+    _batches = [each for backend in BACKENDS for each in backend.batches.get(_key, ())]
+    KV_LEN_CLASSES[_key[1:]] = sorted({0, *(each.kv_len for each in _batches)})
+    PAIRS_CLASSES[_key[1:]] = sorted({0, *chain(*(each.pairs for each in _batches))})
 
 
 # Not in the support table: it supports what the GPU backend supports whose kernels it runs.

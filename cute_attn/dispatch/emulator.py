@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from cute_attn.dispatch.capabilities import Known
 from cute_attn.dispatch.families import FAMILIES
-from cute_attn.dispatch.select import emulated, kv_len_class, load_of
+from cute_attn.dispatch.select import batch_class, emulated, load_of
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
@@ -99,17 +100,17 @@ def _gpu() -> Gpu:
 
 
 def _family(
-    request_settings: Settings, arch: Arch, qo_len: int, one_request: bool, kv_len: int | None = None
+    request_settings: Settings, arch: Arch, qo_len: int, one_request: bool, batch: Known | None = None
 ) -> KernelFamily:
-    """Returns the family whose kernels run requests of `qo_len` query tokens. `kv_len`: result of `kv_len_class`."""
+    """Returns the family whose kernels run requests of `qo_len` query tokens. `batch`: result of `batch_class`."""
     features = request_settings.features
-    return FAMILIES[emulated(features, arch, load_of(features, qo_len, one_request, kv_len)).name]
+    return FAMILIES[emulated(features, arch, load_of(features, qo_len, one_request, batch)).name]
 
 
 def _batch_family(batch_settings: Settings, arch: Arch, lengths: BatchLengths, limits: BatchLimits) -> KernelFamily:
     """Returns the family whose kernels run a batch of these lengths."""
-    kv_len = None if limits.graph else kv_len_class(batch_settings, lengths)
-    return _family(batch_settings, arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1, kv_len)
+    batch = None if limits.graph else batch_class(batch_settings, lengths)
+    return _family(batch_settings, arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1, batch)
 
 
 class EmulatedRun:

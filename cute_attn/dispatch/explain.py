@@ -258,9 +258,9 @@ def _why_chosen(backend: Backend, features: Features, skipped: Mapping[str, str 
 
 def _without_lengths(chosen: Backend, features: Features, load: Load, arch: Arch | None) -> str:
     """Return which backend a plan takes that does not know the lengths of requests, if it is another."""
-    if load.kv_len is None:
+    if load.batch is None:
         return ""
-    candidates = select.candidates(features, "auto", load._replace(kv_len=None), arch)
+    candidates = select.candidates(features, "auto", load._replace(batch=None), arch)
     other = next(b.name for b in candidates if not select.reasons_against(b, features, arch))
     if other == chosen.name:
         return ""

@@ -20,10 +20,12 @@ from cute_attn.dispatch.capabilities import (
     ELSEWHERE,
     EMULATOR,
     KV_LEN_CLASSES,
+    PAIRS_CLASSES,
     ROWS_CLASSES,
     ROWS_OF_A_READ,
     UNKNOWN_LOAD,
     Backend,
+    Known,
     Load,
 )
 from cute_attn.emulator import settings as emulation
@@ -81,19 +83,24 @@ def _refusal_of_gpus(features: Features) -> Refusal | None:
     return reason
 
 
-def load_of(features: Features, qo_len: int, one_request: bool, kv_len: int | None = None) -> Load:
-    """Return the load of requests of `qo_len` query tokens. `kv_len`: result of `kv_len_class`."""
-    return Load(qo_len * (features.num_qo_heads // features.num_kv_heads), one_request, kv_len)
+def load_of(features: Features, qo_len: int, one_request: bool, batch: Known | None = None) -> Load:
+    """Return the load of requests of `qo_len` query tokens. `batch`: result of `batch_class`."""
+    return Load(qo_len * (features.num_qo_heads // features.num_kv_heads), one_request, batch)
 
 
-def load_class(features: Features, qo_len: int, one_request: bool, kv_len: int | None = None) -> Load:
+def load_class(features: Features, qo_len: int, one_request: bool, batch: Known | None = None) -> Load:
     """Return `load_of` with its rows lowered to the largest threshold of `ROWS_CLASSES` that they reach: selection
     depends on nothing finer, and the cache of `chosen` stays small.
     """
     if features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return Load(ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, rows) - 1], one_request, kv_len)
+    return Load(_lowered(rows, ROWS_CLASSES), one_request, batch)
+
+
+def _lowered(number: int, thresholds: list[int]) -> int:
+    """Return the largest threshold that a number reaches."""
+    return thresholds[bisect.bisect(thresholds, number) - 1]
 
 
 def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
@@ -106,20 +113,19 @@ def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
     return (causal or q_len == 1) and q_len * num_qo_heads <= ROWS_OF_A_READ * num_kv_heads
 
 
-def kv_len_class(settings: Settings, lengths: BatchLengths) -> int | None:
-    """Return the mean number of keys that the requests of a decode batch see, lowered to the largest threshold of
-    `KV_LEN_CLASSES` that it reaches; None where selection does not depend on it.
+def batch_class(settings: Settings, lengths: BatchLengths) -> Known | None:
+    """Return what selection knows of a decode batch, lowered to the largest thresholds of `KV_LEN_CLASSES` and
+    `PAIRS_CLASSES` that it reaches; None where selection does not depend on it.
     """
     features = settings.features
-    if not features.decode or lengths.batch_size == 0:
-        return None
-    classes = KV_LEN_CLASSES.get((features.kv_dtype.itemsize, features.head_dim_qk))
-    if classes is None:
+    key = features.kv_dtype.itemsize, features.head_dim_qk
+    if not features.decode or lengths.batch_size == 0 or key not in KV_LEN_CLASSES:
         return None
     seen = int(lengths.kv_len.sum()) // lengths.batch_size
     if settings.window_left >= 0:
         seen = min(seen, settings.window_left + 1)
-    return classes[bisect.bisect(classes, seen) - 1]
+    pairs = lengths.batch_size * features.num_kv_heads
+    return Known(_lowered(seen, KV_LEN_CLASSES[key]), _lowered(pairs, PAIRS_CLASSES[key]))
 
 
 def checked_name(backend: Any) -> str:

@@ -581,8 +581,8 @@ def _load(settings: Settings, tokens: Tokens | DeviceTokens, limits: BatchLimits
     """
     qo_len = batch_schedule.typical_qo_len(device_plan.choice_lengths(tokens), limits)
     known = limits.graph is None and isinstance(tokens, Tokens)
-    kv_len = select.kv_len_class(settings, tokens.lengths) if known else None
-    return select.load_class(settings.features, qo_len, tokens.batch_size == 1, kv_len)
+    batch = select.batch_class(settings, tokens.lengths) if known else None
+    return select.load_class(settings.features, qo_len, tokens.batch_size == 1, batch)
 
 
 def _check_supported(backend: capabilities.Backend, features: Features) -> None:

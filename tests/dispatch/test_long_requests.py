@@ -37,7 +37,7 @@ def test_long_requests_are_for_xqa() -> None:
     ):
         asked = settings._replace(features=features._replace(**changes), window_left=window)
         kv_lens = [mean - 100, mean + 100, mean]
-        load = Load(rows, False, select.kv_len_class(asked, lengths_of(kv_lens)))
+        load = Load(rows, False, select.batch_class(asked, lengths_of(kv_lens)))
         assert select.choose(asked.features, arch=arch, load=load).name == taken, (
             changes,
             window,
@@ -45,7 +45,24 @@ def test_long_requests_are_for_xqa() -> None:
             rows,
             mean,
         )
-    assert select.kv_len_class(settings, lengths_of([])) is None
-    assert (
-        select.kv_len_class(settings._replace(features=features._replace(kv_dtype=E4M3)), lengths_of(kv_lens)) is None
-    )
+    assert select.batch_class(settings, lengths_of([])) is None
+    assert select.batch_class(settings._replace(features=features._replace(kv_dtype=E4M3)), lengths_of(kv_lens)) is None
+
+
+def test_few_requests_are_for_xqa() -> None:
+    """64 to 128 pairs of a request and a kv head: fa2 splits about one query tile per SM badly."""
+    features = Features(torch.device("cuda"), BF16, BF16, BF16, 32, 8, 128, 128, kv_source="paged", decode=True)
+    for heads, requests, rows, kv_len, taken in (
+        ((32, 8), 8, 4, 1024, "xqa"),
+        ((32, 8), 16, 4, 2048, "xqa"),
+        ((32, 8), 16, 16, 1024, "xqa"),
+        ((32, 8), 16, 17, 1024, "fa2"),
+        ((32, 8), 16, 4, 1023, "fa2"),
+        ((32, 8), 7, 4, 2048, "fa2"),
+        ((32, 8), 17, 4, 2048, "fa2"),
+        ((28, 4), 16, 7, 2048, "fa2"),
+        ((32, 32), 4, 1, 1024, "xqa"),
+    ):
+        asked = Settings(features._replace(num_qo_heads=heads[0], num_kv_heads=heads[1]))
+        load = Load(rows, False, select.batch_class(asked, lengths_of([kv_len] * requests)))
+        assert select.choose(asked.features, arch=HOPPER, load=load).name == taken, (heads, requests, rows, kv_len)

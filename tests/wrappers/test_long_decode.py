@@ -21,9 +21,9 @@ LEAST = 64
 def least(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of few keys count as long: the emulator is slow."""
     key = "sm_90a", 2, HEAD_DIM
-    table: Any = capabilities.BY_NAME["xqa"].long_requests
+    table: Any = capabilities.BY_NAME["xqa"].batches
     monkeypatch.setitem(capabilities.KV_LEN_CLASSES, key[1:], [0, LEAST])
-    monkeypatch.setitem(table, key, table[key]._replace(kv_len=LEAST))
+    monkeypatch.setitem(table, key, (table[key][0]._replace(kv_len=LEAST),))
 
 
 def pages(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
