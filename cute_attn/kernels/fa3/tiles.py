@@ -79,15 +79,18 @@ class Sized(NamedTuple):
 # causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
 # d 64, 32/32 heads, 16 x 1024 337 and 323; d 96, 32/8 heads, 16 x 1024 399 and 367, 1 x 1000 329 and 293, but at d 80
 # 16 x 1024 full 427 and 443. d 256, 8/8 heads, relative to _PLAIN: 1 x 16384 1.012, full 1.006, but 4 x 4096 full
-# 0.992: hence not in "long" launches.
+# 0.992: hence not in "long" launches. 64 x 197 tokens of 16 heads, full: d 64 173 and 142, d 72 136 and 106.
 _LONG = Sized(HopperTile(192, 80, 3, 1), causal_only=False)
+_SHORT_64 = HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=64, per_sm=3)
 SIZED = {
     ("long", (128, 128)): _LONG,
     ("longest", (128, 128)): _LONG,
     ("longest", (256, 256)): Sized(HopperTile(128, 64, 2, 1, ping_pong=False, q_registers=128), causal_only=False),
     ("few", (96, 96)): Sized(HopperTile(128, 128, 2, 2), causal_only=False),
     ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), causal_only=True),
-    ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=64, per_sm=3), causal_only=True),
+    ("shortest", (64, 64)): Sized(_SHORT_64, causal_only=False),
+    ("shortest", (96, 96)): Sized(HopperTile(128, 112, 2, 1), causal_only=False),
+    ("short", (64, 64)): Sized(_SHORT_64, causal_only=True),
     ("short", (96, 96)): Sized(HopperTile(128, 128, 2, 2), causal_only=True),
 }
 

@@ -28,7 +28,8 @@ LONG_TOKENS = 4096  # query tokens per request from which a launch is "long", or
 LONGEST_TOKENS = 16384  # "longest": the shortest requests that gained from the tiles of these launches
 SHORT_KEYS = 1024  # keys per request up to which a launch is "short", or "few":
 FEW_ROWS = 2 * 128  # query rows per SM up to which a launch of such requests is "few"
-SIZES = ("few", "short", "medium", "long", "longest")  # of launches, by which tiles may differ
+SHORTEST_KEYS = 224  # keys per request up to which a launch of more rows is "shortest": images of 14 x 14 patches
+SIZES = ("few", "shortest", "short", "medium", "long", "longest")  # of launches, by which tiles may differ
 
 T = TypeVar("T", bound=PersistentTile)
 T_co = TypeVar("T_co", bound=PersistentTile, covariant=True)
@@ -169,7 +170,9 @@ def launch_size(rows: int, sms: int, qo_len: int, kv_len: int) -> str:
     typical request; `kv_len`: keys of the longest.
     """
     if kv_len <= SHORT_KEYS:
-        return "few" if rows <= FEW_ROWS * sms else "short"
+        if rows <= FEW_ROWS * sms:
+            return "few"
+        return "shortest" if kv_len <= SHORTEST_KEYS else "short"
     if qo_len >= LONG_TOKENS:
         return "longest" if qo_len >= LONGEST_TOKENS else "long"
     return "medium"
@@ -212,4 +215,6 @@ def section_tokens(features: Features, size: str) -> int:
     dims = features.head_dim_qk + features.head_dim_vo
     if features.kv_block_scales:
         return NVFP4_SECTION_BYTES // (dims // 2 + dims // 16)
-    return (SHORT_SECTION_BYTES if size == "short" else SECTION_BYTES) // (dims * features.kv_dtype.itemsize)
+    return (SHORT_SECTION_BYTES if size in ("short", "shortest") else SECTION_BYTES) // (
+        dims * features.kv_dtype.itemsize
+    )
