@@ -71,7 +71,7 @@ class Backend:
     # (architecture, bytes per element of k and v, head dimension): kv heads up to which "auto" considers it for one
     # request of at most `ROWS_OF_A_READ` rows as well.
     kv_heads_of_one_request: Mapping[tuple[str, int, int], int] = field(default_factory=dict, hash=False)
-    # By the same: the batches for which "auto" considers it as well, the longest requests first.
+    # By the same: the batches for which "auto" considers it as well.
     batches: Mapping[tuple[str, int, int], tuple[DecodeBatches, ...]] = field(default_factory=dict, hash=False)
 
     def auto_skip_reason(self, features: Features, load: Load, arch: Arch | None) -> str | None:
@@ -102,34 +102,29 @@ class Backend:
 
     def is_for_batch(self, features: Features, load: Load, arch: Arch | None) -> bool:
         """Tell whether `load` is a batch that "auto" gives to this backend on `arch` whatever `max_rows` says."""
-        if load.batch is None or load.rows is None:
-            return False
-        return any(
-            load.batch.kv_len >= least.kv_len
-            and features.num_kv_heads >= least.kv_heads
-            and load.rows <= least.rows
-            and load.batch.pairs in range(*least.pairs)
-            for least in self._batches(features, arch)
-        )
+        least = self._least_kv_len(features, load, arch)
+        return least is not None and load.batch is not None and load.batch.kv_len >= least
 
-    def _batches(self, features: Features, arch: Arch | None) -> tuple[DecodeBatches, ...]:
-        """Return the batches of these features on `arch` that "auto" gives to this backend."""
-        if arch is None:
-            return ()
-        return self.batches.get((arch.name, features.kv_dtype.itemsize, features.head_dim_qk), ())
-
-    def _below(self, features: Features, load: Load, arch: Arch | None) -> str:
-        """Return below which length "auto" passes over this backend, where only the length decides."""
-        if load.batch is None or load.rows is None:
-            return ""
-        least = [
+    def _least_kv_len(self, features: Features, load: Load, arch: Arch | None) -> int | None:
+        """Return the mean keys per request from which on "auto" gives such a batch to this backend on `arch`, if it
+        gives any.
+        """
+        if load.batch is None or load.rows is None or arch is None:
+            return None
+        key = arch.name, features.kv_dtype.itemsize, features.head_dim_qk
+        lengths = [
             each.kv_len
-            for each in self._batches(features, arch)
+            for each in self.batches.get(key, ())
             if features.num_kv_heads >= each.kv_heads
             and load.rows <= each.rows
             and load.batch.pairs in range(*each.pairs)
         ]
-        return f" below {min(least)} keys per request" if least else ""
+        return min(lengths, default=None)
+
+    def _below(self, features: Features, load: Load, arch: Arch | None) -> str:
+        """Return below which length "auto" passes over this backend, where only the length decides."""
+        least = self._least_kv_len(features, load, arch)
+        return "" if least is None else f" below {least} keys per request"
 
     def least_rows(self, features: Features) -> int:
         """Return `min_rows` of problems with these features."""
