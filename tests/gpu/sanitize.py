@@ -28,6 +28,16 @@ from tests.support.matrix import BF16, CAUSAL, PACKED, prefill
 from tests.support.xqa_case import XqaCase
 
 Solve = Callable[[str], str]  # on a device; what is wrong, or ""
+# Batches whose lengths, and for "shortest" numbers of rows, give them tiles of their own (`fa3.tiles.SIZED`).
+LONGER, IMAGES = ((150, 0, 250), (1100, 20, 64)), ((197,) * 180, (197,) * 180)
+SIZED = {
+    "d96": ragged(*LONGER, mask="causal", **heads(2, 1), **dims(96)),
+    "d72": ragged(*LONGER, dtype="bfloat16", **heads(2, 1), **dims(72)),
+    "d160": ragged(*LONGER, mask="causal", **heads(2, 1), **dims(160)),
+    "d192": ragged(*LONGER, dtype="bfloat16", **heads(2, 1), **dims(192)),
+    "d64 images": ragged(*IMAGES, dtype="bfloat16", **heads(1, 1), **dims(64)),
+    "d80 images": ragged(*IMAGES, **heads(1, 1), **dims(80)),
+}
 
 
 def single(problem: Case, backend: str) -> Solve:
@@ -149,6 +159,7 @@ def persistent(backend: str) -> dict[str, Solve]:
         "batch split": batch(paged((5, 9), (9000, 300), mask="causal", page_size=5, **heads(2, 1)), backend),
         "ragged": batch(ragged(*mixed, mask="causal", dtype=bf16, **heads(36, 9), **d128), backend),
     }
+    found |= {f"sized {name}": batch(problem, backend) for name, problem in SIZED.items()}
     for size in (1, 5, 16, 64):
         found[f"pages {size}"] = batch(paged(*mixed, size, mask="causal", dtype=bf16, **heads(36, 9), **d128), backend)
         narrow_keys = paged(*mixed, size, mask="causal", kv_dtype=E4M3, dtype=bf16, **heads(36, 9), **d128)
