@@ -201,8 +201,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         disable_split_kv : default False. True: no splits, whatever `fixed_split_size` says; results then do not depend
             on the rest of the batch either.
         uniform_q_len : with `use_cuda_graph` a promise that every request has that many query tokens, in this plan and
-            all later ones, which makes captured launches smaller. None (default), 0 or less: no promise. A first plan
-            for which it is not true warns and goes without; otherwise it has no effect on results.
+            all later ones, which makes captured launches smaller; of few causal tokens "auto" then takes kernels of
+            decode where these are faster. None (default), 0 or less: no promise. A first plan for which it is not true
+            warns and goes without; otherwise it has no effect on results.
         lse_base : "log2" (FlashInfer's, default) or "ln", of the lse that `run` returns.
 
         Raises
