@@ -199,6 +199,11 @@ class BatchLengths:
         return largest(self.kv_len) if len(self.kv_len) else 0
 
     @functools.cached_property
+    def total_kv(self) -> int:
+        """Keys of all requests."""
+        return int(np.add.reduce(self.kv_len))  # a third of the time of an array's `sum`
+
+    @functools.cached_property
     def with_queries(self) -> int:
         """Number of requests that have query tokens."""
         return int(np.count_nonzero(self.qo_len))
@@ -216,6 +221,11 @@ class ListedLengths(BatchLengths):
         self.batch_size, self.rows, self.first_row = len(kv_len), qo_indptr[-1], qo_indptr[0]
         self.longest_qo, self.longest_kv = max(qo_len), max(kv_len)
         self.with_queries = self.batch_size - qo_len.count(0)
+
+    @functools.cached_property
+    def total_kv(self) -> int:
+        """Keys of all requests."""
+        return sum(self.lists[3])
 
     @functools.cached_property
     def qo_indptr(self) -> np.ndarray:  # type: ignore[override]  # a cached_property may be written

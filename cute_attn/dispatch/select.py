@@ -121,7 +121,7 @@ def batch_class(settings: Settings, lengths: BatchLengths) -> Known | None:
     key = features.kv_dtype.itemsize, features.head_dim_qk
     if not features.decode or lengths.batch_size == 0 or key not in KV_LEN_CLASSES:
         return None
-    seen = int(lengths.kv_len.sum()) // lengths.batch_size
+    seen = lengths.total_kv // lengths.batch_size
     if settings.window_left >= 0:
         seen = min(seen, settings.window_left + 1)
     pairs = lengths.batch_size * features.num_kv_heads

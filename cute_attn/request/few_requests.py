@@ -23,13 +23,28 @@ def paged(qo_indptr: Any, kv_indptr: Any, last_page_len: Any, indices: Any, page
     starts, bounds, last = _numbers(qo_indptr), _numbers(kv_indptr), _numbers(last_page_len)
     if not last or starts is None or bounds is None or not len(starts) == len(bounds) == len(last) + 1:
         return None
+    kv_len = _keys_in_pages(bounds, last, page_size)
+    return None if kv_len is None else _tokens(starts, bounds, kv_len, last, indices)
+
+
+def decode(kv_indptr: Any, last_page_len: Any, indices: Any, page_size: int, q_len: int) -> Tokens | None:
+    """Returns the tokens of requests, each with pages and `q_len` query tokens, whose page numbers are not checked."""
+    bounds, last = _numbers(kv_indptr), _numbers(last_page_len)
+    if not last or bounds is None or len(bounds) != len(last) + 1:
+        return None
+    starts, kv_len = list(range(0, q_len * len(bounds), q_len)), _keys_in_pages(bounds, last, page_size)
+    return None if kv_len is None else _tokens(starts, bounds, kv_len, last, indices, q_len)
+
+
+def _keys_in_pages(bounds: list[int], last: list[int], page_size: int) -> list[int] | None:
+    """Returns the keys of requests, each with pages."""
     kv_len, begin = [], bounds[0]
     for end, tokens in zip(bounds[1:], last, strict=True):
         if end <= begin or not 0 < tokens <= page_size:
             return None
         kv_len.append((end - begin - 1) * page_size + tokens)
         begin = end
-    return _tokens(starts, bounds, kv_len, last, indices)
+    return kv_len
 
 
 def ragged(qo_indptr: Any, kv_indptr: Any) -> Tokens | None:
@@ -52,7 +67,12 @@ def _numbers(value: Any) -> list[int] | None:
 
 
 def _tokens(
-    starts: list[int], bounds: list[int], kv_len: list[int], last: list[int] | None, indices: Any
+    starts: list[int],
+    bounds: list[int],
+    kv_len: list[int],
+    last: list[int] | None,
+    indices: Any,
+    q_len: int | None = None,
 ) -> Tokens | None:
     qo_len = list(map(sub, starts[1:], starts))
     if min(qo_len) < 0 or starts[0] < 0 or bounds[0] < 0:
@@ -60,4 +80,4 @@ def _tokens(
     lengths = ListedLengths((starts, qo_len, bounds, kv_len))
     if lengths.rows > MAX_INDEX or bounds[-1] > MAX_INDEX or lengths.longest_kv > MAX_KV_LEN:
         return None
-    return Tokens(lengths, bounds, last, indices)
+    return Tokens(lengths, bounds, last, indices, q_len)

@@ -160,7 +160,7 @@ def _few_tiles(
     """Returns the work list of a batch of few query tiles, `padded` to the capacity or not."""
     found = few_tiles.items(lengths, params, capacity)
     order, num_items = few_tiles.longest_first(found.costs), len(found.rows)
-    if orders_by_l2(params, num_items) and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
+    if orders_by_l2(params, num_items) and lengths.total_kv > params.l2_kv_tokens:
         groups = l2_groups(lengths, params).tolist()
         order.sort(key=lambda item: groups[found.rows[item][-1]])
     item_capacity, merge_capacity = (
@@ -323,7 +323,7 @@ def _item_order(lengths: BatchLengths, params: SchedulerParams, tiles: QueryTile
     if tiles.gap is not None:
         cost = cost - tiles.gap.within(splits.begin, splits.end, splits.tile)
     order = longest_first(cost)
-    if orders_by_l2(params, len(order)) and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
+    if orders_by_l2(params, len(order)) and lengths.total_kv > params.l2_kv_tokens:
         request = tiles.requests_of(order if splits.tile is None else splits.tile.take(order))
         order = order.take(l2_groups(lengths, params).take(request).argsort(kind="stable"))
     return order

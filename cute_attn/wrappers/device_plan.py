@@ -98,6 +98,10 @@ def decode_tokens(
     wrapper: BatchWrapper, q_len: int, pages: Pages, page_size: int, names: tuple[str, str, str, str]
 ) -> Tokens | DeviceTokens:
     """Check the index arrays of a decode batch, where they are if the plan leaves them there."""
+    tokens = few_requests.decode(pages.indptr, pages.last_page_len, pages.indices, page_size, q_len)
+    if tokens is not None:
+        batch_plan.check_indices(names, pages.indices, tokens.kv_bounds[0], tokens.kv_bounds[-1])
+        return tokens
     if stays_on_device(wrapper, (pages.indptr, pages.last_page_len)) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (None, q_len), pages, page_size, names)
     batch_size = max(0, checks.tensor(names[1], pages.indptr).numel() - 1)

@@ -57,7 +57,7 @@ def schedule(
 ) -> XqaBatchSchedule:
     """Returns the schedule of a batch on a GPU of `arch` with `sms` multiprocessors, with records from `allocate`."""
     qo_len = limits.max_qo_len
-    batch_size = lengths.batch_size if isinstance(lengths, DeviceLengths) else len(lengths.kv_len)
+    batch_size = lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
     of = segments_of(settings, lengths, limits, arch, sms)
     config = launch_config(settings, qo_len, of, arch, sms, limits.workspace_bytes)
@@ -81,10 +81,10 @@ def segments_of(
     assert qo_len is not None  # given by decode wrappers
     if isinstance(lengths, DeviceLengths):
         return segments(lengths.batch_size, settings, qo_len)
-    batch_size, longest = len(lengths.kv_len), lengths.longest_kv
+    batch_size, longest = lengths.batch_size, lengths.longest_kv
     if limits.graph:
         return segments(batch_size, settings, qo_len)
-    even = bool(longest * batch_size <= MOST_UNEVEN * lengths.kv_len.sum())
+    even = longest * batch_size <= MOST_UNEVEN * lengths.total_kv
     of = segments(batch_size, settings, qo_len, longest, even)
     if of == "even":
         config = launch_config(settings, qo_len, of, arch, sms)
