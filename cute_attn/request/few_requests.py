@@ -20,8 +20,10 @@ STRIDED = torch.strided
 
 def paged(qo_indptr: Any, kv_indptr: Any, last_page_len: Any, indices: Any, page_size: int) -> Tokens | None:
     """Returns the tokens of requests, each with pages, whose page numbers are not checked."""
-    starts, bounds, last = _numbers(qo_indptr), _numbers(kv_indptr), _numbers(last_page_len)
-    if not last or starts is None or bounds is None or not len(starts) == len(bounds) == len(last) + 1:
+    if not (last := _numbers(last_page_len)):
+        return None  # most often of many requests
+    starts, bounds = _numbers(qo_indptr), _numbers(kv_indptr)
+    if starts is None or bounds is None or not len(starts) == len(bounds) == len(last) + 1:
         return None
     kv_len = _keys_in_pages(bounds, last, page_size)
     return None if kv_len is None else _tokens(starts, bounds, kv_len, last, indices)
@@ -29,8 +31,10 @@ def paged(qo_indptr: Any, kv_indptr: Any, last_page_len: Any, indices: Any, page
 
 def decode(kv_indptr: Any, last_page_len: Any, indices: Any, page_size: int, q_len: int) -> Tokens | None:
     """Returns the tokens of requests, each with pages and `q_len` query tokens, whose page numbers are not checked."""
-    bounds, last = _numbers(kv_indptr), _numbers(last_page_len)
-    if not last or bounds is None or len(bounds) != len(last) + 1:
+    if not (last := _numbers(last_page_len)):
+        return None
+    bounds = _numbers(kv_indptr)
+    if bounds is None or len(bounds) != len(last) + 1:
         return None
     starts, kv_len = list(range(0, q_len * len(bounds), q_len)), _keys_in_pages(bounds, last, page_size)
     return None if kv_len is None else _tokens(starts, bounds, kv_len, last, indices, q_len)

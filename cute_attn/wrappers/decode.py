@@ -37,11 +37,11 @@ def _accepts_positional_options(plan: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(plan)
     def wrapper(*args: Any, **kwargs: Any) -> None:
-        extra = args[1 + NUM_COMMON :]
-        if extra:
+        if len(args) > 1 + NUM_COMMON:
+            extra, args = args[1 + NUM_COMMON :], args[: 1 + NUM_COMMON]
             warnings.warn("plan() takes the arguments after page_size by keyword", DeprecationWarning, stacklevel=2)
             kwargs = positionals_to_keywords(LEGACY_PLAN_ORDER, extra, kwargs, "page_size")
-        plan(*args[: 1 + NUM_COMMON], **kwargs)
+        plan(*args, **kwargs)
 
     return wrapper
 

@@ -72,11 +72,11 @@ def accepts_legacy_plan_order(common: int, legacy_order: tuple[str, ...]) -> Cal
             for old, new in legacy:
                 if old in kwargs:
                     rename_keyword(kwargs, old, new)
-            extra = args[1 + common :]
-            if extra:
+            if len(args) > 1 + common:
+                extra, args = args[1 + common :], args[: 1 + common]
                 order = detect_plan_order(extra, legacy_order, current_order, last)
                 kwargs = positionals_to_keywords(order, extra, kwargs, last)
-            return function(*args[: 1 + common], **kwargs)
+            return function(*args, **kwargs)
 
         return wrapper
 
