@@ -118,8 +118,10 @@ def batch_class(settings: Settings, lengths: BatchLengths) -> Known | None:
     `PAIRS_CLASSES` that it reaches; None where selection does not depend on it.
     """
     features = settings.features
+    if not features.decode or lengths.batch_size == 0:
+        return None
     key = features.kv_dtype.itemsize, features.head_dim_qk
-    if not features.decode or lengths.batch_size == 0 or key not in KV_LEN_CLASSES:
+    if key not in KV_LEN_CLASSES:
         return None
     seen = lengths.total_kv // lengths.batch_size
     if settings.window_left >= 0:

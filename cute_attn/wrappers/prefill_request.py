@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cute_attn.dispatch import select
 from cute_attn.problem import DeviceTokens, Tokens
 from cute_attn.request import batch_plan, multi_item
-from cute_attn.request.batch_plan import RepeatedLengths
+from cute_attn.request.batch_plan import Mask, RepeatedLengths
 from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.request.plan_arguments import PlanArguments
 from cute_attn.wrappers.device_plan import HostOnly
@@ -33,11 +33,11 @@ def prefill_request(
     custom_mask, packed_custom_mask, _, uniform_q_len = host_only
     mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, wrapper.device)
     tokens = multi_item.bound_keys(items, tokens, mask)
-    request = PlanRequest(given.options, tokens, mask, given.splits, given.page_size)
     graphs = wrapper._use_cuda_graph
     equal = batch_plan.uniform_q_len(uniform_q_len, tokens) if graphs else _equal_qo(tokens)
-    newest = equal is not None and wrapper.kv_source == "paged" and _are_newest(request, equal)
-    return request._replace(uniform_q_len=equal if graphs or newest else None, newest=newest)
+    newest = equal is not None and wrapper.kv_source == "paged" and _are_newest(given, tokens, mask, equal)
+    uniform = equal if graphs or newest else None
+    return PlanRequest(given.options, tokens, mask, given.splits, given.page_size, uniform, newest)
 
 
 def _equal_qo(tokens: Tokens | DeviceTokens) -> int | None:
@@ -45,13 +45,14 @@ def _equal_qo(tokens: Tokens | DeviceTokens) -> int | None:
     return tokens.lengths.equal_qo if isinstance(tokens, Tokens) else None
 
 
-def _are_newest(request: PlanRequest, q_len: int) -> bool:
+def _are_newest(given: PlanArguments, tokens: Tokens | DeviceTokens, mask: Mask, q_len: int) -> bool:
     """Tell whether a decode plan could describe the batch. Not where results must not depend on other requests."""
-    options, splits = request.options, request.splits
-    if request.mask.packed is not None or request.tokens.multi_item:
+    options, splits = given.options, given.splits
+    num_qo_heads, num_kv_heads, causal = options.num_qo_heads, options.num_kv_heads, options.causal
+    if not (type(num_qo_heads) is type(num_kv_heads) is int and type(causal) is bool):
+        return False  # refused by name, later
+    if not select.are_newest(q_len, (num_qo_heads, num_kv_heads), causal):
         return False
-    if splits.fixed_split_size is not None or splits.disable_split_kv:
+    if mask.packed is not None or tokens.multi_item:
         return False
-    heads = options.num_qo_heads, options.num_kv_heads
-    known = all(type(n) is int for n in heads) and type(options.causal) is bool  # others are refused by name, later
-    return known and select.are_newest(q_len, heads, options.causal)
+    return splits.fixed_split_size is None and not splits.disable_split_kv
