@@ -13,6 +13,7 @@ from cute_attn import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
 from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
 from cute_attn.problem import DeviceTokens
+from cute_attn.request import few_requests
 from cute_attn.wrappers import device_plan
 
 PAGE_SIZE, HEADS, HEAD_DIM = 16, (4, 2), 64
@@ -34,6 +35,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return host(self)
 
     monkeypatch.setattr(device_plan, "_is_on", lambda device, x: True)
+    monkeypatch.setattr(few_requests, "_numbers", lambda value: None)  # reads tensors on the CPU
     monkeypatch.setattr(DeviceTokens, "host", property(counted))
     return reads
 
