@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
 from cute_attn.integrations.transformers import forward, plans, register
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -78,7 +79,9 @@ def test_greedy_tokens_are_those_of_fp32_wherever_those_of_eager_bf16_are(name, 
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "llama4"])
-def test_packed_sequences_do_not_see_each_other(name):
+def test_packed_sequences_do_not_see_each_other(name, planned):
+    if name == "llama4" and not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        pytest.skip("this release of transformers counts chunks along the row, not within a packed sequence")
     model, ids = tiny.pair(name), tiny.tokens(4, sum(PACKED))
     positions = torch.cat([torch.arange(n) for n in PACKED]).expand(4, -1)
     parts = ids.split(PACKED, 1)
@@ -86,6 +89,8 @@ def test_packed_sequences_do_not_see_each_other(name):
     eager = torch.cat([tiny.logits(model.half, "eager", part) for part in parts], 1)
     ours = tiny.logits(model.half, OURS, ids, position_ids=positions, use_cache=False)
     assert tiny.error(ours, exact) <= CLOSE * tiny.error(eager, exact)
+    exact_masks = [call for call in planned if call["custom_mask"] is not None]
+    assert len(exact_masks) == (name == "llama4")  # its chunks; the other masks are recognised
 
 
 def test_cu_seq_lens_part_a_row_of_tokens():

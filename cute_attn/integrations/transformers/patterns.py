@@ -31,6 +31,8 @@ class Pattern(NamedTuple):
 class _Any:
     """A placeholder in a template for a function that is recognised on its own."""
 
+    name = "any"  # under which `_same` puts the function
+
     def __call__(self, *_: Any) -> Any:
         raise AssertionError("a placeholder is not called")
 
@@ -43,6 +45,13 @@ class Template(NamedTuple):
     kind: str  # the field of `Pattern` that it fills
 
 
+class Packed(NamedTuple):
+    """A mask of packed sequences around another one."""
+
+    function: Callable[..., Any]
+    local: bool  # positions count within a segment; else along the row, which moves chunks but no window
+
+
 def recognise(function: Callable[..., Any]) -> Pattern | None:
     """Return the pattern of a mask function; None: it has to be evaluated."""
     if function is masking_utils.causal_mask_function:
@@ -53,20 +62,20 @@ def recognise(function: Callable[..., Any]) -> Pattern | None:
         found: dict[str, Any] = {}
         if _same(function, template.function, found) and isinstance(found.get(template.size), int):
             return Pattern(True)._replace(**{template.kind: found[template.size]})
-    packed = _packed_template()
-    found = {}
-    if packed is not None and _same(function, packed, found):
-        inner = recognise(found["mask_function"])
-        ids = found.get("packed_sequence_mask")
-        if inner is not None and inner.segment_ids is None and isinstance(ids, torch.Tensor):
-            return inner._replace(segment_ids=ids)
+    for packed in _packed_templates():
+        found = {}
+        if _same(function, packed.function, found):
+            inner, ids = recognise(found[_Any.name]), found.get("packed_sequence_mask")
+            placed = inner is not None and inner.segment_ids is None and (packed.local or not inner.chunk)
+            if inner is not None and placed and isinstance(ids, torch.Tensor):
+                return inner._replace(segment_ids=ids)
     return None
 
 
 def _same(value: Any, template: Any, found: dict[str, Any], name: str = "") -> bool:
     """Compare a mask function with a template by code; put what their cells hold otherwise into `found`."""
     if isinstance(template, _Any):
-        found[name] = value
+        found[_Any.name] = value
         return callable(value)
     if isinstance(template, tuple):
         return (
@@ -117,15 +126,34 @@ def _templates() -> tuple[Template, ...]:
 
 
 @functools.cache
-def _packed_template() -> Callable[..., Any] | None:
-    ids = torch.tensor([[0, 0, 1, 1]])
-    positions = torch.tensor([[0, 1, 0, 1]])
+def _packed_templates() -> tuple[Packed, ...]:
+    ids, positions = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]])
     i, j = torch.arange(4)[:, None], torch.arange(4)[None, :]
-    make = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-    if make is None:
-        return None
-    values = make(masking_utils.causal_mask_function, positions, ids)(torch.zeros(1, 1, dtype=torch.long), 0, i, j)
-    if not torch.equal(values, (j <= i) & (ids[0][:, None] == ids[0])):
-        return None
-    function: Callable[..., Any] = make(_Any(), positions, ids)
+    expected = (j <= i) & (ids[0][:, None] == ids[0])
+    templates = []
+    for make, local in (_segments_last, False), (_segments_last_of_local, True), (_segments_first_of_local, True):
+        try:
+            values = make(masking_utils.causal_mask_function, positions, ids)(ids.new_zeros(1, 1), 0, i, j)
+            if torch.equal(values.expand(4, 4), expected):
+                templates.append(Packed(make(_Any(), positions, ids), local))
+        except (AttributeError, TypeError):  # another release of transformers
+            continue
+    return tuple(templates)
+
+
+def _segments_last(mask: Any, positions: torch.Tensor, ids: torch.Tensor) -> Callable[..., Any]:
+    """Return the mask of packed sequences as transformers 5.0 to 5.17 build it."""
+    function: Callable[..., Any] = masking_utils.and_masks(mask, masking_utils.packed_sequence_mask_function(ids))
     return function
+
+
+def _segments_first_of_local(mask: Any, positions: torch.Tensor, ids: torch.Tensor) -> Callable[..., Any]:
+    """Return the mask of packed sequences as transformers 5.23 builds it."""
+    local = masking_utils.remap_positions_for_packed_sequence(mask, positions)
+    function: Callable[..., Any] = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(ids), local)
+    return function
+
+
+def _segments_last_of_local(mask: Any, positions: torch.Tensor, ids: torch.Tensor) -> Callable[..., Any]:
+    """Return the mask of packed sequences as transformers 5.24 builds it."""
+    return _segments_last(masking_utils.remap_positions_for_packed_sequence(mask, positions), positions, ids)
