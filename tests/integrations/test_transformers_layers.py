@@ -134,9 +134,18 @@ def test_patterns_are_recognised_and_unknown_functions_are_not():
     assert patterns.recognise(make.sliding_window_causal_mask_function(9)) == patterns.Pattern(True, window=9)
     chunked = make.chunked_causal_mask_function(9, torch.zeros(2, dtype=torch.long))
     assert patterns.recognise(chunked) == patterns.Pattern(True, chunk=9)
-    blocks = make.or_masks(make.causal_mask_function, lambda b, h, i, j: i // 4 == j // 4)
     added = make.and_masks(make.causal_mask_function, lambda b, h, i, j: j != 0)
-    assert patterns.recognise(blocks) is patterns.recognise(added) is None
+    assert patterns.recognise(added) is None
+
+
+def test_blocks_beside_a_causal_mask_are_not_recognised():
+    """Tokens of an image see one another, packed or not."""
+    make, ids = masking_utils, torch.tensor([[0, 0, 1]])
+    if not hasattr(make, "blockwise_overlay"):
+        pytest.skip("this release of transformers has no blockwise masks")
+    blocks = make.or_masks(make.causal_mask_function, make.blockwise_overlay(ids))
+    packed = make.and_masks(blocks, make.packed_sequence_mask_function(ids))
+    assert patterns.recognise(blocks) is patterns.recognise(packed) is None
 
 
 @pytest.mark.parametrize("release", ["5.17", "5.23", "5.24"])

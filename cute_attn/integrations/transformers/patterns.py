@@ -64,11 +64,13 @@ def recognise(function: Callable[..., Any]) -> Pattern | None:
             return Pattern(True)._replace(**{template.kind: found[template.size]})
     for packed in _packed_templates():
         found = {}
-        if _same(function, packed.function, found):
-            inner, ids = recognise(found[_Any.name]), found.get("packed_sequence_mask")
-            placed = inner is not None and inner.segment_ids is None and (packed.local or not inner.chunk)
-            if inner is not None and placed and isinstance(ids, torch.Tensor):
-                return inner._replace(segment_ids=ids)
+        if not _same(function, packed.function, found):
+            continue
+        inner, ids = recognise(found[_Any.name]), found.get("packed_sequence_mask")
+        if inner is None or inner.segment_ids is not None or not isinstance(ids, torch.Tensor):
+            continue
+        if packed.local or not inner.chunk:
+            return inner._replace(segment_ids=ids)
     return None
 
 
