@@ -20,6 +20,7 @@ from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits, largest, s
 from cute_attn.schedule import cost_model, few_tiles
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.cost_model import Capacity
+from cute_attn.schedule.last_wave import last_wave
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
@@ -48,6 +49,7 @@ class _SchedulerParams(NamedTuple):
     partial_row_bytes: int  # 4 * (head_dim_vo + 1)
     l2_section_heads: int = 0  # kv heads processed side by side before the next ones begin; 0: all
     l2_kv_tokens: int = 0  # kv tokens of so many heads that L2 holds; 0: the order of requests does not matter
+    cuts_last_wave: bool = False  # whether the last items of a launch of equal ones may be cut
 
 
 class SchedulerParams(_SchedulerParams):
@@ -160,7 +162,7 @@ def _few_tiles(
     """Returns the work list of a batch of few query tiles, `padded` to the capacity or not."""
     found = few_tiles.items(lengths, params, capacity)
     order, num_items = few_tiles.longest_first(found.costs), len(found.rows)
-    if orders_by_l2(params, num_items) and lengths.total_kv > params.l2_kv_tokens:
+    if orders_by_l2(params, num_items, len(found.merges)) and lengths.total_kv > params.l2_kv_tokens:
         groups = l2_groups(lengths, params).tolist()
         order.sort(key=lambda item: groups[found.rows[item][-1]])
     item_capacity, merge_capacity = (
@@ -247,7 +249,7 @@ def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capac
         visible = visible - tiles.gap.within(tiles.begin, tiles.end, None)
     num_splits = cost_model.num_splits(visible, params.cost_device, capacity)
     if num_splits is None:
-        return _unsplit(tiles)
+        return _last_wave_splits(tiles, params, capacity) if params.cuts_last_wave else _unsplit(tiles)
     if smallest(num_splits) == 0:  # a tile that sees no keys is one item too
         num_splits = np.maximum(num_splits, 1)
     tile, index, partial, *merges = _enumerate(num_splits)
@@ -263,6 +265,23 @@ def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capac
         hidden = np.maximum(gap_end - gap_begin, 0)
         begin, end = begin + hidden * (begin >= gap_begin), end + hidden * (end > gap_begin)
     return Splits(tile, begin, end, partial, *merges)
+
+
+def _last_wave_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capacity) -> Splits:
+    """Cuts the last query tiles where all see the same number of kv tiles, from 0 on, and that pays."""
+    num_tiles = len(tiles.end)
+    if not num_tiles or params.window_left >= 0 or tiles.gap is not None:
+        return _unsplit(tiles)
+    end = smallest(tiles.end)
+    cut = last_wave(num_tiles, end, params.cost_device, capacity) if end == largest(tiles.end) else None
+    if cut is None:
+        return _unsplit(tiles)
+    num_splits = np.ones(num_tiles, np.int64)
+    num_splits[-cut.items :] = cut.long_parts + 1
+    tile, index, partial, *merges = _enumerate(num_splits)
+    is_cut = num_splits.take(tile) > 1
+    begin = index * cut.kv_tiles
+    return Splits(tile, begin, np.where(is_cut, np.minimum(begin + cut.kv_tiles, end), end), partial, *merges)
 
 
 def _fixed_size_splits(tiles: QueryTiles, params: SchedulerParams, limits: BatchLimits) -> Splits:
@@ -323,7 +342,7 @@ def _item_order(lengths: BatchLengths, params: SchedulerParams, tiles: QueryTile
     if tiles.gap is not None:
         cost = cost - tiles.gap.within(splits.begin, splits.end, splits.tile)
     order = longest_first(cost)
-    if orders_by_l2(params, len(order)) and lengths.total_kv > params.l2_kv_tokens:
+    if orders_by_l2(params, len(order), len(splits.merge_tile)) and lengths.total_kv > params.l2_kv_tokens:
         request = tiles.requests_of(order if splits.tile is None else splits.tile.take(order))
         order = order.take(l2_groups(lengths, params).take(request).argsort(kind="stable"))
     return order
@@ -424,8 +443,12 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
     return (~bins.astype(np.uint8)).argsort(kind="stable")
 
 
-def orders_by_l2(params: SchedulerParams, items: int) -> bool:
-    """Tells whether items are ordered by L2 group before length: not in few waves, the last of which would end late."""
+def orders_by_l2(params: SchedulerParams, items: int, merges: int) -> bool:
+    """Tells whether items are ordered by L2 group before length: not in few waves, the last of which would end late;
+    nor where the last wave is cut, whose parts come last.
+    """
+    if merges and params.cuts_last_wave:
+        return False
     return bool(params.l2_kv_tokens) and items * params.num_kv_heads >= L2_ORDER_MIN_WAVES * params.resident_ctas
 
 

@@ -159,7 +159,8 @@ def check_order(work: WorkList, lengths: BatchLengths, params: SchedulerParams) 
     for request in sorted(range(len(lengths.kv_len)), key=lambda i: -lengths.kv_len[i]):
         tokens += int(lengths.kv_len[request])
         groups[request] = max(tokens - 1, 0) // group_tokens if params.l2_kv_tokens else 0
-    if len(items_of(work)) * params.num_kv_heads < 4 * params.resident_ctas:
+    few_waves = len(items_of(work)) * params.num_kv_heads < 4 * params.resident_ctas
+    if few_waves or (params.cuts_last_wave and merges_of(work)):
         groups = dict.fromkeys(groups, 0)
     keys = [
         (groups[item.request], -len(tiles_of(item, params)), item.request, item.first_row, item.kv_begin)

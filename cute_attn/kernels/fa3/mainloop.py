@@ -102,6 +102,7 @@ class MmaWarpgroups:
             else:
                 rings.q.release(q, lanes.lane)
             self.store(p, QueryTile.load(rings.record(q)), WarpgroupLanes.of(), out, shift, total)
+            ptx.sync_warp()  # lanes have read the record, whose memory lane 0 gives away with the next release of Q
             q = rings.q.next(q)
             head_block = rings.next_head_block(q)
 

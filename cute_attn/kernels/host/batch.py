@@ -55,7 +55,7 @@ class Tiling(Generic[T_co]):
     params: SchedulerParams
     persistent_groups: int | None = None  # the most groups of CTAs of a launch; None: one per tile
     ctas: int = 1  # of a group, which share tiles
-    order: Callable[[SchedulerParams, int], Values] | None = None  # the kernel's tile order fields, from work items
+    order: Callable[[SchedulerParams, int, int], Values] | None = None  # tile order fields, from work and merge items
 
 
 class Launches(NamedTuple):
@@ -143,7 +143,7 @@ def _launches(
         rows_per_merge=rows_per_merge,
         rows_to_merge=to_merge,
         partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
-        order=tiling.order(params, items) if tiling.order else (),
+        order=tiling.order(params, items, merges) if tiling.order else (),
     )
 
 

@@ -27,6 +27,6 @@ def choose(
 
 
 KERNELS: PersistentKernels[HopperTile] = PersistentKernels(
-    "fa3", Fa3Spec, tiles.page_source, choose, tiles.PACKED_WINDOWS, tiles.rope_tile
+    "fa3", Fa3Spec, tiles.page_source, choose, tiles.PACKED_WINDOWS, tiles.rope_tile, cuts_last_wave=True
 )
 FAMILY: TiledFamily[HopperTile] = family(KERNELS)

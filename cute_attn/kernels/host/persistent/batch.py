@@ -71,16 +71,17 @@ def tiling(
         partial_row_bytes=4 * (features.head_dim_vo + 1),
         l2_section_heads=section,
         l2_kv_tokens=variant.section_tokens(features, size) // kv_heads,
+        cuts_last_wave=kernels.cuts_last_wave and size == "longest" and variant.sees_all_keys(settings),
     )
     return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
 
 
-def sections(params: SchedulerParams, items: int) -> tuple[int, int]:
-    """Returns the tiles of an L2 section of a launch with so many work items, and the blocks of heads in it."""
-    heads = params.l2_section_heads if orders_by_l2(params, items) else params.num_kv_heads
+def sections(params: SchedulerParams, items: int, merges: int) -> tuple[int, int]:
+    """Returns the tiles of an L2 section of a launch of so many work and merge items, and the blocks of heads in it."""
+    heads = params.l2_section_heads if orders_by_l2(params, items, merges) else params.num_kv_heads
     return max(1, items) * heads, heads
 
 
-def batch_order(params: SchedulerParams, items: int) -> Values:
+def batch_order(params: SchedulerParams, items: int, merges: int) -> Values:
     """Returns the values of the kernel's ORDER_FIELDS."""
-    return order_values(items * params.num_kv_heads, *sections(params, items))
+    return order_values(items * params.num_kv_heads, *sections(params, items, merges))

@@ -67,6 +67,7 @@ class PersistentKernels(Generic[T]):
     # By head dim and bits of q: `window_left` up to which heads share tiles of long causal requests too.
     packed_windows: Mapping[tuple[int, int], int] = field(default_factory=dict)
     rope_tile: Callable[[tuple[int, int]], T] | None = None  # by head dims, of kernels that rotate q and k
+    cuts_last_wave: bool = False  # of "longest" launches whose rows see all keys
 
     def spec(
         self, features: Features, window: bool, tile: T, split: bool = False, page_size: int = SMALL_PAGE
@@ -184,6 +185,12 @@ def scores(features: Features) -> tuple[str, ...]:
     """
     steps = score_steps(features)
     return () if features.q_dtype in FP8 and steps == ("scale",) else steps
+
+
+def sees_all_keys(settings: Settings) -> bool:
+    """Tells whether every row sees all keys of its request."""
+    hidden = settings.causal or settings.window_left >= 0
+    return not (hidden or settings.features.custom_mask or settings.features.multi_item)
 
 
 def rotates(features: Features) -> bool:
