@@ -100,7 +100,7 @@ def split_size(visible: tuple[int, ...], device: Device, capacity: Capacity) -> 
     """Returns the kv tiles of the longest split of few query tiles, by which `num_splits` divides; None where no split
     pays. The steps of an engine differ in kv tiles once in 64 tokens of a request or so.
     """
-    longest, total = max(visible, default=0), sum(visible)
+    longest, total = max(visible) if visible else 0, sum(visible)  # `default` takes longer than all of it
     if not _may_pay(longest, total, device, capacity):
         return None
     if len(visible) <= PLAIN_TILES:
@@ -196,8 +196,8 @@ def _best(sizes: list[int], total: int, work: int, limit: int, device: Device, c
         time = slowest + after
         if share > time:
             time = share
-        if items * ctas > resident and time <= limit:
-            time = max(time, _fullest_of_few(times, device) + after)
+        if items * ctas > resident and time <= limit and (fullest := _fullest_of_few(times, device) + after) > time:
+            time = fullest
         if longest >= BINS:
             same = chunk
         if time < limit or (

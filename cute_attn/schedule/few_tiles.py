@@ -68,8 +68,8 @@ def items(lengths: BatchLengths, params: SchedulerParams, capacity: Capacity) ->
     """Returns the items of a batch, in the order of query tiles, as `batch._balanced_splits`."""
     qo_start, qo_len, kv_start, kv_len = lengths.lists
     tiles = query_tiles(qo_len, kv_len, params)
-    visible = tuple([end - begin for _, _, begin, end in tiles])
-    chunk = split_size(visible, params.cost_device, capacity) or UNSPLIT
+    sizes = tuple([end - begin for _, _, begin, end in tiles])
+    chunk = split_size(sizes, params.cost_device, capacity) or UNSPLIT
     found: list[tuple[int, tuple[int, ...]]] = []
     merges: list[int] = []
     partials, cols = 0, params.cols
@@ -110,7 +110,7 @@ def write(ordered: list[tuple[int, tuple[int, ...]]], merges: list[int], ints: n
         numbers += item
     numbers += merges
     records = _records(len(ordered), item_capacity - len(ordered), len(merges) // _MERGE_FIELDS)
-    records.pack_into(ints, 0, *numbers)
+    records.pack_into(ints.data, 0, *numbers)
 
 
 @functools.lru_cache(256)
