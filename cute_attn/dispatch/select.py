@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 CACHE_SIZE = 256  # settings: more than the layers of a model have
+MOST_NEWEST = ROWS_OF_A_READ  # query tokens of a request: of more, `are_newest` says no whatever the heads
 
 
 @functools.lru_cache(CACHE_SIZE)

@@ -268,9 +268,10 @@ def paged(
 
 def check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
     """Check the page numbers, of which plans read those from `first` to `end`."""
-    checks.tensor(names[2], indices)
+    if type(indices) is not torch.Tensor or indices.layout is not torch.strided or indices.is_neg():
+        checks.tensor(names[2], indices)
     dtype = indices.dtype
-    if dtype not in INDEX_DTYPES:
+    if dtype not in INDEX_DTYPES:  # nor complex, of which there are conjugate views
         checks.dtype(names[2], dtype, INDEX_DTYPES)
     _check_device(names[2], indices)
     if indices.dim() != 1:
@@ -353,6 +354,7 @@ def _lengths(q: Queries, kv_start: np.ndarray, kv_len: np.ndarray) -> BatchLengt
         raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
     lengths = BatchLengths(q.indptr, kv_start, kv_len)
     lengths.know(
+        batch_size=len(kv_len),
         qo_len=q.lens,
         longest_qo=q.longest,
         with_queries=q.with_tokens,

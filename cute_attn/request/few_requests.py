@@ -41,9 +41,10 @@ def decode(kv_indptr: Any, last_page_len: Any, indices: Any, page_size: int, q_l
 
 
 def _keys_in_pages(bounds: list[int], last: list[int], page_size: int) -> list[int] | None:
-    """Returns the keys of requests, each with pages."""
+    """Returns the keys of requests, each with pages. `bounds` has one number more than `last`."""
     kv_len, begin = [], bounds[0]
-    for end, tokens in zip(bounds[1:], last, strict=True):
+    for i, tokens in enumerate(last, 1):
+        end = bounds[i]
         if end <= begin or not 0 < tokens <= page_size:
             return None
         kv_len.append((end - begin - 1) * page_size + tokens)

@@ -125,7 +125,7 @@ class _HostBuffer:
     def reserve(self, size: int) -> np.ndarray:
         """Returns memory for `size` numbers, after the copy that reads it has ended."""
         self.copy_done.synchronize()
-        if self.memory is None or self.memory.numel() < size:
+        if self.array.size < size:
             self.memory = self.copies.buffer(_capacity(size))
             self.array = self.memory.numpy()
         return self.array[:size]

@@ -160,19 +160,19 @@ def _few_tiles(
     lengths: BatchLengths, params: SchedulerParams, capacity: Capacity, padded: bool, allocate: AllocateInts
 ) -> WorkList:
     """Returns the work list of a batch of few query tiles, `padded` to the capacity or not."""
-    found = few_tiles.items(lengths, params, capacity)
-    order, num_items = few_tiles.longest_first(found.costs), len(found.rows)
-    if orders_by_l2(params, num_items, len(found.merges)) and lengths.total_kv > params.l2_kv_tokens:
+    found, merges, num_partials = few_tiles.items(lengths, params, capacity)
+    ordered, num_items = few_tiles.longest_first(found), len(found)
+    if orders_by_l2(params, num_items, len(merges)) and lengths.total_kv > params.l2_kv_tokens:
         groups = l2_groups(lengths, params).tolist()
-        order.sort(key=lambda item: groups[found.rows[item][-1]])
-    item_capacity, merge_capacity = (
-        (capacity.items, capacity.merges) if padded else (num_items, len(found.merges) // len(Merge._fields))
-    )
+        ordered.sort(key=lambda item: groups[item[1][-1]])
+    item_capacity, merge_capacity = num_items, len(merges) // len(Merge._fields)
+    if padded:
+        item_capacity, merge_capacity, _ = capacity
     ints = allocate(item_capacity * ITEM_INTS + merge_capacity * MERGE_INTS)
     if padded:
         ints[:] = 0
-    few_tiles.write(found, order, ints, item_capacity)
-    return WorkList(found.num_partials, item_capacity, merge_capacity, ints)
+    few_tiles.write(ordered, merges, ints, item_capacity)
+    return WorkList(num_partials, item_capacity, merge_capacity, ints)
 
 
 def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray | None:

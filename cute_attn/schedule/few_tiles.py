@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 UNSPLIT = 1 << 62  # kv tiles of a split
 FEW = 8  # requests, and query tiles besides the last of each
 
+_tiles_of = itemgetter(0)
 _ITEM = f"8i8xi{4 * (ITEM_INTS - len(Item._fields))}x"  # all fields but the two of masks
 _MERGE_FIELDS = len(Merge._fields)
 _MERGE = f"{len(Merge._fields)}i{4 * (MERGE_INTS - len(Merge._fields))}x"
@@ -39,12 +41,12 @@ def query_tiles(qo_len: list[int], kv_len: list[int], params: SchedulerParams) -
     """Returns the query tiles of all requests, as `batch.query_tiles`: request, first row, and the bounds of the kv
     tiles that are visible.
     """
-    rows, cols, group, _, causal, window, *_ = params
-    tiles = []
-    for request, (tokens, keys) in enumerate(zip(qo_len, kv_len, strict=True)):
-        last, begin = -(-keys // cols), 0
+    rows, cols, group, _, causal, window = params[:6]
+    tiles, begin = [], 0
+    for request, keys in enumerate(kv_len):
+        tokens, last = qo_len[request], -(-keys // cols)
+        end = last
         for first_row in range(0, tokens * group, rows):
-            end = last
             if causal:
                 seen = (first_row + rows - 1) // group + keys - tokens + 1
                 end = last if seen >= keys else -(-seen // cols) if seen > 0 else 0
@@ -57,8 +59,7 @@ def query_tiles(qo_len: list[int], kv_len: list[int], params: SchedulerParams) -
 class Items(NamedTuple):
     """Work items and merge records, not yet in the order of the launch."""
 
-    rows: list[tuple[int, ...]]  # fields of `Item`, without those of masks
-    costs: list[int]  # kv tiles
+    items: list[tuple[int, tuple[int, ...]]]  # kv tiles, and fields of `Item` without those of masks
     merges: list[int]  # fields of `Merge`, flat
     num_partials: int
 
@@ -67,47 +68,49 @@ def items(lengths: BatchLengths, params: SchedulerParams, capacity: Capacity) ->
     """Returns the items of a batch, in the order of query tiles, as `batch._balanced_splits`."""
     qo_start, qo_len, kv_start, kv_len = lengths.lists
     tiles = query_tiles(qo_len, kv_len, params)
-    chunk = split_size([end - begin for _, _, begin, end in tiles], params.cost_device, capacity) or UNSPLIT
-    rows: list[tuple[int, ...]] = []
-    costs: list[int] = []
+    sizes = tuple([end - begin for _, _, begin, end in tiles])
+    chunk = split_size(sizes, params.cost_device, capacity) or UNSPLIT
+    found: list[tuple[int, tuple[int, ...]]] = []
     merges: list[int] = []
     partials, cols = 0, params.cols
-    for request, first_row, start, end in tiles:
+    for request, first_row, begin, end in tiles:
         row, tokens, first_key, keys = qo_start[request], qo_len[request], kv_start[request], kv_len[request]
-        begin, visible = start, end - start
-        splits = -(-visible // chunk) or 1  # a tile that sees no keys is one item too
-        partial, step = NO_PARTIAL, 0
-        if splits > 1:
-            merges += (row, tokens, first_row, partials, splits)
-            partial, step = partials, 1
-            partials += splits
+        last = end * cols
+        if last > keys:
+            last = keys
+        visible = end - begin
+        if visible <= chunk:
+            item = row, tokens, first_key, keys, first_row, begin * cols, last, NO_PARTIAL, request
+            found.append((visible, item))
+            continue
+        splits, start = -(-visible // chunk), begin
+        merges += (row, tokens, first_row, partials, splits)
         for split in range(1, splits + 1):
             stop = begin + split * visible // splits
-            key_end = stop * cols
-            if key_end > keys:
-                key_end = keys
-            rows.append((row, tokens, first_key, keys, first_row, start * cols, key_end, partial, request))
-            costs.append(stop - start)
-            partial += step
+            key_end = stop * cols if split < splits else last
+            item = row, tokens, first_key, keys, first_row, start * cols, key_end, partials, request
+            found.append((stop - start, item))
+            partials += 1
             start = stop
-    return Items(rows, costs, merges, partials)
+    return Items(found, merges, partials)
 
 
-def longest_first(costs: list[int]) -> list[int]:
-    """Returns the order of items: `batch.longest_first`."""
-    width = max(costs, default=0) // SORT_BINS + 1
-    bins = costs if width == 1 else [cost // width for cost in costs]
-    return sorted(range(len(bins)), key=bins.__getitem__, reverse=True)  # stable too
+def longest_first(found: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns items in the order of `batch.longest_first`."""
+    ordered = sorted(found, key=_tiles_of, reverse=True)  # stable too
+    if not found or (width := ordered[0][0] // SORT_BINS + 1) == 1:
+        return ordered
+    return sorted(found, key=lambda item: item[0] // width, reverse=True)
 
 
-def write(found: Items, order: list[int], ints: np.ndarray, item_capacity: int) -> None:
-    """Writes items in an order to the front of the records, and merge records behind the capacity of items."""
-    rows, _, merges, _ = found
+def write(ordered: list[tuple[int, tuple[int, ...]]], merges: list[int], ints: np.ndarray, item_capacity: int) -> None:
+    """Writes items to the front of the records, and merge records behind the capacity of items."""
     numbers: list[int] = []
-    for item in order:
-        numbers += rows[item]
-    records = _records(len(rows), item_capacity - len(rows), len(merges) // _MERGE_FIELDS)
-    records.pack_into(ints.data, 0, *numbers, *merges)
+    for _, item in ordered:
+        numbers += item
+    numbers += merges
+    records = _records(len(ordered), item_capacity - len(ordered), len(merges) // _MERGE_FIELDS)
+    records.pack_into(ints.data, 0, *numbers)
 
 
 @functools.lru_cache(256)

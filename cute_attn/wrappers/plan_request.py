@@ -59,7 +59,8 @@ def differ(before: PlanRequest, now: PlanRequest) -> bool:
     old, new = before.tokens, now.tokens
     return (
         (before.options is not now.options and _options_differ(before.options, now.options))
-        or before[3:] != now[3:]  # splits, page size and promises
+        or (before.splits is not now.splits and before.splits != now.splits)
+        or before[4:] != now[4:]  # page size and promises
         or old.q_len != new.q_len
         or old.batch_size != new.batch_size
         or not (before.mask.packed is now.mask.packed is None)

@@ -41,8 +41,10 @@ def prefill_request(
 
 
 def _equal_qo(tokens: Tokens | DeviceTokens) -> int | None:
-    """Return the query tokens of every request, if all have as many and the host knows it."""
-    return tokens.lengths.equal_qo if isinstance(tokens, Tokens) else None
+    """Return the query tokens of every request, if all have as many, the host knows it, and they may be newest."""
+    if isinstance(tokens, DeviceTokens) or (lengths := tokens.lengths).longest_qo > select.MOST_NEWEST:
+        return None
+    return lengths.equal_qo
 
 
 def _are_newest(given: PlanArguments, tokens: Tokens | DeviceTokens, mask: Mask, q_len: int) -> bool:

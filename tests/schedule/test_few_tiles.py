@@ -13,6 +13,7 @@ from tests.support.device_schedules import Arrays, Case, bounded, random_case
 
 BATCHES = 1500
 SEARCHES = 3000
+UNLIMITED = Capacity(1 << 62, 1 << 62, 1 << 62)
 
 
 def lengths_of(case: Case, first: int) -> BatchLengths:
@@ -53,21 +54,36 @@ def random_tiles(rng: np.random.Generator) -> np.ndarray:
     return [even, skewed, np.where(rng.random(size) < 0.1, top, top // 32)][rng.integers(3)]
 
 
+def search_both_ways(
+    monkeypatch: pytest.MonkeyPatch, visible: np.ndarray, device: Device, capacity: Capacity
+) -> list[list[int] | None]:
+    """Returns the splits that plain Python and arrays find."""
+    found = []
+    for most in (len(visible), 0):
+        monkeypatch.setattr(cost_model, "PLAIN_TILES", most)
+        cost_model.split_size.cache_clear()
+        splits = cost_model.num_splits(visible, device, capacity)
+        found.append(None if splits is None else splits.tolist())
+    return found
+
+
 def test_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     pays = 0
     for _ in range(SEARCHES):
         visible = random_tiles(rng)
         device = Device(*(int(rng.choice(x)) for x in ([1, 16, 132, 296], [1, 3, 8, 32], [1, 2, 6], [1, 8, 16, 64])))
-        capacity = Capacity(1 << 62, 1 << 62, 1 << 62)
+        capacity = UNLIMITED
         if rng.random() < 0.4:
             capacity = Capacity(len(visible) + int(rng.integers(0, 40)), int(rng.integers(0, 9)), int(rng.integers(99)))
-        found = []
-        for most in (len(visible), 0):
-            monkeypatch.setattr(cost_model, "PLAIN_TILES", most)
-            cost_model._remembered_split_size.cache_clear()
-            splits = cost_model.num_splits(visible, device, capacity)
-            found.append(None if splits is None else splits.tolist())
-        assert found[0] == found[1], f"{visible.tolist()} {device} {capacity}"
-        pays += found[0] is not None
+        plain, arrays = search_both_ways(monkeypatch, visible, device, capacity)
+        assert plain == arrays, f"{visible.tolist()} {device} {capacity}"
+        pays += plain is not None
     assert pays > SEARCHES // 10
+
+
+def test_sizes_that_split_only_rounded_tiles_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 86 and 112 kv tiles per split, which cost the same, the former comes first and splits the tile of 112 too."""
+    visible = np.array([1, 153, 113, 257, 11, 250, 3, 38, 2, 6, 112])
+    plain, arrays = search_both_ways(monkeypatch, visible, Device(148, 32, 1, 16), UNLIMITED)
+    assert plain == arrays == [1, 2, 2, 3, 1, 3, 1, 1, 1, 1, 2]
