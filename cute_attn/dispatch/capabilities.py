@@ -24,6 +24,8 @@ XQA_HEAD_DIMS = (
 
 
 ROWS_OF_A_READ = 16  # packed query rows that share one read of the keys in XQA
+NARROW = ("fp8", "nvfp4")  # keys and values under wider q
+ROWS_OF_DECODE = 64  # packed query rows of a request up to which kernels of decode may be the fastest
 
 
 class Known(NamedTuple):
@@ -63,7 +65,7 @@ class Backend:
     capability: tuple[int, int] | None  # minimum compute capability; None: any device
     only: tuple[str, ...] = ()  # the architectures that it is built for; empty: all from `capability` on
     min_rows: int = 0  # packed query rows per request (qo_len x heads per kv head) from which "auto" considers it
-    # The same where the kernel prepares the keys: by "nvfp4", or by pos_encoding_mode.
+    # The same where the kernel prepares the keys: by one of NARROW, or by pos_encoding_mode.
     min_rows_of: Mapping[str, int] = field(default_factory=dict, hash=False)
     # (bytes per element of k and v, head dimension): packed query rows up to which "auto" considers it, for all that it
     # considers; empty: no such limits.
@@ -128,7 +130,8 @@ class Backend:
 
     def least_rows(self, features: Features) -> int:
         """Return `min_rows` of problems with these features."""
-        kinds = ("nvfp4" if features.kv_block_scales else "", features.pos_encoding_mode)
+        fp8 = features.kv_dtype in FP8 and features.q_dtype not in FP8
+        kinds = ("nvfp4" if features.kv_block_scales else "fp8" if fp8 else "", features.pos_encoding_mode)
         return max((self.min_rows_of[kind] for kind in kinds if kind in self.min_rows_of), default=self.min_rows)
 
 
@@ -148,8 +151,9 @@ BACKENDS = (  # in the order in which "auto" considers them
         (9, 0),
         ("sm_90a",),
         min_rows=65,
-        # Measured on an H100 at 4096 tokens (docs/kernels/fa3.md, fp8.md): 1.2 to 2.6 times as fast as fa2.
-        min_rows_of={"nvfp4": 65, "ROPE_LLAMA": 65},
+        # Measured on an H100 at 4096 tokens (docs/kernels/fa3.md, fp8.md): 1.2 to 2.6 times as fast as fa2. Tiles of 33
+        # to 64 rows take as long: over e4m3 1.1 to 1.9 times as fast, docs/kernels/xqa.md.
+        min_rows_of={"fp8": 33, "nvfp4": 33, "ROPE_LLAMA": 65},
     ),
     # Measured on an H100 and an H200 (`perf.xqa_choice`) beside fa2. Over e4m3 1.1 to 2.2 times as fast, but 0.85 for
     # one request of one kv head. Over bf16 1.1 to 1.2 times at head dimension 32, 0.97 to 1.2 at 64, 0.97 to 1.17 at 96
@@ -160,10 +164,12 @@ BACKENDS = (  # in the order in which "auto" considers them
         "NVIDIA GPUs from compute capability 8.0, decode",
         ("cuda",),
         (8, 0),
-        # Rows that share one read of the keys, but for 16 at head dimension 512.
+        # Rows that share one read of the keys, but for 16 at head dimension 512; over 8 and 4 bits also those of two
+        # reads, three at 256: 1.3 to 2 times as fast as fa2 (docs/kernels/xqa.md).
         max_rows={
-            **{(1, head_dim): 16 for head_dim in (32, 64, 80, 96, 112, 128)},
-            (1, 256): 8,
+            **{(1, head_dim): 16 for head_dim in (32, 80, 112)},
+            **{(1, head_dim): 32 for head_dim in (64, 96, 128)},
+            (1, 256): 24,
             (1, 512): 16,
             **{(2, head_dim): 16 for head_dim in (32, 64, 96, 112)},
         },
@@ -185,13 +191,24 @@ BACKENDS = (  # in the order in which "auto" considers them
 )
 
 
-ROWS_CLASSES = sorted(  # numbers of rows from which on selection may differ
-    {
-        *(rows for backend in BACKENDS for rows in (backend.min_rows, *backend.min_rows_of.values())),
-        *(rows + 1 for backend in BACKENDS for rows in backend.max_rows.values()),
-        *(each.rows + 1 for backend in BACKENDS for each in chain(*backend.batches.values())),
-    }
-)
+def _rows_classes(kv_bytes: int) -> list[int]:
+    """Return the numbers of rows from which on selection may differ over k and v of so many bytes per element."""
+    kinds = {kind for backend in BACKENDS for kind in backend.min_rows_of if kv_bytes == 1 or kind not in NARROW}
+    least = {backend.min_rows for backend in BACKENDS}
+    least |= {backend.min_rows_of[kind] for backend in BACKENDS for kind in kinds & backend.min_rows_of.keys()}
+    most = {rows for backend in BACKENDS for key, rows in backend.max_rows.items() if key[0] == kv_bytes}
+    batches = chain(*(found for backend in BACKENDS for key, found in backend.batches.items() if key[1] == kv_bytes))
+    return sorted(least | {rows + 1 for rows in most} | {each.rows + 1 for each in batches})
+
+
+_ROWS_CLASSES = {kv_bytes: _rows_classes(kv_bytes) for kv_bytes in (1, 2)}
+
+
+def rows_classes(kv_dtype: torch.dtype) -> list[int]:
+    """Return the numbers of rows from which on selection may differ over k and v of a dtype."""
+    return _ROWS_CLASSES[1 if kv_dtype.itemsize == 1 else 2]
+
+
 # (bytes per element of k and v, head dimension): lengths, and numbers of pairs, from which on selection may differ, of
 # problems where it may.
 KV_LEN_CLASSES: dict[tuple[int, int], list[int]] = {}

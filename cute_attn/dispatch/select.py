@@ -21,12 +21,12 @@ from cute_attn.dispatch.capabilities import (
     EMULATOR,
     KV_LEN_CLASSES,
     PAIRS_CLASSES,
-    ROWS_CLASSES,
-    ROWS_OF_A_READ,
+    ROWS_OF_DECODE,
     UNKNOWN_LOAD,
     Backend,
     Known,
     Load,
+    rows_classes,
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 CACHE_SIZE = 256  # settings: more than the layers of a model have
-MOST_NEWEST = ROWS_OF_A_READ  # query tokens of a request: of more, `are_newest` says no whatever the heads
+MOST_NEWEST = ROWS_OF_DECODE  # query tokens of a request: of more, `are_newest` says no whatever the heads
 
 
 @functools.lru_cache(CACHE_SIZE)
@@ -90,13 +90,13 @@ def load_of(features: Features, qo_len: int, one_request: bool, batch: Known | N
 
 
 def load_class(features: Features, qo_len: int, one_request: bool, batch: Known | None = None) -> Load:
-    """Return `load_of` with its rows lowered to the largest threshold of `ROWS_CLASSES` that they reach: selection
+    """Return `load_of` with its rows lowered to the largest of `rows_classes` that they reach: selection
     depends on nothing finer, and the cache of `chosen` stays small.
     """
     if features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return Load(_lowered(rows, ROWS_CLASSES), one_request, batch)
+    return Load(_lowered(rows, rows_classes(features.kv_dtype)), one_request, batch)
 
 
 def _lowered(number: int, thresholds: list[int]) -> int:
@@ -111,7 +111,7 @@ def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
     `heads`: num_qo_heads and num_kv_heads.
     """
     num_qo_heads, num_kv_heads = heads
-    return (causal or q_len == 1) and q_len * num_qo_heads <= ROWS_OF_A_READ * num_kv_heads
+    return (causal or q_len == 1) and q_len * num_qo_heads <= ROWS_OF_DECODE * num_kv_heads
 
 
 def batch_class(settings: Settings, lengths: BatchLengths) -> Known | None:

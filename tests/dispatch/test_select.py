@@ -75,8 +75,9 @@ def test_persistent_kernels_take_many_rows(backend: str, arch: str, kv_source: s
 @pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a")])
 def test_persistent_kernels_widen_8_bit_keys(backend: str, arch: str, kv_dtype: torch.dtype, kv_source: str) -> None:
     features = CUDA._replace(kv_dtype=kv_dtype, kv_source=kv_source)
-    assert select.choose(features, arch=named(arch), load=Load(65)).name == backend
-    assert select.choose(features, arch=named(arch), load=Load(64)) is FA2
+    least = {"fa3": 33, "fa4": 65}[backend]
+    assert select.choose(features, arch=named(arch), load=Load(least)).name == backend
+    assert select.choose(features, arch=named(arch), load=Load(least - 1)) is FA2
 
 
 @pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_100a"), ("fa4", "sm_90a"), ("fa4", "sm_120a")])
@@ -116,7 +117,7 @@ def test_fa3_takes_many_rows_that_its_transform_warps_prepare(
     least = capabilities.BY_NAME["fa3"].min_rows_of["nvfp4" if "kv_block_scales" in asked else "ROPE_LLAMA"]
     assert select.choose(features, arch=HOPPER, load=Load(least)).name == "fa3"
     assert select.choose(features, arch=HOPPER, load=Load(least - 1)) is FA2
-    assert least in capabilities.ROWS_CLASSES
+    assert least in capabilities.rows_classes(features.kv_dtype)
     for arch in ("sm_80", "sm_100a", "sm_120a"):
         assert select.choose(features, arch=named(arch), load=Load(65)) is FA2
     for refused in ({"head_dim_qk": 72, "head_dim_vo": 72}, {"head_dim_qk": 512, "head_dim_vo": 512}):
@@ -194,12 +195,14 @@ DECODE = CUDA._replace(decode=True, kv_source="paged", kv_dtype=E4M3)
 @pytest.mark.parametrize("kv_source", ["dense", "paged"])
 @pytest.mark.parametrize("kv_dtype", [*FP8, torch.uint8])
 def test_xqa_takes_decode_over_narrow_keys(arch: str, kv_source: str, kv_dtype: torch.dtype) -> None:
-    """As long as all rows of a request share one read of its keys."""
+    """As long as the rows of a request share two reads of its keys, three at head dimension 256."""
     narrow = DECODE._replace(kv_source=kv_source, kv_dtype=kv_dtype, kv_block_scales=kv_dtype == torch.uint8)
-    for head_dim, most in ((64, 16), (128, 16), (256, 8)):
+    for head_dim, most in ((64, 32), (128, 32), (256, 24)):
         features = narrow._replace(head_dim_qk=head_dim, head_dim_vo=head_dim, sinks=True, positive_scale=False)
         assert select.choose(features, arch=named(arch), load=Load(most)) is XQA
-        assert select.choose(features, arch=named(arch), load=Load(most + 1)) is FA2
+        assert select.choose(features, arch=named(arch), load=Load(most + 1)) is (
+            FA3 if arch == "sm_90a" and most + 1 >= 33 else FA2
+        )
         assert select.choose(features, "xqa", named(arch), load=Load(100)) is XQA
     assert select.choose(narrow._replace(decode=False), arch=named(arch), load=Load(1)) is FA2
     wide = narrow._replace(kv_dtype=BF16, kv_block_scales=False)

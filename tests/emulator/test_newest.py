@@ -22,6 +22,8 @@ TAKEN = (
     dataclasses.replace(DRAFTS, qo_lens=(1, 1, 1), kv_lens=(65, 0, 7), mask="none", sinks=True),
     dataclasses.replace(DRAFTS, window_left=20, k_scale=0.5, v_scale=-1.25, tensor_scales=True, lse_base="ln"),
     paged((3, 3), (33, 40), 5, kv_dtype="nvfp4", cache="one", k_scale=0.5, **CAUSAL, **heads(4, 2)),
+    dataclasses.replace(DRAFTS, qo_lens=(5, 5, 5), kv_lens=(65, 5, 140)),
+    dataclasses.replace(DRAFTS, qo_lens=(6, 6, 6), **dims(256)),
     paged((2,), (150,), 1, kv_layout="HND", cache="strided", indices="int64", **CAUSAL, **heads(8, 1)),
 )
 LEFT: dict[str, BatchCase] = {
@@ -33,7 +35,8 @@ LEFT: dict[str, BatchCase] = {
     "multi-item scoring": dataclasses.replace(
         DRAFTS, qo_lens=(9, 9, 9), kv_lens=(65, 30, 140), mask="items", **heads(1, 1)
     ),
-    "more rows than share a read": dataclasses.replace(DRAFTS, qo_lens=(5, 5, 5)),
+    "more rows than share two reads": dataclasses.replace(DRAFTS, qo_lens=(9, 9, 9)),
+    "more rows than kernels of decode take": dataclasses.replace(DRAFTS, qo_lens=(17, 17, 17)),
     "splits of their own": dataclasses.replace(DRAFTS, fixed_split_size=2),
     "no splits": dataclasses.replace(DRAFTS, disable_split_kv=True),
     "ragged keys": ragged((4, 4, 4), (65, 20, 140), dtype="bfloat16", **CAUSAL, **heads(4, 1)),

@@ -11,6 +11,7 @@ from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.fa3.tiles import choose
 from cute_attn.kernels.host.persistent import variant
+from cute_attn.schedule import few_tiles, last_wave
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, prefill
@@ -59,6 +60,26 @@ def test_single(size: str, problem: Case, schedule: Schedule) -> None:
     with mock.patch.object(variant, "launch_size", return_value=size):
         emulation = solve_single(FA3, problem, schedule, sms=2)
     assert_tile(size, problem.mask, emulation)
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda schedule: schedule.kind)
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ragged((400,), (700,), **heads(3, 3), **dims(64)),  # 9 tiles on 2 CTAs: three are cut
+        ragged((150, 150), (500, 500), dtype="bfloat16", sinks=True, **heads(1, 1), **dims(256)),
+    ],
+    ids=lambda batch: batch.id,
+)
+def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
+    with (
+        mock.patch.object(variant, "launch_size", return_value="longest"),
+        mock.patch.object(last_wave, "WORTHWHILE", (9, 1)),
+        mock.patch.object(few_tiles, "FEW", 0),
+    ):
+        emulation = solve_batch(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
+    assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
+    assert_tile("longest", batch.mask, emulation)
 
 
 @pytest.mark.parametrize(("size", "batch"), BATCHES, ids=str)
