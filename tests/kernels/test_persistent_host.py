@@ -218,6 +218,24 @@ def test_sections_of_a_batch(
     assert places == {(item, head) for item in range(plan.work.item_capacity) for head in range(16)}
 
 
+@pytest.mark.parametrize(
+    ("changes", "size", "cut"),
+    [
+        ({}, "longest", True),
+        ({}, "long", False),
+        ({"mask": "causal"}, "longest", False),
+        ({"window_left": 200}, "longest", False),
+        ({"mask": "custom"}, "longest", False),
+        ({"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "o_dtype": "bfloat16"}, "longest", False),
+    ],
+)
+def test_whose_last_wave_is_cut(target: Target, changes: dict[str, Any], size: str, cut: bool) -> None:
+    """On Hopper, where it was measured."""
+    settings = build(ragged((40, 20), (60, 30), **heads(2, 1), **dims(128), **changes)).problem.settings
+    found = persistent_batch.tiling(target.kernels, settings, 64, 64, target.arch.name, 132, size)
+    assert found.params.cuts_last_wave is (cut and target.name == "fa3")
+
+
 def test_fp8_tensor_maps_and_scales(target: Target, parameters: tuple[str, ...]) -> None:
     """Lines of 128 bytes hold 128 elements; a number a head travels by address."""
     q = torch.zeros(100, 8, 128).to(torch.float8_e4m3fn)

@@ -71,7 +71,7 @@ def tiling(
         partial_row_bytes=4 * (features.head_dim_vo + 1),
         l2_section_heads=section,
         l2_kv_tokens=variant.section_tokens(features, size) // kv_heads,
-        cuts_last_wave=kernels.cuts_last_wave and size == "longest" and variant.sees_all_keys(settings),
+        cuts_last_wave=kernels.cuts_last_wave and size == "longest" and variant.has_equal_tiles(settings),
     )
     return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
 

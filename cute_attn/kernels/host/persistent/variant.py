@@ -67,7 +67,7 @@ class PersistentKernels(Generic[T]):
     # By head dim and bits of q: `window_left` up to which heads share tiles of long causal requests too.
     packed_windows: Mapping[tuple[int, int], int] = field(default_factory=dict)
     rope_tile: Callable[[tuple[int, int]], T] | None = None  # by head dims, of kernels that rotate q and k
-    cuts_last_wave: bool = False  # of "longest" launches whose rows see all keys
+    cuts_last_wave: bool = False  # of "longest" launches that have equal tiles
 
     def spec(
         self, features: Features, window: bool, tile: T, split: bool = False, page_size: int = SMALL_PAGE
@@ -187,10 +187,13 @@ def scores(features: Features) -> tuple[str, ...]:
     return () if features.q_dtype in FP8 and steps == ("scale",) else steps
 
 
-def sees_all_keys(settings: Settings) -> bool:
-    """Tells whether every row sees all keys of its request."""
-    hidden = settings.causal or settings.window_left >= 0
-    return not (hidden or settings.features.custom_mask or settings.features.multi_item)
+def has_equal_tiles(settings: Settings) -> bool:
+    """Tells whether every row sees all keys of its request, so that kv tiles take as long as `last_wave` expects: those
+    of fp8 q take half the time, and were not measured.
+    """
+    features = settings.features
+    hidden = settings.causal or settings.window_left >= 0 or features.custom_mask or features.multi_item
+    return not hidden and features.q_dtype not in FP8
 
 
 def rotates(features: Features) -> bool:
