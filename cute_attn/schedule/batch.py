@@ -445,7 +445,7 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
 
 def orders_by_l2(params: SchedulerParams, items: int, merges: int) -> bool:
     """Tells whether items are ordered by L2 group before length: not in few waves, the last of which would end late;
-    nor where the last wave is cut, whose parts come last.
+    nor where last waves may be cut and tiles have parts, which come last.
     """
     if merges and params.cuts_last_wave:
         return False
