@@ -50,11 +50,13 @@ SPEC_DTYPES = {"e4m3": "float8_e4m3fn"}
 class Trial(NamedTuple):
     """Way to run a row. `tile`: None, that of the table. `packed`: whether the heads of a group share tiles; None: as
     the family says. `section_mib`: keys and values of an L2 section; None: as ever.
+    `cuts_last_wave`: False, never.
     """
 
     tile: HopperTile | None = None
     packed: bool | None = None
     section_mib: int | None = None
+    cuts_last_wave: bool = True
 
     @property
     def name(self) -> str:
@@ -69,6 +71,8 @@ class Trial(NamedTuple):
             words.append("packed" if self.packed else "unpacked")
         if self.section_mib is not None:
             words.append(f"sections-of-{self.section_mib}-MiB")
+        if not self.cuts_last_wave:
+            words.append("whole-tiles")
         return " ".join(words)
 
 
@@ -163,6 +167,7 @@ VIT_64 = (
     Trial(tile(64, 112, 2, 1, 2)),
     Trial(tile(64, 64, 3, 2, 3)),
 )
+WHOLE_TILES = tuple(Trial(section_mib=mib, cuts_last_wave=False) for mib in (None, 16, 48))
 DEEPSEEK = (
     Trial(tile(192, 80, 3, 1, ping_pong=True)),
     Trial(tile(192, 80, 2, 1, ping_pong=True)),
@@ -186,7 +191,7 @@ ROWS: Mapping[str, Sequence[Row]] = {
     "mistral": (Row(causal(4, 4096, (32, 8), 128, 127), MISTRAL),),
     "e4m3": (Row(e4m3(causal(4, 4096, (32, 8), 128, 511)), E4M3),),
     "d256": (
-        Row(equal(1, 16384, 16384, (8, 8), 256), WIDE),
+        Row(equal(1, 16384, 16384, (8, 8), 256), (*WIDE, Trial(cuts_last_wave=False))),
         Row(causal(1, 16384, (8, 8), 256), WIDE),
         Row(equal(2, 8192, 8192, (8, 8), 256), HELD_Q),
         Row(causal(2, 8192, (8, 8), 256), HELD_Q),
@@ -238,6 +243,16 @@ ROWS: Mapping[str, Sequence[Row]] = {
         Row(Workload(n, n, heads, heads, 192, 128, causal), DEEPSEEK)
         for n, heads, causal in ((4096, 16, True), (16384, 16, True), (16384, 16, False), (1024, 64, True))
     ),
+    "last-wave": tuple(
+        Row(equal(1, length, length, (heads, heads), head_dim), WHOLE_TILES)
+        for length, heads, head_dim in (
+            (16384, 16, 256),
+            (20000, 8, 256),
+            (16384, 16, 128),
+            (32760, 12, 128),
+            (16384, 16, 96),
+        )
+    ),
     "gpt-oss-long": (Row(causal(4, 4096, (64, 8), 64, 1023, sinks=True), GPT_OSS_LONG),),
 }
 
@@ -256,8 +271,8 @@ def fits(shape: HopperTile, smem_bytes: int) -> bool:
 
 @contextlib.contextmanager
 def force(trial: Trial) -> Iterator[None]:
-    """Makes plans take the tile, the heads and the sections of a trial; clears the tilings remembered before and
-    afterwards."""
+    """Makes plans take the tile, the heads, the sections and the waves of a trial; clears the tilings remembered before
+    and afterwards."""
 
     def heads(_: object, settings: Settings, qo_len: int, rows: int) -> int:
         group = settings.features.num_qo_heads // settings.features.num_kv_heads
@@ -273,6 +288,8 @@ def force(trial: Trial) -> Iterator[None]:
         if trial.section_mib is not None:
             for name in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
                 stack.enter_context(mock.patch.object(variant, name, trial.section_mib << 20))
+        if not trial.cuts_last_wave:
+            stack.enter_context(mock.patch.object(variant, "has_equal_tiles", return_value=False))
         yield
 
 

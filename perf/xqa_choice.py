@@ -36,8 +36,21 @@ WINDOWED = [
     for head_dim, heads in ((64, (64, 8)), (128, (32, 8)))
     for batch_size, window in WINDOWS
 ]
+# batch size, query tokens, kv_len, (query, kv) heads, head_dim: 20 to 64 packed rows, which fa3 takes too
+DRAFT_SHAPES = (
+    *((64, 5, 4096, (32, 8), 128), (64, 8, 4096, (32, 8), 128), (64, 12, 4096, (32, 8), 128)),
+    *((64, 5, 4096, (64, 8), 128), (64, 8, 4096, (64, 8), 128), (4, 8, 2048, (32, 8), 128)),
+    *((16, 8, 8192, (32, 8), 128), (64, 4, 4096, (64, 8), 64), (64, 5, 4096, (64, 8), 64)),
+    *((64, 8, 4096, (64, 8), 64), (64, 8, 4096, (32, 8), 96), (64, 8, 4096, (32, 8), 112)),
+    *((32, 5, 4096, (32, 8), 256), (32, 12, 4096, (32, 8), 256)),
+)
+DRAFTS = [
+    equal(batch_size, tokens, kv_len, heads, head_dim, 16, causal=True, kv_dtype=kv_dtype)
+    for kv_dtype, shapes in (("e4m3", DRAFT_SHAPES), ("nvfp4", ((64, 8, 4096, (32, 8), 128),)))
+    for batch_size, tokens, kv_len, heads, head_dim in shapes
+]
 
-WORKLOADS = [*GRID, *UNEVEN_LENGTHS, *WINDOWED]
+WORKLOADS = [*GRID, *UNEVEN_LENGTHS, *WINDOWED, *DRAFTS]
 
 if __name__ == "__main__":
     raise SystemExit(main("xqa_choice", WORKLOADS))

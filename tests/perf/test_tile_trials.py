@@ -52,6 +52,18 @@ def test_plans_take_a_trial() -> None:
     assert planned() == own
 
 
+def test_plans_leave_the_last_wave_whole() -> None:
+    settings = build(ragged((70,), (90,), **heads(8, 8), **dims(128))).problem.settings
+
+    def cuts() -> bool:
+        return tiling(KERNELS, settings, 64, 1 << 20, "sm_90a", 132, "longest").params.cuts_last_wave
+
+    assert cuts()
+    with tile_trials.force(Trial(cuts_last_wave=False)):
+        assert not cuts()
+    assert cuts()
+
+
 def test_a_run_measures_the_trials_of_its_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
