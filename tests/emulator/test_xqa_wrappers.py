@@ -135,8 +135,8 @@ def test_a_smaller_workspace_means_fewer_ctas() -> None:
 
 
 def test_what_auto_takes() -> None:
-    """XQA where it was measured to be faster: keys of 8 bits or fewer where a request's rows share one read of them,
-    keys of 16 bits at some head dims; of splits, fa2 has its own.
+    """XQA where it was measured to be faster: over keys of 8 bits or fewer up to a number of rows of a request that
+    depends on the head dimension, over keys of 16 bits at some head dimensions; of splits, fa2 has its own.
     """
     plain = decode((20, 7), kv_dtype=E4M3, dtype="bfloat16", **heads(8, 1))
     for changes, ran in (
@@ -144,10 +144,12 @@ def test_what_auto_takes() -> None:
         ({"kv_dtype": "nvfp4"}, {"xqa"}),
         ({"kv_dtype": None}, {"xqa"}),
         ({"kv_dtype": None, **dims(128)}, {"fa2"}),
-        ({"qo_lens": (2, 2)}, {"xqa"}),
-        ({"qo_lens": (3, 3)}, {"fa2"}),
-        (dims(256), {"xqa"}),
-        ({**dims(256), "qo_lens": (2, 2)}, {"fa2"}),
+        ({"qo_lens": (4, 4)}, {"xqa"}),
+        ({"qo_lens": (5, 5)}, {"fa3"}),
+        ({**dims(80), "qo_lens": (2, 2)}, {"xqa"}),
+        ({**dims(80), "qo_lens": (3, 3)}, {"fa2"}),
+        ({**dims(256), "qo_lens": (3, 3)}, {"xqa"}),
+        ({**dims(256), "qo_lens": (4, 4)}, {"fa2"}),
         ({"disable_split_kv": True}, {"fa2"}),
         ({"logits_soft_cap": 5.0}, {"fa2"}),
     ):
