@@ -132,8 +132,8 @@ def single_decode_with_kv_cache(
             use_tensor_cores, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse, q_scale,
             k_scale, v_scale, enable_pdl,
         )  # fmt: skip
-        key = single_calls.key_of(q, k, v, out, lse, numbers, names)
-        if (replayed := single_calls.try_replay(key, q, k, v, out, lse)) is not None:
+        key, kv_len = single_calls.key_of(q, k, v, out, lse, numbers, names)
+        if (replayed := single_calls.try_replay(key, kv_len, q, k, v, out, lse)) is not None:
             return replayed
     checks.boolean("use_tensor_cores", use_tensor_cores)
     call = Call(  # by position: keywords would cost 0.7 us

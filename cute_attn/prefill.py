@@ -163,8 +163,8 @@ def single_prefill_with_kv_cache(
             causal, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse,
             k_scale, v_scale, enable_pdl,
         )  # fmt: skip
-        key = single_calls.key_of(q, k, v, out, lse, numbers, names)
-        if (replayed := single_calls.try_replay(key, q, k, v, out, lse)) is not None:
+        key, kv_len = single_calls.key_of(q, k, v, out, lse, numbers, names)
+        if (replayed := single_calls.try_replay(key, kv_len, q, k, v, out, lse)) is not None:
             return replayed
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
     call = Call(  # by position: keywords would cost 0.7 us

@@ -12,9 +12,9 @@ from cute_attn.dispatch.capabilities import Backend, Load
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, load_class
 from cute_attn.kernels.host import gpu
-from cute_attn.kernels.host.batch import Repeat
 from cute_attn.kernels.host.family import KernelFamily, KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.single import SingleRepeat
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Problem, Request, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
@@ -79,12 +79,12 @@ def run(problem: Request, backend: str = "auto") -> None:
     _prepared(problem.settings, backend, load)(problem)
 
 
-def repeat(problem: Problem, backend: str) -> Repeat | None:
-    """Returns a function that repeats the run of `problem` with other addresses of q, k, v, out and lse; None where the
-    backend does not repeat runs. `problem` has none of the optional tensors.
+def repeat(problem: Problem, backend: str) -> SingleRepeat | None:
+    """Returns a function that repeats the run of `problem` with another number of keys and other addresses of q, k, v,
+    out and lse; None where the backend does not repeat runs. `problem` has none of the optional tensors.
     """
     run = _prepared(problem.settings, backend, load_class(problem.features, problem.qo_len, True))
-    of: Callable[[Problem], Repeat | None] | None = getattr(run, "repeat", None)
+    of: Callable[[Problem], SingleRepeat | None] | None = getattr(run, "repeat", None)
     return None if of is None else of(problem)
 
 

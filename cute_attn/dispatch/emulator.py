@@ -20,6 +20,7 @@ from cute_attn.kernels.host.batch import Repeat, Tensors
 from cute_attn.kernels.host.device_batch import NO_LENGTHS
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.single import SingleRepeat
 from cute_attn.problem import (
     BatchLengths,
     BatchLimits,
@@ -129,25 +130,25 @@ class EmulatedRun:
         with _visible(problem, run):
             run(problem)
 
-    def repeat(self, problem: Problem) -> Repeat | None:
-        """Returns a function that repeats the run of `problem` with other addresses, on the GPU emulated then; None
-        without query tokens.
+    def repeat(self, problem: Problem) -> SingleRepeat | None:
+        """Returns a function that repeats the run of `problem` with another number of keys and other addresses, on the
+        GPU emulated then; None without query tokens.
         """
         if problem.qo_len == 0:
             return None
         operands, qo_len = ("q", "k", "v", "out", "lse"), problem.qo_len
         others: Any = problem._replace(**dict.fromkeys(operands))  # type: ignore[arg-type]  # keeps no tensor alive
 
-        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+        def shown(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             gpu = _gpu()
             run: Any = self.run_on(gpu, _family(self.settings, gpu.arch, qo_len, True).name)
-            now = _placed(others._replace(**dict(zip(operands, tensors, strict=True))))
+            now = _placed(others._replace(kv_len=kv_len, **dict(zip(operands, tensors, strict=True))))
             with _visible(now, run):
                 if run not in repeats:
                     repeats[run] = run.repeat(now)
-                repeats[run](now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
+                repeats[run](kv_len, now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
 
-        repeats: weakref.WeakKeyDictionary[Any, Repeat] = weakref.WeakKeyDictionary()
+        repeats: weakref.WeakKeyDictionary[Any, SingleRepeat] = weakref.WeakKeyDictionary()
         return shown
 
     def _prepare(self, gpu: Gpu, family_name: str) -> Callable[[Request], None]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_attn.emulator import settings
 from cute_attn.emulator.memory import GlobalMemory, Region
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.launch import CPU, Dim3, Launch, describe
+from cute_attn.runtime.launch import CPU, Dim3, Launch, Lengths, describe
 
 _memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("emulated memory", default=None)
 
@@ -47,12 +47,15 @@ class EmulatedLaunch(Launch):
         spec = self.artifact.spec
         emulation.records.append(settings.Record(self.artifact.symbol, self.artifact.arch, grid, seconds, stats, spec))
 
-    def bound(self, values: Sequence[int | float | bytes], grid: Dim3, fields: Sequence[str]) -> Callable[..., None]:
+    def bound_to_lengths(
+        self, values: Sequence[int | float | bytes], fields: Sequence[str], length_fields: Sequence[str] = ()
+    ) -> Callable[..., None]:
         names = [param.name for param in self.artifact.params]
         kept = dict(zip(names, values, strict=True))
 
-        def launch(stream: int, *changed: int | bytes) -> None:
-            now = kept | dict(zip(fields, changed, strict=True))
+        def launch(lengths: Lengths, stream: int, *changed: int | bytes) -> None:
+            grid, numbers = lengths
+            now = kept | dict(zip(fields, changed, strict=True)) | dict(zip(length_fields, numbers, strict=True))
             self.fire([now[name] for name in names], grid, stream)
 
         return launch

@@ -6,12 +6,9 @@ The module imports without cuda-python and without a GPU; only the construction 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
-import itertools
 import math
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,12 +18,13 @@ import torch
 from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import dsl
-from cute_attn.runtime.artifact import Artifact, Param
+from cute_attn.runtime.artifact import Artifact
+from cute_attn.runtime.param_block import ParamBlock, ParamLayout
 
 Dim3 = tuple[int, int, int]
+Lengths = tuple[Dim3, tuple[int, ...]]  # what the lengths of a problem decide: grid, and values of parameters
 MAX_CLUSTER = 8  # CTAs that every GPU with clusters runs together; 12 and 16 were slower (docs/kernels/xqa.md)
 CPU = -1  # device index of CPU tensors, whose kernels run on the emulator
-_STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d", "map": "128s"}
 
 
 def current_stream(device_index: int) -> int:
@@ -36,68 +34,12 @@ def current_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
-class ParamBlock:
-    """Storage of one kernel's parameters in the layout that the cubin declares. Its addresses never change."""
-
-    def __init__(self, params: Sequence[Param]) -> None:
-        self._params = tuple(params)
-        layout, end = "=", 0
-        for param in self._params:
-            layout += f"{param.offset - end}x{_STRUCT_CODES[param.kind]}"
-            end = param.offset + param.size
-        self._struct = struct.Struct(layout)
-        self.buffer = ctypes.create_string_buffer(max(end, 1))
-        base = ctypes.addressof(self.buffer)
-        self._pointers = (ctypes.c_void_p * max(len(self._params), 1))(*(base + p.offset for p in self._params))
-        self.address = ctypes.addressof(self._pointers)  # the void*[] that cuLaunchKernelEx takes
-        self.size = end
-
-    def pack(self, values: Sequence[int | float | bytes]) -> None:
-        """Stores one value per parameter, in order. An ArgumentError names the first value that does not fit."""
-        try:
-            self._struct.pack_into(self.buffer, 0, *values)
-        except (struct.error, OverflowError, TypeError) as err:
-            raise ArgumentError(self._mismatch(values)) from err
-
-    def writer(self, fields: Sequence[str]) -> Callable[..., None]:
-        """Returns a function that stores values of these fields, in this order, and leaves all others."""
-        numbers = {param.name: i for i, param in enumerate(self._params)}
-        if len({*fields} & {*numbers}) < len(fields):
-            raise ValueError(f"fields to write must be distinct parameters of the kernel, got {list(fields)}")
-        space: dict[str, Any] = {"buffer": self.buffer}
-        lines = list[str]()
-        in_order = sorted(fields, key=numbers.__getitem__)
-        for _, run in itertools.groupby(enumerate(in_order), lambda pair: numbers[pair[1]] - pair[0]):  # adjacent ones
-            names = [name for _, name in run]
-            params = [self._params[numbers[name]] for name in names]
-            layout, start, end = "=", params[0].offset, params[0].offset
-            for param in params:
-                layout += f"{param.offset - end}x{_STRUCT_CODES[param.kind]}"
-                end = param.offset + param.size
-            space[f"pack{len(lines)}"] = struct.Struct(layout).pack_into
-            lines.append(f" pack{len(lines)}(buffer, {start}, {', '.join(names)})")
-        exec(f"def write({', '.join(fields)}):\n" + "\n".join(lines), space)
-        write: Callable[..., None] = space["write"]
-        return write
-
-    def _mismatch(self, values: Sequence[int | float | bytes]) -> str:
-        if len(values) != len(self._params):
-            return (
-                f"values must have one entry for each of the {len(self._params)} kernel parameters, got {len(values)}"
-            )
-        for param, value in zip(self._params, values, strict=True):
-            try:
-                struct.pack("=" + _STRUCT_CODES[param.kind], value)
-            except (struct.error, OverflowError, TypeError):
-                return f"kernel parameter {param.name} must be an {param.kind}, got {value!r}"
-        raise AssertionError("every value fits on its own")
-
-
 def describe(
     artifact: Artifact, values: Sequence[int | float | bytes], grid: Dim3, *, pdl: bool = False
 ) -> dict[str, Any]:
     """Returns what a launch passes to the driver, as plain data. Needs no GPU: the emulator and tests use it."""
-    block = ParamBlock(artifact.params)
+    layout = ParamLayout(artifact.params)
+    block = ParamBlock(layout)
     block.pack(values)
     return {
         "symbol": artifact.symbol,
@@ -108,7 +50,7 @@ def describe(
         "registers": artifact.registers,
         "pdl": pdl,
         "param_offsets": [param.offset for param in artifact.params],
-        "params": block.buffer.raw[: block.size],
+        "params": block.buffer.raw[: layout.size],
     }
 
 
@@ -132,7 +74,8 @@ class Launch:
         self._function = _function(artifact, device_index)
         self._config = self._build()
         self._configured: tuple[Dim3, int] | None = None  # grid and stream of the previous launch
-        self._block = ParamBlock(artifact.params)
+        self._layout = ParamLayout(artifact.params)
+        self._block = ParamBlock(self._layout)
         self._lock = threading.Lock()
 
     def fire(self, values: Sequence[int | float | bytes], grid: Dim3, stream: int) -> None:
@@ -154,28 +97,42 @@ class Launch:
 
     def bound(self, values: Sequence[int | float | bytes], grid: Dim3, fields: Sequence[str]) -> Callable[..., None]:
         """Returns a function of a stream and values of `fields` that launches with this grid and, for all other fields,
-        these values. It has parameter storage and a configuration of its own, where it writes no other field: this
-        takes 1 to 2 us less than `fire`. Threads may share it.
+        these values: `bound_to_lengths` of one `Lengths`.
         """
-        block, config, driver, lock = ParamBlock(self.artifact.params), self._build(), self._driver, threading.Lock()
-        block.pack(values)
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.hStream = latest = 0
-        write, context, function = block.writer(fields), self._context, self._function
+        return functools.partial(self.bound_to_lengths(values, fields), (grid, ()))
 
-        def launch(stream: int, *changed: int | bytes) -> None:
-            nonlocal latest
+    def bound_to_lengths(
+        self, values: Sequence[int | float | bytes], fields: Sequence[str], length_fields: Sequence[str] = ()
+    ) -> Callable[..., None]:
+        """Returns a function of `Lengths` (a grid, and values of `length_fields`), a stream and values of `fields` that
+        launches with them and, for all other fields, with these values. It has parameter storage and a configuration of
+        its own, where it writes no other field, and lengths only if they are another object than before: this takes 1
+        to 2 us less than `fire`. Threads may share it.
+        """
+        block, config, driver, lock = ParamBlock(self._layout), self._build(), self._driver, threading.Lock()
+        block.pack(values)
+        config.hStream = latest = 0
+        current: Lengths | None = None
+        write, write_lengths = block.writer(fields), block.writer(length_fields)
+        context, function = self._context, self._function
+
+        def launch(lengths: Lengths, stream: int, *changed: int | bytes) -> None:
+            nonlocal latest, current
             with lock:
                 write(*changed)
                 if stream != latest:
                     config.hStream = latest = stream
+                if lengths is not current:
+                    config.gridDimX, config.gridDimY, config.gridDimZ = lengths[0]
+                    write_lengths(*lengths[1])
+                    current = lengths
                 if driver.cuCtxGetCurrent()[1] == context:
                     status = driver.cuLaunchKernelEx(config, function, block.address, 0)[0]
                 else:
                     with _current(context):
                         status = driver.cuLaunchKernelEx(config, function, block.address, 0)[0]
             if status:
-                raise RuntimeError(f"launching {self.artifact.symbol} with grid {grid} failed: {status.name}")
+                raise RuntimeError(f"launching {self.artifact.symbol} with grid {lengths[0]} failed: {status.name}")
 
         return launch
 

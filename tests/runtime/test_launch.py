@@ -109,6 +109,23 @@ def test_a_bound_launch_replaces_the_fields_that_it_is_given(driver: StubDriver)
         kernel.bound(VALUES, (1, 1, 1), ["nothing"])
 
 
+def test_a_bound_launch_takes_lengths(driver: StubDriver) -> None:
+    """A grid and values of other fields, which stay until another object comes."""
+    kernel = Launch(toy(), 0)
+    names = [param.name for param in kernel.artifact.params]
+    launch = kernel.bound_to_lengths(VALUES, [names[0]], [names[4], names[1]])
+    short, long = ((4, 3, 2), (-7, 1)), ((9, 1, 1), (-8, 2))
+    for lengths, out in ((short, 32), (short, 48), (long, 48), (short, 64)):
+        launch(lengths, 5, out)
+    assert [(run["grid"], run["params"]) for run in driver.launches] == [
+        (grid, expected_params((out, count, *VALUES[2:4], bias)))
+        for (grid, (bias, count)), out in ((short, 32), (short, 48), (long, 48), (short, 64))
+    ]
+    driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(RuntimeError, match=r"grid \(9, 1, 1\) failed: CUDA_ERROR_INVALID_VALUE"):
+        launch(long, 5, 32)
+
+
 def test_describe_is_what_the_driver_gets(driver: StubDriver) -> None:
     kernel = Launch(toy(), 0, pdl=True)
     kernel.fire(VALUES, (4, 3, 2), 0)

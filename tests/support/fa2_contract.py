@@ -144,7 +144,7 @@ class InterpretedLaunch:
             (run_merges if self.spec.schedule == "items" else run_combine)(self.spec, self.params, grid)
         InterpretedLaunch.fired.append(self)
 
-    bound = EmulatedLaunch.bound
+    bound, bound_to_lengths = EmulatedLaunch.bound, EmulatedLaunch.bound_to_lengths
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +75,46 @@ def test_replays_compute_what_full_calls_do(name: str, full_checks: list[Any]) -
             assert (found[0] if isinstance(found, tuple) else found) is out
             compare(found, wanted)
             assert len(full_checks) == (i < 2)
+
+
+GROWING = {
+    "fa2 decode": ("fa2", None, (200, 201, 700, 1, 700, 700, 701, 33), {"return_lse": True, "window_left": 600}),
+    "fa2 append": ("fa2", 5, (40, 41, 900, 42, 42, 42), {"causal": True, "kv_layout": "HND"}),
+    "fa3 append": ("fa3", 40, (60, 70, 71, 71, 40, 500), {"causal": True, "kv_layout": "HND"}),
+    "xqa decode": ("xqa", None, (200, 201, 202, 0, 2000, 202, 2, 5000), {"return_lse": True}),
+}
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", GROWING)
+def test_replays_take_any_number_of_keys(name: str, full_checks: list[Any]) -> None:
+    """Of a cache within a larger one, with whole and split keys in turn; 0 and 1 keys are checked in full."""
+    kernels, qo_len, kv_lens, options = GROWING[name]
+    function = single_decode_with_kv_cache if qo_len is None else single_prefill_with_kv_cache
+    torch.manual_seed(0)
+    layout = options.get("kv_layout", "NHD")
+    with using("sm_90a", kernels=kernels, sms=4):
+        for i, kv_len in enumerate(kv_lens):
+            q, *caches = operands(qo_len, max(kv_lens), layout)
+            k, v = (x[:, :kv_len] if layout == "HND" else x[:kv_len] for x in caches)
+            wanted = function(q, k, v, backend="reference", **options)
+            full_checks.clear()
+            compare(function(q, k, v, backend="emulator", **options), wanted)
+            assert len(full_checks) == (i < 2 or kv_len < 2)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("kernels", ["fa2", "xqa"])
+def test_replays_keep_no_tensor_alive(kernels: str, full_checks: list[Any]) -> None:
+    q, k, v = operands(None, 300)
+    with using("sm_90a", kernels=kernels, sms=4):
+        for kv_len in (100, 100, 100, 101):
+            out = single_decode_with_kv_cache(q, k[:kv_len], v[:kv_len], backend="emulator")
+    alive = [weakref.ref(x) for x in (q, k, v, out)]
+    del q, k, v, out
+    full_checks.clear()
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4
 
 
 @pytest.mark.emulator
@@ -155,6 +197,22 @@ def test_the_callers_buffers_are_checked_in_every_call(replayed: list[Any]) -> N
     assert not replayed
 
 
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_buffers_among_later_keys_are_refused_once_these_are_read(kv_layout: str, replayed: list[Any]) -> None:
+    q, k, v = operands(2, 30, kv_layout)
+    out = (k[1, 20:28] if kv_layout == "HND" else k[20:24]).view(q.shape)
+
+    def call(kv_len: int) -> None:
+        keys = (x[:, :kv_len] if kv_layout == "HND" else x[:kv_len] for x in (k, v))
+        single_prefill_with_kv_cache(q, *keys, kv_layout=kv_layout, out=out)
+
+    for kv_len in (10, 10, 10, 20):
+        call(kv_len)
+    assert len(replayed) == 2
+    with pytest.raises(ArgumentError, match="out must not share memory with k"):
+        call(21)
+
+
 def test_layouts_dtypes_and_tensors_as_options_are_no_replays(replayed: list[Any], full_checks: list[Any]) -> None:
     q, k, v = operands(3, 20)
     cached((q, k, v))
@@ -163,7 +221,7 @@ def test_layouts_dtypes_and_tensors_as_options_are_no_replays(replayed: list[Any
     for call in (
         lambda: single_prefill_with_kv_cache(wide, k, v),
         lambda: single_prefill_with_kv_cache(q.bfloat16(), k.bfloat16(), v.bfloat16()),
-        lambda: single_prefill_with_kv_cache(q, k[:7], v[:7]),
+        lambda: single_prefill_with_kv_cache(q, k[:1], v[:1]),
         lambda: single_prefill_with_kv_cache(q, k, v, sinks=torch.zeros(HEADS[0])),
         lambda: single_prefill_with_kv_cache(q, k, v, custom_mask=torch.ones(3, 20, dtype=torch.bool)),
         lambda: single_prefill_with_kv_cache(q, k, v, lse_base="ln"),

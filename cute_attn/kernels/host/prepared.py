@@ -22,10 +22,11 @@ class PreparedKernel(Protocol):
     attention: Launch
     combine: CombineKernel | None  # None: the attention kernel leaves no partials to combine
     output: OutputTarget
+    number_fields: tuple[str, ...]  # those of the kernel's schedule
     replay_fields: tuple[str, ...]
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
-        """Returns the parameters of an attention launch. `numbers`: values of the kernel's schedule fields."""
+        """Returns the parameters of an attention launch. `numbers`: values of `number_fields`."""
 
     def replay(self, problem: Problem | BatchProblem) -> Replay:
         """Returns a function that computes the parameters in which a launch differs from that of `problem`, if its

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from cute_attn.kernels.host.batch import Repeat, Tensors
+from cute_attn.kernels.host.combine import LENGTH_FIELDS
 from cute_attn.kernels.host.params import PARTIAL_FIELDS, Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
@@ -17,6 +18,8 @@ from cute_attn.runtime.launch import current_stream
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
 MAX_TILES = 64  # of one request's settings
+
+NO_TENSORS: Any = dict.fromkeys(("q", "k", "v", "out", "lse"))  # of a Problem that keeps none alive
 
 T = TypeVar("T")  # a family's tile
 
@@ -34,7 +37,11 @@ class SingleSchedule(Generic[T]):
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
 
+SingleRepeat = Callable[[int, int, int, int, int, int, Tensors], None]
+# ^ a run with another number of keys, and other addresses of q, k, v, out and lse
+
 SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels, grid, numbers and num_splits
+Bound = tuple[Callable[..., None], Callable[..., None] | None]  # launches of attention, and of combine if it merges
 
 
 class SingleRun(Generic[T]):
@@ -71,39 +78,72 @@ class SingleRun(Generic[T]):
         kernel.attention.fire(kernel.values(problem, partial, numbers, stream), grid, stream)
         combine.launch.fire(combine.values(target, partial[:2], (qo_len, num_splits)), (rows, 1, 1), stream)
 
-    def repeat(self, problem: Problem) -> Repeat | None:
-        """Returns a function that repeats the run of `problem` with other addresses; None without query tokens."""
-        qo_len, index = problem.qo_len, self.device_index
-        if qo_len == 0:
+    def repeat(self, problem: Problem) -> SingleRepeat | None:
+        """Returns a function that repeats the run of `problem` with another number of keys, 2 or more, and other
+        addresses; None without query tokens.
+        """
+        if problem.qo_len == 0:
             return None
-        kernel, grid, numbers, num_splits = self.launch(qo_len, problem.kv_len)
-        attention, combine, fields, values = (
-            kernel.attention,
-            kernel.combine,
-            kernel.replay_fields,
-            kernel.replay(problem),
-        )
-        target, stream_of, workspace = kernel.output.of(problem), current_stream, self._workspace
+        others = problem._replace(**NO_TENSORS)
+        bound: dict[PreparedKernel, Bound] = {}
+
+        def of_length(kv_len: int, tensors: Tensors) -> Repeat:
+            now = others._replace(kv_len=kv_len, **dict(zip(NO_TENSORS, tensors, strict=True)))
+            kernel, *_ = launch = self.launch(now.qo_len, kv_len)
+            if kernel not in bound:
+                bound[kernel] = self._bind(now, launch)
+            return self._repeat(now, launch, *bound[kernel])
+
+        latest = problem.kv_len, of_length(problem.kv_len, (problem.q, problem.k, problem.v, problem.out, problem.lse))
+
+        def run(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+            nonlocal latest
+            length, repeat = latest
+            if kv_len != length:
+                _, repeat = latest = kv_len, of_length(kv_len, tensors)
+            repeat(q, k, v, out, lse, tensors)
+
+        return run
+
+    def _bind(self, problem: Problem, launch: SingleLaunch) -> Bound:
+        """Returns functions that launch the kernels of `launch` for problems that differ from this one in addresses and
+        in the number of keys.
+        """
+        kernel, _, numbers, num_splits = launch
+        stream, combine, target = current_stream(self.device_index), kernel.combine, kernel.output.of(problem)
+        fields = kernel.replay_fields, kernel.number_fields
         if combine is None:
-            fire = attention.bound(kernel.values(problem, target, numbers, stream_of(index)), grid, fields)
+            return kernel.attention.bound_to_lengths(kernel.values(problem, target, numbers, stream), *fields), None
+        rows = problem.qo_len * self.num_qo_heads * num_splits
+        partial = kernel.output.partials(self._workspace(problem.q, rows), rows)
+        merged = combine.values(target, partial[:2], (problem.qo_len, num_splits))
+        return (
+            kernel.attention.bound_to_lengths(kernel.values(problem, partial, numbers, stream), *fields),
+            combine.launch.bound_to_lengths(merged, ("o", "lse", *PARTIAL_FIELDS), LENGTH_FIELDS),
+        )
+
+    def _repeat(
+        self, problem: Problem, launch: SingleLaunch, attend: Callable[..., None], merge: Callable[..., None] | None
+    ) -> Repeat:
+        """Returns a function that repeats the run of `problem` with other addresses, by the functions of `_bind`."""
+        kernel, grid, numbers, num_splits = launch
+        lengths, values, index, stream_of = (grid, numbers), kernel.replay(problem), self.device_index, current_stream
+        if merge is None:
 
             def run(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
                 stream = stream_of(index)
-                fire(stream, *values(q, k, v, out, lse, stream))
+                attend(lengths, stream, *values(q, k, v, out, lse, stream))
 
             return run
-        rows = qo_len * self.num_qo_heads
+        rows, workspace = problem.qo_len * self.num_qo_heads, self._workspace
         partial_rows, lse_offset = rows * num_splits, 4 * rows * num_splits * self.head_dim_vo
-        partial = kernel.output.partials(workspace(problem.q, partial_rows), partial_rows)
-        split = attention.bound(kernel.values(problem, partial, numbers, stream_of(index)), grid, fields)
-        merged = combine.values(target, partial[:2], (qo_len, num_splits))
-        merge = combine.launch.bound(merged, (rows, 1, 1), ("o", "lse", *PARTIAL_FIELDS))
+        of_merge = (rows, 1, 1), (problem.qo_len, num_splits)
 
         def run_and_combine(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             stream, memory = stream_of(index), workspace(tensors[0], partial_rows)
             o = memory.data_ptr()
-            split(stream, *values(q, k, v, o, o + lse_offset, stream))
-            merge(stream, out, lse, o, o + lse_offset)
+            attend(lengths, stream, *values(q, k, v, o, o + lse_offset, stream))
+            merge(of_merge, stream, out, lse, o, o + lse_offset)
 
         return run_and_combine
 

@@ -80,7 +80,8 @@ class PreparedKernel:
                 HEAD_SCALE_FIELDS: features.per_head_scales,
             }
         )
-        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, batch_fields(settings) if batch else LENGTH_FIELDS, extras)
+        self.number_fields: tuple[str, ...] = batch_fields(settings) if batch else LENGTH_FIELDS
+        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, self.number_fields, extras)
         packer = ParamPacker.of(self.attention, static | absent, dynamic)
         self.pack = packer.values
         self.replay_fields: tuple[str, ...] = ADDRESS_FIELDS

@@ -100,8 +100,8 @@ class PreparedKernel:
             extras += BLOCK_SCALE_FIELDS
         self.output_map = any(param.name in OUTPUT_MAP_FIELDS for param in self.attention.artifact.params)
         output_fields = OUTPUT_MAP_FIELDS if self.output_map else ()
-        numbers = ORDER_FIELDS + (batch_fields(settings) if batch else LENGTH_FIELDS)
-        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, (*extras, *output_fields))
+        self.number_fields: tuple[str, ...] = ORDER_FIELDS + (batch_fields(settings) if batch else LENGTH_FIELDS)
+        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, self.number_fields, (*extras, *output_fields))
         packer = ParamPacker.of(self.attention, static | absent, dynamic)
         self.pack = packer.values
         self.replay_fields: tuple[str, ...] = (*REPLAY_FIELDS, *output_fields)

@@ -79,7 +79,8 @@ class PreparedKernel:
             static["resident"] = gpu.sms * spec.ctas
         extras, absent = optional({PAGE_FIELDS: self.paged, BLOCK_SCALE_FIELDS: features.kv_block_scales})
         ahead = AHEAD_FIELDS if self.ahead else ()
-        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, REQUEST_FIELDS + SCRATCH_FIELDS, extras + ahead)
+        self.number_fields: tuple[str, ...] = REQUEST_FIELDS + SCRATCH_FIELDS
+        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, self.number_fields, extras + ahead)
         packer = ParamPacker.of(self.attention, static | absent, dynamic)
         self.pack = packer.values
         self.replay_fields: tuple[str, ...] = ADDRESS_FIELDS
