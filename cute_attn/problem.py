@@ -167,6 +167,11 @@ class BatchLengths:
         """The numbers as lists, for schedules of few query tiles."""
         return self.qo_indptr.tolist(), self.qo_len.tolist(), self.kv_start.tolist(), self.kv_len.tolist()
 
+    @property
+    def kv_ranges(self) -> tuple[np.ndarray | list[int], np.ndarray | list[int]]:
+        """Where the keys of each request start, and their number."""
+        return self.kv_start, self.kv_len
+
     @functools.cached_property
     def batch_size(self) -> int:
         """Number of requests."""
@@ -219,13 +224,13 @@ class ListedLengths(BatchLengths):
     def __init__(self, lists: LengthLists) -> None:
         qo_indptr, qo_len, _, kv_len = self.lists = lists
         self.batch_size, self.rows, self.first_row = len(kv_len), qo_indptr[-1], qo_indptr[0]
-        self.longest_qo, self.longest_kv = max(qo_len), max(kv_len)
+        self.longest_qo, self.longest_kv, self.total_kv = max(qo_len), max(kv_len), sum(kv_len)
         self.with_queries = self.batch_size - qo_len.count(0)
 
-    @functools.cached_property
-    def total_kv(self) -> int:
-        """Keys of all requests."""
-        return sum(self.lists[3])
+    @property
+    def kv_ranges(self) -> tuple[list[int], list[int]]:
+        """Where the keys of each request start, and their number."""
+        return self.lists[2][: self.batch_size], self.lists[3]
 
     @functools.cached_property
     def qo_indptr(self) -> np.ndarray:  # type: ignore[override]  # a cached_property may be written

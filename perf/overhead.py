@@ -172,12 +172,16 @@ def peers(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]:
             name = f"{peer.name}, {w.phase}{' wrapper, run' if w in BATCHES else ''}"
             found.setdefault(name, functools.partial(bind, peer, w, name))
 
+    def growing() -> dict[str, Call]:
+        decode = flashinfer("flashinfer").single_decode_with_kv_cache
+        return {"FlashInfer decode, growing cache": GrowingCache(LONG.inputs(device), decode)}
+
     def plans() -> dict[str, Call]:
         library = flashinfer("flashinfer")
         calls = plan_calls(library, device, {"use_tensor_cores": True}, {"backend": "fa2"})
         return {f"FlashInfer fa2, {name}": call for name, call in calls.items()}
 
-    return {**found, "FlashInfer fa2, plan": plans}
+    return {**found, "FlashInfer decode, growing cache": growing, "FlashInfer fa2, plan": plans}
 
 
 def measure_all(device: torch.device) -> dict[str, Any]:

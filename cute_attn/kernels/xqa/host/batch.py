@@ -66,8 +66,7 @@ def schedule(
     if isinstance(lengths, DeviceLengths):
         records[: 2 * batch_size] = 0  # until `XqaBatchRun.again`
     else:
-        records[:batch_size] = lengths.kv_len
-        records[batch_size : 2 * batch_size] = lengths.kv_start
+        records[batch_size : 2 * batch_size], records[:batch_size] = lengths.kv_ranges
     return XqaBatchSchedule(of, config, batch_size, records, limits.keeps_address)
 
 
@@ -138,8 +137,7 @@ class XqaBatchRun(BatchRun):
             return True
         size = self.batch_size
         records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero
-        records[:size] = lengths.kv_len
-        records[size:] = lengths.kv_start
+        records[size:], records[:size] = lengths.kv_ranges
         self.staging.upload(records)
         return True
 
