@@ -26,7 +26,7 @@ CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 
 Result = Tensor | tuple[Tensor, Tensor]
 Numbers = tuple[Any, ...]  # options whose values may be equal although their types differ: 1 == 1.0 == True
-Names = tuple[Any, ...]  # all other options
+Names = tuple[Any, ...]  # all other options, the layout first
 
 
 class CachedCall(NamedTuple):

@@ -126,3 +126,24 @@ def test_single_calls_are_replayed_and_captured(qo_len: int | None, kv_len: int)
             target.copy_(source)
         graph.replay()
         check(out, kept)
+
+
+@pytest.mark.parametrize(("qo_len", "num_kv_heads"), [(None, 2), (None, 8), (16, 2), (100, 2)])
+def test_single_calls_over_a_growing_cache(qo_len: int | None, num_kv_heads: int) -> None:
+    """Every call with more keys than the one before, twice; a captured one stays what it was when later ones grow."""
+    function = single_decode_with_kv_cache if qo_len is None else single_prefill_with_kv_cache
+    q = torch.randn(*(() if qo_len is None else (qo_len,)), 8, HEAD_DIM, device="cuda").bfloat16()
+    k, v = torch.randn(2, 30_000, num_kv_heads, HEAD_DIM, device="cuda").bfloat16()
+
+    def check(out: torch.Tensor, kv_len: int) -> None:
+        close(out, function(q.cpu(), k[:kv_len].cpu(), v[:kv_len].cpu()))
+
+    graph = torch.cuda.CUDAGraph()
+    for kv_len in (100, 101, 102, 500, 2000, 2001, 9000, 30_000):
+        for _ in range(2):
+            check(function(q, k[:kv_len], v[:kv_len]), kv_len)
+        if kv_len == 2001:
+            with torch.cuda.graph(graph):
+                captured = function(q, k[:kv_len], v[:kv_len])
+    graph.replay()
+    check(captured, 2001)
