@@ -109,8 +109,11 @@ def _cache_key(arguments: RunArguments) -> Any:
         key = q.shape, q.stride(), q.dtype, q.device, kv, return_lse
     except RuntimeError:  # a sparse tensor has no strides: the full path refuses it
         return None
-    if q_scale is k_scale is v_scale is out is lse is enable_pdl is window_left is sinks is sf is head_scales is None:
-        return key
+    if q_scale is k_scale is v_scale is lse is enable_pdl is window_left is sinks is sf is head_scales is None:
+        if out is None:
+            return key
+        if isinstance(out, Tensor):
+            return key, buffer_key(out)
     if not (out is None or isinstance(out, Tensor)) or not (lse is None or isinstance(lse, Tensor)):
         return None
     numbers = q_scale, k_scale, v_scale, enable_pdl, window_left
@@ -131,17 +134,20 @@ def outputs_qualify(
     """Tell whether buffers of the caller are aligned, no negative views, need no gradient, and overlap nothing else.
     `spans`: bytes that q, k, v, out and lse cover; `starts`: addresses of q, k and v; `protected`: memory of the plan.
     """
-    of_q, of_k, of_v, of_out, of_lse = spans
-    taken = [(start, start + span) for start, span in zip(starts, (of_q, of_k, of_v), strict=True)]
-    taken += protected
-    for buffer, span in ((out, of_out), (lse, of_lse)):
-        if buffer is None:
-            continue
-        start = buffer.data_ptr()
-        stop = start + span
-        if buffer is out and start % ALIGNMENT:
+    (q, k, v), (of_q, of_k, of_v, of_out, of_lse) = starts, spans
+    out_start = lse_start = 0
+    if out is not None:
+        out_start = out.data_ptr()
+        if out_start % ALIGNMENT or out.is_neg() or out.requires_grad:
             return False
-        if buffer.is_neg() or buffer.requires_grad or any(start < end and begin < stop for begin, end in taken):
+    if lse is not None:
+        lse_start = lse.data_ptr()
+        if lse.is_neg() or lse.requires_grad or (lse_start < out_start + of_out and out_start < lse_start + of_lse):
             return False
-        taken.append((start, stop))
+    for start, stop in ((out_start, out_start + of_out), (lse_start, lse_start + of_lse)):
+        if q < stop and start < q + of_q or k < stop and start < k + of_k or v < stop and start < v + of_v:
+            return False
+        for other, end in protected:
+            if other < stop and start < end:
+                return False
     return True
