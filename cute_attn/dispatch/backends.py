@@ -15,9 +15,22 @@ from cute_attn.kernels.host import gpu
 from cute_attn.kernels.host.family import KernelFamily, KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.single import SingleRepeat
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Problem, Request, Settings
+from cute_attn.problem import (
+    BatchLengths,
+    BatchLimits,
+    BatchProblem,
+    DecodeProblem,
+    DeviceLengths,
+    Problem,
+    Request,
+    Settings,
+)
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
+
+DecodeRepeat = Callable[..., None]
+# ^ a decode call with another query, and other addresses of the workspace, q, k, v, out, lse, sinks, block_tables and
+# seq_lens, in this order
 
 
 class Implementation(Protocol):
@@ -85,6 +98,15 @@ def repeat(problem: Problem, backend: str) -> SingleRepeat | None:
     """
     run = _prepared(problem.settings, backend, load_class(problem.features, problem.qo_len, True))
     of: Callable[[Problem], SingleRepeat | None] | None = getattr(run, "repeat", None)
+    return None if of is None else of(problem)
+
+
+def repeat_decode(problem: DecodeProblem, backend: str) -> DecodeRepeat | None:
+    """Returns a function that repeats the run of `problem` with other addresses; None where the backend does not repeat
+    such runs. `problem` has none of the optional tensors but sinks.
+    """
+    run = _prepared(problem.settings, backend, load_class(problem.features, problem.qo_len, False))
+    of: Callable[[DecodeProblem], DecodeRepeat | None] | None = getattr(run, "repeat_decode", None)
     return None if of is None else of(problem)
 
 

@@ -145,7 +145,7 @@ def outputs_qualify(
         if lse.is_neg() or lse.requires_grad or (lse_start < out_start + of_out and out_start < lse_start + of_lse):
             return False
     for start, stop in ((out_start, out_start + of_out), (lse_start, lse_start + of_lse)):
-        if q < stop and start < q + of_q or k < stop and start < k + of_k or v < stop and start < v + of_v:
+        if (q < stop and start < q + of_q) or (k < stop and start < k + of_k) or (v < stop and start < v + of_v):
             return False
         for other, end in protected:
             if other < stop and start < end:

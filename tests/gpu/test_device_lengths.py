@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache, single_prefill_with_kv_cache
+from cute_attn import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    single_decode_with_kv_cache,
+    single_prefill_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
+)
 from tests.gpu import marks
 
 PAGE_SIZE, HEADS, HEAD_DIM, BATCH, PAGES = 16, (8, 2), 128, 37, 700
@@ -147,3 +152,38 @@ def test_single_calls_over_a_growing_cache(qo_len: int | None, num_kv_heads: int
                 captured = function(q, k[:kv_len], v[:kv_len])
     graph.replay()
     check(captured, 2001)
+
+
+@pytest.mark.parametrize("workspace_bytes", [64 << 20, 64])
+def test_decode_calls_are_replayed_and_captured(workspace_bytes: int) -> None:
+    """Calls without a plan with other tensors, on a second stream too, then a captured one whose tables change."""
+    workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device="cuda")
+
+    def inputs() -> list[torch.Tensor]:
+        q = torch.randn(BATCH, HEADS[0], HEAD_DIM, device="cuda").bfloat16()
+        tables = torch.randint(PAGES, (BATCH, 40), dtype=torch.int32, device="cuda")
+        return [q, cache(), tables, torch.randint(1, 640, (BATCH,), dtype=torch.int32, device="cuda")]
+
+    def decode(x: list[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
+        q, kv, tables, lengths = x
+        return xqa_batch_decode_with_kv_cache(q, kv, memory, tables, lengths, 640, bmm1_scale=HEAD_DIM**-0.5)
+
+    def check(out: torch.Tensor, x: list[torch.Tensor]) -> None:
+        close(out, decode([y.cpu() for y in x], torch.zeros(64, dtype=torch.uint8)))
+
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for i in range(4):
+        streams[i % 2].wait_stream(streams[(i + 1) % 2])
+        with torch.cuda.stream(streams[i % 2]):
+            x = inputs()
+            out = decode(x, workspace)
+        streams[i % 2].synchronize()
+        check(out, x)
+    kept, graph = inputs(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(kept, workspace)
+    for _ in range(3):
+        for target, source in zip(kept, inputs(), strict=True):
+            target.copy_(source)
+        graph.replay()
+        check(out, kept)

@@ -1,0 +1,178 @@
+"""Replays of decode calls without a plan: the launches of calls that are checked in full, and their errors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from cute_attn import (
+    ArgumentError,
+    ArgumentTypeError,
+    trtllm_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
+)
+from cute_attn.request import decode as request_decode
+from cute_attn.runtime import launch
+from cute_attn.xqa import decode, replays, trtllm
+from perf.pretended_gpu import NullDriver, pretended_gpu
+
+HEADS, HEAD_DIM, PAGE_SIZE, PAGES, BATCH = (8, 2), 64, 16, 12, 3
+WORKSPACE_BYTES = 16 << 20
+CASES: dict[str, dict[str, Any]] = {
+    "one tensor": {},
+    "a pair, by heads": {"kv_layout": "HND", "pair": True, "return_lse": True},
+    "fp8, sinks, a window": {"dtype": torch.float8_e4m3fn, "sinks": True, "window_left": 20, "bmm2_scale": 0.5},
+    "drafts into a buffer": {"q_len_per_req": 3, "out": True},
+    "a small workspace": {"workspace_bytes": 64, "out": True, "enable_pdl": False},
+}
+FUNCTIONS = {"xqa": xqa_batch_decode_with_kv_cache, "trtllm": trtllm_batch_decode_with_kv_cache}
+
+Launched = tuple[tuple[int, int, int], dict[str, bytes]]  # grid, and the bytes of every parameter
+
+
+class RecordingDriver(NullDriver):
+    """Keeps what launches pass to the driver."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Launched] = []
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> tuple[int]:  # noqa: N802
+        pointers = (ctypes.c_void_p * len(function.params)).from_address(params)
+        values = {p.name: ctypes.string_at(at, p.size) for p, at in zip(function.params, pointers, strict=True)}
+        self.recorded.append(((config.gridDimX, config.gridDimY, config.gridDimZ), values))
+        return (0,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingDriver]:
+    """A pretended H100 for CPU tensors, whose values nobody looks at."""
+    recording = RecordingDriver()
+    with pretended_gpu("sm_90a"):
+        monkeypatch.setattr(launch, "load_driver", lambda: recording)
+        monkeypatch.setattr(launch, "_function", lambda artifact, index: artifact)
+        monkeypatch.setattr(replays, "looks_at_values", lambda device: False)
+        replays.forget()
+        yield recording
+    replays.forget()
+
+
+@pytest.fixture
+def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that were checked in full."""
+    taken: list[Any] = []
+
+    def counted(*arguments: Any) -> Any:
+        taken.append(arguments)
+        return request_decode.decode_problem(*arguments)
+
+    for module in (decode, trtllm):
+        monkeypatch.setattr(module, "decode_problem", counted)
+    return taken
+
+
+def arguments(case: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call, with tensors at other addresses in each."""
+    given = {"kv_layout": "NHD", "bmm1_scale": 0.125, **case}
+    q_len, layout = given.get("q_len_per_req", 1), given["kv_layout"]
+    dtype, pair = given.pop("dtype", torch.bfloat16), given.pop("pair", False)
+    page = (HEADS[1], PAGE_SIZE) if layout == "HND" else (PAGE_SIZE, HEADS[1])
+    cache = torch.randn(PAGES, 2, *page, HEAD_DIM).to(dtype)
+    given["query"] = torch.randn(BATCH * q_len, HEADS[0], HEAD_DIM).bfloat16()
+    given["kv_cache"] = (cache[:, 0].clone(), cache[:, 1].clone()) if pair else cache
+    given["workspace_buffer"] = torch.zeros(given.pop("workspace_bytes", WORKSPACE_BYTES), dtype=torch.uint8)
+    given["block_tables"] = torch.randint(PAGES, (BATCH, 4), dtype=torch.int32)
+    given["seq_lens"] = torch.randint(1, 60, (BATCH,), dtype=torch.int32)
+    given["max_seq_len"] = int(given["seq_lens"].max())
+    if given.pop("sinks", False):
+        given["sinks"] = torch.randn(HEADS[0])
+    if given.pop("out", False):
+        given["out"] = torch.empty_like(given["query"])
+    return given
+
+
+def own_memory(launched: Launched, call: dict[str, Any]) -> Launched:
+    """Removes addresses that the launch allocates itself."""
+    grid, values = launched
+    own = {"counters", "partials"} if call["workspace_buffer"].nbytes < WORKSPACE_BYTES else set()
+    own |= {"o", "lse"} if "out" not in call else set()
+    return grid, {name: value for name, value in values.items() if name not in own}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_replays_launch_what_full_calls_do(
+    case: dict[str, Any], function: Callable[..., Any], driver: RecordingDriver, full_checks: list[Any]
+) -> None:
+    for i in range(4):
+        call = arguments(case)
+        with mock.patch.object(replays, "key_of", return_value=None):
+            wanted = function(**call)
+        full_checks.clear()
+        found = function(**call)
+        assert len(full_checks) == (i < 2)
+        full, replayed = driver.recorded
+        driver.recorded.clear()
+        assert own_memory(replayed, call) == own_memory(full, call)
+        results, expected = (r if isinstance(r, tuple) else (r,) for r in (found, wanted))
+        for name, x, y in zip(("o", "lse"), results, expected, strict=False):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+            assert replayed[1][name] == x.data_ptr().to_bytes(8, "little")
+            assert (x is y) == (name == "o" and "out" in call)
+        assert len(results) == len(expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
+    function: Callable[..., Any], driver: RecordingDriver, full_checks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = arguments({"out": True})
+    for _ in range(3):
+        function(**call)
+    full_checks.clear()
+    query, cache, workspace = call["query"], call["kv_cache"], call["workspace_buffer"]
+    for wrong, message in (
+        ({"out": query}, "out must not share memory with query"),
+        ({"out": cache.view(-1)[: query.numel()].view(query.shape)}, "out must not share memory with k of kv_cache"),
+        ({"out": torch.empty_like(query).requires_grad_()}, "out requires grad"),
+        ({"query": query.clone().requires_grad_()}, "query requires grad"),
+        ({"query": torch._neg_view(query)}, "query must not be a negative view"),
+        ({"seq_lens": call["seq_lens"].long()}, "seq_lens must have dtype"),
+        ({"max_seq_len": -1}, "max_seq_len must be >= 0"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            function(**{**call, **wrong})
+    with pytest.raises(ArgumentTypeError, match="window_left must be an int"):
+        function(**{**call, "window_left": -1.0})
+    driver.recorded.clear()
+    full_checks.clear()
+    shifted = torch.zeros(workspace.numel() + 4, dtype=torch.uint8)[4:]
+    function(**{**call, "workspace_buffer": shifted})  # memory of the launch's own
+    function(**{**call, "bmm1_scale": torch.tensor(0.125)})
+    function(**{**call, "seq_lens": torch.ones(2 * BATCH, dtype=torch.int32)[::2]})  # is copied
+    monkeypatch.setattr(replays, "looks_at_values", lambda device: True)
+    function(**call)
+    assert len(full_checks) == len(driver.recorded) == 4
+
+
+def test_a_copy_of_the_lengths_is_no_replay(driver: RecordingDriver, full_checks: list[Any]) -> None:
+    call = arguments({})
+    call["seq_lens"] = torch.ones(2 * BATCH, dtype=torch.int32)[::2]
+    for _ in range(4):
+        xqa_batch_decode_with_kv_cache(**call)
+    assert len(full_checks) == 4
+
+
+def test_calls_are_bounded_in_number(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "CACHE_SIZE", 8)
+    call = arguments({})
+    for i in range(20):
+        for _ in range(2):
+            xqa_batch_decode_with_kv_cache(**{**call, "bmm1_scale": 1.0 + i})
+        assert len(replays._cached) <= 8
+        assert len(replays._seen) <= 8
+    assert replays._cached
