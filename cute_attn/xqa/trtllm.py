@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ from cute_attn.xqa.decode import Cache, longest
 SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's implementations of this function; one here stands for both
 RAGGED_NAMES = {"q_cu_seq_lens": "cum_seq_lens_q", "q_len_per_req": "max_q_len"}
 LSE_LAYOUTS = ("NH", "HN")
+
+Call = namedtuple(  # the arguments of `trtllm_batch_decode_with_kv_cache`
+    "Call",
+    "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out out_dtype "
+    "o_sf_scale o_sf_vec_size sinks kv_layout enable_pdl backend q_len_per_req o_scale mask max_q_len cum_seq_lens_q "
+    "skip_softmax_threshold_scale_factor kv_cache_sf uses_shared_paged_kv_idx lse return_lse bmm1_scale_log2 "
+    "multi_ctas_kv_counter_buffer enable_block_sparse_attention cp_world cp_rank causal_seqlens_kv_global "
+    "bf16q_fp8kv_transform_mode request_order request_order_plan lse_layout uniform_q_len",
+)
 
 
 @declare.operator("trtllm_batch_decode", fakes.trtllm)
@@ -127,64 +137,78 @@ def trtllm_batch_decode_with_kv_cache(
     is no dtype; LayoutError for an unknown `backend`; NotSupported for everything that is refused above, and for
     FlashInfer's other backends.
     """
-    if is_dynamo_compiling():
-        values = (
-            query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
-            window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, sinks, kv_layout, enable_pdl, backend,
-            q_len_per_req, o_scale, mask, max_q_len, cum_seq_lens_q, skip_softmax_threshold_scale_factor, kv_cache_sf,
-            uses_shared_paged_kv_idx, lse, return_lse, bmm1_scale_log2, multi_ctas_kv_counter_buffer,
-            enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode,
-            request_order, request_order_plan, lse_layout, uniform_q_len,
-        )  # fmt: skip
-        return trace.attention("trtllm_batch_decode", values, out, lse, return_lse)
-    max_seq_len, key = longest(max_seq_len), None
-    tensors = replays.Tensors(query, kv_cache, workspace_buffer, block_tables, seq_lens, sinks, out)
-    numbers = (
-        bmm1_scale, bmm2_scale, window_left, o_sf_scale, o_sf_vec_size, enable_pdl, q_len_per_req, o_scale, max_q_len,
-        skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, return_lse, enable_block_sparse_attention,
-        cp_world, cp_rank, uniform_q_len,
+    values = (
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
+        window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, sinks, kv_layout, enable_pdl, backend,
+        q_len_per_req, o_scale, mask, max_q_len, cum_seq_lens_q, skip_softmax_threshold_scale_factor, kv_cache_sf,
+        uses_shared_paged_kv_idx, lse, return_lse, bmm1_scale_log2, multi_ctas_kv_counter_buffer,
+        enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode,
+        request_order, request_order_plan, lse_layout, uniform_q_len,
     )  # fmt: skip
+    if is_dynamo_compiling():
+        return trace.attention("trtllm_batch_decode", values, out, lse, return_lse)
+    call = Call(*values)
+    longest(max_seq_len)
+    tensors = replays.Tensors(query, kv_cache, workspace_buffer, block_tables, seq_lens, sinks, out)
+    key, numbers = _key_of(call, tensors)
+    if (replayed := replays.try_replay(key, tensors)) is not None:
+        return replayed
+    problem, results = _run(call)
+    replays.cache(key, tensors, numbers, problem, _backend_here(backend), results)
+    return results
+
+
+def _key_of(call: Call, tensors: replays.Tensors) -> tuple[Any, tuple[Any, ...]]:
+    """Return the key of the call's replays, None if it has none, and the part of it that is numbers."""
+    c = call
+    numbers = (
+        *(c.bmm1_scale, c.bmm2_scale, c.window_left, c.o_sf_scale, c.o_sf_vec_size, c.enable_pdl, c.q_len_per_req),
+        *(c.o_scale, c.max_q_len, c.skip_softmax_threshold_scale_factor, c.return_lse, c.enable_block_sparse_attention),
+        *(c.cp_world, c.cp_rank, c.uniform_q_len),
+    )
     if (
-        mask is cum_seq_lens_q is kv_cache_sf is lse is bmm1_scale_log2 is multi_ctas_kv_counter_buffer is None
-        and causal_seqlens_kv_global is request_order is request_order_plan is None
-        and lse_layout == "NH"
+        c.uses_shared_paged_kv_idx is True
+        and c.lse_layout == "NH"
+        and c.mask is c.cum_seq_lens_q is c.kv_cache_sf is c.lse is c.bmm1_scale_log2 is None
+        and c.multi_ctas_kv_counter_buffer is c.causal_seqlens_kv_global is None
+        and c.request_order is c.request_order_plan is None
     ):
-        others = "trtllm", out_dtype, kv_layout, backend, bf16q_fp8kv_transform_mode
-        key = replays.key_of(tensors, numbers, others)
-        if (replayed := replays.try_replay(key, tensors)) is not None:
-            return replayed
-    backend_here = _backend_here(backend)
-    given = trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
-    _refuse_other_masks(enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global)
-    _refuse_request_order(request_order, request_order_plan)
-    _check_hints(skip_softmax_threshold_scale_factor, bf16q_fp8kv_transform_mode, multi_ctas_kv_counter_buffer)
-    ragged = _ragged(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len)
-    dtype = trtllm_options.output_dtype(given, out_dtype)
-    k, v = cache_pair(kv_cache, kv_layout)
-    if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
-        k, v, block_tables = _joined(kv_tables.Paged(k, v, block_tables), seq_lens, kv_cache_sf)
-    block_scales = None if kv_cache_sf is None else _block_scales(kv_cache_sf, kv_layout, (k, v), backend)
-    in_rows = lse_layout == "NH" or checks.choice("lse_layout", lse_layout, LSE_LAYOUTS) == "NH"
-    wants_lse = return_lse if in_rows or lse is None else True
+        names = "trtllm", c.out_dtype, c.kv_layout, c.backend, c.bf16q_fp8kv_transform_mode
+        return replays.key_of(tensors, numbers, names), numbers
+    return None, numbers
+
+
+def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
+    """Check a call in full and run it."""
+    c, backend = call, _backend_here(call.backend)
+    given = trtllm_options.refuse_nvfp4_output(c.out, c.out_dtype, c.o_sf_scale, c.o_sf_vec_size)
+    _refuse_other_masks(c.enable_block_sparse_attention, c.cp_world, c.cp_rank, c.causal_seqlens_kv_global)
+    _refuse_request_order(c.request_order, c.request_order_plan)
+    _check_hints(c.skip_softmax_threshold_scale_factor, c.bf16q_fp8kv_transform_mode, c.multi_ctas_kv_counter_buffer)
+    ragged = _ragged(c.q_len_per_req, c.max_q_len, c.cum_seq_lens_q, c.uniform_q_len)
+    dtype = trtllm_options.output_dtype(given, c.out_dtype)
+    (k, v), block_tables = cache_pair(c.kv_cache, c.kv_layout), c.block_tables
+    if not checks.boolean("uses_shared_paged_kv_idx", c.uses_shared_paged_kv_idx):
+        k, v, block_tables = _joined(kv_tables.Paged(k, v, block_tables), c.seq_lens, c.kv_cache_sf)
+    block_scales = None if c.kv_cache_sf is None else _block_scales(c.kv_cache_sf, c.kv_layout, (k, v), c.backend)
+    in_rows = c.lse_layout == "NH" or checks.choice("lse_layout", c.lse_layout, LSE_LAYOUTS) == "NH"
+    wants_lse = c.return_lse if in_rows or c.lse is None else True
     problem = decode_problem(
         DecodeTensors(
-            *(query, k, v, block_scales, block_tables, seq_lens, cum_seq_lens_q, mask),
-            *(trtllm_options.one_sink(sinks), given, lse if in_rows else None),
+            *(c.query, k, v, block_scales, block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask),
+            *(trtllm_options.one_sink(c.sinks), given, c.lse if in_rows else None),
         ),
-        _scales(bmm1_scale, bmm1_scale_log2, bmm2_scale, o_scale),
-        DecodeOptions(window_left, max_q_len if ragged else q_len_per_req, enable_pdl, wants_lse, dtype),
-        shared_scratch(workspace_buffer),
+        _scales(c.bmm1_scale, c.bmm1_scale_log2, c.bmm2_scale, c.o_scale),
+        DecodeOptions(c.window_left, c.max_q_len if ragged else c.q_len_per_req, c.enable_pdl, wants_lse, dtype),
+        shared_scratch(c.workspace_buffer),
     )
-    columns = None if in_rows else _columns(lse, problem)
+    columns = None if in_rows else _columns(c.lse, problem)
     if replays.looks_at_values(problem.q.device):
-        scales = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale), ("bmm1_scale_log2", bmm1_scale_log2)
-        names = RAGGED_NAMES if ragged else {}
-        decode_values.before_launch(problem, Said(max_seq_len, out is not None, scales, names))
-    backends.run(problem, backend_here)
-    results = _results(problem, given, columns, return_lse)
-    if uses_shared_paged_kv_idx:
-        replays.cache(key, tensors, numbers, problem, backend_here, results)
-    return results
+        scales = [(name, getattr(c, name)) for name in ("bmm1_scale", "bmm2_scale", "bmm1_scale_log2")]
+        said = Said(c.max_seq_len, c.out is not None, tuple(scales), RAGGED_NAMES if ragged else {})
+        decode_values.before_launch(problem, said)
+    backends.run(problem, backend)
+    return problem, _results(problem, given, columns, c.return_lse)
 
 
 def _results(
