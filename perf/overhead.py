@@ -49,7 +49,7 @@ BATCHES = (
     equal(2, 64, 64, (32, 8), 128, 16),
     equal(4, 1, 64, (32, 8), 128, 16),
 )
-PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc")
+PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc", "FlashInfer XQA")
 
 
 def host_time(
@@ -109,6 +109,22 @@ def batch_calls(device: torch.device) -> dict[str, Call]:
     """Returns a run of each wrapper, and plans."""
     runs = {f"{w.phase} wrapper, run": batch_peers.ours("auto", w, [w.inputs(device)])[0] for w in BATCHES}
     return runs | plan_calls(cute_attn, device, {}, {})
+
+
+def unplanned_calls(device: torch.device) -> dict[str, Call]:
+    """Returns decode over pages without a plan: one request, as `FlashInfer XQA` decodes it, and 4 into a buffer."""
+    calls: dict[str, Call] = {}
+    for requests in (1, 4):
+        q = torch.randn(requests, 32, 128, dtype=torch.bfloat16, device=device)
+        cache = torch.randn(requests * 4, 2, 16, 8, 128, dtype=torch.bfloat16, device=device)
+        tables = torch.arange(requests * 4, dtype=torch.int32, device=device).view(requests, 4)
+        lengths = torch.full((requests,), 64, dtype=torch.int32, device=device)
+        workspace = torch.zeros(batch_peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        out = None if requests == 1 else torch.empty_like(q)
+        operands = q, cache, workspace, tables, lengths, 64
+        decode = functools.partial(cute_attn.xqa_batch_decode_with_kv_cache, *operands, bmm1_scale=128**-0.5, out=out)
+        calls[f"xqa_batch_decode_with_kv_cache, batch {requests}"] = decode
+    return calls
 
 
 def calls(device: torch.device) -> dict[str, Call]:
@@ -187,7 +203,7 @@ def peers(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]:
 def measure_all(device: torch.device) -> dict[str, Any]:
     """Returns the timing, or the reason why there is none, by name."""
     bindings: dict[str, Callable[[], dict[str, Call]]] = {
-        "ours": lambda: {**calls(device), **batch_calls(device), **parts(device)},
+        "ours": lambda: {**calls(device), **unplanned_calls(device), **batch_calls(device), **parts(device)},
         **peers(device),
     }
     ready: dict[str, Call] = {}

@@ -185,12 +185,12 @@ class EmulatedBatchRun:
     def repeat(self, problem: BatchProblem) -> Repeat:
         """Returns a function that repeats the run of `problem` with other addresses of tensors."""
         run = self.planned.repeat(problem)
-        names, others = ("q", "k", "v", "out", "lse"), problem._asdict()
+        names, others = ("q", "k", "v", "out", "lse", "sinks"), problem._asdict()
 
-        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+        def shown(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:
             now = _placed(BatchProblem(**{**others, **dict(zip(names, tensors, strict=True))}))
             with _visible(now, self.planned):
-                run(now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
+                run(now.q.data_ptr(), k, v, out, lse, sinks, (now.q, *tensors[1:]))
 
         return shown
 

@@ -7,6 +7,7 @@ addresses and passes them to the launch. Any other run takes the full path (`req
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor
     cached = plan.cached_runs.get(_cache_key(arguments))
     if cached is None:
         return None
-    q, cache, out, lse = arguments.q, arguments.kv_cache, arguments.out, arguments.lse
+    q, cache, out, lse, sinks = arguments.q, arguments.kv_cache, arguments.out, arguments.lse, arguments.sinks
     if isinstance(cache, Tensor):
         k = v = cache
         k_start = cache.data_ptr()
@@ -55,22 +56,30 @@ def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor
         return None
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    starts = q_start, k_start, v_start
-    if not (out is lse is None or outputs_qualify(cached.spans, starts, out, lse, cached.protected)):
+    protected, sinks_start = cached.protected, 0
+    if sinks is not None:
+        if not _sinks_qualify(sinks):
+            return None
+        sinks_start = sinks.data_ptr()
+        protected = [*protected, (sinks_start, sinks_start + sinks.nbytes)]
+    if not (out is lse is None or outputs_qualify(cached.spans, (q_start, k_start, v_start), out, lse, protected)):
         return None
     if out is None:
         rows, heads, head_dim, dtype = cached.out
         out = empty_like(q) if cached.like_q else q.new_empty(rows, heads, head_dim, dtype=dtype)
     if lse is None and arguments.return_lse:
         lse = q.new_empty(cached.out[0], cached.out[1], dtype=torch.float32)
-    cached.repeat(q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr(), (q, k, v, out, lse))
+    lse_start = 0 if lse is None else lse.data_ptr()
+    cached.repeat(q_start, k_start, v_start, out.data_ptr(), lse_start, sinks_start, (q, k, v, out, lse, sinks))
     return out, lse
 
 
 def cache_run(plan: BatchPlan, arguments: RunArguments, problem: BatchProblem) -> None:
-    """Cache a run that passed every check, unless its q was copied or the launch cannot be repeated."""
+    """Cache a run that passed every check, unless its q or sinks were copied or the launch cannot be repeated."""
     repeat = getattr(plan.launch, "repeat", None)
-    if repeat is None or plan.first_row or problem.q is not arguments.q or (key := _cache_key(arguments)) is None:
+    if repeat is None or plan.first_row or problem.q is not arguments.q or problem.sinks is not arguments.sinks:
+        return
+    if (key := _cache_key(arguments)) is None:
         return
     if len(plan.cached_runs) >= CACHE_SIZE:
         plan.cached_runs.clear()
@@ -114,18 +123,25 @@ def _cache_key(arguments: RunArguments) -> Any:
             return key
         if isinstance(out, Tensor):
             return key, buffer_key(out)
-    if not (out is None or isinstance(out, Tensor)) or not (lse is None or isinstance(lse, Tensor)):
+    if not all(x is None or isinstance(x, Tensor) for x in (out, lse, sinks)):
         return None
     numbers = q_scale, k_scale, v_scale, enable_pdl, window_left
     types = tuple(map(type, numbers))
-    if not sinks is sf is head_scales is None or not PLAIN_TYPES.issuperset(types):
+    if not sf is head_scales is None or not PLAIN_TYPES.issuperset(types):
         return None
-    return key, numbers, types, buffer_key(out), buffer_key(lse)
+    return key, numbers, types, buffer_key(out), buffer_key(lse), buffer_key(sinks)
 
 
 def buffer_key(buffer: Tensor | None) -> Any:
     """Return what equal buffers of callers have in common besides addresses."""
     return None if buffer is None else (buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
+
+
+def _sinks_qualify(sinks: Tensor) -> bool:
+    """Tell whether sinks are no negative view and need no gradient, and on the CPU, as in every call, look at them."""
+    if sinks.is_neg() or (sinks.requires_grad and is_grad_enabled()):
+        return False
+    return not sinks.is_cpu or bool((sinks < math.inf).all())
 
 
 def outputs_qualify(

@@ -399,7 +399,7 @@ def test_growing_cache_takes_every_length() -> None:
 def test_overhead_calls_run() -> None:
     from perf import overhead
 
-    for call in {**overhead.calls(CPU), **overhead.batch_calls(CPU)}.values():
+    for call in {**overhead.calls(CPU), **overhead.unplanned_calls(CPU), **overhead.batch_calls(CPU)}.values():
         call()
     stages = overhead.parts(CPU)
     assert len(stages) == 5

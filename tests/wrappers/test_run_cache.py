@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import ArgumentTypeError, BatchPrefillWithPagedKVCacheWrapper
+from cute_attn import ArgumentError, ArgumentTypeError, BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
 from cute_attn.kernels.fa2.host import prepared as fa2_prepared
 from cute_attn.request import batch_run
@@ -46,6 +46,8 @@ LAYERS = (
     ragged((5, 17), (40, 33), cache="halves", kv_dtype=E4M3, **heads(4, 2)),
     decode((400, 3, 90), **heads(8, 2)),
     decode((40, 3), page_size=1, cache="one", q_len=2, k_scale=0.5, v_scale=3.0),
+    paged((5, 17), (40, 33), page_size=4, mask="causal", sinks=True, **heads(4, 2)),
+    decode((900, 3, 90), sinks=True, **heads(8, 2)),
 )
 
 
@@ -90,11 +92,39 @@ def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_layers(case: BatchCase, full_checks: list[Any]) -> None:
     made, inputs = planned(case)
     for _ in range(3):
-        inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv))
+        sinks = None if inputs.sinks is None else inputs.sinks + 1
+        inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv), sinks=sinks)
         out, lse = call(case, inputs, made)
         verdict = check(case, inputs, out, lse)
         assert verdict.ok, verdict.detail
     assert len(full_checks) == 1
+
+
+def test_sinks_are_checked_in_every_run(full_checks: list[Any]) -> None:
+    case = dataclasses.replace(PAGED, sinks=True)
+    made, inputs = planned(case)
+    sinks = torch.linspace(-1, 2, case.num_qo_heads)
+    for _ in range(2):
+        call(case, dataclasses.replace(inputs, sinks=sinks), made)
+    assert len(full_checks) == 1
+    for wrong, message in (
+        (torch.full_like(sinks, torch.inf), "sinks must be finite"),
+        (sinks.clone().requires_grad_(), "sinks requires grad"),
+        (torch._neg_view(sinks), "sinks must not be a negative view"),
+        (sinks[1:], "sinks must have shape"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            call(case, dataclasses.replace(inputs, sinks=wrong), made)
+    halves = dataclasses.replace(inputs, sinks=sinks.half())
+    for _ in range(2):  # are copied
+        assert check(case, halves, *call(case, halves, made)).ok
+    assert len(full_checks) == 7
+    lse = torch.empty(inputs.q.shape[:2])
+    now = dataclasses.replace(inputs, sinks=sinks)
+    for _ in range(2):
+        call(case, now, made, lse=lse)
+    with pytest.raises(ArgumentError, match="lse must not share memory with sinks"):
+        call(case, dataclasses.replace(inputs, sinks=lse[0]), made, lse=lse)
 
 
 def test_a_query_with_other_strides(full_checks: list[Any]) -> None:

@@ -18,8 +18,9 @@ from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, schedule
 from cute_attn.schedule.records import ITEM_INTS
 
-Tensors = tuple[Any, ...]  # q, k, v, out, lse, or the tensors of which these are views
-Repeat = Callable[[int, int, int, int, int, Tensors], None]  # a run with other addresses of q, k, v, out and lse
+Tensors = tuple[Any, ...]  # q, k, v, out, lse, of a batch also sinks, or the tensors of which these are views
+Repeat = Callable[[int, int, int, int, int, int, Tensors], None]
+# ^ a run with other addresses of q, k, v, out, lse and sinks (0 for none)
 
 COMBINE_CTAS = 16  # CTAs of 128 threads resident per SM: a larger grid only starts and ends where few rows are merged
 MAX_LAUNCHES = 1024  # numbers of records, for which sizes of launches are kept
@@ -207,22 +208,22 @@ class BatchRun:
             return launch_nothing
         target, partials = prepared.output.of(problem), self.partials(problem)
         first = prepared.values(problem, target, self.numbers(problem, partials), current_stream(index))
-        values, fields = prepared.replay(problem), prepared.replay_fields
+        values, fields = prepared.replay(problem), (*prepared.replay_fields, "sinks")
         fire, combine = prepared.attention.bound(first, grid, fields), prepared.combine
         if combine is None:
 
-            def run(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
+            def run(q: int, k: int, v: int, out: int, lse: int, sinks: int, _: Tensors) -> None:
                 stream = current_stream(index)
-                fire(stream, *values(q, k, v, out, lse, stream))
+                fire(stream, *values(q, k, v, out, lse, stream), sinks)
 
             return run
         merged = combine.values(target, partials, self.merges)
-        merge = combine.launch.bound(merged, self.combine_grid, ("o", "lse"))
+        merge = combine.launch.bound(merged, self.combine_grid, ("o", "lse", "sinks"))
 
-        def run_and_combine(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
+        def run_and_combine(q: int, k: int, v: int, out: int, lse: int, sinks: int, _: Tensors) -> None:
             stream = current_stream(index)
-            fire(stream, *values(q, k, v, out, lse, stream))
-            merge(stream, out, lse)
+            fire(stream, *values(q, k, v, out, lse, stream), sinks)
+            merge(stream, out, lse, sinks)
 
         return run_and_combine
 
@@ -304,5 +305,5 @@ class HostPlannedRun(SplitKvBatchRun):
         return same_kernel and self.items == items and now.launches == before.launches
 
 
-def launch_nothing(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+def launch_nothing(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:
     """Runs a batch without query tokens."""

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from cute_attn.kernels.host.batch import Repeat, Tensors
+from cute_attn.kernels.host.batch import Tensors
 from cute_attn.kernels.host.combine import LENGTH_FIELDS
 from cute_attn.kernels.host.params import PARTIAL_FIELDS, Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
@@ -39,6 +39,7 @@ Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_le
 
 SingleRepeat = Callable[[int, int, int, int, int, int, Tensors], None]
 # ^ a run with another number of keys, and other addresses of q, k, v, out and lse
+Repeat = Callable[[int, int, int, int, int, Tensors], None]  # with other addresses alone
 
 SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels, grid, numbers and num_splits
 Bound = tuple[Callable[..., None], Callable[..., None] | None]  # launches of attention, and of combine if it merges
