@@ -20,7 +20,7 @@ from cute_attn.kernels.host.batch import Repeat, Tensors
 from cute_attn.kernels.host.device_batch import NO_LENGTHS
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.single import SingleRepeat
+from cute_attn.kernels.host.single import NO_TENSORS, SingleRepeat
 from cute_attn.problem import (
     BatchLengths,
     BatchLimits,
@@ -136,13 +136,12 @@ class EmulatedRun:
         """
         if problem.qo_len == 0:
             return None
-        operands, qo_len = ("q", "k", "v", "out", "lse"), problem.qo_len
-        others: Any = problem._replace(**dict.fromkeys(operands))  # type: ignore[arg-type]  # keeps no tensor alive
+        qo_len, others = problem.qo_len, problem._replace(**NO_TENSORS)
 
         def shown(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             gpu = _gpu()
             run: Any = self.run_on(gpu, _family(self.settings, gpu.arch, qo_len, True).name)
-            now = _placed(others._replace(kv_len=kv_len, **dict(zip(operands, tensors, strict=True))))
+            now = _placed(others._replace(kv_len=kv_len, **dict(zip(NO_TENSORS, tensors, strict=True))))
             with _visible(now, run):
                 if run not in repeats:
                     repeats[run] = run.repeat(now)

@@ -39,7 +39,7 @@ Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_le
 
 SingleRepeat = Callable[[int, int, int, int, int, int, Tensors], None]
 # ^ a run with another number of keys, and other addresses of q, k, v, out and lse
-Repeat = Callable[[int, int, int, int, int, Tensors], None]  # with other addresses alone
+SameLengthRepeat = Callable[[int, int, int, int, int, Tensors], None]  # with other addresses alone
 
 SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels, grid, numbers and num_splits
 Bound = tuple[Callable[..., None], Callable[..., None] | None]  # launches of attention, and of combine if it merges
@@ -88,7 +88,7 @@ class SingleRun(Generic[T]):
         others = problem._replace(**NO_TENSORS)
         bound: dict[PreparedKernel, Bound] = {}
 
-        def of_length(kv_len: int, tensors: Tensors) -> Repeat:
+        def of_length(kv_len: int, tensors: Tensors) -> SameLengthRepeat:
             now = others._replace(kv_len=kv_len, **dict(zip(NO_TENSORS, tensors, strict=True)))
             kernel, *_ = launch = self.launch(now.qo_len, kv_len)
             if kernel not in bound:
@@ -125,7 +125,7 @@ class SingleRun(Generic[T]):
 
     def _repeat(
         self, problem: Problem, launch: SingleLaunch, attend: Callable[..., None], merge: Callable[..., None] | None
-    ) -> Repeat:
+    ) -> SameLengthRepeat:
         """Returns a function that repeats the run of `problem` with other addresses, by the functions of `_bind`."""
         kernel, grid, numbers, num_splits = launch
         lengths, values, index, stream_of = (grid, numbers), kernel.replay(problem), self.device_index, current_stream
