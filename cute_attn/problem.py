@@ -424,7 +424,7 @@ class BatchPlan:
 
     def follow(self, tokens: Tokens | DeviceTokens, same_launches: bool) -> None:
         """Take other tokens, whose schedule `launch` has, and forget what earlier runs were checked for, as far as it
-        depends on them. `same_launches`: those of earlier runs may be repeated.
+        depends on them. `same_launches`: those of earlier runs may be repeated with what the plan decides now.
         """
         rows, before = tokens.rows, self.tokens
         assert rows is not None
@@ -433,11 +433,7 @@ class BatchPlan:
         if tokens.kv_indices is None:
             same_shapes = same_shapes and before.kv_end == tokens.kv_end
         else:
-            old, self.kv_indices = self.kv_indices, tokens.kv_indices
-            if old is not tokens.kv_indices:
-                assert old is not None
-                same_launches = same_launches and old.data_ptr() == self.kv_indices.data_ptr()
-                same_launches = same_launches and old.shape == self.kv_indices.shape
+            self.kv_indices = tokens.kv_indices
         if not same_shapes:
             self.layouts.clear()
         if self.cached_runs and not (same_launches and same_shapes and not self.first_row):

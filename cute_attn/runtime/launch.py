@@ -22,7 +22,7 @@ from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.param_block import ParamBlock, ParamLayout
 
 Dim3 = tuple[int, int, int]
-Lengths = tuple[Dim3, tuple[int, ...]]  # what the lengths of a problem decide: grid, and values of parameters
+Lengths = tuple[Dim3, tuple[int | float | bytes, ...]]  # what lengths decide: grid, and values of parameters
 MAX_CLUSTER = 8  # CTAs that every GPU with clusters runs together; 12 and 16 were slower (docs/kernels/xqa.md)
 CPU = -1  # device index of CPU tensors, whose kernels run on the emulator
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, empty_like, is_grad_enabled
 
 from cute_attn.kernels.host.batch import Repeat
-from cute_attn.problem import BatchPlan, BatchProblem
+from cute_attn.problem import BatchPlan, BatchProblem, MemoryRange
 from cute_attn.request import checks
 from cute_attn.request.batch_run import RunArguments, protected_memory
 from cute_attn.request.single import ALIGNMENT, FP8_ALIGNMENT
@@ -32,7 +32,6 @@ class CachedRun(NamedTuple):
     out: tuple[int, int, int, torch.dtype]  # shape and dtype
     v_offset: int  # bytes from the address of k to that of v in a cache of one tensor
     spans: tuple[int, int, int, int, int]  # bytes that q, k, v, out and lse cover
-    protected: list[checks.Extent]  # memory of the plan that the caller's out and lse must not overlap
     kv_alignment: int  # bytes: the launch reads k and v at multiples of it
 
 
@@ -56,21 +55,25 @@ def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor
         return None
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    protected, sinks_start = cached.protected, 0
+    sinks_start = 0
     if sinks is not None:
         if not _sinks_qualify(sinks):
             return None
         sinks_start = sinks.data_ptr()
-        protected = [*protected, (sinks_start, sinks_start + sinks.nbytes)]
-    if not (out is lse is None or outputs_qualify(cached.spans, (q_start, k_start, v_start), out, lse, protected)):
-        return None
+    if not out is lse is None:
+        protected = protected_memory(plan)
+        if sinks is not None:
+            protected = [*protected, ("sinks", (sinks_start, sinks_start + sinks.nbytes))]
+        if not outputs_qualify(cached.spans, (q_start, k_start, v_start), out, lse, protected):
+            return None
     if out is None:
         rows, heads, head_dim, dtype = cached.out
         out = empty_like(q) if cached.like_q else q.new_empty(rows, heads, head_dim, dtype=dtype)
     if lse is None and arguments.return_lse:
         lse = q.new_empty(cached.out[0], cached.out[1], dtype=torch.float32)
     lse_start = 0 if lse is None else lse.data_ptr()
-    cached.repeat(q_start, k_start, v_start, out.data_ptr(), lse_start, sinks_start, (q, k, v, out, lse, sinks))
+    tensors = q, k, v, out, lse, sinks, plan.kv_indices
+    cached.repeat(q_start, k_start, v_start, out.data_ptr(), lse_start, sinks_start, tensors)
     return out, lse
 
 
@@ -86,14 +89,12 @@ def cache_run(plan: BatchPlan, arguments: RunArguments, problem: BatchProblem) -
     q, k, v, out, lse = problem.q, problem.k, problem.v, problem.out, problem.lse
     extents = [(0, 0) if x is None else checks.extent(x) for x in (q, k, v, out, lse)]
     of_q, of_k, of_v, of_out, of_lse = (stop - start for start, stop in extents)
-    own_outputs = arguments.out is arguments.lse is None
     plan.cached_runs[key] = CachedRun(
         repeat(problem),
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
         (*out.shape, out.dtype),
         v.data_ptr() - k.data_ptr() if isinstance(arguments.kv_cache, Tensor) else 0,
         (of_q, of_k, of_v, of_out, of_lse),
-        [] if own_outputs else [extent for _, extent in protected_memory(plan)],
         FP8_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
     )
 
@@ -145,10 +146,10 @@ def _sinks_qualify(sinks: Tensor) -> bool:
 
 
 def outputs_qualify(
-    spans: Sequence[int], starts: tuple[int, int, int], out: Any, lse: Any, protected: Sequence[checks.Extent] = ()
+    spans: Sequence[int], starts: tuple[int, int, int], out: Any, lse: Any, protected: Sequence[MemoryRange] = ()
 ) -> bool:
     """Tell whether buffers of the caller are aligned, no negative views, need no gradient, and overlap nothing else.
-    `spans`: bytes that q, k, v, out and lse cover; `starts`: addresses of q, k and v; `protected`: memory of the plan.
+    `spans`: bytes that q, k, v, out and lse cover; `starts`: addresses of q, k and v; `protected`: more memory.
     """
     (q, k, v), (of_q, of_k, of_v, of_out, of_lse) = starts, spans
     out_start = lse_start = 0
@@ -163,7 +164,7 @@ def outputs_qualify(
     for start, stop in ((out_start, out_start + of_out), (lse_start, lse_start + of_lse)):
         if (q < stop and start < q + of_q) or (k < stop and start < k + of_k) or (v < stop and start < v + of_v):
             return False
-        for other, end in protected:
+        for _, (other, end) in protected:
             if other < stop and start < end:
                 return False
     return True

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cute_attn.emulator.settings import using
-from cute_attn.errors import WorkspaceError
-from cute_attn.request import batch_plan
+from cute_attn.errors import ArgumentError, WorkspaceError
+from cute_attn.request import batch_plan, batch_run
 from cute_attn.request.plan_arguments import prefill
 from tests.support.batch_case import BatchCase, call, check, decode, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED
@@ -87,6 +87,56 @@ def test_runs_of_a_captured_launch_are_replayed_with_the_new_lengths() -> None:
     assert kept
     assert planned._plan_info.cached_runs == kept
     assert_runs(SECOND, planned)
+
+
+KV_LENS = ((40, 592), (320, 310), (600, 32), (16, 624))  # of 40 pages of 16 tokens
+MANY = {
+    "fa2, split keys": ("fa2", [decode(lens, page_size=16, sinks=True, **heads(4, 1)) for lens in KV_LENS]),
+    "fa2, whole keys": ("fa2", [paged((30, 5), lens, page_size=16, mask="causal", **heads(4, 2)) for lens in KV_LENS]),
+    "fa3": ("fa3", [paged((30, 40), lens, page_size=16, mask="causal", **WIDE) for lens in KV_LENS]),
+    "xqa": ("xqa", [decode(lens, page_size=16, **WIDE) for lens in KV_LENS]),
+}
+
+
+@on_the_emulator
+@pytest.mark.parametrize("name", MANY)
+def test_runs_are_replayed_under_later_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other grids and records, and page indices at other addresses and of other sizes."""
+    kernels, cases = MANY[name]
+    full, problem = [], batch_run.problem
+    monkeypatch.setattr(batch_run, "problem", lambda *given: full.append(given) or problem(*given))
+    with using("sm_90a", kernels=kernels, sms=16) as emulation:
+        planned = new(cases[0], graph=False)
+        for i, case in enumerate(cases):
+            inputs = make(case)
+            arguments = plan_arguments(case, inputs)
+            name = next(key for key in arguments if "indices" in key)
+            arguments[name] = torch.cat((arguments[name], torch.zeros(7 * i, dtype=torch.int32)))
+            planned.plan(**arguments)
+            for _ in range(2):
+                result = check(case, inputs, *call(case, inputs, planned))
+                assert result.ok, result.detail
+    assert len(full) < len(cases)
+    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {kernels}
+
+
+@on_the_emulator
+@pytest.mark.usefixtures("emulated")
+@fa2
+def test_replays_protect_the_page_indices_of_the_plan_in_force() -> None:
+    planned, out = new(FIRST, graph=False), None
+    for case in (FIRST, SECOND):
+        inputs = make(case)
+        arguments = plan_arguments(case, inputs)
+        memory = torch.zeros(64 << 10, dtype=torch.int32)
+        indices = memory[: len(arguments["indices"])].copy_(arguments["indices"])
+        planned.plan(**{**arguments, "indices": indices})
+        out = torch.empty_like(call(case, inputs, planned)[0])
+        for _ in range(2):
+            call(case, inputs, planned, out=out)
+        within = memory.view(out.dtype)[: out.numel()].view(out.shape)
+        with pytest.raises(ArgumentError, match="out must not share memory with kv_indices"):
+            call(case, inputs, planned, out=within)
 
 
 @on_the_emulator

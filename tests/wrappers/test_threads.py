@@ -88,10 +88,10 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
         )
 
     class Run(BatchRun):
-        def partials(self, problem: Any) -> tuple[int, ...]:
+        def partials(self, workspace: Any) -> tuple[int, ...]:
             return ()
 
-        def numbers(self, problem: Any, partials: tuple[int, ...]) -> Any:
+        def numbers(self, kv_indices: Any, partials: tuple[int, ...]) -> Any:
             return ()
 
     schedule = types.SimpleNamespace(grid=(1, 1, 1), records=np.zeros(4, np.int32), keeps_address=False)
@@ -99,7 +99,7 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
 
     def work(i: int) -> None:
         for _ in range(400):
-            run(types.SimpleNamespace(settings=f"of thread {i}"))  # type: ignore[arg-type]
+            run(types.SimpleNamespace(settings=f"of thread {i}", workspace=None, kv_indices=None))  # type: ignore[arg-type]
 
     in_threads(work)
     assert len(fired) == 400 * THREADS

@@ -10,15 +10,17 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from cute_attn.kernels.host.params import Values
+from cute_attn.kernels.host.combine import MERGE_FIELDS
+from cute_attn.kernels.host.params import PARTIAL_FIELDS, Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
-from cute_attn.runtime.launch import current_stream
+from cute_attn.runtime.launch import Lengths, current_stream
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, schedule
 from cute_attn.schedule.records import ITEM_INTS
 
-Tensors = tuple[Any, ...]  # q, k, v, out, lse, of a batch also sinks, or the tensors of which these are views
+Tensors = tuple[Any, ...]  # q, k, v, out, lse, or the tensors of which these are views; of a batch also sinks and
+# ^ kv_indices, which are those of the plan in force
 Repeat = Callable[[int, int, int, int, int, int, Tensors], None]
 # ^ a run with other addresses of q, k, v, out, lse and sinks (0 for none)
 
@@ -148,6 +150,15 @@ def _launches(
     )
 
 
+class Launched(NamedTuple):
+    """What a plan decides of repeated launches."""
+
+    kv_indices: torch.Tensor | None
+    version: object  # of the `BatchRun`
+    attention: Lengths
+    merge: Lengths
+
+
 class BatchRun:
     """Runs batches of one plan; subclasses define `partials` and `numbers`.
 
@@ -157,6 +168,7 @@ class BatchRun:
 
     merges: tuple[int, ...] = ()  # values of the combine kernel's MERGE_FIELDS
     combine_grid: Grid = (0, 1, 1)
+    version: object = None  # another one where a later plan changes grids or numbers
 
     def __init__(
         self,
@@ -177,13 +189,23 @@ class BatchRun:
             staging.fix_capacity(schedule.records.size)
         return staging.upload(schedule.records)
 
-    def partials(self, problem: BatchProblem) -> tuple[int, ...]:
+    def partials(self, workspace: torch.Tensor | None) -> tuple[int, ...]:
         """Returns the addresses of partial results."""
         raise NotImplementedError
 
-    def numbers(self, problem: BatchProblem, partials: tuple[int, ...]) -> Values:
+    def numbers(self, kv_indices: torch.Tensor | None, partials: tuple[int, ...]) -> Values:
         """Returns the values of the kernel's schedule fields."""
         raise NotImplementedError
+
+    def planned_fields(self, prepared: PreparedKernel) -> tuple[str, ...]:
+        """Returns the fields that a plan of other lengths may change, in the order of `planned_values`."""
+        return prepared.number_fields
+
+    def planned_values(
+        self, prepared: PreparedKernel, kv_indices: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> Values:
+        """Returns the values of `planned_fields`."""
+        return self.numbers(kv_indices, self.partials(workspace))
 
     def __call__(self, problem: BatchProblem) -> None:
         """Launches the attention kernel, and the combine kernel where keys are split."""
@@ -194,38 +216,61 @@ class BatchRun:
             prepared = self.kernel(problem.settings)
             self.latest = problem.settings, prepared
         stream = current_stream(self.device_index)
-        target, partials = prepared.output.of(problem), self.partials(problem)
-        numbers = self.numbers(problem, partials)
+        target, partials = prepared.output.of(problem), self.partials(problem.workspace)
+        numbers = self.numbers(problem.kv_indices, partials)
         prepared.attention.fire(prepared.values(problem, target, numbers, stream), self.grid, stream)
         if prepared.combine is not None:
             values = prepared.combine.values(target, partials, self.merges)
             prepared.combine.launch.fire(values, self.combine_grid, stream)
 
     def repeat(self, problem: BatchProblem) -> Repeat:
-        """Returns a function that repeats the run of `problem` with other addresses of tensors."""
-        prepared, grid, index = self.kernel(problem.settings), self.grid, self.device_index
-        if not grid[0]:
+        """Returns a function that repeats the run of `problem` with other addresses of tensors, and under later plans
+        whose kernels are the same.
+        """
+        prepared, index, workspace = self.kernel(problem.settings), self.device_index, problem.workspace
+        if not problem.q.shape[0]:
             return launch_nothing
-        target, partials = prepared.output.of(problem), self.partials(problem)
-        first = prepared.values(problem, target, self.numbers(problem, partials), current_stream(index))
-        values, fields = prepared.replay(problem), (*prepared.replay_fields, "sinks")
-        fire, combine = prepared.attention.bound(first, grid, fields), prepared.combine
-        if combine is None:
+        attend, merge = self._bound(prepared, problem)
+        values, launched = prepared.replay(problem), self._launched(prepared, problem.kv_indices, workspace)
 
-            def run(q: int, k: int, v: int, out: int, lse: int, sinks: int, _: Tensors) -> None:
-                stream = current_stream(index)
-                fire(stream, *values(q, k, v, out, lse, stream), sinks)
-
-            return run
-        merged = combine.values(target, partials, self.merges)
-        merge = combine.launch.bound(merged, self.combine_grid, ("o", "lse", "sinks"))
-
-        def run_and_combine(q: int, k: int, v: int, out: int, lse: int, sinks: int, _: Tensors) -> None:
+        def run(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:
+            nonlocal launched
+            kv_indices, version, of_attention, of_merge = launched
+            if tensors[-1] is not kv_indices or version is not self.version:
+                *_, of_attention, of_merge = launched = self._launched(prepared, tensors[-1], workspace)
+            if not of_attention[0][0]:
+                return
             stream = current_stream(index)
-            fire(stream, *values(q, k, v, out, lse, stream), sinks)
-            merge(stream, out, lse, sinks)
+            attend(of_attention, stream, *values(q, k, v, out, lse, stream), sinks)
+            if merge is not None:
+                merge(of_merge, stream, out, lse, sinks)
 
-        return run_and_combine
+        return run
+
+    def _bound(
+        self, prepared: PreparedKernel, problem: BatchProblem
+    ) -> tuple[Callable[..., None], Callable[..., None] | None]:
+        """Returns functions that launch the kernels for problems that differ from this one in addresses and in what a
+        plan of other lengths changes: `Launch.bound_to_lengths`.
+        """
+        target, partials = prepared.output.of(problem), self.partials(problem.workspace)
+        numbers, stream = self.numbers(problem.kv_indices, partials), current_stream(self.device_index)
+        first = prepared.values(problem, target, numbers, stream)
+        fields = (*prepared.replay_fields, "sinks")
+        attend = prepared.attention.bound_to_lengths(first, fields, self.planned_fields(prepared))
+        if prepared.combine is None:
+            return attend, None
+        merged = prepared.combine.values(target, partials, self.merges)
+        of_merge = (*PARTIAL_FIELDS, *MERGE_FIELDS)
+        return attend, prepared.combine.launch.bound_to_lengths(merged, ("o", "lse", "sinks"), of_merge)
+
+    def _launched(
+        self, prepared: PreparedKernel, kv_indices: torch.Tensor | None, workspace: torch.Tensor | None
+    ) -> Launched:
+        """Returns what the plan in force decides of repeated launches."""
+        numbers = self.planned_values(prepared, kv_indices, workspace)
+        of_merge = self.combine_grid, (*self.partials(workspace), *self.merges)
+        return Launched(kv_indices, self.version, (self.grid, numbers), of_merge)
 
 
 class SplitKvBatchRun(BatchRun):
@@ -245,7 +290,8 @@ class SplitKvBatchRun(BatchRun):
     def follow(self, schedule: BatchSchedule[object]) -> None:
         """Makes the launches those of a schedule whose records are uploaded."""
         work, launches = schedule.work, schedule.launches
-        self.schedule, self.grid, self.combine_grid = schedule, launches.grid, launches.combine_grid
+        self.schedule = self.version = schedule
+        self.grid, self.combine_grid = launches.grid, launches.combine_grid
         self.items = self.records.data_ptr()
         self.merges = (
             self.items + 4 * ITEM_INTS * work.item_capacity,
@@ -255,19 +301,18 @@ class SplitKvBatchRun(BatchRun):
         )
         self.key_bounds: Values = () if work.key_bounds is None else (self.items + 4 * work.key_bounds,)
 
-    def partials(self, problem: BatchProblem) -> tuple[int, ...]:
+    def partials(self, workspace: torch.Tensor | None) -> tuple[int, ...]:
         """Returns the addresses of partial outputs and lse."""
         lse = self.schedule.launches.partial_o_bytes  # behind o
         if not self.combine_grid[0]:
             return 0, lse
-        assert problem.workspace is not None
-        o = problem.workspace.data_ptr()
+        assert workspace is not None
+        o = workspace.data_ptr()
         return o, o + lse
 
-    def numbers(self, problem: BatchProblem, partials: tuple[int, ...]) -> Values:
+    def numbers(self, kv_indices: torch.Tensor | None, partials: tuple[int, ...]) -> Values:
         """Returns the values of the tile order fields and `params.batch_fields`."""
-        indices = problem.kv_indices
-        pages = 0 if indices is None else indices.data_ptr()
+        pages = 0 if kv_indices is None else kv_indices.data_ptr()
         return *self.schedule.launches.order, self.items, *partials, pages, *self.key_bounds
 
 
@@ -289,12 +334,12 @@ class HostPlannedRun(SplitKvBatchRun):
         self.settings, self.scheduled, self.kernel_of, self.staging = settings, scheduled, kernel_of, staging
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
-        """Replaces the lengths of the requests. Returns whether launches are the same otherwise; None, and nothing is
+        """Replaces the lengths of the requests. Returns whether the kernels are the same; None, and nothing is
         replaced, if the host does not know the lengths.
         """
         if isinstance(lengths, DeviceLengths):
             return None
-        before, items, now = self.schedule, self.items, self.scheduled(lengths)
+        before, now = self.schedule, self.scheduled(lengths)
         same_kernel = now.tiling is before.tiling and now.merges == before.merges
         if not same_kernel:
             kernel = self.kernel_of(now)
@@ -302,7 +347,7 @@ class HostPlannedRun(SplitKvBatchRun):
             self.kernel, self.prepared, self.latest = kernel, prepared, (self.settings, prepared)
         self.records = self.placed(now, self.staging)
         self.follow(now)
-        return same_kernel and self.items == items and now.launches == before.launches
+        return same_kernel
 
 
 def launch_nothing(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:

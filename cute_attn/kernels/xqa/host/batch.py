@@ -4,9 +4,10 @@ copies to the device; for captured launches, each plan writes them to the same a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from cute_attn.kernels.host.batch import BatchRun
 from cute_attn.kernels.host.gpu import Gpu
@@ -18,7 +19,7 @@ from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial
 from cute_attn.kernels.xqa.host.prepared import PreparedKernel, prepared_kernel
 from cute_attn.kernels.xqa.host.variant import segments
 from cute_attn.kernels.xqa.tiles import Segments
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, allocate_ints
@@ -141,12 +142,22 @@ class XqaBatchRun(BatchRun):
         self.staging.upload(records)
         return True
 
-    def partials(self, problem: BatchProblem) -> tuple[int, ...]:
+    def partials(self, workspace: torch.Tensor | None) -> tuple[int, ...]:
         """Returns the address of partial results."""
-        assert problem.workspace is not None
-        return (problem.workspace.data_ptr(),)
+        assert workspace is not None
+        return (workspace.data_ptr(),)
 
-    def numbers(self, problem: BatchProblem, partials: tuple[int, ...]) -> Values:
+    def numbers(self, kv_indices: torch.Tensor | None, partials: tuple[int, ...]) -> Values:
         """Returns the values of REQUEST_FIELDS and SCRATCH_FIELDS."""
-        assert problem.kv_indices is not None
-        return problem.kv_indices.data_ptr(), *self.requests, *partials
+        assert kv_indices is not None
+        return kv_indices.data_ptr(), *self.requests, *partials
+
+    def planned_fields(self, prepared: Any) -> tuple[str, ...]:
+        """Returns REQUEST_FIELDS, SCRATCH_FIELDS, and where the kernel reads ahead the number of page indices."""
+        return (*prepared.number_fields, "entries") if prepared.ahead else prepared.number_fields
+
+    def planned_values(self, prepared: Any, kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Values:
+        """Returns the values of `planned_fields`."""
+        assert kv_indices is not None
+        numbers = self.numbers(kv_indices, self.partials(workspace))
+        return (*numbers, kv_indices.shape[0]) if prepared.ahead else numbers
