@@ -47,7 +47,9 @@ class BatchRunner(Protocol):
         """Launches the kernels of one run."""
 
     def repeat(self, problem: BatchProblem) -> Repeat:
-        """Returns a function that repeats the run of `problem` with other addresses of tensors."""
+        """Returns a function that repeats the run of `problem` with other addresses of tensors, and under later plans
+        whose kernels are the same.
+        """
 
 
 class KernelFamily(Protocol):
