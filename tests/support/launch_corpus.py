@@ -1,0 +1,156 @@
+"""The launch corpus: what scripted sequences of calls pass to the driver of a pretended H100.
+
+`launch_sequences.SEQUENCES` holds the scripts, `data/launch_corpus.json` what they launched when the corpus was
+recorded: for every launch the kernel, the grid and the parameters that the previous launch of that kernel in the
+sequence did not have. Tensor maps are an address and a digest. Addresses are those of named tensors, "q+64"; memory
+that a call allocates for itself is "own 0", "own 1" in the order of the launch's parameters. Host code that passes on
+the same corpus behaves the same on a GPU, but for the contents of schedules, which tests/schedule holds.
+
+`python -m tests.support.launch_corpus` records it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cute_attn.dispatch import append as dispatch_append
+from cute_attn.kernels.append.host import launch as append_launch
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime import launch
+from cute_attn.xqa import replays
+from perf.pretended_gpu import NullDriver, pretended_gpu
+
+ARCH = "sm_90a"
+FILE = Path(__file__).parent / "data" / "launch_corpus.json"
+ADDRESSES = range(1 << 32, 1 << 47)  # of the host's heap; strides and counts are below, "unbounded" is above
+CODES = {"i32": "<i", "i64": "<q", "f32": "<f", "f64": "<d"}
+
+Script = Callable[["Recorder"], None]
+
+
+class Recorder(NullDriver):
+    """A driver that keeps launches, and the named memory that their addresses are told by."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, torch.Tensor] = {}  # kept alive, so that no address comes twice
+        self._launched: list[tuple[Any, str, list[tuple[str, str, bytes]]]] = []  # by the call that is recorded
+        self._before: dict[str, dict[str, str]] = {}  # parameters of each kernel's latest launch
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> tuple[int]:  # noqa: N802
+        pointers = (ctypes.c_void_p * len(function.params)).from_address(params)
+        read = [(p.name, p.kind, ctypes.string_at(at, p.size)) for p, at in zip(function.params, pointers, strict=True)]
+        self._launched.append((function, f"{config.gridDimX}x{config.gridDimY}x{config.gridDimZ}", read))
+        return (0,)
+
+    def named(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Name the memory of a tensor."""
+        if name in self.names:
+            raise KeyError(f"{name} is the name of another tensor")
+        self.names[name] = tensor
+        return tensor
+
+    def randn(self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Return a named tensor of random numbers."""
+        return self.named(name, torch.randn(*shape).to(dtype))
+
+    def call(self, label: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record the launches of a call, and name what it returns. An error of a call is part of the record."""
+        result, failed = None, ""
+        try:
+            result = function(*args, **kwargs)
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            failed = f": {type(error).__name__}"
+        returned = result if isinstance(result, tuple) else (result,)
+        known = {tensor.data_ptr() for tensor in self.names.values()}
+        for i, tensor in enumerate(returned):
+            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in known:
+                self.named(f"result {i} of {label}", tensor)
+        self.lines.append(label + failed)
+        self.lines += map(self._line, self._launched)  # now: later calls may allocate what this one has freed
+        self._launched.clear()
+        return result
+
+    def _line(self, launched: tuple[Any, str, list[tuple[str, str, bytes]]]) -> str:
+        artifact, grid, params = launched
+        spec = hashlib.sha256(json.dumps(artifact.spec, sort_keys=True).encode()).hexdigest()[:8]
+        kernel, places = f"{artifact.spec['kernel']} {spec}", _Places(self.names)
+        now = {name: places.text(kind, raw) for name, kind, raw in params}
+        before = self._before.get(kernel, {})
+        changed = " ".join(f"{name}={value}" for name, value in now.items() if before.get(name) != value)
+        self._before[kernel] = now
+        return f"  {kernel} {grid} of {artifact.block[0]}: {changed}"
+
+
+class _Places:
+    """Writes the parameters of one launch, with memory that has no name numbered in the order of its first use."""
+
+    def __init__(self, names: dict[str, torch.Tensor]) -> None:
+        self.extents = [(name, x.data_ptr(), x.untyped_storage().nbytes()) for name, x in names.items()]
+        self.own: list[int] = []
+
+    def text(self, kind: str, raw: bytes) -> str:
+        """Return a parameter as text."""
+        if kind == "map":
+            (address,) = struct.unpack_from("<Q", raw)
+            return f"{self.place(address)}:{hashlib.sha256(raw[8:]).hexdigest()[:8]}"
+        (value,) = struct.unpack(CODES[kind], raw)
+        if kind == "i64" and value in ADDRESSES:
+            return self.place(value)
+        return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+    def place(self, address: int) -> str:
+        """Return an address as a name and an offset in bytes."""
+        if address not in ADDRESSES:
+            return str(address)
+        for name, start, size in self.extents:
+            if start <= address < start + max(size, 1):
+                return name if address == start else f"{name}+{address - start}"
+        if address not in self.own:
+            self.own.append(address)
+        return f"own {self.own.index(address)}"
+
+
+def recorded(script: Script) -> list[str]:
+    """Run a script on a pretended GPU and return its record."""
+    recorder, gpu = Recorder(), Gpu(archs.named(ARCH), launch.CPU, archs.TYPICAL_SMS[ARCH])
+    torch.manual_seed(0)
+    with (
+        pretended_gpu(ARCH),
+        mock.patch.object(launch, "load_driver", return_value=recorder),
+        mock.patch.object(launch, "_function", lambda artifact, index: artifact),
+        mock.patch.object(replays, "looks_at_values", return_value=False),
+        mock.patch.object(dispatch_append, "run", lambda rows: append_launch.run(rows, gpu)),
+    ):
+        replays.forget()
+        script(recorder)
+        replays.forget()
+    return recorder.lines
+
+
+def stored() -> dict[str, list[str]]:
+    """Return the corpus, by name of the sequence."""
+    corpus: dict[str, list[str]] = json.loads(FILE.read_text())
+    return corpus
+
+
+def main() -> None:
+    from tests.support.launch_sequences import SEQUENCES
+
+    corpus = {name: recorded(script) for name, script in SEQUENCES.items()}
+    FILE.write_text(json.dumps(corpus, indent=1) + "\n")
+    print(f"{len(corpus)} sequences, {sum(line.startswith(' ') for x in corpus.values() for line in x)} launches")
+
+
+if __name__ == "__main__":
+    main()
