@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cute_attn.kernels.host.params import ParamPacker, Rebinder, Values
+from cute_attn.kernels.host.params import ParamPacker, Values
 
 NAMES = ("q", "group", "o", "lse", "items", "scale")
 STATIC = {"group": 4, "scale": 0.5}
@@ -53,26 +53,3 @@ def test_a_launch_gives_every_dynamic_field(arguments: tuple[Any, ...]) -> None:
 def test_static_and_empty() -> None:
     assert ParamPacker(("a", "b"), {"b": 1, "a": 2}, ()).values() == (2, 1)
     assert ParamPacker(("a",), {}, ("a", ())).values(3, ()) == (3,)
-
-
-@pytest.mark.parametrize("fields", [("q",), ("scale", "q"), ("lse", "o"), ("items", "group", "scale"), NAMES[::-1]])
-def test_rebinding_changes_its_fields_alone(fields: tuple[str, ...]) -> None:
-    packer = ParamPacker(NAMES, STATIC, DYNAMIC)
-    values = packer.values(1, (2, 3), 4)
-    changes = {name: 100 + i for i, name in enumerate(fields)}
-    bound = packer.rebinder(fields).bind(values)
-    for _ in range(2):
-        assert by_name(NAMES, bound(*changes.values())) == by_name(NAMES, values) | changes
-
-
-def test_unused_arguments_follow_the_fields() -> None:
-    packer = ParamPacker(NAMES, STATIC, DYNAMIC)
-    values = packer.values(1, (2, 3), 4)
-    bound = packer.rebinder(("q",), unused=("stream",)).bind(values)
-    assert by_name(NAMES, bound(5, 77)) == by_name(NAMES, values) | {"q": 5}
-
-
-@pytest.mark.parametrize("fields", [("q", "heads"), ("q", "q")])
-def test_fields_to_rebind_must_be_distinct_parameters(fields: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="distinct parameters"):
-        Rebinder(NAMES, fields)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -45,26 +44,9 @@ class ParamPacker:
         """Returns the packer of a loaded kernel."""
         return cls([param.name for param in launch.artifact.params], static, dynamic)
 
-    def rebinder(self, fields: Sequence[str], unused: Sequence[str] = ()) -> Rebinder:
-        """Returns the Rebinder of `fields`."""
-        return Rebinder(self.names, fields, unused)
 
-
-class Rebinder:
-    """Replaces some fields of packed values, for launches that differ from an earlier one in these fields only.
-
-    `bind` takes the values of the earlier launch and returns a function from new values of `fields` to all values,
-    which takes arguments named `unused` after them and ignores these.
-    """
-
-    def __init__(self, names: Sequence[str], fields: Sequence[str], unused: Sequence[str] = ()) -> None:
-        self.bind: Callable[[Values], Callable[..., Values]] = _rebinding(tuple(names), tuple(fields), tuple(unused))
-
-
-# The next two functions generate Python source because the generated function orders 54 parameters in 0.56 us per
-# launch, where `operator.itemgetter` takes 0.77 us (`timeit`, Python 3.11, Xeon).
-
-
+# This generates Python source because the generated function orders 54 parameters in 0.56 us per launch, where
+# `operator.itemgetter` takes 0.77 us (`timeit`, Python 3.11, Xeon).
 @functools.lru_cache(MAX_ORDERS)
 def _packing(
     names: tuple[str, ...], static: tuple[str, ...], dynamic: tuple[Entry, ...]
@@ -79,38 +61,13 @@ def _packing(
         )
     groups = {f"_group{i}": entry for i, entry in enumerate(dynamic) if not isinstance(entry, str)}
     arguments = [entry if isinstance(entry, str) else f"_group{i}" for i, entry in enumerate(dynamic)]
-    return _defined(
+    lines = (
         f"def bind({', '.join(static)}):",
         f" def values({', '.join(arguments)}):",
         *(f"  {', '.join(group)}, = {name}" for name, group in groups.items() if group),
         f"  return ({', '.join(names)},)",
         " return values",
     )
-
-
-@functools.lru_cache(MAX_ORDERS)
-def _rebinding(
-    names: tuple[str, ...], fields: tuple[str, ...], unused: tuple[str, ...]
-) -> Callable[[Values], Callable[..., Values]]:
-    """Returns `Rebinder.bind`, which keeps adjacent fields that stay the same as one slice."""
-    if not {*fields} <= {*names} or len({*fields}) < len(fields):
-        raise ValueError(f"fields to rebind must be distinct parameters of the kernel, got {list(fields)}")
-    kept, items, place = list[str](), list[str](), 0
-    for stays, run in itertools.groupby(names, lambda name: name not in fields):
-        begin, run_names = place, list(run)
-        place += len(run_names)
-        if stays:
-            kept.append(f" kept{begin} = values[{begin}:{place}]")
-        items += [f"*kept{begin}"] if stays else run_names
-    last = items.pop()  # `+` appends a slice of 53 values in 0.15 us, where unpacking it takes 0.23 us (as above)
-    tail = last.removeprefix("*") if last.startswith("*") else f"({last},)"
-    head = f"({', '.join(items)},) + " if items else ""
-    arguments = ", ".join((*fields, *unused))
-    return _defined("def bind(values):", *kept, f" return lambda {arguments}: {head}{tail}")
-
-
-def _defined(*lines: str) -> Callable[..., Callable[..., Values]]:
-    """Returns the function `bind` that these lines of source define."""
     space: dict[str, Callable[..., Callable[..., Values]]] = {}
     exec("\n".join(lines), space)
     return space["bind"]

@@ -14,10 +14,10 @@ import torch
 from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, AppendSpec
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
-from cute_attn.kernels.host.params import Fields, ParamPacker, Values, divisor
+from cute_attn.kernels.host.params import Fields, divisor
 from cute_attn.request.append import Append
 from cute_attn.request.page_table import OwnRows, PageTable, SlotMapping
-from cute_attn.runtime.launch import Launch, current_stream
+from cute_attn.runtime.launch import current_stream
 
 LARGEST = (1 << 31) - THREADS  # units of a launch, slots and indices: the kernel counts in 32 bits
 MAX_LAYOUTS = 256
@@ -101,11 +101,9 @@ def run(append: Append, gpu: Gpu) -> None:
     prepared = _prepared(layouts, gpu)
     if prepared is None:
         return
-    launch, grid, bind = prepared
     scales = [x if not isinstance(x, torch.Tensor) else 1.0 for x in append.scales]
     scale_addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in append.scales]
-    values = bind(*(x for places in addresses for x in places), *scales, *scale_addresses)
-    launch.fire(values, grid, current_stream(gpu.device_index))
+    prepared(current_stream(gpu.device_index), *(x for places in addresses for x in places), *scales, *scale_addresses)
 
 
 def spec(of: Layouts) -> AppendSpec:
@@ -142,9 +140,9 @@ def _copy_access(rows: Layout, cache: Layout) -> int:
 
 
 @functools.lru_cache(MAX_LAYOUTS)
-def _prepared(of: Layouts, gpu: Gpu) -> tuple[Launch, tuple[int, int, int], Callable[..., Values]] | None:
-    """Returns the loaded kernel, its grid, and a function from addresses and scales to all parameters: addresses of
-    rows, caches, block scales and indices, then numbers and addresses of scales. None: there is nothing to write.
+def _prepared(of: Layouts, gpu: Gpu) -> Callable[..., None] | None:
+    """Returns a function that launches the kernel. It takes a stream, the addresses of rows, caches, block scales and
+    indices, then numbers and addresses of scales. None: there is nothing to write.
     """
     chosen = spec(of)
     units = [n // chosen.per_thread for n in _units(of, chosen.access)]
@@ -162,8 +160,8 @@ def _prepared(of: Layouts, gpu: Gpu) -> tuple[Launch, tuple[int, int, int], Call
     bound += [side + "sf" for side in sides[: len(of.block_scales)]]
     bound += INDICES[of.slots]
     bound += [side + "scale" for side in sides] + [side + "scale_address" for side in sides]
-    bind = ParamPacker(names, fields, ()).rebinder(bound).bind(tuple(fields[name] for name in names))
-    return launch, (-(-items // THREADS), len(units), 1), bind
+    fire = launch.bound_to_lengths([fields[name] for name in names], bound)
+    return functools.partial(fire, ((-(-items // THREADS), len(units), 1), ()))
 
 
 def _operand(of: Layouts, i: int, access: int, units: int) -> Fields:
