@@ -472,7 +472,13 @@ def _check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
 NO_MASK = Mask(None, np.zeros(0, np.int64))  # of a batch without custom masks
 
 
-def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens | DeviceTokens, device: torch.device) -> Mask:
+def mask(
+    custom_mask: Any,
+    packed_custom_mask: Any,
+    tokens: Tokens | DeviceTokens,
+    device: torch.device,
+    packed_name: str = "packed_custom_mask",
+) -> Mask:
     """Pack the masks of all requests, each from a new byte on. `packed_custom_mask` takes precedence."""
     if custom_mask is packed_custom_mask is None:
         return NO_MASK
@@ -488,18 +494,13 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens | DeviceToken
             )
         if packed_custom_mask is None:
             return Mask(_pack(bits.to(device).bool(), sizes, offsets), offsets)
-    packed = _flat("packed_custom_mask", packed_custom_mask, torch.uint8).to(device)
-    if packed.numel() == offsets[-1]:
-        return Mask(packed.contiguous(), offsets)
-    if packed.numel() != (total + 7) // 8:
+    packed = _flat(packed_name, packed_custom_mask, torch.uint8).to(device)
+    if packed.numel() != offsets[-1]:
         raise ArgumentError(
-            f"packed_custom_mask must have {offsets[-1]} bytes (each request starts at a new byte, as "
-            f"segment_packbits packs them) or {(total + 7) // 8} (one row of bits, as packbits does), "
-            f"got {packed.numel()}"
+            f"{packed_name} must have {offsets[-1]} bytes, each request from a new byte on, as "
+            f'segment_packbits(..., bitorder="little") packs them; got {packed.numel()}'
         )
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    bits = ((packed[:, None] >> shifts) & 1).flatten()[:total].bool()
-    return Mask(_pack(bits, sizes, offsets), offsets)
+    return Mask(packed.contiguous(), offsets)
 
 
 def _flat(name: str, value: Any, *dtypes: torch.dtype) -> torch.Tensor:

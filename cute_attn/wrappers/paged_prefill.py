@@ -163,11 +163,11 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         head_dim_vo : default `head_dim_qk`.
         custom_mask : 1-D bool (or uint8), the `[qo_len, kv_len]` masks of all requests, flattened and concatenated;
             True keeps. Replaces `causal`; `window_left` still applies.
-        packed_custom_mask : 1-D uint8, the same bits in **little** bit order. Either each request starts at a new
-            byte (`segment_packbits(..., bitorder="little")`), or all bits follow one another (`packbits`): the
-            number of bytes tells which, and if both have the same number, the former is assumed. A contiguous tensor
-            of the former kind on the wrapper's device is not copied without CUDA graphs: it must not change until the
-            last run. Replaces `custom_mask`.
+        packed_custom_mask : 1-D uint8, the same bits in **little** bit order, each request from a new byte on, as
+            `segment_packbits(..., bitorder="little")` packs them. Not one row of bits (`packbits`): that is another
+            mask for a batch of several requests, and another number of bytes is an error. A contiguous tensor on the
+            wrapper's device is not copied without CUDA graphs: it must not change until the last run. Replaces
+            `custom_mask`.
         causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a
             custom mask.
         pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_prefill_with_kv_cache`; positions
