@@ -10,7 +10,6 @@ may use a wrapper, except that `run` of one plan may be called from several.
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from cute_attn.runtime.staging import Staging, Uploads, is_capturing
 from cute_attn.schedule import batch as batch_schedule
 from cute_attn.wrappers import device_plan, run_cache
 from cute_attn.wrappers.graph_invariants import GraphInvariants, check_sizes, check_unchanged
+from cute_attn.wrappers.not_copied import NotCopied
 from cute_attn.wrappers.plan_request import Copy, HostCopy, PlanRequest, differ, index_values, make, same_memory
 from cute_attn.wrappers.planned_state import PlannedState
 from cute_attn.wrappers.stride_variants import StrideVariants
@@ -63,7 +63,7 @@ class UnsupportedByPlan(NotSupported):
         self.features = features
 
 
-class BatchWrapper(PlannedState, StrideVariants):
+class BatchWrapper(PlannedState, StrideVariants, NotCopied):
     """What all batch wrappers share. Subclasses declare the constructor, `plan`, `run` and `forward`."""
 
     kv_source = ""  # set by subclasses: ragged | paged
@@ -523,9 +523,9 @@ class BatchWrapper(PlannedState, StrideVariants):
             settings, backend, limits, _ = self._resolve(request, graph, self._variants.base.backend)
             sizes.append(backends.workspace(backend, settings, request.tokens.lengths, limits))
 
-        probe: Any = copy.copy(self)
-        probe._make_plan = measure
         made_by: Any = type(self)  # engines replace the attribute `plan` of `self`
+        probe = object.__new__(made_by)
+        probe.__dict__.update(self.__dict__, _make_plan=measure)
         made_by.plan(probe, *args, **kwargs)
         return sizes[0]
 
