@@ -380,20 +380,24 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
 
     # ---- run
 
-    def _planned(self, arguments: RunArguments | None = None) -> BatchPlan:
-        """Return the plan of the current variant, scheduled if it is not yet. `arguments`: those of a run."""
+    def _planned(self) -> BatchPlan:
+        """Return the plan of the current variant, scheduled if it is not yet."""
         if self._request is None:
             raise NotPlannedError(
                 f"{type(self).__name__}.plan() must come before run(), and again after reset_workspace_buffer()"
             )
         self._follow_copies()
-        device_plan.close(self, arguments)
+        device_plan.close(self, None)
         plan = self._current.plan or self._plan_of(self._current)
         self._plan = None if self._copies else plan
         return plan
 
     def _run(self, arguments: RunArguments) -> Result:
-        plan = self._plan or self._planned(arguments)
+        plan = self._plan
+        if plan is None:
+            if device_plan.is_open(self._request):
+                return device_plan.first_run(self, arguments, self._run)
+            plan = self._planned()
         if (replayed := run_cache.try_replay(plan, arguments)) is not None:
             out, lse = replayed
             return out if lse is None or not arguments.return_lse else (out, lse)
@@ -422,7 +426,9 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
 
     def _run_with_lse(self, arguments: RunArguments, lse_base: Any, lse_layout: Any) -> Result:
         """Run, and convert lse to another base or to `[num_qo_heads, rows]` (layout "HN") by a torch operation."""
-        plan = self._plan or self._planned(arguments)
+        if device_plan.is_open(self._request):
+            return device_plan.first_run(self, arguments, self._run_with_lse, lse_base, lse_layout)
+        plan = self._plan or self._planned()
         form = batch_run.lse_form(plan, arguments, lse_base, lse_layout)
         if form is None:
             return self._run(arguments)
