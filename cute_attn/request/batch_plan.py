@@ -174,17 +174,17 @@ def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Spli
     return Splits(None, True) if disable_split_kv else Splits(tokens, False)
 
 
-def refuse(name: str, value: Any, reason: str, instead: str) -> None:
-    """Refuse an argument of FlashInfer that this library does not implement, unless it is None, False or 0."""
-    if value is None or value is False or (type(value) is int and value == 0):
+def refuse(name: str, value: Any, reason: str, instead: str, off: bool | None = None) -> None:
+    """Refuse an argument of FlashInfer that this library does not implement, unless it is None or `off`."""
+    if value is None or value is off:
         return
     raise NotSupported([Refusal("every backend", f"{name}={checks.shown(value)}", reason, instead)])
 
 
-def refuse_all(reason: str, **arguments: Any) -> None:
+def refuse_all(reason: str, off: bool | None = None, **arguments: Any) -> None:
     """`refuse` several arguments for one reason."""
     for name, value in arguments.items():
-        refuse(name, value, reason, f"{name}=None")
+        refuse(name, value, reason, f"{name}=None", off)
 
 
 def refuse_jit(jit_args: Any, jit_kwargs: Any = None) -> None:
@@ -408,9 +408,9 @@ class HostLengths(NamedTuple):
         return torch.from_numpy(index_arrays.last_page_len(lengths, pages, page_size))
 
 
-def uniform_q_len(value: Any, tokens: Tokens | DeviceTokens) -> int | None:
+def uniform_q_len(value: int | None, tokens: Tokens | DeviceTokens) -> int | None:
     """Check a promise about the query tokens of every request. None: no promise, or a warning that it is not true."""
-    if value is None or (value := checks.integer("uniform_q_len", value)) <= 0:
+    if value is None or value <= 0:
         return None
     lengths = np.diff(tokens.lengths.qo_indptr)
     if len(lengths) and (lengths == value).all():

@@ -85,7 +85,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         variant_owns_mask: bool = False,
     ) -> None:
         self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs)
-        batch_plan.refuse("variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()")
+        batch_plan.refuse(
+            "variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()", off=False
+        )
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_index_buffers(
             {
@@ -313,6 +315,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         if not (skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None):
             batch_plan.refuse_all(
                 "softmax is exact and in fp32",
+                off=False,
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
                 use_fp16_softmax=use_fp16_softmax,
                 uses_spcompress=uses_spcompress,

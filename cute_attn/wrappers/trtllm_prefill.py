@@ -213,7 +213,7 @@ def trtllm_fmha_v2_prefill(
     block_tables : for paged layouts int32 `[batch_size, max_pages]`; or, with a pair (k, v), `[batch_size, 2,
         max_pages]` as FlashInfer needs it: pages of keys and of values, both counted from the start of k in one
         allocation. The values of all requests must then be the same number of pages away from their keys, which is
-        read.
+        read. Must be None for other layouts.
     out : written and returned: `[num_tokens, num_qo_heads, head_dim_vo]`. Default: new.
     out_dtype : dtype of out, or its name. Default: that of out, or q's (bfloat16 for fp8 q).
     sinks : floating-point `[num_qo_heads]`, or a list of one such tensor. Default: none.
@@ -256,6 +256,11 @@ def trtllm_fmha_v2_prefill(
         k, v, tables = _pages(k, v, block_tables, seq_lens, kv_layout)
         keys = Keys(k, v, tables=trtllm_prefill.tables(tables, query.device))
     else:
+        if block_tables is not None:
+            raise ArgumentError(
+                f"block_tables must be None with input_layout={input_layout!r}, which has no pages, "
+                f"got {checks.describe(block_tables)}"
+            )
         trtllm_prefill.check_kv_bounds(kv_indptr[0], lengths, k.shape[0])
         keys = Keys(k, v, kv_indptr=kv_indptr[0])
     structure = _structure(
