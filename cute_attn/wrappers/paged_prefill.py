@@ -186,8 +186,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked on the CPU.
         block_tables : a tensor with the pages of each request; not read.
         prefix_len_ptr : multi-item scoring, where a request is a prefix followed by items that do not see each other:
-            `[batch_size]`, the keys of each prefix; None (default): none. A token at position p = i + kv_len - qo_len
-            >= prefix_len sees the keys j < prefix_len, and the p - t < j <= p of its own item, t being its position in
+            `[batch_size]`, or no dimension for one request, the keys of each prefix; None (default): none. A token at
+            position p = i + kv_len - qo_len >= prefix_len sees the keys j < prefix_len, and the p - t < j <= p of its own item, t being its position in
             the item: a delimiter (t = 0) sees the prefix alone. A token of the prefix sees j <= p. `causal` is without
             effect, `window_left` still applies (as in FlashInfer's fa2; its fa3 leaves the items' mask out of the tiles
             at a window's edge), a custom mask is refused. This and the next three are read now, not during `run` as in
