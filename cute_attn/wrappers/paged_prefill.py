@@ -187,11 +187,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         block_tables : a tensor with the pages of each request; not read.
         prefix_len_ptr : multi-item scoring, where a request is a prefix followed by items that do not see each other:
             `[batch_size]`, or no dimension for one request, the keys of each prefix; None (default): none. A token at
-            position p = i + kv_len - qo_len >= prefix_len sees the keys j < prefix_len, and the p - t < j <= p of its own item, t being its position in
-            the item: a delimiter (t = 0) sees the prefix alone. A token of the prefix sees j <= p. `causal` is without
-            effect, `window_left` still applies (as in FlashInfer's fa2; its fa3 leaves the items' mask out of the tiles
-            at a window's edge), a custom mask is refused. This and the next three are read now, not during `run` as in
-            FlashInfer; dtypes uint16, uint32, int32 or int64, each a synchronisation if on a GPU.
+            position p = i + kv_len - qo_len >= prefix_len sees the keys j < prefix_len, and the p - t < j <= p of its
+            own item, t being its position in the item: a delimiter (t = 0) sees the prefix alone. A token of the prefix
+            sees j <= p. `causal` is without effect, `window_left` still applies (as in FlashInfer's fa2; its fa3 leaves
+            the items' mask out of the tiles at a window's edge), a custom mask is refused. This and the next three are
+            read now, not during `run` as in FlashInfer; dtypes uint16, uint32, int32 or int64, each a synchronisation
+            if on a GPU.
         token_pos_in_items_ptr : 1-D; that of request r for key prefix_len + n is `[r * token_pos_in_items_len + n]`. It
             may drop, but not grow by more than 1, from token to token. Required with `prefix_len_ptr`.
         token_pos_in_items_len : elements per request, at least kv_len - prefix_len; not read for one request.
