@@ -13,9 +13,10 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import checks, nvfp4, page_table
+from cute_attn.request import batch_plan, checks, nvfp4, page_table
 from cute_attn.request.append import Append
 from cute_attn.request.nvfp4 import Pair
+from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime import switches
 
 __all__ = [
@@ -105,11 +106,12 @@ def get_batch_indices_positions(
 
     Raises
     ------
-    ArgumentTypeError (not a tensor; nnz not an int), ArgumentError (shape, dtype, device, nnz < 0).
+    ArgumentTypeError (not a tensor; nnz not an int), ArgumentError (shape, dtype, device, nnz; on the CPU also bounds
+    that decrease).
     """
     nnz = checks.integer("nnz", nnz)
-    if nnz < 0:
-        raise ArgumentError(f"nnz must be >= 0, got {nnz}")
+    if not 0 <= nnz <= MAX_INDEX:
+        raise ArgumentError(f"nnz must be within 0..{MAX_INDEX}, got {nnz}")
     indptr = page_table.index_bounds("append_indptr", append_indptr, None)
     batch_size = indptr.numel() - 1
     lens = page_table.integers("seq_lens", seq_lens, batch_size, indptr.device)
@@ -150,11 +152,10 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 
     Raises
     ------
-    ArgumentTypeError (not a tensor; page_size not an int), ArgumentError (shape, dtype, device, page_size < 1).
+    ArgumentTypeError (not a tensor; page_size not an int), ArgumentError (shape, dtype, device, page_size; on the CPU
+    also bounds that decrease).
     """
-    page_size = checks.integer("page_size", page_size)
-    if page_size < 1:
-        raise ArgumentError(f"page_size must be >= 1, got {page_size}")
+    page_size = batch_plan.count("page_size", page_size)
     indptr = page_table.index_bounds("kv_indptr", kv_indptr, None)
     last = page_table.integers("kv_last_page_len", kv_last_page_len, indptr.numel() - 1, indptr.device)
     lens = (indptr.diff() - 1).clamp(min=0) * page_size + last

@@ -23,7 +23,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import append
-from cute_attn.errors import ArgumentError
+from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import short
 from cute_attn.request import checks
@@ -153,7 +153,7 @@ def nvfp4_kv_dequantize_paged(
     paged_kv_cache : uint8 caches (k, v) of `[num_pages, page_size, num_kv_heads, head_dim / 2]` (NHD) or `[num_pages,
         num_kv_heads, page_size, head_dim / 2]` (HND), or both in one 5-D tensor `[num_pages, 2, ...]`.
     kv_cache_sf : e4m3, or uint8 with the bits of e4m3: the same with head_dim / 16, linear for K and V.
-    block_tables : integers `[batch_size, max_pages]`, page numbers.
+    block_tables : integers `[batch_size, max_pages]`, page numbers; max_pages * page_size >= max_seq_len.
     seq_lens : integers `[batch_size]`, tokens of each request.
     k_scale, v_scale : global scales > 0: fp32, one element, on the caches' device.
     output_k, output_v : `[batch_size, max_seq_len, num_kv_heads, head_dim]` fp16, bf16 or fp32, both the same; written.
@@ -162,7 +162,8 @@ def nvfp4_kv_dequantize_paged(
     Raises
     ------
     ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device; outputs that overlap
-    themselves or the caches; on the CPU also a scale <= 0 and lengths outside 0..max_seq_len).
+    themselves or the caches; on the CPU also a scale <= 0 and lengths outside 0..max_seq_len), RuntimeArgumentError
+    (also a RuntimeError: block_tables with too few columns).
     """
     if is_dynamo_compiling():
         cached = paged_kv_cache, kv_cache_sf, block_tables, seq_lens, k_scale, v_scale
@@ -178,6 +179,12 @@ def nvfp4_kv_dequantize_paged(
             f"block_tables must have shape [batch_size, max_pages] = [{batch_size}, any] and dtype int32 or int64, "
             f"got {checks.describe(tables)}"
         )
+    (num_pages, page_size), max_pages = caches[0].shape[:2], tables.shape[1]
+    if max_pages * page_size < max_seq_len:
+        raise RuntimeArgumentError(
+            f"block_tables must have max_pages * page_size >= {max_seq_len}, the outputs' max_seq_len; the page_size "
+            f"is {page_size}, got {checks.describe(tables)}"
+        )
     same_device("block_tables", tables, device)
     lens = integers("seq_lens", seq_lens, batch_size, device)
     if device.type == "cpu" and batch_size and not 0 <= int(lens.min()) <= int(lens.max()) <= max_seq_len:
@@ -187,14 +194,13 @@ def nvfp4_kv_dequantize_paged(
     scales = [
         scale_of(name, checks.tensor(name, x), device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))
     ]
-    (num_pages, page_size), max_pages = caches[0].shape[:2], tables.shape[1]
-    if not num_pages or not max_pages:
+    if not num_pages or not max_seq_len:
         return
     token = torch.arange(max_seq_len, device=device)
     entry, slot = token // page_size, token % page_size
     for request in range(batch_size):  # one at a time: the values take 8 bytes each before they are rounded
-        page = tables[request, entry.clamp(max=max_pages - 1)].long()
-        found = (token < lens[request]) & (entry < max_pages) & (page >= 0) & (page < num_pages)
+        page = tables[request, entry].long()
+        found = (token < lens[request]) & (page >= 0) & (page < num_pages)
         where = torch.where(found, page, 0), slot
         for cache, sf, scale, output in zip(caches, block_scales, scales, outputs, strict=True):
             values = _dequantized(cache[where], sf[where].view(E4M3), scale).to(output.dtype)

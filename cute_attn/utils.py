@@ -92,10 +92,12 @@ def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: in
 
     Raises
     ------
-    ArgumentTypeError (not an int).
+    ArgumentTypeError (not an int), ArgumentError (below 0).
     """
-    requests, heads = checks.integer("batch_size", batch_size), checks.integer("num_qo_heads", num_qo_heads)
-    counters = max(requests * heads, checks.integer("sm_count", sm_count))
+    for name, value in (("batch_size", batch_size), ("num_qo_heads", num_qo_heads), ("sm_count", sm_count)):
+        if checks.integer(name, value) < 0:
+            raise ArgumentError(f"{name} must be at least 0, got {value}")
+    counters = max(batch_size * num_qo_heads, sm_count)
     return -(-counters // 8) * 8 * 4
 
 

@@ -114,6 +114,10 @@ def explain(
     >>> print(explain(qo_len=4096, causal=True, arch="h100").splitlines()[2])
       fa3: chosen: the first of fa4, fa3, xqa, fa2 that takes it and is not passed over
     """
+    checks.boolean("custom_mask", custom_mask)
+    checks.boolean("sinks", sinks)
+    if rows is not None and (not isinstance(asked, Features) or checks.integer("rows", rows) < 1):
+        raise ArgumentError(f"rows must be None, or at least 1 with Features, got {checks.describe(rows)}")
     options = Described(
         *(qo_len, kv_len, num_qo_heads, num_kv_heads, head_dim, head_dim_vo, dtype, kv_dtype, o_dtype, kv_layout),
         *(causal, custom_mask, window_left, pos_encoding_mode, logits_soft_cap, sinks),
@@ -164,11 +168,11 @@ def _with_tensors(asked: Any, options: Described) -> Call:
 
 def described(options: Described) -> Call:
     """Return a call as described. Its tensors are never read or written, so they take no memory."""
-    for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim"):
-        value = getattr(options, name)
-        if type(value) is not int or value < 0:
-            raise ArgumentError(f"{name} must be an int >= 0, got {value!r}")
     head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
+    for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo"):
+        value = head_dim_vo if name == "head_dim_vo" else getattr(options, name)
+        if type(value) is not int or checks.integer(name, value) < 0:
+            raise ArgumentError(f"{name} must be an int >= 0, got {checks.describe(value)}")
     q_dtype = _dtype("dtype", options.dtype)
     kv_dtype = q_dtype if options.kv_dtype in (None, NVFP4) else _dtype("kv_dtype", options.kv_dtype)
     kv_shape = (options.kv_len, options.num_kv_heads)

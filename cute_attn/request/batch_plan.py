@@ -174,17 +174,17 @@ def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Spli
     return Splits(None, True) if disable_split_kv else Splits(tokens, False)
 
 
-def refuse(name: str, value: Any, reason: str, instead: str) -> None:
-    """Refuse an argument of FlashInfer that this library does not implement, unless it is None, False or 0."""
-    if value is None or value is False or (type(value) is int and value == 0):
+def refuse(name: str, value: Any, reason: str, instead: str, off: bool | None = None) -> None:
+    """Refuse an argument of FlashInfer that this library does not implement, unless it is None or `off`."""
+    if value is None or value is off:
         return
     raise NotSupported([Refusal("every backend", f"{name}={checks.shown(value)}", reason, instead)])
 
 
-def refuse_all(reason: str, **arguments: Any) -> None:
+def refuse_all(reason: str, off: bool | None = None, **arguments: Any) -> None:
     """`refuse` several arguments for one reason."""
     for name, value in arguments.items():
-        refuse(name, value, reason, f"{name}=None")
+        refuse(name, value, reason, f"{name}=None", off)
 
 
 def refuse_jit(jit_args: Any, jit_kwargs: Any = None) -> None:
@@ -408,9 +408,9 @@ class HostLengths(NamedTuple):
         return torch.from_numpy(index_arrays.last_page_len(lengths, pages, page_size))
 
 
-def uniform_q_len(value: Any, tokens: Tokens | DeviceTokens) -> int | None:
+def uniform_q_len(value: int | None, tokens: Tokens | DeviceTokens) -> int | None:
     """Check a promise about the query tokens of every request. None: no promise, or a warning that it is not true."""
-    if value is None or (value := checks.integer("uniform_q_len", value)) <= 0:
+    if value is None or value <= 0:
         return None
     lengths = np.diff(tokens.lengths.qo_indptr)
     if len(lengths) and (lengths == value).all():
@@ -472,7 +472,13 @@ def _check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
 NO_MASK = Mask(None, np.zeros(0, np.int64))  # of a batch without custom masks
 
 
-def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens | DeviceTokens, device: torch.device) -> Mask:
+def mask(
+    custom_mask: Any,
+    packed_custom_mask: Any,
+    tokens: Tokens | DeviceTokens,
+    device: torch.device,
+    packed_name: str = "packed_custom_mask",
+) -> Mask:
     """Pack the masks of all requests, each from a new byte on. `packed_custom_mask` takes precedence."""
     if custom_mask is packed_custom_mask is None:
         return NO_MASK
@@ -488,18 +494,13 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens | DeviceToken
             )
         if packed_custom_mask is None:
             return Mask(_pack(bits.to(device).bool(), sizes, offsets), offsets)
-    packed = _flat("packed_custom_mask", packed_custom_mask, torch.uint8).to(device)
-    if packed.numel() == offsets[-1]:
-        return Mask(packed.contiguous(), offsets)
-    if packed.numel() != (total + 7) // 8:
+    packed = _flat(packed_name, packed_custom_mask, torch.uint8).to(device)
+    if packed.numel() != offsets[-1]:
         raise ArgumentError(
-            f"packed_custom_mask must have {offsets[-1]} bytes (each request starts at a new byte, as "
-            f"segment_packbits packs them) or {(total + 7) // 8} (one row of bits, as packbits does), "
-            f"got {packed.numel()}"
+            f"{packed_name} must have {offsets[-1]} bytes, each request from a new byte on, as "
+            f'segment_packbits(..., bitorder="little") packs them; got {packed.numel()}'
         )
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    bits = ((packed[:, None] >> shifts) & 1).flatten()[:total].bool()
-    return Mask(_pack(bits, sizes, offsets), offsets)
+    return Mask(packed.contiguous(), offsets)
 
 
 def _flat(name: str, value: Any, *dtypes: torch.dtype) -> torch.Tensor:

@@ -86,10 +86,10 @@ def bsr_mask(mask: Any, packed_mask: Any, causal: Any, tokens: Tokens, size: Mat
                 f"got {checks.describe(mask)}"
             )
         flat = _flattened(mask, tokens.kv_indptr, np.diff(tokens.lengths.qo_indptr))
-        return batch_plan.mask(flat, packed_mask, tokens, device)
+        return batch_plan.mask(flat, packed_mask, tokens, device, "packed_mask")
     if packed_mask is None and causal:
         return batch_plan.mask(_causal(tokens, size), None, tokens, device)
-    return batch_plan.mask(None, packed_mask, tokens, device)
+    return batch_plan.mask(None, packed_mask, tokens, device, "packed_mask")
 
 
 def flattened_bsr(mask: Any, indptr: Any) -> torch.Tensor:

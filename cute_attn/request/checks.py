@@ -15,6 +15,7 @@ from cute_attn.problem import short
 
 Extent = tuple[int, int]  # addresses of the first byte and past the last
 
+LARGEST_INT = (1 << 63) - 1  # torch takes no more
 LARGEST = 1e38  # times log2(e) it is still an fp32 number
 
 
@@ -59,12 +60,15 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def integer(name: str, value: Any) -> int:
-    """Check for an integer of any type (numpy's too) except bool."""
+    """Check for an integer of any type (numpy's too) except bool, of 64 bits."""
     if type(value) is int:
-        return value
+        if -LARGEST_INT <= value <= LARGEST_INT:
+            return value
+        bound = f"most {LARGEST_INT}" if value > 0 else f"least {-LARGEST_INT}"
+        raise ArgumentError(f"{name} must be at {bound}, got {shown(value)}")
     if not isinstance(value, bool | torch.Tensor):
         try:
-            return operator.index(value)
+            return integer(name, int(operator.index(value)))
         except TypeError:
             pass
     raise ArgumentTypeError(f"{name} must be an int, got {describe(value)}")

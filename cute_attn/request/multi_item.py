@@ -123,14 +123,14 @@ def _per_request(name: str, value: Any, batch_size: int) -> np.ndarray:
 
 
 def _integers(name: str, value: Any) -> np.ndarray:
-    """Return a 1-D tensor of integers that are not negative, as int64 on the host."""
+    """Return a tensor of integers that are not negative as 1-D int64 on the host. No dimension: one element."""
     value = checks.tensor(name, value)
     checks.dtype(name, value.dtype, DTYPES)
-    if value.dim() != 1:
-        raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
+    if value.dim() > 1:
+        raise ArgumentError(f"{name} must have 1 dimension, or none for one element; got {checks.describe(value)}")
     if value.device.type not in DEVICES:
         raise ArgumentError(f"{name} must be on a {' or '.join(DEVICES)} device, got {checks.describe(value)}")
-    numbers: np.ndarray = value.cpu().numpy().astype(np.int64)
+    numbers: np.ndarray = value.cpu().numpy().astype(np.int64).reshape(-1)
     if numbers.min(initial=0) < 0:
         raise ArgumentError(f"{name} must not be negative, got {numbers.min()}")
     return numbers

@@ -167,8 +167,11 @@ def check_bounds(name: str, value: Any, device: torch.device | None) -> torch.Te
 
 
 def index_bounds(name: str, value: Any, device: torch.device | None) -> torch.Tensor:
-    """Check integers [batch_size + 1] on `device` and return them as int64."""
-    return check_bounds(name, value, device).long()
+    """Check integers [batch_size + 1] on `device`, on the CPU also that they do not decrease; return them as int64."""
+    indptr = check_bounds(name, value, device).long()
+    if indptr.is_cpu and not torch.compiler.is_compiling() and (indptr.diff() < 0).any():
+        raise ArgumentError(f"{name} must not decrease, got {checks.shown(indptr.tolist())}")
+    return indptr
 
 
 def _check_range(name: str, rows: torch.Tensor, values: torch.Tensor, stop: Any, what: str) -> None:

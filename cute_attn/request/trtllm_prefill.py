@@ -116,6 +116,23 @@ def check_kv_bounds(kv_indptr: np.ndarray, lengths: Lengths, rows: int) -> None:
         )
 
 
+def chunks(size: int, kv_len: np.ndarray) -> dict[str, Any]:
+    """Return chunks of `size` keys as arguments of multi-item scoring: items behind an empty prefix, whose tokens see
+    their item up to themselves. Nothing for a size of 0.
+    """
+    if not size:
+        return {}
+    longest = int(kv_len.max(initial=0))
+    positions = (
+        np.arange(longest, dtype=np.int32) % min(size, MAX_KV_LEN) + 1
+    )  # 0 is a delimiter, which sees no key of its item
+    return {
+        "prefix_len_ptr": torch.zeros(len(kv_len), dtype=torch.int32),
+        "token_pos_in_items_ptr": torch.from_numpy(np.tile(positions, len(kv_len))),
+        "token_pos_in_items_len": longest,
+    }
+
+
 class PageList(NamedTuple):
     """Where the pages of a batch are in its tables."""
 

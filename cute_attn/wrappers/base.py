@@ -10,7 +10,6 @@ may use a wrapper, except that `run` of one plan may be called from several.
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from cute_attn.runtime.staging import Staging, Uploads, is_capturing
 from cute_attn.schedule import batch as batch_schedule
 from cute_attn.wrappers import device_plan, run_cache
 from cute_attn.wrappers.graph_invariants import GraphInvariants, check_sizes, check_unchanged
+from cute_attn.wrappers.not_copied import NotCopied
 from cute_attn.wrappers.plan_request import Copy, HostCopy, PlanRequest, differ, index_values, make, same_memory
 from cute_attn.wrappers.planned_state import PlannedState
 from cute_attn.wrappers.stride_variants import StrideVariants
@@ -63,7 +63,7 @@ class UnsupportedByPlan(NotSupported):
         self.features = features
 
 
-class BatchWrapper(PlannedState, StrideVariants):
+class BatchWrapper(PlannedState, StrideVariants, NotCopied):
     """What all batch wrappers share. Subclasses declare the constructor, `plan`, `run` and `forward`."""
 
     kv_source = ""  # set by subclasses: ragged | paged
@@ -380,20 +380,24 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     # ---- run
 
-    def _planned(self, arguments: RunArguments | None = None) -> BatchPlan:
-        """Return the plan of the current variant, scheduled if it is not yet. `arguments`: those of a run."""
+    def _planned(self) -> BatchPlan:
+        """Return the plan of the current variant, scheduled if it is not yet."""
         if self._request is None:
             raise NotPlannedError(
                 f"{type(self).__name__}.plan() must come before run(), and again after reset_workspace_buffer()"
             )
         self._follow_copies()
-        device_plan.close(self, arguments)
+        device_plan.close(self, None)
         plan = self._current.plan or self._plan_of(self._current)
         self._plan = None if self._copies else plan
         return plan
 
     def _run(self, arguments: RunArguments) -> Result:
-        plan = self._plan or self._planned(arguments)
+        plan = self._plan
+        if plan is None:
+            if device_plan.is_open(self._request):
+                return device_plan.first_run(self, arguments, self._run)
+            plan = self._planned()
         if (replayed := run_cache.try_replay(plan, arguments)) is not None:
             out, lse = replayed
             return out if lse is None or not arguments.return_lse else (out, lse)
@@ -422,7 +426,9 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def _run_with_lse(self, arguments: RunArguments, lse_base: Any, lse_layout: Any) -> Result:
         """Run, and convert lse to another base or to `[num_qo_heads, rows]` (layout "HN") by a torch operation."""
-        plan = self._plan or self._planned(arguments)
+        if device_plan.is_open(self._request):
+            return device_plan.first_run(self, arguments, self._run_with_lse, lse_base, lse_layout)
+        plan = self._plan or self._planned()
         form = batch_run.lse_form(plan, arguments, lse_base, lse_layout)
         if form is None:
             return self._run(arguments)
@@ -523,9 +529,9 @@ class BatchWrapper(PlannedState, StrideVariants):
             settings, backend, limits, _ = self._resolve(request, graph, self._variants.base.backend)
             sizes.append(backends.workspace(backend, settings, request.tokens.lengths, limits))
 
-        probe: Any = copy.copy(self)
-        probe._make_plan = measure
         made_by: Any = type(self)  # engines replace the attribute `plan` of `self`
+        probe = object.__new__(made_by)
+        probe.__dict__.update(self.__dict__, _make_plan=measure)
         made_by.plan(probe, *args, **kwargs)
         return sizes[0]
 

@@ -84,7 +84,7 @@ class BatchAttention(BatchWrapper):
         ------
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
-        batch_plan.refuse("use_profiler", use_profiler, NO_PROFILER, "a profiler of the GPU's maker")
+        batch_plan.refuse("use_profiler", use_profiler, NO_PROFILER, "a profiler of the GPU's maker", off=False)
         page_size = batch_plan.page_size(page_size)
         tokens = page_lengths.paged(qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size)
         options = PlanOptions(

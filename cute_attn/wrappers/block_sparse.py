@@ -82,8 +82,8 @@ class BlockSparseAttentionWrapper(BatchWrapper):
         R, C : rows and columns of a block, at least 1.
         num_qo_heads, num_kv_heads, head_dim : at least 1; num_qo_heads must be a multiple of num_kv_heads.
         mask : bool `[blocks, R, C]`, which elements of the listed blocks are kept. Default: all.
-        packed_mask : uint8, the bits of `convert_bsr_mask_layout(mask, indptr)`, packed in little bit order as
-            `packbits` or, by row of blocks, `segment_packbits` do. Replaces `mask`.
+        packed_mask : uint8, the bits of `convert_bsr_mask_layout(mask, indptr)`, in little bit order, each row of
+            blocks from a new byte on, as `segment_packbits` packs them. Replaces `mask`.
         causal : default False. True: row i sees columns j <= i + N - M of its blocks. Without effect under a mask.
         pos_encoding_mode : refused unless "NONE".
         use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.

@@ -12,6 +12,7 @@ CUDA graphs holds, and `fixed_split_size` where some batch within the bounds wou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from cute_attn.request import batch_plan, checks, device_lengths, few_requests
 from cute_attn.request.batch_plan import Pages
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.runtime import switches
-from cute_attn.runtime.staging import is_capturing
+from cute_attn.runtime.staging import Staging, is_capturing
 from cute_attn.wrappers.plan_request import Copy, HostCopy, PlanRequest, same_memory
 
 if TYPE_CHECKING:
@@ -248,6 +249,23 @@ def close(wrapper: BatchWrapper, arguments: RunArguments | None) -> None:
             request = _closed(wrapper._request, arguments, wrapper._kv_layout)
             _, wrapper._graph_invariants = wrapper._checked(request)
             wrapper._request = request
+
+
+def first_run(wrapper: BatchWrapper, arguments: RunArguments, run: Callable[..., Any], *options: Any) -> Any:
+    """Settle an open plan by a run, and run. A run that fails settles nothing."""
+    with wrapper._lock:
+        wrapper._follow_copies()
+        request, invariants = wrapper._request, wrapper._graph_invariants
+        try:
+            close(wrapper, arguments)
+            return run(arguments, *options)
+        except Exception:
+            if is_open(request):  # and no other thread was first
+                wrapper._request, wrapper._graph_invariants, wrapper._plan = request, invariants, None
+                for variant in wrapper._variants.by_settings.values():
+                    variant.plan = variant.backend = None
+                    variant.staging = Staging(wrapper.device)  # with CUDA graphs the first schedule settles its size
+            raise
 
 
 def _closed(request: PlanRequest, arguments: RunArguments | None, kv_layout: str) -> PlanRequest:

@@ -85,7 +85,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         variant_owns_mask: bool = False,
     ) -> None:
         self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs)
-        batch_plan.refuse("variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()")
+        batch_plan.refuse(
+            "variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()", off=False
+        )
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_index_buffers(
             {
@@ -163,11 +165,11 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         head_dim_vo : default `head_dim_qk`.
         custom_mask : 1-D bool (or uint8), the `[qo_len, kv_len]` masks of all requests, flattened and concatenated;
             True keeps. Replaces `causal`; `window_left` still applies.
-        packed_custom_mask : 1-D uint8, the same bits in **little** bit order. Either each request starts at a new
-            byte (`segment_packbits(..., bitorder="little")`), or all bits follow one another (`packbits`): the
-            number of bytes tells which, and if both have the same number, the former is assumed. A contiguous tensor
-            of the former kind on the wrapper's device is not copied without CUDA graphs: it must not change until the
-            last run. Replaces `custom_mask`.
+        packed_custom_mask : 1-D uint8, the same bits in **little** bit order, each request from a new byte on, as
+            `segment_packbits(..., bitorder="little")` packs them. Not one row of bits (`packbits`): that is another
+            mask for a batch of several requests, and another number of bytes is an error. A contiguous tensor on the
+            wrapper's device is not copied without CUDA graphs: it must not change until the last run. Replaces
+            `custom_mask`.
         causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a
             custom mask.
         pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_prefill_with_kv_cache`; positions
@@ -186,12 +188,13 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked on the CPU.
         block_tables : a tensor with the pages of each request; not read.
         prefix_len_ptr : multi-item scoring, where a request is a prefix followed by items that do not see each other:
-            `[batch_size]`, the keys of each prefix; None (default): none. A token at position p = i + kv_len - qo_len
-            >= prefix_len sees the keys j < prefix_len, and the p - t < j <= p of its own item, t being its position in
-            the item: a delimiter (t = 0) sees the prefix alone. A token of the prefix sees j <= p. `causal` is without
-            effect, `window_left` still applies (as in FlashInfer's fa2; its fa3 leaves the items' mask out of the tiles
-            at a window's edge), a custom mask is refused. This and the next three are read now, not during `run` as in
-            FlashInfer; dtypes uint16, uint32, int32 or int64, each a synchronisation if on a GPU.
+            `[batch_size]`, or no dimension for one request, the keys of each prefix; None (default): none. A token at
+            position p = i + kv_len - qo_len >= prefix_len sees the keys j < prefix_len, and the p - t < j <= p of its
+            own item, t being its position in the item: a delimiter (t = 0) sees the prefix alone. A token of the prefix
+            sees j <= p. `causal` is without effect, `window_left` still applies (as in FlashInfer's fa2; its fa3 leaves
+            the items' mask out of the tiles at a window's edge), a custom mask is refused. This and the next three are
+            read now, not during `run` as in FlashInfer; dtypes uint16, uint32, int32 or int64, each a synchronisation
+            if on a GPU.
         token_pos_in_items_ptr : 1-D; that of request r for key prefix_len + n is `[r * token_pos_in_items_len + n]`. It
             may drop, but not grow by more than 1, from token to token. Required with `prefix_len_ptr`.
         token_pos_in_items_len : elements per request, at least kv_len - prefix_len; not read for one request.
@@ -313,6 +316,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         if not (skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None):
             batch_plan.refuse_all(
                 "softmax is exact and in fp32",
+                off=False,
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
                 use_fp16_softmax=use_fp16_softmax,
                 uses_spcompress=uses_spcompress,

@@ -45,11 +45,12 @@ class Structure(NamedTuple):
     logits_soft_cap: float = 0.0
     pos_encoding_mode: str = "NONE"
     page_size: int = 0  # 0: k and v are ragged
+    chunk: int = 0  # > 0: a token sees no key before the multiple of it at or before its own position
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of `plan`. Scales are factors of a run, so that layers with other scales share a plan."""
         fields = self._asdict()
-        del fields["kv_layout"], fields["backend"], fields["page_size"]
+        del fields["kv_layout"], fields["backend"], fields["page_size"], fields["chunk"]
         return {**fields, "sm_scale": 1.0}
 
 
@@ -112,6 +113,7 @@ class PagedSession:
             self.indices,
             int32(last_page_len(lengths.kv_len, counts, page_size)),
             page_size=page_size,
+            **trtllm_prefill.chunks(self.structure.chunk, lengths.kv_len),
             **self.structure.options(),
         )
 
@@ -130,7 +132,8 @@ class RaggedSession:
         assert keys.kv_indptr is not None
         if not (lengths.same(self.lengths) and np.array_equal(keys.kv_indptr, self.kv_indptr)):
             self.lengths = None
-            self.wrapper.plan(int32(lengths.qo_indptr), int32(keys.kv_indptr), **self.structure.options())
+            chunks = trtllm_prefill.chunks(self.structure.chunk, lengths.kv_len)
+            self.wrapper.plan(int32(lengths.qo_indptr), int32(keys.kv_indptr), **chunks, **self.structure.options())
             self.lengths, self.kv_indptr = lengths, keys.kv_indptr
         return self.wrapper.run(query, keys.k, keys.v, **options._asdict())
 

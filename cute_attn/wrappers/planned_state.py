@@ -19,7 +19,6 @@ from cute_attn.runtime.staging import is_capturing
 
 if TYPE_CHECKING:
     from cute_attn.problem import BatchPlan, DeviceTokens, Features, Settings, Tokens
-    from cute_attn.request.batch_run import RunArguments
     from cute_attn.wrappers.base import GraphInvariants
     from cute_attn.wrappers.plan_request import PlanRequest
     from cute_attn.wrappers.variants import Variant, Variants
@@ -53,7 +52,7 @@ class PlannedState:
 
         def _settings(self, request: PlanRequest) -> Settings: ...
 
-        def _planned(self, arguments: RunArguments | None = None) -> BatchPlan: ...
+        def _planned(self) -> BatchPlan: ...
 
         def _make_plan(self, request: PlanRequest) -> None: ...
 

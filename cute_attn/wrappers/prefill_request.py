@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cute_attn.dispatch import select
 from cute_attn.problem import DeviceTokens, Tokens
-from cute_attn.request import batch_plan, multi_item
+from cute_attn.request import batch_plan, checks, multi_item
 from cute_attn.request.batch_plan import Mask, RepeatedLengths
 from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.request.plan_arguments import PlanArguments
@@ -34,6 +34,8 @@ def prefill_request(
     mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, wrapper.device)
     tokens = multi_item.bound_keys(items, tokens, mask)
     graphs = wrapper._use_cuda_graph
+    if uniform_q_len is not None:
+        uniform_q_len = checks.integer("uniform_q_len", uniform_q_len)
     equal = batch_plan.uniform_q_len(uniform_q_len, tokens) if graphs else _equal_qo(tokens)
     newest = equal is not None and wrapper.kv_source == "paged" and _are_newest(given, tokens, mask, equal)
     uniform = equal if graphs or newest else None

@@ -64,7 +64,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         variant_owns_mask: bool = False,
     ) -> None:
         self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs)
-        batch_plan.refuse("variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()")
+        batch_plan.refuse(
+            "variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()", off=False
+        )
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_index_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
         self._set_mask_buffers(custom_mask_buf, mask_indptr_buf)

@@ -13,11 +13,12 @@ from cute_attn.request.settings import Call
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result
 from cute_attn.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.wrappers.merge import merge_state_in_place
+from cute_attn.wrappers.not_copied import NotCopied
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.wrappers.stride_variants import StrideVariants
 
 
-class _SharedPrefixWrapper:
+class _SharedPrefixWrapper(NotCopied):
     """What the two wrappers share: the wrapper of the requests' own keys, and the merging of both results."""
 
     _wrapper: BatchWrapper

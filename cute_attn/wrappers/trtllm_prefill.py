@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from cute_attn.wrappers.planned_prefill import Keys, RunOptions, Structure
 
 PAGED_LAYOUTS = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
 INPUT_LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", *PAGED_LAYOUTS)
-MASK_MODES = ("causal", "sliding_window", "padding")
+MASK_MODES = ("causal", "sliding_window", "chunked", "padding")
 NVFP4_REASON = "FlashInfer interleaves scales of v over 4 tokens there, and kernels here read them in order"
 NVFP4_INSTEAD = "BatchPrefillWithPagedKVCacheWrapper.run(kv_cache_sf=) with scales in order"
 
@@ -213,19 +214,23 @@ def trtllm_fmha_v2_prefill(
     block_tables : for paged layouts int32 `[batch_size, max_pages]`; or, with a pair (k, v), `[batch_size, 2,
         max_pages]` as FlashInfer needs it: pages of keys and of values, both counted from the start of k in one
         allocation. The values of all requests must then be the same number of pages away from their keys, which is
-        read.
+        read. Must be None for other layouts.
     out : written and returned: `[num_tokens, num_qo_heads, head_dim_vo]`. Default: new.
     out_dtype : dtype of out, or its name. Default: that of out, or q's (bfloat16 for fp8 q).
     sinks : floating-point `[num_qo_heads]`, or a list of one such tensor. Default: none.
     pos_encoding_mode : None (default), "NONE" or "ALIBI", in any case.
     logits_soft_cap_scale : soft cap of the logits; None (default), 0 or a negative number: none.
-    mask_mode : "causal" (default), "sliding_window" (causal too), or "padding" (no causal mask), in any case. "chunked"
-        and "custom" are refused.
+    mask_mode : "causal" (default), "sliding_window" or "chunked" (both causal too), or "padding" (no causal mask), in
+        any case. "custom" is refused.
     window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left. Negative (default): no window. Not
-        with "padding".
-    chunked_attention_size : refused unless 0.
-    save_softmax_stats : return also float32 `[num_tokens, num_qo_heads, 2]`, a maximum m and a sum s of each row such
-        that its natural-log lse is m + ln(s). Here m is that lse and s is 1, or 0 for a row that sees no key.
+        with "padding" or chunks.
+    chunked_attention_size : c > 0, any number: chunks of c keys; a token at position p = i + kv_len - qo_len sees no
+        key before p // c * c. 0 (default), negative or None: no chunks. Required with mask_mode "chunked"; not with
+        "padding". Runs as multi-item scoring: what a backend says of it is true of chunks.
+    save_softmax_stats : return also float32 `[num_tokens, num_qo_heads, 2]`, a maximum m and a sum s of each row. m is
+        in units of q.k / sqrt(head_dim), as in FlashInfer on Hopper: the row's natural-log lse is m * bmm1_scale *
+        sqrt(head_dim) + ln(s), with a soft cap m * sqrt(head_dim) + ln(s). Here s is about 1, and 0 for a row that sees
+        no key; m stands for all of the lse. Where bmm1_scale is 0, m is 0.
     skip_softmax_threshold_scale_factor : refused unless 0 (default) or None.
     backend : "auto" (default), "fa4", "fa3", "fa2", "reference" or "emulator".
 
@@ -236,12 +241,12 @@ def trtllm_fmha_v2_prefill(
     Raises
     ------
     The errors of `trtllm_batch_context_with_kv_cache`; LayoutError also for an unknown `input_layout`, `mask_mode` or
-    `pos_encoding_mode`; ArgumentError also for cum_seq_lens_kv that differ from seq_lens, and for a window or ALiBi
-    with "padding".
+    `pos_encoding_mode`; ArgumentError also for cum_seq_lens_kv that differ from seq_lens, and for a window, chunks or
+    ALiBi with "padding".
     """
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
     trtllm_options.refuse_nvfp4_output(out, out_dtype, None, None)
-    causal = _causal(mask_mode, window_left, chunked_attention_size)
+    causal, chunk = _mask(mask_mode, window_left, chunked_attention_size)
     checks.choice("input_layout", input_layout, INPUT_LAYOUTS)
     query, k, v = _operands(qkv, input_layout)
     query = _query(query, "trtllm_fmha_v2_prefill")
@@ -256,6 +261,11 @@ def trtllm_fmha_v2_prefill(
         k, v, tables = _pages(k, v, block_tables, seq_lens, kv_layout)
         keys = Keys(k, v, tables=trtllm_prefill.tables(tables, query.device))
     else:
+        if block_tables is not None:
+            raise ArgumentError(
+                f"block_tables must be None with input_layout={input_layout!r}, which has no pages, "
+                f"got {checks.describe(block_tables)}"
+            )
         trtllm_prefill.check_kv_bounds(kv_indptr[0], lengths, k.shape[0])
         keys = Keys(k, v, kv_indptr=kv_indptr[0])
     structure = _structure(
@@ -268,6 +278,7 @@ def trtllm_fmha_v2_prefill(
         logits_soft_cap=checks.real_or("logits_soft_cap_scale", logits_soft_cap_scale, 0.0),
         pos_encoding_mode=_encoding(pos_encoding_mode, causal),
         page_size=_page_size(k, kv_layout) if paged else 0,
+        chunk=chunk,
     )
     save = checks.boolean("save_softmax_stats", save_softmax_stats)
     options = RunOptions(
@@ -278,7 +289,10 @@ def trtllm_fmha_v2_prefill(
         sinks=trtllm_options.one_sink(sinks),
     )
     result = _run(workspace_buffer, structure, query, keys, lengths, options)
-    return (result[0], _statistics(result[1])) if save else result
+    if not save:
+        return result
+    unit = math.sqrt(query.shape[2])
+    return result[0], _statistics(result[1], unit if structure.logits_soft_cap > 0 else options.q_scale * unit)
 
 
 # ---- arguments
@@ -376,20 +390,23 @@ def _operands(qkv: Any, input_layout: str) -> tuple[Any, torch.Tensor, torch.Ten
     return qkv[0], qkv[1], qkv[2]
 
 
-def _causal(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> bool:
-    """Tell whether a mask mode is causal; refuse what is no band of keys."""
+def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tuple[bool, int]:
+    """Return whether a mask mode is causal, and the size of its chunks, 0 for none; refuse what is no band of keys."""
     mode = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode
-    chunked = (
-        chunked_attention_size is not None and checks.integer("chunked_attention_size", chunked_attention_size) > 0
-    )
-    if chunked or mode in ("chunked", "custom"):
-        asked = f"chunked_attention_size={chunked_attention_size}" if chunked else f"mask_mode={mask_mode!r}"
+    if mode == "custom":
         instead = "custom_mask of BatchPrefillWithPagedKVCacheWrapper.plan"
-        trtllm_options.refuse(asked, "masks here are causal masks and windows", instead)
+        trtllm_options.refuse(f"mask_mode={mask_mode!r}", "the function has no argument for a mask", instead)
     checks.choice("mask_mode", mode, MASK_MODES)
-    if mode == "padding" and checks.integer("window_left", window_left) >= 0:
-        raise ArgumentError(f"window_left must be negative with mask_mode='padding', got {window_left}")
-    return mode != "padding"
+    size = chunked_attention_size
+    chunk = 0 if size is None else max(0, checks.integer("chunked_attention_size", size))
+    if mode == "chunked" and not chunk:
+        raise ArgumentError(f"chunked_attention_size must be > 0 with mask_mode='chunked', got {size}")
+    if mode == "padding" and chunk:
+        raise ArgumentError(f"chunked_attention_size must be 0 with mask_mode='padding', got {size}")
+    if (mode == "padding" or chunk) and checks.integer("window_left", window_left) >= 0:
+        other = f"chunked_attention_size={size}" if chunk else "mask_mode='padding'"
+        raise ArgumentError(f"window_left must be negative with {other}, got {window_left}")
+    return mode != "padding", chunk
 
 
 def _encoding(pos_encoding_mode: Any, causal: bool) -> str:
@@ -427,7 +444,9 @@ def _run(
     return (out, lse) if options.return_lse else out
 
 
-def _statistics(lse: torch.Tensor) -> torch.Tensor:
-    """Return (maximum, sum) of every row from its base-2 lse."""
-    seen = lse > -torch.inf
-    return torch.stack((lse * 0.6931471805599453, seen.to(lse.dtype)), -1)
+def _statistics(lse: torch.Tensor, unit: float | torch.Tensor) -> torch.Tensor:
+    """Return (maximum, sum) of every row from its base-2 lse: ln(sum) + maximum * `unit` is the natural-log lse."""
+    natural = lse * 0.6931471805599453
+    maximum = natural / unit if isinstance(unit, torch.Tensor) or unit else torch.zeros_like(natural)
+    maximum = torch.where(maximum.isfinite(), maximum, 0.0)  # a row without keys, or a unit of 0
+    return torch.stack((maximum, (natural - maximum * unit).exp()), -1)

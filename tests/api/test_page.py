@@ -235,14 +235,14 @@ def test_bad_appends_are_named(name: str, value: Any, message: str, error: type)
 INTS = torch.tensor([0, 2, 5])
 BAD_HELPERS: list[tuple[str, tuple[Any, ...], str, type]] = [
     ("get_batch_indices_positions", (INTS, INTS[:2], 2.0), "nnz must be an int", ArgumentTypeError),
-    ("get_batch_indices_positions", (INTS, INTS[:2], -1), "nnz must be >= 0, got -1", ArgumentError),
+    ("get_batch_indices_positions", (INTS, INTS[:2], -1), "nnz must be within 0..2147483647, got -1", ArgumentError),
     ("get_batch_indices_positions", (INTS.float(), INTS[:2], 5), "append_indptr must be of an integer", ArgumentError),
     ("get_batch_indices_positions", (INTS[:0], INTS[:0], 5), "append_indptr must have batch_size", ArgumentError),
     ("get_batch_indices_positions", (INTS, INTS, 5), r"seq_lens must have shape \[2\]", ArgumentError),
     ("get_batch_indices_positions", (INTS, INTS[:2].to(META), 5), "seq_lens must be on device cpu", ArgumentError),
     ("get_batch_indices_positions", (INTS, INTS[:2], 3, INTS), "batch_indices must have dtype int32", ArgumentError),
     ("get_batch_indices_positions", (INTS, INTS[:2], 5, None, INTS.int()), "positions must have shape", ArgumentError),
-    ("get_seq_lens", (INTS, INTS[:2], 0), "page_size must be >= 1, got 0", ArgumentError),
+    ("get_seq_lens", (INTS, INTS[:2], 0), "page_size must be at least 1, got 0", ArgumentError),
     ("get_seq_lens", (INTS, INTS[:2], "16"), "page_size must be an int", ArgumentTypeError),
     ("get_seq_lens", (INTS, INTS, 4), r"kv_last_page_len must have shape \[2\]", ArgumentError),
     ("get_seq_lens", (INTS[:0], INTS[:0], 4), "kv_indptr must have batch_size", ArgumentError),

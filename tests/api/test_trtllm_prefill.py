@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable
@@ -94,13 +95,58 @@ def test_fmha_v2(executor: Executor, layout: str, case: BatchCase) -> None:
     assert check(case, inputs, run(executor, trtllm_fmha_v2_prefill, **arguments), None).ok
 
 
-def test_fmha_v2_statistics() -> None:
-    """A maximum and a sum per row, from which the natural-log lse follows."""
-    case = paged((4, 2), (0, 3), mask="causal", return_lse=True)
+@pytest.mark.parametrize(
+    ("changes", "unit"),
+    [
+        ({}, 1.0),
+        ({"sm_scale": 0.3}, 0.3 * math.sqrt(64)),
+        ({"sm_scale": 0.3, "tensor_scales": True}, 0.3 * math.sqrt(64)),
+        ({"logits_soft_cap": 2.0, "sm_scale": 0.3}, math.sqrt(64)),
+        ({"sm_scale": 0.0}, 0.0),
+    ],
+    ids=str,
+)
+def test_fmha_v2_statistics(changes: dict[str, Any], unit: float) -> None:
+    """A maximum in units of q.k / sqrt(head_dim) and a sum per row, from which the natural-log lse follows."""
+    case = paged((4, 2), (0, 3), mask="causal", return_lse=True, **changes)
+    assert case.head_dim_qk == 64
     inputs, arguments = fmha_v2_arguments(case, "Q_PAGED_KV_NHD", "cpu")
     out, stats = trtllm_fmha_v2_prefill(**arguments, save_softmax_stats=True)
-    lse = (stats[..., 0] + stats[..., 1].log()) / math.log(2)
+    assert stats.isfinite().all()
+    lse = (stats[..., 0] * unit + stats[..., 1].log()) / math.log(2)
     assert check(case, inputs, out, lse).ok
+
+
+CHUNKS = [
+    ("PACKED_QKV", ragged((50, 1, 20), (50, 1, 20), num_qo_heads=2, num_kv_heads=2), 8),
+    ("SEPARATE_Q_K_V", ragged((5, 9, 0, 70), (30, 4, 3, 200), sinks=True), 64),
+    ("CONTIGUOUS_Q_KV", ragged((5, 2), (30, 2), logits_soft_cap=2.0), 7),
+    ("Q_PAGED_KV_NHD", paged((5, 20), (30, 20), cache="one"), 16),
+    ("Q_PAGED_KV_HND", paged((33, 2), (40, 20), kv_layout="HND", v_scale=0.5), 3),
+    ("Q_PAGED_KV_NHD", paged((5, 20), (30, 20)), 1 << 40),
+]
+
+
+@pytest.mark.parametrize(("layout", "case", "size"), CHUNKS, ids=[f"{c[0]}-{c[2]}" for c in CHUNKS])
+def test_fmha_v2_of_chunks(executor: Executor, layout: str, case: BatchCase, size: int) -> None:
+    """A token sees the keys of its own chunk up to itself: the same as a custom mask in fp64."""
+    inputs, arguments = fmha_v2_arguments(case, layout, executor.device)
+    arguments |= {"mask_mode": "chunked", "chunked_attention_size": size}
+    for i, request in enumerate(inputs.requests):
+        qo_len, kv_len = len(request.q), len(request.k)
+        position = torch.arange(qo_len)[:, None] + kv_len - qo_len
+        key = torch.arange(kv_len)
+        inputs.requests[i] = dataclasses.replace(request, keep=(key <= position) & (key // size == position // size))
+    assert check(case, inputs, run(executor, trtllm_fmha_v2_prefill, **arguments), None).ok
+
+
+def test_fmha_v2_of_chunks_after_other_chunks() -> None:
+    """Calls of equal lengths share plans only where they have the same chunks."""
+    _, arguments = fmha_v2_arguments(paged((20,), (20,), mask="causal"), "Q_PAGED_KV_NHD", "cpu")
+    sizes = (0, 4, 8, None, -1, 4)
+    full, four, eight, *others = [trtllm_fmha_v2_prefill(**arguments, chunked_attention_size=n) for n in sizes]
+    assert not any(torch.equal(four, other) for other in (eight, full))
+    assert all(map(torch.equal, others, (full, full, four)))
 
 
 def test_fmha_v2_with_values_of_the_same_pool_in_pages_of_their_own() -> None:
@@ -267,12 +313,14 @@ BAD_FMHA_V2: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_layout": "QKV"}, LayoutError, "input_layout must be one of"),
     ({"qkv": None}, ArgumentTypeError, "qkv must be a tuple of 2"),
     ({"block_tables": None}, ArgumentTypeError, "block_tables must be a torch.Tensor"),
-    ({"mask_mode": "chunked"}, NotSupported, "mask_mode='chunked'"),
+    ({"mask_mode": "chunked"}, ArgumentError, "chunked_attention_size must be > 0 with mask_mode='chunked', got 0"),
     ({"mask_mode": "custom"}, NotSupported, "mask_mode='custom'"),
     ({"mask_mode": "diagonal"}, LayoutError, "mask_mode must be one of"),
     ({"mask_mode": "padding", "window_left": 3}, ArgumentError, "window_left must be negative"),
     ({"mask_mode": "padding", "pos_encoding_mode": "ALIBI"}, ArgumentError, "'ALIBI' with mask_mode='padding'"),
-    ({"chunked_attention_size": 64}, NotSupported, "chunked_attention_size=64"),
+    ({"chunked_attention_size": 64, "mask_mode": "padding"}, ArgumentError, "chunked_attention_size must be 0 with"),
+    ({"chunked_attention_size": 64, "window_left": 3}, ArgumentError, "negative with chunked_attention_size=64, got 3"),
+    ({"chunked_attention_size": 64.0}, ArgumentTypeError, "chunked_attention_size must be an int"),
     ({"pos_encoding_mode": "ROPE_LLAMA"}, LayoutError, "pos_encoding_mode must be one of"),
     ({"logits_soft_cap_scale": "x"}, ArgumentTypeError, "logits_soft_cap_scale must be a number"),
     ({"skip_softmax_threshold_scale_factor": 0.1}, NotSupported, "skip_softmax_threshold_scale_factor"),

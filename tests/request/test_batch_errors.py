@@ -305,7 +305,10 @@ PREFILL = [  # of both prefill wrappers
     Row("mask dtype", {"custom_mask": ints(*range(29))}, ArgumentError, ("must be a 1-D bool or uint8", "int32")),
     Row("mask rank", {"custom_mask": torch.ones(1, 29, dtype=torch.bool)}, ArgumentError, ("1-D bool", "(1, 29)")),
     Row(
-        "packed size", {"packed_custom_mask": workspace(5)}, ArgumentError, ("packed_custom_mask must have 4", "got 5")
+        "packed size",
+        {"packed_custom_mask": workspace(5)},
+        ArgumentError,
+        ("packed_custom_mask must have 4 bytes", "segment_packbits", "got 5"),
     ),
     Row("packed dtype", {"packed_custom_mask": ints(1)}, ArgumentError, ("1-D uint8 tensor", "int32")),
     *MULTI_ITEM,

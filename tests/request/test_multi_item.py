@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import cute_attn
+from cute_attn.errors import ArgumentError
 from cute_attn.problem import Tokens
 from cute_attn.reference.attention import Mask
 from cute_attn.request import batch_plan
@@ -125,3 +126,16 @@ def test_arguments_are_read_by_plan() -> None:
     for name in ("prefix_len_ptr", "token_pos_in_items_ptr"):
         arguments[name].zero_()
     assert torch.equal(made.run(q, kv, kv), before)
+
+
+def test_one_request_without_a_batch_axis() -> None:
+    """A prefix length and a longest item as tensors of no dimension are those of the only request."""
+    arguments = multi_item.draw([6], [20], 4, 0).arguments(CPU)
+    expected = bounded([6], [20], arguments).lengths.key_bounds
+    one = {name: arguments[name].squeeze(0) for name in ("prefix_len_ptr", "max_item_len_ptr")}
+    assert all(x.dim() == 0 for x in one.values())
+    found = bounded([6], [20], arguments | one).lengths.key_bounds
+    assert found is not None
+    assert np.array_equal(found, expected)
+    with pytest.raises(ArgumentError, match=r"prefix_len_ptr must have shape \[batch_size\] = \(2,\), got 1 elements"):
+        bounded([6, 6], [20, 20], arguments | one)

@@ -37,8 +37,8 @@ UNTOUCHED = 7.0
 class BatchCase(Numbers):
     """One batch. `kind`: the wrapper: "paged" or "ragged" prefill, or "decode", where all qo_lens are equal.
 
-    `mask`: "custom" bool, "packed" with a byte of its own for every request, "flat" with one row of bits; "items":
-    multi-item scoring, with prefixes of about a third of the keys and items of up to `longest_item` tokens.
+    `mask`: "custom" bool, "packed" with a byte of its own for every request; "items": multi-item
+    scoring, with prefixes of about a third of the keys and items of up to `longest_item` tokens.
     `cache`: pair | list | one (a 5-D tensor) | strided (gaps of 16 bytes after heads, tokens and pages) | halves (of 8
     bytes: k and v of an fp8 dtype); ragged k and v: pair, strided, halves.
     `slack`: indptr arrays start at 2, and there are rows and index entries that no request has.
@@ -262,7 +262,7 @@ def _requests(
     found, row, key = [], case.first, 0
     for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
         keep = None
-        if case.mask in ("custom", "packed", "flat"):
+        if case.mask in ("custom", "packed"):
             keep = torch.rand(qo_len, kv_len, generator=generator) < 0.6
             keep[:, kv_len // 3 : 2 * kv_len // 3] = False
             if qo_len > 1:
@@ -277,15 +277,9 @@ def _masks(case: BatchCase, requests: list[Request]) -> dict[str, torch.Tensor]:
     nothing = torch.empty(0, dtype=torch.bool)
     if case.mask == "custom":
         return {"custom_mask": torch.cat([nothing, *bits])}
-    in_bytes = sum(-(-b.numel() // 8) for b in bits)
-    ambiguous = in_bytes == -(-sum(b.numel() for b in bits) // 8)  # then requests start at bytes of their own
-    if case.mask == "packed" or (
-        case.mask == "flat" and ambiguous
-    ):  # the bits after a request's last are set and must not be read
+    if case.mask == "packed":  # the bits after a request's last are set and must not be read
         padded = [torch.nn.functional.pad(b, (0, -b.numel() % 8), value=True) for b in bits]
         return {"packed_custom_mask": packbits(torch.cat([nothing, *padded]), "little")}
-    if case.mask == "flat":
-        return {"packed_custom_mask": packbits(torch.cat([nothing, *bits]), "little")}
     return {}
 
 
@@ -463,8 +457,8 @@ SMALL: tuple[BatchCase, ...] = (
     ragged((9, 4), (33, 18), mask="custom", cache="strided", **heads(4, 2), **dims(72)),
     decode((65, 12), page_size=5, cache="strided", kv_layout="HND", **dims(104)),
     # masks
-    *(paged((9, 5, 1), (33, 18, 40), mask=mask) for mask in ("custom", "packed", "flat")),
-    *(ragged((9, 5, 1), (35, 18, 40), mask=mask, window_left=9) for mask in ("custom", "packed", "flat")),
+    *(paged((9, 5, 1), (33, 18, 40), mask=mask) for mask in ("custom", "packed")),
+    *(ragged((9, 5, 1), (35, 18, 40), mask=mask, window_left=9) for mask in ("custom", "packed")),
     paged(*UNEVEN, window_left=20),
     paged(*UNEVEN, window_left=0, mask="causal"),
     paged((50, 20, 1, 33), (65, 150, 129, 33), mask="items", **heads(4, 2)),
@@ -538,7 +532,7 @@ def random_batch_case(seed: int, max_len: int = 700, max_batch: int = 12) -> Bat
         kv_dtype=kv_dtype,
         kv_layout=rng.choice(("NHD", "HND")),
         cache=rng.choice(("pair", "strided") if kind == "ragged" or qk != vo else ("pair", "list", "one", "strided")),
-        mask="none" if kind == "decode" else rng.choice(("none", "causal", "causal", "custom", "packed", "flat")),
+        mask="none" if kind == "decode" else rng.choice(("none", "causal", "causal", "custom", "packed", "packed")),
         window_left=rng.choice((-1, -1, rng.randint(0, max_len))),
         logits_soft_cap=rng.choice((0.0, 0.0, 3.0 if pos_encoding_mode == "ALIBI" else 30.0)),
         pos_encoding_mode=pos_encoding_mode,
@@ -580,7 +574,7 @@ def features(case: BatchCase, device: torch.device, dense: bool = False) -> Feat
     return Features(
         *(device, dtype, kv_dtype, getattr(torch, case.o_dtype or case.dtype)),
         *(case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, case.head_dim_vo),
-        custom_mask=case.mask in ("custom", "packed", "flat"),
+        custom_mask=case.mask in ("custom", "packed"),
         multi_item=case.mask == "items",
         soft_cap=case.logits_soft_cap > 0,
         pos_encoding_mode=case.pos_encoding_mode,

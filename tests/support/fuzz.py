@@ -37,7 +37,7 @@ BASES = (
     paged((9, 4), (33, 18), mask="packed", kv_dtype=E4M3, k_scale=0.5, **heads(4, 2)),
     paged((9, 4), (33, 18), kv_dtype="nvfp4", sinks=True, **heads(4, 2)),
     ragged((9, 0, 4), (33, 7, 18), mask="causal", slack=True, **heads(4, 2)),
-    ragged((9, 4), (33, 18), kv_layout="HND", cache="strided", mask="flat", **dims(128)),
+    ragged((9, 4), (33, 18), kv_layout="HND", cache="strided", mask="packed", **dims(128)),
     decode((65, 0, 12), **heads(4, 2), **dims(128), q_scale=0.5, tensor_scales=True),
     decode((65, 1, 12), q_len=2, page_size=4, cache="list", fixed_split_size=3, **heads(8, 2)),
 )

@@ -59,7 +59,6 @@ PERTURBATIONS = (
     Perturbation("causal", {"mask": "causal"}, kinds=PREFILL),
     Perturbation("custom_mask", {"mask": "custom"}, kinds=PREFILL),
     Perturbation("packed_custom_mask", {"mask": "packed"}, kinds=PREFILL),
-    Perturbation("packed_custom_mask", {"mask": "flat"}, kinds=("paged", "ragged")),
     *(
         Perturbation(name, {"mask": "items"}, kinds=("paged", "ragged"))
         for name in ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr")

@@ -104,7 +104,8 @@ def test_packed_masks_are_masks() -> None:
     # The last row of blocks has 2 rows of 5: its bits end with them.
     whole = cute_attn.convert_bsr_mask_layout(blocks.mask, blocks.indptr)
     kept = whole[: whole.numel() - 3 * 3 * int(blocks.indptr[-1] - blocks.indptr[-2])]
-    packed = cute_attn.packbits(kept, bitorder="little")
+    sizes = torch.tensor([5, 5, 5, 5, 2]) * 3 * blocks.indptr.diff()
+    packed = cute_attn.segment_packbits(kept, torch.tensor([0, *sizes.cumsum(0)]), bitorder="little")[0]
     wrapper.plan(blocks.indptr, blocks.indices, *size, *heads, DIM, packed_mask=packed)
     assert torch.equal(wrapper.run(q, k, v), expected)
     assert torch.equal(wrapper.forward(q, k, v), expected)
@@ -213,7 +214,11 @@ BAD: list[tuple[dict[str, Any], str, type]] = [
     ({"mask": torch.ones(3, 4, 5, dtype=torch.bool)}, r"mask must be a bool tensor of shape", ArgumentError),
     ({"mask": torch.ones(3, 5, 6, dtype=torch.bool)}, r"mask must .* \[blocks, R, C\] = \[3, 4, 6\]", ArgumentError),
     ({"mask": torch.ones(3, 4, 6)}, "mask must be a bool tensor", ArgumentError),
-    ({"packed_mask": torch.ones(3, dtype=torch.uint8)}, "packed_custom_mask must have", ArgumentError),
+    (
+        {"packed_mask": torch.ones(3, dtype=torch.uint8)},
+        r"^packed_mask must have \d+ bytes.*segment_packbits.*got 3",
+        ArgumentError,
+    ),
     ({"causal": 1}, "causal must be True or False", ArgumentTypeError),
     ({"pos_encoding_mode": "ALIBI"}, "block-sparse attention refuses pos_encoding_mode='ALIBI'", NotSupported),
     (

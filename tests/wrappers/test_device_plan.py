@@ -164,3 +164,24 @@ def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], mo
         assert places == {x.data_ptr() for name, x in buffers.items() if "indices" not in name}
         planned.plan(**moved(other, later, "cpu"))
         compare(other, later, planned)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("with_lse_base", [False, True], ids=["run", "lse_base"])
+@pytest.mark.parametrize("cases", [PAGED, RAGGED], ids=["paged", "ragged"])
+def test_a_first_run_that_fails_settles_nothing(cases: list[BatchCase], with_lse_base: bool, graph: bool) -> None:
+    case, inputs = cases[0], make(cases[0])
+    options = {"lse_base": "ln", "return_lse": True} if with_lse_base else {}
+    with using("sm_80", kernels="fa2", sms=2, checks=False), emulated_device():
+        planned = (
+            graph_wrapper(case, "cpu", 20, 0, backend="emulator")[0] if graph else wrapper(case, backend="emulator")
+        )
+        planned.plan(**moved(case, inputs, "cpu"))
+        for wrong in (inputs.q.transpose(0, 1), inputs.q[:3, :3]):
+            with pytest.raises(ValueError, match=r"\bq\b"):
+                planned.run(wrong, *inputs.kv, **options)
+            assert device_plan.is_open(planned._request)
+        compare(case, inputs, planned)
+        later = make(cases[1])
+        planned.plan(**moved(cases[1], later, "cpu"))
+        compare(cases[1], later, planned)

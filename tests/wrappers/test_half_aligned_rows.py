@@ -30,7 +30,7 @@ CASES = (
     decode((300, 5), page_size=1, **HALVES, fixed_split_size=64, sinks=True, **heads(8, 2), **dims(64)),
     paged(*UNEVEN, **HALVES, mask="causal", pos_encoding_mode="ROPE_LLAMA", **heads(4, 2), **dims(128)),
     paged((70, 3), (90, 33), page_size=3, **HALVES, kv_layout="HND", k_scale=0.5, v_scale=2.0, **dims(256)),
-    ragged(*UNEVEN, **HALVES, logits_soft_cap=30.0, mask="flat", **heads(4, 2), **dims(192, 128)),
+    ragged(*UNEVEN, **HALVES, logits_soft_cap=30.0, mask="packed", **heads(4, 2), **dims(192, 128)),
     decode((65, 12), **HALVES, **heads(8, 2), **dims(512)),
 )
 

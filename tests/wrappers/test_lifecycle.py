@@ -94,7 +94,7 @@ def test_nothing_of_a_plan_reaches_the_next(case: BatchCase) -> None:
         heads(6, 3),
     ]
     if case.kind != "decode":
-        changes += [{"mask": "causal"}, {"mask": "custom"}, {"mask": "flat"}, {"head_dim_vo": 32}]
+        changes += [{"mask": "causal"}, {"mask": "custom"}, {"mask": "packed"}, {"head_dim_vo": 32}]
     for change in changes:
         plan_and_run(dataclasses.replace(case, **change), made)
         plan_and_run(case, made)

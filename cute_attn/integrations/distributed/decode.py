@@ -15,13 +15,14 @@ from cute_attn.request import checks
 from cute_attn.request.settings import POS_ENCODING_MODES
 from cute_attn.request.single import ALIGNMENT
 from cute_attn.wrappers.legacy_args import with_return_lse
+from cute_attn.wrappers.not_copied import NotCopied
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
 DType = torch.dtype | str
 Scale = float | torch.Tensor
 
 
-class ShardedBatchDecodeWithPagedKVCacheWrapper:
+class ShardedBatchDecodeWithPagedKVCacheWrapper(NotCopied):
     """Decode attention of a batch over paged caches of several ranks, each of which holds some tokens of each request.
 
     Every rank plans its own pages and runs with the same queries. It computes a partial output and its lse over its
