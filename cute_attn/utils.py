@@ -80,7 +80,8 @@ def device_support_pdl(device: torch.device) -> bool:
 def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: int, sm_count: int) -> int:
     """Return the bytes of the counter buffer that callers of FlashInfer's TRT-LLM functions allocate.
 
-    Functions here accept the buffer as `multi_ctas_kv_counter_buffer` and do not use it: one of any size will do.
+    Functions here accept the buffer as `multi_ctas_kv_counter_buffer` and do not use it: they count in memory of their
+    own, and a buffer of any size will do.
 
     Parameters
     ----------

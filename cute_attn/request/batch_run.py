@@ -188,9 +188,13 @@ def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
         raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     check_grad("lse", lse)
     cache = arguments.kv_cache
-    operands = {"q": q, "out": arguments.out, "sinks": arguments.sinks}
-    operands |= {"the cache": cache} if isinstance(cache, torch.Tensor) else dict(zip("kv", cache, strict=False))
-    taken = [(name, checks.extent(x)) for name, x in operands.items() if isinstance(x, torch.Tensor)]
+    operands = {"q": q, "out": arguments.out, "sinks": arguments.sinks, "the cache": cache}
+    if isinstance(cache, tuple | list):
+        operands |= dict(zip("kv", cache, strict=False))
+    strided = {  # the rest is refused later, before the launch
+        name: x for name, x in operands.items() if isinstance(x, torch.Tensor) and x.layout is torch.strided
+    }
+    taken = [(name, checks.extent(x)) for name, x in strided.items()]
     for name, extent in (*protected_memory(plan), *taken):
         checks.no_overlap("lse", checks.extent(lse), name, extent)
 
@@ -347,7 +351,7 @@ def _check_window(window_left: Any, settings: Settings) -> None:
     """Refuse any window but the planned one: the schedule depends on it."""
     if window_left is None:
         return
-    window = max(-1, checks.integer("window_left", window_left))
+    window = checks.window(window_left)
     if window != settings.window_left:
         raise ArgumentError(
             f"window_left of run() must be None or the planned {settings.window_left}, got {window_left}: "

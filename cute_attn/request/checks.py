@@ -52,6 +52,11 @@ def shown(value: object) -> str:
     return _bounded.repr(value)
 
 
+def window(value: Any, name: str = "window_left") -> int:
+    """Check the left bound of a window, of any size; -1 for every negative number."""
+    return max(-1, integer(name, min(max(value, -1), LARGEST_INT) if type(value) is int else value))
+
+
 def boolean(name: str, value: Any) -> bool:
     """Check for True or False; numbers are refused."""
     if type(value) is bool:

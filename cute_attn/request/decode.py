@@ -274,7 +274,7 @@ def _settings_of(
         v_scale = checks.real("bmm2_scale * o_scale", v_scale * scales.o_scale)
     if options.enable_pdl is not None:
         checks.boolean("enable_pdl", options.enable_pdl)
-    window_left = checks.integer("window_left", options.window_left)
+    window_left = checks.window(options.window_left)
     settings = _cached_settings(
         *(structure, page_size, expanded, large_cache, loose_scales),
         *(o_dtype, window_left, options.enable_pdl, sm_scale, v_scale, bool(sm_scale_tensors)),
@@ -414,6 +414,12 @@ def _draft_mask(value: Any, num_tokens: int, qo_len: int, device: torch.device) 
 
 
 # ---- workspaces and outputs
+
+
+def scratch_alone(workspace_buffer: Any) -> Scratch:
+    """Return a workspace of partial results, which nobody has zeroed: launches have counters of their own."""
+    buffer, size = _memory("workspace_buffer", workspace_buffer)
+    return Scratch(buffer, buffer, buffer.data_ptr(), buffer.data_ptr(), 0, size)
 
 
 def shared_scratch(workspace_buffer: Any) -> Scratch:

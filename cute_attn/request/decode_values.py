@@ -1,7 +1,8 @@
 """Check what a decode call without a plan has in its tensors: lengths, page numbers, and which memory is whose.
 
-Lengths and page numbers are on the device, so that reading them costs synchronisations: on a GPU these checks run with
-`CUTE_ATTN_VALIDATE=1` only, on the CPU always. Kernels trust the values, and a wrong one is an illegal access.
+Lengths and page numbers are on the device, so that reading them costs synchronisations: on a GPU they are checked with
+`CUTE_ATTN_VALIDATE=1` only, on the CPU always. Kernels trust the values, and a wrong one is an illegal access. Memory
+is checked in every call.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class Said(NamedTuple):
         return self.names.get(ours, ours)
 
 
-def before_launch(problem: DecodeProblem, said: Said) -> None:
-    """Raise ArgumentError for lengths, page numbers or buffers that the problem must not have.
+def before_launch(problem: DecodeProblem, said: Said, values: bool) -> None:
+    """Raise ArgumentError for buffers and, with `values`, lengths and page numbers that the problem must not have.
 
     While a CUDA graph is captured, nothing can be read from the device: only buffers are checked then.
     """
     _check_buffers(problem, said)
+    if not values:
+        return
     if problem.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     _check_queries(problem, said)
@@ -61,7 +64,7 @@ def _check_buffers(problem: DecodeProblem, said: Said) -> None:
         ("v_sf of kv_cache_sf", block_scales[1]),
     ]
     written = [("workspace_buffer", scratch.partial_buffer), (said.name("out"), problem.out), ("lse", problem.lse)]
-    if scratch.counter_buffer is not scratch.partial_buffer:
+    if scratch.counter_buffer is not scratch.partial_buffer:  # low-level form: the caller's semaphores
         written.insert(0, ("semaphores", scratch.counter_buffer))
     taken = [(name, checks.extent(x)) for name, x in inputs if x is not None]
     for name, x in written:

@@ -314,7 +314,7 @@ def _structure(operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], **rest
     if rest["o_data_type"] is None:
         rest["o_data_type"] = query.dtype if query.itemsize > 1 else torch.bfloat16
     rest["backend"] = select.checked_name(rest["backend"])
-    rest["window_left"] = max(-1, checks.integer("window_left", rest["window_left"]))
+    rest["window_left"] = checks.window(rest["window_left"])
     return Structure(
         num_qo_heads=query.shape[1],
         num_kv_heads=heads,
@@ -403,7 +403,7 @@ def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tupl
         raise ArgumentError(f"chunked_attention_size must be > 0 with mask_mode='chunked', got {size}")
     if mode == "padding" and chunk:
         raise ArgumentError(f"chunked_attention_size must be 0 with mask_mode='padding', got {size}")
-    if (mode == "padding" or chunk) and checks.integer("window_left", window_left) >= 0:
+    if (mode == "padding" or chunk) and checks.window(window_left) >= 0:
         other = f"chunked_attention_size={size}" if chunk else "mask_mode='padding'"
         raise ArgumentError(f"window_left must be negative with {other}, got {window_left}")
     return mode != "padding", chunk

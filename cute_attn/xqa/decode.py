@@ -185,9 +185,8 @@ def xqa_batch_decode_with_kv_cache(
         DecodeOptions(window_left, q_len_per_req, enable_pdl, return_lse),
         scratch,
     )
-    if replays.looks_at_values(problem.q.device):
-        scales = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)
-        decode_values.before_launch(problem, Said(max_seq_len, out is not None, scales))
+    said = Said(max_seq_len, out is not None, (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)))
+    decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
     backends.run(problem, backend)
     result = out
     if result is None:
@@ -314,8 +313,8 @@ def xqa(
         DecodeOptions(window_left, q_seq_len, enable_pdl, False),
         separate_scratch(semaphores, workspace_buffer),
     )
-    if replays.looks_at_values(problem.q.device):
-        decode_values.before_launch(problem, Said(None, True, scales, LOW_LEVEL_NAMES))
+    said = Said(None, True, scales, LOW_LEVEL_NAMES)
+    decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
     backends.run(problem, backend)
 
 

@@ -46,7 +46,8 @@ class CachedCall(NamedTuple):
     out_dtype: torch.dtype
     lse_shape: tuple[int, ...] | None
     v_offset: int  # bytes from the address of k to that of v in a cache of one tensor
-    spans: tuple[int, int, int, int, int]  # bytes that query, k, v, out and lse cover
+    spans: tuple[int, ...]  # bytes that query, k, v, out and lse cover
+    read: tuple[int, ...]  # the same of workspace_buffer, block_tables, seq_lens and sinks
 
 
 _cached: dict[Any, CachedCall] = {}
@@ -98,7 +99,7 @@ def try_replay(key: Any, tensors: Tensors) -> Result | None:
     if cached is None:
         return None
     query, cache, workspace, tables, seq_lens, sinks, out = tensors
-    repeat, out_shape, out_dtype, lse_shape, v_offset, spans = cached
+    repeat, out_shape, out_dtype, lse_shape, v_offset, spans, read = cached
     if isinstance(cache, Tensor):
         k = v = cache
         k_start = cache.data_ptr()
@@ -115,14 +116,18 @@ def try_replay(key: Any, tensors: Tensors) -> Result | None:
         return None
     if sinks is not None and (sinks.is_neg() or sinks.requires_grad):
         return None
+    others = workspace_start, tables.data_ptr(), seq_lens.data_ptr(), 0 if sinks is None else sinks.data_ptr()
     if out is None:
         out = query.new_empty(out_shape, dtype=out_dtype)
-    elif not outputs_qualify(spans, (q_start, k_start, v_start), out, None):
-        return None
+    else:
+        protected = [("", (start, start + size)) for start, size in zip(others, read, strict=True)]
+        if not outputs_qualify(spans, (q_start, k_start, v_start), out, None, protected):
+            return None
     lse = None if lse_shape is None else query.new_empty(lse_shape, dtype=torch.float32)
+    _, of_tables, of_seq_lens, of_sinks = others
     repeat(
         *(query, workspace_start, q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
-        *(0 if sinks is None else sinks.data_ptr(), tables.data_ptr(), seq_lens.data_ptr()),
+        *(of_sinks, of_tables, of_seq_lens),
     )
     return out if lse is None else (out, lse)
 
@@ -151,13 +156,19 @@ def cache(
     if len(_cached) >= CACHE_SIZE:
         _cached.clear()
     out, lse = result if isinstance(result, tuple) else (result, None)
-    extents = map(checks.extent, (problem.q, problem.k, problem.v, problem.out))
-    of_q, of_k, of_v, of_out = (stop - start for start, stop in extents)
+    others = problem.scratch.partial_buffer, problem.block_tables, problem.seq_lens, problem.sinks
     _cached[key] = CachedCall(
         repeat,
         tuple(out.shape),
         out.dtype,
         None if lse is None else tuple(lse.shape),
         problem.v.data_ptr() - problem.k.data_ptr(),
-        (of_q, of_k, of_v, of_out, 0),
+        (*map(_span, (problem.q, problem.k, problem.v, problem.out)), 0),
+        tuple(0 if x is None else _span(x) for x in others),
     )
+
+
+def _span(x: Tensor) -> int:
+    """Return the bytes that a tensor covers."""
+    start, stop = checks.extent(x)
+    return stop - start

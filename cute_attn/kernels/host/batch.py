@@ -153,10 +153,15 @@ def _launches(
 class Launched(NamedTuple):
     """What a plan decides of repeated launches."""
 
-    kv_indices: torch.Tensor | None
+    memory: tuple[int, int]  # addresses of page numbers and workspace, which callers may move in place
     version: object  # of the `BatchRun`
     attention: Lengths
     merge: Lengths
+
+
+def addresses(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> tuple[int, int]:
+    """Returns where page numbers and workspace are, 0 for none."""
+    return 0 if kv_indices is None else kv_indices.data_ptr(), 0 if workspace is None else workspace.data_ptr()
 
 
 class BatchRun:
@@ -235,8 +240,8 @@ class BatchRun:
 
         def run(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:
             nonlocal launched
-            kv_indices, version, of_attention, of_merge = launched
-            if tensors[-1] is not kv_indices or version is not self.version:
+            memory, version, of_attention, of_merge = launched
+            if memory != addresses(tensors[-1], workspace) or version is not self.version:
                 *_, of_attention, of_merge = launched = self._launched(prepared, tensors[-1], workspace)
             if not of_attention[0][0]:
                 return
@@ -270,7 +275,7 @@ class BatchRun:
         """Returns what the plan in force decides of repeated launches."""
         numbers = self.planned_values(prepared, kv_indices, workspace)
         of_merge = self.combine_grid, (*self.partials(workspace), *self.merges)
-        return Launched(kv_indices, self.version, (self.grid, numbers), of_merge)
+        return Launched(addresses(kv_indices, workspace), self.version, (self.grid, numbers), of_merge)
 
 
 class SplitKvBatchRun(BatchRun):
