@@ -12,7 +12,7 @@ from transformers import masking_utils
 
 from cute_attn.emulator.settings import using
 from cute_attn.errors import NotSupported
-from cute_attn.integrations.transformers import forward, masks, ops, patterns, plans, register
+from cute_attn.integrations.transformers import descriptors, forward, masks, ops, patterns, plans, register
 
 MODULE = SimpleNamespace(is_causal=True, training=False)
 CLOSE = 2**-7  # of bf16 outputs of order 1
@@ -132,8 +132,9 @@ def test_without_a_mask_the_layer_says_what_is_seen(causal, window):
 def test_patterns_are_recognised_and_unknown_functions_are_not():
     make = masking_utils
     assert patterns.recognise(make.sliding_window_causal_mask_function(9)) == patterns.Pattern(True, window=9)
-    chunked = make.chunked_causal_mask_function(9, torch.zeros(2, dtype=torch.long))
-    assert patterns.recognise(chunked) == patterns.Pattern(True, chunk=9)
+    zeros = torch.zeros(2, dtype=torch.long)
+    chunked = make.chunked_causal_mask_function(9, zeros)
+    assert patterns.recognise(chunked) == patterns.Pattern(True, chunk=9, left_padding=zeros)
     added = make.and_masks(make.causal_mask_function, lambda b, h, i, j: j != 0)
     assert patterns.recognise(added) is None
 
@@ -160,8 +161,43 @@ def test_packed_sequences_are_recognised(release):
         if release != "5.17":
             inner = make.remap_positions_for_packed_sequence(inner, ids)
         found.append(patterns.recognise(make.and_masks(*(segments, inner)[:: 1 if release == "5.23" else -1])))
-    assert found[0] == patterns.Pattern(True, window=9, segment_ids=ids)
-    assert found[1] == (None if release == "5.17" else patterns.Pattern(True, chunk=9, segment_ids=ids))
+    positions = None if release == "5.17" else ids
+    assert found[0] == patterns.Pattern(True, window=9, segment_ids=ids, positions=positions)
+    chunked = patterns.Pattern(True, chunk=9, segment_ids=ids, positions=ids, left_padding=zeros)
+    assert found[1] == (None if release == "5.17" else chunked)
+
+
+PACKED = {
+    "runs": ([[0, 0, 0, 1, 1, 2, 2, 2], [3, 3, 1, 1, 1, 1, 1, 0]], None),
+    "a number comes again": ([[0, 0, 0, 1, 1, 0, 0, 2], [0] * 8], None),
+    "positions start late": ([[0, 0, 0, 0, 0, 1, 1, 1]] * 2, [[5, 6, 7, 8, 9, 0, 1, 2], [4, 5, 6, 7, 8, 2, 3, 4]]),
+    "positions skip": ([[0, 0, 0, 0, 0, 1, 1, 1]] * 2, [[0, 1, 2, 6, 7, 0, 1, 2], [0, 1, 2, 3, 4, 0, 1, 2]]),
+    "positions fall": ([[0, 0, 0, 0, 0, 1, 1, 1]] * 2, [[4, 3, 2, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 0, 1, 2]]),
+}
+
+
+@pytest.mark.parametrize("inner", ["causal", "window", "chunk", "shifted chunk"])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_tokens_see_what_the_mask_of_sdpa_says(name, inner):
+    make = masking_utils
+    ids, positions = (None if x is None else torch.tensor(x) for x in PACKED[name])
+    if positions is not None and not hasattr(make, "remap_positions_for_packed_sequence"):
+        pytest.skip("this release of transformers does not count positions within a packed sequence")
+    function = {
+        "causal": make.causal_mask_function,
+        "window": make.sliding_window_causal_mask_function(2),
+        "chunk": make.chunked_causal_mask_function(8, torch.tensor([0, 0])),
+        "shifted chunk": make.chunked_causal_mask_function(8, torch.tensor([3, -2])),
+    }[inner]
+    if positions is not None:
+        function = make.remap_positions_for_packed_sequence(function, positions)
+    mask, seen = described(8, 8, 0, function=make.and_masks(function, make.packed_sequence_mask_function(ids)))
+    assert descriptors.is_rows(mask) == ((name == "runs" and "chunk" not in inner) or name == "positions start late"), (
+        "the exact mask is for what runs do not describe"
+    )
+    q, k, v = layer(q_len=8, kv_len=8)
+    out, _ = forward.attention(MODULE, q, k, v, mask)
+    assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
 
 
 @pytest.mark.parametrize("kind", ["decode", "soft cap", "exact", "unmasked"])
