@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -234,6 +235,93 @@ def test_a_changed_mask_is_read_again():
     mask[:, :, :, :6] = False
     out, _ = forward.attention(MODULE, q, k, v, mask)
     assert (out - expected(q, k, v, mask[:, 0])).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("layer_idx", [None, 0])
+@pytest.mark.parametrize("what", ["mask", "cu_seq_lens_q"])
+def test_what_changes_uncounted_is_read_again(what, layer_idx):
+    """Through numpy, which torch's count of changes does not see; layers of models have numbers, or have none."""
+    q, k, v = layer(batch=1, q_len=12)
+    array = np.tril(np.ones((1, 1, 12, 12), bool)) if what == "mask" else np.array([0, 4, 12], np.int32)
+    given = torch.from_numpy(array)
+    module = SimpleNamespace(is_causal=True, training=False, layer_idx=layer_idx)
+    outs = []
+    for bound in 4, 7:
+        if what == "mask":
+            array[:, :, bound:, :bound] = False
+        else:
+            array[1] = bound
+        options = {"attention_mask": given} if what == "mask" else {"attention_mask": None, what: given}
+        outs.append(forward.attention(module, q, k, v, **options)[0])
+    number = torch.arange(12) >= 7
+    seen = (number[:, None] == number).tril()
+    if what == "mask":
+        seen[4:, :4] = False
+    assert (outs[1] - expected(q, k, v, seen[None])).abs().max() < CLOSE
+
+
+def test_the_layers_of_a_pass_share_what_is_kept_on_a_mask():
+    mask, modules = torch.ones(1, 1, 4, 4, dtype=torch.bool), [SimpleNamespace(layer_idx=i) for i in range(3)]
+    kept = []
+    for module in modules * 2:
+        descriptors.renew(mask, module)
+        kept.append(forward._kept(mask, "identity", True, object))
+    assert kept[0] is kept[1] is kept[2] is not kept[3]
+    assert kept[3] is kept[4] is kept[5]
+
+
+SEQUENCES = {
+    "causal": (None, {}),
+    "bidirectional": (None, {"is_causal": False}),
+    "window": (None, {"sliding_window": 3}),
+    "both sides": (None, {"is_causal": False, "sliding_window": 3}),
+    "mask of a window": (masking_utils.sliding_window_causal_mask_function(3), {}),
+    "mask of both sides": (masking_utils.bidirectional_mask_function, {}),
+    "chunks": (masking_utils.chunked_causal_mask_function(5, torch.tensor([0])), {}),
+}
+
+
+@pytest.mark.parametrize("bounds", [(0, 4, 4, 11, 12), (0, 12)])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_cu_seq_lens_part_what_every_mask_lets_see(name, bounds):
+    function, options = SEQUENCES[name]
+    q, k, v = layer(batch=1, q_len=12)
+    i, j = torch.arange(12)[:, None], torch.arange(12)
+    if function is None:
+        mask, seen = None, j <= i if options.get("is_causal", True) else i == i
+        if "sliding_window" in options:
+            seen = seen & ((i - j).abs() < 3)
+    else:
+        mask, seen = described(12, 12, 0, function=function, batch_size=1)
+        seen = seen[0]
+    number = (i >= torch.tensor(bounds[1:])).sum(1)
+    lens = torch.tensor(bounds, dtype=torch.int32)
+    of_caller = torch.zeros(1, 1, 12, 12).masked_fill(~seen, -torch.inf)
+    seen = (seen & (number[:, None] == number))[None]
+    for given in mask, of_caller:
+        out, _ = forward.attention(MODULE, q, k, v, given, cu_seq_lens_q=lens, cu_seq_lens_k=lens.clone(), **options)
+        assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
+
+
+def test_cu_seq_lens_are_refused_where_they_cannot_be_obeyed():
+    q, k, v = layer(batch=1, q_len=12)
+    lens = torch.tensor([0, 4, 12], dtype=torch.int32)
+
+    def run(mask, **options):
+        return forward.attention(MODULE, q, k, v, mask, **options)[0]
+
+    padding = described(12, 12, 0, torch.arange(12)[None] > 2, batch_size=1)[0]
+    with pytest.raises(NotSupported, match="cu_seq_lens_q with padding in attention_mask"):
+        run(padding, cu_seq_lens_q=lens)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must go from 0 .*12.*got \[0, 8, 4, 12\]"):
+        run(None, cu_seq_lens_q=torch.tensor([0, 8, 4, 12]))
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k must be cu_seq_lens_q, \[0, 4, 12\].*got \[0, 5, 12\]"):
+        run(None, cu_seq_lens_q=lens, cu_seq_lens_k=torch.tensor([0, 5, 12]))
+    with pytest.raises(ValueError, match="cu_seq_lens_q must be given with cu_seq_lens_k"):
+        run(None, cu_seq_lens_k=lens)
+    for mask in None, torch.ones(1, 1, 12, 12, dtype=torch.bool):
+        with pytest.raises(Exception, match=r"cu_seq_lens_q under torch\.compile"):
+            torch.compile(run, backend="eager", fullgraph=True)(mask, cu_seq_lens_q=lens)
 
 
 @pytest.mark.parametrize(
