@@ -116,7 +116,7 @@ def run(
         packed = mask
         rows = _kept(packed, "rows", keep, lambda: Rows.unpack(packed))
         _check_extent(rows, operands)
-        return plans.run_rows(operands, _parted(rows, bounds))
+        return plans.run_rows(operands, _parted(rows, bounds) if bounds else rows)
     if not descriptors.is_decode(mask):
         checks.check_mask(mask, q, k)
         if q.shape[2] > 1:
@@ -139,7 +139,7 @@ def _run_unmasked(operands: Operands, causal: bool, window_left: int, bounds: tu
     (batch, _, q_len, _), kv_len = operands.q.shape, operands.k.shape[2]
     if causal or window_left < 0:
         rows = descriptors.whole(batch, q_len, [kv_len] * batch, causal, window_left)
-        return plans.run_rows(operands, _parted(rows, bounds))
+        return plans.run_rows(operands, _parted(rows, bounds) if bounds else rows)
     positions = torch.arange(kv_len, device=operands.q.device)
     band = (positions[kv_len - q_len :, None] - positions).abs() <= window_left
     return plans.run_mask(operands, band[None, None], ("band", window_left), bounds)
@@ -147,9 +147,7 @@ def _run_unmasked(operands: Operands, causal: bool, window_left: int, bounds: tu
 
 @functools.lru_cache(16)
 def _parted(rows: Rows, bounds: tuple[int, ...]) -> Rows:
-    """Part the runs of one row of tokens at the bounds of packed sequences."""
-    if not bounds:
-        return rows
+    """Part the runs of one row of tokens at the bounds of packed sequences, once for all layers."""
     if any((run.q_start, run.q_len) != (run.kv_start, run.kv_len) for run in rows.runs):
         checks.refuse("cu_seq_lens_q with padding in attention_mask", "tokens are packed", "sequences without padding")
     starts = sorted({*bounds, *(run.q_start for run in rows.runs)})
