@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,7 +13,7 @@ from transformers import masking_utils
 
 from cute_attn.emulator.settings import using
 from cute_attn.errors import NotSupported
-from cute_attn.integrations.transformers import forward, masks, ops, patterns, plans, register
+from cute_attn.integrations.transformers import descriptors, forward, masks, ops, patterns, plans, register
 
 MODULE = SimpleNamespace(is_causal=True, training=False)
 CLOSE = 2**-7  # of bf16 outputs of order 1
@@ -132,8 +133,9 @@ def test_without_a_mask_the_layer_says_what_is_seen(causal, window):
 def test_patterns_are_recognised_and_unknown_functions_are_not():
     make = masking_utils
     assert patterns.recognise(make.sliding_window_causal_mask_function(9)) == patterns.Pattern(True, window=9)
-    chunked = make.chunked_causal_mask_function(9, torch.zeros(2, dtype=torch.long))
-    assert patterns.recognise(chunked) == patterns.Pattern(True, chunk=9)
+    zeros = torch.zeros(2, dtype=torch.long)
+    chunked = make.chunked_causal_mask_function(9, zeros)
+    assert patterns.recognise(chunked) == patterns.Pattern(True, chunk=9, left_padding=zeros)
     added = make.and_masks(make.causal_mask_function, lambda b, h, i, j: j != 0)
     assert patterns.recognise(added) is None
 
@@ -160,8 +162,43 @@ def test_packed_sequences_are_recognised(release):
         if release != "5.17":
             inner = make.remap_positions_for_packed_sequence(inner, ids)
         found.append(patterns.recognise(make.and_masks(*(segments, inner)[:: 1 if release == "5.23" else -1])))
-    assert found[0] == patterns.Pattern(True, window=9, segment_ids=ids)
-    assert found[1] == (None if release == "5.17" else patterns.Pattern(True, chunk=9, segment_ids=ids))
+    positions = None if release == "5.17" else ids
+    assert found[0] == patterns.Pattern(True, window=9, segment_ids=ids, positions=positions)
+    chunked = patterns.Pattern(True, chunk=9, segment_ids=ids, positions=ids, left_padding=zeros)
+    assert found[1] == (None if release == "5.17" else chunked)
+
+
+PACKED = {
+    "runs": ([[0, 0, 0, 1, 1, 2, 2, 2], [3, 3, 1, 1, 1, 1, 1, 0]], None),
+    "a number comes again": ([[0, 0, 0, 1, 1, 0, 0, 2], [0] * 8], None),
+    "positions start late": ([[0, 0, 0, 0, 0, 1, 1, 1]] * 2, [[5, 6, 7, 8, 9, 0, 1, 2], [4, 5, 6, 7, 8, 2, 3, 4]]),
+    "positions skip": ([[0, 0, 0, 0, 0, 1, 1, 1]] * 2, [[0, 1, 2, 6, 7, 0, 1, 2], [0, 1, 2, 3, 4, 0, 1, 2]]),
+    "positions fall": ([[0, 0, 0, 0, 0, 1, 1, 1]] * 2, [[4, 3, 2, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 0, 1, 2]]),
+}
+
+
+@pytest.mark.parametrize("inner", ["causal", "window", "chunk", "shifted chunk"])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_tokens_see_what_the_mask_of_sdpa_says(name, inner):
+    make = masking_utils
+    ids, positions = (None if x is None else torch.tensor(x) for x in PACKED[name])
+    if positions is not None and not hasattr(make, "remap_positions_for_packed_sequence"):
+        pytest.skip("this release of transformers does not count positions within a packed sequence")
+    function = {
+        "causal": make.causal_mask_function,
+        "window": make.sliding_window_causal_mask_function(2),
+        "chunk": make.chunked_causal_mask_function(8, torch.tensor([0, 0])),
+        "shifted chunk": make.chunked_causal_mask_function(8, torch.tensor([3, -2])),
+    }[inner]
+    if positions is not None:
+        function = make.remap_positions_for_packed_sequence(function, positions)
+    mask, seen = described(8, 8, 0, function=make.and_masks(function, make.packed_sequence_mask_function(ids)))
+    assert descriptors.is_rows(mask) == ((name == "runs" and "chunk" not in inner) or name == "positions start late"), (
+        "the exact mask is for what runs do not describe"
+    )
+    q, k, v = layer(q_len=8, kv_len=8)
+    out, _ = forward.attention(MODULE, q, k, v, mask)
+    assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
 
 
 @pytest.mark.parametrize("kind", ["decode", "soft cap", "exact", "unmasked"])
@@ -198,6 +235,93 @@ def test_a_changed_mask_is_read_again():
     mask[:, :, :, :6] = False
     out, _ = forward.attention(MODULE, q, k, v, mask)
     assert (out - expected(q, k, v, mask[:, 0])).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("layer_idx", [None, 0])
+@pytest.mark.parametrize("what", ["mask", "cu_seq_lens_q"])
+def test_what_changes_uncounted_is_read_again(what, layer_idx):
+    """Through numpy, which torch's count of changes does not see; layers of models have numbers, or have none."""
+    q, k, v = layer(batch=1, q_len=12)
+    array = np.tril(np.ones((1, 1, 12, 12), bool)) if what == "mask" else np.array([0, 4, 12], np.int32)
+    given = torch.from_numpy(array)
+    module = SimpleNamespace(is_causal=True, training=False, layer_idx=layer_idx)
+    outs = []
+    for bound in 4, 7:
+        if what == "mask":
+            array[:, :, bound:, :bound] = False
+        else:
+            array[1] = bound
+        options = {"attention_mask": given} if what == "mask" else {"attention_mask": None, what: given}
+        outs.append(forward.attention(module, q, k, v, **options)[0])
+    number = torch.arange(12) >= 7
+    seen = (number[:, None] == number).tril()
+    if what == "mask":
+        seen[4:, :4] = False
+    assert (outs[1] - expected(q, k, v, seen[None])).abs().max() < CLOSE
+
+
+def test_the_layers_of_a_pass_share_what_is_kept_on_a_mask():
+    mask, modules = torch.ones(1, 1, 4, 4, dtype=torch.bool), [SimpleNamespace(layer_idx=i) for i in range(3)]
+    kept = []
+    for module in modules * 2:
+        descriptors.renew(mask, module)
+        kept.append(forward._kept(mask, "identity", True, object))
+    assert kept[0] is kept[1] is kept[2] is not kept[3]
+    assert kept[3] is kept[4] is kept[5]
+
+
+SEQUENCES = {
+    "causal": (None, {}),
+    "bidirectional": (None, {"is_causal": False}),
+    "window": (None, {"sliding_window": 3}),
+    "both sides": (None, {"is_causal": False, "sliding_window": 3}),
+    "mask of a window": (masking_utils.sliding_window_causal_mask_function(3), {}),
+    "mask of both sides": (masking_utils.bidirectional_mask_function, {}),
+    "chunks": (masking_utils.chunked_causal_mask_function(5, torch.tensor([0])), {}),
+}
+
+
+@pytest.mark.parametrize("bounds", [(0, 4, 4, 11, 12), (0, 12)])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_cu_seq_lens_part_what_every_mask_lets_see(name, bounds):
+    function, options = SEQUENCES[name]
+    q, k, v = layer(batch=1, q_len=12)
+    i, j = torch.arange(12)[:, None], torch.arange(12)
+    if function is None:
+        mask, seen = None, j <= i if options.get("is_causal", True) else i == i
+        if "sliding_window" in options:
+            seen = seen & ((i - j).abs() < 3)
+    else:
+        mask, seen = described(12, 12, 0, function=function, batch_size=1)
+        seen = seen[0]
+    number = (i >= torch.tensor(bounds[1:])).sum(1)
+    lens = torch.tensor(bounds, dtype=torch.int32)
+    of_caller = torch.zeros(1, 1, 12, 12).masked_fill(~seen, -torch.inf)
+    seen = (seen & (number[:, None] == number))[None]
+    for given in mask, of_caller:
+        out, _ = forward.attention(MODULE, q, k, v, given, cu_seq_lens_q=lens, cu_seq_lens_k=lens.clone(), **options)
+        assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
+
+
+def test_cu_seq_lens_are_refused_where_they_cannot_be_obeyed():
+    q, k, v = layer(batch=1, q_len=12)
+    lens = torch.tensor([0, 4, 12], dtype=torch.int32)
+
+    def run(mask, **options):
+        return forward.attention(MODULE, q, k, v, mask, **options)[0]
+
+    padding = described(12, 12, 0, torch.arange(12)[None] > 2, batch_size=1)[0]
+    with pytest.raises(NotSupported, match="cu_seq_lens_q with padding in attention_mask"):
+        run(padding, cu_seq_lens_q=lens)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must go from 0 .*12.*got \[0, 8, 4, 12\]"):
+        run(None, cu_seq_lens_q=torch.tensor([0, 8, 4, 12]))
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k must be cu_seq_lens_q, \[0, 4, 12\].*got \[0, 5, 12\]"):
+        run(None, cu_seq_lens_q=lens, cu_seq_lens_k=torch.tensor([0, 5, 12]))
+    with pytest.raises(ValueError, match="cu_seq_lens_q must be given with cu_seq_lens_k"):
+        run(None, cu_seq_lens_k=lens)
+    for mask in None, torch.ones(1, 1, 12, 12, dtype=torch.bool):
+        with pytest.raises(Exception, match=r"cu_seq_lens_q under torch\.compile"):
+            torch.compile(run, backend="eager", fullgraph=True)(mask, cu_seq_lens_q=lens)
 
 
 @pytest.mark.parametrize(

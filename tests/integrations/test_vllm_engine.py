@@ -55,7 +55,10 @@ def model(name: str, folder: Path) -> Any:
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(config(**COMMON, **options), attn_implementation="eager")
     made.to(torch.bfloat16).save_pretrained(folder)
-    return made.float().eval()
+    # Loaded again, for the cast has rounded the frequencies of RoPE too, which no checkpoint holds
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def prompts() -> list[list[int]]:

@@ -125,10 +125,16 @@ class Pair(NamedTuple):
 
 @functools.cache
 def pair(name: str, device: str = "cpu") -> Pair:
-    """Return a model, the same in every test of a process. The bf16 copy has fp32's parameters, rounded."""
+    """Return a model, the same in every test of a process. The bf16 copy has fp32's parameters, rounded.
+
+    Frequencies of RoPE remain in fp32, as in models that are loaded in bf16.
+    """
     torch.manual_seed(7)
     model = MAKERS[name]().eval().to(device)
     half = copy.deepcopy(model).to(torch.bfloat16)
+    for module, source in zip(half.modules(), model.modules(), strict=True):
+        for key in [key for key in module._buffers if key.endswith("inv_freq")]:
+            module._buffers[key] = source._buffers[key].clone()
     model.load_state_dict({key: value.float() for key, value in half.state_dict().items()})
     return Pair(model, half)
 

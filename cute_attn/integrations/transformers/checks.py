@@ -35,6 +35,8 @@ def check_call(
         refuse("position_bias", "scores get no bias", EAGER)
     if options.get("cache") is not None:
         refuse("the paged cache of continuous batching", "transformers asks for a flash implementation", "generate()")
+    if options.get("cu_seq_lens_q") is None and options.get("cu_seq_lens_k") is not None:
+        raise ArgumentError("cu_seq_lens_q must be given with cu_seq_lens_k, got None")
     _check_tensors(*tensors)
 
 
@@ -56,3 +58,22 @@ def check_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> None:
             f"attention_mask must have shape [batch or 1, 1, q_len, kv_len] = [{q.shape[0]}, 1, {q.shape[2]}, "
             f"{k.shape[2]}], the same for all heads, got {list(shape)}"
         )
+
+
+def bounds(q_lens: torch.Tensor, k_lens: torch.Tensor | None, batch: int, q_len: int, kv_len: int) -> tuple[int, ...]:
+    """Return the bounds of packed sequences: one row of tokens, without a cache; of a single one none."""
+    found = tuple(q_lens.tolist())
+    if (
+        batch != 1
+        or kv_len != q_len
+        or not found
+        or (found[0], found[-1]) != (0, q_len)
+        or list(found) != sorted(found)
+    ):
+        raise ArgumentError(
+            f"cu_seq_lens_q must go from 0 to the tokens of one row, {q_len}, without cached keys, got {list(found)} "
+            f"for {batch} rows of {q_len} queries and {kv_len} keys"
+        )
+    if k_lens is not None and k_lens is not q_lens and tuple(k_lens.tolist()) != found:
+        raise ArgumentError(f"cu_seq_lens_k must be cu_seq_lens_q, {list(found)}, or None, got {k_lens.tolist()}")
+    return found if len(set(found)) > 2 else ()

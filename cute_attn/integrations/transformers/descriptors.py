@@ -11,23 +11,53 @@ is in the tensor's values. Three kinds, told apart by dtype and shape:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_attn.errors import ArgumentError
 
 FIELDS = 5
-MEMO = "_cute_attn"  # attribute of a mask: its version, and what the first layer of a forward pass computed from it
+MEMO = "_cute_attn"  # attribute of a mask: its `Memo`
 MARK = -0x5EE  # of a `Rows`, in a place where an integer mask of a caller has 0 or 1
 HIDDEN = -1e4  # transformers adds the dtype's least number, -65504 in float16
 
 
+class Memo(NamedTuple):
+    """What the first layer of a forward pass computed from a tensor's values."""
+
+    version: int
+    found: dict[Hashable, Any]
+    readers: set[Hashable]  # layers that have read it
+    ours: bool = False  # made by the mask function: nobody else changes the values
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return torch's count of changes, which inference tensors do not have."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def marked(mask: torch.Tensor) -> torch.Tensor:
     """Allow layers to keep on a mask what they compute from it: nobody else changes it."""
-    setattr(mask, MEMO, (0 if mask.is_inference() else mask._version, {}))
+    setattr(mask, MEMO, Memo(version(mask), {}, set(), ours=True))
     return mask
+
+
+def renew(tensor: torch.Tensor, module: torch.nn.Module) -> None:
+    """Forget what is kept on a tensor of the caller where a layer reads it again, which begins a forward pass.
+
+    Between passes the values may change without torch's count of changes: through numpy, or `tensor.data`.
+    """
+    memo: Memo | None = getattr(tensor, MEMO, None)
+    if tensor.is_inference() or (memo is not None and memo.ours):
+        return  # nothing is kept on it, or it is no caller's
+    index = getattr(module, "layer_idx", None)
+    reader = id(module) if index is None else ("layer", index)
+    if memo is None or reader in memo.readers or memo.version != tensor._version:
+        memo = Memo(tensor._version, {}, set())
+        setattr(tensor, MEMO, memo)
+    memo.readers.add(reader)
 
 
 class Run(NamedTuple):

@@ -53,8 +53,9 @@ def attention(
     softcap : soft cap of the scores; None (default): none.
     s_aux : `[heads]`, one more term of each softmax denominator, in the natural-log domain.
     backend : as for the batch wrappers.
-    options : `cu_seq_lens_q` (int32 `[sequences + 1]`) says where packed sequences start. `head_mask`,
-        `output_attentions`, `position_bias` and `cache` are refused; others say nothing about attention.
+    options : `cu_seq_lens_q` (int32 `[sequences + 1]`) says where packed sequences start, which then see only
+        themselves, whatever the mask is; `cu_seq_lens_k` must be the same. `head_mask`, `output_attentions`,
+        `position_bias` and `cache` are refused; others say nothing about attention.
 
     Returns
     -------
@@ -80,39 +81,46 @@ def attention(
         window_left = sliding_window - 1 if sliding_window else -1
     packed = options.get("cu_seq_lens_q")
     if torch.compiler.is_compiling():
-        if packed is not None and attention_mask is None:
-            checks.refuse("cu_seq_lens_q without a mask under torch.compile", "lengths are on the host", "position_ids")
+        if packed is not None:
+            checks.refuse("cu_seq_lens_q under torch.compile", "lengths are on the host", "position_ids")
         from cute_attn.integrations.transformers import ops
 
         return ops.traced(operands, attention_mask, causal, window_left), None
-    if packed is not None and (attention_mask is None or descriptors.is_rows(attention_mask)):
-        if attention_mask is not None:
-            given = attention_mask
-            causal, window_left, _ = _kept(given, "rows", True, lambda: Rows.unpack(given))
-        rows = _kept(packed, (causal, window_left), True, lambda: _packed(operands, packed, causal, window_left))
-        return plans.run_rows(operands, rows), None
-    return run(operands, attention_mask, causal, window_left), None
+    if attention_mask is not None:
+        descriptors.renew(attention_mask, module)
+    bounds: tuple[int, ...] = ()
+    if packed is not None:
+        descriptors.renew(packed, module)
+        sizes = query.shape[0], query.shape[2], key.shape[2]
+        bounds = _kept(packed, sizes, True, lambda: checks.bounds(packed, options.get("cu_seq_lens_k"), *sizes))
+    return run(operands, attention_mask, causal, window_left, bounds=bounds), None
 
 
 def run(
-    operands: Operands, mask: torch.Tensor | None, causal: bool, window_left: int, keep: bool = True
+    operands: Operands,
+    mask: torch.Tensor | None,
+    causal: bool,
+    window_left: int,
+    keep: bool = True,
+    bounds: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """Run a layer; `causal` and `window_left` are read without a mask. Returns `[batch, q_len, heads, head_dim_vo]`.
 
-    `keep`: what is computed from the mask may be kept on it for the layers that follow.
+    `keep`: what is computed from the mask may be kept on it for the layers that follow. `bounds`: of several packed
+    sequences, which see only themselves whatever the mask says.
     """
     q, k = operands.q, operands.k
     if mask is None:
-        return _run_unmasked(operands, causal, window_left)
+        return _run_unmasked(operands, causal, window_left, bounds)
     if descriptors.is_rows(mask):
         packed = mask
         rows = _kept(packed, "rows", keep, lambda: Rows.unpack(packed))
         _check_extent(rows, operands)
-        return plans.run_rows(operands, rows)
+        return plans.run_rows(operands, _parted(rows, bounds) if bounds else rows)
     if not descriptors.is_decode(mask):
         checks.check_mask(mask, q, k)
         if q.shape[2] > 1:
-            return plans.run_mask(operands, mask, _kept(mask, "identity", keep, object))
+            return plans.run_mask(operands, mask, _kept(mask, "identity", keep, object), bounds)
         exact = mask
         mask = _kept(exact, "decode", keep, lambda: as_decode(exact, q.shape[0]))
     decode = mask
@@ -126,27 +134,24 @@ def run(
     return plans.run_mask(operands, target, _kept(target, "identity", True, object))
 
 
-def _run_unmasked(operands: Operands, causal: bool, window_left: int) -> torch.Tensor:
+def _run_unmasked(operands: Operands, causal: bool, window_left: int, bounds: tuple[int, ...]) -> torch.Tensor:
     """Run a layer whose queries are the newest tokens, if it is causal, of as many keys in every request."""
     (batch, _, q_len, _), kv_len = operands.q.shape, operands.k.shape[2]
     if causal or window_left < 0:
-        return plans.run_rows(operands, descriptors.whole(batch, q_len, [kv_len] * batch, causal, window_left))
+        rows = descriptors.whole(batch, q_len, [kv_len] * batch, causal, window_left)
+        return plans.run_rows(operands, _parted(rows, bounds) if bounds else rows)
     positions = torch.arange(kv_len, device=operands.q.device)
     band = (positions[kv_len - q_len :, None] - positions).abs() <= window_left
-    return plans.run_mask(operands, band[None, None], ("band", window_left))
+    return plans.run_mask(operands, band[None, None], ("band", window_left), bounds)
 
 
-def _packed(operands: Operands, cu_seq_lens: torch.Tensor, causal: bool, window_left: int) -> Rows:
-    """Return the runs of packed sequences: one row of tokens, without a cache."""
-    batch, _, q_len, _ = operands.q.shape
-    bounds = cu_seq_lens.tolist()
-    if batch != 1 or operands.k.shape[2] != q_len or not bounds or (bounds[0], bounds[-1]) != (0, q_len):
-        raise ArgumentError(
-            f"cu_seq_lens_q must go from 0 to the tokens of one row, {q_len}, without cached keys, got {bounds} for "
-            f"query {list(operands.q.shape)} and key {list(operands.k.shape)}"
-        )
-    runs = (Run(a, b - a, 0, a, b - a) for a, b in itertools.pairwise(bounds))
-    return Rows(causal, window_left, tuple(runs))
+@functools.lru_cache(16)
+def _parted(rows: Rows, bounds: tuple[int, ...]) -> Rows:
+    """Part the runs of one row of tokens at the bounds of packed sequences, once for all layers."""
+    if any((run.q_start, run.q_len) != (run.kv_start, run.kv_len) for run in rows.runs):
+        checks.refuse("cu_seq_lens_q with padding in attention_mask", "tokens are packed", "sequences without padding")
+    starts = sorted({*bounds, *(run.q_start for run in rows.runs)})
+    return rows._replace(runs=tuple(Run(a, b - a, 0, a, b - a) for a, b in itertools.pairwise(starts)))
 
 
 def _check_extent(rows: Rows, operands: Operands) -> None:
@@ -240,14 +245,14 @@ def _kept(tensor: torch.Tensor, key: Hashable, keep: bool, make: Callable[[], T]
 
     Inference tensors do not count their changes: of them only those keep anything that the mask function has marked.
     """
-    memo: tuple[int, dict[Hashable, Any]] | None = getattr(tensor, descriptors.MEMO, None)
-    version = 0 if tensor.is_inference() else tensor._version
+    memo: descriptors.Memo | None = getattr(tensor, descriptors.MEMO, None)
     if not keep or (memo is None and tensor.is_inference()):
         return make()
-    if memo is None or memo[0] != version:
-        memo = (version, {})
+    version = descriptors.version(tensor)
+    if memo is None or memo.version != version:
+        memo = descriptors.Memo(version, {}, set())
         setattr(tensor, descriptors.MEMO, memo)
-    if key not in memo[1]:
-        memo[1][key] = make()
-    found: T = memo[1][key]
+    if key not in memo.found:
+        memo.found[key] = make()
+    found: T = memo.found[key]
     return found

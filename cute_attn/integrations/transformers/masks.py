@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -143,11 +144,12 @@ def _decode_lengths(pattern: Pattern, extent: Extent, kept: torch.Tensor | None)
 
 def _rows(pattern: Pattern, extent: Extent, kept: torch.Tensor | None) -> Rows | None:
     """Return the runs of query rows; None where only the exact mask describes what they see."""
-    if extent.chunked(pattern):
-        return None
     window_left = pattern.window - 1 if pattern.window else -1
     if pattern.segment_ids is not None:
-        return None if kept is not None else _packed(pattern.segment_ids, extent, pattern.causal, window_left)
+        starts = None if kept is not None else _segment_starts(pattern, pattern.segment_ids, extent)
+        return None if starts is None else Rows(True, window_left, _packed(starts))
+    if extent.chunked(pattern):
+        return None
     batch_size, q_len, kv_len = extent.batch_size, extent.q_len, extent.kv_len
     ranges = [(0, kv_len)] * batch_size
     if kept is not None:
@@ -178,13 +180,41 @@ def _causal_runs(request: int, q_start: int, q_len: int, offset: int, first: int
     return runs
 
 
-def _packed(segment_ids: torch.Tensor, extent: Extent, causal: bool, window_left: int) -> Rows | None:
-    """Return a run per segment of each batch row. Packing has no cache: queries and keys are the same tokens."""
-    if extent.q_len != extent.kv_len or not causal or tuple(segment_ids.shape) != (extent.batch_size, extent.q_len):
+def _segment_starts(pattern: Pattern, ids: torch.Tensor, extent: Extent) -> torch.Tensor | None:
+    """Tell, `[batch, tokens]`, where tokens start that see none before; None if these are not runs of tokens.
+
+    Packing has no cache: queries and keys are the same tokens. The number of a segment may not come again in its row,
+    and positions must count its tokens one by one; then they say where it crosses into another chunk.
+    """
+    size = extent.batch_size, extent.q_len
+    if not pattern.causal or extent.q_len != extent.kv_len or int(extent.q_offset) or extent.kv_offset:
         return None
+    if tuple(ids.shape) != size or (pattern.positions is not None and tuple(pattern.positions.shape) != size):
+        return None
+    ids = ids.cpu()
+    starts = _changes(ids)
+    if any(int(of_row.sum()) != row.unique().numel() for of_row, row in zip(starts, ids, strict=True)):
+        return None
+    if pattern.positions is not None:
+        positions = pattern.positions.cpu()
+        if not bool((starts[:, 1:] | (positions.diff() == 1)).all()):
+            return None
+        if pattern.chunk:
+            first = 0 if pattern.left_padding is None else pattern.left_padding.cpu()[:, None]
+            starts |= _changes((positions - first) // pattern.chunk)
+    return starts
+
+
+def _changes(values: torch.Tensor) -> torch.Tensor:
+    """Tell where a value of `[batch, tokens]` is not the one before it; the first of a row never is."""
+    return torch.nn.functional.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
+
+
+def _packed(starts: torch.Tensor) -> tuple[Run, ...]:
+    """Return the runs of tokens that see only themselves."""
+    length = starts.shape[1]
     runs = []
-    for b, ids in enumerate(segment_ids.tolist()):
-        starts = [0] + [i for i in range(1, len(ids)) if ids[i] != ids[i - 1]]
-        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
-            runs.append(Run(b * extent.q_len + start, stop - start, b, start, stop - start))
-    return Rows(True, window_left, tuple(runs))
+    for b, row in enumerate(starts):
+        borders = [*row.nonzero().flatten().tolist(), length]
+        runs += [Run(b * length + i, j - i, b, i, j - i) for i, j in itertools.pairwise(borders)]
+    return tuple(runs)

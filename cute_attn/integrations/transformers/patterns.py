@@ -25,7 +25,9 @@ class Pattern(NamedTuple):
     causal: bool
     window: int = 0
     chunk: int = 0
-    segment_ids: torch.Tensor | None = None  # [batch, tokens]; positions count within a segment, which sees only itself
+    segment_ids: torch.Tensor | None = None  # [batch, tokens]; tokens see only those of the same number
+    positions: torch.Tensor | None = None  # [batch, tokens] i and j, where they are not the tokens' places in the row
+    left_padding: torch.Tensor | None = None  # [batch] the position at which chunks start
 
 
 class _Any:
@@ -61,7 +63,8 @@ def recognise(function: Callable[..., Any]) -> Pattern | None:
     for template in _templates():
         found: dict[str, Any] = {}
         if _same(function, template.function, found) and isinstance(found.get(template.size), int):
-            return Pattern(True)._replace(**{template.kind: found[template.size]})
+            sizes = {template.kind: found[template.size]}
+            return Pattern(True, **sizes, left_padding=found.get("left_padding"))
     for packed in _packed_templates():
         found = {}
         if not _same(function, packed.function, found):
@@ -69,8 +72,9 @@ def recognise(function: Callable[..., Any]) -> Pattern | None:
         inner, ids = recognise(found[_Any.name]), found.get("packed_sequence_mask")
         if inner is None or inner.segment_ids is not None or not isinstance(ids, torch.Tensor):
             continue
-        if packed.local or not inner.chunk:
-            return inner._replace(segment_ids=ids)
+        positions = found.get("position_ids")
+        if isinstance(positions, torch.Tensor) if packed.local else not inner.chunk:
+            return inner._replace(segment_ids=ids, positions=positions)
     return None
 
 

@@ -49,6 +49,7 @@ class Content(NamedTuple):
     identity: Hashable
     page_size: int
     numbering: tuple[int, int]  # of pages of one token
+    bounds: tuple[int, ...] = ()  # of packed sequences, beside a mask
 
 
 class Session:
@@ -185,21 +186,26 @@ def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
         return operands.run(session, k, v)
 
 
-def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable) -> torch.Tensor:
+def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds: tuple[int, ...] = ()) -> torch.Tensor:
     """Compute attention under a boolean mask `[batch or 1, 1, q_len, kv_len]`.
 
-    `identity`: a hashable that stands for the mask's values; None plans anew.
+    `identity`: a hashable that stands for the mask's values; None plans anew. `bounds`: of packed sequences.
     """
     k, v = operands.k, operands.v
     batch, _, q_len, _ = operands.q.shape
     page_size = k.shape[2]
     structure = operands.structure(causal=False, window_left=-1, masked=True)
     with _plans.lock:
-        content = Content(identity, page_size, (batch, q_len))
+        content = Content(identity, page_size, (batch, q_len), bounds)
         session = _plans.session(structure, content)
         if session.content is None or identity is None:
             rows = descriptors.whole(batch, q_len, [page_size] * batch, causal=False, window_left=-1)
-            flat = descriptors.visible(mask).expand(batch, 1, q_len, page_size).reshape(-1)
+            seen = descriptors.visible(mask)
+            if bounds:
+                tokens = torch.arange(q_len, device=mask.device)
+                number = torch.bucketize(tokens, torch.tensor(bounds, device=mask.device), right=True)
+                seen = seen & (number[:, None] == number)
+            flat = seen.expand(batch, 1, q_len, page_size).reshape(-1)
             _plan(session, structure, lengths_of_pages(rows), page_size, flat)
             session.content = content
         return operands.run(session, k, v)
