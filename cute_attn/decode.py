@@ -73,8 +73,8 @@ def single_decode_with_kv_cache(
         axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
     k : `[kv_len, num_kv_heads, head_dim_qk]` ("NHD") or `[num_kv_heads, kv_len, head_dim_qk]` ("HND"), of q's
         dtype (or fp8 under a 16-bit q, where a backend supports it). Any strides with unit stride on the last
-        axis; on a GPU rows must be 16-byte aligned, of fp8 under a 16-bit q 8-byte aligned. `num_qo_heads` must be
-        a multiple of `num_kv_heads`; query head h reads kv head h // (num_qo_heads // num_kv_heads).
+        axis; on a GPU rows must be 16-byte aligned, of fp8 and NVFP4 under a 16-bit q 8-byte aligned. `num_qo_heads`
+        must be a multiple of `num_kv_heads`; query head h reads kv head h // (num_qo_heads // num_kv_heads).
     v : like k, with `head_dim_vo`.
     kv_layout : "NHD" or "HND", of k and v.
     pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j has position j,

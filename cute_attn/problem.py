@@ -53,7 +53,7 @@ class Features(NamedTuple):
     device_lengths: bool = False  # lengths and page tables are on the device, and no plan is made: `DecodeProblem`
     draft_mask: bool = False  # mask bits say which draft tokens a query token sees
     multi_item: bool = False  # multi-item scoring: `BatchLengths.key_bounds`
-    half_aligned_kv: bool = False  # not all rows of fp8 k and v start at multiples of 16 bytes
+    half_aligned_kv: bool = False  # not all rows of fp8 or NVFP4 k and v start at multiples of 16 bytes
 
 
 class Settings(NamedTuple):

@@ -182,8 +182,8 @@ def nvfp4_kv_dequantize_paged(
     (num_pages, page_size), max_pages = caches[0].shape[:2], tables.shape[1]
     if max_pages * page_size < max_seq_len:
         raise RuntimeArgumentError(
-            f"block_tables must have max_pages * page_size >= {max_seq_len}, the outputs' max_seq_len; the page_size "
-            f"is {page_size}, got {checks.describe(tables)}"
+            f"block_tables column count insufficient: max_pages * page_size must be >= {max_seq_len}, the outputs' "
+            f"max_seq_len; the page_size is {page_size}, got {checks.describe(tables)}"
         )
     same_device("block_tables", tables, device)
     lens = integers("seq_lens", seq_lens, batch_size, device)

@@ -182,7 +182,7 @@ _SPECIAL = _rows(
     ("expanded q, k or v (a stride of 0)", {"expanded": True}),
     ("paged k or v that span 64 GiB or more", {"large_cache": True}),
     (
-        "fp8 k and v whose rows start at multiples of 8 bytes, not all of 16",
+        "fp8 or NVFP4 k and v whose rows start at multiples of 8 bytes, not all of 16",
         {"kv_dtype": E4M3, "half_aligned_kv": True},
     ),
 )

@@ -406,7 +406,7 @@ CAPABILITIES = (
         dict.fromkeys(("fa4", "fa3"), Unsupported("it copies rows in units of 16 bytes", _HALF_ALIGNED)),
     ),
     Capability(
-        "k and v of an fp8 dtype with rows that start at multiples of 8 bytes, not all of 16",
+        "k and v of an fp8 dtype or NVFP4 with rows that start at multiples of 8 bytes, not all of 16",
         lambda f: f.half_aligned_kv,
         {
             **dict.fromkeys(("fa4", "fa3"), Unsupported("it copies rows in units of 16 bytes", _HALF_ALIGNED)),

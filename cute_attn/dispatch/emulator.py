@@ -32,7 +32,7 @@ from cute_attn.problem import (
     Scratch,
     Settings,
 )
-from cute_attn.request.single import ALIGNMENT, FP8_ALIGNMENT, aligned
+from cute_attn.request.single import ALIGNMENT, NARROW_ALIGNMENT, aligned
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU
@@ -198,7 +198,7 @@ def _placed(problem: Placed) -> Placed:
     """Returns the problem with aligned rows, as requests on a GPU have them: q is copied if necessary, and k, v or out
     that are not aligned raise an ArgumentError.
     """
-    of_kv = FP8_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT
+    of_kv = NARROW_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT
     for name, alignment in (("k", of_kv), ("v", of_kv), ("out", ALIGNMENT)):
         if not aligned(getattr(problem, name), alignment):
             raise ArgumentError(f"{name} must have rows that start at multiples of {alignment} bytes")

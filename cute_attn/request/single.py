@@ -19,11 +19,11 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import Features, MemoryRange, OperandLayout, Problem
 from cute_attn.request import checks
 from cute_attn.request.bit_packing import packbits
-from cute_attn.request.settings import FP8, KV_LAYOUTS, MAX_KV_LEN, NVFP4_BLOCK, Call, call_settings, check_device
+from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, NVFP4_BLOCK, Call, call_settings, check_device
 
 KERNEL_DEVICES = ("cuda",)  # devices whose kernels read memory in aligned chunks
 ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
-FP8_ALIGNMENT = 8  # bytes: some move k and v of fp8 dtypes in halves of a chunk
+NARROW_ALIGNMENT = 8  # bytes: some move k and v of fp8 dtypes and NVFP4 in halves of a chunk
 SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
 MAX_ROWS = 1 << 30
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -182,12 +182,12 @@ def aligned(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> bool:
 
 def kv_alignment(k: torch.Tensor) -> int:
     """Return the bytes at whose multiples rows of k and v must start for some backend to read them."""
-    return FP8_ALIGNMENT if k.dtype in FP8 else ALIGNMENT
+    return NARROW_ALIGNMENT if k.itemsize == 1 else ALIGNMENT
 
 
 def is_half_aligned(k: torch.Tensor, v: torch.Tensor) -> bool:
     """Tell `Features.half_aligned_kv`."""
-    return k.dtype in FP8 and not (aligned(k) and aligned(v))
+    return k.itemsize == 1 and not (aligned(k) and aligned(v))
 
 
 def outer_strides(x: torch.Tensor) -> list[int]:

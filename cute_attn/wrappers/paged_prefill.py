@@ -265,9 +265,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         paged_kv_cache : a pair (k, v) of `[pages, page_size, num_kv_heads, head_dim]` ("NHD") or
             `[pages, num_kv_heads, page_size, head_dim]` ("HND"), or one tensor with an axis of 2 after the first; of
             the planned dtype. Any strides with unit stride on the last axis; on a GPU rows must be 16-byte aligned, of
-            fp8 under a 16-bit q 8-byte aligned. With a page size of 1 the page axis may be missing. Past a request's
-            tokens, pages may hold anything; within them v must be finite even where no query sees it: NaN may reach
-            every row of the request and kv head.
+            fp8 and NVFP4 under a 16-bit q 8-byte aligned. With a page size of 1 the page axis may be missing. Past a
+            request's tokens, pages may hold anything; within them v must be finite even where no query sees it: NaN may
+            reach every row of the request and kv head.
         args : FlashInfer's older `k_scale, v_scale, return_lse`, or `scale_q, scale_k, scale_v` of fp8 attention:
             floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`. In the variant with attention sinks:
             sinks, and sm_scale, which replaces the planned one.

@@ -204,8 +204,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             their out is 0 and lse -inf; in `out` and `lse` of the caller they are not written.
         k, v : `[kv_indptr[-1], num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, kv_indptr[-1], head_dim]` ("HND") of
             the planned dtype; more rows may follow. Any strides with unit stride on the last axis; on a GPU rows must
-            be 16-byte aligned, of fp8 under a 16-bit q 8-byte aligned. v of a request's tokens must be finite even
-            where hidden from all queries: NaN may reach every row of the request and kv head.
+            be 16-byte aligned, of fp8 and NVFP4 under a 16-bit q 8-byte aligned. v of a request's tokens must be finite
+            even where hidden from all queries: NaN may reach every row of the request and kv head.
         args : FlashInfer's older `return_lse`, or `scale_q, scale_k, scale_v` of fp8 attention: floating-point
             `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`. In the variant with attention sinks (`jit_args`):
             sinks, and sm_scale, which replaces the planned one.

@@ -18,7 +18,7 @@ from cute_attn.kernels.host.batch import Repeat
 from cute_attn.problem import BatchPlan, BatchProblem, MemoryRange
 from cute_attn.request import checks
 from cute_attn.request.batch_run import RunArguments, protected_memory
-from cute_attn.request.single import ALIGNMENT, FP8_ALIGNMENT
+from cute_attn.request.single import ALIGNMENT, NARROW_ALIGNMENT
 
 CACHE_SIZE = 256  # runs per plan: scales that change in every run must not fill memory
 PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value
@@ -95,7 +95,7 @@ def cache_run(plan: BatchPlan, arguments: RunArguments, problem: BatchProblem) -
         (*out.shape, out.dtype),
         v.data_ptr() - k.data_ptr() if isinstance(arguments.kv_cache, Tensor) else 0,
         (of_q, of_k, of_v, of_out, of_lse),
-        FP8_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
+        NARROW_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
     )
 
 

@@ -19,7 +19,7 @@ from cute_attn.kernels.host.single import SingleRepeat
 from cute_attn.problem import Problem
 from cute_attn.request import checks, single
 from cute_attn.request.settings import MAX_KV_LEN, Call
-from cute_attn.request.single import ALIGNMENT, FP8_ALIGNMENT
+from cute_attn.request.single import ALIGNMENT, NARROW_ALIGNMENT
 from cute_attn.wrappers.run_cache import PLAIN_TYPES, buffer_key, outputs_qualify
 
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
@@ -132,7 +132,7 @@ def _cache(call: Call, backend: str, problem: Problem, key: Any) -> None:
         tuple(out.shape),
         out.dtype,
         call.return_lse,
-        FP8_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
+        NARROW_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
         (_span(q), (of_k, per_k), (of_v, per_v), _span(out), _span(lse)),
     )
 

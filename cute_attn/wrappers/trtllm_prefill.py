@@ -447,6 +447,8 @@ def _run(
 def _statistics(lse: torch.Tensor, unit: float | torch.Tensor) -> torch.Tensor:
     """Return (maximum, sum) of every row from its base-2 lse: ln(sum) + maximum * `unit` is the natural-log lse."""
     natural = lse * 0.6931471805599453
+    if isinstance(unit, torch.Tensor):
+        unit = unit.reshape(())  # one element of any shape, perhaps on the CPU
     maximum = natural / unit if isinstance(unit, torch.Tensor) or unit else torch.zeros_like(natural)
     maximum = torch.where(maximum.isfinite(), maximum, 0.0)  # a row without keys, or a unit of 0
     return torch.stack((maximum, (natural - maximum * unit).exp()), -1)

@@ -111,7 +111,10 @@ def test_fmha_v2_statistics(changes: dict[str, Any], unit: float) -> None:
     case = paged((4, 2), (0, 3), mask="causal", return_lse=True, **changes)
     assert case.head_dim_qk == 64
     inputs, arguments = fmha_v2_arguments(case, "Q_PAGED_KV_NHD", "cpu")
+    if case.tensor_scales:
+        arguments["bmm1_scale"] = arguments["bmm1_scale"].view(1, 1, 1)
     out, stats = trtllm_fmha_v2_prefill(**arguments, save_softmax_stats=True)
+    assert stats.shape == (*out.shape[:2], 2)
     assert stats.isfinite().all()
     lse = (stats[..., 0] * unit + stats[..., 1].log()) / math.log(2)
     assert check(case, inputs, out, lse).ok

@@ -1,4 +1,4 @@
-"""fp8 keys and values whose rows start at multiples of 8 bytes: by head dimension, strides or address."""
+"""Keys and values in fp8 or NVFP4 whose rows start at multiples of 8 bytes: by head dimension, strides or address."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_other_kernels_refuse(kernels: str) -> None:
     tokens = Tokens(Batch((1, 1), (33, 70), kv_dtype=E4M3), "cpu")
     with emulator.using("sm_90a", kernels=kernels):
         made = planned(tokens, "emulator")
-        with pytest.raises(NotSupported, match="refuses k and v of an fp8 dtype with rows that start at"):
+        with pytest.raises(NotSupported, match="refuses k and v of an fp8 dtype or NVFP4 with rows that start at"):
             made.run(tokens.q, tuple(map(apart, tokens.caches())))
         assert_close(made.run(tokens.q, tokens.caches()), tokens.expected(128**-0.5)[0])
 
@@ -174,3 +174,29 @@ def test_captured_runs(executor: Executor) -> None:
     plan(made, tokens)
     assert torch.equal(tokens.q, shorter.q)
     assert_close(graph.replay(), shorter.expected(128**-0.5)[0])
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("rows", [(1, 1), (30, 10)], ids=["decode", "prefill"])
+def test_nvfp4_beside_its_block_scales(rows: tuple[int, int], layout: str, executor: Executor) -> None:
+    """A token's 128 values take 64 bytes and 8 of scales behind them in one allocation: rows are 72 bytes apart."""
+    pages, page_size, num_kv_heads, dim = 6, 16, 2, 128
+    order = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
+    whole = torch.randint(0, 256, (pages, 2, *order, 72), dtype=torch.uint8)
+    whole[..., 64:] = torch.randint(32, 57, (pages, 2, *order, 8), dtype=torch.uint8)  # scales of 1/8 to 1
+    data, scales = whole[..., :64].flatten(0, -2), whole[..., 64:].flatten(0, -2)
+    values = cute_attn.nvfp4_kv_dequantize(data, scales, torch.ones(1), torch.float16)
+    values = values.view(*whole.shape[:-1], dim)
+    q = torch.randn(sum(rows), 4, dim).half()
+    bounds, pages_of = torch.tensor([0, rows[0], sum(rows)]), torch.tensor([3, 1, 5, 0, 2])
+    index = bounds, torch.tensor([0, 3, 5]), pages_of, torch.tensor([7, 16])
+    results = []
+    for place, cache, backend in (("cpu", values, "reference"), (executor.device, whole, executor.backend)):
+        made = cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace(place), layout, backend=backend)
+        kv_dtype = {"kv_data_type": cache.dtype}
+        made.plan(*index, 4, num_kv_heads, dim, page_size, causal=True, q_data_type=torch.float16, **kv_dtype)
+        cache = cache.to(place)
+        sf = cache[..., 64:].unbind(1) if cache.dtype == torch.uint8 else None
+        kv = (cache[..., :64] if sf else cache).unbind(1)
+        results.append(made.run(q.to(place), kv, kv_cache_sf=sf).cpu())
+    torch.testing.assert_close(results[1], results[0], rtol=2e-3, atol=2e-3)
