@@ -123,6 +123,7 @@ def get_batch_indices_positions(
         else:
             buffer = torch.empty(nnz, dtype=torch.int32, device=indptr.device)
         buffers.append(buffer)
+    checks.apart("positions", buffers[1], "batch_indices", buffers[0])
     row = torch.arange(nnz, device=indptr.device)
     if batch_size == 0:
         buffers[0].fill_(-1), buffers[1].zero_()

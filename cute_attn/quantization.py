@@ -344,4 +344,5 @@ def _check_dequantized(caches: Pair, output_k: Any, output_v: Any) -> Pair:
         checks.dense(name, output)
         for i, other in enumerate(caches):
             checks.no_overlap(name, checks.extent(output), f"paged_kv_cache[{i}]", checks.extent(other))
+    checks.apart("output_v", outputs[1], "output_k", outputs[0])
     return outputs

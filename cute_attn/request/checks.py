@@ -167,6 +167,8 @@ def dense(name: str, value: torch.Tensor) -> None:
 def extent(value: torch.Tensor) -> Extent:
     """Return the address of a tensor's first byte and the one past its last."""
     start = value.data_ptr()
+    if start == 0:  # an empty tensor, or one of the meta device
+        return 0, 0
     if value.is_contiguous():
         return start, start + value.nbytes
     if value.numel() == 0:
@@ -179,3 +181,24 @@ def no_overlap(name: str, written: Extent, other_name: str, other: Extent) -> No
     """Refuse a buffer to write whose extent crosses another. Interleaved views of one storage count as overlap."""
     if written[0] < other[1] and other[0] < written[1]:
         raise ArgumentError(f"{name} must not share memory with {other_name}: their address ranges overlap")
+
+
+def apart(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Refuse two buffers to write that share memory. Interleaved parts of one tensor, such as keys and values of a
+    cache, do not where they have the same strides and neither reaches into the other.
+    """
+    written, taken = extent(value), extent(other)
+    if not _interleave(value, other):
+        no_overlap(name, written, other_name, taken)
+
+
+def _interleave(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two views, neither of which overlaps itself, take turns in memory with equal strides."""
+    low, high = sorted((a, b), key=torch.Tensor.data_ptr)
+    step, rest = divmod(high.data_ptr() - low.data_ptr(), a.element_size())
+    if a.stride() != b.stride() or a.element_size() != b.element_size() or rest:
+        return False
+    spans = [1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True) if s < step) for x in (low, high)]
+    steps = zip(low.stride(), low.shape, high.shape, strict=True)
+    period = min((s for s, n, m in steps if s >= step and max(n, m) > 1), default=step + spans[1])
+    return spans[0] <= step and step + spans[1] <= period

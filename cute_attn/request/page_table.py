@@ -116,6 +116,7 @@ def writable_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor,
     views = cache_views(name, cache, kv_layout)
     for i, view in enumerate(views):
         checks.dense(f"{name}[{i}]", view)
+    checks.apart(f"{name}[1]", views[1], f"{name}[0]", views[0])
     return views
 
 

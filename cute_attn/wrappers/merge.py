@@ -77,6 +77,7 @@ def merge_state_in_place(
     checks.dtype("s", s.dtype, (torch.float32,))
     checks.dense("v", v)
     checks.dense("s", s)
+    checks.no_overlap("s", checks.extent(s), "v", checks.extent(v))
     merged_v, merged_s = merge_state(v, s, v_other, s_other)
     if mask is not None:
         checks.tensor("mask", mask)
