@@ -61,14 +61,20 @@ def boolean(name: str, value: Any) -> bool:
 
 def integer(name: str, value: Any) -> int:
     """Check for an integer of any type (numpy's too) except bool, of 64 bits."""
+    value = whole(name, value)
+    if -LARGEST_INT <= value <= LARGEST_INT:
+        return value
+    bound = f"most {LARGEST_INT}" if value > 0 else f"least {-LARGEST_INT}"
+    raise ArgumentError(f"{name} must be at {bound}, got {shown(value)}")
+
+
+def whole(name: str, value: Any) -> int:
+    """Check for an integer of any type and size."""
     if type(value) is int:
-        if -LARGEST_INT <= value <= LARGEST_INT:
-            return value
-        bound = f"most {LARGEST_INT}" if value > 0 else f"least {-LARGEST_INT}"
-        raise ArgumentError(f"{name} must be at {bound}, got {shown(value)}")
+        return value
     if not isinstance(value, bool | torch.Tensor):
         try:
-            return integer(name, int(operator.index(value)))
+            return operator.index(value)
         except TypeError:
             pass
     raise ArgumentTypeError(f"{name} must be an int, got {describe(value)}")

@@ -26,6 +26,7 @@ from cute_attn.request.decode import (
 )
 from cute_attn.request.decode_values import Said
 from cute_attn.request.fp4_tensor import FP4Tensor
+from cute_attn.request.names import rename
 from cute_attn.xqa import replays
 from cute_attn.xqa.decode import Cache, longest
 
@@ -153,7 +154,11 @@ def trtllm_batch_decode_with_kv_cache(
     key, numbers = _key_of(call, tensors)
     if (replayed := replays.try_replay(key, tensors)) is not None:
         return replayed
-    problem, results = _run(call)
+    try:
+        problem, results = _run(call)
+    except (ArgumentError, ArgumentTypeError) as error:
+        rename(error, _names(call))
+        raise
     replays.cache(key, tensors, numbers, problem, _backend_here(backend), results)
     return results
 
@@ -176,6 +181,16 @@ def _key_of(call: Call, tensors: replays.Tensors) -> tuple[Any, tuple[Any, ...]]
         names = "trtllm", c.out_dtype, c.kv_layout, c.backend, c.bf16q_fp8kv_transform_mode
         return replays.key_of(tensors, numbers, names), numbers
     return None, numbers
+
+
+def _names(call: Call) -> dict[str, str]:
+    """Return names that shared checks have for arguments of a call, and the call's own."""
+    found = {} if call.max_q_len is None else dict(RAGGED_NAMES)
+    if call.bmm1_scale_log2 is not None:
+        found["bmm1_scale"] = "bmm1_scale_log2"
+    if call.out is None:
+        found["out must have dtype"] = "out_dtype must be"
+    return {**found, "q_cu_seq_lens": "cum_seq_lens_q"}
 
 
 def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
