@@ -146,7 +146,7 @@ def trtllm_batch_context_with_kv_cache(
     structure = _structure(
         (query, k, v),
         kv_layout=kv_layout,
-        backend="auto" if backend == "trtllm-gen" else backend,
+        backend="auto" if isinstance(backend, str) and backend == "trtllm-gen" else backend,
         o_data_type=trtllm_options.output_dtype(out, out_dtype),
         causal=checks.boolean("causal", causal),
         window_left=window_left,

@@ -173,6 +173,7 @@ def _key_of(call: Call, tensors: replays.Tensors) -> tuple[Any, tuple[Any, ...]]
     )
     if (
         c.uses_shared_paged_kv_idx is True
+        and type(c.lse_layout) is str
         and c.lse_layout == "NH"
         and c.mask is c.cum_seq_lens_q is c.kv_cache_sf is c.lse is c.bmm1_scale_log2 is None
         and c.multi_ctas_kv_counter_buffer is c.causal_seqlens_kv_global is None
@@ -206,7 +207,7 @@ def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
     if not checks.boolean("uses_shared_paged_kv_idx", c.uses_shared_paged_kv_idx):
         k, v, block_tables = _joined(kv_tables.Paged(k, v, block_tables), c.seq_lens, c.kv_cache_sf)
     block_scales = None if c.kv_cache_sf is None else _block_scales(c.kv_cache_sf, c.kv_layout, (k, v), c.backend)
-    in_rows = c.lse_layout == "NH" or checks.choice("lse_layout", c.lse_layout, LSE_LAYOUTS) == "NH"
+    in_rows = checks.choice("lse_layout", c.lse_layout, LSE_LAYOUTS) == "NH"
     wants_lse = c.return_lse if in_rows or c.lse is None else True
     problem = decode_problem(
         DecodeTensors(
@@ -272,15 +273,11 @@ def _refuse_request_order(order: Any, plan: Any) -> None:
 
 def _refuse_other_masks(block_sparse: Any, cp_world: Any, cp_rank: Any, global_lengths: Any) -> None:
     """Refuse the arguments that say which keys a row sees, other than masks and windows."""
-    if block_sparse is False and cp_world == 1 and cp_rank == 0 and global_lengths is None:
-        return
     if checks.boolean("enable_block_sparse_attention", block_sparse):
         instead = "a call per kv head with its own block_tables and seq_lens"
         trtllm_options.refuse("enable_block_sparse_attention", "kv heads share their page table", instead)
-    if (checks.integer("cp_world", cp_world), checks.integer("cp_rank", cp_rank)) != (
-        1,
-        0,
-    ) or global_lengths is not None:
+    world = checks.integer("cp_world", cp_world), checks.integer("cp_rank", cp_rank)
+    if world != (1, 0) or global_lengths is not None:
         feature = "decode context parallelism (cp_world, cp_rank, causal_seqlens_kv_global)"
         instead = "q_len_per_req=1, or mask, with return_lse=True on every rank, and merge_states"
         trtllm_options.refuse(feature, "positions follow from the keys of this rank", instead)
@@ -313,7 +310,7 @@ def _scales(bmm1_scale: Any, bmm1_scale_log2: Any, bmm2_scale: Any, o_scale: Any
 def _block_scales(
     kv_cache_sf: Any, kv_layout: Any, kv: tuple[torch.Tensor, torch.Tensor], backend: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if backend == "trtllm-gen":
+    if isinstance(backend, str) and backend == "trtllm-gen":
         reason = "FlashInfer interleaves scales of v over 4 tokens there, and kernels here read them in order"
         trtllm_options.refuse('kv_cache_sf with backend="trtllm-gen"', reason, 'backend="xqa" and scales in order')
     return block_scale_pair(kv_cache_sf, kv_layout, *kv)
