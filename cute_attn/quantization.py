@@ -238,7 +238,7 @@ def nvfp4_quantize_paged_kv_cache(
     checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     quantised = []
     for name, cache, sf in (("k", k_cache, k_global_sf), ("v", v_cache, v_global_sf)):
-        cache = _paged(f"{name}_cache", cache)
+        cache = _paged(f"{name}_cache", checks.readable(f"{name}_cache", cache))
         if cache.shape[3] % BLOCK:
             raise ArgumentError(f"{name}_cache must have head_dim % {BLOCK} == 0, got {checks.describe(cache)}")
         if sf is None:

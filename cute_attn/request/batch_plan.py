@@ -18,6 +18,7 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Ref
 from cute_attn.problem import BatchLengths, DeviceTokens, Settings, Tokens, largest, smallest
 from cute_attn.request import checks, index_arrays, page_ids
 from cute_attn.request.bit_packing import pack_segments
+from cute_attn.request.names import rename
 from cute_attn.request.once import CACHE_SIZE, once
 from cute_attn.request.settings import (
     DEVICES,
@@ -79,6 +80,14 @@ class Mask(NamedTuple):
 # ---- settings
 
 
+PLAN_NAMES = {  # what a single request says of dtypes, and what a plan says
+    "q must have dtype": "q_data_type must be",
+    "k must have dtype": "kv_data_type must be",
+    "k and v must have dtype": "kv_data_type must be",
+    "o_dtype must have dtype": "o_data_type must be",
+}
+
+
 @once(trusted=1)
 def plan_settings(context: PlanContext, *fields: Any) -> Settings:
     """Check the fields of `PlanOptions`, in order, and return the settings they decide."""
@@ -120,7 +129,11 @@ def plan_settings(context: PlanContext, *fields: Any) -> Settings:
         o_dtype=o_dtype,
         lse_base=options.lse_base,
     )
-    single = call_settings(structure, *call[len(NOT_OPTIONS) :])
+    try:
+        single = call_settings(structure, *call[len(NOT_OPTIONS) :])
+    except (ArgumentError, ArgumentTypeError) as error:
+        rename(error, PLAN_NAMES)
+        raise
     features = single.features._replace(
         kv_source=context.kv_source, own_splits=context.own_splits, multi_item=context.multi_item
     )

@@ -351,7 +351,7 @@ def _check_window(window_left: Any, settings: Settings) -> None:
     """Refuse any window but the planned one: the schedule depends on it."""
     if window_left is None:
         return
-    window = checks.window(window_left)
+    window = max(-1, checks.whole("window_left", window_left))
     if window != settings.window_left:
         raise ArgumentError(
             f"window_left of run() must be None or the planned {settings.window_left}, got {window_left}: "

@@ -144,7 +144,7 @@ def variable(block_mask_map: Any, block_row_sz: Any, block_col_sz: Any, num_kv_h
 
     Pages have as many keys as divide the sizes of all blocks of columns.
     """
-    selected = checks.tensor("block_mask_map", block_mask_map)
+    selected = checks.readable("block_mask_map", block_mask_map)
     rows = _sizes("block_row_sz", block_row_sz, num_kv_heads)
     columns = _sizes("block_col_sz", block_col_sz, num_kv_heads)
     expected = (num_kv_heads, rows.shape[1], columns.shape[1])
@@ -177,7 +177,7 @@ def variable_mask(causal: Any, tokens: Tokens, size: Matrix, device: torch.devic
 
 def _sizes(name: str, value: Any, num_kv_heads: int) -> np.ndarray:
     """Check sizes of blocks [num_kv_heads, blocks] and return them on the host."""
-    value = checks.tensor(name, value)
+    value = checks.readable(name, value)
     checks.dtype(name, value.dtype, INDEX_DTYPES)
     if value.dim() != 2 or value.shape[0] != num_kv_heads:
         raise ArgumentError(

@@ -52,11 +52,6 @@ def shown(value: object) -> str:
     return _bounded.repr(value)
 
 
-def window(value: Any, name: str = "window_left") -> int:
-    """Check the left bound of a window, of any size; -1 for every negative number."""
-    return max(-1, integer(name, min(max(value, -1), LARGEST_INT) if type(value) is int else value))
-
-
 def boolean(name: str, value: Any) -> bool:
     """Check for True or False; numbers are refused."""
     if type(value) is bool:
@@ -66,14 +61,20 @@ def boolean(name: str, value: Any) -> bool:
 
 def integer(name: str, value: Any) -> int:
     """Check for an integer of any type (numpy's too) except bool, of 64 bits."""
+    value = whole(name, value)
+    if -LARGEST_INT <= value <= LARGEST_INT:
+        return value
+    bound = f"most {LARGEST_INT}" if value > 0 else f"least {-LARGEST_INT}"
+    raise ArgumentError(f"{name} must be at {bound}, got {shown(value)}")
+
+
+def whole(name: str, value: Any) -> int:
+    """Check for an integer of any type and size."""
     if type(value) is int:
-        if -LARGEST_INT <= value <= LARGEST_INT:
-            return value
-        bound = f"most {LARGEST_INT}" if value > 0 else f"least {-LARGEST_INT}"
-        raise ArgumentError(f"{name} must be at {bound}, got {shown(value)}")
+        return value
     if not isinstance(value, bool | torch.Tensor):
         try:
-            return integer(name, int(operator.index(value)))
+            return operator.index(value)
         except TypeError:
             pass
     raise ArgumentTypeError(f"{name} must be an int, got {describe(value)}")
@@ -131,6 +132,34 @@ def stored(name: str, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def plain(name: str, value: Any) -> torch.Tensor:
+    """Check for a tensor with memory and one shape: not a nested one, and none that torch.func or vmap wraps."""
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            raise ArgumentError(f"{name} must not be a nested tensor: pass its parts as requests of a batch wrapper")
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise ArgumentError(
+                f"{name} must be a tensor outside of torch.func transforms and vmap, which have no rule"
+            )
+    return tensor(name, value)
+
+
+def readable(name: str, value: Any) -> torch.Tensor:
+    """Check for a tensor whose values the host can read."""
+    value = tensor(name, value)
+    if not (value.is_cpu or value.is_cuda):
+        raise ArgumentError(f"{name} must be on a cpu or cuda device, got {describe(value)}")
+    return value
+
+
+def writable(name: str, value: torch.Tensor) -> None:
+    """Refuse a tensor that torch does not let operations write in place."""
+    if value.requires_grad and value.is_leaf and torch.is_grad_enabled():
+        raise ArgumentError(f"{name} is written and must not require grad: pass {name}.detach()")
+    if value.is_cpu and value.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError(f"{name} is written and must not be an inference tensor outside of torch.inference_mode()")
+
+
 def shape(name: str, value: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
     """Check a shape. `meaning`: its axes by name, for the message."""
     if value.shape != expected:
@@ -151,6 +180,7 @@ def dtype(name: str, value: torch.dtype, accepted: Sequence[torch.dtype]) -> Non
 
 def dense(name: str, value: torch.Tensor) -> None:
     """Check a buffer to write: no two elements share memory, and the last axis has unit stride."""
+    writable(name, value)
     if value.is_contiguous():
         return
     needed = 1

@@ -274,7 +274,7 @@ def _settings_of(
         v_scale = checks.real("bmm2_scale * o_scale", v_scale * scales.o_scale)
     if options.enable_pdl is not None:
         checks.boolean("enable_pdl", options.enable_pdl)
-    window_left = checks.window(options.window_left)
+    window_left = checks.whole("window_left", options.window_left)
     settings = _cached_settings(
         *(structure, page_size, expanded, large_cache, loose_scales),
         *(o_dtype, window_left, options.enable_pdl, sm_scale, v_scale, bool(sm_scale_tensors)),

@@ -51,7 +51,7 @@ def joined(paged: Paged, seq_lens: torch.Tensor, page_size: int, origin: int = 0
 
 
 def _checked(tables: Any) -> torch.Tensor:
-    tables = checks.tensor("block_tables", tables)
+    tables = checks.readable("block_tables", tables)
     checks.dtype("block_tables", tables.dtype, (torch.int32,))
     if tables.dim() != 3 or tables.shape[1] != 2:
         raise ArgumentError(
@@ -64,6 +64,7 @@ def _checked(tables: Any) -> torch.Tensor:
 def _lengths(seq_lens: Any, tables: torch.Tensor) -> torch.Tensor:
     """Return the lengths of all rows of tables, in a dtype that compares."""
     flat = checks.tensor("seq_lens", seq_lens).reshape(-1)
+    checks.dtype("seq_lens", flat.dtype, (torch.int32, torch.uint32, torch.int64))
     if len(flat) != len(tables):
         raise ArgumentError(
             f"seq_lens must have one length for each of the {len(tables)} rows of block_tables, got {len(flat)}"

@@ -103,7 +103,7 @@ def scale_of(name: str, value: Any, device: torch.device) -> float | torch.Tenso
     if not isinstance(value, torch.Tensor):
         number = ctypes.c_float(checks.positive(name, value)).value
         return checks.positive(name, number)  # not rounded to 0
-    if value.numel() != 1:
+    if checks.stored(name, value).numel() != 1:
         raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
     checks.dtype(name, value.dtype, (torch.float32,))
     same_device(name, value, device)

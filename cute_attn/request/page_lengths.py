@@ -16,7 +16,7 @@ NAMES = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 def paged(qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any, page_size: int) -> Tokens:
     """Check the index arrays of a batch. Request i has the first `kv_len_arr[i]` tokens of its pages."""
-    lengths = checks.tensor(NAMES[3], kv_len_arr).cpu()
+    lengths = checks.readable(NAMES[3], kv_len_arr).cpu()
     pages = batch_plan.Pages(kv_indptr, kv_indices, torch.full_like(lengths, page_size))  # as if all were full
     tokens = batch_plan.paged(batch_plan.indptr(NAMES[0], qo_indptr), pages, page_size, NAMES)
     kv_len, room = lengths.numpy().astype(np.int64), tokens.lengths.kv_len

@@ -106,7 +106,7 @@ def call_settings(fields: tuple[Any, ...], *options: Any) -> Settings:
         _features(structure, call, soft_cap > 0, sm_scale >= MIN_SCALE and not structure.device_scale),
         checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS),
         checks.boolean("causal", call.causal) and not structure.custom_mask,
-        min(checks.window(call.window_left), MAX_KV_LEN),
+        max(-1, min(checks.whole("window_left", call.window_left), MAX_KV_LEN)),
         soft_cap,
         sm_scale,
         checks.real_or("v_scale", call.v_scale, 1.0),

@@ -42,6 +42,8 @@ def problem(call: Call) -> Problem:
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         _refuse_operands(call)
 
+    if q.is_nested or k.is_nested or v.is_nested or q.is_neg() or k.is_neg() or v.is_neg():
+        _refuse_operands(call)
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if not len(q_shape) + decode == len(k_shape) == len(v_shape) == 3:
         _refuse_ranks(call)
@@ -55,8 +57,6 @@ def problem(call: Call) -> Problem:
         kv_len, num_kv_heads = num_kv_heads, kv_len
     if kv_len > MAX_KV_LEN or qo_len * num_qo_heads > MAX_ROWS:
         _refuse_lengths(qo_len, num_qo_heads, kv_len)
-    if q.is_neg() or k.is_neg() or v.is_neg():
-        _refuse_operands(call)
     try:
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
@@ -119,7 +119,7 @@ def problem(call: Call) -> Problem:
 
 def _refuse_operands(call: Call) -> None:
     for name in ("q", "k", "v"):
-        checks.tensor(name, getattr(call, name))
+        checks.plain(name, getattr(call, name))
 
 
 def _layout(call: Call) -> str:
@@ -399,6 +399,7 @@ def check_outputs(
         taken.append(("out", _check_no_overlap("out", out, taken)))
     if lse is not None:
         _check_output("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
+        checks.writable("lse", lse)
         if not lse.is_contiguous():
             raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
         _check_no_overlap("lse", lse, taken)

@@ -144,7 +144,7 @@ class BatchAttention(BatchWrapper):
             )
             return pair
         batch_plan.refuse("profiler_buffer", profiler_buffer, NO_PROFILER, "profiler_buffer=None")
-        if logits_soft_cap is not None and logits_soft_cap != 0:
+        if logits_soft_cap is not None and checks.real("logits_soft_cap", logits_soft_cap) != 0:
             self._check_soft_cap(logits_soft_cap)
         options = {"k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse, "kv_cache_sf": kv_cache_sf}
         result = self._run(run_arguments(q, kv_cache, return_lse=True, **options))

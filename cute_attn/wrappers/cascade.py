@@ -222,7 +222,7 @@ class MultiLevelCascadeAttentionWrapper(StrideVariants, NotCopied):
             Refusal("cascade", feature, "a level knows positions within itself only", "a paged wrapper over all pages")
             for feature, used in (
                 (f"pos_encoding_mode={pos_encoding_mode!r}", pos_encoding_mode != "NONE"),
-                (f"window_left={window_left!r}", checks.window(window_left) >= 0),
+                (f"window_left={window_left!r}", checks.whole("window_left", window_left) >= 0),
             )
             if used
         ]

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from cute_attn.dispatch import backends
+from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import Problem
 from cute_attn.request import single
+from cute_attn.request.names import rename
 from cute_attn.request.settings import Call
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result
 from cute_attn.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
@@ -16,6 +18,15 @@ from cute_attn.wrappers.merge import merge_state_in_place
 from cute_attn.wrappers.not_copied import NotCopied
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.wrappers.stride_variants import StrideVariants
+
+DECODE_PLAN_NAMES = {
+    "indptr": "unique_kv_indptr",
+    "indices": "unique_kv_indices",
+    "last_page_len": "unique_kv_last_page_len",
+    "head_dim_qk": "head_dim",
+    "q_data_type": "data_type",
+    "kv_data_type": "data_type",
+}
 
 
 class _SharedPrefixWrapper(NotCopied):
@@ -45,9 +56,12 @@ class _SharedPrefixWrapper(NotCopied):
 
     def _prefix(self, q: Any, k_shared: Any, v_shared: Any, sm_scale: Any) -> Problem:
         """Check the call over the prefix, which all query tokens see in full. Nothing is launched yet."""
-        return single.problem(
-            Call(q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True)
-        )
+        call = Call(q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True)
+        try:
+            return single.problem(call)
+        except (ArgumentError, ArgumentTypeError) as error:
+            rename(error, {"k": "k_shared", "v": "v_shared", "k and v": "k_shared and v_shared"})
+            raise
 
 
 def _merged(prefix: Problem, own: Result) -> torch.Tensor:
@@ -107,7 +121,11 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         The errors of `BatchDecodeWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
         pages = unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len
-        self._wrapper.plan(*pages, num_qo_heads, num_kv_heads, head_dim, page_size, data_type=data_type)
+        try:
+            self._wrapper.plan(*pages, num_qo_heads, num_kv_heads, head_dim, page_size, data_type=data_type)
+        except (ArgumentError, ArgumentTypeError) as error:
+            rename(error, DECODE_PLAN_NAMES)
+            raise
 
     plan = begin_forward
 

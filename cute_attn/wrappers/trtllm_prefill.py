@@ -11,6 +11,7 @@ from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks, kv_tables, trtllm_options, trtllm_prefill
 from cute_attn.request.fp4_tensor import FP4Tensor
+from cute_attn.request.names import rename
 from cute_attn.request.settings import KV_LAYOUTS
 from cute_attn.request.single import check_workspace
 from cute_attn.request.trtllm_prefill import Bounds, Lengths
@@ -146,7 +147,7 @@ def trtllm_batch_context_with_kv_cache(
     structure = _structure(
         (query, k, v),
         kv_layout=kv_layout,
-        backend="auto" if backend == "trtllm-gen" else backend,
+        backend="auto" if isinstance(backend, str) and backend == "trtllm-gen" else backend,
         o_data_type=trtllm_options.output_dtype(out, out_dtype),
         causal=checks.boolean("causal", causal),
         window_left=window_left,
@@ -298,6 +299,18 @@ def trtllm_fmha_v2_prefill(
 # ---- arguments
 
 
+WRAPPER_NAMES = {
+    "q": "query",
+    "q_data_type": "query's dtype",
+    "kv_data_type": "the dtype of k and v",
+    "paged_kv_cache": "the cache",
+    "o_data_type": "out_dtype",
+    "q_scale": "bmm1_scale",
+    "v_scale": "bmm2_scale",
+    "logits_soft_cap": "logits_soft_cap_scale",
+}
+
+
 def _query(query: Any, function: str) -> torch.Tensor:
     query = checks.tensor("query", query)
     checks.stored("query", query)
@@ -314,7 +327,7 @@ def _structure(operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], **rest
     if rest["o_data_type"] is None:
         rest["o_data_type"] = query.dtype if query.itemsize > 1 else torch.bfloat16
     rest["backend"] = select.checked_name(rest["backend"])
-    rest["window_left"] = checks.window(rest["window_left"])
+    rest["window_left"] = max(-1, checks.whole("window_left", rest["window_left"]))
     return Structure(
         num_qo_heads=query.shape[1],
         num_kv_heads=heads,
@@ -403,7 +416,7 @@ def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tupl
         raise ArgumentError(f"chunked_attention_size must be > 0 with mask_mode='chunked', got {size}")
     if mode == "padding" and chunk:
         raise ArgumentError(f"chunked_attention_size must be 0 with mask_mode='padding', got {size}")
-    if (mode == "padding" or chunk) and checks.window(window_left) >= 0:
+    if (mode == "padding" or chunk) and checks.whole("window_left", window_left) >= 0:
         other = f"chunked_attention_size={size}" if chunk else "mask_mode='padding'"
         raise ArgumentError(f"window_left must be negative with {other}, got {window_left}")
     return mode != "padding", chunk
@@ -428,7 +441,7 @@ def _run(
     check_workspace("workspace_buffer", workspace)
     rows, heads = lengths.rows, query.shape[1]
     if rows == query.shape[0]:
-        return planned_prefill.run(workspace, structure, query, keys, lengths, options)
+        return _planned(workspace, structure, query, keys, lengths, options)
     shape = (query.shape[0], heads, structure.head_dim_vo)
     out, lse = options.out, options.lse
     if out is None:
@@ -440,8 +453,17 @@ def _run(
     elif lse is not None and checks.tensor("lse", lse).shape != shape[:2]:
         checks.shape("lse", lse, shape[:2], "[num_tokens, num_qo_heads]")
     options = options._replace(out=out[:rows], lse=None if lse is None else lse[:rows])
-    planned_prefill.run(workspace, structure, query[:rows], keys, lengths, options)
+    _planned(workspace, structure, query[:rows], keys, lengths, options)
     return (out, lse) if options.return_lse else out
+
+
+def _planned(*arguments: Any) -> Any:
+    """Run by a wrapper, whose errors name arguments of its own."""
+    try:
+        return planned_prefill.run(*arguments)
+    except (ArgumentError, ArgumentTypeError) as error:
+        rename(error, WRAPPER_NAMES)
+        raise
 
 
 def _statistics(lse: torch.Tensor, unit: float | torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from cute_attn.request.decode import (
 )
 from cute_attn.request.decode_values import Said
 from cute_attn.request.fp4_tensor import FP4Tensor
+from cute_attn.request.names import rename
 from cute_attn.request.single import check_grad
 from cute_attn.xqa import replays
 from cute_attn.xqa.decode import Cache, longest
@@ -156,7 +157,11 @@ def trtllm_batch_decode_with_kv_cache(
     key, numbers = _key_of(call, tensors)
     if (replayed := replays.try_replay(key, tensors)) is not None:
         return replayed
-    problem, results = _run(call)
+    try:
+        problem, results = _run(call)
+    except (ArgumentError, ArgumentTypeError) as error:
+        rename(error, _names(call))
+        raise
     replays.cache(key, tensors, numbers, problem, _backend_here(backend), results)
     return results
 
@@ -171,7 +176,7 @@ def _key_of(call: Call, tensors: replays.Tensors) -> tuple[Any, tuple[Any, ...]]
     )
     if (
         c.uses_shared_paged_kv_idx is True
-        and isinstance(c.lse_layout, str)
+        and type(c.lse_layout) is str
         and c.lse_layout == "NH"
         and c.mask is c.cum_seq_lens_q is c.kv_cache_sf is c.lse is c.bmm1_scale_log2 is None
         and c.causal_seqlens_kv_global is c.request_order is c.request_order_plan is None
@@ -180,6 +185,16 @@ def _key_of(call: Call, tensors: replays.Tensors) -> tuple[Any, tuple[Any, ...]]
         names = "trtllm", c.out_dtype, c.kv_layout, c.backend, c.bf16q_fp8kv_transform_mode
         return replays.key_of(tensors, numbers, names), numbers
     return None, numbers
+
+
+def _names(call: Call) -> dict[str, str]:
+    """Return names that shared checks have for arguments of a call, and the call's own."""
+    found = {} if call.max_q_len is None else dict(RAGGED_NAMES)
+    if call.bmm1_scale_log2 is not None:
+        found["bmm1_scale"] = "bmm1_scale_log2"
+    if call.out is None:
+        found["out must have dtype"] = "out_dtype must be"
+    return {**found, "q_cu_seq_lens": "cum_seq_lens_q"}
 
 
 def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
@@ -261,15 +276,11 @@ def _refuse_request_order(order: Any, plan: Any) -> None:
 
 def _refuse_other_masks(block_sparse: Any, cp_world: Any, cp_rank: Any, global_lengths: Any) -> None:
     """Refuse the arguments that say which keys a row sees, other than masks and windows."""
-    if block_sparse is False and cp_world == 1 and cp_rank == 0 and global_lengths is None:
-        return
     if checks.boolean("enable_block_sparse_attention", block_sparse):
         instead = "a call per kv head with its own block_tables and seq_lens"
         trtllm_options.refuse("enable_block_sparse_attention", "kv heads share their page table", instead)
-    if (checks.integer("cp_world", cp_world), checks.integer("cp_rank", cp_rank)) != (
-        1,
-        0,
-    ) or global_lengths is not None:
+    world = checks.integer("cp_world", cp_world), checks.integer("cp_rank", cp_rank)
+    if world != (1, 0) or global_lengths is not None:
         feature = "decode context parallelism (cp_world, cp_rank, causal_seqlens_kv_global)"
         instead = "q_len_per_req=1, or mask, with return_lse=True on every rank, and merge_states"
         trtllm_options.refuse(feature, "positions follow from the keys of this rank", instead)
@@ -302,7 +313,7 @@ def _scales(bmm1_scale: Any, bmm1_scale_log2: Any, bmm2_scale: Any, o_scale: Any
 def _block_scales(
     kv_cache_sf: Any, kv_layout: Any, kv: tuple[torch.Tensor, torch.Tensor], backend: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if backend == "trtllm-gen":
+    if isinstance(backend, str) and backend == "trtllm-gen":
         reason = "FlashInfer interleaves scales of v over 4 tokens there, and kernels here read them in order"
         trtllm_options.refuse('kv_cache_sf with backend="trtllm-gen"', reason, 'backend="xqa" and scales in order')
     return block_scale_pair(kv_cache_sf, kv_layout, *kv)

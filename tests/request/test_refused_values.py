@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,76 @@ CHANGE_NOTHING: list[tuple[str, Callable[[], Any]]] = [
     ("append_indptr", lambda: ca.get_batch_indices_positions(ints(5, 2, 0), ints(6, 3), 7)),
     ("kv_indptr", lambda: ca.get_seq_lens(ints(5, 2, 0), ints(6, 3), 4)),
 ]
+
+
+def single(**options: Any) -> None:
+    given = {"q": halves(5, 4, 16), "k": halves(9, 2, 16), "v": halves(9, 2, 16), **options}
+    ca.single_prefill_with_kv_cache(**given)
+
+
+def trtllm(**options: Any) -> None:
+    given = {"block_tables": ints(0, 1)[:, None], "seq_lens": ints(3, 2), "max_seq_len": 4, "kv_layout": "NHD"}
+    rest = {"query": halves(2, 4, 16), "kv_cache": halves(2, 2, 4, 2, 16), "workspace_buffer": WORKSPACE}
+    ca.trtllm_batch_decode_with_kv_cache(**{**given, **rest, "bmm1_scale": 0.25, **options})
+
+
+def variable(**options: Any) -> None:
+    given = {"block_mask_map": torch.ones(2, 1, 1), "block_row_sz": ints(2, 2)[:, None], "num_qo_heads": 4}
+    rest = {"block_col_sz": ints(3, 3)[:, None], "num_kv_heads": 2, "head_dim": 16}
+    ca.VariableBlockSparseAttentionWrapper(WORKSPACE).plan(**{**given, **rest, **options})
+
+
+def attention(run: dict[str, Any], **options: Any) -> None:
+    given = {"qo_indptr": ints(0, 1), "kv_indptr": ints(0, 1), "kv_indices": ints(0), "kv_len_arr": ints(3)}
+    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 16, "head_dim_vo": 16, "page_size": 4}
+    wrapper = ca.BatchAttention("NHD", "cpu")
+    wrapper.plan(**{**given, **sizes, **options})
+    wrapper.run(halves(1, 4, 16), halves(1, 2, 4, 2, 16), **run)
+
+
+def inference(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.empty(*shape, dtype=dtype)
+
+
+def states() -> list[torch.Tensor]:
+    return [torch.randn(*shape) for shape in ((5, 4, 16), (5, 4)) * 2]
+
+
+ARRAY, BIG, META = np.zeros(3), 1 << 70, torch.device("meta")
+OWN_TABLES: dict[str, Any] = {"block_tables": torch.zeros(2, 2, 1).int(), "uses_shared_paged_kv_idx": False}
+PAGES = halves(2, 4, 2, 16)
+ESCAPED: list[tuple[str, Callable[[], Any]]] = [
+    ("out", lambda: single(out=inference(5, 4, 16))),
+    ("lse", lambda: single(lse=inference(5, 4, dtype=torch.float32), return_lse=True)),
+    ("q", lambda: torch.vmap(lambda q: single(q=q))(halves(2, 5, 4, 16))),
+    ("q", lambda: torch.func.grad(lambda q: single(q=q))(halves(5, 4, 16))),
+    ("q", lambda: single(q=torch.nested.nested_tensor([halves(5, 4, 16), halves(2, 4, 16)]))),
+    ("v", lambda: ca.merge_state_in_place(states()[0].requires_grad_(), *states()[1:])),
+    ("x", lambda: ca.packbits(torch.ones(9).to_sparse())),
+    ("indptr", lambda: ca.segment_packbits(torch.ones(9), ints(0, 9).to_sparse())),
+    ("k_global_sf", lambda: ca.nvfp4_quantize_paged_kv_cache(PAGES, PAGES, "NHD", torch.ones(1).to_sparse())),
+    ("v_cache", lambda: ca.nvfp4_quantize_paged_kv_cache(PAGES, PAGES.to(META), "NHD")),
+    ("max_seq_len", lambda: trtllm(max_seq_len=BIG)),
+    ("cp_world", lambda: trtllm(cp_world=ARRAY)),
+    ("lse_layout", lambda: trtllm(lse_layout=ARRAY)),
+    ("block_tables", lambda: trtllm(**{**OWN_TABLES, "block_tables": OWN_TABLES["block_tables"].to(META)})),
+    ("seq_lens", lambda: trtllm(**OWN_TABLES, seq_lens=ints(3, 2).to(torch.complex64))),
+    ("page_size", lambda: ca.get_seq_lens(ints(0, 2), ints(3), BIG)),
+    ("nnz", lambda: ca.get_batch_indices_positions(ints(0, 2), ints(3), 1 << 62)),
+    ("num_levels", lambda: ca.MultiLevelCascadeAttentionWrapper(BIG, WORKSPACE)),
+    ("block_mask_map", lambda: variable(block_mask_map=torch.ones(2, 1, 1, device=META))),
+    ("block_row_sz", lambda: variable(block_row_sz=ints(2, 2)[:, None].to(META))),
+    ("kv_len_arr", lambda: attention({}, kv_len_arr=ints(3).to(META))),
+    ("logits_soft_cap", lambda: attention({"logits_soft_cap": torch.ones(3)})),
+    ("head_dim_vo", lambda: ca.explain(arch="h100", head_dim_vo="x")),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("name", "call"), ESCAPED, ids=[name for name, _ in ESCAPED])
+def test_values_that_torch_would_refuse(name: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(REFUSED, match=rf"\b{name}\b"):
+        call()
 
 
 @pytest.mark.parametrize(("name", "call"), CHANGE_NOTHING, ids=[name for name, _ in CHANGE_NOTHING])

@@ -92,7 +92,7 @@ def test_errors_and_workspaces() -> None:
         wrapper.forward(*batch.given)
     wrapper.begin_forward(*PAGES, *SIZES)
     q, k, v, cache = batch.given
-    with pytest.raises(ArgumentError, match="v must have k's kv_len"):
+    with pytest.raises(ArgumentError, match="v_shared must have k's kv_len"):
         wrapper.forward(q, k, v[1:], cache)
     with pytest.raises(ArgumentError, match="paged_kv_cache"):
         wrapper.forward(q, k, v, cache[:, :, :2])

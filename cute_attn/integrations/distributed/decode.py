@@ -265,7 +265,7 @@ def _refuse_positions(
         Refusal("sharded decode", feature, "a rank knows its tokens, but not their positions", instead)
         for feature, used, instead in (
             (f"pos_encoding_mode={pos_encoding_mode!r}", pos_encoding_mode != "NONE", "rotated q and k"),
-            (f"window_left={window_left!r}", checks.window(window_left) >= 0, whole),
+            (f"window_left={window_left!r}", checks.whole("window_left", window_left) >= 0, whole),
             (f"q_len_per_req={q_len_per_req!r}", checks.integer("q_len_per_req", q_len_per_req) != 1, whole),
         )
         if used

@@ -1,0 +1,20 @@
+"""Errors of functions that call others name arguments as their own callers gave them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from cute_attn.errors import ArgumentError, ArgumentTypeError
+
+_WORDS = ("q", "k", "v", "out", "query", "mask")  # may stand for something else inside of a message
+
+
+def rename(error: ArgumentError | ArgumentTypeError, names: Mapping[str, str]) -> None:
+    """Replace names, or beginnings of messages, in an error that is on its way to the caller."""
+
+    def new(found: re.Match[str]) -> str:
+        return found[0] if found.start() and found[0] in _WORDS else names[found[0]]
+
+    longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    error.args = (re.sub(rf"(?<![\w.])(?:{longest_first})(?!\w)", new, str(error)),)
