@@ -51,7 +51,7 @@ class CudaCopies:
         self._events: dict[int, torch.cuda.Event] = {}  # by address of the host buffer: two, and those of smaller ones
 
     def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int32, pin_memory=True)
+        return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def target(self, size: int) -> torch.Tensor:
         zeros = functools.partial(torch.zeros, size, dtype=torch.int32, device=self.device)
@@ -91,10 +91,10 @@ class HostCopies:
     """Copies within host memory, which have ended when `start` returns."""
 
     def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int32)
+        return torch.empty(size, dtype=torch.int32, device="cpu")
 
     def target(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32)
+        return torch.zeros(size, dtype=torch.int32, device="cpu")
 
     def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), 4 * ints)  # a fifth of the time of `copy_` and its slices
@@ -189,7 +189,7 @@ class Staging:
     def host_memory(self) -> torch.Tensor:
         """Host memory that the next upload may use; empty before the second."""
         memory = self._buffers[0].memory
-        return torch.empty(0, dtype=torch.int32) if memory is None else memory
+        return torch.empty(0, dtype=torch.int32, device="cpu") if memory is None else memory
 
     def fix_capacity(self, ints: int) -> None:
         """Fixes the address of all later uploads and limits them to `ints` numbers, as CUDA graphs need it."""
