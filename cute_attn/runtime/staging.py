@@ -94,7 +94,8 @@ class HostCopies:
         return torch.empty(size, dtype=torch.int32, device="cpu")
 
     def target(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32, device="cpu")
+        with capture.lasting():
+            return torch.zeros(size, dtype=torch.int32, device="cpu")
 
     def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), 4 * ints)  # a fifth of the time of `copy_` and its slices
@@ -172,12 +173,11 @@ class Staging:
         copies = copies or _copies_for(device)
         self.device, self._copies = device, copies
         self._buffers = [_HostBuffer(copies), _HostBuffer(copies)]
-        self._device_buffer = torch.empty(0, dtype=torch.int32, device=device)
+        with capture.lasting():
+            self._device_buffer = torch.empty(0, dtype=torch.int32, device=device)
         self._fixed = False
         self._reserved: np.ndarray | None = None
-        self.scratch = torch.empty(
-            0, dtype=torch.int32, device=device
-        )  # of the planner kernel; see `written_on_device`
+        self.scratch = self._device_buffer  # of the planner kernel; see `written_on_device`
         self._layout: object = None  # of the numbers, if the planner kernel has written them
 
     @property
