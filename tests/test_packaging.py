@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import re
 import zipfile
 from email.message import Message
 
@@ -11,6 +12,8 @@ import pytest
 import cute_attn
 from tests.support import wheels
 from tests.support.wheels import ROOT
+
+DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "Dockerfile"]
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +60,16 @@ def test_the_version_is_that_of_the_package(metadata: Message) -> None:
 def test_classifiers(metadata: Message) -> None:
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert metadata["Requires-Python"] == ">=3.10"
+
+
+def test_documents_name_the_oldest_versions_that_are_declared(metadata: Message) -> None:
+    declared: dict[str, set[str]] = {}
+    for requirement in metadata.get_all("Requires-Dist", []):
+        if found := re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", requirement):
+            declared.setdefault(found[1], set()).add(found[2])
+    names = "|".join(sorted(declared, key=len, reverse=True))
+    installed, needed = rf"\b({names})>=([\d.]+)", rf"\b({names})(?: \([^)]*\))?(?: \||,)? ([\d.]+) or later"
+    texts = [(path.name, path.read_text()) for path in DOCUMENTS]
+    found = [(page, *each) for page, text in texts for form in (installed, needed) for each in re.findall(form, text)]
+    assert {"torch", "nvidia-cutlass-dsl", "cuda-python"} <= {name for _, name, _ in found}
+    assert not [each for each in found if each[2] not in declared[each[1]]]

@@ -18,6 +18,7 @@ MAX_PARAMETERS = 12
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("cute_attn", "examples", "perf", "tests") for path in (ROOT / folder).rglob("*.py"))
 IDS = [str(path.relative_to(ROOT)) for path in FILES]
+PACKAGE = [path for path in FILES if ROOT / "cute_attn" in path.parents]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -68,6 +69,44 @@ def test_functions(path: Path) -> None:
         f"{f.name}: {parameters(f)}" for f in functions(path) if parameters(f) > MAX_PARAMETERS and f.name not in exempt
     ]
     assert not wide
+
+
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace"),
+    *("logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor"),
+    *("tril_indices", "triu_indices", "zeros"),
+}
+WITH_DTYPE_OF_VALUES = {"arange", "as_tensor", "asarray", "randint", "randperm", "tril_indices", "triu_indices"}
+
+
+def implicit_defaults(text: str) -> list[str]:
+    """Calls of torch's factories, and partials of them, that take torch's default device or dtype."""
+    found = []
+    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+        of_partial = call.args[:1] if ast.unparse(call.func) in ("partial", "functools.partial") else []
+        for called in (call.func, *of_partial):
+            torch, _, factory = ast.unparse(called).rpartition(".")
+            needed = {"device"} if factory in WITH_DTYPE_OF_VALUES else {"device", "dtype"}
+            if torch == "torch" and factory in FACTORIES and needed - {keyword.arg for keyword in call.keywords}:
+                found.append(f"line {call.lineno}: {ast.unparse(call)}")
+    return found
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tensors_are_made_on_no_default_device(path: Path) -> None:
+    """A user's `torch.set_default_device` and `torch.set_default_dtype` are not for the library's tensors."""
+    assert not implicit_defaults(path.read_text())
+
+
+def test_what_takes_a_default() -> None:
+    for taking in (
+        "torch.zeros(1, dtype=d)",
+        "torch.tensor([1.0], device=d)",
+        "functools.partial(torch.empty, dtype=d)",
+    ):
+        assert implicit_defaults(taking)
+    for taking_none in ("x.new_zeros(1)", "torch.arange(3, device=d)", "torch.zeros_like(x)", "partial(f, torch.rand)"):
+        assert not implicit_defaults(taking_none)
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)

@@ -142,7 +142,8 @@ def max_error(options: argparse.Namespace) -> float:
 
     def normal(tokens: int, heads: int) -> torch.Tensor:
         shape = (tokens, heads, options.head_dim)
-        return torch.randn(shape, generator=generator).to(getattr(torch, options.dtype))
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return numbers.to(getattr(torch, options.dtype))
 
     kv = options.kv_len, options.num_kv_heads
     call = single_request.Call(

@@ -102,14 +102,15 @@ def tokens(options: argparse.Namespace) -> Tokens:
             raise ArgumentError(f"{name} must have a length for each of {count} requests, got {len(lengths)}")
 
     def bounds(lengths: list[int]) -> torch.Tensor:
-        return torch.tensor([0, *itertools.accumulate(lengths)])
+        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64, device="cpu")
 
     if options.page_size is None:
         return batch_plan.ragged(bounds(qo_lens), bounds(kv_lens))
     size = batch_plan.page_size(options.page_size)
     pages = [-(-n // size) for n in kv_lens]
-    last = torch.tensor([n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)])
-    indices = torch.arange(sum(pages))
+    tails = [n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)]
+    last = torch.tensor(tails, dtype=torch.int64, device="cpu")
+    indices = torch.arange(sum(pages), device="cpu")
     q_bounds = batch_plan.indptr("--qo-lens", bounds(qo_lens))
     table = batch_plan.Pages(bounds(pages), indices, last)
     return batch_plan.paged(q_bounds, table, size, ("--qo-lens", *["--kv-lens"] * 3))

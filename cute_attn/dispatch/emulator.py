@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import typical_qo_len
 
 OUTPUTS = ("out", "lse", "workspace")
+_emulating = threading.RLock()  # emulated launches share counters, as those of one stream do: one runs after the other
 MAX_GPUS = 16  # that requests of the same settings are emulated on in turn
 
 Placed = TypeVar("Placed", Request, BatchProblem)
@@ -183,6 +185,7 @@ class EmulatedBatchRun:
 
     def repeat(self, problem: BatchProblem) -> Repeat:
         """Returns a function that repeats the run of `problem` with other addresses of tensors."""
+        problem = _placed(problem)
         run = self.planned.repeat(problem)
         names, others = ("q", "k", "v", "out", "lse", "sinks", "kv_indices"), problem._asdict()
 
@@ -211,6 +214,7 @@ def _placed(problem: Placed) -> Placed:
 def _visible(problem: Request | BatchProblem, run: object) -> Iterator[None]:
     """Makes visible to emulated kernels: the tensors of a problem, the shared counters, and of `run` its `records`,
     which launches may only read, and its `counters`. Raises a LaunchFault if counters are not zero afterwards.
+    Launches of other threads wait.
     """
     inputs, outputs = _roles(problem)
     inputs |= _tensors("records", getattr(run, "records", None))
@@ -220,18 +224,19 @@ def _visible(problem: Request | BatchProblem, run: object) -> Iterator[None]:
         in_scratch, outputs["partials"] = _scratch(problem.scratch)
         memory.append(in_scratch)
     counted = {f"counters {i}": counter for i, counter in enumerate(memory)}
-    try:
-        with adapter.visible({**inputs, **counted}, {**outputs, **counted}):
-            yield
-        for counter in memory:
-            if counter.any():
-                i = int(counter.flatten().nonzero()[0])
-                raise LaunchFault(
-                    f"a launch left counter {i} of {counter.numel()} at {int(counter.flatten()[i])}, not 0"
-                )
-    finally:
-        for counter in memory:
-            counter.zero_()  # a launch that failed leaves others
+    with _emulating:
+        try:
+            with adapter.visible({**inputs, **counted}, {**outputs, **counted}):
+                yield
+            for counter in memory:
+                if counter.any():
+                    i = int(counter.flatten().nonzero()[0])
+                    raise LaunchFault(
+                        f"a launch left counter {i} of {counter.numel()} at {int(counter.flatten()[i])}, not 0"
+                    )
+        finally:
+            for counter in memory:
+                counter.zero_()  # a launch that failed leaves others
 
 
 def _roles(problem: Request | BatchProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -182,11 +182,11 @@ def described(options: Described) -> Call:
     decode = options.qo_len == 1 and not (options.causal or options.custom_mask or options.o_dtype)
     tokens = () if decode else (options.qo_len,)
     try:
-        q = torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=q_dtype)
+        q = torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=q_dtype, device="cpu")
         if options.kv_dtype == NVFP4:
             (k, v), scales = _nvfp4_cache(kv_shape, head_dims)
         else:
-            (k, v), scales = (torch.empty(*kv_shape, dim, dtype=kv_dtype) for dim in head_dims), None
+            (k, v), scales = (torch.empty(*kv_shape, dim, dtype=kv_dtype, device="cpu") for dim in head_dims), None
     except RuntimeError as error:  # more than there are addresses
         raise ArgumentError(
             f"no machine has tensors of qo_len {options.qo_len}, kv_len {options.kv_len}, {options.num_qo_heads} and "
@@ -202,8 +202,8 @@ def _nvfp4_cache(
     """Return k and v of an NVFP4 cache, and their block scales."""
     if any(dim % nvfp4.BLOCK for dim in head_dims):
         raise ArgumentError(f"head dimensions of NVFP4 must be multiples of {nvfp4.BLOCK}, got {head_dims}")
-    data = tuple(torch.empty(*shape, dim // 2, dtype=torch.uint8) for dim in head_dims)
-    scales = (torch.empty(*shape, dim // nvfp4.BLOCK, dtype=torch.float8_e4m3fn) for dim in head_dims)
+    data = tuple(torch.empty(*shape, dim // 2, dtype=torch.uint8, device="cpu") for dim in head_dims)
+    scales = (torch.empty(*shape, dim // nvfp4.BLOCK, dtype=torch.float8_e4m3fn, device="cpu") for dim in head_dims)
     return data, tuple(scales)
 
 
@@ -220,7 +220,7 @@ def _call(
         window_left=options.window_left,
         logits_soft_cap=options.logits_soft_cap,
         o_dtype=None if options.o_dtype is None else _dtype("o_dtype", options.o_dtype),
-        sinks=torch.zeros(q.shape[-2], device=q.device) if options.sinks else None,
+        sinks=torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device) if options.sinks else None,
     )
 
 

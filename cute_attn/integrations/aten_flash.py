@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
@@ -320,7 +321,7 @@ def _workspace_of(device: torch.device) -> torch.Tensor:
 def _workspace(device: torch.device, stream: int) -> torch.Tensor:
     """Return the memory for partial results of a stream."""
     if device.type != "cuda":
-        return torch.empty(1 << 10, dtype=torch.uint8)
+        return torch.empty(1 << 10, dtype=torch.uint8, device=device)
     return _kept(device, functools.partial(torch.empty, WORKSPACE_BYTES, dtype=torch.uint8, device=device))
 
 
@@ -331,7 +332,7 @@ def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> tuple[Any, Any]:
 
 @functools.lru_cache(64)
 def _starts(batch: int, length: int) -> Any:
-    return torch.arange(batch + 1, dtype=torch.int64).mul_(length).numpy()
+    return np.arange(batch + 1, dtype=np.int64) * length
 
 
 @functools.lru_cache(64)
@@ -362,8 +363,8 @@ def _natural(lse: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 def _unused(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return aten's state of random numbers and debug mask, which nothing reads without dropout."""
-    empty = functools.partial(torch.empty, device=query.device)
-    return empty(2, dtype=torch.uint64), empty((), dtype=torch.uint64), empty(0, dtype=query.dtype)
+    state = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
+    return *state, query.new_empty(0)
 
 
 # ---- refusals

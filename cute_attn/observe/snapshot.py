@@ -211,9 +211,10 @@ def _fill(tensor: torch.Tensor, entry: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     with contextlib.suppress(RuntimeError):  # overlapping elements: a view of other memory was filled already
         if tensor.dtype == torch.uint8:
-            tensor.copy_(torch.randint(0, 256, tensor.shape, generator=generator, dtype=torch.uint8))
+            tensor.copy_(torch.randint(0, 256, tensor.shape, generator=generator, dtype=torch.uint8, device="cpu"))
         else:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+            numbers = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
+            tensor.copy_(numbers.to(tensor.dtype))
 
 
 def tensors(value: Any) -> Iterable[torch.Tensor]:

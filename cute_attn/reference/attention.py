@@ -79,7 +79,7 @@ def nvfp4_values(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tens
     The result is exact: a product of code and scale has at most six significant bits.
     """
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
-    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=packed.device)[codes]
+    values = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.float32, device=packed.device)[codes]
     return values * block_scales.to(torch.float32).repeat_interleave(E2M1_BLOCK, dim=-1)
 
 

@@ -64,7 +64,7 @@ def bsr(indptr: Any, indices: Any, size: Matrix) -> Tokens:
             f"got {len(bounds)}"
         )
     qo_indptr = np.minimum(np.arange(count + 1, dtype=np.int64) * size.block_rows, size.rows)
-    full = torch.full((count,), size.page_size)
+    full = torch.full((count,), size.page_size, dtype=torch.int64, device="cpu")
     pages = batch_plan.Pages(torch.from_numpy(bounds), indices, full)
     tokens = batch_plan.paged(qo_indptr, pages, size.page_size, ("M and R", "indptr", "indices", "C"))
     used = indices[bounds[0] : bounds[-1]]
@@ -162,9 +162,9 @@ def variable(block_mask_map: Any, block_row_sz: Any, block_col_sz: Any, num_kv_h
     indices = torch.repeat_interleave(first[head, column] - before, length)
     indices = indices + torch.arange(indices.numel(), device=selected.device)
     per_request = ((selected != 0) * counts[:, None]).sum(-1).flatten().cpu()
-    kv_indptr = torch.cat((torch.zeros(1, dtype=torch.int64), per_request.cumsum(0)))
+    kv_indptr = torch.cat((per_request.new_zeros(1), per_request.cumsum(0)))
     qo_indptr = index_arrays.bounds(rows.flatten())
-    full = torch.full((rows.size,), size.page_size)
+    full = torch.full((rows.size,), size.page_size, dtype=torch.int64, device="cpu")
     names = "block_row_sz", "block_mask_map", "block_mask_map", "block_col_sz"
     return size, batch_plan.paged(qo_indptr, batch_plan.Pages(kv_indptr, indices, full), size.page_size, names)
 

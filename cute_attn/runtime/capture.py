@@ -1,5 +1,5 @@
-"""First use of a kernel during the capture of a CUDA graph, or a warm-up for it: memory that it makes stays out of the
-graph and of its pool.
+"""Memory that outlives the call that makes it, whatever the call runs in: torch's inference mode, the capture of a CUDA
+graph or a warm-up for it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ def outside(device_index: int, make: Callable[[], T]) -> T:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(call).result()
+
+
+def lasting() -> torch.inference_mode:
+    """Return a context, or decorator, for tensors that outlive the call: those that are made in torch's inference mode
+    could only be written in it.
+    """
+    return torch.inference_mode(False)
 
 
 def _uncaptured_stream(device_index: int) -> torch.cuda.Stream:

@@ -71,7 +71,8 @@ class CpuCounters:
     """Counters of emulated launches, which run one after the other and share them."""
 
     def __init__(self, size: PoolSize) -> None:
-        self.memory = torch.zeros(size.bytes_per_launch // 4, dtype=torch.int32)
+        with capture.lasting():
+            self.memory = torch.zeros(size.bytes_per_launch // 4, dtype=torch.int32, device="cpu")
 
     def address(self, stream: int) -> int:
         """Returns the address of the counters."""

@@ -51,7 +51,7 @@ class CudaCopies:
         self._events: dict[int, torch.cuda.Event] = {}  # by address of the host buffer: two, and those of smaller ones
 
     def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int32, pin_memory=True)
+        return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def target(self, size: int) -> torch.Tensor:
         zeros = functools.partial(torch.zeros, size, dtype=torch.int32, device=self.device)
@@ -91,10 +91,11 @@ class HostCopies:
     """Copies within host memory, which have ended when `start` returns."""
 
     def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int32)
+        return torch.empty(size, dtype=torch.int32, device="cpu")
 
     def target(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32)
+        with capture.lasting():
+            return torch.zeros(size, dtype=torch.int32, device="cpu")
 
     def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), 4 * ints)  # a fifth of the time of `copy_` and its slices
@@ -172,12 +173,11 @@ class Staging:
         copies = copies or _copies_for(device)
         self.device, self._copies = device, copies
         self._buffers = [_HostBuffer(copies), _HostBuffer(copies)]
-        self._device_buffer = torch.empty(0, dtype=torch.int32, device=device)
+        with capture.lasting():
+            self._device_buffer = torch.empty(0, dtype=torch.int32, device=device)
         self._fixed = False
         self._reserved: np.ndarray | None = None
-        self.scratch = torch.empty(
-            0, dtype=torch.int32, device=device
-        )  # of the planner kernel; see `written_on_device`
+        self.scratch = self._device_buffer  # of the planner kernel; see `written_on_device`
         self._layout: object = None  # of the numbers, if the planner kernel has written them
 
     @property
@@ -189,7 +189,7 @@ class Staging:
     def host_memory(self) -> torch.Tensor:
         """Host memory that the next upload may use; empty before the second."""
         memory = self._buffers[0].memory
-        return torch.empty(0, dtype=torch.int32) if memory is None else memory
+        return torch.empty(0, dtype=torch.int32, device="cpu") if memory is None else memory
 
     def fix_capacity(self, ints: int) -> None:
         """Fixes the address of all later uploads and limits them to `ints` numbers, as CUDA graphs need it."""

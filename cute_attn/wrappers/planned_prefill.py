@@ -17,7 +17,7 @@ import torch
 from cute_attn.request import checks, trtllm_prefill
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
 from cute_attn.request.trtllm_prefill import Lengths, PageList
-from cute_attn.runtime import switches
+from cute_attn.runtime import capture, switches
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
@@ -96,7 +96,8 @@ class PagedSession:
             self.lengths = None
             self.pages = trtllm_prefill.page_list(tables, lengths.kv_len, self.structure.page_size)
             self.positions = torch.from_numpy(self.pages.positions).to(query.device)
-            self.indices = tables.new_empty(len(self.pages.positions))
+            with capture.lasting():
+                self.indices = tables.new_empty(len(self.pages.positions))
         torch.index_select(tables.view(-1), 0, self.positions, out=self.indices)
         if query.device.type == "cpu" or (switches.validates() and not torch.cuda.is_current_stream_capturing()):
             trtllm_prefill.check_pages(self.indices, self.pages, tables.shape[1], keys.k.shape[0])

@@ -15,6 +15,7 @@ import torch
 from cute_attn.errors import NotPlannedError, RuntimeArgumentError
 from cute_attn.request import batch_plan
 from cute_attn.request.index_arrays import int32
+from cute_attn.runtime import capture
 from cute_attn.runtime.staging import is_capturing
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class PlannedState:
         return tensor
 
     def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
-        with torch.inference_mode(False):  # an inference tensor does not count its changes
+        with capture.lasting():  # an inference tensor does not count its changes either
             return int32(numbers).to(self.device)
 
     def _forget_copies(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from cute_attn.cascade import merge_states
 from cute_attn.dispatch import merge
 from cute_attn.integrations.distributed.ranks import Ranks
+from cute_attn.runtime import capture
 
 LN2 = math.log(2)
 
@@ -20,6 +21,7 @@ class Partials:
     that one all-gather moves both. It is as long as a whole number of rows of o: the merge kernel counts in these.
     """
 
+    @capture.lasting()
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, ranks: Ranks, device: torch.device) -> None:
         """`shape`: [tokens, heads, head_dim]. `dtype`: of `o`, which is converted where it is not fp32."""
         self.key, self.ranks = (shape, dtype), ranks

@@ -25,6 +25,7 @@ from cute_attn.integrations.sglang.limits import FP8_DTYPES, ServerFacts, layer_
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention, Step
 from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, TableStep
+from cute_attn.runtime import capture
 
 Attention = TableStep | PlannedAttention
 
@@ -138,6 +139,7 @@ class CuteAttnBackend(AttentionBackend):
 
     # ---- CUDA graphs
 
+    @capture.lasting()
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured batches of up to `max_bs` requests and `max_num_tokens` query tokens read."""
         if self._plans_decode:
@@ -208,6 +210,7 @@ class CuteAttnBackend(AttentionBackend):
 
     def _graph_buffers(self, batch_size: int) -> Callable[[bool], GraphBuffers]:
         def buffers(in_window_pool: bool) -> GraphBuffers:
+            @capture.lasting()
             def zeros(size: int) -> torch.Tensor:
                 return torch.zeros(size, dtype=torch.int32, device=self.device)
 

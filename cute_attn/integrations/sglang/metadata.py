@@ -56,8 +56,8 @@ class Lengths(NamedTuple):
 
 def lengths(q_lens: Sequence[int] | torch.Tensor, kv_lens: Sequence[int] | torch.Tensor, page_size: int) -> Lengths:
     """Return the lengths of a batch from query tokens and keys of each request, the query tokens' own included."""
-    q = torch.as_tensor(q_lens, dtype=torch.int32)
-    kv = torch.as_tensor(kv_lens, dtype=torch.int32)
+    q = torch.as_tensor(q_lens, dtype=torch.int32, device="cpu")
+    kv = torch.as_tensor(kv_lens, dtype=torch.int32, device="cpu")
     pages = (kv + (page_size - 1)) // page_size
     qo_indptr, kv_indptr = _bounds(q), _bounds(pages)
     last_page_len = kv - (pages - 1).clamp_min(0) * page_size
@@ -65,7 +65,7 @@ def lengths(q_lens: Sequence[int] | torch.Tensor, kv_lens: Sequence[int] | torch
 
 
 def _bounds(counts: torch.Tensor) -> torch.Tensor:
-    bounds = torch.zeros(len(counts) + 1, dtype=torch.int32)
+    bounds = counts.new_zeros(len(counts) + 1)
     torch.cumsum(counts, 0, out=bounds[1:])
     return bounds
 

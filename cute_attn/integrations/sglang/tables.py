@@ -8,6 +8,7 @@ import torch
 
 from cute_attn.decode import xqa_batch_decode_with_kv_cache
 from cute_attn.integrations.sglang.metadata import WORD_BITS, LayerKind, PageTables, draft_mask
+from cute_attn.runtime import capture
 
 WORKSPACE_BYTES = 32 << 20  # 8 MiB of counters, which must start as 0, and partial results
 
@@ -114,6 +115,7 @@ class GraphTables:
     batch, and runs before a replay.
     """
 
+    @capture.lasting()
     def __init__(
         self, max_batch: int, tables: PageTables, window_tables: PageTables | None, device: torch.device | str
     ):
@@ -148,6 +150,7 @@ class GraphTables:
         """Write the mask of drafts; arguments as for `metadata.draft_mask`."""
         draft_mask(visible, seq_lens, q_len, with_prefix, out=self._mask(q_len)[: len(seq_lens) * q_len])
 
+    @capture.lasting()
     def _mask(self, q_len: int) -> torch.Tensor:
         if q_len not in self._masks:
             words = -(-q_len // WORD_BITS)

@@ -80,7 +80,7 @@ class Rows(NamedTuple):
     def pack(self) -> torch.Tensor:
         """Return the descriptor."""
         head = (int(self.causal), self.window_left, 0, 0, MARK)
-        return torch.tensor([head, *self.runs], dtype=torch.int32).view(1, 1, -1, FIELDS)
+        return torch.tensor([head, *self.runs], dtype=torch.int32, device="cpu").view(1, 1, -1, FIELDS)
 
     @classmethod
     def unpack(cls, mask: torch.Tensor) -> Rows:

@@ -234,8 +234,8 @@ def _planned_decode(operands: Operands, mask: torch.Tensor) -> Rows | torch.Tens
         runs.append(Run(b, 1, b, first, count))
     else:
         return Rows(False, -1, tuple(runs))
-    seen = torch.zeros(batch, kv_len + 1, dtype=torch.bool)
-    live = torch.arange(tables.shape[1]) < lengths[:, None]
+    seen = tables.new_zeros(batch, kv_len + 1, dtype=torch.bool)
+    live = torch.arange(tables.shape[1], device=tables.device) < lengths[:, None]
     seen.scatter_(1, torch.where(live, tables, kv_len).long(), True)
     return seen[:, None, None, :-1].to(mask.device)
 

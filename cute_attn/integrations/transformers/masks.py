@@ -129,11 +129,9 @@ def _decode_lengths(pattern: Pattern, extent: Extent, kept: torch.Tensor | None)
     """Return how many of its first keys each request sees; None where that does not say it."""
     if extent.chunked(pattern) or 0 < pattern.window < extent.kv_len or pattern.segment_ids is not None:
         return None
+    stop = torch.full((extent.batch_size,), extent.kv_len, dtype=torch.int64, device=extent.device)
     if pattern.causal:
-        stop = torch.full((extent.batch_size,), 1 - extent.kv_offset, device=extent.device) + extent.q_offset
-        stop = stop.clamp(max=extent.kv_len)
-    else:
-        stop = torch.full((extent.batch_size,), extent.kv_len, device=extent.device)
+        stop = (torch.full_like(stop, 1 - extent.kv_offset) + extent.q_offset).clamp(max=extent.kv_len)
     if kept is None:
         return stop
     padding = Padding.of(kept)

@@ -104,15 +104,21 @@ def _same(value: Any, template: Any, found: dict[str, Any], name: str = "") -> b
     return all(_same(cell.cell_contents, other.cell_contents, found, name) for name, cell, other in cells)
 
 
+def _grid(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices of rows and of columns."""
+    indices = torch.arange(size, device="cpu")
+    return indices[:, None], indices[None, :]
+
+
 @functools.cache
 def _templates() -> tuple[Template, ...]:
-    i, j = torch.arange(GRID)[:, None], torch.arange(GRID)[None, :]
+    i, j = _grid(GRID)
     causal = j <= i
     made = (
         ("sliding_window_causal_mask_function", (), "sliding_window", "window", causal & (j > i - SIZE)),
         (
             "chunked_causal_mask_function",
-            (torch.zeros(1, dtype=torch.long),),
+            (i.new_zeros(1),),
             "chunk_size",
             "chunk",
             causal & (i // SIZE == j // SIZE),
@@ -122,7 +128,7 @@ def _templates() -> tuple[Template, ...]:
     for name, more, size, kind, expected in made:
         try:
             function = getattr(masking_utils, name)(SIZE, *more)
-            values = function(torch.zeros(1, 1, dtype=torch.long), 0, i, j)
+            values = function(i.new_zeros(1, 1), 0, i, j)
             as_expected = torch.equal(values.expand(GRID, GRID), expected)
         except (AttributeError, TypeError):  # another release of transformers
             continue
@@ -133,8 +139,8 @@ def _templates() -> tuple[Template, ...]:
 
 @functools.cache
 def _packed_templates() -> tuple[Packed, ...]:
-    ids, positions = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]])
-    i, j = torch.arange(4)[:, None], torch.arange(4)[None, :]
+    i, j = _grid(4)
+    ids, positions = j // 2, j % 2  # 0011 and 0101
     expected = (j <= i) & (ids[0][:, None] == ids[0])
     templates = []
     for make, local in (_segments_last, False), (_segments_last_of_local, True), (_segments_first_of_local, True):

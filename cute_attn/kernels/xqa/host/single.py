@@ -29,7 +29,7 @@ def one_page(device_index: int) -> torch.Tensor:
     """Returns a page table of one row, which holds page 0, and a length that the kernel limits to that of the call.
     They stay allocated, because captured graphs read them after their `SingleRun` is dropped from its cache.
     """
-    table = torch.tensor([[0], [ONE_PAGE]], dtype=torch.int32)
+    table = torch.tensor([[0], [ONE_PAGE]], dtype=torch.int32, device="cpu")
     if device_index == CPU:
         return table
     return capture.outside(device_index, functools.partial(table.to, f"cuda:{device_index}"))
