@@ -1,0 +1,111 @@
+"""Kernels do not read pages that a window hides, whatever their entries are; huge finite sinks take all the weight."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError, BatchDecodeWithPagedKVCacheWrapper, xqa_batch_decode_with_kv_cache
+from cute_attn.emulator.settings import using
+
+KERNELS = [
+    pytest.param(None, id="reference"),
+    *(
+        pytest.param((arch, kernels), id=f"{arch} {kernels}")
+        for arch, kernels in (
+            *(("sm_80", "fa2"), ("sm_90a", "fa2"), ("sm_90a", "fa3"), ("sm_90a", "xqa")),
+            *(("sm_100a", "fa4"), ("sm_100a", "xqa")),
+        )
+    ),
+]
+PAGE, KV_LEN, WINDOW, HEADS, KV_HEADS, DIM = 16, 110, 20, 4, 2, 64
+PAGES = [5, 2, 7, 1, 3, 8, 4]
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def wrapper(kernels: tuple[str, str] | None) -> BatchDecodeWithPagedKVCacheWrapper:
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8)
+    return BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", backend="emulator" if kernels else "reference")
+
+
+def emulated(kernels: tuple[str, str] | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if kernels is None else using(kernels[0], kernels=kernels[1])
+
+
+def tokens(cache: torch.Tensor, pages: list[int], kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns keys and values of a request."""
+    k, v = cache[pages].unbind(1)
+    return k.flatten(0, 1)[:kv_len], v.flatten(0, 1)[:kv_len]
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Returns what rows of q that see all keys attend to, in fp64."""
+    k, v = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q.double(), k) / math.sqrt(DIM)
+    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_pages_before_a_window_may_be_gone(kernels: tuple[str, str] | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cache, q = torch.randn(9, 2, PAGE, KV_HEADS, DIM).bfloat16(), torch.randn(1, HEADS, DIM).bfloat16()
+    k, v = tokens(cache, PAGES, KV_LEN)
+    want = attention(q, k[-WINDOW - 1 :], v[-WINDOW - 1 :])
+    pages = torch.tensor(PAGES, dtype=dtype)
+    pages[: (KV_LEN - WINDOW - 1) // PAGE] = -1
+    made = wrapper(kernels)
+    with emulated(kernels):
+        made.plan(ints(0, 7), pages, ints(KV_LEN - 6 * PAGE), HEADS, KV_HEADS, DIM, PAGE, window_left=WINDOW,
+                  q_data_type=torch.bfloat16)  # fmt: skip
+        out = made.run(q, cache)
+    assert (out.double() - want).abs().max() < 1e-2
+
+
+def test_a_page_that_a_window_shows_is_checked() -> None:
+    cache, q = torch.randn(9, 2, PAGE, KV_HEADS, DIM).half(), torch.randn(1, HEADS, DIM).half()
+    hidden = (KV_LEN - WINDOW - 1) // PAGE
+    for gone, error in ((hidden - 1, None), (hidden, f"page {hidden} of request 0")):
+        pages = ints(*PAGES)
+        pages[: gone + 1] = -1
+        made = wrapper(None)
+        made.plan(ints(0, 7), pages, ints(KV_LEN - 6 * PAGE), HEADS, KV_HEADS, DIM, PAGE, window_left=WINDOW,
+                  q_data_type=torch.float16)  # fmt: skip
+        arguments = (q, cache, torch.zeros(64), pages[None], ints(KV_LEN), KV_LEN)
+        for call in (
+            lambda made=made: made.run(q, cache),
+            lambda a=arguments: xqa_batch_decode_with_kv_cache(*a, bmm1_scale=0.125, window_left=WINDOW),
+        ):
+            if error is None:
+                assert call().isfinite().all()
+            else:
+                with pytest.raises(ArgumentError, match=error):
+                    call()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("sink", [2e38, 2.5e38, 3.4e38])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_huge_sinks_take_all_the_weight(kernels: tuple[str, str] | None, sink: float) -> None:
+    torch.manual_seed(0)
+    cache, q = torch.randn(4, 2, PAGE, KV_HEADS, DIM).bfloat16(), torch.randn(2, HEADS, DIM).bfloat16()
+    sinks = torch.full((HEADS,), sink)
+    sinks[1] = -math.inf  # this head has no sink
+    made = wrapper(kernels)
+    with emulated(kernels):
+        made.plan(ints(0, 2, 4), ints(0, 1, 2, 3), ints(4, 14), HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+        out, lse = made.run(q, cache, return_lse=True, sinks=sinks)
+    want = torch.full((2, HEADS), sink, dtype=torch.float64).mul(math.log2(math.e)).float()  # beyond fp32: +inf
+    others = [0, 2, 3]
+    assert not out[:, others].any()
+    torch.testing.assert_close(lse[:, others], want[:, others])
+    for i, (pages, kv_len) in enumerate((([0, 1], 20), ([2, 3], 30))):
+        k, v = tokens(cache, pages, kv_len)
+        assert (out[i, 1].double() - attention(q[i : i + 1], k, v)[0, 1]).abs().max() < 1e-2
