@@ -1,7 +1,8 @@
 """Check what a decode call without a plan has in its tensors: lengths, page numbers, and which memory is whose.
 
-Lengths and page numbers are on the device, so that reading them costs synchronisations: on a GPU these checks run with
-`CUTE_ATTN_VALIDATE=1` only, on the CPU always. Kernels trust the values, and a wrong one is an illegal access.
+Memory is compared in every call. Lengths and page numbers are on the device, so that reading them costs
+synchronisations: on a GPU they are checked with `CUTE_ATTN_VALIDATE=1` only, on the CPU always. Kernels trust them, and
+a wrong one is an illegal access.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ class Said(NamedTuple):
     returns_given_out: bool  # rows that belong to no request are then the caller's own
     scales: tuple[tuple[str, Any], ...]  # with their names; those of the problem may be copies
     names: Mapping[str, str] = MappingProxyType({})
+    lse_by_heads: torch.Tensor | None = None  # written after the launch
 
     def name(self, ours: str) -> str:
         """Return the caller's name of an argument."""
         return self.names.get(ours, ours)
 
 
-def before_launch(problem: DecodeProblem, said: Said) -> None:
-    """Raise ArgumentError for lengths, page numbers or buffers that the problem must not have.
+def before_launch(problem: DecodeProblem, said: Said, values: bool) -> None:
+    """Raise ArgumentError for buffers, and where `values` says so for lengths and page numbers, that the problem must
+    not have.
 
     While a CUDA graph is captured, nothing can be read from the device: only buffers are checked then.
     """
     _check_buffers(problem, said)
-    if problem.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if not values or (problem.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
     _check_queries(problem, said)
     lengths = _check_lengths(problem, said)
@@ -61,6 +64,7 @@ def _check_buffers(problem: DecodeProblem, said: Said) -> None:
         ("v_sf of kv_cache_sf", block_scales[1]),
     ]
     written = [("workspace_buffer", scratch.partial_buffer), (said.name("out"), problem.out), ("lse", problem.lse)]
+    written.append(("lse", said.lse_by_heads))
     if scratch.counter_buffer is not scratch.partial_buffer:
         written.insert(0, ("semaphores", scratch.counter_buffer))
     taken = [(name, checks.extent(x)) for name, x in inputs if x is not None]

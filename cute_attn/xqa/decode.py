@@ -84,10 +84,11 @@ def xqa_batch_decode_with_kv_cache(
     query, cache, block_tables, seq_lens, scale tensors, sinks, mask, q_cu_seq_lens. CPU tensors run on the torch
     reference, which reads lengths on the host. No gradients are computed.
 
+    Every call refuses out, lse and workspace_buffer that have memory in common with each other or another argument.
     What is in block_tables, seq_lens and q_cu_seq_lens (page numbers beyond the cache, lengths beyond the pages, bounds
-    that decrease), and whether out, lse and workspace_buffer have memory in common with another argument, is checked
-    for CPU tensors in every call, and on a GPU with `CUTE_ATTN_VALIDATE=1` in the environment, which costs
-    synchronisations. Without it a GPU reads no key past max_pages * page_size, and trusts the rest.
+    that decrease) is checked for CPU tensors in every call, and on a GPU with `CUTE_ATTN_VALIDATE=1` in the
+    environment, which costs synchronisations. Without it a GPU reads no key past max_pages * page_size, and trusts the
+    rest.
 
     Semaphores of a launch's own belong to its stream, or to the captured launch, and its partial results to torch's
     allocator, so that calls on several streams and in CUDA graphs do not meet. The first such call on a GPU allocates
@@ -185,9 +186,9 @@ def xqa_batch_decode_with_kv_cache(
         DecodeOptions(window_left, q_len_per_req, enable_pdl, return_lse),
         scratch,
     )
-    if replays.looks_at_values(problem.q.device):
-        scales = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)
-        decode_values.before_launch(problem, Said(max_seq_len, out is not None, scales))
+    given = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)
+    said = Said(max_seq_len, out is not None, given)
+    decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
     backends.run(problem, backend)
     result = out
     if result is None:
@@ -314,8 +315,8 @@ def xqa(
         DecodeOptions(window_left, q_seq_len, enable_pdl, False),
         separate_scratch(semaphores, workspace_buffer),
     )
-    if replays.looks_at_values(problem.q.device):
-        decode_values.before_launch(problem, Said(None, True, scales, LOW_LEVEL_NAMES))
+    said = Said(None, True, scales, LOW_LEVEL_NAMES)
+    decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
     backends.run(problem, backend)
 
 

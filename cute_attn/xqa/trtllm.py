@@ -21,11 +21,12 @@ from cute_attn.request.decode import (
     block_scale_pair,
     cache_pair,
     decode_problem,
+    partials_scratch,
     positive_or_one,
-    shared_scratch,
 )
 from cute_attn.request.decode_values import Said
 from cute_attn.request.fp4_tensor import FP4Tensor
+from cute_attn.request.single import check_grad
 from cute_attn.xqa import replays
 from cute_attn.xqa.decode import Cache, longest
 
@@ -91,8 +92,10 @@ def trtllm_batch_decode_with_kv_cache(
 
     Parameters
     ----------
-    query, kv_cache, workspace_buffer, seq_lens, max_seq_len, bmm2_scale, window_left, enable_pdl, q_len_per_req,
-        o_scale, mask, return_lse : arguments of `xqa_batch_decode_with_kv_cache`, with the same defaults.
+    query, kv_cache, seq_lens, max_seq_len, bmm2_scale, window_left, enable_pdl, q_len_per_req, o_scale, mask,
+        return_lse : arguments of `xqa_batch_decode_with_kv_cache`, with the same defaults.
+    workspace_buffer : as there, but all of it has partial results and need not be zero: semaphores are always the
+        launch's own.
     block_tables : int32 `[batch_size, max_pages]`; with `uses_shared_paged_kv_idx=False` `[batch_size, 2, max_pages]`.
     bmm1_scale : as there. `bmm1_scale_log2` replaces it.
     out : written and returned, as there. Default: a new tensor of query's shape, also for several query tokens per
@@ -116,7 +119,7 @@ def trtllm_batch_decode_with_kv_cache(
     lse : written instead of a new tensor: contiguous float32 of the shape that lse_layout says. Written also without
         `return_lse`.
     bmm1_scale_log2 : floating-point tensor of one element, bmm1_scale times log2(e). Read by the kernel.
-    multi_ctas_kv_counter_buffer : a tensor, not used: counters are in workspace_buffer.
+    multi_ctas_kv_counter_buffer : a tensor, not used and not written: semaphores are the launch's own.
     enable_block_sparse_attention : True is refused: a page table per kv head.
     cp_world, cp_rank, causal_seqlens_kv_global, request_order, request_order_plan : refused unless they have their
         defaults, 1, 0 and None.
@@ -192,7 +195,8 @@ def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
         k, v, block_tables = _joined(kv_tables.Paged(k, v, block_tables), c.seq_lens, c.kv_cache_sf)
     block_scales = None if c.kv_cache_sf is None else _block_scales(c.kv_cache_sf, c.kv_layout, (k, v), c.backend)
     in_rows = c.lse_layout == "NH" or checks.choice("lse_layout", c.lse_layout, LSE_LAYOUTS) == "NH"
-    wants_lse = c.return_lse if in_rows or c.lse is None else True
+    return_lse = checks.boolean("return_lse", c.return_lse)
+    wants_lse = return_lse or not (in_rows or c.lse is None)
     problem = decode_problem(
         DecodeTensors(
             *(c.query, k, v, block_scales, block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask),
@@ -200,13 +204,12 @@ def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
         ),
         _scales(c.bmm1_scale, c.bmm1_scale_log2, c.bmm2_scale, c.o_scale),
         DecodeOptions(c.window_left, c.max_q_len if ragged else c.q_len_per_req, c.enable_pdl, wants_lse, dtype),
-        shared_scratch(c.workspace_buffer),
+        partials_scratch(c.workspace_buffer),
     )
     columns = None if in_rows else _columns(c.lse, problem)
-    if replays.looks_at_values(problem.q.device):
-        scales = [(name, getattr(c, name)) for name in ("bmm1_scale", "bmm2_scale", "bmm1_scale_log2")]
-        said = Said(c.max_seq_len, c.out is not None, tuple(scales), RAGGED_NAMES if ragged else {})
-        decode_values.before_launch(problem, said)
+    scales = tuple((name, getattr(c, name)) for name in ("bmm1_scale", "bmm2_scale", "bmm1_scale_log2"))
+    said = Said(c.max_seq_len, c.out is not None, scales, RAGGED_NAMES if ragged else {}, columns)
+    decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
     backends.run(problem, backend)
     return problem, _results(problem, given, columns, c.return_lse)
 
@@ -314,11 +317,5 @@ def _columns(lse: Any, problem: DecodeProblem) -> torch.Tensor | None:
     checks.dtype("lse", lse.dtype, (torch.float32,))
     checks.device("lse", lse, rows.device)
     checks.dense("lse", lse)
-    for name, other in (
-        ("query", problem.q),
-        ("k of kv_cache", problem.k),
-        ("v of kv_cache", problem.v),
-        ("out", problem.out),
-    ):
-        checks.no_overlap("lse", checks.extent(lse), name, checks.extent(other))
+    check_grad("lse", lse)
     return lse
