@@ -323,7 +323,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
         elif args:
             k_scale, v_scale, return_lse, head_scales = paged_run_positionals(args, k_scale, v_scale, return_lse)
-        if lse_base is not None or lse_layout != "NH":
+        if lse_base is not None or not isinstance(lse_layout, str) or lse_layout != "NH":
             return self._run_with_lse(
                 RunArguments(
                     q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,

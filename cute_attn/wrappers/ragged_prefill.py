@@ -255,7 +255,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             return_lse, head_scales = ragged_run_positionals(args, return_lse)
         if o_scale is not None:
             v_scale = batch_run.divided_by("o_scale", o_scale, v_scale)
-        if lse_base is not None or lse_layout != "NH":
+        if lse_base is not None or not isinstance(lse_layout, str) or lse_layout != "NH":
             return self._run_with_lse(
                 RunArguments(
                     q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks,

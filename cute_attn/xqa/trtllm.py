@@ -171,6 +171,7 @@ def _key_of(call: Call, tensors: replays.Tensors) -> tuple[Any, tuple[Any, ...]]
     )
     if (
         c.uses_shared_paged_kv_idx is True
+        and isinstance(c.lse_layout, str)
         and c.lse_layout == "NH"
         and c.mask is c.cum_seq_lens_q is c.kv_cache_sf is c.lse is c.bmm1_scale_log2 is None
         and c.multi_ctas_kv_counter_buffer is c.causal_seqlens_kv_global is None
@@ -194,7 +195,7 @@ def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
     if not checks.boolean("uses_shared_paged_kv_idx", c.uses_shared_paged_kv_idx):
         k, v, block_tables = _joined(kv_tables.Paged(k, v, block_tables), c.seq_lens, c.kv_cache_sf)
     block_scales = None if c.kv_cache_sf is None else _block_scales(c.kv_cache_sf, c.kv_layout, (k, v), c.backend)
-    in_rows = c.lse_layout == "NH" or checks.choice("lse_layout", c.lse_layout, LSE_LAYOUTS) == "NH"
+    in_rows = checks.choice("lse_layout", c.lse_layout, LSE_LAYOUTS) == "NH"
     return_lse = checks.boolean("return_lse", c.return_lse)
     wants_lse = return_lse or not (in_rows or c.lse is None)
     problem = decode_problem(

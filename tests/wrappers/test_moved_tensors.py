@@ -1,4 +1,4 @@
-"""Replays of runs read page numbers, and write partial results, where a caller's tensor is now: it may move in place."""
+"""Replays of runs read page numbers and write partial results where a caller's tensor is now: it may move in place."""
 
 from __future__ import annotations
 

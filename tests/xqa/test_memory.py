@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.xqa.test_replays import (  # noqa: F401 - `driver` is a fixture
     driver,
 )
 
+WRITTEN = "out", "workspace_buffer"
 TENSORS = ("query", "kv_cache", "block_tables", "seq_lens", "sinks")
 
 
@@ -37,8 +39,7 @@ def crossing(call: dict[str, Any], written: str, name: str) -> dict[str, Any]:
     return {**call, name: shared, written: memory.view(buffer.dtype).view(buffer.shape)}
 
 
-@pytest.mark.parametrize(("written", "name"), [*(("out", n) for n in TENSORS), *(("workspace_buffer", n) for n in TENSORS),
-                                           ("workspace_buffer", "out")])  # fmt: skip
+@pytest.mark.parametrize(("written", "name"), [*itertools.product(WRITTEN, TENSORS), ("workspace_buffer", "out")])
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_shared_memory_is_refused_in_first_and_repeated_calls(
     function: Callable[..., Any],
@@ -60,7 +61,7 @@ def test_shared_memory_is_refused_in_first_and_repeated_calls(
     assert not driver.recorded
 
 
-@pytest.mark.parametrize("written", ["out", "workspace_buffer"])
+@pytest.mark.parametrize("written", WRITTEN)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_shared_memory_is_refused_on_the_emulator(function: Callable[..., Any], written: str) -> None:
     call = {**arguments({"out": True, "sinks": True}), "backend": "emulator"}
