@@ -106,8 +106,8 @@ def get_batch_indices_positions(
 
     Raises
     ------
-    ArgumentTypeError (not a tensor; nnz not an int), ArgumentError (shape, dtype, device, nnz; on the CPU also bounds
-    that decrease).
+    ArgumentTypeError (not a tensor; nnz not an int), ArgumentError (shape, dtype, device, nnz < 0, buffers that share
+    memory).
     """
     nnz = checks.integer("nnz", nnz)
     if not 0 <= nnz <= MAX_INDEX:
@@ -123,7 +123,7 @@ def get_batch_indices_positions(
         else:
             buffer = torch.empty(nnz, dtype=torch.int32, device=indptr.device)
         buffers.append(buffer)
-    checks.apart("positions", buffers[1], "batch_indices", buffers[0])
+    checks.apart(("batch_indices", buffers[0]), ("positions", buffers[1]))
     row = torch.arange(nnz, device=indptr.device)
     if batch_size == 0:
         buffers[0].fill_(-1), buffers[1].zero_()
@@ -254,6 +254,8 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
 
 def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], slots: page_table.Slots) -> None:
     device = caches[0].device
+    names = "paged_kv_cache[0]", "paged_kv_cache[1]", "kv_cache_sf[0]", "kv_cache_sf[1]"
+    checks.apart(*zip(names, (*caches, *scale_caches), strict=True))
     read = switches.is_on(switches.VALIDATE) and not _is_capturing(device)
     checked = tuple(
         nvfp4.decode_scale(name, scale, device, read)

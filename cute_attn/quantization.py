@@ -162,8 +162,7 @@ def nvfp4_kv_dequantize_paged(
     Raises
     ------
     ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device; outputs that overlap
-    themselves or the caches; on the CPU also a scale <= 0 and lengths outside 0..max_seq_len), RuntimeArgumentError
-    (also a RuntimeError: block_tables with too few columns).
+    themselves, each other or the caches; on the CPU also a scale <= 0 and lengths outside 0..max_seq_len).
     """
     if is_dynamo_compiling():
         cached = paged_kv_cache, kv_cache_sf, block_tables, seq_lens, k_scale, v_scale
@@ -344,5 +343,5 @@ def _check_dequantized(caches: Pair, output_k: Any, output_v: Any) -> Pair:
         checks.dense(name, output)
         for i, other in enumerate(caches):
             checks.no_overlap(name, checks.extent(output), f"paged_kv_cache[{i}]", checks.extent(other))
-    checks.apart("output_v", outputs[1], "output_k", outputs[0])
+    checks.apart(("output_k", outputs[0]), ("output_v", outputs[1]))
     return outputs

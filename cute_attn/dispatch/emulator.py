@@ -187,7 +187,7 @@ class EmulatedBatchRun:
         """Returns a function that repeats the run of `problem` with other addresses of tensors."""
         problem = _placed(problem)
         run = self.planned.repeat(problem)
-        names, others = ("q", "k", "v", "out", "lse", "sinks", "kv_indices"), problem._asdict()
+        names, others = ("q", "k", "v", "out", "lse", "sinks", "kv_indices", "workspace"), problem._asdict()
 
         def shown(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:
             now = _placed(BatchProblem(**{**others, **dict(zip(names, tensors, strict=True))}))

@@ -180,6 +180,7 @@ def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout
 def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     q = checks.tensor("q", arguments.q)
     lse = checks.tensor("lse", arguments.lse)
+    checks.stored("lse", lse)
     heads = q.shape[1] if q.dim() == 3 else plan.settings.features.num_qo_heads
     checks.shape("lse", lse, (heads, plan.rows), "[num_qo_heads, rows] (lse_layout 'HN')")
     checks.dtype("lse", lse.dtype, (torch.float32,))
@@ -187,14 +188,11 @@ def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     if not lse.is_contiguous():
         raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     check_grad("lse", lse)
-    cache = arguments.kv_cache
-    operands = {"q": q, "out": arguments.out, "sinks": arguments.sinks, "the cache": cache}
-    if isinstance(cache, tuple | list):
-        operands |= dict(zip("kv", cache, strict=False))
-    strided = {  # the rest is refused later, before the launch
-        name: x for name, x in operands.items() if isinstance(x, torch.Tensor) and x.layout is torch.strided
-    }
-    taken = [(name, checks.extent(x)) for name, x in strided.items()]
+    operands, cache = {"q": q, "out": arguments.out, "sinks": arguments.sinks}, arguments.kv_cache
+    operands |= dict(zip("kv", cache, strict=False)) if isinstance(cache, tuple | list) else {"the cache": cache}
+    # The run refuses what has no memory.
+    stored = {n: x for n, x in operands.items() if isinstance(x, torch.Tensor) and x.layout is torch.strided}
+    taken = [(name, checks.extent(x)) for name, x in stored.items()]
     for name, extent in (*protected_memory(plan), *taken):
         checks.no_overlap("lse", checks.extent(lse), name, extent)
 

@@ -213,22 +213,44 @@ def no_overlap(name: str, written: Extent, other_name: str, other: Extent) -> No
         raise ArgumentError(f"{name} must not share memory with {other_name}: their address ranges overlap")
 
 
-def apart(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Refuse two buffers to write that share memory. Interleaved parts of one tensor, such as keys and values of a
-    cache, do not where they have the same strides and neither reaches into the other.
+def apart(*written: tuple[str, torch.Tensor]) -> None:
+    """Refuse buffers to write that share memory with each other. Keys and values that alternate in one storage, whose
+    address ranges cross, share none.
     """
-    written, taken = extent(value), extent(other)
-    if not _interleave(value, other):
-        no_overlap(name, written, other_name, taken)
+    for i, (name, x) in enumerate(written):
+        for other_name, other in written[:i]:
+            if x.is_meta or x.device != other.device:
+                continue
+            if _meet(x.data_ptr() - other.data_ptr(), _axes(other), _axes(x)):
+                raise ArgumentError(f"{name} must not share memory with {other_name}: they have bytes in common")
 
 
-def _interleave(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two views, neither of which overlaps itself, take turns in memory with equal strides."""
-    low, high = sorted((a, b), key=torch.Tensor.data_ptr)
-    step, rest = divmod(high.data_ptr() - low.data_ptr(), a.element_size())
-    if a.stride() != b.stride() or a.element_size() != b.element_size() or rest:
+MOST_STEPS = 8
+Axes = list[tuple[int, int]]  # stride in bytes and size, largest stride first, then the bytes of an element
+
+
+def _axes(x: torch.Tensor) -> Axes:
+    size = x.element_size()
+    outer = ((stride * size, count) for stride, count in zip(x.stride(), x.shape, strict=True) if count != 1)
+    return [*sorted(outer, reverse=True), (1, size)] if x.numel() else []
+
+
+def _meet(offset: int, a: Axes, b: Axes) -> bool:
+    """Tell whether two tensors share bytes; b starts so many bytes behind a. Exact where an axis spans no more than a
+    few strides of the next; other tensors whose address ranges cross count as sharing.
+    """
+    if not a or not b or not -_span(b) < offset < _span(a):
         return False
-    spans = [1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True) if s < step) for x in (low, high)]
-    steps = zip(low.stride(), low.shape, high.shape, strict=True)
-    period = min((s for s, n, m in steps if s >= step and max(n, m) > 1), default=step + spans[1])
-    return spans[0] <= step and step + spans[1] <= period
+    stride = max(a[0][0], b[0][0])
+    if stride == 1:
+        return True
+    (count, inner_a), (other_count, inner_b) = (
+        (axes[0][1], axes[1:]) if axes[0][0] == stride else (1, axes) for axes in (a, b)
+    )
+    first = max(1 - other_count, (offset - _span(inner_a)) // stride)
+    stop = min(count, (offset + _span(inner_b)) // stride + 1)
+    return stop - first > MOST_STEPS or any(_meet(offset - n * stride, inner_a, inner_b) for n in range(first, stop))
+
+
+def _span(axes: Axes) -> int:
+    return sum(stride * (count - 1) for stride, count in axes) + 1

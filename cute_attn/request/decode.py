@@ -431,6 +431,13 @@ def shared_scratch(workspace_buffer: Any) -> Scratch:
     return Scratch(buffer, buffer, start, start + COUNTER_BYTES, min(size, COUNTER_BYTES), max(0, size - COUNTER_BYTES))
 
 
+def partials_scratch(workspace_buffer: Any) -> Scratch:
+    """Return a workspace for partial results alone, which need not be zero: counters are the launch's own."""
+    buffer, size = _memory("workspace_buffer", workspace_buffer)
+    start = buffer.data_ptr()
+    return Scratch(buffer, buffer, start, start, 0, size)
+
+
 def separate_scratch(semaphores: Any, workspace_buffer: Any) -> Scratch:
     """Return a workspace with counters in `semaphores` and partial results in `workspace_buffer`."""
     counters, counter_bytes = _memory("semaphores", semaphores)

@@ -1,8 +1,8 @@
 """Check what a decode call without a plan has in its tensors: lengths, page numbers, and which memory is whose.
 
-Lengths and page numbers are on the device, so that reading them costs synchronisations: on a GPU they are checked with
-`CUTE_ATTN_VALIDATE=1` only, on the CPU always. Kernels trust the values, and a wrong one is an illegal access. Memory
-is checked in every call.
+Memory is compared in every call. Lengths and page numbers are on the device, so that reading them costs
+synchronisations: on a GPU they are checked with `CUTE_ATTN_VALIDATE=1` only, on the CPU always. Kernels trust them, and
+a wrong one is an illegal access.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Said(NamedTuple):
     returns_given_out: bool  # rows that belong to no request are then the caller's own
     scales: tuple[tuple[str, Any], ...]  # with their names; those of the problem may be copies
     names: Mapping[str, str] = MappingProxyType({})
+    lse_by_heads: torch.Tensor | None = None  # written after the launch
 
     def name(self, ours: str) -> str:
         """Return the caller's name of an argument."""
@@ -33,14 +34,13 @@ class Said(NamedTuple):
 
 
 def before_launch(problem: DecodeProblem, said: Said, values: bool) -> None:
-    """Raise ArgumentError for buffers and, with `values`, lengths and page numbers that the problem must not have.
+    """Raise ArgumentError for buffers, and where `values` says so for lengths and page numbers, that the problem must
+    not have.
 
     While a CUDA graph is captured, nothing can be read from the device: only buffers are checked then.
     """
     _check_buffers(problem, said)
-    if not values:
-        return
-    if problem.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if not values or (problem.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
     _check_queries(problem, said)
     lengths = _check_lengths(problem, said)
@@ -64,7 +64,8 @@ def _check_buffers(problem: DecodeProblem, said: Said) -> None:
         ("v_sf of kv_cache_sf", block_scales[1]),
     ]
     written = [("workspace_buffer", scratch.partial_buffer), (said.name("out"), problem.out), ("lse", problem.lse)]
-    if scratch.counter_buffer is not scratch.partial_buffer:  # low-level form: the caller's semaphores
+    written.append(("lse", said.lse_by_heads))
+    if scratch.counter_buffer is not scratch.partial_buffer:
         written.insert(0, ("semaphores", scratch.counter_buffer))
     taken = [(name, checks.extent(x)) for name, x in inputs if x is not None]
     for name, x in written:

@@ -68,7 +68,7 @@ def merge_state_in_place(
 
     Raises
     ------
-    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; v or s overlap themselves).
+    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; v or s overlap themselves or each other).
     """
     if is_dynamo_compiling():
         trace.call("merge_state_in_place", v, s, v_other, s_other, mask)
@@ -77,7 +77,7 @@ def merge_state_in_place(
     checks.dtype("s", s.dtype, (torch.float32,))
     checks.dense("v", v)
     checks.dense("s", s)
-    checks.no_overlap("s", checks.extent(s), "v", checks.extent(v))
+    checks.apart(("v", v), ("s", s))
     merged_v, merged_s = merge_state(v, s, v_other, s_other)
     if mask is not None:
         checks.tensor("mask", mask)

@@ -72,7 +72,7 @@ def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor
     if lse is None and arguments.return_lse:
         lse = q.new_empty(cached.out[0], cached.out[1], dtype=torch.float32)
     lse_start = 0 if lse is None else lse.data_ptr()
-    tensors = q, k, v, out, lse, sinks, plan.kv_indices
+    tensors = q, k, v, out, lse, sinks, plan.kv_indices, plan.workspace
     cached.repeat(q_start, k_start, v_start, out.data_ptr(), lse_start, sinks_start, tensors)
     return out, lse
 

@@ -95,10 +95,11 @@ def xqa_batch_decode_with_kv_cache(
     query, cache, block_tables, seq_lens, scale tensors, sinks, mask, q_cu_seq_lens. CPU tensors run on the torch
     reference, which reads lengths on the host. No gradients are computed.
 
+    Every call refuses out, lse and workspace_buffer that have memory in common with each other or another argument.
     What is in block_tables, seq_lens and q_cu_seq_lens (page numbers beyond the cache, lengths beyond the pages, bounds
-    that decrease), and whether out, lse and workspace_buffer have memory in common with another argument, is checked
-    for CPU tensors in every call, and on a GPU with `CUTE_ATTN_VALIDATE=1` in the environment, which costs
-    synchronisations. Without it a GPU reads no key past max_pages * page_size, and trusts the rest.
+    that decrease) is checked for CPU tensors in every call, and on a GPU with `CUTE_ATTN_VALIDATE=1` in the
+    environment, which costs synchronisations. Without it a GPU reads no key past max_pages * page_size, and trusts the
+    rest.
 
     Semaphores of a launch's own belong to its stream, or to the captured launch, and its partial results to torch's
     allocator, so that calls on several streams and in CUDA graphs do not meet. The first such call on a GPU allocates
@@ -196,7 +197,8 @@ def xqa_batch_decode_with_kv_cache(
         DecodeOptions(window_left, q_len_per_req, enable_pdl, return_lse),
         scratch,
     )
-    said = Said(max_seq_len, out is not None, (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)))
+    given = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)
+    said = Said(max_seq_len, out is not None, given)
     decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
     backends.run(problem, backend)
     result = out
@@ -293,44 +295,25 @@ def xqa(
     The errors of `xqa_batch_decode_with_kv_cache`.
     """
     try:
-        k, v = cache_pair((k_cache, v_cache), kv_layout)
-        expected = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
-        if (k.shape[2], k.shape[1]) != expected:
-            raise ArgumentError(
-                f"num_kv_heads and page_size must be those of k_cache, {k.shape[2]} and {k.shape[1]}, "
-                f"got {num_kv_heads} and {page_size}"
-            )
-        _check_sm_count(sm_count, checks.tensor("q", q).device)
-        window = checks.whole("sliding_win_size", sliding_win_size)
-        block_scales = None
-        if k_sf_cache is not None or v_sf_cache is not None:
-            block_scales = block_scale_pair((k_sf_cache, v_sf_cache), kv_layout, k, v)
-        if q.dim() < 3 or 0 in q.shape[-2:]:
-            raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
-        rows = (-1, *q.shape[-2:])
-        try:
-            out = checks.tensor("output", output).view(rows)
-        except RuntimeError as error:
-            raise ArgumentError(
-                f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
-            ) from error
-        scales = ("q_scale", q_scale), ("kv_scale", kv_scale)
-        kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
-        bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
-        bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
-        query, window_left = q.reshape(rows), window - 1 if window > 0 else -1
-        problem = decode_problem(
-            DecodeTensors(query, k, v, block_scales, page_table, seq_lens, q_cu_seq_lens, mask, sinks, out, None),
-            DecodeScales(bmm1_scale, bmm2_scale, 1.0),
-            DecodeOptions(window_left, q_seq_len, enable_pdl, False),
-            separate_scratch(semaphores, workspace_buffer),
-        )
-        said = Said(None, True, scales, LOW_LEVEL_NAMES)
-        decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
-        backends.run(problem, backend)
-    except (ArgumentError, ArgumentTypeError) as error:
-        rename(error, LOW_LEVEL_NAMES)
-        raise
+        out = checks.tensor("output", output).view(rows)
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
+        ) from error
+    scales = ("q_scale", q_scale), ("kv_scale", kv_scale)
+    kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
+    bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
+    bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
+    query, window_left = q.reshape(rows), window - 1 if window > 0 else -1
+    problem = decode_problem(
+        DecodeTensors(query, k, v, block_scales, page_table, seq_lens, q_cu_seq_lens, mask, sinks, out, None),
+        DecodeScales(bmm1_scale, bmm2_scale, 1.0),
+        DecodeOptions(window_left, q_seq_len, enable_pdl, False),
+        separate_scratch(semaphores, workspace_buffer),
+    )
+    said = Said(None, True, scales, LOW_LEVEL_NAMES)
+    decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
+    backends.run(problem, backend)
 
 
 def longest(max_seq_len: Any) -> int:

@@ -46,8 +46,8 @@ class CachedCall(NamedTuple):
     out_dtype: torch.dtype
     lse_shape: tuple[int, ...] | None
     v_offset: int  # bytes from the address of k to that of v in a cache of one tensor
-    spans: tuple[int, ...]  # bytes that query, k, v, out and lse cover
-    read: tuple[int, ...]  # the same of workspace_buffer, block_tables, seq_lens and sinks
+    spans: tuple[int, int, int, int, int]  # bytes that query, k, v, out and lse cover
+    more_spans: tuple[int, int, int]  # bytes that block_tables, seq_lens and sinks cover
 
 
 _cached: dict[Any, CachedCall] = {}
@@ -99,7 +99,7 @@ def try_replay(key: Any, tensors: Tensors) -> Result | None:
     if cached is None:
         return None
     query, cache, workspace, tables, seq_lens, sinks, out = tensors
-    repeat, out_shape, out_dtype, lse_shape, v_offset, spans, read = cached
+    repeat, out_shape, out_dtype, lse_shape, v_offset, spans, (of_tables, of_lens, of_sinks) = cached
     if isinstance(cache, Tensor):
         k = v = cache
         k_start = cache.data_ptr()
@@ -116,18 +116,28 @@ def try_replay(key: Any, tensors: Tensors) -> Result | None:
         return None
     if sinks is not None and (sinks.is_neg() or sinks.requires_grad):
         return None
-    others = workspace_start, tables.data_ptr(), seq_lens.data_ptr(), 0 if sinks is None else sinks.data_ptr()
+    tables_start, lens_start = tables.data_ptr(), seq_lens.data_ptr()
+    sinks_start = 0 if sinks is None else sinks.data_ptr()
+    end = workspace_start + workspace.nbytes
+    read = (
+        *((q_start, q_start + spans[0]), (k_start, k_start + spans[1]), (v_start, v_start + spans[2])),
+        *((tables_start, tables_start + of_tables), (lens_start, lens_start + of_lens)),
+        (sinks_start, sinks_start + of_sinks),
+    )
+    for other_start, other_end in read:
+        if workspace_start < other_end and other_start < end:
+            return None
     if out is None:
         out = query.new_empty(out_shape, dtype=out_dtype)
     else:
-        protected = [("", (start, start + size)) for start, size in zip(others, read, strict=True)]
+        protected = *(("", extent) for extent in read[3:]), ("", (workspace_start, end))
         if not outputs_qualify(spans, (q_start, k_start, v_start), out, None, protected):
             return None
     lse = None if lse_shape is None else query.new_empty(lse_shape, dtype=torch.float32)
     _, of_tables, of_seq_lens, of_sinks = others
     repeat(
         *(query, workspace_start, q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
-        *(of_sinks, of_tables, of_seq_lens),
+        *(sinks_start, tables_start, lens_start),
     )
     return out if lse is None else (out, lse)
 
@@ -156,19 +166,21 @@ def cache(
     if len(_cached) >= CACHE_SIZE:
         _cached.clear()
     out, lse = result if isinstance(result, tuple) else (result, None)
-    others = problem.scratch.partial_buffer, problem.block_tables, problem.seq_lens, problem.sinks
+    of_q, of_k, of_v, of_out = map(_span, (problem.q, problem.k, problem.v, problem.out))
     _cached[key] = CachedCall(
         repeat,
         tuple(out.shape),
         out.dtype,
         None if lse is None else tuple(lse.shape),
         problem.v.data_ptr() - problem.k.data_ptr(),
-        (*map(_span, (problem.q, problem.k, problem.v, problem.out)), 0),
-        tuple(0 if x is None else _span(x) for x in others),
+        (of_q, of_k, of_v, of_out, 0),
+        (_span(problem.block_tables), _span(problem.seq_lens), _span(problem.sinks)),
     )
 
 
-def _span(x: Tensor) -> int:
+def _span(tensor: Tensor | None) -> int:
     """Return the bytes that a tensor covers."""
-    start, stop = checks.extent(x)
+    if tensor is None:
+        return 0
+    start, stop = checks.extent(tensor)
     return stop - start

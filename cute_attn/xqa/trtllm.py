@@ -21,12 +21,11 @@ from cute_attn.request.decode import (
     block_scale_pair,
     cache_pair,
     decode_problem,
+    partials_scratch,
     positive_or_one,
-    scratch_alone,
 )
 from cute_attn.request.decode_values import Said
 from cute_attn.request.fp4_tensor import FP4Tensor
-from cute_attn.request.names import rename
 from cute_attn.request.single import check_grad
 from cute_attn.xqa import replays
 from cute_attn.xqa.decode import Cache, longest
@@ -95,8 +94,8 @@ def trtllm_batch_decode_with_kv_cache(
     ----------
     query, kv_cache, seq_lens, max_seq_len, bmm2_scale, window_left, enable_pdl, q_len_per_req, o_scale, mask,
         return_lse : arguments of `xqa_batch_decode_with_kv_cache`, with the same defaults.
-    workspace_buffer : as there, but scratch memory alone: nothing in it needs to be 0. Launches count in memory of
-        their own.
+    workspace_buffer : as there, but all of it has partial results and need not be zero: semaphores are always the
+        launch's own.
     block_tables : int32 `[batch_size, max_pages]`; with `uses_shared_paged_kv_idx=False` `[batch_size, 2, max_pages]`.
     bmm1_scale : as there. `bmm1_scale_log2` replaces it.
     out : written and returned, as there. Default: a new tensor of query's shape, also for several query tokens per
@@ -120,7 +119,7 @@ def trtllm_batch_decode_with_kv_cache(
     lse : written instead of a new tensor: contiguous float32 of the shape that lse_layout says. Written also without
         `return_lse`.
     bmm1_scale_log2 : floating-point tensor of one element, bmm1_scale times log2(e). Read by the kernel.
-    multi_ctas_kv_counter_buffer : a tensor, not used: launches count in memory of their own.
+    multi_ctas_kv_counter_buffer : a tensor, not used and not written: semaphores are the launch's own.
     enable_block_sparse_attention : True is refused: a page table per kv head.
     cp_world, cp_rank, causal_seqlens_kv_global, request_order, request_order_plan : refused unless they have their
         defaults, 1, 0 and None.
@@ -176,7 +175,7 @@ def _key_of(call: Call, tensors: replays.Tensors) -> tuple[Any, tuple[Any, ...]]
     )
     if (
         c.uses_shared_paged_kv_idx is True
-        and type(c.lse_layout) is str
+        and isinstance(c.lse_layout, str)
         and c.lse_layout == "NH"
         and c.mask is c.cum_seq_lens_q is c.kv_cache_sf is c.lse is c.bmm1_scale_log2 is None
         and c.causal_seqlens_kv_global is c.request_order is c.request_order_plan is None
@@ -211,7 +210,8 @@ def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
         k, v, block_tables = _joined(kv_tables.Paged(k, v, block_tables), c.seq_lens, c.kv_cache_sf)
     block_scales = None if c.kv_cache_sf is None else _block_scales(c.kv_cache_sf, c.kv_layout, (k, v), c.backend)
     in_rows = checks.choice("lse_layout", c.lse_layout, LSE_LAYOUTS) == "NH"
-    wants_lse = checks.boolean("return_lse", c.return_lse) or c.lse is not None
+    return_lse = checks.boolean("return_lse", c.return_lse)
+    wants_lse = return_lse or not (in_rows or c.lse is None)
     problem = decode_problem(
         DecodeTensors(
             *(c.query, k, v, block_scales, block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask),
@@ -219,13 +219,12 @@ def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
         ),
         _scales(c.bmm1_scale, c.bmm1_scale_log2, c.bmm2_scale, c.o_scale),
         DecodeOptions(c.window_left, c.max_q_len if ragged else c.q_len_per_req, c.enable_pdl, wants_lse, dtype),
-        scratch_alone(c.workspace_buffer),
+        partials_scratch(c.workspace_buffer),
     )
     columns = None if in_rows else _columns(c.lse, problem)
-    scales = [(name, getattr(c, name)) for name in ("bmm1_scale", "bmm2_scale", "bmm1_scale_log2")]
-    said = Said(c.max_seq_len, c.out is not None, tuple(scales), RAGGED_NAMES if ragged else {})
-    written = problem if columns is None else problem._replace(lse=columns)
-    decode_values.before_launch(written, said, replays.looks_at_values(problem.q.device))
+    scales = tuple((name, getattr(c, name)) for name in ("bmm1_scale", "bmm2_scale", "bmm1_scale_log2"))
+    said = Said(c.max_seq_len, c.out is not None, scales, RAGGED_NAMES if ragged else {}, columns)
+    decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
     backends.run(problem, backend)
     return problem, _results(problem, given, columns, c.return_lse)
 

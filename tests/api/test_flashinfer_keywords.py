@@ -172,7 +172,7 @@ NO_EFFECT = {
     "*.__init__.*_buf": GRAPH_ONLY,
     "*.__init__.*_buffer": GRAPH_ONLY,
     "*.__init__.*_buf_arr": GRAPH_ONLY,
-    "*.multi_ctas_kv_counter_buffer": "counters of FlashInfer's kernels; ours are in memory of the library",
+    "*.multi_ctas_kv_counter_buffer": "counters of FlashInfer's kernels; ours are the launch's own",
     "*.plan.block_tables": SAME_PAGES,
     "BlockSparse*.rope_*": "read under ROPE_LLAMA alone, which is refused here",
     "*Shared*.rope_*": "read under ROPE_LLAMA alone, which these wrappers do not have",

@@ -19,8 +19,8 @@ from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, schedule
 from cute_attn.schedule.records import ITEM_INTS
 
-Tensors = tuple[Any, ...]  # q, k, v, out, lse, or the tensors of which these are views; of a batch also sinks and
-# ^ kv_indices, which are those of the plan in force
+Tensors = tuple[Any, ...]  # q, k, v, out, lse, or the tensors of which these are views; of a batch also sinks,
+# ^ and kv_indices and workspace, which are those of the plan in force
 Repeat = Callable[[int, int, int, int, int, int, Tensors], None]
 # ^ a run with other addresses of q, k, v, out, lse and sinks (0 for none)
 
@@ -150,11 +150,14 @@ def _launches(
     )
 
 
+Memory = tuple[int, int, int]  # address and number of page indices, and address of the workspace
+
+
 class Launched(NamedTuple):
     """What a plan decides of repeated launches."""
 
-    memory: tuple[int, int]  # addresses of page numbers and workspace, which callers may move in place
     version: object  # of the `BatchRun`
+    memory: Memory
     attention: Lengths
     merge: Lengths
 
@@ -232,17 +235,17 @@ class BatchRun:
         """Returns a function that repeats the run of `problem` with other addresses of tensors, and under later plans
         whose kernels are the same.
         """
-        prepared, index, workspace = self.kernel(problem.settings), self.device_index, problem.workspace
+        prepared, index = self.kernel(problem.settings), self.device_index
         if not problem.q.shape[0]:
             return launch_nothing
         attend, merge = self._bound(prepared, problem)
-        values, launched = prepared.replay(problem), self._launched(prepared, problem.kv_indices, workspace)
+        values, launched = prepared.replay(problem), self._launched(prepared, problem.kv_indices, problem.workspace)
 
         def run(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:
             nonlocal launched
-            memory, version, of_attention, of_merge = launched
-            if memory != addresses(tensors[-1], workspace) or version is not self.version:
-                *_, of_attention, of_merge = launched = self._launched(prepared, tensors[-1], workspace)
+            version, memory, of_attention, of_merge = launched
+            if version is not self.version or memory != memory_of(tensors[-2], tensors[-1]):
+                *_, of_attention, of_merge = launched = self._launched(prepared, tensors[-2], tensors[-1])
             if not of_attention[0][0]:
                 return
             stream = current_stream(index)
@@ -275,7 +278,7 @@ class BatchRun:
         """Returns what the plan in force decides of repeated launches."""
         numbers = self.planned_values(prepared, kv_indices, workspace)
         of_merge = self.combine_grid, (*self.partials(workspace), *self.merges)
-        return Launched(addresses(kv_indices, workspace), self.version, (self.grid, numbers), of_merge)
+        return Launched(self.version, memory_of(kv_indices, workspace), (self.grid, numbers), of_merge)
 
 
 class SplitKvBatchRun(BatchRun):
@@ -353,6 +356,12 @@ class HostPlannedRun(SplitKvBatchRun):
         self.records = self.placed(now, self.staging)
         self.follow(now)
         return same_kernel
+
+
+def memory_of(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Memory:
+    """Returns where launches read page indices and write partial results. The same tensors may move in place."""
+    pages, entries = (0, 0) if kv_indices is None else (kv_indices.data_ptr(), kv_indices.numel())
+    return pages, entries, 0 if workspace is None else workspace.data_ptr()
 
 
 def launch_nothing(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:
