@@ -416,12 +416,6 @@ def _draft_mask(value: Any, num_tokens: int, qo_len: int, device: torch.device) 
 # ---- workspaces and outputs
 
 
-def scratch_alone(workspace_buffer: Any) -> Scratch:
-    """Return a workspace of partial results, which nobody has zeroed: launches have counters of their own."""
-    buffer, size = _memory("workspace_buffer", workspace_buffer)
-    return Scratch(buffer, buffer, buffer.data_ptr(), buffer.data_ptr(), 0, size)
-
-
 def shared_scratch(workspace_buffer: Any) -> Scratch:
     """Return a workspace with counters in the first 8 MiB, where FlashInfer has its semaphores, and partial results
     after them.

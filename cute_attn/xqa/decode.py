@@ -197,8 +197,7 @@ def xqa_batch_decode_with_kv_cache(
         DecodeOptions(window_left, q_len_per_req, enable_pdl, return_lse),
         scratch,
     )
-    given = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)
-    said = Said(max_seq_len, out is not None, given)
+    said = Said(max_seq_len, out is not None, (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)))
     decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
     backends.run(problem, backend)
     result = out
@@ -295,25 +294,44 @@ def xqa(
     The errors of `xqa_batch_decode_with_kv_cache`.
     """
     try:
-        out = checks.tensor("output", output).view(rows)
-    except RuntimeError as error:
-        raise ArgumentError(
-            f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
-        ) from error
-    scales = ("q_scale", q_scale), ("kv_scale", kv_scale)
-    kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
-    bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
-    bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
-    query, window_left = q.reshape(rows), window - 1 if window > 0 else -1
-    problem = decode_problem(
-        DecodeTensors(query, k, v, block_scales, page_table, seq_lens, q_cu_seq_lens, mask, sinks, out, None),
-        DecodeScales(bmm1_scale, bmm2_scale, 1.0),
-        DecodeOptions(window_left, q_seq_len, enable_pdl, False),
-        separate_scratch(semaphores, workspace_buffer),
-    )
-    said = Said(None, True, scales, LOW_LEVEL_NAMES)
-    decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
-    backends.run(problem, backend)
+        k, v = cache_pair((k_cache, v_cache), kv_layout)
+        expected = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
+        if (k.shape[2], k.shape[1]) != expected:
+            raise ArgumentError(
+                f"num_kv_heads and page_size must be those of k_cache, {k.shape[2]} and {k.shape[1]}, "
+                f"got {num_kv_heads} and {page_size}"
+            )
+        _check_sm_count(sm_count, checks.tensor("q", q).device)
+        window = checks.whole("sliding_win_size", sliding_win_size)
+        block_scales = None
+        if k_sf_cache is not None or v_sf_cache is not None:
+            block_scales = block_scale_pair((k_sf_cache, v_sf_cache), kv_layout, k, v)
+        if q.dim() < 3 or 0 in q.shape[-2:]:
+            raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
+        rows = (-1, *q.shape[-2:])
+        try:
+            out = checks.tensor("output", output).view(rows)
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
+            ) from error
+        scales = ("q_scale", q_scale), ("kv_scale", kv_scale)
+        kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
+        bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
+        bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
+        query, window_left = q.reshape(rows), window - 1 if window > 0 else -1
+        problem = decode_problem(
+            DecodeTensors(query, k, v, block_scales, page_table, seq_lens, q_cu_seq_lens, mask, sinks, out, None),
+            DecodeScales(bmm1_scale, bmm2_scale, 1.0),
+            DecodeOptions(window_left, q_seq_len, enable_pdl, False),
+            separate_scratch(semaphores, workspace_buffer),
+        )
+        said = Said(None, True, scales, LOW_LEVEL_NAMES)
+        decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
+        backends.run(problem, backend)
+    except (ArgumentError, ArgumentTypeError) as error:
+        rename(error, LOW_LEVEL_NAMES)
+        raise
 
 
 def longest(max_seq_len: Any) -> int:

@@ -134,7 +134,6 @@ def try_replay(key: Any, tensors: Tensors) -> Result | None:
         if not outputs_qualify(spans, (q_start, k_start, v_start), out, None, protected):
             return None
     lse = None if lse_shape is None else query.new_empty(lse_shape, dtype=torch.float32)
-    _, of_tables, of_seq_lens, of_sinks = others
     repeat(
         *(query, workspace_start, q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
         *(sinks_start, tables_start, lens_start),

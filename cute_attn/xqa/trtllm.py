@@ -26,6 +26,7 @@ from cute_attn.request.decode import (
 )
 from cute_attn.request.decode_values import Said
 from cute_attn.request.fp4_tensor import FP4Tensor
+from cute_attn.request.names import rename
 from cute_attn.request.single import check_grad
 from cute_attn.xqa import replays
 from cute_attn.xqa.decode import Cache, longest

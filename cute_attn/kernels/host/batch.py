@@ -162,11 +162,6 @@ class Launched(NamedTuple):
     merge: Lengths
 
 
-def addresses(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> tuple[int, int]:
-    """Returns where page numbers and workspace are, 0 for none."""
-    return 0 if kv_indices is None else kv_indices.data_ptr(), 0 if workspace is None else workspace.data_ptr()
-
-
 class BatchRun:
     """Runs batches of one plan; subclasses define `partials` and `numbers`.
 

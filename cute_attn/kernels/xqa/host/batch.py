@@ -132,7 +132,6 @@ class XqaBatchRun(BatchRun):
         """
         if segments_of(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms) != self.segments:
             return None
-        self.version = object()  # the number of page indices may be another
         if isinstance(lengths, DeviceLengths):
             _, page_starts, seq_lens, *_ = self.requests
             device_lengths.write(lengths, self.page_size, (seq_lens, page_starts), self.gpu)
