@@ -127,7 +127,7 @@ def chunks(size: int, kv_len: np.ndarray) -> dict[str, Any]:
         np.arange(longest, dtype=np.int32) % min(size, MAX_KV_LEN) + 1
     )  # 0 is a delimiter, which sees no key of its item
     return {
-        "prefix_len_ptr": torch.zeros(len(kv_len), dtype=torch.int32),
+        "prefix_len_ptr": torch.zeros(len(kv_len), dtype=torch.int32, device="cpu"),
         "token_pos_in_items_ptr": torch.from_numpy(np.tile(positions, len(kv_len))),
         "token_pos_in_items_len": longest,
     }

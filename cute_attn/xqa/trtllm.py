@@ -328,6 +328,6 @@ def _columns(lse: Any, problem: DecodeProblem) -> torch.Tensor | None:
     checks.shape("lse", checks.tensor("lse", lse), tuple(rows.shape[::-1]), "[num_qo_heads, num_tokens]")
     checks.dtype("lse", lse.dtype, (torch.float32,))
     checks.device("lse", lse, rows.device)
-    checks.dense("lse", lse)
     check_grad("lse", lse)
+    checks.dense("lse", lse)
     return lse

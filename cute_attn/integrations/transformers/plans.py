@@ -203,7 +203,9 @@ def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds:
             seen = descriptors.visible(mask)
             if bounds:
                 tokens = torch.arange(q_len, device=mask.device)
-                number = torch.bucketize(tokens, torch.tensor(bounds, device=mask.device), right=True)
+                number = torch.bucketize(
+                    tokens, torch.tensor(bounds, dtype=torch.int64, device=mask.device), right=True
+                )
                 seen = seen & (number[:, None] == number)
             flat = seen.expand(batch, 1, q_len, page_size).reshape(-1)
             _plan(session, structure, lengths_of_pages(rows), page_size, flat)
