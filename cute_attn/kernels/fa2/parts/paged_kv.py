@@ -29,11 +29,10 @@ class PagedKV(KVTiles):
     page_size: Divisor
     k_page_stride: Int64
     v_page_stride: Int64
-    kv_begin: Int32  # tokens before it are hidden from all rows
 
     def prefetch_page_ids(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
         """Loads the page ids of a tile: lane 4 i + r holds that of row r of this warp's pass i. Nothing is read past
-        the end. Hidden tokens before the window get the page of the first one that is seen: theirs may be gone.
+        the end.
         """
         assert self.passes * ROWS_PER_PASS <= 32
         thread = ptx.opaque(self.team.thread)
@@ -41,7 +40,7 @@ class PagedKV(KVTiles):
         row = (thread >> 5) * ROWS_PER_PASS + (lane & 3) + (lane >> 2) * (self.team.size // 8)
         token = self.first_token(kv_tile) + row
         exists = cutlass.and_(token < self.kv_end, cutlass.and_(wanted, lane < self.passes * ROWS_PER_PASS))
-        page_index = self.first_page + self.page_size.quotient(ptx.maximum(token, self.kv_begin))
+        page_index = self.first_page + self.page_size.quotient(token)
         return [ptx.ld_global_u32_if(self.table + Int64(page_index) * Int64(4), exists)]
 
     def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, page_ids: list[Int32]) -> Iterator[None]:
