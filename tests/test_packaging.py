@@ -13,7 +13,7 @@ import cute_attn
 from tests.support import wheels
 from tests.support.wheels import ROOT
 
-DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "Dockerfile"]
+DOCUMENTS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "examples" / "Dockerfile"]
 
 
 @pytest.fixture(scope="module")
