@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn.errors import ArgumentError, NotSupported, Refusal
+from cute_attn.errors import NotSupported, Refusal
 from cute_attn.prefill import single_prefill_with_kv_cache
-from cute_attn.request import trtllm_prefill
+from cute_attn.request import checks, trtllm_prefill
 from cute_attn.request.trtllm_prefill import Lengths
 from cute_attn.runtime import capture
 from cute_attn.wrappers import planned_prefill
@@ -26,6 +26,9 @@ from cute_attn.xqa import xqa_batch_decode_with_kv_cache
 
 WORKSPACE_BYTES = 128 << 20  # enough for every batch
 MAX_WORKSPACES = 8  # streams with a workspace of their own
+TO_TRAIN = (
+    ", or train with cute_attn.integrations.sdpa.deactivate() or another backend of torch.nn.attention.sdpa_kernel"
+)
 NAME = "cute_attn under torch's scaled_dot_product_attention and varlen_attn"
 
 
@@ -375,14 +378,8 @@ def _check(dropout_p: float, return_debug_mask: bool, **tensors: torch.Tensor) -
         _refuse(f"dropout_p={dropout_p}", "the kernels are for inference", "dropout_p=0.0, module.eval()")
     if return_debug_mask:
         _refuse("return_debug_mask", "the kernels keep no probabilities", "return_debug_mask=False")
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor.requires_grad:
-                raise ArgumentError(
-                    f"{name} requires grad, and cute_attn computes no gradients: call it under torch.no_grad(), or "
-                    "train with cute_attn.integrations.sdpa.deactivate() or another backend of "
-                    "torch.nn.attention.sdpa_kernel"
-                )
+    for name, tensor in tensors.items():
+        checks.check_grad(name, tensor, TO_TRAIN)
 
 
 def _refuse(feature: str, reason: str, instead: str) -> None:
