@@ -80,6 +80,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
     if input.dim() != 2 or input.shape[1] % BLOCK:
         raise ArgumentError(f"input must have shape [M, K] with K % {BLOCK} == 0, got {checks.describe(input)}")
     checks.dtype("input", input.dtype, INPUTS)
+    checks.check_grad("input", input)
     checks.tensor("global_scale", global_scale)
     return _quantised(input.unsqueeze(1), scale_of("global_scale", global_scale, input.device), input.shape[:-1])
 
@@ -301,6 +302,7 @@ def _paged(name: str, cache: Any) -> torch.Tensor:
     if cache.dim() != 4:
         raise ArgumentError(f"{name} must have 4 dimensions, got {checks.describe(cache)}")
     checks.dtype(name, cache.dtype, INPUTS)
+    checks.check_grad(name, cache)
     return cache
 
 

@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "public": {"xqa", "wrappers", "ops", "dispatch", "request", "reference", "runtime", *TYPES},
     "xqa": {"wrappers", "ops", "dispatch", "request", "reference", "runtime", *TYPES},
     "wrappers": {"ops", "dispatch", "kernels.host", "request", "schedule", "runtime", *TYPES},
-    "ops": {"runtime", *TYPES},
+    "ops": {"request", "runtime", *TYPES},
     "dispatch": {"kernels.host", *HOSTS, *SPECS, "request", "schedule", "reference", "emulator", "runtime", *TYPES},
     "kernels.host": {
         "kernels.programs",

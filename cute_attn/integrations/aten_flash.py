@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn.errors import ArgumentError, NotSupported, Refusal
+from cute_attn.errors import NotSupported, Refusal
 from cute_attn.prefill import single_prefill_with_kv_cache
-from cute_attn.request import trtllm_prefill
+from cute_attn.request import checks, trtllm_prefill
 from cute_attn.request.trtllm_prefill import Lengths
 from cute_attn.runtime import capture
 from cute_attn.wrappers import planned_prefill
@@ -26,6 +26,9 @@ from cute_attn.xqa import xqa_batch_decode_with_kv_cache
 
 WORKSPACE_BYTES = 128 << 20  # enough for every batch
 MAX_WORKSPACES = 8  # streams with a workspace of their own
+TO_TRAIN = (
+    ", or train with cute_attn.integrations.sdpa.deactivate() or another backend of torch.nn.attention.sdpa_kernel"
+)
 NAME = "cute_attn under torch's scaled_dot_product_attention and varlen_attn"
 
 
@@ -154,7 +157,7 @@ def flash_attention_into(
     `flags` are dropout_p, is_causal and return_debug_mask. Returns the lse.
     """
     dropout_p, is_causal, return_debug_mask = flags
-    _check(dropout_p, return_debug_mask, query=query, key=key, value=value)
+    _check(dropout_p, return_debug_mask, out=out, query=query, key=key, value=value)
     options = {name: option for name, option in options.items() if option is not None and name != "num_splits"}
     operands, scale = Operands(query, key, value, out), options.pop("scale", None)
     band = Band.of(is_causal, options.pop("window_size_left", None), options.pop("window_size_right", None))
@@ -183,15 +186,17 @@ def dense(operands: Operands, band: Band, scale: float | None) -> torch.Tensor:
 
     Where the batch and the heads of every tensor are one axis of equal steps, the batch is one request with all those
     heads: a launch without a plan. Where the batch and the tokens of q and out are one, it is a ragged batch, or, for k
-    and v of other strides, a paged one with a page per request. Otherwise every request is a launch.
+    and v of other strides, a paged one with a page per request. Otherwise, and without keys, every request is a launch.
     """
     q, out = operands.q, operands.out
     batch, heads, qo_len, _ = q.shape
     lse = q.new_empty((batch, heads, qo_len), dtype=torch.float32)
+    if not batch or not heads:
+        return lse
     if all(_is_one_axis(x, 1) for x in operands):
         rows = _single(operands.each(lambda x: x.flatten(0, 1)), band, scale)
         return _natural(rows.view(qo_len, batch, heads).permute(1, 2, 0), lse)
-    if _is_one_axis(q, 2) and _is_one_axis(out, 2) and not _is_capturing(q):
+    if operands.k.shape[2] and _is_one_axis(q, 2) and _is_one_axis(out, 2) and not _is_capturing(q):
         rows = _tokens(operands.each(lambda x: x.transpose(1, 2)), band, scale)
         return _natural(rows.view(batch, qo_len, heads).transpose(1, 2), lse)
     for request, part in zip(zip(*operands, strict=True), lse, strict=True):
@@ -246,7 +251,7 @@ def _ragged(
     lengths = Lengths(qo_indptr, kv_indptr[1:] - kv_indptr[:-1])
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
     rows = lengths.rows
-    out[rows:].zero_()
+    _clear(operands, rows)
     computed = _planned(q[:rows], Keys(k, v, kv_indptr=kv_indptr), out[:rows], lengths, band, scale)
     lse[:, :rows].copy_(computed.t()).mul_(math.log(2.0))
     return lse
@@ -264,6 +269,7 @@ def _paged(
     if max_q > 1 and not band.causal:
         _refuse("block_table without a causal mask", "several query tokens see keys up to their own", "window (-1, 0)")
     lse = q.new_full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float32)
+    _clear(operands, 0)  # only the device knows how many rows the requests have
     xqa_batch_decode_with_kv_cache(
         q,
         (k, v),
@@ -274,11 +280,19 @@ def _paged(
         bmm1_scale=q.shape[-1] ** -0.5 if scale is None else scale,
         window_left=band.window_left,
         out=out,
-        q_len_per_req=max_q,
+        q_len_per_req=max(1, max_q),
         q_cu_seq_lens=cum_seq_q,
         lse=lse,
     )
     return _natural(lse.t(), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32))
+
+
+def _clear(operands: Operands, first: int) -> None:
+    """Write 0 to the rows of out from `first` on, which may be of no request; an out that holds operands is refused."""
+    q, k, v, out = operands
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        checks.no_overlap("out", checks.extent(out), name, checks.extent(x))
+    out[first:].zero_()
 
 
 def _planned(
@@ -375,14 +389,8 @@ def _check(dropout_p: float, return_debug_mask: bool, **tensors: torch.Tensor) -
         _refuse(f"dropout_p={dropout_p}", "the kernels are for inference", "dropout_p=0.0, module.eval()")
     if return_debug_mask:
         _refuse("return_debug_mask", "the kernels keep no probabilities", "return_debug_mask=False")
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor.requires_grad:
-                raise ArgumentError(
-                    f"{name} requires grad, and cute_attn computes no gradients: call it under torch.no_grad(), or "
-                    "train with cute_attn.integrations.sdpa.deactivate() or another backend of "
-                    "torch.nn.attention.sdpa_kernel"
-                )
+    for name, tensor in tensors.items():
+        checks.check_grad(name, tensor, TO_TRAIN)
 
 
 def _refuse(feature: str, reason: str, instead: str) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.ops.declare import DTYPE, NUMBER, TENSORS, UNUSED
+from cute_attn.request import checks
 
 
 def call(name: str, *values: Any) -> Any:
@@ -35,6 +36,7 @@ def run(
     """
     from cute_attn.ops import register
 
+    _refuse_grad("args", operands)
     tensors = [value for value in operands if isinstance(value, torch.Tensor)]
     numbers = [value for value in operands if value is not None and not isinstance(value, torch.Tensor)]
     flat = _flat(register.KINDS[name], values)
@@ -56,8 +58,7 @@ def _flat(kinds: str, values: tuple[Any, ...]) -> list[Any]:
     for parameter, value in zip(kinds.split(" "), values, strict=True):
         name, kind = parameter.split(":")
         is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor and torch.is_grad_enabled() and value.requires_grad:
-            raise ArgumentError(f"{name} requires grad, and no gradients are computed: use torch.no_grad() or detach()")
+        _refuse_grad(name, value)
         if kind == UNUSED:
             if value is not None:
                 raise ArgumentError(f"{name} must be None under torch.compile")
@@ -72,3 +73,12 @@ def _flat(kinds: str, values: tuple[Any, ...]) -> list[Any]:
         else:
             flat.append(value)
     return flat
+
+
+def _refuse_grad(name: str, value: Any) -> None:
+    """Refuse a tensor, or one in a pair or list, that torch wants a derivative of: operators have none."""
+    if isinstance(value, torch.Tensor):
+        checks.check_grad(name, value)
+    elif isinstance(value, tuple | list):
+        for i, part in enumerate(value):
+            _refuse_grad(f"{name}[{i}]", part)

@@ -10,6 +10,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import BatchPlan, BatchProblem, Features, MemoryRange, OperandLayout, Settings
@@ -21,7 +22,6 @@ from cute_attn.request.single import (
     ALIGNMENT,
     Scales,
     check_block_scales,
-    check_grad,
     check_head_scales,
     check_outputs,
     check_per_head,
@@ -33,7 +33,6 @@ from cute_attn.request.single import (
     memory_ranges,
     operand_layout,
     readable_query,
-    refuse_grad,
     split_scale,
 )
 
@@ -78,8 +77,8 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
     if not layout.readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         q = readable_query(q, ("k", k), ("v", v), alignment=kv_alignment(k))
         half_aligned = is_half_aligned(k, v)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        refuse_grad(q=q, k=k, v=v)
+    if q.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0:
+        checks.refuse_grad(q=q, k=k, v=v)
     if return_lse is not True and return_lse is not False:
         checks.boolean("return_lse", return_lse)
 
@@ -187,7 +186,7 @@ def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     checks.device("lse", lse, q.device)
     if not lse.is_contiguous():
         raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
-    check_grad("lse", lse)
+    checks.check_grad("lse", lse)
     operands, cache = {"q": q, "out": arguments.out, "sinks": arguments.sinks}, arguments.kv_cache
     operands |= dict(zip("kv", cache, strict=False)) if isinstance(cache, tuple | list) else {"the cache": cache}
     # The run refuses what has no memory.
@@ -369,6 +368,8 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
         scales = pages(plan, scales, "kv_cache_sf")
     if not isinstance(scales, tuple | list) or not all(isinstance(x, torch.Tensor) for x in scales):
         return check_block_scales(scales, k, v)  # raises the error
+    for x in scales:
+        checks.check_grad("kv_cache_sf", x)
     layout = (
         k.shape,
         *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in scales),

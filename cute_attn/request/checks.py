@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
 from cute_attn.problem import short
@@ -150,6 +151,28 @@ def readable(name: str, value: Any) -> torch.Tensor:
     if not (value.is_cpu or value.is_cuda):
         raise ArgumentError(f"{name} must be on a cpu or cuda device, got {describe(value)}")
     return value
+
+
+def refuse_grad(**tensors: torch.Tensor) -> None:
+    """Refuse tensors that torch wants derivatives of."""
+    for name, tensor in tensors.items():
+        check_grad(name, tensor)
+
+
+def check_grad(name: str, value: torch.Tensor, more: str = "") -> None:
+    """Refuse a tensor that torch wants a derivative of, so that nobody relies on one: none is computed. `more`: advice.
+
+    Callers with several tensors and no time look at `forward_ad._current_level` and `requires_grad` themselves first.
+    """
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{name} requires grad, and cute_attn computes no gradients: "
+            f"call it under torch.no_grad() or pass {name}.detach(){more}"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+        raise ArgumentError(
+            f"{name} has a tangent of forward-mode AD, and cute_attn computes no gradients: pass {name}.detach(){more}"
+        )
 
 
 def writable(name: str, value: torch.Tensor) -> None:

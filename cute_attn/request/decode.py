@@ -11,6 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import DecodeProblem, Features, OperandLayout, Scratch, Settings, draft_mask_bytes
@@ -28,7 +29,6 @@ from cute_attn.request.single import (
     memory_ranges,
     operand_layout,
     readable_query,
-    refuse_grad,
     split_scale,
 )
 
@@ -109,8 +109,8 @@ def _problem(tensors: DecodeTensors, scales: DecodeScales, options: DecodeOption
     settings, scale_tensors, v_scale_tensors = _settings_of(tensors, scales, options, operands)
     if not operands.layout.readable or (query.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         query = readable_query(query, *zip(OPERANDS[1:], (k, v), strict=True))
-    if torch.is_grad_enabled() and (query.requires_grad or k.requires_grad or v.requires_grad):
-        refuse_grad(query=query, k=k, v=v)
+    if query.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0:
+        checks.refuse_grad(query=query, k=k, v=v)
     checks.device("workspace_buffer", scratch.partial_buffer, device)
     checks.device("semaphores", scratch.counter_buffer, device)
     out, lse = _outputs(tensors, options.return_lse, settings.features, operands.layout.spans, qo_len)

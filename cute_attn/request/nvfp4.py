@@ -105,6 +105,7 @@ def scale_of(name: str, value: Any, device: torch.device) -> float | torch.Tenso
         return checks.positive(name, number)  # not rounded to 0
     if checks.stored(name, value).numel() != 1:
         raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
+    checks.check_grad(name, value)
     checks.dtype(name, value.dtype, (torch.float32,))
     same_device(name, value, device)
     if device.type == "cpu":
@@ -118,6 +119,7 @@ def decode_scale(name: str, value: Any, device: torch.device, read: bool) -> flo
     CPU tensors are numbers. Values of other tensors are read, which waits for the device, only if `read` says so.
     """
     if isinstance(value, torch.Tensor):
+        checks.check_grad(name, value)
         if value.numel() != 1:
             raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
         checks.dtype(name, value.dtype, (torch.float32,))

@@ -116,6 +116,7 @@ def writable_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor,
     views = cache_views(name, cache, kv_layout)
     for i, view in enumerate(views):
         checks.dense(f"{name}[{i}]", view)
+        checks.check_grad(f"{name}[{i}]", view)
     checks.apart(*((f"{name}[{i}]", view) for i, view in enumerate(views)))
     return views
 
@@ -129,6 +130,7 @@ def check_rows(name: str, rows: Any, cache: torch.Tensor, head_dim: int, cache_n
             f"{name} must have shape [nnz, num_kv_heads, head_dim] = [nnz, {expected[0]}, {expected[1]}], "
             f"got {checks.describe(rows)}"
         )
+    checks.check_grad(name, rows)
     if rows.device != cache.device:
         raise ArgumentError(f"{name} must be on {cache_name}'s device {cache.device}, got {checks.describe(rows)}")
 

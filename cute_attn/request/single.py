@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import Features, MemoryRange, OperandLayout, Problem
@@ -88,8 +89,8 @@ def problem(call: Call) -> Problem:
     settings = call_settings(structure, *options)
     features = settings.features
 
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        refuse_grad(q=q, k=k, v=v)
+    if q.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0:
+        checks.refuse_grad(q=q, k=k, v=v)
     if uncommon:
         q = readable_query(q, ("k", k), ("v", v), alignment=kv_alignment(k))
 
@@ -219,21 +220,6 @@ def check_alignment(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT)
         )
 
 
-def refuse_grad(**tensors: torch.Tensor) -> None:
-    """Refuse tensors that require gradients while gradients are enabled."""
-    for name, tensor in tensors.items():
-        check_grad(name, tensor)
-
-
-def check_grad(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that requires a gradient, so that no training loop relies on one: none is computed."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            f"{name} requires grad, but attention here computes no gradients: "
-            f"call it under torch.no_grad() or pass {name}.detach()"
-        )
-
-
 # ---- masks
 
 
@@ -281,7 +267,7 @@ def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scale
         raise ArgumentTypeError(
             f"{name} must be a number or a floating-point tensor of one element, got {checks.describe(value)}"
         )
-    check_grad(name, checks.stored(name, value))
+    checks.check_grad(name, checks.stored(name, value))
     if value.device.type == "cpu":
         return value.item(), ()
     checks.device(name, checks.stored(name, value), device)
@@ -303,6 +289,7 @@ def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
     expected = (*cache.shape[:-1], 2 * cache.shape[-1] // NVFP4_BLOCK)
     checks.shape(name, value, expected, "[..., head_dim / 16], the leading axes of k and v,")
     checks.device(name, value, cache.device)
+    checks.check_grad(name, value)
     if value.stride(-1) != 1 and value.shape[-1] > 1:
         raise ArgumentError(f"{name}: its innermost stride must be 1, got strides {value.stride()}")
     if value.device.type in KERNEL_DEVICES and value.shape[-1] % SCALES_ALIGNMENT == 0:
@@ -347,7 +334,7 @@ def check_per_head(name: str, value: Any, features: Features) -> torch.Tensor:
     else:
         checks.shape(name, value, (features.num_qo_heads,), "[num_qo_heads]")
     checks.device(name, value, features.device)
-    check_grad(name, value)
+    checks.check_grad(name, value)
     if not value.dtype.is_floating_point:
         raise ArgumentError(f"{name} must have a floating-point dtype, got {checks.describe(value)}")
     if name == "sinks" and value.device.type == "cpu":
@@ -414,7 +401,7 @@ def _check_output(
         checks.shape(name, buffer, shape, axes)
         checks.dtype(name, buffer.dtype, (dtype,))
         checks.device(name, buffer, device)
-    check_grad(name, buffer)
+    checks.check_grad(name, buffer)
 
 
 def _check_no_overlap(name: str, buffer: torch.Tensor, taken: list[MemoryRange]) -> checks.Extent:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, empty_like, is_grad_enabled
+from torch.autograd import forward_ad
 
 from cute_attn.kernels.host.batch import Repeat
 from cute_attn.problem import BatchPlan, BatchProblem, MemoryRange
@@ -38,7 +39,7 @@ class CachedRun(NamedTuple):
 def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor | None] | None:
     """Launch a run like a cached one and return out and lse; None if there is none, or an address does not qualify."""
     cached = plan.cached_runs.get(_cache_key(arguments))
-    if cached is None:
+    if cached is None or forward_ad._current_level >= 0:  # the full path looks for tangents
         return None
     q, cache, out, lse, sinks = arguments.q, arguments.kv_cache, arguments.out, arguments.lse, arguments.sinks
     if isinstance(cache, Tensor):

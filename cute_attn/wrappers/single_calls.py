@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, empty_like, is_grad_enabled
+from torch.autograd import forward_ad
 
 from cute_attn.dispatch import backends
 from cute_attn.kernels.host.single import SingleRepeat
@@ -78,7 +79,7 @@ def try_replay(key: Any, kv_len: int, q: Any, k: Any, v: Any, out: Any, lse: Any
         cached = _cached.get(key)
     except TypeError:  # an option has no hash: the full path says what is wrong with it
         return None
-    if cached is None:
+    if cached is None or forward_ad._current_level >= 0:  # the full path looks for tangents
         return None
     repeat, like_q, shape, dtype, return_lse, kv_alignment, spans = cached
     q_start, k_start, v_start = q.data_ptr(), k.data_ptr(), v.data_ptr()

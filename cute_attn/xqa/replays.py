@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 
 from cute_attn.dispatch import backends
 from cute_attn.dispatch.backends import DecodeRepeat
@@ -96,7 +97,7 @@ def try_replay(key: Any, tensors: Tensors) -> Result | None:
         cached = _cached.get(key)
     except TypeError:  # an option has no hash: the full path says what is wrong with it
         return None
-    if cached is None:
+    if cached is None or forward_ad._current_level >= 0:  # the full path looks for tangents
         return None
     query, cache, workspace, tables, seq_lens, sinks, out = tensors
     repeat, out_shape, out_dtype, lse_shape, v_offset, spans, (of_tables, of_lens, of_sinks) = cached

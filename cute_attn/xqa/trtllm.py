@@ -27,7 +27,6 @@ from cute_attn.request.decode import (
 from cute_attn.request.decode_values import Said
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.names import rename
-from cute_attn.request.single import check_grad
 from cute_attn.xqa import replays
 from cute_attn.xqa.decode import Cache, longest
 
@@ -328,6 +327,6 @@ def _columns(lse: Any, problem: DecodeProblem) -> torch.Tensor | None:
     checks.shape("lse", checks.tensor("lse", lse), tuple(rows.shape[::-1]), "[num_qo_heads, num_tokens]")
     checks.dtype("lse", lse.dtype, (torch.float32,))
     checks.device("lse", lse, rows.device)
-    check_grad("lse", lse)
+    checks.check_grad("lse", lse)
     checks.dense("lse", lse)
     return lse

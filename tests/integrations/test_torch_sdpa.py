@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import cute_attn
 from cute_attn.integrations import aten_flash, sdpa
@@ -130,6 +133,74 @@ def test_varlen_over_pages() -> None:
     assert torch.equal(given, out)
     with pytest.raises(cute_attn.NotSupported, match="block_table without a causal mask"):
         varlen_attn(q, *cache, cum_q, None, 5, 8, enable_gqa=True, seqused_k=lens, block_table=tables)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_rows_of_no_request_are_empty(paged: bool) -> None:
+    """Past the last request, whatever the memory of out held: 0, and an lse of -inf, as for a token without keys."""
+    q, k = torch.randn(5, HEADS, DIM).bfloat16(), torch.randn(*((4, 4) if paged else (12,)), KV_HEADS, DIM).bfloat16()
+    cum_q, cum_k, lens = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 3], [0, 3, 7], [3, 4]))
+    pages = {"seqused_k": lens, "block_table": torch.tensor([[0], [2]], dtype=torch.int32)} if paged else {}
+    out = torch.full_like(q, math.nan)
+    given = q, k, k, cum_q, None if paged else cum_k, 2, 4, 0.0, True, False
+    lse = aten_flash.flash_attention_into(out, *given, **pages)
+    assert not out[3:].any()
+    assert (lse[:, 3:] == -math.inf).all()
+    assert out[:3].isfinite().all()
+    assert lse[:, :3].isfinite().all()
+    with pytest.raises(cute_attn.ArgumentError, match="out requires grad"):
+        aten_flash.flash_attention_into(out.clone().requires_grad_(), *given, **pages)
+    for operand in (q, k.flatten()[: q.numel()].view(q.shape)):
+        before = operand.clone()
+        with pytest.raises(cute_attn.ArgumentError, match="out must not share memory"):
+            aten_flash.flash_attention_into(operand, *given, **pages)
+        assert torch.equal(operand, before)
+
+
+# ---- nothing to compute
+
+
+@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "batch_heads_tokens_keys", [(2, 4, 3, 0), (0, 4, 3, 5), (2, 0, 3, 5), (2, 4, 0, 5), (0, 4, 0, 0)]
+)
+def test_empty_tensors(batch_heads_tokens_keys: Any, transposed: bool, is_causal: bool) -> None:
+    """As torch's math backend and the shapes that its compiler expects."""
+    batch, heads, qo_len, kv_len = batch_heads_tokens_keys
+    q, k, v = (torch.randn(batch, heads, tokens, DIM).bfloat16() for tokens in (qo_len, kv_len, kv_len))
+    if transposed:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    results = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.equal(results[0], scaled_dot_product_attention(q, k, v, is_causal=is_causal))
+    assert torch.equal(results[1], torch.full((batch, heads, qo_len), -math.inf))
+    with FakeTensorMode() as mode:
+        fakes = aten._scaled_dot_product_flash_attention(*map(mode.from_tensor, (q, k, v)), 0.0, is_causal)
+    for real, fake in zip(results[:2], fakes[:2], strict=True):
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+    tokens_first = (x.transpose(1, 2) for x in (q, k, v))
+    same = aten._flash_attention_forward(*tokens_first, None, None, qo_len, kv_len, 0.0, is_causal, False)
+    assert torch.equal(same[0].transpose(1, 2), results[0])
+    assert torch.equal(same[1], results[1])
+
+
+@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.parametrize(("rows", "cum_q", "lens"), [(2, [0, 1, 2], [0, 0]), (3, [0], []), (0, [0, 0, 0], [2, 3])])
+@pytest.mark.parametrize("paged", [False, True])
+def test_empty_batches(rows: int, cum_q: list[int], lens: list[int], paged: bool) -> None:
+    """Without keys, without requests, and requests without query tokens."""
+    q, k = torch.randn(rows, HEADS, DIM).half(), torch.randn(*((4, 4) if paged else (sum(lens),)), HEADS, DIM).half()
+    starts, ends = (torch.tensor(x, dtype=torch.int32) for x in (cum_q, [0, *lens]))
+    tables = torch.zeros(len(lens), 2, dtype=torch.int32)
+    pages = {"seqused_k": ends[1:], "block_table": tables} if paged else {}
+    cum_k = None if paged else ends.cumsum(0, dtype=torch.int32)
+    longest = max([0, *(b - a for a, b in pairwise(cum_q))]), max([0, *lens])
+    given = q, k, k, starts, cum_k, *longest, 0.0, True, False
+    out, lse, *_ = aten._flash_attention_forward(*given, **pages)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((HEADS, rows), -math.inf))
 
 
 @pytest.mark.usefixtures("_on_cpu")

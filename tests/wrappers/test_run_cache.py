@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from cute_attn import ArgumentError, ArgumentTypeError, BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
@@ -214,6 +216,10 @@ def grad(x: torch.Tensor) -> torch.Tensor:
     return x.clone().requires_grad_()
 
 
+def tangent(x: torch.Tensor) -> torch.Tensor:
+    return forward_ad.make_dual(x, x.clone())
+
+
 WRONG: dict[str, Callable[[BatchInputs], dict[str, Any]]] = {
     "k off alignment": with_cache(shifted, 0),
     "v off alignment": with_cache(shifted, 1),
@@ -225,6 +231,9 @@ WRONG: dict[str, Callable[[BatchInputs], dict[str, Any]]] = {
     "no tensor": lambda inputs: {"paged_kv_cache": (inputs.kv[0][0], None)},
     "three halves": lambda inputs: {"paged_kv_cache": (*inputs.kv[0], inputs.kv[0][0])},
     "q needs grad": lambda inputs: {"q": grad(inputs.q)},
+    "v has a tangent": with_cache(tangent, 1),
+    "q has a tangent": lambda inputs: {"q": tangent(inputs.q)},
+    "out has a tangent": lambda inputs: {"out": tangent(torch.empty_like(inputs.q))},
     "q of fewer rows": lambda inputs: {"q": inputs.q[1:]},
     "q of numpy": lambda inputs: {"q": inputs.q.numpy()},
     "out over q": lambda inputs: {"out": inputs.q},
@@ -255,7 +264,10 @@ def test_errors_after_a_good_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         for extra in before:
             made.run(**good, **extra)
             made.run(**good, **extra)
-        with pytest.raises((ValueError, TypeError, NotImplementedError)) as caught:
+        with (
+            forward_ad.dual_level() if "tangent" in name else nullcontext(),
+            pytest.raises((ValueError, TypeError, NotImplementedError)) as caught,
+        ):
             made.run(**{**good, **WRONG[name](inputs)})
         errors.append((type(caught.value), str(caught.value)))
     assert errors[0] == errors[1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from cute_attn import ArgumentError, ArgumentTypeError, single_decode_with_kv_cache, single_prefill_with_kv_cache
 from cute_attn.emulator.settings import using
@@ -174,6 +175,8 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
         single_prefill_with_kv_cache(q, torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape), v)
     with pytest.raises(ArgumentError, match="v requires grad"):
         single_prefill_with_kv_cache(q, k, v.clone().requires_grad_())
+    with forward_ad.dual_level(), pytest.raises(ArgumentError, match="k has a tangent of forward-mode AD"):
+        single_prefill_with_kv_cache(q, forward_ad.make_dual(k, k), v)
     with pytest.raises(ArgumentError, match="q must not be a negative view"):
         single_prefill_with_kv_cache(torch._neg_view(q), k, v)
     with pytest.raises(ArgumentTypeError, match="q must be a torch"):

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from cute_attn import (
     ArgumentError,
@@ -146,6 +147,8 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
     ):
         with pytest.raises(ArgumentError, match=message):
             function(**{**call, **wrong})
+    with forward_ad.dual_level(), pytest.raises(ArgumentError, match="query has a tangent of forward-mode AD"):
+        function(**{**call, "query": forward_ad.make_dual(query, query)})
     with pytest.raises(ArgumentTypeError, match="window_left must be an int"):
         function(**{**call, "window_left": -1.0})
     driver.recorded.clear()

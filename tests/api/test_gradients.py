@@ -1,0 +1,130 @@
+"""Tensors that torch wants derivatives of are refused in every call: none are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import cute_attn
+from cute_attn import ArgumentError
+from tests.support.torch_ops import CASES, operands
+
+DIFFERENTIABLE = ("nvfp4_dequantize_paged", "merge_state", "merge_states", "merge_state_in_place")
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.requires_grad_()
+
+
+def with_tangent(x: torch.Tensor) -> torch.Tensor:
+    return forward_ad.make_dual(x, torch.ones_like(x))
+
+
+WANTED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], AbstractContextManager[Any]]]] = {
+    "requires grad|is written and must not require grad": (leaf, nullcontext),
+    "has a tangent of forward-mode AD": (with_tangent, forward_ad.dual_level),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def float_tensors(name: str) -> list[int]:
+    return [i for i, x in enumerate(CASES[name]("cpu").tensors) if x.is_floating_point()]
+
+
+@pytest.mark.parametrize("why", WANTED)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in DIFFERENTIABLE])
+def test_every_tensor_of_a_call(name: str, why: str) -> None:
+    call, (wanted, context) = CASES[name]("cpu"), WANTED[why]
+    for i in float_tensors(name):
+        tensors = list(call.with_own_tensors())
+        with context():
+            tensors[i] = wanted(tensors[i])
+            with pytest.raises(ArgumentError, match=why):
+                call.function(*tensors)
+            call.function(*(x.detach() for x in tensors))
+
+
+COMPILED = [
+    ("paged_prefill_run_into", 2, r"paged_kv_cache\[1\]"),  # v of a pair
+    ("ragged_prefill_run", 0, "q"),
+    ("sink_run", 2, r"args\[0\]"),
+    ("xqa_batch_decode_into", 1, "kv_cache"),
+    ("trtllm_batch_decode", 7, r"sinks\[0\]"),  # in a list
+    ("append_pair", 4, r"paged_kv_cache\[0\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "i", "argument"), COMPILED, ids=[f"{name}-{i}" for name, i, _ in COMPILED])
+def test_tensors_of_a_compiled_call(name: str, i: int, argument: str) -> None:
+    call = CASES[name]("cpu")
+    tensors = list(call.with_own_tensors())
+    tensors[i].requires_grad_()
+    function = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=f"{argument} requires grad, and cute_attn computes no gradients"):
+        function(*tensors)
+    with torch.no_grad():
+        function(*tensors)
+
+
+def test_tangents_under_compile() -> None:
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return cute_attn.single_prefill_with_kv_cache(q, k, v)
+
+    def level_inside(q: Any, k: Any, v: Any) -> Any:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(attention(with_tangent(q), k, v)).tangent
+
+    def jvp(q: Any, k: Any, v: Any) -> Any:
+        return torch.func.jvp(lambda q: attention(q, k, v), (q,), (torch.ones_like(q),))
+
+    tensors = operands("cpu")
+    for function in (level_inside, jvp):
+        with pytest.raises(Exception, match="q has a tangent of forward-mode AD"):
+            torch.compile(function, fullgraph=True, backend="aot_eager")(*tensors)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with forward_ad.dual_level():
+        assert torch.equal(compiled(*tensors), attention(*tensors))
+        with pytest.raises(ArgumentError, match="q has a tangent of forward-mode AD"):
+            compiled(with_tangent(tensors[0]), *tensors[1:])
+
+
+def test_block_scales() -> None:
+    """Those of a planned batch, whose layout was seen before, and of a single request."""
+    k, v = (torch.zeros(9, 2, 32, dtype=torch.uint8) for _ in range(2))
+    scales = [torch.ones(9, 2, 4).to(torch.float8_e4m3fn) for _ in range(2)]
+    wrapper = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
+    bounds = (torch.tensor([0, n], dtype=torch.int32) for n in (5, 9))
+    wrapper.plan(*bounds, 4, 2, 64, q_data_type=torch.bfloat16, kv_data_type=torch.uint8)
+    q = operands("cpu")[0]
+
+    def attention() -> None:
+        wrapper.run(q, k, v, kv_cache_sf=tuple(scales))
+        cute_attn.single_prefill_with_kv_cache(q, k, v, kv_cache_sf=tuple(scales))
+
+    attention()
+    scales[1].requires_grad_()
+    with pytest.raises(ArgumentError, match="kv_cache_sf requires grad"):
+        wrapper.run(q, k, v, kv_cache_sf=tuple(scales))
+    with pytest.raises(ArgumentError, match="v_sf of kv_cache_sf requires grad"):
+        cute_attn.single_prefill_with_kv_cache(q, k, v, kv_cache_sf=tuple(scales))
+    with torch.no_grad():
+        attention()
+
+
+@pytest.mark.parametrize("quantize", [cute_attn.fp8_quantize_paged_kv_cache, cute_attn.nvfp4_quantize_paged_kv_cache])
+def test_quantised_caches(quantize: Callable[..., Any]) -> None:
+    k, v = (torch.randn(2, 2, 4, 16, requires_grad=required) for required in (False, True))
+    with pytest.raises(ArgumentError, match="v_cache requires grad"):
+        quantize(k, v)
+    quantize(k, v.detach())
