@@ -94,7 +94,8 @@ def single_prefill_with_kv_cache(
     scale_q, scale_k, scale_v : floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`,
         default 1: per-head factors of fp8 q, k and v.
     o_dtype : dtype of `out`: float16, bfloat16 or float32. Default: q's, and bfloat16 for fp8 q.
-    custom_mask : bool `[qo_len, kv_len]`, True keeps. Replaces `causal`; the window still applies.
+    custom_mask : bool `[qo_len, kv_len]`, or that mask flattened; True keeps. Replaces `causal`; the window still
+        applies.
     packed_custom_mask : uint8 `[ceil(qo_len * kv_len / 8)]`, bit `qo_idx * kv_len + kv_idx` of the mask in
         **little** bit order: `packbits(mask.flatten(), bitorder="little")`. Replaces `custom_mask`.
     causal : token i sees keys j <= i + kv_len - qo_len (bottom-right). Without effect under a custom mask.

@@ -246,7 +246,8 @@ def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:
                 f"custom_mask must be a bool tensor (True: keep), got {checks.describe(mask)}; "
                 "packed uint8 bits are packed_custom_mask"
             )
-        checks.shape("custom_mask", mask, lengths, "[qo_len, kv_len]")
+        if mask.shape != (lengths[0] * lengths[1],):
+            checks.shape("custom_mask", mask, lengths, "[qo_len, kv_len], or flat")
         checks.device("custom_mask", mask, call.q.device)
         if call.packed_custom_mask is None:
             packed = packbits(mask.reshape(-1), bitorder="little")

@@ -369,6 +369,15 @@ def test_lengths_are_checked_in_every_call() -> None:
         problem(**{name: torch.zeros(1, 1, 16, dtype=HALF).expand(1 << 31, 2, 16) for name in ("k", "v")})
     with pytest.raises(ArgumentError, match="custom_mask must have shape"):
         problem(custom_mask=torch.ones(3, 6, dtype=torch.bool))
+    with pytest.raises(ArgumentError, match="custom_mask must have shape"):
+        problem(custom_mask=torch.ones(20, dtype=torch.bool))
+
+
+def test_a_flat_custom_mask_is_the_same_mask() -> None:
+    given, mask = tensors(), torch.rand(3, 7) < 0.5
+    out = single_prefill_with_kv_cache(**given, custom_mask=mask)
+    assert torch.equal(single_prefill_with_kv_cache(**given, custom_mask=mask.flatten()), out)
+    assert not torch.equal(out, single_prefill_with_kv_cache(**given))
 
 
 # ---- the same through the launches

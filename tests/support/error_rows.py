@@ -306,10 +306,10 @@ PREFILL = [
         ("custom_mask", "(3, 7)", "(7, 3)"),
     ),
     Row(
-        "mask flat",
-        {"custom_mask": zeros(21, dtype=torch.bool)},
+        "mask flat, an element short",
+        {"custom_mask": zeros(20, dtype=torch.bool)},
         ArgumentError,
-        ("custom_mask", "(3, 7)", "(21,)"),
+        ("custom_mask", "(3, 7)", "(20,)"),
     ),
     Row(
         "mask device",
