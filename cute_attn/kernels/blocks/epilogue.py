@@ -11,6 +11,8 @@ from cute_attn.kernels.blocks.register_layout import RegisterLayout
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.softmax import add
 
+LARGEST = (2.0 - 2.0**-23) * 2.0**127  # of finite fp32 numbers
+
 
 class RowStats(NamedTuple):
     """Per row slot, the maximum in log2 units and the sum of exp2(score - maximum) over all visible keys."""
@@ -28,7 +30,8 @@ def add_sink(maximum: Float32, total: Float32, sink: Float32) -> tuple[Float32, 
     """Adds the term exp(sink) to the denominator; returns (new maximum, new total, factor for the previous sums)."""
     term = sink * Float32(ptx.LOG2E)
     new = ptx.fmax(maximum, term)
-    anchor = ptx.select(new == ptx.NEG_INF, Float32(0.0), new)
+    # The term of a huge sink is +inf: with a finite anchor it takes all the weight, where inf - inf would be NaN.
+    anchor = ptx.select(new == ptx.NEG_INF, Float32(0.0), ptx.fmin(new, Float32(LARGEST)))
     factor = ptx.exp2(maximum - anchor)
     return new, ptx.fma(total, factor, ptx.exp2(term - anchor)), factor
 
