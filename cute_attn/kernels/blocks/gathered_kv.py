@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.key_range import KeyRange
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
@@ -40,7 +41,7 @@ class GatheredKV:
     arrivals: ClassVar[int] = 4  # at a full barrier per tile: one per warp
     cols: int
     thread: Int32  # of the producer warps
-    kv_end: Int32
+    keys: KeyRange
     table: Int64  # address of the request's first page id
     page_size: Divisor
     k: PageRows
@@ -64,7 +65,7 @@ class GatheredKV:
         page_ids = []
         for i in self.rounds:
             token = self.token(kv_tile, i)
-            exists = cutlass.and_(self.thread & 31 < self.round_rows, token < self.kv_end)
+            exists = cutlass.and_(self.thread & 31 < self.round_rows, self.keys.contains(token))
             page_ids.append(ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
         return page_ids
 
@@ -85,12 +86,12 @@ class GatheredKV:
         address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_id, rows.page_stride, rows.base))
         lane = self.thread & 31
         row, chunk = lane >> 3, lane & 7  # in a pass
-        left = self.kv_end - (token - lane + row)
+        keys = self.keys.relative_to(token - lane + row)  # the first token of this lane's passes
         shared = target + swizzled((self.thread >> 5) * self.warp_rows + row, chunk, LINE)
         for j in range(self.round_rows // ROWS_PER_PASS):
             first = i * self.round_rows + j * ROWS_PER_PASS
             source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * j)) + Int64(chunk * CHUNK)
-            size = ptx.select(left > Int32(ROWS_PER_PASS * j), Int32(CHUNK), Int32(0))
+            size = ptx.select(keys.contains(Int32(ROWS_PER_PASS * j)), Int32(CHUNK), Int32(0))
             destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if first // ROWS_PER_PASS % 2 else shared
             for line in range(-(-rows.chunks // 8)):
                 whole = (line + 1) * 8 <= rows.chunks
@@ -128,7 +129,7 @@ class GatheredFp8KV:
     arrivals: ClassVar[int] = 32  # at a full barrier per tile: every lane's own copies
     cols: int
     lane: Int32
-    kv_end: Int32
+    keys: KeyRange
     table: Int64  # address of the request's first page id
     page_size: Divisor
     k: PageRows
@@ -141,7 +142,7 @@ class GatheredFp8KV:
         page_ids = []
         for i in self.rounds():
             token = kv_tile * self.cols + self.lane + 32 * i
-            exists = cutlass.and_(self.lane + 32 * i < self.cols, token < self.kv_end)
+            exists = cutlass.and_(self.lane + 32 * i < self.cols, self.keys.contains(token))
             page_ids.append(ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
         return page_ids
 
@@ -149,14 +150,14 @@ class GatheredFp8KV:
         columns = -(-rows.chunks // 4)
         row, chunk = self.lane >> 2, self.lane & 3  # within a pass of eight rows
         shared = target + row * (64 * columns) + chunk * CHUNK
-        left = self.kv_end - (kv_tile * self.cols + row)
+        keys = self.keys.relative_to(kv_tile * self.cols + row)
         for i in self.rounds():
             token = kv_tile * self.cols + self.lane + 32 * i
             within = token - self.page_size.quotient(token) * self.page_size.value
             address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_ids[i], rows.page_stride, rows.base))
             for first in range(32 * i, min(32 * i + 32, self.cols), 8):
                 source = ptx.shuffle_address(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)
-                size = ptx.select(left > Int32(first), Int32(CHUNK), Int32(0))
+                size = ptx.select(keys.contains(Int32(first)), Int32(CHUNK), Int32(0))
                 for column in range(columns):
                     whole = 4 * column + 4 <= rows.chunks
                     part = size if whole else ptx.select(chunk < rows.chunks - 4 * column, size, Int32(0))

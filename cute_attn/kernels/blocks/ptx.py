@@ -181,9 +181,9 @@ def ld_global_f32(address: Int64) -> Float32:
     return asm("ld.global.f32 $0, [$1];", [Float32], [address])
 
 
-def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
-    """Loads if `wanted`; otherwise returns 0 and reads nothing."""
-    text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1];}"
+def ld_global_u32_if(address: Int64, wanted: Boolean, otherwise: int = 0) -> Int32:
+    """Loads if `wanted`; otherwise returns `otherwise` and reads nothing."""
+    text = f"{{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, {otherwise}; @p ld.global.u32 $0, [$1];}}"
     return asm(text, [Int32], [address, select(wanted, Int32(1), Int32(0))])
 
 

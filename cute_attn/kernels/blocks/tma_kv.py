@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.key_range import KeyRange
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem_map import LoadedRows
 
@@ -90,7 +91,7 @@ class PagedTmaKV:
     cols: int
     kv_head: Int32
     lane: Int32
-    kv_end: Int32
+    keys: KeyRange
     table: Int64  # address of the request's first page id
     page_size: Divisor
     box_rows: Int32
@@ -107,7 +108,7 @@ class PagedTmaKV:
         for i in self.rounds():
             row = (self.lane + 32 * i) * self.box_rows
             token = kv_tile * self.cols + row
-            exists = cutlass.and_(row < self.cols, token < self.kv_end)
+            exists = cutlass.and_(row < self.cols, self.keys.overlaps(token, self.box_rows))
             page = ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists)
             page_ids.append(ptx.select(exists, page, Int32(NO_PAGE)))
         return page_ids
