@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator
@@ -97,10 +96,8 @@ def load(key: str) -> Artifact | None:
     """Returns the cached artifact; None if it is absent, unreadable, damaged or not private."""
     try:
         check_private(directory(), os.stat(directory()))
-        with open(path_of(key), "rb") as file:
-            check_private(path_of(key), os.fstat(file.fileno()))
-            return Artifact.from_bytes(file.read())
-    except NotPrivate as err:
+        return Artifact.from_bytes(read_private(path_of(key)))
+    except (NotPrivate, PermissionError) as err:
         _warn_once(err)
     except (OSError, ArtifactError):
         pass
@@ -180,6 +177,13 @@ def check_private(path: Path, found: os.stat_result) -> None:
         raise NotPrivate(f"other users may write to {path}: chmod go-w {path}")
 
 
+def read_private(path: Path) -> bytes:
+    """Returns the content of a file; NotPrivate if somebody else could have written it."""
+    with open(path, "rb") as file:
+        check_private(path, os.fstat(file.fileno()))
+        return file.read()
+
+
 def _trusted_users() -> tuple[int, ...]:
     return os.geteuid(), 0
 
@@ -194,8 +198,11 @@ def store(key: str, made: Artifact) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes `data` to `path` through a temporary file in the same directory (mode 0600)."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    """Writes `data` to `path` through a temporary file in the same directory. Others may read it, if the umask lets
+    them: root makes bundles and caches for everyone. None of them may write to it.
+    """
+    temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

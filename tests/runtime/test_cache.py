@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import stat
 import warnings
 from collections.abc import Callable
@@ -85,10 +86,27 @@ def test_artifact_is_unchanged_by_a_round_trip_through_a_file() -> None:
     assert Artifact.from_bytes(cached_file().read_bytes()) == artifact
 
 
-def test_cache_directory_is_private() -> None:
-    artifacts.get(SPEC, ARCH, toy_program)
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o000, 0o644), (0o077, 0o600)])
+def test_others_may_read_files_but_not_write_to_them(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        cache.write_atomically(tmp_path / "file", b"content")
+        cache._make_directory()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
     assert stat.S_IMODE(cache.directory().stat().st_mode) == 0o700
-    assert stat.S_IMODE(cached_file().stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["file"]
+
+
+def test_a_cache_that_may_not_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(f"not for you: {path}")
+
+    cache._make_directory()
+    monkeypatch.setattr(cache, "read_private", refuse)
+    with pytest.warns(UserWarning, match=r"cannot use its cache in .*not for you"):
+        assert cache.load("key") is None
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "first", "digest", "middle", "last"])
