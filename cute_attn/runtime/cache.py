@@ -172,7 +172,7 @@ def remove(chosen: Iterable[Entry]) -> None:
 def check_private(path: Path, found: os.stat_result) -> None:
     """Raises NotPrivate unless `path` belongs to this user or root and nobody else may write to it."""
     if found.st_uid not in _trusted_users():
-        raise NotPrivate(f"{path} belongs to user {found.st_uid}")
+        raise NotPrivate(f"{path} belongs to user {found.st_uid}, not to this one or root")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotPrivate(f"other users may write to {path}: chmod go-w {path}")
 
