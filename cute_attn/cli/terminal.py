@@ -45,6 +45,11 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def printable(text: str) -> str:
+    """Returns a line in which nothing controls the terminal: names of files may hold any bytes."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 class ProgressBar:
     """Progress bar on stderr, with an estimate of the time left; silent if stderr is not a terminal."""
 

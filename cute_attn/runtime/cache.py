@@ -34,6 +34,9 @@ _OTHER_SOURCES = (
 )
 # Files and folders of kernels/ that only choose specs and parameters.
 _HOST_ONLY = {"tiles.py", "catalog.py", "default_specs.py", "host"}
+_HEADER_BYTES = 1 << 16  # at most: real ones have some 2000
+# What reading the header of a file may raise, whatever is in it.
+_UNREADABLE = OSError, ArtifactError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error
 _warned: set[str] = set()
 
 
@@ -119,8 +122,8 @@ class Entry(NamedTuple):
 
 
 def entries(verify: bool = False) -> Iterator[Entry]:
-    """Yields the artifacts of the cache, in the order of their names. `verify`: read each whole, and check that nobody
-    else could have written it; else only what it says of itself is read.
+    """Yields the artifacts of the cache, in the order of their names. `verify`: read each whole; else only what it says
+    of itself is read. Nothing is read of a file that somebody else could have written.
     """
     for path in sorted(directory().glob("*.artifact")):
         try:
@@ -130,21 +133,26 @@ def entries(verify: bool = False) -> Iterator[Entry]:
 
 
 def _entry(path: Path, verify: bool) -> Entry:
-    found = path.stat()
+    num_bytes = path.lstat().st_size
     try:
+        check_private(path.parent, path.parent.stat())
+        check_private(path, path.stat())
+        if not path.is_file():  # reading a pipe would wait
+            raise ArtifactError("not a file")
         header = _header(path)
         arch, spec, version = header["arch"], header["spec"], header.get("dsl", "")
         kernel = spec["kernel"]
+        if not all(type(text) is str and text.isprintable() for text in (arch, kernel, version)):
+            raise ArtifactError("arch, kernel and dsl must be printable texts")
         text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
         current = version == dsl.version() and path.stem == _key(text, arch, version)
         if verify:
-            check_private(path, found)
-            Artifact.from_bytes(path.read_bytes())
+            Artifact.from_bytes(read_private(path))
     except FileNotFoundError:
         raise
-    except (OSError, ArtifactError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
-        return Entry(path, found.st_size, "?", "?", "", False, str(error) or repr(error))
-    return Entry(path, found.st_size, arch, kernel, version, current, "")
+    except _UNREADABLE as error:
+        return Entry(path, num_bytes, "?", "?", "", False, str(error) or repr(error))
+    return Entry(path, num_bytes, arch, kernel, version, current, "")
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -153,13 +161,11 @@ def _header(path: Path) -> dict[str, Any]:
         start = file.read(len(artifact._MAGIC) + artifact._DIGEST_BYTES)
         if not start.startswith(artifact._MAGIC):
             raise ArtifactError("not an artifact file")
-        inflate, raw = zlib.decompressobj(), b""
-        while len(raw) < 8 or len(raw) < 8 + int.from_bytes(raw[:8], "little"):
-            block = file.read(4096)
-            if not block:
-                raise ArtifactError("the file is incomplete")
-            raw += inflate.decompress(block)
-    return dict(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]))
+        raw = zlib.decompressobj().decompress(file.read(_HEADER_BYTES), _HEADER_BYTES)
+    end = 8 + int.from_bytes(raw[:8], "little")
+    if end > len(raw):
+        raise ArtifactError(f"the header is incomplete, or longer than {_HEADER_BYTES} bytes")
+    return dict(json.loads(raw[8:end]))
 
 
 def remove(chosen: Iterable[Entry]) -> None:

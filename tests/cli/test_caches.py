@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,16 @@ def test_cache_shows_verifies_and_clears(tmp_path: Path, capsys: Output) -> None
     assert main(["cache", "clear", "--yes"]) == 0
     assert not list((tmp_path / "cache").glob("*.artifact"))
     assert main(["cache", "show", "--json"]) == 0
+
+
+def test_names_of_planted_files_do_not_control_the_terminal(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    for name in (b"\x1b[2J.artifact", b"\xff.artifact"):
+        Path(os.fsdecode(bytes(tmp_path / "cache" / "x")[:-1] + name)).write_bytes(b"junk")
+    assert main(["cache", "verify"]) == 1
+    out = capsys.readouterr().out
+    assert r"/\x1b[2J.artifact: not an artifact file" in out
+    assert r"/\udcff.artifact: not an artifact file" in out
 
 
 def size(tmp_path: Path) -> int:

@@ -8,12 +8,15 @@ import json
 import os
 import stat
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cute_attn.errors import ArtifactError
+from cute_attn.runtime import artifact as artifact_format
 from cute_attn.runtime import artifacts, bundle, cache, dsl
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.compile import Outcome
@@ -353,6 +356,53 @@ def test_verification_reads_files_whole(tmp_path: Path) -> None:
         path.write_bytes(junk)
         assert next(cache.entries()).problem
     assert entry.kernel == "toy"
+
+
+def planted(header: bytes, length: int | None = None) -> bytes:
+    """A file with a header that nobody has checked."""
+    size = len(header) if length is None else length
+    return artifact_format._MAGIC + bytes(32) + zlib.compress(size.to_bytes(8, "little") + header)
+
+
+def head(**changed: Any) -> bytes:
+    return json.dumps({"arch": ARCH, "spec": {"kernel": "toy"}, "dsl": "x", **changed}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (planted(b"[" * 30_000 + b"]" * 30_000), "recursion"),
+        (planted(bytes(1 << 22)), "longer than 65536 bytes"),
+        (planted(b"{}", 1 << 62), "longer than 65536 bytes"),
+        (planted(head(arch=[1])), "must be printable texts"),
+        (planted(head(spec={"kernel": {}})), "must be printable texts"),
+        (planted(head(dsl=None)), "must be printable texts"),
+        (planted(head(arch="\x1b[2J")), "must be printable texts"),
+        (planted(head(arch="\ud800")), "must be printable texts"),
+        (planted(head(spec=None)), "NoneType"),
+    ],
+)
+def test_headers_of_planted_files_are_reported(content: bytes, message: str) -> None:
+    cache._make_directory()
+    cache.path_of("planted").write_bytes(content)
+    (entry,) = cache.entries()
+    assert message in entry.problem
+    assert (entry.num_bytes, entry.arch, entry.kernel, entry.current) == (len(content), "?", "?", False)
+
+
+def test_files_that_others_may_write_are_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache._make_directory()
+    cache.path_of("a").write_bytes(planted(head()))
+    cache.path_of("b").symlink_to(cache.path_of("b"))
+    os.mkfifo(cache.path_of("c"), 0o600)
+    assert [entry.problem for entry in cache.entries()][::2] == ["", "not a file"]
+    assert "symbolic links" in list(cache.entries())[1].problem
+    cache.path_of("a").chmod(0o666)
+    monkeypatch.setattr(cache, "_header", lambda path: pytest.fail(f"{path} is read"))
+    assert "other users may write" in next(cache.entries()).problem
+    cache.path_of("a").chmod(0o600)
+    cache.directory().chmod(0o777)
+    assert "other users may write" in next(cache.entries()).problem
 
 
 # ---- what is loaded is what was asked for, and nobody else could have put it there
