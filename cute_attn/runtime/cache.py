@@ -37,6 +37,7 @@ _HOST_ONLY = {"tiles.py", "catalog.py", "default_specs.py", "host"}
 _HEADER_BYTES = 1 << 16  # at most: real ones have some 2000
 # What reading the header of a file may raise, whatever is in it.
 _UNREADABLE = OSError, ArtifactError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error
+NOWHERE = "there is no home or working directory"
 _warned: set[str] = set()
 
 
@@ -66,14 +67,19 @@ def _sources() -> Iterator[str]:
 
 
 def directory() -> Path:
-    """Returns the absolute path of the cache, which need not exist yet."""
+    """Returns the absolute path of the cache, which need not exist yet. A relative one, which is not used, means that
+    it lies in a home or working directory that there is not.
+    """
     chosen = os.environ.get(switches.CACHE_DIR)
     if not chosen:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         if base.startswith("~"):  # a user without a home: expanduser changes nothing
             return Path(base, "cute_attn")
         chosen = os.path.join(base, "cute_attn")
-    return Path(chosen).absolute()
+    try:
+        return Path(chosen).absolute()
+    except OSError:  # the working directory was removed
+        return Path(chosen)
 
 
 def key_of(spec: KernelSpec, arch: str, dsl_version: str) -> str:
@@ -234,7 +240,7 @@ def locked(key: str) -> Iterator[None]:
 
 def _make_directory() -> None:
     if not directory().is_absolute():
-        raise OSError("no home directory")
+        raise OSError(NOWHERE)
     directory().mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(directory(), os.stat(directory()))
 

@@ -229,6 +229,25 @@ def test_directory_and_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert (raising.directory, raising.every) == (tmp_path, False)
 
 
+@pytest.mark.parametrize(
+    ("text", "megabytes", "warned"),
+    [
+        ("0", 0, False),
+        ("", 1024, False),
+        ("²", 1024, True),
+        ("9" * 5000, 1024, True),
+        ("-1", 1024, True),
+        ("1.5", 1024, True),
+    ],
+)
+def test_limits_that_are_no_number_leave_the_default(
+    text: str, megabytes: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUTE_ATTN_DUMP_MAX_MB", text)
+    assert from_environment("x", "0").max_bytes == megabytes * MB
+    assert ("CUTE_ATTN_DUMP_MAX_MB must be a number of megabytes, got" in caplog.text) == warned
+
+
 # ---- values
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cute_attn.cli import doctor
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import artifact as artifact_format
 from cute_attn.runtime import artifacts, bundle, cache, dsl
@@ -419,6 +420,20 @@ def test_cache_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.Monk
             artifact = artifacts.get(SPEC, ARCH, toy_program)
         assert Artifact.from_bytes(cached_file().read_bytes()) == artifact
     assert compiles(tmp_path) == 3
+
+
+def test_cache_in_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", "kernels")
+    monkeypatch.setattr(cache, "_warned", set())
+    message = r"cache in kernels \(there is no home or working directory\)"
+    with pytest.warns(UserWarning, match=message), cache.locked("key"):
+        assert cache.load("key") is None
+    assert list(cache.entries()) == []
+    line = doctor.cache_line()
+    assert (line.state, "not used (there is no home or working directory)" in line.text) == ("!!", True)
 
 
 @pytest.mark.parametrize("other", [(ToySpec(threads=64), ARCH), (SPEC, "sm_80")])
