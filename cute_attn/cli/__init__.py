@@ -1,6 +1,7 @@
 """Command line: one module per command, each with `add(commands)` and `run(options)`.
 
-`run` returns the exit code: 0 success, 1 a check failed, 2 invalid arguments; 130 after Ctrl-C.
+`run` returns the exit code: 0 success, 1 a check failed, 2 invalid arguments; 130 after Ctrl-C, 143 after
+SIGTERM.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
                 options.jobs,
                 lambda spec, arch, outcome: bar.step(f"{arch} {specs.label(spec)}"),
             )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             print(f"interrupted after {bar.done} of {total} kernels: the same command goes on", file=sys.stderr)
             raise
     num_bytes = sum(path.stat().st_size for path in options.directory.iterdir())

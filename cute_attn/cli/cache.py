@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cute_attn.cli.terminal import ProgressBar, format_bytes, table
+from cute_attn.cli.terminal import ProgressBar, format_bytes, printable, table
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import cache
 
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         return 1 if damaged and options.action == "verify" else 0
     print(report(found))
     for entry in damaged:
-        print(f"{entry.path}: {entry.problem}")
+        print(printable(f"{entry.path}: {entry.problem}"))
     if options.action == "verify":
         print(f"{len(found) - len(damaged)} of {len(found)} files are intact" + (", see above" if damaged else ""))
         return 1 if damaged else 0

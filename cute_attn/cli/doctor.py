@@ -201,12 +201,14 @@ def cuda_python(driver: Driver) -> Finding:
 def cache_line() -> Finding:
     directory = cache.directory()
     files = list(directory.glob("*.artifact")) if directory.is_dir() else []
-    where = f"{directory}: {len(files)} kernels, {format_bytes(sum(file.stat().st_size for file in files))}"
+    where = f"{directory}: {len(files)} kernels, {format_bytes(sum(file.lstat().st_size for file in files))}"
     if directory.is_dir():
         try:
             cache.check_private(directory, directory.stat())
         except cache.NotPrivate as error:
             return Finding("!!", "cache", f"{where}; not used ({error}): every process compiles its kernels itself")
+    if not directory.is_absolute():
+        return Finding("!!", "cache", f"{where}; not used ({cache.NOWHERE}): every process compiles its kernels itself")
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(existing, os.W_OK):
         return Finding("!!", "cache", f"{where}; not writable: every process compiles its kernels itself")

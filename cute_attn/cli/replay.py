@@ -8,7 +8,7 @@ import inspect
 import json
 import logging
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 BACKENDS = ("gpu", "emulator", "reference")
+# Fields of a file's document, of a part of it, of a part's memory and of the error, by type.
+DOCUMENT = {dict: ("versions", "parts"), dict | None: ("error",)}
+PART = {str: ("module", "function"), str | None: ("owner",), list: ("args", "memory"), dict: ("kwargs",)}
+MEMORY = {int: ("bytes", "address"), str: ("device", "left_out"), list: ("names",), bool: ("stored", "zeros")}
+ERROR = {str: ("type", "message")}
 LOOSEST = 0.12  # of results that come from fp8 inputs
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 1e-3}
 
@@ -116,26 +121,49 @@ def errors(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    try:
+    with _reading(f"{path} is no file of CUTE_ATTN_DUMP"):
         archive = zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ArgumentError(f"{path} is no file of CUTE_ATTN_DUMP: {error}") from error
     with archive:
         yield archive
+
+
+@contextlib.contextmanager
+def _reading(problem: str) -> Iterator[None]:
+    """Makes any error of reading a damaged file an ArgumentError: zipfile, json and torch raise those of many types."""
+    try:
+        yield
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise ArgumentError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def read(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     """Returns the document of a file; ArgumentError if it is not one that this version reads."""
     from cute_attn.observe.dump import FORMAT
 
-    try:
-        document = json.loads(archive.read("call.json"))
-        found = document["format"]
-    except (KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
-        raise ArgumentError(f"{path} is no file of CUTE_ATTN_DUMP: {error!r}") from error
-    if found != FORMAT:
-        raise ArgumentError(f"{path} has format {found!r}; this version of cute_attn reads {FORMAT}")
-    return dict(document)
+    with _reading(f"{path} is no file of CUTE_ATTN_DUMP"):
+        document: dict[str, Any] = json.loads(archive.read("call.json"))
+        if document["format"] != FORMAT:
+            raise ArgumentError(f"{path} has format {document['format']!r}; this version of cute_attn reads {FORMAT}")
+        _check("the document", document, DOCUMENT)
+        if document["error"] is not None:
+            _check("error", document["error"], ERROR)
+        for name in {"call", *document["parts"]}:
+            part = document["parts"][name]
+            _check(f"part {name}", part, PART)
+            for memory in part["memory"]:
+                _check(f"memory of part {name}", memory, MEMORY)
+                ", ".join(memory["names"])  # a TypeError unless they are texts
+    return document
+
+
+def _check(what: str, found: Any, fields: Mapping[Any, tuple[str, ...]]) -> None:
+    """Raises a TypeError unless `found` has all the fields."""
+    for kind, names in fields.items():
+        for name in names:
+            if not isinstance(found, dict) or name not in found or not isinstance(found[name], kind):
+                raise TypeError(f"{what} has no {name} of type {getattr(kind, '__name__', kind)}")
 
 
 def target_of(options: argparse.Namespace, call: dict[str, Any]) -> Target:
@@ -163,21 +191,19 @@ def execute(document: dict[str, Any], archive: zipfile.ZipFile, target: Target) 
     from cute_attn.observe import snapshot
     from cute_attn.observe.dump import PLANS
 
-    call = document["parts"]["call"]
-    arguments = {name: _arguments(name, part, archive, target) for name, part in document["parts"].items()}
+    parts, call = document["parts"], document["parts"]["call"]
+    with _reading(f"arguments in {archive.filename} cannot be read"):
+        arguments = {name: _arguments(name, part, archive, target) for name, part in parts.items()}
+    made = public(call["module"], parts["made"]["owner"]) if "made" in parts else None
+    functions = {name: _function(part, made is not None) for name, part in parts.items() if name != "made"}
     filled = [name for _, _, reader in arguments.values() for name in reader.filled]
     choices: list[str] = []
-    asked = _asked_backend(document["parts"])
     try:
-        with _listening(choices), _emulating(target, asked):
-            wrapper: list[Any] = []
-            if "made" in document["parts"]:
-                cls = public(call["module"], document["parts"]["made"]["owner"])
-                wrapper = [_call(cls, [], arguments["made"], target)]
-            if "planned" in document["parts"]:
-                _call(_function(document["parts"]["planned"], wrapper), wrapper, arguments["planned"], target)
-            cls_or_function = _function(call, wrapper)
-            result = _call(cls_or_function, wrapper, arguments["call"], target)
+        with _listening(choices), _emulating(target, _asked_backend(parts)):
+            wrapper = [] if made is None else [_call(made, [], arguments["made"], target)]
+            if "planned" in parts:
+                _call(functions["planned"], wrapper, arguments["planned"], target)
+            result = _call(functions["call"], wrapper, arguments["call"], target)
             if target.backend == "gpu":
                 _synchronize()
     except Exception as error:
@@ -194,15 +220,15 @@ def _synchronize() -> None:
     torch.cuda.synchronize()
 
 
-def _function(part: dict[str, Any], wrapper: list[Any]) -> Callable[..., Any]:
-    """Returns the function of a recorded call, which takes the wrapper first if there is one."""
+def _function(part: dict[str, Any], made: bool) -> Callable[..., Any]:
+    """Returns the function of a recorded call, which takes the wrapper first if there is one. `made`: there is."""
     if part["owner"] is None:
         return public(part["module"], part["function"])
     cls = public(part["module"], part["owner"])
     if part["function"] == "__init__":
         return cls
     name = part["function"]
-    if not wrapper:
+    if not made:
         raise ArgumentError(f"the file does not say how the {part['owner']} was made")
     if name.startswith("_") or not inspect.isfunction(getattr(cls, name, None)):
         raise ArgumentError(f"the file names {name!r}, which is no public method of {part['owner']}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -43,6 +44,11 @@ def format_seconds(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def printable(text: str) -> str:
+    """Returns a line in which nothing controls the terminal: names of files may hold any bytes."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 class ProgressBar:
@@ -96,19 +102,25 @@ class ProgressBar:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets Ctrl-C end compile processes without their tracebacks: they inherit the handler."""
+    """Lets Ctrl-C and SIGTERM end this process and its compile processes at once, wherever the signal goes.
+
+    Compile processes inherit the handler, and end without a traceback. Left alone, they would compile all that waits.
+    """
     parent = os.getpid()
 
     def end(number: int, frame: object) -> None:
         if os.getpid() != parent:
-            os._exit(130)
-        raise KeyboardInterrupt
+            os._exit(128 + number)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -46,10 +46,16 @@ def from_environment(text: str, version: str) -> Dumper:
 
 
 def _max_bytes() -> int:
-    text = os.environ.get(switches.DUMP_MAX_MB, "")
-    if text and not text.isdigit():
-        logger.warning("%s must be a number of megabytes, got %r: %d is used", switches.DUMP_MAX_MB, text, DEFAULT_MB)
-    return (int(text) if text.isdigit() else DEFAULT_MB) << 20
+    text = os.environ.get(switches.DUMP_MAX_MB) or str(DEFAULT_MB)
+    try:
+        megabytes = int(text)
+    except ValueError:  # also of digits that are too many, or of no number
+        megabytes = -1
+    if megabytes < 0:
+        name, shown = switches.DUMP_MAX_MB, text[:REPR_LENGTH]
+        logger.warning("%s must be a number of megabytes, got %r: %d is used", name, shown, DEFAULT_MB)
+        megabytes = DEFAULT_MB
+    return megabytes << 20
 
 
 class Part(NamedTuple):

@@ -6,7 +6,7 @@ Tensors that share memory share it again when they are read, with the strides an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,7 @@ class Snapshot:
         if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
             return {"other": f"tensor {shape}, {tensor.layout}"}
         begin = tensor.data_ptr()
-        spans = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        num_bytes = (sum(spans) + 1) * tensor.element_size() if tensor.numel() else 0
+        num_bytes = _span(tensor.shape, tensor.stride()) * tensor.element_size()
         memory = self._memory(tensor, begin, begin + num_bytes) if num_bytes else None
         if memory is not None:
             memory.zeros &= scratch
@@ -126,6 +125,11 @@ class Snapshot:
         ]
 
 
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns how many elements lie between the first and the last of a tensor, with both."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+
+
 def _bytes(storage: torch.UntypedStorage, memory: Memory) -> torch.Tensor:
     """Returns a copy of a range of a storage on the host."""
     view = torch.empty(0, dtype=torch.uint8, device=memory.device)
@@ -165,14 +169,19 @@ class Reader:
 
     def _tensor(self, record: dict[str, Any]) -> torch.Tensor:
         dtype, number = dtype_named(record["dtype"]), record["memory"]
-        if number < 0:
-            return torch.empty_strided(
-                record["shape"], record["stride"], dtype=dtype, device=self._device(record["device"])
+        shape, strides = record["shape"], record["stride"]
+        num_bytes = _span(shape, strides) * dtype.itemsize
+        if number < 0 and not num_bytes:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=self._device(record["device"]))
+        size = self._index[number]["bytes"] if number >= 0 else 0
+        if not 0 <= record["offset"] <= size - num_bytes:  # torch would make the memory larger
+            raise ArgumentError(
+                f"a tensor of {num_bytes} bytes, shape {shape} and strides {strides} is outside its memory"
             )
         memory = self._memory(number)
         tensor = torch.empty(0, dtype=dtype, device=memory.device)
         offset = memory.storage_offset() + record["offset"]
-        tensor.set_(memory.untyped_storage(), offset // dtype.itemsize, record["shape"], record["stride"])
+        tensor.set_(memory.untyped_storage(), offset // dtype.itemsize, shape, strides)
         if self._index[number]["left_out"]:
             _fill(tensor, self._index[number])
         if record["requires_grad"]:
@@ -184,11 +193,14 @@ class Reader:
         if number not in self._memories:
             entry = self._index[number]
             size, address = entry["bytes"], entry["address"]
+            data = torch.frombuffer(bytearray(self._data(number)), dtype=torch.uint8) if entry["stored"] else None
+            if data is not None and len(data) != size:
+                raise ArgumentError(f"the file holds {len(data)} bytes for a memory of {size}")
             whole = torch.zeros(size + 2 * ALIGNMENT, dtype=torch.uint8, device=self._device(entry["device"]))
             first = (address - whole.data_ptr()) % ALIGNMENT
             memory = whole[first : first + size]
-            if entry["stored"]:
-                memory.copy_(torch.frombuffer(bytearray(self._data(number)), dtype=torch.uint8))
+            if data is not None:
+                memory.copy_(data)
             if entry["left_out"]:
                 self.filled += entry["names"]
             self._memories[number] = memory

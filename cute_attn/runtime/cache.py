@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator
@@ -35,6 +34,10 @@ _OTHER_SOURCES = (
 )
 # Files and folders of kernels/ that only choose specs and parameters.
 _HOST_ONLY = {"tiles.py", "catalog.py", "default_specs.py", "host"}
+_HEADER_BYTES = 1 << 16  # at most: real ones have some 2000
+# What reading the header of a file may raise, whatever is in it.
+_UNREADABLE = OSError, ArtifactError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error
+NOWHERE = "there is no home or working directory"
 _warned: set[str] = set()
 
 
@@ -64,14 +67,19 @@ def _sources() -> Iterator[str]:
 
 
 def directory() -> Path:
-    """Returns the absolute path of the cache, which need not exist yet."""
+    """Returns the absolute path of the cache, which need not exist yet. A relative one, which is not used, means that
+    it lies in a home or working directory that there is not.
+    """
     chosen = os.environ.get(switches.CACHE_DIR)
     if not chosen:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         if base.startswith("~"):  # a user without a home: expanduser changes nothing
             return Path(base, "cute_attn")
         chosen = os.path.join(base, "cute_attn")
-    return Path(chosen).absolute()
+    try:
+        return Path(chosen).absolute()
+    except OSError:  # the working directory was removed
+        return Path(chosen)
 
 
 def key_of(spec: KernelSpec, arch: str, dsl_version: str) -> str:
@@ -97,10 +105,8 @@ def load(key: str) -> Artifact | None:
     """Returns the cached artifact; None if it is absent, unreadable, damaged or not private."""
     try:
         check_private(directory(), os.stat(directory()))
-        with open(path_of(key), "rb") as file:
-            check_private(path_of(key), os.fstat(file.fileno()))
-            return Artifact.from_bytes(file.read())
-    except NotPrivate as err:
+        return Artifact.from_bytes(read_private(path_of(key)))
+    except (NotPrivate, PermissionError) as err:
         _warn_once(err)
     except (OSError, ArtifactError):
         pass
@@ -122,8 +128,8 @@ class Entry(NamedTuple):
 
 
 def entries(verify: bool = False) -> Iterator[Entry]:
-    """Yields the artifacts of the cache, in the order of their names. `verify`: read each whole, and check that nobody
-    else could have written it; else only what it says of itself is read.
+    """Yields the artifacts of the cache, in the order of their names. `verify`: read each whole; else only what it says
+    of itself is read. Nothing is read of a file that somebody else could have written.
     """
     for path in sorted(directory().glob("*.artifact")):
         try:
@@ -133,21 +139,26 @@ def entries(verify: bool = False) -> Iterator[Entry]:
 
 
 def _entry(path: Path, verify: bool) -> Entry:
-    found = path.stat()
+    num_bytes = path.lstat().st_size
     try:
+        check_private(path.parent, path.parent.stat())
+        check_private(path, path.stat())
+        if not path.is_file():  # reading a pipe would wait
+            raise ArtifactError("not a file")
         header = _header(path)
         arch, spec, version = header["arch"], header["spec"], header.get("dsl", "")
         kernel = spec["kernel"]
+        if not all(type(text) is str and text.isprintable() for text in (arch, kernel, version)):
+            raise ArtifactError("arch, kernel and dsl must be printable texts")
         text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
         current = version == dsl.version() and path.stem == _key(text, arch, version)
         if verify:
-            check_private(path, found)
-            Artifact.from_bytes(path.read_bytes())
+            Artifact.from_bytes(read_private(path))
     except FileNotFoundError:
         raise
-    except (OSError, ArtifactError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
-        return Entry(path, found.st_size, "?", "?", "", False, str(error) or repr(error))
-    return Entry(path, found.st_size, arch, kernel, version, current, "")
+    except _UNREADABLE as error:
+        return Entry(path, num_bytes, "?", "?", "", False, str(error) or repr(error))
+    return Entry(path, num_bytes, arch, kernel, version, current, "")
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -156,13 +167,11 @@ def _header(path: Path) -> dict[str, Any]:
         start = file.read(len(artifact._MAGIC) + artifact._DIGEST_BYTES)
         if not start.startswith(artifact._MAGIC):
             raise ArtifactError("not an artifact file")
-        inflate, raw = zlib.decompressobj(), b""
-        while len(raw) < 8 or len(raw) < 8 + int.from_bytes(raw[:8], "little"):
-            block = file.read(4096)
-            if not block:
-                raise ArtifactError("the file is incomplete")
-            raw += inflate.decompress(block)
-    return dict(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]))
+        raw = zlib.decompressobj().decompress(file.read(_HEADER_BYTES), _HEADER_BYTES)
+    end = 8 + int.from_bytes(raw[:8], "little")
+    if end > len(raw):
+        raise ArtifactError(f"the header is incomplete, or longer than {_HEADER_BYTES} bytes")
+    return dict(json.loads(raw[8:end]))
 
 
 def remove(chosen: Iterable[Entry]) -> None:
@@ -175,9 +184,16 @@ def remove(chosen: Iterable[Entry]) -> None:
 def check_private(path: Path, found: os.stat_result) -> None:
     """Raises NotPrivate unless `path` belongs to this user or root and nobody else may write to it."""
     if found.st_uid not in _trusted_users():
-        raise NotPrivate(f"{path} belongs to user {found.st_uid}")
+        raise NotPrivate(f"{path} belongs to user {found.st_uid}, not to this one or root")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotPrivate(f"other users may write to {path}: chmod go-w {path}")
+
+
+def read_private(path: Path) -> bytes:
+    """Returns the content of a file; NotPrivate if somebody else could have written it."""
+    with open(path, "rb") as file:
+        check_private(path, os.fstat(file.fileno()))
+        return file.read()
 
 
 def _trusted_users() -> tuple[int, ...]:
@@ -194,8 +210,11 @@ def store(key: str, made: Artifact) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes `data` to `path` through a temporary file in the same directory (mode 0600)."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    """Writes `data` to `path` through a temporary file in the same directory. Others may read it, if the umask lets
+    them: root makes bundles and caches for everyone. None of them may write to it.
+    """
+    temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -221,7 +240,7 @@ def locked(key: str) -> Iterator[None]:
 
 def _make_directory() -> None:
     if not directory().is_absolute():
-        raise OSError("no home directory")
+        raise OSError(NOWHERE)
     directory().mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(directory(), os.stat(directory()))
 

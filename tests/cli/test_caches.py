@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from cute_attn.request import batch_plan
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import TYPICAL_SMS, named
 from cute_attn.schedule.batch import typical_qo_len
+from tests.support import subprocesses
 
 Output = pytest.CaptureFixture[str]
 COMBINE = [CombineSpec("bfloat16", 128), CombineSpec("float16", 64)]
@@ -176,6 +180,16 @@ def test_cache_shows_verifies_and_clears(tmp_path: Path, capsys: Output) -> None
     assert main(["cache", "show", "--json"]) == 0
 
 
+def test_names_of_planted_files_do_not_control_the_terminal(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    for name in (b"\x1b[2J.artifact", b"\xff.artifact"):
+        Path(os.fsdecode(bytes(tmp_path / "cache" / "x")[:-1] + name)).write_bytes(b"junk")
+    assert main(["cache", "verify"]) == 1
+    out = capsys.readouterr().out
+    assert r"/\x1b[2J.artifact: not an artifact file" in out
+    assert r"/\udcff.artifact: not an artifact file" in out
+
+
 def size(tmp_path: Path) -> int:
     return sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.artifact"))
 
@@ -216,6 +230,37 @@ def test_an_interruption_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     argv = ["bundle", str(tmp_path / "bundle"), "--arch", "sm_90a", *(f"--spec={spec.key()}" for spec in COMBINE)]
     assert main(argv) == 130
     assert "interrupted after 1 of 2 kernels: the same command goes on" in capsys.readouterr().err
+
+
+WORKERS = """
+import multiprocessing, signal, time
+from concurrent.futures import ProcessPoolExecutor
+from cute_attn.cli.terminal import interruptible
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this without
+with interruptible(), ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+    waiting = [pool.submit(time.sleep, 60) for _ in range(9)]
+    print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+    waiting[0].result()
+"""
+
+
+def test_no_worker_outlives_a_signal_to_the_command() -> None:
+    commands = {number: subprocesses.start(WORKERS) for number in (signal.SIGINT, signal.SIGTERM)}
+    pids = [command.pid for command in commands.values()]
+    try:
+        for command in commands.values():
+            assert command.stdout
+            pids += map(int, command.stdout.readline().split())
+        assert len(pids) == 6
+        for number, command in commands.items():
+            command.send_signal(number)
+            command.communicate(timeout=20)  # until the workers have closed their ends, too: they are gone
+            assert command.returncode == {signal.SIGINT: -signal.SIGINT, signal.SIGTERM: 143}[number]
+    except BaseException:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def test_the_estimate_leaves_out_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,10 +196,64 @@ def test_files_run_nothing_but_public_functions(tmp_path: Path, capsys: Output) 
         code = main(["replay", str(rewritten(file, change))])
         captured = capsys.readouterr()
         assert message in captured.out + captured.err
-        assert code in (1, 2)
+        assert code == 2
     (tmp_path / "junk.zip").write_bytes(b"junk")
     assert main(["replay", str(tmp_path / "junk.zip")]) == 2
     assert main(["replay", str(file), "--backend", "reference", "--arch", "sm_90a"]) == 2
+
+
+def with_call(**changed: Any) -> Any:
+    return lambda document: document["parts"]["call"].update(changed)
+
+
+def with_q(**changed: Any) -> Any:
+    return lambda document: document["parts"]["call"]["args"][0]["tensor"].update(changed)
+
+
+def with_memory(**changed: Any) -> Any:
+    return lambda document: document["parts"]["call"]["memory"][0].update(changed)
+
+
+DAMAGES = {
+    "the document has no versions of type dict": lambda d: d.pop("versions"),
+    "the document has no error of type": lambda d: d.update(error="x"),
+    "error has no message of type str": lambda d: d.update(error={"type": "x"}),
+    "the document has no parts of type dict": lambda d: d.update(parts=[]),
+    "KeyError: 'call'": lambda d: d.update(parts={}),
+    "part made has no module of type str": lambda d: d["parts"].update(made=None),
+    "part call has no owner": with_call(owner=3),
+    "part call has no memory of type list": with_call(memory={}),
+    "memory of part call has no device of type str": with_memory(device=None),
+    "memory of part call has no bytes of type int": with_memory(bytes="16"),
+    "expected str instance, int found": with_memory(names=[1]),
+    "cannot be read: IndexError": with_q(memory=9),
+    "shape [9] and strides [1] is outside its memory": with_q(memory=-1, shape=[9], stride=[1]),
+    "for a memory of 36028797018963968": with_memory(bytes=1 << 55),
+    "strides [1152921504606846976] is outside its memory": with_q(shape=[2], stride=[1 << 60]),
+    "strides [1] is outside its memory": with_q(shape=[2], stride=[1], offset=-2),
+    "cannot be read: TypeError": with_q(dtype=3),
+    "no public function": lambda d: d["parts"].update(made={**d["parts"]["call"], "owner": "os", "args": []}),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_damaged_files_are_refused(message: str, tmp_path: Path, capsys: Output) -> None:
+    assert main(["replay", str(rewritten(dump(tmp_path), DAMAGES[message]))]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+
+
+def test_damaged_archives_are_refused(tmp_path: Path, capsys: Output) -> None:
+    file = dump(tmp_path)
+    with zipfile.ZipFile(tmp_path / "deep.zip", "w") as archive:
+        archive.writestr("call.json", "[" * 100_000)
+    with zipfile.ZipFile(file) as archive:
+        document = archive.read("call.json")
+    with zipfile.ZipFile(tmp_path / "bare.zip", "w") as archive:
+        archive.writestr("call.json", document)
+    for name, message in (("deep", "RecursionError"), ("bare", "cannot be read: KeyError"), ("none", "No such file")):
+        assert main(["replay", str(tmp_path / f"{name}.zip")]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_wrong_result_is_exit_code_1(capsys: Output) -> None:
@@ -227,6 +281,25 @@ def test_directory_and_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     every, raising = from_environment(f"{tmp_path}:all", "0"), from_environment(str(tmp_path), "0")
     assert (every.directory, every.every, every.max_bytes) == (tmp_path, True, 3 * MB)
     assert (raising.directory, raising.every) == (tmp_path, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "megabytes", "warned"),
+    [
+        ("0", 0, False),
+        ("", 1024, False),
+        ("²", 1024, True),
+        ("9" * 5000, 1024, True),
+        ("-1", 1024, True),
+        ("1.5", 1024, True),
+    ],
+)
+def test_limits_that_are_no_number_leave_the_default(
+    text: str, megabytes: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUTE_ATTN_DUMP_MAX_MB", text)
+    assert from_environment("x", "0").max_bytes == megabytes * MB
+    assert ("CUTE_ATTN_DUMP_MAX_MB must be a number of megabytes, got" in caplog.text) == warned
 
 
 # ---- values

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import stat
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cute_attn.cli import doctor
 from cute_attn.errors import ArtifactError
+from cute_attn.runtime import artifact as artifact_format
 from cute_attn.runtime import artifacts, bundle, cache, dsl
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.compile import Outcome
@@ -85,10 +90,27 @@ def test_artifact_is_unchanged_by_a_round_trip_through_a_file() -> None:
     assert Artifact.from_bytes(cached_file().read_bytes()) == artifact
 
 
-def test_cache_directory_is_private() -> None:
-    artifacts.get(SPEC, ARCH, toy_program)
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o000, 0o644), (0o077, 0o600)])
+def test_others_may_read_files_but_not_write_to_them(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        cache.write_atomically(tmp_path / "file", b"content")
+        cache._make_directory()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
     assert stat.S_IMODE(cache.directory().stat().st_mode) == 0o700
-    assert stat.S_IMODE(cached_file().stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["file"]
+
+
+def test_a_cache_that_may_not_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(f"not for you: {path}")
+
+    cache._make_directory()
+    monkeypatch.setattr(cache, "read_private", refuse)
+    with pytest.warns(UserWarning, match=r"cannot use its cache in .*not for you"):
+        assert cache.load("key") is None
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "first", "digest", "middle", "last"])
@@ -337,6 +359,53 @@ def test_verification_reads_files_whole(tmp_path: Path) -> None:
     assert entry.kernel == "toy"
 
 
+def planted(header: bytes, length: int | None = None) -> bytes:
+    """A file with a header that nobody has checked."""
+    size = len(header) if length is None else length
+    return artifact_format._MAGIC + bytes(32) + zlib.compress(size.to_bytes(8, "little") + header)
+
+
+def head(**changed: Any) -> bytes:
+    return json.dumps({"arch": ARCH, "spec": {"kernel": "toy"}, "dsl": "x", **changed}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (planted(b"[" * 30_000 + b"]" * 30_000), "recursion"),
+        (planted(bytes(1 << 22)), "longer than 65536 bytes"),
+        (planted(b"{}", 1 << 62), "longer than 65536 bytes"),
+        (planted(head(arch=[1])), "must be printable texts"),
+        (planted(head(spec={"kernel": {}})), "must be printable texts"),
+        (planted(head(dsl=None)), "must be printable texts"),
+        (planted(head(arch="\x1b[2J")), "must be printable texts"),
+        (planted(head(arch="\ud800")), "must be printable texts"),
+        (planted(head(spec=None)), "NoneType"),
+    ],
+)
+def test_headers_of_planted_files_are_reported(content: bytes, message: str) -> None:
+    cache._make_directory()
+    cache.path_of("planted").write_bytes(content)
+    (entry,) = cache.entries()
+    assert message in entry.problem
+    assert (entry.num_bytes, entry.arch, entry.kernel, entry.current) == (len(content), "?", "?", False)
+
+
+def test_files_that_others_may_write_are_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache._make_directory()
+    cache.path_of("a").write_bytes(planted(head()))
+    cache.path_of("b").symlink_to(cache.path_of("b"))
+    os.mkfifo(cache.path_of("c"), 0o600)
+    assert [entry.problem for entry in cache.entries()][::2] == ["", "not a file"]
+    assert "symbolic links" in list(cache.entries())[1].problem
+    cache.path_of("a").chmod(0o666)
+    monkeypatch.setattr(cache, "_header", lambda path: pytest.fail(f"{path} is read"))
+    assert "other users may write" in next(cache.entries()).problem
+    cache.path_of("a").chmod(0o600)
+    cache.directory().chmod(0o777)
+    assert "other users may write" in next(cache.entries()).problem
+
+
 # ---- what is loaded is what was asked for, and nobody else could have put it there
 
 
@@ -351,6 +420,20 @@ def test_cache_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.Monk
             artifact = artifacts.get(SPEC, ARCH, toy_program)
         assert Artifact.from_bytes(cached_file().read_bytes()) == artifact
     assert compiles(tmp_path) == 3
+
+
+def test_cache_in_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", "kernels")
+    monkeypatch.setattr(cache, "_warned", set())
+    message = r"cache in kernels \(there is no home or working directory\)"
+    with pytest.warns(UserWarning, match=message), cache.locked("key"):
+        assert cache.load("key") is None
+    assert list(cache.entries()) == []
+    line = doctor.cache_line()
+    assert (line.state, "not used (there is no home or working directory)" in line.text) == ("!!", True)
 
 
 @pytest.mark.parametrize("other", [(ToySpec(threads=64), ARCH), (SPEC, "sm_80")])

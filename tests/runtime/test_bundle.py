@@ -1,0 +1,137 @@
+"""Bundles: whose files are used, and what is left of a bundle that is written again."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cute_attn.errors import ArtifactError
+from cute_attn.runtime import bundle, cache, dsl
+from cute_attn.runtime.artifact import Artifact
+from tests.support.toy_spec import ToySpec
+
+SPEC, OTHER = ToySpec(), ToySpec(threads=64)
+ARCH = "sm_90a"
+
+
+@pytest.fixture(autouse=True)
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dsl, "version", lambda: "4.8.1 cu13")
+    monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "bundle"))
+    bundle._contents.cache_clear()
+
+
+def made(spec: ToySpec, arch: str = ARCH, cubin: bytes = b"cubin") -> Artifact:
+    numbers = (spec.threads, 1, 1), 0, 40, 0, 2
+    return Artifact(arch, spec.symbol, cubin, "ptx", (), *numbers, json.loads(spec.key()), dsl="4.8.1 cu13")
+
+
+def written(tmp_path: Path, *artifacts: tuple[ToySpec, Artifact]) -> Path:
+    directory = tmp_path / "bundle"
+    bundle.write(directory, artifacts or [(SPEC, made(SPEC))])
+    return directory
+
+
+def open_to_others(path: Path) -> None:
+    path.chmod(path.stat().st_mode | 0o002)
+
+
+def open_to_the_group(path: Path) -> None:
+    path.chmod(path.stat().st_mode | 0o020)
+
+
+def give_away(path: Path) -> None:
+    os.chown(path, 65534, -1)
+
+
+@pytest.mark.parametrize(
+    ("danger", "message"),
+    [
+        (open_to_others, "chmod go-w"),
+        (open_to_the_group, "chmod go-w"),
+        pytest.param(give_away, "user 65534", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
+    ],
+)
+@pytest.mark.parametrize("where", [".", "manifest.json", "*.artifact"])
+def test_a_bundle_that_others_control_is_refused(
+    danger: Callable[[Path], None], message: str, where: str, tmp_path: Path
+) -> None:
+    directory = written(tmp_path)
+    path = directory if where == "." else next(directory.glob(where))
+    if where != "*.artifact":
+        danger(path)
+        with pytest.raises(ArtifactError, match=message):
+            bundle.counts(directory)
+    else:
+        assert bundle.find(SPEC, ARCH) == made(SPEC)  # its manifest is known from now on
+        danger(path)
+    with pytest.raises(ArtifactError, match=message) as caught:
+        bundle.find(SPEC, ARCH)
+    assert str(path) in str(caught.value)
+    with pytest.raises(ArtifactError, match=f"^no bundle written: .*{path}.*{message}"):
+        bundle.Writer(directory).resume(SPEC, ARCH)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022])
+def test_a_new_bundle_is_usable_under_every_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        directory = written(tmp_path)
+    finally:
+        os.umask(before)
+    assert bundle.find(SPEC, ARCH) == made(SPEC)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (directory, *directory.iterdir())]
+    assert modes == [0o755, 0o644, 0o644]
+
+
+def test_a_second_call_adds_to_a_bundle(tmp_path: Path) -> None:
+    directory = written(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        written(tmp_path, (SPEC, made(SPEC, "sm_80")), (OTHER, made(OTHER)))
+        written(tmp_path, (SPEC, made(SPEC, cubin=b"newer")))
+        bundle.Writer(directory).finish()
+    assert bundle.counts(directory) == {ARCH: 2, "sm_80": 1}
+    assert bundle.find(SPEC, "sm_80") == made(SPEC, "sm_80")
+    assert bundle.find(OTHER, ARCH) == made(OTHER)
+    assert bundle.find(SPEC, ARCH) == made(SPEC, cubin=b"newer")
+
+
+@pytest.mark.parametrize("change", ["sources", "dsl", "file"])
+def test_kernels_that_leave_a_bundle_are_counted(change: str, tmp_path: Path) -> None:
+    directory = written(tmp_path, (SPEC, made(SPEC)), (OTHER, made(OTHER)))
+    if change == "file":
+        (directory / bundle._file_name(OTHER, ARCH, cache.key_of(OTHER, ARCH, "4.8.1 cu13"))).unlink()
+    else:
+        manifest = json.loads((directory / bundle.MANIFEST).read_text())
+        manifest[change] = "another"
+        (directory / bundle.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.warns(UserWarning, match=r"bundle .*bundle no longer names 1 kernels that it had"):
+        written(tmp_path, (SPEC, made(SPEC)))
+    assert bundle.counts(directory) == {ARCH: 1}
+    assert bundle.find(OTHER, ARCH) is None
+
+
+def test_a_failure_leaves_the_bundle_that_was_there(tmp_path: Path) -> None:
+    directory = written(tmp_path)
+    writer = bundle.Writer(directory)
+    writer.add(SPEC, made(SPEC))
+    writer.add(OTHER, made(OTHER))
+    writer.discard()
+    assert len(list(directory.iterdir())) == 2
+    assert bundle.find(SPEC, ARCH) == made(SPEC)
+
+
+def test_another_manifest_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "bundle").mkdir(mode=0o755)
+    manifest = tmp_path / "bundle" / bundle.MANIFEST
+    manifest.write_text('{"name": "web"}')
+    with pytest.raises(ArtifactError, match=r"no bundle written: .*manifest\.json is not one of a bundle.*KeyError"):
+        written(tmp_path)
+    assert manifest.read_text() == '{"name": "web"}'
