@@ -165,7 +165,7 @@ class BlockScaledProducer(Producer):
         self.role = replace(self.role, fills={**self.role.fills, **dict.fromkeys(loaded, arrivals)})
 
     def source(self, p: Any, maps: Maps, work: QueryTile) -> Any:
-        source = super().source(p, maps, work)
+        source: Any = super().source(p, maps, work)
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
         cols, lane = self.spec.tile.cols, cute.arch.thread_idx()[0]
         k, v = (
