@@ -46,19 +46,20 @@ def before_launch(problem: BatchProblem, lengths: BatchLengths) -> None:
 
 
 def pages(problem: BatchProblem, lengths: BatchLengths) -> None:
-    """Raise ArgumentError if a request reads a page that is not in the cache. Pages before its window are not read."""
+    """Raise ArgumentError if a request has a page that is not in the cache. Pages before its window may be -1."""
     assert problem.kv_indices is not None
-    page_size, window_left = problem.settings.page_size, problem.settings.window_left
-    hidden = np.zeros_like(lengths.kv_len)
-    if window_left >= 0:
-        hidden = np.maximum(lengths.kv_len - lengths.qo_len - window_left, 0) // page_size
-    counts = -(-lengths.kv_len // page_size) - hidden
-    first = np.cumsum(counts) - counts - hidden
+    device, page_size, window_left = problem.q.device, problem.settings.page_size, problem.settings.window_left
+    counts = -(-lengths.kv_len // page_size)
+    first = np.cumsum(counts) - counts
     request = np.repeat(np.arange(len(counts)), counts)
     entries = np.arange(len(request)) + (lengths.kv_start - first)[request]  # of kv_indices
-    page_ids = problem.kv_indices[torch.from_numpy(entries).to(problem.q.device)]
+    page_ids = problem.kv_indices[torch.from_numpy(entries).to(device)]
     num_pages = problem.k.shape[0]
     bad = (page_ids < 0) | (page_ids >= num_pages)
+    if window_left >= 0:
+        hidden = np.maximum(lengths.kv_len - lengths.qo_len - window_left, 0) // page_size  # pages of every request
+        before = np.arange(len(request)) - first[request] < hidden[request]
+        bad &= (page_ids != -1) | ~torch.from_numpy(before).to(device)
     if not bool(bad.any()):
         return
     i = int(bad.nonzero()[0])

@@ -14,7 +14,6 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV
-from cute_attn.kernels.blocks.key_range import KeyRange
 from cute_attn.kernels.blocks.persistent_params import Maps, extended
 from cute_attn.kernels.blocks.producer import Producer
 from cute_attn.kernels.blocks.rows import Divisor
@@ -62,7 +61,6 @@ class DenseTokens:
     """Tokens of contiguous keys, of which token 0 is row `start`."""
 
     start: Int32
-    keys: KeyRange
 
     def page_ids(self, first: Int32, rows: list[int]) -> list[Int32]:
         return []
@@ -77,13 +75,13 @@ class PageTokens:
 
     table: Int64  # address of the request's first page id
     page_size: Divisor
-    keys: KeyRange
+    kv_end: Int32
 
     def page_ids(self, first: Int32, rows: list[int]) -> list[Int32]:
         """Loads the page ids of the tokens `rows` behind `first`."""
         pages = [self.page_size.quotient(first + row) for row in rows]
         return [
-            ptx.ld_global_u32_if(self.table + Int64(page) * Int64(4), self.keys.contains(first + row))
+            ptx.ld_page_id_if(self.table + Int64(page) * Int64(4), first + row < self.kv_end)
             for page, row in zip(pages, rows, strict=True)
         ]
 
@@ -98,6 +96,7 @@ class BlockScaledKV:
 
     cols: int
     lane: Int32
+    kv_end: Int32
     tokens: DenseTokens | PageTokens
     source: Any
     k: ScaledOperand
@@ -140,7 +139,7 @@ class BlockScaledKV:
             token = kv_tile * self.cols + row
             page = page_ids[i] if cutlass.const_expr(len(page_ids) > 0) else Int32(0)
             address = self.tokens.address(scales, token, page)
-            size = ptx.select(self.tokens.keys.contains(token), Int32(WORD), Int32(0))
+            size = ptx.select(token < self.kv_end, Int32(WORD), Int32(0))
             if cutlass.const_expr(self.rounds[i] + LANES <= self.cols):
                 self.copy_row(scales, target + scales.offset + row * pitch, address, size)
             else:
@@ -165,7 +164,7 @@ class BlockScaledProducer(Producer):
         self.role = replace(self.role, fills={**self.role.fills, **dict.fromkeys(loaded, arrivals)})
 
     def source(self, p: Any, maps: Maps, work: QueryTile) -> Any:
-        source: Any = super().source(p, maps, work)
+        source = super().source(p, maps, work)
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
         cols, lane = self.spec.tile.cols, cute.arch.thread_idx()[0]
         k, v = (
@@ -180,9 +179,8 @@ class BlockScaledProducer(Producer):
             )
             for name, rows in (("k", source.k), ("v", source.v))
         )
-        tokens: DenseTokens | PageTokens = DenseTokens(work.kv_start, KeyRange(None, work.kv_end))
+        tokens: DenseTokens | PageTokens = DenseTokens(work.kv_start)
         if self.source_type is not DenseTmaKV:
             page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
-            table = p.kv_indices + Int64(work.kv_start) * Int64(4)
-            tokens = PageTokens(table, page_size, source.keys)
-        return BlockScaledKV(cols, lane, tokens, source, k, v)
+            tokens = PageTokens(p.kv_indices + Int64(work.kv_start) * Int64(4), page_size, work.kv_end)
+        return BlockScaledKV(cols, lane, work.kv_end, tokens, source, k, v)

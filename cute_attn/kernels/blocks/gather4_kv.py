@@ -12,7 +12,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.key_range import KeyRange
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.tma_kv import TmaOperand
 
@@ -38,13 +37,13 @@ class Gather4Operand:
 
 @dataclass(frozen=True)
 class Gather4KV:
-    """Paged keys, by row. Rows past the end, and hidden ones before the window, become zeros."""
+    """Paged keys, by row. Rows past the end become zeros."""
 
     warps: ClassVar[int] = 1
     arrivals: ClassVar[int] = 1  # at a full barrier per tile
     cols: int
     lane: Int32
-    keys: KeyRange
+    kv_end: Int32
     table: Int64  # address of the request's first page id
     page_size: Divisor
     k: Gather4Operand
@@ -66,7 +65,7 @@ class Gather4KV:
             for j in range(GROUP):
                 row = self.first_row(i) + Int32(j)
                 token = kv_tile * self.cols + row
-                exists = cutlass.and_(row < self.cols, self.keys.contains(token))
+                exists = cutlass.and_(row < self.cols, token < self.kv_end)
                 page = ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists)
                 page_ids.append(ptx.select(exists, page, Int32(NO_ROW)))
         return page_ids

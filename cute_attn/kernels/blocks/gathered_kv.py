@@ -13,7 +13,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.key_range import KeyRange
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
@@ -41,7 +40,7 @@ class GatheredKV:
     arrivals: ClassVar[int] = 4  # at a full barrier per tile: one per warp
     cols: int
     thread: Int32  # of the producer warps
-    keys: KeyRange
+    kv_end: Int32
     table: Int64  # address of the request's first page id
     page_size: Divisor
     k: PageRows
@@ -65,8 +64,8 @@ class GatheredKV:
         page_ids = []
         for i in self.rounds:
             token = self.token(kv_tile, i)
-            exists = cutlass.and_(self.thread & 31 < self.round_rows, self.keys.contains(token))
-            page_ids.append(ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+            exists = cutlass.and_(self.thread & 31 < self.round_rows, token < self.kv_end)
+            page_ids.append(ptx.ld_page_id_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
         return page_ids
 
     def token(self, kv_tile: Int32, i: int) -> Int32:
@@ -86,12 +85,12 @@ class GatheredKV:
         address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_id, rows.page_stride, rows.base))
         lane = self.thread & 31
         row, chunk = lane >> 3, lane & 7  # in a pass
-        keys = self.keys.relative_to(token - lane + row)  # the first token of this lane's passes
+        left = self.kv_end - (token - lane + row)
         shared = target + swizzled((self.thread >> 5) * self.warp_rows + row, chunk, LINE)
         for j in range(self.round_rows // ROWS_PER_PASS):
             first = i * self.round_rows + j * ROWS_PER_PASS
             source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * j)) + Int64(chunk * CHUNK)
-            size = ptx.select(keys.contains(Int32(ROWS_PER_PASS * j)), Int32(CHUNK), Int32(0))
+            size = ptx.select(left > Int32(ROWS_PER_PASS * j), Int32(CHUNK), Int32(0))
             destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if first // ROWS_PER_PASS % 2 else shared
             for line in range(-(-rows.chunks // 8)):
                 whole = (line + 1) * 8 <= rows.chunks
@@ -129,7 +128,7 @@ class GatheredFp8KV:
     arrivals: ClassVar[int] = 32  # at a full barrier per tile: every lane's own copies
     cols: int
     lane: Int32
-    keys: KeyRange
+    kv_end: Int32
     table: Int64  # address of the request's first page id
     page_size: Divisor
     k: PageRows
@@ -142,22 +141,22 @@ class GatheredFp8KV:
         page_ids = []
         for i in self.rounds():
             token = kv_tile * self.cols + self.lane + 32 * i
-            exists = cutlass.and_(self.lane + 32 * i < self.cols, self.keys.contains(token))
-            page_ids.append(ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+            exists = cutlass.and_(self.lane + 32 * i < self.cols, token < self.kv_end)
+            page_ids.append(ptx.ld_page_id_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
         return page_ids
 
     def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]) -> None:
         columns = -(-rows.chunks // 4)
         row, chunk = self.lane >> 2, self.lane & 3  # within a pass of eight rows
         shared = target + row * (64 * columns) + chunk * CHUNK
-        keys = self.keys.relative_to(kv_tile * self.cols + row)
+        left = self.kv_end - (kv_tile * self.cols + row)
         for i in self.rounds():
             token = kv_tile * self.cols + self.lane + 32 * i
             within = token - self.page_size.quotient(token) * self.page_size.value
             address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_ids[i], rows.page_stride, rows.base))
             for first in range(32 * i, min(32 * i + 32, self.cols), 8):
                 source = ptx.shuffle_address(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)
-                size = ptx.select(keys.contains(Int32(first)), Int32(CHUNK), Int32(0))
+                size = ptx.select(left > Int32(first), Int32(CHUNK), Int32(0))
                 for column in range(columns):
                     whole = 4 * column + 4 <= rows.chunks
                     part = size if whole else ptx.select(chunk < rows.chunks - 4 * column, size, Int32(0))

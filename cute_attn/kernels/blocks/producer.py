@@ -131,21 +131,20 @@ class Producer:
         k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:
             return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta.loads())
-        keys = work.visible_keys(p, windowed=self.spec.mask != "stop")
         page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         table = p.kv_indices + Int64(work.kv_start) * Int64(4)
         if self.source_type is PagedTmaKV:
             boxes = p.box_rows
-            return PagedTmaKV(cols, kv_head, thread, keys, table, page_size, boxes, k, v, self.cta.loads())
+            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta.loads())
         if self.source_type is Gather4KV:
             k_head = Gather4Operand.of(k, kv_head, p.k_page_stride, p.k_stride_h, p.k_stride_n)
             v_head = Gather4Operand.of(v, kv_head, p.v_page_stride, p.v_stride_h, p.v_stride_n)
-            return Gather4KV(cols, thread, keys, table, page_size, k_head, v_head, self.cta.loads())
+            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_head, v_head, self.cta.loads())
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
         v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.chunks(self.spec.head_dim_vo))
-        return self.source_type(cols, thread, keys, table, page_size, k_rows, v_rows)
+        return self.source_type(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
 
     def chunks(self, head_dim: int) -> int:
         """Returns the 16-byte chunks of a stored row of K or V."""

@@ -181,10 +181,17 @@ def ld_global_f32(address: Int64) -> Float32:
     return asm("ld.global.f32 $0, [$1];", [Float32], [address])
 
 
-def ld_global_u32_if(address: Int64, wanted: Boolean, otherwise: int = 0) -> Int32:
-    """Loads if `wanted`; otherwise returns `otherwise` and reads nothing."""
-    text = f"{{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, {otherwise}; @p ld.global.u32 $0, [$1];}}"
+def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
+    """Loads if `wanted`; otherwise returns 0 and reads nothing."""
+    text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1];}"
     return asm(text, [Int32], [address, select(wanted, Int32(1), Int32(0))])
+
+
+def ld_page_id_if(address: Int64, wanted: Boolean) -> Int32:
+    """Loads an entry of a page table if `wanted`, otherwise 0. Entries of -1, of pages that are gone because a window
+    hides them, become 0: a page that can be read, and whose rows count nothing.
+    """
+    return maximum(ld_global_u32_if(address, wanted), Int32(0))
 
 
 def ld_global_v2(address: Int64, offset: int = 0) -> list[Int32]:

@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.key_range import KeyRange
 from cute_attn.kernels.blocks.masks import Band
 from cute_attn.kernels.blocks.pipeline import PipelineState
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
@@ -41,17 +40,10 @@ class QueryTile(NamedTuple):
         group = Divisor(p.group, p.group_multiplier, p.group_shift)
         return PackedRows(self.first_row, self.qo_len * p.group, group, self.head_block * p.group, self.qo_start)
 
-    def first_key(self, p: Any) -> Int32:
-        """Returns the first key that the window shows to a row; it may be negative."""
-        return self.rows(p).token(Int32(0)) + self.band(p).left
-
-    def visible_keys(self, p: Any, windowed: bool) -> KeyRange:
-        """Returns the keys whose pages exist. `windowed`: the mask hides keys before a window."""
-        return KeyRange(self.first_key(p) if windowed else None, self.kv_end)
-
     def from_first_key(self, p: Any) -> "QueryTile":
         """Returns the same work with the first key that its rows see as token 0 of the request's keys."""
-        base = ptx.minimum(ptx.maximum(self.kv_begin, self.first_key(p)), self.kv_end)
+        first = self.rows(p).token(Int32(0)) + self.band(p).left
+        base = ptx.minimum(ptx.maximum(self.kv_begin, first), self.kv_end)
         return self._replace(
             kv_start=self.kv_start + base, kv_len=self.kv_len - base, kv_begin=Int32(0), kv_end=self.kv_end - base
         )

@@ -11,7 +11,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.key_range import KeyRange
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem_map import LoadedRows
 
@@ -91,7 +90,7 @@ class PagedTmaKV:
     cols: int
     kv_head: Int32
     lane: Int32
-    keys: KeyRange
+    kv_end: Int32
     table: Int64  # address of the request's first page id
     page_size: Divisor
     box_rows: Int32
@@ -108,7 +107,7 @@ class PagedTmaKV:
         for i in self.rounds():
             row = (self.lane + 32 * i) * self.box_rows
             token = kv_tile * self.cols + row
-            exists = cutlass.and_(row < self.cols, self.keys.overlaps(token, self.box_rows))
+            exists = cutlass.and_(row < self.cols, token < self.kv_end)
             page = ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists)
             page_ids.append(ptx.select(exists, page, Int32(NO_PAGE)))
         return page_ids

@@ -147,8 +147,6 @@ class Fa2Program:
     def __init__(self, spec: Fa2Spec, arch: str) -> None:
         self.spec = spec
         self.memory = SharedMemory.of(spec)
-        if spec.tile.threads <= 64:  # shared memory bounds the CTAs per SM: registers are free, and ptxas spills at 128
-            self.min_ctas = 1
         self.tile = self.warp_tile()
         kind = GridSchedule if spec.schedule == "grid" else ItemSchedule
         self.schedule: GridSchedule | ItemSchedule = kind(spec.tile.rows, spec.tile.cols)
@@ -217,7 +215,7 @@ class Fa2Program:
             team=team,
             rows=rows,
             kv_head=work_tile.kv_head,
-            kv=self.make_kv(p, work_tile, team, rows),
+            kv=self.make_kv(p, work_tile, team),
             source=self.make_source(base),
             mask=mask,
             scores=self.make_scores(p, scale, work_tile.kv_head, rows, lanes),
@@ -227,7 +225,7 @@ class Fa2Program:
             ring=base + Int32(memory.ring),
         )
 
-    def make_kv(self, p: Fa2Params, work_tile: WorkTile, team: Team, rows: PackedRows) -> DenseKV | PagedKV:
+    def make_kv(self, p: Fa2Params, work_tile: WorkTile, team: Team) -> DenseKV | PagedKV:
         spec, memory, head = self.spec, self.memory, Int64(work_tile.kv_head)
         chunks = WholeChunks if spec.kv_copy_bytes == CHUNK else HalfChunks
         k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, chunks(memory.k_bytes), memory.k_pitch)
@@ -247,7 +245,6 @@ class Fa2Program:
                 page_size,
                 p.k_stride_page,
                 p.v_stride_page,
-                ptx.maximum(Int32(0), rows.token(Int32(0)) + work_tile.left),
             )
         return DenseKV(memory, team, k.moved(work_tile.kv_start), v.moved(work_tile.kv_start), scales, work_tile.kv_end)
 

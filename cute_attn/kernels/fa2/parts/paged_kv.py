@@ -16,7 +16,6 @@ from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.fa2.parts.kv import KVTiles
 
 ROWS_PER_PASS = 4  # of a warp, eight threads per row
-NO_PAGE = -1  # of tokens that are not copied: their rows become zeros
 
 
 @dataclass(frozen=True)
@@ -30,21 +29,19 @@ class PagedKV(KVTiles):
     page_size: Divisor
     k_page_stride: Int64
     v_page_stride: Int64
-    kv_begin: Int32  # tokens before it are hidden from all rows
 
     def prefetch_page_ids(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
         """Loads the page ids of a tile: lane 4 i + r holds that of row r of this warp's pass i. Nothing is read past
-        the end, nor before the window, whose pages may be gone.
+        the end.
         """
         assert self.passes * ROWS_PER_PASS <= 32
         thread = ptx.opaque(self.team.thread)
         lane = thread & 31
         row = (thread >> 5) * ROWS_PER_PASS + (lane & 3) + (lane >> 2) * (self.team.size // 8)
         token = self.first_token(kv_tile) + row
-        seen = cutlass.and_(token >= self.kv_begin, token < self.kv_end)
-        exists = cutlass.and_(seen, cutlass.and_(wanted, lane < self.passes * ROWS_PER_PASS))
+        exists = cutlass.and_(token < self.kv_end, cutlass.and_(wanted, lane < self.passes * ROWS_PER_PASS))
         page_index = self.first_page + self.page_size.quotient(token)
-        return [ptx.ld_global_u32_if(self.table + Int64(page_index) * Int64(4), exists, NO_PAGE)]
+        return [ptx.ld_page_id_if(self.table + Int64(page_index) * Int64(4), exists)]
 
     def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, page_ids: list[Int32]) -> Iterator[None]:
         """Copies as `DenseKV.copies`, with K and V of a row together."""
@@ -52,14 +49,15 @@ class PagedKV(KVTiles):
         thread = ptx.opaque(self.team.thread)
         row, chunk = thread >> 3, thread & 7
         first = self.first_token(kv_tile)
+        end = ptx.select(wanted, self.kv_end - first, Int32(0))
         k_at = self.k_target(slot) + swizzled(row, chunk, self.k.pitch)
         v_at = self.v_target(slot) + swizzled(row, chunk, self.v.pitch)
         scales_at = self.scales_target(slot, row)
         for i in range(self.passes):
             page = ptx.shuffle_from(page_ids[0], Int32(ROWS_PER_PASS * i) + (row & 3))
-            token = ptx.opaque(first) + row + i * step  # each pass anew: kept, they would spill
+            token = first + row + i * step
             within = token - self.page_size.quotient(token) * self.page_size.value
-            size = ptx.select(page >= Int32(0), Int32(CHUNK), Int32(0))
+            size = ptx.select(Int32(i * step) < end - row, Int32(CHUNK), Int32(0))
             for source, page_stride, target in ((self.k, self.k_page_stride, k_at), (self.v, self.v_page_stride, v_at)):
                 address = source.base + Int64(chunk * CHUNK)
                 address = ptx.mad_u32(within, source.stride, ptx.mad_u32(page, page_stride, address))
