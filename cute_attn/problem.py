@@ -399,7 +399,7 @@ class BatchPlan:
     settings: Settings
     tokens: Tokens | DeviceTokens
     limits: BatchLimits
-    launch: Callable[[BatchProblem], None]
+    launch: Any  # `kernels.host.family.BatchRunner`
     check_supported: Callable[[Features], None]  # raises if the planned backend refuses features that a run adds
     kv_indices: torch.Tensor | None
     packed_mask: torch.Tensor | None

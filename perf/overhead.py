@@ -26,7 +26,7 @@ import cute_attn
 from cute_attn.dispatch import backends
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import ARCHS
-from cute_attn.runtime.launch import Launch, current_stream
+from cute_attn.runtime.launch import Bound, current_stream
 from perf import batch_peers
 from perf.batch_workloads import BatchWorkload, equal
 from perf.bench import publish
@@ -148,8 +148,8 @@ def parts(device: torch.device) -> dict[str, Call]:
     launches = recorded_launches(lambda: backends.run(problem))
 
     def fire() -> None:
-        for launch, fired in launches:
-            launch.fire(*fired)
+        for bound, fired in launches:
+            bound.fire(*fired)
 
     return {
         "decode: check arguments, allocate out": lambda: single_request.problem(arguments),
@@ -160,16 +160,16 @@ def parts(device: torch.device) -> dict[str, Call]:
     }
 
 
-def recorded_launches(call: Call) -> list[tuple[Launch, tuple[Any, ...]]]:
+def recorded_launches(call: Call) -> list[tuple[Bound, tuple[Any, ...]]]:
     """Returns the launches that `call` makes, with their arguments."""
-    fired: list[tuple[Launch, tuple[Any, ...]]] = []
-    fire = Launch.fire
+    fired: list[tuple[Bound, tuple[Any, ...]]] = []
+    fire = Bound.fire
 
-    def record(self: Launch, *arguments: Any) -> None:
+    def record(self: Bound, *arguments: Any) -> None:
         fired.append((self, arguments))
         fire(self, *arguments)
 
-    with mock.patch.object(Launch, "fire", record):
+    with mock.patch.object(Bound, "fire", record):
         call()
     return fired
 

@@ -12,14 +12,11 @@ from cute_attn.dispatch.capabilities import Backend, Load
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, load_class
 from cute_attn.kernels.host import gpu
-from cute_attn.kernels.host.family import KernelFamily, KernelLaunch
+from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.single import SingleRepeat
 from cute_attn.problem import (
     BatchLengths,
     BatchLimits,
-    BatchProblem,
-    DecodeProblem,
     DeviceLengths,
     Problem,
     Request,
@@ -28,21 +25,15 @@ from cute_attn.problem import (
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 
-DecodeRepeat = Callable[..., None]
-# ^ a decode call with another query, and other addresses of the workspace, q, k, v, out, lse, sinks, block_tables and
-# seq_lens, in this order
-
 
 class Implementation(Protocol):
     """Interface of every backend: see the functions of this module with the same names."""
 
-    def prepare(self, settings: Settings) -> Callable[[Request], None]: ...
+    def prepare(self, settings: Settings) -> RequestRunner: ...
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]: ...
 
-    def plan(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
-    ) -> Callable[[BatchProblem], None]: ...
+    def plan(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> BatchRunner: ...
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]: ...
 
@@ -53,18 +44,16 @@ class OnGpu:
 
     family: KernelFamily
 
-    def prepare(self, settings: Settings) -> Callable[[Request], None]:
-        """Returns a callable that runs single requests of these settings."""
+    def prepare(self, settings: Settings) -> RequestRunner:
+        """Returns what runs single requests of these settings."""
         return self.family.prepare(settings, _gpu_of(settings))
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
         """Returns the kernels and grids of `problem`."""
         return self.family.launches(problem, arch, sms)
 
-    def plan(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
-    ) -> Callable[[BatchProblem], None]:
-        """Returns a callable that runs batches of these settings and lengths."""
+    def plan(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> BatchRunner:
+        """Returns what runs batches of these settings and lengths."""
         return self.family.plan(settings, lengths, limits, staging, _gpu_of(settings))
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
@@ -92,38 +81,28 @@ def run(problem: Request, backend: str = "auto") -> None:
     _prepared(problem.settings, backend, load)(problem)
 
 
-def repeat(problem: Problem, backend: str) -> SingleRepeat | None:
-    """Returns a function that repeats the run of `problem` with another number of keys and other addresses of q, k, v,
-    out and lse; None where the backend does not repeat runs. `problem` has none of the optional tensors.
+def bind(problem: Request, backend: str) -> Callable[..., None] | None:
+    """Returns a function that runs requests which differ from `problem` in addresses, and in the number of keys where
+    the host knows it: `SingleFire`, or for a `DecodeProblem` `DecodeFire`. None where the backend looks at every call.
     """
-    run = _prepared(problem.settings, backend, load_class(problem.features, problem.qo_len, True))
-    of: Callable[[Problem], SingleRepeat | None] | None = getattr(run, "repeat", None)
-    return None if of is None else of(problem)
-
-
-def repeat_decode(problem: DecodeProblem, backend: str) -> DecodeRepeat | None:
-    """Returns a function that repeats the run of `problem` with other addresses; None where the backend does not repeat
-    such runs. `problem` has none of the optional tensors but sinks.
-    """
-    run = _prepared(problem.settings, backend, load_class(problem.features, problem.qo_len, False))
-    of: Callable[[DecodeProblem], DecodeRepeat | None] | None = getattr(run, "repeat_decode", None)
-    return None if of is None else of(problem)
+    load = load_class(problem.features, problem.qo_len, isinstance(problem, Problem))
+    return _prepared(problem.settings, backend, load).bind(problem)
 
 
 @functools.lru_cache(CACHE_SIZE)
-def _prepared(settings: Settings, backend: str, load: Load) -> Callable[[Request], None]:
+def _prepared(settings: Settings, backend: str, load: Load) -> RequestRunner:
     return prepare(chosen(settings.features, backend, load), settings)
 
 
-def prepare(backend: Backend, settings: Settings) -> Callable[[Request], None]:
-    """Returns a callable that runs single requests of these settings."""
+def prepare(backend: Backend, settings: Settings) -> RequestRunner:
+    """Returns what runs single requests of these settings."""
     return IMPLEMENTATIONS[backend.name].prepare(settings)
 
 
 def plan(
     backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
-) -> Callable[[BatchProblem], None]:
-    """Returns a callable that runs batches of these settings and lengths. `staging` copies the plan's records to the
+) -> BatchRunner:
+    """Returns what runs batches of these settings and lengths. `staging` copies the plan's records to the
     device.
     """
     return IMPLEMENTATIONS[backend.name].plan(settings, lengths, limits, staging)
@@ -131,8 +110,8 @@ def plan(
 
 def plan_on_device(
     backend: Backend, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
-) -> Callable[[BatchProblem], None] | None:
-    """Returns a callable that runs batches whose lengths the host does not read; None where the backend needs them
+) -> BatchRunner | None:
+    """Returns what runs batches whose lengths the host does not read; None where the backend needs them
     there, for all batches or within these limits.
     """
     if backend.name == "emulator":

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -17,11 +17,12 @@ from cute_attn.dispatch.select import batch_class, emulated, load_of
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.batch import Repeat, Tensors
+from cute_attn.kernels.host.batch import BatchFire, Tensors
 from cute_attn.kernels.host.device_batch import NO_LENGTHS
-from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch
+from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.single import NO_TENSORS, SingleRepeat
+from cute_attn.kernels.host.operands import with_optional
+from cute_attn.kernels.host.single import SingleFire
 from cute_attn.problem import (
     BatchLengths,
     BatchLimits,
@@ -41,6 +42,8 @@ from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import typical_qo_len
 
 OUTPUTS = ("out", "lse", "workspace")
+BATCH_TENSORS = ("q", "k", "v", "out", "lse", "kv_indices", "workspace")
+NO_TENSORS: Any = dict.fromkeys(("q", "k", "v", "out", "lse"))  # of a Problem that keeps none alive
 _emulating = threading.RLock()  # emulated launches share counters, as those of one stream do: one runs after the other
 MAX_GPUS = 16  # that requests of the same settings are emulated on in turn
 
@@ -52,20 +55,18 @@ def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
     return _family(problem.settings, arch, problem.qo_len, isinstance(problem, Problem)).launches(problem, arch, sms)
 
 
-def prepare(request_settings: Settings) -> Callable[[Request], None]:
-    """Returns a callable that runs single requests of these settings."""
+def prepare(request_settings: Settings) -> EmulatedRun:
+    """Returns what runs single requests of these settings."""
     return EmulatedRun(request_settings)
 
 
-def plan(
-    batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
-) -> Callable[[BatchProblem], None]:
-    """Returns a callable that runs batches of these settings and lengths on the architecture that is emulated now, even
+def plan(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> EmulatedBatchRun:
+    """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
     if another one is emulated later.
     """
     gpu = _gpu()
     family = _batch_family(batch_settings, gpu.arch, lengths, limits)
-    return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name))
+    return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name), staging)
 
 
 @contextlib.contextmanager
@@ -80,13 +81,13 @@ def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
 
 def plan_on_device(
     batch_settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
-) -> Callable[[BatchProblem], None] | None:
-    """Returns a callable that runs batches whose lengths only kernels read, or None: `backends.plan_on_device`."""
+) -> EmulatedBatchRun | None:
+    """Returns what runs batches whose lengths only kernels read, or None: `backends.plan_on_device`."""
     gpu = _gpu()
     family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits), lengths.batch_size == 1)
     with _written(lengths, staging):
         planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
-    return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name))
+    return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name), staging)
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
@@ -132,27 +133,28 @@ class EmulatedRun:
         with _visible(problem, run):
             run(problem)
 
-    def repeat(self, problem: Problem) -> SingleRepeat | None:
-        """Returns a function that repeats the run of `problem` with another number of keys and other addresses, on the
-        GPU emulated then; None without query tokens.
+    def bind(self, problem: Request) -> SingleFire | None:
+        """Returns a function that runs requests which differ from `problem` in the number of keys and in addresses, on
+        the GPU emulated then; None for decode calls, whose values every call looks at.
         """
-        if problem.qo_len == 0:
+        if isinstance(problem, DecodeProblem):
             return None
         qo_len, others = problem.qo_len, problem._replace(**NO_TENSORS)
+        fires: weakref.WeakKeyDictionary[Any, SingleFire] = weakref.WeakKeyDictionary()
 
         def shown(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             gpu = _gpu()
             run: Any = self.run_on(gpu, _family(self.settings, gpu.arch, qo_len, True).name)
-            now = _placed(others._replace(kv_len=kv_len, **dict(zip(NO_TENSORS, tensors, strict=True))))
+            given: Problem = others._replace(kv_len=kv_len, **dict(zip(NO_TENSORS, tensors, strict=False)))
+            now = _placed(with_optional(given, tensors[5]))
             with _visible(now, run):
-                if run not in repeats:
-                    repeats[run] = run.repeat(now)
-                repeats[run](kv_len, now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
+                if run not in fires:
+                    fires[run] = run.bind(now)
+                fires[run](kv_len, now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
 
-        repeats: weakref.WeakKeyDictionary[Any, SingleRepeat] = weakref.WeakKeyDictionary()
         return shown
 
-    def _prepare(self, gpu: Gpu, family_name: str) -> Callable[[Request], None]:
+    def _prepare(self, gpu: Gpu, family_name: str) -> RequestRunner:
         """Returns what runs the requests on a GPU; `run_on` memoises it."""
         return FAMILIES[family_name].prepare(self.settings, gpu)
 
@@ -160,20 +162,18 @@ class EmulatedRun:
 class EmulatedBatchRun:
     """Runs batches of one plan, with the plan's records in the emulated global memory."""
 
-    def __init__(self, planned: BatchRunner, on: tuple[Gpu, str]) -> None:
-        self.planned, self.on = planned, on
+    def __init__(self, planned: BatchRunner, on: tuple[Gpu, str], staging: Staging) -> None:
+        self.planned, self.on, self.staging = planned, on, staging
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
         """Replaces the lengths of the requests, if the kernels can, and the same GPU is emulated, and tells whether
         launches are the same otherwise; else returns None.
         """
-        replace: Callable[[Any], bool | None] | None = getattr(self.planned, "again", None)
-        gpu, name = self.on
-        emulation = settings.current()
-        if replace is None or _gpu() != gpu or emulation.kernels not in ("auto", name):
+        replace, (gpu, name) = self.planned.again, self.on
+        if _gpu() != gpu or settings.current().kernels not in ("auto", name):
             return None
         if isinstance(lengths, DeviceLengths):
-            with _written(lengths, self.planned.staging):  # type: ignore[attr-defined]
+            with _written(lengths, self.staging):
                 return replace(lengths)
         return replace(lengths)
 
@@ -183,16 +183,18 @@ class EmulatedBatchRun:
         with _visible(problem, self.planned):
             self.planned(problem)
 
-    def repeat(self, problem: BatchProblem) -> Repeat:
-        """Returns a function that repeats the run of `problem` with other addresses of tensors."""
+    def bind(self, problem: BatchProblem) -> BatchFire | None:
+        """Returns a function that runs batches which differ from `problem` in addresses."""
         problem = _placed(problem)
-        run = self.planned.repeat(problem)
-        names, others = ("q", "k", "v", "out", "lse", "sinks", "kv_indices", "workspace"), problem._asdict()
+        fire = self.planned.bind(problem)
+        if fire is None:
+            return None
 
-        def shown(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:
-            now = _placed(BatchProblem(**{**others, **dict(zip(names, tensors, strict=True))}))
+        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+            now = problem._replace(**dict(zip(BATCH_TENSORS, (*tensors[:5], *tensors[6:]), strict=True)))
+            now = _placed(with_optional(now, tensors[5]))
             with _visible(now, self.planned):
-                run(now.q.data_ptr(), k, v, out, lse, sinks, (now.q, *tensors[1:]))
+                fire(now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
 
         return shown
 

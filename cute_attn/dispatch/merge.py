@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
@@ -14,12 +13,11 @@ from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.combine import NO_MERGES
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
-from cute_attn.kernels.host.params import ParamPacker, Values
 from cute_attn.problem import short
 from cute_attn.request.settings import HALF
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import TYPICAL_SMS, named
-from cute_attn.runtime.launch import CPU, Launch, current_stream
+from cute_attn.runtime.launch import CPU, Bound, current_stream
 
 MAX_LAYOUTS = 256
 OUT_DTYPES = (*HALF, torch.float32)
@@ -83,15 +81,14 @@ def _launch(
     if rows == 0:
         return
     layout = (num_states, lse.stride(0), head_dim, lse_scale)
-    launch, bind = _prepared(layout, short(out.dtype), gpu)
-    addresses = [0 if x is None else x.data_ptr() for x in (o, lse, out, merged)]
-    launch.fire(bind(*addresses), (rows, 1, 1), current_stream(gpu.device_index))
+    addresses = tuple([0 if x is None else x.data_ptr() for x in (o, lse, out, merged)])
+    _bound(layout, short(out.dtype), gpu).fire((rows, 1, 1), current_stream(gpu.device_index), addresses)
 
 
 @functools.lru_cache(MAX_LAYOUTS)
-def _prepared(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> tuple[Launch, Callable[..., Values]]:
-    """Returns the loaded kernel, and a function from addresses to all parameters. Every row counts as a token with one
-    head: rows of `out` are contiguous, and nothing depends on the head.
+def _bound(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> Bound:
+    """Returns launches of the kernel by values of FIELDS. Every row counts as a token with one head: rows of `out` are
+    contiguous, and nothing depends on the head.
     """
     num_states, step, head_dim, lse_scale = layout
     launch = load(CombineSpec(out_dtype, head_dim), gpu.arch.name, gpu.device_index, gpu.arch.pdl)
@@ -110,4 +107,4 @@ def _prepared(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> 
         "group": 1,
         **NO_MERGES,
     }
-    return launch, ParamPacker.of(launch, static, FIELDS).values
+    return launch.bind(static, FIELDS)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from cute_attn.kernels.host.family import KernelLaunch
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Request, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Request, Settings
 from cute_attn.reference import attention
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
@@ -17,9 +17,26 @@ def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
     return []
 
 
-def prepare(settings: Settings) -> Callable[..., None]:
-    """Returns a callable that runs single requests of these settings."""
-    return attention.run_decode if settings.features.device_lengths else attention.run
+class ReferenceRun:
+    """Runs requests or batches by a function, which looks at every one."""
+
+    def __init__(self, compute: Callable[..., None]) -> None:
+        self.compute = compute
+
+    def __call__(self, problem: Request | BatchProblem) -> None:
+        """Computes `out` and `lse`."""
+        self.compute(problem)
+
+    def bind(self, problem: Request | BatchProblem) -> None:
+        """Returns None."""
+
+    def again(self, lengths: BatchLengths | DeviceLengths) -> None:
+        """Returns None: other lengths need another plan."""
+
+
+def prepare(settings: Settings) -> ReferenceRun:
+    """Returns what runs single requests of these settings."""
+    return ReferenceRun(attention.run_decode if settings.features.device_lengths else attention.run)
 
 
 def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
@@ -27,8 +44,6 @@ def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) ->
     return 0, 0
 
 
-def plan(
-    settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
-) -> Callable[[BatchProblem], None]:
-    """Returns a callable that computes the requests of a batch one after the other."""
-    return functools.partial(attention.run_batch, lengths=lengths)
+def plan(settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> ReferenceRun:
+    """Returns what computes the requests of a batch one after the other."""
+    return ReferenceRun(functools.partial(attention.run_batch, lengths=lengths))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_attn.emulator import settings
 from cute_attn.emulator.memory import GlobalMemory, Region
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.launch import CPU, Dim3, Launch, Lengths, describe
+from cute_attn.runtime.launch import CPU, Bound, Dim3, Launch, describe
+from cute_attn.runtime.param_block import ParamBlock, ParamLayout, Value, Values
 
 _memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("emulated memory", default=None)
 
@@ -26,12 +27,26 @@ class EmulatedLaunch(Launch):
     def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
         self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
 
-    def fire(self, values: Sequence[int | float | bytes], grid: Dim3, stream: int) -> None:
+    def bind(self, static: Mapping[str, Value], *groups: Sequence[str]) -> EmulatedBound:
+        return EmulatedBound(self, static, groups)
+
+
+class EmulatedBound(Bound):
+    """Emulated launches of one kernel."""
+
+    def __init__(self, launch: EmulatedLaunch, static: Mapping[str, Value], groups: Sequence[Sequence[str]]) -> None:
+        self.artifact, self.pdl, self.static, self.groups = launch.artifact, launch.pdl, static, groups
+        ParamBlock(ParamLayout(self.artifact.params)).fill(static, groups)  # checks names
+
+    def fire(self, grid: Dim3, stream: int, *groups: Values) -> None:
         memory, emulation = _memory.get(), settings.current()
         if memory is None:
             raise RuntimeError("an emulated launch needs emulator.adapter.visible(...) around it")
         from cute_attn.emulator.run import launch  # the machine: 50 ms that processes with a GPU do without
 
+        values = dict(self.static)
+        for fields, given in zip(self.groups, groups, strict=True):
+            values |= zip(fields, given, strict=True)
         description = describe(self.artifact, values, grid, pdl=self.pdl)
         start = time.perf_counter()
         ptx = self.artifact.ptx
@@ -46,19 +61,6 @@ class EmulatedLaunch(Launch):
         seconds = time.perf_counter() - start
         spec = self.artifact.spec
         emulation.records.append(settings.Record(self.artifact.symbol, self.artifact.arch, grid, seconds, stats, spec))
-
-    def bound_to_lengths(
-        self, values: Sequence[int | float | bytes], fields: Sequence[str], length_fields: Sequence[str] = ()
-    ) -> Callable[..., None]:
-        names = [param.name for param in self.artifact.params]
-        kept = dict(zip(names, values, strict=True))
-
-        def launch(lengths: Lengths, stream: int, *changed: int | bytes) -> None:
-            grid, numbers = lengths
-            now = kept | dict(zip(fields, changed, strict=True)) | dict(zip(length_fields, numbers, strict=True))
-            self.fire([now[name] for name in names], grid, stream)
-
-        return launch
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import dsl
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.param_block import ParamBlock, ParamLayout
+from cute_attn.runtime.param_block import MISMATCHES, ParamBlock, ParamLayout, Value, Values
 
 Dim3 = tuple[int, int, int]
-Lengths = tuple[Dim3, tuple[int | float | bytes, ...]]  # what lengths decide: grid, and values of parameters
 MAX_CLUSTER = 8  # CTAs that every GPU with clusters runs together; 12 and 16 were slower (docs/kernels/xqa.md)
 CPU = -1  # device index of CPU tensors, whose kernels run on the emulator
 
@@ -34,13 +33,11 @@ def current_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
-def describe(
-    artifact: Artifact, values: Sequence[int | float | bytes], grid: Dim3, *, pdl: bool = False
-) -> dict[str, Any]:
-    """Returns what a launch passes to the driver, as plain data. Needs no GPU: the emulator and tests use it."""
+def describe(artifact: Artifact, values: Mapping[str, Value], grid: Dim3, *, pdl: bool = False) -> dict[str, Any]:
+    """Returns what a launch with these values of all parameters passes to the driver, as plain data. Needs no GPU."""
     layout = ParamLayout(artifact.params)
     block = ParamBlock(layout)
-    block.pack(values)
+    block.fill(values, ())
     return {
         "symbol": artifact.symbol,
         "grid": grid,
@@ -55,10 +52,10 @@ def describe(
 
 
 class Launch:
-    """One artifact on one device, ready to launch.
+    """One artifact on one device, ready to be bound to parameters.
 
-    The constructor loads the cubin onto the device, bypassing the driver's lazy loading: `fire` then allocates and
-    loads nothing. Both may run under CUDA graph capture. Threads may share a Launch.
+    The constructor loads the cubin onto the device, bypassing the driver's lazy loading: later launches allocate and
+    load nothing, and may run under CUDA graph capture. Threads may share a Launch.
 
     Raises ArtifactError if the artifact does not fit the device, RuntimeError for a driver error.
     """
@@ -68,80 +65,67 @@ class Launch:
         self.artifact = artifact
         self.device_index = device_index
         self.pdl = pdl
-        self._driver = load_driver()
-        _check_driver(artifact, checked("cuDriverGetVersion", self._driver.cuDriverGetVersion()))
-        self._context = _primary_context(device_index)
-        self._function = _function(artifact, device_index)
-        self._config = self._build()
-        self._configured: tuple[Dim3, int] | None = None  # grid and stream of the previous launch
-        self._layout = ParamLayout(artifact.params)
-        self._block = ParamBlock(self._layout)
-        self._lock = threading.Lock()
+        self.driver = load_driver()
+        _check_driver(artifact, checked("cuDriverGetVersion", self.driver.cuDriverGetVersion()))
+        self.context = _primary_context(device_index)
+        self.function = _function(artifact, device_index)
+        self.layout = ParamLayout(artifact.params)
 
-    def fire(self, values: Sequence[int | float | bytes], grid: Dim3, stream: int) -> None:
-        """Launches on `stream`, a raw handle of this device, with `values` in parameter order."""
-        driver, config = self._driver, self._config
+    def bind(self, static: Mapping[str, Value], *groups: Sequence[str]) -> Bound:
+        """Returns launches whose fields in `static` have these values, and whose other fields come with every launch,
+        in these groups. A ValueError unless every parameter of the kernel is named once.
+        """
+        return Bound(self, static, groups)
+
+    def config(self) -> Any:
+        """Returns a new launch configuration; its grid and stream are not set."""
+        return _config(self.driver, self.artifact, self.pdl)
+
+
+class Bound:
+    """Launches of one kernel with parameter storage of their own. Threads may share it."""
+
+    def __init__(self, launch: Launch, static: Mapping[str, Value], groups: Sequence[Sequence[str]]) -> None:
+        self.artifact = launch.artifact
+        self._launch, self._config, self._lock = launch, launch.config(), threading.Lock()
+        self._groups, self._block = groups, ParamBlock(launch.layout)
+        self._block.fill(static, groups)
+        self._writers = [self._block.writer(fields) for fields in groups]
+        self._written: list[Values | None] = [None] * len(groups)
+        self._grid: Dim3 | None = None
+        self._stream: int | None = None
+
+    def fire(self, grid: Dim3, stream: int, *groups: Values) -> None:
+        """Launches on `stream`, a raw handle of the device, with a tuple of values for each group. A group is written
+        only if it is another object than before.
+        """
+        launch, config = self._launch, self._config
+        driver = launch.driver
         with self._lock:
-            self._block.pack(values)
-            if self._configured != (grid, stream):  # setting them costs as much as packing
-                config.gridDimX, config.gridDimY, config.gridDimZ = grid
-                config.hStream = stream
-                self._configured = grid, stream
-            if driver.cuCtxGetCurrent()[1] == self._context:
-                status = driver.cuLaunchKernelEx(config, self._function, self._block.address, 0)[0]
+            self._write(groups)
+            if grid is not self._grid:
+                config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
+            if stream != self._stream:
+                config.hStream = self._stream = stream
+            if driver.cuCtxGetCurrent()[1] == launch.context:
+                status = driver.cuLaunchKernelEx(config, launch.function, self._block.address, 0)[0]
             else:  # another device is current, or this thread has not used CUDA yet
-                with _current(self._context):
-                    status = driver.cuLaunchKernelEx(config, self._function, self._block.address, 0)[0]
+                with _current(launch.context):
+                    status = driver.cuLaunchKernelEx(config, launch.function, self._block.address, 0)[0]
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {grid} failed: {status.name}")
 
-    def bound(self, values: Sequence[int | float | bytes], grid: Dim3, fields: Sequence[str]) -> Callable[..., None]:
-        """Returns a function of a stream and values of `fields` that launches with this grid and, for all other fields,
-        these values: `bound_to_lengths` of one `Lengths`.
-        """
-        return functools.partial(self.bound_to_lengths(values, fields), (grid, ()))
-
-    def bound_to_lengths(
-        self, values: Sequence[int | float | bytes], fields: Sequence[str], length_fields: Sequence[str] = ()
-    ) -> Callable[..., None]:
-        """Returns a function of `Lengths` (a grid, and values of `length_fields`), a stream and values of `fields` that
-        launches with them and, for all other fields, with these values. It has parameter storage and a configuration of
-        its own, where it writes no other field, and lengths only if they are another object than before: this takes 1
-        to 2 us less than `fire`. Threads may share it.
-        """
-        block, config, driver, lock = ParamBlock(self._layout), self._build(), self._driver, threading.Lock()
-        block.pack(values)
-        config.hStream = latest = 0
-        current: Lengths | None = None
-        write, write_lengths = block.writer(fields), block.writer(length_fields)
-        context, function = self._context, self._function
-
-        def launch(lengths: Lengths, stream: int, *changed: int | bytes) -> None:
-            nonlocal latest, current
-            with lock:
-                write(*changed)
-                if stream != latest:
-                    config.hStream = latest = stream
-                if lengths is not current:
-                    config.gridDimX, config.gridDimY, config.gridDimZ = lengths[0]
-                    write_lengths(*lengths[1])
-                    current = lengths
-                if driver.cuCtxGetCurrent()[1] == context:
-                    status = driver.cuLaunchKernelEx(config, function, block.address, 0)[0]
-                else:
-                    with _current(context):
-                        status = driver.cuLaunchKernelEx(config, function, block.address, 0)[0]
-            if status:
-                raise RuntimeError(f"launching {self.artifact.symbol} with grid {lengths[0]} failed: {status.name}")
-
-        return launch
-
-    def _build(self) -> Any:
-        return _config(self._driver, self.artifact, self.pdl)
-
-    def describe(self, values: Sequence[int | float | bytes], grid: Dim3) -> dict[str, Any]:
-        """Returns the plain data of a launch: see the function `describe`."""
-        return describe(self.artifact, values, grid, pdl=self.pdl)
+    def _write(self, groups: Sequence[Values]) -> None:
+        written = self._written
+        for i, values in enumerate(groups):
+            if values is written[i]:
+                continue
+            written[i] = None  # until all are written
+            try:
+                self._writers[i](*values)
+            except MISMATCHES as err:
+                raise self._block.mismatch(self._groups[i], values) from err
+            written[i] = values
 
 
 def _check_fit(artifact: Artifact, arch: archs.Arch, pdl: bool) -> None:

@@ -177,13 +177,12 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
         plan, variants, tokens = self._plan, self._variants, request.tokens
         if plan is None or plan is not variants.base.plan or len(variants.by_settings) > 1 or tokens.rows is None:
             return False
-        again = getattr(plan.launch, "again", None)
-        if again is None or plan.validate != self._validates():
+        if plan.validate != self._validates():
             return False
         if plan.load != _load(plan.settings, tokens, plan.limits):
             return False
         batch_plan.check_rows(tokens, plan.settings.features.num_qo_heads)
-        same_launches = again(device_plan.lengths_of(tokens))
+        same_launches = plan.launch.again(device_plan.lengths_of(tokens))
         if same_launches is None:
             return False
         make(copies)

@@ -15,20 +15,21 @@ import torch
 from torch import Tensor, empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 
-from cute_attn.kernels.host.batch import Repeat
+from cute_attn.kernels.host.batch import BatchFire
 from cute_attn.problem import BatchPlan, BatchProblem, MemoryRange
 from cute_attn.request import checks
 from cute_attn.request.batch_run import RunArguments, protected_memory
 from cute_attn.request.single import ALIGNMENT, NARROW_ALIGNMENT
 
 CACHE_SIZE = 256  # runs per plan: scales that change in every run must not fill memory
+NO_SCALES = (None,) * 5  # of heads and blocks
 PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value
 
 
 class CachedRun(NamedTuple):
     """A run that passed every check, and how to launch it again."""
 
-    repeat: Repeat
+    fire: BatchFire
     like_q: bool  # out has q's shape and dtype, and q is contiguous
     out: tuple[int, int, int, torch.dtype]  # shape and dtype
     v_offset: int  # bytes from the address of k to that of v in a cache of one tensor
@@ -73,17 +74,17 @@ def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor
     if lse is None and arguments.return_lse:
         lse = q.new_empty(cached.out[0], cached.out[1], dtype=torch.float32)
     lse_start = 0 if lse is None else lse.data_ptr()
-    tensors = q, k, v, out, lse, sinks, plan.kv_indices, plan.workspace
-    cached.repeat(q_start, k_start, v_start, out.data_ptr(), lse_start, sinks_start, tensors)
+    optional = () if sinks is plan.packed_mask is None else (None, None, None, sinks, plan.packed_mask, *NO_SCALES)
+    tensors = q, k, v, out, lse, optional, plan.kv_indices, plan.workspace
+    cached.fire(q_start, k_start, v_start, out.data_ptr(), lse_start, tensors)
     return out, lse
 
 
 def cache_run(plan: BatchPlan, arguments: RunArguments, problem: BatchProblem) -> None:
     """Cache a run that passed every check, unless its q or sinks were copied or the launch cannot be repeated."""
-    repeat = getattr(plan.launch, "repeat", None)
-    if repeat is None or plan.first_row or problem.q is not arguments.q or problem.sinks is not arguments.sinks:
+    if plan.first_row or problem.q is not arguments.q or problem.sinks is not arguments.sinks:
         return
-    if (key := _cache_key(arguments)) is None:
+    if (key := _cache_key(arguments)) is None or (fire := plan.launch.bind(problem)) is None:
         return
     if len(plan.cached_runs) >= CACHE_SIZE:
         plan.cached_runs.clear()
@@ -91,7 +92,7 @@ def cache_run(plan: BatchPlan, arguments: RunArguments, problem: BatchProblem) -
     extents = [(0, 0) if x is None else checks.extent(x) for x in (q, k, v, out, lse)]
     of_q, of_k, of_v, of_out, of_lse = (stop - start for start, stop in extents)
     plan.cached_runs[key] = CachedRun(
-        repeat(problem),
+        fire,
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
         (*out.shape, out.dtype),
         v.data_ptr() - k.data_ptr() if isinstance(arguments.kv_cache, Tensor) else 0,

@@ -16,7 +16,7 @@ from torch import Tensor, empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 
 from cute_attn.dispatch import backends
-from cute_attn.kernels.host.single import SingleRepeat
+from cute_attn.kernels.host.single import SingleFire
 from cute_attn.problem import Problem
 from cute_attn.request import checks, single
 from cute_attn.request.settings import MAX_KV_LEN, Call
@@ -33,7 +33,7 @@ Names = tuple[Any, ...]  # all other options, the layout first
 class CachedCall(NamedTuple):
     """A call that passed every check, and how to launch it again."""
 
-    repeat: SingleRepeat
+    fire: SingleFire
     like_q: bool  # out has q's shape and dtype, and q is contiguous
     out_shape: tuple[int, ...]
     out_dtype: torch.dtype
@@ -81,7 +81,7 @@ def try_replay(key: Any, kv_len: int, q: Any, k: Any, v: Any, out: Any, lse: Any
         return None
     if cached is None or forward_ad._current_level >= 0:  # the full path looks for tangents
         return None
-    repeat, like_q, shape, dtype, return_lse, kv_alignment, spans = cached
+    fire, like_q, shape, dtype, return_lse, kv_alignment, spans = cached
     q_start, k_start, v_start = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if q_start % ALIGNMENT or (k_start | v_start) % kv_alignment or q.is_neg() or k.is_neg() or v.is_neg():
         return None
@@ -96,7 +96,8 @@ def try_replay(key: Any, kv_len: int, q: Any, k: Any, v: Any, out: Any, lse: Any
         out = empty_like(q) if like_q else q.new_empty(shape, dtype=dtype)
     if lse is None and return_lse:
         lse = q.new_empty(shape[:-1], dtype=torch.float32)
-    repeat(kv_len, q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr(), (q, k, v, out, lse))
+    lse_start = 0 if lse is None else lse.data_ptr()
+    fire(kv_len, q_start, k_start, v_start, out.data_ptr(), lse_start, (q, k, v, out, lse, ()))
     return (out, lse) if return_lse else out
 
 
@@ -122,13 +123,13 @@ def _cache(call: Call, backend: str, problem: Problem, key: Any) -> None:
     if len(_cached) >= CACHE_SIZE:
         _cached.clear()
     q, k, v, out, lse = problem.q, problem.k, problem.v, problem.out, problem.lse
-    repeat = backends.repeat(problem, backend)
-    if repeat is None:
+    fire = backends.bind(problem, backend)
+    if fire is None:
         return
     per_k, per_v = (x.stride(int(call.kv_layout == "HND")) * x.element_size() for x in (k, v))
     of_k, of_v = _span(k) - problem.kv_len * per_k, _span(v) - problem.kv_len * per_v
     _cached[key] = CachedCall(
-        repeat,
+        fire,
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
         tuple(out.shape),
         out.dtype,

@@ -15,13 +15,14 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from cute_attn.dispatch import backends
-from cute_attn.dispatch.backends import DecodeRepeat
+from cute_attn.kernels.xqa.host.decode import DecodeFire
 from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks
 from cute_attn.request.single import ALIGNMENT
 from cute_attn.runtime import switches
 from cute_attn.wrappers.run_cache import PLAIN_TYPES, buffer_key, outputs_qualify
 
+NO_MORE = (None,) * 6  # tensors of `operands.Optional`
 CACHE_SIZE = 512  # calls: batches of any size must not fill memory
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -42,7 +43,8 @@ class Tensors(NamedTuple):
 class CachedCall(NamedTuple):
     """A call that passed every check, and how to launch it again."""
 
-    repeat: DecodeRepeat
+    fire: DecodeFire
+    partials_offset: int  # bytes from the address of the workspace, which is that of the counters
     out_shape: tuple[int, ...]
     out_dtype: torch.dtype
     lse_shape: tuple[int, ...] | None
@@ -100,7 +102,7 @@ def try_replay(key: Any, tensors: Tensors) -> Result | None:
     if cached is None or forward_ad._current_level >= 0:  # the full path looks for tangents
         return None
     query, cache, workspace, tables, seq_lens, sinks, out = tensors
-    repeat, out_shape, out_dtype, lse_shape, v_offset, spans, (of_tables, of_lens, of_sinks) = cached
+    fire, partials_offset, out_shape, out_dtype, lse_shape, v_offset, spans, (of_tables, of_lens, of_sinks) = cached
     if isinstance(cache, Tensor):
         k = v = cache
         k_start = cache.data_ptr()
@@ -135,10 +137,10 @@ def try_replay(key: Any, tensors: Tensors) -> Result | None:
         if not outputs_qualify(spans, (q_start, k_start, v_start), out, None, protected):
             return None
     lse = None if lse_shape is None else query.new_empty(lse_shape, dtype=torch.float32)
-    repeat(
-        *(query, workspace_start, q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
-        *(sinks_start, tables_start, lens_start),
-    )
+    places = q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr()
+    optional = () if sinks is None else (None, None, None, sinks, *NO_MORE)
+    memory = workspace_start, workspace_start + partials_offset
+    fire(query, memory, places, optional, (tables_start, lens_start, 0, 0))
     return out if lse is None else (out, lse)
 
 
@@ -160,15 +162,16 @@ def cache(
     read = (problem.q, problem.block_tables, problem.seq_lens, problem.sinks)
     if [x is None or x.data_ptr() for x in given] != [x is None or x.data_ptr() for x in read]:
         return
-    repeat = backends.repeat_decode(problem, backend)
-    if repeat is None:
+    fire = backends.bind(problem, backend)
+    if fire is None:
         return
     if len(_cached) >= CACHE_SIZE:
         _cached.clear()
     out, lse = result if isinstance(result, tuple) else (result, None)
     of_q, of_k, of_v, of_out = map(_span, (problem.q, problem.k, problem.v, problem.out))
     _cached[key] = CachedCall(
-        repeat,
+        fire,
+        problem.scratch.partials - problem.scratch.counters,
         tuple(out.shape),
         out.dtype,
         None if lse is None else tuple(lse.shape),

@@ -10,19 +10,20 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from cute_attn.kernels.host.combine import MERGE_FIELDS
-from cute_attn.kernels.host.params import PARTIAL_FIELDS, Values
+from cute_attn.kernels.host.operands import block_scale_strides, optional_tensors
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
+from cute_attn.kernels.host.single import launch_nothing
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
-from cute_attn.runtime.launch import Lengths, current_stream
+from cute_attn.runtime.launch import current_stream
+from cute_attn.runtime.param_block import Values
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, schedule
 from cute_attn.schedule.records import ITEM_INTS
 
-Tensors = tuple[Any, ...]  # q, k, v, out, lse, or the tensors of which these are views; of a batch also sinks,
-# ^ and kv_indices and workspace, which are those of the plan in force
-Repeat = Callable[[int, int, int, int, int, int, Tensors], None]
-# ^ a run with other addresses of q, k, v, out, lse and sinks (0 for none)
+Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; kv_indices and workspace of the plan in
+# ^ force
+BatchFire = Callable[[int, int, int, int, int, Tensors], None]
+# ^ from addresses of q, k, v, out and lse (0 for none), and the tensors
 
 COMBINE_CTAS = 16  # CTAs of 128 threads resident per SM: a larger grid only starts and ends where few rows are merged
 MAX_LAUNCHES = 1024  # numbers of records, for which sizes of launches are kept
@@ -150,16 +151,15 @@ def _launches(
     )
 
 
-Memory = tuple[int, int, int]  # address and number of page indices, and address of the workspace
-
-
 class Launched(NamedTuple):
-    """What a plan decides of repeated launches."""
+    """What a plan decides of its launches, and the memory for which it does."""
 
     version: object  # of the `BatchRun`
-    memory: Memory
-    attention: Lengths
-    merge: Lengths
+    pages: int  # address of page indices
+    entries: int  # and their number
+    workspace: int
+    numbers: Values  # of the attention kernel
+    merge: Values  # of the combine kernel
 
 
 class BatchRun:
@@ -169,7 +169,7 @@ class BatchRun:
     `kernel` returns the prepared kernel of such settings.
     """
 
-    merges: tuple[int, ...] = ()  # values of the combine kernel's MERGE_FIELDS
+    merges: Values = ()  # values of the combine kernel's MERGE_FIELDS
     combine_grid: Grid = (0, 1, 1)
     version: object = None  # another one where a later plan changes grids or numbers
 
@@ -182,8 +182,8 @@ class BatchRun:
         device_index: int,
     ) -> None:
         self.grid, self.kernel, self.device_index = schedule.grid, kernel, device_index
-        self.prepared = kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
-        self.latest = settings, self.prepared  # one attribute: threads that share a plan must not mix two runs
+        kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
+        self.launched = Launched(self, 0, 0, 0, (), ())
         self.records = self.placed(schedule, staging)
 
     def placed(self, schedule: Schedule, staging: Staging) -> torch.Tensor:
@@ -192,88 +192,57 @@ class BatchRun:
             staging.fix_capacity(schedule.records.size)
         return staging.upload(schedule.records)
 
-    def partials(self, workspace: torch.Tensor | None) -> tuple[int, ...]:
+    def partials(self, workspace: int) -> Values:
         """Returns the addresses of partial results."""
         raise NotImplementedError
 
-    def numbers(self, kv_indices: torch.Tensor | None, partials: tuple[int, ...]) -> Values:
-        """Returns the values of the kernel's schedule fields."""
+    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
+        """Returns the values of the schedule's fields. `pages`, `entries`: address and number of page indices."""
         raise NotImplementedError
-
-    def planned_fields(self, prepared: PreparedKernel) -> tuple[str, ...]:
-        """Returns the fields that a plan of other lengths may change, in the order of `planned_values`."""
-        return prepared.number_fields
-
-    def planned_values(
-        self, prepared: PreparedKernel, kv_indices: torch.Tensor | None, workspace: torch.Tensor | None
-    ) -> Values:
-        """Returns the values of `planned_fields`."""
-        return self.numbers(kv_indices, self.partials(workspace))
 
     def __call__(self, problem: BatchProblem) -> None:
         """Launches the attention kernel, and the combine kernel where keys are split."""
-        if not self.grid[0]:
-            return
-        settings, prepared = self.latest
-        if problem.settings is not settings:
-            prepared = self.kernel(problem.settings)
-            self.latest = problem.settings, prepared
-        stream = current_stream(self.device_index)
-        target, partials = prepared.output.of(problem), self.partials(problem.workspace)
-        numbers = self.numbers(problem.kv_indices, partials)
-        prepared.attention.fire(prepared.values(problem, target, numbers, stream), self.grid, stream)
-        if prepared.combine is not None:
-            values = prepared.combine.values(target, partials, self.merges)
-            prepared.combine.launch.fire(values, self.combine_grid, stream)
+        fire_batch(self.bind(problem), problem)
 
-    def repeat(self, problem: BatchProblem) -> Repeat:
-        """Returns a function that repeats the run of `problem` with other addresses of tensors, and under later plans
+    def bind(self, problem: BatchProblem) -> BatchFire:
+        """Returns a function that runs batches which differ from `problem` in addresses, and in what later plans change
         whose kernels are the same.
         """
-        prepared, index = self.kernel(problem.settings), self.device_index
         if not problem.q.shape[0]:
             return launch_nothing
-        attend, merge = self._bound(prepared, problem)
-        values, launched = prepared.replay(problem), self._launched(prepared, problem.kv_indices, problem.workspace)
+        kernel, index, operands = self.kernel(problem.settings), self.device_index, problem[1:5]
+        strides, addresses = kernel.strides(*operands, block_scale_strides(problem)), kernel.addresses(*operands)
+        attention, combine, extras_of = kernel.attention, kernel.combine, kernel.extras
+        out_strides = () if combine is None else combine.output.strides(problem.out)
 
-        def run(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:
-            nonlocal launched
-            version, memory, of_attention, of_merge = launched
-            if version is not self.version or memory != memory_of(tensors[-2], tensors[-1]):
-                *_, of_attention, of_merge = launched = self._launched(prepared, tensors[-2], tensors[-1])
-            if not of_attention[0][0]:
+        def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+            grid = self.grid
+            if not grid[0]:
                 return
-            stream = current_stream(index)
-            attend(of_attention, stream, *values(q, k, v, out, lse, stream), sinks)
-            if merge is not None:
-                merge(of_merge, stream, out, lse, sinks)
+            _, _, _, _, _, optional, kv_indices, workspace = tensors
+            launched, stream = self._launched(kv_indices, workspace), current_stream(index)
+            values = addresses(q, k, v, out, lse, stream)
+            attention.fire(grid, stream, strides, values, extras_of(optional), launched.numbers)
+            if combine is not None:
+                merged = out_strides, (out, lse), combine.extras(optional), launched.merge
+                combine.launch.fire(self.combine_grid, stream, *merged)
 
-        return run
+        return fire
 
-    def _bound(
-        self, prepared: PreparedKernel, problem: BatchProblem
-    ) -> tuple[Callable[..., None], Callable[..., None] | None]:
-        """Returns functions that launch the kernels for problems that differ from this one in addresses and in what a
-        plan of other lengths changes: `Launch.bound_to_lengths`.
-        """
-        target, partials = prepared.output.of(problem), self.partials(problem.workspace)
-        numbers, stream = self.numbers(problem.kv_indices, partials), current_stream(self.device_index)
-        first = prepared.values(problem, target, numbers, stream)
-        fields = (*prepared.replay_fields, "sinks")
-        attend = prepared.attention.bound_to_lengths(first, fields, self.planned_fields(prepared))
-        if prepared.combine is None:
-            return attend, None
-        merged = prepared.combine.values(target, partials, self.merges)
-        of_merge = (*PARTIAL_FIELDS, *MERGE_FIELDS)
-        return attend, prepared.combine.launch.bound_to_lengths(merged, ("o", "lse", "sinks"), of_merge)
+    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+        """Returns None: other lengths need another run."""
+        return None
 
-    def _launched(
-        self, prepared: PreparedKernel, kv_indices: torch.Tensor | None, workspace: torch.Tensor | None
-    ) -> Launched:
-        """Returns what the plan in force decides of repeated launches."""
-        numbers = self.planned_values(prepared, kv_indices, workspace)
-        of_merge = self.combine_grid, (*self.partials(workspace), *self.merges)
-        return Launched(self.version, memory_of(kv_indices, workspace), (self.grid, numbers), of_merge)
+    def _launched(self, kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Launched:
+        """Returns what the plan in force decides of launches. The same tensors may move in place."""
+        now = self.launched
+        pages, entries = (0, 0) if kv_indices is None else (kv_indices.data_ptr(), kv_indices.shape[0])
+        at = 0 if workspace is None else workspace.data_ptr()
+        if now.version is not self.version or now[1:4] != (pages, entries, at):
+            partials = self.partials(at)
+            numbers = self.numbers(pages, entries, partials)
+            now = self.launched = Launched(self.version, pages, entries, at, numbers, (*partials, *self.merges))
+        return now
 
 
 class SplitKvBatchRun(BatchRun):
@@ -304,18 +273,13 @@ class SplitKvBatchRun(BatchRun):
         )
         self.key_bounds: Values = () if work.key_bounds is None else (self.items + 4 * work.key_bounds,)
 
-    def partials(self, workspace: torch.Tensor | None) -> tuple[int, ...]:
+    def partials(self, workspace: int) -> Values:
         """Returns the addresses of partial outputs and lse."""
-        lse = self.schedule.launches.partial_o_bytes  # behind o
-        if not self.combine_grid[0]:
-            return 0, lse
-        assert workspace is not None
-        o = workspace.data_ptr()
-        return o, o + lse
+        o = workspace if self.combine_grid[0] else 0
+        return o, o + self.schedule.launches.partial_o_bytes
 
-    def numbers(self, kv_indices: torch.Tensor | None, partials: tuple[int, ...]) -> Values:
+    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
         """Returns the values of the tile order fields and `params.batch_fields`."""
-        pages = 0 if kv_indices is None else kv_indices.data_ptr()
         return *self.schedule.launches.order, self.items, *partials, pages, *self.key_bounds
 
 
@@ -346,18 +310,14 @@ class HostPlannedRun(SplitKvBatchRun):
         same_kernel = now.tiling is before.tiling and now.merges == before.merges
         if not same_kernel:
             kernel = self.kernel_of(now)
-            prepared = kernel(self.settings)
-            self.kernel, self.prepared, self.latest = kernel, prepared, (self.settings, prepared)
+            kernel(self.settings)  # before records are replaced: it may be missing
+            self.kernel = kernel
         self.records = self.placed(now, self.staging)
         self.follow(now)
         return same_kernel
 
 
-def memory_of(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Memory:
-    """Returns where launches read page indices and write partial results. The same tensors may move in place."""
-    pages, entries = (0, 0) if kv_indices is None else (kv_indices.data_ptr(), kv_indices.numel())
-    return pages, entries, 0 if workspace is None else workspace.data_ptr()
-
-
-def launch_nothing(q: int, k: int, v: int, out: int, lse: int, sinks: int, tensors: Tensors) -> None:
-    """Runs a batch without query tokens."""
+def fire_batch(fire: BatchFire, problem: BatchProblem) -> None:
+    """Runs `problem` with a function that `bind` returned."""
+    q, k, v, out, lse = (0 if x is None else x.data_ptr() for x in problem[1:6])
+    fire(q, k, v, out, lse, (*problem[1:6], optional_tensors(problem), problem.kv_indices, problem.workspace))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from cute_attn.kernels.host.features import batched, combine_spec
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
-from cute_attn.kernels.host.output import OUTPUT_FIELDS, Target
-from cute_attn.kernels.host.params import PARTIAL_FIELDS, Fields, ParamPacker, Values
+from cute_attn.kernels.host.operands import extras_of
+from cute_attn.kernels.host.output import EXTRA_FIELDS, FinalOutput
+from cute_attn.kernels.host.params import PARTIAL_FIELDS, Fields
 from cute_attn.problem import Settings
 
 LENGTH_FIELDS = ("qo_len", "num_splits")  # of a single request
@@ -16,23 +17,23 @@ NO_MERGES: Fields = {"merges": 0, "rows_per_merge": 1, "slot_rows": 1, "num_rows
 
 
 class CombineKernel:
-    """The loaded combine kernel and its parameters. `heads`: query heads whose rows share a tile of the partials."""
+    """Launches of the combine kernel, by grid, stream, and values of four groups of fields: the output's strides,
+    addresses of o and lse, of v_scale and sinks, and addresses of partials with LENGTH_FIELDS, or with MERGE_FIELDS for
+    a batch. `heads`: query heads whose rows share a tile of the partials.
+    """
 
     def __init__(self, settings: Settings, heads: int, gpu: Gpu) -> None:
-        features = settings.features
-        self.launch = load(combine_spec(features), gpu.arch.name, gpu.device_index, gpu.pdl(settings))
+        features, self.output = settings.features, FinalOutput(settings)
+        launch = load(combine_spec(features), gpu.arch.name, gpu.device_index, gpu.pdl(settings))
         numbers, absent = (MERGE_FIELDS, NO_LENGTHS) if batched(features) else (LENGTH_FIELDS, NO_MERGES)
         static = {
             "num_qo_heads": features.num_qo_heads,
             "num_kv_heads": features.num_qo_heads // heads,
             "group": heads,
             "lse_scale": settings.lse_scale,
+            **self.output.static,
             **absent,
         }
-        self.packer = ParamPacker.of(self.launch, static, (OUTPUT_FIELDS, PARTIAL_FIELDS, numbers))
-
-    def values(self, target: Target, partials: tuple[int, ...], numbers: tuple[int, ...]) -> Values:
-        """Returns the parameters of a launch. `partials`: addresses of o and lse. `numbers`: values of LENGTH_FIELDS,
-        or of MERGE_FIELDS for a batch.
-        """
-        return self.packer.values(target, partials, numbers)
+        self.extras = extras_of(EXTRA_FIELDS)
+        groups = self.output.stride_fields, ("o", "lse"), EXTRA_FIELDS, (*PARTIAL_FIELDS, *numbers)
+        self.launch = launch.bind(static, *groups)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
-from cute_attn.kernels.host.batch import BatchSchedule, HostPlannedRun, Repeat, Tiling, schedule_batch
+from cute_attn.kernels.host.batch import BatchFire, BatchSchedule, HostPlannedRun, Tiling, schedule_batch
 from cute_attn.kernels.host.device_batch import NO_LENGTHS, DevicePlannedRun, schedule_on_device
 from cute_attn.kernels.host.features import combine_spec
 from cute_attn.kernels.host.gpu import Gpu
@@ -36,19 +34,32 @@ KernelLaunch = tuple[KernelSpec, Grid]
 T = TypeVar("T")  # a family's tile
 
 
+class RequestRunner(Protocol):
+    """Runs requests of the same settings."""
+
+    def __call__(self, problem: Request) -> None:
+        """Runs one request."""
+
+    def bind(self, problem: Any) -> Callable[..., None] | None:
+        """Returns a function that runs requests which differ from `problem` in addresses, and in the number of keys
+        where the host knows it; None where every request is looked at.
+        """
+
+
 class BatchRunner(Protocol):
     """Runs batches of one plan."""
 
-    @property
-    def records(self) -> torch.Tensor:
-        """Device memory with the plan's numbers that launches read."""
-
     def __call__(self, problem: BatchProblem) -> None:
-        """Launches the kernels of one run."""
+        """Runs one batch."""
 
-    def repeat(self, problem: BatchProblem) -> Repeat:
-        """Returns a function that repeats the run of `problem` with other addresses of tensors, and under later plans
-        whose kernels are the same.
+    def bind(self, problem: BatchProblem) -> BatchFire | None:
+        """Returns a function that runs batches which differ from `problem` in addresses, and in what later plans change
+        whose kernels are the same; None where every batch is looked at.
+        """
+
+    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+        """Replaces the lengths of the requests, and tells whether launches are the same otherwise; None, and nothing is
+        replaced, where a new plan is needed.
         """
 
 
@@ -64,8 +75,8 @@ class KernelFamily(Protocol):
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
         """Returns every kernel that calls of these features may need, whatever their lengths."""
 
-    def prepare(self, settings: Settings, gpu: Gpu) -> Callable[[Request], None]:
-        """Returns a callable that runs single requests of these settings."""
+    def prepare(self, settings: Settings, gpu: Gpu) -> RequestRunner:
+        """Returns what runs single requests of these settings."""
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
         """Returns kernels and grids of a single request."""

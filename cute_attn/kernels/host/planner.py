@@ -29,6 +29,8 @@ from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
 MAX_TILES = 1 << 24  # query tiles and records: the kernel sums several of them in 32 bits
 MAX_PRODUCT = (1 << 31) - 1  # of items and kv heads
+LENGTH_FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "q_len", "max_kv")
+MEMORY_FIELDS = ("items", "merges", "counts", "first_tile", "groups", "order", "tiles", "splits")
 COUNTS = 4  # int32 numbers: items and merges of the schedule, two unused
 
 
@@ -97,11 +99,10 @@ class Planner:
         self.capacity = record_capacity(params, limits)
         max_tiles = max_query_tiles(graph, params)
         self.layout = Layout.of(self.capacity, max_tiles, graph.batch_size)
-        self.launch = load(PlanSpec(), gpu.arch.name, gpu.device_index, False)
         self.device_index = gpu.device_index
         fixed = limits.fixed_split_size if not limits.disable_split_kv else None
         kv_tiles = ceil_div(_longest(graph), params.cols)
-        self.fields: Fields = {
+        static: Fields = {
             "batch_size": graph.batch_size,
             "max_rows": graph.max_rows,
             "max_pages": max(_longest(graph) // page_size, 1),
@@ -122,26 +123,16 @@ class Planner:
             "merge_capacity": self.capacity.merges,
             "partial_capacity": min(self.capacity.partials, MAX_PRODUCT),
         }
+        launch = load(PlanSpec(), gpu.arch.name, gpu.device_index, False)
+        self.launch = launch.bind(static, LENGTH_FIELDS, MEMORY_FIELDS)
 
     def __call__(self, lengths: DeviceLengths, records: torch.Tensor, scratch: torch.Tensor) -> None:
         """Launches the kernel on the current stream. `records`, `scratch`: `layout.records` and `layout.end` numbers,
         zeros before the first launch.
         """
+        indptrs = lengths.qo_indptr, lengths.kv_indptr, lengths.last_page_len
+        addresses = [0 if x is None else x.data_ptr() for x in indptrs]
         items, counts, at = records.data_ptr(), scratch.data_ptr(), self.layout
-        fields = self.fields | {
-            "qo_indptr": 0 if lengths.qo_indptr is None else lengths.qo_indptr.data_ptr(),
-            "kv_indptr": lengths.kv_indptr.data_ptr(),
-            "last_page_len": 0 if lengths.last_page_len is None else lengths.last_page_len.data_ptr(),
-            "q_len": lengths.q_len,
-            "max_kv": lengths.max_kv,
-            "items": items,
-            "merges": items + 4 * at.merges,
-            "counts": counts,
-            "first_tile": counts + 4 * at.first_tile,
-            "groups": counts + 4 * at.groups,
-            "order": counts + 4 * at.order,
-            "tiles": counts + 4 * at.tiles,
-            "splits": counts + 4 * at.splits,
-        }
-        values = [fields[param.name] for param in self.launch.artifact.params]
-        self.launch.fire(values, (1, 1, 1), current_stream(self.device_index))
+        kept = [counts + 4 * start for start in (0, at.first_tile, at.groups, at.order, at.tiles, at.splits)]
+        of_lengths, memory = (*addresses, lengths.q_len, lengths.max_kv), (items, items + 4 * at.merges, *kept)
+        self.launch.fire((1, 1, 1), current_stream(self.device_index), of_lengths, memory)

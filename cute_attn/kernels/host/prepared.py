@@ -1,34 +1,53 @@
-"""Interface of a prepared attention kernel to the code that runs single requests and batches."""
+"""A loaded attention kernel with all parameters that settings and tile decide: what runs of every kind launch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+
+import torch
 
 from cute_attn.kernels.host.combine import CombineKernel
-from cute_attn.kernels.host.output import OutputTarget, Target
-from cute_attn.kernels.host.params import Values
-from cute_attn.problem import BatchProblem, Problem
+from cute_attn.kernels.host.operands import EXTRA_FIELDS, extras_of
+from cute_attn.kernels.host.output import Output
+from cute_attn.kernels.host.params import Fields
 from cute_attn.runtime.launch import Launch
+from cute_attn.runtime.param_block import Values
 
 Grid = tuple[int, int, int]
-Replay = Callable[[int, int, int, int, int, int], Values]  # from addresses of q, k, v, out and lse, and a stream, to
-# ^ values of `PreparedKernel.replay_fields`
+Addresses = Callable[[int, int, int, int, int, int], Values]  # from addresses of q, k, v, out and lse, and a stream
 
 
-class PreparedKernel(Protocol):
-    """Loaded kernels, and all of their parameters that settings and tile decide."""
+class PreparedKernel:
+    """Launches of one kernel, by grid, stream, and values of four groups of fields: strides, addresses, extras and
+    numbers of the schedule. Subclasses define the first two.
+    """
 
-    attention: Launch
-    combine: CombineKernel | None  # None: the attention kernel leaves no partials to combine
-    output: OutputTarget
-    number_fields: tuple[str, ...]  # those of the kernel's schedule
-    replay_fields: tuple[str, ...]
-
-    def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
-        """Returns the parameters of an attention launch. `numbers`: values of `number_fields`."""
-
-    def replay(self, problem: Problem | BatchProblem) -> Replay:
-        """Returns a function that computes the parameters in which a launch differs from that of `problem`, if its
-        tensors differ in addresses only.
+    def __init__(
+        self,
+        launch: Launch,
+        static: Fields,
+        groups: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
+        output: Output,
+        combine: CombineKernel | None = None,
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
+        """`groups`: fields of strides (but for the output's), addresses, and numbers. `combine`: None for a kernel that
+        leaves no partials to combine. `renamed`: the kernel's names of EXTRA_FIELDS where they differ.
         """
+        strides, addresses, numbers = groups
+        static, names = static | output.static, renamed or {}
+        params = {param.name for param in launch.artifact.params} - {*static, *numbers}
+        extras = [name for name in EXTRA_FIELDS if names.get(name, name) in params]
+        self.extras, self.output, self.combine = extras_of(extras), output, combine
+        extra_fields = [names.get(name, name) for name in extras]
+        self.attention = launch.bind(static, strides + output.stride_fields, addresses, extra_fields, numbers)
+
+    def strides(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
+    ) -> Values:
+        """Returns the values of the strides' fields. `block_scales`: result of `operands.block_scale_strides`."""
+        raise NotImplementedError
+
+    def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
+        """Returns a function that computes the values of the addresses' fields for tensors of these layouts."""
+        raise NotImplementedError

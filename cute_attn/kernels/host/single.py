@@ -5,21 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from cute_attn.kernels.host.batch import Tensors
-from cute_attn.kernels.host.combine import LENGTH_FIELDS
-from cute_attn.kernels.host.params import PARTIAL_FIELDS, Values
-from cute_attn.kernels.host.prepared import Grid, PreparedKernel
+from cute_attn.kernels.host.operands import block_scale_strides, optional_tensors
+from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime.launch import current_stream
+from cute_attn.runtime.param_block import Values
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
 MAX_TILES = 64  # of one request's settings
 
-NO_TENSORS: Any = dict.fromkeys(("q", "k", "v", "out", "lse"))  # of a Problem that keeps none alive
+Tensors = tuple[Any, ...]  # q, k, v, out, lse, and a tuple of `operands.Optional`
+SingleFire = Callable[[int, int, int, int, int, int, Tensors], None]
+# ^ from the number of keys, addresses of q, k, v, out and lse (0 for none), and the tensors
 
 T = TypeVar("T")  # a family's tile
 
@@ -37,12 +38,21 @@ class SingleSchedule(Generic[T]):
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
 
-SingleRepeat = Callable[[int, int, int, int, int, int, Tensors], None]
-# ^ a run with another number of keys, and other addresses of q, k, v, out and lse
-SameLengthRepeat = Callable[[int, int, int, int, int, Tensors], None]  # with other addresses alone
-
 SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels, grid, numbers and num_splits
-Bound = tuple[Callable[..., None], Callable[..., None] | None]  # launches of attention, and of combine if it merges
+
+
+class Work(NamedTuple):
+    """What a number of keys decides of the launches of a request."""
+
+    kv_len: int
+    kernel: PreparedKernel
+    grid: Grid
+    numbers: Values
+    num_splits: int
+    strides: Values
+    addresses: Addresses
+    out_strides: Values  # of the combine launch
+    merge_grid: Grid
 
 
 class SingleRun(Generic[T]):
@@ -64,89 +74,45 @@ class SingleRun(Generic[T]):
     def __call__(self, problem: Request) -> None:
         """Launches the attention kernel, and the combine kernel where keys are split."""
         assert isinstance(problem, Problem)  # selection refuses lengths on the device
-        qo_len = problem.qo_len
+        fire_single(self.bind(problem), problem)
+
+    def bind(self, problem: Problem) -> SingleFire:
+        """Returns a function that runs requests which differ from `problem` in the number of keys and in addresses."""
+        qo_len, index, block_scales = problem.qo_len, self.device_index, block_scale_strides(problem)
         if qo_len == 0:
-            return
-        kernel, grid, numbers, num_splits = self.launch(qo_len, problem.kv_len)
-        stream, combine = current_stream(self.device_index), kernel.combine
-        target = kernel.output.of(problem)
-        if combine is None:
-            kernel.attention.fire(kernel.values(problem, target, numbers, stream), grid, stream)
-            return
+            return launch_nothing
         rows = qo_len * self.num_qo_heads
-        workspace = self._workspace(problem.q, rows * num_splits)
-        partial = kernel.output.partials(workspace, rows * num_splits)
-        kernel.attention.fire(kernel.values(problem, partial, numbers, stream), grid, stream)
-        combine.launch.fire(combine.values(target, partial[:2], (qo_len, num_splits)), (rows, 1, 1), stream)
+        latest: Work | None = None
 
-    def repeat(self, problem: Problem) -> SingleRepeat | None:
-        """Returns a function that repeats the run of `problem` with another number of keys, 2 or more, and other
-        addresses; None without query tokens.
-        """
-        if problem.qo_len == 0:
-            return None
-        others = problem._replace(**NO_TENSORS)
-        bound: dict[PreparedKernel, Bound] = {}
-
-        def of_length(kv_len: int, tensors: Tensors) -> SameLengthRepeat:
-            now = others._replace(kv_len=kv_len, **dict(zip(NO_TENSORS, tensors, strict=True)))
-            kernel, *_ = launch = self.launch(now.qo_len, kv_len)
-            if kernel not in bound:
-                bound[kernel] = self._bind(now, launch)
-            return self._repeat(now, launch, *bound[kernel])
-
-        latest = problem.kv_len, of_length(problem.kv_len, (problem.q, problem.k, problem.v, problem.out, problem.lse))
-
-        def run(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+        def fire(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
-            length, repeat = latest
-            if kv_len != length:
-                _, repeat = latest = kv_len, of_length(kv_len, tensors)
-            repeat(q, k, v, out, lse, tensors)
+            work = latest  # once: threads share this
+            if work is None or work.kv_len != kv_len:
+                work = latest = self._work(qo_len, kv_len, tensors, block_scales)
+            kernel, stream = work.kernel, current_stream(index)
+            o, lse_at, combine = out, lse, kernel.combine
+            if combine is not None:
+                size = rows * work.num_splits  # of partials, which the caching allocator keeps with a captured graph
+                partials = tensors[0].new_empty(size * (self.head_dim_vo + 1), dtype=torch.float32)
+                o = partials.data_ptr()
+                lse_at = o + 4 * size * self.head_dim_vo
+            values, optional = work.addresses(q, k, v, o, lse_at, stream), tensors[5]
+            kernel.attention.fire(work.grid, stream, work.strides, values, kernel.extras(optional), work.numbers)
+            if combine is not None:
+                numbers = o, lse_at, qo_len, work.num_splits
+                merged = work.out_strides, (out, lse), combine.extras(optional), numbers
+                combine.launch.fire(work.merge_grid, stream, *merged)
 
-        return run
+        return fire
 
-    def _bind(self, problem: Problem, launch: SingleLaunch) -> Bound:
-        """Returns functions that launch the kernels of `launch` for problems that differ from this one in addresses and
-        in the number of keys.
-        """
-        kernel, _, numbers, num_splits = launch
-        stream, combine, target = current_stream(self.device_index), kernel.combine, kernel.output.of(problem)
-        fields = kernel.replay_fields, kernel.number_fields
-        if combine is None:
-            return kernel.attention.bound_to_lengths(kernel.values(problem, target, numbers, stream), *fields), None
-        rows = problem.qo_len * self.num_qo_heads * num_splits
-        partial = kernel.output.partials(self._workspace(problem.q, rows), rows)
-        merged = combine.values(target, partial[:2], (problem.qo_len, num_splits))
-        return (
-            kernel.attention.bound_to_lengths(kernel.values(problem, partial, numbers, stream), *fields),
-            combine.launch.bound_to_lengths(merged, ("o", "lse", *PARTIAL_FIELDS), LENGTH_FIELDS),
-        )
-
-    def _repeat(
-        self, problem: Problem, launch: SingleLaunch, attend: Callable[..., None], merge: Callable[..., None] | None
-    ) -> SameLengthRepeat:
-        """Returns a function that repeats the run of `problem` with other addresses, by the functions of `_bind`."""
-        kernel, grid, numbers, num_splits = launch
-        lengths, values, index, stream_of = (grid, numbers), kernel.replay(problem), self.device_index, current_stream
-        if merge is None:
-
-            def run(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
-                stream = stream_of(index)
-                attend(lengths, stream, *values(q, k, v, out, lse, stream))
-
-            return run
-        rows, workspace = problem.qo_len * self.num_qo_heads, self._workspace
-        partial_rows, lse_offset = rows * num_splits, 4 * rows * num_splits * self.head_dim_vo
-        of_merge = (rows, 1, 1), (problem.qo_len, num_splits)
-
-        def run_and_combine(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
-            stream, memory = stream_of(index), workspace(tensors[0], partial_rows)
-            o = memory.data_ptr()
-            attend(lengths, stream, *values(q, k, v, o, o + lse_offset, stream))
-            merge(of_merge, stream, out, lse, o, o + lse_offset)
-
-        return run_and_combine
+    def _work(self, qo_len: int, kv_len: int, tensors: Tensors, block_scales: Values) -> Work:
+        """Returns what a number of keys decides for requests with the strides of `tensors`."""
+        kernel, grid, numbers, num_splits = self.launch(qo_len, kv_len)
+        (q, k, v, out, *_), combine = tensors, kernel.combine
+        strides, addresses = kernel.strides(q, k, v, out, block_scales), kernel.addresses(q, k, v, out)
+        out_strides = () if combine is None else combine.output.strides(out)
+        merge_grid = qo_len * self.num_qo_heads, 1, 1
+        return Work(kv_len, kernel, grid, numbers, num_splits, strides, addresses, out_strides, merge_grid)
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleLaunch:
         """Returns the launch of a request of these lengths; `launch` memoises it."""
@@ -154,6 +120,13 @@ class SingleRun(Generic[T]):
         kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
         return kernel, schedule.grid, schedule.numbers, schedule.num_splits
 
-    def _workspace(self, q: torch.Tensor, rows: int) -> torch.Tensor:
-        """Allocates the partials of a split launch. The caching allocator keeps them with a captured graph."""
-        return q.new_empty(rows * (self.head_dim_vo + 1), dtype=torch.float32)
+
+def fire_single(fire: SingleFire, problem: Problem) -> None:
+    """Runs `problem` with a function that `bind` returned."""
+    tensors = problem.q, problem.k, problem.v, problem.out, problem.lse
+    q, k, v, out, lse = (0 if x is None else x.data_ptr() for x in tensors)
+    fire(problem.kv_len, q, k, v, out, lse, (*tensors, optional_tensors(problem)))
+
+
+def launch_nothing(*_: object) -> None:
+    """Runs a problem without query tokens."""

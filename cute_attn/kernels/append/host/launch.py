@@ -6,7 +6,6 @@ Everything but addresses and scales is memoised by the tensors' layouts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,9 +14,10 @@ from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, A
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import Fields, divisor
+from cute_attn.kernels.host.prepared import Grid
 from cute_attn.request.append import Append
 from cute_attn.request.page_table import OwnRows, PageTable, SlotMapping
-from cute_attn.runtime.launch import current_stream
+from cute_attn.runtime.launch import Bound, current_stream
 
 LARGEST = (1 << 31) - THREADS  # units of a launch, slots and indices: the kernel counts in 32 bits
 MAX_LAYOUTS = 256
@@ -103,7 +103,9 @@ def run(append: Append, gpu: Gpu) -> None:
         return
     scales = [x if not isinstance(x, torch.Tensor) else 1.0 for x in append.scales]
     scale_addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in append.scales]
-    prepared(current_stream(gpu.device_index), *(x for places in addresses for x in places), *scales, *scale_addresses)
+    launch, grid = prepared
+    values = *(x for places in addresses for x in places), *scales, *scale_addresses
+    launch.fire(grid, current_stream(gpu.device_index), values)
 
 
 def spec(of: Layouts) -> AppendSpec:
@@ -140,9 +142,9 @@ def _copy_access(rows: Layout, cache: Layout) -> int:
 
 
 @functools.lru_cache(MAX_LAYOUTS)
-def _prepared(of: Layouts, gpu: Gpu) -> Callable[..., None] | None:
-    """Returns a function that launches the kernel. It takes a stream, the addresses of rows, caches, block scales and
-    indices, then numbers and addresses of scales. None: there is nothing to write.
+def _prepared(of: Layouts, gpu: Gpu) -> tuple[Bound, Grid] | None:
+    """Returns launches of the kernel by the addresses of rows, caches, block scales and indices, then numbers and
+    addresses of scales, and their grid. None: there is nothing to write.
     """
     chosen = spec(of)
     units = [n // chosen.per_thread for n in _units(of, chosen.access)]
@@ -151,7 +153,7 @@ def _prepared(of: Layouts, gpu: Gpu) -> Callable[..., None] | None:
     if not items:
         return None
     launch = load(chosen, gpu.arch.name, gpu.device_index, gpu.arch.pdl)
-    names = [param.name for param in launch.artifact.params]
+    names = {param.name for param in launch.artifact.params}
     fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(of)}
     for i, side in enumerate(SIDES[: len(units)]):
         fields |= {side + name: value for name, value in _operand(of, i, chosen.access, units[i]).items()}
@@ -160,8 +162,8 @@ def _prepared(of: Layouts, gpu: Gpu) -> Callable[..., None] | None:
     bound += [side + "sf" for side in sides[: len(of.block_scales)]]
     bound += INDICES[of.slots]
     bound += [side + "scale" for side in sides] + [side + "scale_address" for side in sides]
-    fire = launch.bound_to_lengths([fields[name] for name in names], bound)
-    return functools.partial(fire, ((-(-items // THREADS), len(units), 1), ()))
+    static = {name: fields[name] for name in names.difference(bound)}
+    return launch.bind(static, bound), (-(-items // THREADS), len(units), 1)
 
 
 def _operand(of: Layouts, i: int, access: int, units: int) -> Fields:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 from cute_attn.kernels.host.batch import MAX_SETTINGS, Tiling
-from cute_attn.kernels.host.params import Values
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.prepared import order_values
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.param_block import Values
 from cute_attn.schedule.batch import SchedulerParams, orders_by_l2, typical_qo_len
 from cute_attn.schedule.split_kv import min_split_tiles
 

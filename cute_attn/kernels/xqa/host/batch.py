@@ -4,23 +4,23 @@ copies to the device; for captured launches, each plan writes them to the same a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from cute_attn.kernels.host.batch import BatchRun
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.params import UNBOUNDED, Values
+from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import lengths as device_lengths
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
-from cute_attn.kernels.xqa.host.prepared import PreparedKernel, prepared_kernel
+from cute_attn.kernels.xqa.host.prepared import XqaKernel, prepared_kernel
 from cute_attn.kernels.xqa.host.variant import segments
 from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, Settings
 from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.param_block import Values
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, allocate_ints
 
@@ -110,9 +110,10 @@ class XqaBatchRun(BatchRun):
     ) -> None:
         """`on_device`: lengths that the schedule's records do not contain."""
 
-        def kernel(settings: Settings) -> PreparedKernel:
+        def kernel(settings: Settings) -> XqaKernel:
             return prepared_kernel(settings, schedule.config, gpu)
 
+        self.planned = kernel(settings)
         super().__init__(settings, schedule, kernel, staging, gpu.device_index)
         self.staging, self.batch_size, self.gpu = staging, schedule.batch_size, gpu
         self.settings, self.limits, self.segments = settings, limits, schedule.segments
@@ -120,9 +121,7 @@ class XqaBatchRun(BatchRun):
         uploaded, size = self.records, schedule.batch_size
         self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size : 2 * size + schedule.config.ctas]
         seq_lens, page_starts = self.records.data_ptr(), self.records[size:].data_ptr()
-        # Values of REQUEST_FIELDS but for `table`, then the address of the counters.
-        self.requests = 0, page_starts, seq_lens, 0, 0, size, UNBOUNDED, self.counters.data_ptr()
-
+        self.request = 0, page_starts, seq_lens, 0, 0, size, UNBOUNDED  # values of REQUEST_FIELDS but for `table`
         if on_device is not None:
             self.again(on_device)
 
@@ -133,7 +132,7 @@ class XqaBatchRun(BatchRun):
         if segments_of(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms) != self.segments:
             return None
         if isinstance(lengths, DeviceLengths):
-            _, page_starts, seq_lens, *_ = self.requests
+            _, page_starts, seq_lens, *_ = self.request
             device_lengths.write(lengths, self.page_size, (seq_lens, page_starts), self.gpu)
             return True
         size = self.batch_size
@@ -142,22 +141,10 @@ class XqaBatchRun(BatchRun):
         self.staging.upload(records)
         return True
 
-    def partials(self, workspace: torch.Tensor | None) -> tuple[int, ...]:
+    def partials(self, workspace: int) -> Values:
         """Returns the address of partial results."""
-        assert workspace is not None
-        return (workspace.data_ptr(),)
+        return (workspace,)
 
-    def numbers(self, kv_indices: torch.Tensor | None, partials: tuple[int, ...]) -> Values:
-        """Returns the values of REQUEST_FIELDS and SCRATCH_FIELDS."""
-        assert kv_indices is not None
-        return kv_indices.data_ptr(), *self.requests, *partials
-
-    def planned_fields(self, prepared: Any) -> tuple[str, ...]:
-        """Returns REQUEST_FIELDS, SCRATCH_FIELDS, and where the kernel reads ahead the number of page indices."""
-        return (*prepared.number_fields, "entries") if prepared.ahead else prepared.number_fields
-
-    def planned_values(self, prepared: Any, kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Values:
-        """Returns the values of `planned_fields`."""
-        assert kv_indices is not None
-        numbers = self.numbers(kv_indices, self.partials(workspace))
-        return (*numbers, kv_indices.shape[0]) if prepared.ahead else numbers
+    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
+        """Returns the values of `XqaKernel.numbers`."""
+        return self.planned.numbers((pages, *self.request), (self.counters.data_ptr(), *partials), entries)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from cute_attn.kernels.host.family import KernelLaunch
+from cute_attn.kernels.host.family import KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.xqa.host.batch import XqaBatchRun, schedule
 from cute_attn.kernels.xqa.host.decode import DecodeRun
@@ -27,8 +25,8 @@ class XqaFamily:
         """Returns every kernel that calls of one query token and of these features may need."""
         return specs(features, arch)
 
-    def prepare(self, settings: Settings, gpu: Gpu) -> Callable[[Request], None]:
-        """Returns a callable that runs requests of these settings without a plan."""
+    def prepare(self, settings: Settings, gpu: Gpu) -> RequestRunner:
+        """Returns what runs requests of these settings without a plan."""
         return DecodeRun(settings, gpu) if settings.features.device_lengths else SingleRun(settings, gpu)
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:

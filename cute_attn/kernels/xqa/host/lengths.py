@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
-from cute_attn.kernels.host.params import ParamPacker, Values
 from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
 from cute_attn.problem import DeviceLengths
-from cute_attn.runtime.launch import Launch, current_stream
+from cute_attn.runtime.launch import Bound, current_stream
 
 FIELDS = ("indptr", "last_page_len", "seq_lens", "page_starts", "batch", "page_size", "num_indices")
 
@@ -21,13 +19,11 @@ def write(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int], gp
     assert last is not None  # of paged requests
     if not batch:
         return
-    launch, pack = _prepared(gpu)
-    values = pack(lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.max_kv)
-    launch.fire(values, (-(-batch // THREADS), 1, 1), current_stream(gpu.device_index))
+    values = lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.max_kv
+    _bound(gpu).fire((-(-batch // THREADS), 1, 1), current_stream(gpu.device_index), values)
 
 
 @functools.cache
-def _prepared(gpu: Gpu) -> tuple[Launch, Callable[..., Values]]:
-    """Returns the loaded kernel, and a function from values of FIELDS to all parameters."""
-    launch = load(LengthsSpec(), gpu.arch.name, gpu.device_index, gpu.arch.pdl)
-    return launch, ParamPacker.of(launch, {}, FIELDS).values
+def _bound(gpu: Gpu) -> Bound:
+    """Returns launches of the kernel by values of FIELDS."""
+    return load(LengthsSpec(), gpu.arch.name, gpu.device_index, gpu.arch.pdl).bind({}, FIELDS)
