@@ -87,8 +87,10 @@ class Bound:
 
     def __init__(self, launch: Launch, static: Mapping[str, Value], groups: Sequence[Sequence[str]]) -> None:
         self.artifact = launch.artifact
-        self._launch, self._config, self._lock = launch, launch.config(), threading.Lock()
+        self._driver, self._context, self._function = launch.driver, launch.context, launch.function
+        self._config, self._lock = launch.config(), threading.Lock()
         self._groups, self._block = groups, ParamBlock(launch.layout)
+        self._address = self._block.address
         self._block.fill(static, groups)
         self._writers = [self._block.writer(fields) for fields in groups]
         self._written: list[Values | None] = [None] * len(groups)
@@ -99,33 +101,34 @@ class Bound:
         """Launches on `stream`, a raw handle of the device, with a tuple of values for each group. A group is written
         only if it is another object than before.
         """
-        launch, config = self._launch, self._config
-        driver = launch.driver
+        written, driver, context = self._written, self._driver, self._context
         with self._lock:
-            self._write(groups)
-            if grid is not self._grid:
-                config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
-            if stream != self._stream:
-                config.hStream = self._stream = stream
-            if driver.cuCtxGetCurrent()[1] == launch.context:
-                status = driver.cuLaunchKernelEx(config, launch.function, self._block.address, 0)[0]
+            for i, values in enumerate(groups):
+                if values is not written[i]:
+                    self._write(i, values)
+            if grid is not self._grid or stream != self._stream:
+                self._configure(grid, stream)
+            if driver.cuCtxGetCurrent()[1] == context:
+                status = driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)[0]
             else:  # another device is current, or this thread has not used CUDA yet
-                with _current(launch.context):
-                    status = driver.cuLaunchKernelEx(config, launch.function, self._block.address, 0)[0]
+                with _current(context):
+                    status = driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)[0]
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {grid} failed: {status.name}")
 
-    def _write(self, groups: Sequence[Values]) -> None:
-        written = self._written
-        for i, values in enumerate(groups):
-            if values is written[i]:
-                continue
-            written[i] = None  # until all are written
-            try:
-                self._writers[i](*values)
-            except MISMATCHES as err:
-                raise self._block.mismatch(self._groups[i], values) from err
-            written[i] = values
+    def _write(self, i: int, values: Values) -> None:
+        """Stores the values of group `i`."""
+        self._written[i] = None  # until all are written
+        try:
+            self._writers[i](*values)
+        except MISMATCHES as err:
+            raise self._block.mismatch(self._groups[i], values) from err
+        self._written[i] = values
+
+    def _configure(self, grid: Dim3, stream: int) -> None:
+        config = self._config
+        config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
+        config.hStream = self._stream = stream
 
 
 def _check_fit(artifact: Artifact, arch: archs.Arch, pdl: bool) -> None:

@@ -151,14 +151,17 @@ def _launches(
     )
 
 
+Memory = tuple[int, int, int]  # address and number of page indices, and address of the workspace
+
+
 class Launched(NamedTuple):
     """What a plan decides of its launches, and the memory for which it does."""
 
     version: object  # of the `BatchRun`
-    pages: int  # address of page indices
-    entries: int  # and their number
-    workspace: int
-    numbers: Values  # of the attention kernel
+    memory: Memory
+    grid: Grid
+    numbers: tuple[Values, ...]  # groups of the attention kernel
+    combine_grid: Grid
     merge: Values  # of the combine kernel
 
 
@@ -183,7 +186,7 @@ class BatchRun:
     ) -> None:
         self.grid, self.kernel, self.device_index = schedule.grid, kernel, device_index
         kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
-        self.launched = Launched(self, 0, 0, 0, (), ())
+        self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), ())
         self.records = self.placed(schedule, staging)
 
     def placed(self, schedule: Schedule, staging: Staging) -> torch.Tensor:
@@ -196,8 +199,8 @@ class BatchRun:
         """Returns the addresses of partial results."""
         raise NotImplementedError
 
-    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
-        """Returns the values of the schedule's fields. `pages`, `entries`: address and number of page indices."""
+    def numbers(self, pages: int, entries: int, partials: Values) -> tuple[Values, ...]:
+        """Returns the values of the schedule's groups. `pages`, `entries`: address and number of page indices."""
         raise NotImplementedError
 
     def __call__(self, problem: BatchProblem) -> None:
@@ -212,20 +215,20 @@ class BatchRun:
             return launch_nothing
         kernel, index, operands = self.kernel(problem.settings), self.device_index, problem[1:5]
         strides, addresses = kernel.strides(*operands, block_scale_strides(problem)), kernel.addresses(*operands)
-        attention, combine, extras_of = kernel.attention, kernel.combine, kernel.extras
+        attention, combine = kernel.attention, kernel.combine
         out_strides = () if combine is None else combine.output.strides(problem.out)
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
-            grid = self.grid
-            if not grid[0]:
+            now, stream, optional, memory = self.launched, current_stream(index), tensors[5], memory_of(*tensors[6:])
+            if now.version is not self.version or now.memory != memory:
+                now = self._launch(memory)
+            if not now.grid[0]:
                 return
-            _, _, _, _, _, optional, kv_indices, workspace = tensors
-            launched, stream = self._launched(kv_indices, workspace), current_stream(index)
-            values = addresses(q, k, v, out, lse, stream)
-            attention.fire(grid, stream, strides, values, extras_of(optional), launched.numbers)
+            extras = kernel.extras(optional) if optional else kernel.no_extras
+            attention.fire(now.grid, stream, strides, addresses(q, k, v, out, lse, stream), extras, *now.numbers)
             if combine is not None:
-                merged = out_strides, (out, lse), combine.extras(optional), launched.merge
-                combine.launch.fire(self.combine_grid, stream, *merged)
+                extras = combine.extras(optional) if optional else combine.no_extras
+                combine.launch.fire(now.combine_grid, stream, out_strides, (out, lse), extras, now.merge)
 
         return fire
 
@@ -233,16 +236,13 @@ class BatchRun:
         """Returns None: other lengths need another run."""
         return None
 
-    def _launched(self, kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Launched:
-        """Returns what the plan in force decides of launches. The same tensors may move in place."""
-        now = self.launched
-        pages, entries = (0, 0) if kv_indices is None else (kv_indices.data_ptr(), kv_indices.shape[0])
-        at = 0 if workspace is None else workspace.data_ptr()
-        if now.version is not self.version or now[1:4] != (pages, entries, at):
-            partials = self.partials(at)
-            numbers = self.numbers(pages, entries, partials)
-            now = self.launched = Launched(self.version, pages, entries, at, numbers, (*partials, *self.merges))
-        return now
+    def _launch(self, memory: Memory) -> Launched:
+        """Returns what the plan in force decides of launches."""
+        pages, entries, workspace = memory
+        partials = self.partials(workspace)
+        numbers, merge = self.numbers(pages, entries, partials), (*partials, *self.merges)
+        self.launched = Launched(self.version, memory, self.grid, numbers, self.combine_grid, merge)
+        return self.launched
 
 
 class SplitKvBatchRun(BatchRun):
@@ -278,9 +278,9 @@ class SplitKvBatchRun(BatchRun):
         o = workspace if self.combine_grid[0] else 0
         return o, o + self.schedule.launches.partial_o_bytes
 
-    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
+    def numbers(self, pages: int, entries: int, partials: Values) -> tuple[Values, ...]:
         """Returns the values of the tile order fields and `params.batch_fields`."""
-        return *self.schedule.launches.order, self.items, *partials, pages, *self.key_bounds
+        return ((*self.schedule.launches.order, self.items, *partials, pages, *self.key_bounds),)
 
 
 class HostPlannedRun(SplitKvBatchRun):
@@ -315,6 +315,12 @@ class HostPlannedRun(SplitKvBatchRun):
         self.records = self.placed(now, self.staging)
         self.follow(now)
         return same_kernel
+
+
+def memory_of(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Memory:
+    """Returns where launches read page indices and write partial results. The same tensors may move in place."""
+    pages, entries = (0, 0) if kv_indices is None else (kv_indices.data_ptr(), kv_indices.shape[0])
+    return pages, entries, 0 if workspace is None else workspace.data_ptr()
 
 
 def fire_batch(fire: BatchFire, problem: BatchProblem) -> None:

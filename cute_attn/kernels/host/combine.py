@@ -35,5 +35,6 @@ class CombineKernel:
             **absent,
         }
         self.extras = extras_of(EXTRA_FIELDS)
+        self.no_extras = (0,) * len(EXTRA_FIELDS)  # one object: launches write it once
         groups = self.output.stride_fields, ("o", "lse"), EXTRA_FIELDS, (*PARTIAL_FIELDS, *numbers)
         self.launch = launch.bind(static, *groups)

@@ -56,15 +56,10 @@ def with_optional(problem: P, optional: Optional) -> P:
 
 
 def extras_of(names: Sequence[str]) -> Callable[[Optional], Values]:
-    """Returns a function from optional tensors to the values of `names`, some of EXTRA_FIELDS. Without such tensors it
-    returns the same object every time, which launches do not write again.
-    """
-    none = (0,) * len(names)
+    """Returns a function from optional tensors, of which there are some, to the values of `names` of EXTRA_FIELDS."""
     places = [(TENSOR_FIELDS.index("mask" if name == MASK_BYTES else name), name == MASK_BYTES) for name in names]
 
     def extras(optional: Optional) -> Values:
-        if not optional:
-            return none
         given = [(optional[i], is_size) for i, is_size in places]
         return tuple([0 if x is None else x.numel() if is_size else x.data_ptr() for x, is_size in given])
 

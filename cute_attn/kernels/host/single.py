@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -39,20 +39,9 @@ class SingleSchedule(Generic[T]):
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
 
 SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels, grid, numbers and num_splits
-
-
-class Work(NamedTuple):
-    """What a number of keys decides of the launches of a request."""
-
-    kv_len: int
-    kernel: PreparedKernel
-    grid: Grid
-    numbers: Values
-    num_splits: int
-    strides: Values
-    addresses: Addresses
-    out_strides: Values  # of the combine launch
-    merge_grid: Grid
+Work = tuple[
+    int, PreparedKernel, Grid, Values, int, Values, Addresses
+]  # a number of keys, its launch, and tensors' fields
 
 
 class SingleRun(Generic[T]):
@@ -81,38 +70,42 @@ class SingleRun(Generic[T]):
         qo_len, index, block_scales = problem.qo_len, self.device_index, block_scale_strides(problem)
         if qo_len == 0:
             return launch_nothing
-        rows = qo_len * self.num_qo_heads
+        rows, partial_bytes = qo_len * self.num_qo_heads, 4 * self.head_dim_vo
+        strides: dict[PreparedKernel, Values] = {}  # all requests have the same
         latest: Work | None = None
 
         def fire(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
             work = latest  # once: threads share this
-            if work is None or work.kv_len != kv_len:
-                work = latest = self._work(qo_len, kv_len, tensors, block_scales)
-            kernel, stream = work.kernel, current_stream(index)
-            o, lse_at, combine = out, lse, kernel.combine
-            if combine is not None:
-                size = rows * work.num_splits  # of partials, which the caching allocator keeps with a captured graph
-                partials = tensors[0].new_empty(size * (self.head_dim_vo + 1), dtype=torch.float32)
-                o = partials.data_ptr()
-                lse_at = o + 4 * size * self.head_dim_vo
-            values, optional = work.addresses(q, k, v, o, lse_at, stream), tensors[5]
-            kernel.attention.fire(work.grid, stream, work.strides, values, kernel.extras(optional), work.numbers)
-            if combine is not None:
-                numbers = o, lse_at, qo_len, work.num_splits
-                merged = work.out_strides, (out, lse), combine.extras(optional), numbers
-                combine.launch.fire(work.merge_grid, stream, *merged)
+            if work is None or work[0] != kv_len:
+                kernel, grid, numbers, num_splits = self.launch(qo_len, kv_len)
+                if kernel not in strides:
+                    strides[kernel] = kernel.strides(*tensors[:4], block_scales)
+                work = latest = (
+                    kv_len,
+                    kernel,
+                    grid,
+                    numbers,
+                    num_splits,
+                    strides[kernel],
+                    kernel.addresses(*tensors[:4]),
+                )
+            _, kernel, grid, numbers, num_splits, of_kernel, addresses = work
+            stream, combine, optional = current_stream(index), kernel.combine, tensors[5]
+            extras = kernel.extras(optional) if optional else kernel.no_extras
+            if combine is None:
+                kernel.attention.fire(grid, stream, of_kernel, addresses(q, k, v, out, lse, stream), extras, numbers)
+                return
+            # The caching allocator keeps partials with a captured graph.
+            partials = tensors[0].new_empty(rows * num_splits * (partial_bytes + 4), dtype=torch.uint8)
+            o = partials.data_ptr()
+            of_lse = o + rows * num_splits * partial_bytes
+            kernel.attention.fire(grid, stream, of_kernel, addresses(q, k, v, o, of_lse, stream), extras, numbers)
+            extras = combine.extras(optional) if optional else combine.no_extras
+            merged = combine.output.strides(tensors[3]), (out, lse), extras, (o, of_lse, qo_len, num_splits)
+            combine.launch.fire((rows, 1, 1), stream, *merged)
 
         return fire
-
-    def _work(self, qo_len: int, kv_len: int, tensors: Tensors, block_scales: Values) -> Work:
-        """Returns what a number of keys decides for requests with the strides of `tensors`."""
-        kernel, grid, numbers, num_splits = self.launch(qo_len, kv_len)
-        (q, k, v, out, *_), combine = tensors, kernel.combine
-        strides, addresses = kernel.strides(q, k, v, out, block_scales), kernel.addresses(q, k, v, out)
-        out_strides = () if combine is None else combine.output.strides(out)
-        merge_grid = qo_len * self.num_qo_heads, 1, 1
-        return Work(kv_len, kernel, grid, numbers, num_splits, strides, addresses, out_strides, merge_grid)
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleLaunch:
         """Returns the launch of a request of these lengths; `launch` memoises it."""

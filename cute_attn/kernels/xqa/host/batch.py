@@ -145,6 +145,6 @@ class XqaBatchRun(BatchRun):
         """Returns the address of partial results."""
         return (workspace,)
 
-    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
-        """Returns the values of `XqaKernel.numbers`."""
-        return self.planned.numbers((pages, *self.request), (self.counters.data_ptr(), *partials), entries)
+    def numbers(self, pages: int, entries: int, partials: Values) -> tuple[Values, ...]:
+        """Returns the values of a request's fields and of SCRATCH_FIELDS."""
+        return self.planned.request((pages, *self.request), entries), (self.counters.data_ptr(), *partials)

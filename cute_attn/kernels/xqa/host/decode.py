@@ -79,11 +79,10 @@ class DecodeRun:
             if own_partials:
                 partials = query.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
                 partials_at = partials.data_ptr()
-            request = table, step, 0, seq_lens, q_indptr, mask, rows, longest
-            numbers = kernel.numbers(request, (counted_at, partials_at), entries)
-            kernel.attention.fire(
-                grid, stream, strides, addresses(q, k, v, out, lse, stream), kernel.extras(optional), numbers
-            )
+            request = kernel.request((table, step, 0, seq_lens, q_indptr, mask, rows, longest), entries)
+            extras = kernel.extras(optional) if optional else kernel.no_extras
+            values = addresses(q, k, v, out, lse, stream)
+            kernel.attention.fire(grid, stream, strides, values, extras, request, (counted_at, partials_at))
 
         return fire
 

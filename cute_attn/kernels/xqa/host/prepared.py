@@ -12,7 +12,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.output import FinalOutput
 from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor, kv_axes
-from cute_attn.kernels.host.prepared import Addresses, PreparedKernel
+from cute_attn.kernels.host.prepared import Addresses, PreparedKernel, plain_addresses
 from cute_attn.kernels.xqa.host.grid import LaunchConfig
 from cute_attn.problem import Settings, draft_mask_bytes
 from cute_attn.runtime.param_block import Values
@@ -66,8 +66,8 @@ class XqaKernel(PreparedKernel):
         if self.ahead:
             static["resident"] = gpu.sms * spec.ctas
         strides = (*STRIDE_FIELDS, PAGES) if self.ahead else STRIDE_FIELDS
-        numbers = REQUEST_FIELDS + SCRATCH_FIELDS
-        groups = strides, ADDRESS_FIELDS, (*numbers, ENTRIES) if self.ahead else numbers
+        request = (*REQUEST_FIELDS, ENTRIES) if self.ahead else REQUEST_FIELDS
+        groups = strides, ADDRESS_FIELDS, request, SCRATCH_FIELDS
         super().__init__(launch, static, groups, FinalOutput(settings), renamed=EXTRA_NAMES)
 
     def strides(
@@ -92,14 +92,13 @@ class XqaKernel(PreparedKernel):
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that returns the addresses of tensors."""
-        return lambda q, k, v, out, lse, stream: (q, k, v, out, lse)
+        return plain_addresses
 
-    def numbers(self, request: Values, scratch: Values, entries: int) -> Values:
-        """Returns the values of the fields of a schedule: of REQUEST_FIELDS, of SCRATCH_FIELDS, and of ENTRIES. A field
-        that a launch does not use is 0: of `table_stride` and `page_starts` one is, and without draft tokens `q_indptr`
-        and `mask` are.
+    def request(self, values: Values, entries: int) -> Values:
+        """Returns the values of REQUEST_FIELDS and ENTRIES. A field that a launch does not use is 0: of `table_stride`
+        and `page_starts` one is, and without draft tokens `q_indptr` and `mask` are.
         """
-        return (*request, *scratch, entries) if self.ahead else (*request, *scratch)
+        return (*values, entries) if self.ahead else values
 
 
 prepared_kernel = functools.lru_cache(MAX_SETTINGS)(XqaKernel)

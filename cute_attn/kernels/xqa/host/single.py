@@ -55,30 +55,29 @@ class SingleRun:
         qo_len, index, request, counters = problem.qo_len, self.gpu.device_index, self.request, self.counters.address
         if qo_len == 0:
             return launch_nothing
-        block_scales = block_scale_strides(problem)
-        latest: tuple[int, XqaKernel, Values, Addresses] | None = None
+        settings, block_scales = self.settings, block_scale_strides(problem)
+        bound: dict[XqaKernel, tuple[Values, Addresses, int]] = {}  # strides and addresses of tensors, and `longest_kv`
+        latest: tuple[int, XqaKernel, Values, Addresses, Values] | None = None
 
         def fire(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
             work = latest  # once: threads share this
             if work is None or work[0] != kv_len:
-                work = latest = kv_len, *self._work(qo_len, kv_len, tensors, block_scales)
-            _, kernel, strides, addresses = work
-            stream = current_stream(index)
-            partials = tensors[0].new_empty(kernel.config.partial_bytes, dtype=torch.uint8)
-            numbers = kernel.numbers((*request, kv_len), (counters(stream), partials.data_ptr()), 1)
-            values = addresses(q, k, v, out, lse, stream)
-            kernel.attention.fire(kernel.config.grid, stream, strides, values, kernel.extras(tensors[5]), numbers)
+                kernel = self.prepared(qo_len, segments(1, settings, qo_len, kv_len))
+                if kernel not in bound:
+                    bound[kernel] = _bound(kernel, tensors, block_scales)
+                strides, addresses, longest = bound[kernel]
+                if kv_len > longest:
+                    raise _too_long(*tensors[1:3])
+                work = latest = kv_len, kernel, strides, addresses, kernel.request((*request, kv_len), 1)
+            _, kernel, strides, addresses, numbers = work
+            stream, optional, config = current_stream(index), tensors[5], kernel.config
+            extras = kernel.extras(optional) if optional else kernel.no_extras
+            partials = tensors[0].new_empty(config.partial_bytes, dtype=torch.uint8)
+            scratch, values = (counters(stream), partials.data_ptr()), addresses(q, k, v, out, lse, stream)
+            kernel.attention.fire(config.grid, stream, strides, values, extras, numbers, scratch)
 
         return fire
-
-    def _work(
-        self, qo_len: int, kv_len: int, tensors: Tensors, block_scales: Values
-    ) -> tuple[XqaKernel, Values, Addresses]:
-        """Returns the kernel of a number of keys, with strides and addresses of requests like `tensors`."""
-        kernel, (q, k, v, out, *_) = self.prepared(qo_len, segments(1, self.settings, qo_len, kv_len)), tensors
-        check_span(kernel, k, v)
-        return kernel, kernel.strides(q, k, v, out, block_scales), kernel.addresses(q, k, v, out)
 
     def _prepared(self, qo_len: int, segments: Segments) -> XqaKernel:
         """Returns the kernel for requests of `qo_len` query tokens; `prepared` memoises it."""
@@ -86,11 +85,21 @@ class SingleRun:
         return XqaKernel(self.settings, config, self.gpu)
 
 
-def check_span(kernel: XqaKernel, *tensors: torch.Tensor) -> None:
-    """Raises an ArgumentError for k or v of more keys than the kernel, which counts chunks in 32 bits, can address in a
-    head of these strides.
+def _bound(kernel: XqaKernel, tensors: Tensors, block_scales: Values) -> tuple[Values, Addresses, int]:
+    """Returns strides and addresses of tensors, and `longest_kv` of them."""
+    q, k, v, out, *_ = tensors
+    return kernel.strides(q, k, v, out, block_scales), kernel.addresses(q, k, v, out), longest_kv(kernel, k, v)
+
+
+def longest_kv(kernel: XqaKernel, *tensors: torch.Tensor) -> int:
+    """Returns the most keys in which the kernel, which counts chunks in 32 bits, can address a head of k and v with the
+    strides of these.
     """
     steps = [x.stride(kernel.token) * kernel.kv_itemsize for x in tensors]
-    if tensors[0].shape[kernel.token] > ((CHUNK << 32) - 1) // max(1, *steps):
-        shapes = " and ".join(str(tuple(x.shape)) for x in tensors)
-        raise ArgumentError(f"k and v must span less than {CHUNK << 32} bytes each, got {shapes}")
+    return ((CHUNK << 32) - 1) // max(1, *steps)
+
+
+def _too_long(k: torch.Tensor, v: torch.Tensor) -> ArgumentError:
+    return ArgumentError(
+        f"k and v must span less than {CHUNK << 32} bytes each, got {tuple(k.shape)} and {tuple(v.shape)}"
+    )
