@@ -82,7 +82,7 @@ def _launch(
         return
     layout = (num_states, lse.stride(0), head_dim, lse_scale)
     addresses = tuple([0 if x is None else x.data_ptr() for x in (o, lse, out, merged)])
-    _bound(layout, short(out.dtype), gpu).fire((rows, 1, 1), current_stream(gpu.device_index), addresses)
+    _bound(layout, short(out.dtype), gpu).fire(current_stream(gpu.device_index), addresses, ((rows, 1, 1),))
 
 
 @functools.lru_cache(MAX_LAYOUTS)

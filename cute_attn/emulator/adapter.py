@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_attn.emulator import settings
 from cute_attn.emulator.memory import GlobalMemory, Region
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.launch import CPU, Bound, Dim3, Launch, describe
+from cute_attn.runtime.launch import CPU, Bound, Launch, Settled, describe
 from cute_attn.runtime.param_block import ParamBlock, ParamLayout, Value, Values
 
 _memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("emulated memory", default=None)
@@ -27,8 +27,8 @@ class EmulatedLaunch(Launch):
     def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
         self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
 
-    def bind(self, static: Mapping[str, Value], *groups: Sequence[str]) -> EmulatedBound:
-        return EmulatedBound(self, static, groups)
+    def bind(self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str]) -> EmulatedBound:
+        return EmulatedBound(self, static, (moving, *groups))
 
 
 class EmulatedBound(Bound):
@@ -38,14 +38,15 @@ class EmulatedBound(Bound):
         self.artifact, self.pdl, self.static, self.groups = launch.artifact, launch.pdl, static, groups
         ParamBlock(ParamLayout(self.artifact.params)).fill(static, groups)  # checks names
 
-    def fire(self, grid: Dim3, stream: int, *groups: Values) -> None:
+    def fire(self, stream: int, moving: Values, settled: Settled) -> None:
         memory, emulation = _memory.get(), settings.current()
         if memory is None:
             raise RuntimeError("an emulated launch needs emulator.adapter.visible(...) around it")
         from cute_attn.emulator.run import launch  # the machine: 50 ms that processes with a GPU do without
 
         values = dict(self.static)
-        for fields, given in zip(self.groups, groups, strict=True):
+        grid, *groups = settled
+        for fields, given in zip(self.groups, (moving, *groups), strict=True):
             values |= zip(fields, given, strict=True)
         description = describe(self.artifact, values, grid, pdl=self.pdl)
         start = time.perf_counter()

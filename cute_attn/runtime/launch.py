@@ -71,64 +71,73 @@ class Launch:
         self.function = _function(artifact, device_index)
         self.layout = ParamLayout(artifact.params)
 
-    def bind(self, static: Mapping[str, Value], *groups: Sequence[str]) -> Bound:
-        """Returns launches whose fields in `static` have these values, and whose other fields come with every launch,
-        in these groups. A ValueError unless every parameter of the kernel is named once.
+    def bind(self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str]) -> Bound:
+        """Returns launches whose fields in `static` have these values. Those in `moving` have others in every launch,
+        those of `groups` often the same. A ValueError unless every parameter of the kernel is named once.
         """
-        return Bound(self, static, groups)
+        return Bound(self, static, moving, groups)
 
     def config(self) -> Any:
         """Returns a new launch configuration; its grid and stream are not set."""
         return _config(self.driver, self.artifact, self.pdl)
 
 
+Settled = tuple[Any, ...]  # a grid, and a tuple of values for each group of `Launch.bind`
+
+
 class Bound:
     """Launches of one kernel with parameter storage of their own. Threads may share it."""
 
-    def __init__(self, launch: Launch, static: Mapping[str, Value], groups: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, launch: Launch, static: Mapping[str, Value], moving: Sequence[str], groups: Sequence[Sequence[str]]
+    ) -> None:
         self.artifact = launch.artifact
         self._driver, self._context, self._function = launch.driver, launch.context, launch.function
         self._config, self._lock = launch.config(), threading.Lock()
-        self._groups, self._block = groups, ParamBlock(launch.layout)
+        self._block, self._fields = ParamBlock(launch.layout), (moving, *groups)
+        self._block.fill(static, self._fields)
         self._address = self._block.address
-        self._block.fill(static, groups)
-        self._writers = [self._block.writer(fields) for fields in groups]
-        self._written: list[Values | None] = [None] * len(groups)
-        self._grid: Dim3 | None = None
+        self._write, *self._writers = (self._block.writer(fields) for fields in self._fields)
         self._stream: int | None = None
+        self._settled: Settled = (None,) * (1 + len(groups))  # what the latest launch has written
 
-    def fire(self, grid: Dim3, stream: int, *groups: Values) -> None:
-        """Launches on `stream`, a raw handle of the device, with a tuple of values for each group. A group is written
-        only if it is another object than before.
+    def fire(self, stream: int, moving: Values, settled: Settled) -> None:
+        """Launches on `stream`, a raw handle of the device, with these values of the moving fields, a grid, and values
+        of the groups. What is the same object as before is not written again.
         """
-        written, driver, context = self._written, self._driver, self._context
+        driver = self._driver
         with self._lock:
-            for i, values in enumerate(groups):
-                if values is not written[i]:
-                    self._write(i, values)
-            if grid is not self._grid or stream != self._stream:
-                self._configure(grid, stream)
-            if driver.cuCtxGetCurrent()[1] == context:
+            if settled is not self._settled:
+                self._settle(settled)
+            try:
+                self._write(*moving)
+            except MISMATCHES as err:
+                raise self._block.mismatch(self._fields[0], moving) from err
+            if stream != self._stream:
+                self._config.hStream = self._stream = stream
+            if driver.cuCtxGetCurrent()[1] == self._context:
                 status = driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)[0]
             else:  # another device is current, or this thread has not used CUDA yet
-                with _current(context):
+                with _current(self._context):
                     status = driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)[0]
         if status:
-            raise RuntimeError(f"launching {self.artifact.symbol} with grid {grid} failed: {status.name}")
+            raise RuntimeError(f"launching {self.artifact.symbol} with grid {settled[0]} failed: {status.name}")
 
-    def _write(self, i: int, values: Values) -> None:
-        """Stores the values of group `i`."""
-        self._written[i] = None  # until all are written
-        try:
-            self._writers[i](*values)
-        except MISMATCHES as err:
-            raise self._block.mismatch(self._groups[i], values) from err
-        self._written[i] = values
-
-    def _configure(self, grid: Dim3, stream: int) -> None:
-        config = self._config
-        config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
-        config.hStream = self._stream = stream
+    def _settle(self, settled: Settled) -> None:
+        """Writes a grid and the groups that have changed."""
+        config, before = self._config, self._settled
+        grid = settled[0]
+        self._settled = (None,) * len(settled)  # until all are written
+        if grid is not before[0]:
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        for i, write in enumerate(self._writers, 1):
+            values = settled[i]
+            if values is not before[i]:
+                try:
+                    write(*values)
+                except MISMATCHES as err:
+                    raise self._block.mismatch(self._fields[i], values) from err
+        self._settled = settled
 
 
 def _check_fit(artifact: Artifact, arch: archs.Arch, pdl: bool) -> None:

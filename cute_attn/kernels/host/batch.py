@@ -10,11 +10,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from cute_attn.kernels.host.operands import block_scale_strides, optional_tensors
+from cute_attn.kernels.host.operands import block_scale_strides, optional_tensors, with_extras
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.kernels.host.single import launch_nothing
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
-from cute_attn.runtime.launch import current_stream
+from cute_attn.runtime.launch import Settled, current_stream
 from cute_attn.runtime.param_block import Values
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, schedule
@@ -160,9 +160,11 @@ class Launched(NamedTuple):
     version: object  # of the `BatchRun`
     memory: Memory
     grid: Grid
-    numbers: tuple[Values, ...]  # groups of the attention kernel
+    numbers: Values  # of the attention kernel
     combine_grid: Grid
-    merge: Values  # of the combine kernel
+    merges: Values  # numbers of the combine kernel
+    partials: Values  # addresses
+    more: Values  # addresses of the attention kernel, which come after those of tensors
 
 
 class BatchRun:
@@ -186,7 +188,7 @@ class BatchRun:
     ) -> None:
         self.grid, self.kernel, self.device_index = schedule.grid, kernel, device_index
         kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
-        self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), ())
+        self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), (), (), ())
         self.records = self.placed(schedule, staging)
 
     def placed(self, schedule: Schedule, staging: Staging) -> torch.Tensor:
@@ -199,9 +201,13 @@ class BatchRun:
         """Returns the addresses of partial results."""
         raise NotImplementedError
 
-    def numbers(self, pages: int, entries: int, partials: Values) -> tuple[Values, ...]:
-        """Returns the values of the schedule's groups. `pages`, `entries`: address and number of page indices."""
+    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
+        """Returns the values of the schedule's fields. `pages`, `entries`: address and number of page indices."""
         raise NotImplementedError
+
+    def more(self, pages: int, partials: Values) -> Values:
+        """Returns addresses that the kernel takes after those of tensors."""
+        return ()
 
     def __call__(self, problem: BatchProblem) -> None:
         """Launches the attention kernel, and the combine kernel where keys are split."""
@@ -217,18 +223,27 @@ class BatchRun:
         strides, addresses = kernel.strides(*operands, block_scale_strides(problem)), kernel.addresses(*operands)
         attention, combine = kernel.attention, kernel.combine
         out_strides = () if combine is None else combine.output.strides(problem.out)
+        latest: tuple[Launched, Settled, Settled] | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
-            now, stream, optional, memory = self.launched, current_stream(index), tensors[5], memory_of(*tensors[6:])
-            if now.version is not self.version or now.memory != memory:
-                now = self._launch(memory)
-            if not now.grid[0]:
+            nonlocal latest
+            launched, memory = self.launched, memory_of(*tensors[6:])
+            if launched.version is not self.version or launched.memory != memory:
+                launched = self._launch(memory)
+            work = latest  # once: threads share this
+            if work is None or work[0] is not launched:
+                work = latest = launched, *_settled(launched, strides, out_strides, kernel)
+            _, settled, to_combine = work
+            if not launched.grid[0]:
                 return
-            extras = kernel.extras(optional) if optional else kernel.no_extras
-            attention.fire(now.grid, stream, strides, addresses(q, k, v, out, lse, stream), extras, *now.numbers)
+            stream, optional = current_stream(index), tensors[5]
+            if optional:
+                settled = with_extras(settled, kernel.extras(optional))
+            attention.fire(stream, addresses(q, k, v, out, lse, stream) + launched.more, settled)
             if combine is not None:
-                extras = combine.extras(optional) if optional else combine.no_extras
-                combine.launch.fire(now.combine_grid, stream, out_strides, (out, lse), extras, now.merge)
+                if optional:
+                    to_combine = with_extras(to_combine, combine.extras(optional))
+                combine.launch.fire(stream, (out, lse, *launched.partials), to_combine)
 
         return fire
 
@@ -240,9 +255,20 @@ class BatchRun:
         """Returns what the plan in force decides of launches."""
         pages, entries, workspace = memory
         partials = self.partials(workspace)
-        numbers, merge = self.numbers(pages, entries, partials), (*partials, *self.merges)
-        self.launched = Launched(self.version, memory, self.grid, numbers, self.combine_grid, merge)
+        numbers, more = self.numbers(pages, entries, partials), self.more(pages, partials)
+        launches = self.grid, numbers, self.combine_grid, self.merges
+        self.launched = Launched(self.version, memory, *launches, partials, more)
         return self.launched
+
+
+def _settled(
+    launched: Launched, strides: Values, out_strides: Values, kernel: PreparedKernel
+) -> tuple[Settled, Settled]:
+    """Returns what is settled of the attention and combine launches."""
+    settled = launched.grid, strides, kernel.no_extras, launched.numbers
+    if kernel.combine is None:
+        return settled, ()
+    return settled, (launched.combine_grid, out_strides, kernel.combine.no_extras, launched.merges)
 
 
 class SplitKvBatchRun(BatchRun):
@@ -278,9 +304,9 @@ class SplitKvBatchRun(BatchRun):
         o = workspace if self.combine_grid[0] else 0
         return o, o + self.schedule.launches.partial_o_bytes
 
-    def numbers(self, pages: int, entries: int, partials: Values) -> tuple[Values, ...]:
+    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
         """Returns the values of the tile order fields and `params.batch_fields`."""
-        return ((*self.schedule.launches.order, self.items, *partials, pages, *self.key_bounds),)
+        return *self.schedule.launches.order, self.items, *partials, pages, *self.key_bounds
 
 
 class HostPlannedRun(SplitKvBatchRun):

@@ -17,9 +17,9 @@ NO_MERGES: Fields = {"merges": 0, "rows_per_merge": 1, "slot_rows": 1, "num_rows
 
 
 class CombineKernel:
-    """Launches of the combine kernel, by grid, stream, and values of four groups of fields: the output's strides,
-    addresses of o and lse, of v_scale and sinks, and addresses of partials with LENGTH_FIELDS, or with MERGE_FIELDS for
-    a batch. `heads`: query heads whose rows share a tile of the partials.
+    """Launches of the combine kernel: addresses of o, lse and partials move; a grid, the output's strides, addresses of
+    v_scale and sinks, and values of LENGTH_FIELDS, or of MERGE_FIELDS for a batch, are settled for longer. `heads`:
+    query heads whose rows share a tile of the partials.
     """
 
     def __init__(self, settings: Settings, heads: int, gpu: Gpu) -> None:
@@ -36,5 +36,5 @@ class CombineKernel:
         }
         self.extras = extras_of(EXTRA_FIELDS)
         self.no_extras = (0,) * len(EXTRA_FIELDS)  # one object: launches write it once
-        groups = self.output.stride_fields, ("o", "lse"), EXTRA_FIELDS, (*PARTIAL_FIELDS, *numbers)
-        self.launch = launch.bind(static, *groups)
+        groups = self.output.stride_fields, EXTRA_FIELDS, numbers
+        self.launch = launch.bind(static, ("o", "lse", *PARTIAL_FIELDS), *groups)

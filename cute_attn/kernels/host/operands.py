@@ -9,6 +9,7 @@ import torch
 
 from cute_attn.kernels.host.params import kv_axes
 from cute_attn.problem import BatchProblem, DecodeProblem, Problem, Request
+from cute_attn.runtime.launch import Settled
 from cute_attn.runtime.param_block import Values
 
 # Parameters of kernels with the addresses of such tensors, in the order of `Optional`; and the bytes of the mask.
@@ -64,6 +65,12 @@ def extras_of(names: Sequence[str]) -> Callable[[Optional], Values]:
         return tuple([0 if x is None else x.numel() if is_size else x.data_ptr() for x, is_size in given])
 
     return extras
+
+
+def with_extras(settled: Settled, extras: Values) -> Settled:
+    """Returns what is settled of a launch with the values of its second group replaced."""
+    grid, strides, _, numbers = settled
+    return grid, strides, extras, numbers
 
 
 def block_scale_strides(problem: Request | BatchProblem) -> Values:

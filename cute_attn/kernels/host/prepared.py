@@ -18,30 +18,30 @@ Addresses = Callable[[int, int, int, int, int, int], Values]  # from addresses o
 
 
 class PreparedKernel:
-    """Launches of one kernel, by grid, stream, and values of groups of fields: strides, addresses, extras, then numbers
-    of the schedule. Subclasses define the first two.
+    """Launches of one kernel: addresses move, and a grid, strides, extras and numbers of the schedule are settled for
+    longer. Subclasses define strides and addresses.
     """
 
     def __init__(
         self,
         launch: Launch,
         static: Fields,
-        groups: tuple[tuple[str, ...], ...],
+        groups: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
         output: Output,
         combine: CombineKernel | None = None,
         renamed: Mapping[str, str] | None = None,
     ) -> None:
-        """`groups`: fields of strides (but for the output's), addresses, and groups of numbers. `combine`: None for a
+        """`groups`: fields of addresses, of strides (but for the output's), and of numbers. `combine`: None for a
         kernel that leaves no partials to combine. `renamed`: the kernel's names of EXTRA_FIELDS where they differ.
         """
-        strides, addresses, *numbers = groups
+        addresses, strides, numbers = groups
         static, names = static | output.static, renamed or {}
-        params = {param.name for param in launch.artifact.params}.difference(static, *numbers)
+        params = {param.name for param in launch.artifact.params}.difference(static, addresses, numbers)
         extras = [name for name in EXTRA_FIELDS if names.get(name, name) in params]
         self.extras, self.output, self.combine = extras_of(extras), output, combine
         self.no_extras: Values = (0,) * len(extras)  # one object: launches write it once
         extra_fields = [names.get(name, name) for name in extras]
-        self.attention = launch.bind(static, strides + output.stride_fields, addresses, extra_fields, *numbers)
+        self.attention = launch.bind(static, addresses, strides + output.stride_fields, extra_fields, numbers)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

@@ -9,13 +9,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from cute_attn.kernels.host.operands import block_scale_strides, optional_tensors
+from cute_attn.kernels.host.operands import block_scale_strides, optional_tensors, with_extras
 from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
-from cute_attn.runtime.launch import current_stream
+from cute_attn.runtime.launch import Settled, current_stream
 from cute_attn.runtime.param_block import Values
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
+NOT_COMBINED: Settled = ()
 MAX_TILES = 64  # of one request's settings
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, and a tuple of `operands.Optional`
@@ -39,9 +40,8 @@ class SingleSchedule(Generic[T]):
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
 
 SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels, grid, numbers and num_splits
-Work = tuple[
-    int, PreparedKernel, Grid, Values, int, Values, Addresses
-]  # a number of keys, its launch, and tensors' fields
+Work = tuple[int, PreparedKernel, Addresses, Settled, Settled, int]
+# ^ of a number of keys: kernels, addresses, what is settled of the attention and combine launches, and num_splits
 
 
 class SingleRun(Generic[T]):
@@ -71,41 +71,52 @@ class SingleRun(Generic[T]):
         if qo_len == 0:
             return launch_nothing
         rows, partial_bytes = qo_len * self.num_qo_heads, 4 * self.head_dim_vo
-        strides: dict[PreparedKernel, Values] = {}  # all requests have the same
+        strides: dict[PreparedKernel, tuple[Values, Values]] = {}  # of the attention and combine launches
         latest: Work | None = None
 
         def fire(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
             work = latest  # once: threads share this
             if work is None or work[0] != kv_len:
-                kernel, grid, numbers, num_splits = self.launch(qo_len, kv_len)
-                if kernel not in strides:
-                    strides[kernel] = kernel.strides(*tensors[:4], block_scales)
-                work = latest = (
-                    kv_len,
-                    kernel,
-                    grid,
-                    numbers,
-                    num_splits,
-                    strides[kernel],
-                    kernel.addresses(*tensors[:4]),
-                )
-            _, kernel, grid, numbers, num_splits, of_kernel, addresses = work
+                work = latest = self._work(qo_len, kv_len, tensors, block_scales, strides)
+            _, kernel, addresses, settled, to_combine, num_splits = work
             stream, combine, optional = current_stream(index), kernel.combine, tensors[5]
-            extras = kernel.extras(optional) if optional else kernel.no_extras
+            if optional:
+                settled = with_extras(settled, kernel.extras(optional))
             if combine is None:
-                kernel.attention.fire(grid, stream, of_kernel, addresses(q, k, v, out, lse, stream), extras, numbers)
+                kernel.attention.fire(stream, addresses(q, k, v, out, lse, stream), settled)
                 return
             # The caching allocator keeps partials with a captured graph.
             partials = tensors[0].new_empty(rows * num_splits * (partial_bytes + 4), dtype=torch.uint8)
             o = partials.data_ptr()
             of_lse = o + rows * num_splits * partial_bytes
-            kernel.attention.fire(grid, stream, of_kernel, addresses(q, k, v, o, of_lse, stream), extras, numbers)
-            extras = combine.extras(optional) if optional else combine.no_extras
-            merged = combine.output.strides(tensors[3]), (out, lse), extras, (o, of_lse, qo_len, num_splits)
-            combine.launch.fire((rows, 1, 1), stream, *merged)
+            kernel.attention.fire(stream, addresses(q, k, v, o, of_lse, stream), settled)
+            if optional:
+                to_combine = with_extras(to_combine, combine.extras(optional))
+            combine.launch.fire(stream, (out, lse, o, of_lse), to_combine)
 
         return fire
+
+    def _work(
+        self,
+        qo_len: int,
+        kv_len: int,
+        tensors: Tensors,
+        block_scales: Values,
+        strides: dict[PreparedKernel, tuple[Values, Values]],
+    ) -> Work:
+        """Returns what launches of a number of keys have in common, and notes strides of a kernel that comes anew."""
+        kernel, grid, numbers, num_splits = self.launch(qo_len, kv_len)
+        (q, k, v, out, *_), combine = tensors, kernel.combine
+        if kernel not in strides:
+            out_strides: Values = () if combine is None else combine.output.strides(out)
+            strides[kernel] = kernel.strides(q, k, v, out, block_scales), out_strides
+        of_kernel, out_strides = strides[kernel]
+        settled, to_combine = (grid, of_kernel, kernel.no_extras, numbers), NOT_COMBINED
+        if combine is not None:
+            merge_grid = qo_len * self.num_qo_heads, 1, 1
+            to_combine = merge_grid, out_strides, combine.no_extras, (qo_len, num_splits)
+        return kv_len, kernel, kernel.addresses(q, k, v, out), settled, to_combine, num_splits
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleLaunch:
         """Returns the launch of a request of these lengths; `launch` memoises it."""

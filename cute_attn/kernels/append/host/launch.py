@@ -14,10 +14,9 @@ from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, A
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import Fields, divisor
-from cute_attn.kernels.host.prepared import Grid
 from cute_attn.request.append import Append
 from cute_attn.request.page_table import OwnRows, PageTable, SlotMapping
-from cute_attn.runtime.launch import Bound, current_stream
+from cute_attn.runtime.launch import Bound, Settled, current_stream
 
 LARGEST = (1 << 31) - THREADS  # units of a launch, slots and indices: the kernel counts in 32 bits
 MAX_LAYOUTS = 256
@@ -103,9 +102,9 @@ def run(append: Append, gpu: Gpu) -> None:
         return
     scales = [x if not isinstance(x, torch.Tensor) else 1.0 for x in append.scales]
     scale_addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in append.scales]
-    launch, grid = prepared
+    launch, settled = prepared
     values = *(x for places in addresses for x in places), *scales, *scale_addresses
-    launch.fire(grid, current_stream(gpu.device_index), values)
+    launch.fire(current_stream(gpu.device_index), values, settled)
 
 
 def spec(of: Layouts) -> AppendSpec:
@@ -142,7 +141,7 @@ def _copy_access(rows: Layout, cache: Layout) -> int:
 
 
 @functools.lru_cache(MAX_LAYOUTS)
-def _prepared(of: Layouts, gpu: Gpu) -> tuple[Bound, Grid] | None:
+def _prepared(of: Layouts, gpu: Gpu) -> tuple[Bound, Settled] | None:
     """Returns launches of the kernel by the addresses of rows, caches, block scales and indices, then numbers and
     addresses of scales, and their grid. None: there is nothing to write.
     """
@@ -163,7 +162,7 @@ def _prepared(of: Layouts, gpu: Gpu) -> tuple[Bound, Grid] | None:
     bound += INDICES[of.slots]
     bound += [side + "scale" for side in sides] + [side + "scale_address" for side in sides]
     static = {name: fields[name] for name in names.difference(bound)}
-    return launch.bind(static, bound), (-(-items // THREADS), len(units), 1)
+    return launch.bind(static, bound), ((-(-items // THREADS), len(units), 1),)
 
 
 def _operand(of: Layouts, i: int, access: int, units: int) -> Fields:

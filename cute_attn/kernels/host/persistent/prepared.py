@@ -86,8 +86,8 @@ class PersistentKernel(PreparedKernel):
         if variant.rotates(features):
             static |= rope_fields(settings)
         groups = (
-            PAGE_FIELDS + BLOCK_SCALE_FIELDS if self.block_scales else PAGE_FIELDS,
             (*ADDRESS_FIELDS, OUTPUT_MAP) if self.output_map else ADDRESS_FIELDS,
+            PAGE_FIELDS + BLOCK_SCALE_FIELDS if self.block_scales else PAGE_FIELDS,
             ORDER_FIELDS + (batch_fields(settings) if batch else LENGTH_FIELDS),
         )
         output = PartialOutput(settings) if split else FinalOutput(settings)

@@ -121,7 +121,7 @@ class XqaBatchRun(BatchRun):
         uploaded, size = self.records, schedule.batch_size
         self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size : 2 * size + schedule.config.ctas]
         seq_lens, page_starts = self.records.data_ptr(), self.records[size:].data_ptr()
-        self.request = 0, page_starts, seq_lens, 0, 0, size, UNBOUNDED  # values of REQUEST_FIELDS but for `table`
+        self.request, self.seq_lens = (0, page_starts, size), seq_lens  # values of REQUEST_FIELDS
         if on_device is not None:
             self.again(on_device)
 
@@ -132,8 +132,7 @@ class XqaBatchRun(BatchRun):
         if segments_of(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms) != self.segments:
             return None
         if isinstance(lengths, DeviceLengths):
-            _, page_starts, seq_lens, *_ = self.request
-            device_lengths.write(lengths, self.page_size, (seq_lens, page_starts), self.gpu)
+            device_lengths.write(lengths, self.page_size, (self.seq_lens, self.request[1]), self.gpu)
             return True
         size = self.batch_size
         records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero
@@ -145,6 +144,10 @@ class XqaBatchRun(BatchRun):
         """Returns the address of partial results."""
         return (workspace,)
 
-    def numbers(self, pages: int, entries: int, partials: Values) -> tuple[Values, ...]:
-        """Returns the values of a request's fields and of SCRATCH_FIELDS."""
-        return self.planned.request((pages, *self.request), entries), (self.counters.data_ptr(), *partials)
+    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
+        """Returns the values of REQUEST_FIELDS and ENTRIES."""
+        return self.planned.request(self.request, entries)
+
+    def more(self, pages: int, partials: Values) -> Values:
+        """Returns the last values of ADDRESS_FIELDS."""
+        return self.counters.data_ptr(), *partials, UNBOUNDED, pages, self.seq_lens, 0, 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import Optional, block_scale_strides, optional_tensors
+from cute_attn.kernels.host.operands import Optional, block_scale_strides, optional_tensors, with_extras
 from cute_attn.kernels.host.single import MAX_LENGTHS, launch_nothing
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import XqaKernel
@@ -56,9 +56,13 @@ class DecodeRun:
         of = segments(rows, self.settings, problem.qo_len, problem.max_kv_len)
         kernel = self.kernel(problem.qo_len, of)
         config, operands = kernel.config, (problem.q, problem.k, problem.v, problem.out)
-        strides, addresses = kernel.strides(*operands, block_scale_strides(problem)), kernel.addresses(*operands)
-        grid, step, longest = config.grid_of(rows), tables.stride(0), problem.max_kv_len
-        entries = (rows - 1) * step + width
+        longest, step, strides = (
+            problem.max_kv_len,
+            tables.stride(0),
+            kernel.strides(*operands, block_scale_strides(problem)),
+        )
+        numbers = kernel.request((step, 0, rows), (rows - 1) * step + width)
+        plain = config.grid_of(rows), strides, kernel.no_extras, numbers
         own_partials = scratch.partial_bytes < config.partial_bytes
         of_stream: Callable[[int], int] | None = None
         if scratch.counter_bytes < config.counter_bytes:
@@ -71,18 +75,15 @@ class DecodeRun:
             optional: Optional,
             read: tuple[Any, ...],
         ) -> None:
-            (counted_at, partials_at), (q, k, v, out, lse) = memory, places
-            table, seq_lens, q_indptr, mask = read
+            counted_at, partials_at = memory
             stream = current_stream(index)
             if of_stream is not None:
                 counted_at = of_stream(stream)
             if own_partials:
                 partials = query.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
                 partials_at = partials.data_ptr()
-            request = kernel.request((table, step, 0, seq_lens, q_indptr, mask, rows, longest), entries)
-            extras = kernel.extras(optional) if optional else kernel.no_extras
-            values = addresses(q, k, v, out, lse, stream)
-            kernel.attention.fire(grid, stream, strides, values, extras, request, (counted_at, partials_at))
+            settled = with_extras(plain, kernel.extras(optional)) if optional else plain
+            kernel.attention.fire(stream, (*places, counted_at, partials_at, longest, *read), settled)
 
         return fire
 

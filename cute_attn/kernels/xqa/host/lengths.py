@@ -20,7 +20,7 @@ def write(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int], gp
     if not batch:
         return
     values = lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.max_kv
-    _bound(gpu).fire((-(-batch // THREADS), 1, 1), current_stream(gpu.device_index), values)
+    _bound(gpu).fire(current_stream(gpu.device_index), values, ((-(-batch // THREADS), 1, 1),))
 
 
 @functools.cache

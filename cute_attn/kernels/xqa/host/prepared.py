@@ -25,9 +25,23 @@ STRIDE_FIELDS = (
     *("k_stride_page", "v_stride_page"),
     *("k_sf_stride_page", "k_sf_stride_n", "k_sf_stride_h", "v_sf_stride_page", "v_sf_stride_n", "v_sf_stride_h"),
 )
-ADDRESS_FIELDS = ("q", "k", "v", "o", "lse")
-REQUEST_FIELDS = ("table", "table_stride", "page_starts", "seq_lens", "q_indptr", "mask", "batch", "capacity")
-SCRATCH_FIELDS = ("counters", "partials")
+# A field that a launch does not use is 0: of `table_stride` and `page_starts` one is, and without draft tokens
+# `q_indptr` and `mask` are. `capacity`, the most keys, is that of a single request, which grows with its cache.
+ADDRESS_FIELDS = (
+    "q",
+    "k",
+    "v",
+    "o",
+    "lse",
+    "counters",
+    "partials",
+    "capacity",
+    "table",
+    "seq_lens",
+    "q_indptr",
+    "mask",
+)
+REQUEST_FIELDS = ("table_stride", "page_starts", "batch")
 # Where the kernel reads ahead: pages of the cache, and entries of the page table; 1 and 1 without pages.
 PAGES, ENTRIES = "pages", "entries"
 EXTRA_NAMES = {"scale0": "scale_ptr", "scale1": "more_scale_ptr", "k_scales": "k_sf", "v_scales": "v_sf"}
@@ -67,7 +81,7 @@ class XqaKernel(PreparedKernel):
             static["resident"] = gpu.sms * spec.ctas
         strides = (*STRIDE_FIELDS, PAGES) if self.ahead else STRIDE_FIELDS
         request = (*REQUEST_FIELDS, ENTRIES) if self.ahead else REQUEST_FIELDS
-        groups = strides, ADDRESS_FIELDS, request, SCRATCH_FIELDS
+        groups = ADDRESS_FIELDS, strides, request
         super().__init__(launch, static, groups, FinalOutput(settings), renamed=EXTRA_NAMES)
 
     def strides(
@@ -91,13 +105,11 @@ class XqaKernel(PreparedKernel):
         )
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
-        """Returns a function that returns the addresses of tensors."""
+        """Returns a function that returns the addresses of tensors, the first ones of ADDRESS_FIELDS."""
         return plain_addresses
 
     def request(self, values: Values, entries: int) -> Values:
-        """Returns the values of REQUEST_FIELDS and ENTRIES. A field that a launch does not use is 0: of `table_stride`
-        and `page_starts` one is, and without draft tokens `q_indptr` and `mask` are.
-        """
+        """Returns the values of REQUEST_FIELDS and ENTRIES."""
         return (*values, entries) if self.ahead else values
 
 

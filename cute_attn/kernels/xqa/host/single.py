@@ -8,8 +8,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import block_scale_strides
-from cute_attn.kernels.host.prepared import Addresses
+from cute_attn.kernels.host.operands import block_scale_strides, with_extras
 from cute_attn.kernels.host.single import MAX_LENGTHS, SingleFire, Tensors, fire_single, launch_nothing
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, XqaKernel
@@ -17,7 +16,7 @@ from cute_attn.kernels.xqa.host.variant import segments
 from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime import capture, counters
-from cute_attn.runtime.launch import CPU, current_stream
+from cute_attn.runtime.launch import CPU, Settled, current_stream
 from cute_attn.runtime.param_block import Values
 
 
@@ -41,7 +40,7 @@ class SingleRun:
         self.counters = counters.of_device(gpu.device_index, counters.SEMAPHORES)
         self.records = one_page(gpu.device_index)
         table, length = self.records[:1], self.records[1]
-        self.request = table.data_ptr(), 1, 0, length.data_ptr(), 0, 0, 1  # values of REQUEST_FIELDS but for `capacity`
+        self.page = table.data_ptr(), length.data_ptr(), 0, 0  # the last values of ADDRESS_FIELDS
 
     def __call__(self, problem: Request) -> None:
         """Launches the kernel."""
@@ -52,12 +51,12 @@ class SingleRun:
         """Returns a function that runs requests which differ from `problem` in the number of keys and in addresses.
         Partial results are in memory of torch's allocator, counters in those of the stream.
         """
-        qo_len, index, request, counters = problem.qo_len, self.gpu.device_index, self.request, self.counters.address
+        qo_len, index, page, counters = problem.qo_len, self.gpu.device_index, self.page, self.counters.address
         if qo_len == 0:
             return launch_nothing
         settings, block_scales = self.settings, block_scale_strides(problem)
-        bound: dict[XqaKernel, tuple[Values, Addresses, int]] = {}  # strides and addresses of tensors, and `longest_kv`
-        latest: tuple[int, XqaKernel, Values, Addresses, Values] | None = None
+        bound: dict[XqaKernel, tuple[Settled, int]] = {}  # of all requests, and `longest_kv`
+        latest: tuple[int, XqaKernel, Settled] | None = None
 
         def fire(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
@@ -66,16 +65,17 @@ class SingleRun:
                 kernel = self.prepared(qo_len, segments(1, settings, qo_len, kv_len))
                 if kernel not in bound:
                     bound[kernel] = _bound(kernel, tensors, block_scales)
-                strides, addresses, longest = bound[kernel]
+                settled, longest = bound[kernel]
                 if kv_len > longest:
                     raise _too_long(*tensors[1:3])
-                work = latest = kv_len, kernel, strides, addresses, kernel.request((*request, kv_len), 1)
-            _, kernel, strides, addresses, numbers = work
-            stream, optional, config = current_stream(index), tensors[5], kernel.config
-            extras = kernel.extras(optional) if optional else kernel.no_extras
-            partials = tensors[0].new_empty(config.partial_bytes, dtype=torch.uint8)
-            scratch, values = (counters(stream), partials.data_ptr()), addresses(q, k, v, out, lse, stream)
-            kernel.attention.fire(config.grid, stream, strides, values, extras, numbers, scratch)
+                work = latest = kv_len, kernel, settled
+            _, kernel, settled = work
+            stream, optional = current_stream(index), tensors[5]
+            if optional:
+                settled = with_extras(settled, kernel.extras(optional))
+            partials = tensors[0].new_empty(kernel.config.partial_bytes, dtype=torch.uint8)
+            moving = q, k, v, out, lse, counters(stream), partials.data_ptr(), kv_len, *page
+            kernel.attention.fire(stream, moving, settled)
 
         return fire
 
@@ -85,10 +85,11 @@ class SingleRun:
         return XqaKernel(self.settings, config, self.gpu)
 
 
-def _bound(kernel: XqaKernel, tensors: Tensors, block_scales: Values) -> tuple[Values, Addresses, int]:
-    """Returns strides and addresses of tensors, and `longest_kv` of them."""
+def _bound(kernel: XqaKernel, tensors: Tensors, block_scales: Values) -> tuple[Settled, int]:
+    """Returns what is settled of the launches of requests with the strides of `tensors`, and `longest_kv` of them."""
     q, k, v, out, *_ = tensors
-    return kernel.strides(q, k, v, out, block_scales), kernel.addresses(q, k, v, out), longest_kv(kernel, k, v)
+    strides, numbers = kernel.strides(q, k, v, out, block_scales), kernel.request((1, 0, 1), 1)
+    return (kernel.config.grid, strides, kernel.no_extras, numbers), longest_kv(kernel, k, v)
 
 
 def longest_kv(kernel: XqaKernel, *tensors: torch.Tensor) -> int:
