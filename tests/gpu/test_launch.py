@@ -10,7 +10,7 @@ import torch
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
-from cute_attn.runtime.launch import Launch, current_stream
+from cute_attn.runtime.launch import Bound, Launch, current_stream
 from tests.gpu import marks
 from tests.support.toy_spec import ToySpec, toy_program
 
@@ -28,9 +28,9 @@ def pdl(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def toy(device: int, pdl: bool = False, cluster: tuple[int, int, int] = (1, 1, 1)) -> Launch:
-    spec = ToySpec(cluster=cluster)
-    return Launch(artifacts.get(spec, archs.for_device(device).name, toy_program), device, pdl=pdl)
+def toy(device: int, pdl: bool = False, cluster: tuple[int, int, int] = (1, 1, 1)) -> Bound:
+    artifact = artifacts.get(ToySpec(cluster=cluster), archs.for_device(device).name, toy_program)
+    return Launch(artifact, device, pdl=pdl).bind({}, [param.name for param in artifact.params])
 
 
 def values(out: torch.Tensor, scale: float) -> tuple[float, ...]:
@@ -57,7 +57,7 @@ def test_fires_on_the_stream_it_is_given(pdl: bool, cluster: tuple[int, int, int
     with torch.cuda.stream(stream):
         assert current_stream(0) == stream.cuda_stream
         torch.cuda._sleep(50_000_000)  # tens of ms: the kernel must queue behind it
-        kernel.fire(values(out, 0.5), GRID, current_stream(0))
+        kernel.fire(current_stream(0), values(out, 0.5), (GRID,))
         assert not stream.query()
     stream.synchronize()
     torch.testing.assert_close(out.cpu(), expected(0.5), rtol=0, atol=0)
@@ -66,7 +66,7 @@ def test_fires_on_the_stream_it_is_given(pdl: bool, cluster: tuple[int, int, int
 def test_dependent_launches_keep_their_order(pdl: bool) -> None:
     kernel, out = toy(0, pdl), blank(0)
     for step in range(200):
-        kernel.fire(values(out, float(step % 7)), GRID, current_stream(0))
+        kernel.fire(current_stream(0), values(out, float(step % 7)), (GRID,))
     torch.testing.assert_close(out.cpu(), expected(float(199 % 7)), rtol=0, atol=0)
 
 
@@ -74,8 +74,8 @@ def test_cuda_graph_captures_and_replays(pdl: bool) -> None:
     kernel, first, second = toy(0, pdl), blank(0), blank(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.fire(values(first, 2.0), GRID, current_stream(0))
-        kernel.fire(values(second, 4.0), GRID, current_stream(0))
+        kernel.fire(current_stream(0), values(first, 2.0), (GRID,))
+        kernel.fire(current_stream(0), values(second, 4.0), (GRID,))
     torch.cuda.synchronize()
     assert bool((first == -1).all())  # captured, not run
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_cuda_graph_captures_and_replays(pdl: bool) -> None:
 def test_runs_on_its_device_whichever_is_current(device: int, current: int, pdl: bool) -> None:
     with torch.cuda.device(current):
         kernel, out = toy(device, pdl), blank(device)
-        kernel.fire(values(out, 3.0), GRID, current_stream(device))
+        kernel.fire(current_stream(device), values(out, 3.0), (GRID,))
         assert torch.cuda.current_device() == current
         local = torch.ones(4, device="cuda")  # the restored context still works
         assert local.sum().item() == 4
@@ -106,7 +106,7 @@ def test_two_threads_share_a_launch(pdl: bool) -> None:
 
     def fire_all(index: int) -> None:  # its thread has no CUDA context of its own yet
         for number, out in enumerate(outs[index]):
-            kernel.fire(values(out, float(index * 1000 + number)), GRID, streams[index].cuda_stream)
+            kernel.fire(streams[index].cuda_stream, values(out, float(index * 1000 + number)), (GRID,))
 
     threads = [threading.Thread(target=fire_all, args=(index,)) for index in range(2)]
     for thread in threads:
@@ -121,7 +121,7 @@ def test_two_threads_share_a_launch(pdl: bool) -> None:
 
 def test_driver_error_is_readable() -> None:
     with pytest.raises(RuntimeError, match=r"cute_attn_toy_0 with grid \(0, 1, 1\) failed: CUDA_ERROR_"):
-        toy(0).fire(values(blank(0), 1.0), (0, 1, 1), current_stream(0))
+        toy(0).fire(current_stream(0), values(blank(0), 1.0), ((0, 1, 1),))
 
 
 def test_foreign_cubin_is_refused() -> None:

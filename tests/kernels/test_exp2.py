@@ -38,7 +38,8 @@ def run(x: torch.Tensor, polynomial: int, scale: float = 1.0, shift: float = 0.0
     launch = EmulatedLaunch(compile_spec(Exp2Spec(polynomial), "sm_100a", program), pdl=False)
     p, sums = torch.empty(ROWS, COLUMNS), torch.empty(ROWS)
     with visible({"x": x}, {"p": p, "sums": sums}):
-        launch.fire((x.data_ptr(), p.data_ptr(), sums.data_ptr(), scale, shift), (1, 1, 1), 0)
+        values = x.data_ptr(), p.data_ptr(), sums.data_ptr(), scale, shift
+        launch.bind({}, [param.name for param in launch.artifact.params]).fire(0, values, ((1, 1, 1),))
     return p, sums
 
 

@@ -227,10 +227,10 @@ def test_kernels_are_loaded_once() -> None:
     runner = FAMILY.prepare(problem.settings, H200)
     for kv_len in (300, 290, 280):
         runner(problem._replace(kv_len=kv_len, k=problem.k[:kv_len], v=problem.v[:kv_len]))
-    assert len({id(launch) for launch in InterpretedLaunch.fired}) == 2
+    assert len({id(launch.artifact) for launch in InterpretedLaunch.fired}) == 2
     other = FAMILY.prepare(build(heads=(4, 4)).settings, H200)
     other(build(heads=(4, 4)))
-    assert len({id(launch) for launch in InterpretedLaunch.fired}) == 2  # head counts are no part of a spec
+    assert len({id(launch.artifact) for launch in InterpretedLaunch.fired}) == 2  # head counts are no part of a spec
 
 
 def test_lengths_do_not_grow_the_memo_without_bound() -> None:

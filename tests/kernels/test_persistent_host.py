@@ -23,6 +23,7 @@ from cute_attn.kernels.host.persistent import prepared, variant
 from cute_attn.kernels.host.persistent.single import Scheduler
 from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
 from cute_attn.kernels.host.persistent.variant import launch_size
+from cute_attn.kernels.host.single import SingleRun
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime import counters, tensormap
@@ -34,6 +35,22 @@ from tests.support.fa2_contract import CombineParams
 from tests.support.persistent_host import TARGETS, Target, single
 
 
+class NamedLaunch:
+    """Takes the place of `Launch`: `values` are the parameters of the latest launch by name."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.artifact = SimpleNamespace(params=[SimpleNamespace(name=name) for name in names])
+        self.values: dict[str, Any] = {}
+
+    def bind(self, static: dict[str, Any], *groups: tuple[str, ...]) -> NamedLaunch:
+        self.static, self.groups = static, groups
+        return self
+
+    def fire(self, stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...]) -> None:
+        given = zip(self.groups, (moving, *settled[1:]), strict=True)
+        self.values = self.static | {name: x for names, values in given for name, x in zip(names, values, strict=True)}
+
+
 @pytest.fixture
 def parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
     """Kernels that are nothing but their parameters' names, which are the result for the attention kernel."""
@@ -42,7 +59,7 @@ def parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
 
     def load(spec: KernelSpec, *where: Any) -> Any:
         fields = names if isinstance(spec, PersistentSpec) else CombineParams._fields
-        return SimpleNamespace(artifact=SimpleNamespace(params=[SimpleNamespace(name=name) for name in fields]))
+        return NamedLaunch(fields)
 
     for module in (prepared, combine):
         monkeypatch.setattr(module, "load", load)
@@ -69,11 +86,12 @@ def tile_of(target: Target, problem: Problem) -> Any:
 def packed(target: Target, problem: Problem, names: tuple[str, ...]) -> dict[str, Any]:
     """Parameters of the attention launch by name."""
     schedule = scheduler(target, problem)(problem.qo_len, problem.kv_len)
-    kernel = prepared.PreparedKernel(
+    kernel = prepared.PersistentKernel(
         target.kernels, problem.settings, schedule.tile, schedule.heads, False, Gpu(target.arch, CPU, 132)
     )
-    values = kernel.values(problem, kernel.output.of(problem), schedule.numbers, 0)
-    return dict(zip(names, values, strict=True))
+    SingleRun(problem.settings, CPU, lambda *lengths: schedule, lambda *tile: kernel)(problem)
+    attention: Any = kernel.attention
+    return {name: attention.values[name] for name in names}
 
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:

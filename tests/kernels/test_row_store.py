@@ -81,7 +81,8 @@ def run(spec: RowSpec, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, sinks
     shape = (BEFORE, QO_LEN, KV_LEN, GROUP, *magic(GROUP), KV_HEAD, HEADS, LEFT, RIGHT)
     given = {"scores": inputs.scores, "sinks": inputs.sinks, "bits": inputs.bits}
     with visible(given, {"o": o, "lse": lse}):
-        launch.fire((*addresses, inputs.bits.nbytes, *strides, *shape, SCALE, V_SCALE, LSE_SCALE), (1, 1, 1), 0)
+        values = (*addresses, inputs.bits.nbytes, *strides, *shape, SCALE, V_SCALE, LSE_SCALE)
+        launch.bind({}, [param.name for param in launch.artifact.params]).fire(0, values, ((1, 1, 1),))
 
 
 def assert_rest_untouched(*outputs: tuple[torch.Tensor, torch.Tensor]) -> None:

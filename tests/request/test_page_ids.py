@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError
+from cute_attn.dispatch.reference import ReferenceRun
 from cute_attn.problem import BatchLengths, BatchProblem
 from cute_attn.request import page_ids
 from tests.support.batch_case import call, make, paged, plan_arguments, wrapper
@@ -58,7 +59,7 @@ def test_validation_is_enabled_by_a_variable(value: str | None, wanted: bool, mo
     made = wrapper(case)
     made.plan(**{**plan_arguments(case, inputs), "paged_kv_indices": torch.tensor([0, 77, 1])})
     launched: list[BatchProblem] = []
-    made._planned().launch = launched.append
+    made._planned().launch = ReferenceRun(launched.append)
     if wanted:
         with pytest.raises(ArgumentError, match="page 1 of request 0, is 77"):
             call(case, inputs, made)

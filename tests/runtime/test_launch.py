@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from cuda.bindings import driver as real
@@ -37,6 +38,15 @@ class CParams(ctypes.Structure):
     )
 
 
+NAMES = tuple(name for name, _ in CParams._fields_)
+MOVING, FIRST, SECOND = ("bias", "out"), ("count",), ("offset", "scale")  # groups of a launch
+
+
+def fire(kernel: Launch, values: tuple[float, ...], grid: tuple[int, int, int], stream: int) -> None:
+    """Launches once with these values of all parameters."""
+    kernel.bind({}, NAMES).fire(stream, values, (grid,))
+
+
 def expected_params(values: tuple[float, ...] = VALUES) -> list[bytes]:
     types = [ctype for _, ctype in CParams._fields_]
     return [bytes(ctype(value)) for ctype, value in zip(types, values, strict=True)]
@@ -61,7 +71,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("cluster", [(1, 1, 1), (2, 1, 1)])
 def test_driver_receives_the_launch(driver: StubDriver, pdl: bool, cluster: tuple[int, int, int]) -> None:
-    Launch(toy(cluster=cluster), 0, pdl=pdl).fire(VALUES, (4, 3, 2), 0xABC0)
+    fire(Launch(toy(cluster=cluster), 0, pdl=pdl), VALUES, (4, 3, 2), 0xABC0)
     assert driver.launches == [
         {
             "function": "cute_attn_toy_0 in 0x1000",
@@ -76,61 +86,74 @@ def test_driver_receives_the_launch(driver: StubDriver, pdl: bool, cluster: tupl
     ]
 
 
-def test_second_launch_replaces_all_values(driver: StubDriver) -> None:
-    kernel = Launch(toy(), 0)
-    kernel.fire(VALUES, (4, 3, 2), 0xABC0)
-    other = (16, 7, -0.5, 1e300, -1)
-    kernel.fire(other, (9, 1, 1), 0)
-    last = driver.launches[1]
-    assert (last["grid"], last["stream"], last["params"]) == ((9, 1, 1), 0, expected_params(other))
-
-
-def test_a_bound_launch_replaces_the_fields_that_it_is_given(driver: StubDriver) -> None:
+def test_a_launch_writes_what_is_another_object(driver: StubDriver) -> None:
     """Beside another of the same kernel, on another stream, and from a thread that has not touched CUDA."""
     kernel = Launch(toy(), 0)
-    names = [param.name for param in kernel.artifact.params]
-    some = kernel.bound(VALUES, (4, 3, 2), [names[4], names[0]])
-    every = kernel.bound(VALUES, (9, 1, 1), names)
-    some(0xABC0, -7, 32)
-    every(0, 16, 7, -0.5, 1e300, -1)
+    some, every = kernel.bind({}, MOVING, FIRST, SECOND), kernel.bind({}, NAMES)
+    grid, other, scales = (4, 3, 2), (9, 1, 1), (-2.25, 1.5)
+    few, many = (grid, (1,), scales), (other, (2,), scales)
+    some.fire(0xABC0, (-7, 32), few)
+    every.fire(0, (16, 7, -0.5, 1e300, -1), (other,))
+    some.fire(0xABC0, (-7, 48), few)
     driver.contexts = [real.CUcontext(0)]
-    some(5, -8, 48)
+    some.fire(5, (-8, 48), many)
+    some.fire(5, (-8, 64), (other, (2,), (0.5, 0.25)))
+    some.fire(5, (-8, 64), few)
     found = [(launch["grid"], launch["stream"], launch["context"], launch["params"]) for launch in driver.launches]
     assert found == [
-        ((4, 3, 2), 0xABC0, 0x1000, expected_params((32, *VALUES[1:4], -7))),
-        ((9, 1, 1), 0, 0x1000, expected_params((16, 7, -0.5, 1e300, -1))),
-        ((4, 3, 2), 5, 0x1000, expected_params((48, *VALUES[1:4], -8))),
+        (grid, 0xABC0, 0x1000, expected_params((32, 1, 1.5, -2.25, -7))),
+        (other, 0, 0x1000, expected_params((16, 7, -0.5, 1e300, -1))),
+        (grid, 0xABC0, 0x1000, expected_params((48, 1, 1.5, -2.25, -7))),
+        (other, 5, 0x1000, expected_params((48, 2, 1.5, -2.25, -8))),
+        (other, 5, 0x1000, expected_params((64, 2, 0.25, 0.5, -8))),
+        (grid, 5, 0x1000, expected_params((64, 1, 1.5, -2.25, -8))),
     ]
     assert [int(context) for context in driver.contexts] == [0]
     driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
-    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
-        some(0, -7, 32)
-    with pytest.raises(ValueError, match="distinct parameters"):
-        kernel.bound(VALUES, (1, 1, 1), ["nothing"])
-
-
-def test_a_bound_launch_takes_lengths(driver: StubDriver) -> None:
-    """A grid and values of other fields, which stay until another object comes."""
-    kernel = Launch(toy(), 0)
-    names = [param.name for param in kernel.artifact.params]
-    launch = kernel.bound_to_lengths(VALUES, [names[0]], [names[4], names[1]])
-    short, long = ((4, 3, 2), (-7, 1)), ((9, 1, 1), (-8, 2))
-    for lengths, out in ((short, 32), (short, 48), (long, 48), (short, 64)):
-        launch(lengths, 5, out)
-    assert [(run["grid"], run["params"]) for run in driver.launches] == [
-        (grid, expected_params((out, count, *VALUES[2:4], bias)))
-        for (grid, (bias, count)), out in ((short, 32), (short, 48), (long, 48), (short, 64))
-    ]
-    driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(RuntimeError, match=r"grid \(9, 1, 1\) failed: CUDA_ERROR_INVALID_VALUE"):
-        launch(long, 5, 32)
+        some.fire(0, (-7, 32), many)
+
+
+def test_static_fields_stay(driver: StubDriver) -> None:
+    bound = Launch(toy(), 0).bind({"count": -5, "offset": -2.25}, ("scale",), ("bias", "out"))
+    bound.fire(0, (1.5,), ((1, 1, 1), (VALUES[4], VALUES[0])))
+    assert driver.launches[0]["params"] == expected_params()
+
+
+def test_a_launch_that_was_refused_leaves_no_half_written_groups(driver: StubDriver) -> None:
+    """Groups of a launch that raised are written again, even where the next launch brings the same objects."""
+    bound = Launch(toy(), 0).bind({}, MOVING, FIRST, SECOND)
+    grid, one, two = (1, 1, 1), (1,), (2,)
+    right = grid, one, (0.5, 0.25)
+    bound.fire(0, (7, 32), right)
+    with pytest.raises(ArgumentError, match="parameter scale must be an f32"):
+        bound.fire(0, (7, 32), (grid, two, (0.5, 1e39)))
+    with pytest.raises(ArgumentError, match=r"one entry for each of \['bias', 'out'\], got 1"):
+        bound.fire(0, (7,), right)
+    bound.fire(0, (7, 32), right)
+    assert [run["params"] for run in driver.launches] == [expected_params((32, 1, 0.25, 0.5, 7))] * 2
+
+
+@pytest.mark.parametrize(
+    ("static", "groups", "message"),
+    [
+        ({}, (MOVING, FIRST), r"without a value: \['offset', 'scale'\]"),
+        ({"count": 1}, (MOVING, ("scale",)), r"without a value: \['offset'\]"),
+        ({"heads": 1}, (MOVING, FIRST, SECOND), r"without a parameter: \['heads'\]"),
+        ({}, (MOVING, FIRST, SECOND, ("heads",)), r"without a parameter: \['heads'\]"),
+        ({"count": 1}, (MOVING, FIRST, SECOND), r"more than once: \['count'\]"),
+        ({}, (MOVING, FIRST, SECOND, ("out",)), r"more than once: \['out'\]"),
+    ],
+)
+def test_every_parameter_is_named_once(driver: StubDriver, static: Any, groups: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Launch(toy(), 0).bind(static, *groups)
 
 
 def test_describe_is_what_the_driver_gets(driver: StubDriver) -> None:
     kernel = Launch(toy(), 0, pdl=True)
-    kernel.fire(VALUES, (4, 3, 2), 0)
-    described = kernel.describe(VALUES, (4, 3, 2))
-    assert described == launch.describe(toy(), VALUES, (4, 3, 2), pdl=True)
+    fire(kernel, VALUES, (4, 3, 2), 0)
+    described = launch.describe(toy(), dict(zip(NAMES, VALUES, strict=True)), (4, 3, 2), pdl=True)
     assert described["params"] == bytes(CParams(*VALUES))[:28]  # C pads the end to 32
     sent = driver.launches[0]
     assert {key: sent[key] for key in ("grid", "block", "smem_bytes")} == {
@@ -147,12 +170,12 @@ def test_describe_is_what_the_driver_gets(driver: StubDriver) -> None:
 def test_another_current_device_is_switched_to_and_restored(driver: StubDriver) -> None:
     kernel = Launch(toy(), 1)
     assert [int(context) for context in driver.contexts] == [0x1000]
-    kernel.fire(VALUES, (1, 1, 1), 0)
+    fire(kernel, VALUES, (1, 1, 1), 0)
     driver.contexts = [real.CUcontext(0)]  # a thread that has not touched CUDA
-    kernel.fire(VALUES, (1, 1, 1), 0)
+    fire(kernel, VALUES, (1, 1, 1), 0)
     driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(RuntimeError):
-        kernel.fire(VALUES, (1, 1, 1), 0)
+        fire(kernel, VALUES, (1, 1, 1), 0)
     assert [(run["function"], run["context"]) for run in driver.launches] == [("cute_attn_toy_0 in 0x1001", 0x1001)] * 3
     assert [int(context) for context in driver.contexts] == [0]
 
@@ -169,20 +192,20 @@ def test_loading_happens_once_and_before_the_first_launch(driver: StubDriver) ->
         ("funcload", "cute_attn_toy_0 in 0x1001"),
     ]
     before = len(driver.calls)
-    Launch(toy(), 0).fire(VALUES, (1, 1, 1), 0)
+    fire(Launch(toy(), 0), VALUES, (1, 1, 1), 0)
     assert len(driver.calls) == before
 
 
 def test_driver_error_names_code_kernel_and_grid(driver: StubDriver) -> None:
     driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(RuntimeError, match=r"cute_attn_toy_0 with grid \(0, 1, 1\).*CUDA_ERROR_INVALID_VALUE"):
-        Launch(toy(), 0).fire(VALUES, (0, 1, 1), 0)
+        fire(Launch(toy(), 0), VALUES, (0, 1, 1), 0)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (VALUES[:4], "each of the 5 kernel parameters, got 4"),
+        (VALUES[:4], r"one entry for each of \['out', .*\], got 4"),
         ((0, 2**31, 1.0, 1.0, 0), "parameter count must be an i32, got 2147483648"),
         ((2**63, 0, 1.0, 1.0, 0), "parameter out must be an i64, got 9223372036854775808"),
         ((0, 0, 1e39, 1.0, 0), r"parameter scale must be an f32, got 1e\+39"),
@@ -191,7 +214,7 @@ def test_driver_error_names_code_kernel_and_grid(driver: StubDriver) -> None:
 )
 def test_value_that_does_not_fit_is_named(driver: StubDriver, values: tuple[float, ...], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        Launch(toy(), 0).fire(values, (1, 1, 1), 0)
+        fire(Launch(toy(), 0), values, (1, 1, 1), 0)
     assert not driver.launches
 
 
@@ -211,11 +234,11 @@ def test_artifact_that_does_not_fit_the_device_is_refused(driver: StubDriver, mo
 
 def test_threads_share_a_launch(driver: StubDriver) -> None:
     driver.launch_seconds = 1e-4
-    kernel = Launch(toy(), 0)
+    bound = Launch(toy(), 0).bind({}, NAMES)
 
     def fire_all(first: int) -> None:
         for number in range(first, first + 50):
-            kernel.fire((number, number, float(number), float(number), number), (number, 1, 1), number)
+            bound.fire(number, (number, number, float(number), float(number), number), ((number, 1, 1),))
 
     threads = [threading.Thread(target=fire_all, args=(first,)) for first in (1, 1001)]
     for thread in threads:
@@ -252,13 +275,13 @@ def test_driver_that_is_too_old_for_the_flavour_is_refused(driver: StubDriver) -
     assert not driver.calls
     for flavour, version in (("4.8.1 cu12", 12090), ("4.8.1 cu12", 13000), ("4.8.1 cu13", 13010)):
         driver.version = version
-        Launch(dataclasses.replace(toy(), dsl=flavour), 0).fire(VALUES, (1, 1, 1), 0)
+        fire(Launch(dataclasses.replace(toy(), dsl=flavour), 0), VALUES, (1, 1, 1), 0)
 
 
 def test_first_use_under_capture_loads_in_relaxed_mode(driver: StubDriver) -> None:
     """In any other mode, loading while a stream is captured is an error and ends the capture."""
     for _ in range(2):
-        Launch(toy(), 0).fire(VALUES, (1, 1, 1), 0)
+        fire(Launch(toy(), 0), VALUES, (1, 1, 1), 0)
     assert [call for call in driver.calls if "ATTRIBUTE" not in call[0]] == [
         ("capture mode", "RELAXED"),
         ("load", toy().cubin),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cute_attn.dispatch.reference import ReferenceRun
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem
 from tests.support.batch_case import BatchCase, BatchInputs, call, check, make, plan_arguments, wrapper
 
@@ -28,7 +29,7 @@ def build(case: BatchCase) -> Built:
     made = wrapper(case, backend="reference")
     made.plan(**plan_arguments(case, inputs))
     plan = made._planned()
-    plan.launch = seen.append
+    plan.launch = ReferenceRun(seen.append)
     call(case, inputs, made)
     (problem,) = seen
     for buffer in (problem.out, problem.lse):

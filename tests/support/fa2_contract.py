@@ -6,17 +6,18 @@ side is judged by what it hands over.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import math
 import types
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from cute_attn.emulator.adapter import EmulatedLaunch
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.host import batch as fa2_batch
 from cute_attn.kernels.fa2.host import prepared as fa2_prepared
@@ -129,22 +130,31 @@ class InterpretedLaunch:
     """Takes the place of `Launch`. `fired` collects the launches of a test."""
 
     fired: list[InterpretedLaunch]
+    static: dict[str, Any]
+    groups: tuple[Sequence[str], ...]
 
     def __init__(self, artifact: SpecAlone, device_index: int, *, pdl: bool) -> None:
         self.artifact, self.spec, self.device_index, self.pdl = artifact, artifact.spec, device_index, pdl
 
-    def fire(self, values: tuple[int | float, ...], grid: tuple[int, int, int], stream: int) -> None:
+    def bind(self, static: dict[str, Any], *groups: Sequence[str]) -> InterpretedLaunch:
+        bound = copy.copy(self)
+        bound.static, bound.groups = static, groups
+        return bound
+
+    def fire(self, stream: int, moving: tuple[int | float, ...], settled: tuple[Any, ...]) -> None:
+        grid, *rest = settled
         self.grid, self.stream = grid, stream
+        values = dict(self.static)
+        for fields, given in zip(self.groups, (moving, *rest), strict=True):
+            values |= zip(fields, given, strict=True)
         if isinstance(self.spec, Fa2Spec):
-            self.params: Fa2Params | CombineParams = Fa2Params(*values)
+            self.params: Fa2Params | CombineParams = Fa2Params(**values)
             (run_items if self.spec.schedule == "items" else run_fa2)(self.spec, self.params, grid)
         else:
             assert isinstance(self.spec, CombineSpec)
-            self.params = CombineParams(*values)
+            self.params = CombineParams(**values)
             (run_merges if self.spec.schedule == "items" else run_combine)(self.spec, self.params, grid)
         InterpretedLaunch.fired.append(self)
-
-    bound, bound_to_lengths = EmulatedLaunch.bound, EmulatedLaunch.bound_to_lengths
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from cute_attn.emulator.adapter import EmulatedLaunch
 from cute_attn.runtime import artifacts
-from cute_attn.runtime.launch import CPU, Launch, current_stream
+from cute_attn.runtime.launch import CPU, Bound, Launch, current_stream
 from cute_attn.runtime.spec import KernelSpec, Program
 from tests.support.xqa_case import Built
 
@@ -30,9 +30,10 @@ def program(spec: KernelSpec, arch: str) -> Program:
 
 
 @functools.cache
-def load(arch: str, device_index: int, pdl: bool) -> Launch:
+def load(arch: str, device_index: int, pdl: bool) -> Bound:
     artifact = artifacts.get(ProducerSpec(), arch, program)
-    return EmulatedLaunch(artifact, pdl=pdl) if device_index == CPU else Launch(artifact, device_index, pdl=pdl)
+    launch = EmulatedLaunch(artifact, pdl=pdl) if device_index == CPU else Launch(artifact, device_index, pdl=pdl)
+    return launch.bind({}, [param.name for param in artifact.params])
 
 
 class Producer:
@@ -78,4 +79,4 @@ class Producer:
     def _fire(self, rows: torch.Tensor, pauses: int, dependent: bool) -> None:
         index = CPU if rows.device.type == "cpu" else rows.device.index
         launch = load(self.arch, index, dependent)
-        launch.fire((rows.data_ptr(), pauses), (len(rows), 1, 1), current_stream(index))
+        launch.fire(current_stream(index), (rows.data_ptr(), pauses), ((len(rows), 1, 1),))

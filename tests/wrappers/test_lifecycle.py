@@ -21,6 +21,7 @@ from cute_attn import (
     single_prefill_with_kv_cache,
 )
 from cute_attn.dispatch import capabilities, select
+from cute_attn.dispatch.reference import ReferenceRun
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.problem import BatchProblem, Features
 from tests.support import graphs
@@ -317,7 +318,7 @@ def test_graph_mode_keeps_addresses(case: BatchCase, monkeypatch: pytest.MonkeyP
         made.plan(**plan_arguments(other, inputs))
         plan = made._planned()
         launch = plan.launch
-        plan.launch = lambda problem, launch=launch: (seen.append(problem), launch(problem))
+        plan.launch = ReferenceRun(lambda problem, launch=launch: (seen.append(problem), launch(problem)))
         run(other, inputs, made)
         if case.kind != "ragged":
             assert seen[-1].kv_indices is next(b for name, b in buffers.items() if "indices" in name)

@@ -132,7 +132,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Calls on the reference are repeated by a function that records addresses and writes ones."""
     repeats: list[tuple[int, ...]] = []
 
-    def repeat(problem: Any, backend: str) -> Any:
+    def bind(problem: Any, backend: str) -> Any:
         def run(*arguments: Any) -> None:
             *addresses, tensors = arguments
             repeats.append(tuple(addresses))
@@ -140,7 +140,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
         return run
 
-    monkeypatch.setattr(single_calls.backends, "repeat", repeat)
+    monkeypatch.setattr(single_calls.backends, "bind", bind)
     return repeats
 
 

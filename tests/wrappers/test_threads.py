@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cute_attn.kernels.host.batch import BatchRun
+from cute_attn.problem import BatchProblem
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
 from tests.support.batch_case import call, decode, heads, make, paged, plan_arguments, ragged, wrapper
@@ -79,27 +80,29 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
     fired: list[tuple[Any, Any]] = []
 
     def kernel(settings: Any) -> Any:
-        launch = types.SimpleNamespace(fire=lambda values, grid, stream: fired.append((settings, values)))
+        launch = types.SimpleNamespace(fire=lambda stream, moving, settled: fired.append((settings, settled[1])))
         return types.SimpleNamespace(
             attention=launch,
             combine=None,
-            output=types.SimpleNamespace(of=lambda problem: None),
-            values=lambda problem, target, numbers, stream: problem.settings,
+            no_extras=(),
+            strides=lambda q, *others: f"of thread {int(q)}",
+            addresses=lambda *tensors: lambda *addresses: addresses,
         )
 
     class Run(BatchRun):
-        def partials(self, workspace: Any) -> tuple[int, ...]:
+        def partials(self, workspace: int) -> tuple[int, ...]:
             return ()
 
-        def numbers(self, kv_indices: Any, partials: tuple[int, ...]) -> Any:
+        def numbers(self, pages: int, entries: int, partials: tuple[Any, ...]) -> Any:
             return ()
 
+    tensors = (torch.zeros(1),) * 3
     schedule = types.SimpleNamespace(grid=(1, 1, 1), records=np.zeros(4, np.int32), keeps_address=False)
     run = Run("planned", schedule, kernel, Staging(torch.device("cpu")), CPU)  # type: ignore[arg-type]
 
     def work(i: int) -> None:
         for _ in range(400):
-            run(types.SimpleNamespace(settings=f"of thread {i}", workspace=None, kv_indices=None))  # type: ignore[arg-type]
+            run(BatchProblem(f"of thread {i}", torch.tensor([i]), *tensors, None))  # type: ignore[arg-type]
 
     in_threads(work)
     assert len(fired) == 400 * THREADS

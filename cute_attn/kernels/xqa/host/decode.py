@@ -55,12 +55,8 @@ class DecodeRun:
         rows, width = tables.shape
         of = segments(rows, self.settings, problem.qo_len, problem.max_kv_len)
         kernel = self.kernel(problem.qo_len, of)
-        config, operands = kernel.config, (problem.q, problem.k, problem.v, problem.out)
-        longest, step, strides = (
-            problem.max_kv_len,
-            tables.stride(0),
-            kernel.strides(*operands, block_scale_strides(problem)),
-        )
+        config, longest, step = kernel.config, problem.max_kv_len, tables.stride(0)
+        strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = kernel.request((step, 0, rows), (rows - 1) * step + width)
         plain = config.grid_of(rows), strides, kernel.no_extras, numbers
         own_partials = scratch.partial_bytes < config.partial_bytes

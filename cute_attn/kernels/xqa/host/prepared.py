@@ -28,18 +28,8 @@ STRIDE_FIELDS = (
 # A field that a launch does not use is 0: of `table_stride` and `page_starts` one is, and without draft tokens
 # `q_indptr` and `mask` are. `capacity`, the most keys, is that of a single request, which grows with its cache.
 ADDRESS_FIELDS = (
-    "q",
-    "k",
-    "v",
-    "o",
-    "lse",
-    "counters",
-    "partials",
-    "capacity",
-    "table",
-    "seq_lens",
-    "q_indptr",
-    "mask",
+    *("q", "k", "v", "o", "lse", "counters", "partials"),
+    *("capacity", "table", "seq_lens", "q_indptr", "mask"),
 )
 REQUEST_FIELDS = ("table_stride", "page_starts", "batch")
 # Where the kernel reads ahead: pages of the cache, and entries of the page table; 1 and 1 without pages.
