@@ -8,6 +8,7 @@ path (`request.decode.decode_problem`), and so do all where values are looked at
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from cute_attn.dispatch import backends
-from cute_attn.kernels.xqa.host.decode import DecodeFire
 from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks
 from cute_attn.request.single import ALIGNMENT
@@ -43,7 +43,7 @@ class Tensors(NamedTuple):
 class CachedCall(NamedTuple):
     """A call that passed every check, and how to launch it again."""
 
-    fire: DecodeFire
+    fire: Callable[..., None]  # `kernels.xqa.host.decode.DecodeFire`
     partials_offset: int  # bytes from the address of the workspace, which is that of the counters
     out_shape: tuple[int, ...]
     out_dtype: torch.dtype

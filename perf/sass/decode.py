@@ -13,7 +13,7 @@ import torch
 
 import cute_attn
 from cute_attn.emulator import using
-from cute_attn.emulator.adapter import EmulatedLaunch
+from cute_attn.emulator.adapter import EmulatedBound
 from cute_attn.kernels.xqa import tiles
 from cute_attn.runtime.artifact import Artifact
 from perf.sass.count import CountError, Subject, executed
@@ -133,10 +133,11 @@ def _kept() -> Iterator[list[Kernel]]:
     """Collects what emulated launches would run, and runs none."""
     found: list[Kernel] = []
 
-    def fire(self: EmulatedLaunch, values: Any, grid: tuple[int, int, int], stream: int) -> None:
+    def fire(self: EmulatedBound, stream: int, moving: Any, settled: Any) -> None:
+        grid = settled[0]
         found.append(Kernel(self.artifact, grid[0] * grid[1] * grid[2]))
 
-    with mock.patch.object(EmulatedLaunch, "fire", fire):
+    with mock.patch.object(EmulatedBound, "fire", fire):
         yield found
 
 

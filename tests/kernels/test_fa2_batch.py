@@ -176,7 +176,7 @@ def test_settings_of_a_run() -> None:
     for change in ({"sm_scale": 0.3}, {"v_scale": 2.0}, {}):
         run(built.problem._replace(settings=settings._replace(**change)))
         assert built.wrong(dataclasses.replace(LONG, **change)) == ""
-    assert len({id(launch) for launch in InterpretedLaunch.fired}) == 2  # no kernel is loaded a second time
+    assert len({id(launch.artifact) for launch in InterpretedLaunch.fired}) == 2  # no kernel is loaded a second time
     features = settings.features._replace(positive_scale=False)
     run(built.problem._replace(settings=settings._replace(features=features, sm_scale=-0.2)))
     assert built.wrong(dataclasses.replace(LONG, sm_scale=-0.2)) == ""

@@ -52,8 +52,13 @@ class Fired:
         self.specs.append(spec)
         return self
 
-    def fire(self, values: Any, grid: Any, stream: int) -> None:
-        self.blocks.append({param.name: value for param, value in zip(self.artifact.params, values, strict=True)})
+    def bind(self, static: dict[str, Any], *groups: tuple[str, ...]) -> Any:
+        def fire(stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...]) -> None:
+            given = zip(groups, (moving, *settled[1:]), strict=True)
+            values = [pair for names, values in given for pair in zip(names, values, strict=True)]
+            self.blocks.append({**static, **dict(values)})
+
+        return SimpleNamespace(fire=fire)
 
 
 @pytest.fixture
@@ -77,7 +82,7 @@ def plan() -> Any:
 def test_a_plan_loads_its_kernel(fired: Fired) -> None:
     """The first run may be captured in a CUDA graph, where modules cannot be loaded."""
     made = plan()
-    assert fired.specs == [made._plan.launch.planned.prepared.config.spec]
+    assert fired.specs == [made._plan.launch.planned.planned.config.spec]
 
 
 def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
