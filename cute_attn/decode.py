@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks
 from cute_attn.request.settings import Call
-from cute_attn.wrappers import single_calls
+from cute_attn.wrappers import calls, single_calls
 from cute_attn.wrappers.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -125,16 +123,17 @@ def single_decode_with_kv_cache(
         )  # fmt: skip
         return trace.attention("single_decode", values, out, lse, return_lse)
     names = kv_layout, pos_encoding_mode, None, backend, lse_base
-    key: Any = None
-    numbers: tuple[Any, ...] = ()
-    if sinks is None:
-        numbers = (
-            use_tensor_cores, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse, q_scale,
-            k_scale, v_scale, enable_pdl,
-        )  # fmt: skip
-        key, kv_len = single_calls.key_of(q, k, v, out, lse, numbers, names)
-        if (replayed := single_calls.try_replay(key, kv_len, q, k, v, out, lse)) is not None:
-            return replayed
+    scale_q, scale_k, scale_v, optional = q_scale, k_scale, v_scale, calls.NONE
+    if not q_scale is k_scale is v_scale is sinks is None:
+        (scale_q, scale_k, scale_v), optional = calls.roles((q_scale, k_scale, v_scale), sinks, None, None, None)
+    given = q, k, v, out, lse, optional, ()
+    numbers = (
+        use_tensor_cores, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse, enable_pdl,
+        scale_q, scale_k, scale_v,
+    )  # fmt: skip
+    key, kv_len, entry = single_calls.find(given, numbers, names)
+    if entry is not None and (outputs := calls.replay(entry, given, (kv_len,), kv_len)) is not None:
+        return outputs if return_lse else outputs[0]
     checks.boolean("use_tensor_cores", use_tensor_cores)
     call = Call(  # by position: keywords would cost 0.7 us
         q, k, v, True,
@@ -142,4 +141,4 @@ def single_decode_with_kv_cache(
         kv_layout, pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         q_scale, k_scale, v_scale, None, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
-    return single_calls.run(call, backend, key, numbers)
+    return single_calls.run(call, backend, key, given, numbers)

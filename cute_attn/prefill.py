@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks
 from cute_attn.request.settings import Call
-from cute_attn.wrappers import single_calls
+from cute_attn.wrappers import calls, single_calls
 from cute_attn.wrappers.legacy_args import accepts_legacy_order, with_return_lse
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper, fast_prefill_plan
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
@@ -157,16 +155,19 @@ def single_prefill_with_kv_cache(
         )  # fmt: skip
         return trace.attention("single_prefill", values, out, lse, return_lse)
     names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base
-    key: Any = None
-    numbers: tuple[Any, ...] = ()
-    if custom_mask is packed_custom_mask is scale_q is scale_k is scale_v is kv_cache_sf is sinks is None:
-        numbers = (
-            causal, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse,
-            k_scale, v_scale, enable_pdl,
-        )  # fmt: skip
-        key, kv_len = single_calls.key_of(q, k, v, out, lse, numbers, names)
-        if (replayed := single_calls.try_replay(key, kv_len, q, k, v, out, lse)) is not None:
-            return replayed
+    mask = custom_mask if packed_custom_mask is None else packed_custom_mask
+    of_k, of_v, optional = k_scale, v_scale, calls.NONE
+    if not k_scale is v_scale is sinks is mask is scale_q is scale_k is scale_v is kv_cache_sf is None:
+        heads = scale_q, scale_k, scale_v
+        (_, of_k, of_v), optional = calls.roles((None, k_scale, v_scale), sinks, mask, heads, kv_cache_sf)
+    given = q, k, v, out, lse, optional, ()
+    numbers = (
+        causal, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse,
+        enable_pdl, of_k, of_v,
+    )  # fmt: skip
+    key, kv_len, entry = single_calls.find(given, numbers, names)
+    if entry is not None and (outputs := calls.replay(entry, given, (kv_len,), kv_len)) is not None:
+        return outputs if return_lse else outputs[0]
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
     call = Call(  # by position: keywords would cost 0.7 us
         q, k, v, False,
@@ -174,7 +175,7 @@ def single_prefill_with_kv_cache(
         kv_layout, pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         None, k_scale, v_scale, o_dtype, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
-    return single_calls.run(call, backend, key, numbers)
+    return single_calls.run(call, backend, key, given, numbers)
 
 
 single_prefill_with_kv_cache_return_lse = with_return_lse(single_prefill_with_kv_cache)

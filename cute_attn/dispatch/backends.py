@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, load_class
 from cute_attn.kernels.host import gpu
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.operands import Fire
 from cute_attn.problem import (
     BatchLengths,
     BatchLimits,
@@ -73,20 +73,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-def run(problem: Request, backend: str = "auto") -> None:
-    """Computes `out` and `lse` of `problem` on `backend`."""
+def run(problem: Request, backend: str = "auto") -> Fire | None:
+    """Computes `out` and `lse` of `problem` on `backend`. Returns what runs requests that differ in addresses, and in
+    the number of keys where the host knows it; None where the backend looks at every request.
+    """
     if not isinstance(backend, str):
         choose(problem.features, backend)
     load = load_class(problem.features, problem.qo_len, isinstance(problem, Problem))
-    _prepared(problem.settings, backend, load)(problem)
-
-
-def bind(problem: Request, backend: str) -> Callable[..., None] | None:
-    """Returns a function that runs requests which differ from `problem` in addresses, and in the number of keys where
-    the host knows it: `SingleFire`, or for a `DecodeProblem` `DecodeFire`. None where the backend looks at every call.
-    """
-    load = load_class(problem.features, problem.qo_len, isinstance(problem, Problem))
-    return _prepared(problem.settings, backend, load).bind(problem)
+    return _prepared(problem.settings, backend, load)(problem)
 
 
 @functools.lru_cache(CACHE_SIZE)

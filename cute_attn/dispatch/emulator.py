@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,12 +17,11 @@ from cute_attn.dispatch.select import batch_class, emulated, load_of
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.batch import BatchFire, Tensors
 from cute_attn.kernels.host.device_batch import NO_LENGTHS
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import with_optional
-from cute_attn.kernels.host.single import SingleFire
+from cute_attn.kernels.host.operands import Fire, with_optional
+from cute_attn.kernels.host.single import Tensors
 from cute_attn.problem import (
     BatchLengths,
     BatchLimits,
@@ -124,35 +123,36 @@ class EmulatedRun:
         self.settings = request_settings
         self.run_on = functools.lru_cache(MAX_GPUS)(self._prepare)
 
-    def __call__(self, problem: Request) -> None:
-        """Emulates the launches of `problem`."""
-        gpu = _gpu()
-        family = _family(self.settings, gpu.arch, problem.qo_len, isinstance(problem, Problem))
-        run = self.run_on(gpu, family.name)
-        problem = _placed(problem)
-        with _visible(problem, run):
-            run(problem)
-
-    def bind(self, problem: Request) -> SingleFire | None:
-        """Returns a function that runs requests which differ from `problem` in the number of keys and in addresses, on
-        the GPU emulated then; None for decode calls, whose values every call looks at.
+    def __call__(self, problem: Request) -> Fire | None:
+        """Emulates the launches of `problem`. Returns what emulates requests that differ in the number of keys and in
+        addresses, on the GPU emulated then; None for decode calls, whose values every call looks at.
         """
-        if isinstance(problem, DecodeProblem):
+        run, problem = self._run_of(problem), _placed(problem)
+        with _visible(problem, run):
+            fire = run(problem)
+        if fire is None or isinstance(problem, DecodeProblem):
             return None
-        qo_len, others = problem.qo_len, problem._replace(**NO_TENSORS)
-        fires: weakref.WeakKeyDictionary[Any, SingleFire] = weakref.WeakKeyDictionary()
+        return self._repeated(problem._replace(**NO_TENSORS), weakref.WeakKeyDictionary({run: fire}))
 
-        def shown(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
-            gpu = _gpu()
-            run: Any = self.run_on(gpu, _family(self.settings, gpu.arch, qo_len, True).name)
-            given: Problem = others._replace(kv_len=kv_len, **dict(zip(NO_TENSORS, tensors, strict=False)))
+    def _repeated(self, others: Problem, fires: MutableMapping[RequestRunner, Fire]) -> Fire:
+        """Returns a function that emulates requests like `others`. `fires`: what does so on a GPU, by its runner."""
+
+        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+            given = others._replace(kv_len=tensors[6], **dict(zip(NO_TENSORS, tensors, strict=False)))
             now = _placed(with_optional(given, tensors[5]))
+            run = self._run_of(now)
             with _visible(now, run):
-                if run not in fires:
-                    fires[run] = run.bind(now)
-                fires[run](kv_len, now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
+                if run in fires:
+                    fires[run](now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
+                elif (fire := run(now)) is not None:
+                    fires[run] = fire
 
         return shown
+
+    def _run_of(self, problem: Request) -> RequestRunner:
+        """Returns what runs a request on the GPU that is emulated now."""
+        gpu = _gpu()
+        return self.run_on(gpu, _family(self.settings, gpu.arch, problem.qo_len, isinstance(problem, Problem)).name)
 
     def _prepare(self, gpu: Gpu, family_name: str) -> RequestRunner:
         """Returns what runs the requests on a GPU; `run_on` memoises it."""
@@ -177,16 +177,11 @@ class EmulatedBatchRun:
                 return replace(lengths)
         return replace(lengths)
 
-    def __call__(self, problem: BatchProblem) -> None:
-        """Emulates the launches of one run."""
+    def __call__(self, problem: BatchProblem) -> Fire | None:
+        """Emulates the launches of one run. Returns what emulates runs that differ in addresses."""
         problem = _placed(problem)
         with _visible(problem, self.planned):
-            self.planned(problem)
-
-    def bind(self, problem: BatchProblem) -> BatchFire | None:
-        """Returns a function that runs batches which differ from `problem` in addresses."""
-        problem = _placed(problem)
-        fire = self.planned.bind(problem)
+            fire = self.planned(problem)
         if fire is None:
             return None
 

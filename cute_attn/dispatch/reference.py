@@ -24,11 +24,8 @@ class ReferenceRun:
         self.compute = compute
 
     def __call__(self, problem: Request | BatchProblem) -> None:
-        """Computes `out` and `lse`."""
+        """Computes `out` and `lse`. Returns None: every problem is looked at."""
         self.compute(problem)
-
-    def bind(self, problem: Request | BatchProblem) -> None:
-        """Returns None."""
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> None:
         """Returns None: other lengths need another plan."""

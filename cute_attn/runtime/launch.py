@@ -92,11 +92,12 @@ class Bound:
         self, launch: Launch, static: Mapping[str, Value], moving: Sequence[str], groups: Sequence[Sequence[str]]
     ) -> None:
         self.artifact = launch.artifact
-        self._driver, self._context, self._function = launch.driver, launch.context, launch.function
-        self._config, self._lock = launch.config(), threading.Lock()
         self._block, self._fields = ParamBlock(launch.layout), (moving, *groups)
         self._block.fill(static, self._fields)
-        self._address = self._block.address
+        self._config = config = launch.config()
+        self._constant = (
+            *(launch.driver, launch.context, config, launch.function, self._block.address, threading.Lock()),
+        )
         self._write, *self._writers = (self._block.writer(fields) for fields in self._fields)
         self._stream: int | None = None
         self._settled: Settled = (None,) * (1 + len(groups))  # what the latest launch has written
@@ -105,8 +106,8 @@ class Bound:
         """Launches on `stream`, a raw handle of the device, with these values of the moving fields, a grid, and values
         of the groups. What is the same object as before is not written again.
         """
-        driver = self._driver
-        with self._lock:
+        driver, context, config, function, address, lock = self._constant  # once: each attribute takes as long as this
+        with lock:
             if settled is not self._settled:
                 self._settle(settled)
             try:
@@ -114,12 +115,12 @@ class Bound:
             except MISMATCHES as err:
                 raise self._block.mismatch(self._fields[0], moving) from err
             if stream != self._stream:
-                self._config.hStream = self._stream = stream
-            if driver.cuCtxGetCurrent()[1] == self._context:
-                status = driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)[0]
+                config.hStream = self._stream = stream
+            if driver.cuCtxGetCurrent()[1] == context:
+                status = driver.cuLaunchKernelEx(config, function, address, 0)[0]
             else:  # another device is current, or this thread has not used CUDA yet
-                with _current(self._context):
-                    status = driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)[0]
+                with _current(context):
+                    status = driver.cuLaunchKernelEx(config, function, address, 0)[0]
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {settled[0]} failed: {status.name}")
 

@@ -397,14 +397,16 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
             if device_plan.is_open(self._request):
                 return device_plan.first_run(self, arguments, self._run)
             plan = self._planned()
-        if (replayed := run_cache.try_replay(plan, arguments)) is not None:
+        call = run_cache.call_of(plan, arguments)
+        if (replayed := run_cache.try_replay(plan, call)) is not None:
             out, lse = replayed
             return out if lse is None or not arguments.return_lse else (out, lse)
         variant = self._current
         if (heads := batch_run.fewer_heads(plan, arguments)) is not None:
             variant = self._variant({**variant.overrides, **heads})
             plan = variant.plan or self._plan_of(variant)
-            if (replayed := run_cache.try_replay(plan, arguments)) is not None:
+            call = run_cache.call_of(plan, arguments)
+            if (replayed := run_cache.try_replay(plan, call)) is not None:
                 out, lse = replayed
                 return out if lse is None or not arguments.return_lse else (out, lse)
         try:
@@ -415,9 +417,9 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
         if plan.validate:
             page_ids.before_launch(problem, plan.tokens.lengths)
         variant.used = True
-        plan.launch(problem)
+        fire = plan.launch(problem)
         if not plan.validate:
-            run_cache.cache_run(plan, arguments, problem)
+            run_cache.enter(plan, call, fire, problem)
         if arguments.return_lse:
             assert problem.lse is not None
             return problem.out, problem.lse

@@ -30,6 +30,7 @@ from cute_attn.request.decode import (
 from cute_attn.request.decode_values import Said
 from cute_attn.request.names import rename
 from cute_attn.runtime.arch import multiprocessors
+from cute_attn.wrappers import calls
 from cute_attn.xqa import replays
 
 LOW_LEVEL_NAMES = {  # arguments of `xqa` and what they are called here
@@ -181,13 +182,14 @@ def xqa_batch_decode_with_kv_cache(
             lse, return_lse, backend,
         )  # fmt: skip
         return trace.attention("xqa_batch_decode", values, out, lse, return_lse)
-    max_seq_len, key = longest(max_seq_len), None
-    tensors = replays.Tensors(query, kv_cache, workspace_buffer, block_tables, seq_lens, sinks, out)
-    numbers = bmm1_scale, bmm2_scale, window_left, enable_pdl, q_len_per_req, o_scale, return_lse
-    if mask is kv_cache_sf is q_cu_seq_lens is lse is None:
-        key = replays.key_of(tensors, numbers, ("xqa", kv_layout, backend))
-        if (replayed := replays.try_replay(key, tensors)) is not None:
-            return replayed
+    max_seq_len = longest(max_seq_len)
+    scales, optional = calls.roles((bmm1_scale, None, bmm2_scale), sinks, None, None, kv_cache_sf)
+    more = workspace_buffer, block_tables, seq_lens, q_cu_seq_lens, mask
+    given = replays.given_of(query, kv_cache, out, lse, optional, more)
+    numbers = *scales, window_left, enable_pdl, q_len_per_req, o_scale, return_lse
+    key = replays.key_of(given, numbers, ("xqa", kv_layout, backend))
+    if (replayed := replays.try_replay(key, given, return_lse)) is not None:
+        return replayed
     k, v = cache_pair(kv_cache, kv_layout)
     block_scales = None if kv_cache_sf is None else block_scale_pair(kv_cache_sf, kv_layout, k, v)
     scratch, o_scale = shared_scratch(workspace_buffer), positive_or_one("o_scale", o_scale)
@@ -199,7 +201,7 @@ def xqa_batch_decode_with_kv_cache(
     )
     said = Said(max_seq_len, out is not None, (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)))
     decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
-    backends.run(problem, backend)
+    fire = backends.run(problem, backend)
     result = out
     if result is None:
         per_request = problem.qo_len > 1 and q_cu_seq_lens is None
@@ -208,7 +210,7 @@ def xqa_batch_decode_with_kv_cache(
     if return_lse:
         assert problem.lse is not None
         results = result, problem.lse
-    replays.cache(key, tensors, numbers, problem, backend, results)
+    replays.enter(key, given, numbers, problem, fire, results)
     return results
 
 

@@ -1,66 +1,29 @@
-"""Replays of decode calls without a plan: a call that differs from an earlier one only in addresses skips the checks.
+"""Decode calls without a plan: entries of calls, for the layers and the steps of a model call with tensors of the same
+layouts.
 
-The layers of a model, and its steps, call with tensors of the same shapes, strides and dtypes, and with the same
-options. The second such call leaves a `CachedCall`; later ones check their addresses and pass them to the launch. Calls
-with draft masks, ragged queries, block scales, buffers for the lse, or scales that are tensors always take the full
-path (`request.decode.decode_problem`), and so do all where values are looked at.
+Where values are looked at, all checks do so in every call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
+from torch import Tensor
 
-from cute_attn.dispatch import backends
 from cute_attn.problem import DecodeProblem
-from cute_attn.request import checks
-from cute_attn.request.single import ALIGNMENT
 from cute_attn.runtime import switches
-from cute_attn.wrappers.run_cache import PLAIN_TYPES, buffer_key, outputs_qualify
-
-NO_MORE = (None,) * 6  # tensors of `operands.Optional`
-CACHE_SIZE = 512  # calls: batches of any size must not fill memory
+from cute_attn.wrappers import calls
+from cute_attn.wrappers.calls import Fire, Given, layout, layouts
 
 Result = Tensor | tuple[Tensor, Tensor]
 
-
-class Tensors(NamedTuple):
-    """The tensors of a call as the user gave them."""
-
-    query: Any
-    kv_cache: Any
-    workspace_buffer: Any
-    block_tables: Any
-    seq_lens: Any
-    sinks: Any
-    out: Any
-
-
-class CachedCall(NamedTuple):
-    """A call that passed every check, and how to launch it again."""
-
-    fire: Callable[..., None]  # `kernels.xqa.host.decode.DecodeFire`
-    partials_offset: int  # bytes from the address of the workspace, which is that of the counters
-    out_shape: tuple[int, ...]
-    out_dtype: torch.dtype
-    lse_shape: tuple[int, ...] | None
-    v_offset: int  # bytes from the address of k to that of v in a cache of one tensor
-    spans: tuple[int, int, int, int, int]  # bytes that query, k, v, out and lse cover
-    more_spans: tuple[int, int, int]  # bytes that block_tables, seq_lens and sinks cover
-
-
-_cached: dict[Any, CachedCall] = {}
-_seen: set[int] = set()  # hashes of keys that came once
+_entries: calls.Entries = {}
 
 
 def forget() -> None:
     """Forget all calls."""
-    _cached.clear()
-    _seen.clear()
+    _entries.clear()
 
 
 def looks_at_values(device: torch.device) -> bool:
@@ -68,122 +31,72 @@ def looks_at_values(device: torch.device) -> bool:
     return device.type == "cpu" or switches.validates()
 
 
-def key_of(tensors: Tensors, numbers: tuple[Any, ...], names: tuple[Any, ...]) -> Any:
-    """Return what equal calls have in common besides addresses; None for a call that the full path must look at.
+def given_of(query: Any, kv_cache: Any, out: Any, lse: Any, optional: Any, more: tuple[Any, ...]) -> Given | None:
+    """Return the tensors of a call; None for a cache that is neither a tensor nor a pair. `more`: the workspace, block
+    tables, lengths, q_cu_seq_lens and the mask of draft tokens.
+    """
+    if isinstance(kv_cache, Tensor):
+        return query, kv_cache, kv_cache, out, lse, optional, more
+    if isinstance(kv_cache, tuple | list) and len(kv_cache) == 2:
+        k, v = kv_cache
+        return query, k, v, out, lse, optional, more
+    return None
+
+
+def key_of(given: Given | None, numbers: tuple[Any, ...], names: tuple[Any, ...]) -> Any:
+    """Return what equal calls have in common besides addresses; None for a call that all checks must look at.
 
     `numbers`: options whose values may be equal although their types differ; `names`: all other options.
     """
-    query, cache, workspace, tables, seq_lens, sinks, out = tensors
+    if given is None:
+        return None
+    q, k, v, out, lse, optional, more = given
     try:
-        if looks_at_values(query.device):
+        if looks_at_values(q.device):
             return None
-        if isinstance(cache, Tensor):
-            kv: Any = cache.shape, cache.stride(), cache.dtype, cache.device
-        else:
-            k, v = cache
-            kv = k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device
-        return (
-            *(query.shape, query.stride(), query.dtype, query.device, kv),
-            *(workspace.shape, workspace.stride(), workspace.dtype, workspace.device),
-            *(tables.shape, tables.stride(), tables.dtype, tables.device),
-            *(seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.device),
-            *(buffer_key(sinks), buffer_key(out), tuple(map(type, numbers)), numbers, names),
-        )
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # no tensors, or sparse ones
+        tensors = (k,) if k is v else (k, v)
+        key = layout(q), tuple(map(layout, tensors)), layout(out), tuple(map(layout, more)), calls.typed(numbers), names
+        return (key, layout(lse), layouts(optional)) if optional or lse is not None else key
+    except calls.NOT_TENSORS:
         return None
 
 
-def try_replay(key: Any, tensors: Tensors) -> Result | None:
-    """Launch a call like a cached one and return its result; None if there is none, or an address does not qualify."""
+def try_replay(key: Any, given: Given | None, return_lse: Any) -> Result | None:
+    """Launch a call like an earlier one and return its result; None if there is none, or an address does not qualify.
+
+    `return_lse`: part of the key.
+    """
     try:
-        cached = _cached.get(key)
-    except TypeError:  # an option has no hash: the full path says what is wrong with it
+        entry = _entries.get(key)
+    except TypeError:  # an option has no hash: all checks say what is wrong with it
         return None
-    if cached is None or forward_ad._current_level >= 0:  # the full path looks for tangents
+    if entry is None or given is None:
         return None
-    query, cache, workspace, tables, seq_lens, sinks, out = tensors
-    fire, partials_offset, out_shape, out_dtype, lse_shape, v_offset, spans, (of_tables, of_lens, of_sinks) = cached
-    if isinstance(cache, Tensor):
-        k = v = cache
-        k_start = cache.data_ptr()
-        v_start = k_start + v_offset
-    else:
-        k, v = cache
-        k_start, v_start = k.data_ptr(), v.data_ptr()
-    q_start, workspace_start = query.data_ptr(), workspace.data_ptr()
-    if (q_start | k_start | v_start | workspace_start) % ALIGNMENT:
+    workspace, tables, seq_lens, q_indptr, mask = given[6]
+    start = workspace.data_ptr()
+    if start % calls.ALIGNMENT:
         return None
-    if query.is_neg() or k.is_neg() or v.is_neg() or workspace.is_neg() or tables.is_neg() or seq_lens.is_neg():
+    read = [0 if x is None else x.data_ptr() for x in (tables, seq_lens, q_indptr, mask)]
+    found = calls.replay(entry, given, (start, start + entry.partials_offset, *read))
+    if found is None:
         return None
-    if is_grad_enabled() and (query.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    if sinks is not None and (sinks.is_neg() or sinks.requires_grad):
-        return None
-    tables_start, lens_start = tables.data_ptr(), seq_lens.data_ptr()
-    sinks_start = 0 if sinks is None else sinks.data_ptr()
-    end = workspace_start + workspace.nbytes
-    read = (
-        *((q_start, q_start + spans[0]), (k_start, k_start + spans[1]), (v_start, v_start + spans[2])),
-        *((tables_start, tables_start + of_tables), (lens_start, lens_start + of_lens)),
-        (sinks_start, sinks_start + of_sinks),
-    )
-    for other_start, other_end in read:
-        if workspace_start < other_end and other_start < end:
-            return None
-    if out is None:
-        out = query.new_empty(out_shape, dtype=out_dtype)
-    else:
-        protected = *(("", extent) for extent in read[3:]), ("", (workspace_start, end))
-        if not outputs_qualify(spans, (q_start, k_start, v_start), out, None, protected):
-            return None
-    lse = None if lse_shape is None else query.new_empty(lse_shape, dtype=torch.float32)
-    places = q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr()
-    optional = () if sinks is None else (None, None, None, sinks, *NO_MORE)
-    memory = workspace_start, workspace_start + partials_offset
-    fire(query, memory, places, optional, (tables_start, lens_start, 0, 0))
-    return out if lse is None else (out, lse)
+    out, lse = found
+    return (out, lse) if return_lse else out  # type: ignore[return-value]  # there is an lse
 
 
-def cache(
-    key: Any, tensors: Tensors, numbers: tuple[Any, ...], problem: DecodeProblem, backend: str, result: Result
+def enter(
+    key: Any, given: Given | None, numbers: tuple[Any, ...], problem: DecodeProblem, fire: Fire | None, result: Result
 ) -> None:
-    """Cache a call that passed every check and comes for the second time, if its launch reads its tensors as they are.
+    """Leave the entry of a call that passed every check, if its launch reads its tensors as they are.
 
     `numbers`: part of `key`; `result`: what the call returned.
     """
-    if key is None or not PLAIN_TYPES.issuperset(map(type, numbers)):
+    if given is None or key is None or not calls.is_plain(numbers):
         return
-    if (number := hash(key)) not in _seen:
-        if len(_seen) >= CACHE_SIZE:
-            _seen.clear()
-        _seen.add(number)
-        return
-    given = (tensors.query, tensors.block_tables, tensors.seq_lens, tensors.sinks)
-    read = (problem.q, problem.block_tables, problem.seq_lens, problem.sinks)
-    if [x is None or x.data_ptr() for x in given] != [x is None or x.data_ptr() for x in read]:
-        return
-    fire = backends.bind(problem, backend)
-    if fire is None:
-        return
-    if len(_cached) >= CACHE_SIZE:
-        _cached.clear()
+    read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
+    for x, y in zip(given[6][1:], read, strict=True):
+        if (x is None) != (y is None) or (x is not None and y is not None and x.data_ptr() != y.data_ptr()):
+            return
     out, lse = result if isinstance(result, tuple) else (result, None)
-    of_q, of_k, of_v, of_out = map(_span, (problem.q, problem.k, problem.v, problem.out))
-    _cached[key] = CachedCall(
-        fire,
-        problem.scratch.partials - problem.scratch.counters,
-        tuple(out.shape),
-        out.dtype,
-        None if lse is None else tuple(lse.shape),
-        problem.v.data_ptr() - problem.k.data_ptr(),
-        (of_q, of_k, of_v, of_out, 0),
-        (_span(problem.block_tables), _span(problem.seq_lens), _span(problem.sinks)),
-    )
-
-
-def _span(tensor: Tensor | None) -> int:
-    """Return the bytes that a tensor covers."""
-    if tensor is None:
-        return 0
-    start, stop = checks.extent(tensor)
-    return stop - start
+    scratch = problem.scratch
+    calls.enter(_entries, key, fire, given, problem, (out, lse), partials_offset=scratch.partials - scratch.counters)

@@ -27,6 +27,8 @@ from cute_attn.request.decode import (
 from cute_attn.request.decode_values import Said
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.names import rename
+from cute_attn.wrappers import calls
+from cute_attn.wrappers.calls import Fire, Given
 from cute_attn.xqa import replays
 from cute_attn.xqa.decode import Cache, longest
 
@@ -152,38 +154,38 @@ def trtllm_batch_decode_with_kv_cache(
         return trace.attention("trtllm_batch_decode", values, out, lse, return_lse)
     call = Call(*values)
     longest(max_seq_len)
-    tensors = replays.Tensors(query, kv_cache, workspace_buffer, block_tables, seq_lens, sinks, out)
-    key, numbers = _key_of(call, tensors)
-    if (replayed := replays.try_replay(key, tensors)) is not None:
+    key, given, numbers = _key_of(call)
+    if (replayed := replays.try_replay(key, given, return_lse)) is not None:
         return replayed
     try:
-        problem, results = _run(call)
+        problem, fire, results = _run(call)
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, _names(call))
         raise
-    replays.cache(key, tensors, numbers, problem, _backend_here(backend), results)
+    replays.enter(key, given, numbers, problem, fire, results)
     return results
 
 
-def _key_of(call: Call, tensors: replays.Tensors) -> tuple[Any, tuple[Any, ...]]:
-    """Return the key of the call's replays, None if it has none, and the part of it that is numbers."""
+def _key_of(call: Call) -> tuple[Any, Given | None, tuple[Any, ...]]:
+    """Return the key of calls like this one, None if they have no entry; its tensors; and the key's numbers."""
     c = call
+    scales, optional = calls.roles((c.bmm1_scale, None, c.bmm2_scale), c.sinks, None, None, c.kv_cache_sf)
     numbers = (
-        *(c.bmm1_scale, c.bmm2_scale, c.window_left, c.o_sf_scale, c.o_sf_vec_size, c.enable_pdl, c.q_len_per_req),
+        *(*scales, c.window_left, c.o_sf_scale, c.o_sf_vec_size, c.enable_pdl, c.q_len_per_req),
         *(c.o_scale, c.max_q_len, c.skip_softmax_threshold_scale_factor, c.return_lse, c.enable_block_sparse_attention),
         *(c.cp_world, c.cp_rank, c.uniform_q_len),
     )
     if (
-        c.uses_shared_paged_kv_idx is True
-        and isinstance(c.lse_layout, str)
-        and c.lse_layout == "NH"
-        and c.mask is c.cum_seq_lens_q is c.kv_cache_sf is c.lse is c.bmm1_scale_log2 is None
-        and c.causal_seqlens_kv_global is c.request_order is c.request_order_plan is None
-        and (c.multi_ctas_kv_counter_buffer is None or isinstance(c.multi_ctas_kv_counter_buffer, torch.Tensor))
+        c.uses_shared_paged_kv_idx is not True
+        or not (isinstance(c.lse_layout, str) and c.lse_layout == "NH")
+        or not c.bmm1_scale_log2 is c.causal_seqlens_kv_global is c.request_order is c.request_order_plan is None
+        or not (c.multi_ctas_kv_counter_buffer is None or isinstance(c.multi_ctas_kv_counter_buffer, torch.Tensor))
     ):
-        names = "trtllm", c.out_dtype, c.kv_layout, c.backend, c.bf16q_fp8kv_transform_mode
-        return replays.key_of(tensors, numbers, names), numbers
-    return None, numbers
+        return None, None, numbers
+    more = c.workspace_buffer, c.block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask
+    given = replays.given_of(c.query, c.kv_cache, c.out, c.lse, optional, more)
+    names = "trtllm", c.out_dtype, c.kv_layout, c.backend, c.bf16q_fp8kv_transform_mode
+    return replays.key_of(given, numbers, names), given, numbers
 
 
 def _names(call: Call) -> dict[str, str]:
@@ -196,8 +198,8 @@ def _names(call: Call) -> dict[str, str]:
     return {**found, "q_cu_seq_lens": "cum_seq_lens_q"}
 
 
-def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
-    """Check a call in full and run it."""
+def _run(call: Call) -> tuple[DecodeProblem, Fire | None, replays.Result]:
+    """Check a call in full and run it. Return also what runs calls like it."""
     c, backend = call, _backend_here(call.backend)
     given = trtllm_options.refuse_nvfp4_output(c.out, c.out_dtype, c.o_sf_scale, c.o_sf_vec_size)
     _refuse_other_masks(c.enable_block_sparse_attention, c.cp_world, c.cp_rank, c.causal_seqlens_kv_global)
@@ -225,8 +227,8 @@ def _run(call: Call) -> tuple[DecodeProblem, replays.Result]:
     scales = tuple((name, getattr(c, name)) for name in ("bmm1_scale", "bmm2_scale", "bmm1_scale_log2"))
     said = Said(c.max_seq_len, c.out is not None, scales, RAGGED_NAMES if ragged else {}, columns)
     decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
-    backends.run(problem, backend)
-    return problem, _results(problem, given, columns, c.return_lse)
+    fire = backends.run(problem, backend)
+    return problem, fire, _results(problem, given, columns, c.return_lse)
 
 
 def _results(

@@ -10,9 +10,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from cute_attn.kernels.host.operands import block_scale_strides, optional_tensors, with_extras
+from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, with_extras
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
-from cute_attn.kernels.host.single import launch_nothing
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
 from cute_attn.runtime.launch import Settled, current_stream
 from cute_attn.runtime.param_block import Values
@@ -22,8 +21,6 @@ from cute_attn.schedule.records import ITEM_INTS
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; kv_indices and workspace of the plan in
 # ^ force
-BatchFire = Callable[[int, int, int, int, int, Tensors], None]
-# ^ from addresses of q, k, v, out and lse (0 for none), and the tensors
 
 COMBINE_CTAS = 16  # CTAs of 128 threads resident per SM: a larger grid only starts and ends where few rows are merged
 MAX_LAUNCHES = 1024  # numbers of records, for which sizes of launches are kept
@@ -209,11 +206,11 @@ class BatchRun:
         """Returns addresses that the kernel takes after those of tensors."""
         return ()
 
-    def __call__(self, problem: BatchProblem) -> None:
+    def __call__(self, problem: BatchProblem) -> Fire:
         """Launches the attention kernel, and the combine kernel where keys are split."""
-        fire_batch(self.bind(problem), problem)
+        return fire_first(self.bind(problem), problem, (problem.kv_indices, problem.workspace))
 
-    def bind(self, problem: BatchProblem) -> BatchFire:
+    def bind(self, problem: BatchProblem) -> Fire:
         """Returns a function that runs batches which differ from `problem` in addresses, and in what later plans change
         whose kernels are the same.
         """
@@ -347,9 +344,3 @@ def memory_of(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -
     """Returns where launches read page indices and write partial results. The same tensors may move in place."""
     pages, entries = (0, 0) if kv_indices is None else (kv_indices.data_ptr(), kv_indices.shape[0])
     return pages, entries, 0 if workspace is None else workspace.data_ptr()
-
-
-def fire_batch(fire: BatchFire, problem: BatchProblem) -> None:
-    """Runs `problem` with a function that `bind` returned."""
-    q, k, v, out, lse = (0 if x is None else x.data_ptr() for x in problem[1:6])
-    fire(q, k, v, out, lse, (*problem[1:6], optional_tensors(problem), problem.kv_indices, problem.workspace))

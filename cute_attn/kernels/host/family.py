@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from cute_attn.kernels.host.batch import BatchFire, BatchSchedule, HostPlannedRun, Tiling, schedule_batch
+from cute_attn.kernels.host.batch import BatchSchedule, HostPlannedRun, Tiling, schedule_batch
 from cute_attn.kernels.host.device_batch import NO_LENGTHS, DevicePlannedRun, schedule_on_device
 from cute_attn.kernels.host.features import combine_spec
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.operands import Fire
 from cute_attn.kernels.host.planner import Planner, refusal
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.kernels.host.single import Scheduler, SingleRun
@@ -37,24 +38,18 @@ T = TypeVar("T")  # a family's tile
 class RequestRunner(Protocol):
     """Runs requests of the same settings."""
 
-    def __call__(self, problem: Request) -> None:
-        """Runs one request."""
-
-    def bind(self, problem: Any) -> Callable[..., None] | None:
-        """Returns a function that runs requests which differ from `problem` in addresses, and in the number of keys
-        where the host knows it; None where every request is looked at.
+    def __call__(self, problem: Request) -> Fire | None:
+        """Runs one request. Returns what runs requests that differ in addresses, and in the number of keys where the
+        host knows it; None where every request is looked at.
         """
 
 
 class BatchRunner(Protocol):
     """Runs batches of one plan."""
 
-    def __call__(self, problem: BatchProblem) -> None:
-        """Runs one batch."""
-
-    def bind(self, problem: BatchProblem) -> BatchFire | None:
-        """Returns a function that runs batches which differ from `problem` in addresses, and in what later plans change
-        whose kernels are the same; None where every batch is looked at.
+    def __call__(self, problem: BatchProblem) -> Fire | None:
+        """Runs one batch. Returns what runs batches that differ in addresses, and in what later plans change whose
+        kernels are the same; None where every batch is looked at.
         """
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:

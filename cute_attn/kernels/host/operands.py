@@ -23,6 +23,10 @@ NO_STRIDES: Values = (0,) * 6
 Optional = tuple[torch.Tensor | None, ...]  # two scales, v's scale, sinks, mask, scales of heads of q, k and v, block
 # ^ scales of k and v; empty for a problem that has none of them
 
+# What runs requests or batches like an earlier one, from addresses of q, k, v, out and lse (0 for none), and a tuple of
+# these tensors, their `Optional`, and what else the kind of run takes.
+Fire = Callable[[int, int, int, int, int, tuple[Any, ...]], None]
+
 P = TypeVar("P", Problem, BatchProblem)
 
 
@@ -81,3 +85,17 @@ def block_scale_strides(problem: Request | BatchProblem) -> Values:
     paged = not isinstance(problem, Problem) and problem.features.kv_source == "paged"
     strides = [x.stride() for x in problem.block_scales]
     return tuple(n for of in strides for n in (of[0] if paged else 0, of[token], of[head]))
+
+
+def fire_first(fire: Fire, problem: Request | BatchProblem, rest: tuple[Any, ...]) -> Fire:
+    """Runs `problem` by a function that was bound to it, and returns that function. `rest`: what it takes after the
+    tensors.
+    """
+    tensors = problem.q, problem.k, problem.v, problem.out, problem.lse
+    q, k, v, out, lse = (0 if x is None else x.data_ptr() for x in tensors)
+    fire(q, k, v, out, lse, (*tensors, optional_tensors(problem), *rest))
+    return fire
+
+
+def launch_nothing(q: int, k: int, v: int, out: int, lse: int, tensors: tuple[Any, ...]) -> None:
+    """Runs a problem without query tokens."""

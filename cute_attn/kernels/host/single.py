@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from cute_attn.kernels.host.operands import block_scale_strides, optional_tensors, with_extras
+from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, with_extras
 from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime.launch import Settled, current_stream
@@ -19,9 +19,7 @@ MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is
 NOT_COMBINED: Settled = ()
 MAX_TILES = 64  # of one request's settings
 
-Tensors = tuple[Any, ...]  # q, k, v, out, lse, and a tuple of `operands.Optional`
-SingleFire = Callable[[int, int, int, int, int, int, Tensors], None]
-# ^ from the number of keys, addresses of q, k, v, out and lse (0 for none), and the tensors
+Tensors = tuple[Any, ...]  # q, k, v, out, lse, `operands.Optional`, and the number of keys
 
 T = TypeVar("T")  # a family's tile
 
@@ -60,12 +58,12 @@ class SingleRun(Generic[T]):
         self.kernel = functools.lru_cache(MAX_TILES)(kernel)
         self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
 
-    def __call__(self, problem: Request) -> None:
+    def __call__(self, problem: Request) -> Fire:
         """Launches the attention kernel, and the combine kernel where keys are split."""
         assert isinstance(problem, Problem)  # selection refuses lengths on the device
-        fire_single(self.bind(problem), problem)
+        return fire_first(self.bind(problem), problem, (problem.kv_len,))
 
-    def bind(self, problem: Problem) -> SingleFire:
+    def bind(self, problem: Problem) -> Fire:
         """Returns a function that runs requests which differ from `problem` in the number of keys and in addresses."""
         qo_len, index, block_scales = problem.qo_len, self.device_index, block_scale_strides(problem)
         if qo_len == 0:
@@ -74,9 +72,9 @@ class SingleRun(Generic[T]):
         strides: dict[PreparedKernel, tuple[Values, Values]] = {}  # of the attention and combine launches
         latest: Work | None = None
 
-        def fire(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+        def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
-            work = latest  # once: threads share this
+            kv_len, work = tensors[6], latest  # once: threads share this
             if work is None or work[0] != kv_len:
                 work = latest = self._work(qo_len, kv_len, tensors, block_scales, strides)
             _, kernel, addresses, settled, to_combine, num_splits = work
@@ -123,14 +121,3 @@ class SingleRun(Generic[T]):
         schedule = self.scheduler(qo_len, kv_len)
         kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
         return kernel, schedule.grid, schedule.numbers, schedule.num_splits
-
-
-def fire_single(fire: SingleFire, problem: Problem) -> None:
-    """Runs `problem` with a function that `bind` returned."""
-    tensors = problem.q, problem.k, problem.v, problem.out, problem.lse
-    q, k, v, out, lse = (0 if x is None else x.data_ptr() for x in tensors)
-    fire(problem.kv_len, q, k, v, out, lse, (*tensors, optional_tensors(problem)))
-
-
-def launch_nothing(*_: object) -> None:
-    """Runs a problem without query tokens."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import Optional, block_scale_strides, optional_tensors, with_extras
-from cute_attn.kernels.host.single import MAX_LENGTHS, launch_nothing
+from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, with_extras
+from cute_attn.kernels.host.single import MAX_LENGTHS
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import XqaKernel
 from cute_attn.kernels.xqa.host.variant import segments
@@ -19,9 +19,8 @@ from cute_attn.problem import DecodeProblem, Request, Settings
 from cute_attn.runtime import counters
 from cute_attn.runtime.launch import current_stream
 
-DecodeFire = Callable[[torch.Tensor, tuple[int, int], tuple[Any, ...], Optional, tuple[Any, ...]], None]
-# ^ from the query, addresses of the scratch's counters and partial results, of q, k, v, out and lse (0 for none),
-# optional tensors, and addresses of block_tables, seq_lens, qo_indptr and draft_mask
+Tensors = tuple[Any, ...]  # query, k, v, out, lse, `operands.Optional`; addresses of counters, partial results,
+# ^ block_tables, seq_lens, qo_indptr and draft_mask
 
 
 class DecodeRun:
@@ -37,17 +36,14 @@ class DecodeRun:
         self.settings, self.gpu = settings, gpu
         self.kernel = functools.lru_cache(MAX_LENGTHS)(self._kernel)
 
-    def __call__(self, problem: Request) -> None:
+    def __call__(self, problem: Request) -> Fire:
         """Launches the kernel."""
         assert isinstance(problem, DecodeProblem)  # `SingleRun` runs single requests
-        scratch, lse = problem.scratch, problem.lse
-        tensors = problem.q, problem.k, problem.v, problem.out, lse
         lengths = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
-        places, read = (tuple([0 if x is None else x.data_ptr() for x in of]) for of in (tensors, lengths))
-        memory = scratch.counters, scratch.partials
-        self.bind(problem)(problem.q, memory, places, optional_tensors(problem), read)
+        read = [0 if x is None else x.data_ptr() for x in lengths]
+        return fire_first(self.bind(problem), problem, (problem.scratch.counters, problem.scratch.partials, *read))
 
-    def bind(self, problem: DecodeProblem) -> DecodeFire:
+    def bind(self, problem: DecodeProblem) -> Fire:
         """Returns a function that runs calls which differ from `problem` in addresses."""
         if problem.q.shape[0] == 0:
             return launch_nothing
@@ -64,14 +60,8 @@ class DecodeRun:
         if scratch.counter_bytes < config.counter_bytes:
             of_stream = counters.of_device(index, counters.SEMAPHORES).address
 
-        def fire(
-            query: torch.Tensor,
-            memory: tuple[int, int],
-            places: tuple[Any, ...],
-            optional: Optional,
-            read: tuple[Any, ...],
-        ) -> None:
-            counted_at, partials_at = memory
+        def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+            query, _, _, _, _, optional, counted_at, partials_at, *read = tensors
             stream = current_stream(index)
             if of_stream is not None:
                 counted_at = of_stream(stream)
@@ -79,7 +69,7 @@ class DecodeRun:
                 partials = query.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
                 partials_at = partials.data_ptr()
             settled = with_extras(plain, kernel.extras(optional)) if optional else plain
-            kernel.attention.fire(stream, (*places, counted_at, partials_at, longest, *read), settled)
+            kernel.attention.fire(stream, (q, k, v, out, lse, counted_at, partials_at, longest, *read), settled)
 
         return fire
 

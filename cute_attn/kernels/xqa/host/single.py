@@ -8,8 +8,8 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import block_scale_strides, with_extras
-from cute_attn.kernels.host.single import MAX_LENGTHS, SingleFire, Tensors, fire_single, launch_nothing
+from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, with_extras
+from cute_attn.kernels.host.single import MAX_LENGTHS, Tensors
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, XqaKernel
 from cute_attn.kernels.xqa.host.variant import segments
@@ -40,27 +40,28 @@ class SingleRun:
         self.counters = counters.of_device(gpu.device_index, counters.SEMAPHORES)
         self.records = one_page(gpu.device_index)
         table, length = self.records[:1], self.records[1]
-        self.page = table.data_ptr(), length.data_ptr(), 0, 0  # the last values of ADDRESS_FIELDS
+        self.page = table.data_ptr(), length.data_ptr()
 
-    def __call__(self, problem: Request) -> None:
+    def __call__(self, problem: Request) -> Fire:
         """Launches the kernel."""
         assert isinstance(problem, Problem)  # `DecodeRun` runs calls with lengths on the device
-        fire_single(self.bind(problem), problem)
+        return fire_first(self.bind(problem), problem, (problem.kv_len,))
 
-    def bind(self, problem: Problem) -> SingleFire:
+    def bind(self, problem: Problem) -> Fire:
         """Returns a function that runs requests which differ from `problem` in the number of keys and in addresses.
         Partial results are in memory of torch's allocator, counters in those of the stream.
         """
-        qo_len, index, page, counters = problem.qo_len, self.gpu.device_index, self.page, self.counters.address
+        qo_len, index, (table, length) = problem.qo_len, self.gpu.device_index, self.page
+        counters, uint8 = self.counters.address, torch.uint8
         if qo_len == 0:
             return launch_nothing
         settings, block_scales = self.settings, block_scale_strides(problem)
         bound: dict[XqaKernel, tuple[Settled, int]] = {}  # of all requests, and `longest_kv`
-        latest: tuple[int, XqaKernel, Settled] | None = None
+        latest: tuple[int, XqaKernel, Settled, int] | None = None
 
-        def fire(kv_len: int, q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+        def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
-            work = latest  # once: threads share this
+            kv_len, work = tensors[6], latest  # once: threads share this
             if work is None or work[0] != kv_len:
                 kernel = self.prepared(qo_len, segments(1, settings, qo_len, kv_len))
                 if kernel not in bound:
@@ -68,13 +69,13 @@ class SingleRun:
                 settled, longest = bound[kernel]
                 if kv_len > longest:
                     raise _too_long(*tensors[1:3])
-                work = latest = kv_len, kernel, settled
-            _, kernel, settled = work
-            stream, optional = current_stream(index), tensors[5]
-            if optional:
-                settled = with_extras(settled, kernel.extras(optional))
-            partials = tensors[0].new_empty(kernel.config.partial_bytes, dtype=torch.uint8)
-            moving = q, k, v, out, lse, counters(stream), partials.data_ptr(), kv_len, *page
+                work = latest = kv_len, kernel, settled, kernel.config.partial_bytes
+            _, kernel, settled, num_bytes = work
+            stream = current_stream(index)
+            if tensors[5]:
+                settled = with_extras(settled, kernel.extras(tensors[5]))
+            partials = tensors[0].new_empty(num_bytes, dtype=uint8)
+            moving = q, k, v, out, lse, counters(stream), partials.data_ptr(), kv_len, table, length, 0, 0
             kernel.attention.fire(stream, moving, settled)
 
         return fire
