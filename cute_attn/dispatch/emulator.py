@@ -20,7 +20,7 @@ from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.device_batch import NO_LENGTHS
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import Fire, with_optional
+from cute_attn.kernels.host.operands import TENSOR_FIELDS, Fire, with_optional
 from cute_attn.kernels.host.single import Tensors
 from cute_attn.problem import (
     BatchLengths,
@@ -44,6 +44,7 @@ OUTPUTS = ("out", "lse", "workspace")
 BATCH_TENSORS = ("q", "k", "v", "out", "lse", "kv_indices", "workspace")
 NO_TENSORS: Any = dict.fromkeys(("q", "k", "v", "out", "lse"))  # of a Problem that keeps none alive
 _emulating = threading.RLock()  # emulated launches share counters, as those of one stream do: one runs after the other
+NO_OPTIONAL = (None,) * len(TENSOR_FIELDS)
 MAX_GPUS = 16  # that requests of the same settings are emulated on in turn
 
 Placed = TypeVar("Placed", Request, BatchProblem)
@@ -132,7 +133,9 @@ class EmulatedRun:
             fire = run(problem)
         if fire is None or isinstance(problem, DecodeProblem):
             return None
-        return self._repeated(problem._replace(**NO_TENSORS), weakref.WeakKeyDictionary({run: fire}))
+        return self._repeated(
+            with_optional(problem, NO_OPTIONAL)._replace(**NO_TENSORS), weakref.WeakKeyDictionary({run: fire})
+        )
 
     def _repeated(self, others: Problem, fires: MutableMapping[RequestRunner, Fire]) -> Fire:
         """Returns a function that emulates requests like `others`. `fires`: what does so on a GPU, by its runner."""

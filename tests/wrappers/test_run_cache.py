@@ -16,7 +16,7 @@ from cute_attn.emulator.settings import using
 from cute_attn.kernels.fa2.host import prepared as fa2_prepared
 from cute_attn.request import batch_run
 from cute_attn.request import single as single_request
-from cute_attn.wrappers import run_cache
+from cute_attn.wrappers import calls
 from tests.kernels.test_fa2_batch import on_fa2
 from tests.support.batch_case import (
     E4M3,
@@ -289,7 +289,7 @@ def test_buffers_over_the_plans_memory() -> None:
 
 
 def test_scales_that_always_change_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_cache, "CACHE_SIZE", 4)
+    monkeypatch.setattr(calls, "CACHE_SIZE", 4)
     made, inputs = planned(PAGED)
     for i in range(9):
         made.run(inputs.q, *inputs.kv, v_scale=1.0 + i)

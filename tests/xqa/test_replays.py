@@ -19,6 +19,7 @@ from cute_attn import (
 )
 from cute_attn.request import decode as request_decode
 from cute_attn.runtime import launch
+from cute_attn.wrappers import calls
 from cute_attn.xqa import decode, replays, trtllm
 from perf.pretended_gpu import NullDriver, pretended_gpu
 
@@ -115,7 +116,7 @@ def test_replays_launch_what_full_calls_do(
             wanted = function(**call)
         full_checks.clear()
         found = function(**call)
-        assert len(full_checks) == (i < 2)
+        assert len(full_checks) == (i < 1)
         full, replayed = driver.recorded
         driver.recorded.clear()
         assert own_memory(replayed, call) == own_memory(full, call)
@@ -171,11 +172,8 @@ def test_a_copy_of_the_lengths_is_no_replay(driver: RecordingDriver, full_checks
 
 
 def test_calls_are_bounded_in_number(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "CACHE_SIZE", 8)
+    monkeypatch.setattr(calls, "CACHE_SIZE", 8)
     call = arguments({})
     for i in range(20):
-        for _ in range(2):
-            xqa_batch_decode_with_kv_cache(**{**call, "bmm1_scale": 1.0 + i})
-        assert len(replays._cached) <= 8
-        assert len(replays._seen) <= 8
-    assert replays._cached
+        xqa_batch_decode_with_kv_cache(**{**call, "bmm1_scale": 1.0 + i})
+        assert 1 <= len(replays._entries) <= 8
