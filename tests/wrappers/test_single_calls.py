@@ -50,10 +50,10 @@ def operands(qo_len: int | None, kv_len: int, layout: str = "NHD", dtype: torch.
     return (q, k, v) if layout == "NHD" else (q, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
 
 
-def compare(found: Any, wanted: Any) -> None:
+def compare(found: Any, wanted: Any, tolerance: float = 4e-3) -> None:
     for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
         assert x.dtype == y.dtype
-        torch.testing.assert_close(x, y, atol=4e-3, rtol=4e-3)
+        torch.testing.assert_close(x, y, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.emulator
@@ -77,6 +77,43 @@ def test_replays_compute_what_full_calls_do(name: str, full_checks: list[Any]) -
             assert (found[0] if isinstance(found, tuple) else found) is out
             compare(found, wanted)
             assert len(full_checks) == (i < 1)
+
+
+FP8 = torch.float8_e4m3fn
+OPTIONAL = {
+    "sinks": ("fa2", torch.float16, lambda: {"sinks": torch.randn(HEADS[0])}),
+    "a mask": ("fa2", torch.float16, lambda: {"packed_custom_mask": torch.randint(1, 255, (150,)).to(torch.uint8)}),
+    "scales of heads": (
+        "fa3",
+        FP8,
+        lambda: {"scale_q": torch.rand(HEADS[0]), "scale_k": torch.rand(HEADS[1]), "scale_v": torch.rand(HEADS[1])},
+    ),
+    "all of fa3": (
+        "fa3",
+        torch.float16,
+        lambda: {"sinks": torch.randn(HEADS[0]), "packed_custom_mask": torch.randint(1, 255, (150,)).to(torch.uint8)},
+    ),
+}
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_optional_tensors_are_addresses(name: str, full_checks: list[Any]) -> None:
+    """Calls with other sinks, masks and scales in each take the launches of the first."""
+    kernels, dtype, optional = OPTIONAL[name]
+    torch.manual_seed(0)
+    with using("sm_90a", kernels=kernels, sms=4):
+        for i in range(4):
+            x, options = operands(20, 60, dtype=dtype), {**optional(), "return_lse": True, "o_dtype": torch.float16}
+            wanted = single_prefill_with_kv_cache(*x, backend="reference", **options)
+            full_checks.clear()
+            found = single_prefill_with_kv_cache(*x, backend="emulator", **options)
+            compare(found, wanted, 2e-2 if dtype == FP8 else 4e-3)
+            assert len(full_checks) == (i < 1)
+        for wrong in ({"sinks": torch.full((4,), torch.inf)}, {"packed_custom_mask": torch.zeros(151).byte()}):
+            if wrong.keys() <= options.keys():
+                with pytest.raises(ArgumentError):
+                    single_prefill_with_kv_cache(*x, backend="emulator", **{**options, **wrong})
 
 
 GROWING = {

@@ -31,6 +31,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8, sinks, a window": {"dtype": torch.float8_e4m3fn, "sinks": True, "window_left": 20, "bmm2_scale": 0.5},
     "drafts into a buffer": {"q_len_per_req": 3, "out": True},
     "a small workspace": {"workspace_bytes": 64, "out": True, "enable_pdl": False},
+    "a mask of drafts": {"q_len_per_req": 3, "mask": True, "sinks": True},
+    "drafts of any number": {"q_len_per_req": 3, "ragged": True, "lse": True, "return_lse": True},
+    "NVFP4": {"dtype": torch.uint8, "kv_cache_sf": True, "sinks": True},
+    "NVFP4, a pair by heads": {"dtype": torch.uint8, "kv_cache_sf": True, "pair": True, "kv_layout": "HND"},
 }
 FUNCTIONS = {"xqa": xqa_batch_decode_with_kv_cache, "trtllm": trtllm_batch_decode_with_kv_cache}
 
@@ -83,7 +87,7 @@ def arguments(case: dict[str, Any]) -> dict[str, Any]:
     q_len, layout = given.get("q_len_per_req", 1), given["kv_layout"]
     dtype, pair = given.pop("dtype", torch.bfloat16), given.pop("pair", False)
     page = (HEADS[1], PAGE_SIZE) if layout == "HND" else (PAGE_SIZE, HEADS[1])
-    cache = torch.randn(PAGES, 2, *page, HEAD_DIM).to(dtype)
+    cache = torch.randn(PAGES, 2, *page, HEAD_DIM // 2 if dtype == torch.uint8 else HEAD_DIM).to(dtype)
     given["query"] = torch.randn(BATCH * q_len, HEADS[0], HEAD_DIM).bfloat16()
     given["kv_cache"] = (cache[:, 0].clone(), cache[:, 1].clone()) if pair else cache
     given["workspace_buffer"] = torch.zeros(given.pop("workspace_bytes", WORKSPACE_BYTES), dtype=torch.uint8)
@@ -94,14 +98,31 @@ def arguments(case: dict[str, Any]) -> dict[str, Any]:
         given["sinks"] = torch.randn(HEADS[0])
     if given.pop("out", False):
         given["out"] = torch.empty_like(given["query"])
+    if given.pop("kv_cache_sf", False):
+        scales = torch.ones(PAGES, 2, *page, HEAD_DIM // 16).to(torch.float8_e4m3fn)
+        given["kv_cache_sf"] = (scales[:, 0].clone(), scales[:, 1].clone()) if pair else scales
+    if given.pop("mask", False):
+        given["mask"] = torch.randint(8, (BATCH * q_len, 1), dtype=torch.int32)
+    if given.pop("ragged", False):
+        given["q_cu_seq_lens"] = torch.tensor([0, 1, 3, BATCH * q_len], dtype=torch.int32)
+    if given.pop("lse", False):
+        given["lse"] = torch.empty(BATCH * q_len, HEADS[0])
     return given
+
+
+def call_with(function: Callable[..., Any], call: dict[str, Any]) -> Any:
+    """Calls a function with the names that it has for arguments."""
+    if function is trtllm_batch_decode_with_kv_cache and "q_cu_seq_lens" in call:
+        call = {**call, "cum_seq_lens_q": call["q_cu_seq_lens"], "max_q_len": call["q_len_per_req"]}
+        del call["q_cu_seq_lens"], call["q_len_per_req"]
+    return function(**call)
 
 
 def own_memory(launched: Launched, call: dict[str, Any]) -> Launched:
     """Removes addresses that the launch allocates itself."""
     grid, values = launched
     own = {"counters", "partials"} if call["workspace_buffer"].nbytes < WORKSPACE_BYTES else set()
-    own |= {"o", "lse"} if "out" not in call else set()
+    own |= {name for name, buffer in (("o", "out"), ("lse", "lse")) if buffer not in call}
     return grid, {name: value for name, value in values.items() if name not in own}
 
 
@@ -113,9 +134,9 @@ def test_replays_launch_what_full_calls_do(
     for i in range(4):
         call = arguments(case)
         with mock.patch.object(replays, "key_of", return_value=None):
-            wanted = function(**call)
+            wanted = call_with(function, call)
         full_checks.clear()
-        found = function(**call)
+        found = call_with(function, call)
         assert len(full_checks) == (i < 1)
         full, replayed = driver.recorded
         driver.recorded.clear()
@@ -124,7 +145,7 @@ def test_replays_launch_what_full_calls_do(
         for name, x, y in zip(("o", "lse"), results, expected, strict=False):
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
             assert replayed[1][name] == x.data_ptr().to_bytes(8, "little")
-            assert (x is y) == (name == "o" and "out" in call)
+            assert (x is y) == ((name == "o" and "out" in call) or (name == "lse" and "lse" in call))
         assert len(results) == len(expected)
 
 
