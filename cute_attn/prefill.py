@@ -8,12 +8,12 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import checks
+from cute_attn.request import checks, positional
 from cute_attn.request.settings import Call
 from cute_attn.wrappers import single_calls
-from cute_attn.wrappers.legacy_args import accepts_legacy_order, with_return_lse
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper, fast_prefill_plan
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.wrappers.signatures import with_return_lse
 from cute_attn.wrappers.trtllm_prefill import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 
-@accepts_legacy_order
 @declare.operator("single_prefill", fakes.single)
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
@@ -54,7 +53,7 @@ def single_prefill_with_kv_cache(
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
     *,
-    allow_fp16_qk_reduction: bool = False,
+    allow_fp16_qk_reduction: bool | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -72,10 +71,7 @@ def single_prefill_with_kv_cache(
         out_i = v_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
         lse_i = log2(sum_j exp(z) + exp(sink))
 
-    A token that sees no key has out 0 and lse -inf. The arguments after `v` may also follow, by position,
-    FlashInfer's older argument order (`custom_mask, packed_custom_mask, causal, kv_layout,
-    pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale,
-    rope_theta`); where their types do not tell the order, the call is refused. No gradients are computed.
+    A token that sees no key has out 0 and lse -inf. No gradients are computed.
 
     GPU kernels subtract logits in fp32, as FlashInfer's do. Promised are results for z up to 1e8 in size; out and lse
     of a row with a larger z may be inaccurate or NaN, other rows are not affected. CPU tensors are computed in fp64,
@@ -103,7 +99,7 @@ def single_prefill_with_kv_cache(
     pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j has position j,
         query token i at i + kv_len - qo_len; rotated values are rounded to q's dtype), or "ALIBI" (slopes of
         Press et al. 2022; i counts from 0).
-    use_fp16_qk_reduction : a hint; scores are always accumulated in fp32. Also `allow_fp16_qk_reduction`.
+    use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
     sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
     window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left (keys to the right are up
         to `causal`). Negative: no window.
@@ -118,7 +114,7 @@ def single_prefill_with_kv_cache(
         `k_scale` and `v_scale`.
     k_scale, v_scale : factors of k and v: numbers, or floating-point tensors with one element. A tensor on
         the GPU is read by the kernel, without synchronisation.
-    allow_fp16_qk_reduction : the older name of `use_fp16_qk_reduction`; giving both is an error.
+    allow_fp16_qk_reduction : the older name of `use_fp16_qk_reduction`.
     out : written and returned instead of a new tensor: `[qo_len, num_qo_heads, head_dim_vo]` of `o_dtype`
         (q's by default), unit stride on the last axis, rows 16-byte aligned, no memory in common with the
         inputs.
@@ -162,12 +158,14 @@ def single_prefill_with_kv_cache(
     if custom_mask is packed_custom_mask is scale_q is scale_k is scale_v is kv_cache_sf is sinks is None:
         numbers = (
             causal, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse,
-            k_scale, v_scale, enable_pdl,
+            k_scale, v_scale, enable_pdl, allow_fp16_qk_reduction,
         )  # fmt: skip
         key, kv_len = single_calls.key_of(q, k, v, out, lse, numbers, names)
         if (replayed := single_calls.try_replay(key, kv_len, q, k, v, out, lse)) is not None:
             return replayed
-    checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
+    else:
+        positional.check_scales(scale_q, scale_k, scale_v)
+    checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
     call = Call(  # by position: keywords would cost 0.7 us
         q, k, v, False,
         custom_mask, packed_custom_mask, (scale_q, scale_k, scale_v), kv_cache_sf, sinks, out, lse,
