@@ -145,13 +145,7 @@ def single_prefill_with_kv_cache(
     (torch.Size([128, 32, 128]), torch.Size([128, 32]))
     """
     if is_dynamo_compiling():
-        values = (
-            q, k, v, scale_q, scale_k, scale_v, o_dtype, custom_mask, packed_custom_mask, causal, kv_layout,
-            pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta,
-            backend, return_lse, kv_cache_sf, k_scale, v_scale, allow_fp16_qk_reduction, out, lse, sinks, enable_pdl,
-            lse_base,
-        )  # fmt: skip
-        return trace.attention("single_prefill", values, out, lse, return_lse)
+        return trace.operator("single_prefill")(locals())
     names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base
     key: Any = None
     numbers: tuple[Any, ...] = ()

@@ -138,10 +138,7 @@ class BatchAttention(BatchWrapper):
         value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError).
         """
         if is_dynamo_compiling():
-            values = q, kv_cache, out, lse, k_scale, v_scale, logits_soft_cap, profiler_buffer, kv_cache_sf
-            pair: tuple[torch.Tensor, torch.Tensor] = trace.run(
-                "batch_attention_run", self, (), values, (out, lse, True)
-            )
+            pair: tuple[torch.Tensor, torch.Tensor] = trace.operator("batch_attention_run")(locals())
             return pair
         batch_plan.refuse("profiler_buffer", profiler_buffer, NO_PROFILER, "profiler_buffer=None")
         if logits_soft_cap is not None and checks.real("logits_soft_cap", logits_soft_cap) != 0:

@@ -243,11 +243,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         backend, refuses what this run adds).
         """
         if is_dynamo_compiling():
-            values = (
-                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
-                q_len_per_req, skip_softmax_threshold_scale_factor, kv_cache_sf,
-            )  # fmt: skip
-            return trace.run("paged_decode_run", self, args, values, (out, lse, return_lse))
+            return trace.operator("paged_decode_run")(locals())
         if skip_softmax_threshold_scale_factor is not None:
             batch_plan.refuse_all(
                 "softmax is exact", skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
@@ -303,11 +299,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
         if is_dynamo_compiling():
-            values = (
-                q, paged_kv_cache, pos_encoding_mode, q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale,
-                rope_scale, rope_theta, return_lse,
-            )  # fmt: skip
-            return trace.run("paged_decode_forward", self, (), values, (None, None, return_lse))
+            return trace.operator("paged_decode_forward")(locals())
         self._replan(ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 

@@ -295,12 +295,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         backend, refuses what this run adds).
         """
         if is_dynamo_compiling():
-            values = (
-                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
-                window_left, sinks, kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax,
-                uses_spcompress,
-            )  # fmt: skip
-            return trace.run("paged_prefill_run", self, args, values, (out, lse, return_lse))
+            return trace.operator("paged_prefill_run")(locals())
         if not (skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None):
             batch_plan.refuse_all(
                 "softmax is exact and in fp32",
@@ -376,11 +371,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
         if is_dynamo_compiling():
-            values = (
-                q, paged_kv_cache, causal, pos_encoding_mode, use_fp16_qk_reduction, k_scale, v_scale, window_left,
-                logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse, allow_fp16_qk_reduction,
-            )  # fmt: skip
-            return trace.run("paged_prefill_forward", self, (), values, (None, None, return_lse))
+            return trace.operator("paged_prefill_forward")(locals())
         checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
         options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._replan(options, causal=causal)

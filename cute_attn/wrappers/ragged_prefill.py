@@ -233,11 +233,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         backend, refuses what this run adds).
         """
         if is_dynamo_compiling():
-            values = (
-                q, k, v, q_scale, k_scale, v_scale, o_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
-                sinks, kv_cache_sf,
-            )  # fmt: skip
-            return trace.run("ragged_prefill_run", self, args, values, (out, lse, return_lse))
+            return trace.operator("ragged_prefill_run")(locals())
         head_scales = None
         if self._sink_variant is not None:
             planned_scale = self._planned().settings.sm_scale
@@ -304,12 +300,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
         if is_dynamo_compiling():
-            values = (
-                q, k, v, causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale,
-                rope_scale, rope_theta, return_lse,
-                allow_fp16_qk_reduction,
-            )  # fmt: skip
-            return trace.run("ragged_prefill_forward", self, (), values, (None, None, return_lse))
+            return trace.operator("ragged_prefill_forward")(locals())
         checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
         options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._replan(options, causal=causal)
