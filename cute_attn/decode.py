@@ -116,12 +116,7 @@ def single_decode_with_kv_cache(
     torch.Size([32, 128])
     """
     if is_dynamo_compiling():
-        values = (
-            q, k, v, kv_layout, pos_encoding_mode, use_tensor_cores, q_scale, k_scale, v_scale, window_left,
-            logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse, out, lse, enable_pdl, sinks, backend,
-            lse_base,
-        )  # fmt: skip
-        return trace.attention("single_decode", values, out, lse, return_lse)
+        return trace.operator("single_decode")(locals())
     names = kv_layout, pos_encoding_mode, None, backend, lse_base
     scale_q, scale_k, scale_v, optional = q_scale, k_scale, v_scale, calls.NONE
     if not q_scale is k_scale is v_scale is sinks is None:

@@ -67,8 +67,7 @@ def append_paged_kv_cache(
     page of the cache are not written.
     """
     if is_dynamo_compiling():
-        values = append_key, append_value, batch_indices, positions
-        trace.call("append", *values, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len, kv_layout)
+        trace.operator("append")(locals())
         return
     k_cache, v_cache = page_table.writable_views("paged_kv_cache", paged_kv_cache, kv_layout)
     for name, rows, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
@@ -197,11 +196,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     have no page are not written, and the values of scale tensors are checked only with `CUTE_ATTN_VALIDATE=1`.
     """
     if is_dynamo_compiling():
-        trace.call(
-            "append_nvfp4",
-            *(append_key, append_value, batch_indices, positions, paged_kv_cache, kv_cache_sf),
-            *(kv_indices, kv_indptr, kv_last_page_len, k_scale, v_scale, kv_layout),
-        )
+        trace.operator("append_nvfp4")(locals())
         return
     caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, page_table.writable_views)
     _check_append(append_key, append_value, caches)
@@ -237,8 +232,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     The errors of `nvfp4_quantize_append_paged_kv_cache`; ArgumentError also for another scale during capture.
     """
     if is_dynamo_compiling():
-        values = append_key, append_value, slot_mapping, paged_kv_cache
-        trace.call("append_nvfp4_slots", *values, kv_cache_sf, k_scale, v_scale, kv_layout)
+        trace.operator("append_nvfp4_slots")(locals())
         return
     caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, page_table.writable_views)
     _check_append(append_key, append_value, caches)

@@ -6,12 +6,12 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import checks
+from cute_attn.request import checks, positional
 from cute_attn.request.settings import Call
 from cute_attn.wrappers import calls, single_calls
-from cute_attn.wrappers.legacy_args import accepts_legacy_order, with_return_lse
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper, fast_prefill_plan
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.wrappers.signatures import with_return_lse
 from cute_attn.wrappers.trtllm_prefill import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
 ]
 
 
-@accepts_legacy_order
 @declare.operator("single_prefill", fakes.single)
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
@@ -52,7 +51,7 @@ def single_prefill_with_kv_cache(
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
     *,
-    allow_fp16_qk_reduction: bool = False,
+    allow_fp16_qk_reduction: bool | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -70,10 +69,7 @@ def single_prefill_with_kv_cache(
         out_i = v_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
         lse_i = log2(sum_j exp(z) + exp(sink))
 
-    A token that sees no key has out 0 and lse -inf. The arguments after `v` may also follow, by position,
-    FlashInfer's older argument order (`custom_mask, packed_custom_mask, causal, kv_layout,
-    pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale,
-    rope_theta`); where their types do not tell the order, the call is refused. No gradients are computed.
+    A token that sees no key has out 0 and lse -inf. No gradients are computed.
 
     GPU kernels subtract logits in fp32, as FlashInfer's do. Promised are results for z up to 1e8 in size; out and lse
     of a row with a larger z may be inaccurate or NaN, other rows are not affected. CPU tensors are computed in fp64,
@@ -101,7 +97,7 @@ def single_prefill_with_kv_cache(
     pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j has position j,
         query token i at i + kv_len - qo_len; rotated values are rounded to q's dtype), or "ALIBI" (slopes of
         Press et al. 2022; i counts from 0).
-    use_fp16_qk_reduction : a hint; scores are always accumulated in fp32. Also `allow_fp16_qk_reduction`.
+    use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
     sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
     window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left (keys to the right are up
         to `causal`). Negative: no window.
@@ -116,7 +112,7 @@ def single_prefill_with_kv_cache(
         `k_scale` and `v_scale`.
     k_scale, v_scale : factors of k and v: numbers, or floating-point tensors with one element. A tensor on
         the GPU is read by the kernel, without synchronisation.
-    allow_fp16_qk_reduction : the older name of `use_fp16_qk_reduction`; giving both is an error.
+    allow_fp16_qk_reduction : the older name of `use_fp16_qk_reduction`.
     out : written and returned instead of a new tensor: `[qo_len, num_qo_heads, head_dim_vo]` of `o_dtype`
         (q's by default), unit stride on the last axis, rows 16-byte aligned, no memory in common with the
         inputs.
@@ -147,13 +143,7 @@ def single_prefill_with_kv_cache(
     (torch.Size([128, 32, 128]), torch.Size([128, 32]))
     """
     if is_dynamo_compiling():
-        values = (
-            q, k, v, scale_q, scale_k, scale_v, o_dtype, custom_mask, packed_custom_mask, causal, kv_layout,
-            pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta,
-            backend, return_lse, kv_cache_sf, k_scale, v_scale, allow_fp16_qk_reduction, out, lse, sinks, enable_pdl,
-            lse_base,
-        )  # fmt: skip
-        return trace.attention("single_prefill", values, out, lse, return_lse)
+        return trace.operator("single_prefill")(locals())
     names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base
     mask = custom_mask if packed_custom_mask is None else packed_custom_mask
     of_k, of_v, optional = k_scale, v_scale, calls.NONE
@@ -163,12 +153,13 @@ def single_prefill_with_kv_cache(
     given = q, k, v, out, lse, optional, ()
     numbers = (
         causal, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse,
-        enable_pdl, of_k, of_v,
+        enable_pdl, allow_fp16_qk_reduction, of_k, of_v,
     )  # fmt: skip
     key, kv_len, entry = single_calls.find(given, numbers, names)
     if entry is not None and (outputs := calls.replay(entry, given, (kv_len,), kv_len)) is not None:
         return outputs if return_lse else outputs[0]
-    checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
+    positional.check_scales(scale_q, scale_k, scale_v)
+    checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
     call = Call(  # by position: keywords would cost 0.7 us
         q, k, v, False,
         custom_mask, packed_custom_mask, (scale_q, scale_k, scale_v), kv_cache_sf, sinks, out, lse,

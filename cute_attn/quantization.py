@@ -74,7 +74,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
     """
     if is_dynamo_compiling():
-        quantised: Pair = trace.call("nvfp4_quantize", input, global_scale)
+        quantised: Pair = trace.operator("nvfp4_quantize")(locals())
         return quantised
     input = checks.tensor("input", input)
     if input.dim() != 2 or input.shape[1] % BLOCK:
@@ -112,7 +112,7 @@ def nvfp4_kv_dequantize(
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
     """
     if is_dynamo_compiling():
-        values: torch.Tensor = trace.call("nvfp4_dequantize", fp4_data, block_scales, global_scale, output_dtype)
+        values: torch.Tensor = trace.operator("nvfp4_dequantize")(locals())
         return values
     fp4_data = checks.tensor("fp4_data", fp4_data)
     checks.dtype("fp4_data", fp4_data.dtype, (torch.uint8,))
@@ -166,8 +166,7 @@ def nvfp4_kv_dequantize_paged(
     themselves, each other or the caches; on the CPU also a scale <= 0 and lengths outside 0..max_seq_len).
     """
     if is_dynamo_compiling():
-        cached = paged_kv_cache, kv_cache_sf, block_tables, seq_lens, k_scale, v_scale
-        trace.call("nvfp4_dequantize_paged", *cached, output_k, output_v, kv_layout)
+        trace.operator("nvfp4_dequantize_paged")(locals())
         return
     caches, block_scales = cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout)
     device = caches[0].device
@@ -191,9 +190,8 @@ def nvfp4_kv_dequantize_paged(
         raise ArgumentError(
             f"seq_lens must be within 0..{max_seq_len}, the outputs' max_seq_len, got {lens.min()}..{lens.max()}"
         )
-    scales = [
-        scale_of(name, checks.tensor(name, x), device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))
-    ]
+    of_k = scale_of("k_scale", checks.tensor("k_scale", k_scale), device)
+    of_v = scale_of("v_scale", checks.tensor("v_scale", v_scale), device)
     if not num_pages or not max_seq_len:
         return
     token = torch.arange(max_seq_len, device=device)
@@ -202,7 +200,7 @@ def nvfp4_kv_dequantize_paged(
         page = tables[request, entry].long()
         found = (token < lens[request]) & (page >= 0) & (page < num_pages)
         where = torch.where(found, page, 0), slot
-        for cache, sf, scale, output in zip(caches, block_scales, scales, outputs, strict=True):
+        for cache, sf, scale, output in zip(caches, block_scales, (of_k, of_v), outputs, strict=True):
             values = _dequantized(cache[where], sf[where].view(E4M3), scale).to(output.dtype)
             output[request] = torch.where(found[:, None, None], values, output[request])
 

@@ -1,62 +1,64 @@
 """What public functions do under Dynamo: hand their arguments to the operator that stands for them.
 
-Dynamo traces this module; only the import of `register` inside the functions runs as it is. `values` are the arguments
-of the public function in the order of its signature, without `self` and `*args`.
+Their first statement is `if is_dynamo_compiling(): return trace.operator("name")(locals())`: what `locals()` returns
+there are the arguments by name. Dynamo traces this module; only the imports inside of `operator` run as they are,
+and run before `locals()`.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from cute_attn.errors import ArgumentError
+from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops.declare import DTYPE, NUMBER, TENSORS, UNUSED
 from cute_attn.request import checks
 
-
-def call(name: str, *values: Any) -> Any:
-    """Call the operator of a function and return what the function returns."""
-    from cute_attn.ops import register
-
-    return register.OPERATORS[name](*_flat(register.KINDS[name], values))
+Arguments = dict[str, Any]
 
 
-def attention(name: str, values: tuple[Any, ...], out: Any, lse: Any, return_lse: Any) -> Any:
-    """Call the operator of a function that computes attention; return out, or the pair of it and lse."""
-    return _results(call(name, *values), out, lse, return_lse)
+def operator(name: str) -> Callable[[Arguments], Any]:
+    """Return what calls the operator of a function, or of a wrapper's method, and returns what that returns."""
+    from cute_attn.ops import dynamo_locals, register  # noqa: F401, the former teaches Dynamo
+
+    return functools.partial(_call, register.OPERATORS[name], register.KINDS[name])
 
 
-def run(
-    name: str, wrapper: Any, operands: tuple[Any, ...], values: tuple[Any, ...], given: tuple[Any, Any, Any]
-) -> Any:
-    """Call the operator of a wrapper's method.
-
-    `operands`: its `*args`, tensors and perhaps a number after them. `given`: out, lse, return_lse.
-    """
-    from cute_attn.ops import register
-
-    _refuse_grad("args", operands)
-    tensors = [value for value in operands if isinstance(value, torch.Tensor)]
-    numbers = [value for value in operands if value is not None and not isinstance(value, torch.Tensor)]
-    flat = _flat(register.KINDS[name], values)
-    number = numbers[0] if numbers else None
-    fresh = register.OPERATORS[name](wrapper._handle, wrapper._o_dtype, tensors, number, *flat)
-    return _results(fresh, *given)
-
-
-def _results(fresh: Any, out: Any, lse: Any, return_lse: Any) -> Any:
+def _call(run: Any, kinds: str, arguments: Arguments) -> Any:
+    flat = _flat(kinds, arguments)
+    if "self" in arguments:
+        wrapper, operands = arguments["self"], _operands(arguments.get("args", ()))
+        fresh = run(wrapper._handle, wrapper._o_dtype, *operands, *flat)
+    else:
+        fresh = run(*flat)
+    if "out" not in arguments and "return_lse" not in arguments:
+        return fresh
+    out, lse = arguments.get("out"), arguments.get("lse")
     result = fresh[0] if out is None else out
-    if return_lse:
+    if arguments.get("return_lse", True):
         return result, fresh[1] if lse is None else lse
     return result
 
 
-def _flat(kinds: str, values: tuple[Any, ...]) -> list[Any]:
+def _operands(args: tuple[Any, ...]) -> tuple[list[torch.Tensor], Any]:
+    """Return the `*args` of a run as an operator takes them: tensors, and perhaps a number after them."""
+    _refuse_grad("args", args)
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    rest = args[len(tensors) :]
+    if len(rest) > 1 or (rest and isinstance(rest[0], torch.Tensor)):
+        raise ArgumentTypeError("after keys and values torch.compile takes tensors, and one number after them")
+    return tensors, rest[0] if rest else None
+
+
+def _flat(kinds: str, arguments: Arguments) -> list[Any]:
     """Return the arguments of an operator for those of a public function."""
     flat: list[Any] = []
-    for parameter, value in zip(kinds.split(" "), values, strict=True):
+    for parameter in kinds.split(" "):
         name, kind = parameter.split(":")
+        value = arguments[name]
         is_tensor = isinstance(value, torch.Tensor)
         _refuse_grad(name, value)
         if kind == UNUSED:

@@ -60,6 +60,18 @@ def boolean(name: str, value: Any) -> bool:
     raise ArgumentTypeError(f"{name} must be True or False, got {describe(value)}")
 
 
+def fp16_hint(value: Any, older: Any) -> None:
+    """Check use_fp16_qk_reduction, which changes nothing, and FlashInfer's older name of it, None where not given."""
+    boolean("use_fp16_qk_reduction", value)
+    if older is None:
+        return
+    boolean("allow_fp16_qk_reduction", older)
+    if value:
+        raise ArgumentTypeError(
+            "allow_fp16_qk_reduction and use_fp16_qk_reduction are two names of one argument: give one of them"
+        )
+
+
 def integer(name: str, value: Any) -> int:
     """Check for an integer of any type (numpy's too) except bool, of 64 bits."""
     value = whole(name, value)

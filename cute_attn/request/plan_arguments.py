@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cute_attn.errors import NotSupported, Refusal
-from cute_attn.request import batch_plan, checks
+from cute_attn.request import batch_plan, checks, positional
 from cute_attn.request.batch_plan import PlanOptions, Splits
 from cute_attn.request.once import once
 
@@ -29,10 +29,12 @@ def prefill(
     *options: Any,
 ) -> PlanArguments:
     """Check the arguments of a prefill plan; `options`: fields of PlanOptions."""
+    given = PlanOptions(*options)
+    positional.check_plan(given.head_dim_vo, given.causal)
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
     checks.boolean("non_blocking", non_blocking)
     size = batch_plan.page_size(page_size)
-    return PlanArguments(PlanOptions(*options), batch_plan.splits(fixed_split_size, disable_split_kv, size), size)
+    return PlanArguments(given, batch_plan.splits(fixed_split_size, disable_split_kv, size), size)
 
 
 @once()

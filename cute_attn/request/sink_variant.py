@@ -90,8 +90,9 @@ def made_for(
     return SinkVariant(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
 
 
-def from_jit(jit_args: Any, jit_kwargs: Any) -> SinkVariant | None:
+def from_jit(jit_args: Any, jit_kwargs: Any, variant_owns_mask: Any) -> SinkVariant | None:
     """Return the variant that `jit_args` name, None without them; only the one with sinks is supported."""
+    batch_plan.refuse("variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()", off=False)
     if not _is_sink_variant(jit_args):
         batch_plan.refuse_jit(jit_args, None if isinstance(jit_kwargs, dict) and not jit_kwargs else jit_kwargs)
         return None

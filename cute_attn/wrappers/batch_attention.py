@@ -11,9 +11,9 @@ from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, page_lengths
 from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Scale
 from cute_attn.wrappers.plan_request import PlanRequest
-from cute_attn.wrappers.run_options import run_arguments
 
 WORKSPACE_BYTES = 128 << 20  # enough for every batch
 NO_PROFILER = "no kernel records a profile"
@@ -138,16 +138,14 @@ class BatchAttention(BatchWrapper):
         value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError).
         """
         if is_dynamo_compiling():
-            values = q, kv_cache, out, lse, k_scale, v_scale, logits_soft_cap, profiler_buffer, kv_cache_sf
-            pair: tuple[torch.Tensor, torch.Tensor] = trace.run(
-                "batch_attention_run", self, (), values, (out, lse, True)
-            )
+            pair: tuple[torch.Tensor, torch.Tensor] = trace.operator("batch_attention_run")(locals())
             return pair
         batch_plan.refuse("profiler_buffer", profiler_buffer, NO_PROFILER, "profiler_buffer=None")
         if logits_soft_cap is not None and checks.real("logits_soft_cap", logits_soft_cap) != 0:
             self._check_soft_cap(logits_soft_cap)
-        options = {"k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse, "kv_cache_sf": kv_cache_sf}
-        result = self._run(run_arguments(q, kv_cache, return_lse=True, **options))
+        result = self._run(
+            RunArguments(q, kv_cache, None, k_scale, v_scale, out, lse, return_lse=True, kv_cache_sf=kv_cache_sf)
+        )
         assert isinstance(result, tuple)
         return result
 

@@ -6,9 +6,9 @@ import torch
 
 from cute_attn.request import batch_plan, block_sparse, checks
 from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, Result
 from cute_attn.wrappers.plan_request import PlanRequest
-from cute_attn.wrappers.run_options import run_arguments
 
 BSR_INSTEAD = "indptr and indices, or VariableBlockSparseAttentionWrapper"
 ONE_KERNEL = "it belongs to a kernel of FlashInfer's that is not part of this library"
@@ -168,8 +168,7 @@ class BlockSparseAttentionWrapper(BatchWrapper):
         assert self._matrix is not None
         cache = block_sparse.pages(k, v, self._matrix)
         scales = None if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
-        outputs = {"out": out, "lse": lse, "return_lse": return_lse, "enable_pdl": enable_pdl}
-        return self._run(run_arguments(q, cache, head_scales=scales, **outputs))
+        return self._run(RunArguments(q, cache, None, None, None, out, lse, return_lse, enable_pdl, head_scales=scales))
 
     def forward(
         self,

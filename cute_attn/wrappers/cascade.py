@@ -11,10 +11,10 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, 
 from cute_attn.request import batch_plan, checks
 from cute_attn.request.settings import POS_ENCODING_MODES
 from cute_attn.wrappers.base import Cache, DType
-from cute_attn.wrappers.legacy_args_batch import accepts_legacy_names
 from cute_attn.wrappers.merge import merge_state_in_place
 from cute_attn.wrappers.not_copied import NotCopied
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers.signatures import accepts_older_names
 from cute_attn.wrappers.stride_variants import StrideVariants
 
 
@@ -95,7 +95,7 @@ class MultiLevelCascadeAttentionWrapper(StrideVariants, NotCopied):
         for wrapper, buffer in zip(self._wrappers, buffers, strict=True):
             wrapper.reset_workspace_buffer(float_workspace_buffer, buffer)
 
-    @accepts_legacy_names
+    @accepts_older_names
     def plan(
         self,
         qo_indptr_arr: Sequence[torch.Tensor],

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -13,37 +11,14 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import Tokens
-from cute_attn.request import batch_plan, checks, plan_arguments
+from cute_attn.request import batch_plan, checks, plan_arguments, positional
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers import device_plan
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, Result, Scale
-from cute_attn.wrappers.legacy_args import positionals_to_keywords, with_return_lse
-from cute_attn.wrappers.legacy_args_batch import head_scale_positionals
 from cute_attn.wrappers.plan_request import PlanRequest
-
-P = ParamSpec("P")
+from cute_attn.wrappers.signatures import with_return_lse
 
 NAMES = ("qo_indptr", "indptr", "indices", "last_page_len")
-NUM_COMMON = 7  # arguments up to page_size
-LEGACY_PLAN_ORDER = (  # FlashInfer's older positional order after page_size
-    *("pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type"),
-    *("sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size"),
-    *("disable_split_kv", "q_len_per_req"),
-)
-
-
-def _accepts_positional_options(plan: Callable[P, None]) -> Callable[P, None]:
-    """Decorate `plan` to accept the arguments after page_size by position too, with a DeprecationWarning."""
-
-    @functools.wraps(plan)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        if len(args) > 1 + NUM_COMMON:
-            extra, args = args[1 + NUM_COMMON :], args[: 1 + NUM_COMMON]
-            warnings.warn("plan() takes the arguments after page_size by keyword", DeprecationWarning, stacklevel=2)
-            kwargs = positionals_to_keywords(LEGACY_PLAN_ORDER, extra, kwargs, "page_size")
-        plan(*args, **kwargs)
-
-    return wrapper
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
@@ -106,7 +81,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         """The constructor's argument, which changes nothing."""
         return self._use_tensor_cores
 
-    @_accepts_positional_options
     def plan(
         self,
         indptr: torch.Tensor,
@@ -116,10 +90,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        *,
+        # By keyword in FlashInfer 0.7.2, which still takes those up to q_len_per_req in this order and tests that it
+        # does (test_batch_decode_plan_deprecated_positional_args_warn_and_bind).
         pos_encoding_mode: str = "NONE",
         window_left: int = -1,
-        window_right: int = 0,
         logits_soft_cap: float | None = None,
         q_data_type: DType | None = None,
         kv_data_type: DType | None = None,
@@ -134,6 +108,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
+        *,
+        window_right: int = 0,
         is_causal: bool | None = None,
         lse_base: str = "log2",
     ) -> None:
@@ -143,8 +119,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         makes the schedule; XQA needs none), and with `use_cuda_graph` a plan after the first may be captured: replays
         read the index arrays again. Values on the GPU are not checked; wrong ones give wrong results, but reach no
         memory outside `indices` and the plan. With `fixed_split_size` where some batch might not fit, and with
-        CUTE_ATTN_VALIDATE=1, `indptr` and `last_page_len` on a GPU cost a synchronisation each. The arguments from
-        `pos_encoding_mode` on, without `window_right`, are also accepted by position, which is deprecated.
+        CUTE_ATTN_VALIDATE=1, `indptr` and `last_page_len` on a GPU cost a synchronisation each.
 
         Parameters
         ----------
@@ -268,18 +243,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         backend, refuses what this run adds).
         """
         if is_dynamo_compiling():
-            values = (
-                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
-                q_len_per_req, skip_softmax_threshold_scale_factor, kv_cache_sf,
-            )  # fmt: skip
-            return trace.run("paged_decode_run", self, args, values, (out, lse, return_lse))
+            return trace.operator("paged_decode_run")(locals())
         if skip_softmax_threshold_scale_factor is not None:
             batch_plan.refuse_all(
                 "softmax is exact", skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
             )
         if q_len_per_req is not None:
             _check_q_len(q_len_per_req, self._planned().tokens.q_len)
-        head_scales = head_scale_positionals(args) if args else None
+        head_scales = positional.head_scales(args, "q_scale, k_scale, v_scale") if args else None
         return self._run(
             RunArguments._make((  # 0.1 us faster than the constructor
                 q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left,
@@ -328,11 +299,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
         if is_dynamo_compiling():
-            values = (
-                q, paged_kv_cache, pos_encoding_mode, q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale,
-                rope_scale, rope_theta, return_lse,
-            )  # fmt: skip
-            return trace.run("paged_decode_forward", self, (), values, (None, None, return_lse))
+            return trace.operator("paged_decode_forward")(locals())
         self._replan(ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 

@@ -36,7 +36,7 @@ def merge_state(
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device).
     """
     if is_dynamo_compiling():
-        merged: tuple[torch.Tensor, torch.Tensor] = trace.call("merge_state", v_a, s_a, v_b, s_b)
+        merged: tuple[torch.Tensor, torch.Tensor] = trace.operator("merge_state")(locals())
         return merged
     _check(("v_a", v_a), ("s_a", s_a), ("v_b", v_b), ("s_b", s_b))
     weights, s = _weights(torch.stack((s_a.float(), s_b.float())), 0)
@@ -71,7 +71,7 @@ def merge_state_in_place(
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; v or s overlap themselves or each other).
     """
     if is_dynamo_compiling():
-        trace.call("merge_state_in_place", v, s, v_other, s_other, mask)
+        trace.operator("merge_state_in_place")(locals())
         return
     _check(("v", v), ("s", s), ("v_other", v_other), ("s_other", s_other))
     checks.dtype("s", s.dtype, (torch.float32,))
@@ -111,7 +111,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device).
     """
     if is_dynamo_compiling():
-        state: tuple[torch.Tensor, torch.Tensor] = trace.call("merge_states", v, s)
+        state: tuple[torch.Tensor, torch.Tensor] = trace.operator("merge_states")(locals())
         return state
     _check_state("v", v, "s", s, ("n", "num_states", "num_heads"))
     weights, merged = _weights(s.float(), 1)

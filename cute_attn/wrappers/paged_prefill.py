@@ -12,18 +12,12 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.errors import ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, plan_arguments, sink_variant
+from cute_attn.request import batch_plan, checks, plan_arguments, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers import device_plan
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, Result, Scale
-from cute_attn.wrappers.legacy_args import with_return_lse
-from cute_attn.wrappers.legacy_args_batch import (
-    LEGACY_PAGED_PLAN_ORDER,
-    accepts_legacy_names,
-    accepts_legacy_plan_order,
-    paged_run_positionals,
-)
 from cute_attn.wrappers.prefill_request import prefill_request
+from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 
@@ -67,7 +61,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
 
     kv_source = "paged"
 
-    @accepts_legacy_names
+    @accepts_older_names
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -84,10 +78,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         jit_kwargs: Any = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs)
-        batch_plan.refuse(
-            "variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()", off=False
-        )
+        self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_index_buffers(
             {
@@ -99,7 +90,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         )
         self._set_mask_buffers(custom_mask_buf, mask_indptr_buf)
 
-    @accepts_legacy_plan_order(common=8, legacy_order=LEGACY_PAGED_PLAN_ORDER)
+    @accepts_older_names
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -148,9 +139,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         that run launches it, and may be captured: replays read the index arrays again. Values on the GPU are not
         checked; wrong ones give wrong results, but reach no other memory. Arguments that need lengths on the host cost
         a synchronisation per index array: masks, `prefix_len_ptr`, `uniform_q_len`, and `fixed_split_size` where some
-        batch might not fit; so does CUTE_ATTN_VALIDATE=1, which checks values. The arguments after `page_size` may also
-        follow, by position, FlashInfer's older argument order (`custom_mask, packed_custom_mask,
-        causal, pos_encoding_mode, ...`); where their types do not tell the order, the call is refused.
+        batch might not fit; so does CUTE_ATTN_VALIDATE=1, which checks values.
 
         Parameters
         ----------
@@ -225,10 +214,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         arrays = qo_indptr, paged_kv_indptr, paged_kv_last_page_len
         host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
         tokens = device_plan.paged_tokens(self, arrays, paged_kv_indices, given.page_size, PAGED_NAMES, host_only)
-        lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        lengths = seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv
+        items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         self._make_plan(prefill_request(self, given, tokens, lengths, host_only, items))
 
     begin_forward = plan
@@ -268,9 +257,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             fp8 and NVFP4 under a 16-bit q 8-byte aligned. With a page size of 1 the page axis may be missing. Past a
             request's tokens, pages may hold anything; within them v must be finite even where no query sees it: NaN may
             reach every row of the request and kv head.
-        args : FlashInfer's older `k_scale, v_scale, return_lse`, or `scale_q, scale_k, scale_v` of fp8 attention:
-            floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`. In the variant with attention sinks:
-            sinks, and sm_scale, which replaces the planned one.
+        args : `scale_q, scale_k, scale_v` of fp8 attention: floating-point `[num_qo_heads]`, `[num_kv_heads]` and
+            `[num_kv_heads]`. In the variant with attention sinks: sinks, and sm_scale, which replaces the planned one.
         q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or floating-point tensors with one
             element. A tensor on the GPU is read by the kernel, without synchronisation.
         out : written and returned instead of a new tensor: `[qo_indptr[-1], num_qo_heads, head_dim_vo]` of the planned
@@ -304,15 +292,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         backend, refuses what this run adds).
         """
         if is_dynamo_compiling():
-            if args and self._sink_variant is None:
-                k_scale, v_scale, return_lse, head_scales = paged_run_positionals(args, k_scale, v_scale, return_lse)
-                args = head_scales or ()
-            values = (
-                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
-                window_left, sinks, kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax,
-                uses_spcompress,
-            )  # fmt: skip
-            return trace.run("paged_prefill_run", self, args, values, (out, lse, return_lse))
+            return trace.operator("paged_prefill_run")(locals())
         if not (skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None):
             batch_plan.refuse_all(
                 "softmax is exact and in fp32",
@@ -326,26 +306,17 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             planned_scale = self._planned().settings.sm_scale
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
         elif args:
-            k_scale, v_scale, return_lse, head_scales = paged_run_positionals(args, k_scale, v_scale, return_lse)
+            head_scales = positional.head_scales(args, "k_scale, v_scale, return_lse")
+        arguments = RunArguments._make((  # 0.1 us faster than the constructor
+            q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
+            kv_cache_sf, head_scales,
+        ))  # fmt: skip
         if lse_base is not None or not isinstance(lse_layout, str) or lse_layout != "NH":
-            return self._run_with_lse(
-                RunArguments(
-                    q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
-                    kv_cache_sf, head_scales,
-                ),
-                lse_base,
-                lse_layout,
-            )  # fmt: skip
-        return self._run(
-            RunArguments._make((  # 0.1 us faster than the constructor
-                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left,
-                sinks, kv_cache_sf, head_scales,
-            ))
-        )  # fmt: skip
+            return self._run_with_lse(arguments, lse_base, lse_layout)
+        return self._run(arguments)
 
     run_return_lse = with_return_lse(run)
 
-    @accepts_legacy_names
     @declare.operator("paged_prefill_forward", fakes.paged, mutates=(), is_method=True)
     def forward(
         self,
@@ -363,6 +334,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         rope_theta: float | None = None,
         *,
         return_lse: bool = False,
+        allow_fp16_qk_reduction: bool | None = None,
     ) -> Result:
         """Run with other options than the planned ones: FlashInfer's older form of `run`.
 
@@ -375,7 +347,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         causal : default False.
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`, with the
             same defaults.
-        use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`) : a hint; scores are always accumulated in fp32.
+        use_fp16_qk_reduction, allow_fp16_qk_reduction (its older name) : a hint; scores are always accumulated in fp32.
         k_scale, v_scale : factors of k and v, default 1: numbers, or one-element tensors.
         return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
 
@@ -388,12 +360,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
         if is_dynamo_compiling():
-            values = (
-                q, paged_kv_cache, causal, pos_encoding_mode, use_fp16_qk_reduction, k_scale, v_scale, window_left,
-                logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse,
-            )  # fmt: skip
-            return trace.run("paged_prefill_forward", self, (), values, (None, None, return_lse))
-        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
+            return trace.operator("paged_prefill_forward")(locals())
+        checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
         options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._replan(options, causal=causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cute_attn.dispatch import select
 from cute_attn.problem import DeviceTokens, Tokens
-from cute_attn.request import batch_plan, checks, multi_item
+from cute_attn.request import batch_plan, checks, multi_item, positional
 from cute_attn.request.batch_plan import Mask, RepeatedLengths
 from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.request.plan_arguments import PlanArguments
@@ -31,7 +31,10 @@ def prefill_request(
     if wrapper._sink_variant is not None:
         wrapper._sink_variant.check_plan(given.options)
     custom_mask, packed_custom_mask, _, uniform_q_len = host_only
-    mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, wrapper.device)
+    mask = batch_plan.NO_MASK
+    if not custom_mask is packed_custom_mask is None:
+        positional.check_packed_mask(packed_custom_mask)
+        mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, wrapper.device)
     tokens = multi_item.bound_keys(items, tokens, mask)
     graphs = wrapper._use_cuda_graph
     if uniform_q_len is not None:

@@ -11,18 +11,12 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, batch_run, checks, plan_arguments, sink_variant
+from cute_attn.request import batch_plan, batch_run, checks, plan_arguments, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers import device_plan
 from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, Result, Scale
-from cute_attn.wrappers.legacy_args import with_return_lse
-from cute_attn.wrappers.legacy_args_batch import (
-    LEGACY_RAGGED_PLAN_ORDER,
-    accepts_legacy_names,
-    accepts_legacy_plan_order,
-    ragged_run_positionals,
-)
 from cute_attn.wrappers.prefill_request import prefill_request
+from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
@@ -48,7 +42,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
 
     kv_source = "ragged"
 
-    @accepts_legacy_names
+    @accepts_older_names
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -63,15 +57,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         jit_kwargs: Any = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs)
-        batch_plan.refuse(
-            "variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()", off=False
-        )
+        self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_index_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
         self._set_mask_buffers(custom_mask_buf, mask_indptr_buf)
 
-    @accepts_legacy_plan_order(common=5, legacy_order=LEGACY_RAGGED_PLAN_ORDER)
+    @accepts_older_names
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -114,9 +105,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         `kv_indptr[i]:kv_indptr[i + 1]`.
 
         Index arrays are int32 or int64, on the GPU or the CPU, as for `BatchPrefillWithPagedKVCacheWrapper.plan`: no
-        plan waits for the GPU. With arrays there, the first run also tells the rows of k. The arguments after
-        `head_dim_qk` may also follow, by position, FlashInfer's older argument order (`custom_mask, packed_custom_mask,
-        causal, pos_encoding_mode, ...`); where their types do not tell the order, the call is refused.
+        plan waits for the GPU. With arrays there, the first run also tells the rows of k.
 
         Parameters
         ----------
@@ -169,8 +158,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         )  # fmt: skip
         host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
         tokens = device_plan.ragged_tokens(self, qo_indptr, kv_indptr, host_only)
-        lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
-        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        lengths = seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv
+        items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         self._make_plan(prefill_request(self, given, tokens, lengths, host_only, items))
 
     begin_forward = plan
@@ -206,9 +195,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             the planned dtype; more rows may follow. Any strides with unit stride on the last axis; on a GPU rows must
             be 16-byte aligned, of fp8 and NVFP4 under a 16-bit q 8-byte aligned. v of a request's tokens must be finite
             even where hidden from all queries: NaN may reach every row of the request and kv head.
-        args : FlashInfer's older `return_lse`, or `scale_q, scale_k, scale_v` of fp8 attention: floating-point
-            `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`. In the variant with attention sinks (`jit_args`):
-            sinks, and sm_scale, which replaces the planned one.
+        args : `scale_q, scale_k, scale_v` of fp8 attention: floating-point `[num_qo_heads]`, `[num_kv_heads]` and
+            `[num_kv_heads]`. In the variant with attention sinks (`jit_args`): sinks, and sm_scale, which replaces the
+            planned one.
         q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or floating-point tensors with one
             element. A tensor on the GPU is read by the kernel, without synchronisation.
         o_scale : number > 0 that `out` is divided by, the scale of an fp8 output. Default 1.
@@ -241,41 +230,25 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         backend, refuses what this run adds).
         """
         if is_dynamo_compiling():
-            if args and self._sink_variant is None:
-                return_lse, head_scales = ragged_run_positionals(args, return_lse)
-                args = head_scales or ()
-            values = (
-                q, k, v, q_scale, k_scale, v_scale, o_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
-                sinks, kv_cache_sf,
-            )  # fmt: skip
-            return trace.run("ragged_prefill_run", self, args, values, (out, lse, return_lse))
+            return trace.operator("ragged_prefill_run")(locals())
         head_scales = None
         if self._sink_variant is not None:
             planned_scale = self._planned().settings.sm_scale
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
         elif args:
-            return_lse, head_scales = ragged_run_positionals(args, return_lse)
+            head_scales = positional.head_scales(args, "return_lse")
         if o_scale is not None:
             v_scale = batch_run.divided_by("o_scale", o_scale, v_scale)
+        arguments = RunArguments._make((  # 0.1 us faster than the constructor
+            q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks, kv_cache_sf,
+            head_scales,
+        ))  # fmt: skip
         if lse_base is not None or not isinstance(lse_layout, str) or lse_layout != "NH":
-            return self._run_with_lse(
-                RunArguments(
-                    q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks,
-                    kv_cache_sf, head_scales,
-                ),
-                lse_base,
-                lse_layout,
-            )  # fmt: skip
-        return self._run(
-            RunArguments._make((  # 0.1 us faster than the constructor
-                q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks,
-                kv_cache_sf, head_scales,
-            ))
-        )  # fmt: skip
+            return self._run_with_lse(arguments, lse_base, lse_layout)
+        return self._run(arguments)
 
     run_return_lse = with_return_lse(run)
 
-    @accepts_legacy_names
     @declare.operator("ragged_prefill_forward", fakes.ragged, mutates=(), is_method=True)
     def forward(
         self,
@@ -292,6 +265,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         rope_theta: float | None = None,
         *,
         return_lse: bool = False,
+        allow_fp16_qk_reduction: bool | None = None,
     ) -> Result:
         """Run with other options than the planned ones: FlashInfer's older form of `run`.
 
@@ -303,6 +277,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         q, k, v : the tensors of `run`.
         causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
             rope_theta : options of `plan`, with the same defaults.
+        allow_fp16_qk_reduction : the older name of `use_fp16_qk_reduction`.
         return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
 
         Returns
@@ -314,12 +289,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
         if is_dynamo_compiling():
-            values = (
-                q, k, v, causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale,
-                rope_scale, rope_theta, return_lse,
-            )  # fmt: skip
-            return trace.run("ragged_prefill_forward", self, (), values, (None, None, return_lse))
-        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
+            return trace.operator("ragged_prefill_forward")(locals())
+        checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
         options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._replan(options, causal=causal)
         return self.run(q, k, v, return_lse=return_lse)

@@ -7,9 +7,9 @@ import torch
 from cute_attn.errors import ArgumentError
 from cute_attn.request import batch_plan, block_sparse, checks
 from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, Result
 from cute_attn.wrappers.plan_request import PlanRequest
-from cute_attn.wrappers.run_options import run_arguments
 
 
 class VariableBlockSparseAttentionWrapper(BatchWrapper):
@@ -135,8 +135,7 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
         matrix = self._matrix
         assert matrix is not None
         q, k, v = block_sparse.by_kv_head(q, k, v, group, matrix)
-        outputs = {"out": out, "lse": lse, "return_lse": return_lse, "enable_pdl": enable_pdl}
-        result = self._run(run_arguments(q, (k, v), **outputs))
+        result = self._run(RunArguments(q, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl))
         if isinstance(result, tuple):
             return block_sparse.by_query_head(result[0], matrix), block_sparse.by_query_head(result[1], matrix)
         return block_sparse.by_query_head(result, matrix)

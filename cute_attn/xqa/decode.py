@@ -176,12 +176,7 @@ def xqa_batch_decode_with_kv_cache(
     torch.Size([2, 32, 128])
     """
     if is_dynamo_compiling():
-        values = (
-            query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
-            window_left, out, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale, mask, kv_cache_sf, q_cu_seq_lens,
-            lse, return_lse, backend,
-        )  # fmt: skip
-        return trace.attention("xqa_batch_decode", values, out, lse, return_lse)
+        return trace.operator("xqa_batch_decode")(locals())
     max_seq_len = longest(max_seq_len)
     scales, optional = calls.roles((bmm1_scale, None, bmm2_scale), sinks, None, None, kv_cache_sf)
     more = workspace_buffer, block_tables, seq_lens, q_cu_seq_lens, mask

@@ -142,7 +142,9 @@ def trtllm_batch_decode_with_kv_cache(
     is no dtype; LayoutError for an unknown `backend`; NotSupported for everything that is refused above, and for
     FlashInfer's other backends.
     """
-    values = (
+    if is_dynamo_compiling():
+        return trace.operator("trtllm_batch_decode")(locals())
+    call = Call(
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
         window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, sinks, kv_layout, enable_pdl, backend,
         q_len_per_req, o_scale, mask, max_q_len, cum_seq_lens_q, skip_softmax_threshold_scale_factor, kv_cache_sf,
@@ -150,9 +152,6 @@ def trtllm_batch_decode_with_kv_cache(
         enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode,
         request_order, request_order_plan, lse_layout, uniform_q_len,
     )  # fmt: skip
-    if is_dynamo_compiling():
-        return trace.attention("trtllm_batch_decode", values, out, lse, return_lse)
-    call = Call(*values)
     longest(max_seq_len)
     key, given, numbers = _key_of(call)
     if (replayed := replays.try_replay(key, given, return_lse)) is not None:

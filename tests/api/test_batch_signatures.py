@@ -1,4 +1,4 @@
-"""Both generations of calls of the batch wrappers reach the same plan."""
+"""FlashInfer's calls of the batch wrappers: names and positions of arguments, and what is refused."""
 
 from __future__ import annotations
 
@@ -100,26 +100,6 @@ def planned_settings(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
 
 
 PAGED_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    # FlashInfer's older argument order: custom_mask, packed_custom_mask, causal, pos, fp16, sm_scale, window, cap, ...
-    ((None, None, True), {"causal": True}),
-    ((MASK,), {"custom_mask": MASK}),
-    ((None, PACKED), {"packed_custom_mask": PACKED}),
-    ((None, None, False, "ALIBI"), {"pos_encoding_mode": "ALIBI"}),
-    ((None, None, True, "NONE", False, 0.5), {"causal": True, "sm_scale": 0.5}),
-    (
-        (None, None, True, "ROPE_LLAMA", True, 0.5, 7, 30.0, 2.0, 5e5, "bfloat16", None, False),
-        {
-            "causal": True,
-            "pos_encoding_mode": "ROPE_LLAMA",
-            "sm_scale": 0.5,
-            "window_left": 7,
-            "logits_soft_cap": 30.0,
-            "rope_scale": 2.0,
-            "rope_theta": 5e5,
-            "q_data_type": "bfloat16",
-        },
-    ),
-    # the current order: head_dim_vo first
     ((8,), {"head_dim_vo": 8}),
     ((8, None, None, True), {"head_dim_vo": 8, "causal": True}),
     ((None, MASK), {"custom_mask": MASK}),
@@ -135,13 +115,8 @@ PAGED_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((None, None, None), {}),
 ]
 RAGGED_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    *PAGED_CALLS[:4],
-    *PAGED_CALLS[6:12],
+    *PAGED_CALLS[:6],
     # window_left, logits_soft_cap, sm_scale
-    (
-        (None, None, True, "NONE", False, 7, 30.0, 0.5),
-        {"causal": True, "window_left": 7, "logits_soft_cap": 30.0, "sm_scale": 0.5},
-    ),
     (
         (None, None, None, True, "NONE", False, 7, 30.0, 0.5, 2.0, 5e5, "bfloat16"),
         {
@@ -177,24 +152,28 @@ def test_renamed_keywords() -> None:
             made.plan(**where, allow_fp16_qk_reduction=True, use_fp16_qk_reduction=True)
 
 
-UNCLEAR: list[tuple[tuple[Any, ...], str]] = [
-    (("x",), "positional argument 1 after page_size is custom_mask in FlashInfer's older argument order"),
-    ((None, None, None, None, None, 0.5), "positional argument 6 after page_size"),
-    ((MASK, None, None, True), "positional argument 1"),
-    ((8, None, True), "positional argument 1"),
-    ((None,) * 3 + (True,) + (None,) * 40, "at most 27 positional arguments may follow page_size, got 44"),
+OLDER: list[tuple[tuple[Any, ...], str]] = [
+    ((MASK,), "head_dim_vo must be an int, got a bool tensor"),
+    ((None, None, True), "packed_custom_mask must be a torch.Tensor, got True"),
+    ((None, None, False, "ALIBI"), "causal must be True or False, got 'ALIBI'"),
+    ((MASK, None, True, "NONE", False, 0.5), "head_dim_vo must be an int"),
+    ((None, None, True, "NONE", False, 0.5, 7, 30.0), "causal must be True or False, got 'NONE'"),
+    ((None, None, False), "packed_custom_mask must be a torch.Tensor, got False"),
 ]
 
 
-@pytest.mark.parametrize(("positional", "message"), UNCLEAR, ids=range(len(UNCLEAR)))
-def test_unclear_positions_are_refused(positional: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=message):
-        planned_settings("paged", *positional)
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+@pytest.mark.parametrize(("positional", "message"), OLDER, ids=range(len(OLDER)))
+def test_the_order_of_older_releases_is_refused(kind: str, positional: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message) as error:
+        planned_settings(kind, *positional)
+    assert "head_dim_vo, custom_mask, packed_custom_mask, causal" in str(error.value)
+    assert "releases custom_mask, packed_custom_mask, causal, pos_encoding_mode" in str(error.value)
 
 
 def test_twice_is_refused() -> None:
-    with pytest.raises(ArgumentTypeError, match="causal was given twice"):
-        planned_settings("paged", None, None, True, causal=True)
+    with pytest.raises(TypeError, match="multiple values for argument 'head_dim_vo'"):
+        planned_settings("paged", 8, head_dim_vo=8)
 
 
 # ---- runs by position
@@ -221,20 +200,8 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-def test_seed_run_of_paged() -> None:
-    made, tensors = planned("paged")
-    assert same(made.run(*tensors, 0.5), made.run(*tensors, k_scale=0.5))
-    assert same(made.run(*tensors, 0.5, 2.0), made.run(*tensors, k_scale=0.5, v_scale=2.0))
-    assert same(made.run(*tensors, None, None, True), made.run_return_lse(*tensors))
-    scales = torch.tensor(0.5), torch.tensor([2.0])
-    assert same(made.run(*tensors, *scales, True), made.run_return_lse(*tensors, k_scale=0.5, v_scale=2.0))
-    assert not same(made.run(*tensors, 0.5), made.run(*tensors))
-
-
-def test_seed_run_of_ragged() -> None:
+def test_o_scale_of_ragged() -> None:
     made, tensors = planned("ragged")
-    assert same(made.run(*tensors, True), made.run(*tensors, return_lse=True))
-    assert same(made.run(*tensors, False), made.run(*tensors))
     assert same(made.run_return_lse(*tensors), made.run(*tensors, return_lse=True))
     half = made.run(*tensors, o_scale=2.0)
     torch.testing.assert_close(half * 2, made.run(*tensors), rtol=1e-3, atol=1e-3)
@@ -262,34 +229,38 @@ def test_fp8_head_scales(kind: str) -> None:
     assert same(by_scale, made.run(*tensors, k_scale=1.5, return_lse=True))
 
 
-BAD_RUNS: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
-    ("paged", (0.5,), {"k_scale": 0.5}, "k_scale was given twice"),
-    ("paged", (0.5, 2.0, True), {"return_lse": True}, "return_lse was given twice"),
-    ("paged", (0.5, 2.0, True, 3), {}, "may be k_scale, v_scale and return_lse"),
-    ("paged", (True,), {}, "may be k_scale, v_scale and return_lse"),
-    ("paged", (0.5, 2.0, 1), {}, "return_lse must be True or False"),
-    ("paged", (zeros(4), zeros(2), True), {}, "k_scale must be a number or a floating-point tensor of one element"),
-    ("ragged", (0.5,), {}, "may be return_lse, or fp8"),
-    ("ragged", (True, 1.0), {}, "may be return_lse, or fp8"),
-    ("ragged", (True,), {"return_lse": True}, "return_lse was given twice"),
+BAD_RUNS: list[tuple[str, tuple[Any, ...]]] = [
+    ("paged", (0.5,)),
+    ("paged", (0.5, 2.0)),
+    ("paged", (None, None, True)),
+    ("paged", (torch.tensor(0.5), torch.tensor([2.0]), True)),
+    ("paged", (torch.tensor(0.5), torch.tensor(2.0), torch.tensor(1.0))),
+    ("paged", (zeros(4), zeros(2), zeros(2), 3)),
+    ("ragged", (True,)),
+    ("ragged", (0.5,)),
+    ("decode", (0.5, 2.0)),
 ]
+OLDER_RUNS = {"paged": "k_scale, v_scale, return_lse", "ragged": "return_lse", "decode": "q_scale, k_scale, v_scale"}
 
 
-@pytest.mark.parametrize(("kind", "positional", "keywords", "message"), BAD_RUNS, ids=range(len(BAD_RUNS)))
-def test_bad_positions_of_run(kind: str, positional: tuple[Any, ...], keywords: dict[str, Any], message: str) -> None:
-    made, tensors = planned(kind)
-    with pytest.raises(TypeError, match=message):
-        made.run(*tensors, *positional, **keywords)
+@pytest.mark.parametrize(("kind", "positional"), BAD_RUNS, ids=range(len(BAD_RUNS)))
+def test_runs_take_head_scales_alone_by_position(kind: str, positional: tuple[Any, ...]) -> None:
+    made, tensors = planned_for_decode() if kind == "decode" else planned(kind)
+    with pytest.raises(ArgumentTypeError, match="must be scale_q, scale_k, scale_v of fp8 attention") as error:
+        made.run(*tensors, *positional)
+    assert f"older releases {OLDER_RUNS[kind]}): pass all other arguments by keyword" in str(error.value)
 
 
-def test_decode_takes_head_scales_alone_by_position() -> None:
+def planned_for_decode() -> tuple[Any, tuple[Any, ...]]:
     made = BatchDecodeWithPagedKVCacheWrapper(workspace())
     made.plan(ints(0, 2, 2, 3), ints(4, 0, 2), ints(3, 0, 4), 4, 2, 16, 4, q_data_type=FP8)
-    q, cache = torch.randn(3, 4, 16).to(FP8), torch.randn(5, 2, 4, 2, 16).to(FP8)
-    scaled = made.run(q, cache, torch.ones(4), torch.full((2,), 2.0), torch.ones(2))
-    assert torch.equal(scaled, made.run(q, cache, k_scale=2.0))
-    with pytest.raises(ArgumentTypeError, match="pass all other arguments by keyword"):
-        made.run(q, cache, 0.5)
+    return made, (torch.randn(3, 4, 16).to(FP8), torch.randn(5, 2, 4, 2, 16).to(FP8))
+
+
+def test_head_scales_of_decode() -> None:
+    made, tensors = planned_for_decode()
+    scaled = made.run(*tensors, torch.ones(4), torch.full((2,), 2.0), torch.ones(2))
+    assert torch.equal(scaled, made.run(*tensors, k_scale=2.0))
 
 
 # ---- the documents' examples

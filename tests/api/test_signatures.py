@@ -1,4 +1,4 @@
-"""Both generations of FlashInfer calls: import locations, names, positional orders, and what is refused."""
+"""FlashInfer's calls of single requests: import locations, names, the positional order, and what is refused."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ from cute_attn import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from cute_attn.wrappers.legacy_args import LEGACY_PREFILL_ORDER, PREFILL_ORDER, detect_prefill_order
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+PREFILL_ORDER = (
+    *("scale_q", "scale_k", "scale_v", "o_dtype", "custom_mask", "packed_custom_mask", "causal", "kv_layout"),
+    *("pos_encoding_mode", "use_fp16_qk_reduction", "sm_scale", "window_left", "logits_soft_cap", "rope_scale"),
+    *("rope_theta", "backend", "return_lse", "kv_cache_sf", "k_scale", "v_scale"),
+)
 
 
 @pytest.fixture
@@ -168,20 +172,11 @@ def test_o_dtype(qkv: Tensors, dtype: torch.dtype) -> None:
     assert single_prefill_with_kv_cache(*qkv, o_dtype=dtype).dtype == dtype
 
 
-# ---- positional orders of prefill
-
-
-LEGACY_DEFAULTS = (None, None, False, "NHD", "NONE", False, None, -1, None, None, None)
-
-
-def legacy_call(qkv: Tensors, **changed: Any) -> Any:
-    """Every positional argument in FlashInfer's older argument order."""
-    values = dict(zip(LEGACY_PREFILL_ORDER, LEGACY_DEFAULTS, strict=True))
-    return single_prefill_with_kv_cache(*qkv, *{**values, **changed}.values())
+# ---- the positional order of prefill
 
 
 def current_call(qkv: Tensors, **changed: Any) -> Any:
-    """Every positional argument in the current order."""
+    """Every positional argument."""
     values = dict.fromkeys(PREFILL_ORDER)
     values |= {"causal": False, "kv_layout": "NHD", "pos_encoding_mode": "NONE"}
     values |= {"use_fp16_qk_reduction": False, "window_left": -1, "backend": "auto", "return_lse": False}
@@ -200,22 +195,20 @@ CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changed", CHANGES, ids=lambda changed: "-".join(changed))
-@pytest.mark.parametrize("call", [legacy_call, current_call])
-def test_every_slot_of_both_orders(call: Any, changed: dict[str, Any], qkv: Tensors) -> None:
-    assert torch.equal(call(qkv, **changed), single_prefill_with_kv_cache(*qkv, **changed))
+def test_every_slot(changed: dict[str, Any], qkv: Tensors) -> None:
+    assert torch.equal(current_call(qkv, **changed), single_prefill_with_kv_cache(*qkv, **changed))
 
 
-@pytest.mark.parametrize("call", [legacy_call, current_call])
-def test_masks_and_layout_in_both_orders(call: Any, qkv: Tensors, mask: torch.Tensor) -> None:
+def test_masks_and_layout_by_position(qkv: Tensors, mask: torch.Tensor) -> None:
     q, k, v = qkv
     expected = single_prefill_with_kv_cache(q, k, v, custom_mask=mask)
-    assert torch.equal(call(qkv, custom_mask=mask), expected)
-    assert torch.equal(call(qkv, packed_custom_mask=packbits(mask.flatten(), "little")), expected)
+    assert torch.equal(current_call(qkv, custom_mask=mask), expected)
+    assert torch.equal(current_call(qkv, packed_custom_mask=packbits(mask.flatten(), "little")), expected)
     hnd = (q, k.transpose(0, 1), v.transpose(0, 1))
-    assert torch.equal(call(hnd, kv_layout="HND", custom_mask=mask), expected)
+    assert torch.equal(current_call(hnd, kv_layout="HND", custom_mask=mask), expected)
 
 
-def test_slots_that_only_the_current_order_has(qkv: Tensors) -> None:
+def test_scales_and_dtypes_by_position(qkv: Tensors) -> None:
     scales = {"scale_q": torch.rand(4), "scale_k": torch.rand(2), "scale_v": torch.rand(2)}
     expected = single_prefill_with_kv_cache(*qkv, **scales)
     assert torch.equal(current_call(qkv, **scales), expected)
@@ -229,74 +222,41 @@ def test_slots_that_only_the_current_order_has(qkv: Tensors) -> None:
 
 BOOL = torch.ones(3, 7, dtype=torch.bool)
 BYTES = torch.ones(3, dtype=torch.uint8)
-SCALE = torch.ones(4)
+OLDER: list[tuple[Any, ...]] = [
+    (BOOL,),
+    (None, BYTES),
+    (None, None, True),
+    (None, None, False),
+    (BOOL, None, False, "NHD", "NONE", False, None, -1, None, None, None),
+    (None, None, False, "NHD", "NONE", False, None, -1, None, None, None),
+]
 
 
-@pytest.mark.parametrize(
-    ("extra", "order"),
-    [
-        # the third decides, or the fourth
-        ((None, None, True), LEGACY_PREFILL_ORDER),
-        ((None, None, False, "HND"), LEGACY_PREFILL_ORDER),
-        ((None, None, None, "HND"), LEGACY_PREFILL_ORDER),
-        ((None, None, None, torch.float16), PREFILL_ORDER),
-        # the seventh decides
-        ((None, None, None, None, None, None, True), PREFILL_ORDER),
-        ((None, None, None, None, BOOL), PREFILL_ORDER),
-        ((None, None, None, None, None, BYTES), PREFILL_ORDER),
-        # one or two: a mask or a scale
-        ((BOOL,), LEGACY_PREFILL_ORDER),
-        ((BOOL, BYTES), LEGACY_PREFILL_ORDER),
-        ((None, BYTES), LEGACY_PREFILL_ORDER),
-        ((SCALE,), PREFILL_ORDER),
-        ((SCALE, SCALE), PREFILL_ORDER),
-        ((None, SCALE), PREFILL_ORDER),
-        ((None, None, SCALE), PREFILL_ORDER),
-        # nothing given: either will do
-        ((None,), PREFILL_ORDER),
-        ((None, None), PREFILL_ORDER),
-    ],
-)
-def test_order_of_positionals(extra: tuple[Any, ...], order: tuple[str, ...]) -> None:
-    assert detect_prefill_order(extra) is order
-
-
-@pytest.mark.parametrize(
-    ("extra", "names"),
-    [
-        ((True,), ("positional argument 1 after v", "custom_mask", "scale_q", "True")),
-        ((None, 3), ("positional argument 2 after v", "packed_custom_mask", "scale_k", "3")),
-        ((None, None, 1), ("positional argument 3 after v", "causal", "scale_v", "1 (int)")),
-        ((torch.ones(3, 7),), ("custom_mask", "scale_q", "float32", "(3, 7)")),
-        ((SCALE, None, True), ("custom_mask", "scale_q")),  # a scale and an older flag contradict each other
-        ((BOOL, None, None, torch.float16), ("custom_mask", "scale_q")),
-    ],
-)
-def test_undecidable_positionals_are_refused(extra: tuple[Any, ...], names: tuple[str, ...], qkv: Tensors) -> None:
-    with pytest.raises(TypeError) as error:
-        single_prefill_with_kv_cache(*qkv, *extra)
-    assert isinstance(error.value, ArgumentTypeError)
-    for name in names:
-        assert name in str(error.value)
+@pytest.mark.parametrize("function", [single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse])
+@pytest.mark.parametrize("extra", OLDER, ids=range(len(OLDER)))
+def test_the_order_of_older_releases_is_refused(extra: Any, function: Callable[..., Any], qkv: Tensors) -> None:
+    name = PREFILL_ORDER[next(i for i, value in enumerate(extra) if value is not None)]
+    with pytest.raises(ArgumentTypeError, match=f"{name} must be a floating-point tensor, got ") as error:
+        function(*qkv, *extra)
+    assert "scale_q, scale_k, scale_v, o_dtype, custom_mask" in str(error.value)
+    assert "custom_mask, packed_custom_mask, causal, kv_layout" in str(error.value)
 
 
 def test_too_many_positionals(qkv: Tensors) -> None:
-    with pytest.raises(TypeError, match="at most 11 positional arguments may follow v, got 12"):
-        single_prefill_with_kv_cache(*qkv, *LEGACY_DEFAULTS, None)
+    with pytest.raises(TypeError, match="takes from 3 to 23 positional arguments but 24 were given"):
+        single_prefill_with_kv_cache(*qkv, *[None] * 21)
 
 
-def test_an_argument_given_twice(qkv: Tensors, mask: torch.Tensor) -> None:
-    with pytest.raises(TypeError, match="custom_mask was given twice"):
-        single_prefill_with_kv_cache(*qkv, mask, custom_mask=mask)
-    with pytest.raises(TypeError, match="causal was given twice"):
-        single_prefill_with_kv_cache(*qkv, None, None, True, causal=True)
+def test_an_argument_given_twice(qkv: Tensors) -> None:
+    with pytest.raises(TypeError, match="multiple values for argument 'scale_k'"):
+        single_prefill_with_kv_cache(*qkv, None, None, scale_k=torch.ones(2))
 
 
-def test_return_lse_form_takes_both_orders(qkv: Tensors, mask: torch.Tensor) -> None:
+def test_return_lse_form_takes_positions(qkv: Tensors, mask: torch.Tensor) -> None:
     expected = single_prefill_with_kv_cache(*qkv, custom_mask=mask, return_lse=True)
-    for extra in ((mask,), (None, None, None, None, mask)):
-        for got, want in zip(single_prefill_with_kv_cache_return_lse(*qkv, *extra), expected, strict=True):
-            assert torch.equal(got, want)
+    found = single_prefill_with_kv_cache_return_lse(*qkv, None, None, None, None, mask)
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_unknown_keyword(qkv: Tensors) -> None:
@@ -315,10 +275,16 @@ def test_both_names_of_the_fp16_hint(function: Callable[..., Any], name: str, qk
 
 
 def test_both_names_at_once_are_refused(qkv: Tensors) -> None:
-    with pytest.raises(TypeError, match="allow_fp16_qk_reduction and use_fp16_qk_reduction"):
-        single_prefill_with_kv_cache(*qkv, allow_fp16_qk_reduction=False, use_fp16_qk_reduction=False)
-    with pytest.raises(TypeError, match="use_fp16_qk_reduction was given twice"):
-        single_prefill_with_kv_cache(*qkv, None, None, False, "NHD", "NONE", True, allow_fp16_qk_reduction=True)
+    for older in (False, True):
+        with pytest.raises(TypeError, match="allow_fp16_qk_reduction and use_fp16_qk_reduction"):
+            single_prefill_with_kv_cache(*qkv, allow_fp16_qk_reduction=older, use_fp16_qk_reduction=True)
+
+
+def test_the_older_name_of_the_fp16_hint_takes_flags_only(qkv: Tensors) -> None:
+    for _ in range(3):  # repeated calls too, of which others would be replayed
+        single_prefill_with_kv_cache(*qkv, allow_fp16_qk_reduction=True)
+    with pytest.raises(ArgumentTypeError, match="allow_fp16_qk_reduction must be True or False, got 1"):
+        single_prefill_with_kv_cache(*qkv, allow_fp16_qk_reduction=1)  # type: ignore[arg-type]
 
 
 def test_use_tensor_cores_is_a_hint(qkv: Tensors) -> None:

@@ -94,26 +94,25 @@ def test_every_operator_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_arguments_are_passed_in_the_order_of_the_signature(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator gets exactly the arguments of the public function: each is a string of its own name here."""
+def test_arguments_reach_the_operator_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a string of its own name here. Variables of closures are none that Dynamo's `locals()` may meet."""
     function = inspect.unwrap(DECLARED[name].function)
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
-    seen: list[tuple[Any, ...]] = []
-
-    class Seen(Exception):
-        pass
-
-    def stop(kinds: Any, values: tuple[Any, ...]) -> Any:
-        seen.append(values)
-        raise Seen
-
+    parameters = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    seen: list[trace.Arguments] = []
     monkeypatch.setitem(function.__globals__, "is_dynamo_compiling", lambda: True)
-    monkeypatch.setattr(trace, "_flat", stop)
-    with pytest.raises(Seen):
-        function(**{p.name: p.name for p in parameters})
-    expected = tuple(p.name for p in parameters if p.name != "self")
-    assert seen == [expected]
-    assert tuple(parameter.split(":")[0] for parameter in register.KINDS[name].split(" ")) == expected
+    monkeypatch.setattr(trace, "operator", lambda operator: seen.append if operator == name else None)
+    function(**{parameter: parameter for parameter in parameters})
+    assert {parameter: seen[0][parameter] for parameter in parameters} == {x: x for x in parameters}
+    taken = [parameter.split(":")[0] for parameter in register.KINDS[name].split(" ")]
+    assert taken == [parameter for parameter in parameters if parameter != "self"]
+    assert function.__code__.co_cellvars == ()
+
+
+def test_positions_that_no_operator_takes() -> None:
+    wrapper, q, cache = torch_ops.planned_paged("cpu"), torch_ops.queries("cpu"), torch_ops.pages("cpu")
+    for positional in ((0.5, 2.0), (None, q), (q, None, True)):
+        with pytest.raises(Exception, match=r"torch\.compile takes tensors, and one number after them"):
+            compiled(lambda *args: wrapper.run(q, cache, *args))(*positional)
 
 
 def test_nothing_is_registered_before_a_trace() -> None:

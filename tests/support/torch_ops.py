@@ -80,9 +80,10 @@ def single_prefill_into(device: str) -> Call:
 
 
 @case
-def single_prefill_legacy_order(device: str) -> Call:
+def single_prefill_by_position(device: str) -> Call:
     def function(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        return cute_attn.single_prefill_with_kv_cache(q, k, v, mask, None, False, "NHD", "ALIBI")
+        nothing = (None,) * 4
+        return cute_attn.single_prefill_with_kv_cache(q, k, v, *nothing, mask, None, False, "NHD", "ALIBI")
 
     return Call(function, (*operands(device), random(device, 5, 9) > -0.5))
 
@@ -146,7 +147,7 @@ def paged_prefill_run_into(device: str) -> Call:
     wrapper = planned_paged(device)
 
     def function(q: Any, k: Any, v: Any, out: Any) -> Any:
-        return wrapper.run(q, (k, v), 0.5, 2.0, out=out)  # FlashInfer's older k_scale, v_scale
+        return wrapper.run(q, (k, v), k_scale=0.5, v_scale=2.0, out=out)
 
     cache = pages(device)
     return Call(function, (queries(device), cache[:, 0].clone(), cache[:, 1].clone(), queries(device)))
