@@ -84,8 +84,8 @@ def plan_on_device(
     """Returns a callable that runs batches whose lengths only kernels read, or None: `backends.plan_on_device`."""
     gpu = _gpu()
     family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits), lengths.batch_size == 1)
-    with _written(lengths, staging):
-        planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
+    planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
+    staging.write_within(functools.partial(_written, lengths, staging))
     return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name))
 
 
@@ -173,8 +173,10 @@ class EmulatedBatchRun:
         if replace is None or _gpu() != gpu or emulation.kernels not in ("auto", name):
             return None
         if isinstance(lengths, DeviceLengths):
-            with _written(lengths, self.planned.staging):  # type: ignore[attr-defined]
-                return replace(lengths)
+            staging: Staging = self.planned.staging  # type: ignore[attr-defined]
+            same = replace(lengths)
+            staging.write_within(functools.partial(_written, lengths, staging))
+            return same
         return replace(lengths)
 
     def __call__(self, problem: BatchProblem) -> None:

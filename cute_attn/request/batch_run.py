@@ -41,21 +41,21 @@ LSE_LAYOUTS = ("NH", "HN")
 
 
 class RunArguments(NamedTuple):
-    """The arguments of a `run` as the user gave them."""
+    """The arguments of a `run` as the user gave them; the defaults ask for nothing."""
 
     q: Any
     kv_cache: Any  # paged: one tensor, or a pair; ragged: the pair (k, v)
-    q_scale: Any
-    k_scale: Any
-    v_scale: Any
-    out: Any
-    lse: Any
-    return_lse: Any
-    enable_pdl: Any
-    window_left: Any
-    sinks: Any
-    kv_cache_sf: Any
-    head_scales: tuple[Any, Any, Any] | None  # scale_q, scale_k, scale_v
+    q_scale: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    out: Any = None
+    lse: Any = None
+    return_lse: Any = False
+    enable_pdl: Any = None
+    window_left: Any = None
+    sinks: Any = None
+    kv_cache_sf: Any = None
+    head_scales: tuple[Any, Any, Any] | None = None  # scale_q, scale_k, scale_v
 
 
 def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:

@@ -14,8 +14,8 @@ from cute_attn.errors import ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, plan_arguments, sink_variant
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.wrappers import device_plan
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, Result, Scale
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
 from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
     LEGACY_PAGED_PLAN_ORDER,
@@ -23,7 +23,7 @@ from cute_attn.wrappers.legacy_args_batch import (
     accepts_legacy_plan_order,
     paged_run_positionals,
 )
-from cute_attn.wrappers.prefill_request import prefill_request
+from cute_attn.wrappers.plan_request import paged_tokens, prefill_request
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 
@@ -89,16 +89,18 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             "variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()", off=False
         )
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._set_index_buffers(
+        self._set_graph_buffers(
             {
                 "qo_indptr_buf": (qo_indptr_buf, 1),
                 "paged_kv_indptr_buf": (paged_kv_indptr_buf, 1),
                 "paged_kv_indices_buf": (paged_kv_indices_buf, None),
                 "paged_kv_last_page_len_buf": (paged_kv_last_page_len_buf, 0),
-            }
+            },
+            custom_mask_buf=custom_mask_buf,
+            mask_indptr_buf=mask_indptr_buf,
         )
-        self._set_mask_buffers(custom_mask_buf, mask_indptr_buf)
 
+    @makes_plan
     @accepts_legacy_plan_order(common=8, legacy_order=LEGACY_PAGED_PLAN_ORDER)
     def plan(
         self,
@@ -139,7 +141,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         uniform_q_len: int | None = None,
         *,
         lse_base: str = "log2",
-    ) -> None:
+    ) -> PlanRequest:
         """Schedule a batch. Request i has the query tokens `qo_indptr[i]:qo_indptr[i + 1]`.
 
         Index arrays are int32 or int64. No plan waits for the GPU: of index arrays there, the kernel `plan` makes the
@@ -222,14 +224,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal,
             window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
-        arrays = qo_indptr, paged_kv_indptr, paged_kv_last_page_len
+        pages = batch_plan.Pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        tokens = device_plan.paged_tokens(self, arrays, paged_kv_indices, given.page_size, PAGED_NAMES, host_only)
+        tokens = paged_tokens(self._place, qo_indptr, pages, given.page_size, PAGED_NAMES, host_only)
         lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
         items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        self._make_plan(prefill_request(self, given, tokens, lengths, host_only, items))
+        return prefill_request(self._place, given, tokens, lengths, host_only, items, self._sink_variant)
 
     begin_forward = plan
 
@@ -323,7 +325,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             )
         head_scales = None
         if self._sink_variant is not None:
-            planned_scale = self._planned().settings.sm_scale
+            planned_scale = self._in_force().settings.sm_scale
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
         elif args:
             k_scale, v_scale, return_lse, head_scales = paged_run_positionals(args, k_scale, v_scale, return_lse)
@@ -394,8 +396,15 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             )  # fmt: skip
             return trace.run("paged_prefill_forward", self, (), values, (None, None, return_lse))
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._replan(options, causal=causal)
+        self._replan(
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = with_return_lse(forward)
@@ -462,7 +471,7 @@ def fast_prefill_plan(
         raise ArgumentTypeError(
             f"wrapper must be a BatchPrefillWithPagedKVCacheWrapper, got {checks.describe(wrapper)}"
         )
-    kept = {} if wrapper._request is None else wrapper._request.options._asdict()
+    kept = {} if wrapper._plan is None else wrapper._plan.base.request.options._asdict()
     stay = ("pos_encoding_mode", "sm_scale", "logits_soft_cap", "rope_scale", "rope_theta", "lse_base")
     lengths = batch_plan.HostLengths(qo_indptr_host, kv_indptr_host, kv_lens_host, uniform_verify_width)
     BatchPrefillWithPagedKVCacheWrapper.plan(  # the attributes of the wrapper may have been replaced by this function

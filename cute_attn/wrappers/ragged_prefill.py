@@ -13,8 +13,8 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, batch_run, checks, plan_arguments, sink_variant
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.wrappers import device_plan
-from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, Result, Scale
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan
 from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
     LEGACY_RAGGED_PLAN_ORDER,
@@ -22,7 +22,7 @@ from cute_attn.wrappers.legacy_args_batch import (
     accepts_legacy_plan_order,
     ragged_run_positionals,
 )
-from cute_attn.wrappers.prefill_request import prefill_request
+from cute_attn.wrappers.plan_request import prefill_request, ragged_tokens
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
@@ -68,9 +68,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             "variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()", off=False
         )
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._set_index_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
-        self._set_mask_buffers(custom_mask_buf, mask_indptr_buf)
+        index = {"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)}
+        self._set_graph_buffers(index, custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
 
+    @makes_plan
     @accepts_legacy_plan_order(common=5, legacy_order=LEGACY_RAGGED_PLAN_ORDER)
     def plan(
         self,
@@ -109,7 +110,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         uniform_q_len: int | None = None,
         *,
         lse_base: str = "log2",
-    ) -> None:
+    ) -> PlanRequest:
         """Schedule a batch: request i has the query tokens `qo_indptr[i]:qo_indptr[i + 1]` and the keys
         `kv_indptr[i]:kv_indptr[i + 1]`.
 
@@ -168,10 +169,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
         host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        tokens = device_plan.ragged_tokens(self, qo_indptr, kv_indptr, host_only)
+        tokens = ragged_tokens(self._place, qo_indptr, kv_indptr, host_only)
         lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        self._make_plan(prefill_request(self, given, tokens, lengths, host_only, items))
+        return prefill_request(self._place, given, tokens, lengths, host_only, items, self._sink_variant)
 
     begin_forward = plan
 
@@ -251,7 +252,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             return trace.run("ragged_prefill_run", self, args, values, (out, lse, return_lse))
         head_scales = None
         if self._sink_variant is not None:
-            planned_scale = self._planned().settings.sm_scale
+            planned_scale = self._in_force().settings.sm_scale
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
         elif args:
             return_lse, head_scales = ragged_run_positionals(args, return_lse)
@@ -320,8 +321,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             )  # fmt: skip
             return trace.run("ragged_prefill_forward", self, (), values, (None, None, return_lse))
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._replan(options, causal=causal)
+        self._replan(
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, k, v, return_lse=return_lse)
 
     forward_return_lse = with_return_lse(forward)

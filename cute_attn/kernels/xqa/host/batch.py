@@ -4,6 +4,7 @@ copies to the device; for captured launches, each plan writes them to the same a
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,7 +135,8 @@ class XqaBatchRun(BatchRun):
             return None
         if isinstance(lengths, DeviceLengths):
             _, page_starts, seq_lens, *_ = self.requests
-            device_lengths.write(lengths, self.page_size, (seq_lens, page_starts), self.gpu)
+            addresses = seq_lens, page_starts
+            self.staging.write(functools.partial(device_lengths.write, lengths, self.page_size, addresses, self.gpu))
             return True
         size = self.batch_size
         records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero
