@@ -53,13 +53,19 @@ def batches() -> dict[str, Batch]:
     }
 
 
+def copy(staging: Staging, ints: np.ndarray) -> None:
+    """Copies the records of a plan to the device."""
+    staging.upload(ints)
+    staging.send()
+
+
 def calls(batch: Batch, staging: Staging | None) -> dict[str, Call]:
     """Returns the parts of a plan and the whole."""
     ints = schedule(*batch).ints.copy()
     parts: dict[str, Call] = {"schedule": lambda: schedule(*batch)}
     if staging is not None:
-        parts["copy"] = lambda: staging.upload(ints)
-        parts["both"] = lambda: staging.upload(schedule(*batch, staging.reserve).ints)
+        parts["copy"] = lambda: copy(staging, ints)
+        parts["both"] = lambda: copy(staging, schedule(*batch, staging.reserve).ints)
     return parts
 
 

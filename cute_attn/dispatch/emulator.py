@@ -85,8 +85,8 @@ def plan_on_device(
     """Returns what runs batches whose lengths only kernels read, or None: `backends.plan_on_device`."""
     gpu = _gpu()
     family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits), lengths.batch_size == 1)
-    with _written(lengths, staging):
-        planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
+    planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
+    staging.write_within(functools.partial(_written, lengths, staging))
     return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name), staging)
 
 
@@ -176,8 +176,9 @@ class EmulatedBatchRun:
         if _gpu() != gpu or settings.current().kernels not in ("auto", name):
             return None
         if isinstance(lengths, DeviceLengths):
-            with _written(lengths, self.staging):
-                return replace(lengths)
+            same = replace(lengths)
+            self.staging.write_within(functools.partial(_written, lengths, self.staging))
+            return same
         return replace(lengths)
 
     def __call__(self, problem: BatchProblem) -> Fire | None:

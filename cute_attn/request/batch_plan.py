@@ -431,7 +431,7 @@ def uniform_q_len(value: int | None, tokens: Tokens | DeviceTokens) -> int | Non
     warnings.warn(
         f"uniform_q_len={value} does not describe this batch, whose requests have {lengths.min(initial=value)} to "
         f"{lengths.max(initial=0)} query tokens; planning without it",
-        stacklevel=5,
+        stacklevel=6,
     )
     return None
 

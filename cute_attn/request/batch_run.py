@@ -41,7 +41,7 @@ LSE_LAYOUTS = ("NH", "HN")
 
 
 class RunArguments(NamedTuple):
-    """The arguments of a `run` as the user gave them."""
+    """The arguments of a `run` as the user gave them; the defaults ask for nothing."""
 
     q: Any
     kv_cache: Any  # paged: one tensor, or a pair; ragged: the pair (k, v)

@@ -1,6 +1,6 @@
 """Index arrays on the device, of which `plan` checks what it can without reading them: types, shapes and places.
 
-What else `batch_plan` checks needs their values. With CUTE_ATTN_VALIDATE=1 plans read them (`wrappers.device_plan`);
+What else `batch_plan` checks needs their values. With CUTE_ATTN_VALIDATE=1 plans read them (`wrappers.plan_request`);
 without it the planner kernel keeps within the memory of q, the index arrays and the plan, whatever they hold.
 """
 

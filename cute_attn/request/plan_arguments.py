@@ -1,17 +1,60 @@
-"""The arguments of `plan` besides tensors, checked once: the steps of an engine differ in lengths only."""
+"""The checked arguments of `plan`. Those besides tensors are checked once: the steps of an engine differ in lengths."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 from cute_attn.errors import NotSupported, Refusal
+from cute_attn.problem import DeviceTokens, Tokens
 from cute_attn.request import batch_plan, checks, positional
-from cute_attn.request.batch_plan import PlanOptions, Splits
+from cute_attn.request.batch_plan import Mask, PlanOptions, Splits
+from cute_attn.request.block_sparse import Matrix
 from cute_attn.request.once import once
 
 
+class PlanRequest(NamedTuple):
+    """What a `plan` asks for."""
+
+    options: PlanOptions
+    tokens: Tokens | DeviceTokens
+    mask: Mask
+    splits: Splits
+    page_size: int
+    uniform_q_len: int | None = None  # query tokens of every request, if a prefill plan says so
+    newest: bool = False  # whether these are the newest of their request, and see the keys up to their own
+    matrix: Matrix | None = None  # of a block-sparse plan
+
+    @property
+    def q_len(self) -> int | None:
+        """Query tokens of every request, where the plan fixes them."""
+        return self.uniform_q_len if self.tokens.q_len is None else self.tokens.q_len
+
+    def with_options(self, overrides: dict[str, Any]) -> PlanRequest:
+        """Return the request with some of its options replaced."""
+        return self._replace(options=self.options._replace(**overrides)) if overrides else self
+
+    def differs(self, before: PlanRequest) -> bool:
+        """Tell whether it differs from another in more than lengths. Types count: 1 == 1.0 == True."""
+        old, new = before.tokens, self.tokens
+        return (
+            (before.options is not self.options and _options_differ(before.options, self.options))
+            or (before.splits is not self.splits and before.splits != self.splits)
+            or before[4:] != self[4:]  # page size, promises and matrix
+            or old.q_len != new.q_len
+            or old.batch_size != new.batch_size
+            or not (before.mask.packed is self.mask.packed is None)
+            or old.multi_item
+            or new.multi_item
+        )
+
+
+def _options_differ(before: PlanOptions, now: PlanOptions) -> bool:
+    return any(map(operator.is_not, map(type, before), map(type, now))) or before != now
+
+
 class PlanArguments(NamedTuple):
-    """Checked arguments. Equal ones of equal types are one object."""
+    """Checked arguments besides tensors. Equal ones of equal types are one object."""
 
     options: PlanOptions
     splits: Splits

@@ -7,7 +7,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -161,11 +163,24 @@ class Uploads:
             self._buffers.reverse()
 
 
-class Staging:
-    """int32 numbers on `device`, replaced by every upload.
+class Memory(NamedTuple):
+    """Device memory of the numbers of a plan."""
 
-    Uploads run on the device's current stream: work submitted to it before an upload still reads the numbers of the
-    previous one. The host side is double-buffered, so that the host may plan again at once; only a third upload waits
+    records: torch.Tensor
+    scratch: torch.Tensor  # of the planner kernel; see `Staging.written_on_device`
+    fixed: bool = False  # the address and the size stay
+    layout: object = None  # of the numbers, if the planner kernel has written them
+
+
+class Staging:
+    """int32 numbers on `device`, replaced by every plan.
+
+    `upload`, `written_on_device` and `write` prepare a plan: they return where its numbers will be, and the numbers of
+    the previous one stay. `send` replaces these, `discard` forgets what was prepared. So a plan of several schedules
+    writes none of them before all are made.
+
+    Copies run on the device's current stream: work submitted to it before `send` still reads the numbers of the
+    previous plan. The host side is double-buffered, so that the host may plan again at once; only a third upload waits
     for the copy of the first.
     """
 
@@ -174,16 +189,20 @@ class Staging:
         self.device, self._copies = device, copies
         self._buffers = [_HostBuffer(copies), _HostBuffer(copies)]
         with capture.lasting():
-            self._device_buffer = torch.empty(0, dtype=torch.int32, device=device)
-        self._fixed = False
+            empty = torch.empty(0, dtype=torch.int32, device=device)
+        self._sent = self._next = Memory(empty, empty)
+        self._writes: list[Callable[[], Any]] = []  # that `send` makes
         self._reserved: np.ndarray | None = None
-        self.scratch = self._device_buffer  # of the planner kernel; see `written_on_device`
-        self._layout: object = None  # of the numbers, if the planner kernel has written them
 
     @property
     def memory(self) -> torch.Tensor:
-        """Device memory of the numbers, which a larger upload replaces unless the capacity is fixed."""
-        return self._device_buffer
+        """Device memory of the numbers, which a larger plan replaces unless the capacity is fixed."""
+        return self._next.records
+
+    @property
+    def scratch(self) -> torch.Tensor:
+        """Device memory that only the planner kernel uses."""
+        return self._next.scratch
 
     @property
     def host_memory(self) -> torch.Tensor:
@@ -192,12 +211,11 @@ class Staging:
         return torch.empty(0, dtype=torch.int32, device="cpu") if memory is None else memory
 
     def fix_capacity(self, ints: int) -> None:
-        """Fixes the address of all later uploads and limits them to `ints` numbers, as CUDA graphs need it."""
-        if self._fixed:
+        """Fixes the address of all later plans and limits them to `ints` numbers, as CUDA graphs need it."""
+        if self._next.fixed:
             self._check_capacity(ints)
             return
-        self._device_buffer = self._copies.target(ints)
-        self._fixed = True
+        self._next = self._next._replace(records=self._copies.target(ints), fixed=True)
 
     def reserve(self, size: int) -> np.ndarray:
         """Returns uninitialised memory for the numbers of the next upload, which saves that a copy on the host."""
@@ -205,42 +223,74 @@ class Staging:
         return self._reserved
 
     def upload(self, ints: np.ndarray) -> torch.Tensor:
-        """Starts to copy a flat int32 array to the front of the device memory, which the next upload overwrites, and
-        returns that memory.
+        """Prepares a copy of a flat int32 array to the front of the device memory, and returns that memory.
 
         The caller may change `ints` afterwards, unless it comes from `reserve`.
         """
-        size = ints.size
-        if size > self._device_buffer.numel():
+        size, memory = ints.size, self._next
+        if size > memory.records.numel():
             self._check_capacity(size)
-            self._device_buffer = self._copies.target(_capacity(size))
-        self._layout = None
+            self._next = memory = memory._replace(records=self._copies.target(_capacity(size)))
+        if memory.layout is not None:
+            self._next = memory = memory._replace(layout=None)
+        self._writes.clear()
         if size:
             if ints is not self._reserved:
                 self.reserve(size)[:] = ints
-            self._buffers[0].send(self._device_buffer, size)
-            self._buffers.reverse()
+            self._writes.append(functools.partial(self._copy, size))
         self._reserved = None
-        return self._device_buffer
+        return memory.records
 
     def written_on_device(self, size: int, scratch: int, layout: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns memory for `size` numbers, and for `scratch` numbers that no launch but their writer's reads: zeros,
-        or what a writer of the same layout has left in both.
+        """Returns memory for `size` numbers, and for `scratch` numbers that no launch but their writer's reads. A
+        function given to `write` finds there zeros, or what a writer of the same layout has left in both.
         """
-        if size > self._device_buffer.numel():
+        memory = self._next
+        if size > memory.records.numel():
             self._check_capacity(size)
-            self._device_buffer, self._layout = self._copies.target(_capacity(max(size, DEVICE_CAPACITY))), None
-        if scratch > self.scratch.numel():
-            self.scratch, self._layout = self._copies.target(_capacity(max(scratch, DEVICE_CAPACITY))), None
-        if self._layout != layout:
-            self._device_buffer.zero_()
-            self.scratch.zero_()
-            self._layout = layout
-        return self._device_buffer[:size], self.scratch[:scratch]
+            memory = memory._replace(records=self._copies.target(_capacity(max(size, DEVICE_CAPACITY))), layout=None)
+        if scratch > memory.scratch.numel():
+            memory = memory._replace(scratch=self._copies.target(_capacity(max(scratch, DEVICE_CAPACITY))), layout=None)
+        self._writes.clear()
+        if memory.layout != layout:
+            self._writes += [memory.records.zero_, memory.scratch.zero_]
+        self._next = memory._replace(layout=layout)
+        return memory.records[:size], memory.scratch[:scratch]
+
+    def write(self, function: Callable[[], Any]) -> None:
+        """Prepares a call of a function that writes the memory, after what was prepared before."""
+        self._writes.append(function)
+
+    def write_within(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Makes what was prepared happen within a context."""
+        writes = tuple(self._writes)
+
+        def write() -> None:
+            with context():
+                for each in writes:
+                    each()
+
+        self._writes = [write]
+
+    def send(self) -> None:
+        """Writes what was prepared."""
+        for write in self._writes:
+            write()
+        self._writes.clear()
+        self._sent = self._next
+
+    def discard(self) -> None:
+        """Forgets what was prepared, also if `send` has failed."""
+        self._writes.clear()
+        self._next, self._reserved = self._sent, None
+
+    def _copy(self, size: int) -> None:
+        self._buffers[0].send(self._next.records, size)
+        self._buffers.reverse()
 
     def _check_capacity(self, ints: int) -> None:
-        capacity = self._device_buffer.numel()
-        if self._fixed and ints > capacity:
+        capacity = self._next.records.numel()
+        if self._next.fixed and ints > capacity:
             raise RuntimeArgumentError(
                 f"plan() of a wrapper with CUDA graphs must need at most the {capacity} int32 numbers of its first "
                 f"plan, got {ints}"

@@ -12,8 +12,8 @@ from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, page_lengths
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Scale
-from cute_attn.wrappers.plan_request import PlanRequest
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Scale, makes_plan
 
 WORKSPACE_BYTES = 128 << 20  # enough for every batch
 NO_PROFILER = "no kernel records a profile"
@@ -42,6 +42,7 @@ class BatchAttention(BatchWrapper):
         self.float_workspace_buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         super().__init__(self.float_workspace_buffer, kv_layout, False, "auto")
 
+    @makes_plan
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -59,7 +60,7 @@ class BatchAttention(BatchWrapper):
         q_data_type: DType = torch.bfloat16,
         kv_data_type: DType | None = torch.bfloat16,
         use_profiler: bool = False,
-    ) -> None:
+    ) -> PlanRequest:
         """Schedule a batch. Request i has the query tokens `qo_indptr[i]:qo_indptr[i + 1]`.
 
         Index arrays are int32 or int64. On a GPU each but `kv_indices` costs a synchronisation, on the CPU none.
@@ -99,8 +100,7 @@ class BatchAttention(BatchWrapper):
             logits_soft_cap=logits_soft_cap,
         )
         splits = batch_plan.splits(None, False, page_size)
-        mask = batch_plan.NO_MASK
-        self._make_plan(PlanRequest(options=options, tokens=tokens, mask=mask, splits=splits, page_size=page_size))
+        return PlanRequest(options, tokens, batch_plan.NO_MASK, splits, page_size)
 
     @declare.operator("batch_attention_run", fakes.batch_attention, is_method=True)
     def run(
@@ -151,7 +151,7 @@ class BatchAttention(BatchWrapper):
 
     def _check_soft_cap(self, logits_soft_cap: Any) -> None:
         """Refuse any soft cap but the planned one: it may be other code."""
-        planned = self._planned().settings.logits_soft_cap
+        planned = self._in_force().settings.logits_soft_cap
         if max(0.0, checks.real("logits_soft_cap", logits_soft_cap)) != max(0.0, planned):
             raise ArgumentError(
                 f"logits_soft_cap of run() must be 0 or the planned {planned}, got {logits_soft_cap}: pass it to plan()"

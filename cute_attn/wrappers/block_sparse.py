@@ -7,8 +7,8 @@ import torch
 from cute_attn.request import batch_plan, block_sparse, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, Result
-from cute_attn.wrappers.plan_request import PlanRequest
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
 
 BSR_INSTEAD = "indptr and indices, or VariableBlockSparseAttentionWrapper"
 ONE_KERNEL = "it belongs to a kernel of FlashInfer's that is not part of this library"
@@ -35,8 +35,8 @@ class BlockSparseAttentionWrapper(BatchWrapper):
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, "NHD", False, backend)
-        self._matrix: block_sparse.Matrix | None = None
 
+    @makes_plan
     def plan(
         self,
         indptr: torch.Tensor,
@@ -70,7 +70,7 @@ class BlockSparseAttentionWrapper(BatchWrapper):
         q_scale: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
-    ) -> None:
+    ) -> PlanRequest:
         """Schedule the rows of blocks. Index arrays on a GPU each cost a synchronisation, on the CPU none.
 
         Parameters
@@ -124,9 +124,7 @@ class BlockSparseAttentionWrapper(BatchWrapper):
             rope_theta=rope_theta,
         )
         packed = block_sparse.bsr_mask(mask, packed_mask, causal, tokens, matrix, self.device)
-        splits = batch_plan.splits(None, False, C)
-        self._make_plan(PlanRequest(options=options, tokens=tokens, mask=packed, splits=splits, page_size=C))
-        self._matrix = matrix
+        return PlanRequest(options, tokens, packed, batch_plan.splits(None, False, C), C, matrix=matrix)
 
     begin_forward = plan
 
@@ -164,9 +162,9 @@ class BlockSparseAttentionWrapper(BatchWrapper):
         ------
         The errors of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
-        self._planned()
-        assert self._matrix is not None
-        cache = block_sparse.pages(k, v, self._matrix)
+        matrix = self._in_force().request.matrix
+        assert matrix is not None
+        cache = block_sparse.pages(k, v, matrix)
         scales = None if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         return self._run(RunArguments(q, cache, None, None, None, out, lse, return_lse, enable_pdl, head_scales=scales))
 
@@ -203,5 +201,12 @@ class BlockSparseAttentionWrapper(BatchWrapper):
         """
         block_sparse.refuse_positions(pos_encoding_mode)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        self._replan(ForwardOptions(pos_encoding_mode, -1, logits_soft_cap, sm_scale, rope_scale, rope_theta))
+        self._replan(
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=-1,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, k, v, scale_q, scale_k, scale_v)

@@ -11,14 +11,14 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, 
 from cute_attn.request import batch_plan, checks
 from cute_attn.request.settings import POS_ENCODING_MODES
 from cute_attn.wrappers.base import Cache, DType
+from cute_attn.wrappers.engine_attributes import EngineHooks
 from cute_attn.wrappers.merge import merge_state_in_place
 from cute_attn.wrappers.not_copied import NotCopied
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.wrappers.signatures import accepts_older_names
-from cute_attn.wrappers.stride_variants import StrideVariants
 
 
-class MultiLevelCascadeAttentionWrapper(StrideVariants, NotCopied):
+class MultiLevelCascadeAttentionWrapper(EngineHooks, NotCopied):
     """Attention of a batch whose requests share prefixes. A shared page is read once for all queries that share it.
 
     Level 0 has the keys that most requests share, the last level those of single requests. In each level, groups of

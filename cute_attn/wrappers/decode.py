@@ -13,9 +13,9 @@ from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import Tokens
 from cute_attn.request import batch_plan, checks, plan_arguments, positional
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.wrappers import device_plan
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, Result, Scale
-from cute_attn.wrappers.plan_request import PlanRequest
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
+from cute_attn.wrappers.plan_request import decode_tokens
 from cute_attn.wrappers.signatures import with_return_lse
 
 NAMES = ("qo_indptr", "indptr", "indices", "last_page_len")
@@ -68,7 +68,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         batch_plan.refuse_jit(jit_args)
         self._use_tensor_cores = checks.boolean("use_tensor_cores", use_tensor_cores)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._set_index_buffers(
+        self._set_graph_buffers(
             {
                 "paged_kv_last_page_len_buffer": (paged_kv_last_page_len_buffer, 0),
                 "paged_kv_indptr_buffer": (paged_kv_indptr_buffer, 1),
@@ -81,6 +81,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         """The constructor's argument, which changes nothing."""
         return self._use_tensor_cores
 
+    @makes_plan
     def plan(
         self,
         indptr: torch.Tensor,
@@ -112,7 +113,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         window_right: int = 0,
         is_causal: bool | None = None,
         lse_base: str = "log2",
-    ) -> None:
+    ) -> PlanRequest:
         """Schedule a batch: request i has the pages `indices[indptr[i]:indptr[i + 1]]`.
 
         Index arrays are int32 or int64. No plan waits for the GPU: index arrays there are read by a kernel (on fa2 it
@@ -168,7 +169,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
         pages = batch_plan.Pages(indptr, indices, last_page_len)
-        tokens = device_plan.decode_tokens(self, given.q_len, pages, given.page_size, NAMES)
+        tokens = decode_tokens(self._place, given.q_len, pages, given.page_size, NAMES)
         if seq_lens is not None:
             if isinstance(tokens, Tokens):
                 batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
@@ -176,7 +177,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
                 checks.tensor("seq_lens", seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        self._make_plan(PlanRequest(given.options, tokens, batch_plan.NO_MASK, given.splits, given.page_size))
+        return PlanRequest(given.options, tokens, batch_plan.NO_MASK, given.splits, given.page_size)
 
     begin_forward = plan
 
@@ -249,7 +250,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
                 "softmax is exact", skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
             )
         if q_len_per_req is not None:
-            _check_q_len(q_len_per_req, self._planned().tokens.q_len)
+            _check_q_len(q_len_per_req, self._in_force().request.tokens.q_len)
         head_scales = positional.head_scales(args, "q_scale, k_scale, v_scale") if args else None
         return self._run(
             RunArguments._make((  # 0.1 us faster than the constructor
@@ -300,7 +301,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         """
         if is_dynamo_compiling():
             return trace.operator("paged_decode_forward")(locals())
-        self._replan(ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta))
+        self._replan(
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = with_return_lse(forward)
@@ -395,7 +403,7 @@ def fast_decode_plan(
     if batch_plan.page_size(page_size) == 1:
         batch_size = max(0, checks.tensor("indptr", indptr).numel() - 1)
         last_page_len = torch.ones(batch_size, dtype=torch.int32, device=indptr.device)
-    kept = {} if wrapper._request is None else wrapper._request.options._asdict()
+    kept = {} if wrapper._plan is None else wrapper._plan.base.request.options._asdict()
     BatchDecodeWithPagedKVCacheWrapper.plan(  # the attributes of the wrapper may have been replaced by this function
         wrapper,
         indptr,

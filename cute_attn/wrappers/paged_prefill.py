@@ -14,9 +14,9 @@ from cute_attn.errors import ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, plan_arguments, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.wrappers import device_plan
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, Result, Scale
-from cute_attn.wrappers.prefill_request import prefill_request
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
+from cute_attn.wrappers.plan_request import paged_tokens, prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -80,16 +80,18 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     ) -> None:
         self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._set_index_buffers(
+        self._set_graph_buffers(
             {
                 "qo_indptr_buf": (qo_indptr_buf, 1),
                 "paged_kv_indptr_buf": (paged_kv_indptr_buf, 1),
                 "paged_kv_indices_buf": (paged_kv_indices_buf, None),
                 "paged_kv_last_page_len_buf": (paged_kv_last_page_len_buf, 0),
-            }
+            },
+            custom_mask_buf=custom_mask_buf,
+            mask_indptr_buf=mask_indptr_buf,
         )
-        self._set_mask_buffers(custom_mask_buf, mask_indptr_buf)
 
+    @makes_plan
     @accepts_older_names
     def plan(
         self,
@@ -130,7 +132,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         uniform_q_len: int | None = None,
         *,
         lse_base: str = "log2",
-    ) -> None:
+    ) -> PlanRequest:
         """Schedule a batch. Request i has the query tokens `qo_indptr[i]:qo_indptr[i + 1]`.
 
         Index arrays are int32 or int64. No plan waits for the GPU: of index arrays there, the kernel `plan` makes the
@@ -211,14 +213,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal,
             window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
-        arrays = qo_indptr, paged_kv_indptr, paged_kv_last_page_len
+        pages = batch_plan.Pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        tokens = device_plan.paged_tokens(self, arrays, paged_kv_indices, given.page_size, PAGED_NAMES, host_only)
+        tokens = paged_tokens(self._place, qo_indptr, pages, given.page_size, PAGED_NAMES, host_only)
+        lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        lengths = seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv
-        items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-        self._make_plan(prefill_request(self, given, tokens, lengths, host_only, items))
+        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        return prefill_request(self._place, given, tokens, lengths, host_only, items, self._sink_variant)
 
     begin_forward = plan
 
@@ -303,7 +305,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             )
         head_scales = None
         if self._sink_variant is not None:
-            planned_scale = self._planned().settings.sm_scale
+            planned_scale = self._in_force().settings.sm_scale
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
         elif args:
             head_scales = positional.head_scales(args, "k_scale, v_scale, return_lse")
@@ -362,8 +364,15 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         if is_dynamo_compiling():
             return trace.operator("paged_prefill_forward")(locals())
         checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
-        options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._replan(options, causal=causal)
+        self._replan(
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = with_return_lse(forward)
@@ -430,7 +439,7 @@ def fast_prefill_plan(
         raise ArgumentTypeError(
             f"wrapper must be a BatchPrefillWithPagedKVCacheWrapper, got {checks.describe(wrapper)}"
         )
-    kept = {} if wrapper._request is None else wrapper._request.options._asdict()
+    kept = {} if wrapper._plan is None else wrapper._plan.base.request.options._asdict()
     stay = ("pos_encoding_mode", "sm_scale", "logits_soft_cap", "rope_scale", "rope_theta", "lse_base")
     lengths = batch_plan.HostLengths(qo_indptr_host, kv_indptr_host, kv_lens_host, uniform_verify_width)
     BatchPrefillWithPagedKVCacheWrapper.plan(  # the attributes of the wrapper may have been replaced by this function

@@ -1,93 +1,162 @@
-"""The checked arguments of a plan, and the copies into buffers that captured launches read."""
+"""From the arguments of a `plan` to a `PlanRequest`: where its lengths are, masks, multi-item scoring, promises.
+
+Lengths of index arrays on the GPU stay there: no call of `plan` waits for it. Plans that need them on the host read
+them, with a synchronisation: custom masks, multi-item scoring, `uniform_q_len`, CUTE_ATTN_VALIDATE=1, the reference,
+more page numbers than the buffer of CUDA graphs holds, and `fixed_split_size` where some batch within the bounds would
+not fit the workspace.
+"""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from cute_attn.dispatch import select
 from cute_attn.problem import DeviceTokens, Tokens
-from cute_attn.request.batch_plan import Mask, PlanOptions, Splits
-from cute_attn.runtime.staging import Uploads
+from cute_attn.request import batch_plan, checks, device_lengths, few_requests, multi_item, positional
+from cute_attn.request.batch_plan import Mask, Pages, RepeatedLengths
+from cute_attn.request.multi_item import MultiItemScoring
+from cute_attn.request.plan_arguments import PlanArguments, PlanRequest
+from cute_attn.request.sink_variant import SinkVariant
+from cute_attn.runtime import switches
+from cute_attn.wrappers.graph import GraphBuffers
+
+# Arguments of a prefill `plan` that need lengths on the host, if any is given: custom_mask, packed_custom_mask,
+# prefix_len_ptr and uniform_q_len.
+HostOnly = tuple[Any, Any, Any, Any]
 
 
-class PlanRequest(NamedTuple):
-    """The checked arguments of a `plan`."""
+class Place(NamedTuple):
+    """What all plans of a wrapper have in common."""
 
-    options: PlanOptions
-    tokens: Tokens | DeviceTokens
-    mask: Mask
-    splits: Splits
-    page_size: int
-    uniform_q_len: int | None = None  # query tokens of every request, if a prefill plan says so
-    newest: bool = False  # whether these are the newest of their request, and see the keys up to their own
+    workspace: torch.Tensor  # as bytes
+    kv_layout: str
+    kv_source: str  # ragged | paged
+    backend: str  # as the user named it
+    graph: GraphBuffers | None = None  # with CUDA graphs
 
     @property
-    def q_len(self) -> int | None:
-        """Query tokens of every request, where the plan fixes them."""
-        return self.uniform_q_len if self.tokens.q_len is None else self.tokens.q_len
+    def device(self) -> torch.device:
+        return self.workspace.device
+
+    @property
+    def page_axes(self) -> tuple[str, ...]:
+        """Axes of k and v after the first of paged ones, for messages."""
+        tokens = "page_size" if self.kv_source == "paged" else "kv_indptr[-1]"
+        axes = (tokens, "num_kv_heads") if self.kv_layout == "NHD" else ("num_kv_heads", tokens)
+        return (*axes, "head_dim")
 
 
-class Copy(NamedTuple):
-    """A copy into a buffer that captured launches read, to be made once nothing can fail."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-    non_blocking: bool = False
-
-    def make(self) -> None:
-        """Copy, on the current stream."""
-        self.target.copy_(self.source, non_blocking=self.non_blocking)
+# ---- lengths
 
 
-class HostCopy(NamedTuple):
-    """A copy of lengths on the host into an index buffer of CUDA graphs."""
-
-    uploads: Uploads
-    numbers: np.ndarray
-
-    def make(self) -> None:
-        """Copy, on the current stream."""
-        self.uploads.copy(self.numbers)
+def _is_on(device: torch.device, value: Any) -> bool:
+    """Tell whether a tensor is on the GPU of a wrapper."""
+    return isinstance(value, torch.Tensor) and value.is_cuda and value.device == device
 
 
-def differ(before: PlanRequest, now: PlanRequest) -> bool:
-    """Tell whether two plans differ in more than lengths. Types count: 1 == 1.0 == True."""
-    old, new = before.tokens, now.tokens
-    return (
-        (before.options is not now.options and _options_differ(before.options, now.options))
-        or (before.splits is not now.splits and before.splits != now.splits)
-        or before[4:] != now[4:]  # page size and promises
-        or old.q_len != new.q_len
-        or old.batch_size != new.batch_size
-        or not (before.mask.packed is now.mask.packed is None)
-        or old.multi_item
-        or new.multi_item
-    )
+def _stays_on_device(
+    place: Place, arrays: tuple[Any, ...], host_only: HostOnly | tuple[()] = (), indices: Any = None
+) -> bool:
+    """Tell whether a plan leaves its lengths on the device: an array of `arrays` is there and no other GPU has one, and
+    nothing needs them on the host. `indices`: page numbers; those in use must fit their buffer of CUDA graphs.
+    """
+    device = place.device
+    if not any(_is_on(device, array) for array in arrays) or place.backend == "reference":
+        return False
+    if not all(isinstance(x, torch.Tensor) and (x.is_cpu or _is_on(device, x)) for x in arrays):
+        return False
+    if any(value is not None for value in host_only) or switches.validates():
+        return False
+    if place.graph is None or not isinstance(indices, torch.Tensor):
+        return True
+    return indices.numel() <= place.graph.page_indices.numel()
 
 
-def _options_differ(before: PlanOptions, now: PlanOptions) -> bool:
-    return any(map(operator.is_not, map(type, before), map(type, now))) or before != now
+def paged_tokens(
+    place: Place, qo_indptr: Any, pages: Pages, page_size: int, names: tuple[str, str, str, str], host_only: HostOnly
+) -> Tokens | DeviceTokens:
+    """Check the index arrays of a paged prefill batch, where they are if the plan leaves them there."""
+    tokens = few_requests.paged(qo_indptr, pages.indptr, pages.last_page_len, pages.indices, page_size)
+    if tokens is not None:
+        batch_plan.check_indices(names, pages.indices, tokens.kv_bounds[0], tokens.kv_bounds[-1])
+        return tokens
+    if _stays_on_device(place, (qo_indptr, pages.indptr, pages.last_page_len), host_only, pages.indices):
+        return device_lengths.paged(place.device, (qo_indptr, 0), pages, page_size, names)
+    return batch_plan.paged(batch_plan.queries(names[0], qo_indptr), pages, page_size, names)
 
 
-def make(copies: Sequence[Copy | HostCopy]) -> None:
-    """Make the copies."""
-    for each in copies:
-        each.make()
+def ragged_tokens(place: Place, qo_indptr: Any, kv_indptr: Any, host_only: HostOnly) -> Tokens | DeviceTokens:
+    """Check the index arrays of a ragged batch, where they are if the plan leaves them there."""
+    tokens = few_requests.ragged(qo_indptr, kv_indptr)
+    if tokens is not None:
+        return tokens
+    if _stays_on_device(place, (qo_indptr, kv_indptr), host_only):
+        return device_lengths.ragged(place.device, qo_indptr, kv_indptr)
+    return batch_plan.ragged(qo_indptr, kv_indptr)
 
 
-def same_memory(indices: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Tell whether page numbers are where their buffer starts, in its dtype and without gaps."""
-    return indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype and indices.is_contiguous()
+def decode_tokens(
+    place: Place, q_len: int, pages: Pages, page_size: int, names: tuple[str, str, str, str]
+) -> Tokens | DeviceTokens:
+    """Check the index arrays of a decode batch, where they are if the plan leaves them there."""
+    tokens = few_requests.decode(pages.indptr, pages.last_page_len, pages.indices, page_size, q_len)
+    if tokens is not None:
+        batch_plan.check_indices(names, pages.indices, tokens.kv_bounds[0], tokens.kv_bounds[-1])
+        return tokens
+    if _stays_on_device(place, (pages.indptr, pages.last_page_len), indices=pages.indices):
+        return device_lengths.paged(place.device, (None, q_len), pages, page_size, names)
+    batch_size = max(0, checks.tensor(names[1], pages.indptr).numel() - 1)
+    return batch_plan.paged(batch_plan.uniform_queries(batch_size, q_len), pages, page_size, names, q_len)
 
 
-def index_values(name: str, tokens: Tokens) -> np.ndarray | None:
-    """Return what an index buffer receives; None for the buffer of page numbers, which is copied on the device."""
-    if "last_page_len" in name:
-        return tokens.last_page_len
-    if "indices" in name:
+# ---- prefill
+
+
+def prefill_request(
+    place: Place,
+    given: PlanArguments,
+    tokens: Tokens | DeviceTokens,
+    repeated: RepeatedLengths,
+    host_only: HostOnly,
+    items: MultiItemScoring,
+    sinks: SinkVariant | None,
+) -> PlanRequest:
+    """Check what tensors besides the index arrays say, and return the request. `sinks`: the wrapper's variant."""
+    batch_plan.check_repeated_lengths(tokens, repeated)
+    if sinks is not None:
+        sinks.check_plan(given.options)
+    custom_mask, packed_custom_mask, _, uniform_q_len = host_only
+    mask = batch_plan.NO_MASK
+    if not custom_mask is packed_custom_mask is None:
+        positional.check_packed_mask(packed_custom_mask)
+        mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, place.device)
+    tokens = multi_item.bound_keys(items, tokens, mask)
+    if uniform_q_len is not None:
+        uniform_q_len = checks.integer("uniform_q_len", uniform_q_len)
+    graphs = place.graph is not None
+    equal = batch_plan.uniform_q_len(uniform_q_len, tokens) if graphs else _equal_qo(tokens)
+    newest = equal is not None and place.kv_source == "paged" and _are_newest(given, tokens, mask, equal)
+    uniform = equal if graphs or newest else None
+    return PlanRequest(given.options, tokens, mask, given.splits, given.page_size, uniform, newest)
+
+
+def _equal_qo(tokens: Tokens | DeviceTokens) -> int | None:
+    """Return the query tokens of every request, if all have as many, the host knows it, and they may be newest."""
+    if isinstance(tokens, DeviceTokens) or (lengths := tokens.lengths).longest_qo > select.MOST_NEWEST:
         return None
-    return tokens.lengths.qo_indptr if name.startswith("qo") else tokens.kv_indptr
+    return lengths.equal_qo
+
+
+def _are_newest(given: PlanArguments, tokens: Tokens | DeviceTokens, mask: Mask, q_len: int) -> bool:
+    """Tell whether a decode plan could describe the batch. Not where results must not depend on other requests."""
+    options, splits = given.options, given.splits
+    num_qo_heads, num_kv_heads, causal = options.num_qo_heads, options.num_kv_heads, options.causal
+    if not (type(num_qo_heads) is type(num_kv_heads) is int and type(causal) is bool):
+        return False  # refused by name, later
+    if not select.are_newest(q_len, (num_qo_heads, num_kv_heads), causal):
+        return False
+    if mask.packed is not None or tokens.multi_item:
+        return False
+    return splits.fixed_split_size is None and not splits.disable_split_kv

@@ -13,9 +13,9 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, batch_run, checks, plan_arguments, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.wrappers import device_plan
-from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, Result, Scale
-from cute_attn.wrappers.prefill_request import prefill_request
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan
+from cute_attn.wrappers.plan_request import prefill_request, ragged_tokens
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 
@@ -59,9 +59,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     ) -> None:
         self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._set_index_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
-        self._set_mask_buffers(custom_mask_buf, mask_indptr_buf)
+        index = {"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)}
+        self._set_graph_buffers(index, custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
 
+    @makes_plan
     @accepts_older_names
     def plan(
         self,
@@ -100,7 +101,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         uniform_q_len: int | None = None,
         *,
         lse_base: str = "log2",
-    ) -> None:
+    ) -> PlanRequest:
         """Schedule a batch: request i has the query tokens `qo_indptr[i]:qo_indptr[i + 1]` and the keys
         `kv_indptr[i]:kv_indptr[i + 1]`.
 
@@ -157,10 +158,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
         host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        tokens = device_plan.ragged_tokens(self, qo_indptr, kv_indptr, host_only)
-        lengths = seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv
-        items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-        self._make_plan(prefill_request(self, given, tokens, lengths, host_only, items))
+        tokens = ragged_tokens(self._place, qo_indptr, kv_indptr, host_only)
+        lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
+        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        return prefill_request(self._place, given, tokens, lengths, host_only, items, self._sink_variant)
 
     begin_forward = plan
 
@@ -233,7 +234,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             return trace.operator("ragged_prefill_run")(locals())
         head_scales = None
         if self._sink_variant is not None:
-            planned_scale = self._planned().settings.sm_scale
+            planned_scale = self._in_force().settings.sm_scale
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
         elif args:
             head_scales = positional.head_scales(args, "return_lse")
@@ -291,8 +292,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         if is_dynamo_compiling():
             return trace.operator("ragged_prefill_forward")(locals())
         checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
-        options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._replan(options, causal=causal)
+        self._replan(
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, k, v, return_lse=return_lse)
 
     forward_return_lse = with_return_lse(forward)

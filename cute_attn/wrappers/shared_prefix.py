@@ -14,10 +14,10 @@ from cute_attn.request.names import rename
 from cute_attn.request.settings import Call
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result
 from cute_attn.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
+from cute_attn.wrappers.engine_attributes import EngineHooks
 from cute_attn.wrappers.merge import merge_state_in_place
 from cute_attn.wrappers.not_copied import NotCopied
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from cute_attn.wrappers.stride_variants import StrideVariants
 
 DECODE_PLAN_NAMES = {
     "indptr": "unique_kv_indptr",
@@ -156,7 +156,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     run = forward
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, StrideVariants):
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, EngineHooks):
     """Prefill or append attention of a batch over a prefix that all requests share, in tensors of its own, and the
     requests' keys in a paged cache. `MultiLevelCascadeAttentionWrapper` also takes prefixes in pages.
 

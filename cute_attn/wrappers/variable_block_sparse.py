@@ -8,8 +8,8 @@ from cute_attn.errors import ArgumentError
 from cute_attn.request import batch_plan, block_sparse, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, Result
-from cute_attn.wrappers.plan_request import PlanRequest
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
 
 
 class VariableBlockSparseAttentionWrapper(BatchWrapper):
@@ -33,8 +33,8 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, "NHD", False, backend)
-        self._matrix: block_sparse.Matrix | None = None
 
+    @makes_plan
     def plan(
         self,
         block_mask_map: torch.Tensor,
@@ -53,7 +53,7 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
         non_blocking: bool = True,
         q_data_type: DType = "float16",
         kv_data_type: DType | None = None,
-    ) -> None:
+    ) -> PlanRequest:
         """Schedule the rows of blocks of all kv heads. Arrays on a GPU cost synchronisations.
 
         Parameters
@@ -95,9 +95,8 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
             rope_theta=rope_theta,
         )
         mask = block_sparse.variable_mask(causal, tokens, matrix, self.device)
-        splits, size = batch_plan.splits(None, False, matrix.page_size), matrix.page_size
-        self._make_plan(PlanRequest(options=options, tokens=tokens, mask=mask, splits=splits, page_size=size))
-        self._matrix = matrix
+        splits = batch_plan.splits(None, False, matrix.page_size)
+        return PlanRequest(options, tokens, mask, splits, matrix.page_size, matrix=matrix)
 
     begin_forward = plan
 
@@ -131,8 +130,8 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
         ------
         The errors of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
-        group = self._planned().settings.features.num_qo_heads
-        matrix = self._matrix
+        plan = self._in_force()
+        group, matrix = plan.settings.features.num_qo_heads, plan.request.matrix
         assert matrix is not None
         q, k, v = block_sparse.by_kv_head(q, k, v, group, matrix)
         result = self._run(RunArguments(q, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl))
@@ -170,5 +169,12 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
         """
         block_sparse.refuse_positions(pos_encoding_mode)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        self._replan(ForwardOptions(pos_encoding_mode, -1, logits_soft_cap, sm_scale, rope_scale, rope_theta))
+        self._replan(
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=-1,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
         return self.run(q, k, v)

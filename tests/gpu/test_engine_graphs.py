@@ -112,8 +112,10 @@ def test_lengths_written_after_a_plan() -> None:
     shortened = [dataclasses.replace(r, k=r.k[:n], v=r.v[:n]) for r, n in zip(inputs.requests, exact, strict=True)]
     pages = torch.tensor([-(-n // 8) for n in exact], device="cuda")
     starts = torch.arange(40, device="cuda") * 100
-    rows = [made._request.tokens.kv_indices[s : s + n] for s, n in zip(starts.tolist(), pages.tolist(), strict=True)]
-    made._request.tokens.kv_indices[: int(pages.sum())] = torch.cat(rows).clone()
+    rows = [
+        made._plan.request.tokens.kv_indices[s : s + n] for s, n in zip(starts.tolist(), pages.tolist(), strict=True)
+    ]
+    made._plan.request.tokens.kv_indices[: int(pages.sum())] = torch.cat(rows).clone()
     indptr = made._paged_kv_indptr_buf
     indptr[1:].copy_(pages.cumsum(0))
     made._paged_kv_last_page_len_buf.copy_((torch.tensor(exact, device="cuda") - 1) % 8 + 1)

@@ -423,7 +423,7 @@ def state_addresses(backend: CuteAttnBackend) -> list[int]:
     if isinstance(step, tables.TableStep):
         used = [x for x in (step.tables, step.window_tables, step.seq_lens, step.mask) if x is not None]
     else:
-        used = [x for wrapper in step._wrappers.values() for x in wrapper._index_buffers.values()]
+        used = [x for wrapper in step._wrappers.values() for x in wrapper._place.graph.index.values()]
     if backend._window_loc is not None:
         used.append(backend._window_loc)
     return [x.data_ptr() for x in used]

@@ -62,7 +62,9 @@ def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(built: Built, staging: Staging | None = None) -> SplitKvBatchRun:
     staging = staging or Staging(torch.device("cpu"))
-    return FAMILY.plan(built.problem.settings, built.lengths, built.limits, staging, GPU)
+    run = FAMILY.plan(built.problem.settings, built.lengths, built.limits, staging, GPU)
+    staging.send()
+    return run
 
 
 def solve(case: BatchCase) -> Built:

@@ -82,7 +82,7 @@ def plan() -> Any:
 def test_a_plan_loads_its_kernel(fired: Fired) -> None:
     """The first run may be captured in a CUDA graph, where modules cannot be loaded."""
     made = plan()
-    assert fired.specs == [made._plan.launch.planned.planned.config.spec]
+    assert fired.specs == [made._planned().launch.planned.planned.config.spec]
 
 
 def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.MonkeyPatch) -> None:

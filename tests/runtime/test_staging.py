@@ -59,12 +59,18 @@ def numbers(seed: int, size: int = 10) -> np.ndarray:
     return np.arange(seed, seed + size, dtype=np.int32)
 
 
+def uploaded(staging: Staging, ints: np.ndarray) -> torch.Tensor:
+    memory = staging.upload(ints)
+    staging.send()
+    return memory
+
+
 def test_successive_plans_do_not_overwrite_what_is_being_copied() -> None:
     copies = LateCopies()
     staging = Staging(CPU, copies)
     for seed in range(5):
         ints = numbers(100 * seed)
-        staging.upload(ints)
+        uploaded(staging, ints)
         ints[:] = -1  # the caller's array is free again
     copies.finish()
     assert copies.arrived == [numbers(100 * seed).tolist() for seed in range(5)]
@@ -73,10 +79,10 @@ def test_successive_plans_do_not_overwrite_what_is_being_copied() -> None:
 def test_two_uploads_do_not_wait_and_the_third_waits_for_the_first_alone() -> None:
     copies = LateCopies()
     staging = Staging(CPU, copies)
-    staging.upload(numbers(1))
-    staging.upload(numbers(2))
+    uploaded(staging, numbers(1))
+    uploaded(staging, numbers(2))
     assert (copies.waits, len(copies.arrived)) == (0, 0)
-    staging.upload(numbers(3))
+    uploaded(staging, numbers(3))
     assert (copies.waits, len(copies.arrived)) == (1, 1)
     assert len(copies.buffers) == 2
 
@@ -86,11 +92,11 @@ def test_reserved_memory_is_copied_directly_and_not_shared_meanwhile() -> None:
     staging = Staging(CPU, copies)
     first = staging.reserve(10)
     first[:] = numbers(1)
-    staging.upload(first)
+    uploaded(staging, first)
     second = staging.reserve(10)
     assert not np.shares_memory(first, second)  # the first copy has not ended
     second[:] = numbers(2)
-    sent = staging.upload(second)
+    sent = uploaded(staging, second)
     copies.finish()
     assert np.array_equal(sent[:10].numpy(), numbers(2))
     assert np.shares_memory(staging.reserve(10), first)
@@ -101,7 +107,7 @@ def test_growth_keeps_copies_in_flight() -> None:
     staging = Staging(CPU, copies)
     sizes = [3, MIN_CAPACITY + 1, 2, 5 * MIN_CAPACITY, MIN_CAPACITY]
     for seed, size in enumerate(sizes):
-        assert staging.upload(numbers(seed, size)).numel() >= size
+        assert uploaded(staging, numbers(seed, size)).numel() >= size
     copies.finish()
     assert copies.arrived == [numbers(seed, size).tolist() for seed, size in enumerate(sizes)]
 
@@ -111,7 +117,7 @@ def test_uploads_to_the_cpu(sizes: tuple[int, ...]) -> None:
     staging = Staging(CPU)
     for seed, size in enumerate(sizes):
         ints = numbers(seed, size)
-        result = staging.upload(ints)
+        result = uploaded(staging, ints)
         ints += 1
         assert result.dtype == torch.int32
         assert result.device == CPU
@@ -123,16 +129,52 @@ def test_a_fixed_capacity_keeps_the_address() -> None:
     staging.fix_capacity(20)
     addresses = set()
     for size in (20, 1, 13):
-        result = staging.upload(numbers(size, size))
+        result = uploaded(staging, numbers(size, size))
         assert result[:size].tolist() == numbers(size, size).tolist()
         addresses.add(result.data_ptr())
     staging.fix_capacity(20)
-    addresses.add(staging.upload(numbers(0, 5)).data_ptr())
+    addresses.add(uploaded(staging, numbers(0, 5)).data_ptr())
     assert len(addresses) == 1
     with pytest.raises(RuntimeArgumentError, match="at most the 20 int32 numbers of its first plan, got 21"):
-        staging.upload(numbers(0, 21))
+        uploaded(staging, numbers(0, 21))
     with pytest.raises(RuntimeArgumentError, match="got 30"):
         staging.fix_capacity(30)
+
+
+def test_what_is_not_sent_leaves_the_numbers_before() -> None:
+    """Even where it needed more memory, or memory of a fixed address."""
+    staging = Staging(CPU)
+    before = uploaded(staging, numbers(7))
+    written: list[str] = []
+    for prepare in (
+        lambda: staging.upload(numbers(1)),
+        lambda: staging.upload(numbers(1, 2 * MIN_CAPACITY)),
+        lambda: staging.fix_capacity(3 * MIN_CAPACITY),
+        lambda: staging.written_on_device(10, 10, "layout"),
+        lambda: staging.write(lambda: written.append("by a kernel")),
+    ):
+        prepare()
+        staging.discard()
+        staging.send()
+        assert staging.memory is before
+        assert before[:10].tolist() == numbers(7).tolist()
+    assert not written
+    assert uploaded(staging, numbers(2, 5 * MIN_CAPACITY)) is not before  # whose size is not fixed
+
+
+def test_a_kernel_writes_after_what_was_prepared_before() -> None:
+    staging, seen = Staging(CPU), []
+    uploaded(staging, numbers(7))
+    records, scratch = staging.written_on_device(10, 4, "layout")
+    staging.write(lambda: seen.append(records.tolist() + scratch.tolist()))
+    staging.write_within(lambda: contextlib.nullcontext(seen.append("entered")))
+    assert seen == []
+    staging.send()
+    assert seen == ["entered", [0] * 14]
+    records += 1
+    again, _ = staging.written_on_device(10, 4, "layout")
+    staging.send()
+    assert again.tolist() == [1] * 10  # what a writer of the same layout has left
 
 
 class EventDriver:

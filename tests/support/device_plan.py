@@ -11,7 +11,7 @@ import torch
 
 from cute_attn.problem import DeviceTokens
 from cute_attn.request import few_requests
-from cute_attn.wrappers import device_plan
+from cute_attn.wrappers import plan_request
 from tests.support.batch_case import BatchCase, BatchInputs, decode, heads, paged, plan_arguments, ragged
 
 INDEX_ARRAYS = (
@@ -47,7 +47,7 @@ def _read(tokens: DeviceTokens) -> Any:
 def emulated_device() -> Iterator[None]:
     """CPU tensors count as tensors on the device, and reading lengths on the host is an error."""
     with (
-        mock.patch.object(device_plan, "_is_on", lambda device, value: isinstance(value, torch.Tensor)),
+        mock.patch.object(plan_request, "_is_on", lambda device, value: isinstance(value, torch.Tensor)),
         mock.patch.object(few_requests, "_numbers", return_value=None),  # reads tensors on the CPU
         mock.patch.object(DeviceTokens, "host", property(_read)),
     ):

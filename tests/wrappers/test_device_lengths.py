@@ -14,7 +14,7 @@ from cute_attn.emulator.settings import using
 from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
 from cute_attn.problem import DeviceTokens
 from cute_attn.request import few_requests
-from cute_attn.wrappers import device_plan
+from cute_attn.wrappers import plan_request
 
 PAGE_SIZE, HEADS, HEAD_DIM = 16, (4, 2), 64
 BATCHES = (  # lengths, and the dtype of the index arrays
@@ -34,7 +34,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         reads.append(1)
         return host(self)
 
-    monkeypatch.setattr(device_plan, "_is_on", lambda device, x: True)
+    monkeypatch.setattr(plan_request, "_is_on", lambda device, x: True)
     monkeypatch.setattr(few_requests, "_numbers", lambda value: None)  # reads tensors on the CPU
     monkeypatch.setattr(DeviceTokens, "host", property(counted))
     return reads
@@ -102,23 +102,23 @@ def test_a_plan_of_other_lengths_keeps_the_launch_and_the_replays() -> None:
     torch.manual_seed(0)
     cache, kept = torch.randn(20, 2, PAGE_SIZE, HEADS[1], HEAD_DIM).half(), torch.zeros(20, dtype=torch.int32)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 24, dtype=torch.uint8), backend="emulator")
-    plans, replays = [], []
+    launches, replays = [], []
     with using("sm_90a", kernels="xqa", sms=2):
         for i, (lengths, _) in enumerate((*BATCHES, BATCHES[0])):
             indptr, indices, last = pages_of(lengths, torch.int32)
             kept[: len(indices)] = indices
             q, used = torch.randn(3, HEADS[0], HEAD_DIM).half(), kept if i < 3 else kept.clone()
             wrapper.plan(indptr, used, last, *HEADS, HEAD_DIM, PAGE_SIZE)
-            plans.append(wrapper._plan)
-            replays.append(len(wrapper._plan.cached_runs))
+            launches.append(wrapper._planned().launch)
+            replays.append(len(wrapper._planned().cached_runs))
             wanted = expected(q, cache, lengths, indices)
             for _ in range(2):
                 torch.testing.assert_close(wrapper.run(q, cache).double(), wanted, atol=2e-3, rtol=2e-3)
             assert wrapper._max_kv_len == max(lengths)
         wrapper.plan(indptr, used, last, *HEADS, HEAD_DIM, PAGE_SIZE, sm_scale=0.5)
-    assert len({id(plan) for plan in plans}) == 1
+    assert len({id(launch) for launch in launches}) == 1
     assert replays == [0, 1, 1, 1]
-    assert wrapper._plan is not plans[0]
+    assert wrapper._planned().launch is not launches[0]
     with pytest.raises(ArgumentTypeError):
         wrapper.plan(indptr, used, last, *HEADS, HEAD_DIM, PAGE_SIZE, sm_scale=True)
 

@@ -10,7 +10,7 @@ import torch
 
 from cute_attn.emulator.settings import using
 from cute_attn.problem import DeviceTokens
-from cute_attn.wrappers import base, device_plan
+from cute_attn.wrappers import plan
 from tests.support.batch_case import BatchCase, call, check, make, plan_arguments, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED, emulated_device, moved
 from tests.support.graphs import graph_wrapper
@@ -150,16 +150,14 @@ def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], mo
         planned, buffers = graph_wrapper(case, "cpu", 20, 0, backend="emulator")
         planned.plan(**moved(case, inputs, "cpu"))
         with monkeypatch.context() as patch:
-            for module in (base, device_plan):
-                patch.setattr(module, "is_capturing", lambda device: True)
-            heads = {"num_qo_heads": case.num_qo_heads // 2, "num_kv_heads": case.num_kv_heads}
-            variant = planned._variant({} if case.kind != "decode" else heads)
+            patch.setattr(plan, "is_capturing", lambda device: True)
             if case.kind != "decode":
                 compare(case, inputs, planned)
+                captured = planned._plan
             else:
-                planned._plan_of(variant)
-        assert variant.plan is not None
-        run = variant.plan.launch.planned
+                captured = planned._plan.with_options(num_qo_heads=case.num_qo_heads // 2)
+                captured.schedule_for_run()
+        run = captured.batch.launch.planned
         places = {x.data_ptr() for x in run.lengths if isinstance(x, torch.Tensor)}
         assert places == {x.data_ptr() for name, x in buffers.items() if "indices" not in name}
         planned.plan(**moved(other, later, "cpu"))
@@ -180,7 +178,7 @@ def test_a_first_run_that_fails_settles_nothing(cases: list[BatchCase], with_lse
         for wrong in (inputs.q.transpose(0, 1), inputs.q[:3, :3]):
             with pytest.raises(ValueError, match=r"\bq\b"):
                 planned.run(wrong, *inputs.kv, **options)
-            assert device_plan.is_open(planned._request)
+            assert planned._plan.is_open
         compare(case, inputs, planned)
         later = make(cases[1])
         planned.plan(**moved(cases[1], later, "cpu"))

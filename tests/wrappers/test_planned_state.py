@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError, NotPlannedError, RuntimeArgumentError
-from cute_attn.wrappers import planned_state
+from cute_attn.wrappers import engine_attributes
 from tests.support import graphs
 from tests.support.batch_case import (
     BatchCase,
@@ -170,7 +170,7 @@ def test_wrong_lengths_written_after_a_plan_are_refused(monkeypatch: pytest.Monk
         with pytest.raises(ArgumentError, match=r"_paged_kv_last_page_len_buf must be within 1\.\.4"):
             made.run(inputs.q, *inputs.kv)
     made._paged_kv_last_page_len_buf.fill_(4)
-    monkeypatch.setattr(planned_state, "is_capturing", lambda device: True)
+    monkeypatch.setattr(engine_attributes, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeArgumentError, match="_paged_kv_last_page_len_buf was written after plan"):
         made.run(inputs.q, *inputs.kv)
     monkeypatch.undo()

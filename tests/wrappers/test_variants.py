@@ -13,7 +13,9 @@ import pytest
 
 from cute_attn import ArgumentError, RuntimeArgumentError
 from cute_attn.errors import NotSupported, WorkspaceError
-from cute_attn.wrappers import base, variants
+from cute_attn.runtime.staging import Staging
+from cute_attn.wrappers import plan
+from cute_attn.wrappers.plan import Plan
 from tests.support import graphs
 from tests.support.batch_case import (
     BatchCase,
@@ -127,17 +129,17 @@ def test_a_plan_renews_what_ran(case: BatchCase) -> None:
     forward(case, made, sm_scale=0.3)
     forward(case, made, logits_soft_cap=5.0)
     forward(case, made, (4, 2), sm_scale=0.3)
-    used = [variant for variant in made._variants.by_settings.values() if variant.used]
+    used = [variant for variant in made._plan.variants.values() if variant.used]
     assert len(used) == 3
-    assert made._variants.base not in used
+    assert made._plan.base not in used
     for seed in range(1, 3):
         other = random_lengths(dataclasses.replace(case, seed=seed), seed, 30)
         if case.kind == "ragged" and sum(other.kv_lens) > sum(case.kv_lens):
             continue
         made.begin_forward(**plan_arguments(other, make(other)))
-        renewed = [variant for variant in made._variants.by_settings.values() if variant.plan is not None]
+        renewed = [variant for variant in made._plan.variants.values() if variant.batch is not None]
         assert [variant.staging for variant in renewed] == [variant.staging for variant in used]
-        assert all(list(v.plan.tokens.lengths.kv_len) == list(other.kv_lens) for v in renewed if v.plan)
+        assert all(list(v.batch.tokens.lengths.kv_len) == list(other.kv_lens) for v in renewed)
         forward(other, made, logits_soft_cap=5.0)
 
 
@@ -148,27 +150,27 @@ def test_eager_plans_forget_what_no_longer_runs(case: BatchCase) -> None:
         made.plan(**plan_arguments(case, make(case)))
         forward(case, made, sm_scale=scale)
         forward(case, made, sm_scale=scale, logits_soft_cap=3.0)
-        assert len(made._variants.by_settings) <= 5
+        assert len(made._plan.variants) <= 5
     made.plan(**plan_arguments(case, make(case)))
-    assert [v.overrides.get("sm_scale") for v in made._variants.by_settings.values() if v.plan] == [0.3, 0.3]
+    assert [v.overrides.get("sm_scale") for v in made._plan.variants.values() if v.batch] == [0.3, 0.3]
     other = dataclasses.replace(case, dtype="bfloat16")
     made.plan(**plan_arguments(other, make(other)))
-    assert list(made._variants.by_settings.values()) == [made._variants.base]
+    assert list(made._plan.variants.values()) == [made._plan.base]
 
 
 def test_the_number_of_variants_is_bounded() -> None:
     made = wrapper(DECODE)
     inputs = make(DECODE)
     made.plan(**plan_arguments(DECODE, inputs))
-    for i in range(3 * variants.MAX_VARIANTS):
+    for i in range(3 * plan.MAX_VARIANTS):
         made.forward(inputs.q, *inputs.kv, sm_scale=1 + i / 100)
-    assert len(made._variants.by_settings) == variants.MAX_VARIANTS
+    assert len(made._plan.variants) == plan.MAX_VARIANTS
     forward(DECODE, made)
     graphed = graph_wrapper(DECODE)
     graphed.plan(**plan_arguments(DECODE, inputs))
-    for i in range(variants.MAX_VARIANTS - 1):
+    for i in range(plan.MAX_VARIANTS - 1):
         graphed.forward(inputs.q, *inputs.kv, sm_scale=1 + i / 100)
-    with pytest.raises(RuntimeArgumentError, match=f"at most {variants.MAX_VARIANTS} combinations"):
+    with pytest.raises(RuntimeArgumentError, match=f"at most {plan.MAX_VARIANTS} combinations"):
         graphed.forward(inputs.q, *inputs.kv, sm_scale=9.0)
     forward(DECODE, graphed, sm_scale=1.0)
 
@@ -182,7 +184,7 @@ def test_nothing_is_scheduled_during_a_capture(case: BatchCase, monkeypatch: pyt
     inputs = make(case)
     made.begin_forward(**plan_arguments(case, inputs))
     forward(case, made, sm_scale=0.3)
-    monkeypatch.setattr(base, "is_capturing", lambda device: True)
+    monkeypatch.setattr(plan, "is_capturing", lambda device: True)
     made.forward(inputs.q, *inputs.kv, sm_scale=0.3)
     for changed in ({"sm_scale": 0.4}, {"logits_soft_cap": 1.5, "sm_scale": 0.3}):
         with pytest.raises(RuntimeArgumentError, match=r"run once after plan\(\) before the capture.*=0\.[34]"):
@@ -197,25 +199,25 @@ def test_nothing_is_scheduled_during_a_capture(case: BatchCase, monkeypatch: pyt
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_a_plan_that_fails_half_way_leaves_the_previous_one(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two variants are scheduled again, and the second fails: the first must have its old records back."""
+    """Two schedules are made again, and the second fails: nothing is written over the records of the first."""
     made = graph_wrapper(case)
     made.begin_forward(**plan_arguments(case, make(case)))
     forward(case, made, sm_scale=0.3)
     forward(case, made, logits_soft_cap=5.0)
-    scheduled, calls = type(made)._scheduled, []
+    scheduled, calls = Plan.scheduled, []
 
-    def failing(self: Any, variant: Any, request: Any, *rest: Any) -> Any:
-        calls.append((variant.staging, list(request.tokens.lengths.kv_len)))
+    def failing(self: Plan, tokens: Any, *rest: Any) -> Any:
+        calls.append(self.staging)
         if len(calls) == 2:
             raise WorkspaceError("no room")
-        return scheduled(self, variant, request, *rest)
+        return scheduled(self, tokens, *rest)
 
-    monkeypatch.setattr(type(made), "_scheduled", failing)
+    monkeypatch.setattr(Plan, "scheduled", failing)
+    monkeypatch.setattr(Staging, "send", lambda staging: pytest.fail("a schedule was written"))
     other = dataclasses.replace(case, kv_lens=(2, 1, 1), qo_lens=case.qo_lens)
     with pytest.raises(WorkspaceError, match="no room"):
         made.begin_forward(**plan_arguments(other, make(other)))
-    first, second = [v.staging for v in made._variants.by_settings.values() if v.used]
-    assert calls == [(first, [2, 1, 1]), (second, [2, 1, 1]), (first, list(case.kv_lens))]
+    assert calls == [v.staging for v in made._plan.variants.values() if v.used]
     for options in ({"sm_scale": 0.3}, {"logits_soft_cap": 5.0}):
         forward(case, made, **options)
 
@@ -237,7 +239,7 @@ def test_workspace_size_makes_no_plan_though_plan_is_replaced() -> None:
     arguments = plan_arguments(DECODE, make(DECODE))
     made.plan = lambda *_, **__: pytest.fail("plan was called")
     assert made.workspace_size(**arguments) == (0, 0)
-    assert made._request is None
+    assert made._plan is None
 
 
 def test_a_backend_that_refuses_a_variant_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -26,7 +27,7 @@ def schedule_on_device(tiling: Tiling[T_co], limits: BatchLimits, sms: int) -> B
 
 
 class DevicePlannedRun(SplitKvBatchRun):
-    """Runs batches of one plan, whose records the planner kernel writes when this is made."""
+    """Runs batches of one plan, whose records the planner kernel writes."""
 
     def __init__(
         self,
@@ -42,10 +43,10 @@ class DevicePlannedRun(SplitKvBatchRun):
         super().__init__(settings, schedule, kernel, staging, device_index)
 
     def placed(self, schedule: Schedule, staging: Staging) -> torch.Tensor:
-        """Launches the planner and returns the records in device memory."""
+        """Prepares the planner's launch, and returns the records in device memory."""
         layout = self.planner.layout
         if schedule.keeps_address:
             staging.fix_capacity(layout.records)
         records, scratch = staging.written_on_device(layout.records, layout.end, layout)
-        self.planner(self.lengths, records, scratch)
+        staging.write(functools.partial(self.planner, self.lengths, records, scratch))
         return records

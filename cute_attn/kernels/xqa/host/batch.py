@@ -4,6 +4,7 @@ copies to the device; for captured launches, each plan writes them to the same a
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -132,7 +133,8 @@ class XqaBatchRun(BatchRun):
         if segments_of(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms) != self.segments:
             return None
         if isinstance(lengths, DeviceLengths):
-            device_lengths.write(lengths, self.page_size, (self.seq_lens, self.request[1]), self.gpu)
+            addresses = self.seq_lens, self.request[1]
+            self.staging.write(functools.partial(device_lengths.write, lengths, self.page_size, addresses, self.gpu))
             return True
         size = self.batch_size
         records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero

@@ -1,0 +1,225 @@
+"""What serving engines read of a wrapper under FlashInfer's attribute names: options, sizes, memory, index buffers.
+
+All of it is read-only. Without CUDA graphs, an index buffer is a copy made when it is read; a run notices that the copy
+was written, and plans its lengths first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from cute_attn.errors import NotPlannedError, RuntimeArgumentError
+from cute_attn.problem import BatchPlan, DeviceTokens, Tokens
+from cute_attn.request import batch_plan, checks
+from cute_attn.request.index_arrays import int32
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.runtime import capture
+from cute_attn.runtime.staging import is_capturing
+from cute_attn.wrappers.graph import GraphBuffers
+from cute_attn.wrappers.plan import Plan
+from cute_attn.wrappers.plan_request import Place
+
+T = TypeVar("T")
+
+
+class IndexCopy(NamedTuple):
+    """A copy of planned lengths that a caller holds, and torch's count of changes when it was last read."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> IndexCopy:
+        return cls(tensor, tensor._version)
+
+
+class Wrapper(Protocol):
+    """What the attributes are made of."""
+
+    _place: Place
+    _plan: Plan | None
+    _copies: dict[str, IndexCopy]
+
+    def _planned(self) -> BatchPlan: ...
+
+
+# ---- readers
+
+
+def _plan(wrapper: Wrapper) -> Plan:
+    if wrapper._plan is None:  # an AttributeError: hasattr() is False
+        raise NotPlannedError(f"{type(wrapper).__name__} has no plan yet")
+    return wrapper._plan
+
+
+def _option(name: str) -> Callable[[Wrapper], Any]:
+    return lambda wrapper: getattr(_plan(wrapper).request.options, name)
+
+
+def _feature(name: str) -> Callable[[Wrapper], Any]:
+    return lambda wrapper: getattr(_plan(wrapper).settings.features, name)
+
+
+def _staged(wrapper: Wrapper, name: str) -> torch.Tensor:
+    """Return memory of the schedule as bytes."""
+    if wrapper._plan is None:
+        return torch.empty(0, dtype=torch.uint8, device=wrapper._place.device)
+    memory: torch.Tensor = getattr(wrapper._plan.base.staging, name)
+    return memory.view(torch.uint8)
+
+
+def _mask(wrapper: Wrapper, part: int) -> torch.Tensor | None:
+    """Return the packed mask (0) or its byte offsets (1): the caller's buffer with CUDA graphs, else those of the plan,
+    the offsets in a new copy. None without either.
+    """
+    graph, plan = wrapper._place.graph, wrapper._plan
+    if graph is not None:
+        return None if graph.mask is None else graph.mask[part]
+    if plan is None or plan.request.mask.packed is None:
+        return None
+    return plan.request.mask.packed if part == 0 else _on_device(plan.request.mask.offsets, wrapper._place.device)
+
+
+def _page_indices(wrapper: Wrapper) -> torch.Tensor | None:
+    """Return the page numbers that launches read: the caller's buffer with CUDA graphs, else those of the plan."""
+    if wrapper._place.graph is not None:
+        return wrapper._place.graph.page_indices
+    return None if wrapper._plan is None else wrapper._plan.request.tokens.kv_indices
+
+
+def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
+    def read(wrapper: Wrapper) -> torch.Tensor | None:
+        graph, plan = wrapper._place.graph, wrapper._plan
+        if graph is not None and (buffer := _buffer(graph, name)) is not None:
+            return buffer
+        if name in wrapper._copies:
+            return wrapper._copies[name].tensor
+        if plan is None or (numbers := _planned_lengths(name, plan.request.tokens)) is None:
+            return None
+        tensor = _on_device(numbers, wrapper._place.device)
+        of_decode = plan.request.tokens.q_len is not None and name == "_qo_indptr_buf"
+        if graph is None and not of_decode:  # whose plan says how many tokens every request has
+            wrapper._copies[name] = IndexCopy.of(tensor)
+        return tensor
+
+    return read
+
+
+def _buffer(graph: GraphBuffers, name: str) -> torch.Tensor | None:
+    """Return the caller's buffer; the parameters of prefill and of decode wrappers have other names."""
+    return graph.index.get(name[1:], graph.index.get(f"{name[1:]}fer"))
+
+
+ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {
+    # options, as `plan` or the latest `forward` got them
+    **{f"_{name}": _option(name) for name in ("num_qo_heads", "num_kv_heads", "causal", "window_left", "sm_scale")},
+    **{f"_{name}": _option(name) for name in ("pos_encoding_mode", "rope_scale", "rope_theta")},
+    "_logits_soft_cap": lambda wrapper: _plan(wrapper).request.options.logits_soft_cap or 0.0,
+    "_page_size": lambda wrapper: _plan(wrapper).request.page_size,
+    "_q_len_per_req": lambda wrapper: _plan(wrapper).request.tokens.q_len,
+    "_cached_q_data_type": _feature("q_dtype"),
+    "_cached_kv_data_type": _feature("kv_dtype"),
+    "_cached_o_data_type": _feature("o_dtype"),
+    # sizes
+    "_batch_size": lambda wrapper: _plan(wrapper).request.tokens.batch_size,
+    "_qo_indptr_last": lambda wrapper: int(_plan(wrapper).request.tokens.lengths.qo_indptr[-1]),
+    "_max_q_len": lambda wrapper: int(np.diff(_plan(wrapper).request.tokens.lengths.qo_indptr).max(initial=0)),
+    "_max_kv_len": lambda wrapper: int(_plan(wrapper).request.tokens.lengths.kv_len.max(initial=0)),
+    "_fixed_batch_size": lambda wrapper: 0 if wrapper._place.graph is None else wrapper._place.graph.batch_size,
+    # of captured launches; None without CUDA graphs and before the first plan
+    "_max_total_num_rows": lambda wrapper: (
+        None if wrapper._plan is None or wrapper._plan.fixed is None else wrapper._plan.fixed.limits.max_rows
+    ),
+    # memory; the schedule's on the device is good for `reset_workspace_buffer`, and nothing else may write it
+    "_workspace": lambda wrapper: wrapper._place.workspace,
+    "_workspace_size": lambda wrapper: wrapper._place.workspace.numel(),
+    "_int_workspace_buffer": lambda wrapper: _staged(wrapper, "memory"),
+    "_pin_memory_int_workspace_buffer": lambda wrapper: _staged(wrapper, "host_memory"),
+    "_custom_mask_buf": lambda wrapper: _mask(wrapper, 0),
+    "_mask_indptr_buf": lambda wrapper: _mask(wrapper, 1),
+    # index buffers; None for those that wrappers of a kind do not have
+    "_qo_indptr_buf": _lengths("_qo_indptr_buf"),
+    "_kv_indptr_buf": _lengths("_kv_indptr_buf"),
+    "_paged_kv_indptr_buf": _lengths("_paged_kv_indptr_buf"),
+    "_paged_kv_last_page_len_buf": _lengths("_paged_kv_last_page_len_buf"),
+    "_paged_kv_indices_buf": _page_indices,
+    # the plan in force; None before the first
+    "_plan_info": lambda wrapper: None if wrapper._plan is None else wrapper._planned(),
+}
+
+
+def readable(wrapper: type[T]) -> type[T]:
+    """Decorate a class of wrappers: the attributes are properties of it."""
+    for name, read in ATTRIBUTES.items():
+        setattr(wrapper, name, property(read))
+    return wrapper
+
+
+class EngineHooks:
+    """Methods that engines call for what only FlashInfer's kernels need."""
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Do nothing: every kernel takes k and v of different strides. FlashInfer compiles another one for them.
+
+        Parameters
+        ----------
+        variant : "independent".
+
+        Raises
+        ------
+        LayoutError (another variant).
+        """
+        checks.choice("variant", variant, ("independent",))
+
+
+# ---- lengths that a caller writes
+
+
+def written_lengths(request: PlanRequest, copies: dict[str, IndexCopy], device: torch.device) -> Tokens | None:
+    """Return the tokens of a plan with the lengths that copies hold, if one was written. Costs a synchronisation per
+    copy on a GPU.
+    """
+    written = [name for name, (tensor, version) in copies.items() if tensor._version != version]
+    if not written:
+        return None
+    name, tokens = written[0], request.tokens
+    if is_capturing(device):
+        raise RuntimeArgumentError(
+            f"{name} was written after plan(), and its lengths must be scheduled by a run before the capture of a CUDA "
+            "graph"
+        )
+    if request.mask.packed is not None or tokens.multi_item:
+        raise RuntimeArgumentError(f"{name} must not be written: the mask belongs to the planned lengths")
+
+    def lengths(name: str) -> torch.Tensor:
+        if name in copies:
+            return copies[name].tensor
+        numbers = _planned_lengths(name, tokens)
+        assert numbers is not None
+        return torch.from_numpy(numbers)
+
+    if tokens.kv_indices is None:
+        return batch_plan.ragged(lengths("_qo_indptr_buf"), lengths("_kv_indptr_buf"))
+    names = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
+    queries = batch_plan.indptr(names[0], lengths(names[0]))
+    pages = batch_plan.Pages(lengths(names[1]), tokens.kv_indices, lengths(names[3]))
+    return batch_plan.paged(queries, pages, request.page_size, names)._replace(q_len=tokens.q_len)
+
+
+def _planned_lengths(name: str, tokens: Tokens | DeviceTokens) -> np.ndarray | None:
+    """Return what a buffer holds; None for a buffer that wrappers of this kind do not have."""
+    if name == "_qo_indptr_buf":
+        return tokens.lengths.qo_indptr
+    paged = tokens.kv_indices is not None
+    if name == "_paged_kv_last_page_len_buf":
+        return tokens.last_page_len
+    return tokens.kv_indptr if paged == (name == "_paged_kv_indptr_buf") else None
+
+
+def _on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    with capture.lasting():  # an inference tensor does not count its changes either
+        return int32(numbers).to(device)

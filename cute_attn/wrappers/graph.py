@@ -1,0 +1,227 @@
+"""CUDA graphs: the caller's buffers, which captured launches read, and what the first plan of a wrapper fixes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.errors import ArgumentError, RuntimeArgumentError
+from cute_attn.problem import DeviceLengths, DeviceTokens, Features, GraphLimits, Settings, Tokens
+from cute_attn.request import batch_plan, checks, page_ids
+from cute_attn.request.batch_plan import Mask, Splits
+from cute_attn.request.index_arrays import int32
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.request.settings import MAX_INDEX
+from cute_attn.runtime.staging import Uploads
+
+Copies = Sequence[Callable[[], Any]]
+
+
+class GraphInvariants(NamedTuple):
+    """What a captured graph has fixed, so that later plans must not change it."""
+
+    settings: Settings
+    splits: Splits
+    limits: GraphLimits
+    first_row: int  # `run` fills the rows of out and lse before it with torch
+
+
+class GraphBuffers:
+    """The buffers of a wrapper with CUDA graphs. They share no memory, because a plan writes them all."""
+
+    def __init__(
+        self,
+        workspace: torch.Tensor,
+        index: Mapping[str, tuple[Any, int | None]],
+        custom_mask_buf: Any = None,
+        mask_indptr_buf: Any = None,
+    ) -> None:
+        """`index`: for each buffer the number of elements beyond one per request, or None for any size. The first
+        buffer with a number sets the batch size. Of the mask buffers both or neither are given.
+        """
+        self.index: dict[str, torch.Tensor] = {}
+        self.mask: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.batch_size = 0
+        for name, (value, more) in index.items():
+            buffer = batch_plan.graph_buffer(name, value, torch.int32, workspace.device)
+            if more is not None and not self.index:
+                self.batch_size = buffer.numel() - more
+            size = buffer.numel() if more is None else self.batch_size + more
+            if buffer.numel() != size:
+                raise ArgumentError(
+                    f"{name} must have {size} elements for batch size {self.batch_size}, got {buffer.numel()}"
+                )
+            self._check_apart(name, buffer, workspace)
+            self.index[name] = buffer
+        self._uploads = {name: Uploads(buffer) for name, buffer in self.index.items() if "indices" not in name}
+        if not custom_mask_buf is mask_indptr_buf is None:
+            self._set_mask(custom_mask_buf, mask_indptr_buf, workspace)
+
+    def _set_mask(self, custom_mask_buf: Any, mask_indptr_buf: Any, workspace: torch.Tensor) -> None:
+        bits = batch_plan.graph_buffer("custom_mask_buf", custom_mask_buf, torch.uint8, workspace.device)
+        bounds = batch_plan.graph_buffer("mask_indptr_buf", mask_indptr_buf, torch.int32, workspace.device)
+        if bounds.numel() != self.batch_size + 1:
+            raise ArgumentError(
+                f"mask_indptr_buf must have {self.batch_size + 1} elements (batch size + 1), got {len(bounds)}"
+            )
+        self._check_apart("custom_mask_buf", bits, workspace)
+        self._check_apart("mask_indptr_buf", bounds, workspace)
+        checks.no_overlap("mask_indptr_buf", checks.extent(bounds), "custom_mask_buf", checks.extent(bits))
+        self.mask = bits, bounds
+
+    def _check_apart(self, name: str, buffer: torch.Tensor, workspace: torch.Tensor) -> None:
+        written = checks.extent(buffer)
+        checks.no_overlap(name, written, "float_workspace_buffer", checks.extent(workspace))
+        for other_name, other in self.index.items():
+            checks.no_overlap(name, written, other_name, checks.extent(other))
+
+    @property
+    def page_indices(self) -> torch.Tensor:
+        """The buffer of page numbers."""
+        return next(buffer for name, buffer in self.index.items() if "indices" in name)
+
+    # ---- what plans must keep
+
+    def checked(
+        self, request: PlanRequest, settings: Settings, before: GraphInvariants | None
+    ) -> GraphInvariants | None:
+        """Return what the first plan fixes, which may be this one; None until its number of rows is known. Refuse a
+        plan that changes more than lengths, or for which buffers or captured launches have no room.
+        """
+        tokens = request.tokens
+        if tokens.batch_size != self.batch_size:
+            raise ArgumentError(
+                f"the batch size must stay {self.batch_size} with use_cuda_graph=True (the size of the index "
+                f"buffers), got {tokens.batch_size}"
+            )
+        if tokens.rows is None:
+            return None
+        host_lengths = isinstance(tokens, Tokens)
+        if host_lengths and tokens.kv_indices is not None and tokens.kv_end > self.page_indices.numel():
+            raise ArgumentError(
+                f"the paged kv indices must fit the {self.page_indices.numel()} elements of their buffer, "
+                f"got {tokens.kv_end}"
+            )
+        self._check_mask(request.mask)
+        if before is None:
+            most_keys = tokens.kv_end if tokens.kv_indices is None else self.page_indices.numel() * settings.page_size
+            limits = GraphLimits(tokens.batch_size, tokens.rows, most_keys, request.q_len)
+            return GraphInvariants(settings, request.splits, limits, tokens.first_row)
+        _check_sizes(before.limits, tokens, request.q_len)
+        first_row = tokens.first_row if host_lengths else before.first_row
+        _check_unchanged(before, GraphInvariants(settings, request.splits, before.limits, first_row))
+        return before
+
+    def _check_mask(self, mask: Mask) -> None:
+        if mask.packed is None:
+            return
+        if self.mask is None:
+            raise ArgumentError("a custom mask with use_cuda_graph=True needs custom_mask_buf and mask_indptr_buf")
+        room = self.mask[0].numel()
+        if mask.offsets[-1] > min(room, MAX_INDEX):
+            raise ArgumentError(f"the packed mask must fit the {room} bytes of custom_mask_buf, got {mask.offsets[-1]}")
+
+    # ---- what a plan writes
+
+    def place(self, request: PlanRequest) -> tuple[PlanRequest, Copies]:
+        """Return the request with page numbers and mask where captured launches read them, and the copies of all arrays
+        into the buffers. Sources that overlap a buffer are copied aside here, before anything is written.
+        """
+        tokens, mask = request.tokens, request.mask
+        copies: list[Callable[[], Any]] = []
+        for name, uploads in self._uploads.items():
+            if isinstance(tokens, DeviceTokens):
+                copies += self._copy(uploads.target, _planned(name, tokens), True)
+            else:
+                copies.append(functools.partial(uploads.copy, _planned(name, tokens)))
+        if tokens.kv_indices is not None:
+            used, buffer = tokens.kv_indices[: tokens.kv_end], self.page_indices
+            # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
+            waits = isinstance(tokens, Tokens) and not used.is_cuda and used.is_pinned()
+            copies += self._copy(buffer[: tokens.kv_end], used, not waits)
+            tokens = tokens._replace(kv_indices=buffer)
+        if mask.packed is not None and self.mask is not None:
+            bits, bounds = self.mask
+            copies += self._copy(bits[: mask.packed.numel()], mask.packed, False)
+            copies += self._copy(bounds, int32(mask.offsets), False)
+            mask = mask._replace(packed=bits)
+        return request._replace(tokens=tokens, mask=mask), copies
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> Copies:
+        if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype and source.is_contiguous():
+            return ()
+        return [functools.partial(target.copy_, self._aside(source), non_blocking=non_blocking)]
+
+    def _aside(self, source: torch.Tensor) -> torch.Tensor:
+        """Return a source for a copy into a buffer: int32 numbers or mask bytes, of which no buffer is a part."""
+        if source.dtype == torch.int64:
+            return page_ids.as_int32(source, source.device)
+        start, stop = checks.extent(source)
+        buffers = map(checks.extent, (*self.index.values(), *(self.mask or ())))
+        return source.clone() if any(start < end and first < stop for first, end in buffers) else source
+
+    def captured(self, tokens: DeviceTokens) -> DeviceTokens:
+        """Return the tokens of a planner launch that is captured: its replays read the buffers, which hold the lengths
+        of the latest plan.
+        """
+        held = {name: next((x for own, x in self.index.items() if name in own), None) for name in _LENGTHS}
+        kv_indptr = held["kv_indptr"]
+        assert kv_indptr is not None
+        device = tokens.device._replace(
+            qo_indptr=held["qo_indptr"], kv_indptr=kv_indptr, last_page_len=held["last_page_len"]
+        )
+        return tokens._replace(device=device)
+
+
+_LENGTHS = ("qo_indptr", "kv_indptr", "last_page_len")  # parts of the buffers' names
+
+
+def _planned(name: str, tokens: Tokens | DeviceTokens) -> Any:
+    """Return what a buffer of lengths receives, where the lengths are."""
+    of = tokens.device if isinstance(tokens, DeviceTokens) else tokens
+    if "last_page_len" in name:
+        return of.last_page_len
+    if name.startswith("qo"):
+        return of.qo_indptr if isinstance(of, DeviceLengths) else of.lengths.qo_indptr
+    return of.kv_indptr
+
+
+def _check_sizes(limits: GraphLimits, tokens: Tokens | DeviceTokens, q_len: int | None) -> None:
+    """Refuse a plan for which captured launches have no room."""
+    assert tokens.rows is not None
+    if limits.max_qo_len != q_len:
+        name = "uniform_q_len" if tokens.q_len is None else "q_len_per_req"
+        raise RuntimeArgumentError(
+            f"{name} must stay {limits.max_qo_len} with use_cuda_graph=True, got {q_len}: use another wrapper"
+        )
+    sizes = [("qo_indptr[-1]", tokens.rows, limits.max_rows)]
+    if tokens.kv_indices is None:
+        sizes.append(("kv_indptr[-1]", tokens.kv_end, limits.max_kv_tokens))
+    for name, size, most in sizes:
+        if size > most:
+            raise ArgumentError(
+                f"{name} must not exceed {most}, that of the first plan, with use_cuda_graph=True: captured launches "
+                f"have no room for more; got {size}"
+            )
+
+
+def _check_unchanged(before: GraphInvariants, now: GraphInvariants) -> None:
+    """Refuse a plan that changes more than lengths: captured launches contain all other numbers."""
+    fixed = _by_name(before)
+    for name, value in _by_name(now).items():
+        if fixed[name] != value:
+            raise RuntimeArgumentError(
+                f"{name} must stay {fixed[name]!r} with use_cuda_graph=True: a captured graph would not see the "
+                f"change to {value!r}; use another wrapper, or call reset_workspace_buffer() and capture again"
+            )
+
+
+def _by_name(invariants: GraphInvariants) -> dict[str, Any]:
+    settings = invariants.settings._asdict()
+    features: Features = settings.pop("features")
+    named = features._asdict()
+    del named["own_splits"]  # follows from the splits, which are compared too
+    return {**named, **settings, **invariants.splits._asdict(), "qo_indptr[0]": invariants.first_row}

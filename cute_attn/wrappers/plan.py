@@ -1,0 +1,433 @@
+"""A plan: a batch with one combination of options, and its schedule.
+
+`make_plan` makes one of a request and of the plan before. It raises before anything changes: schedules are written when
+all of them are made. `forward`, and runs with fewer heads than planned, use a plan with other options
+(`with_options`), which has a schedule at an address of its own. With CUDA graphs a captured launch may read that of any
+plan that ran, so the next `make_plan` schedules all of these again.
+
+A plan without a schedule gets it from its first run. One is *open*: lengths of a prefill batch on the GPU, of which the
+host knows nothing but the number of requests. The first run tells the number of rows (`with_rows`). The planner kernel
+then makes the schedule, from copies of the index arrays; with CUDA graphs every later plan launches it at once, so that
+a captured plan schedules again whatever the index arrays hold in a replay.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.dispatch import backends, select
+from cute_attn.dispatch.capabilities import Backend, Load
+from cute_attn.errors import NotSupported, Refusal, RuntimeArgumentError
+from cute_attn.kernels.host.device_batch import NO_LENGTHS
+from cute_attn.problem import (
+    BatchLimits,
+    BatchPlan,
+    DeviceLengths,
+    DeviceTokens,
+    Features,
+    GraphLimits,
+    Settings,
+    Tokens,
+)
+from cute_attn.request import batch_plan, checks, page_ids
+from cute_attn.request.batch_plan import PlanContext
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.runtime import switches
+from cute_attn.runtime.staging import Staging, is_capturing
+from cute_attn.schedule import batch as batch_schedule
+from cute_attn.wrappers.graph import Copies, GraphInvariants
+from cute_attn.wrappers.plan_request import Place
+
+MAX_VARIANTS = 64  # plans of a batch: options that change with every `forward` must not fill memory
+
+
+class UnsupportedByPlan(NotSupported):
+    """The planned backend does not support features that a run adds."""
+
+    def __init__(self, refusals: Sequence[Refusal], features: Features) -> None:
+        super().__init__(refusals)
+        self.features = features
+
+
+class Choice(NamedTuple):
+    """How a plan is to be scheduled."""
+
+    backend: Backend
+    limits: BatchLimits
+    load: Load | None  # by which the backend was chosen; None: a run had a part in that
+
+
+@dataclass(eq=False)
+class Plan:
+    """A batch with one combination of options. What is not in `batch` and `used` does not change."""
+
+    place: Place
+    request: PlanRequest  # with the options of this plan
+    settings: Settings
+    fixed: GraphInvariants | None  # by the first plan, with CUDA graphs
+    variants: dict[Settings, Plan]  # all plans of the batch; first the one with the options of `plan`
+    by_options: dict[Any, Plan]  # by the arguments of `with_options`, which cost less
+    staging: Staging
+    overrides: dict[str, Any] = field(default_factory=dict)  # options of `plan` that runs replaced
+    backend: str | None = None  # with CUDA graphs the name of the first schedule's: captured launches cannot move
+    used: bool = False  # a run launched it since the last `plan`; with CUDA graphs: ever, so a graph may hold it
+    batch: BatchPlan | None = None  # None: not scheduled
+
+    @property
+    def base(self) -> Plan:
+        """The plan with the options of `plan`."""
+        return next(iter(self.variants.values()))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a run must tell the number of rows."""
+        return self.request.tokens.rows is None
+
+    # ---- other plans of this one
+
+    def with_options(self, **overrides: Any) -> Plan:
+        """Return the plan of this batch in which these options, and no others, are replaced."""
+        key = (*overrides, *overrides.values(), *map(type, overrides.values()))  # types too: 1 == True
+        try:
+            return self.by_options[key]
+        except (KeyError, TypeError):  # an option without a hash: `_settings` says what is wrong with it
+            pass
+        base = self.base
+        request = base.request.with_options(overrides)
+        settings = _settings(self.place, request)
+        plan = self.variants.get(settings)
+        if plan is None:
+            self._make_room()
+            others = self.fixed, self.variants, self.by_options
+            plan = Plan(self.place, request, settings, *others, Staging(self.place.device), overrides)
+            self.variants[settings] = plan
+        self.by_options[key] = plan
+        return plan
+
+    def _make_room(self) -> None:
+        """Forget the oldest plan if there are too many; with CUDA graphs none that ran."""
+        if len(self.variants) < MAX_VARIANTS:
+            return
+        keep = self.place.graph is not None
+        spare = [key for key, old in self.variants.items() if old is not self.base and not (keep and old.used)]
+        if not spare:
+            raise RuntimeArgumentError(
+                f"runs of a wrapper with use_cuda_graph=True may differ in at most {MAX_VARIANTS} combinations of "
+                "heads and options of forward(), which captured graphs may hold; use another wrapper"
+            )
+        del self.variants[spare[0]]
+        self.by_options.clear()
+
+    def with_rows(self, rows: int, keys: int) -> Plan:
+        """Return an open plan completed. `keys`: rows of ragged k and v."""
+        tokens, graph = self.request.tokens, self.place.graph
+        assert isinstance(tokens, DeviceTokens)
+        request = self.base.request._replace(tokens=_with_bounds(tokens, rows, keys))
+        fixed = None if graph is None else graph.checked(request, self.base.settings, self.fixed)
+        completed = _renewed(self.variants.values(), request, fixed)
+        if graph is not None:  # a schedule fixes the size of its memory, also that of a run that fails
+            for plan in completed.values():
+                plan.staging = Staging(self.place.device)
+        return completed[self.settings]
+
+    def with_lengths(self, request: PlanRequest) -> Plan | None:
+        """Return the plan of a request that differs in lengths only: it takes over the launches of this one. None, and
+        nothing changes, if these cannot take the lengths.
+        """
+        batch, tokens = self.batch, request.tokens
+        if batch is None or len(self.variants) > 1 or tokens.rows is None:
+            return None
+        if batch.validate != _validates(self.place):
+            return None
+        if batch.load != _load(batch.settings, tokens, batch.limits):
+            return None
+        batch_plan.check_rows(tokens, batch.settings.features.num_qo_heads)
+        same_launches = batch.launch.again(tokens.device if isinstance(tokens, DeviceTokens) else tokens.lengths)
+        if same_launches is None:
+            return None
+        try:
+            self.staging.send()
+        except Exception:
+            self.staging.discard()
+            self.batch = None  # whose launches have the numbers of the other lengths
+            raise
+        batch.follow(tokens, same_launches)
+        now = _alone(self.place, request, self.settings, self.fixed, self.staging)
+        now.backend, now.batch, now.used = self.backend, batch, self.used and self.place.graph is not None
+        return now
+
+    # ---- its schedule
+
+    def schedule_for_run(self, features: Features | None = None) -> None:
+        """Schedule the plan. `features`: what the backend must support, if a run adds to what the plan says. An error
+        if a CUDA graph is being captured, whose replays would repeat the upload; the planner kernel may be captured.
+        """
+        tokens, place = self.request.tokens, self.place
+        if is_capturing(place.device):
+            if isinstance(tokens, Tokens):
+                settled = ", ".join(f"{name}={checks.shown(value)}" for name, value in self.overrides.items())
+                raise RuntimeArgumentError(
+                    f"a run must precede its capture in a CUDA graph, which cannot hold the upload of a schedule: run "
+                    f"once after plan() before the capture, with the same heads and options ({settled or 'as planned'})"
+                )
+            if place.graph is not None:
+                tokens = place.graph.captured(tokens)
+        _schedule([self], tokens, features)
+
+    def scheduled(self, tokens: Tokens | DeviceTokens, features: Features | None = None) -> BatchPlan:
+        """Return the batch with a schedule, which `staging.send` writes."""
+        if isinstance(tokens, DeviceTokens):
+            if (batch := self._scheduled_on_device(tokens, features)) is not None:
+                return batch
+            tokens = tokens.host
+        choice = self._choice(tokens, features)
+        launch = backends.plan(choice.backend, self.settings, tokens.lengths, choice.limits, self.staging)
+        return self._batch(tokens, choice, launch)
+
+    def _scheduled_on_device(self, tokens: DeviceTokens, features: Features | None) -> BatchPlan | None:
+        """Return the batch; None if the backend needs the lengths on the host."""
+        choice = self._choice(tokens, features)
+        tokens.check_unchanged()
+        launch = backends.plan_on_device(choice.backend, self.settings, tokens.device, choice.limits, self.staging)
+        if launch is not None:
+            return self._batch(tokens, choice, launch)
+        if is_capturing(self.place.device):
+            raise RuntimeArgumentError(
+                f"a plan of the {choice.backend.name} backend with these options reads the index arrays, which the "
+                "capture of a CUDA graph cannot: call plan() before the capture"
+            )
+        return None
+
+    def _choice(self, tokens: Tokens | DeviceTokens, features: Features | None = None) -> Choice:
+        settings, request, place = self.settings, self.request, self.place
+        batch_plan.check_rows(tokens, settings.features.num_qo_heads)
+        room = _room(request, tokens) if self.fixed is None else self.fixed.limits
+        limits = BatchLimits(
+            place.workspace.numel(), *request.splits, room, request.q_len, keeps_address=place.graph is not None
+        )
+        load = _load(settings, tokens, limits)
+        backend = select.chosen(features or settings.features, self.backend or place.backend, load)
+        return Choice(backend, limits, load if features is None else None)
+
+    def _batch(self, tokens: Tokens | DeviceTokens, choice: Choice, launch: Any) -> BatchPlan:
+        return BatchPlan(
+            self.settings,
+            tokens,
+            choice.limits,
+            launch,
+            check_supported=functools.partial(_check_supported, choice.backend),
+            kv_indices=tokens.kv_indices,
+            packed_mask=self.request.mask.packed,
+            workspace=self.place.workspace,
+            validate=_validates(self.place),
+            page_axes=self.place.page_axes,
+            backend=choice.backend.name,
+            load=choice.load,
+        )
+
+    def workspace(self) -> tuple[int, int]:
+        """Return the bytes that a schedule would use of an unlimited workspace, and the bytes of its records."""
+        tokens = self.request.tokens
+        assert isinstance(tokens, Tokens)
+        choice = self._choice(tokens)
+        return backends.workspace(choice.backend, self.settings, tokens.lengths, choice.limits)
+
+
+# ---- plans of requests
+
+
+def make_plan(place: Place, request: PlanRequest, before: Plan | None) -> Plan:
+    """Return the plan of a request. Unless it is open, it is scheduled: with the settings of the plan before for all
+    options that ran under that one, else for its own.
+    """
+    request = _bounded(request, before)
+    alike = before is not None and not request.differs(before.base.request)
+    settings, fixed = _checked(place, request, before, alike)
+    request, copies = _placed(place, request)
+    plan = before.with_lengths(request) if before is not None and alike else None
+    if plan is None:
+        if request.tokens.rows is None:
+            request = _left_open(place, request, settings)
+        plan = _following(place, request, settings, fixed, before)
+        due = [each for each in plan.variants.values() if each.used] or [plan]
+        for each in due:
+            each.used = each.used and place.graph is not None
+        if not plan.is_open:
+            _schedule(due, request.tokens)
+    for copy in copies:
+        copy()
+    return plan
+
+
+def measure(place: Place, request: PlanRequest, before: Plan | None) -> tuple[int, int]:
+    """Return `workspace` of the plan of a request."""
+    if isinstance(request.tokens, DeviceTokens):
+        request = request._replace(tokens=request.tokens.host)
+    settings, fixed = _checked(place, request, before)
+    return _following(place, request, settings, fixed, before).workspace()
+
+
+def _checked(
+    place: Place, request: PlanRequest, before: Plan | None, alike: bool = False
+) -> tuple[Settings, GraphInvariants | None]:
+    """Return the settings of a request, and with CUDA graphs what the first plan fixes. Raises every error except those
+    of the backend. `alike`: the settings are those of the plan before.
+    """
+    settings = before.base.settings if before is not None and alike else _settings(place, request)
+    if place.graph is None:
+        return settings, None
+    return settings, place.graph.checked(request, settings, None if before is None else before.fixed)
+
+
+def _settings(place: Place, request: PlanRequest) -> Settings:
+    """Return the settings that the options of a request decide. Raises what is wrong with them."""
+    tokens, splits = request.tokens, request.splits
+    context = PlanContext(
+        place.device,
+        place.kv_layout,
+        place.kv_source,
+        request.mask.packed is not None,
+        request.page_size,
+        request.newest or tokens.q_len is not None,
+        splits.fixed_split_size is not None or splits.disable_split_kv,
+        tokens.multi_item,
+    )
+    return batch_plan.plan_settings(context, *request.options)
+
+
+def _placed(place: Place, request: PlanRequest) -> tuple[PlanRequest, Copies]:
+    """Return the request with page numbers and mask where launches read them, and the copies that put them there."""
+    tokens, mask = request.tokens, request.mask
+    if mask.packed is not None:
+        tokens = tokens._replace(lengths=tokens.lengths.replace(mask_offset=mask.offsets[:-1]))
+        request = request._replace(tokens=tokens)
+    if place.graph is not None:
+        return place.graph.place(request)
+    indices = tokens.kv_indices
+    if indices is None:
+        return request, ()
+    if indices.dtype == torch.int32 and indices.device == place.workspace.device and indices.is_contiguous():
+        return request, ()  # cheaper than a `to` without effect
+    tokens = tokens._replace(kv_indices=page_ids.as_int32(indices, place.workspace.device))
+    return request._replace(tokens=tokens), ()
+
+
+def _following(
+    place: Place, request: PlanRequest, settings: Settings, fixed: GraphInvariants | None, before: Plan | None
+) -> Plan:
+    """Return the plan of a request, not scheduled, with those of other options that ran under the plan before, if the
+    settings are the same.
+    """
+    if before is None:
+        return _alone(place, request, settings, fixed, Staging(place.device))
+    base = before.base
+    if base.settings != settings:
+        return _alone(place, request, settings, fixed, base.staging)
+    kept = [old for old in before.variants.values() if old.used or old is base]
+    return _renewed(kept, request, fixed)[settings]
+
+
+def _alone(
+    place: Place, request: PlanRequest, settings: Settings, fixed: GraphInvariants | None, staging: Staging
+) -> Plan:
+    """Return a plan without others of other options."""
+    plan = Plan(place, request, settings, fixed, {}, {}, staging)
+    plan.variants[settings] = plan
+    return plan
+
+
+def _renewed(plans: Iterable[Plan], request: PlanRequest, fixed: GraphInvariants | None) -> dict[Settings, Plan]:
+    """Return the plans of another request with the options of these, not scheduled."""
+    variants: dict[Settings, Plan] = {}
+    by_options: dict[Any, Plan] = {}
+    for old in plans:
+        own = request.with_options(old.overrides)
+        kept = old.staging, old.overrides, old.backend, old.used
+        variants[old.settings] = Plan(old.place, own, old.settings, fixed, variants, by_options, *kept)
+    return variants
+
+
+def _schedule(plans: Sequence[Plan], tokens: Tokens | DeviceTokens, features: Features | None = None) -> None:
+    """Schedule plans of one batch, and write the schedules once all are made."""
+    try:
+        batches = [plan.scheduled(tokens, features) for plan in plans]
+        for plan in plans:
+            plan.staging.send()
+    except Exception:
+        for plan in plans:
+            plan.staging.discard()
+        raise
+    for plan, batch in zip(plans, batches, strict=True):
+        plan.batch = batch
+        if plan.place.graph is not None:
+            plan.backend = batch.backend
+
+
+# ---- bounds of lengths on the device
+
+
+def _bounded(request: PlanRequest, before: Plan | None) -> PlanRequest:
+    """Return the request with the bounds of captured launches, if the plan before has fixed them."""
+    fixed, tokens = None if before is None else before.fixed, request.tokens
+    if fixed is None or not isinstance(tokens, DeviceTokens) or tokens.rows is not None:
+        return request
+    return request._replace(tokens=_with_bounds(tokens, fixed.limits.max_rows, fixed.limits.max_kv_tokens))
+
+
+def _with_bounds(tokens: DeviceTokens, rows: int, keys: int) -> DeviceTokens:
+    """Return tokens with bounds. `keys`: rows of ragged k and v."""
+    device = tokens.device if tokens.kv_indices is not None else tokens.device._replace(max_kv=keys)
+    return tokens._replace(rows=rows, device=device)
+
+
+def _room(request: PlanRequest, tokens: Tokens | DeviceTokens) -> GraphLimits | None:
+    """Return the sizes that launches have room for, where nothing fixes them; None: those that the lengths need."""
+    if isinstance(tokens, Tokens):
+        return None
+    assert tokens.rows is not None
+    keys = tokens.kv_end * (request.page_size if tokens.kv_indices is not None else 1)
+    return GraphLimits(tokens.batch_size, tokens.rows, keys, request.q_len)
+
+
+def _left_open(place: Place, request: PlanRequest, settings: Settings) -> PlanRequest:
+    """Return the request with copies of its index arrays, which the caller may overwrite before the first run. Raises
+    what no run could do.
+    """
+    tokens = request.tokens
+    assert isinstance(tokens, DeviceTokens)
+    if is_capturing(place.device):
+        raise RuntimeArgumentError(
+            "plan() must come before the capture of a CUDA graph, and a run, which tells the number of rows"
+        )
+    select.chosen(settings.features, place.backend, select.load_class(settings.features, 1, False))
+    copies: Any = (x.clone() if isinstance(x, torch.Tensor) else x for x in tokens.device)
+    return request._replace(tokens=tokens._replace(device=DeviceLengths(*copies)))
+
+
+# ---- selection
+
+
+def _load(settings: Settings, tokens: Tokens | DeviceTokens, limits: BatchLimits) -> Load:
+    """Return what selection knows of a batch. Lengths of keys count where the host knows them, unless a captured launch
+    serves others too.
+    """
+    lengths = NO_LENGTHS if isinstance(tokens, DeviceTokens) else tokens.lengths
+    qo_len = batch_schedule.typical_qo_len(lengths, limits)
+    batch = select.batch_class(settings, lengths) if limits.graph is None else None
+    return select.load_class(settings.features, qo_len, tokens.batch_size == 1, batch)
+
+
+def _check_supported(backend: Backend, features: Features) -> None:
+    refusals = select.reasons_against(backend, features, select.arch_for(features.device, None))
+    if refusals:
+        raise UnsupportedByPlan(refusals, features)
+
+
+def _validates(place: Place) -> bool:
+    """Tell whether runs check page numbers before every launch."""
+    return place.kv_source == "paged" and switches.validates()
