@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import BatchPlan, BatchProblem, Features, MemoryRange, OperandLayout, Settings
+from cute_attn.problem import BatchPlan, BatchProblem, DeviceTokens, MemoryRange, Settings
 from cute_attn.request import checks
 from cute_attn.request.caches import is_large
 from cute_attn.request.once import IMMUTABLE
@@ -21,17 +21,17 @@ from cute_attn.request.settings import LSE_BASES, MIN_SCALE
 from cute_attn.request.single import (
     ALIGNMENT,
     Scales,
+    beside_operands,
     check_block_scales,
     check_head_scales,
     check_outputs,
     check_per_head,
     check_unit_stride,
     has_loose_scales,
+    has_readable_rows,
     is_expanded,
     is_half_aligned,
     kv_alignment,
-    memory_ranges,
-    operand_layout,
     readable_query,
     split_scale,
 )
@@ -70,11 +70,11 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
         *(k.shape, k.stride(), k.dtype, k.device),
         *(v.shape, v.stride(), v.dtype, v.device),
     )
-    layout = plan.layouts.get(key)
-    if layout is None:
-        layout = plan.layouts[key] = _check_layout(plan, q, k, v)
+    readable = plan.layouts.get(key)
+    if readable is None:
+        readable = plan.layouts[key] = _check_layout(plan, q, k, v)
     half_aligned = False
-    if not layout.readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+    if not readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         q = readable_query(q, ("k", k), ("v", v), alignment=kv_alignment(k))
         half_aligned = is_half_aligned(k, v)
     if q.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0:
@@ -104,7 +104,8 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
 
     rows, heads = plan.rows, features.num_qo_heads
     if out is not None or lse is not None:
-        _check_outputs(plan, arguments, (k, v), layout.spans, features)
+        shape = rows, heads
+        check_outputs(out, lse, features, shape, "rows", memory_read(plan, arguments._replace(kv_cache=(k, v))))
     if out is None:
         out = q.new_empty(rows, heads, features.head_dim_vo, dtype=features.o_dtype)
         if plan.first_row:
@@ -187,13 +188,7 @@ def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     if not lse.is_contiguous():
         raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     checks.check_grad("lse", lse)
-    operands, cache = {"q": q, "out": arguments.out, "sinks": arguments.sinks}, arguments.kv_cache
-    operands |= dict(zip("kv", cache, strict=False)) if isinstance(cache, tuple | list) else {"the cache": cache}
-    # The run refuses what has no memory.
-    stored = {n: x for n, x in operands.items() if isinstance(x, torch.Tensor) and x.layout is torch.strided}
-    taken = [(name, checks.extent(x)) for name, x in stored.items()]
-    for name, extent in (*protected_memory(plan), *taken):
-        checks.no_overlap("lse", checks.extent(lse), name, extent)
+    checks.apart((("out", arguments.out), ("lse", lse)), memory_read(plan, arguments).items())
 
 
 # ---- settings
@@ -277,8 +272,8 @@ def pages(plan: BatchPlan, cache: Any, name: str = "paged_kv_cache") -> tuple[to
     return k, v
 
 
-def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> OperandLayout:
-    """Check everything about q, k and v except their addresses."""
+def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Check everything about q, k and v except their addresses, and tell whether kernels can read rows of such."""
     f = plan.settings.features
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.device != plan.workspace.device:
@@ -307,7 +302,7 @@ def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     expanded, large = is_expanded(q, k, v), f.kv_source == "paged" and (is_large(k) or is_large(v))
     if expanded or large:
         plan.check_supported(f._replace(expanded=expanded, large_cache=large))
-    return operand_layout(q, k, v)
+    return has_readable_rows(q, k, v)
 
 
 def _check_cache_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> None:
@@ -382,23 +377,27 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
     return scales[0].view(torch.float8_e4m3fn), scales[1].view(torch.float8_e4m3fn)
 
 
-def _check_outputs(
-    plan: BatchPlan,
-    arguments: RunArguments,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    spans: tuple[int, int, int],
-    features: Features,
-) -> None:
-    """Check `out` and `lse` of the caller against the memory that the plan and the run read."""
-    taken = [*protected_memory(plan), *memory_ranges(("q", "k", "v"), (arguments.q, *kv), spans)]
-    if arguments.sinks is not None:
-        taken.append(("sinks", checks.extent(arguments.sinks)))
-    check_outputs(arguments.out, arguments.lse, features, (plan.rows, features.num_qo_heads), "rows", taken)
+def memory_read(plan: BatchPlan, arguments: RunArguments) -> dict[str, Any]:
+    """Return all that a run reads, by name: what the plan keeps, and the arguments that may be tensors."""
+    cache = arguments.kv_cache
+    operands = dict(zip("kv", cache)) if isinstance(cache, tuple | list) else {"the cache": cache}
+    given = {name: getattr(arguments, name) for name in ("q", "q_scale", "k_scale", "v_scale", "sinks")}
+    return plan_memory(plan) | operands | given | beside_operands(arguments.head_scales, arguments.kv_cache_sf)
+
+
+def plan_memory(plan: BatchPlan) -> dict[str, Any]:
+    """Return the memory of the plan that a run must not write, by name."""
+    kept = {"kv_indices": plan.kv_indices, "packed_mask": plan.packed_mask, "the workspace": plan.workspace}
+    if isinstance(plan.tokens, DeviceTokens):
+        kept |= plan.tokens.device._asdict()
+    if plan.staging is not None:
+        kept["the schedule"] = plan.staging.memory
+    return {**kept, **plan.buffers}
 
 
 def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
-    """Return the memory of the plan that a run must not write."""
+    """Return the addresses of `plan_memory`."""
     if plan.protected is None:
-        kept = ("kv_indices", plan.kv_indices), ("packed_mask", plan.packed_mask), ("the workspace", plan.workspace)
-        plan.protected = [(name, checks.extent(tensor)) for name, tensor in kept if tensor is not None]
+        kept = plan_memory(plan).items()
+        plan.protected = [(name, checks.extent(x)) for name, x in kept if isinstance(x, torch.Tensor) and x.numel()]
     return plan.protected
