@@ -231,6 +231,11 @@ def extent(value: torch.Tensor) -> Extent:
     return start, start + (last + 1) * value.element_size()
 
 
+def named(names: Sequence[str], given: Any) -> list[Named]:
+    """Return what a tuple or a list has, by name; nothing of what is neither, which other checks refuse."""
+    return list(zip(names, given, strict=False)) if isinstance(given, tuple | list) else []
+
+
 def apart(written: Iterable[Named], read: Iterable[Named] = ()) -> None:
     """Refuse buffers to write that share memory with what a call reads, or with each other. Tensors that alternate in
     one storage, whose address ranges cross, share none. What is no strided tensor is passed over: it has no memory.
