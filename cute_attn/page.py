@@ -267,12 +267,11 @@ def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any
 
 
 def _keep_apart(
-    rows: Tensors, caches: Tensors, slots: page_table.PageTable | page_table.SlotMapping, scales: tuple[Any, ...] = ()
+    rows: Tensors, caches: Tensors, slots: page_table.Slots, scales: tuple[Any, ...] = ()
 ) -> None:
     """Refuse caches that share memory with each other or with another argument."""
-    names = ("append_key", "append_value"), slots._fields, ("k_scale", "v_scale")
-    read = (pair for named, given in zip(names, (rows, slots, scales), strict=True) for pair in zip(named, given))
-    checks.apart(zip(nvfp4.CACHE_NAMES, caches), read)
+    read = checks.named(("append_key", "append_value"), rows) + checks.named(slots._fields, slots)
+    checks.apart(checks.named(nvfp4.CACHE_NAMES, caches), read + checks.named(("k_scale", "v_scale"), scales))
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -20,8 +20,10 @@ from cute_attn.request.once import IMMUTABLE
 from cute_attn.request.settings import LSE_BASES, MIN_SCALE
 from cute_attn.request.single import (
     ALIGNMENT,
+    BLOCK_SCALES,
+    HEAD_SCALES,
+    SCALES,
     Scales,
-    beside_operands,
     check_block_scales,
     check_head_scales,
     check_outputs,
@@ -188,7 +190,7 @@ def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     if not lse.is_contiguous():
         raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     checks.check_grad("lse", lse)
-    checks.apart((("out", arguments.out), ("lse", lse)), memory_read(plan, arguments).items())
+    checks.apart((("out", arguments.out), ("lse", lse)), memory_read(plan, arguments))
 
 
 # ---- settings
@@ -377,27 +379,30 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
     return scales[0].view(torch.float8_e4m3fn), scales[1].view(torch.float8_e4m3fn)
 
 
-def memory_read(plan: BatchPlan, arguments: RunArguments) -> dict[str, Any]:
+def memory_read(plan: BatchPlan, arguments: RunArguments) -> list[checks.Named]:
     """Return all that a run reads, by name: what the plan keeps, and the arguments that may be tensors."""
-    cache = arguments.kv_cache
-    operands = dict(zip("kv", cache)) if isinstance(cache, tuple | list) else {"the cache": cache}
-    given = {name: getattr(arguments, name) for name in ("q", "q_scale", "k_scale", "v_scale", "sinks")}
-    return plan_memory(plan) | operands | given | beside_operands(arguments.head_scales, arguments.kv_cache_sf)
+    given = [(name, getattr(arguments, name)) for name in ("q", *SCALES, "sinks")]
+    operands = checks.named(("k", "v"), arguments.kv_cache) or [("the cache", arguments.kv_cache)]
+    block_scales = checks.named(BLOCK_SCALES, arguments.kv_cache_sf) or [("kv_cache_sf", arguments.kv_cache_sf)]
+    return plan_memory(plan) + given + operands + block_scales + checks.named(HEAD_SCALES, arguments.head_scales)
 
 
-def plan_memory(plan: BatchPlan) -> dict[str, Any]:
+def plan_memory(plan: BatchPlan) -> list[checks.Named]:
     """Return the memory of the plan that a run must not write, by name."""
-    kept = {"kv_indices": plan.kv_indices, "packed_mask": plan.packed_mask, "the workspace": plan.workspace}
-    if isinstance(plan.tokens, DeviceTokens):
-        kept |= plan.tokens.device._asdict()
-    if plan.staging is not None:
-        kept["the schedule"] = plan.staging.memory
-    return {**kept, **plan.buffers}
+    on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
+    return [
+        ("kv_indices", plan.kv_indices),
+        ("packed_mask", plan.packed_mask),
+        ("the workspace", plan.workspace),
+        ("the schedule", plan.staging and plan.staging.memory),
+        *on_device,
+        *plan.buffers.items(),
+    ]
 
 
 def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
     """Return the addresses of `plan_memory`."""
     if plan.protected is None:
-        kept = plan_memory(plan).items()
+        kept = plan_memory(plan)
         plan.protected = [(name, checks.extent(x)) for name, x in kept if isinstance(x, torch.Tensor) and x.numel()]
     return plan.protected

@@ -20,6 +20,7 @@ from cute_attn.request.caches import cache_views, is_large
 from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Structure, call_settings
 from cute_attn.request.single import (
     ALIGNMENT,
+    BLOCK_SCALES,
     Scales,
     check_block_scales,
     check_outputs,
@@ -38,7 +39,6 @@ FP8_OUT = torch.float8_e4m3fn
 OUT_DTYPES = (*HALF, FP8_OUT)
 CACHE_SIZE = 256  # layers of a model differ in scales, batches in shapes
 OPERANDS = ("query", "k of kv_cache", "v of kv_cache")
-BLOCK_SCALES = ("k_sf of kv_cache_sf", "v_sf of kv_cache_sf")
 
 
 class DecodeTensors(NamedTuple):
@@ -466,7 +466,7 @@ def _outputs(
     if out is not None or lse is not None:
         if out is not None and out.dim() == 4 and tensors.q_cu_seq_lens is None:
             out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
-        check_outputs(out, lse, features, rows, "num_tokens", {})  # `decode_values` compares them with all else
+        check_outputs(out, lse, features, rows, "num_tokens", ())  # `decode_values` compares them with all else
     if out is None:
         out = query.new_empty(*rows, features.head_dim_vo, dtype=features.o_dtype)
     if lse is None and return_lse:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ NARROW_ALIGNMENT = 8  # bytes: some move k and v of fp8 dtypes and NVFP4 in halv
 SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
 MAX_ROWS = 1 << 30
 SCALES = ("q_scale", "k_scale", "v_scale")
+HEAD_SCALES = ("scale_q", "scale_k", "scale_v")
+BLOCK_SCALES = ("k_sf of kv_cache_sf", "v_sf of kv_cache_sf")
 
 Scales = tuple[torch.Tensor, ...]  # one-element fp32 tensors on the device
 
@@ -355,22 +357,14 @@ def _check_sinks(sinks: torch.Tensor) -> None:
 
 
 def _check_outputs(call: Call, features: Features, rows: tuple[int, ...]) -> None:
-    read = {
-        name: getattr(call, name) for name in ("q", "k", "v", "custom_mask", "packed_custom_mask", "sinks", *SCALES)
-    }
-    read |= beside_operands(call.head_scales, call.kv_cache_sf)
+    names = "q", "k", "v", "custom_mask", "packed_custom_mask", "sinks", *SCALES
+    read = [(name, getattr(call, name)) for name in names]
+    read += checks.named(HEAD_SCALES, call.head_scales) + checks.named(BLOCK_SCALES, call.kv_cache_sf)
     check_outputs(call.out, call.lse, features, rows, "" if call.decode else "qo_len", read)
 
 
-def beside_operands(head_scales: Any, kv_cache_sf: Any) -> dict[str, Any]:
-    """Return the tensors of per-head scales and of block scales by name, as far as the caller gave them."""
-    names = ("scale_q", "scale_k", "scale_v"), ("k_sf of kv_cache_sf", "v_sf of kv_cache_sf")
-    pairs = zip(names, (head_scales, kv_cache_sf), strict=True)
-    return {name: x for of, given in pairs if isinstance(given, tuple | list) for name, x in zip(of, given)}
-
-
 def check_outputs(
-    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, read: Mapping[str, Any]
+    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, read: Iterable[checks.Named]
 ) -> None:
     """Check shape, dtype, device and strides of the caller's `out` and `lse`. They must share memory neither with what
     the call reads, `read`, nor with each other.
@@ -388,7 +382,7 @@ def check_outputs(
         checks.writable("lse", lse)
         if not lse.is_contiguous():
             raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
-    checks.apart((("out", out), ("lse", lse)), read.items())
+    checks.apart((("out", out), ("lse", lse)), read)
 
 
 def _check_output(
