@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 import torch
 
+import cute_attn
 from cute_attn import ArgumentError, emulator
+from cute_attn import xqa as low_level
 from perf.pretended_gpu import NullDriver
 from tests.support.entry_points import ENTRIES, Call, Entry, Planned, Tensors
 from tests.support.launch_corpus import pretended
@@ -23,6 +29,8 @@ OTHER_NAMES = {
     "workspace_buffer": "workspace_buffer|the workspace",
     "k of kv_cache": "k( of kv_cache)?",
     "v of kv_cache": "v( of kv_cache)?",
+    "k_sf_cache": r"k_sf of \(k_sf_cache, v_sf_cache\)",
+    "v_sf_cache": r"v_sf of \(k_sf_cache, v_sf_cache\)",
     "bmm1_scale": "bmm1_scale|q_scale",
     "bmm2_scale": "bmm2_scale|v_scale",
 }
@@ -119,3 +127,56 @@ def test_shared_memory_is_refused_on_the_emulator(entry: str) -> None:
                 scene.call(scene.tensors)
             for pair in pairs(ENTRIES[entry]):
                 scene.refuses(*pair)
+
+
+# ---- nothing is left out
+
+OUTPUTS = {"out", "lse", "output", "output_k", "output_v"}
+UNREAD = {
+    "profiler_buffer": "refused",
+    "kv_cache_sf": "of trtllm_batch_context_with_kv_cache: refused",
+    "causal_seqlens_kv_global": "refused",
+    "request_order": "refused",
+    "multi_ctas_kv_counter_buffer": "not used",
+}
+
+
+def public_functions() -> dict[CodeType, Callable[..., Any]]:
+    """Returns what users call, and what they run, by code."""
+    found = []
+    for module in (cute_attn, low_level):
+        for value in (getattr(module, name) for name in module.__all__):
+            found.append(getattr(value, "run", None) if inspect.isclass(value) else value)
+    return {f.__code__: f for f in map(inspect.unwrap, filter(callable, found)) if inspect.isfunction(f)}
+
+
+def tensors_of(arguments: dict[str, Any]) -> set[str]:
+    """Returns the names of arguments that are tensors or have some."""
+    items = ((name, x if isinstance(x, tuple | list) else (x,)) for name, x in arguments.items())
+    return {name for name, parts in items if any(isinstance(x, torch.Tensor) for x in parts)}
+
+
+def test_entries_give_every_tensor() -> None:
+    """A function that writes memory of its caller is an entry, with all tensors that it may take."""
+    functions = public_functions()
+    given: dict[CodeType, set[str]] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in functions:
+            given.setdefault(frame.f_code, set()).update(tensors_of(frame.f_locals))
+
+    for entry in ENTRIES.values():
+        with pretended(NullDriver()):
+            scene = Scene(entry, "auto")
+            sys.setprofile(note)
+            try:
+                scene.call(scene.tensors)
+            finally:
+                sys.setprofile(None)
+    missing = {}
+    for code, function in functions.items():
+        parameters = inspect.signature(function).parameters.values()
+        tensors = {x.name for x in parameters if "Tensor" in str(x.annotation)}
+        if (code in given or tensors & OUTPUTS) and (left := tensors - given.get(code, set()) - UNREAD.keys()):
+            missing[function.__qualname__] = left
+    assert not missing

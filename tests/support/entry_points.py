@@ -75,10 +75,12 @@ HEAD_SCALES = {"scale_q": torch.ones(HEADS), "scale_k": torch.ones(KV_HEADS), "s
 SINKS = {"sinks": torch.zeros(HEADS)}
 
 
-def nvfp4(*shape: int, names: tuple[str, str] = ("k", "v")) -> dict[str, torch.Tensor]:
+def nvfp4(
+    *shape: int, names: tuple[str, str] = ("k", "v"), scales: tuple[str, str] = BLOCK_SCALES
+) -> dict[str, torch.Tensor]:
     """Return NVFP4 k and v, and their block scales."""
     codes = {name: zeros(*shape, KV_HEADS, DIM // 2) for name in names}
-    return codes | {name: zeros(*shape, KV_HEADS, DIM // 16) for name in BLOCK_SCALES}
+    return codes | {name: zeros(*shape, KV_HEADS, DIM // 16) for name in scales}
 
 
 def arguments(given: Tensors, *pairs: tuple[str, tuple[str, str]]) -> dict[str, Any]:
@@ -305,6 +307,13 @@ BATCHES = {
     "ragged, CUDA graph": batch(
         ROWS_OF_2 | {name: ints(0, 0, 0) for name in RAGGED_BUFFERS}, RAGGED, plan_ragged, RAGGED_BUFFERS, paged=False
     ),
+    "ragged, CUDA graph, mask": batch(
+        ROWS_OF_2 | RAGGED_MASK | {name: ints(0, 0, 0) for name in (*RAGGED_BUFFERS, "mask_indptr_buf")},
+        RAGGED,
+        plan_ragged,
+        RAGGED_BUFFERS | MASK_BUFFERS,
+        paged=False,
+    ),
     "decode": batch(STEP, STEPS, plan_decode),
     "decode, scales": batch(STEP | ALL_SCALES, STEPS, plan_decode),
     "decode, NVFP4": batch(STEP | nvfp4(PAGES, PAGE), STEPS, plan_decode),
@@ -359,21 +368,38 @@ FMHA_TENSORS |= without(operands(KEYS), "q") | {"seq_lens": ints(12, 16), "works
 FMHA_TENSORS |= {"cum_seq_lens_q": ints(*QO_INDPTR), "cum_seq_lens_kv": ints(*KV_INDPTR)}
 
 
+FMHA_PAGES = without(FMHA_TENSORS, "k", "v") | ONE_CACHE | TABLES | BOUNDS
+
+
 def begin_fmha(_: Tensors, backend: str) -> Call:
     """Return a call over ragged keys."""
     options = {"input_layout": "SEPARATE_Q_K_V", "backend": backend}
     return lambda given: trtllm_fmha(given, *FMHA_NAMES, **options)
 
 
+def begin_fmha_of_pages(_: Tensors, backend: str) -> Call:
+    """Return a call over pages."""
+    options = {"input_layout": "Q_PAGED_KV_NHD", "backend": backend}
+    return lambda given: trtllm_fmha(given, "query", "the cache", **options)
+
+
 LOW_LEVEL_NAMES = {"query": "q", "k of kv_cache": "k_cache", "v of kv_cache": "v_cache", "out": "output"}
 LOW_LEVEL_NAMES |= {"block_tables": "page_table"}
 LOW_LEVEL = {LOW_LEVEL_NAMES.get(name, name): x for name, x in (unplanned(2) | SINKS).items()}
 LOW_LEVEL |= {"semaphores": zeros(4096), **scales("q_scale", "kv_scale")}
+LOW_LEVEL_SIZES = {"num_kv_heads": KV_HEADS, "page_size": PAGE}
+LOW_LEVEL_WRITTEN = "output", "workspace_buffer", "semaphores"
 WRITTEN, WITH_LSE = ("out", "workspace_buffer"), ("out", "lse", "workspace_buffer")
 XQA_FUNCTIONS = {
     "xqa": (cute_attn.xqa_batch_decode_with_kv_cache, "q_cu_seq_lens", "q_len_per_req"),
     "trtllm": (cute_attn.trtllm_batch_decode_with_kv_cache, "cum_seq_lens_q", "max_q_len"),
 }
+
+
+def low_level_entry(rows: int, *pairs: tuple[str, torch.Tensor], **options: Any) -> Entry:
+    """Return the entry of XQA's own function, with so many query tokens and more tensors."""
+    given = LOW_LEVEL | {"q": randn(rows, HEADS, DIM), "output": zeros(rows, HEADS, DIM, dtype=BF16)} | dict(pairs)
+    return Entry(given, direct(low_level.xqa, **LOW_LEVEL_SIZES, **options), LOW_LEVEL_WRITTEN)
 
 
 def xqa_entries() -> dict[str, Entry]:
@@ -396,19 +422,23 @@ def xqa_entries() -> dict[str, Entry]:
     return found
 
 
-COLUMNS_OF_XQA = direct(
-    cute_attn.trtllm_batch_decode_with_kv_cache, CACHE, kv_layout="NHD", max_seq_len=16, lse_layout="HN"
+DECODE_OF_TRTLLM, COLUMNS_OF_TRTLLM = (
+    direct(cute_attn.trtllm_batch_decode_with_kv_cache, CACHE, kv_layout="NHD", max_seq_len=16, lse_layout=layout)
+    for layout in ("NH", "HN")
 )
 BATCHES_WITHOUT_PLAN = {
     "trtllm context": Entry(unplanned(ROWS) | BOUNDS | SINKS | BMM_SCALES | lse_of(ROWS), CONTEXT),
     "trtllm fmha": Entry(FMHA_TENSORS, begin_fmha, ("out",)),
+    "trtllm fmha, pages": Entry(FMHA_PAGES, begin_fmha_of_pages, ("out",)),
     **xqa_entries(),
-    "trtllm, lse by heads": Entry(unplanned(2) | {"lse": zeros(HEADS, 2, dtype=F32)}, COLUMNS_OF_XQA, WITH_LSE),
-    "xqa, low level": Entry(
-        LOW_LEVEL,
-        direct(low_level.xqa, num_kv_heads=KV_HEADS, page_size=PAGE),
-        ("output", "workspace_buffer", "semaphores"),
+    "trtllm, log2 scale": Entry(unplanned(2) | scales("bmm1_scale_log2"), DECODE_OF_TRTLLM, WRITTEN),
+    "trtllm, lse by heads": Entry(unplanned(2) | {"lse": zeros(HEADS, 2, dtype=F32)}, COLUMNS_OF_TRTLLM, WITH_LSE),
+    "xqa, low level": low_level_entry(2),
+    "xqa, low level, NVFP4": low_level_entry(
+        2, *nvfp4(PAGES, PAGE, names=("k_cache", "v_cache"), scales=("k_sf_cache", "v_sf_cache")).items()
     ),
+    "xqa, low level, drafts": low_level_entry(6, ("mask", torch.full((6, 1), 7, dtype=I32)), q_seq_len=3),
+    "xqa, low level, ragged": low_level_entry(ROWS, ("q_cu_seq_lens", ints(*QO_INDPTR)), q_seq_len=5),
 }
 
 # ---- caches and states
