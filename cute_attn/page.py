@@ -266,9 +266,7 @@ def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any
     append.run(Append(rows, caches, slots, "nvfp4", scale_caches, checked))
 
 
-def _keep_apart(
-    rows: Tensors, caches: Tensors, slots: page_table.Slots, scales: tuple[Any, ...] = ()
-) -> None:
+def _keep_apart(rows: Tensors, caches: Tensors, slots: page_table.Slots, scales: tuple[Any, ...] = ()) -> None:
     """Refuse caches that share memory with each other or with another argument."""
     read = checks.named(("append_key", "append_value"), rows) + checks.named(slots._fields, slots)
     checks.apart(checks.named(nvfp4.CACHE_NAMES, caches), read + checks.named(("k_scale", "v_scale"), scales))
