@@ -385,13 +385,6 @@ class BatchLimits(NamedTuple):
     keeps_address: bool = False  # later plans write their records to the same address, as CUDA graphs need it
 
 
-class OperandLayout(NamedTuple):
-    """What dtypes, shapes and strides of q, k and v decide."""
-
-    readable: bool  # rows are 16-byte aligned if q, k and v start at multiples of 16 bytes
-    spans: tuple[int, int, int]  # bytes from the first element of q, k and v to past the last
-
-
 @dataclass
 class BatchPlan:
     """What a plan leaves for its runs: the settings, the launch, and caches of what earlier runs were checked for."""
@@ -408,7 +401,9 @@ class BatchPlan:
     page_axes: tuple[str, ...] = ()  # of k and v, for messages
     backend: str = ""  # its name
     load: Any = None  # `dispatch.capabilities.Load` by which the backend was chosen; None: a run had a part in that
-    layouts: dict[Any, OperandLayout] = field(default_factory=dict)  # by shapes, strides, dtypes and devices
+    staging: Any = None  # `runtime.staging.Staging` of the schedule
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of CUDA graphs, by name
+    layouts: dict[Any, bool] = field(default_factory=dict)  # by shapes, strides, dtypes, devices: rows can be read
     block_scale_layouts: set[Any] = field(default_factory=set)  # of NVFP4 block scales that passed every check
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.run_cache.CachedRun` by its key
     run_settings: Callable[..., Settings] | None = None  # `request.batch_run` caches the settings of runs here
@@ -475,6 +470,7 @@ class DecodeProblem(NamedTuple):
     v_scale_tensor: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    given: tuple[tuple[str, Any], ...] = ()  # what the call reads, as the user gave it: some of the above are copies
 
     @property
     def features(self) -> Features:

@@ -13,13 +13,16 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import BatchPlan, BatchProblem, Features, MemoryRange, OperandLayout, Settings
+from cute_attn.problem import BatchPlan, BatchProblem, DeviceTokens, MemoryRange, Settings
 from cute_attn.request import checks
 from cute_attn.request.caches import is_large
 from cute_attn.request.once import IMMUTABLE
 from cute_attn.request.settings import LSE_BASES, MIN_SCALE
 from cute_attn.request.single import (
     ALIGNMENT,
+    BLOCK_SCALES,
+    HEAD_SCALES,
+    SCALES,
     Scales,
     check_block_scales,
     check_head_scales,
@@ -27,11 +30,10 @@ from cute_attn.request.single import (
     check_per_head,
     check_unit_stride,
     has_loose_scales,
+    has_readable_rows,
     is_expanded,
     is_half_aligned,
     kv_alignment,
-    memory_ranges,
-    operand_layout,
     readable_query,
     split_scale,
 )
@@ -70,11 +72,11 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
         *(k.shape, k.stride(), k.dtype, k.device),
         *(v.shape, v.stride(), v.dtype, v.device),
     )
-    layout = plan.layouts.get(key)
-    if layout is None:
-        layout = plan.layouts[key] = _check_layout(plan, q, k, v)
+    readable = plan.layouts.get(key)
+    if readable is None:
+        readable = plan.layouts[key] = _check_layout(plan, q, k, v)
     half_aligned = False
-    if not layout.readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+    if not readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         q = readable_query(q, ("k", k), ("v", v), alignment=kv_alignment(k))
         half_aligned = is_half_aligned(k, v)
     if q.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0:
@@ -104,7 +106,8 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
 
     rows, heads = plan.rows, features.num_qo_heads
     if out is not None or lse is not None:
-        _check_outputs(plan, arguments, (k, v), layout.spans, features)
+        shape = rows, heads
+        check_outputs(out, lse, features, shape, "rows", memory_read(plan, arguments._replace(kv_cache=(k, v))))
     if out is None:
         out = q.new_empty(rows, heads, features.head_dim_vo, dtype=features.o_dtype)
         if plan.first_row:
@@ -187,13 +190,7 @@ def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     if not lse.is_contiguous():
         raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     checks.check_grad("lse", lse)
-    operands, cache = {"q": q, "out": arguments.out, "sinks": arguments.sinks}, arguments.kv_cache
-    operands |= dict(zip("kv", cache, strict=False)) if isinstance(cache, tuple | list) else {"the cache": cache}
-    # The run refuses what has no memory.
-    stored = {n: x for n, x in operands.items() if isinstance(x, torch.Tensor) and x.layout is torch.strided}
-    taken = [(name, checks.extent(x)) for name, x in stored.items()]
-    for name, extent in (*protected_memory(plan), *taken):
-        checks.no_overlap("lse", checks.extent(lse), name, extent)
+    checks.apart((("out", arguments.out), ("lse", lse)), memory_read(plan, arguments))
 
 
 # ---- settings
@@ -277,8 +274,8 @@ def pages(plan: BatchPlan, cache: Any, name: str = "paged_kv_cache") -> tuple[to
     return k, v
 
 
-def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> OperandLayout:
-    """Check everything about q, k and v except their addresses."""
+def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Check everything about q, k and v except their addresses, and tell whether kernels can read rows of such."""
     f = plan.settings.features
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.device != plan.workspace.device:
@@ -307,7 +304,7 @@ def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     expanded, large = is_expanded(q, k, v), f.kv_source == "paged" and (is_large(k) or is_large(v))
     if expanded or large:
         plan.check_supported(f._replace(expanded=expanded, large_cache=large))
-    return operand_layout(q, k, v)
+    return has_readable_rows(q, k, v)
 
 
 def _check_cache_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> None:
@@ -382,23 +379,30 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
     return scales[0].view(torch.float8_e4m3fn), scales[1].view(torch.float8_e4m3fn)
 
 
-def _check_outputs(
-    plan: BatchPlan,
-    arguments: RunArguments,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    spans: tuple[int, int, int],
-    features: Features,
-) -> None:
-    """Check `out` and `lse` of the caller against the memory that the plan and the run read."""
-    taken = [*protected_memory(plan), *memory_ranges(("q", "k", "v"), (arguments.q, *kv), spans)]
-    if arguments.sinks is not None:
-        taken.append(("sinks", checks.extent(arguments.sinks)))
-    check_outputs(arguments.out, arguments.lse, features, (plan.rows, features.num_qo_heads), "rows", taken)
+def memory_read(plan: BatchPlan, arguments: RunArguments) -> list[checks.Named]:
+    """Return all that a run reads, by name: what the plan keeps, and the arguments that may be tensors."""
+    given = [(name, getattr(arguments, name)) for name in ("q", *SCALES, "sinks")]
+    operands = checks.named(("k", "v"), arguments.kv_cache) or [("the cache", arguments.kv_cache)]
+    block_scales = checks.named(BLOCK_SCALES, arguments.kv_cache_sf) or [("kv_cache_sf", arguments.kv_cache_sf)]
+    return plan_memory(plan) + given + operands + block_scales + checks.named(HEAD_SCALES, arguments.head_scales)
+
+
+def plan_memory(plan: BatchPlan) -> list[checks.Named]:
+    """Return the memory of the plan that a run must not write, by name."""
+    on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
+    return [
+        ("kv_indices", plan.kv_indices),
+        ("packed_mask", plan.packed_mask),
+        ("the workspace", plan.workspace),
+        ("the schedule", plan.staging and plan.staging.memory),
+        *on_device,
+        *plan.buffers.items(),
+    ]
 
 
 def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
-    """Return the memory of the plan that a run must not write."""
+    """Return the addresses of `plan_memory`."""
     if plan.protected is None:
-        kept = ("kv_indices", plan.kv_indices), ("packed_mask", plan.packed_mask), ("the workspace", plan.workspace)
-        plan.protected = [(name, checks.extent(tensor)) for name, tensor in kept if tensor is not None]
+        kept = plan_memory(plan)
+        plan.protected = [(name, checks.extent(x)) for name, x in kept if isinstance(x, torch.Tensor) and x.numel()]
     return plan.protected

@@ -14,20 +14,20 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import DecodeProblem, Features, OperandLayout, Scratch, Settings, draft_mask_bytes
+from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_mask_bytes
 from cute_attn.request import checks
 from cute_attn.request.caches import cache_views, is_large
 from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Structure, call_settings
 from cute_attn.request.single import (
     ALIGNMENT,
+    BLOCK_SCALES,
     Scales,
     check_block_scales,
     check_outputs,
     check_per_head,
     has_loose_scales,
+    has_readable_rows,
     is_expanded,
-    memory_ranges,
-    operand_layout,
     readable_query,
     split_scale,
 )
@@ -57,6 +57,12 @@ class DecodeTensors(NamedTuple):
     sinks: Any
     out: Any
     lse: Any
+
+    def read(self) -> tuple[checks.Named, ...]:
+        """Return what a call reads, by name."""
+        names = *OPERANDS, *BLOCK_SCALES, "block_tables", "seq_lens", "q_cu_seq_lens", "mask", "sinks"
+        scales = self.block_scales or (None, None)
+        return tuple(zip(names, (self.query, self.k, self.v, *scales, *self[4:9]), strict=True))
 
 
 class DecodeScales(NamedTuple):
@@ -107,13 +113,13 @@ def _problem(tensors: DecodeTensors, scales: DecodeScales, options: DecodeOption
     block_tables, seq_lens, qo_indptr = _lengths(tensors, qo_len, num_tokens, device)
     operands = _operands(query, k, v, tensors.block_scales)
     settings, scale_tensors, v_scale_tensors = _settings_of(tensors, scales, options, operands)
-    if not operands.layout.readable or (query.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+    if not operands.readable or (query.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         query = readable_query(query, *zip(OPERANDS[1:], (k, v), strict=True))
     if query.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0:
         checks.refuse_grad(query=query, k=k, v=v)
     checks.device("workspace_buffer", scratch.partial_buffer, device)
     checks.device("semaphores", scratch.counter_buffer, device)
-    out, lse = _outputs(tensors, options.return_lse, settings.features, operands.layout.spans, qo_len)
+    out, lse = _outputs(tensors, options.return_lse, settings.features, qo_len)
     return DecodeProblem(
         settings,
         qo_len,
@@ -132,6 +138,7 @@ def _problem(tensors: DecodeTensors, scales: DecodeScales, options: DecodeOption
         v_scale_tensors[0] if v_scale_tensors else None,
         None if tensors.sinks is None else _sinks(tensors.sinks, settings.features),
         tensors.block_scales,
+        tensors.read(),
     )
 
 
@@ -143,7 +150,7 @@ class Operands(NamedTuple):
 
     structure: Structure
     page_size: int
-    layout: OperandLayout
+    readable: bool  # rows, where query, k and v are aligned
     expanded: bool  # this and the next two: see `Features`
     large_cache: bool
     loose_scales: bool
@@ -202,7 +209,7 @@ def _check_operands(
     return Operands(
         structure,
         k.shape[1],
-        operand_layout(query, k, v),
+        has_readable_rows(query, k, v),
         is_expanded(query, k, v),
         is_large(k) or is_large(v),
         has_loose_scales(*(block_scales or ())),
@@ -449,7 +456,7 @@ def _memory(name: str, value: Any) -> tuple[torch.Tensor, int]:
 
 
 def _outputs(
-    tensors: DecodeTensors, return_lse: Any, features: Features, spans: tuple[int, int, int], qo_len: int
+    tensors: DecodeTensors, return_lse: Any, features: Features, qo_len: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out as `[num_tokens, num_qo_heads, head_dim]`, and lse if it is wanted."""
     if return_lse is not False:
@@ -459,8 +466,7 @@ def _outputs(
     if out is not None or lse is not None:
         if out is not None and out.dim() == 4 and tensors.q_cu_seq_lens is None:
             out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
-        taken = memory_ranges(OPERANDS, (query, tensors.k, tensors.v), spans)
-        check_outputs(out, lse, features, rows, "num_tokens", taken)
+        check_outputs(out, lse, features, rows, "num_tokens", ())  # `decode_values` compares them with all else
     if out is None:
         out = query.new_empty(*rows, features.head_dim_vo, dtype=features.o_dtype)
     if lse is None and return_lse:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import Features, MemoryRange, OperandLayout, Problem
+from cute_attn.problem import Features, Problem
 from cute_attn.request import checks
 from cute_attn.request.bit_packing import packbits
 from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, NVFP4_BLOCK, Call, call_settings, check_device
@@ -28,6 +28,8 @@ NARROW_ALIGNMENT = 8  # bytes: some move k and v of fp8 dtypes and NVFP4 in halv
 SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
 MAX_ROWS = 1 << 30
 SCALES = ("q_scale", "k_scale", "v_scale")
+HEAD_SCALES = ("scale_q", "scale_k", "scale_v")
+BLOCK_SCALES = ("k_sf of kv_cache_sf", "v_sf of kv_cache_sf")
 
 Scales = tuple[torch.Tensor, ...]  # one-element fp32 tensors on the device
 
@@ -153,12 +155,12 @@ def _refuse_lengths(qo_len: int, num_qo_heads: int, kv_len: int) -> None:
     raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {qo_len} x {num_qo_heads}")
 
 
-def operand_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> OperandLayout:
-    """Return what the strides of q, k and v decide; k and v have unit stride on their last axis."""
+def has_readable_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Tell whether rows are 16-byte aligned if q, k and v start at multiples of 16 bytes; k and v have unit stride on
+    their last axis.
+    """
     steps = (stride * x.element_size() for x in (q, k, v) for stride in outer_strides(x))
-    readable = not any(step % ALIGNMENT for step in steps) and (q.stride(-1) == 1 or q.shape[-1] == 1)
-    of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (q, k, v)))
-    return OperandLayout(readable, (of_q, of_k, of_v))
+    return not any(step % ALIGNMENT for step in steps) and (q.stride(-1) == 1 or q.shape[-1] == 1)
 
 
 def readable_query(q: torch.Tensor, *caches: tuple[str, torch.Tensor], alignment: int = ALIGNMENT) -> torch.Tensor:
@@ -355,26 +357,17 @@ def _check_sinks(sinks: torch.Tensor) -> None:
 
 
 def _check_outputs(call: Call, features: Features, rows: tuple[int, ...]) -> None:
-    taken = [("q", checks.extent(call.q)), ("k", checks.extent(call.k)), ("v", checks.extent(call.v))]
-    read = {name: getattr(call, name) for name in ("custom_mask", "packed_custom_mask", "sinks", *SCALES)}
-    read |= zip(("scale_q", "scale_k", "scale_v"), call.head_scales, strict=True)
-    if call.kv_cache_sf is not None:
-        read |= zip(("k_sf of kv_cache_sf", "v_sf of kv_cache_sf"), call.kv_cache_sf, strict=True)
-    taken += [(name, checks.extent(checks.stored(name, x))) for name, x in read.items() if isinstance(x, torch.Tensor)]
-    check_outputs(call.out, call.lse, features, rows, "" if call.decode else "qo_len", taken)
-
-
-def memory_ranges(names: Sequence[str], operands: Sequence[torch.Tensor], spans: Sequence[int]) -> list[MemoryRange]:
-    """Return the memory of operands whose spans (`OperandLayout`) are known."""
-    starts = [operand.data_ptr() for operand in operands]
-    return [(name, (start, start + span)) for name, start, span in zip(names, starts, spans, strict=True)]
+    names = "q", "k", "v", "custom_mask", "packed_custom_mask", "sinks", *SCALES
+    read = [(name, getattr(call, name)) for name in names]
+    read += checks.named(HEAD_SCALES, call.head_scales) + checks.named(BLOCK_SCALES, call.kv_cache_sf)
+    check_outputs(call.out, call.lse, features, rows, "" if call.decode else "qo_len", read)
 
 
 def check_outputs(
-    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, taken: list[MemoryRange]
+    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, read: Iterable[checks.Named]
 ) -> None:
-    """Check shape, dtype, device and strides of the caller's `out` and `lse`. They must overlap neither `taken` (memory
-    that the call reads) nor each other.
+    """Check shape, dtype, device and strides of the caller's `out` and `lse`. They must share memory neither with what
+    the call reads, `read`, nor with each other.
     """
     heads = f"{first_axis}, num_qo_heads" if first_axis else "num_qo_heads"
     if out is not None:
@@ -384,13 +377,12 @@ def check_outputs(
         strides = out.stride()
         if (out.data_ptr() | strides[0] | strides[-2]) % ALIGNMENT:
             check_alignment("out", out)
-        taken.append(("out", _check_no_overlap("out", out, taken)))
     if lse is not None:
         _check_output("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
         checks.writable("lse", lse)
         if not lse.is_contiguous():
             raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
-        _check_no_overlap("lse", lse, taken)
+    checks.apart((("out", out), ("lse", lse)), read)
 
 
 def _check_output(
@@ -402,13 +394,6 @@ def _check_output(
         checks.dtype(name, buffer.dtype, (dtype,))
         checks.device(name, buffer, device)
     checks.check_grad(name, buffer)
-
-
-def _check_no_overlap(name: str, buffer: torch.Tensor, taken: list[MemoryRange]) -> checks.Extent:
-    written = checks.extent(buffer)
-    for other_name, other in taken:
-        checks.no_overlap(name, written, other_name, other)
-    return written
 
 
 def check_workspace(name: str, value: torch.Tensor) -> None:

@@ -290,8 +290,7 @@ class BatchWrapper(EngineHooks, NotCopied):
                     f"got {checks.describe(int_workspace_buffer)}"
                 )
         if graph is not None:
-            for name, buffer in graph.index.items():
-                checks.no_overlap("float_workspace_buffer", checks.extent(workspace), name, checks.extent(buffer))
+            checks.apart((("float_workspace_buffer", workspace),), graph.index.items())
         if self._plan is not None and self._plan.fixed is not None:
             self._replaced.append(self._plan)
         self._float_workspace_buffer, self._copies = float_workspace_buffer, {}

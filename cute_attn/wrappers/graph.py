@@ -54,7 +54,7 @@ class GraphBuffers:
                 raise ArgumentError(
                     f"{name} must have {size} elements for batch size {self.batch_size}, got {buffer.numel()}"
                 )
-            self._check_apart(name, buffer, workspace)
+            self._check_apart(workspace, (name, buffer))
             self.index[name] = buffer
         self._uploads = {name: Uploads(buffer) for name, buffer in self.index.items() if "indices" not in name}
         if not custom_mask_buf is mask_indptr_buf is None:
@@ -67,16 +67,16 @@ class GraphBuffers:
             raise ArgumentError(
                 f"mask_indptr_buf must have {self.batch_size + 1} elements (batch size + 1), got {len(bounds)}"
             )
-        self._check_apart("custom_mask_buf", bits, workspace)
-        self._check_apart("mask_indptr_buf", bounds, workspace)
-        checks.no_overlap("mask_indptr_buf", checks.extent(bounds), "custom_mask_buf", checks.extent(bits))
+        self._check_apart(workspace, ("custom_mask_buf", bits), ("mask_indptr_buf", bounds))
         self.mask = bits, bounds
 
-    def _check_apart(self, name: str, buffer: torch.Tensor, workspace: torch.Tensor) -> None:
-        written = checks.extent(buffer)
-        checks.no_overlap(name, written, "float_workspace_buffer", checks.extent(workspace))
-        for other_name, other in self.index.items():
-            checks.no_overlap(name, written, other_name, checks.extent(other))
+    def _check_apart(self, workspace: torch.Tensor, *buffers: checks.Named) -> None:
+        """Refuse buffers that share memory with others or with the workspace: a plan writes them all."""
+        checks.apart(buffers, (("float_workspace_buffer", workspace), *self.index.items()))
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return all buffers by name."""
+        return {**self.index, **dict(zip(("custom_mask_buf", "mask_indptr_buf"), self.mask or (), strict=False))}
 
     @property
     def page_indices(self) -> torch.Tensor:

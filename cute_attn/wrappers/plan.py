@@ -224,6 +224,8 @@ class Plan:
             kv_indices=tokens.kv_indices,
             packed_mask=self.request.mask.packed,
             workspace=self.place.workspace,
+            staging=self.staging,
+            buffers={} if self.place.graph is None else self.place.graph.named(),
             validate=_validates(self.place),
             page_axes=self.place.page_axes,
             backend=choice.backend.name,

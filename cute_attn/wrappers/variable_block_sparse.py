@@ -133,6 +133,7 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
         plan = self._in_force()
         group, matrix = plan.settings.features.num_qo_heads, plan.request.matrix
         assert matrix is not None
+        checks.apart((("out", out), ("lse", lse)), (("q", q), ("k", k), ("v", v)))  # before any is copied
         q, k, v = block_sparse.by_kv_head(q, k, v, group, matrix)
         result = self._run(RunArguments(q, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl))
         if isinstance(result, tuple):
