@@ -22,9 +22,9 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 PACKAGE = [path for path in FILES if ROOT / "cute_attn" in path.parents]
 
 # Numbers of today as limits: they fall and never rise.
-MAX_HOST_LINES = 21_576
+MAX_HOST_LINES = 21_078
 HOST_FOLDERS = ("wrappers", "request", "dispatch", "schedule", "xqa", "runtime", "ops")  # with the root and every host/
-MAX_MEMOS = 67  # functions that `lru_cache`, `cache` or `once` keeps the results of
+MAX_MEMOS = 66  # functions that `lru_cache`, `cache` or `once` keeps the results of
 UNBOUNDED_MEMOS = {
     "emulator/formats.py: values",
     "emulator/isa/__init__.py: load",
@@ -36,7 +36,7 @@ UNBOUNDED_MEMOS = {
     "integrations/vllm/metadata.py: shared_workspaces",
     "kernels/host/gpu.py: supported",
     "kernels/host/persistent/tensor_maps.py: encoder",
-    "kernels/xqa/host/lengths.py: _prepared",
+    "kernels/xqa/host/lengths.py: _bound",
     "kernels/xqa/host/single.py: one_page",
     "runtime/arch.py: for_capability",
     "runtime/arch.py: for_device",

@@ -76,7 +76,7 @@ def roles(
     `scales`: those of q, k and v. `block_scales`: a pair, or one tensor with both on axis 1.
     """
     of_q, of_k, of_heads = head_scales or NO_HEADS
-    q_scale, k_scale, v_scale = scales
+    q_scale, k_scale, v_scale = scales = tuple(map(_number, scales))
     plain = sinks is mask is block_scales is of_q is of_k is of_heads is None
     if plain and not (isinstance(q_scale, Tensor) or isinstance(k_scale, Tensor) or isinstance(v_scale, Tensor)):
         return scales, ()
@@ -90,6 +90,14 @@ def roles(
         pair = (pair,)  # which no call has an entry for
     numbers = tuple([None if isinstance(x, Tensor) else x for x in scales])
     return numbers, (*of_scores, *padding, of_v, sinks, mask, of_q, of_k, of_heads, *pair)
+
+
+def _number(scale: Any) -> Any:
+    """Return the value of a scale on the CPU, which all checks read too; and any other scale as it is."""
+    if not isinstance(scale, Tensor) or not scale.is_cpu or scale.layout is not torch.strided:
+        return scale
+    plain = scale.numel() == 1 and scale.is_floating_point() and not scale.requires_grad and not scale.is_neg()
+    return scale.item() if plain else scale
 
 
 def replay(

@@ -48,7 +48,7 @@ def try_replay(plan: BatchPlan, call: Call) -> Outputs | None:
     entry = plan.cached_runs.get(key)
     if entry is None or given is None:
         return None
-    protected = () if given[3] is given[4] is None else protected_memory(plan)
+    protected = () if given[3] is given[4] is None else plan.protected or protected_memory(plan)
     return calls.replay(entry, given, (plan.kv_indices, plan.workspace), protected=protected)
 
 

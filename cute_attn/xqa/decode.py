@@ -177,7 +177,8 @@ def xqa_batch_decode_with_kv_cache(
     """
     if is_dynamo_compiling():
         return trace.operator("xqa_batch_decode")(locals())
-    max_seq_len = longest(max_seq_len)
+    if type(max_seq_len) is not int or max_seq_len < 0:
+        max_seq_len = longest(max_seq_len)
     scales, optional = calls.roles((bmm1_scale, None, bmm2_scale), sinks, None, None, kv_cache_sf)
     more = workspace_buffer, block_tables, seq_lens, q_cu_seq_lens, mask
     given = replays.given_of(query, kv_cache, out, lse, optional, more)

@@ -152,7 +152,8 @@ def trtllm_batch_decode_with_kv_cache(
         enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode,
         request_order, request_order_plan, lse_layout, uniform_q_len,
     )  # fmt: skip
-    longest(max_seq_len)
+    if type(max_seq_len) is not int or max_seq_len < 0:
+        longest(max_seq_len)
     key, given, numbers = _key_of(call)
     if (replayed := replays.try_replay(key, given, return_lse)) is not None:
         return replayed

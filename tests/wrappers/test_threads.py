@@ -86,7 +86,7 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
             combine=None,
             no_extras=(),
             strides=lambda q, *others: f"of thread {int(q)}",
-            addresses=lambda *tensors: lambda *addresses: addresses,
+            addresses=lambda *tensors: lambda places: places,
         )
 
     class Run(BatchRun):

@@ -236,7 +236,7 @@ class BatchRun:
             stream, optional = current_stream(index), tensors[5]
             if optional:
                 settled = with_extras(settled, kernel.extras(optional))
-            attention.fire(stream, addresses(q, k, v, out, lse, stream) + launched.more, settled)
+            attention.fire(stream, addresses((q, k, v, out, lse, stream)) + launched.more, settled)
             if combine is not None:
                 if optional:
                     to_combine = with_extras(to_combine, combine.extras(optional))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 
 import torch
@@ -14,7 +15,9 @@ from cute_attn.runtime.launch import Launch
 from cute_attn.runtime.param_block import Values
 
 Grid = tuple[int, int, int]
-Addresses = Callable[[int, int, int, int, int, int], Values]  # from addresses of q, k, v, out and lse, and a stream
+Addresses = Callable[[tuple[int, int, int, int, int, int]], Values]
+# ^ from addresses of q, k, v, out and lse, and a stream
+PLAIN: Addresses = operator.itemgetter(0, 1, 2, 3, 4)  # of kernels without tensor maps
 
 
 class PreparedKernel:
@@ -52,8 +55,3 @@ class PreparedKernel:
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that computes the values of the addresses' fields for tensors of these layouts."""
         raise NotImplementedError
-
-
-def plain_addresses(q: int, k: int, v: int, out: int, lse: int, stream: int) -> Values:
-    """Returns addresses as they are: `Addresses` of kernels without tensor maps."""
-    return q, k, v, out, lse

@@ -82,13 +82,13 @@ class SingleRun(Generic[T]):
             if optional:
                 settled = with_extras(settled, kernel.extras(optional))
             if combine is None:
-                kernel.attention.fire(stream, addresses(q, k, v, out, lse, stream), settled)
+                kernel.attention.fire(stream, addresses((q, k, v, out, lse, stream)), settled)
                 return
             # The caching allocator keeps partials with a captured graph.
             partials = tensors[0].new_empty(rows * num_splits * (partial_bytes + 4), dtype=torch.uint8)
             o = partials.data_ptr()
             of_lse = o + rows * num_splits * partial_bytes
-            kernel.attention.fire(stream, addresses(q, k, v, o, of_lse, stream), settled)
+            kernel.attention.fire(stream, addresses((q, k, v, o, of_lse, stream)), settled)
             if optional:
                 to_combine = with_extras(to_combine, combine.extras(optional))
             combine.launch.fire(stream, (out, lse, o, of_lse), to_combine)

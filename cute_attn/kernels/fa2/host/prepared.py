@@ -24,7 +24,7 @@ from cute_attn.kernels.host.params import (
     rope_fields,
     score_fields,
 )
-from cute_attn.kernels.host.prepared import Addresses, PreparedKernel, plain_addresses
+from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
 from cute_attn.problem import Settings
 from cute_attn.runtime.param_block import Values
 
@@ -87,7 +87,7 @@ class Fa2Kernel(PreparedKernel):
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that returns the addresses of tensors."""
-        return plain_addresses
+        return PLAIN
 
 
 @functools.lru_cache(MAX_SETTINGS)

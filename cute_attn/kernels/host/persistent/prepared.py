@@ -105,10 +105,13 @@ class PersistentKernel(PreparedKernel):
         q_map, k_map, v_map, counter = self.maps.q(q), self.maps.k(k), self.maps.v(v), self.counters.address
         if self.output_map:
             o_map = self.maps.o(out)
-            return lambda q, k, v, out, lse, stream: (
-                *(q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream), o_map(out)),
-            )
-        return lambda q, k, v, out, lse, stream: (q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream))
+
+        def addresses(places: tuple[int, int, int, int, int, int]) -> Values:
+            q, k, v, out, lse, stream = places
+            values = q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream)
+            return (*values, o_map(out)) if self.output_map else values
+
+        return addresses
 
 
 prepared_kernel = functools.lru_cache(MAX_SETTINGS)(PersistentKernel)

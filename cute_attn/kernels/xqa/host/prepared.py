@@ -12,7 +12,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.output import FinalOutput
 from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor, kv_axes
-from cute_attn.kernels.host.prepared import Addresses, PreparedKernel, plain_addresses
+from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
 from cute_attn.kernels.xqa.host.grid import LaunchConfig
 from cute_attn.problem import Settings, draft_mask_bytes
 from cute_attn.runtime.param_block import Values
@@ -96,7 +96,7 @@ class XqaKernel(PreparedKernel):
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that returns the addresses of tensors, the first ones of ADDRESS_FIELDS."""
-        return plain_addresses
+        return PLAIN
 
     def request(self, values: Values, entries: int) -> Values:
         """Returns the values of REQUEST_FIELDS and ENTRIES."""
