@@ -48,7 +48,7 @@ UNBOUNDED_MEMOS = {
     "runtime/launch.py: load_driver",
     "runtime/tensormap.py: _encoder",
 }
-MAX_PLAN_ASSIGNMENTS = 8  # of wrappers' `_plan`
+MAX_PLAN_ASSIGNMENTS = 1  # of wrappers' `_plan`
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

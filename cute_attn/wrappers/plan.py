@@ -70,7 +70,7 @@ class Plan:
     request: PlanRequest  # with the options of this plan
     settings: Settings
     fixed: GraphInvariants | None  # by the first plan, with CUDA graphs
-    variants: dict[Settings, Plan]  # all plans of the batch; first the one with the options of `plan`
+    variants: list[Plan]  # all of the batch, each with other settings; first the one with the options of `plan`
     by_options: dict[Any, Plan]  # by the arguments of `with_options`, which cost less
     staging: Staging
     overrides: dict[str, Any] = field(default_factory=dict)  # options of `plan` that runs replaced
@@ -81,7 +81,7 @@ class Plan:
     @property
     def base(self) -> Plan:
         """The plan with the options of `plan`."""
-        return next(iter(self.variants.values()))
+        return self.variants[0]
 
     @property
     def is_open(self) -> bool:
@@ -100,12 +100,12 @@ class Plan:
         base = self.base
         request = base.request.with_options(overrides)
         settings = _settings(self.place, request)
-        plan = self.variants.get(settings)
+        plan = _with_settings(self.variants, settings)
         if plan is None:
             self._make_room()
             others = self.fixed, self.variants, self.by_options
             plan = Plan(self.place, request, settings, *others, Staging(self.place.device), overrides)
-            self.variants[settings] = plan
+            self.variants.append(plan)
         self.by_options[key] = plan
         return plan
 
@@ -114,13 +114,13 @@ class Plan:
         if len(self.variants) < MAX_VARIANTS:
             return
         keep = self.place.graph is not None
-        spare = [key for key, old in self.variants.items() if old is not self.base and not (keep and old.used)]
+        spare = [old for old in self.variants[1:] if not (keep and old.used)]
         if not spare:
             raise RuntimeArgumentError(
                 f"runs of a wrapper with use_cuda_graph=True may differ in at most {MAX_VARIANTS} combinations of "
                 "heads and options of forward(), which captured graphs may hold; use another wrapper"
             )
-        del self.variants[spare[0]]
+        self.variants.remove(spare[0])
         self.by_options.clear()
 
     def with_rows(self, rows: int, keys: int) -> Plan:
@@ -129,11 +129,11 @@ class Plan:
         assert isinstance(tokens, DeviceTokens)
         request = self.base.request._replace(tokens=_with_bounds(tokens, rows, keys))
         fixed = None if graph is None else graph.checked(request, self.base.settings, self.fixed)
-        completed = _renewed(self.variants.values(), request, fixed)
+        completed = _renewed(self.variants, request, fixed)
         if graph is not None:  # a schedule fixes the size of its memory, also that of a run that fails
-            for plan in completed.values():
+            for plan in completed:
                 plan.staging = Staging(self.place.device)
-        return completed[self.settings]
+        return completed[self.variants.index(self)]
 
     def with_lengths(self, request: PlanRequest) -> Plan | None:
         """Return the plan of a request that differs in lengths only: it takes over the launches of this one. None, and
@@ -256,7 +256,7 @@ def make_plan(place: Place, request: PlanRequest, before: Plan | None) -> Plan:
         if request.tokens.rows is None:
             request = _left_open(place, request, settings)
         plan = _following(place, request, settings, fixed, before)
-        due = [each for each in plan.variants.values() if each.used] or [plan]
+        due = [each for each in plan.variants if each.used] or [plan]
         for each in due:
             each.used = each.used and place.graph is not None
         if not plan.is_open:
@@ -330,27 +330,30 @@ def _following(
     base = before.base
     if base.settings != settings:
         return _alone(place, request, settings, fixed, base.staging)
-    kept = [old for old in before.variants.values() if old.used or old is base]
-    return _renewed(kept, request, fixed)[settings]
+    return _renewed([old for old in before.variants if old.used or old is base], request, fixed)[0]
 
 
 def _alone(
     place: Place, request: PlanRequest, settings: Settings, fixed: GraphInvariants | None, staging: Staging
 ) -> Plan:
     """Return a plan without others of other options."""
-    plan = Plan(place, request, settings, fixed, {}, {}, staging)
-    plan.variants[settings] = plan
+    plan = Plan(place, request, settings, fixed, [], {}, staging)
+    plan.variants.append(plan)
     return plan
 
 
-def _renewed(plans: Iterable[Plan], request: PlanRequest, fixed: GraphInvariants | None) -> dict[Settings, Plan]:
+def _with_settings(plans: Iterable[Plan], settings: Settings) -> Plan | None:
+    return next((plan for plan in plans if plan.settings == settings), None)
+
+
+def _renewed(plans: Iterable[Plan], request: PlanRequest, fixed: GraphInvariants | None) -> list[Plan]:
     """Return the plans of another request with the options of these, not scheduled."""
-    variants: dict[Settings, Plan] = {}
+    variants: list[Plan] = []
     by_options: dict[Any, Plan] = {}
     for old in plans:
         own = request.with_options(old.overrides)
         kept = old.staging, old.overrides, old.backend, old.used
-        variants[old.settings] = Plan(old.place, own, old.settings, fixed, variants, by_options, *kept)
+        variants.append(Plan(old.place, own, old.settings, fixed, variants, by_options, *kept))
     return variants
 
 

@@ -129,7 +129,7 @@ def test_a_plan_renews_what_ran(case: BatchCase) -> None:
     forward(case, made, sm_scale=0.3)
     forward(case, made, logits_soft_cap=5.0)
     forward(case, made, (4, 2), sm_scale=0.3)
-    used = [variant for variant in made._plan.variants.values() if variant.used]
+    used = [variant for variant in made._plan.variants if variant.used]
     assert len(used) == 3
     assert made._plan.base not in used
     for seed in range(1, 3):
@@ -137,7 +137,7 @@ def test_a_plan_renews_what_ran(case: BatchCase) -> None:
         if case.kind == "ragged" and sum(other.kv_lens) > sum(case.kv_lens):
             continue
         made.begin_forward(**plan_arguments(other, make(other)))
-        renewed = [variant for variant in made._plan.variants.values() if variant.batch is not None]
+        renewed = [variant for variant in made._plan.variants if variant.batch is not None]
         assert [variant.staging for variant in renewed] == [variant.staging for variant in used]
         assert all(list(v.batch.tokens.lengths.kv_len) == list(other.kv_lens) for v in renewed)
         forward(other, made, logits_soft_cap=5.0)
@@ -152,10 +152,10 @@ def test_eager_plans_forget_what_no_longer_runs(case: BatchCase) -> None:
         forward(case, made, sm_scale=scale, logits_soft_cap=3.0)
         assert len(made._plan.variants) <= 5
     made.plan(**plan_arguments(case, make(case)))
-    assert [v.overrides.get("sm_scale") for v in made._plan.variants.values() if v.batch] == [0.3, 0.3]
+    assert [v.overrides.get("sm_scale") for v in made._plan.variants if v.batch] == [0.3, 0.3]
     other = dataclasses.replace(case, dtype="bfloat16")
     made.plan(**plan_arguments(other, make(other)))
-    assert list(made._plan.variants.values()) == [made._plan.base]
+    assert made._plan.variants == [made._plan.base]
 
 
 def test_the_number_of_variants_is_bounded() -> None:
@@ -217,7 +217,7 @@ def test_a_plan_that_fails_half_way_leaves_the_previous_one(case: BatchCase, mon
     other = dataclasses.replace(case, kv_lens=(2, 1, 1), qo_lens=case.qo_lens)
     with pytest.raises(WorkspaceError, match="no room"):
         made.begin_forward(**plan_arguments(other, make(other)))
-    assert calls == [v.staging for v in made._plan.variants.values() if v.used]
+    assert calls == [v.staging for v in made._plan.variants if v.used]
     for options in ({"sm_scale": 0.3}, {"logits_soft_cap": 5.0}):
         forward(case, made, **options)
 
