@@ -117,10 +117,11 @@ def single_decode_with_kv_cache(
     """
     if is_dynamo_compiling():
         return trace.operator("single_decode")(locals())
-    names = kv_layout, pos_encoding_mode, None, backend, lse_base
-    scale_q, scale_k, scale_v, optional = q_scale, k_scale, v_scale, calls.NONE
+    scale_q, scale_k, scale_v, roles, optional = q_scale, k_scale, v_scale, *calls.NONE
     if not q_scale is k_scale is v_scale is sinks is None:
-        (scale_q, scale_k, scale_v), optional = calls.roles((q_scale, k_scale, v_scale), sinks, None, None, None)
+        scales = q_scale, k_scale, v_scale
+        (scale_q, scale_k, scale_v), roles, optional = calls.operands(scales, sinks, None, None, None)
+    names = kv_layout, pos_encoding_mode, None, backend, lse_base, roles
     given = q, k, v, out, lse, optional, ()
     numbers = (
         use_tensor_cores, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse, enable_pdl,

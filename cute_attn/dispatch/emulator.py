@@ -20,7 +20,7 @@ from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.device_batch import NO_LENGTHS
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import TENSOR_FIELDS, Fire, with_optional
+from cute_attn.kernels.host.operands import Fire, Roles, optional_tensors, with_optional
 from cute_attn.kernels.host.single import Tensors
 from cute_attn.problem import (
     BatchLengths,
@@ -44,7 +44,6 @@ OUTPUTS = ("out", "lse", "workspace")
 BATCH_TENSORS = ("q", "k", "v", "out", "lse", "kv_indices", "workspace")
 NO_TENSORS: Any = dict.fromkeys(("q", "k", "v", "out", "lse"))  # of a Problem that keeps none alive
 _emulating = threading.RLock()  # emulated launches share counters, as those of one stream do: one runs after the other
-NO_OPTIONAL = (None,) * len(TENSOR_FIELDS)
 MAX_GPUS = 16  # that requests of the same settings are emulated on in turn
 
 Placed = TypeVar("Placed", Request, BatchProblem)
@@ -133,16 +132,17 @@ class EmulatedRun:
             fire = run(problem)
         if fire is None or isinstance(problem, DecodeProblem):
             return None
-        return self._repeated(
-            with_optional(problem, NO_OPTIONAL)._replace(**NO_TENSORS), weakref.WeakKeyDictionary({run: fire})
-        )
+        others = with_optional(problem, (), ())._replace(**NO_TENSORS)
+        return self._repeated(others, optional_tensors(problem)[0], weakref.WeakKeyDictionary({run: fire}))
 
-    def _repeated(self, others: Problem, fires: MutableMapping[RequestRunner, Fire]) -> Fire:
-        """Returns a function that emulates requests like `others`. `fires`: what does so on a GPU, by its runner."""
+    def _repeated(self, others: Problem, roles: Roles, fires: MutableMapping[RequestRunner, Fire]) -> Fire:
+        """Returns a function that emulates requests like `others`. `roles`: their optional tensors; `fires`: what does
+        so on a GPU, by its runner.
+        """
 
         def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             given = others._replace(kv_len=tensors[6], **dict(zip(NO_TENSORS, tensors, strict=False)))
-            now = _placed(with_optional(given, tensors[5]))
+            now = _placed(with_optional(given, roles, tensors[5]))
             run = self._run_of(now)
             with _visible(now, run):
                 if run in fires:
@@ -188,10 +188,11 @@ class EmulatedBatchRun:
             fire = self.planned(problem)
         if fire is None:
             return None
+        roles, _ = optional_tensors(problem)
 
         def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             now = problem._replace(**dict(zip(BATCH_TENSORS, (*tensors[:5], *tensors[6:]), strict=True)))
-            now = _placed(with_optional(now, tensors[5]))
+            now = _placed(with_optional(now, roles, tensors[5]))
             with _visible(now, self.planned):
                 fire(now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
 

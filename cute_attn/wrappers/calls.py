@@ -16,22 +16,25 @@ import torch
 from torch import Tensor, empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 
-from cute_attn.kernels.host.operands import Fire, Optional, optional_tensors
-from cute_attn.problem import BatchProblem, Request
+from cute_attn.kernels.host.operands import ROLES, Fire, Optional, Roles, optional_tensors, present
+from cute_attn.problem import BatchProblem, Problem, Request
 from cute_attn.request import checks
 from cute_attn.request.single import ALIGNMENT, NARROW_ALIGNMENT
 
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None
-NONE: Optional = ()
 PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value
 NOT_TENSORS = AttributeError, RuntimeError, TypeError, ValueError  # what keys of other arguments raise, and sparse ones
+SINKS = ROLES.index("sinks")
 
 # The tensors of a call as the user gave them, or None: q, k, v (k itself, where one tensor holds keys and values), out,
-# lse, an `Optional`, and of decode calls without a plan the workspace, which launches write, and what else they read.
+# lse, those of `operands.Optional` that there are, and of decode calls without a plan the workspace, which launches
+# write, and what else they read.
 Given = tuple[Any, Any, Any, Any, Any, Optional, tuple[Any, ...]]
 Entries = dict[Any, "Entry"]
 Outputs = tuple[Tensor, Any]  # out, and lse or None
+Range = tuple[int, int]  # addresses of the first byte and past the last
+NONE: tuple[Roles, Optional] = (), ()
 
 
 class Entry(NamedTuple):
@@ -43,9 +46,11 @@ class Entry(NamedTuple):
     lse: tuple[int, ...] | None  # shape of an lse that the call makes
     v_offset: int  # bytes from the address of the v that is given to that of the values
     kv_alignment: int  # bytes: the launch reads k and v at multiples of it
-    spans: tuple[int, ...]  # bytes that q, k, v, out, lse, optional tensors and more cover; of k and v of a single
-    per_key: tuple[int, int]  # ^ request those without keys, and here per key
-    partials_offset: int = 0  # of decode calls without a plan: bytes from the workspace's address to partial results
+    sinks: int | None  # which optional tensor is sinks on the CPU, whose values every call looks at
+    spans: tuple[int, int, int, int, int]  # bytes that q, k, v, out and lse cover; of k and v of a single request those
+    per_key: tuple[int, int]  # ^ without keys, and here per key
+    more_spans: tuple[int, ...]  # bytes that the workspace, optional tensors and what else is read cover
+    partials_offset: int  # of decode calls without a plan: bytes from the workspace's address to partial results
 
 
 def layout(x: Any) -> Any:
@@ -55,7 +60,7 @@ def layout(x: Any) -> Any:
 
 def layouts(tensors: Iterable[Any]) -> Any:
     """Return `layout` of tensors whose alignment may decide which kernels read them."""
-    return tuple(None if x is None else (*layout(x), x.data_ptr() % ALIGNMENT) for x in tensors)
+    return tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in tensors])
 
 
 def typed(numbers: Sequence[Any]) -> Any:
@@ -68,28 +73,25 @@ def is_plain(numbers: Sequence[Any]) -> bool:
     return PLAIN_TYPES.issuperset(map(type, numbers))
 
 
-def roles(
+def operands(
     scales: tuple[Any, ...], sinks: Any, mask: Any, head_scales: tuple[Any, ...] | None, block_scales: Any
-) -> tuple[tuple[Any, ...], Optional]:
-    """Return the scales that are numbers, with None for tensors, and the tensors of a call in the order of `Optional`.
+) -> tuple[tuple[Any, ...], Roles, Optional]:
+    """Return the scales that are numbers, with None for tensors, and which optional tensors a call has, and these.
 
     `scales`: those of q, k and v. `block_scales`: a pair, or one tensor with both on axis 1.
     """
-    of_q, of_k, of_heads = head_scales or NO_HEADS
-    q_scale, k_scale, v_scale = scales = tuple(map(_number, scales))
-    plain = sinks is mask is block_scales is of_q is of_k is of_heads is None
-    if plain and not (isinstance(q_scale, Tensor) or isinstance(k_scale, Tensor) or isinstance(v_scale, Tensor)):
-        return scales, ()
+    q_scale, k_scale, v_scale = numbers = tuple([_number(x) for x in scales])
     of_scores = [x for x in (q_scale, k_scale) if isinstance(x, Tensor)]
     of_v = v_scale if isinstance(v_scale, Tensor) else None
-    padding = (None,) * (2 - len(of_scores))
+    if of_scores or of_v is not None:
+        numbers = tuple([None if isinstance(x, Tensor) else x for x in numbers])
     pair = (None, None) if block_scales is None else block_scales
     if isinstance(pair, Tensor):
         pair = pair.unbind(1) if pair.dim() > 1 else ()
     elif not isinstance(pair, tuple | list):
         pair = (pair,)  # which no call has an entry for
-    numbers = tuple([None if isinstance(x, Tensor) else x for x in scales])
-    return numbers, (*of_scores, *padding, of_v, sinks, mask, of_q, of_k, of_heads, *pair)
+    padding = (None,) * (2 - len(of_scores))
+    return numbers, *present((*of_scores, *padding, of_v, sinks, mask, *(head_scales or NO_HEADS), *pair))
 
 
 def _number(scale: Any) -> Any:
@@ -108,19 +110,38 @@ def replay(
     `rest`: what the launch takes after the tensors; `protected`: names and addresses of memory that it must not write.
     """
     q, k, v, out, lse, optional, more = given
-    fire, like_q, (shape, dtype), lse_shape, v_offset, kv_alignment, spans, per_key, _ = entry
+    fire, like_q, (shape, dtype), lse_shape, v_offset, kv_alignment, sinks, spans, per_key, more_spans, _ = entry
     if forward_ad._current_level >= 0:  # all checks look for tangents
         return None
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset
     if q_at % ALIGNMENT or (k_at | v_at) % kv_alignment or q.is_neg() or k.is_neg() or v.is_neg():
         return None
-    if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    grad = is_grad_enabled()
+    if grad and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    if optional or more or out is not None or lse is not None:
-        if not _qualify(out, lse, optional, more):
+    for x in optional:
+        if x.is_neg() or (grad and x.requires_grad):
             return None
-        places = [q_at, k_at, v_at, *(0 if x is None else x.data_ptr() for x in (out, lse, *optional, *more))]
-        if not _apart(places, spans, [kv_len * step for step in per_key], len(more), protected):
+    if sinks is not None and not bool((optional[sinks] < math.inf).all()):
+        return None
+    if out is not None or lse is not None or more:
+        of_q, of_k, of_v, of_out, of_lse = spans
+        reads = [
+            (q_at, q_at + of_q),
+            (k_at, k_at + of_k + kv_len * per_key[0]),
+            (v_at, v_at + of_v + kv_len * per_key[1]),
+        ]
+        for x, span in zip(optional + more[1:], more_spans[1:], strict=True):
+            if x is not None:
+                if x.is_neg():
+                    return None
+                start = x.data_ptr()
+                reads.append((start, start + span))
+        if more and not _is_apart(more[0], more_spans[0], 1, reads, protected):
+            return None
+        if out is not None and not _is_apart(out, of_out, ALIGNMENT, reads, protected):
+            return None
+        if lse is not None and not _is_apart(lse, of_lse, 1, reads, protected):
             return None
     if out is None:
         out = empty_like(q) if like_q else q.new_empty(shape, dtype=dtype)
@@ -131,42 +152,21 @@ def replay(
     return out, lse
 
 
-def _qualify(out: Any, lse: Any, optional: Optional, more: Sequence[Any]) -> bool:
-    """Tell whether no buffer needs a gradient, no tensor is a negative view or needs one that is not computed, `out` is
-    aligned, and sinks on the CPU, as in every call, are numbers that rows can have.
+def _is_apart(x: Tensor, span: int, alignment: int, reads: list[Range], protected: Sequence[Any]) -> bool:
+    """Tell whether memory that a launch writes is aligned, no negative view, needs no gradient, and lies apart from
+    what the call reads, where it is then listed: what is written besides must lie apart from it too.
     """
-    for x in (out, lse):
-        if x is not None and (x.is_neg() or x.requires_grad):
-            return False
-    if out is not None and out.data_ptr() % ALIGNMENT:
+    start = x.data_ptr()
+    end = start + span
+    if start % alignment or x.is_neg() or x.requires_grad:
         return False
-    grad = is_grad_enabled()
-    for x in (*optional, *more):
-        if x is not None and (x.is_neg() or (grad and x.requires_grad)):
+    for other, stop in reads:
+        if other < end and start < stop:
             return False
-    sinks = optional[3] if optional else None
-    return sinks is None or not sinks.is_cpu or bool((sinks < math.inf).all())
-
-
-def _apart(
-    places: Sequence[int], spans: Sequence[int], of_keys: Sequence[int], more: int, protected: Sequence[Any]
-) -> bool:
-    """Tell whether what a launch writes (out, lse, and a workspace, the first of the last `more`) lies apart from all
-    else. `of_keys`: bytes of the keys of a single request, which `spans` of k and v do not count.
-    """
-    ends = [start + span for start, span in zip(places, spans, strict=True)]
-    ends[1], ends[2] = ends[1] + of_keys[0], ends[2] + of_keys[1]
-    written = [3, 4] if not more else [3, 4, len(places) - more]
-    for i in written:
-        start, end = places[i], ends[i]
-        if not start:
-            continue
-        for j, (other, stop) in enumerate(zip(places, ends, strict=True)):
-            if other < end and start < stop and j != i:
-                return False
-        for _, (other, stop) in protected:
-            if other < end and start < stop:
-                return False
+    for _, (other, stop) in protected:
+        if other < end and start < stop:
+            return False
+    reads.append((start, end))
     return True
 
 
@@ -184,14 +184,16 @@ def enter(
     launch reads copies in place of what the user gave. `result`: what such calls return.
     """
     q, _, v, _, lse_given, optional, more = given
-    if key is None or fire is None or problem.q is not q or not _same(optional, optional_tensors(problem)):
+    roles, read = optional_tensors(problem)
+    if key is None or fire is None or problem.q is not q or len(read) != len(optional):
+        return
+    if any(x.data_ptr() != y.data_ptr() for x, y in zip(optional, read, strict=True)):
         return
     out, lse = result
     if len(entries) >= CACHE_SIZE:
         entries.clear()
-    covered = (problem.q, problem.k, problem.v, problem.out, problem.lse, *optional, *more)
-    of_q, of_k, of_v, *others = (_span(x) for x in covered)
-    keys = getattr(problem, "kv_len", 0)
+    of_q, of_k, of_v, of_out, of_lse = map(_span, (problem.q, problem.k, problem.v, problem.out, problem.lse))
+    keys = problem.kv_len if isinstance(problem, Problem) else 0
     entries[key] = Entry(
         fire,
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
@@ -199,18 +201,12 @@ def enter(
         None if lse is None or lse_given is not None else tuple(lse.shape),
         problem.v.data_ptr() - v.data_ptr(),
         NARROW_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
-        (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], *others),
+        roles.index(SINKS) if SINKS in roles and q.is_cpu else None,
+        (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], of_out, of_lse),
         per_key,
+        tuple(map(_span, (more[0] if more else None, *optional, *more[1:]))),
         partials_offset,
     )
-
-
-def _same(given: Optional, read: Optional) -> bool:
-    """Tell whether optional tensors of a call are read where the user has them."""
-    if len(given) != len(read):
-        return False
-    pairs = zip(given, read, strict=True)
-    return all(x is y or (x is not None and y is not None and x.data_ptr() == y.data_ptr()) for x, y in pairs)
 
 
 def _span(x: Tensor | None) -> int:

@@ -179,11 +179,11 @@ def xqa_batch_decode_with_kv_cache(
         return trace.operator("xqa_batch_decode")(locals())
     if type(max_seq_len) is not int or max_seq_len < 0:
         max_seq_len = longest(max_seq_len)
-    scales, optional = calls.roles((bmm1_scale, None, bmm2_scale), sinks, None, None, kv_cache_sf)
+    scales, roles, optional = calls.operands((bmm1_scale, None, bmm2_scale), sinks, None, None, kv_cache_sf)
     more = workspace_buffer, block_tables, seq_lens, q_cu_seq_lens, mask
     given = replays.given_of(query, kv_cache, out, lse, optional, more)
     numbers = *scales, window_left, enable_pdl, q_len_per_req, o_scale, return_lse
-    key = replays.key_of(given, numbers, ("xqa", kv_layout, backend))
+    key = replays.key_of(given, numbers, ("xqa", kv_layout, backend, roles))
     if (replayed := replays.try_replay(key, given, return_lse)) is not None:
         return replayed
     k, v = cache_pair(kv_cache, kv_layout)

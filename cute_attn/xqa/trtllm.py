@@ -169,7 +169,7 @@ def trtllm_batch_decode_with_kv_cache(
 def _key_of(call: Call) -> tuple[Any, Given | None, tuple[Any, ...]]:
     """Return the key of calls like this one, None if they have no entry; its tensors; and the key's numbers."""
     c = call
-    scales, optional = calls.roles((c.bmm1_scale, None, c.bmm2_scale), c.sinks, None, None, c.kv_cache_sf)
+    scales, roles, optional = calls.operands((c.bmm1_scale, None, c.bmm2_scale), c.sinks, None, None, c.kv_cache_sf)
     numbers = (
         *(*scales, c.window_left, c.o_sf_scale, c.o_sf_vec_size, c.enable_pdl, c.q_len_per_req),
         *(c.o_scale, c.max_q_len, c.skip_softmax_threshold_scale_factor, c.return_lse, c.enable_block_sparse_attention),
@@ -184,7 +184,7 @@ def _key_of(call: Call) -> tuple[Any, Given | None, tuple[Any, ...]]:
         return None, None, numbers
     more = c.workspace_buffer, c.block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask
     given = replays.given_of(c.query, c.kv_cache, c.out, c.lse, optional, more)
-    names = "trtllm", c.out_dtype, c.kv_layout, c.backend, c.bf16q_fp8kv_transform_mode
+    names = "trtllm", c.out_dtype, c.kv_layout, c.backend, c.bf16q_fp8kv_transform_mode, roles
     return replays.key_of(given, numbers, names), given, numbers
 
 

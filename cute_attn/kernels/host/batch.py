@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, with_extras
+from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, optional_tensors
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
 from cute_attn.runtime.launch import Settled, current_stream
@@ -218,8 +218,11 @@ class BatchRun:
             return launch_nothing
         kernel, index, operands = self.kernel(problem.settings), self.device_index, problem[1:5]
         strides, addresses = kernel.strides(*operands, block_scale_strides(problem)), kernel.addresses(*operands)
-        attention, combine = kernel.attention, kernel.combine
-        out_strides = () if combine is None else combine.output.strides(problem.out)
+        roles, _ = optional_tensors(problem)
+        (attention, pick), combine = kernel.attention.of(roles), kernel.combine
+        out_strides: Values = ()
+        if combine is not None:
+            out_strides, (merge, pick_final) = combine.output.strides(problem.out), combine.launches.of(roles)
         latest: tuple[Launched, Settled, Settled] | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
@@ -229,18 +232,16 @@ class BatchRun:
                 launched = self._launch(memory)
             work = latest  # once: threads share this
             if work is None or work[0] is not launched:
-                work = latest = launched, *_settled(launched, strides, out_strides, kernel)
+                settled = launched.grid, strides, launched.numbers
+                work = latest = launched, settled, (launched.combine_grid, out_strides, launched.merges)
             _, settled, to_combine = work
             if not launched.grid[0]:
                 return
             stream, optional = current_stream(index), tensors[5]
-            if optional:
-                settled = with_extras(settled, kernel.extras(optional))
-            attention.fire(stream, addresses((q, k, v, out, lse, stream)) + launched.more, settled)
+            moving = addresses((q, k, v, out, lse, stream)) + launched.more + pick(optional)
+            attention.fire(stream, moving, settled)
             if combine is not None:
-                if optional:
-                    to_combine = with_extras(to_combine, combine.extras(optional))
-                combine.launch.fire(stream, (out, lse, *launched.partials), to_combine)
+                merge.fire(stream, (out, lse, *launched.partials, *pick_final(optional)), to_combine)
 
         return fire
 
@@ -256,16 +257,6 @@ class BatchRun:
         launches = self.grid, numbers, self.combine_grid, self.merges
         self.launched = Launched(self.version, memory, *launches, partials, more)
         return self.launched
-
-
-def _settled(
-    launched: Launched, strides: Values, out_strides: Values, kernel: PreparedKernel
-) -> tuple[Settled, Settled]:
-    """Returns what is settled of the attention and combine launches."""
-    settled = launched.grid, strides, kernel.no_extras, launched.numbers
-    if kernel.combine is None:
-        return settled, ()
-    return settled, (launched.combine_grid, out_strides, kernel.combine.no_extras, launched.merges)
 
 
 class SplitKvBatchRun(BatchRun):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from cute_attn.kernels.host.features import batched, combine_spec
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
-from cute_attn.kernels.host.operands import extras_of
-from cute_attn.kernels.host.output import EXTRA_FIELDS, FinalOutput
+from cute_attn.kernels.host.operands import OptionalBounds
+from cute_attn.kernels.host.output import FinalOutput
 from cute_attn.kernels.host.params import PARTIAL_FIELDS, Fields
 from cute_attn.problem import Settings
 
@@ -17,9 +17,9 @@ NO_MERGES: Fields = {"merges": 0, "rows_per_merge": 1, "slot_rows": 1, "num_rows
 
 
 class CombineKernel:
-    """Launches of the combine kernel: addresses of o, lse and partials move; a grid, the output's strides, addresses of
-    v_scale and sinks, and values of LENGTH_FIELDS, or of MERGE_FIELDS for a batch, are settled for longer. `heads`:
-    query heads whose rows share a tile of the partials.
+    """Launches of the combine kernel: addresses of o, lse and partials move; a grid, the output's strides, and values
+    of LENGTH_FIELDS, or of MERGE_FIELDS for a batch, are settled for longer. `heads`: query heads whose rows
+    share a tile of the partials.
     """
 
     def __init__(self, settings: Settings, heads: int, gpu: Gpu) -> None:
@@ -34,7 +34,5 @@ class CombineKernel:
             **self.output.static,
             **absent,
         }
-        self.extras = extras_of(EXTRA_FIELDS)
-        self.no_extras = (0,) * len(EXTRA_FIELDS)  # one object: launches write it once
-        groups = self.output.stride_fields, EXTRA_FIELDS, numbers
-        self.launch = launch.bind(static, ("o", "lse", *PARTIAL_FIELDS), *groups)
+        groups = ("o", "lse", *PARTIAL_FIELDS), self.output.stride_fields, numbers
+        self.launches = OptionalBounds(launch, static, groups)

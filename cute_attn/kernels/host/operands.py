@@ -1,27 +1,28 @@
-"""Tensors that a problem may lack: which they are, and what launches take from them."""
+"""Tensors that a problem may lack: which it has, and what launches take from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from cute_attn.kernels.host.params import kv_axes
+from cute_attn.kernels.host.params import Fields, kv_axes
 from cute_attn.problem import BatchProblem, DecodeProblem, Problem, Request
-from cute_attn.runtime.launch import Settled
+from cute_attn.runtime.launch import Bound, Launch
 from cute_attn.runtime.param_block import Values
 
-# Parameters of kernels with the addresses of such tensors, in the order of `Optional`; and the bytes of the mask.
-TENSOR_FIELDS = (
+# Such tensors by the kernels' parameters that hold their addresses: two factors of the scores, that of v, and so on.
+# With a mask's goes the number of its bytes.
+ROLES = (
     *("scale0", "scale1", "v_scale_ptr", "sinks", "mask", "scale_q", "scale_k", "scale_v", "k_scales", "v_scales"),
 )
-MASK_BYTES = "mask_bytes"
-EXTRA_FIELDS = (*TENSOR_FIELDS, MASK_BYTES)
+MASK, MASK_BYTES = ROLES.index("mask"), "mask_bytes"
 NO_STRIDES: Values = (0,) * 6
 
-Optional = tuple[torch.Tensor | None, ...]  # two scales, v's scale, sinks, mask, scales of heads of q, k and v, block
-# ^ scales of k and v; empty for a problem that has none of them
+Roles = tuple[int, ...]  # of ROLES, those of the tensors that a problem has
+Optional = tuple[torch.Tensor, ...]  # these tensors, in the same order
+Pick = Callable[[Optional], Values]
 
 # What runs requests or batches like an earlier one, from addresses of q, k, v, out and lse (0 for none), and a tuple of
 # these tensors, their `Optional`, and what else the kind of run takes.
@@ -30,24 +31,30 @@ Fire = Callable[[int, int, int, int, int, tuple[Any, ...]], None]
 P = TypeVar("P", Problem, BatchProblem)
 
 
-def optional_tensors(problem: Request | BatchProblem) -> Optional:
-    """Returns the optional tensors of a problem."""
+def present(tensors: Sequence[torch.Tensor | None]) -> tuple[Roles, Optional]:
+    """Return which tensors there are of those for all ROLES."""
+    roles = tuple([i for i, x in enumerate(tensors) if x is not None])
+    return roles, tuple([x for x in tensors if x is not None])
+
+
+def optional_tensors(problem: Request | BatchProblem) -> tuple[Roles, Optional]:
+    """Return the optional tensors of a problem."""
     scales, v_scale, sinks = problem.scale_tensors, problem.v_scale_tensor, problem.sinks
     mask = head_scales = None
     if not isinstance(problem, DecodeProblem):
         mask, head_scales = problem.packed_mask, problem.head_scales
     block_scales = problem.block_scales
     if not scales and v_scale is sinks is mask is head_scales is block_scales is None:
-        return ()
+        return (), ()
     padding = (None,) * (2 - len(scales))
-    return *scales, *padding, v_scale, sinks, mask, *(head_scales or (None,) * 3), *(block_scales or (None,) * 2)
+    heads, blocks = head_scales or (None,) * 3, block_scales or (None,) * 2
+    return present((*scales, *padding, v_scale, sinks, mask, *heads, *blocks))
 
 
-def with_optional(problem: P, optional: Optional) -> P:
-    """Returns the problem with other optional tensors."""
-    if not optional:
-        return problem
-    scale0, scale1, v_scale, sinks, mask, *more = optional
+def with_optional(problem: P, roles: Roles, optional: Optional) -> P:
+    """Return the problem with these optional tensors in place of its own."""
+    by_role = dict(zip(roles, optional, strict=True))
+    scale0, scale1, v_scale, sinks, mask, *more = (by_role.get(i) for i in range(len(ROLES)))
     head_scales, block_scales = tuple(more[:3]), tuple(more[3:])
     changed: dict[str, Any] = {
         "scale_tensors": tuple(x for x in (scale0, scale1) if x is not None),
@@ -60,21 +67,49 @@ def with_optional(problem: P, optional: Optional) -> P:
     return problem._replace(**changed)
 
 
-def extras_of(names: Sequence[str]) -> Callable[[Optional], Values]:
-    """Returns a function from optional tensors, of which there are some, to the values of `names` of EXTRA_FIELDS."""
-    places = [(TENSOR_FIELDS.index("mask" if name == MASK_BYTES else name), name == MASK_BYTES) for name in names]
+class OptionalBounds:
+    """Launches of a kernel by which optional tensors its problems have: the addresses of these move, after all others,
+    and the parameters of those that are absent are 0.
+    """
 
-    def extras(optional: Optional) -> Values:
-        given = [(optional[i], is_size) for i, is_size in places]
-        return tuple([0 if x is None else x.numel() if is_size else x.data_ptr() for x, is_size in given])
+    def __init__(
+        self,
+        launch: Launch,
+        static: Fields,
+        groups: tuple[tuple[str, ...], ...],
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
+        """`groups`: as `Launch.bind` takes them, the moving fields first. `renamed`: the kernel's names of ROLES where
+        they differ.
+        """
+        self._launch, self._static, self._groups, self._renamed = launch, static, groups, renamed or {}
+        named = {name for group in groups for name in group}
+        self._free = {param.name for param in launch.artifact.params}.difference(static, named)
+        self._bounds: dict[Roles, tuple[Bound, Pick]] = {}
+        self.of(())  # checks that every parameter has a name
 
-    return extras
+    def of(self, roles: Roles) -> tuple[Bound, Pick]:
+        """Returns the launches of problems that have these tensors, and what picks the last moving values from them."""
+        found = self._bounds.get(roles)
+        if found is None:
+            names = [self._renamed.get(ROLES[i], ROLES[i]) for i in roles]
+            places = [i for i, name in enumerate(names) if name in self._free]
+            masks = [i for i in places if roles[i] == MASK]
+            fields = [names[i] for i in places] + [MASK_BYTES] * len(masks)
+            moving, *groups = self._groups
+            zeros = dict.fromkeys(self._free.difference(fields), 0)
+            bound = self._launch.bind({**self._static, **zeros}, (*moving, *fields), *groups)
+            found = self._bounds[roles] = bound, _pick(places, masks)
+        return found
 
 
-def with_extras(settled: Settled, extras: Values) -> Settled:
-    """Returns what is settled of a launch with the values of its second group replaced."""
-    grid, strides, _, numbers = settled
-    return grid, strides, extras, numbers
+def _pick(places: Sequence[int], masks: Sequence[int]) -> Pick:
+    """Returns a function from optional tensors to addresses of those at `places`, then sizes of those at `masks`."""
+    if not places:
+        return lambda optional: ()
+    if masks:
+        return lambda optional: (*[optional[i].data_ptr() for i in places], *[optional[i].numel() for i in masks])
+    return lambda optional: tuple([optional[i].data_ptr() for i in places])
 
 
 def block_scale_strides(problem: Request | BatchProblem) -> Values:
@@ -93,7 +128,7 @@ def fire_first(fire: Fire, problem: Request | BatchProblem, rest: tuple[Any, ...
     """
     tensors = problem.q, problem.k, problem.v, problem.out, problem.lse
     q, k, v, out, lse = (0 if x is None else x.data_ptr() for x in tensors)
-    fire(q, k, v, out, lse, (*tensors, optional_tensors(problem), *rest))
+    fire(q, k, v, out, lse, (*tensors, optional_tensors(problem)[1], *rest))
     return fire
 
 

@@ -8,7 +8,7 @@ from cute_attn.kernels.host.params import Fields
 from cute_attn.problem import Settings
 
 STRIDE_FIELDS = ("o_stride_n", "o_stride_h")  # bytes
-EXTRA_FIELDS = ("v_scale_ptr", "sinks")  # of `operands.EXTRA_FIELDS`, those that final results alone need
+FINAL_ROLES = ("v_scale_ptr", "sinks")  # of `operands.ROLES`, those that final results alone need
 
 
 class FinalOutput:
@@ -36,7 +36,7 @@ class PartialOutput:
     def __init__(self, settings: Settings) -> None:
         row_bytes = 4 * settings.features.head_dim_vo
         strides = zip(STRIDE_FIELDS, (settings.features.num_qo_heads * row_bytes, row_bytes), strict=True)
-        self.static: Fields = {"v_scale": 1.0, **dict(strides), **dict.fromkeys(EXTRA_FIELDS, 0)}
+        self.static: Fields = {"v_scale": 1.0, **dict(strides), **dict.fromkeys(FINAL_ROLES, 0)}
 
     def strides(self, out: torch.Tensor) -> tuple[int, ...]:
         """Returns nothing: all problems of the same settings have the same strides."""

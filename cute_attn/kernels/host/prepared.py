@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from cute_attn.kernels.host.combine import CombineKernel
-from cute_attn.kernels.host.operands import EXTRA_FIELDS, extras_of
+from cute_attn.kernels.host.operands import OptionalBounds
 from cute_attn.kernels.host.output import Output
 from cute_attn.kernels.host.params import Fields
 from cute_attn.runtime.launch import Launch
@@ -21,8 +21,8 @@ PLAIN: Addresses = operator.itemgetter(0, 1, 2, 3, 4)  # of kernels without tens
 
 
 class PreparedKernel:
-    """Launches of one kernel: addresses move, and a grid, strides, extras and numbers of the schedule are settled for
-    longer. Subclasses define strides and addresses.
+    """Launches of one kernel: addresses move, and a grid, strides and numbers of the schedule are settled for longer.
+    Subclasses define strides and addresses.
     """
 
     def __init__(
@@ -35,16 +35,13 @@ class PreparedKernel:
         renamed: Mapping[str, str] | None = None,
     ) -> None:
         """`groups`: fields of addresses, of strides (but for the output's), and of numbers. `combine`: None for a
-        kernel that leaves no partials to combine. `renamed`: the kernel's names of EXTRA_FIELDS where they differ.
+        kernel that leaves no partials to combine. `renamed`: the kernel's names of `operands.ROLES` where they
+        differ.
         """
         addresses, strides, numbers = groups
-        static, names = static | output.static, renamed or {}
-        params = {param.name for param in launch.artifact.params}.difference(static, addresses, numbers)
-        extras = [name for name in EXTRA_FIELDS if names.get(name, name) in params]
-        self.extras, self.output, self.combine = extras_of(extras), output, combine
-        self.no_extras: Values = (0,) * len(extras)  # one object: launches write it once
-        extra_fields = [names.get(name, name) for name in extras]
-        self.attention = launch.bind(static, addresses, strides + output.stride_fields, extra_fields, numbers)
+        self.output, self.combine = output, combine
+        groups = addresses, strides + output.stride_fields, numbers
+        self.attention = OptionalBounds(launch, static | output.static, groups, renamed)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

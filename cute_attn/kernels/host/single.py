@@ -9,14 +9,21 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, with_extras
+from cute_attn.kernels.host.operands import (
+    Fire,
+    Pick,
+    Roles,
+    block_scale_strides,
+    fire_first,
+    launch_nothing,
+    optional_tensors,
+)
 from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
-from cute_attn.runtime.launch import Settled, current_stream
+from cute_attn.runtime.launch import Bound, Settled, current_stream
 from cute_attn.runtime.param_block import Values
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
-NOT_COMBINED: Settled = ()
 MAX_TILES = 64  # of one request's settings
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, `operands.Optional`, and the number of keys
@@ -38,8 +45,9 @@ class SingleSchedule(Generic[T]):
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
 
 SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels, grid, numbers and num_splits
-Work = tuple[int, PreparedKernel, Addresses, Settled, Settled, int]
-# ^ of a number of keys: kernels, addresses, what is settled of the attention and combine launches, and num_splits
+Launches = tuple[Bound, Pick]
+Work = tuple[int, Launches, Addresses, Settled, tuple[Launches, Settled, int] | None]
+# ^ of a number of keys: the attention launches, addresses, what is settled; and of combine launches num_splits too
 
 
 class SingleRun(Generic[T]):
@@ -69,6 +77,7 @@ class SingleRun(Generic[T]):
         if qo_len == 0:
             return launch_nothing
         rows, partial_bytes = qo_len * self.num_qo_heads, 4 * self.head_dim_vo
+        roles, _ = optional_tensors(problem)
         strides: dict[PreparedKernel, tuple[Values, Values]] = {}  # of the attention and combine launches
         latest: Work | None = None
 
@@ -76,45 +85,44 @@ class SingleRun(Generic[T]):
             nonlocal latest
             kv_len, work = tensors[6], latest  # once: threads share this
             if work is None or work[0] != kv_len:
-                work = latest = self._work(qo_len, kv_len, tensors, block_scales, strides)
-            _, kernel, addresses, settled, to_combine, num_splits = work
-            stream, combine, optional = current_stream(index), kernel.combine, tensors[5]
-            if optional:
-                settled = with_extras(settled, kernel.extras(optional))
-            if combine is None:
-                kernel.attention.fire(stream, addresses((q, k, v, out, lse, stream)), settled)
+                work = latest = self._work((qo_len, kv_len), tensors, roles, block_scales, strides)
+            _, (attention, pick), addresses, settled, combined = work
+            stream, optional = current_stream(index), tensors[5]
+            if combined is None:
+                attention.fire(stream, addresses((q, k, v, out, lse, stream)) + pick(optional), settled)
                 return
+            (combine, pick_final), to_combine, num_splits = combined
             # The caching allocator keeps partials with a captured graph.
             partials = tensors[0].new_empty(rows * num_splits * (partial_bytes + 4), dtype=torch.uint8)
             o = partials.data_ptr()
             of_lse = o + rows * num_splits * partial_bytes
-            kernel.attention.fire(stream, addresses((q, k, v, o, of_lse, stream)), settled)
-            if optional:
-                to_combine = with_extras(to_combine, combine.extras(optional))
-            combine.launch.fire(stream, (out, lse, o, of_lse), to_combine)
+            attention.fire(stream, addresses((q, k, v, o, of_lse, stream)) + pick(optional), settled)
+            combine.fire(stream, (out, lse, o, of_lse, *pick_final(optional)), to_combine)
 
         return fire
 
     def _work(
         self,
-        qo_len: int,
-        kv_len: int,
+        lengths: tuple[int, int],
         tensors: Tensors,
+        roles: Roles,
         block_scales: Values,
         strides: dict[PreparedKernel, tuple[Values, Values]],
     ) -> Work:
         """Returns what launches of a number of keys have in common, and notes strides of a kernel that comes anew."""
+        (qo_len, kv_len), (q, k, v, out, *_) = lengths, tensors
         kernel, grid, numbers, num_splits = self.launch(qo_len, kv_len)
-        (q, k, v, out, *_), combine = tensors, kernel.combine
+        combine = kernel.combine
         if kernel not in strides:
             out_strides: Values = () if combine is None else combine.output.strides(out)
             strides[kernel] = kernel.strides(q, k, v, out, block_scales), out_strides
         of_kernel, out_strides = strides[kernel]
-        settled, to_combine = (grid, of_kernel, kernel.no_extras, numbers), NOT_COMBINED
+        combined = None
         if combine is not None:
             merge_grid = qo_len * self.num_qo_heads, 1, 1
-            to_combine = merge_grid, out_strides, combine.no_extras, (qo_len, num_splits)
-        return kv_len, kernel, kernel.addresses(q, k, v, out), settled, to_combine, num_splits
+            combined = combine.launches.of(roles), (merge_grid, out_strides, (qo_len, num_splits)), num_splits
+        addresses = kernel.addresses(q, k, v, out)
+        return kv_len, kernel.attention.of(roles), addresses, (grid, of_kernel, numbers), combined
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleLaunch:
         """Returns the launch of a request of these lengths; `launch` memoises it."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, with_extras
+from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, optional_tensors
 from cute_attn.kernels.host.single import MAX_LENGTHS
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import XqaKernel
@@ -54,22 +54,23 @@ class DecodeRun:
         config, longest, step = kernel.config, problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = kernel.request((step, 0, rows), (rows - 1) * step + width)
-        plain = config.grid_of(rows), strides, kernel.no_extras, numbers
+        settled = config.grid_of(rows), strides, numbers
+        attention, pick = kernel.attention.of(optional_tensors(problem)[0])
         own_partials = scratch.partial_bytes < config.partial_bytes
         of_stream: Callable[[int], int] | None = None
         if scratch.counter_bytes < config.counter_bytes:
             of_stream = counters.of_device(index, counters.SEMAPHORES).address
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
-            query, _, _, _, _, optional, counted_at, partials_at, *read = tensors
+            query, _, _, _, _, optional, counted_at, partials_at, table, seq_lens, q_indptr, mask = tensors
             stream = current_stream(index)
             if of_stream is not None:
                 counted_at = of_stream(stream)
             if own_partials:
                 partials = query.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
                 partials_at = partials.data_ptr()
-            settled = with_extras(plain, kernel.extras(optional)) if optional else plain
-            kernel.attention.fire(stream, (q, k, v, out, lse, counted_at, partials_at, longest, *read), settled)
+            moving = q, k, v, out, lse, counted_at, partials_at, longest, table, seq_lens, q_indptr, mask
+            attention.fire(stream, moving + pick(optional), settled)
 
         return fire
 

@@ -34,7 +34,7 @@ ADDRESS_FIELDS = (
 REQUEST_FIELDS = ("table_stride", "page_starts", "batch")
 # Where the kernel reads ahead: pages of the cache, and entries of the page table; 1 and 1 without pages.
 PAGES, ENTRIES = "pages", "entries"
-EXTRA_NAMES = {"scale0": "scale_ptr", "scale1": "more_scale_ptr", "k_scales": "k_sf", "v_scales": "v_sf"}
+ROLE_NAMES = {"scale0": "scale_ptr", "scale1": "more_scale_ptr", "k_scales": "k_sf", "v_scales": "v_sf"}
 
 
 class XqaKernel(PreparedKernel):
@@ -72,7 +72,7 @@ class XqaKernel(PreparedKernel):
         strides = (*STRIDE_FIELDS, PAGES) if self.ahead else STRIDE_FIELDS
         request = (*REQUEST_FIELDS, ENTRIES) if self.ahead else REQUEST_FIELDS
         groups = ADDRESS_FIELDS, strides, request
-        super().__init__(launch, static, groups, FinalOutput(settings), renamed=EXTRA_NAMES)
+        super().__init__(launch, static, groups, FinalOutput(settings), renamed=ROLE_NAMES)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

@@ -8,7 +8,14 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, with_extras
+from cute_attn.kernels.host.operands import (
+    Fire,
+    Pick,
+    block_scale_strides,
+    fire_first,
+    launch_nothing,
+    optional_tensors,
+)
 from cute_attn.kernels.host.single import MAX_LENGTHS, Tensors
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, XqaKernel
@@ -16,7 +23,7 @@ from cute_attn.kernels.xqa.host.variant import segments
 from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime import capture, counters
-from cute_attn.runtime.launch import CPU, Settled, current_stream
+from cute_attn.runtime.launch import CPU, Bound, Settled, current_stream
 from cute_attn.runtime.param_block import Values
 
 
@@ -56,8 +63,9 @@ class SingleRun:
         if qo_len == 0:
             return launch_nothing
         settings, block_scales = self.settings, block_scale_strides(problem)
+        roles, _ = optional_tensors(problem)
         bound: dict[XqaKernel, tuple[Settled, int]] = {}  # of all requests, and `longest_kv`
-        latest: tuple[int, XqaKernel, Settled, int] | None = None
+        latest: tuple[int, tuple[Bound, Pick], Settled, int] | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
@@ -69,14 +77,12 @@ class SingleRun:
                 settled, longest = bound[kernel]
                 if kv_len > longest:
                     raise _too_long(*tensors[1:3])
-                work = latest = kv_len, kernel, settled, kernel.config.partial_bytes
-            _, kernel, settled, num_bytes = work
+                work = latest = kv_len, kernel.attention.of(roles), settled, kernel.config.partial_bytes
+            _, (attention, pick), settled, num_bytes = work
             stream = current_stream(index)
-            if tensors[5]:
-                settled = with_extras(settled, kernel.extras(tensors[5]))
             partials = tensors[0].new_empty(num_bytes, dtype=uint8)
             moving = q, k, v, out, lse, counters(stream), partials.data_ptr(), kv_len, table, length, 0, 0
-            kernel.attention.fire(stream, moving, settled)
+            attention.fire(stream, moving + pick(tensors[5]), settled)
 
         return fire
 
@@ -90,7 +96,7 @@ def _bound(kernel: XqaKernel, tensors: Tensors, block_scales: Values) -> tuple[S
     """Returns what is settled of the launches of requests with the strides of `tensors`, and `longest_kv` of them."""
     q, k, v, out, *_ = tensors
     strides, numbers = kernel.strides(q, k, v, out, block_scales), kernel.request((1, 0, 1), 1)
-    return (kernel.config.grid, strides, kernel.no_extras, numbers), longest_kv(kernel, k, v)
+    return (kernel.config.grid, strides, numbers), longest_kv(kernel, k, v)
 
 
 def longest_kv(kernel: XqaKernel, *tensors: torch.Tensor) -> int:
