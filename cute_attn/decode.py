@@ -117,10 +117,13 @@ def single_decode_with_kv_cache(
     """
     if is_dynamo_compiling():
         return trace.operator("single_decode")(locals())
-    scale_q, scale_k, scale_v, roles, optional = q_scale, k_scale, v_scale, *calls.NONE
+    scale_q, scale_k, scale_v = q_scale, k_scale, v_scale
+    roles, optional = calls.NONE
     if not q_scale is k_scale is v_scale is sinks is None:
         scales = q_scale, k_scale, v_scale
-        (scale_q, scale_k, scale_v), roles, optional = calls.operands(scales, sinks, None, None, None)
+        (scale_q, scale_k, scale_v), roles, optional = calls.operands(
+            scales, sinks, None, None, None, not out is lse is None
+        )
     names = kv_layout, pos_encoding_mode, None, backend, lse_base, roles
     given = q, k, v, out, lse, optional, ()
     numbers = (

@@ -145,10 +145,13 @@ def single_prefill_with_kv_cache(
     if is_dynamo_compiling():
         return trace.operator("single_prefill")(locals())
     mask = custom_mask if packed_custom_mask is None else packed_custom_mask
-    of_k, of_v, roles, optional = k_scale, v_scale, *calls.NONE
+    of_k, of_v = k_scale, v_scale
+    roles, optional = calls.NONE
     if not k_scale is v_scale is sinks is mask is scale_q is scale_k is scale_v is kv_cache_sf is None:
         heads = scale_q, scale_k, scale_v
-        (_, of_k, of_v), roles, optional = calls.operands((None, k_scale, v_scale), sinks, mask, heads, kv_cache_sf)
+        (_, of_k, of_v), roles, optional = calls.operands(
+            (None, k_scale, v_scale), sinks, mask, heads, kv_cache_sf, not out is lse is None
+        )
     names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base, roles
     given = q, k, v, out, lse, optional, ()
     numbers = (

@@ -74,13 +74,19 @@ def is_plain(numbers: Sequence[Any]) -> bool:
 
 
 def operands(
-    scales: tuple[Any, ...], sinks: Any, mask: Any, head_scales: tuple[Any, ...] | None, block_scales: Any
+    scales: tuple[Any, ...],
+    sinks: Any,
+    mask: Any,
+    head_scales: tuple[Any, ...] | None,
+    block_scales: Any,
+    writes: bool = False,
 ) -> tuple[tuple[Any, ...], Roles, Optional]:
     """Return the scales that are numbers, with None for tensors, and which optional tensors a call has, and these.
 
-    `scales`: those of q, k and v. `block_scales`: a pair, or one tensor with both on axis 1.
+    `scales`: those of q, k and v. On the CPU they are numbers too, unless the call `writes` memory of the caller, which
+    all checks compare with theirs. `block_scales`: a pair, or one tensor with both on axis 1.
     """
-    q_scale, k_scale, v_scale = numbers = tuple([_number(x) for x in scales])
+    q_scale, k_scale, v_scale = numbers = scales if writes else tuple([_number(x) for x in scales])
     of_scores = [x for x in (q_scale, k_scale) if isinstance(x, Tensor)]
     of_v = v_scale if isinstance(v_scale, Tensor) else None
     if of_scores or of_v is not None:

@@ -33,7 +33,9 @@ def call_of(plan: BatchPlan, arguments: RunArguments) -> Call:
             if out is None:
                 return key, (q, k, v, None, None, (), ())
             return (key, layout(out)), (q, k, v, out, None, (), ())
-        scales, roles, optional = calls.operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
+        scales, roles, optional = calls.operands(
+            (q_scale, k_scale, v_scale), sinks, mask, heads, sf, not out is lse is None
+        )
         numbers = *scales, enable_pdl, window_left
         if not calls.is_plain(numbers):
             return NO_CALL

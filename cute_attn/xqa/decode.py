@@ -177,9 +177,9 @@ def xqa_batch_decode_with_kv_cache(
     """
     if is_dynamo_compiling():
         return trace.operator("xqa_batch_decode")(locals())
-    if type(max_seq_len) is not int or max_seq_len < 0:
+    if type(max_seq_len) is not int or not 0 <= max_seq_len <= checks.LARGEST_INT:
         max_seq_len = longest(max_seq_len)
-    scales, roles, optional = calls.operands((bmm1_scale, None, bmm2_scale), sinks, None, None, kv_cache_sf)
+    scales, roles, optional = calls.operands((bmm1_scale, None, bmm2_scale), sinks, None, None, kv_cache_sf, True)
     more = workspace_buffer, block_tables, seq_lens, q_cu_seq_lens, mask
     given = replays.given_of(query, kv_cache, out, lse, optional, more)
     numbers = *scales, window_left, enable_pdl, q_len_per_req, o_scale, return_lse

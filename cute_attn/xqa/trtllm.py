@@ -152,7 +152,7 @@ def trtllm_batch_decode_with_kv_cache(
         enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode,
         request_order, request_order_plan, lse_layout, uniform_q_len,
     )  # fmt: skip
-    if type(max_seq_len) is not int or max_seq_len < 0:
+    if type(max_seq_len) is not int or not 0 <= max_seq_len <= checks.LARGEST_INT:
         longest(max_seq_len)
     key, given, numbers = _key_of(call)
     if (replayed := replays.try_replay(key, given, return_lse)) is not None:
@@ -169,7 +169,9 @@ def trtllm_batch_decode_with_kv_cache(
 def _key_of(call: Call) -> tuple[Any, Given | None, tuple[Any, ...]]:
     """Return the key of calls like this one, None if they have no entry; its tensors; and the key's numbers."""
     c = call
-    scales, roles, optional = calls.operands((c.bmm1_scale, None, c.bmm2_scale), c.sinks, None, None, c.kv_cache_sf)
+    scales, roles, optional = calls.operands(
+        (c.bmm1_scale, None, c.bmm2_scale), c.sinks, None, None, c.kv_cache_sf, True
+    )
     numbers = (
         *(*scales, c.window_left, c.o_sf_scale, c.o_sf_vec_size, c.enable_pdl, c.q_len_per_req),
         *(c.o_scale, c.max_q_len, c.skip_softmax_threshold_scale_factor, c.return_lse, c.enable_block_sparse_attention),

@@ -82,9 +82,8 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
     def kernel(settings: Any) -> Any:
         launch = types.SimpleNamespace(fire=lambda stream, moving, settled: fired.append((settings, settled[1])))
         return types.SimpleNamespace(
-            attention=launch,
+            attention=types.SimpleNamespace(of=lambda roles: (launch, None)),
             combine=None,
-            no_extras=(),
             strides=lambda q, *others: f"of thread {int(q)}",
             addresses=lambda *tensors: lambda places: places,
         )

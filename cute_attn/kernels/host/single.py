@@ -89,7 +89,8 @@ class SingleRun(Generic[T]):
             _, (attention, pick), addresses, settled, combined = work
             stream, optional = current_stream(index), tensors[5]
             if combined is None:
-                attention.fire(stream, addresses((q, k, v, out, lse, stream)) + pick(optional), settled)
+                moving = addresses((q, k, v, out, lse, stream))
+                attention.fire(stream, moving + pick(optional) if optional else moving, settled)
                 return
             (combine, pick_final), to_combine, num_splits = combined
             # The caching allocator keeps partials with a captured graph.

@@ -147,9 +147,9 @@ class XqaBatchRun(BatchRun):
         return (workspace,)
 
     def numbers(self, pages: int, entries: int, partials: Values) -> Values:
-        """Returns the values of REQUEST_FIELDS and ENTRIES."""
-        return self.planned.request(self.request, entries)
+        """Returns the values of `XqaKernel.request`."""
+        return self.planned.request(self.request, entries, (pages, self.seq_lens, 0, 0))
 
     def more(self, pages: int, partials: Values) -> Values:
         """Returns the last values of ADDRESS_FIELDS."""
-        return self.counters.data_ptr(), *partials, UNBOUNDED, pages, self.seq_lens, 0, 0
+        return self.counters.data_ptr(), *partials, UNBOUNDED

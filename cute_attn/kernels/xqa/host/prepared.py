@@ -27,10 +27,8 @@ STRIDE_FIELDS = (
 )
 # A field that a launch does not use is 0: of `table_stride` and `page_starts` one is, and without draft tokens
 # `q_indptr` and `mask` are. `capacity`, the most keys, is that of a single request, which grows with its cache.
-ADDRESS_FIELDS = (
-    *("q", "k", "v", "o", "lse", "counters", "partials"),
-    *("capacity", "table", "seq_lens", "q_indptr", "mask"),
-)
+ADDRESS_FIELDS = ("q", "k", "v", "o", "lse", "counters", "partials", "capacity")
+TABLE_FIELDS = ("table", "seq_lens", "q_indptr", "mask")  # addresses, which move in calls without a plan alone
 REQUEST_FIELDS = ("table_stride", "page_starts", "batch")
 # Where the kernel reads ahead: pages of the cache, and entries of the page table; 1 and 1 without pages.
 PAGES, ENTRIES = "pages", "entries"
@@ -71,7 +69,8 @@ class XqaKernel(PreparedKernel):
             static["resident"] = gpu.sms * spec.ctas
         strides = (*STRIDE_FIELDS, PAGES) if self.ahead else STRIDE_FIELDS
         request = (*REQUEST_FIELDS, ENTRIES) if self.ahead else REQUEST_FIELDS
-        groups = ADDRESS_FIELDS, strides, request
+        moving, settled = (TABLE_FIELDS, ()) if features.device_lengths else ((), TABLE_FIELDS)
+        groups = ADDRESS_FIELDS + moving, strides, request + settled
         super().__init__(launch, static, groups, FinalOutput(settings), renamed=ROLE_NAMES)
 
     def strides(
@@ -98,9 +97,9 @@ class XqaKernel(PreparedKernel):
         """Returns a function that returns the addresses of tensors, the first ones of ADDRESS_FIELDS."""
         return PLAIN
 
-    def request(self, values: Values, entries: int) -> Values:
-        """Returns the values of REQUEST_FIELDS and ENTRIES."""
-        return (*values, entries) if self.ahead else values
+    def request(self, values: Values, entries: int, tables: Values = ()) -> Values:
+        """Returns the values of REQUEST_FIELDS and ENTRIES, and of TABLE_FIELDS where these do not move."""
+        return (*values, entries, *tables) if self.ahead else values + tables
 
 
 prepared_kernel = functools.lru_cache(MAX_SETTINGS)(XqaKernel)

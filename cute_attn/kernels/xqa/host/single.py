@@ -47,7 +47,7 @@ class SingleRun:
         self.counters = counters.of_device(gpu.device_index, counters.SEMAPHORES)
         self.records = one_page(gpu.device_index)
         table, length = self.records[:1], self.records[1]
-        self.page = table.data_ptr(), length.data_ptr()
+        self.tables = table.data_ptr(), length.data_ptr(), 0, 0  # values of TABLE_FIELDS
 
     def __call__(self, problem: Request) -> Fire:
         """Launches the kernel."""
@@ -58,7 +58,7 @@ class SingleRun:
         """Returns a function that runs requests which differ from `problem` in the number of keys and in addresses.
         Partial results are in memory of torch's allocator, counters in those of the stream.
         """
-        qo_len, index, (table, length) = problem.qo_len, self.gpu.device_index, self.page
+        qo_len, index, tables = problem.qo_len, self.gpu.device_index, self.tables
         counters, uint8 = self.counters.address, torch.uint8
         if qo_len == 0:
             return launch_nothing
@@ -73,7 +73,7 @@ class SingleRun:
             if work is None or work[0] != kv_len:
                 kernel = self.prepared(qo_len, segments(1, settings, qo_len, kv_len))
                 if kernel not in bound:
-                    bound[kernel] = _bound(kernel, tensors, block_scales)
+                    bound[kernel] = _bound(kernel, tensors, block_scales, tables)
                 settled, longest = bound[kernel]
                 if kv_len > longest:
                     raise _too_long(*tensors[1:3])
@@ -81,8 +81,8 @@ class SingleRun:
             _, (attention, pick), settled, num_bytes = work
             stream = current_stream(index)
             partials = tensors[0].new_empty(num_bytes, dtype=uint8)
-            moving = q, k, v, out, lse, counters(stream), partials.data_ptr(), kv_len, table, length, 0, 0
-            attention.fire(stream, moving + pick(tensors[5]), settled)
+            moving = q, k, v, out, lse, counters(stream), partials.data_ptr(), kv_len
+            attention.fire(stream, moving + pick(tensors[5]) if tensors[5] else moving, settled)
 
         return fire
 
@@ -92,10 +92,10 @@ class SingleRun:
         return XqaKernel(self.settings, config, self.gpu)
 
 
-def _bound(kernel: XqaKernel, tensors: Tensors, block_scales: Values) -> tuple[Settled, int]:
+def _bound(kernel: XqaKernel, tensors: Tensors, block_scales: Values, tables: Values) -> tuple[Settled, int]:
     """Returns what is settled of the launches of requests with the strides of `tensors`, and `longest_kv` of them."""
     q, k, v, out, *_ = tensors
-    strides, numbers = kernel.strides(q, k, v, out, block_scales), kernel.request((1, 0, 1), 1)
+    strides, numbers = kernel.strides(q, k, v, out, block_scales), kernel.request((1, 0, 1), 1, tables)
     return (kernel.config.grid, strides, numbers), longest_kv(kernel, k, v)
 
 
