@@ -118,14 +118,13 @@ def single_decode_with_kv_cache(
     if is_dynamo_compiling():
         return trace.operator("single_decode")(locals())
     scale_q, scale_k, scale_v = q_scale, k_scale, v_scale
-    roles, optional = calls.NONE
+    roles, optional, more = calls.NONE
     if not q_scale is k_scale is v_scale is sinks is None:
         scales = q_scale, k_scale, v_scale
-        (scale_q, scale_k, scale_v), roles, optional = calls.operands(
-            scales, sinks, None, None, None, not out is lse is None
-        )
+        (scale_q, scale_k, scale_v), roles, optional, read = calls.operands(scales, sinks, None, None, None)
+        more = None, *read
     names = kv_layout, pos_encoding_mode, None, backend, lse_base, roles
-    given = q, k, v, out, lse, optional, ()
+    given = q, k, v, out, lse, optional, more
     numbers = (
         use_tensor_cores, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse, enable_pdl,
         scale_q, scale_k, scale_v,

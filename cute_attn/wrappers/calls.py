@@ -28,13 +28,13 @@ NOT_TENSORS = AttributeError, RuntimeError, TypeError, ValueError  # what keys o
 SINKS = ROLES.index("sinks")
 
 # The tensors of a call as the user gave them, or None: q, k, v (k itself, where one tensor holds keys and values), out,
-# lse, those of `operands.Optional` that there are, and of decode calls without a plan the workspace, which launches
-# write, and what else they read.
+# lse, those of `operands.Optional` that there are, and more: a workspace that the launch writes, or None, and what else
+# the call reads.
 Given = tuple[Any, Any, Any, Any, Any, Optional, tuple[Any, ...]]
 Entries = dict[Any, "Entry"]
 Outputs = tuple[Tensor, Any]  # out, and lse or None
 Range = tuple[int, int]  # addresses of the first byte and past the last
-NONE: tuple[Roles, Optional] = (), ()
+NONE: tuple[Roles, Optional, tuple[Any, ...]] = (), (), ()
 
 
 class Entry(NamedTuple):
@@ -74,38 +74,38 @@ def is_plain(numbers: Sequence[Any]) -> bool:
 
 
 def operands(
-    scales: tuple[Any, ...],
-    sinks: Any,
-    mask: Any,
-    head_scales: tuple[Any, ...] | None,
-    block_scales: Any,
-    writes: bool = False,
-) -> tuple[tuple[Any, ...], Roles, Optional]:
-    """Return the scales that are numbers, with None for tensors, and which optional tensors a call has, and these.
+    scales: tuple[Any, ...], sinks: Any, mask: Any, head_scales: tuple[Any, ...] | None, block_scales: Any
+) -> tuple[tuple[Any, ...], Roles, Optional, tuple[Tensor, ...]]:
+    """Return the scales that are numbers, with None for tensors on a GPU, which optional tensors a call has, these, and
+    the scales that are tensors on the CPU, whose values are numbers too.
 
-    `scales`: those of q, k and v. On the CPU they are numbers too, unless the call `writes` memory of the caller, which
-    all checks compare with theirs. `block_scales`: a pair, or one tensor with both on axis 1.
+    `scales`: those of q, k and v. `block_scales`: a pair, or one tensor with both on axis 1.
     """
-    q_scale, k_scale, v_scale = numbers = scales if writes else tuple([_number(x) for x in scales])
+    read: tuple[Tensor, ...] = ()
+    if not PLAIN_TYPES.issuperset(map(type, scales)):
+        read = tuple([x for x in scales if _is_number(x)])
+        scales = tuple([x.item() if _is_number(x) else x for x in scales])
+    elif sinks is mask is head_scales is block_scales is None:
+        return scales, (), (), ()
+    q_scale, k_scale, v_scale = scales
     of_scores = [x for x in (q_scale, k_scale) if isinstance(x, Tensor)]
+    padding = (None,) * (2 - len(of_scores))
     of_v = v_scale if isinstance(v_scale, Tensor) else None
-    if of_scores or of_v is not None:
-        numbers = tuple([None if isinstance(x, Tensor) else x for x in numbers])
     pair = (None, None) if block_scales is None else block_scales
     if isinstance(pair, Tensor):
         pair = pair.unbind(1) if pair.dim() > 1 else ()
     elif not isinstance(pair, tuple | list):
         pair = (pair,)  # which no call has an entry for
-    padding = (None,) * (2 - len(of_scores))
-    return numbers, *present((*of_scores, *padding, of_v, sinks, mask, *(head_scales or NO_HEADS), *pair))
+    numbers = tuple([None if isinstance(x, Tensor) else x for x in scales])
+    roles, optional = present((*of_scores, *padding, of_v, sinks, mask, *(head_scales or NO_HEADS), *pair))
+    return numbers, roles, optional, read
 
 
-def _number(scale: Any) -> Any:
-    """Return the value of a scale on the CPU, which all checks read too; and any other scale as it is."""
-    if not isinstance(scale, Tensor) or not scale.is_cpu or scale.layout is not torch.strided:
-        return scale
-    plain = scale.numel() == 1 and scale.is_floating_point() and not scale.requires_grad and not scale.is_neg()
-    return scale.item() if plain else scale
+def _is_number(x: Any) -> bool:
+    """Tell whether a scale is a tensor on the CPU that all checks read."""
+    if not isinstance(x, Tensor) or not x.is_cpu or x.layout is not torch.strided:
+        return False
+    return x.numel() == 1 and x.is_floating_point() and not x.requires_grad and not x.is_neg()
 
 
 def replay(
@@ -143,7 +143,7 @@ def replay(
                     return None
                 start = x.data_ptr()
                 reads.append((start, start + span))
-        if more and not _is_apart(more[0], more_spans[0], 1, reads, protected):
+        if more and more[0] is not None and not _is_apart(more[0], more_spans[0], 1, reads, protected):
             return None
         if out is not None and not _is_apart(out, of_out, ALIGNMENT, reads, protected):
             return None

@@ -62,7 +62,7 @@ class Choice(NamedTuple):
     load: Load | None  # by which the backend was chosen; None: a run had a part in that
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Plan:
     """A batch with one combination of options. What is not in `batch` and `used` does not change."""
 
@@ -157,8 +157,10 @@ class Plan:
             self.batch = None  # whose launches have the numbers of the other lengths
             raise
         batch.follow(tokens, same_launches)
-        now = _alone(self.place, request, self.settings, self.fixed, self.staging)
-        now.backend, now.batch, now.used = self.backend, batch, self.used and self.place.graph is not None
+        used = self.used and self.place.graph is not None
+        kept: tuple[Any, ...] = [], {}, self.staging, {}, self.backend, used, batch
+        now = Plan(self.place, request, self.settings, self.fixed, *kept)
+        now.variants.append(now)
         return now
 
     # ---- its schedule

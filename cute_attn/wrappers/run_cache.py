@@ -29,18 +29,16 @@ def call_of(plan: BatchPlan, arguments: RunArguments) -> Call:
             kv = k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device
         key: Any = q.shape, q.stride(), q.dtype, q.device, kv, return_lse
         mask = plan.packed_mask
-        if q_scale is k_scale is v_scale is enable_pdl is window_left is lse is sinks is sf is heads is mask is None:
-            if out is None:
-                return key, (q, k, v, None, None, (), ())
-            return (key, layout(out)), (q, k, v, out, None, (), ())
-        scales, roles, optional = calls.operands(
-            (q_scale, k_scale, v_scale), sinks, mask, heads, sf, not out is lse is None
-        )
+        if q_scale is k_scale is v_scale is enable_pdl is window_left is sinks is sf is heads is mask is None:
+            if not out is lse is None:
+                key = key, layout(out), layout(lse)
+            return key, (q, k, v, out, lse, (), ())
+        scales, roles, optional, read = calls.operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
         numbers = *scales, enable_pdl, window_left
         if not calls.is_plain(numbers):
             return NO_CALL
-        key = key, calls.typed(numbers), roles, layout(out), layout(lse), layouts(optional)
-        return key, (q, k, v, out, lse, optional, ())
+        key = key, calls.typed(numbers), roles, layout(out), layout(lse), layouts(optional + read)
+        return key, (q, k, v, out, lse, optional, (None, *read) if read else ())
     except calls.NOT_TENSORS:
         return NO_CALL
 

@@ -179,8 +179,9 @@ def xqa_batch_decode_with_kv_cache(
         return trace.operator("xqa_batch_decode")(locals())
     if type(max_seq_len) is not int or not 0 <= max_seq_len <= checks.LARGEST_INT:
         max_seq_len = longest(max_seq_len)
-    scales, roles, optional = calls.operands((bmm1_scale, None, bmm2_scale), sinks, None, None, kv_cache_sf, True)
-    more = workspace_buffer, block_tables, seq_lens, q_cu_seq_lens, mask
+    factors = bmm1_scale, None, bmm2_scale
+    scales, roles, optional, read = calls.operands(factors, sinks, None, None, kv_cache_sf)
+    more = workspace_buffer, block_tables, seq_lens, q_cu_seq_lens, mask, *read
     given = replays.given_of(query, kv_cache, out, lse, optional, more)
     numbers = *scales, window_left, enable_pdl, q_len_per_req, o_scale, return_lse
     key = replays.key_of(given, numbers, ("xqa", kv_layout, backend, roles))

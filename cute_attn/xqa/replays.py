@@ -33,7 +33,7 @@ def looks_at_values(device: torch.device) -> bool:
 
 def given_of(query: Any, kv_cache: Any, out: Any, lse: Any, optional: Any, more: tuple[Any, ...]) -> Given | None:
     """Return the tensors of a call; None for a cache that is neither a tensor nor a pair. `more`: the workspace, block
-    tables, lengths, q_cu_seq_lens and the mask of draft tokens.
+    tables, lengths, q_cu_seq_lens, the mask of draft tokens, and scales on the CPU.
     """
     if isinstance(kv_cache, Tensor):
         return query, kv_cache, kv_cache, out, lse, optional, more
@@ -72,7 +72,7 @@ def try_replay(key: Any, given: Given | None, return_lse: Any) -> Result | None:
         return None
     if entry is None or given is None:
         return None
-    workspace, tables, seq_lens, q_indptr, mask = given[6]
+    workspace, tables, seq_lens, q_indptr, mask = given[6][:5]
     start = workspace.data_ptr()
     if start % calls.ALIGNMENT:
         return None
@@ -94,7 +94,7 @@ def enter(
     if given is None or key is None or not calls.is_plain(numbers):
         return
     read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
-    for x, y in zip(given[6][1:], read, strict=True):
+    for x, y in zip(given[6][1:5], read, strict=True):
         if (x is None) != (y is None) or (x is not None and y is not None and x.data_ptr() != y.data_ptr()):
             return
     out, lse = result if isinstance(result, tuple) else (result, None)

@@ -169,9 +169,8 @@ def trtllm_batch_decode_with_kv_cache(
 def _key_of(call: Call) -> tuple[Any, Given | None, tuple[Any, ...]]:
     """Return the key of calls like this one, None if they have no entry; its tensors; and the key's numbers."""
     c = call
-    scales, roles, optional = calls.operands(
-        (c.bmm1_scale, None, c.bmm2_scale), c.sinks, None, None, c.kv_cache_sf, True
-    )
+    factors = c.bmm1_scale, None, c.bmm2_scale
+    scales, roles, optional, read = calls.operands(factors, c.sinks, None, None, c.kv_cache_sf)
     numbers = (
         *(*scales, c.window_left, c.o_sf_scale, c.o_sf_vec_size, c.enable_pdl, c.q_len_per_req),
         *(c.o_scale, c.max_q_len, c.skip_softmax_threshold_scale_factor, c.return_lse, c.enable_block_sparse_attention),
@@ -184,7 +183,7 @@ def _key_of(call: Call) -> tuple[Any, Given | None, tuple[Any, ...]]:
         or not (c.multi_ctas_kv_counter_buffer is None or isinstance(c.multi_ctas_kv_counter_buffer, torch.Tensor))
     ):
         return None, None, numbers
-    more = c.workspace_buffer, c.block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask
+    more = c.workspace_buffer, c.block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask, *read
     given = replays.given_of(c.query, c.kv_cache, c.out, c.lse, optional, more)
     names = "trtllm", c.out_dtype, c.kv_layout, c.backend, c.bf16q_fp8kv_transform_mode, roles
     return replays.key_of(given, numbers, names), given, numbers

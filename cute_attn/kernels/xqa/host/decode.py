@@ -70,7 +70,7 @@ class DecodeRun:
                 partials = query.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
                 partials_at = partials.data_ptr()
             moving = q, k, v, out, lse, counted_at, partials_at, longest, table, seq_lens, q_indptr, mask
-            attention.fire(stream, moving + pick(optional), settled)
+            attention.fire(stream, moving + pick(optional) if optional else moving, settled)
 
         return fire
 
