@@ -122,7 +122,7 @@ def single_decode_with_kv_cache(
     if not q_scale is k_scale is v_scale is sinks is None:
         scales = q_scale, k_scale, v_scale
         (scale_q, scale_k, scale_v), roles, optional, read = calls.operands(scales, sinks, None, None, None)
-        more = None, *read
+        more = (None, *read) if read else ()
     names = kv_layout, pos_encoding_mode, None, backend, lse_base, roles
     given = q, k, v, out, lse, optional, more
     numbers = (

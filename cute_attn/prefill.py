@@ -152,7 +152,7 @@ def single_prefill_with_kv_cache(
         (_, of_k, of_v), roles, optional, read = calls.operands(
             (None, k_scale, v_scale), sinks, mask, heads, kv_cache_sf
         )
-        more = None, *read
+        more = (None, *read) if read else ()
     names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base, roles
     given = q, k, v, out, lse, optional, more
     numbers = (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 
-from cute_attn.kernels.host.operands import ROLES, Fire, Optional, Roles, optional_tensors, present
+from cute_attn.kernels.host.operands import MASK, ROLES, Fire, Optional, Roles, optional_tensors, present
 from cute_attn.problem import BatchProblem, Problem, Request
 from cute_attn.request import checks
 from cute_attn.request.single import ALIGNMENT, NARROW_ALIGNMENT
@@ -49,7 +49,8 @@ class Entry(NamedTuple):
     sinks: int | None  # which optional tensor is sinks on the CPU, whose values every call looks at
     spans: tuple[int, int, int, int, int]  # bytes that q, k, v, out and lse cover; of k and v of a single request those
     per_key: tuple[int, int]  # ^ without keys, and here per key
-    more_spans: tuple[int, ...]  # bytes that the workspace, optional tensors and what else is read cover
+    optional_spans: tuple[int, ...]  # bytes that optional tensors cover
+    more_spans: tuple[int, ...]  # and the workspace, and what else is read
     partials_offset: int  # of decode calls without a plan: bytes from the workspace's address to partial results
 
 
@@ -85,8 +86,10 @@ def operands(
     if not PLAIN_TYPES.issuperset(map(type, scales)):
         read = tuple([x for x in scales if _is_number(x)])
         scales = tuple([x.item() if _is_number(x) else x for x in scales])
-    elif sinks is mask is head_scales is block_scales is None:
-        return scales, (), (), ()
+    elif head_scales is block_scales is None:
+        if mask is None:
+            return (scales, (), (), ()) if sinks is None else (scales, (SINKS,), (sinks,), ())
+        return (scales, (MASK,), (mask,), ()) if sinks is None else (scales, (SINKS, MASK), (sinks, mask), ())
     q_scale, k_scale, v_scale = scales
     of_scores = [x for x in (q_scale, k_scale) if isinstance(x, Tensor)]
     padding = (None,) * (2 - len(of_scores))
@@ -113,10 +116,11 @@ def replay(
 ) -> Outputs | None:
     """Launch a call like that of `entry` and return out and lse; None where an address does not qualify.
 
-    `rest`: what the launch takes after the tensors; `protected`: names and addresses of memory that it must not write.
+    `rest`: what the launch takes after the tensors; a call with a workspace takes places of `more` instead.
+    `protected`: names and addresses of memory that the launch must not write.
     """
     q, k, v, out, lse, optional, more = given
-    fire, like_q, (shape, dtype), lse_shape, v_offset, kv_alignment, sinks, spans, per_key, more_spans, _ = entry
+    fire, like_q, (shape, dtype), lse_shape, v_offset, kv_alignment, sinks, spans, per_key, *others = entry
     if forward_ad._current_level >= 0:  # all checks look for tangents
         return None
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset
@@ -137,14 +141,22 @@ def replay(
             (k_at, k_at + of_k + kv_len * per_key[0]),
             (v_at, v_at + of_v + kv_len * per_key[1]),
         ]
-        for x, span in zip(optional + more[1:], more_spans[1:], strict=True):
-            if x is not None:
-                if x.is_neg():
+        optional_spans, more_spans, partials_offset = others
+        for x, span in zip(optional, optional_spans, strict=True):
+            start = x.data_ptr()
+            reads.append((start, start + span))
+        if more:
+            places = [0 if x is None else x.data_ptr() for x in more]
+            for x, start, span in zip(more[1:], places[1:], more_spans[1:], strict=True):
+                if start:
+                    if x.is_neg():
+                        return None
+                    reads.append((start, start + span))
+            workspace = more[0]
+            if workspace is not None:
+                if not _is_apart(workspace, more_spans[0], ALIGNMENT, reads, protected):
                     return None
-                start = x.data_ptr()
-                reads.append((start, start + span))
-        if more and more[0] is not None and not _is_apart(more[0], more_spans[0], 1, reads, protected):
-            return None
+                rest = (places[0], places[0] + partials_offset, *places[1:5])
         if out is not None and not _is_apart(out, of_out, ALIGNMENT, reads, protected):
             return None
         if lse is not None and not _is_apart(lse, of_lse, 1, reads, protected):
@@ -210,7 +222,8 @@ def enter(
         roles.index(SINKS) if SINKS in roles and q.is_cpu else None,
         (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], of_out, of_lse),
         per_key,
-        tuple(map(_span, (more[0] if more else None, *optional, *more[1:]))),
+        tuple(map(_span, optional)),
+        tuple(map(_span, more)),
         partials_offset,
     )
 

@@ -28,11 +28,11 @@ def call_of(plan: BatchPlan, arguments: RunArguments) -> Call:
             k, v = cache
             kv = k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device
         key: Any = q.shape, q.stride(), q.dtype, q.device, kv, return_lse
-        mask = plan.packed_mask
-        if q_scale is k_scale is v_scale is enable_pdl is window_left is sinks is sf is heads is mask is None:
+        mask = plan.packed_mask  # the same in all runs of a plan
+        if q_scale is k_scale is v_scale is enable_pdl is window_left is sinks is sf is heads is None:
             if not out is lse is None:
                 key = key, layout(out), layout(lse)
-            return key, (q, k, v, out, lse, (), ())
+            return key, (q, k, v, out, lse, () if mask is None else (mask,), ())
         scales, roles, optional, read = calls.operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
         numbers = *scales, enable_pdl, window_left
         if not calls.is_plain(numbers):

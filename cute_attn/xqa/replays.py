@@ -54,8 +54,9 @@ def key_of(given: Given | None, numbers: tuple[Any, ...], names: tuple[Any, ...]
     try:
         if looks_at_values(q.device):
             return None
-        tensors = (k,) if k is v else (k, v)
-        key = layout(q), tuple(map(layout, tensors)), layout(out), tuple(map(layout, more)), calls.typed(numbers), names
+        of_q, of_v = (q.shape, q.stride(), q.dtype, q.device), None if k is v else layout(v)
+        of_more = tuple([layout(x) for x in more])
+        key = of_q, k.shape, k.stride(), k.dtype, k.device, of_v, layout(out), of_more, calls.typed(numbers), names
         return (key, layout(lse), layouts(optional)) if optional or lse is not None else key
     except calls.NOT_TENSORS:
         return None
@@ -72,12 +73,7 @@ def try_replay(key: Any, given: Given | None, return_lse: Any) -> Result | None:
         return None
     if entry is None or given is None:
         return None
-    workspace, tables, seq_lens, q_indptr, mask = given[6][:5]
-    start = workspace.data_ptr()
-    if start % calls.ALIGNMENT:
-        return None
-    read = [0 if x is None else x.data_ptr() for x in (tables, seq_lens, q_indptr, mask)]
-    found = calls.replay(entry, given, (start, start + entry.partials_offset, *read))
+    found = calls.replay(entry, given, ())
     if found is None:
         return None
     out, lse = found
