@@ -118,13 +118,12 @@ def single_decode_with_kv_cache(
     if is_dynamo_compiling():
         return trace.operator("single_decode")(locals())
     scale_q, scale_k, scale_v = q_scale, k_scale, v_scale
-    roles, optional, more = calls.NONE
+    roles, optional, read = calls.NONE
     if not q_scale is k_scale is v_scale is sinks is None:
         scales = q_scale, k_scale, v_scale
         (scale_q, scale_k, scale_v), roles, optional, read = calls.operands(scales, sinks, None, None, None)
-        more = (None, *read) if read else ()
     names = kv_layout, pos_encoding_mode, None, backend, lse_base, roles
-    given = q, k, v, out, lse, optional, more
+    given = q, k, v, out, lse, None, optional, read
     numbers = (
         use_tensor_cores, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse, enable_pdl,
         scale_q, scale_k, scale_v,

@@ -146,15 +146,14 @@ def single_prefill_with_kv_cache(
         return trace.operator("single_prefill")(locals())
     mask = custom_mask if packed_custom_mask is None else packed_custom_mask
     of_k, of_v = k_scale, v_scale
-    roles, optional, more = calls.NONE
+    roles, optional, read = calls.NONE
     if not k_scale is v_scale is sinks is mask is scale_q is scale_k is scale_v is kv_cache_sf is None:
         heads = scale_q, scale_k, scale_v
         (_, of_k, of_v), roles, optional, read = calls.operands(
             (None, k_scale, v_scale), sinks, mask, heads, kv_cache_sf
         )
-        more = (None, *read) if read else ()
     names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base, roles
-    given = q, k, v, out, lse, optional, more
+    given = q, k, v, out, lse, None, optional, read
     numbers = (
         causal, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse,
         enable_pdl, allow_fp16_qk_reduction, of_k, of_v,

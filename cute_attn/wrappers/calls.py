@@ -28,9 +28,8 @@ NOT_TENSORS = AttributeError, RuntimeError, TypeError, ValueError  # what keys o
 SINKS = ROLES.index("sinks")
 
 # The tensors of a call as the user gave them, or None: q, k, v (k itself, where one tensor holds keys and values), out,
-# lse, those of `operands.Optional` that there are, and more: a workspace that the launch writes, or None, and what else
-# the call reads.
-Given = tuple[Any, Any, Any, Any, Any, Optional, tuple[Any, ...]]
+# lse, a workspace of the call, those of `operands.Optional` that there are, and what else the call reads.
+Given = tuple[Any, Any, Any, Any, Any, Any, Optional, tuple[Any, ...]]
 Entries = dict[Any, "Entry"]
 Outputs = tuple[Tensor, Any]  # out, and lse or None
 Range = tuple[int, int]  # addresses of the first byte and past the last
@@ -47,11 +46,11 @@ class Entry(NamedTuple):
     v_offset: int  # bytes from the address of the v that is given to that of the values
     kv_alignment: int  # bytes: the launch reads k and v at multiples of it
     sinks: int | None  # which optional tensor is sinks on the CPU, whose values every call looks at
-    spans: tuple[int, int, int, int, int]  # bytes that q, k, v, out and lse cover; of k and v of a single request those
+    spans: tuple[int, ...]  # bytes that q, k, v, out, lse and workspace cover; of k and v of a single request those
     per_key: tuple[int, int]  # ^ without keys, and here per key
     optional_spans: tuple[int, ...]  # bytes that optional tensors cover
-    more_spans: tuple[int, ...]  # and the workspace, and what else is read
-    partials_offset: int  # of decode calls without a plan: bytes from the workspace's address to partial results
+    read_spans: tuple[int, ...]  # and what else is read
+    partials_offset: int  # bytes from the workspace's address to partial results
 
 
 def layout(x: Any) -> Any:
@@ -116,11 +115,12 @@ def replay(
 ) -> Outputs | None:
     """Launch a call like that of `entry` and return out and lse; None where an address does not qualify.
 
-    `rest`: what the launch takes after the tensors; a call with a workspace takes places of `more` instead.
+    `rest`: what the launch takes after the tensors; of a call with a workspace addresses in that, and of `read`.
     `protected`: names and addresses of memory that the launch must not write.
     """
-    q, k, v, out, lse, optional, more = given
-    fire, like_q, (shape, dtype), lse_shape, v_offset, kv_alignment, sinks, spans, per_key, *others = entry
+    q, k, v, out, lse, workspace, optional, read = given
+    (fire, like_q, (shape, dtype), lse_shape, v_offset, kv_alignment, sinks,
+     spans, per_key, optional_spans, read_spans, partials_offset) = entry  # fmt: skip
     if forward_ad._current_level >= 0:  # all checks look for tangents
         return None
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset
@@ -134,32 +134,30 @@ def replay(
             return None
     if sinks is not None and not bool((optional[sinks] < math.inf).all()):
         return None
-    if out is not None or lse is not None or more:
-        of_q, of_k, of_v, of_out, of_lse = spans
-        reads = [
-            (q_at, q_at + of_q),
-            (k_at, k_at + of_k + kv_len * per_key[0]),
-            (v_at, v_at + of_v + kv_len * per_key[1]),
-        ]
-        optional_spans, more_spans, partials_offset = others
+    if out is not None or lse is not None or workspace is not None:
+        of_q, of_k, of_v, of_out, of_lse, of_workspace = spans
+        k_end, v_end = k_at + of_k + kv_len * per_key[0], v_at + of_v + kv_len * per_key[1]
+        apart = [(q_at, q_at + of_q), (k_at, k_end), (v_at, v_end)]
         for x, span in zip(optional, optional_spans, strict=True):
             start = x.data_ptr()
-            reads.append((start, start + span))
-        if more:
-            places = [0 if x is None else x.data_ptr() for x in more]
-            for x, start, span in zip(more[1:], places[1:], more_spans[1:], strict=True):
-                if start:
-                    if x.is_neg():
-                        return None
-                    reads.append((start, start + span))
-            workspace = more[0]
-            if workspace is not None:
-                if not _is_apart(workspace, more_spans[0], ALIGNMENT, reads, protected):
+            apart.append((start, start + span))
+        places = []
+        for x, span in zip(read, read_spans, strict=True):
+            start = 0
+            if x is not None:
+                if x.is_neg():
                     return None
-                rest = (places[0], places[0] + partials_offset, *places[1:5])
-        if out is not None and not _is_apart(out, of_out, ALIGNMENT, reads, protected):
+                start = x.data_ptr()
+                apart.append((start, start + span))
+            places.append(start)
+        if workspace is not None:
+            if not _is_apart(workspace, of_workspace, ALIGNMENT, apart, protected):
+                return None
+            start = workspace.data_ptr()
+            rest = (start, start + partials_offset, *places[:4])
+        if out is not None and not _is_apart(out, of_out, ALIGNMENT, apart, protected):
             return None
-        if lse is not None and not _is_apart(lse, of_lse, 1, reads, protected):
+        if lse is not None and not _is_apart(lse, of_lse, 1, apart, protected):
             return None
     if out is None:
         out = empty_like(q) if like_q else q.new_empty(shape, dtype=dtype)
@@ -170,21 +168,21 @@ def replay(
     return out, lse
 
 
-def _is_apart(x: Tensor, span: int, alignment: int, reads: list[Range], protected: Sequence[Any]) -> bool:
+def _is_apart(x: Tensor, span: int, alignment: int, apart: list[Range], protected: Sequence[Any]) -> bool:
     """Tell whether memory that a launch writes is aligned, no negative view, needs no gradient, and lies apart from
-    what the call reads, where it is then listed: what is written besides must lie apart from it too.
+    the tensors listed in `apart`, where it is then listed too, and from protected memory.
     """
     start = x.data_ptr()
     end = start + span
     if start % alignment or x.is_neg() or x.requires_grad:
         return False
-    for other, stop in reads:
+    for other, stop in apart:
         if other < end and start < stop:
             return False
     for _, (other, stop) in protected:
         if other < end and start < stop:
             return False
-    reads.append((start, end))
+    apart.append((start, end))
     return True
 
 
@@ -201,11 +199,11 @@ def enter(
     """Leave the entry of a call that passed every check, unless it has no key, its backend looks at every call, or the
     launch reads copies in place of what the user gave. `result`: what such calls return.
     """
-    q, _, v, _, lse_given, optional, more = given
-    roles, read = optional_tensors(problem)
-    if key is None or fire is None or problem.q is not q or len(read) != len(optional):
+    q, _, v, _, lse_given, workspace, optional, read = given
+    roles, launched = optional_tensors(problem)
+    if key is None or fire is None or problem.q is not q or len(launched) != len(optional):
         return
-    if any(x.data_ptr() != y.data_ptr() for x, y in zip(optional, read, strict=True)):
+    if any(x.data_ptr() != y.data_ptr() for x, y in zip(optional, launched, strict=True)):
         return
     out, lse = result
     if len(entries) >= CACHE_SIZE:
@@ -220,10 +218,10 @@ def enter(
         problem.v.data_ptr() - v.data_ptr(),
         NARROW_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
         roles.index(SINKS) if SINKS in roles and q.is_cpu else None,
-        (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], of_out, of_lse),
+        (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], of_out, of_lse, _span(workspace)),
         per_key,
         tuple(map(_span, optional)),
-        tuple(map(_span, more)),
+        tuple(map(_span, read)),
         partials_offset,
     )
 

@@ -157,10 +157,12 @@ class Plan:
             self.batch = None  # whose launches have the numbers of the other lengths
             raise
         batch.follow(tokens, same_launches)
-        used = self.used and self.place.graph is not None
-        kept: tuple[Any, ...] = [], {}, self.staging, {}, self.backend, used, batch
-        now = Plan(self.place, request, self.settings, self.fixed, *kept)
-        now.variants.append(now)
+        used, variants = self.used and self.place.graph is not None, self.variants
+        self.by_options.clear()
+        now = variants[0] = Plan(  # in place of this plan: a list of its own would be garbage that needs a collection
+            self.place, request, self.settings, self.fixed, variants, self.by_options, self.staging, {}, self.backend,
+            used, batch,
+        )  # fmt: skip
         return now
 
     # ---- its schedule

@@ -32,13 +32,13 @@ def call_of(plan: BatchPlan, arguments: RunArguments) -> Call:
         if q_scale is k_scale is v_scale is enable_pdl is window_left is sinks is sf is heads is None:
             if not out is lse is None:
                 key = key, layout(out), layout(lse)
-            return key, (q, k, v, out, lse, () if mask is None else (mask,), ())
+            return key, (q, k, v, out, lse, None, () if mask is None else (mask,), ())
         scales, roles, optional, read = calls.operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
         numbers = *scales, enable_pdl, window_left
         if not calls.is_plain(numbers):
             return NO_CALL
         key = key, calls.typed(numbers), roles, layout(out), layout(lse), layouts(optional + read)
-        return key, (q, k, v, out, lse, optional, (None, *read) if read else ())
+        return key, (q, k, v, out, lse, None, optional, read)
     except calls.NOT_TENSORS:
         return NO_CALL
 

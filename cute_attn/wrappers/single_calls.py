@@ -29,7 +29,7 @@ def find(given: Given, numbers: Numbers, names: Names) -> tuple[Any, int, calls.
     such calls. The first is None for a call that all checks must look at, as they do at those of less than 2 keys: the
     stride of one key may be any.
     """
-    q, k, v, out, lse, optional, more = given
+    q, k, v, out, lse, _, optional, read = given
     try:
         if names[0] == "HND":
             (kv_heads, kv_len, k_dim), (v_heads, v_len, v_dim) = k.shape, v.shape
@@ -41,8 +41,8 @@ def find(given: Given, numbers: Numbers, names: Names) -> tuple[Any, int, calls.
             *(q.shape, q.stride(), q.dtype, q.device, kv_heads, k_dim, k.stride(), k.dtype, k.device),
             *(v_heads, v_dim, v.stride(), v.dtype, v.device, tuple(map(type, numbers)), numbers, names),
         )
-        if optional or more or out is not None or lse is not None:
-            key = key, layout(out), layout(lse), layouts(optional + more[1:])
+        if optional or read or out is not None or lse is not None:
+            key = key, layout(out), layout(lse), layouts(optional + read)
         return key, kv_len, _entries.get(key)
     except calls.NOT_TENSORS:  # or tensors of other axes, or options that have no hash
         return None, 0, None

@@ -181,8 +181,8 @@ def xqa_batch_decode_with_kv_cache(
         max_seq_len = longest(max_seq_len)
     factors = bmm1_scale, None, bmm2_scale
     scales, roles, optional, read = calls.operands(factors, sinks, None, None, kv_cache_sf)
-    more = workspace_buffer, block_tables, seq_lens, q_cu_seq_lens, mask, *read
-    given = replays.given_of(query, kv_cache, out, lse, optional, more)
+    read = block_tables, seq_lens, q_cu_seq_lens, mask, *read
+    given = replays.given_of(query, kv_cache, out, lse, workspace_buffer, optional, read)
     numbers = *scales, window_left, enable_pdl, q_len_per_req, o_scale, return_lse
     key = replays.key_of(given, numbers, ("xqa", kv_layout, backend, roles))
     if (replayed := replays.try_replay(key, given, return_lse)) is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_attn.problem import DecodeProblem
 from cute_attn.runtime import switches
 from cute_attn.wrappers import calls
-from cute_attn.wrappers.calls import Fire, Given, layout, layouts
+from cute_attn.wrappers.calls import Fire, Given
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -31,15 +31,17 @@ def looks_at_values(device: torch.device) -> bool:
     return device.type == "cpu" or switches.validates()
 
 
-def given_of(query: Any, kv_cache: Any, out: Any, lse: Any, optional: Any, more: tuple[Any, ...]) -> Given | None:
-    """Return the tensors of a call; None for a cache that is neither a tensor nor a pair. `more`: the workspace, block
-    tables, lengths, q_cu_seq_lens, the mask of draft tokens, and scales on the CPU.
+def given_of(
+    query: Any, kv_cache: Any, out: Any, lse: Any, workspace: Any, optional: Any, read: tuple[Any, ...]
+) -> Given | None:
+    """Return the tensors of a call; None for a cache that is neither a tensor nor a pair. `read`: block tables,
+    lengths, q_cu_seq_lens, the mask of draft tokens, and scales on the CPU.
     """
     if isinstance(kv_cache, Tensor):
-        return query, kv_cache, kv_cache, out, lse, optional, more
+        return query, kv_cache, kv_cache, out, lse, workspace, optional, read
     if isinstance(kv_cache, tuple | list) and len(kv_cache) == 2:
         k, v = kv_cache
-        return query, k, v, out, lse, optional, more
+        return query, k, v, out, lse, workspace, optional, read
     return None
 
 
@@ -50,14 +52,15 @@ def key_of(given: Given | None, numbers: tuple[Any, ...], names: tuple[Any, ...]
     """
     if given is None:
         return None
-    q, k, v, out, lse, optional, more = given
+    q, k, v, out, lse, workspace, optional, read = given
     try:
         if looks_at_values(q.device):
             return None
-        of_q, of_v = (q.shape, q.stride(), q.dtype, q.device), None if k is v else layout(v)
-        of_more = tuple([layout(x) for x in more])
-        key = of_q, k.shape, k.stride(), k.dtype, k.device, of_v, layout(out), of_more, calls.typed(numbers), names
-        return (key, layout(lse), layouts(optional)) if optional or lse is not None else key
+        tensors = q, k, None if k is v else v, out, workspace, *read
+        # `layout` of each, without its call
+        of = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+        key = of, tuple(map(type, numbers)), numbers, names
+        return (key, calls.layout(lse), calls.layouts(optional)) if optional or lse is not None else key
     except calls.NOT_TENSORS:
         return None
 
@@ -90,7 +93,7 @@ def enter(
     if given is None or key is None or not calls.is_plain(numbers):
         return
     read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
-    for x, y in zip(given[6][1:5], read, strict=True):
+    for x, y in zip(given[7][:4], read, strict=True):
         if (x is None) != (y is None) or (x is not None and y is not None and x.data_ptr() != y.data_ptr()):
             return
     out, lse = result if isinstance(result, tuple) else (result, None)

@@ -183,8 +183,8 @@ def _key_of(call: Call) -> tuple[Any, Given | None, tuple[Any, ...]]:
         or not (c.multi_ctas_kv_counter_buffer is None or isinstance(c.multi_ctas_kv_counter_buffer, torch.Tensor))
     ):
         return None, None, numbers
-    more = c.workspace_buffer, c.block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask, *read
-    given = replays.given_of(c.query, c.kv_cache, c.out, c.lse, optional, more)
+    read = c.block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask, *read
+    given = replays.given_of(c.query, c.kv_cache, c.out, c.lse, c.workspace_buffer, optional, read)
     names = "trtllm", c.out_dtype, c.kv_layout, c.backend, c.bf16q_fp8kv_transform_mode, roles
     return replays.key_of(given, numbers, names), given, numbers
 
