@@ -385,16 +385,9 @@ class BatchLimits(NamedTuple):
     keeps_address: bool = False  # later plans write their records to the same address, as CUDA graphs need it
 
 
-class OperandLayout(NamedTuple):
-    """What dtypes, shapes and strides of q, k and v decide."""
-
-    readable: bool  # rows are 16-byte aligned if q, k and v start at multiples of 16 bytes
-    spans: tuple[int, int, int]  # bytes from the first element of q, k and v to past the last
-
-
 @dataclass
 class BatchPlan:
-    """What a plan leaves for its runs: the settings, the launch, and caches of what earlier runs were checked for."""
+    """What a plan leaves for its runs: the settings, the launch, and what repeats earlier runs."""
 
     settings: Settings
     tokens: Tokens | DeviceTokens
@@ -405,26 +398,21 @@ class BatchPlan:
     packed_mask: torch.Tensor | None
     workspace: torch.Tensor
     validate: bool  # check page numbers before every launch
-    page_axes: tuple[str, ...] = ()  # of k and v, for messages
     backend: str = ""  # its name
     load: Any = None  # `dispatch.capabilities.Load` by which the backend was chosen; None: a run had a part in that
-    layouts: dict[Any, OperandLayout] = field(default_factory=dict)  # by shapes, strides, dtypes and devices
-    block_scale_layouts: set[Any] = field(default_factory=set)  # of NVFP4 block scales that passed every check
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.run_cache.CachedRun` by its key
-    run_settings: Callable[..., Settings] | None = None  # `request.batch_run` caches the settings of runs here
+    run_settings: Callable[..., Settings] | None = None  # `request.batch_run` keeps the settings of runs here
     protected: list[MemoryRange] | None = None  # memory of the plan that runs must not write, once a run asks for it
     rows: int = field(init=False)  # of q, out and lse
     first_row: int = field(init=False)  # rows before it belong to no request
-    elements_per_byte: int = field(init=False)  # of k and v: 2 for NVFP4
 
     def __post_init__(self) -> None:
         assert self.tokens.rows is not None  # a plan is made once they are known
         self.rows, self.first_row = self.tokens.rows, self.tokens.first_row
-        self.elements_per_byte = 2 if self.settings.features.kv_block_scales else 1
 
     def follow(self, tokens: Tokens | DeviceTokens, same_launches: bool) -> None:
-        """Take other tokens, whose schedule `launch` has, and forget what earlier runs were checked for, as far as it
-        depends on them. `same_launches`: those of earlier runs may be repeated with what the plan decides now.
+        """Take other tokens, whose schedule `launch` has. Earlier runs may be repeated if their tensors have the shapes
+        that these tokens need, and their launches differ only in what the plan decides (`same_launches`).
         """
         rows, before = tokens.rows, self.tokens
         assert rows is not None
@@ -434,8 +422,6 @@ class BatchPlan:
             same_shapes = same_shapes and before.kv_end == tokens.kv_end
         else:
             self.kv_indices = tokens.kv_indices
-        if not same_shapes:
-            self.layouts.clear()
         if self.cached_runs and not (same_launches and same_shapes and not self.first_row):
             self.cached_runs.clear()
 

@@ -20,16 +20,17 @@ from cute_attn.request import checks, index_arrays, page_ids
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.names import rename
 from cute_attn.request.once import CACHE_SIZE, once
+from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import (
     DEVICES,
     MAX_INDEX,
     MAX_KV_LEN,
+    MAX_ROWS,
     NOT_OPTIONS,
     Call,
     Structure,
     call_settings,
 )
-from cute_attn.request.single import MAX_ROWS, check_workspace
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 UNSET = -1  # FlashInfer's number for a `fixed_split_size` that is not given
@@ -115,6 +116,10 @@ def plan_settings(context: PlanContext, *fields: Any) -> Settings:
         sinks=False,
         device_scale=False,
         decode=context.decode,
+        kv_source=context.kv_source,
+        page_size=context.page_size,
+        own_splits=context.own_splits,
+        multi_item=context.multi_item,
     )
     call = Call(
         *(None, None, None),
@@ -130,15 +135,10 @@ def plan_settings(context: PlanContext, *fields: Any) -> Settings:
         lse_base=options.lse_base,
     )
     try:
-        single = call_settings(structure, *call[len(NOT_OPTIONS) :])
+        return call_settings(structure, *call[len(NOT_OPTIONS) :])
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, PLAN_NAMES)
         raise
-    features = single.features._replace(
-        kv_source=context.kv_source, own_splits=context.own_splits, multi_item=context.multi_item
-    )
-    causal = single.causal or context.multi_item
-    return single._replace(features=features, causal=causal, page_size=context.page_size)
 
 
 def _data_type(name: str, value: Any) -> torch.dtype:

@@ -224,7 +224,6 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
             packed_mask=request.mask.packed,
             workspace=self._workspace,
             validate=self._validates(),
-            page_axes=self._page_axes,
             backend=backend.name,
             load=load if features is None else None,
         )
@@ -322,12 +321,6 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
         load = _load(settings, request.tokens, limits)
         found = select.chosen(features or settings.features, backend or self._backend, load)
         return settings, found, limits, load
-
-    @functools.cached_property
-    def _page_axes(self) -> tuple[str, ...]:
-        tokens = "page_size" if self.kv_source == "paged" else "kv_indptr[-1]"
-        axes = (tokens, "num_kv_heads") if self._kv_layout == "NHD" else ("num_kv_heads", tokens)
-        return (*axes, "head_dim")
 
     def _checked(
         self, request: PlanRequest, settings: Settings | None = None

@@ -19,7 +19,7 @@ from cute_attn.kernels.host.batch import Repeat
 from cute_attn.problem import BatchPlan, BatchProblem, MemoryRange
 from cute_attn.request import checks
 from cute_attn.request.batch_run import RunArguments, protected_memory
-from cute_attn.request.single import ALIGNMENT, NARROW_ALIGNMENT
+from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT
 
 CACHE_SIZE = 256  # runs per plan: scales that change in every run must not fill memory
 PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value

@@ -19,8 +19,8 @@ from cute_attn.dispatch import backends
 from cute_attn.kernels.host.single import SingleRepeat
 from cute_attn.problem import Problem
 from cute_attn.request import checks, single
+from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT
 from cute_attn.request.settings import MAX_KV_LEN, Call
-from cute_attn.request.single import ALIGNMENT, NARROW_ALIGNMENT
 from cute_attn.wrappers.run_cache import PLAIN_TYPES, buffer_key, outputs_qualify
 
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory

@@ -18,7 +18,7 @@ from cute_attn.dispatch import backends
 from cute_attn.dispatch.backends import DecodeRepeat
 from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks
-from cute_attn.request.single import ALIGNMENT
+from cute_attn.request.operands import ALIGNMENT
 from cute_attn.runtime import switches
 from cute_attn.wrappers.run_cache import PLAIN_TYPES, buffer_key, outputs_qualify
 
