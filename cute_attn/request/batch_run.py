@@ -249,9 +249,7 @@ def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.
     packing = 2 if f.kv_block_scales else 1  # numbers of NVFP4 per byte
     check_shape = _check_ragged_shape if f.kv_source == "ragged" else _check_paged_shape
     k_shape = check_shape(plan, "k", k, f.head_dim_qk // packing)
-    operands.check_unit_stride("k", k)
     v_shape = check_shape(plan, "v", v, f.head_dim_vo // packing)
-    operands.check_unit_stride("v", v)
     if k_shape[0] != v_shape[0] or k_shape[1] != v_shape[1]:
         raise ArgumentError(
             f"k and v must agree in all axes but the last, got {checks.describe(k)} and {checks.describe(v)}"
