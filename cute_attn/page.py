@@ -14,7 +14,7 @@ from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, nvfp4, page_table
-from cute_attn.request.append import Append
+from cute_attn.request.append import Append, Tensors
 from cute_attn.request.nvfp4 import Pair
 from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime import switches
@@ -77,7 +77,9 @@ def append_paged_kv_cache(
     page_table.check_same_rows(append_key, append_value)
     table = page_table.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     table.check(append_key.shape[0], k_cache)
-    append.run(Append((append_key, append_value), (k_cache, v_cache), table))
+    request = Append((append_key, append_value), (k_cache, v_cache), table)
+    _keep_apart(request.rows, request.caches, table)
+    append.run(request)
 
 
 def get_batch_indices_positions(
@@ -123,7 +125,8 @@ def get_batch_indices_positions(
         else:
             buffer = torch.empty(nnz, dtype=torch.int32, device=indptr.device)
         buffers.append(buffer)
-    checks.apart(("batch_indices", buffers[0]), ("positions", buffers[1]))
+    written = zip(("batch_indices", "positions"), buffers, strict=True)
+    checks.apart(written, (("append_indptr", append_indptr), ("seq_lens", seq_lens)))
     row = torch.arange(nnz, device=indptr.device)
     if batch_size == 0:
         buffers[0].fill_(-1), buffers[1].zero_()
@@ -254,14 +257,19 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
 
 def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], slots: page_table.Slots) -> None:
     device = caches[0].device
-    names = "paged_kv_cache[0]", "paged_kv_cache[1]", "kv_cache_sf[0]", "kv_cache_sf[1]"
-    checks.apart(*zip(names, (*caches, *scale_caches), strict=True))
+    _keep_apart(rows, (*caches, *scale_caches), slots, scales)
     read = switches.is_on(switches.VALIDATE) and not _is_capturing(device)
     checked = tuple(
         nvfp4.decode_scale(name, scale, device, read)
         for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
     )
     append.run(Append(rows, caches, slots, "nvfp4", scale_caches, checked))
+
+
+def _keep_apart(rows: Tensors, caches: Tensors, slots: page_table.Slots, scales: tuple[Any, ...] = ()) -> None:
+    """Refuse caches that share memory with each other or with another argument."""
+    read = checks.named(("append_key", "append_value"), rows) + checks.named(slots._fields, slots)
+    checks.apart(checks.named(nvfp4.CACHE_NAMES, caches), read + checks.named(("k_scale", "v_scale"), scales))
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -400,6 +400,8 @@ class BatchPlan:
     validate: bool  # check page numbers before every launch
     backend: str = ""  # its name
     load: Any = None  # `dispatch.capabilities.Load` by which the backend was chosen; None: a run had a part in that
+    staging: Any = None  # `runtime.staging.Staging` of the schedule
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of CUDA graphs, by name
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.run_cache.CachedRun` by its key
     run_settings: Callable[..., Settings] | None = None  # `request.batch_run` keeps the settings of runs here
     protected: list[MemoryRange] | None = None  # memory of the plan that runs must not write, once a run asks for it
@@ -461,6 +463,7 @@ class DecodeProblem(NamedTuple):
     v_scale_tensor: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    given: tuple[tuple[str, Any], ...] = ()  # what the call reads, as the user gave it: some of the above are copies
 
     @property
     def features(self) -> Features:

@@ -31,6 +31,7 @@ from cute_attn.request.append import Append, Scale, own_rows
 from cute_attn.request.bit_packing import packbits, segment_packbits
 from cute_attn.request.nvfp4 import (
     BLOCK,
+    CACHE_NAMES,
     E4M3,
     E4M3_MAX,
     INPUTS,
@@ -194,6 +195,9 @@ def nvfp4_kv_dequantize_paged(
     scales = [
         scale_of(name, checks.tensor(name, x), device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))
     ]
+    given = (*zip(CACHE_NAMES, (*caches, *block_scales), strict=True), ("block_tables", tables), ("seq_lens", seq_lens))
+    written = zip(("output_k", "output_v"), outputs, strict=True)
+    checks.apart(written, (*given, ("k_scale", k_scale), ("v_scale", v_scale)))
     if not num_pages or not max_seq_len:
         return
     token = torch.arange(max_seq_len, device=device)
@@ -343,7 +347,4 @@ def _check_dequantized(caches: Pair, output_k: Any, output_v: Any) -> Pair:
         checks.dtype(name, output.dtype, (outputs[0].dtype,))
         same_device(name, output, cache.device)
         checks.dense(name, output)
-        for i, other in enumerate(caches):
-            checks.no_overlap(name, checks.extent(output), f"paged_kv_cache[{i}]", checks.extent(other))
-    checks.apart(("output_k", outputs[0]), ("output_v", outputs[1]))
     return outputs

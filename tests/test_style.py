@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,35 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("cute_attn", "examples", "perf", "tests") for path in (ROOT / folder).rglob("*.py"))
 IDS = [str(path.relative_to(ROOT)) for path in FILES]
 PACKAGE = [path for path in FILES if ROOT / "cute_attn" in path.parents]
+
+# Numbers of today as limits: they fall and never rise.
+MAX_HOST_LINES = 21_576
+HOST_FOLDERS = ("wrappers", "request", "dispatch", "schedule", "xqa", "runtime", "ops")  # with the root and every host/
+MAX_MEMOS = 67  # functions that `lru_cache`, `cache` or `once` keeps the results of
+UNBOUNDED_MEMOS = {
+    "emulator/formats.py: values",
+    "emulator/isa/__init__.py: load",
+    "emulator/isa/registry.py: _found",
+    "emulator/isa/registry.py: _matcher",
+    "emulator/isa/tmem.py: fragment",
+    "integrations/transformers/patterns.py: _packed_templates",
+    "integrations/transformers/patterns.py: _templates",
+    "integrations/vllm/metadata.py: shared_workspaces",
+    "kernels/host/gpu.py: supported",
+    "kernels/host/persistent/tensor_maps.py: encoder",
+    "kernels/xqa/host/lengths.py: _prepared",
+    "kernels/xqa/host/single.py: one_page",
+    "runtime/arch.py: for_capability",
+    "runtime/arch.py: for_device",
+    "runtime/arch.py: multiprocessors",
+    "runtime/cache.py: source_fingerprint",
+    "runtime/counters.py: _of_device",
+    "runtime/dsl.py: version",
+    "runtime/launch.py: _primary_context",
+    "runtime/launch.py: load_driver",
+    "runtime/tensormap.py: _encoder",
+}
+MAX_PLAN_ASSIGNMENTS = 8  # of wrappers' `_plan`
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -114,3 +144,79 @@ def test_nothing_is_left_for_later(path: Path) -> None:
     text = path.read_text()
     for word in "TO-DO FIX-ME XX-X HA-CK".replace("-", "").split():  # this file is read too
         assert word not in text
+
+
+def test_lines_of_host_code() -> None:
+    root = ROOT / "cute_attn"
+    folders = [path.relative_to(root).parts[:-1] for path in PACKAGE]
+    host = [
+        path
+        for path, parts in zip(PACKAGE, folders, strict=True)
+        if not parts or parts[0] in HOST_FOLDERS or "host" in parts
+    ]
+    assert sum(len(path.read_text().splitlines()) for path in host) <= MAX_HOST_LINES
+
+
+def memos(text: str) -> list[tuple[str, bool]]:
+    """Memos by the function whose results they keep, or what stands for it; and whether the memo has no bound."""
+    found = []
+    tree = ast.parse(text)
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
+    owners = {id(decorator): f.name for f in functions for decorator in f.decorator_list}
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)):
+        name = ast.unparse(node)
+        call = calls.get(id(node))
+        if name in ("functools.lru_cache", "functools.cache") or (name == "once" and call is not None):
+            size = [*call.args, *(x.value for x in call.keywords if x.arg == "maxsize")][:1] if call else []
+            unbounded = name == "functools.cache" or [ast.unparse(x) for x in size] == ["None"]
+            found.append((owners.get(id(call or node), ast.unparse(call or node)), unbounded))
+    return found
+
+
+def test_number_of_memos() -> None:
+    found = [
+        (f"{path.relative_to(ROOT / 'cute_attn')}: {name}", x)
+        for path in PACKAGE
+        for name, x in memos(path.read_text())
+    ]
+    assert {name for name, unbounded in found if unbounded} <= UNBOUNDED_MEMOS
+    assert len(found) <= MAX_MEMOS
+
+
+def test_what_a_memo_is() -> None:
+    for text, memo in {
+        "@functools.cache\ndef f(): ...": ("f", True),
+        "@functools.lru_cache(maxsize=None)\ndef f(): ...": ("f", True),
+        "@functools.lru_cache\ndef f(): ...": ("f", False),
+        "@functools.lru_cache(N, typed=True)\ndef f(): ...": ("f", False),
+        "@once(trusted=1)\ndef f(): ...": ("f", False),
+        "kept = functools.lru_cache(N)(f)": ("functools.lru_cache(N)", False),
+    }.items():
+        assert memos(text) == [memo]
+    for text in (
+        "cache = 3",
+        "from functools import partial",
+        "@functools.cached_property\ndef f(self): ...",
+        "once = 1",
+    ):
+        assert not memos(text)
+    for path in PACKAGE:  # the names that count are functools'
+        assert not re.search(r"from functools import .*cache", path.read_text()), path
+
+
+def assignments(text: str, attribute: str) -> int:
+    """How often an attribute is assigned."""
+    targets: list[ast.expr] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign):
+            targets += [x for target in node.targets for x in ast.walk(target) if isinstance(x, ast.Attribute)]
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+            targets.append(node.target)
+    return sum(isinstance(x, ast.Attribute) and x.attr == attribute and isinstance(x.ctx, ast.Store) for x in targets)
+
+
+def test_one_place_assigns_the_plan() -> None:
+    wrappers = [path for path in PACKAGE if path.parent.name == "wrappers"]
+    assert sum(assignments(path.read_text(), "_plan") for path in wrappers) <= MAX_PLAN_ASSIGNMENTS
+    assert assignments("self._plan: Plan = a\nself._plan, x = b, self._plan\nself.y._plan = c\n_plan = d", "_plan") == 3

@@ -290,8 +290,7 @@ def _paged(
 def _clear(operands: Operands, first: int) -> None:
     """Write 0 to the rows of out from `first` on, which may be of no request; an out that holds operands is refused."""
     q, k, v, out = operands
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        checks.no_overlap("out", checks.extent(out), name, checks.extent(x))
+    checks.apart((("out", out),), (("query", q), ("key", k), ("value", v)))
     out[first:].zero_()
 
 

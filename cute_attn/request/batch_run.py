@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import BatchPlan, BatchProblem, MemoryRange, Settings
+from cute_attn.problem import BatchPlan, BatchProblem, DeviceTokens, MemoryRange, Settings
 from cute_attn.request import checks, operands
 from cute_attn.request.caches import is_large
 from cute_attn.request.once import once
-from cute_attn.request.operands import LAYOUTS, NAMES, SCALES, Placement, Scales
+from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, SCALES, Placement, Scales
 from cute_attn.request.settings import LSE_BASES, MIN_SCALE
 
 NO_SCALES = Scales()
@@ -69,7 +69,8 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
         sf = _block_scales(plan, sf, k, v)
 
     rows, buffers = (plan.rows, features.num_qo_heads), (run.out, run.lse, run.return_lse)
-    out, lse = operands.outputs(q, buffers, features, rows, "rows", lambda: _memory_read(plan, run, k, v))
+    read = functools.partial(memory_read, plan, run._replace(kv_cache=(k, v)))
+    out, lse = operands.outputs(q, buffers, features, rows, "rows", read)
     if plan.first_row:
         if run.out is None:
             out[: plan.first_row] = 0
@@ -149,13 +150,7 @@ def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     if not lse.is_contiguous():
         raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     checks.check_grad("lse", lse)
-    operands, cache = {"q": q, "out": arguments.out, "sinks": arguments.sinks}, arguments.kv_cache
-    operands |= dict(zip("kv", cache, strict=False)) if isinstance(cache, tuple | list) else {"the cache": cache}
-    # The run refuses what has no memory.
-    stored = {n: x for n, x in operands.items() if isinstance(x, torch.Tensor) and x.layout is torch.strided}
-    taken = [(name, checks.extent(x)) for name, x in stored.items()]
-    for name, extent in (*protected_memory(plan), *taken):
-        checks.no_overlap("lse", checks.extent(lse), name, extent)
+    checks.apart((("out", arguments.out), ("lse", lse)), memory_read(plan, arguments))
 
 
 # ---- settings
@@ -349,17 +344,30 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
     return k_sf, v_sf
 
 
-def _memory_read(plan: BatchPlan, run: RunArguments, k: torch.Tensor, v: torch.Tensor) -> list[MemoryRange]:
-    """Return the memory that the plan and the run read."""
-    read = [(name, checks.extent(x)) for name, x in zip(NAMES, (run.q, k, v), strict=True)]
-    if run.sinks is not None:
-        read.append(("sinks", checks.extent(run.sinks)))
-    return [*protected_memory(plan), *read]
+def memory_read(plan: BatchPlan, run: RunArguments) -> list[checks.Named]:
+    """Return all that a run reads, by name: what the plan keeps, and the arguments that may be tensors."""
+    given = [(name, getattr(run, name)) for name in ("q", *SCALES, "sinks")]
+    cache = checks.named(("k", "v"), run.kv_cache) or [("the cache", run.kv_cache)]
+    block_scales = checks.named(BLOCK_SCALES, run.kv_cache_sf) or [("kv_cache_sf", run.kv_cache_sf)]
+    return plan_memory(plan) + given + cache + block_scales + checks.named(HEAD_SCALES, run.head_scales)
+
+
+def plan_memory(plan: BatchPlan) -> list[checks.Named]:
+    """Return the memory of the plan that a run must not write, by name."""
+    on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
+    return [
+        ("kv_indices", plan.kv_indices),
+        ("packed_mask", plan.packed_mask),
+        ("the workspace", plan.workspace),
+        ("the schedule", plan.staging and plan.staging.memory),
+        *on_device,
+        *plan.buffers.items(),
+    ]
 
 
 def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
-    """Return the memory of the plan that a run must not write."""
+    """Return the addresses of `plan_memory`."""
     if plan.protected is None:
-        kept = ("kv_indices", plan.kv_indices), ("packed_mask", plan.packed_mask), ("the workspace", plan.workspace)
-        plan.protected = [(name, checks.extent(tensor)) for name, tensor in kept if tensor is not None]
+        kept = plan_memory(plan)
+        plan.protected = [(name, checks.extent(x)) for name, x in kept if isinstance(x, torch.Tensor) and x.numel()]
     return plan.protected

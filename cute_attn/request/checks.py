@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
 from cute_attn.problem import short
 
 Extent = tuple[int, int]  # addresses of the first byte and past the last
+Named = tuple[str, Any]  # a tensor, or what stands for none, under its name in messages
 
 LARGEST_INT = (1 << 63) - 1  # torch takes no more
 LARGEST = 1e38  # times log2(e) it is still an fp32 number
@@ -230,22 +231,24 @@ def extent(value: torch.Tensor) -> Extent:
     return start, start + (last + 1) * value.element_size()
 
 
-def no_overlap(name: str, written: Extent, other_name: str, other: Extent) -> None:
-    """Refuse a buffer to write whose extent crosses another. Interleaved views of one storage count as overlap."""
-    if written[0] < other[1] and other[0] < written[1]:
-        raise ArgumentError(f"{name} must not share memory with {other_name}: their address ranges overlap")
+def named(names: Sequence[str], given: Any) -> list[Named]:
+    """Return what a tuple or a list has, by name; nothing of what is neither, which other checks refuse."""
+    return list(zip(names, given, strict=False)) if isinstance(given, tuple | list) else []
 
 
-def apart(*written: tuple[str, torch.Tensor]) -> None:
-    """Refuse buffers to write that share memory with each other. Keys and values that alternate in one storage, whose
-    address ranges cross, share none.
+def apart(written: Iterable[Named], read: Iterable[Named] = ()) -> None:
+    """Refuse buffers to write that share memory with what a call reads, or with each other. Tensors that alternate in
+    one storage, whose address ranges cross, share none. What is no strided tensor is passed over: it has no memory.
     """
-    for i, (name, x) in enumerate(written):
-        for other_name, other in written[:i]:
-            if x.is_meta or x.device != other.device:
-                continue
-            if _meet(x.data_ptr() - other.data_ptr(), _axes(other), _axes(x)):
+    taken = [(name, x, extent(x)) for name, x in read if isinstance(x, torch.Tensor) and x.layout is torch.strided]
+    for name, x in written:
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            continue
+        start, stop = own = extent(x)
+        for other_name, other, (other_start, other_stop) in taken:
+            if start < other_stop and other_start < stop and _meet(start - other_start, _axes(other), _axes(x)):
                 raise ArgumentError(f"{name} must not share memory with {other_name}: they have bytes in common")
+        taken.append((name, x, own))
 
 
 MOST_STEPS = 8

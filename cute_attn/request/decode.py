@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import DecodeProblem, Features, MemoryRange, Scratch, Settings, draft_mask_bytes
+from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_mask_bytes
 from cute_attn.request import checks, operands
 from cute_attn.request.caches import cache_views, is_large
-from cute_attn.request.operands import ALIGNMENT, Placement, Scales, split_scale
+from cute_attn.request.operands import ALIGNMENT, BLOCK_SCALES, Placement, Scales, split_scale
 from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Structure, call_settings
 
 COUNTER_BYTES = 8 << 20  # of the workspace: zero before its first use, and left zero
@@ -42,6 +42,12 @@ class DecodeTensors(NamedTuple):
     sinks: Any
     out: Any
     lse: Any
+
+    def read(self) -> tuple[checks.Named, ...]:
+        """Return what a call reads, by name."""
+        names = *NAMES, *BLOCK_SCALES, "block_tables", "seq_lens", "q_cu_seq_lens", "mask", "sinks"
+        scales = self.block_scales or (None, None)
+        return tuple(zip(names, (self.query, self.k, self.v, *scales, *self[4:9]), strict=True))
 
 
 class DecodeScales(NamedTuple):
@@ -116,6 +122,7 @@ def _problem(tensors: DecodeTensors, scales: DecodeScales, options: DecodeOption
         found.of_v,
         None if tensors.sinks is None else _sinks(tensors.sinks, settings.features),
         tensors.block_scales,
+        tensors.read(),
     )
 
 
@@ -355,15 +362,12 @@ def _outputs(
     """Return out as `[num_tokens, num_qo_heads, head_dim]`, and lse if it is wanted."""
     if return_lse is not False:
         checks.boolean("return_lse", return_lse)
-    query, k, v, out = *tensors[:3], tensors.out
+    query, out = tensors.query, tensors.out
     rows = (query.shape[0], features.num_qo_heads)
     if out is not None and out.dim() == 4 and tensors.q_cu_seq_lens is None:
         out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
-
-    def taken() -> list[MemoryRange]:
-        return [(name, checks.extent(x)) for name, x in zip(NAMES, (query, k, v), strict=True)]
-
-    return operands.outputs(query, (out, tensors.lse, return_lse), features, rows, "num_tokens", taken)
+    buffers = (out, tensors.lse, return_lse)  # `decode_values` compares them with all else
+    return operands.outputs(query, buffers, features, rows, "num_tokens", tuple)
 
 
 def _flatten_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: int) -> torch.Tensor:

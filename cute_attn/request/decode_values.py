@@ -49,31 +49,13 @@ def before_launch(problem: DecodeProblem, said: Said, values: bool) -> None:
 
 def _check_buffers(problem: DecodeProblem, said: Said) -> None:
     """Check that nothing which the launch writes is something else that it reads or writes."""
-    scratch, block_scales = problem.scratch, problem.block_scales or (None, None)
-    inputs = [
-        (said.name("query"), problem.q),
-        ("k of kv_cache", problem.k),
-        ("v of kv_cache", problem.v),
-        (said.name("block_tables"), problem.block_tables),
-        (said.name("seq_lens"), problem.seq_lens),
-        (said.name("q_cu_seq_lens"), problem.qo_indptr),
-        ("mask", problem.draft_mask),
-        ("sinks", problem.sinks),
-        *((name, x) for name, x in said.scales if isinstance(x, torch.Tensor)),
-        ("k_sf of kv_cache_sf", block_scales[0]),
-        ("v_sf of kv_cache_sf", block_scales[1]),
-    ]
+    scratch = problem.scratch
+    read = *((said.name(name), x) for name, x in problem.given), *said.scales
     written = [("workspace_buffer", scratch.partial_buffer), (said.name("out"), problem.out), ("lse", problem.lse)]
     written.append(("lse", said.lse_by_heads))
     if scratch.counter_buffer is not scratch.partial_buffer:
         written.insert(0, ("semaphores", scratch.counter_buffer))
-    taken = [(name, checks.extent(x)) for name, x in inputs if x is not None]
-    for name, x in written:
-        if x is not None:
-            own = checks.extent(x)
-            for other_name, other in taken:
-                checks.no_overlap(name, own, other_name, other)
-            taken.append((name, own))
+    checks.apart(written, read)
 
 
 def _check_queries(problem: DecodeProblem, said: Said) -> None:

@@ -34,6 +34,8 @@ _E2M1_MIDPOINTS = (
     (5.0, False),
 )
 
+CACHE_NAMES = ("paged_kv_cache[0]", "paged_kv_cache[1]", "kv_cache_sf[0]", "kv_cache_sf[1]")
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 Views = Callable[[str, Any, Any], Pair]
 

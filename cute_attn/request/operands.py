@@ -8,14 +8,14 @@ cannot read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import Features, MemoryRange
+from cute_attn.problem import Features
 from cute_attn.request import checks
 from cute_attn.request.settings import NVFP4_BLOCK
 
@@ -26,6 +26,8 @@ SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
 BLOCK_SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 NAMES = ("q", "k", "v")
 SCALES = ("q_scale", "k_scale", "v_scale")
+HEAD_SCALES = ("scale_q", "scale_k", "scale_v")
+BLOCK_SCALES = ("k_sf of kv_cache_sf", "v_sf of kv_cache_sf")
 
 T = TypeVar("T")
 
@@ -173,7 +175,7 @@ def check_block_scales(scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[t
     if not isinstance(scales, tuple | list) or len(scales) != 2:
         raise ArgumentTypeError(f"kv_cache_sf must be a pair (k_sf, v_sf), got {checks.describe(scales)}")
     k_sf, v_sf = scales
-    return _block_scale("k_sf of kv_cache_sf", k_sf, k), _block_scale("v_sf of kv_cache_sf", v_sf, v)
+    return _block_scale(BLOCK_SCALES[0], k_sf, k), _block_scale(BLOCK_SCALES[1], v_sf, v)
 
 
 def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
@@ -248,14 +250,14 @@ def outputs(
     features: Features,
     rows: tuple[int, ...],
     first_axis: str,
-    taken: Callable[[], list[MemoryRange]],
+    read: Callable[[], Iterable[checks.Named]],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out and lse. `given`: the caller's buffers, which are checked, and whether lse is wanted. `rows`: all axes
-    of lse, the first of which `first_axis` names; `taken` returns memory that the call reads.
+    of lse, the first of which `first_axis` names; `read` returns what the call reads, by name.
     """
     out, lse, return_lse = given
     if out is not None or lse is not None:
-        _check_outputs(out, lse, features, rows, first_axis, taken())
+        _check_outputs(out, lse, features, rows, first_axis, read())
     if out is None:
         out = q.new_empty(*rows, features.head_dim_vo, dtype=features.o_dtype)
     if lse is None and return_lse:
@@ -264,10 +266,10 @@ def outputs(
 
 
 def _check_outputs(
-    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, taken: list[MemoryRange]
+    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, read: Iterable[checks.Named]
 ) -> None:
-    """Check shape, dtype, device and strides of the caller's `out` and `lse`. They must overlap neither `taken` (memory
-    that the call reads) nor each other.
+    """Check shape, dtype, device and strides of the caller's `out` and `lse`. They must share memory neither with what
+    the call reads, `read`, nor with each other.
     """
     heads = f"{first_axis}, num_qo_heads" if first_axis else "num_qo_heads"
     if out is not None:
@@ -277,13 +279,12 @@ def _check_outputs(
         strides = out.stride()
         if (out.data_ptr() | strides[0] | strides[-2]) % ALIGNMENT:
             _check_alignment("out", out)
-        taken.append(("out", _check_no_overlap("out", out, taken)))
     if lse is not None:
         _check_output("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
         checks.writable("lse", lse)
         if not lse.is_contiguous():
             raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
-        _check_no_overlap("lse", lse, taken)
+    checks.apart((("out", out), ("lse", lse)), read)
 
 
 def _check_output(
@@ -295,13 +296,6 @@ def _check_output(
         checks.dtype(name, buffer.dtype, (dtype,))
         checks.device(name, buffer, device)
     checks.check_grad(name, buffer)
-
-
-def _check_no_overlap(name: str, buffer: torch.Tensor, taken: list[MemoryRange]) -> checks.Extent:
-    written = checks.extent(buffer)
-    for other_name, other in taken:
-        checks.no_overlap(name, written, other_name, other)
-    return written
 
 
 def check_workspace(name: str, value: torch.Tensor) -> None:

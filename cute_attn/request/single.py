@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import MemoryRange, Problem
+from cute_attn.problem import Problem
 from cute_attn.request import checks, operands
 from cute_attn.request.bit_packing import packbits
-from cute_attn.request.operands import LAYOUTS, NAMES, SCALES, KvLayout, Scales
+from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NAMES, SCALES, KvLayout, Scales
 from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, MAX_ROWS, Call, call_settings, check_device
 
 NO_SCALES = Scales()
@@ -131,15 +131,11 @@ def _refuse_lengths(qo_len: int, num_qo_heads: int, kv_len: int) -> None:
     raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {qo_len} x {num_qo_heads}")
 
 
-def _memory_read(call: Call) -> list[MemoryRange]:
-    """Return the memory of all tensors that a call reads."""
-    taken = [(name, checks.extent(getattr(call, name))) for name in NAMES]
-    read = {name: getattr(call, name) for name in ("custom_mask", "packed_custom_mask", "sinks", *SCALES)}
-    read |= zip(("scale_q", "scale_k", "scale_v"), call.head_scales, strict=True)
-    if call.kv_cache_sf is not None:
-        read |= zip(("k_sf of kv_cache_sf", "v_sf of kv_cache_sf"), call.kv_cache_sf, strict=True)
-    taken += [(name, checks.extent(checks.stored(name, x))) for name, x in read.items() if isinstance(x, torch.Tensor)]
-    return taken
+def _memory_read(call: Call) -> list[checks.Named]:
+    """Return all that a call reads, by name."""
+    names = *NAMES, "custom_mask", "packed_custom_mask", "sinks", *SCALES
+    read = [(name, getattr(call, name)) for name in names]
+    return read + checks.named(HEAD_SCALES, call.head_scales) + checks.named(BLOCK_SCALES, call.kv_cache_sf)
 
 
 def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:

@@ -84,8 +84,7 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
 
     def _set_workspace(self, float_workspace_buffer: Any) -> None:
         workspace = batch_plan.workspace(float_workspace_buffer)
-        for name, buffer in self._index_buffers.items():
-            checks.no_overlap("float_workspace_buffer", checks.extent(workspace), name, checks.extent(buffer))
+        checks.apart((("float_workspace_buffer", workspace),), self._index_buffers.items())
         self._workspace = workspace
         self._float_workspace_buffer = float_workspace_buffer  # serving engines read it, and the index buffers
         self.device: torch.device = workspace.device
@@ -116,7 +115,7 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
                 raise ArgumentError(
                     f"{name} must have {size} elements for batch size {self._fixed_batch_size}, got {buffer.numel()}"
                 )
-            self._keep_apart(name, buffer)
+            self._keep_apart((name, buffer))
             self._index_buffers[name], self._uploads[name] = buffer, Uploads(buffer)
 
     def _set_mask_buffers(self, custom_mask_buf: Any, mask_indptr_buf: Any) -> None:
@@ -132,17 +131,17 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
             raise ArgumentError(
                 f"mask_indptr_buf must have {self._fixed_batch_size + 1} elements (batch size + 1), got {len(bounds)}"
             )
-        self._keep_apart("custom_mask_buf", bits)
-        self._keep_apart("mask_indptr_buf", bounds)
-        checks.no_overlap("mask_indptr_buf", checks.extent(bounds), "custom_mask_buf", checks.extent(bits))
+        self._keep_apart(("custom_mask_buf", bits), ("mask_indptr_buf", bounds))
         self._mask_buffers = bits, bounds
 
-    def _keep_apart(self, name: str, buffer: torch.Tensor) -> None:
-        """Refuse a buffer that shares memory with another one or with the workspace: a plan writes them all."""
-        written = checks.extent(buffer)
-        checks.no_overlap(name, written, "float_workspace_buffer", checks.extent(self._workspace))
-        for other_name, other in self._index_buffers.items():
-            checks.no_overlap(name, written, other_name, checks.extent(other))
+    def _keep_apart(self, *buffers: checks.Named) -> None:
+        """Refuse buffers that share memory with others or with the workspace: a plan writes them all."""
+        checks.apart(buffers, (("float_workspace_buffer", self._workspace), *self._index_buffers.items()))
+
+    def _graph_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of CUDA graphs by name."""
+        masks = zip(("custom_mask_buf", "mask_indptr_buf"), self._mask_buffers or (), strict=False)
+        return {**self._index_buffers, **dict(masks)}
 
     # ---- plan
 
@@ -223,6 +222,8 @@ class BatchWrapper(PlannedState, StrideVariants, NotCopied):
             kv_indices=request.tokens.kv_indices,
             packed_mask=request.mask.packed,
             workspace=self._workspace,
+            staging=variant.staging,
+            buffers=self._graph_buffers(),
             validate=self._validates(),
             backend=backend.name,
             load=load if features is None else None,

@@ -68,7 +68,8 @@ def merge_state_in_place(
 
     Raises
     ------
-    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; v or s overlap themselves or each other).
+    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; v or s overlap themselves or another
+    argument).
     """
     if is_dynamo_compiling():
         trace.call("merge_state_in_place", v, s, v_other, s_other, mask)
@@ -77,13 +78,14 @@ def merge_state_in_place(
     checks.dtype("s", s.dtype, (torch.float32,))
     checks.dense("v", v)
     checks.dense("s", s)
-    checks.apart(("v", v), ("s", s))
-    merged_v, merged_s = merge_state(v, s, v_other, s_other)
     if mask is not None:
         checks.tensor("mask", mask)
         checks.shape("mask", mask, tuple(v.shape[:1]), "[n]")
         checks.dtype("mask", mask.dtype, (torch.bool, torch.uint8))
         _same_device("mask", mask, "v", v)
+    checks.apart((("v", v), ("s", s)), (("v_other", v_other), ("s_other", s_other), ("mask", mask)))
+    merged_v, merged_s = merge_state(v, s, v_other, s_other)
+    if mask is not None:
         merge = mask != 0
         merged_v = torch.where(merge[:, None, None], merged_v, v)
         merged_s = torch.where(merge[:, None], merged_s, s)

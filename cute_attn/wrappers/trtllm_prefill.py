@@ -135,9 +135,10 @@ def trtllm_batch_context_with_kv_cache(
         trtllm_options.refuse("kv_cache_sf (NVFP4 caches)", NVFP4_REASON, NVFP4_INSTEAD)
     checks.tensor("cum_seq_lens_kv", cum_seq_lens_kv)
     query = _query(query, "trtllm_batch_context_with_kv_cache")
-    qo_indptr, kv_len = trtllm_prefill.host_arrays(
-        {"cum_seq_lens_q": cum_seq_lens_q, "seq_lens": seq_lens}, query.device
-    )
+    arrays = {"cum_seq_lens_q": cum_seq_lens_q, "seq_lens": seq_lens}
+    others = {"cum_seq_lens_kv": cum_seq_lens_kv, "block_tables": block_tables}
+    checks.apart((("out", out), ("lse", lse)), (arrays | others).items())
+    qo_indptr, kv_len = trtllm_prefill.host_arrays(arrays, query.device)
     lengths = trtllm_prefill.lengths(qo_indptr, kv_len, Bounds(batch_size, max_q_len, max_kv_len), query.shape[0])
     k, v = _paged_pair("kv_cache", kv_cache)
     if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
@@ -252,6 +253,8 @@ def trtllm_fmha_v2_prefill(
     query, k, v = _operands(qkv, input_layout)
     query = _query(query, "trtllm_fmha_v2_prefill")
     arrays = {"cum_seq_lens_q": cum_seq_lens_q, "seq_lens": seq_lens}
+    others = {"cum_seq_lens_kv": cum_seq_lens_kv, "block_tables": block_tables}
+    checks.apart((("out", out),), (arrays | others).items())
     paged = input_layout in PAGED_LAYOUTS
     if not paged:
         arrays["cum_seq_lens_kv"] = cum_seq_lens_kv

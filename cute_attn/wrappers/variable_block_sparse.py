@@ -134,6 +134,7 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
         group = self._planned().settings.features.num_qo_heads
         matrix = self._matrix
         assert matrix is not None
+        checks.apart((("out", out), ("lse", lse)), (("q", q), ("k", k), ("v", v)))  # before any is copied
         q, k, v = block_sparse.by_kv_head(q, k, v, group, matrix)
         outputs = {"out": out, "lse": lse, "return_lse": return_lse, "enable_pdl": enable_pdl}
         result = self._run(run_arguments(q, (k, v), **outputs))

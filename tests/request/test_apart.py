@@ -50,7 +50,7 @@ def test_shared_bytes_are_found() -> None:
         meet = bool(bytes_of(memory, x) & bytes_of(memory, y))
         shared[meet] += 1
         with pytest.raises(ArgumentError, match="y must not share memory with x") if meet else nullcontext():
-            checks.apart(("x", x), ("y", y))
+            checks.apart((("x", x), ("y", y)))
     assert min(shared) > 50
 
 

@@ -11,11 +11,13 @@ the same corpus behaves the same on a GPU, but for the contents of schedules, wh
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import struct
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +29,7 @@ from cute_attn.kernels.append.host import launch as append_launch
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
+from cute_attn.wrappers import planned_prefill
 from cute_attn.xqa import replays
 from perf.pretended_gpu import NullDriver, pretended_gpu
 
@@ -121,20 +124,29 @@ class _Places:
         return f"own {self.own.index(address)}"
 
 
-def recorded(script: Script) -> list[str]:
-    """Run a script on a pretended GPU and return its record."""
-    recorder, gpu = Recorder(), Gpu(archs.named(ARCH), launch.CPU, archs.TYPICAL_SMS[ARCH])
-    torch.manual_seed(0)
+@contextlib.contextmanager
+def pretended(driver: NullDriver) -> Iterator[None]:
+    """A pretended H100 for CPU tensors, whose values nobody looks at, and whose launches reach `driver`."""
+    gpu = Gpu(archs.named(ARCH), launch.CPU, archs.TYPICAL_SMS[ARCH])
     with (
         pretended_gpu(ARCH),
-        mock.patch.object(launch, "load_driver", return_value=recorder),
+        mock.patch.object(launch, "load_driver", return_value=driver),
         mock.patch.object(launch, "_function", lambda artifact, index: artifact),
         mock.patch.object(replays, "looks_at_values", return_value=False),
         mock.patch.object(dispatch_append, "run", lambda rows: append_launch.run(rows, gpu)),
+        mock.patch.object(planned_prefill, "_places", OrderedDict()),
     ):
         replays.forget()
-        script(recorder)
+        yield
         replays.forget()
+
+
+def recorded(script: Script) -> list[str]:
+    """Run a script on a pretended GPU and return its record."""
+    recorder = Recorder()
+    torch.manual_seed(0)
+    with pretended(recorder):
+        script(recorder)
     return recorder.lines
 
 

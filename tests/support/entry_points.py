@@ -1,0 +1,485 @@
+"""Calls of every function and wrapper that writes memory of its caller, with all tensors that it may take.
+
+An entry's tensors are keyed by the names that error messages give them, and contiguous, so that a test may put them
+anywhere. Not here, because they write new tensors only: `forward` of wrappers, cascade and shared prefix,
+`merge_state`, `merge_states` and the quantisers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+import cute_attn
+from cute_attn import xqa as low_level
+
+BF16, F32, E4M3, U8, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int32
+HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 64, 16, 4
+ROWS, KEYS = 8, 32  # of single requests and of ragged batches
+QO_INDPTR, KV_INDPTR = (0, 3, ROWS), (0, 12, 28)  # 2 requests
+PAGE_INDPTR, LAST_PAGE_LEN, KV_LENS = (0, 1, 2), (4, 16), (4, 16)
+WORKSPACE_BYTES = 1 << 16
+SCHEDULE = "the schedule"  # the name of a plan's records, which are the wrapper's own memory
+
+Tensors = Mapping[str, torch.Tensor]
+Call = Callable[[Tensors], Any]
+
+
+class Entry(NamedTuple):
+    """How to make the tensors of a call, and how to begin: make a wrapper and plan, if there is one, and return the
+    call. Backends: "auto" on a pretended GPU, "emulator".
+    """
+
+    tensors: dict[str, torch.Tensor]
+    begin: Callable[[Tensors, str], Call]
+    written: tuple[str, ...] = ("out", "lse")
+    planned: tuple[str, ...] = ()  # names of tensors that `begin` reads and the plan keeps
+    emulated: bool = True
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Return random numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    """Return int32."""
+    return torch.tensor(numbers, dtype=I32)
+
+
+def zeros(*shape: int, dtype: torch.dtype = U8) -> torch.Tensor:
+    """Return zeros, by default bytes."""
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def outputs(rows: int = ROWS) -> dict[str, torch.Tensor]:
+    """Return `out` and `lse`."""
+    return {"out": zeros(rows, HEADS, DIM, dtype=BF16), "lse": zeros(rows, HEADS, dtype=F32)}
+
+
+def operands(*shape: int, dtype: torch.dtype = BF16) -> dict[str, torch.Tensor]:
+    """Return q, and k and v of `shape`."""
+    k, v = (randn(*shape, KV_HEADS, DIM, dtype=dtype) for _ in "kv")
+    return {"q": randn(ROWS, HEADS, DIM, dtype=dtype), "k": k, "v": v}
+
+
+def scales(*names: str) -> dict[str, torch.Tensor]:
+    """Return scales of one element."""
+    return {name: torch.ones(1) for name in names}
+
+
+BLOCK_SCALES = ("k_sf of kv_cache_sf", "v_sf of kv_cache_sf")
+HEAD_SCALES = {"scale_q": torch.ones(HEADS), "scale_k": torch.ones(KV_HEADS), "scale_v": torch.ones(KV_HEADS)}
+SINKS = {"sinks": torch.zeros(HEADS)}
+
+
+def nvfp4(
+    *shape: int, names: tuple[str, str] = ("k", "v"), scales: tuple[str, str] = BLOCK_SCALES
+) -> dict[str, torch.Tensor]:
+    """Return NVFP4 k and v, and their block scales."""
+    codes = {name: zeros(*shape, KV_HEADS, DIM // 2) for name in names}
+    return codes | {name: zeros(*shape, KV_HEADS, DIM // 16) for name in scales}
+
+
+def arguments(given: Tensors, *pairs: tuple[str, tuple[str, str]]) -> dict[str, Any]:
+    """Return tensors as arguments: block scales, and other `pairs` of tensors, under one name."""
+    found: dict[str, Any] = dict(given)
+    for name, halves in (("kv_cache_sf", BLOCK_SCALES), *pairs):
+        if halves[0] in found:
+            found[name] = tuple(found.pop(half) for half in halves)
+    return found
+
+
+def direct(
+    function: Callable[..., Any], *pairs: tuple[str, tuple[str, str]], **options: Any
+) -> Callable[[Tensors, str], Call]:
+    """Return the beginning of a call without a plan."""
+
+    def begin(_: Tensors, backend: str) -> Call:
+        chosen = {} if backend == "auto" else {"backend": backend}
+        return lambda given: function(**arguments(given, *pairs), **options, **chosen)
+
+    return begin
+
+
+# ---- single requests
+
+PREFILL, DECODE = direct(cute_attn.single_prefill_with_kv_cache), direct(cute_attn.single_decode_with_kv_cache)
+DENSE = operands(KEYS) | outputs()
+TOKEN = DENSE | {name: DENSE[name][0].clone() for name in ("q", "out", "lse")}
+
+SINGLE = {
+    "single prefill": Entry(DENSE, PREFILL),
+    "single prefill, mask": Entry(DENSE | {"custom_mask": torch.ones(ROWS, KEYS, dtype=torch.bool)}, PREFILL),
+    "single prefill, packed mask": Entry(DENSE | {"packed_custom_mask": zeros(ROWS * KEYS // 8)}, PREFILL),
+    "single prefill, scales": Entry(DENSE | SINKS | scales("k_scale", "v_scale"), PREFILL),
+    "single prefill, head scales": Entry(operands(KEYS, dtype=E4M3) | outputs() | HEAD_SCALES, PREFILL),
+    "single prefill, NVFP4": Entry(DENSE | nvfp4(KEYS), PREFILL),
+    "single decode": Entry(TOKEN, DECODE),
+    "single decode, scales": Entry(TOKEN | SINKS | scales("q_scale", "k_scale", "v_scale"), DECODE),
+}
+
+# ---- batches with a plan
+
+SIZES = (HEADS, KV_HEADS, DIM)
+WORKSPACE = {"the workspace": zeros(WORKSPACE_BYTES)}
+INDICES = {"kv_indices": torch.arange(PAGE_INDPTR[-1], dtype=I32)}
+PAGED_MASK = {"packed_mask": zeros(2 + 10)}  # 3 x 4 and 5 x 16 bits
+RAGGED_MASK = {"packed_mask": zeros(5 + 10)}  # 3 x 12 and 5 x 16 bits
+
+
+class Planned(NamedTuple):
+    """Runs of a wrapper. `kept`: names of what its plan has already; `paged`: k and v are one argument."""
+
+    made: Any
+    kept: tuple[str, ...]
+    paged: bool
+    options: dict[str, Any]
+
+    def __call__(self, given: Tensors) -> Any:
+        t = {name: x for name, x in given.items() if name not in self.kept}
+        q, head_scales = t.pop("q"), [t.pop(name) for name in HEAD_SCALES if name in t]
+        kv: Any = (t.pop("the cache"),) if "the cache" in t else (t.pop("k"), t.pop("v"))
+        if self.paged and len(kv) == 2:
+            kv = (kv,)
+        return self.made.run(q, *kv, *head_scales, **arguments(t), **self.options)
+
+    @property
+    def memory(self) -> dict[str, torch.Tensor]:
+        """What the wrapper has, whoever made it."""
+        return {"the workspace": self.made._float_workspace_buffer, SCHEDULE: self.made._int_workspace_buffer}
+
+
+def types_of(given: Tensors) -> dict[str, Any]:
+    """Return the options of a plan that name dtypes."""
+    cache = given["the cache"] if "the cache" in given else given["k"]
+    return {"q_data_type": given["q"].dtype, "kv_data_type": cache.dtype}
+
+
+def plan_paged(made: Any, given: Tensors) -> None:
+    """Plan a paged prefill batch."""
+    mask = {name: x for name, x in (("packed_custom_mask", given.get("packed_mask")),) if x is not None}
+    indptrs = ints(*QO_INDPTR), ints(*PAGE_INDPTR)
+    made.plan(*indptrs, given["kv_indices"], ints(*LAST_PAGE_LEN), *SIZES, PAGE, **types_of(given), **mask)
+
+
+def plan_ragged(made: Any, given: Tensors) -> None:
+    """Plan a ragged prefill batch."""
+    mask = {name: x for name, x in (("packed_custom_mask", given.get("packed_mask")),) if x is not None}
+    made.plan(ints(*QO_INDPTR), ints(*KV_INDPTR), *SIZES, **types_of(given), **mask)
+
+
+def plan_decode(made: Any, given: Tensors) -> None:
+    """Plan a decode batch."""
+    made.plan(ints(*PAGE_INDPTR), given["kv_indices"], ints(*LAST_PAGE_LEN), *SIZES, PAGE, **types_of(given))
+
+
+KEPT = ("the workspace", SCHEDULE, "kv_indices", "packed_mask")
+GRAPH = {"paged_kv_indptr_buf": ints(0, 0, 0), "paged_kv_last_page_len_buf": ints(1, 1), "qo_indptr_buf": ints(0, 0, 0)}
+
+
+def batch(
+    given: dict[str, torch.Tensor],
+    wrapper: Callable[..., Any],
+    plan: Callable[[Any, Tensors], None],
+    buffers: Mapping[str, str] | None = None,
+    paged: bool = True,
+    **options: Any,
+) -> Entry:
+    """Return the entry of a wrapper. `buffers`: those of CUDA graphs, keywords of the constructor by tensors' names."""
+    kept = *KEPT, *(buffers or ())
+
+    def begin(given: Tensors, backend: str) -> Call:
+        chosen: dict[str, Any] = {} if backend == "auto" else {"backend": backend}
+        if buffers is not None:
+            chosen |= {"use_cuda_graph": True} | {word: given[name] for name, word in buffers.items()}
+        made = wrapper(given["the workspace"], **chosen)
+        plan(made, {**given, **{name: given[name].clone() for name in buffers or () if name in KEPT}})
+        return Planned(made, kept, paged, options)
+
+    planned = tuple(name for name in kept if name == SCHEDULE or name in given)
+    return Entry(given, begin, planned=planned)
+
+
+def mask_of(given: Tensors) -> dict[str, Any]:
+    """Return the mask of a plan."""
+    return {"packed_custom_mask": given["packed_mask"]} if "packed_mask" in given else {}
+
+
+PAGES_OF_2 = operands(PAGES, PAGE) | outputs() | WORKSPACE | INDICES
+ROWS_OF_2 = operands(KEYS) | outputs() | WORKSPACE
+STEP = PAGES_OF_2 | outputs(2) | {"q": randn(2, HEADS, DIM)}  # of decode
+ONE_CACHE = {"the cache": randn(PAGES, 2, PAGE, KV_HEADS, DIM)}
+
+
+def without(given: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+    """Return all tensors but some."""
+    return {name: x for name, x in given.items() if name not in names}
+
+
+PREFILL_BUFFERS = {name: name for name in GRAPH} | {"kv_indices": "paged_kv_indices_buf"}
+MASK_BUFFERS = {"packed_mask": "custom_mask_buf", "mask_indptr_buf": "mask_indptr_buf"}
+RAGGED_BUFFERS = {"qo_indptr_buf": "qo_indptr_buf", "kv_indptr_buf": "kv_indptr_buf"}
+DECODE_BUFFERS = {
+    "paged_kv_indptr_buffer": "paged_kv_indptr_buffer",
+    "kv_indices": "paged_kv_indices_buffer",
+    "paged_kv_last_page_len_buffer": "paged_kv_last_page_len_buffer",
+}
+GRAPHED_STEP = STEP | {name: zeros(n, dtype=I32) for name, n in zip(DECODE_BUFFERS, (3, 2, 2), strict=True)} | INDICES
+ALL_SCALES = SINKS | scales("q_scale", "k_scale", "v_scale")
+
+
+def graphed_decode(workspace: torch.Tensor, use_cuda_graph: bool, backend: str = "auto", **buffers: Any) -> Any:
+    """Return the wrapper whose constructor takes buffers only."""
+    return cute_attn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers.values())
+
+
+def sink_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
+    """Return a wrapper made for the sizes here."""
+    sizes = {"head_dim_qk": DIM, "head_dim_vo": DIM}
+    return cute_attn.BatchAttentionWithAttentionSinkWrapper(workspace, **sizes, **options)
+
+
+def mixed_wrapper(_: torch.Tensor, **options: Any) -> Any:
+    """Return a wrapper that owns its workspace."""
+    return cute_attn.BatchAttention(device="cpu", **options)
+
+
+def plan_mixed(made: Any, given: Tensors) -> None:
+    """Plan a mixed batch."""
+    arrays = ints(*QO_INDPTR), ints(*PAGE_INDPTR), given["kv_indices"], ints(*KV_LENS)
+    made.plan(*arrays, *SIZES, DIM, PAGE, **types_of(given))
+
+
+def plan_blocks(made: Any, given: Tensors) -> None:
+    """Plan 2 x 2 blocks."""
+    matrix = (ROWS, KEYS, ROWS // 2, KEYS // 2)
+    mask = {"packed_mask": given["packed_mask"]} if "packed_mask" in given else {}
+    made.plan(ints(0, 1, 3), given["kv_indices"], *matrix, *SIZES, **types_of(given), o_data_type=BF16, **mask)
+
+
+def plan_variable(made: Any, given: Tensors) -> None:
+    """Plan 2 x 2 blocks for every kv head."""
+    kv_heads = given["k"].shape[0]
+    sizes = (torch.tensor([x] * kv_heads, dtype=I32) for x in ([3, 5], [16, 16]))
+    seen = torch.ones(kv_heads, 2, 2, dtype=torch.bool)
+    made.plan(seen, *sizes, given["q"].shape[0], kv_heads, DIM, **types_of(given))
+
+
+def by_heads(num_kv_heads: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of variable blocks."""
+    kv = {name: randn(num_kv_heads, KEYS, DIM) for name in "kv"}
+    out, lse = (zeros(num_kv_heads * ROWS, HEADS // num_kv_heads, *n, dtype=t) for n, t in (((DIM,), BF16), ((), F32)))
+    return {"q": randn(HEADS, ROWS, DIM), **kv, "out": out, "lse": lse, **WORKSPACE}
+
+
+PAGED, RAGGED = cute_attn.BatchPrefillWithPagedKVCacheWrapper, cute_attn.BatchPrefillWithRaggedKVCacheWrapper
+STEPS, BLOCKS = cute_attn.BatchDecodeWithPagedKVCacheWrapper, cute_attn.BlockSparseAttentionWrapper
+BLOCKS_OF_2 = operands(KEYS) | outputs() | WORKSPACE | {"kv_indices": ints(0, 0, 1)}
+COLUMNS = {"lse": zeros(HEADS, ROWS, dtype=F32)}
+
+BATCHES = {
+    "paged": batch(PAGES_OF_2, PAGED, plan_paged),
+    "paged, one cache": batch(without(PAGES_OF_2, "k", "v") | ONE_CACHE, PAGED, plan_paged),
+    "paged, mask": batch(PAGES_OF_2 | PAGED_MASK, PAGED, plan_paged),
+    "paged, scales": batch(PAGES_OF_2 | ALL_SCALES, PAGED, plan_paged),
+    "paged, head scales": batch(PAGES_OF_2 | operands(PAGES, PAGE, dtype=E4M3) | HEAD_SCALES, PAGED, plan_paged),
+    "paged, NVFP4": batch(PAGES_OF_2 | nvfp4(PAGES, PAGE), PAGED, plan_paged),
+    "paged, lse by heads": batch(PAGES_OF_2 | COLUMNS, PAGED, plan_paged, lse_layout="HN", return_lse=True),
+    "paged, CUDA graph": batch(PAGES_OF_2 | GRAPH, PAGED, plan_paged, PREFILL_BUFFERS),
+    "paged, CUDA graph, mask": batch(
+        PAGES_OF_2 | GRAPH | PAGED_MASK | {"mask_indptr_buf": ints(0, 0, 0)},
+        PAGED,
+        plan_paged,
+        PREFILL_BUFFERS | MASK_BUFFERS,
+    ),
+    "paged with sinks": batch(PAGES_OF_2 | SINKS, sink_wrapper, plan_paged),
+    "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, plan_mixed)._replace(emulated=False),
+    "ragged": batch(ROWS_OF_2, RAGGED, plan_ragged, paged=False),
+    "ragged, mask": batch(ROWS_OF_2 | RAGGED_MASK, RAGGED, plan_ragged, paged=False),
+    "ragged, scales": batch(ROWS_OF_2 | ALL_SCALES, RAGGED, plan_ragged, paged=False),
+    "ragged, head scales": batch(
+        ROWS_OF_2 | operands(KEYS, dtype=E4M3) | HEAD_SCALES, RAGGED, plan_ragged, paged=False
+    ),
+    "ragged, NVFP4": batch(ROWS_OF_2 | nvfp4(KEYS), RAGGED, plan_ragged, paged=False),
+    "ragged, CUDA graph": batch(
+        ROWS_OF_2 | {name: ints(0, 0, 0) for name in RAGGED_BUFFERS}, RAGGED, plan_ragged, RAGGED_BUFFERS, paged=False
+    ),
+    "ragged, CUDA graph, mask": batch(
+        ROWS_OF_2 | RAGGED_MASK | {name: ints(0, 0, 0) for name in (*RAGGED_BUFFERS, "mask_indptr_buf")},
+        RAGGED,
+        plan_ragged,
+        RAGGED_BUFFERS | MASK_BUFFERS,
+        paged=False,
+    ),
+    "decode": batch(STEP, STEPS, plan_decode),
+    "decode, scales": batch(STEP | ALL_SCALES, STEPS, plan_decode),
+    "decode, NVFP4": batch(STEP | nvfp4(PAGES, PAGE), STEPS, plan_decode),
+    "decode, CUDA graph": batch(GRAPHED_STEP, STEPS, plan_decode, DECODE_BUFFERS),
+    "decode, CUDA graph's own wrapper": batch(GRAPHED_STEP, graphed_decode, plan_decode, DECODE_BUFFERS)._replace(
+        emulated=False
+    ),
+    "blocks": batch(BLOCKS_OF_2, BLOCKS, plan_blocks, paged=False),
+    "blocks, mask": batch(BLOCKS_OF_2 | {"packed_mask": zeros(8 + 16)}, BLOCKS, plan_blocks, paged=False),
+    "blocks, head scales": batch(
+        BLOCKS_OF_2 | operands(KEYS, dtype=E4M3) | HEAD_SCALES, BLOCKS, plan_blocks, paged=False
+    ),
+    "variable blocks": batch(
+        by_heads(HEADS), cute_attn.VariableBlockSparseAttentionWrapper, plan_variable, paged=False
+    ),
+    "variable blocks, grouped": batch(
+        by_heads(KV_HEADS), cute_attn.VariableBlockSparseAttentionWrapper, plan_variable, paged=False
+    ),
+}
+
+# ---- batches without a plan
+
+CACHE = ("kv_cache", ("k of kv_cache", "v of kv_cache"))
+TABLES = {"block_tables": torch.arange(4, dtype=I32).view(2, 2), "seq_lens": ints(*KV_LENS)}
+UNPLANNED = {name: randn(PAGES, PAGE, KV_HEADS, DIM) for name in CACHE[1]} | TABLES
+UNPLANNED |= {"workspace_buffer": zeros(WORKSPACE_BYTES)}
+BMM_SCALES = scales("bmm1_scale", "bmm2_scale")
+REQUESTS = {"max_q_len": 5, "max_kv_len": 16, "batch_size": 2}
+BOUNDS = {"cum_seq_lens_q": ints(*QO_INDPTR), "cum_seq_lens_kv": ints(0, *KV_LENS)}
+
+
+def unplanned(rows: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a call over pages, with so many query tokens."""
+    return UNPLANNED | {"query": randn(rows, HEADS, DIM), "out": zeros(rows, HEADS, DIM, dtype=BF16)}
+
+
+def lse_of(rows: int) -> dict[str, torch.Tensor]:
+    """Return a buffer for the lse."""
+    return {"lse": zeros(rows, HEADS, dtype=F32)}
+
+
+def trtllm_fmha(given: Tensors, *names: str, **options: Any) -> Any:
+    """Call the function that takes query, keys and values as one argument."""
+    t = dict(given)
+    return cute_attn.trtllm_fmha_v2_prefill(tuple(t.pop(name) for name in names), **t, **options, **REQUESTS)
+
+
+CONTEXT = direct(cute_attn.trtllm_batch_context_with_kv_cache, CACHE, kv_layout="NHD", **REQUESTS)
+FMHA_NAMES = ("query", "k", "v")
+FMHA_TENSORS = {"query": randn(ROWS, HEADS, DIM), "out": zeros(ROWS, HEADS, DIM, dtype=BF16)} | SINKS | BMM_SCALES
+FMHA_TENSORS |= without(operands(KEYS), "q") | {"seq_lens": ints(12, 16), "workspace_buffer": zeros(WORKSPACE_BYTES)}
+FMHA_TENSORS |= {"cum_seq_lens_q": ints(*QO_INDPTR), "cum_seq_lens_kv": ints(*KV_INDPTR)}
+
+
+FMHA_PAGES = without(FMHA_TENSORS, "k", "v") | ONE_CACHE | TABLES | BOUNDS
+
+
+def begin_fmha(_: Tensors, backend: str) -> Call:
+    """Return a call over ragged keys."""
+    options = {"input_layout": "SEPARATE_Q_K_V", "backend": backend}
+    return lambda given: trtllm_fmha(given, *FMHA_NAMES, **options)
+
+
+def begin_fmha_of_pages(_: Tensors, backend: str) -> Call:
+    """Return a call over pages."""
+    options = {"input_layout": "Q_PAGED_KV_NHD", "backend": backend}
+    return lambda given: trtllm_fmha(given, "query", "the cache", **options)
+
+
+LOW_LEVEL_NAMES = {"query": "q", "k of kv_cache": "k_cache", "v of kv_cache": "v_cache", "out": "output"}
+LOW_LEVEL_NAMES |= {"block_tables": "page_table"}
+LOW_LEVEL = {LOW_LEVEL_NAMES.get(name, name): x for name, x in (unplanned(2) | SINKS).items()}
+LOW_LEVEL |= {"semaphores": zeros(4096), **scales("q_scale", "kv_scale")}
+LOW_LEVEL_SIZES = {"num_kv_heads": KV_HEADS, "page_size": PAGE}
+LOW_LEVEL_WRITTEN = "output", "workspace_buffer", "semaphores"
+WRITTEN, WITH_LSE = ("out", "workspace_buffer"), ("out", "lse", "workspace_buffer")
+XQA_FUNCTIONS = {
+    "xqa": (cute_attn.xqa_batch_decode_with_kv_cache, "q_cu_seq_lens", "q_len_per_req"),
+    "trtllm": (cute_attn.trtllm_batch_decode_with_kv_cache, "cum_seq_lens_q", "max_q_len"),
+}
+
+
+def low_level_entry(rows: int, *pairs: tuple[str, torch.Tensor], **options: Any) -> Entry:
+    """Return the entry of XQA's own function, with so many query tokens and more tensors."""
+    given = LOW_LEVEL | {"q": randn(rows, HEADS, DIM), "output": zeros(rows, HEADS, DIM, dtype=BF16)} | dict(pairs)
+    return Entry(given, direct(low_level.xqa, **LOW_LEVEL_SIZES, **options), LOW_LEVEL_WRITTEN)
+
+
+def xqa_entries() -> dict[str, Entry]:
+    """Return the entries of decode without a plan under both names."""
+    found, one_cache = {}, {"kv_cache": ONE_CACHE["the cache"]}
+    for name, (function, bounds, longest) in XQA_FUNCTIONS.items():
+        begin = direct(function, CACHE, kv_layout="NHD", max_seq_len=16)
+        drafts = direct(function, CACHE, kv_layout="NHD", max_seq_len=16, q_len_per_req=3)
+        ragged = direct(function, CACHE, kv_layout="NHD", max_seq_len=16, **{longest: 5})
+        tensors = {
+            "": (unplanned(2) | SINKS, begin, WRITTEN),
+            ", large workspace": (unplanned(2) | {"workspace_buffer": zeros(9 << 20)}, begin, WRITTEN),
+            ", one cache": (without(unplanned(2), *CACHE[1]) | one_cache, begin, WRITTEN),
+            ", scales and lse": (unplanned(2) | SINKS | BMM_SCALES | lse_of(2), begin, WITH_LSE),
+            ", NVFP4": (unplanned(2) | nvfp4(PAGES, PAGE, names=CACHE[1]), begin, WRITTEN),
+            ", drafts": (unplanned(6) | {"mask": torch.full((6, 1), 7, dtype=I32)}, drafts, WRITTEN),
+            ", ragged": (unplanned(ROWS) | {bounds: ints(*QO_INDPTR)}, ragged, WRITTEN),
+        }
+        found |= {name + of: Entry(given, start, written) for of, (given, start, written) in tensors.items()}
+    return found
+
+
+DECODE_OF_TRTLLM, COLUMNS_OF_TRTLLM = (
+    direct(cute_attn.trtllm_batch_decode_with_kv_cache, CACHE, kv_layout="NHD", max_seq_len=16, lse_layout=layout)
+    for layout in ("NH", "HN")
+)
+BATCHES_WITHOUT_PLAN = {
+    "trtllm context": Entry(unplanned(ROWS) | BOUNDS | SINKS | BMM_SCALES | lse_of(ROWS), CONTEXT),
+    "trtllm fmha": Entry(FMHA_TENSORS, begin_fmha, ("out",)),
+    "trtllm fmha, pages": Entry(FMHA_PAGES, begin_fmha_of_pages, ("out",)),
+    **xqa_entries(),
+    "trtllm, log2 scale": Entry(unplanned(2) | scales("bmm1_scale_log2"), DECODE_OF_TRTLLM, WRITTEN),
+    "trtllm, lse by heads": Entry(unplanned(2) | {"lse": zeros(HEADS, 2, dtype=F32)}, COLUMNS_OF_TRTLLM, WITH_LSE),
+    "xqa, low level": low_level_entry(2),
+    "xqa, low level, NVFP4": low_level_entry(
+        2, *nvfp4(PAGES, PAGE, names=("k_cache", "v_cache"), scales=("k_sf_cache", "v_sf_cache")).items()
+    ),
+    "xqa, low level, drafts": low_level_entry(6, ("mask", torch.full((6, 1), 7, dtype=I32)), q_seq_len=3),
+    "xqa, low level, ragged": low_level_entry(ROWS, ("q_cu_seq_lens", ints(*QO_INDPTR)), q_seq_len=5),
+}
+
+# ---- caches and states
+
+PAIR = ("paged_kv_cache", ("paged_kv_cache[0]", "paged_kv_cache[1]"))
+SCALE_PAIR = ("kv_cache_sf", ("kv_cache_sf[0]", "kv_cache_sf[1]"))
+NEW_ROWS = {name: randn(3, KV_HEADS, DIM) for name in ("append_key", "append_value")}
+TABLE = {"batch_indices": ints(0, 0, 1), "positions": ints(0, 1, 2), **INDICES}
+TABLE |= {"kv_indptr": ints(*PAGE_INDPTR), "kv_last_page_len": ints(*LAST_PAGE_LEN)}
+CACHES = {name: zeros(PAGES, PAGE, KV_HEADS, DIM, dtype=BF16) for name in PAIR[1]}
+NVFP4_CACHES = {name: zeros(PAGES, PAGE, KV_HEADS, DIM // 2) for name in PAIR[1]}
+NVFP4_CACHES |= {name: zeros(PAGES, PAGE, KV_HEADS, DIM // 16) for name in SCALE_PAIR[1]}
+QUANTISED = NEW_ROWS | NVFP4_CACHES | scales("k_scale", "v_scale")
+STATES = {"v": randn(ROWS, HEADS, DIM), "s": torch.ones(ROWS, HEADS), "v_other": randn(ROWS, HEADS, DIM)}
+STATES |= {"s_other": torch.ones(ROWS, HEADS), "mask": torch.ones(ROWS, dtype=torch.bool)}
+POSITIONS = {"append_indptr": ints(0, 1, 3), "seq_lens": ints(5, 9), "batch_indices": ints(0, 0, 0)}
+POSITIONS |= {"positions": ints(0, 0, 0)}
+DEQUANTISED = {name: zeros(2, 16, KV_HEADS, DIM, dtype=BF16) for name in ("output_k", "output_v")}
+
+
+def other(function: Callable[..., Any], tensors: dict[str, torch.Tensor], *written: str, **options: Any) -> Entry:
+    """Return the entry of a function without a backend."""
+    return Entry(tensors, direct(function, PAIR, SCALE_PAIR, **options), written, emulated=False)
+
+
+OTHERS = {
+    "append": other(cute_attn.append_paged_kv_cache, NEW_ROWS | TABLE | CACHES, *CACHES),
+    "append NVFP4": other(cute_attn.nvfp4_quantize_append_paged_kv_cache, QUANTISED | TABLE, *NVFP4_CACHES),
+    "append NVFP4 to slots": other(
+        cute_attn.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+        QUANTISED | {"slot_mapping": ints(1, 8, 9)},
+        *NVFP4_CACHES,
+    ),
+    "dequantise pages": other(
+        cute_attn.nvfp4_kv_dequantize_paged,
+        NVFP4_CACHES | scales("k_scale", "v_scale") | TABLES | DEQUANTISED,
+        *DEQUANTISED,
+        kv_layout="NHD",
+    ),
+    "positions": other(cute_attn.get_batch_indices_positions, POSITIONS, "batch_indices", "positions", nnz=3),
+    "merge": other(cute_attn.merge_state_in_place, STATES, "v", "s"),
+}
+
+ENTRIES = SINGLE | BATCHES | BATCHES_WITHOUT_PLAN | OTHERS
