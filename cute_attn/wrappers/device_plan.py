@@ -82,7 +82,7 @@ def paged_tokens(
     qo_indptr, pages = arrays[0], Pages(arrays[1], indices, arrays[2])
     if stays_on_device(wrapper, arrays, host_only) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (qo_indptr, 0), pages, page_size, names)
-    return batch_plan.paged(batch_plan.queries(names[0], qo_indptr), pages, page_size, names)
+    return batch_plan.paged(batch_plan.indptr(names[0], qo_indptr), pages, page_size, names)
 
 
 def ragged_tokens(wrapper: BatchWrapper, qo_indptr: Any, kv_indptr: Any, host_only: HostOnly) -> Tokens | DeviceTokens:
