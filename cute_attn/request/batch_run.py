@@ -106,8 +106,8 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
 
     rows, heads = plan.rows, features.num_qo_heads
     if out is not None or lse is not None:
-        shape = rows, heads
-        check_outputs(out, lse, features, shape, "rows", memory_read(plan, arguments._replace(kv_cache=(k, v))))
+        check_outputs(out, lse, features, (rows, heads), "rows")
+        _keep_apart(plan, arguments, (k, v))
     if out is None:
         out = q.new_empty(rows, heads, features.head_dim_vo, dtype=features.o_dtype)
         if plan.first_row:
@@ -190,7 +190,7 @@ def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     if not lse.is_contiguous():
         raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     checks.check_grad("lse", lse)
-    checks.apart((("out", arguments.out), ("lse", lse)), memory_read(plan, arguments))
+    _keep_apart(plan, arguments, arguments.kv_cache)
 
 
 # ---- settings
@@ -379,30 +379,26 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
     return scales[0].view(torch.float8_e4m3fn), scales[1].view(torch.float8_e4m3fn)
 
 
-def memory_read(plan: BatchPlan, arguments: RunArguments) -> list[checks.Named]:
-    """Return all that a run reads, by name: what the plan keeps, and the arguments that may be tensors."""
-    given = [(name, getattr(arguments, name)) for name in ("q", *SCALES, "sinks")]
-    operands = checks.named(("k", "v"), arguments.kv_cache) or [("the cache", arguments.kv_cache)]
-    block_scales = checks.named(BLOCK_SCALES, arguments.kv_cache_sf) or [("kv_cache_sf", arguments.kv_cache_sf)]
-    return plan_memory(plan) + given + operands + block_scales + checks.named(HEAD_SCALES, arguments.head_scales)
-
-
-def plan_memory(plan: BatchPlan) -> list[checks.Named]:
-    """Return the memory of the plan that a run must not write, by name."""
-    on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
-    return [
-        ("kv_indices", plan.kv_indices),
-        ("packed_mask", plan.packed_mask),
-        ("the workspace", plan.workspace),
-        ("the schedule", plan.staging and plan.staging.memory),
-        *on_device,
-        *plan.buffers.items(),
-    ]
+def _keep_apart(plan: BatchPlan, arguments: RunArguments, kv: Any) -> None:
+    """Refuse `out` and `lse` that share memory with what the plan keeps, `kv`, and what else may be a tensor."""
+    read = [(name, getattr(arguments, name)) for name in ("q", *SCALES, "sinks")]
+    read += checks.named(("k", "v"), kv) or [("the cache", kv)]
+    read += checks.named(BLOCK_SCALES, arguments.kv_cache_sf) or [("kv_cache_sf", arguments.kv_cache_sf)]
+    read += checks.named(HEAD_SCALES, arguments.head_scales)
+    checks.apart((("out", arguments.out), ("lse", arguments.lse)), read, protected_memory(plan))
 
 
 def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
-    """Return the addresses of `plan_memory`."""
+    """Return the memory of the plan, which a run must not write, by name."""
     if plan.protected is None:
-        kept = plan_memory(plan)
+        on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
+        kept = [
+            ("kv_indices", plan.kv_indices),
+            ("packed_mask", plan.packed_mask),
+            ("the workspace", plan.workspace),
+            ("the schedule", plan.staging and plan.staging.memory),
+            *on_device,
+            *plan.buffers.items(),
+        ]
         plan.protected = [(name, checks.extent(x)) for name, x in kept if isinstance(x, torch.Tensor) and x.numel()]
     return plan.protected

@@ -466,7 +466,7 @@ def _outputs(
     if out is not None or lse is not None:
         if out is not None and out.dim() == 4 and tensors.q_cu_seq_lens is None:
             out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
-        check_outputs(out, lse, features, rows, "num_tokens", ())  # `decode_values` compares them with all else
+        check_outputs(out, lse, features, rows, "num_tokens")
     if out is None:
         out = query.new_empty(*rows, features.head_dim_vo, dtype=features.o_dtype)
     if lse is None and return_lse:

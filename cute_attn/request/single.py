@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -360,15 +359,12 @@ def _check_outputs(call: Call, features: Features, rows: tuple[int, ...]) -> Non
     names = "q", "k", "v", "custom_mask", "packed_custom_mask", "sinks", *SCALES
     read = [(name, getattr(call, name)) for name in names]
     read += checks.named(HEAD_SCALES, call.head_scales) + checks.named(BLOCK_SCALES, call.kv_cache_sf)
-    check_outputs(call.out, call.lse, features, rows, "" if call.decode else "qo_len", read)
+    check_outputs(call.out, call.lse, features, rows, "" if call.decode else "qo_len")
+    checks.apart((("out", call.out), ("lse", call.lse)), read)
 
 
-def check_outputs(
-    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, read: Iterable[checks.Named]
-) -> None:
-    """Check shape, dtype, device and strides of the caller's `out` and `lse`. They must share memory neither with what
-    the call reads, `read`, nor with each other.
-    """
+def check_outputs(out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str) -> None:
+    """Check shape, dtype, device and strides of the caller's `out` and `lse`."""
     heads = f"{first_axis}, num_qo_heads" if first_axis else "num_qo_heads"
     if out is not None:
         shape = (*rows, features.head_dim_vo)
@@ -382,7 +378,6 @@ def check_outputs(
         checks.writable("lse", lse)
         if not lse.is_contiguous():
             raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
-    checks.apart((("out", out), ("lse", lse)), read)
 
 
 def _check_output(
