@@ -68,9 +68,10 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
     if features.kv_block_scales or sf is not None:
         sf = _block_scales(plan, sf, k, v)
 
-    rows, buffers = (plan.rows, features.num_qo_heads), (run.out, run.lse, run.return_lse)
-    read = functools.partial(memory_read, plan, run._replace(kv_cache=(k, v)))
-    out, lse = operands.outputs(q, buffers, features, rows, "rows", read)
+    rows = plan.rows, features.num_qo_heads
+    out, lse = operands.outputs(q, (run.out, run.lse, run.return_lse), features, rows, "rows")
+    if run.out is not None or run.lse is not None:
+        _keep_apart(plan, run, (k, v))
     if plan.first_row:
         if run.out is None:
             out[: plan.first_row] = 0
@@ -150,7 +151,7 @@ def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     if not lse.is_contiguous():
         raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     checks.check_grad("lse", lse)
-    checks.apart((("out", arguments.out), ("lse", lse)), memory_read(plan, arguments))
+    _keep_apart(plan, arguments, arguments.kv_cache)
 
 
 # ---- settings
@@ -344,30 +345,26 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
     return k_sf, v_sf
 
 
-def memory_read(plan: BatchPlan, run: RunArguments) -> list[checks.Named]:
-    """Return all that a run reads, by name: what the plan keeps, and the arguments that may be tensors."""
-    given = [(name, getattr(run, name)) for name in ("q", *SCALES, "sinks")]
-    cache = checks.named(("k", "v"), run.kv_cache) or [("the cache", run.kv_cache)]
-    block_scales = checks.named(BLOCK_SCALES, run.kv_cache_sf) or [("kv_cache_sf", run.kv_cache_sf)]
-    return plan_memory(plan) + given + cache + block_scales + checks.named(HEAD_SCALES, run.head_scales)
-
-
-def plan_memory(plan: BatchPlan) -> list[checks.Named]:
-    """Return the memory of the plan that a run must not write, by name."""
-    on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
-    return [
-        ("kv_indices", plan.kv_indices),
-        ("packed_mask", plan.packed_mask),
-        ("the workspace", plan.workspace),
-        ("the schedule", plan.staging and plan.staging.memory),
-        *on_device,
-        *plan.buffers.items(),
-    ]
+def _keep_apart(plan: BatchPlan, arguments: RunArguments, kv: Any) -> None:
+    """Refuse `out` and `lse` that share memory with what the plan keeps, `kv`, and what else may be a tensor."""
+    read = [(name, getattr(arguments, name)) for name in ("q", *SCALES, "sinks")]
+    read += checks.named(("k", "v"), kv) or [("the cache", kv)]
+    read += checks.named(BLOCK_SCALES, arguments.kv_cache_sf) or [("kv_cache_sf", arguments.kv_cache_sf)]
+    read += checks.named(HEAD_SCALES, arguments.head_scales)
+    checks.apart((("out", arguments.out), ("lse", arguments.lse)), read, protected_memory(plan))
 
 
 def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
-    """Return the addresses of `plan_memory`."""
+    """Return the memory of the plan, which a run must not write, by name."""
     if plan.protected is None:
-        kept = plan_memory(plan)
+        on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
+        kept = [
+            ("kv_indices", plan.kv_indices),
+            ("packed_mask", plan.packed_mask),
+            ("the workspace", plan.workspace),
+            ("the schedule", plan.staging and plan.staging.memory),
+            *on_device,
+            *plan.buffers.items(),
+        ]
         plan.protected = [(name, checks.extent(x)) for name, x in kept if isinstance(x, torch.Tensor) and x.numel()]
     return plan.protected

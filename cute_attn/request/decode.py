@@ -366,8 +366,8 @@ def _outputs(
     rows = (query.shape[0], features.num_qo_heads)
     if out is not None and out.dim() == 4 and tensors.q_cu_seq_lens is None:
         out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
-    buffers = (out, tensors.lse, return_lse)  # `decode_values` compares them with all else
-    return operands.outputs(query, buffers, features, rows, "num_tokens", tuple)
+    # `decode_values` compares them with all that the call reads.
+    return operands.outputs(query, (out, tensors.lse, return_lse), features, rows, "num_tokens")
 
 
 def _flatten_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: int) -> torch.Tensor:

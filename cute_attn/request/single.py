@@ -73,7 +73,9 @@ def problem(call: Call) -> Problem:
     q = operands.readable(q, k, v, placed)
     rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)
     buffers, axis = (out, lse, call.return_lse), "" if decode else "qo_len"
-    out, lse = operands.outputs(q, buffers, features, rows, axis, lambda: _memory_read(given))
+    out, lse = operands.outputs(q, buffers, features, rows, axis)
+    if call.out is not None or call.lse is not None:
+        _keep_apart(given)
     return Problem(
         settings,
         qo_len,
@@ -131,11 +133,12 @@ def _refuse_lengths(qo_len: int, num_qo_heads: int, kv_len: int) -> None:
     raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {qo_len} x {num_qo_heads}")
 
 
-def _memory_read(call: Call) -> list[checks.Named]:
-    """Return all that a call reads, by name."""
+def _keep_apart(call: Call) -> None:
+    """Refuse `out` and `lse` that share memory with what the call reads, or with each other."""
     names = *NAMES, "custom_mask", "packed_custom_mask", "sinks", *SCALES
     read = [(name, getattr(call, name)) for name in names]
-    return read + checks.named(HEAD_SCALES, call.head_scales) + checks.named(BLOCK_SCALES, call.kv_cache_sf)
+    read += checks.named(HEAD_SCALES, call.head_scales) + checks.named(BLOCK_SCALES, call.kv_cache_sf)
+    checks.apart((("out", call.out), ("lse", call.lse)), read)
 
 
 def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:
