@@ -131,8 +131,8 @@ class BatchProblem(NamedTuple):
 
 
 class BatchLengths:
-    """Where the tokens of each request are: int64 arrays on the host, which do not change. What several stages of a
-    plan need of them is computed once.
+    """Where the tokens of each request are, on the host: int64 arrays, or `lists` of few requests. The one is made of
+    the other where something reads it, once.
     """
 
     def __init__(
@@ -143,13 +143,34 @@ class BatchLengths:
         mask_offset: np.ndarray | None = None,  # [batch_size]: first byte of a request's bits in the packed mask
         key_bounds: np.ndarray | None = None,  # multi-item scoring: int32 [rows, 2], for every row of q the end of
         # ^ the prefix and the first key of its item, which does not decrease within a request; keys between are hidden
+        q_len: int | None = None,  # query tokens of every request, where the plan fixes them
     ) -> None:
+        self.listed = False
         self.qo_indptr, self.kv_start, self.kv_len = qo_indptr, kv_start, kv_len
         self.mask_offset, self.key_bounds = mask_offset, key_bounds
+        self.batch_size = size = len(kv_len)
+        self.rows: int = qo_indptr.item(-1)  # of q, out and lse
+        self.first_row: int = qo_indptr.item(0)  # rows before it belong to no request
+        self.qo_len = qo_indptr[1:] - qo_indptr[:-1]
+        # The most query tokens and keys of a request, and the requests that have query tokens.
+        self.longest_kv = largest(kv_len) if size else 0
+        if q_len and size:
+            self.longest_qo, self.with_queries = q_len, size
+        else:
+            self.longest_qo = largest(self.qo_len) if size else 0
+            self.with_queries = int(np.count_nonzero(self.qo_len))
 
-    def know(self, **computed: Any) -> None:
-        """Take what is computed below from a caller that knows it."""
-        self.__dict__.update(computed)
+    @classmethod
+    def of_lists(cls, lists: LengthLists) -> BatchLengths:
+        """Return the lengths of at least one request."""
+        lengths = cls.__new__(cls)
+        lengths.listed = True
+        lengths.mask_offset = lengths.key_bounds = None
+        qo_indptr, qo_len, _, kv_len = lengths.lists = lists
+        lengths.batch_size, lengths.rows, lengths.first_row = len(kv_len), qo_indptr[-1], qo_indptr[0]
+        lengths.longest_qo, lengths.longest_kv, lengths.total_kv = max(qo_len), max(kv_len), sum(kv_len)
+        lengths.with_queries = lengths.batch_size - qo_len.count(0)
+        return lengths
 
     def replace(self, **changes: np.ndarray) -> BatchLengths:
         """Return lengths with other arrays."""
@@ -157,40 +178,31 @@ class BatchLengths:
         return BatchLengths(**{name: getattr(self, name) for name in names} | changes)
 
     @functools.cached_property
-    def qo_len(self) -> np.ndarray:
-        """Query tokens of each request."""
-        steps: np.ndarray = self.qo_indptr[1:] - self.qo_indptr[:-1]
-        return steps
-
-    @functools.cached_property
     def lists(self) -> LengthLists:
         """The numbers as lists, for schedules of few query tiles."""
         return self.qo_indptr.tolist(), self.qo_len.tolist(), self.kv_start.tolist(), self.kv_len.tolist()
 
+    @functools.cached_property
+    def qo_indptr(self) -> np.ndarray:
+        return np.array(self.lists[0], np.int64)
+
+    @functools.cached_property
+    def kv_start(self) -> np.ndarray:
+        return np.array(self.lists[2][: self.batch_size], np.int64)
+
+    @functools.cached_property
+    def kv_len(self) -> np.ndarray:
+        return np.array(self.lists[3], np.int64)
+
     @property
     def kv_ranges(self) -> tuple[np.ndarray | list[int], np.ndarray | list[int]]:
         """Where the keys of each request start, and their number."""
-        return self.kv_start, self.kv_len
+        return (self.lists[2][: self.batch_size], self.lists[3]) if self.listed else (self.kv_start, self.kv_len)
 
     @functools.cached_property
-    def batch_size(self) -> int:
-        """Number of requests."""
-        return len(self.kv_len)
-
-    @functools.cached_property
-    def rows(self) -> int:
-        """Number of rows of q, out and lse."""
-        return int(self.qo_indptr.item(-1))
-
-    @functools.cached_property
-    def first_row(self) -> int:
-        """Rows before it belong to no request."""
-        return int(self.qo_indptr.item(0))
-
-    @functools.cached_property
-    def longest_qo(self) -> int:
-        """Most query tokens of a request; 0 without requests."""
-        return largest(self.qo_len) if len(self.qo_len) else 0
+    def qo_len(self) -> np.ndarray:
+        """Query tokens of each request."""
+        return np.array(self.lists[1], np.int64)
 
     @property
     def equal_qo(self) -> int | None:
@@ -199,50 +211,9 @@ class BatchLengths:
         return self.longest_qo if equal else None
 
     @functools.cached_property
-    def longest_kv(self) -> int:
-        """Most keys of a request; 0 without requests."""
-        return largest(self.kv_len) if len(self.kv_len) else 0
-
-    @functools.cached_property
     def total_kv(self) -> int:
         """Keys of all requests."""
         return int(np.add.reduce(self.kv_len))  # a third of the time of an array's `sum`
-
-    @functools.cached_property
-    def with_queries(self) -> int:
-        """Number of requests that have query tokens."""
-        return int(np.count_nonzero(self.qo_len))
-
-
-class ListedLengths(BatchLengths):
-    """Lengths of at least one request, given as lists, of which arrays are made where something reads them: schedules
-    of few query tiles do not.
-    """
-
-    mask_offset = key_bounds = None
-
-    def __init__(self, lists: LengthLists) -> None:
-        qo_indptr, qo_len, _, kv_len = self.lists = lists
-        self.batch_size, self.rows, self.first_row = len(kv_len), qo_indptr[-1], qo_indptr[0]
-        self.longest_qo, self.longest_kv, self.total_kv = max(qo_len), max(kv_len), sum(kv_len)
-        self.with_queries = self.batch_size - qo_len.count(0)
-
-    @property
-    def kv_ranges(self) -> tuple[list[int], list[int]]:
-        """Where the keys of each request start, and their number."""
-        return self.lists[2][: self.batch_size], self.lists[3]
-
-    @functools.cached_property
-    def qo_indptr(self) -> np.ndarray:  # type: ignore[override]  # a cached_property may be written
-        return np.array(self.lists[0], np.int64)
-
-    @functools.cached_property
-    def kv_start(self) -> np.ndarray:  # type: ignore[override]
-        return np.array(self.lists[2][: self.batch_size], np.int64)
-
-    @functools.cached_property
-    def kv_len(self) -> np.ndarray:  # type: ignore[override]
-        return np.array(self.lists[3], np.int64)
 
 
 class DeviceLengths(NamedTuple):
@@ -387,7 +358,7 @@ class BatchLimits(NamedTuple):
 
 @dataclass
 class BatchPlan:
-    """What a plan leaves for its runs: the settings, the launch, and caches of what earlier runs were checked for."""
+    """What a plan leaves for its runs: the settings, the launch, and what repeats earlier runs."""
 
     settings: Settings
     tokens: Tokens | DeviceTokens
@@ -398,28 +369,23 @@ class BatchPlan:
     packed_mask: torch.Tensor | None
     workspace: torch.Tensor
     validate: bool  # check page numbers before every launch
-    page_axes: tuple[str, ...] = ()  # of k and v, for messages
     backend: str = ""  # its name
     load: Any = None  # `dispatch.capabilities.Load` by which the backend was chosen; None: a run had a part in that
     staging: Any = None  # `runtime.staging.Staging` of the schedule
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of CUDA graphs, by name
-    layouts: dict[Any, bool] = field(default_factory=dict)  # by shapes, strides, dtypes, devices: rows can be read
-    block_scale_layouts: set[Any] = field(default_factory=set)  # of NVFP4 block scales that passed every check
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.run_cache.CachedRun` by its key
-    run_settings: Callable[..., Settings] | None = None  # `request.batch_run` caches the settings of runs here
+    run_settings: Callable[..., Settings] | None = None  # `request.batch_run` keeps the settings of runs here
     protected: list[MemoryRange] | None = None  # memory of the plan that runs must not write, once a run asks for it
     rows: int = field(init=False)  # of q, out and lse
     first_row: int = field(init=False)  # rows before it belong to no request
-    elements_per_byte: int = field(init=False)  # of k and v: 2 for NVFP4
 
     def __post_init__(self) -> None:
         assert self.tokens.rows is not None  # a plan is made once they are known
         self.rows, self.first_row = self.tokens.rows, self.tokens.first_row
-        self.elements_per_byte = 2 if self.settings.features.kv_block_scales else 1
 
     def follow(self, tokens: Tokens | DeviceTokens, same_launches: bool) -> None:
-        """Take other tokens, whose schedule `launch` has, and forget what earlier runs were checked for, as far as it
-        depends on them. `same_launches`: those of earlier runs may be repeated with what the plan decides now.
+        """Take other tokens, whose schedule `launch` has. Earlier runs may be repeated if their tensors have the shapes
+        that these tokens need, and their launches differ only in what the plan decides (`same_launches`).
         """
         rows, before = tokens.rows, self.tokens
         assert rows is not None
@@ -429,8 +395,6 @@ class BatchPlan:
             same_shapes = same_shapes and before.kv_end == tokens.kv_end
         else:
             self.kv_indices = tokens.kv_indices
-        if not same_shapes:
-            self.layouts.clear()
         if self.cached_runs and not (same_launches and same_shapes and not self.first_row):
             self.cached_runs.clear()
 

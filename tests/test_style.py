@@ -22,14 +22,10 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 PACKAGE = [path for path in FILES if ROOT / "cute_attn" in path.parents]
 
 # Numbers of today as limits: they fall and never rise.
-MAX_HOST_LINES = 21_132
+MAX_HOST_LINES = 20_997
 HOST_FOLDERS = ("wrappers", "request", "dispatch", "schedule", "xqa", "runtime", "ops")  # with the root and every host/
-MAX_MEMOS = 66  # functions that `lru_cache`, `cache` or `once` keeps the results of
+MAX_MEMOS = 57  # functions that `lru_cache`, `cache` or `once` keeps the results of
 UNBOUNDED_MEMOS = {
-    "emulator/formats.py: values",
-    "emulator/isa/__init__.py: load",
-    "emulator/isa/registry.py: _found",
-    "emulator/isa/registry.py: _matcher",
     "emulator/isa/tmem.py: fragment",
     "integrations/transformers/patterns.py: _packed_templates",
     "integrations/transformers/patterns.py: _templates",
@@ -38,11 +34,9 @@ UNBOUNDED_MEMOS = {
     "kernels/host/persistent/tensor_maps.py: encoder",
     "kernels/xqa/host/lengths.py: _bound",
     "kernels/xqa/host/single.py: one_page",
-    "runtime/arch.py: for_capability",
     "runtime/arch.py: for_device",
     "runtime/arch.py: multiprocessors",
     "runtime/cache.py: source_fingerprint",
-    "runtime/counters.py: _of_device",
     "runtime/dsl.py: version",
     "runtime/launch.py: _primary_context",
     "runtime/launch.py: load_driver",

@@ -15,7 +15,7 @@ from cute_attn.runtime.spec import KernelSpec
 if TYPE_CHECKING:
     from cute_attn.dispatch.capabilities import Load
     from cute_attn.problem import Features
-    from cute_attn.request.single import Call
+    from cute_attn.request.settings import Call
 
 CPU = "cpu"
 DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")

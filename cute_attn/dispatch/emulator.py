@@ -33,7 +33,7 @@ from cute_attn.problem import (
     Scratch,
     Settings,
 )
-from cute_attn.request.single import ALIGNMENT, NARROW_ALIGNMENT, aligned
+from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT, aligned
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array
@@ -12,8 +10,7 @@ from cute_attn.emulator.dtypes import Array
 _LAYOUT = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m1": (2, 1, 1), "e2m3": (2, 3, 1), "e3m2": (3, 2, 3)}
 
 
-@functools.cache
-def values(kind: str) -> Array:
+def _values(kind: str) -> Array:
     """Value of every code."""
     exponent_bits, mantissa_bits, bias = _LAYOUT[kind]
     codes = np.arange(1 << (1 + exponent_bits + mantissa_bits))
@@ -31,9 +28,12 @@ def values(kind: str) -> Array:
     return found
 
 
+VALUES = {kind: _values(kind) for kind in _LAYOUT}
+
+
 def decode(codes: Array, kind: str) -> Array:
     """Decode codes (any integer array) to float32."""
-    found: Array = values(kind)[codes]
+    found: Array = VALUES[kind][codes]
     return found
 
 
@@ -52,7 +52,7 @@ def encode_stochastic(x: Array, kind: str, relu: bool, random: Array, bits: int)
 
 def _neighbours(x: Array, kind: str) -> tuple[Array, Array]:
     """Code of the next level of equal or larger size, saturated, and how far x has come to it from the one below."""
-    positive = values(kind)[: len(values(kind)) // 2]
+    positive = VALUES[kind][: len(VALUES[kind]) // 2]
     finite = int(np.isfinite(positive).sum())
     levels = positive[:finite].astype(np.float64)
     size = np.minimum(np.abs(x).astype(np.float64), levels[-1])
@@ -62,7 +62,7 @@ def _neighbours(x: Array, kind: str) -> tuple[Array, Array]:
 
 
 def _coded(x: Array, kind: str, relu: bool, above: Array, away: Array) -> Array:
-    half = len(values(kind)) // 2
+    half = len(VALUES[kind]) // 2
     code = np.where(away, above, above - 1)
     code = np.where(x < 0, 0, code) if relu else code | np.where(np.signbit(x), half, 0)
     nan = {"e4m3": 0x7F, "e5m2": 0x7F}.get(kind, half - 1)  # formats without NaN take the largest value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -165,14 +164,10 @@ class Program:
 
 
 @functools.lru_cache(64)
-def _program(digest: str, text: str, symbol: str) -> Program:
+def program(text: str, symbol: str) -> Program:
+    """The program of a kernel in a PTX text."""
+    isa.load()
     kernels = ptx.parse(text)
     if symbol not in kernels:
         raise LaunchFault(f"the PTX has no kernel {symbol}, only {', '.join(kernels)}")
     return Program(kernels[symbol])
-
-
-def program(text: str, symbol: str) -> Program:
-    """The program of a kernel in a PTX text, cached by the text's hash."""
-    isa.load()
-    return _program(hashlib.sha256(text.encode()).hexdigest(), text, symbol)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import re
 import struct
 from dataclasses import dataclass, field
@@ -332,9 +331,3 @@ def _variable(text: str) -> Variable:
 
 def _blank(match: re.Match[str]) -> str:
     return " " * len(match.group())
-
-
-@functools.lru_cache(64)
-def parsed(text: str) -> dict[str, Kernel]:
-    """`parse`, remembered."""
-    return parse(text)

@@ -226,9 +226,9 @@ def _tokens(operands: Operands, band: Band, scale: float | None) -> torch.Tensor
     """Compute a batch of `[batch, tokens, heads, head_dim]`; return the base-2 lse `[batch * qo_len, heads]`."""
     q, k, v, out = operands
     (batch, qo_len), kv_len = q.shape[:2], k.shape[1]
-    lengths = Lengths(*_uniform_lengths(batch, qo_len, kv_len))
+    lengths, kv_indptr = _uniform_lengths(batch, qo_len, kv_len)
     if all(_is_one_axis(x, 1) for x in (k, v)):
-        keys = Keys(k.flatten(0, 1), v.flatten(0, 1), kv_indptr=_starts(batch, kv_len))
+        keys = Keys(k.flatten(0, 1), v.flatten(0, 1), kv_indptr=kv_indptr)
         return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale)
     keys = Keys(k, v, tables=_page_per_request(batch, q.device))
     return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale, page_size=kv_len)
@@ -339,13 +339,10 @@ def _workspace(device: torch.device, stream: int) -> torch.Tensor:
 
 
 @functools.lru_cache(64)
-def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> tuple[Any, Any]:
-    return _starts(batch, qo_len), _starts(batch, kv_len)[1:] - _starts(batch, kv_len)[:-1]
-
-
-@functools.lru_cache(64)
-def _starts(batch: int, length: int) -> Any:
-    return np.arange(batch + 1, dtype=np.int64) * length
+def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> tuple[Lengths, Any]:
+    """Return the lengths of a batch, and where the keys of each request start."""
+    requests = np.arange(batch + 1, dtype=np.int64)
+    return Lengths(requests * qo_len, np.full(batch, kv_len)), requests * kv_len
 
 
 @functools.lru_cache(64)

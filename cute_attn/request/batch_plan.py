@@ -6,7 +6,6 @@ a synchronisation.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,17 +18,18 @@ from cute_attn.problem import BatchLengths, DeviceTokens, Settings, Tokens, larg
 from cute_attn.request import checks, index_arrays, page_ids
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.names import rename
-from cute_attn.request.once import CACHE_SIZE, once
+from cute_attn.request.once import once
+from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import (
     DEVICES,
     MAX_INDEX,
     MAX_KV_LEN,
+    MAX_ROWS,
     NOT_OPTIONS,
     Call,
     Structure,
     call_settings,
 )
-from cute_attn.request.single import MAX_ROWS, check_workspace
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 UNSET = -1  # FlashInfer's number for a `fixed_split_size` that is not given
@@ -115,6 +115,10 @@ def plan_settings(context: PlanContext, *fields: Any) -> Settings:
         sinks=False,
         device_scale=False,
         decode=context.decode,
+        kv_source=context.kv_source,
+        page_size=context.page_size,
+        own_splits=context.own_splits,
+        multi_item=context.multi_item,
     )
     call = Call(
         *(None, None, None),
@@ -130,15 +134,10 @@ def plan_settings(context: PlanContext, *fields: Any) -> Settings:
         lse_base=options.lse_base,
     )
     try:
-        single = call_settings(structure, *call[len(NOT_OPTIONS) :])
+        return call_settings(structure, *call[len(NOT_OPTIONS) :])
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, PLAN_NAMES)
         raise
-    features = single.features._replace(
-        kv_source=context.kv_source, own_splits=context.own_splits, multi_item=context.multi_item
-    )
-    causal = single.causal or context.multi_item
-    return single._replace(features=features, causal=causal, page_size=context.page_size)
 
 
 def _data_type(name: str, value: Any) -> torch.dtype:
@@ -222,46 +221,21 @@ class Pages(NamedTuple):
     last_page_len: Any
 
 
-class Queries(NamedTuple):
-    """Query tokens of a batch."""
-
-    indptr: np.ndarray  # [batch_size + 1]
-    lens: np.ndarray  # [batch_size]
-    longest: int
-    with_tokens: int  # requests that have query tokens
-
-    @classmethod
-    def of(cls, indptr: np.ndarray) -> Queries:
-        lens = indptr[1:] - indptr[:-1]
-        return cls(indptr, lens, largest(lens) if len(lens) else 0, int(np.count_nonzero(lens)))
-
-
-def queries(name: str, value: Any) -> Queries:
-    """Check the index array of query tokens."""
-    bounds, lens, fewest = _bounds(name, value)
-    longest = largest(lens) if len(lens) else 0
-    return Queries(bounds, lens, longest, len(lens) if fewest else int(np.count_nonzero(lens)))
-
-
-@functools.lru_cache(CACHE_SIZE)
-def uniform_queries(batch_size: int, q_len: int) -> Queries:
-    """Return the query tokens of requests with `q_len` tokens each."""
-    indptr, lens = np.arange(batch_size + 1, dtype=np.int64) * q_len, np.full(batch_size, q_len, np.int64)
-    indptr.flags.writeable = lens.flags.writeable = False  # every plan has the same
-    return Queries(indptr, lens, q_len if batch_size else 0, batch_size if q_len else 0)
+def uniform_queries(batch_size: int, q_len: int) -> np.ndarray:
+    """Return the index array of query tokens of requests with `q_len` tokens each."""
+    return np.arange(0, (batch_size + 1) * q_len, q_len, dtype=np.int64)
 
 
 def paged(
-    q: Queries | np.ndarray, pages: Pages, page_size: int, names: Sequence[str], q_len: int | None = None
+    qo_indptr: np.ndarray, pages: Pages, page_size: int, names: Sequence[str], q_len: int | None = None
 ) -> Tokens:
     """Check the page arrays of a batch, which keep their device: the wrapper copies kv_indices.
 
-    `q`: query tokens, or their `indptr`. `names`: the caller's names of the query array and the three of `pages`.
-    `q_len`: query tokens of every request, where the plan fixes them.
+    `names`: the caller's names of `qo_indptr`, which is checked, and of the three arrays of `pages`. `q_len`: query
+    tokens of every request, where the plan fixes them.
     """
-    q = q if isinstance(q, Queries) else Queries.of(q)
     kv_bounds, counts, fewest = _bounds(names[1], pages.indptr)
-    _check_same_batch(names[0], q.indptr, names[1], kv_bounds)
+    _check_same_batch(names[0], qo_indptr, names[1], kv_bounds)
     last = _integers(names[3], pages.last_page_len)
     if len(last) != len(counts):
         raise ArgumentError(f"{names[3]} must have shape [batch_size] = ({len(counts)},), got {len(last)} elements")
@@ -276,7 +250,7 @@ def paged(
             raise ArgumentError(f"{names[3]} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
         kv_len = np.where(counts > 0, kv_len, 0)
     check_indices(names, pages.indices, kv_bounds.item(0), kv_bounds.item(-1))
-    return Tokens(_lengths(q, kv_bounds[:-1], kv_len), kv_bounds, last, pages.indices, q_len)
+    return Tokens(_lengths(qo_indptr, kv_bounds[:-1], kv_len, q_len), kv_bounds, last, pages.indices, q_len)
 
 
 def check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
@@ -297,10 +271,10 @@ def check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> N
 
 def ragged(qo_indptr: Any, kv_indptr: Any) -> Tokens:
     """Check the index arrays of a ragged batch."""
-    q = queries("qo_indptr", qo_indptr)
+    q_bounds = indptr("qo_indptr", qo_indptr)
     kv_bounds, kv_len, _ = _bounds("kv_indptr", kv_indptr)
-    _check_same_batch("qo_indptr", q.indptr, "kv_indptr", kv_bounds)
-    return Tokens(_lengths(q, kv_bounds[:-1], kv_len), kv_bounds)
+    _check_same_batch("qo_indptr", q_bounds, "kv_indptr", kv_bounds)
+    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_len), kv_bounds)
 
 
 def indptr(name: str, value: Any) -> np.ndarray:
@@ -359,22 +333,12 @@ def _check_same_batch(q_name: str, q_bounds: np.ndarray, kv_name: str, kv_bounds
         )
 
 
-def _lengths(q: Queries, kv_start: np.ndarray, kv_len: np.ndarray) -> BatchLengths:
+def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray, q_len: int | None = None) -> BatchLengths:
     """Return lengths, checked."""
-    longest = largest(kv_len) if len(kv_len) else 0
-    if longest > MAX_KV_LEN:
+    lengths = BatchLengths(qo_indptr, kv_start, kv_len, q_len=q_len)
+    if lengths.longest_kv > MAX_KV_LEN:
         i = int(kv_len.argmax())
         raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
-    lengths = BatchLengths(q.indptr, kv_start, kv_len)
-    lengths.know(
-        batch_size=len(kv_len),
-        qo_len=q.lens,
-        longest_qo=q.longest,
-        with_queries=q.with_tokens,
-        longest_kv=longest,
-        rows=q.indptr.item(-1),
-        first_row=q.indptr.item(0),
-    )
     return lengths
 
 
@@ -386,39 +350,36 @@ def check_rows(tokens: Tokens | DeviceTokens, num_qo_heads: int) -> None:
         raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {rows} x {num_qo_heads}")
 
 
-class HostLengths(NamedTuple):
-    """Lengths of a batch that the caller knows on the host, as the user gave them."""
-
-    qo_indptr: Any
-    kv_indptr: Any
-    kv_lens: Any
-    width: Any  # query tokens of every request, or None
-
-    def last_page_len(self, page_size: int) -> torch.Tensor:
-        """Check that the lengths agree and return the tokens in each request's last page."""
-        for name, value in zip(("qo_indptr_host", "kv_indptr_host", "kv_lens_host"), self, strict=False):
-            if not checks.tensor(name, value).is_cpu:
-                raise ArgumentError(f"{name} must be on the CPU, got {checks.describe(value)}")
-        q_bounds, kv_bounds = indptr("qo_indptr_host", self.qo_indptr), indptr("kv_indptr_host", self.kv_indptr)
-        lengths, pages = _integers("kv_lens_host", self.kv_lens), np.diff(kv_bounds)
-        if len(lengths) != len(pages):
-            raise ArgumentError(f"kv_lens_host must have shape [batch_size] = ({len(pages)},), got {len(lengths)}")
-        wrong = pages != -(-lengths // page_size)
-        if wrong.any():
-            i = int(wrong.argmax())
+def last_page_len_of_host(
+    qo_indptr: Any, kv_indptr: Any, kv_lens: Any, uniform_width: Any, page_size: int
+) -> torch.Tensor:
+    """Check that lengths which the caller knows on the host agree, and return the tokens in each request's last page.
+    `uniform_width`: query tokens of every request, or None.
+    """
+    given = {"qo_indptr_host": qo_indptr, "kv_indptr_host": kv_indptr, "kv_lens_host": kv_lens}
+    for name, value in given.items():
+        if not checks.tensor(name, value).is_cpu:
+            raise ArgumentError(f"{name} must be on the CPU, got {checks.describe(value)}")
+    q_bounds, kv_bounds = indptr("qo_indptr_host", qo_indptr), indptr("kv_indptr_host", kv_indptr)
+    lengths, pages = _integers("kv_lens_host", kv_lens), np.diff(kv_bounds)
+    if len(lengths) != len(pages):
+        raise ArgumentError(f"kv_lens_host must have shape [batch_size] = ({len(pages)},), got {len(lengths)}")
+    wrong = pages != -(-lengths // page_size)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise ArgumentError(
+            f"kv_lens_host must need the pages that kv_indptr_host counts: request {i} has {lengths[i]} keys, "
+            f"but {pages[i]} pages of {page_size}"
+        )
+    if uniform_width is not None:
+        width, q_lens = count("uniform_verify_width", uniform_width), np.diff(q_bounds)
+        if (q_lens != width).any():
+            i = int((q_lens != width).argmax())
             raise ArgumentError(
-                f"kv_lens_host must need the pages that kv_indptr_host counts: request {i} has {lengths[i]} keys, "
-                f"but {pages[i]} pages of {page_size}"
+                f"uniform_verify_width must be the query tokens of every request: request {i} has {q_lens[i]}, "
+                f"got {width}"
             )
-        if self.width is not None:
-            width, q_lens = count("uniform_verify_width", self.width), np.diff(q_bounds)
-            if (q_lens != width).any():
-                i = int((q_lens != width).argmax())
-                raise ArgumentError(
-                    f"uniform_verify_width must be the query tokens of every request: request {i} has {q_lens[i]}, "
-                    f"got {width}"
-                )
-        return torch.from_numpy(index_arrays.last_page_len(lengths, pages, page_size))
+    return torch.from_numpy(index_arrays.last_page_len(lengths, pages, page_size))
 
 
 def uniform_q_len(value: int | None, tokens: Tokens | DeviceTokens) -> int | None:

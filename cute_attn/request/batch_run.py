@@ -1,7 +1,7 @@
 """Check the tensors of one run of a planned batch and make a `BatchProblem` of them.
 
-The layers of a model run the same plan with tensors that differ in their addresses only. So what shapes, strides and
-dtypes decide is checked once per plan and cached in the `BatchPlan`, and so are the settings that scales change.
+The layers of a model run the same plan with tensors that differ in their addresses only: such runs are repeated without
+coming here (`wrappers.run_cache`).
 """
 
 from __future__ import annotations
@@ -10,35 +10,16 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import BatchPlan, BatchProblem, DeviceTokens, MemoryRange, Settings
-from cute_attn.request import checks
+from cute_attn.request import checks, operands
 from cute_attn.request.caches import is_large
-from cute_attn.request.once import IMMUTABLE
+from cute_attn.request.once import once
+from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, SCALES, Placement, Scales
 from cute_attn.request.settings import LSE_BASES, MIN_SCALE
-from cute_attn.request.single import (
-    ALIGNMENT,
-    BLOCK_SCALES,
-    HEAD_SCALES,
-    SCALES,
-    Scales,
-    check_block_scales,
-    check_head_scales,
-    check_outputs,
-    check_per_head,
-    check_unit_stride,
-    has_loose_scales,
-    has_readable_rows,
-    is_expanded,
-    is_half_aligned,
-    kv_alignment,
-    readable_query,
-    split_scale,
-)
 
-CACHE_SIZE = 256  # settings of a plan's runs: more than the scales of a model's layers
+NO_SCALES = Scales()
 LSE_LAYOUTS = ("NH", "HN")
 
 
@@ -60,61 +41,41 @@ class RunArguments(NamedTuple):
     head_scales: tuple[Any, Any, Any] | None = None  # scale_q, scale_k, scale_v
 
 
-def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
+def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
     """Check every tensor and allocate the outputs that the caller did not pass."""
-    q, cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, sf, head_scales = (
-        arguments
-    )
-    k, v = _ragged_pair(cache) if plan.settings.features.kv_source == "ragged" else pages(plan, cache)
-    checks.tensor("q", q)
-    key = (
-        *(q.shape, q.stride(), q.dtype, q.device),
-        *(k.shape, k.stride(), k.dtype, k.device),
-        *(v.shape, v.stride(), v.dtype, v.device),
-    )
-    readable = plan.layouts.get(key)
-    if readable is None:
-        readable = plan.layouts[key] = _check_layout(plan, q, k, v)
-    half_aligned = False
-    if not readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
-        q = readable_query(q, ("k", k), ("v", v), alignment=kv_alignment(k))
-        half_aligned = is_half_aligned(k, v)
-    if q.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0:
-        checks.refuse_grad(q=q, k=k, v=v)
-    if return_lse is not True and return_lse is not False:
-        checks.boolean("return_lse", return_lse)
+    ragged = plan.settings.features.kv_source == "ragged"
+    k, v = _ragged_pair(run.kv_cache) if ragged else pages(plan, run.kv_cache)
+    q = checks.tensor("q", run.q)
+    _check_operands(plan, q, k, v)
+    placed = operands.placement(q, k, v)
+    _check_placement(plan, placed, k, v)
+    q = operands.readable(q, k, v, placed)
+    if run.return_lse is not True and run.return_lse is not False:
+        checks.boolean("return_lse", run.return_lse)
 
-    settings = plan.settings
-    score_scales: Scales = ()
-    v_scales: Scales = ()
-    added = not (q_scale is k_scale is v_scale is enable_pdl is window_left is sinks is head_scales is None)
-    if added or half_aligned:
-        _check_window(window_left, settings)
-        q_scale, of_q = split_scale("q_scale", q_scale, q.device)
-        k_scale, of_k = split_scale("k_scale", k_scale, q.device)
-        v_scale, v_scales = split_scale("v_scale", v_scale, q.device)
-        score_scales = of_q + of_k
+    settings, scales = plan.settings, NO_SCALES
+    planned = run.q_scale is run.k_scale is run.v_scale is run.enable_pdl is run.window_left is run.sinks is None
+    if not planned or run.head_scales is not None or placed.half_aligned:
+        _check_window(run.window_left, settings)
+        scales = operands.split_scales(q.device, run.q_scale, run.k_scale, run.v_scale)
         settings = _run_settings(
-            *(plan, q_scale, k_scale, v_scale, enable_pdl, bool(score_scales)),
-            *(sinks is not None, head_scales is not None, half_aligned),
+            *(plan, scales.q, scales.k, scales.v, run.enable_pdl, bool(scales.of_scores)),
+            *(run.sinks is not None, run.head_scales is not None, placed.half_aligned),
         )
     features = settings.features
-    if sinks is not None:
-        sinks = check_per_head("sinks", sinks, features)
+    sinks = None if run.sinks is None else operands.check_per_head("sinks", run.sinks, features)
+    sf = run.kv_cache_sf
     if features.kv_block_scales or sf is not None:
         sf = _block_scales(plan, sf, k, v)
 
-    rows, heads = plan.rows, features.num_qo_heads
-    if out is not None or lse is not None:
-        shape = rows, heads
-        check_outputs(out, lse, features, shape, "rows", memory_read(plan, arguments._replace(kv_cache=(k, v))))
-    if out is None:
-        out = q.new_empty(rows, heads, features.head_dim_vo, dtype=features.o_dtype)
-        if plan.first_row:
+    rows = plan.rows, features.num_qo_heads
+    out, lse = operands.outputs(q, (run.out, run.lse, run.return_lse), features, rows, "rows")
+    if run.out is not None or run.lse is not None:
+        _keep_apart(plan, run, (k, v))
+    if plan.first_row:
+        if run.out is None:
             out[: plan.first_row] = 0
-    if lse is None and return_lse:
-        lse = q.new_empty(rows, heads, dtype=torch.float32)
-        if plan.first_row:
+        if lse is not None and run.lse is None:
             lse[: plan.first_row] = -torch.inf
     return BatchProblem(
         settings,
@@ -125,10 +86,10 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
         lse,
         plan.kv_indices,
         plan.packed_mask,
-        score_scales,
-        v_scales[0] if v_scales else None,
+        scales.of_scores,
+        scales.of_v,
         sinks,
-        None if head_scales is None else check_head_scales(head_scales, features),
+        None if run.head_scales is None else operands.check_head_scales(run.head_scales, features),
         sf,
         plan.workspace,
     )
@@ -143,7 +104,7 @@ def fewer_heads(plan: BatchPlan, arguments: RunArguments) -> dict[str, int] | No
     k, _ = _ragged_pair(cache) if f.kv_source == "ragged" else pages(plan, cache)
     if k.dim() != (3 if f.kv_source == "ragged" else 4):
         return None
-    num_qo_heads, num_kv_heads = q.shape[1], k.shape[-3 if plan.settings.kv_layout == "HND" else -2]
+    num_qo_heads, num_kv_heads = q.shape[1], k.shape[LAYOUTS[plan.settings.kv_layout].heads]
     if (num_qo_heads, num_kv_heads) == (f.num_qo_heads, f.num_kv_heads):
         return None
     if not (0 < num_qo_heads <= f.num_qo_heads and 0 < num_kv_heads <= f.num_kv_heads) or num_qo_heads % num_kv_heads:
@@ -190,19 +151,16 @@ def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     if not lse.is_contiguous():
         raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     checks.check_grad("lse", lse)
-    checks.apart((("out", arguments.out), ("lse", lse)), memory_read(plan, arguments))
+    _keep_apart(plan, arguments, arguments.kv_cache)
 
 
 # ---- settings
 
 
 def _run_settings(plan: BatchPlan, *options: Any) -> Settings:
-    """Return `_add_run_options`, cached unless an option may change its value or has no hash."""
-    if not all(isinstance(option, IMMUTABLE) for option in options):
-        return _add_run_options(plan, *options)
-    if plan.run_settings is None:  # typed: 1, 1.0 and True are equal, but no option takes all three
-        cached = functools.lru_cache(CACHE_SIZE, typed=True)
-        plan.run_settings = cached(functools.partial(_add_run_options, plan))
+    """Return `_add_run_options`, once for equal options."""
+    if plan.run_settings is None:
+        plan.run_settings = once()(functools.partial(_add_run_options, plan))
     return plan.run_settings(*options)
 
 
@@ -224,8 +182,7 @@ def _add_run_options(
     """
     s = plan.settings
     q_factor, k_factor, v_factor = (
-        checks.real_or(name, value, 1.0)
-        for name, value in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale))
+        checks.real_or(name, value, 1.0) for name, value in zip(SCALES, (q_scale, k_scale, v_scale), strict=True)
     )
     sm_scale = checks.real("sm_scale * q_scale * k_scale", s.sm_scale * q_factor * k_factor)
     if enable_pdl is not None:
@@ -251,16 +208,14 @@ def _ragged_pair(cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def pages(plan: BatchPlan, cache: Any, name: str = "paged_kv_cache") -> tuple[torch.Tensor, torch.Tensor]:
     """Return k and v of a paged cache: a pair of 4-D tensors, or a 5-D one. Pages of one token may lack their axis."""
-    token = 2 if plan.settings.kv_layout == "HND" else 1
-    short = plan.settings.page_size == 1
+    token, short = LAYOUTS[plan.settings.kv_layout].tokens, plan.settings.page_size == 1
     if isinstance(cache, torch.Tensor):
         checks.stored(name, cache)
         if cache.dim() == 4 and short:
-            cache = cache.unsqueeze(token + 1)
+            cache = cache.unsqueeze(token)
         if cache.dim() != 5 or cache.shape[1] != 2:
-            axes = ", ".join(plan.page_axes)
             raise ArgumentError(
-                f"{name} must have shape [pages, 2, {axes}], or be a pair (k, v); got {checks.describe(cache)}"
+                f"{name} must have shape [pages, 2, {_axes(plan)}], or be a pair (k, v); got {checks.describe(cache)}"
             )
         k, v = cache.unbind(1)
         return k, v
@@ -274,58 +229,79 @@ def pages(plan: BatchPlan, cache: Any, name: str = "paged_kv_cache") -> tuple[to
     return k, v
 
 
-def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Check everything about q, k and v except their addresses, and tell whether kernels can read rows of such."""
-    f = plan.settings.features
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.device != plan.workspace.device:
+def _axes(plan: BatchPlan) -> str:
+    """Return the names of the last axes of k and v."""
+    tokens = "page_size" if plan.settings.features.kv_source == "paged" else "kv_indptr[-1]"
+    return ", ".join(LAYOUTS[plan.settings.kv_layout].axes(tokens, "num_kv_heads", "head_dim"))
+
+
+def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check that q, k and v are what was planned, except their strides and addresses."""
+    f, device = plan.settings.features, plan.workspace.device
+    if not q.device == k.device == v.device == device or q.dtype != f.q_dtype or not k.dtype == v.dtype == f.kv_dtype:
+        _refuse_kinds(plan, q, k, v)
+    if q.shape != (plan.rows, f.num_qo_heads, f.head_dim_qk):
+        _refuse_query(plan, q)
+    packing = 2 if f.kv_block_scales else 1  # numbers of NVFP4 per byte
+    check_shape = _check_ragged_shape if f.kv_source == "ragged" else _check_paged_shape
+    k_shape = check_shape(plan, "k", k, f.head_dim_qk // packing)
+    v_shape = check_shape(plan, "v", v, f.head_dim_vo // packing)
+    if k_shape[0] != v_shape[0] or k_shape[1] != v_shape[1]:
+        raise ArgumentError(
+            f"k and v must agree in all axes but the last, got {checks.describe(k)} and {checks.describe(v)}"
+        )
+
+
+def _refuse_kinds(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    f, device = plan.settings.features, plan.workspace.device
+    for name, x, dtype in (("q", q, f.q_dtype), ("k", k, f.kv_dtype), ("v", v, f.kv_dtype)):
+        if x.device != device:
+            raise ArgumentError(f"{name} must be on the workspace's device {device}, got {checks.describe(x)}")
+        if x.dtype != dtype:
             raise ArgumentError(
-                f"{name} must be on the workspace's device {plan.workspace.device}, got {checks.describe(x)}"
-            )
-        planned = f.q_dtype if name == "q" else f.kv_dtype
-        if x.dtype != planned:
-            raise ArgumentError(
-                f"{name} must have the planned dtype {checks.short(planned)} "
+                f"{name} must have the planned dtype {checks.short(dtype)} "
                 f"({'q' if name == 'q' else 'kv'}_data_type), got {checks.short(x.dtype)}"
             )
+
+
+def _refuse_query(plan: BatchPlan, q: torch.Tensor) -> None:
+    f = plan.settings.features
     if plan.rows != (q.shape[0] if q.dim() else -1):
         meaning = "qo_indptr[-1]"
         if plan.tokens.q_len is not None:
             meaning = f"batch size {plan.tokens.batch_size} * q_len_per_req {plan.tokens.q_len} of plan()"
         raise ArgumentError(f"q must have the planned {plan.rows} rows ({meaning}), got {checks.describe(q)}")
     checks.shape("q", q, (plan.rows, f.num_qo_heads, f.head_dim_qk), "[rows, num_qo_heads, head_dim_qk]")
-    for name, x, head_dim in (("k", k, f.head_dim_qk), ("v", v, f.head_dim_vo)):
-        _check_cache_shape(plan, name, x, head_dim // plan.elements_per_byte)
-        check_unit_stride(name, x)
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ArgumentError(
-            f"k and v must agree in all axes but the last, got {checks.describe(k)} and {checks.describe(v)}"
-        )
-    expanded, large = is_expanded(q, k, v), f.kv_source == "paged" and (is_large(k) or is_large(v))
-    if expanded or large:
-        plan.check_supported(f._replace(expanded=expanded, large_cache=large))
-    return has_readable_rows(q, k, v)
 
 
-def _check_cache_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> None:
-    settings, f = plan.settings, plan.settings.features
-    token = 1 if settings.kv_layout == "HND" else 0
-    if f.kv_source == "ragged":
-        least = plan.tokens.kv_end
-        if x.dim() != 3 or x.shape[1 - token] != f.num_kv_heads or x.shape[2] != width or x.shape[token] < least:
-            axes = (f"{least} or more", str(f.num_kv_heads))
-            expected = ", ".join((*(axes[::-1] if token else axes), str(width)))
-            raise ArgumentError(
-                f"{name} must have shape [{', '.join(plan.page_axes)}] = [{expected}] "
-                f"(kv_layout {settings.kv_layout!r}), got {checks.describe(x)}"
-            )
-        return
-    tail = (f.num_kv_heads, settings.page_size) if token else (settings.page_size, f.num_kv_heads)
-    if x.dim() != 4 or x.shape[1:] != (*tail, width):
+def _check_ragged_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> torch.Size:
+    layout, heads, least = plan.settings.kv_layout, plan.settings.features.num_kv_heads, plan.tokens.kv_end
+    axes, shape = LAYOUTS[layout], x.shape
+    if len(shape) != 3 or shape[axes.heads] != heads or shape[2] != width or shape[axes.tokens] < least:
+        expected = ", ".join(axes.axes(f"{least} or more", str(heads), str(width)))
         raise ArgumentError(
-            f"{name} of paged_kv_cache must have shape [pages, {', '.join(plan.page_axes)}] = "
-            f"[any, {', '.join(map(str, (*tail, width)))}] (kv_layout {settings.kv_layout!r}), got {checks.describe(x)}"
+            f"{name} must have shape [{_axes(plan)}] = [{expected}] (kv_layout {layout!r}), got {checks.describe(x)}"
         )
+    return shape
+
+
+def _check_paged_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> torch.Size:
+    layout, shape = plan.settings.kv_layout, x.shape
+    page = LAYOUTS[layout].axes(plan.settings.page_size, plan.settings.features.num_kv_heads, width)
+    if len(shape) != 4 or shape[1:] != page:
+        raise ArgumentError(
+            f"{name} of paged_kv_cache must have shape [pages, {_axes(plan)}] = [any, {', '.join(map(str, page))}] "
+            f"(kv_layout {layout!r}), got {checks.describe(x)}"
+        )
+    return shape
+
+
+def _check_placement(plan: BatchPlan, placed: Placement, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse operands on whose strides the planned backend does not run."""
+    f = plan.settings.features
+    large = f.kv_source == "paged" and (is_large(k) or is_large(v))
+    if placed.expanded or large:
+        plan.check_supported(f._replace(expanded=placed.expanded, large_cache=large))
 
 
 # ---- scales, window and outputs
@@ -363,46 +339,32 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
         )
     if f.kv_source == "paged":
         scales = pages(plan, scales, "kv_cache_sf")
-    if not isinstance(scales, tuple | list) or not all(isinstance(x, torch.Tensor) for x in scales):
-        return check_block_scales(scales, k, v)  # raises the error
-    for x in scales:
-        checks.check_grad("kv_cache_sf", x)
-    layout = (
-        k.shape,
-        *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in scales),
-    )
-    if layout not in plan.block_scale_layouts:
-        check_block_scales(scales, k, v)
-        if has_loose_scales(*scales):
-            plan.check_supported(f._replace(loose_scales=True))
-        plan.block_scale_layouts.add(layout)
-    return scales[0].view(torch.float8_e4m3fn), scales[1].view(torch.float8_e4m3fn)
+    k_sf, v_sf = operands.check_block_scales(scales, k, v)
+    if operands.has_loose_scales(k_sf, v_sf):
+        plan.check_supported(f._replace(loose_scales=True))
+    return k_sf, v_sf
 
 
-def memory_read(plan: BatchPlan, arguments: RunArguments) -> list[checks.Named]:
-    """Return all that a run reads, by name: what the plan keeps, and the arguments that may be tensors."""
-    given = [(name, getattr(arguments, name)) for name in ("q", *SCALES, "sinks")]
-    operands = checks.named(("k", "v"), arguments.kv_cache) or [("the cache", arguments.kv_cache)]
-    block_scales = checks.named(BLOCK_SCALES, arguments.kv_cache_sf) or [("kv_cache_sf", arguments.kv_cache_sf)]
-    return plan_memory(plan) + given + operands + block_scales + checks.named(HEAD_SCALES, arguments.head_scales)
-
-
-def plan_memory(plan: BatchPlan) -> list[checks.Named]:
-    """Return the memory of the plan that a run must not write, by name."""
-    on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
-    return [
-        ("kv_indices", plan.kv_indices),
-        ("packed_mask", plan.packed_mask),
-        ("the workspace", plan.workspace),
-        ("the schedule", plan.staging and plan.staging.memory),
-        *on_device,
-        *plan.buffers.items(),
-    ]
+def _keep_apart(plan: BatchPlan, arguments: RunArguments, kv: Any) -> None:
+    """Refuse `out` and `lse` that share memory with what the plan keeps, `kv`, and what else may be a tensor."""
+    read = [(name, getattr(arguments, name)) for name in ("q", *SCALES, "sinks")]
+    read += checks.named(("k", "v"), kv) or [("the cache", kv)]
+    read += checks.named(BLOCK_SCALES, arguments.kv_cache_sf) or [("kv_cache_sf", arguments.kv_cache_sf)]
+    read += checks.named(HEAD_SCALES, arguments.head_scales)
+    checks.apart((("out", arguments.out), ("lse", arguments.lse)), read, protected_memory(plan))
 
 
 def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
-    """Return the addresses of `plan_memory`."""
+    """Return the memory of the plan, which a run must not write, by name."""
     if plan.protected is None:
-        kept = plan_memory(plan)
+        on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
+        kept = [
+            ("kv_indices", plan.kv_indices),
+            ("packed_mask", plan.packed_mask),
+            ("the workspace", plan.workspace),
+            ("the schedule", plan.staging and plan.staging.memory),
+            *on_device,
+            *plan.buffers.items(),
+        ]
         plan.protected = [(name, checks.extent(x)) for name, x in kept if isinstance(x, torch.Tensor) and x.numel()]
     return plan.protected

@@ -56,4 +56,4 @@ def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
 
 def is_large(x: torch.Tensor) -> bool:
     """Tell whether the pages of k or v span 64 GiB or more."""
-    return x.shape[0] * x.stride(0) * x.element_size() >= LARGE_CACHE
+    return x.shape[0] * x.stride(0) * x.itemsize >= LARGE_CACHE

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
-from cute_attn.problem import short
+from cute_attn.problem import MemoryRange, short
 
 Extent = tuple[int, int]  # addresses of the first byte and past the last
 Named = tuple[str, Any]  # a tensor, or what stands for none, under its name in messages
@@ -248,17 +248,21 @@ def named(names: Sequence[str], given: Any) -> list[Named]:
     return list(zip(names, given, strict=False)) if isinstance(given, tuple | list) else []
 
 
-def apart(written: Iterable[Named], read: Iterable[Named] = ()) -> None:
-    """Refuse buffers to write that share memory with what a call reads, or with each other. Tensors that alternate in
-    one storage, whose address ranges cross, share none. What is no strided tensor is passed over: it has no memory.
+def apart(written: Iterable[Named], read: Iterable[Named] = (), ranges: Iterable[MemoryRange] = ()) -> None:
+    """Refuse buffers to write that share memory with `ranges`, with what a call reads, or with each other. Tensors that
+    alternate in one storage, whose address ranges cross, share none. What is no strided tensor is passed over: it has
+    no memory.
     """
-    taken = [(name, x, extent(x)) for name, x in read if isinstance(x, torch.Tensor) and x.layout is torch.strided]
+    taken: list[tuple[str, torch.Tensor | None, Extent]] = [(name, None, x) for name, x in ranges]
+    taken += [(name, x, extent(x)) for name, x in read if isinstance(x, torch.Tensor) and x.layout is torch.strided]
     for name, x in written:
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
             continue
         start, stop = own = extent(x)
         for other_name, other, (other_start, other_stop) in taken:
-            if start < other_stop and other_start < stop and _meet(start - other_start, _axes(other), _axes(x)):
+            if not (start < other_stop and other_start < stop):
+                continue
+            if other is None or _meet(start - other_start, _axes(other), _axes(x)):
                 raise ArgumentError(f"{name} must not share memory with {other_name}: they have bytes in common")
         taken.append((name, x, own))
 

@@ -1,44 +1,29 @@
 """Check the arguments of a decode call without a plan and make a `DecodeProblem` of them.
 
 Lengths and page tables stay on the device: only their dtypes, shapes and strides are checked here, their values in
-`decode_values.py`. What dtypes, shapes, strides and options decide is checked once and cached, as for single requests
-and batches.
+`decode_values.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_mask_bytes
-from cute_attn.request import checks
+from cute_attn.request import checks, operands
 from cute_attn.request.caches import cache_views, is_large
+from cute_attn.request.operands import ALIGNMENT, BLOCK_SCALES, Placement, Scales, split_scale
 from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Structure, call_settings
-from cute_attn.request.single import (
-    ALIGNMENT,
-    BLOCK_SCALES,
-    Scales,
-    check_block_scales,
-    check_outputs,
-    check_per_head,
-    has_loose_scales,
-    has_readable_rows,
-    is_expanded,
-    readable_query,
-    split_scale,
-)
 
 COUNTER_BYTES = 8 << 20  # of the workspace: zero before its first use, and left zero
 INDEX_DTYPES = (torch.int32, torch.uint32)
 MASK_DTYPES = (torch.uint16, torch.int16, torch.uint32, torch.int32)
 FP8_OUT = torch.float8_e4m3fn
 OUT_DTYPES = (*HALF, FP8_OUT)
-CACHE_SIZE = 256  # layers of a model differ in scales, batches in shapes
-OPERANDS = ("query", "k of kv_cache", "v of kv_cache")
+NAMES = ("query", "k of kv_cache", "v of kv_cache")
+SCALES = ("bmm1_scale", "", "bmm2_scale")
 
 
 class DecodeTensors(NamedTuple):
@@ -60,7 +45,7 @@ class DecodeTensors(NamedTuple):
 
     def read(self) -> tuple[checks.Named, ...]:
         """Return what a call reads, by name."""
-        names = *OPERANDS, *BLOCK_SCALES, "block_tables", "seq_lens", "q_cu_seq_lens", "mask", "sinks"
+        names = *NAMES, *BLOCK_SCALES, "block_tables", "seq_lens", "q_cu_seq_lens", "mask", "sinks"
         scales = self.block_scales or (None, None)
         return tuple(zip(names, (self.query, self.k, self.v, *scales, *self[4:9]), strict=True))
 
@@ -111,12 +96,11 @@ def _problem(tensors: DecodeTensors, scales: DecodeScales, options: DecodeOption
     device, qo_len = query.device, _qo_len(options.q_len_per_req)
     num_tokens = query.shape[0]
     block_tables, seq_lens, qo_indptr = _lengths(tensors, qo_len, num_tokens, device)
-    operands = _operands(query, k, v, tensors.block_scales)
-    settings, scale_tensors, v_scale_tensors = _settings_of(tensors, scales, options, operands)
-    if not operands.readable or (query.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
-        query = readable_query(query, *zip(OPERANDS[1:], (k, v), strict=True))
-    if query.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0:
-        checks.refuse_grad(query=query, k=k, v=v)
+    _check_operands(query, k, v)
+    placed = operands.placement(query, k, v)
+    found = operands.split_scales(device, scales.bmm1_scale, None, scales.bmm2_scale, SCALES)
+    settings = _settings(tensors, scales, options, placed, found)
+    query = operands.readable(query, k, v, placed, NAMES, ALIGNMENT)
     checks.device("workspace_buffer", scratch.partial_buffer, device)
     checks.device("semaphores", scratch.counter_buffer, device)
     out, lse = _outputs(tensors, options.return_lse, settings.features, qo_len)
@@ -134,8 +118,8 @@ def _problem(tensors: DecodeTensors, scales: DecodeScales, options: DecodeOption
         scratch,
         qo_indptr,
         None if tensors.mask is None else _draft_mask(tensors.mask, num_tokens, qo_len, device),
-        scale_tensors,
-        v_scale_tensors[0] if v_scale_tensors else None,
+        found.of_scores,
+        found.of_v,
         None if tensors.sinks is None else _sinks(tensors.sinks, settings.features),
         tensors.block_scales,
         tensors.read(),
@@ -145,75 +129,15 @@ def _problem(tensors: DecodeTensors, scales: DecodeScales, options: DecodeOption
 # ---- query and cache
 
 
-class Operands(NamedTuple):
-    """What dtypes, shapes and strides of query, k, v and block scales decide."""
-
-    structure: Structure
-    page_size: int
-    readable: bool  # rows, where query, k and v are aligned
-    expanded: bool  # this and the next two: see `Features`
-    large_cache: bool
-    loose_scales: bool
-
-
-_checked: dict[Any, Operands] = {}
-
-
-def _operands(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_scales: tuple[torch.Tensor, torch.Tensor] | None
-) -> Operands:
-    """Return `_check_operands`, cached."""
-    key = (
-        *(query.shape, query.stride(), query.dtype, query.device),
-        *(k.shape, k.stride(), k.dtype, k.device),
-        *(v.shape, v.stride(), v.dtype, v.device),
-        block_scales and tuple((x.stride(), x.data_ptr() % ALIGNMENT) for x in block_scales),
-    )
-    found = _checked.get(key)
-    if found is None:
-        if len(_checked) >= CACHE_SIZE:
-            _checked.clear()
-        found = _checked[key] = _check_operands(query, k, v, block_scales)
-    return found
-
-
-def _check_operands(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_scales: tuple[torch.Tensor, torch.Tensor] | None
-) -> Operands:
-    """Check query, k and v except their addresses, and what `call_settings` checks: other dtypes and head counts."""
+def _check_operands(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check what `call_settings` leaves: it checks other dtypes and head counts."""
     checks.dtype("query", query.dtype, HALF)
-    for name, x in zip(OPERANDS[1:], (k, v), strict=True):
+    for name, x in zip(NAMES[1:], (k, v), strict=True):
         checks.device(name, x, query.device)
     if k.shape[3] != v.shape[3]:
         raise ArgumentError(
             f"k and v of kv_cache must have the same last axis, got {checks.describe(k)} and {checks.describe(v)}"
         )
-    num_qo_heads, head_dim = query.shape[1:]
-    structure = Structure(
-        device=query.device,
-        q_dtype=query.dtype,
-        k_dtype=k.dtype,
-        v_dtype=v.dtype,
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=k.shape[2],
-        head_dim_q=head_dim,
-        head_dim_k=k.shape[3],
-        head_dim_v=v.shape[3],
-        custom_mask=False,
-        head_scales=False,
-        kv_block_scales=False,
-        sinks=False,
-        device_scale=False,
-        decode=True,
-    )
-    return Operands(
-        structure,
-        k.shape[1],
-        has_readable_rows(query, k, v),
-        is_expanded(query, k, v),
-        is_large(k) or is_large(v),
-        has_loose_scales(*(block_scales or ())),
-    )
 
 
 def cache_pair(kv_cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,83 +165,60 @@ def block_scale_pair(
             if checks.tensor("kv_cache_sf", x).dim() != 4:
                 raise ArgumentError(f"kv_cache_sf must be a pair of 4-D tensors, got {checks.describe(x)}")
         kv_cache_sf = tuple(x.transpose(1, 2) for x in kv_cache_sf)
-    return check_block_scales(kv_cache_sf, k, v)
+    return operands.check_block_scales(kv_cache_sf, k, v)
 
 
 # ---- settings
 
 
-class SettingsKey(NamedTuple):
-    """What decides the settings of a call."""
-
-    structure: Structure  # without the fields that are below
-    page_size: int
-    expanded: bool
-    large_cache: bool
-    loose_scales: bool
-    o_dtype: torch.dtype
-    window_left: int
-    enable_pdl: bool | None
-    sm_scale: float
-    v_scale: float
-    device_scale: bool  # these four: whether the call has them
-    block_scales: bool
-    sinks: bool
-    draft_mask: bool
-
-
-def _settings_of(
-    tensors: DecodeTensors, scales: DecodeScales, options: DecodeOptions, operands: Operands
-) -> tuple[Settings, Scales, Scales]:
-    """Return the settings, and the factors of the scores and of v that only the device knows."""
-    structure, page_size, _, expanded, large_cache, loose_scales = operands
-    device, q_dtype = structure[:2]
-    sm_scale, sm_scale_tensors = split_scale("bmm1_scale", scales.bmm1_scale, device)
-    v_scale, v_scale_tensors = split_scale("bmm2_scale", scales.bmm2_scale, device)
-    sm_scale, v_scale = checks.real_or("bmm1_scale", sm_scale, 1.0), checks.real_or("bmm2_scale", v_scale, 1.0)
-    sm_scale *= scales.bmm1_factor
-    o_dtype = (options.out_dtype or q_dtype) if tensors.out is None else checks.tensor("out", tensors.out).dtype
+def _settings(
+    tensors: DecodeTensors, scales: DecodeScales, options: DecodeOptions, placed: Placement, found: Scales
+) -> Settings:
+    """Return the settings. `found`: the numbers among the scales."""
+    query, k, v, block_scales = tensors[:4]
+    sm_scale = checks.real_or("bmm1_scale", found.q, 1.0) * scales.bmm1_factor
+    v_scale = checks.real_or("bmm2_scale", found.v, 1.0)
+    o_dtype = (options.out_dtype or query.dtype) if tensors.out is None else checks.tensor("out", tensors.out).dtype
     if o_dtype != FP8_OUT:
         v_scale = checks.real("bmm2_scale * o_scale", v_scale * scales.o_scale)
     if options.enable_pdl is not None:
         checks.boolean("enable_pdl", options.enable_pdl)
     window_left = checks.whole("window_left", options.window_left)
-    settings = _cached_settings(
-        *(structure, page_size, expanded, large_cache, loose_scales),
-        *(o_dtype, window_left, options.enable_pdl, sm_scale, v_scale, bool(sm_scale_tensors)),
-        *(tensors.block_scales is not None, tensors.sinks is not None, tensors.mask is not None),
-    )
-    return settings, sm_scale_tensors, v_scale_tensors
-
-
-@functools.lru_cache(CACHE_SIZE)  # not typed: the options have been checked, so that 1, 1.0 and True do not meet
-def _cached_settings(*key: Any) -> Settings:
-    return _settings(SettingsKey._make(key))  # only here: a record per call would cost 0.7 us
-
-
-def _settings(key: SettingsKey) -> Settings:
-    checks.dtype("out", key.o_dtype, OUT_DTYPES)
-    structure = key.structure._replace(
-        kv_block_scales=key.block_scales, sinks=key.sinks, device_scale=key.device_scale, expanded=key.expanded
+    checks.dtype("out", o_dtype, OUT_DTYPES)
+    structure = Structure(
+        query.device,
+        query.dtype,
+        k.dtype,
+        v.dtype,
+        query.shape[1],
+        k.shape[2],
+        query.shape[2],
+        k.shape[3],
+        v.shape[3],
+        custom_mask=False,
+        head_scales=False,
+        kv_block_scales=block_scales is not None,
+        sinks=tensors.sinks is not None,
+        device_scale=bool(found.of_scores),
+        expanded=placed.expanded,
+        decode=True,
+        kv_source="paged",
+        page_size=k.shape[1],
+        large_cache=is_large(k) or is_large(v),
+        loose_scales=block_scales is not None and operands.has_loose_scales(*block_scales),
+        device_lengths=True,
+        draft_mask=tensors.mask is not None,
     )
     call = Call(
         *(None, None, None),
         causal=True,
-        window_left=key.window_left,
-        sm_scale=key.sm_scale,
-        v_scale=key.v_scale,
-        o_dtype=key.o_dtype,
-        enable_pdl=key.enable_pdl,
+        window_left=window_left,
+        sm_scale=sm_scale,
+        v_scale=v_scale,
+        o_dtype=o_dtype,
+        enable_pdl=options.enable_pdl,
     )
-    settings = call_settings(structure, *call[len(NOT_OPTIONS) :])
-    features = settings.features._replace(
-        kv_source="paged",
-        large_cache=key.large_cache,
-        loose_scales=key.loose_scales,
-        device_lengths=True,
-        draft_mask=key.draft_mask,
-    )
-    return settings._replace(features=features, page_size=key.page_size)
+    return call_settings(structure, *call[len(NOT_OPTIONS) :])
 
 
 def number_or_tensor(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
@@ -342,7 +243,7 @@ def _sinks(value: Any, features: Features) -> torch.Tensor:
     value = checks.tensor("sinks", value)
     if value.dim() != 1 and value.numel() == features.num_qo_heads:
         value = value.reshape(-1)
-    return check_per_head("sinks", value, features)
+    return operands.check_per_head("sinks", value, features)
 
 
 # ---- lengths, tables, masks
@@ -461,17 +362,12 @@ def _outputs(
     """Return out as `[num_tokens, num_qo_heads, head_dim]`, and lse if it is wanted."""
     if return_lse is not False:
         checks.boolean("return_lse", return_lse)
-    query, out, lse = tensors.query, tensors.out, tensors.lse
+    query, out = tensors.query, tensors.out
     rows = (query.shape[0], features.num_qo_heads)
-    if out is not None or lse is not None:
-        if out is not None and out.dim() == 4 and tensors.q_cu_seq_lens is None:
-            out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
-        check_outputs(out, lse, features, rows, "num_tokens", ())  # `decode_values` compares them with all else
-    if out is None:
-        out = query.new_empty(*rows, features.head_dim_vo, dtype=features.o_dtype)
-    if lse is None and return_lse:
-        lse = query.new_empty(*rows, dtype=torch.float32)
-    return out, lse
+    if out is not None and out.dim() == 4 and tensors.q_cu_seq_lens is None:
+        out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
+    # `decode_values` compares them with all that the call reads.
+    return operands.outputs(query, (out, tensors.lse, return_lse), features, rows, "num_tokens")
 
 
 def _flatten_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: int) -> torch.Tensor:

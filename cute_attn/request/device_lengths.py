@@ -54,7 +54,7 @@ def paged(
         if now.qo_indptr is None:
             bounds = batch_plan.uniform_queries(batch_size, q_len)
         else:
-            bounds = batch_plan.queries(names[0], now.qo_indptr)
+            bounds = batch_plan.indptr(names[0], now.qo_indptr)
         read_pages = Pages(now.kv_indptr, pages.indices, now.last_page_len)
         return batch_plan.paged(bounds, read_pages, page_size, names)
 

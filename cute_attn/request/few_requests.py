@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cute_attn.problem import ListedLengths, Tokens
+from cute_attn.problem import BatchLengths, Tokens
 from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
 
 FEW = 8  # requests
@@ -82,7 +82,7 @@ def _tokens(
     qo_len = list(map(sub, starts[1:], starts))
     if min(qo_len) < 0 or starts[0] < 0 or bounds[0] < 0:
         return None
-    lengths = ListedLengths((starts, qo_len, bounds, kv_len))
+    lengths = BatchLengths.of_lists((starts, qo_len, bounds, kv_len))
     if lengths.rows > MAX_INDEX or bounds[-1] > MAX_INDEX or lengths.longest_kv > MAX_KV_LEN:
         return None
     return Tokens(lengths, bounds, last, indices, q_len)

@@ -28,6 +28,7 @@ NVFP4_BLOCK = 16  # elements per block scale
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 DEVICES = ("cpu", "cuda")
 MAX_KV_LEN = 1 << 30  # kernels count rows and columns in 32 bits, and 2^30 is their "no bound"
+MAX_ROWS = 1 << 30  # tokens x heads of q
 MIN_SCALE = torch.finfo(torch.float32).tiny  # factor of the scores in the exponent: with 0, 0 * -inf is NaN
 MAX_SOFT_CAP = 2.0**100  # soft caps are clamped to [2^-100, 2^100]: beyond, 1 / cap is 0 or infinite in fp32
 MAX_INDEX = (1 << 31) - 1  # kernels count rows of q, of ragged k and v, and entries of page tables in 32 bits
@@ -87,9 +88,17 @@ class Structure(NamedTuple):
     kv_block_scales: bool
     sinks: bool
     device_scale: bool  # a factor of the scores is a tensor on the device
-    expanded: bool = False  # see `Features`
+    expanded: bool = False  # this and the following but `page_size`: see `Features`
     decode: bool = False
-    half_aligned_kv: bool = False  # see `Features`
+    half_aligned_kv: bool = False
+    kv_source: str = "dense"
+    page_size: int = 1
+    own_splits: bool = False
+    large_cache: bool = False
+    loose_scales: bool = False
+    device_lengths: bool = False
+    draft_mask: bool = False
+    multi_item: bool = False
 
 
 @once(trusted=1)
@@ -105,7 +114,7 @@ def call_settings(fields: tuple[Any, ...], *options: Any) -> Settings:
     return Settings(
         _features(structure, call, soft_cap > 0, sm_scale >= MIN_SCALE and not structure.device_scale),
         checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS),
-        checks.boolean("causal", call.causal) and not structure.custom_mask,
+        (checks.boolean("causal", call.causal) and not structure.custom_mask) or structure.multi_item,
         max(-1, min(checks.whole("window_left", call.window_left), MAX_KV_LEN)),
         soft_cap,
         sm_scale,
@@ -114,6 +123,7 @@ def call_settings(fields: tuple[Any, ...], *options: Any) -> Settings:
         1e4 if call.rope_theta is None else checks.positive("rope_theta", call.rope_theta),
         call.enable_pdl,
         LSE_BASES[checks.choice("lse_base", call.lse_base, tuple(LSE_BASES))],
+        structure.page_size,
     )
 
 
@@ -154,9 +164,16 @@ def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: 
         s.head_scales,
         s.kv_block_scales,
         s.sinks,
-        expanded=s.expanded,
-        decode=s.decode,
-        half_aligned_kv=s.half_aligned_kv,
+        s.kv_source,
+        s.expanded,
+        s.decode,
+        s.own_splits,
+        s.large_cache,
+        s.loose_scales,
+        s.device_lengths,
+        s.draft_mask,
+        s.multi_item,
+        s.half_aligned_kv,
     )
 
 

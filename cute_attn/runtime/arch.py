@@ -101,7 +101,6 @@ def of_gpu(name: str) -> Arch:
     return ARCHS[name]
 
 
-@functools.cache
 def for_capability(capability: tuple[int, int]) -> Arch:
     """Returns the architecture of compute capability (major, minor). Every 8.x runs the sm_80 cubin."""
     major, minor = capability

@@ -81,13 +81,12 @@ class CpuCounters:
 
 def of_device(device_index: int, size: PoolSize = TILE_COUNTERS) -> DeviceCounters | CpuCounters:
     """Returns the pool of a device, allocated on first use."""
+    key = device_index, size
     with _making:
-        return _of_device(device_index, size)
+        if key not in _pools:
+            _pools[key] = CpuCounters(size) if device_index == CPU else DeviceCounters(device_index, size)
+        return _pools[key]
 
 
-_making = threading.RLock()  # `functools.cache` alone makes two pools where two threads are the first
-
-
-@functools.cache
-def _of_device(device_index: int, size: PoolSize) -> DeviceCounters | CpuCounters:
-    return CpuCounters(size) if device_index == CPU else DeviceCounters(device_index, size)
+_making = threading.RLock()
+_pools: dict[tuple[int, PoolSize], DeviceCounters | CpuCounters] = {}

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from cute_attn.kernels.host.operands import MASK, ROLES, Fire, Optional, Roles, optional_tensors, present
 from cute_attn.problem import BatchProblem, Problem, Request
 from cute_attn.request import checks
-from cute_attn.request.single import ALIGNMENT, NARROW_ALIGNMENT
+from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT
 
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None

@@ -441,13 +441,13 @@ def fast_prefill_plan(
         )
     kept = {} if wrapper._plan is None else wrapper._plan.base.request.options._asdict()
     stay = ("pos_encoding_mode", "sm_scale", "logits_soft_cap", "rope_scale", "rope_theta", "lse_base")
-    lengths = batch_plan.HostLengths(qo_indptr_host, kv_indptr_host, kv_lens_host, uniform_verify_width)
+    lengths = qo_indptr_host, kv_indptr_host, kv_lens_host, uniform_verify_width
     BatchPrefillWithPagedKVCacheWrapper.plan(  # the attributes of the wrapper may have been replaced by this function
         wrapper,
         qo_indptr_host,
         kv_indptr_host,
         paged_kv_indices,
-        lengths.last_page_len(batch_plan.page_size(page_size)),
+        batch_plan.last_page_len_of_host(*lengths, batch_plan.page_size(page_size)),
         num_qo_heads,
         num_kv_heads,
         head_dim_qk,

@@ -231,7 +231,6 @@ class Plan:
             staging=self.staging,
             buffers={} if self.place.graph is None else self.place.graph.named(),
             validate=_validates(self.place),
-            page_axes=self.place.page_axes,
             backend=choice.backend.name,
             load=choice.load,
         )

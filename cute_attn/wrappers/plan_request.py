@@ -40,13 +40,6 @@ class Place(NamedTuple):
     def device(self) -> torch.device:
         return self.workspace.device
 
-    @property
-    def page_axes(self) -> tuple[str, ...]:
-        """Axes of k and v after the first of paged ones, for messages."""
-        tokens = "page_size" if self.kv_source == "paged" else "kv_indptr[-1]"
-        axes = (tokens, "num_kv_heads") if self.kv_layout == "NHD" else ("num_kv_heads", tokens)
-        return (*axes, "head_dim")
-
 
 # ---- lengths
 
@@ -84,7 +77,7 @@ def paged_tokens(
         return tokens
     if _stays_on_device(place, (qo_indptr, pages.indptr, pages.last_page_len), host_only, pages.indices):
         return device_lengths.paged(place.device, (qo_indptr, 0), pages, page_size, names)
-    return batch_plan.paged(batch_plan.queries(names[0], qo_indptr), pages, page_size, names)
+    return batch_plan.paged(batch_plan.indptr(names[0], qo_indptr), pages, page_size, names)
 
 
 def ragged_tokens(place: Place, qo_indptr: Any, kv_indptr: Any, host_only: HostOnly) -> Tokens | DeviceTokens:

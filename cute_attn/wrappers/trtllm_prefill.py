@@ -12,8 +12,8 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks, kv_tables, trtllm_options, trtllm_prefill
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.names import rename
+from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import KV_LAYOUTS
-from cute_attn.request.single import check_workspace
 from cute_attn.request.trtllm_prefill import Bounds, Lengths
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Keys, RunOptions, Structure

@@ -180,8 +180,8 @@ def xqa_batch_decode_with_kv_cache(
     if type(max_seq_len) is not int or not 0 <= max_seq_len <= checks.LARGEST_INT:
         max_seq_len = longest(max_seq_len)
     factors = bmm1_scale, None, bmm2_scale
-    scales, roles, optional, read = calls.operands(factors, sinks, None, None, kv_cache_sf)
-    read = block_tables, seq_lens, q_cu_seq_lens, mask, *read
+    scales, roles, optional, numbers_read = calls.operands(factors, sinks, None, None, kv_cache_sf)
+    read = block_tables, seq_lens, q_cu_seq_lens, mask, *numbers_read
     given = replays.given_of(query, kv_cache, out, lse, workspace_buffer, optional, read)
     numbers = *scales, window_left, enable_pdl, q_len_per_req, o_scale, return_lse
     key = replays.key_of(given, numbers, ("xqa", kv_layout, backend, roles))

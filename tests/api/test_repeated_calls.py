@@ -24,7 +24,7 @@ from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.problem import Problem
-from cute_attn.request import once
+from cute_attn.request import once, operands
 from cute_attn.request import settings as request_settings
 from cute_attn.request import single as single_request
 from cute_attn.request.settings import Call
@@ -53,7 +53,7 @@ def forget() -> Iterator[None]:
 @pytest.fixture
 def aligned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors must be aligned as on a GPU."""
-    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_a_misaligned_query_is_copied_after_an_aligned_one() -> None:
     moved = {**given, "q": shifted(given["q"])}
     copied = problem(**moved).q
     assert copied is not moved["q"]
-    assert single_request.aligned(copied)
+    assert operands.aligned(copied)
     assert torch.equal(copied, given["q"])
     assert problem(**given).q is given["q"]
 

@@ -20,7 +20,7 @@ from cute_attn import (
     xqa_batch_decode_with_kv_cache,
 )
 from cute_attn.kernels.xqa.host.grid import cta_group_count
-from cute_attn.request import single as single_request
+from cute_attn.request import operands
 from cute_attn.xqa import xqa
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 
@@ -278,7 +278,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 def test_rows_that_a_gpu_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked in every call, whatever is memoised of earlier ones: query is copied, cache and out are refused."""
-    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
     built = build(CASE)
     expected, (k, v) = call(built), built.arguments["kv_cache"]
     assert torch.equal(call(built, query=shifted(built.arguments["query"])), expected)

@@ -71,9 +71,9 @@ def test_many_tiles(case: Fp8Case) -> None:
 @pytest.fixture
 def translated_anew() -> Iterator[None]:
     """Translates kernels for this test, and again for those after it."""
-    program._program.cache_clear()
+    program.program.cache_clear()
     yield
-    program._program.cache_clear()
+    program.program.cache_clear()
 
 
 @pytest.mark.usefixtures("translated_anew")

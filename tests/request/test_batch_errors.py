@@ -23,7 +23,7 @@ from cute_attn import (
     RuntimeArgumentError,
     fast_decode_plan,
 )
-from cute_attn.request import single as single_request
+from cute_attn.request import operands
 from tests.support.error_rows import Row, ints, overlapping, with_grad, workspace, zeros
 from tests.support.multi_item_errors import MULTI_ITEM
 
@@ -494,7 +494,7 @@ def test_run(kind: str, row: Row) -> None:
 
 
 def test_unaligned_caches_are_refused_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
     setting = paged()
     made = setting.wrapper(workspace())
     made.plan(**setting.plan)

@@ -18,6 +18,7 @@ from cute_attn import (
     single_prefill_with_kv_cache,
 )
 from cute_attn.dispatch import backends
+from cute_attn.request import operands
 from cute_attn.request import single as single_request
 from tests.support.error_rows import FLOAT, HALF, TABLE, Row, decode_arguments, prefill_arguments, with_grad, zeros
 
@@ -91,15 +92,20 @@ def test_lse_must_not_lie_over_out() -> None:
     ],
 )
 def test_alignment_of_rows(tensor: torch.Tensor, aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert single_request.aligned(tensor) is aligned
-    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    assert operands.aligned(tensor) is aligned
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
     if aligned:
-        single_request.readable_query(tensor, ("v", tensor))
+        _readable(tensor)
         return
     with pytest.raises(ArgumentError, match="v must start at a multiple of 16 bytes") as error:
-        single_request.readable_query(tensor, ("v", tensor))
+        _readable(tensor)
     assert "multiples of 8 elements" in str(error.value)
     assert str(tensor.stride()) in str(error.value)
+
+
+def _readable(v: torch.Tensor) -> None:
+    q = torch.zeros(v.shape, dtype=v.dtype)
+    operands.readable(q, q, v, operands.placement(q, q, v))
 
 
 WIDE = torch.randn(3, 4, 32).half()
@@ -113,16 +119,16 @@ WIDE = torch.randn(3, 4, 32).half()
 def test_a_query_that_kernels_cannot_read_is_copied(
     q: torch.Tensor, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
     problem = single_request.problem(single_request.Call(**{**prefill_arguments(), "q": q}))
     assert (problem.q is not q) == copied
-    assert single_request.aligned(problem.q)
+    assert operands.aligned(problem.q)
     assert torch.equal(problem.q, q)
 
 
 @pytest.mark.parametrize("name", ["k", "v", "out"])
 def test_other_misaligned_tensors_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
     arguments = prefill_arguments()
     rows = 3 if name == "out" else 7
     heads = 4 if name == "out" else 2

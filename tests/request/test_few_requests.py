@@ -42,7 +42,7 @@ def facts(tokens: Tokens) -> list[Any]:
 
 
 def paged_by_arrays(q: torch.Tensor, pages: batch_plan.Pages, page_size: int) -> Tokens:
-    return batch_plan.paged(batch_plan.queries(NAMES[0], q), pages, page_size, NAMES)
+    return batch_plan.paged(batch_plan.indptr(NAMES[0], q), pages, page_size, NAMES)
 
 
 def test_tokens() -> None:

@@ -105,13 +105,10 @@ def test_threads_make_one_pool(captured: list[bool], monkeypatch: pytest.MonkeyP
         threading.Event().wait(0.01)
         return DeviceCounters(index, size)
 
-    counters._of_device.cache_clear()
+    monkeypatch.setattr(counters, "_pools", {})
     monkeypatch.setattr(counters, "DeviceCounters", slow)
     found: list[object] = []
-    try:
-        in_threads(6, lambda index: found.append(counters.of_device(5, SIZE)))
-    finally:
-        counters._of_device.cache_clear()
+    in_threads(6, lambda index: found.append(counters.of_device(5, SIZE)))
     assert made == [5]
     assert len({id(pool) for pool in found}) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_attn.problem import BatchLengths, ListedLengths
+from cute_attn.problem import BatchLengths
 from cute_attn.schedule import cost_model, few_tiles
 from cute_attn.schedule.batch import schedule
 from cute_attn.schedule.cost_model import Capacity, Device
@@ -37,7 +37,7 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
             arrays = schedule(lengths_of(case, first), case.params, case.limits)
         listed = lengths_of(case, first)
         if listed.batch_size:
-            listed = ListedLengths(listed.lists)
+            listed = BatchLengths.of_lists(listed.lists)
         assert schedule(listed, case.params, case.limits).ints.tolist() == arrays.ints.tolist(), str(case)
         assert plain.ints.tolist() == arrays.ints.tolist(), str(case)
         assert plain.items.shape == arrays.items.shape, str(case)

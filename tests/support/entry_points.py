@@ -158,17 +158,20 @@ def types_of(given: Tensors) -> dict[str, Any]:
     return {"q_data_type": given["q"].dtype, "kv_data_type": cache.dtype}
 
 
+def mask_of(given: Tensors) -> dict[str, Any]:
+    """Return the mask of a plan."""
+    return {"packed_custom_mask": given["packed_mask"]} if "packed_mask" in given else {}
+
+
 def plan_paged(made: Any, given: Tensors) -> None:
     """Plan a paged prefill batch."""
-    mask = {name: x for name, x in (("packed_custom_mask", given.get("packed_mask")),) if x is not None}
     indptrs = ints(*QO_INDPTR), ints(*PAGE_INDPTR)
-    made.plan(*indptrs, given["kv_indices"], ints(*LAST_PAGE_LEN), *SIZES, PAGE, **types_of(given), **mask)
+    made.plan(*indptrs, given["kv_indices"], ints(*LAST_PAGE_LEN), *SIZES, PAGE, **types_of(given), **mask_of(given))
 
 
 def plan_ragged(made: Any, given: Tensors) -> None:
     """Plan a ragged prefill batch."""
-    mask = {name: x for name, x in (("packed_custom_mask", given.get("packed_mask")),) if x is not None}
-    made.plan(ints(*QO_INDPTR), ints(*KV_INDPTR), *SIZES, **types_of(given), **mask)
+    made.plan(ints(*QO_INDPTR), ints(*KV_INDPTR), *SIZES, **types_of(given), **mask_of(given))
 
 
 def plan_decode(made: Any, given: Tensors) -> None:
@@ -201,11 +204,6 @@ def batch(
 
     planned = tuple(name for name in kept if name == SCHEDULE or name in given)
     return Entry(given, begin, planned=planned)
-
-
-def mask_of(given: Tensors) -> dict[str, Any]:
-    """Return the mask of a plan."""
-    return {"packed_custom_mask": given["packed_mask"]} if "packed_mask" in given else {}
 
 
 PAGES_OF_2 = operands(PAGES, PAGE) | outputs() | WORKSPACE | INDICES

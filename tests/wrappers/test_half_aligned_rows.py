@@ -10,7 +10,7 @@ import torch
 import cute_attn
 from cute_attn import ArgumentError, NotSupported, emulator
 from cute_attn.emulator import Schedule
-from cute_attn.request import single as single_request
+from cute_attn.request import operands
 from tests.support.batch_case import UNEVEN, BatchCase, call, check, decode, dims, heads, make, paged, ragged
 from tests.support.engine_case import BF16, E4M3, Batch, Graph, Tokens, assert_close, workspace
 from tests.support.executors import Executor
@@ -60,7 +60,7 @@ def tensors(kv: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_batch(case: BatchCase, executor: Executor) -> None:
     inputs = make(case, executor.device)
-    strides = [stride for x in tensors(inputs.kv) for stride in single_request.outer_strides(x)]
+    strides = [stride for x in tensors(inputs.kv) for stride in operands.outer_strides(x)]
     assert any(n % 16 for n in (case.head_dim_qk, *strides))
     out, lse = call(case, inputs, backend=executor.backend)
     verdict = check(case, inputs, out, lse)
@@ -139,7 +139,7 @@ def test_other_kernels_refuse(kernels: str) -> None:
 
 def test_smaller_multiples_are_refused_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """And with k and v of 16 bits rows start at multiples of 16 bytes, as before."""
-    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
     tokens = Tokens(Batch((1,), (33,), kv_dtype=E4M3), "cpu")
     made, (k, v) = planned(tokens, "reference"), tokens.caches()
     one_k, one_v = tokens.ragged()

@@ -12,6 +12,7 @@ import torch
 
 from cute_attn.emulator.settings import using
 from cute_attn.errors import ArgumentError, WorkspaceError
+from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_plan, batch_run
 from cute_attn.request.plan_arguments import prefill
 from tests.support.batch_case import BatchCase, call, check, decode, heads, make, paged, plan_arguments, ragged, wrapper
@@ -184,17 +185,15 @@ def test_after_an_error_the_lengths_before_stay() -> None:
     assert_runs(case, planned)
 
 
-@pytest.mark.parametrize("lens", [(3, 1, 4), (2, 2, 2), (0, 3, 0), ()], ids=str)
-def test_queries_are_what_lengths_compute(lens: tuple[int, ...]) -> None:
-    bounds = torch.tensor([0, *np.cumsum(lens, dtype=np.int64)])
-    told = batch_plan.ragged(bounds, bounds).lengths
-    computed = batch_plan.BatchLengths(told.qo_indptr, told.kv_start, told.kv_len)
-    for name in ("qo_len", "longest_qo", "with_queries"):
-        assert name in vars(told)
-        assert np.array_equal(getattr(told, name), getattr(computed, name))
-    if len(set(lens)) == 1:
-        uniform, given = batch_plan.uniform_queries(len(lens), lens[0]), batch_plan.queries("indptr", bounds)
-        assert all(map(np.array_equal, uniform, given))
+@pytest.mark.parametrize(("batch_size", "q_len"), [(3, 2), (1, 1), (0, 4)])
+def test_lengths_of_uniform_queries(batch_size: int, q_len: int) -> None:
+    """Are those that are computed where nothing says that all are equal."""
+    bounds, kv_len = batch_plan.uniform_queries(batch_size, q_len), np.arange(batch_size)
+    assert bounds.tolist() == [i * q_len for i in range(batch_size + 1)]
+    told = BatchLengths(bounds, kv_len, kv_len, q_len=q_len)
+    computed = BatchLengths(bounds, kv_len, kv_len)
+    for name in ("longest_qo", "with_queries", "equal_qo"):
+        assert getattr(told, name) == getattr(computed, name)
 
 
 def test_arguments_are_checked_by_type() -> None:

@@ -14,8 +14,7 @@ from torch.autograd import forward_ad
 from cute_attn import ArgumentError, ArgumentTypeError, BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
 from cute_attn.kernels.fa2.host import prepared as fa2_prepared
-from cute_attn.request import batch_run
-from cute_attn.request import single as single_request
+from cute_attn.request import batch_run, operands
 from cute_attn.wrappers import calls
 from tests.kernels.test_fa2_batch import on_fa2
 from tests.support.batch_case import (
@@ -254,7 +253,7 @@ WRONG: dict[str, Callable[[BatchInputs], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_after_a_good_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a first run, after runs of the same form or with values that compare equal."""
-    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
     inputs, errors = make(PAGED), []
     good = {"q": inputs.q, "paged_kv_cache": inputs.kv[0], "return_lse": True}
     equal = [{"k_scale": 1.0}, {"enable_pdl": True}, {"window_left": -1}]  # to values that are wrong

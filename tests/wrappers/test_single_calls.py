@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from cute_attn import ArgumentError, ArgumentTypeError, single_decode_with_kv_cache, single_prefill_with_kv_cache
 from cute_attn.dispatch import backends
 from cute_attn.emulator.settings import using
+from cute_attn.request import operands as request_operands
 from cute_attn.request import single
 from cute_attn.wrappers import calls, single_calls
 
@@ -207,7 +208,7 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
 ) -> None:
     q, k, v = operands(3, 20)
     cached((q, k, v))
-    monkeypatch.setattr(single, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(request_operands, "KERNEL_DEVICES", ("cpu",))
     replayed.clear()
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
     single_prefill_with_kv_cache(shifted, k, v)  # is copied

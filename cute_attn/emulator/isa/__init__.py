@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 
 MODULES = (
@@ -33,7 +32,6 @@ MODULES = (
 )
 
 
-@functools.cache
 def load() -> None:
     """Register every form."""
     for name in MODULES:

@@ -47,6 +47,15 @@ class Form:
     converges: bool = False
     solo: bool = False
 
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Pattern that matches every opcode of the template; its groups are the choices."""
+        pieces = _GROUP.split(self.template)
+        groups = ["(" + "|".join(map(re.escape, choices.split("|"))) + ")" for choices in pieces[1::2]]
+        return re.compile(
+            "".join(itertools.chain.from_iterable(zip(map(re.escape, pieces[::2]), (*groups, ""), strict=True)))
+        )
+
 
 FORMS: list[Form] = []
 _BY_WORD: dict[str, list[Form]] = {}  # by what stands before the first dot
@@ -79,20 +88,10 @@ def expand(template: str) -> list[tuple[str, tuple[str, ...]]]:
     return found
 
 
-@functools.cache
-def _matcher(template: str) -> re.Pattern[str]:
-    """Pattern that matches every opcode of a template; its groups are the choices."""
-    pieces = _GROUP.split(template)
-    groups = ["(" + "|".join(map(re.escape, choices.split("|"))) + ")" for choices in pieces[1::2]]
-    return re.compile(
-        "".join(itertools.chain.from_iterable(zip(map(re.escape, pieces[::2]), (*groups, ""), strict=True)))
-    )
-
-
-@functools.cache
+@functools.lru_cache(4096)  # opcodes
 def _found(opcode: str) -> tuple[Form, tuple[str, ...]] | None:
     for entry in _BY_WORD.get(opcode.split(".")[0], ()):
-        match = _matcher(entry.template).fullmatch(opcode)
+        match = entry.pattern.fullmatch(opcode)
         if match:
             return entry, match.groups()
     return None

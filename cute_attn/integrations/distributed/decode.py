@@ -12,8 +12,8 @@ from cute_attn.integrations.distributed.partials import Partials
 from cute_attn.integrations.distributed.ranks import Ranks
 from cute_attn.problem import short
 from cute_attn.request import checks
+from cute_attn.request.operands import ALIGNMENT
 from cute_attn.request.settings import POS_ENCODING_MODES
-from cute_attn.request.single import ALIGNMENT
 from cute_attn.wrappers.not_copied import NotCopied
 from cute_attn.wrappers.signatures import with_return_lse
 

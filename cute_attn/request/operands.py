@@ -1,0 +1,303 @@
+"""Checks of operands that single requests, runs of batches and decode calls share: q, k, v, scales, sinks and outputs.
+
+Shapes and dtypes are checked by the modules that make problems, since plans know more of them than single calls. What
+strides and addresses decide is the same for all: `placement` measures it, `readable` refuses or copies what kernels
+cannot read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.problem import Features
+from cute_attn.request import checks
+from cute_attn.request.settings import NVFP4_BLOCK
+
+KERNEL_DEVICES = ("cuda",)  # devices whose kernels read memory in aligned chunks
+ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
+NARROW_ALIGNMENT = 8  # bytes: some move k and v of fp8 dtypes and NVFP4 in halves of a chunk
+SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
+BLOCK_SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+NAMES = ("q", "k", "v")
+SCALES = ("q_scale", "k_scale", "v_scale")
+HEAD_SCALES = ("scale_q", "scale_k", "scale_v")
+BLOCK_SCALES = ("k_sf of kv_cache_sf", "v_sf of kv_cache_sf")
+
+T = TypeVar("T")
+
+
+# ---- q, k, v
+
+
+class KvLayout(NamedTuple):
+    """Axes of k and v, counted from the last one: alike for single requests, ragged batches and pages."""
+
+    tokens: int
+    heads: int
+
+    def axes(self, tokens: T, heads: T, width: T) -> tuple[T, T, T]:
+        """Return sizes or names of the last three axes, in their order."""
+        return (tokens, heads, width) if self.tokens < self.heads else (heads, tokens, width)
+
+
+LAYOUTS = {"NHD": KvLayout(-3, -2), "HND": KvLayout(-2, -3)}
+
+
+class Placement(NamedTuple):
+    """What strides and addresses of q, k and v decide."""
+
+    readable: bool  # rows are 16-byte aligned, and last axes have unit stride: nothing is to be refused or copied
+    expanded: bool  # see `Features`
+    half_aligned: bool  # see `Features.half_aligned_kv`
+
+
+def placement(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Placement:
+    """Measure q, k and v, whose shapes are checked. Raises RuntimeError if one has no memory."""
+    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    joined = q.data_ptr() | k.data_ptr() | v.data_ptr() | q_strides[0] | q_strides[-2]
+    joined |= k_strides[0] | k_strides[1] | k_strides[-2] | v_strides[0] | v_strides[1] | v_strides[-2]
+    # 16 elements are a multiple of 16 bytes in any dtype: common strides need no further check.
+    uncommon = joined % ALIGNMENT or not q_strides[-1] == k_strides[-1] == v_strides[-1] == 1
+    expanded = (0 in q_strides or 0 in k_strides or 0 in v_strides) and is_expanded(q, k, v)
+    if not uncommon:
+        return Placement(True, expanded, False)
+    half_aligned = k.itemsize == 1 and not (aligned(k) and aligned(v))
+    return Placement(False, expanded, half_aligned)
+
+
+def readable(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    placed: Placement,
+    names: Sequence[str] = NAMES,
+    kv_alignment: int | None = None,
+) -> torch.Tensor:
+    """Return q as kernels can read it, copied where needed. k and v are refused instead: their rows must start at
+    multiples of `kv_alignment` bytes, by default those that some backend can read. So are tensors that need gradients.
+    """
+    if q.requires_grad or k.requires_grad or v.requires_grad or forward_ad._current_level >= 0:
+        for name, x in zip(names, (q, k, v), strict=True):
+            checks.check_grad(name, x)
+    if placed.readable:
+        return q
+    if kv_alignment is None:
+        kv_alignment = NARROW_ALIGNMENT if k.itemsize == 1 else ALIGNMENT
+    for name, x in zip(names[1:], (k, v), strict=True):
+        _check_unit_stride(name, x)
+        _check_alignment(name, x, kv_alignment)
+    if (q.stride(-1) != 1 and q.shape[-1] > 1) or (q.device.type in KERNEL_DEVICES and not aligned(q)):
+        return q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
+    return q
+
+
+def aligned(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> bool:
+    """Tell whether every row (along the last axis) starts at a multiple of `alignment` bytes."""
+    start, size = tensor.data_ptr(), tensor.itemsize
+    if math.gcd(start, size * math.gcd(*tensor.stride()[:-1])) % alignment == 0:
+        return True
+    return math.gcd(start, size * math.gcd(*outer_strides(tensor))) % alignment == 0
+
+
+def outer_strides(x: torch.Tensor) -> list[int]:
+    """Return the strides of all axes but the last, without axes of size 1, whose strides are never used."""
+    return [stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
+
+
+def is_expanded(*tensors: torch.Tensor) -> bool:
+    """Tell whether an axis longer than 1 has a stride of 0."""
+    return any(stride == 0 and count > 1 for x in tensors for stride, count in zip(x.stride(), x.shape, strict=True))
+
+
+def _check_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """Refuse k or v whose last axis does not have unit stride."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ArgumentError(
+            f"{name} must have stride 1 on its last axis, got strides {tensor.stride()}; "
+            f"a copy of a cache is never made silently: pass {name}.contiguous()"
+        )
+
+
+def _check_alignment(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> None:
+    """Refuse a GPU tensor whose rows do not start at multiples of `alignment` bytes."""
+    if tensor.device.type in KERNEL_DEVICES and not aligned(tensor, alignment):
+        raise ArgumentError(
+            f"{name} must start at a multiple of {alignment} bytes and have strides that are multiples of "
+            f"{alignment // tensor.element_size()} elements on all but its last axis; got address % {alignment} = "
+            f"{tensor.data_ptr() % alignment} and strides {tensor.stride()}"
+        )
+
+
+# ---- scales and sinks
+
+
+class Scales(NamedTuple):
+    """Scales of a call: numbers, and one-element fp32 tensors on the device."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    of_scores: tuple[torch.Tensor, ...] = ()
+    of_v: torch.Tensor | None = None
+
+
+def split_scales(device: torch.device, q: Any, k: Any, v: Any, names: Sequence[str] = SCALES) -> Scales:
+    """Separate numbers from tensors on the device. `names`: those of the caller."""
+    q, of_q = split_scale(names[0], q, device)
+    k, of_k = split_scale(names[1], k, device)
+    v, of_v = split_scale(names[2], v, device)
+    return Scales(q, k, v, of_q + of_k, of_v[0] if of_v else None)
+
+
+def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Return (number, device tensors) of a scale: a CPU tensor is read here, a GPU tensor by the kernel."""
+    if not isinstance(value, torch.Tensor):
+        return value, ()
+    if value.numel() != 1 or not value.dtype.is_floating_point:
+        raise ArgumentTypeError(
+            f"{name} must be a number or a floating-point tensor of one element, got {checks.describe(value)}"
+        )
+    checks.check_grad(name, checks.stored(name, value))
+    if value.device.type == "cpu":
+        return value.item(), ()
+    checks.device(name, checks.stored(name, value), device)
+    return None, (value.to(torch.float32),)
+
+
+def check_block_scales(scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the block scales of NVFP4 k and v: one e4m3 number per 16 values, which take 8 bytes."""
+    if not isinstance(scales, tuple | list) or len(scales) != 2:
+        raise ArgumentTypeError(f"kv_cache_sf must be a pair (k_sf, v_sf), got {checks.describe(scales)}")
+    k_sf, v_sf = scales
+    return _block_scale(BLOCK_SCALES[0], k_sf, k), _block_scale(BLOCK_SCALES[1], v_sf, v)
+
+
+def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
+    value = checks.tensor(name, value)
+    if value.dtype not in BLOCK_SCALE_DTYPES:
+        checks.dtype(name, value.dtype, BLOCK_SCALE_DTYPES)
+    expected = (*cache.shape[:-1], 2 * cache.shape[-1] // NVFP4_BLOCK)
+    checks.shape(name, value, expected, "[..., head_dim / 16], the leading axes of k and v,")
+    checks.device(name, value, cache.device)
+    checks.check_grad(name, value)
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        raise ArgumentError(f"{name}: its innermost stride must be 1, got strides {value.stride()}")
+    grouped = value.device.type in KERNEL_DEVICES and value.shape[-1] % SCALES_ALIGNMENT == 0
+    if grouped and not aligned(value, SCALES_ALIGNMENT):
+        raise ArgumentError(
+            f"{name} must start at a multiple of {SCALES_ALIGNMENT} bytes and have strides that are multiples of it, "
+            f"got address % {SCALES_ALIGNMENT} = {value.data_ptr() % SCALES_ALIGNMENT} and strides {value.stride()}"
+        )
+    return value.view(torch.float8_e4m3fn)
+
+
+def has_loose_scales(k_sf: torch.Tensor, v_sf: torch.Tensor) -> bool:
+    """Tell whether the block scales of some token do not start at a multiple of their size, or of 16 bytes."""
+    return not all(aligned(x, min(max(1, x.shape[-1]), ALIGNMENT)) for x in (k_sf, v_sf))
+
+
+def check_head_scales(
+    scales: tuple[Any, Any, Any], features: Features
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Check the per-head scales of fp8 attention; None stands for ones."""
+    counts = features.num_qo_heads, features.num_kv_heads, features.num_kv_heads
+    scale_q, scale_k, scale_v = (
+        torch.ones(count, dtype=torch.float32, device=features.device)
+        if value is None
+        else check_per_head(name, value, features)
+        for name, value, count in zip(("scale_q", "scale_k", "scale_v"), scales, counts, strict=True)
+    )
+    return scale_q, scale_k, scale_v
+
+
+def check_per_head(name: str, value: Any, features: Features) -> torch.Tensor:
+    """Check one number per kv head (scale_k, scale_v) or per query head (all others). Return contiguous fp32."""
+    value = checks.tensor(name, value)
+    if name in ("scale_k", "scale_v"):
+        checks.shape(name, value, (features.num_kv_heads,), "[num_kv_heads]")
+    else:
+        checks.shape(name, value, (features.num_qo_heads,), "[num_qo_heads]")
+    checks.device(name, value, features.device)
+    checks.check_grad(name, value)
+    if not value.dtype.is_floating_point:
+        raise ArgumentError(f"{name} must have a floating-point dtype, got {checks.describe(value)}")
+    if name == "sinks" and value.device.type == "cpu":
+        _check_sinks(value)
+    if value.dtype == torch.float32 and value.is_contiguous():
+        return value
+    return value.to(torch.float32).contiguous()
+
+
+def _check_sinks(sinks: torch.Tensor) -> None:
+    """Refuse sinks that would turn every row of their head to NaN."""
+    for head, sink in enumerate(sinks.tolist()):
+        if not sink < math.inf:
+            raise ArgumentError(f"sinks must be finite or -inf (no sink), got {sink} for head {head}")
+
+
+# ---- outputs and workspaces
+
+
+def outputs(
+    q: torch.Tensor,
+    given: tuple[Any, Any, Any],
+    features: Features,
+    rows: tuple[int, ...],
+    first_axis: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return out and lse. `given`: the caller's buffers, which are checked, and whether lse is wanted. `rows`: all axes
+    of lse, the first of which `first_axis` names. Callers compare the buffers with what they read: `checks.apart`.
+    """
+    out, lse, return_lse = given
+    if out is not None or lse is not None:
+        _check_outputs(out, lse, features, rows, first_axis)
+    if out is None:
+        out = q.new_empty(*rows, features.head_dim_vo, dtype=features.o_dtype)
+    if lse is None and return_lse:
+        lse = q.new_empty(*rows, dtype=torch.float32)
+    return out, lse
+
+
+def _check_outputs(out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str) -> None:
+    """Check shape, dtype, device and strides of the caller's `out` and `lse`."""
+    heads = f"{first_axis}, num_qo_heads" if first_axis else "num_qo_heads"
+    if out is not None:
+        shape = (*rows, features.head_dim_vo)
+        _check_output("out", out, shape, f"[{heads}, head_dim_vo]", features.o_dtype, features.device)
+        checks.dense("out", out)
+        strides = out.stride()
+        if (out.data_ptr() | strides[0] | strides[-2]) % ALIGNMENT:
+            _check_alignment("out", out)
+    if lse is not None:
+        _check_output("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
+        checks.writable("lse", lse)
+        if not lse.is_contiguous():
+            raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
+
+
+def _check_output(
+    name: str, buffer: Any, shape: tuple[int, ...], axes: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    checks.tensor(name, buffer)
+    if buffer.shape != shape or buffer.dtype != dtype or buffer.device != device:
+        checks.shape(name, buffer, shape, axes)
+        checks.dtype(name, buffer.dtype, (dtype,))
+        checks.device(name, buffer, device)
+    checks.check_grad(name, buffer)
+
+
+def check_workspace(name: str, value: torch.Tensor) -> None:
+    """Check memory for partial results and counters."""
+    if not value.is_contiguous():
+        raise ArgumentError(f"{name} must be contiguous, got strides {value.stride()} for shape {tuple(value.shape)}")
+    if value.data_ptr() % ALIGNMENT:
+        raise ArgumentError(
+            f"{name} must start at a multiple of {ALIGNMENT} bytes, "
+            f"got address % {ALIGNMENT} = {value.data_ptr() % ALIGNMENT}"
+        )
