@@ -70,11 +70,11 @@ class PreparedKernel:
             **divisor("group", features.num_qo_heads // features.num_kv_heads),
             **divisor("page_size", settings.page_size if self.paged else ONE_PAGE, stem="page"),
             "overhead": spec.segment_overhead,
-            "min_share": 1 if spec.cluster == grid[1] else spec.teams,  # one tile per team of warps
+            "min_share": config.min_share,
             "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }
-        self.ahead = spec.ahead > 0
+        self.ahead = spec.prefetch != "none"
         if self.ahead:
             static["resident"] = gpu.sms * spec.ctas
         extras, absent = optional({PAGE_FIELDS: self.paged, BLOCK_SCALE_FIELDS: features.kv_block_scales})
