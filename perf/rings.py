@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from cute_attn.dispatch import backends
 from cute_attn.kernels.programs import program
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import grid
@@ -75,13 +76,19 @@ def compiled(specs: Sequence[XqaSpec], arch: Arch) -> dict[XqaSpec, str]:
 
 @contextlib.contextmanager
 def force_spec(spec: XqaSpec) -> Iterator[None]:
-    """Makes plans take this kernel; clears the launches remembered before and afterwards."""
-    grid.launch_config.cache_clear()
+    """Makes plans and calls take this kernel; forgets the kernels of earlier ones before and afterwards."""
+    forget_kernels()
     try:
         with mock.patch.object(tiles, "choose", return_value=spec):
             yield
     finally:
-        grid.launch_config.cache_clear()
+        forget_kernels()
+
+
+def forget_kernels() -> None:
+    """Forgets which kernel runs which settings."""
+    grid.launch_config.cache_clear()
+    backends._prepared.cache_clear()
 
 
 def bind(spec: XqaSpec, w: BatchWorkload, sets: Sequence[BatchInputs], backend: str = "xqa") -> list[Call]:

@@ -329,7 +329,7 @@ class _Pages:
         return "NHD"
 
     def select(self, tensor: torch.Tensor) -> torch.Tensor:
-        page = tensor[self.pages]
+        page = tensor[self.pages.clamp(0, max(0, len(tensor) - 1))]  # before a window a page may be none
         return (page.transpose(1, 2) if self.kv_layout == "HND" else page).flatten(0, 1)[: self.kv_len]
 
 

@@ -120,11 +120,13 @@ def _check_lengths(problem: DecodeProblem, said: Said) -> torch.Tensor:
 
 
 def _check_pages(problem: DecodeProblem, lengths: torch.Tensor, said: Said) -> None:
-    """Check every page number that the launch reads."""
+    """Check every page number that the launch reads: those before the window are not read."""
     page_size, num_pages = problem.settings.page_size, problem.k.shape[0]
     tables, device = problem.block_tables, problem.block_tables.device
-    first = torch.arange(tables.shape[1], device=device) * page_size
-    used = first < lengths.to(device)[:, None]
+    first, lengths = torch.arange(tables.shape[1], device=device) * page_size, lengths.to(device)[:, None]
+    used = first < lengths
+    if (window_left := problem.settings.window_left) >= 0:
+        used &= first + page_size > lengths - problem.qo_len - window_left
     wrong = used & ((tables < 0) | (tables >= num_pages))
     if not bool(wrong.any()):
         return

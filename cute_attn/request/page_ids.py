@@ -19,10 +19,13 @@ MAX_PAGE = torch.iinfo(torch.int32).max
 def check_host_range(name: str, indices: torch.Tensor, used: slice) -> None:
     """Raise ArgumentError if one of the used int64 page numbers on the CPU does not fit int32."""
     pages = indices[used]
-    bad = (pages < 0) | (pages > MAX_PAGE)
+    bad = (pages < -1) | (pages > MAX_PAGE)
     if bool(bad.any()):
         i = int(bad.int().argmax())
-        raise ArgumentError(f"{name}[{used.start + i}] must be a page within 0..{MAX_PAGE}, got {int(pages[i])}")
+        raise ArgumentError(
+            f"{name}[{used.start + i}] must be a page within 0..{MAX_PAGE}, or -1 where no query sees it, "
+            f"got {int(pages[i])}"
+        )
 
 
 def as_int32(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -43,15 +46,20 @@ def before_launch(problem: BatchProblem, lengths: BatchLengths) -> None:
 
 
 def pages(problem: BatchProblem, lengths: BatchLengths) -> None:
-    """Raise ArgumentError if a request reads a page that is not in the cache."""
+    """Raise ArgumentError if a request has a page that is not in the cache. Pages before its window may be -1."""
     assert problem.kv_indices is not None
-    counts = -(-lengths.kv_len // problem.settings.page_size)
+    device, page_size, window_left = problem.q.device, problem.settings.page_size, problem.settings.window_left
+    counts = -(-lengths.kv_len // page_size)
     first = np.cumsum(counts) - counts
     request = np.repeat(np.arange(len(counts)), counts)
     entries = np.arange(len(request)) + (lengths.kv_start - first)[request]  # of kv_indices
-    page_ids = problem.kv_indices[torch.from_numpy(entries).to(problem.q.device)]
+    page_ids = problem.kv_indices[torch.from_numpy(entries).to(device)]
     num_pages = problem.k.shape[0]
     bad = (page_ids < 0) | (page_ids >= num_pages)
+    if window_left >= 0:
+        hidden = np.maximum(lengths.kv_len - lengths.qo_len - window_left, 0) // page_size  # pages of every request
+        before = np.arange(len(request)) - first[request] < hidden[request]
+        bad &= (page_ids != -1) | ~torch.from_numpy(before).to(device)
     if not bool(bad.any()):
         return
     i = int(bad.nonzero()[0])

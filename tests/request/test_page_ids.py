@@ -21,7 +21,7 @@ def check(
     """Requests of 3, 0 and 1 pages of 4 tokens."""
     lengths = BatchLengths(np.zeros(4, np.int64), np.array(start), np.array(lens), np.zeros(3, np.int64))
     problem = types.SimpleNamespace(
-        settings=types.SimpleNamespace(page_size=4),
+        settings=types.SimpleNamespace(page_size=4, window_left=-1),
         q=torch.empty(0),
         k=torch.empty(pages, 4, 1, 8),
         kv_indices=torch.tensor(indices, dtype=torch.int32),
@@ -67,7 +67,7 @@ def test_validation_is_enabled_by_a_variable(value: str | None, wanted: bool, mo
     assert len(launched) == (not wanted)
 
 
-@pytest.mark.parametrize("page", [1 << 32, (1 << 31) + 1, -1])
+@pytest.mark.parametrize("page", [1 << 32, (1 << 31) + 1, -2])
 def test_wide_page_numbers_do_not_wrap(page: int) -> None:
     """As int32 the first would be page 0, which exists."""
     case = paged((3,), (9,), page_size=4)
@@ -76,7 +76,8 @@ def test_wide_page_numbers_do_not_wrap(page: int) -> None:
     indices = arguments[name].long()
     used = int(arguments["paged_kv_indptr"][-1])
     indices[used - 1] = page
-    with pytest.raises(ArgumentError, match=rf"{name}\[{used - 1}\] must be a page within 0\.\.2147483647, got {page}"):
+    said = rf"{name}\[{used - 1}\] must be a page within 0\.\.2147483647, or -1 where no query sees it, got {page}"
+    with pytest.raises(ArgumentError, match=said):
         wrapper(case).plan(**{**arguments, name: indices})
 
 

@@ -207,7 +207,7 @@ BAD: list[tuple[dict[str, Any], str, type]] = [
     ({"M": 9}, r"indptr must have ceil\(M / R\) \+ 1 = 4 elements", ArgumentError),
     ({"R": 0}, "R must be at least 1, got 0", ArgumentError),
     ({"indices": torch.tensor([0, 0, 2])}, r"indices must be within 0..1 .*, got 0..2", ArgumentError),
-    ({"indices": torch.tensor([0, -1, 1])}, r"indices\[1\] must be a page within", ArgumentError),
+    ({"indices": torch.tensor([0, -1, 1])}, r"indices must be within 0", ArgumentError),
     ({"indices": torch.tensor([0, 1])}, "indices must have the 3 entries that indptr counts, got 2", ArgumentError),
     ({"indices": None}, "indices must be a torch.Tensor", ArgumentTypeError),
     ({"indptr": torch.tensor([0, 2, 1])}, "indptr must not decrease", ArgumentError),

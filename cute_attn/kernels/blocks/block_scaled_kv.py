@@ -81,7 +81,7 @@ class PageTokens:
         """Loads the page ids of the tokens `rows` behind `first`."""
         pages = [self.page_size.quotient(first + row) for row in rows]
         return [
-            ptx.ld_global_u32_if(self.table + Int64(page) * Int64(4), first + row < self.kv_end)
+            ptx.ld_page_id_if(self.table + Int64(page) * Int64(4), first + row < self.kv_end)
             for page, row in zip(pages, rows, strict=True)
         ]
 

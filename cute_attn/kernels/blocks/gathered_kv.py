@@ -65,7 +65,7 @@ class GatheredKV:
         for i in self.rounds:
             token = self.token(kv_tile, i)
             exists = cutlass.and_(self.thread & 31 < self.round_rows, token < self.kv_end)
-            page_ids.append(ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+            page_ids.append(ptx.ld_page_id_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
         return page_ids
 
     def token(self, kv_tile: Int32, i: int) -> Int32:
@@ -142,7 +142,7 @@ class GatheredFp8KV:
         for i in self.rounds():
             token = kv_tile * self.cols + self.lane + 32 * i
             exists = cutlass.and_(self.lane + 32 * i < self.cols, token < self.kv_end)
-            page_ids.append(ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+            page_ids.append(ptx.ld_page_id_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
         return page_ids
 
     def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]) -> None:

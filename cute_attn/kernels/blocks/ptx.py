@@ -187,6 +187,13 @@ def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
     return asm(text, [Int32], [address, select(wanted, Int32(1), Int32(0))])
 
 
+def ld_page_id_if(address: Int64, wanted: Boolean) -> Int32:
+    """Loads an entry of a page table if `wanted`, otherwise 0. Entries of -1, of pages that are gone because a window
+    hides them, become 0: a page that can be read, and whose rows count nothing.
+    """
+    return maximum(ld_global_u32_if(address, wanted), Int32(0))
+
+
 def ld_global_v2(address: Int64, offset: int = 0) -> list[Int32]:
     return asm(f"ld.global.v2.u32 {{$0, $1}}, [$2+{offset}];", [Int32] * 2, [address])
 
