@@ -30,7 +30,7 @@ from perf.batch_workloads import BatchInputs, BatchWorkload
 from perf.harness import Call
 
 SPEC_DTYPES = {"bfloat16": "", "e4m3": "float8_e4m3fn", "nvfp4": "nvfp4"}
-RING = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\+(\d+))?(?:c(\d+))?([wh]?)(?:a(\d+)(e?))?")
+RING = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\+(\d+))?(?:c(\d+)|([wh]))?(?:a(\d+)(e?))?")
 
 
 def title(spec: XqaSpec) -> str:
@@ -41,16 +41,18 @@ def title(spec: XqaSpec) -> str:
 def ring(text: str, start: XqaSpec) -> XqaSpec:
     """Returns `start` with the ring "WARPSxSTAGESxTOKENSxCTAS", as in "4x2x32x3": tokens of a tile, CTAs per SM.
 
-    Behind it may stand "+1", guests; "c6", CTAs of a cluster; "w", a CTA for every segment, or "h", a warp for every
+    Behind it may stand "+1", guests; "c6", CTAs of a cluster, or "w", a CTA for every segment, or "h", a warp for every
     segment, those of a CTA of adjacent kv heads; "a512", keys of a CTA that are fetched before the preceding kernel has
     ended, and "e" behind that, first tiles that are copied early.
     """
     if not (found := RING.fullmatch(text)):
-        raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER][w|h][aKEYS[e]], got {text!r}")
-    warps, stages, cols, ctas, guests, cluster = (int(number or 0) for number in found.groups()[:6])
+        raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER|w|h][aKEYS[e]], got {text!r}")
+    warps, stages, cols, ctas, guests = (int(number or 0) for number in found.groups()[:5])
     shape: dict[str, Any] = {"warps": warps, "stages": stages, "cols": cols, "ctas": ctas, "guests": guests}
-    shape |= {"cluster": max(1, cluster), "ahead": int(found[8] or 0), "early": bool(found[9])}
-    return dataclasses.replace(start, **shape, whole=bool(found[7]), warp_heads=found[7] == "h")
+    work = "cluster" if found[6] else {None: "shares", "w": "whole", "h": "heads"}[found[7]]
+    prefetch = "none" if not found[8] else "smem" if found[9] else "l2"
+    shape |= {"work": work, "cluster_size": int(found[6] or 1)}
+    return dataclasses.replace(start, **shape | {"prefetch": prefetch, "prefetch_keys": int(found[8] or 0)})
 
 
 def resident(spec: XqaSpec, arch: Arch) -> bool:

@@ -103,8 +103,7 @@ def reads(name: str, built: Built, rewrite: Any, schedule: str, monkeypatch: pyt
     gpu = emulator.using("sm_90a", sms=16 if "c4" in ring else 2, schedule=Schedule(schedule, 1), rewrite=rewrite)
     with rings.force_spec(rings.ring(ring, start)), gpu as emulation:
         assert built.check(*decode(built)) == ""
-    assert emulation.records[0].spec["ahead"]
-    assert emulation.records[0].spec["early"] == ring.endswith("e")
+    assert emulation.records[0].spec["prefetch"] == ("smem" if ring.endswith("e") else "l2")
     return found
 
 

@@ -36,5 +36,5 @@ def test_one_request(name: str, schedule: str) -> None:
     with emulator.using("sm_90a", sms=sms, schedule=Schedule(schedule, 1)) as emulation:
         out, lse = decode(built)
     (record,) = emulation.records
-    assert (record.spec["cluster"], record.grid) == (cluster, grid)
+    assert (record.spec["cluster_size"], record.grid) == (cluster, grid)
     assert built.check(out, lse) == ""

@@ -74,5 +74,5 @@ def test_a_warp_for_every_head(name: str, schedule: str) -> None:
     with rings.force_spec(rings.ring(ring, start)), gpu as emulation:
         found = decode(built)
     (record,) = emulation.records
-    assert (record.spec["warp_heads"], record.grid) == (True, grid)
+    assert (record.spec["work"], record.grid) == ("heads", grid)
     assert built.check(*found) == ""

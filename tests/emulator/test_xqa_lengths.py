@@ -18,7 +18,7 @@ pytestmark = pytest.mark.emulator
 
 EVEN, UNEVEN, OTHER_EVEN = (130, 150, 141), (40, 300, 77), (90, 81, 85)
 PAIRS = 6
-RING_KEYS = ("warps", "stages", "cols", "warp_heads", "early")
+RING_KEYS = ("warps", "stages", "cols", "work", "prefetch")
 DTYPES: dict[str, dict[str, Any]] = {"16 bits": {"dtype": "bfloat16"}, "8 bits": {"kv_dtype": E4M3}}
 
 
@@ -40,9 +40,9 @@ def solve(planned: Any, batch: BatchCase, emulation: Any) -> bool:
     result = batch_case.check(batch, inputs, *batch_case.call(batch, inputs, planned))
     assert result.ok, result.detail
     record = emulation.records[-1]
-    ctas = 1 if record.spec["warp_heads"] else 2  # of a request's two kv heads
-    assert record.grid[:2] == (ctas, 3) or not record.spec["whole"]
-    return bool(record.spec["whole"])
+    ctas = {"heads": 1, "whole": 2}.get(record.spec["work"])  # of a request's two kv heads
+    assert ctas is None or record.grid[:2] == (ctas, 3)
+    return ctas is not None
 
 
 @pytest.mark.parametrize("schedule", ["eager", "delayed", "adversarial"])
@@ -54,8 +54,8 @@ def test_kernels_follow_the_lengths(dtype: str, schedule: str) -> None:
         assert [solve(planned, batch, emulation) for batch in batches] == [True, False, True]
 
 
-@pytest.mark.parametrize(("num_heads", "own"), [((16, 8), True), ((10, 5), False)])
-def test_warps_with_a_head_each(num_heads: tuple[int, int], own: bool) -> None:
+@pytest.mark.parametrize(("num_heads", "work"), [((16, 8), "heads"), ((10, 5), "whole")])
+def test_warps_with_a_head_each(num_heads: tuple[int, int], work: str) -> None:
     """Where they divide the kv heads."""
     batches = [decode(lens, **heads(*num_heads), **dims(128), **DTYPES["8 bits"]) for lens in (EVEN, UNEVEN)]
     with using("sm_90a", kernels="xqa", sms=1, schedule=Schedule("delayed", 1)) as emulation:
@@ -66,7 +66,7 @@ def test_warps_with_a_head_each(num_heads: tuple[int, int], own: bool) -> None:
             result = batch_case.check(batch, inputs, *batch_case.call(batch, inputs, planned))
             assert result.ok, result.detail
     first, second = (record.spec for record in emulation.records)
-    assert (first["warp_heads"], first["whole"], second["whole"]) == (own, True, False)
+    assert (first["work"], second["work"]) == (work, "shares")
 
 
 def test_captured_launches_take_any_lengths() -> None:
@@ -88,21 +88,20 @@ def test_other_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not solve(batch_case.wrapper(case(EVEN), backend="emulator"), case(EVEN), emulation)
 
 
-# Requests, of two kv heads each: warps, stages and tokens of a tile, whether warps have a head each, whether tiles are
-# copied early.
+# Requests, of two kv heads each: warps, stages and tokens of a tile, how CTAs divide the work, what they prefetch.
 SHORT_WINDOWS = {
     "8 bits": {
-        1: (4, 2, 16, False, True),
-        2: (2, 2, 32, False, True),
-        3: (2, 2, 32, False, True),
-        4: (2, 2, 32, False, False),
-        5: (2, 5, 32, True, False),
+        1: (4, 2, 16, "whole", "smem"),
+        2: (2, 2, 32, "whole", "smem"),
+        3: (2, 2, 32, "whole", "smem"),
+        4: (2, 2, 32, "whole", "none"),
+        5: (2, 5, 32, "heads", "l2"),
     },
     "16 bits": {
-        1: (4, 2, 16, False, True),
-        2: (4, 2, 16, False, True),
-        3: (4, 2, 16, False, False),
-        5: (4, 2, 16, False, False),
+        1: (4, 2, 16, "whole", "smem"),
+        2: (4, 2, 16, "whole", "smem"),
+        3: (4, 2, 16, "whole", "none"),
+        5: (4, 2, 16, "whole", "none"),
     },
 }
 
@@ -125,11 +124,12 @@ def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, mo
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("delayed", 2)) as emulation:
         solve_once(windows(5, num_heads, **DTYPES["8 bits"]))
     (record,) = emulation.records
-    assert (record.spec["warps"], record.spec["warp_heads"]) == ((4, True) if own else (2, False))
+    assert (record.spec["warps"], record.spec["work"]) == ((4, "heads") if own else (2, "whole"))
 
 
 @pytest.mark.parametrize(
-    ("requests", "ring"), [(1, (8, 2, 16, False, False)), (2, (4, 2, 16, False, False)), (3, (2, 2, 16, True, False))]
+    ("requests", "ring"),
+    [(1, (8, 2, 16, "whole", "l2")), (2, (4, 2, 16, "whole", "none")), (3, (2, 2, 16, "heads", "none"))],
 )
 def test_kernels_of_longer_windows(requests: int, ring: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "FEW", 2)
@@ -167,7 +167,7 @@ def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -
             for batch in batches:
                 solve(planned, batch, emulation)
                 spec = emulation.records[-1].spec
-                rings.append((spec["cluster"], spec["stages"]))
+                rings.append((spec["cluster_size"], spec["stages"]))
     assert rings == [(8, 3), (1, 3), (8, 2), *[(1, 3)] * 3]
 
 
@@ -182,4 +182,4 @@ def test_single_decode_of_few_keys_has_clusters(kv_len: int, cluster: int, monke
     scores = torch.einsum("hgd,nhd->hgn", q.double().view(5, 2, 128), k.double()) * 128**-0.5
     truth = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v.double()).reshape(10, 128)
     torch.testing.assert_close(out.double(), truth, rtol=2e-2, atol=2e-3)
-    assert emulation.records[-1].spec["cluster"] == cluster
+    assert emulation.records[-1].spec["cluster_size"] == cluster

@@ -264,10 +264,25 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         launch_config(even_settings(torch.float8_e4m3fn, 5), 1, "even", GPU.arch, 132)
 
 
-@pytest.mark.parametrize("changes", [{"whole": False}, {"head_dim": 512}], ids=str)
-def test_specs_whose_warps_cannot_have_a_head_each(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="whole segments"):
-        XqaSpec(*("bfloat16", "", "bfloat16"), **({"head_dim": 128, "whole": True} | changes), warp_heads=True)
+@pytest.mark.parametrize(
+    ("rule", "fields"),
+    [
+        ("columns that a warp holds", {"head_dim": 512, "work": "heads"}),
+        ("columns that a warp holds", {"head_dim": 512, "work": "cluster", "cluster_size": 2}),
+        ("they alone", {"work": "cluster"}),
+        ("they alone", {"work": "whole", "cluster_size": 2}),
+        ("work must be one of", {"work": "warps"}),
+        ("must be keys", {"prefetch": "l2"}),
+        ("must be keys", {"prefetch_keys": 16}),
+        ("block scales", {"kv_dtype": "nvfp4", "prefetch": "l2", "prefetch_keys": 16}),
+        ("prefetch must be one of", {"prefetch": "l1", "prefetch_keys": 16}),
+    ],
+    ids=str,
+)
+def test_specs_of_no_kernel(rule: str, fields: dict[str, Any]) -> None:
+    operands = {"dtype": "bfloat16", "kv_dtype": "", "out_dtype": "bfloat16", "head_dim": 128}
+    with pytest.raises(ValueError, match=rule):
+        XqaSpec(**(operands | fields))
 
 
 @pytest.mark.parametrize("arch", [*map(named, ARCHS), for_capability((8, 6))], ids=lambda arch: f"{arch.capability}")
@@ -319,4 +334,4 @@ def test_a_bundle_for_the_gpu_tests_has_kernels_of_all_lengths() -> None:
     """`python -m tests.gpu.bundle --xqa`, of which nothing else runs without a GPU."""
     found = [spec for spec in bundle.xqa_kernels(3, GPU.arch) if isinstance(spec, XqaSpec)]
     assert len(set(found)) == len(found) > 50
-    assert {spec.whole for spec in found} == {spec.cluster > 1 for spec in found} == {False, True}
+    assert {spec.whole for spec in found} == {spec.work == "cluster" for spec in found} == {False, True}

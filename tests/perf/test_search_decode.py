@@ -64,18 +64,16 @@ def test_a_forced_ring_is_launched() -> None:
 def test_rings_by_text() -> None:
     start = search_decode.start_of(workload(64, "e4m3"), HOPPER)
     spec = rings.ring("6x2x16x1+1c6", start)
-    assert (spec.warps, spec.stages, spec.cols, spec.ctas, spec.guests, spec.cluster) == (6, 2, 16, 1, 1, 6)
-    assert not spec.whole
-    assert not spec.ahead
+    assert (spec.warps, spec.stages, spec.cols, spec.ctas, spec.guests, spec.cluster_size) == (6, 2, 16, 1, 1, 6)
+    assert (spec.work, spec.prefetch) == ("cluster", "none")
     assert rings.ring("2x2x32x8wa512", start) == dataclasses.replace(
-        start, warps=2, stages=2, cols=32, ctas=8, whole=True, ahead=512
+        start, warps=2, stages=2, cols=32, ctas=8, work="whole", prefetch="l2", prefetch_keys=512
     )
-    assert rings.ring("4x3x16x1c8a16e", start).early
-    assert not spec.early
+    assert rings.ring("4x3x16x1c8a16e", start).prefetch == "smem"
     assert rings.ring("8x2x16x2h", start) == dataclasses.replace(
-        start, warps=8, stages=2, cols=16, ctas=2, whole=True, warp_heads=True, ahead=0
+        start, warps=8, stages=2, cols=16, ctas=2, work="heads", prefetch="none", prefetch_keys=0
     )
-    for text in ("4x2x32", "4x2x32x3c", "4x2x32x3a8w", "4x2x32x3wh", "4x2x32x3a", ""):
+    for text in ("4x2x32", "4x2x32x3c", "4x2x32x3a8w", "4x2x32x3wh", "4x2x32x3c2w", "4x2x32x3a", ""):
         with pytest.raises(ValueError, match="WARPSxSTAGESxTOKENSxCTAS"):
             rings.ring(text, start)
 
@@ -122,7 +120,7 @@ def test_rows_are_recorded_and_printed(
     }
     fast, slow = candidates["cute_attn 4x2x16x2w"], candidates["cute_attn 4x3x16x4w"]
     assert (fast["ratio"], fast["to_table"], fast["rounds"]) == (1.5, 1.2, 9)
-    assert (fast["spec"]["warps"], fast["spec"]["whole"]) == (4, True)
+    assert (fast["spec"]["warps"], fast["spec"]["work"]) == (4, "whole")
     assert slow == {"reason": "8 bytes of stack", "spec": slow["spec"]}
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == record["rows"]
     title, first, *_, last = capsys.readouterr().out.splitlines()

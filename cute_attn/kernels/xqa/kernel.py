@@ -22,18 +22,16 @@ from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, early_partition, early_segment
-from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge, open_inbox
-from cute_attn.kernels.xqa.parts.head_merge import HeadMerge
+from cute_attn.kernels.xqa.parts.kinds import KINDS, make_partition, make_team
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, load_word, make_partition
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, load_word
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
-from cute_attn.kernels.xqa.parts.team import make_team
 from cute_attn.kernels.xqa.parts.tile_forms import tile_forms
-from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge, WholeMerge
+from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.arch import named
@@ -104,7 +102,7 @@ class XqaParams(NamedTuple):
 
 
 named_tuple: Any = NamedTuple  # of fields that type checkers do not see
-# Of `XqaSpec.ahead`: also the entries of the page table, the pages of the cache, and how many CTAs run at a time.
+# Of `XqaSpec.prefetch`: also the entries of the page table, the pages of the cache, and how many CTAs run at a time.
 AHEAD_FIELDS = ("entries", Int32), ("pages", Int32), ("resident", Int32)
 AheadParams = named_tuple("AheadParams", [*get_type_hints(XqaParams).items(), *AHEAD_FIELDS])
 
@@ -148,28 +146,20 @@ class SegmentWork:
     softmax: ColumnSoftmax
 
 
-def merge_kind(spec: XqaSpec) -> type[WarpMerge]:
-    """Merge of the segments of `make_partition`."""
-    if spec.cluster > 1:
-        return ClusterMerge
-    if spec.warp_heads:
-        return HeadMerge
-    return WholeMerge if spec.whole else WarpMerge
-
-
 class XqaProgram:
     """The decode kernel of one spec, for one architecture."""
 
     def __init__(self, spec: XqaSpec, arch: str) -> None:
         self.spec = spec
-        self.params = AheadParams if spec.ahead else XqaParams
+        self.params = XqaParams if spec.prefetch == "none" else AheadParams
         self.memory = XqaMemory.of(spec)
+        self.merge_type = KINDS[spec.work].merge
         self.team = make_team(spec, self.memory)
         self.forms = tile_forms(spec, self.memory, named(arch))
         self.layout, self.reads, self.format = self.forms.layout, self.forms.reads, self.forms.format
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
-        self.cluster = (1, spec.cluster, 1)
+        self.cluster = (1, spec.cluster_size, 1)
         self.pdl = named(arch).pdl
 
     def compile_args(self) -> tuple[Any, ...]:
@@ -182,7 +172,7 @@ class XqaProgram:
             grid=grid,
             block=block,
             smem=self.smem_bytes,
-            cluster=self.cluster if self.spec.cluster > 1 else None,
+            cluster=self.cluster if self.spec.work == "cluster" else None,
             min_blocks_per_mp=self.spec.ctas + self.spec.guests,
             preferred_smem_carveout=100,  # without it the DSL asks a driver
         )
@@ -190,12 +180,11 @@ class XqaProgram:
     @cute.kernel
     def kernel(self, params: Any) -> None:
         partition = make_partition(self.spec, params)
-        if cutlass.const_expr(self.spec.cluster > 1):
-            open_inbox(shared_memory() + self.memory.inbox_barrier)
+        self.merge_type.open(self.memory)
         early = None
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
-            if cutlass.const_expr(self.spec.ahead > 0):
+            if cutlass.const_expr(self.spec.prefetch != "none"):
                 early = self.read_ahead(params)
             ptx.grid_dependency_wait()
         if cutlass.const_expr(self.pdl and self.spec.whole):
@@ -228,7 +217,7 @@ class XqaProgram:
     def merge_and_scale(self, p: XqaParams) -> tuple[WarpMerge, Float32]:
         """The merge, and the factor from scores to base-2 exponents: bmm1 scale x log2(e) x `dequant_factor`."""
         epilogue = final_epilogue(p, self.format.dequant_factor)
-        merge = merge_kind(self.spec)(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
+        merge = self.merge_type(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
         return merge, log2_scale(p, self.format.dequant_factor)
 
     def ring_start(self) -> Int32:
@@ -274,10 +263,10 @@ class XqaProgram:
         partition = early_partition(self.spec, p)
         share, segment = early_segment(partition, p)
         early = None
-        if self.spec.early:
+        if self.spec.prefetch == "smem":
             kv = bounded(self.paged_kv(p, segment), segment, isa.load_early_if)
             early = EarlyTiles(share, segment, self.first_page_ids(kv, self.warp_tiles(p, segment, share)))
-        KeysAhead(self.spec, self.team, p).fetch(partition.first_keys(segment, share, self.spec.ahead))
+        KeysAhead(self.spec, self.team, p).fetch(partition.first_keys(segment, share, self.spec.prefetch_keys))
         return early
 
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:

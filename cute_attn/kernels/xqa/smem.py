@@ -25,7 +25,7 @@ class XqaMemory:
     tile_dim: int
     kv_bits: int
     team: int
-    cluster: int = 1
+    cluster_size: int = 1
 
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:
@@ -34,7 +34,7 @@ class XqaMemory:
     @classmethod
     def of(cls, spec: XqaSpec) -> XqaMemory:
         shape = spec.rows, spec.cols, spec.warps, spec.stages, spec.warp_dim, spec.tile_dim
-        return cls(*shape, spec.kv_bits, spec.team, spec.cluster)
+        return cls(*shape, spec.kv_bits, spec.team, spec.cluster_size)
 
     @property
     def row_bytes(self) -> int:
@@ -119,18 +119,18 @@ class XqaMemory:
     @property
     def inbox_vectors(self) -> int:
         """Vectors of four outputs that a CTA of a cluster merges, of which every CTA sends it its own."""
-        return -(-self.output_bytes // 16 // self.cluster)
+        return -(-self.output_bytes // 16 // self.cluster_size)
 
     @property
     def inbox_stats(self) -> int:
         """Offset of (maximum, sum) of every vector sent."""
-        return self.inbox + self.cluster * self.inbox_vectors * 16
+        return self.inbox + self.cluster_size * self.inbox_vectors * 16
 
     @property
     def inbox_barrier(self) -> int:
         """Offset of the barrier where a CTA of a cluster waits for what the others send."""
-        return self.inbox_stats + self.cluster * self.inbox_vectors * 8
+        return self.inbox_stats + self.cluster_size * self.inbox_vectors * 8
 
     @property
     def bytes(self) -> int:
-        return self.inbox_barrier + 8 if self.cluster > 1 else self.inbox
+        return self.inbox_barrier + 8 if self.cluster_size > 1 else self.inbox

@@ -1,14 +1,21 @@
-"""Compile key of the decode kernel."""
+"""Compile keys of decode kernels: what they have in common, and that of the kernel on mma.sync."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
+# How the CTAs of a launch divide segments, each of a request and a unit (`parts.kinds`): equal shares of all; a segment
+# for every CTA, or for every warp, those of a CTA of adjacent kv heads; one request among clusters.
+Work = Literal["shares", "whole", "heads", "cluster"]
+WHOLE = ("whole", "heads")  # cut no segment
+# Where a CTA's first keys are fetched to before the preceding kernel has ended (`parts.ahead`); to shared memory, where
+# they were before that, as soon as it has ended.
+Prefetch = Literal["none", "l2", "smem"]
 SCALE_BLOCK = 16  # elements of NVFP4 that share an e4m3 scale
 PAIRED_ROWS = 4  # query rows that `paired` allows
 OUT_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
@@ -36,40 +43,85 @@ def padded_dim(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class XqaSpec(KernelSpec):
-    """Compile key. GQA group, page size, strides, lengths, window, scales and sinks are run-time values."""
+class DecodeSpec(KernelSpec):
+    """What partition, merge, masks and host ask of every decode kernel. GQA group, page size, strides, lengths, window,
+    scales and sinks are run-time values."""
 
-    kernel: ClassVar[str] = "xqa"
-    segment_overhead: ClassVar[int] = 4  # cost of starting and finishing a segment, in tiles
+    segment_overhead: ClassVar[int]  # cost of starting and finishing a segment, in tiles
     dtype: str  # of q
     kv_dtype: str  # a key of KV_BITS; "" means that of q
     out_dtype: str
     head_dim: int
     tree: bool = False  # mask bits decide which draft tokens a row sees, instead of causality
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows of a CTA."""
+        raise NotImplementedError
+
+    @property
+    def cols(self) -> int:
+        """KV tokens of a tile."""
+        raise NotImplementedError
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a launch per SM."""
+        return 1
+
+    @property
+    def teams(self) -> int:
+        """Tiles of a segment that a CTA processes at once."""
+        return 1
+
+    @property
+    def work(self) -> Work:
+        return "shares"
+
+    @property
+    def prefetch(self) -> Prefetch:
+        return "none"
+
+    @property
+    def whole(self) -> bool:
+        """Whether no segment is cut: every one has a CTA or a warp of its own."""
+        return self.work in WHOLE
+
+    @property
+    def kv_bits(self) -> int:
+        return KV_BITS[self.kv_dtype]
+
+
+@dataclass(frozen=True)
+class XqaSpec(DecodeSpec):
+    """Compile key of the decode kernel on mma.sync."""
+
+    kernel: ClassVar[str] = "xqa"
+    segment_overhead: ClassVar[int] = 4
     row_blocks: int = 1  # blocks of 8 packed query rows that share one read of K and V
-    cols: int = 32  # KV tokens of a warp's tile
+    cols: int = 32  # of a warp's tile
     warps: int = 8
     stages: int = 3  # slots of a warp's ring, one tile each
-    ctas: int = 1  # CTAs of a launch per SM
+    ctas: int = 1
     paired: bool = False  # NVFP4 with at most PAIRED_ROWS query rows, see `formats.Kv4Bit`
     guests: int = 0  # CTAs of the next launch that must fit beside them; ctas + guests bound the registers
-
-    whole: bool = False  # a CTA for every segment, see `partition.WholeSegments`
-    cluster: int = 1  # CTAs of a cluster that merge in shared memory, see `partition.ClusterSegments`
-    ahead: int = 0  # keys of a CTA that go to L2 before the preceding kernel has ended, see `ahead.KeysAhead`
-    early: bool = False  # first tiles are copied from where they were before that, see `ahead.EarlyTiles`
-    warp_heads: bool = False  # each warp of a CTA has a kv head and all its tiles, see `partition.HeadSegments`
+    work: Work = "shares"
+    cluster_size: int = 1  # CTAs of a cluster that merge in shared memory
+    prefetch: Prefetch = "none"
+    prefetch_keys: int = 0  # of a CTA, at most
 
     def __post_init__(self) -> None:
         rules = {
             "head_dim must be that of whole chunks": is_head_dim(self.head_dim, self.kv_bits),
             "warps must be whole teams": self.warps % self.team == 0,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
-            "clusters need columns that a warp holds": self.cluster == 1 or (self.team == 1 and not self.whole),
-            "heads of a warp need whole segments and columns that it holds": not self.warp_heads
-            or (self.whole and self.team == 1),
-            "keys with block scales are not fetched ahead": self.ahead == 0 or self.kv_bits > 4,
-            "tiles are copied early where keys are fetched ahead": self.ahead > 0 or not self.early,
+            f"work must be one of {get_args(Work)}": self.work in get_args(Work),
+            "clusters, and they alone, have several CTAs": (self.work == "cluster") == (self.cluster_size > 1),
+            "clusters and heads of a warp need columns that a warp holds": self.team == 1
+            or self.work in ("shares", "whole"),
+            f"prefetch must be one of {get_args(Prefetch)}": self.prefetch in get_args(Prefetch),
+            "what is prefetched must be keys": (self.prefetch == "none") == (self.prefetch_keys == 0),
+            "keys with block scales are not prefetched": self.prefetch == "none" or self.kv_bits > 4,
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
         for rule, holds in rules.items():
@@ -87,13 +139,12 @@ class XqaSpec(KernelSpec):
 
     @property
     def teams(self) -> int:
-        """Tiles of a segment that are processed at once."""
-        return 1 if self.warp_heads else self.warps // self.team
+        return 1 if self.work == "heads" else self.warps // self.team
 
     @property
     def heads(self) -> int:
         """Kv heads of a CTA."""
-        return self.warps if self.warp_heads else 1
+        return self.warps if self.work == "heads" else 1
 
     @property
     def warp_dim(self) -> int:
@@ -114,10 +165,6 @@ class XqaSpec(KernelSpec):
         16 bytes of scales."""
         scales = self.cols * self.warp_dim // SCALE_BLOCK
         return self.kv_bits == 4 and arch.converts_e2m1 and not self.paired and self.warp_dim >= 128 and scales >= 256
-
-    @property
-    def kv_bits(self) -> int:
-        return KV_BITS[self.kv_dtype]
 
     @property
     def mma_dtype(self) -> str:

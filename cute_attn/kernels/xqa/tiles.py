@@ -6,7 +6,17 @@ from typing import Literal, NamedTuple, get_args
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.smem import XqaMemory
-from cute_attn.kernels.xqa.spec import MAX_HEAD_DIM, PAIRED_ROWS, SCALE_BLOCK, WARP_DIM, XqaSpec, padded_dim
+from cute_attn.kernels.xqa.spec import (
+    MAX_HEAD_DIM,
+    PAIRED_ROWS,
+    SCALE_BLOCK,
+    WARP_DIM,
+    WHOLE,
+    Prefetch,
+    Work,
+    XqaSpec,
+    padded_dim,
+)
 from cute_attn.runtime.arch import Arch
 
 REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and queries exceed a thread's registers
@@ -45,11 +55,22 @@ class Ring(NamedTuple):
     slot: int  # approximate bytes of K and V per tile
     guests: int = 0  # see `XqaSpec`
     most: int = 64  # tokens of a tile
-    cluster: int = 1
-    whole: bool = False
-    ahead: int = 0
-    early: bool = False
-    warp_heads: bool = False
+    work: Work = "shares"
+    cluster_size: int = 1
+    prefetch: Prefetch = "none"
+    prefetch_keys: int = 0
+
+    def in_clusters(self, size: int) -> Ring:
+        """The ring in clusters of so many CTAs."""
+        return self._replace(work="cluster", cluster_size=size)
+
+    def to_l2(self, keys: int) -> Ring:
+        """The ring in CTAs that prefetch so many keys to L2."""
+        return self._replace(prefetch="l2", prefetch_keys=keys)
+
+    def to_smem(self, keys: int) -> Ring:
+        """The ring in CTAs that prefetch so many keys to L2, and of these the first tiles to shared memory."""
+        return self._replace(prefetch="smem", prefetch_keys=keys)
 
 
 class Row(NamedTuple):
@@ -89,10 +110,10 @@ OTHER_RINGS = (
 )
 # Of short segments, by the most bytes of a row of K (`python -m perf.search_decode --window-left`).
 _SHORT_RINGS = {
-    32: Ring(2, 2, 8, 2048, whole=True),
-    64: Ring(2, 2, 8, 4096, whole=True),
-    128: Ring(4, 2, 4, 4096, whole=True),
-    1024: Ring(4, 3, 2, 8192, whole=True),
+    32: Ring(2, 2, 8, 2048, work="whole"),
+    64: Ring(2, 2, 8, 4096, work="whole"),
+    128: Ring(4, 2, 4, 4096, work="whole"),
+    1024: Ring(4, 3, 2, 8192, work="whole"),
 }
 _SHORT = tuple(
     Row(bits, (ring,), range(1, size * 8 // bits + 1)) for bits in (16, 8, 4) for size, ring in _SHORT_RINGS.items()
@@ -135,38 +156,39 @@ _CLUSTERED = range(1, WARP_DIM + 1)  # head dims
 _MEASURED = range(128, 129)  # head dims of rings that were measured at one
 _NARROW = range(64, 65)
 # A kv head for each warp, or a CTA.
-_WHOLE_HEADS = Ring(2, 2, 8, 4096, whole=True, warp_heads=True), Ring(2, 2, 8, 4096, whole=True)
+_WHOLE_HEADS = Ring(2, 2, 8, 4096, work="heads"), Ring(2, 2, 8, 4096, work="whole")
 # A tile of a window of 128 keys for each of its warps: whatever is read arrives at once.
-_FEW_SHORTEST = Ring(4, 2, 4, 2048, whole=True, ahead=SHORT, early=True)
+_FEW_SHORTEST = Ring(4, 2, 4, 2048, work="whole").to_smem(SHORT)
 # All tiles of such a window but one on their way, and no barrier behind them.
 _SHORTEST_HEADS = (
-    Ring(4, 3, 2, 4096, whole=True, ahead=SHORT, warp_heads=True),
-    Ring(2, 2, 8, 4096, whole=True, ahead=SHORT, early=True),
+    Ring(4, 3, 2, 4096, work="heads").to_l2(SHORT),
+    Ring(2, 2, 8, 4096, work="whole").to_smem(SHORT),
 )
 # H100, 1 x 8192, d 128: with a guest and keys ahead 7.7 us instead of 9.4 (28/4 heads), 5.8 instead of 6.6 (8/1).
 _CLUSTERS_OF_8 = (
-    Row(8, (Ring(8, 3, 1, 4096, guests=1, cluster=8, ahead=64),), _MEASURED),
-    Row(8, (Ring(8, 4, 1, 4096, cluster=8), Ring(8, 3, 1, 4096, cluster=8)), _CLUSTERED),
-    Row(4, (Ring(8, 3, 1, 4096, cluster=8),), _CLUSTERED),
+    Row(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED),
+    Row(8, (Ring(8, 4, 1, 4096).in_clusters(8), Ring(8, 3, 1, 4096).in_clusters(8)), _CLUSTERED),
+    Row(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED),
 )
-_ALONE_16 = (Ring(8, 2, 1, 8192, cluster=8), Ring(4, 3, 1, 8192, cluster=8))
-_ONE_16 = (Ring(4, 3, 1, 8192, guests=1, cluster=6), Ring(4, 3, 1, 8192, cluster=6))
-# `ahead`: what a launch fetches while the CTAs of the preceding one end, one after the other, its own would wait for.
-# `early`, relative to keys ahead alone, H100 and H200: clusters over 16 bits, 1 x 2048 and 1 x 8192, 1.01 to 1.07 times
-# as fast, over 8 bits 0.94 to 0.98; 64 windows 1.02 and 0.98. Time lies in instructions as much as in latencies there.
+_ALONE_16 = (Ring(8, 2, 1, 8192).in_clusters(8), Ring(4, 3, 1, 8192).in_clusters(8))
+_ONE_16 = (Ring(4, 3, 1, 8192, guests=1).in_clusters(6), Ring(4, 3, 1, 8192).in_clusters(6))
+# Keys to L2: what a launch fetches while CTAs of the preceding one end, one after the other, its own would wait for.
+# Tiles to shared memory, relative to that, H100 and H200: clusters over 16 bits, 1 x 2048 and 1 x 8192, 1.01 to 1.07
+# times as fast, over 8 bits 0.94 to 0.98; 64 windows 1.02 and 0.98. Time lies in instructions as much as in latencies
+# there.
 HOPPER = RingTable(
     {
         **DEFAULT.rows,
         # 1 x 8192: 6.5 us instead of 6.9 without keys ahead (H100, 8/1 heads).
         "alone": (
-            Row(16, (Ring(8, 2, 1, 8192, cluster=8, ahead=16, early=True),), _MEASURED),
+            Row(16, (Ring(8, 2, 1, 8192).in_clusters(8).to_smem(16),), _MEASURED),
             Row(16, _ALONE_16, _CLUSTERED),
             *_CLUSTERS_OF_8,
         ),
         # Of 6 CTAs more clusters run at once than of 8, whose GPC leaves SMs over. 1 x 8192, 28/4 heads: 9.6 us on an
         # H100, 8.5 on an H200; with four warps, three stages and a guest 9.8 and 8.9.
         "one": (
-            Row(16, (Ring(8, 2, 1, 8192, cluster=6, ahead=16, early=True),), _MEASURED),
+            Row(16, (Ring(8, 2, 1, 8192).in_clusters(6).to_smem(16),), _MEASURED),
             Row(16, _ONE_16, _CLUSTERED),
             *_CLUSTERS_OF_8,
         ),
@@ -174,30 +196,30 @@ HOPPER = RingTable(
         # H100, H200: bf16, 2048 keys 6.5, 6.0 us instead of 7.3, 6.8 by 12 CTAs a unit; 8192 15.6, 13.2 instead of
         # 16.2, 13.3. 8 bits, 131072 keys: 88 instead of 69 us (H200).
         "tiny": (
-            Row(16, (Ring(4, 3, 1, 8192, guests=1, cluster=8, ahead=64, early=True),), _MEASURED),
+            Row(16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64),), _MEASURED),
             Row(16, _ONE_16, _CLUSTERED),
-            Row(8, (Ring(8, 2, 1, 4096, guests=1, cluster=8, ahead=128),), _MEASURED),
+            Row(8, (Ring(8, 2, 1, 4096, guests=1).in_clusters(8).to_l2(128),), _MEASURED),
         ),
         "brief": (
-            Row(16, (Ring(4, 3, 1, 8192, guests=1, cluster=8, ahead=16, early=True),), _MEASURED),
+            Row(16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(16),), _MEASURED),
             Row(16, _ONE_16, _CLUSTERED),
-            Row(8, (Ring(8, 3, 1, 4096, guests=1, cluster=8, ahead=64),), _MEASURED),
+            Row(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED),
         ),
         "long": DEFAULT.rows["few"],
         # 8 x 8192: 1.01 to 1.02 times as fast as the rings of long requests, 1 x 131072 0.98 (8 bits, H100).
         "few": (
-            Row(16, (Ring(8, 2, 1, 8192, ahead=256),), _MEASURED),
-            Row(8, (Ring(8, 2, 1, 8192, ahead=512),), _MEASURED),
+            Row(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED),
+            Row(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED),
             *DEFAULT.rows["few"],
         ),
         # 64 x 2048: 1.02 (H100) and 1.00 (H200).
-        "many": (Row(8, (Ring(8, 2, 1, 8192, ahead=128),), _MEASURED), *DEFAULT.rows["many"]),
+        "many": (Row(8, (Ring(8, 2, 1, 8192).to_l2(128),), _MEASURED), *DEFAULT.rows["many"]),
         # 1.02 to 1.03 times as fast as CTAs that cut segments (H100, 256 x 1024 and 512 x 512; H200 1.07), but of 64 x
         # 8192, 8 bits, 1.01 on an H100 and 0.95 on an H200. With a kv head for each warp, 1.03 to 1.04 times as fast
         # again over 8 bits, 1.002 over 16 (H100).
         "even": (
             Row(8, _WHOLE_HEADS, _MEASURED),
-            Row(16, (Ring(2, 3, 4, 8192, whole=True),), _MEASURED),
+            Row(16, (Ring(2, 3, 4, 8192, work="whole"),), _MEASURED),
         ),
         # Windows of 128 keys, 8 kv heads, on an H100 and an H200, relative to CTAs of two warps with early tiles
         # (8 bits, up to 64 requests) or to "short". 8 bits: 8 requests 1.09 and 1.09, 16 0.99 and 1.02; 32 1.03 and
@@ -206,12 +228,10 @@ HOPPER = RingTable(
         "few shortest": (Row(8, (_FEW_SHORTEST,), _NARROW), Row(16, (_FEW_SHORTEST._replace(slot=4096),), _NARROW)),
         "some shortest": (Row(8, _SHORTEST_HEADS, _NARROW), Row(16, (_FEW_SHORTEST._replace(slot=4096),), _NARROW)),
         "more shortest": (Row(8, _SHORTEST_HEADS, _NARROW),),
-        "many shortest": (
-            Row(8, (Ring(2, 5, 4, 4096, whole=True, ahead=SHORT, warp_heads=True), _SHORT_RINGS[64]), _NARROW),
-        ),
+        "many shortest": (Row(8, (Ring(2, 5, 4, 4096, work="heads").to_l2(SHORT), _SHORT_RINGS[64]), _NARROW),),
         # Windows of 512 keys, 8 kv heads, relative to "short", H100 and H200: 8 requests 1.33 and 1.39, 256 1.04 and
         # 1.07. 32 requests: all rings with keys ahead are slower, 0.96 and less.
-        "few short": (Row(8, (Ring(8, 2, 2, 4096, whole=True, ahead=SHORT),), _MEASURED),),
+        "few short": (Row(8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED),),
         "many short": (Row(8, _WHOLE_HEADS, _MEASURED),),
     }
 )
@@ -231,12 +251,13 @@ def choose(
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS and not (arch.converts_e2m1 and head_dim >= 128)
     table = TABLES.get(arch.capability[0], DEFAULT)
     preferred = table.rings(segments, KV_BITS[kv_dtype], head_dim)
+    work: Work = "whole" if preferred[0].work in WHOLE else "shares"
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),
-            r.warps, r.stages, r.ctas, paired, r.guests, preferred[0].whole, r.cluster, r.ahead, r.early, r.warp_heads,
+            r.warps, r.stages, r.ctas, paired, r.guests, r.work, r.cluster_size, r.prefetch, r.prefetch_keys,
         )
-        for r in (*preferred, *OTHER_RINGS)
+        for r in (*preferred, *(ring._replace(work=work) for ring in OTHER_RINGS))
     ]  # fmt: skip
     fitting = [spec for spec in specs if _fits(spec, arch) and num_kv_heads % spec.heads == 0]
     return next((spec for spec in fitting if in_flight(spec) >= table.in_flight), max(fitting, key=in_flight))

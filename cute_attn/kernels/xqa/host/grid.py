@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from cute_attn.kernels.host.batch import MAX_SETTINGS
 from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.xqa.host.variant import choose_spec
-from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.spec import DecodeSpec, Work, XqaSpec
 from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import Settings
@@ -22,16 +23,29 @@ MAX_IDLE = 1 / 32  # of all CTAs
 CLUSTERED = 3 / 4
 
 
+class Placement(NamedTuple):
+    """Grid of a launch, and what its CTAs leave in device memory."""
+
+    grid: Grid  # (CTA groups, CTAs per group, 1); of whole segments (units / heads of a CTA, 1, 1), for one request
+    ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
+    partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
+    min_share: int = 1  # tiles of a CTA
+
+
 class LaunchConfig(NamedTuple):
     """Kernel and grid of launches with the same settings and number of query tokens per request."""
 
     spec: XqaSpec | XqaUmmaSpec
     qo_len: int  # query tokens of every request, or the most of any
     row_blocks: int  # blocks of query rows per request and kv head
-    grid: Grid  # (CTA groups, CTAs per group, 1); of whole segments (units / heads of a CTA, 1, 1), for one request
-    ctas: int  # CTAs of the grid, and some that are idle, that may leave partial results; 0 of whole segments
-    counter_bytes: int
-    partial_bytes: int  # 0 for one CTA, which leaves no partial results
+    grid: Grid  # this and what follows: see `Placement`
+    ctas: int
+    partial_bytes: int
+    min_share: int
+
+    @property
+    def counter_bytes(self) -> int:
+        return 4 * self.ctas
 
     def grid_of(self, batch_size: int) -> Grid:
         """Returns the grid of a launch of `batch_size` requests."""
@@ -48,29 +62,46 @@ def launch_config(
     features = settings.features
     spec = choose_spec(features, qo_len, segments, arch)
     row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
-    units = features.num_kv_heads * row_blocks
-    if spec.whole:
-        if features.num_kv_heads % spec.heads:
-            raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
-        return LaunchConfig(spec, qo_len, row_blocks, (units // spec.heads, 1, 1), 0, 0, 0)
-    if spec.cluster > 1:
-        return LaunchConfig(spec, qo_len, row_blocks, *clustered(spec, units, sms, workspace_bytes))
+    placement = PLACEMENTS[spec.work](spec, features.num_kv_heads, row_blocks, sms, workspace_bytes)
+    return LaunchConfig(spec, qo_len, row_blocks, *placement)
+
+
+def shares(spec: DecodeSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
+    """Places as many CTAs as run at a time."""
     ctas = max(1, min(sms * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec)))
-    groups = cta_group_count(features.num_kv_heads * row_blocks, ctas)
+    groups = cta_group_count(num_kv_heads * row_blocks, ctas)
+    size = ctas // groups
     partial_bytes = 0 if ctas == 1 else ctas * partial_bytes_per_cta(spec)
-    return LaunchConfig(spec, qo_len, row_blocks, (groups, ctas // groups, 1), ctas, 4 * ctas, partial_bytes)
+    return Placement((groups, size, 1), ctas, partial_bytes, 1 if size == 1 else spec.teams)
 
 
-def clustered(spec: XqaSpec | XqaUmmaSpec, units: int, sms: int, workspace_bytes: int) -> tuple[Grid, int, int, int]:
-    """Returns the grid of one request, whose units have as many clusters each, and the CTAs, counter_bytes and
-    partial_bytes of its `LaunchConfig`: none for one cluster a unit, which merges in shared memory alone."""
+def whole(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
+    """Places a CTA for every unit, or for those of as many kv heads as a CTA has."""
+    if num_kv_heads % spec.heads:
+        raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {num_kv_heads}")
+    return Placement((num_kv_heads // spec.heads * row_blocks, 1, 1))
+
+
+def clusters(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
+    """Places the clusters of one request, as many for each unit. One cluster a unit merges in shared memory alone."""
+    units, size = num_kv_heads * row_blocks, spec.cluster_size
     ctas = min(int(sms * CLUSTERED) * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec))
-    clusters = max(1, ctas // (units * spec.cluster))
-    used = units * clusters * spec.cluster if clusters > 1 else 0
-    return (units, clusters * spec.cluster, 1), used, 4 * used, used * partial_bytes_per_cta(spec)
+    count = ctas // (units * size)
+    if count <= 1:
+        return Placement((units, size, 1))
+    used = units * count * size
+    return Placement((units, count * size, 1), used, used * partial_bytes_per_cta(spec), spec.teams)
 
 
-def partial_bytes_per_cta(spec: XqaSpec | XqaUmmaSpec) -> int:
+PLACEMENTS: dict[Work, Callable[[Any, int, int, int, int], Placement]] = {
+    "shares": shares,
+    "whole": whole,
+    "heads": whole,
+    "cluster": clusters,
+}
+
+
+def partial_bytes_per_cta(spec: DecodeSpec) -> int:
     """Returns the bytes of two partial results: a CTA may end one segment and begin another."""
     return 2 * spec.rows * (spec.head_dim + 2) * 4
 

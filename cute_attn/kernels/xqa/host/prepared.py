@@ -43,7 +43,7 @@ class XqaKernel(PreparedKernel):
     def __init__(self, settings: Settings, config: LaunchConfig, gpu: Gpu) -> None:
         features, spec, grid = settings.features, config.spec, config.grid
         launch = load(spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
-        self.config, self.ahead = config, spec.ahead > 0
+        self.config, self.ahead = config, spec.prefetch != "none"
         self.paged = features.kv_source == "paged"
         self.token, self.head = kv_axes(settings)
         self.itemsize = features.q_dtype.itemsize
@@ -61,7 +61,7 @@ class XqaKernel(PreparedKernel):
             **divisor("group", features.num_qo_heads // features.num_kv_heads),
             **divisor("page_size", settings.page_size if self.paged else ONE_PAGE, stem="page"),
             "overhead": spec.segment_overhead,
-            "min_share": 1 if spec.cluster == grid[1] else spec.teams,  # one tile per team of warps
+            "min_share": config.min_share,
             "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }

@@ -20,8 +20,9 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.kinds import make_partition
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
-from cute_attn.kernels.xqa.parts.partition import FirstKeys, Load, Partition, Segment, Share, make_partition
+from cute_attn.kernels.xqa.parts.partition import FirstKeys, Load, Partition, Segment, Share
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.spec import XqaSpec
 

@@ -17,10 +17,12 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import cluster, ptx, tma
 from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, SoftmaxState, merge_states
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
+from cute_attn.kernels.xqa.smem import XqaMemory
 
 SENT_BYTES = 16 + 8  # of a vector and its statistics
 
@@ -38,6 +40,10 @@ def open_inbox(barrier: Int32) -> None:
 class ClusterMerge(WarpMerge):
     """Merge of a segment that clusters of CTAs share (`partition.ClusterSegments`)."""
 
+    @staticmethod
+    def open(memory: XqaMemory) -> None:
+        open_inbox(shared_memory() + memory.inbox_barrier)
+
     def enter(self) -> None:
         """Wait for the other CTAs: nothing may be sent to one that has not opened its inbox."""
         cluster.wait()
@@ -45,11 +51,11 @@ class ClusterMerge(WarpMerge):
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write this CTA's slice of the outputs, by all threads. A barrier after `publish` must come before."""
-        tiles = share.size * self.spec.cluster
+        tiles = share.size * self.spec.cluster_size
         count = ptx.maximum(ptx.divide(segment.request.tiles + tiles - 1, tiles), Int32(1))
         count = ptx.opaque(count)  # computed here, not after the barriers
         if cute.arch.thread_idx()[0] == 0:
-            tma.barrier_expect(self.inbox_barrier, self.slice_vectors(rows) * (self.spec.cluster * SENT_BYTES))
+            tma.barrier_expect(self.inbox_barrier, self.slice_vectors(rows) * (self.spec.cluster_size * SENT_BYTES))
         for item in cutlass.range(cute.arch.thread_idx()[0], self.num_vectors(rows), self.threads, unroll=1):
             row, dim = self.row_and_dim(item)
             if self.has_columns(dim):
@@ -58,7 +64,7 @@ class ClusterMerge(WarpMerge):
         for index in cutlass.range(cute.arch.thread_idx()[0], self.memory.inbox_vectors, self.threads, unroll=1):
             row, dim, wanted = self.slice(rows, index)
             if wanted:
-                result = merge_states([self.received(index, cta) for cta in range(self.spec.cluster)])
+                result = merge_states([self.received(index, cta) for cta in range(self.spec.cluster_size)])
                 if count == 1:
                     self.store(rows, row, dim, result)
                 else:
@@ -139,6 +145,6 @@ class ClusterMerge(WarpMerge):
                         Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)]
                     )
                     for number in cutlass.range(0, count, unroll=4):
-                        cta = self.cta_index(number * self.spec.cluster + cluster.rank())
+                        cta = self.cta_index(number * self.spec.cluster_size + cluster.rank())
                         state = merge_states([state, self.load_partial(cta, rows, row, dim)])
                     self.store(rows, row, dim, state)

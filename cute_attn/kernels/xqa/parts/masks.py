@@ -12,6 +12,7 @@ from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.layouts import TileLayout
 from cute_attn.kernels.xqa.parts.partition import Segment
+from cute_attn.kernels.xqa.spec import DecodeSpec, XqaSpec
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class DraftMask:
     p: Any  # XqaParams
     rows: PackedRows
     segment: Segment
-    spec: Any  # XqaSpec, XqaUmmaSpec
+    spec: DecodeSpec
 
     @property
     def prefix(self) -> Int32:
@@ -57,6 +58,7 @@ class DraftMask:
 class TileMask(DraftMask):
     """Mask of one segment for scores in the layout of mma.sync."""
 
+    spec: XqaSpec
     layout: TileLayout  # which tokens they are of
 
     @cute.jit

@@ -21,9 +21,8 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
-from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.spec import DecodeSpec
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
-from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 
 VECTOR_WIDTH = 4  # output dims that a thread merges at once
 VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, for two partials
@@ -58,7 +57,7 @@ def merge_states(parts: list[SoftmaxState]) -> SoftmaxState:
 class Merge:
     """Merge of one segment's warps and KV splits, and its epilogue."""
 
-    spec: XqaSpec | XqaUmmaSpec
+    spec: DecodeSpec
     memory: XqaMemory | UmmaMemory
     team: LoneWarp | WarpTeam
     p: Any  # XqaParams
@@ -67,10 +66,15 @@ class Merge:
 
     @property
     def vectors_per_row(self) -> int:
-        """Vectors of a warp's columns of a row, padding included."""
-        return self.spec.tile_dim // VECTOR_WIDTH
+        """Vectors of a state's columns of a row, padding included."""
+        return self.memory.tile_dim // VECTOR_WIDTH
 
     # --- states of a CTA --------------------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> range:
+        """Numbers of the states that have this thread's columns, or of those of the first warp of its team."""
+        raise NotImplementedError
 
     @property
     def lanes(self) -> int:
@@ -94,12 +98,12 @@ class Merge:
         return dim ^ ((row >> 1 & 3) << 3)
 
     def merge_warps(self, row: Int32, dim: Int32) -> SoftmaxState:
-        """Merge the states of the CTA's teams for one vector of a row."""
+        """Merge the states of the CTA for one vector of a row."""
         parts, stats_bytes = [], self.memory.rows * 8
-        for warp in range(0, self.spec.warps, self.spec.team):
+        for warp in self.states:
             stats = self.team.shifted(self.base + self.memory.stats + row * 8, stats_bytes)
             maximum, total = ptx.ld_shared_v2_f32(stats, warp * stats_bytes)
-            at = self.base + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim, row) * 4
+            at = self.base + row * (self.memory.tile_dim * 4) + self.swizzled_dim(dim, row) * 4
             at = self.team.shifted(at, self.memory.ring_bytes)
             values = ptx.ld_shared_v4_f32(at, warp * self.memory.ring_bytes + self.memory.outputs)
             parts.append(SoftmaxState(maximum, total, values))
@@ -107,11 +111,11 @@ class Merge:
 
     def has_columns(self, dim: Int32) -> Boolean | bool:
         """Whether a vector is no padding."""
-        return dim < self.spec.warp_dim if self.spec.warp_dim < self.spec.tile_dim else True
+        return True
 
     def head_dim(self, dim: Int32) -> Int32:
-        """Dimension of the head at dimension `dim` of this warp."""
-        return self.team.shifted(dim, self.spec.warp_dim)
+        """Dimension of the head at dimension `dim` of this state."""
+        return dim
 
     # --- output -----------------------------------------------------------------------------------------------------
 
@@ -241,7 +245,7 @@ class Merge:
         for i in cutlass.range_constexpr(self.vectors_per_lane):
             row, dim = positions[i]
             ptx.st_shared_v4_f32(
-                outputs + (row * self.spec.tile_dim + self.swizzled_dim(dim, row)) * 4, 0, sums[i].values
+                outputs + (row * self.memory.tile_dim + self.swizzled_dim(dim, row)) * 4, 0, sums[i].values
             )
             if dim == 0:
                 ptx.st_shared_v2_f32(stats + row * 8, 0, [sums[i].maximum, sums[i].total])

@@ -24,7 +24,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.spec import DecodeSpec, XqaSpec
 
 
 class Share(NamedTuple):
@@ -94,10 +94,10 @@ def load_word(exists: Boolean, address: Int64, offset: int) -> Int32:
 
 @dataclass(frozen=True)
 class Partition:
-    """Device-side partition; `cols` is the number of tokens of a tile."""
+    """Device-side partition into equal shares."""
 
     p: Any  # XqaParams
-    cols: int
+    spec: DecodeSpec
     load: Load = field(default=load_word, kw_only=True)
 
     @property
@@ -112,7 +112,7 @@ class Partition:
 
     @cute.jit
     def request(self, index: Int32) -> Request:
-        p = self.p
+        p, cols = self.p, self.spec.cols
         exists = isa.less_unsigned(index, p.batch)
         kv_len = self.load(exists, p.seq_lens + Int64(index) * Int64(4), 0)
         kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))  # never past the row of the page table
@@ -122,7 +122,7 @@ class Partition:
             qo_start = self.load(exists, bounds, 0)
             qo_len = self.load(exists, bounds, 4) - qo_start
         first_token = ptx.maximum(kv_len - qo_len - p.window_left, Int32(0))
-        tiles = (kv_len + (self.cols - 1)) // self.cols - first_token // self.cols
+        tiles = (kv_len + (cols - 1)) // cols - first_token // cols
         return Request(kv_len, first_token, tiles, qo_start, qo_len)
 
     def head(self, segment: Segment) -> Int32:
@@ -173,7 +173,7 @@ class Partition:
     def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
         """The keys of a share's first segment that this CTA reads first, at most `most`; none of a CTA that cannot
         start before the preceding launch has ended."""
-        p, cols = self.p, self.cols
+        p, cols = self.p, self.spec.cols
         split, request = self.split(segment, share), segment.request
         first_tile = request.first_token // cols
         begin = ptx.maximum((first_tile + split.begin) * cols, request.first_token)
@@ -281,21 +281,21 @@ class WholeSegments(Partition):
 class HeadSegments(WholeSegments):
     """Partition where every warp has a segment of its own: the warps of a CTA read the same tokens of adjacent kv
     heads, which lie side by side in the cache, and so all of a token is read at about the same time. Warps do not wait
-    for each other. The grid is [units / heads, requests]; CTAs that follow each other have the row blocks of the same
-    heads."""
+    for each other. The number of kv heads is a multiple of those of a CTA. The grid is [units / heads of a CTA,
+    requests]; CTAs that follow each other have the row blocks of the same heads."""
 
-    heads: int  # of a CTA: one per warp; divides the number of kv heads
+    spec: XqaSpec
 
     @property
     def first_head(self) -> Int32:
-        return self.head_of(cute.arch.block_idx()[0]) * self.heads
+        return self.head_of(cute.arch.block_idx()[0]) * self.spec.heads
 
     @property
     def unit(self) -> Int32:
         p, cta = self.p, cute.arch.block_idx()[0]
         group = self.head_of(cta)
         block = cta - group * p.row_blocks
-        return (group * self.heads + warp_index()) * p.row_blocks + block
+        return (group * self.spec.heads + warp_index()) * p.row_blocks + block
 
 
 BEYOND = 1 << 30  # position of no tile
@@ -307,7 +307,7 @@ class ClusterSegments(Partition):
     results in shared memory. The grid is [units, clusters of a unit x CTAs of a cluster]. Positions are tiles; clusters
     behind the last tile are idle."""
 
-    cluster: int
+    spec: XqaSpec
 
     def prefetch_lengths(self) -> None:
         self.prefetch_request(Int32(0))
@@ -325,8 +325,9 @@ class ClusterSegments(Partition):
         return share, Segment(Int32(0), cute.arch.block_idx()[0], Int32(0), first_page, request)
 
     def overlaps(self, segment: Segment, share: Share) -> Boolean:
-        cluster = cute.arch.block_idx()[1] // self.cluster
-        return segment.start + cluster * (share.size * self.cluster) < ptx.maximum(segment.request.tiles, Int32(1))
+        size = self.spec.cluster_size
+        cluster = cute.arch.block_idx()[1] // size
+        return segment.start + cluster * (share.size * size) < ptx.maximum(segment.request.tiles, Int32(1))
 
     def split(self, segment: Segment, share: Share) -> KvSplit:
         return KvSplit(share.begin, share.end, Boolean(False), Boolean(True))
@@ -334,11 +335,3 @@ class ClusterSegments(Partition):
     def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
         """No segment."""
         return segment._replace(start=Int32(BEYOND))
-
-
-def make_partition(spec: XqaSpec, p: Any, load: Load = load_word) -> Partition:
-    if spec.cluster > 1:
-        return ClusterSegments(p, spec.cols, spec.cluster, load=load)
-    if spec.warp_heads:
-        return HeadSegments(p, spec.cols, spec.heads, load=load)
-    return (WholeSegments if spec.whole else Partition)(p, spec.cols, load=load)

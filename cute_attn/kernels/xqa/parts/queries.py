@@ -38,7 +38,7 @@ class QueryRows:
 
     def rows(self, segment: Segment) -> PackedRows:
         """Packed rows of a segment: the query heads of a GQA group, token by token."""
-        return Partition(self.p, self.spec.cols).rows(segment, self.spec.rows)
+        return Partition(self.p, self.spec).rows(segment, self.spec.rows)
 
     def load(self, segment: Segment) -> list[Int32]:
         """Issue the loads of a segment's rows. This must precede the copies of its first tiles: every warp needs Q

@@ -101,9 +101,3 @@ class WarpTeam:
                 part = ptx.ld_shared_v4_f32(team, mate * 2 * size + i * 128)
                 total[i : i + 4] = [x + y for x, y in zip(total[i : i + 4], part, strict=True)] if mate else part
         return total
-
-
-def make_team(spec: XqaSpec, memory: XqaMemory) -> LoneWarp | WarpTeam:
-    if spec.warp_heads:
-        return HeadWarp()
-    return WarpTeam(spec, memory) if spec.team > 1 else LoneWarp()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
@@ -23,6 +23,20 @@ class WarpMerge(Merge):
     spec: XqaSpec
     memory: XqaMemory
     format: Format
+
+    @staticmethod
+    def open(memory: XqaMemory) -> None:
+        """Prepare shared memory, before anything else."""
+
+    @property
+    def states(self) -> range:
+        return range(0, self.spec.warps, self.spec.team)
+
+    def has_columns(self, dim: Int32) -> Boolean | bool:
+        return dim < self.spec.warp_dim if self.spec.warp_dim < self.spec.tile_dim else True
+
+    def head_dim(self, dim: Int32) -> Int32:
+        return self.team.shifted(dim, self.spec.warp_dim)
 
     @cute.jit
     def publish(self, running: Running, warp: Int32) -> None:

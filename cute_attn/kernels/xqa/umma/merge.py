@@ -35,6 +35,10 @@ class UmmaMerge(Merge):
         return cls(spec, memory, LoneWarp(), p, base, finish, barrier, threads)
 
     @property
+    def states(self) -> range:
+        return range(1)
+
+    @property
     def lanes(self) -> int:
         return self.threads
 

@@ -60,7 +60,7 @@ class MmaWarp:
     def run(self, p: Any, shared: cutlass.Constexpr, tmem: Int32) -> None:
         """Starts the products of all segments of the CTA."""
         context = MmaContext(shared, tmem, sm100.elect_one())
-        partition = Partition(p, self.spec.cols)
+        partition = Partition(p, self.spec)
         share, segment = partition.first_segment()
         state = MmaState(*(start() for _ in MmaState._fields))
         while partition.overlaps(segment, share):

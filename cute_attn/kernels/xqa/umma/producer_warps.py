@@ -127,7 +127,7 @@ class ProducerWarps:
     @cute.jit
     def run(self, p: Any, shared: cutlass.Constexpr, thread: Int32) -> None:
         """Loads Q, K and V of all segments of the CTA."""
-        partition = Partition(p, self.spec.cols)
+        partition = Partition(p, self.spec)
         share, segment = partition.first_segment()
         q, kv = start(), start()
         while partition.overlaps(segment, share):

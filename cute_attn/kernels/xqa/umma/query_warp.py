@@ -51,7 +51,7 @@ class QueryWarp:
     @cute.jit
     def run(self, p: Any, shared: cutlass.Constexpr) -> None:
         """Converts Q of all segments of the CTA."""
-        partition = Partition(p, self.spec.cols)
+        partition = Partition(p, self.spec)
         share, segment = partition.first_segment()
         ring, q, scale = shared.ring("q"), start(), log2_scale(p, 1.0)
         lane = cute.arch.thread_idx()[0] & 31

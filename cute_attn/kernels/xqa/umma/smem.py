@@ -62,6 +62,11 @@ class UmmaMemory:
         return self.spec.rows
 
     @property
+    def tile_dim(self) -> int:
+        """Columns of an output row."""
+        return self.spec.head_dim
+
+    @property
     def ring_bytes(self) -> int:
         """Distance of the outputs of two states."""
         return 0

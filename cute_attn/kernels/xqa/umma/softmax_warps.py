@@ -89,7 +89,7 @@ class SoftmaxWarps:
     @cute.jit
     def run(self, p: Any, shared: cutlass.Constexpr, tmem: Int32) -> None:
         """Processes all segments of the CTA."""
-        partition = Partition(p, self.spec.cols)
+        partition = Partition(p, self.spec)
         share, segment = partition.first_segment()
         scale = self.launch_scale(p)
         tmem = tmem + cute.arch.make_warp_uniform(ptx.thread_index() >> 5) * sm100.WARP_LANES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.formats import KV_BITS, LINE
-from cute_attn.runtime.spec import KernelSpec
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.xqa.spec import DecodeSpec
 
 HEAD_DIMS = (64, 128, 256)
 ROWS = (16, 32, 64)  # packed query rows of a CTA: the N of all products
@@ -16,25 +16,12 @@ PIECE_DIM = 128  # head dims of a slot of K or V: the largest M of a product
 
 
 @dataclass(frozen=True)
-class XqaUmmaSpec(KernelSpec):
-    """Compile key. GQA group, page size, strides, lengths, window, scales and sinks are run-time values."""
+class XqaUmmaSpec(DecodeSpec):
+    """Compile key of the decode kernel on tcgen05. `kv_dtype` is "" or of 8 bits."""
 
     kernel: ClassVar[str] = "xqa_umma"
     cols: ClassVar[int] = 128  # tokens of a tile: the M of S^T = K Q^T
-    segment_overhead: ClassVar[int] = 2  # cost of starting and finishing a segment, in tiles (not measured)
-    ctas: ClassVar[int] = 1  # per SM
-    whole: ClassVar[bool] = False  # segments are cut between CTAs
-    cluster: ClassVar[int] = 1  # CTAs of a cluster
-    ahead: ClassVar[int] = 0  # keys are not fetched before the preceding kernel has ended
-    heads: ClassVar[int] = 1  # kv heads of a CTA
-    teams: ClassVar[int] = 1  # tiles that a CTA processes at once
-    warps: ClassVar[int] = 1  # softmax states of a CTA
-    team: ClassVar[int] = 1
-    dtype: str  # of q
-    kv_dtype: str  # "": that of q; or of 8 bits
-    out_dtype: str
-    head_dim: int
-    tree: bool = False  # mask bits decide which draft tokens a row sees, instead of causality
+    segment_overhead: ClassVar[int] = 2  # not measured
     rows: int = 16
     stages: int = 4  # slots of K and V: 128 tokens of up to 128 head dims each
 
@@ -48,10 +35,6 @@ class XqaUmmaSpec(KernelSpec):
         for rule, holds in rules.items():
             if not holds:
                 raise ValueError(f"{self}: {rule}")
-
-    @property
-    def kv_bits(self) -> int:
-        return KV_BITS[self.kv_dtype]
 
     @property
     def item_bytes(self) -> int:
@@ -96,12 +79,3 @@ class XqaUmmaSpec(KernelSpec):
     def pieces(self) -> int:
         """Slots of a tile of K, and of V."""
         return self.head_dim // self.piece_dim
-
-    @property
-    def tile_dim(self) -> int:
-        """Columns of an output row in shared memory."""
-        return self.head_dim
-
-    @property
-    def warp_dim(self) -> int:
-        return self.head_dim
