@@ -19,11 +19,9 @@ import torch
 from cute_attn.dispatch import backends, select
 from cute_attn.dispatch.capabilities import UNKNOWN_LOAD, Backend, Load
 from cute_attn.emulator import adapter
-from cute_attn.kernels.fa2.host import prepared as fa2
 from cute_attn.kernels.host import load as loader
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.persistent import prepared as persistent
-from cute_attn.kernels.xqa.host import prepared as xqa
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Features
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
@@ -77,10 +75,7 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
             stack.enter_context(patch)
         single_calls.forget()
         stack.callback(single_calls.forget)
-        for memo in (
-            *(backends._prepared, select.chosen, loader.load),
-            *(family.prepared_kernel for family in (fa2, persistent, xqa)),
-        ):
+        for memo in (backends._prepared, select.chosen, loader.load, prepared):
             memo.cache_clear()
             stack.callback(memo.cache_clear)
         yield driver

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from cute_attn.errors import ArgumentError
 
+MAX_DEVICES = 64  # CUDA devices of a process, for which facts are kept
+
 # Bytes of shared memory that one CTA may opt in to (CUDA programming guide, table of compute capabilities).
 _SMEM_163K = 166912
 _SMEM_99K = 101376
@@ -112,7 +114,7 @@ def for_capability(capability: tuple[int, int]) -> Arch:
     return _BY_CAPABILITY[(major, minor)]
 
 
-@functools.cache
+@functools.lru_cache(MAX_DEVICES)
 def for_device(index: int) -> Arch:
     """Returns the architecture of CUDA device `index` in torch's numbering, independent of the current device."""
     import torch
@@ -120,7 +122,6 @@ def for_device(index: int) -> Arch:
     return for_capability(torch.cuda.get_device_capability(index))
 
 
-@functools.cache
 def multiprocessors(index: int) -> int:
     """Returns the number of multiprocessors of CUDA device `index`."""
     import torch

@@ -186,7 +186,7 @@ def checked(what: str, result: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
-@functools.cache
+@functools.lru_cache(archs.MAX_DEVICES)
 def _primary_context(device_index: int) -> Any:
     """Returns the context that torch uses on a device, retained for the life of the process as torch does."""
     driver = load_driver()

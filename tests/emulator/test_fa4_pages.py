@@ -14,7 +14,7 @@ from cute_attn.emulator.settings import Emulation
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.fa4.host.family import KERNELS
 from cute_attn.kernels.host.persistent import batch as tilings
-from cute_attn.kernels.host.persistent.prepared import prepared_kernel
+from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from tests.support import batch_case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.persistent_emulated import ALL_SCHEDULES, name

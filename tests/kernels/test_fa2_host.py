@@ -12,12 +12,13 @@ import torch
 from cute_attn import packbits
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.host import batch as fa2_batch
-from cute_attn.kernels.fa2.host import single as fa2_single
 from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.prepared import MAX_SETTINGS
+from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.problem import Problem
 from cute_attn.reference import attention as reference
 from cute_attn.request import single as single_request
@@ -238,11 +239,9 @@ def test_lengths_do_not_grow_the_memo_without_bound() -> None:
     runner = FAMILY.prepare(problem.settings, H200)
     for length in range(1, 3 * host_single.MAX_LENGTHS):
         runner.launch(length, 2 * length)
-    scheduler = runner.scheduler
-    assert isinstance(scheduler, fa2_single.Scheduler)
     assert runner.launch.cache_info().currsize == host_single.MAX_LENGTHS
-    assert scheduler.tiling.cache_info().currsize <= fa2_batch.MANY_ROWS
-    assert runner.kernel.cache_info().currsize <= 2  # split or not
+    for memo in (fa2_batch.tiling, prepared_kernel):
+        assert memo.cache_info().currsize <= MAX_SETTINGS
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,13 @@ from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.host import combine
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.operands import optional_tensors
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import prepared, variant
 from cute_attn.kernels.host.persistent.single import Scheduler
 from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
 from cute_attn.kernels.host.persistent.variant import launch_size
+from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.host.single import SingleRun
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
@@ -63,9 +65,9 @@ def parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
 
     for module in (prepared, combine):
         monkeypatch.setattr(module, "load", load)
-    prepared.prepared_kernel.cache_clear()
+    prepared_kernel.cache_clear()
     yield names
-    prepared.prepared_kernel.cache_clear()
+    prepared_kernel.cache_clear()
 
 
 @pytest.fixture(params=TARGETS, ids=lambda target: target.name)
@@ -90,8 +92,8 @@ def packed(target: Target, problem: Problem, names: tuple[str, ...]) -> dict[str
         target.kernels, problem.settings, schedule.tile, schedule.heads, False, Gpu(target.arch, CPU, 132)
     )
     SingleRun(problem.settings, CPU, lambda *lengths: schedule, lambda *tile: kernel)(problem)
-    attention: Any = kernel.attention
-    return {name: attention.values[name] for name in names}
+    launch: Any = kernel.attention.of(optional_tensors(problem)[0])[0]
+    return {name: launch.values[name] for name in names}
 
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:

@@ -14,6 +14,7 @@ import torch
 from cute_attn.emulator import using
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import prepared, variant
 from cute_attn.kernels.xqa.host.batch import segments_of
@@ -66,9 +67,9 @@ def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fired]:
     xqa = pytest.importorskip("cute_attn.kernels.xqa.kernel", reason="needs the DSL", exc_type=ImportError)
     launch = Fired(xqa.XqaParams._fields)
     monkeypatch.setattr(prepared, "load", launch.load)
-    prepared.prepared_kernel.cache_clear()
+    prepared_kernel.cache_clear()
     yield launch
-    prepared.prepared_kernel.cache_clear()
+    prepared_kernel.cache_clear()
 
 
 def plan() -> Any:
@@ -92,7 +93,7 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
     uploads: list[Any] = []
     monkeypatch.setattr(prepared, "load", missing)
     monkeypatch.setattr("cute_attn.runtime.staging.Staging.upload", lambda staging, ints: uploads.append(ints))
-    prepared.prepared_kernel.cache_clear()
+    prepared_kernel.cache_clear()
     with pytest.raises(RuntimeError, match="no kernel"):
         plan()
     assert not uploads
@@ -178,7 +179,7 @@ def test_addresses_of_one_call_are_not_those_of_the_next(fired: Fired) -> None:
 def test_a_buffer_that_is_too_small_is_not_used(fired: Fired, short: str, field: str) -> None:
     problem = decode_problem()
     runner = DecodeRun(problem.settings, GPU)
-    config = runner.kernel(1, "few").config
+    config = launch_config(problem.settings, 1, "few", GPU.arch, GPU.sms)
     needed = problem.scratch._replace(counter_bytes=config.counter_bytes, partial_bytes=config.partial_bytes)
     runner(problem._replace(scratch=needed))
     runner(problem._replace(scratch=needed._replace(**{short: getattr(needed, short) - 1})))

@@ -20,12 +20,12 @@ import torch
 
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.host import batch as fa2_batch
-from cute_attn.kernels.fa2.host import prepared as fa2_prepared
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host import batch as host_batch
 from cute_attn.kernels.host import load as loading
 from cute_attn.kernels.host import single as host_single
+from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.reference.attention import alibi_slopes
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
@@ -171,7 +171,7 @@ def forget_kernels() -> None:
     """Clear the caches of loaded and prepared kernels, which hold those of other tests."""
     loading.load.cache_clear()
     fa2_batch.tiling.cache_clear()
-    fa2_prepared.prepared_kernel.cache_clear()
+    prepared_kernel.cache_clear()
 
 
 def memory(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray:

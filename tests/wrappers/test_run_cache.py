@@ -334,7 +334,7 @@ def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no kernel")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fa2_prepared, "Fa2Kernel", missing)
+        patch.setattr(fa2_prepared, "load", missing)
         with pytest.raises(RuntimeError, match="no kernel"):
             made.plan(**arguments)
     out, lse = call(PAGED, inputs, made)

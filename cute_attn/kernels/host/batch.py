@@ -24,7 +24,6 @@ Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; 
 
 COMBINE_CTAS = 16  # CTAs of 128 threads resident per SM: a larger grid only starts and ends where few rows are merged
 MAX_LAUNCHES = 1024  # numbers of records, for which sizes of launches are kept
-MAX_SETTINGS = 256  # settings of the layers of a model, for which tilings and prepared kernels are kept
 
 T_co = TypeVar("T_co", covariant=True)  # a family's tile
 

@@ -13,7 +13,7 @@ from cute_attn.kernels.host.features import combine_spec
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire
 from cute_attn.kernels.host.planner import Planner, refusal
-from cute_attn.kernels.host.prepared import Grid, PreparedKernel
+from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun
 from cute_attn.problem import (
     BatchLengths,
@@ -111,13 +111,13 @@ class TiledFamily(Generic[T]):
     scheduler: Callable[[Settings, Arch, int], Scheduler[T]]
     tiling: Callable[[Settings, BatchLengths, BatchLimits, Arch, int], Tiling[T]]
     kernel: Callable[[Settings, T, int, bool, Gpu], PreparedKernel]
-    # ^ from a tile, its heads, and whether partials are combined
+    # ^ loaded, for a tile, its heads, and whether partials are combined
 
     def prepare(self, settings: Settings, gpu: Gpu) -> SingleRun[T]:
         """Returns a callable that runs single requests of these settings."""
 
         def kernel(tile: T, heads: int, split: bool) -> PreparedKernel:
-            return self.kernel(settings, tile, heads, split, gpu)
+            return prepared(self.kernel, settings, tile, heads, split, gpu)
 
         return SingleRun(settings, gpu.device_index, self.scheduler(settings, gpu.arch, gpu.sms), kernel)
 
@@ -160,7 +160,7 @@ class TiledFamily(Generic[T]):
         tile, heads, merges = schedule.tiling.tile, schedule.params.group_size, schedule.merges
 
         def kernel(settings: Settings) -> PreparedKernel:
-            return self.kernel(settings, tile, heads, merges, gpu)
+            return prepared(self.kernel, settings, tile, heads, merges, gpu)
 
         return kernel
 

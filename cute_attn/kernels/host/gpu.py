@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import Settings
-from cute_attn.runtime.arch import Arch, for_device, multiprocessors
+from cute_attn.runtime.arch import MAX_DEVICES, Arch, for_device, multiprocessors
 
 
 class Gpu(NamedTuple):
@@ -22,12 +22,12 @@ class Gpu(NamedTuple):
         return self.arch.pdl and settings.enable_pdl is not False
 
 
+@functools.lru_cache(MAX_DEVICES)
 def of_device(index: int) -> Gpu:
     """Returns the GPU of CUDA device `index`."""
     return Gpu(for_device(index), index, multiprocessors(index))
 
 
-@functools.cache
 def supported(index: int) -> Gpu | None:
     """Returns the GPU of CUDA device `index`; None for one that no kernel runs on."""
     try:

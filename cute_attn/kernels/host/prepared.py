@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,10 +16,14 @@ from cute_attn.kernels.host.params import Fields
 from cute_attn.runtime.launch import Launch
 from cute_attn.runtime.param_block import Values
 
+MAX_SETTINGS = 256  # settings of the layers of a model, for which tilings and prepared kernels are kept
+
 Grid = tuple[int, int, int]
 Addresses = Callable[[tuple[int, int, int, int, int, int]], Values]
 # ^ from addresses of q, k, v, out and lse, and a stream
 PLAIN: Addresses = operator.itemgetter(0, 1, 2, 3, 4)  # of kernels without tensor maps
+
+K = TypeVar("K", bound="PreparedKernel")
 
 
 class PreparedKernel:
@@ -52,3 +58,11 @@ class PreparedKernel:
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that computes the values of the addresses' fields for tensors of these layouts."""
         raise NotImplementedError
+
+
+@functools.lru_cache(MAX_SETTINGS)
+def prepared(kernel: Callable[..., K], *arguments: Any) -> K:
+    """Returns `kernel(*arguments)`, kept for the layers of a model and for later plans. `kernel`: a subclass of
+    PreparedKernel, or one object that makes its instances.
+    """
+    return kernel(*arguments)

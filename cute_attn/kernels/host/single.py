@@ -24,7 +24,6 @@ from cute_attn.runtime.launch import Bound, Settled, current_stream
 from cute_attn.runtime.param_block import Values
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
-MAX_TILES = 64  # of one request's settings
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, `operands.Optional`, and the number of keys
 
@@ -63,7 +62,7 @@ class SingleRun(Generic[T]):
         """`kernel` loads a kernel for a schedule's tile and heads, and for split keys or not."""
         self.device_index, self.scheduler = device_index, scheduler
         self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
-        self.kernel = functools.lru_cache(MAX_TILES)(kernel)
+        self.kernel = kernel
         self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
 
     def __call__(self, problem: Request) -> Fire:

@@ -7,7 +7,8 @@ import functools
 from cute_attn.kernels.fa2 import tiles
 from cute_attn.kernels.fa2.host.variant import variant
 from cute_attn.kernels.fa2.spec import Tile
-from cute_attn.kernels.host.batch import MAX_SETTINGS, Tiling
+from cute_attn.kernels.host.batch import Tiling
+from cute_attn.kernels.host.prepared import MAX_SETTINGS
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.schedule.batch import SchedulerParams, typical_qo_len

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from cute_attn.kernels.fa2.host.variant import scores, spec
 from cute_attn.kernels.fa2.spec import Tile
-from cute_attn.kernels.host.batch import MAX_SETTINGS
 from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.gpu import Gpu
@@ -39,11 +36,13 @@ LENGTH_FIELDS = ("qo_len", "kv_len", "right", "left", "tiles_per_split")  # of a
 
 
 class Fa2Kernel(PreparedKernel):
-    """A loaded kernel of one tile for problems of the same settings."""
+    """A loaded kernel of one tile for problems of the same settings. The `heads` that share a tile are those of a kv
+    head.
+    """
 
-    def __init__(self, settings: Settings, tile: Tile, combine: bool, gpu: Gpu) -> None:
+    def __init__(self, settings: Settings, tile: Tile, heads: int, combine: bool, gpu: Gpu) -> None:
         features = settings.features
-        batch, heads = batched(features), features.num_qo_heads // features.num_kv_heads
+        batch = batched(features)
         split = combine and not batch
         launch = load(spec(features, tile, split=split), gpu.arch.name, gpu.device_index, gpu.pdl(settings))
         self.paged = features.kv_source == "paged"
@@ -88,9 +87,3 @@ class Fa2Kernel(PreparedKernel):
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that returns the addresses of tensors."""
         return PLAIN
-
-
-@functools.lru_cache(MAX_SETTINGS)
-def prepared_kernel(settings: Settings, tile: Tile, heads: int, combine: bool, gpu: Gpu) -> Fa2Kernel:
-    """Returns a memoised kernel. The `heads` that share a tile are always those of a kv head."""
-    return Fa2Kernel(settings, tile, combine, gpu)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from cute_attn.kernels.host.batch import MAX_SETTINGS, Tiling
+from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.prepared import order_values
+from cute_attn.kernels.host.prepared import MAX_SETTINGS
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.param_block import Values

@@ -6,7 +6,7 @@ import functools
 
 from cute_attn.kernels.host.family import TiledFamily
 from cute_attn.kernels.host.persistent.batch import batch_tiling
-from cute_attn.kernels.host.persistent.prepared import prepared_kernel
+from cute_attn.kernels.host.persistent.prepared import PersistentKernel
 from cute_attn.kernels.host.persistent.single import Scheduler
 from cute_attn.kernels.host.persistent.variant import PersistentKernels, T
 
@@ -19,5 +19,5 @@ def family(kernels: PersistentKernels[T]) -> TiledFamily[T]:
         kernels.spec_of,
         functools.partial(Scheduler, kernels),
         functools.partial(batch_tiling, kernels),
-        functools.partial(prepared_kernel, kernels),
+        functools.partial(PersistentKernel, kernels),
     )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from cute_attn.kernels.host.batch import MAX_SETTINGS
 from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.fastdiv import magic
 from cute_attn.kernels.host.features import batched
@@ -112,6 +109,3 @@ class PersistentKernel(PreparedKernel):
             return (*values, o_map(out)) if self.output_map else values
 
         return addresses
-
-
-prepared_kernel = functools.lru_cache(MAX_SETTINGS)(PersistentKernel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class TensorMaps:
     def __init__(self, settings: Settings, tile: TileShape, heads: int) -> None:
         features = settings.features
         self.tile, self.heads, self.head_blocks = tile, heads, features.num_qo_heads // heads
-        self.encoder = encoder(features.device.type)
+        self.encoder: Encoder = emulated if features.device.type == "cpu" else tensormap.encode
         self.dtype, self.kv_dtype = (map_dtype(dtype) for dtype in (features.q_dtype, features.kv_dtype))
         self.itemsize, self.kv_itemsize = features.q_dtype.itemsize, features.kv_dtype.itemsize
         self.line_items = LINE // self.itemsize
@@ -100,14 +101,11 @@ def map_dtype(dtype: torch.dtype) -> str:
     return "uint8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
 
 
-@functools.cache
-def encoder(device_type: str) -> Encoder:
-    """Returns the driver's encoder, or the emulator's for tensors on the CPU."""
-    if device_type == "cpu":
-        from cute_attn.emulator.tensormap import encode_tiled
+def emulated(*arguments: Any, swizzle: int) -> Any:
+    """Encodes a map for the emulator, with the arguments of `tensormap.encode`."""
+    from cute_attn.emulator.tensormap import encode_tiled
 
-        return functools.partial(encode_tiled, l2=tensormap.L2_PROMOTION_256B)
-    return tensormap.encode
+    return encode_tiled(*arguments, swizzle=swizzle, l2=tensormap.L2_PROMOTION_256B)
 
 
 @functools.lru_cache(MAX_LAYOUTS)

@@ -12,11 +12,11 @@ import numpy as np
 from cute_attn.kernels.host.batch import BatchRun
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED
-from cute_attn.kernels.host.prepared import Grid
+from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import lengths as device_lengths
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
-from cute_attn.kernels.xqa.host.prepared import XqaKernel, prepared_kernel
+from cute_attn.kernels.xqa.host.prepared import XqaKernel
 from cute_attn.kernels.xqa.host.variant import segments
 from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, Settings
@@ -112,7 +112,7 @@ class XqaBatchRun(BatchRun):
         """`on_device`: lengths that the schedule's records do not contain."""
 
         def kernel(settings: Settings) -> XqaKernel:
-            return prepared_kernel(settings, schedule.config, gpu)
+            return prepared(XqaKernel, settings, schedule.config, gpu)
 
         self.planned = kernel(settings)
         super().__init__(settings, schedule, kernel, staging, gpu.device_index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, optional_tensors
-from cute_attn.kernels.host.single import MAX_LENGTHS
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import XqaKernel
 from cute_attn.kernels.xqa.host.variant import segments
-from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import DecodeProblem, Request, Settings
 from cute_attn.runtime import counters
 from cute_attn.runtime.launch import current_stream
@@ -34,7 +32,6 @@ class DecodeRun:
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu
-        self.kernel = functools.lru_cache(MAX_LENGTHS)(self._kernel)
 
     def __call__(self, problem: Request) -> Fire:
         """Launches the kernel."""
@@ -47,10 +44,11 @@ class DecodeRun:
         """Returns a function that runs calls which differ from `problem` in addresses."""
         if problem.q.shape[0] == 0:
             return launch_nothing
-        tables, scratch, index = problem.block_tables, problem.scratch, self.gpu.device_index
+        settings, gpu, qo_len = self.settings, self.gpu, problem.qo_len
+        tables, scratch, index = problem.block_tables, problem.scratch, gpu.device_index
         rows, width = tables.shape
-        of = segments(rows, self.settings, problem.qo_len, problem.max_kv_len)
-        kernel = self.kernel(problem.qo_len, of)
+        of = segments(rows, settings, qo_len, problem.max_kv_len)
+        kernel = prepared(XqaKernel, settings, launch_config(settings, qo_len, of, gpu.arch, gpu.sms), gpu)
         config, longest, step = kernel.config, problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = kernel.request((step, 0, rows), (rows - 1) * step + width)
@@ -73,8 +71,3 @@ class DecodeRun:
             attention.fire(stream, moving + pick(optional) if optional else moving, settled)
 
         return fire
-
-    def _kernel(self, qo_len: int, segments: Segments) -> XqaKernel:
-        """Returns the kernel for at most `qo_len` query tokens per request; `kernel` memoises it."""
-        config = launch_config(self.settings, qo_len, segments, self.gpu.arch, self.gpu.sms)
-        return XqaKernel(self.settings, config, self.gpu)

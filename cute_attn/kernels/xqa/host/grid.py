@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cute_attn.kernels.host.batch import MAX_SETTINGS
-from cute_attn.kernels.host.prepared import Grid
+from cute_attn.kernels.host.prepared import MAX_SETTINGS, Grid
 from cute_attn.kernels.xqa.host.variant import choose_spec
 from cute_attn.kernels.xqa.spec import DecodeSpec, Work, XqaSpec
 from cute_attn.kernels.xqa.tiles import Segments
@@ -106,7 +105,6 @@ def partial_bytes_per_cta(spec: DecodeSpec) -> int:
     return 2 * spec.rows * (spec.head_dim + 2) * 4
 
 
-@functools.lru_cache(MAX_SETTINGS)
 def cta_group_count(units: int, ctas: int) -> int:
     """Returns the largest number of CTA groups that share the units evenly and leave at most MAX_IDLE CTAs idle."""
     return max(n for n in range(1, units + 1) if units % n == 0 and ctas % n <= ctas * MAX_IDLE)

@@ -8,6 +8,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
 from cute_attn.problem import DeviceLengths
+from cute_attn.runtime.arch import MAX_DEVICES
 from cute_attn.runtime.launch import Bound, current_stream
 
 FIELDS = ("indptr", "last_page_len", "seq_lens", "page_starts", "batch", "page_size", "num_indices")
@@ -23,7 +24,7 @@ def write(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int], gp
     _bound(gpu).fire(current_stream(gpu.device_index), values, ((-(-batch // THREADS), 1, 1),))
 
 
-@functools.cache
+@functools.lru_cache(MAX_DEVICES)
 def _bound(gpu: Gpu) -> Bound:
     """Returns launches of the kernel by values of FIELDS."""
     return load(LengthsSpec(), gpu.arch.name, gpu.device_index, gpu.arch.pdl).bind({}, FIELDS)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from cute_attn.kernels.host.batch import MAX_SETTINGS
 from cute_attn.kernels.host.fastdiv import magic
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
@@ -100,6 +97,3 @@ class XqaKernel(PreparedKernel):
     def request(self, values: Values, entries: int, tables: Values = ()) -> Values:
         """Returns the values of REQUEST_FIELDS and ENTRIES, and of TABLE_FIELDS where these do not move."""
         return (*values, entries, *tables) if self.ahead else values + tables
-
-
-prepared_kernel = functools.lru_cache(MAX_SETTINGS)(XqaKernel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -11,23 +12,26 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import (
     Fire,
     Pick,
+    Roles,
     block_scale_strides,
     fire_first,
     launch_nothing,
     optional_tensors,
 )
-from cute_attn.kernels.host.single import MAX_LENGTHS, Tensors
+from cute_attn.kernels.host.prepared import prepared
+from cute_attn.kernels.host.single import Tensors
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, XqaKernel
 from cute_attn.kernels.xqa.host.variant import segments
 from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime import capture, counters
+from cute_attn.runtime.arch import MAX_DEVICES
 from cute_attn.runtime.launch import CPU, Bound, Settled, current_stream
 from cute_attn.runtime.param_block import Values
 
 
-@functools.cache
+@functools.lru_cache(MAX_DEVICES)
 def one_page(device_index: int) -> torch.Tensor:
     """Returns a page table of one row, which holds page 0, and a length that the kernel limits to that of the call.
     They stay allocated, because captured graphs read them after their `SingleRun` is dropped from its cache.
@@ -38,12 +42,20 @@ def one_page(device_index: int) -> torch.Tensor:
     return capture.outside(device_index, functools.partial(table.to, f"cuda:{device_index}"))
 
 
+class SingleLaunches(NamedTuple):
+    """Launches of requests with the same strides, as long as their keys are cut in the same way."""
+
+    launches: tuple[Bound, Pick]
+    settled: Settled
+    partial_bytes: int
+    longest: int  # most keys; see `longest_kv`
+
+
 class SingleRun:
     """Runs single requests of the same settings."""
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu
-        self.prepared = functools.lru_cache(MAX_LENGTHS)(self._prepared)
         self.counters = counters.of_device(gpu.device_index, counters.SEMAPHORES)
         self.records = one_page(gpu.device_index)
         table, length = self.records[:1], self.records[1]
@@ -58,27 +70,27 @@ class SingleRun:
         """Returns a function that runs requests which differ from `problem` in the number of keys and in addresses.
         Partial results are in memory of torch's allocator, counters in those of the stream.
         """
-        qo_len, index, tables = problem.qo_len, self.gpu.device_index, self.tables
+        qo_len, gpu, index, tables = problem.qo_len, self.gpu, self.gpu.device_index, self.tables
         counters, uint8 = self.counters.address, torch.uint8
         if qo_len == 0:
             return launch_nothing
         settings, block_scales = self.settings, block_scale_strides(problem)
         roles, _ = optional_tensors(problem)
-        bound: dict[XqaKernel, tuple[Settled, int]] = {}  # of all requests, and `longest_kv`
-        latest: tuple[int, tuple[Bound, Pick], Settled, int] | None = None
+        bound: dict[Segments, SingleLaunches] = {}
+        latest: tuple[int, SingleLaunches] | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
             kv_len, work = tensors[6], latest  # once: threads share this
             if work is None or work[0] != kv_len:
-                kernel = self.prepared(qo_len, segments(1, settings, qo_len, kv_len))
-                if kernel not in bound:
-                    bound[kernel] = _bound(kernel, tensors, block_scales, tables)
-                settled, longest = bound[kernel]
-                if kv_len > longest:
+                of = segments(1, settings, qo_len, kv_len)
+                if of not in bound:
+                    kernel = prepared(XqaKernel, settings, launch_config(settings, qo_len, of, gpu.arch, gpu.sms), gpu)
+                    bound[of] = _bound(kernel, tensors, roles, block_scales, tables)
+                if kv_len > bound[of].longest:
                     raise _too_long(*tensors[1:3])
-                work = latest = kv_len, kernel.attention.of(roles), settled, kernel.config.partial_bytes
-            _, (attention, pick), settled, num_bytes = work
+                work = latest = kv_len, bound[of]
+            (attention, pick), settled, num_bytes, _ = work[1]
             stream = current_stream(index)
             partials = tensors[0].new_empty(num_bytes, dtype=uint8)
             moving = q, k, v, out, lse, counters(stream), partials.data_ptr(), kv_len
@@ -86,17 +98,13 @@ class SingleRun:
 
         return fire
 
-    def _prepared(self, qo_len: int, segments: Segments) -> XqaKernel:
-        """Returns the kernel for requests of `qo_len` query tokens; `prepared` memoises it."""
-        config = launch_config(self.settings, qo_len, segments, self.gpu.arch, self.gpu.sms)
-        return XqaKernel(self.settings, config, self.gpu)
 
-
-def _bound(kernel: XqaKernel, tensors: Tensors, block_scales: Values, tables: Values) -> tuple[Settled, int]:
-    """Returns what is settled of the launches of requests with the strides of `tensors`, and `longest_kv` of them."""
+def _bound(kernel: XqaKernel, tensors: Tensors, roles: Roles, block_scales: Values, tables: Values) -> SingleLaunches:
+    """Returns the launches of requests with the strides of `tensors` and these optional tensors."""
     q, k, v, out, *_ = tensors
     strides, numbers = kernel.strides(q, k, v, out, block_scales), kernel.request((1, 0, 1), 1, tables)
-    return (kernel.config.grid, strides, numbers), longest_kv(kernel, k, v)
+    settled, config = (kernel.config.grid, strides, numbers), kernel.config
+    return SingleLaunches(kernel.attention.of(roles), settled, config.partial_bytes, longest_kv(kernel, k, v))
 
 
 def longest_kv(kernel: XqaKernel, *tensors: torch.Tensor) -> int:
