@@ -148,7 +148,7 @@ def single_prefill_with_kv_cache(
     of_k, of_v = k_scale, v_scale
     roles, optional, read = calls.NONE
     if not k_scale is v_scale is sinks is mask is scale_q is scale_k is scale_v is kv_cache_sf is None:
-        heads = scale_q, scale_k, scale_v
+        heads = None if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         (_, of_k, of_v), roles, optional, read = calls.operands(
             (None, k_scale, v_scale), sinks, mask, heads, kv_cache_sf
         )

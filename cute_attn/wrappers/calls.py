@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 
-from cute_attn.kernels.host.operands import MASK, ROLES, Fire, Optional, Roles, optional_tensors, present
+from cute_attn.kernels.host.operands import MASK, ROLES, Fire, Optional, Roles, optional_tensors
 from cute_attn.problem import BatchProblem, Problem, Request
 from cute_attn.request import checks
 from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT
@@ -25,7 +25,7 @@ CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None
 PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value
 NOT_TENSORS = AttributeError, RuntimeError, TypeError, ValueError  # what keys of other arguments raise, and sparse ones
-SINKS = ROLES.index("sinks")
+V_SCALE, SINKS, K_SCALES = map(ROLES.index, ("v_scale_ptr", "sinks", "k_scales"))
 
 # The tensors of a call as the user gave them, or None: q, k, v (k itself, where one tensor holds keys and values), out,
 # lse, a workspace of the call, those of `operands.Optional` that there are, and what else the call reads.
@@ -81,26 +81,34 @@ def operands(
 
     `scales`: those of q, k and v. `block_scales`: a pair, or one tensor with both on axis 1.
     """
-    read: tuple[Tensor, ...] = ()
-    if not PLAIN_TYPES.issuperset(map(type, scales)):
-        read = tuple([x for x in scales if _is_number(x)])
-        scales = tuple([x.item() if _is_number(x) else x for x in scales])
-    elif head_scales is block_scales is None:
+    if head_scales is block_scales is None and PLAIN_TYPES.issuperset(map(type, scales)):
         if mask is None:
             return (scales, (), (), ()) if sinks is None else (scales, (SINKS,), (sinks,), ())
         return (scales, (MASK,), (mask,), ()) if sinks is None else (scales, (SINKS, MASK), (sinks, mask), ())
-    q_scale, k_scale, v_scale = scales
-    of_scores = [x for x in (q_scale, k_scale) if isinstance(x, Tensor)]
-    padding = (None,) * (2 - len(of_scores))
-    of_v = v_scale if isinstance(v_scale, Tensor) else None
-    pair = (None, None) if block_scales is None else block_scales
-    if isinstance(pair, Tensor):
-        pair = pair.unbind(1) if pair.dim() > 1 else ()
-    elif not isinstance(pair, tuple | list):
-        pair = (pair,)  # which no call has an entry for
-    numbers = tuple([None if isinstance(x, Tensor) else x for x in scales])
-    roles, optional = present((*of_scores, *padding, of_v, sinks, mask, *(head_scales or NO_HEADS), *pair))
-    return numbers, roles, optional, read
+    numbers: list[Any] = []
+    roles: list[int] = []
+    optional: list[Any] = []
+    read: list[Tensor] = []
+    for x in scales:
+        if not isinstance(x, Tensor):
+            numbers.append(x)
+        elif _is_number(x):
+            numbers.append(x.item())
+            read.append(x)
+        else:
+            roles.append(V_SCALE if len(numbers) == 2 else len(roles))
+            optional.append(x)
+            numbers.append(None)
+    for role, x in enumerate((sinks, mask, *(head_scales or NO_HEADS)), SINKS):
+        if x is not None:
+            roles.append(role)
+            optional.append(x)
+    if block_scales is not None:
+        if isinstance(block_scales, Tensor) and block_scales.dim() > 1 and block_scales.shape[1] == 2:
+            block_scales = block_scales, block_scales.select(1, 1)
+        roles += K_SCALES, K_SCALES + 1
+        optional += block_scales if isinstance(block_scales, tuple | list) else (block_scales,)
+    return tuple(numbers), tuple(roles), tuple(optional), tuple(read)
 
 
 def _is_number(x: Any) -> bool:

@@ -300,3 +300,14 @@ def test_threads_share_replays(replayed: list[Any]) -> None:
     for thread in threads:
         thread.join()
     assert len(replayed) == 800
+
+
+@pytest.mark.parametrize("scales", [(), (None, None), torch.ones(8), 1.0], ids=str)
+def test_block_scales_after_calls_without_them(scales: Any) -> None:
+    """They are refused like those of a first call."""
+    q, k, v = operands(5, 40)
+    with using("sm_90a", kernels="fa2"):
+        for _ in range(2):
+            single_prefill_with_kv_cache(q, k, v, backend="emulator")
+        with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
+            single_prefill_with_kv_cache(q, k, v, kv_cache_sf=scales, backend="emulator")

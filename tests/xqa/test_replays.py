@@ -198,3 +198,16 @@ def test_calls_are_bounded_in_number(driver: RecordingDriver, monkeypatch: pytes
     for i in range(20):
         xqa_batch_decode_with_kv_cache(**{**call, "bmm1_scale": 1.0 + i})
         assert 1 <= len(replays._entries) <= 8
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("scales", [(), (None, None), torch.ones(8), torch.ones(PAGES, 3), 1.0], ids=str)
+def test_block_scales_after_calls_without_them(
+    scales: Any, function: Callable[..., Any], driver: RecordingDriver
+) -> None:
+    """They are refused like those of a first call."""
+    call = arguments({})
+    for _ in range(2):
+        call_with(function, call)
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
+        call_with(function, {**call, "kv_cache_sf": scales})
