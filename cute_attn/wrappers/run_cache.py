@@ -29,10 +29,13 @@ def call_of(plan: BatchPlan, arguments: RunArguments) -> Call:
             kv = k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device
         key: Any = q.shape, q.stride(), q.dtype, q.device, kv, return_lse
         mask = plan.packed_mask  # the same in all runs of a plan
-        if q_scale is k_scale is v_scale is enable_pdl is window_left is sinks is sf is heads is None:
+        if q_scale is k_scale is v_scale is enable_pdl is window_left is sf is heads is None:
+            optional: tuple[Any, ...] = () if mask is None else (mask,)
+            if sinks is not None:
+                key, optional = (key, layouts((sinks,))), (sinks, *optional)
             if not out is lse is None:
                 key = key, layout(out), layout(lse)
-            return key, (q, k, v, out, lse, None, () if mask is None else (mask,), ())
+            return key, (q, k, v, out, lse, None, optional, ())
         scales, roles, optional, read = calls.operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
         numbers = *scales, enable_pdl, window_left
         if not calls.is_plain(numbers):
