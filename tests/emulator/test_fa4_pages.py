@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
-from cute_attn.errors import ArgumentError
 from cute_attn.kernels.fa4.host.family import KERNELS
 from cute_attn.kernels.host.persistent import batch as tilings
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
@@ -22,7 +19,7 @@ from tests.support.persistent_emulated import ALL_SCHEDULES, name
 pytestmark = pytest.mark.emulator
 
 LENGTHS = ((130, 0, 9, 70), (270, 33, 129, 0))  # whole query tiles, ragged ends, a request without keys
-# Heads are columns of the map (NHD) or rows of it (HND); NaN in the rest of pages, and behind rows and heads.
+# NaN in the rest of pages, and behind rows and heads.
 PAGES: tuple[BatchCase, ...] = (
     paged(*LENGTHS, 1, mask="causal", cache="one", **heads(4, 2)),
     paged(*LENGTHS, 3, kv_layout="HND", cache="strided", slack=True, **heads(4, 2), **dims(128)),
@@ -76,7 +73,7 @@ def clear() -> None:
     tilings.tiling.cache_clear()
 
 
-@pytest.mark.parametrize("source", ["gather4", "gathered"], indirect=True)
+@pytest.mark.parametrize("source", ["gathered"], indirect=True)
 @pytest.mark.parametrize(("batch", "schedule", "sms"), by_turns(PAGES), ids=name)
 def test_pages(source: str, batch: BatchCase, schedule: Schedule, sms: int) -> None:
     emulation = solve(batch, schedule, sms)
@@ -88,19 +85,6 @@ def test_pages(source: str, batch: BatchCase, schedule: Schedule, sms: int) -> N
 )
 def test_boxes(batch: BatchCase, schedule: Schedule) -> None:
     assert solve(batch, schedule, 2).records[0].spec["kv"] == "paged"
-
-
-@pytest.mark.parametrize("source", ["gather4"], indirect=True)
-def test_rows_that_are_no_matrix(source: str) -> None:
-    """Pages that are no whole number of tokens apart."""
-    batch = paged((9,), (20,), 2)
-    inputs = batch_case.make(batch)
-    k, v = inputs.kv[0]
-    odd = torch.empty(k.shape[0], k[0].numel() + 8, dtype=k.dtype)
-    apart = odd[:, : k[0].numel()].view(k.shape)
-    apart.copy_(k)
-    with using("sm_100a", kernels="fa4"), pytest.raises(ArgumentError, match="cannot gather"):
-        batch_case.call(batch, dataclasses.replace(inputs, kv=((apart, v),)), backend="emulator")
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)

@@ -23,11 +23,6 @@ class CtaLoads:
     def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
         tma.load_4d(shared, tensor_map, place, barrier, policy)
 
-    def gather4(
-        self, shared: Int32, tensor_map: Int64, column: Int32, rows: list[Int32], barrier: Int32, policy: int
-    ) -> None:
-        tma.gather4(shared, tensor_map, column, rows, barrier, policy)
-
 
 @dataclass(frozen=True)
 class OneCta:

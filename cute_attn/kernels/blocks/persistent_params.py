@@ -61,8 +61,7 @@ class PersistentParams(NamedTuple):
     page_shift: Int32
     box_rows: Int32
     kv_indices: Int64
-    # kv "gathered": bytes from a page, a token and a head to the next; kv "gather4": rows of the map from a page to the
-    # next, columns and rows of the map from a head to the next
+    # kv "gathered": bytes from a page, a token and a head to the next
     k_page_stride: Int64
     k_stride_n: Int64
     k_stride_h: Int64

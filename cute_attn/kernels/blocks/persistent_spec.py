@@ -39,7 +39,6 @@ class PersistentSpec(KernelSpec):
     split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
     schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
     kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order, by TMA; "gathered": by row
-    # ^ "gather4": by row, by TMA
     kv_dtype: str = ""  # of `KV_BITS`, "" or of 8 bits
 
     @property

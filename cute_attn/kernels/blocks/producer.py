@@ -11,7 +11,6 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.cta import OneCta
-from cute_attn.kernels.blocks.gather4_kv import Gather4KV, Gather4Operand
 from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV, GatheredKV, PageRows
 from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
@@ -32,7 +31,7 @@ from cute_attn.kernels.formats import KV_BITS, LINE
 
 PRODUCER_BARRIER = 8  # named barrier of a warpgroup that gathers; families use other numbers
 
-KVSource = DenseTmaKV | PagedTmaKV | Gather4KV | GatheredKV | GatheredFp8KV
+KVSource = DenseTmaKV | PagedTmaKV | GatheredKV | GatheredFp8KV
 
 
 class Producer:
@@ -136,10 +135,6 @@ class Producer:
         if self.source_type is PagedTmaKV:
             boxes = p.box_rows
             return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta.loads())
-        if self.source_type is Gather4KV:
-            k_head = Gather4Operand.of(k, kv_head, p.k_page_stride, p.k_stride_h, p.k_stride_n)
-            v_head = Gather4Operand.of(v, kv_head, p.v_page_stride, p.v_stride_h, p.v_stride_n)
-            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_head, v_head, self.cta.loads())
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
@@ -157,7 +152,6 @@ def source_type(spec: PersistentSpec, gathered: type[GatheredKV]) -> type[KVSour
     sources: dict[str, type[KVSource]] = {
         "dense": DenseTmaKV,
         "paged": PagedTmaKV,
-        "gather4": Gather4KV,
         "gathered": GatheredFp8KV if spec.kv_dtype else gathered,
     }
     return sources[spec.kv]

@@ -141,17 +141,6 @@ def load_4d_to_pair(
     asm(text, [], [shared, tensor_map, *coordinates, barrier, Int64(policy)])
 
 
-def gather4_to_pair(
-    shared: Int32, tensor_map: Int64, column: Int32, rows: Sequence[Int32], barrier: Int32, policy: int
-) -> None:
-    """Copies a line of any four rows in the same way."""
-    text = (
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::2"
-        ".L2::cache_hint [$0], [$1, {$2, $3, $4, $5, $6}], [$7], $8;"
-    )
-    asm(text, [], [shared, tensor_map, column, *rows, barrier, Int64(policy)])
-
-
 def load_columns(address: Int32, offset: int, count: int) -> list[Float32]:
     """Starts loading `count` columns of this thread's lane. The registers may be used after `wait_loads`."""
     registers = ", ".join(f"${i}" for i in range(count))

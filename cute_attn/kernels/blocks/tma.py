@@ -38,17 +38,6 @@ def load_4d(shared: Int32, tensor_map: Int64, coordinates: Sequence[Int32], barr
     asm(text, [], [shared, tensor_map, *coordinates, barrier, Int64(policy)])
 
 
-def gather4(
-    shared: Int32, tensor_map: Int64, column: Int32, rows: Sequence[Int32], barrier: Int32, policy: int
-) -> None:
-    """Copies a line of each of four rows of a matrix into shared memory, one behind the other (sm_100 and later)."""
-    text = (
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[$0], [$1, {$2, $3, $4, $5, $6}], [$7], $8;"
-    )
-    asm(text, [], [shared, tensor_map, column, *rows, barrier, Int64(policy)])
-
-
 def store_4d(tensor_map: Int64, coordinates: Sequence[Int32], shared: Int32) -> None:
     """Copies a box from shared memory, as part of this thread's open group of copies."""
     text = "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [$0, {$1, $2, $3, $4}], [$5];"

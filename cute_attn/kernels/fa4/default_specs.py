@@ -35,7 +35,6 @@ def default_specs(gpu: Arch) -> list[KernelSpec]:
     )
     specs += [_spec(arch, llama, full=True, **rest) for rest in modified_in_pairs]
     specs += [_spec(arch, llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
-    specs += [_spec(arch, llama, schedule="items", kv="gather4")]
     specs += [_spec(arch, llama, schedule="items"), _spec(arch, llama, dtype="float16", out_dtype="float16")]
     specs += [_row_max(arch, dims) for dims in ((64, 64), llama)]
     fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, GATHERED, {"schedule": "items"}, {"mask": "band"})

@@ -75,11 +75,6 @@ class PairLoads(CtaLoads):
     def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
         sm100.load_4d_to_pair(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy)
 
-    def gather4(
-        self, shared: Int32, tensor_map: Int64, column: Int32, rows: list[Int32], barrier: Int32, policy: int
-    ) -> None:
-        sm100.gather4_to_pair(shared, tensor_map, column, rows, cluster.in_cta(barrier, LEADER), policy)
-
 
 @dataclass(frozen=True)
 class PairTileScheduler(DynamicTileScheduler):

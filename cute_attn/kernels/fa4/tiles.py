@@ -55,7 +55,7 @@ _FP8_KV = {
 # Minimum tokens per box with which pages are loaded by TMA instead of gathered by cp.async. A box costs TMA some 45
 # clocks beside its rows (measured on Hopper): at head dimension 64, K and V of 128 keys take 976 clocks in boxes of 16
 # rows and 1696 in boxes of 8, of the 1380 that two query tiles compute; at 128, boxes of 32 take 1232 of 2048 clocks,
-# boxes of 16 take 1952. tile::gather4 needs 64 and 128 instructions, so it pays below 21 and 16 clocks for one.
+# boxes of 16 take 1952.
 _MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
 _MIN_FP8_BOX_ROWS = 8  # of 8-bit rows under 16-bit q
 

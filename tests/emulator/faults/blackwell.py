@@ -16,7 +16,6 @@ LANES = chosen("fa4_adversarial", "test_a_rise_in_one_lane and 60 and (37 or 199
 WIDE = chosen("fa4_adversarial", "test_items_on_one_cta and wide")
 PAIR_OF_TWO = chosen("fa4_adversarial", "test_items_on_one_cta and within")
 STAGED = chosen("fa4_pages", "test_ways_of_outputs and 128x128")
-GATHER4 = chosen("fa4_pages", "test_pages and gather4 and (h4x2 or strided)")
 
 PRODUCTS = (
     Fault(
@@ -361,27 +360,6 @@ LOADS = (
         "return PipelineState((v.index_phase + tiles) % period)",
         "return PipelineState((v.index_phase + 1) % period)",
         ENDS,
-    ),
-    Fault(
-        "rows gathered by TMA are those of the next token",
-        "blocks/gather4_kv.py",
-        "row = page_id * head.page_rows + head.first_row + within",
-        "row = page_id * head.page_rows + head.first_row + within + 1",
-        GATHER4,
-    ),
-    Fault(
-        "rows past the keys are gathered by TMA",
-        "blocks/gather4_kv.py",
-        "exists = cutlass.and_(row < self.cols, token < self.kv_end)",
-        "exists = row < self.cols",
-        GATHER4,
-    ),
-    Fault(
-        "16 bytes too few of gathered rows are expected",
-        "blocks/gather4_kv.py",
-        "            self.loads.expect(barrier, operand.bytes)\n        ptx.sync_warp()\n",
-        "            self.loads.expect(barrier, operand.bytes - 16)\n        ptx.sync_warp()\n",
-        GATHER4,
     ),
 )
 

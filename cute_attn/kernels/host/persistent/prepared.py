@@ -20,7 +20,6 @@ from cute_attn.kernels.host.params import (
     score_fields,
 )
 from cute_attn.kernels.host.persistent import variant
-from cute_attn.kernels.host.persistent.gather4 import Gather4Maps
 from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
 from cute_attn.kernels.host.prepared import Addresses, PreparedKernel
 from cute_attn.problem import Settings
@@ -64,7 +63,7 @@ class PersistentKernel(PreparedKernel):
         kernel = kernels.spec_of(settings, tile, split)
         launch = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
         self.counters = counters.of_device(gpu.device_index)  # allocated now: the first run may be captured
-        self.maps = (Gather4Maps if kernel.kv == "gather4" else TensorMaps)(settings, tile, heads)
+        self.maps = TensorMaps(settings, tile, heads)
         self.paged, self.block_scales = features.kv_source == "paged", features.kv_block_scales
         self.output_map = any(param.name == OUTPUT_MAP for param in launch.artifact.params)
         head_blocks = features.num_qo_heads // heads
