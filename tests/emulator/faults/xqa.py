@@ -161,15 +161,15 @@ XQA_FAULTS = (
     Fault(
         "warps with a head each take the first warp's",
         "xqa/parts/partition.py",
-        "(group * self.heads + warp_index()) * p.row_blocks + block",
-        "(group * self.heads) * p.row_blocks + block",
+        "(group * self.spec.heads + warp_index()) * p.row_blocks + block",
+        "(group * self.spec.heads) * p.row_blocks + block",
         HEADS,
     ),
     Fault(
         "CTAs of the same heads have the same rows",
         "xqa/parts/partition.py",
-        "(group * self.heads + warp_index()) * p.row_blocks + block",
-        "(group * self.heads + warp_index()) * p.row_blocks",
+        "(group * self.spec.heads + warp_index()) * p.row_blocks + block",
+        "(group * self.spec.heads + warp_index()) * p.row_blocks",
         HEADS,
     ),
     Fault(
