@@ -18,9 +18,9 @@ from cute_attn.kernels.programs import program
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.artifact import Artifact
+from cute_attn.runtime.artifacts import Outcome
 from cute_attn.runtime.spec import KernelSpec
 
-Outcome = Artifact | ArtifactError
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 

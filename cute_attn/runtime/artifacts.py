@@ -5,20 +5,25 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import bundle, cache, dsl, switches
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.compile import Outcome, Progress, compile_many, compile_spec, dsl_import_error
+from cute_attn.runtime.compile import compile_spec, dsl_import_error
 from cute_attn.runtime.spec import KernelSpec, ProgramOf
+
+Outcome = Artifact | ArtifactError
+Progress = Callable[[KernelSpec, str, Outcome], None]
+Task = tuple[KernelSpec, str]
 
 MAX_ARTIFACTS = 256  # in memory, of some 0.3 MB each: loaded kernels hold their own
 
@@ -46,29 +51,48 @@ def get_many(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> dict[tuple[str, KernelSpec], Outcome]:
-    """Calls `get` for every spec of every arch and compiles the missing ones in up to `jobs` processes.
+    """Calls `get` for every spec of every arch, and compiles the missing ones in up to `jobs` processes (default: one
+    per CPU, at most 8), each of which takes 0.3-0.6 GB of memory.
 
-    Arguments and failures are those of `compile_many`.
+    Failures are returned as values, so that one broken spec does not hide the others. `progress(spec, arch, outcome)`
+    is called in this process as each one is there.
     """
-    outcomes: dict[tuple[str, KernelSpec], Outcome] = {}
-    missing: dict[str, list[KernelSpec]] = {}
-    for arch, specs in specs_by_arch.items():
+    tasks = [(spec, arch) for arch, specs in specs_by_arch.items() for spec in specs]
+    outcomes: dict[Task, Outcome] = {}
+    for task, outcome in _outcomes(tasks, program_of, jobs):
+        outcomes[task] = _remember(*task, outcome) if isinstance(outcome, Artifact) else outcome
+        if progress:
+            progress(*task, outcome)
+    return {(arch, spec): outcomes[spec, arch] for spec, arch in tasks}
+
+
+def _outcomes(tasks: Sequence[Task], program_of: ProgramOf, jobs: int | None) -> Iterator[tuple[Task, Outcome]]:
+    """Yields what becomes of every task: those whose artifacts exist first, then the others as they are compiled."""
+    missing: list[Task] = []
+    for spec, arch in tasks:
         archs.named(arch)
-        for spec in specs:
-            found = _memory.get((spec, arch)) or _stored(spec, arch)
-            if found is None:
-                missing.setdefault(arch, []).append(spec)
-                continue
-            outcomes[arch, spec] = _remember(spec, arch, found)
-            if progress:
-                progress(spec, arch, found)
-    if missing:
-        build = functools.partial(get, program_of=program_of)
-        outcomes |= compile_many(missing, build, jobs if _why_no_jit() is None else 1, progress)
-    for (arch, spec), outcome in outcomes.items():
-        if isinstance(outcome, Artifact):
-            _remember(spec, arch, outcome)
-    return {(arch, spec): outcomes[arch, spec] for arch, specs in specs_by_arch.items() for spec in specs}
+        found = _memory.get((spec, arch)) or _stored(spec, arch)
+        if found is None:
+            missing.append((spec, arch))
+        else:
+            yield (spec, arch), found
+    jobs = min(jobs or min(os.cpu_count() or 1, 8), len(missing))
+    if jobs > 1 and can_compile():  # imports the DSL before the fork: workers share its pages and start at once
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+            futures = {pool.submit(_outcome, *task, program_of): task for task in missing}
+            for future in as_completed(futures):
+                died = future.exception()
+                lost = died and ArtifactError(f"a compile worker died: {type(died).__name__}: {died}")
+                yield futures[future], lost or future.result()
+    else:
+        yield from ((task, _outcome(*task, program_of)) for task in missing)
+
+
+def _outcome(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Outcome:
+    try:
+        return get(spec, arch, program_of)
+    except ArtifactError as err:
+        return ArtifactError(str(err))  # without traceback and causes, which may not survive pickling
 
 
 def write_bundle(
@@ -80,30 +104,16 @@ def write_bundle(
 ) -> int:
     """Makes `directory` a bundle of these specs, compiling the missing ones, and returns how many it had already.
 
-    Artifacts are written as they are ready, so that the same call goes on after an interruption. An ArtifactError lists
-    all failures; no bundle is written then. `progress` is not called for artifacts that the directory had.
+    What is compiled is in the cache, so that the same call goes on after an interruption. An ArtifactError lists all
+    failures; no bundle is written then.
     """
-    writer = bundle.Writer(Path(directory))
-    missing = {arch: [spec for spec in specs if not writer.resume(spec, arch)] for arch, specs in specs_by_arch.items()}
-    failures: list[str] = []
-
-    def finished(spec: KernelSpec, arch: str, outcome: Outcome) -> None:
-        if isinstance(outcome, Artifact):
-            writer.add(spec, outcome)
-        else:
-            failures.append(str(outcome))
-        if progress:
-            progress(spec, arch, outcome)
-
-    try:
-        get_many(missing, program_of, jobs, finished)
-        if failures:
-            raise ArtifactError(f"no bundle written, {len(failures)} artifacts failed:\n" + "\n".join(failures))
-    except ArtifactError:
-        writer.discard()
-        raise
-    writer.finish()
-    return sum(map(len, specs_by_arch.values())) - sum(map(len, missing.values()))
+    bundle.previous(Path(directory))  # refuses a directory before anything is compiled
+    outcomes = get_many(specs_by_arch, program_of, jobs, progress)
+    failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
+    if failures:
+        raise ArtifactError(f"no bundle written, {len(failures)} artifacts failed:\n" + "\n".join(failures))
+    made = [(spec, found) for (_, spec), found in outcomes.items() if isinstance(found, Artifact)]
+    return bundle.write(Path(directory), made)
 
 
 def held() -> list[tuple[KernelSpec, Artifact]]:

@@ -8,7 +8,6 @@ never skipped silently. So does one that is not private, as in the cache: cubins
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import json
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn.errors import ArtifactError
-from cute_attn.runtime import cache, dsl, switches
+from cute_attn.runtime import cache, switches
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.spec import KernelSpec
 
@@ -93,94 +92,10 @@ def _read(path: Path, spec: KernelSpec, arch: str) -> Artifact:
     return artifact
 
 
-class Writer:
-    """Makes a directory a bundle, artifact by artifact. What an interrupted one has written is found again.
-
-    The manifest comes last: it makes the artifacts visible. What the directory's manifest already names from these
-    sources and this DSL stays in the bundle. ArtifactError: others may write to the directory or to what is in it, or
-    its manifest is not one of a bundle.
+def previous(directory: Path) -> dict[str, Any]:
+    """Returns the manifest of a directory that becomes a bundle, or that of an empty one. ArtifactError: `write` would
+    refuse the directory.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._before = _previous(directory)
-        self.entries: dict[str, dict[str, Any]] = {}
-        self._versions: set[str] = set()
-        self._written: list[Path] = []
-        self._made_directory = False
-
-    def resume(self, spec: KernelSpec, arch: str) -> bool:
-        """Tells whether the directory has this artifact, from these sources and this DSL; then it becomes part of the
-        bundle.
-        """
-        version = dsl.version()
-        if version is None:
-            return False
-        key = cache.key_of(spec, arch, version)
-        try:
-            artifact = Artifact.from_bytes(cache.read_private(self.directory / _file_name(spec, arch, key)))
-        except cache.NotPrivate as err:
-            raise ArtifactError(f"no bundle written: {err}") from err
-        except (OSError, ArtifactError):
-            return False
-        if not artifact.is_of(spec, arch) or artifact.dsl != version:
-            return False
-        self._enter(key, spec, artifact)
-        return True
-
-    def add(self, spec: KernelSpec, artifact: Artifact) -> None:
-        """Writes an artifact. ArtifactError: another version or flavour of the DSL compiled it than those before."""
-        if self._versions - {artifact.dsl}:
-            versions = sorted({*self._versions, artifact.dsl})
-            raise ArtifactError(f"a bundle must come from one version and flavour of the DSL, got {versions}")
-        self._made_directory |= not self.directory.exists()
-        self._make_directory()
-        key = cache.key_of(spec, artifact.arch, artifact.dsl)
-        path = self.directory / _file_name(spec, artifact.arch, key)
-        cache.write_atomically(path, artifact.to_bytes())
-        self._written.append(path)
-        self._enter(key, spec, artifact)
-
-    def _enter(self, key: str, spec: KernelSpec, artifact: Artifact) -> None:
-        self._versions.add(artifact.dsl)
-        name = _file_name(spec, artifact.arch, key)
-        self.entries[key] = {"file": name, "arch": artifact.arch, "spec": artifact.spec}
-
-    def _make_directory(self) -> None:
-        self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)  # private under every umask
-
-    def finish(self) -> None:
-        """Writes the manifest. Warns of kernels that it no longer names."""
-        self._make_directory()
-        before = _previous(self.directory)  # again: another process may have written one meanwhile
-        sources, version = cache.source_fingerprint(), next(iter(self._versions), before["dsl"])
-        entries: dict[str, Any] = {}
-        if (before["sources"], before["dsl"]) == (sources, version):
-            old = before["artifacts"].items()
-            entries = {key: entry for key, entry in old if (self.directory / entry["file"]).is_file()}
-        if dropped := len(before["artifacts"].keys() - entries.keys() - self.entries.keys()):
-            warnings.warn(
-                f"bundle {self.directory} no longer names {dropped} kernels that it had: their files are gone, or come "
-                "from other kernel sources or another DSL",
-                stacklevel=3,
-            )
-        manifest = {"sources": sources, "dsl": version, "artifacts": entries | self.entries}
-        cache.write_atomically(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
-        _contents.cache_clear()
-
-    def discard(self) -> None:
-        """Removes what this writer has written and no manifest names, and the directory if it made it."""
-        named = {entry["file"] for entry in self._before["artifacts"].values()}
-        for path in self._written:
-            if path.name not in named:
-                path.unlink(missing_ok=True)
-        if self._made_directory:
-            with contextlib.suppress(OSError):  # somebody else put something there
-                self.directory.rmdir()
-
-
-def _previous(directory: Path) -> dict[str, Any]:
-    """Returns the manifest of a directory that becomes a bundle, or that of an empty one."""
     try:
         return _manifest(directory)
     except FileNotFoundError:
@@ -195,16 +110,36 @@ def _file_name(spec: KernelSpec, arch: str, key: str) -> str:
     return f"{spec.symbol}-{arch}-{key[:16]}.artifact"
 
 
-def write(directory: Path, artifacts: Iterable[tuple[KernelSpec, Artifact]]) -> None:
-    """Writes a bundle.
+def write(directory: Path, artifacts: Iterable[tuple[KernelSpec, Artifact]]) -> int:
+    """Makes a directory a bundle of these artifacts, and returns how many of them it had already.
 
-    Raises ArtifactError unless one version and flavour of the DSL compiled all of them.
+    The manifest comes last: it makes the artifacts visible. What the directory's manifest already names from these
+    sources and this DSL stays in the bundle; kernels that it no longer names are warned of. ArtifactError: not one
+    version and flavour of the DSL compiled all artifacts, others may write to the directory or to its manifest, or
+    that is not one of a bundle.
     """
-    writer = Writer(directory)
-    try:
-        for spec, artifact in artifacts:
-            writer.add(spec, artifact)
-    except ArtifactError:
-        writer.discard()
-        raise
-    writer.finish()
+    made = {cache.key_of(spec, artifact.arch, artifact.dsl): (spec, artifact) for spec, artifact in artifacts}
+    versions = sorted({artifact.dsl for _, artifact in made.values()})
+    if len(versions) > 1:
+        raise ArtifactError(f"a bundle must come from one version and flavour of the DSL, got {versions}")
+    before = previous(directory)
+    sources, version = cache.source_fingerprint(), versions[0] if versions else before["dsl"]
+    entries: dict[str, Any] = {}
+    if (before["sources"], before["dsl"]) == (sources, version):
+        old = before["artifacts"].items()
+        entries = {key: entry for key, entry in old if (directory / entry["file"]).is_file()}
+    directory.mkdir(mode=0o755, parents=True, exist_ok=True)  # private under every umask
+    present = len(entries.keys() & made.keys())
+    for key, (spec, artifact) in made.items():
+        entries[key] = {"file": _file_name(spec, artifact.arch, key), "arch": artifact.arch, "spec": artifact.spec}
+        cache.write_atomically(directory / entries[key]["file"], artifact.to_bytes())
+    if dropped := len(before["artifacts"].keys() - entries.keys()):
+        warnings.warn(
+            f"bundle {directory} no longer names {dropped} kernels that it had: their files are gone, or come "
+            "from other kernel sources or another DSL",
+            stacklevel=2,
+        )
+    manifest = {"sources": sources, "dsl": version, "artifacts": entries}
+    cache.write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+    _contents.cache_clear()
+    return present

@@ -1,8 +1,7 @@
 """Compiles a KernelSpec to an Artifact with CuTe DSL, for any architecture. Needs no GPU and no driver.
 
 `import cutlass` takes 1-2 s, so it happens on the first compile and not before. The DSL is not thread-safe
-(two threads that compile at once fail with assertion errors): a lock serialises them, and `compile_many` uses
-processes.
+(two threads that compile at once fail with assertion errors): a lock serialises them.
 """
 
 from __future__ import annotations
@@ -11,15 +10,12 @@ import contextlib
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import re
 import tempfile
 import threading
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from typing import Any
+from collections.abc import Iterator
 
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import arch as archs
@@ -27,11 +23,6 @@ from cute_attn.runtime import cubin as cubins
 from cute_attn.runtime import dsl
 from cute_attn.runtime.artifact import PARAM_BYTES, Artifact, Param
 from cute_attn.runtime.spec import KernelSpec, Program, ProgramOf
-
-Outcome = Artifact | ArtifactError
-Progress = Callable[[KernelSpec, str, Outcome], None]
-Build = Callable[[KernelSpec, str], Artifact]
-Task = tuple[KernelSpec, str]
 
 _MATRIX_INSTRUCTION = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 _PTX_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)")
@@ -54,9 +45,6 @@ def compile_spec(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact
     description (parameters, block).
     """
     archs.named(arch)
-    error = dsl_import_error()
-    if error:
-        raise ArtifactError(f"{spec.key()} cannot be compiled for {arch}: {error}")
     with _compile_lock, _no_collections():
         try:
             program = program_of(spec, arch)
@@ -154,55 +142,3 @@ def _params(kernel: cubins.CubinKernel, program: Program, ptx: str) -> tuple[Par
         Param(name, kind, offset, size)
         for (name, kind), (offset, size) in zip(kinds.items(), kernel.params, strict=True)
     )
-
-
-def compile_many(
-    specs_by_arch: Mapping[str, Sequence[KernelSpec]],
-    build: Build,
-    jobs: int | None = None,
-    progress: Progress | None = None,
-) -> dict[tuple[str, KernelSpec], Outcome]:
-    """Calls `build` for every spec of every arch in up to `jobs` processes (default: one per CPU, at most 8).
-
-    Failures are returned as values, so that one broken spec does not hide the others. `progress(spec, arch, outcome)`
-    is called in this process as each one finishes. A worker takes 0.3-0.6 GB of memory.
-    """
-    tasks = [(spec, arch) for arch, specs in specs_by_arch.items() for spec in specs]
-    jobs = min(jobs or min(os.cpu_count() or 1, 8), len(tasks))
-    outcomes = {}
-    # The DSL is imported before the fork, so that workers share its pages and start at once.
-    parallel = jobs > 1 and dsl_import_error() is None
-    for spec, arch, outcome in _in_processes(build, tasks, jobs) if parallel else _sequentially(build, tasks):
-        outcomes[arch, spec] = outcome
-        if progress:
-            progress(spec, arch, outcome)
-    return {(arch, spec): outcomes[arch, spec] for spec, arch in tasks}
-
-
-def _sequentially(build: Build, tasks: Sequence[Task]) -> Iterator[tuple[KernelSpec, str, Outcome]]:
-    for spec, arch in tasks:
-        yield spec, arch, _outcome(build, spec, arch)
-
-
-def _in_processes(build: Build, tasks: Sequence[Task], jobs: int) -> Iterator[tuple[KernelSpec, str, Outcome]]:
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
-        futures: dict[Future[Outcome], Task] = {
-            pool.submit(_outcome, build, spec, arch): (spec, arch) for spec, arch in tasks
-        }
-        for future in as_completed(futures):
-            spec, arch = futures[future]
-            yield spec, arch, _result(future)
-
-
-def _outcome(build: Build, spec: KernelSpec, arch: str) -> Outcome:
-    try:
-        return build(spec, arch)
-    except ArtifactError as err:
-        return ArtifactError(str(err))  # without traceback and causes, which may not survive pickling
-
-
-def _result(future: Future[Any]) -> Outcome:
-    try:
-        return future.result()
-    except Exception as err:
-        return ArtifactError(f"a compile worker died: {type(err).__name__}: {err}")

@@ -20,7 +20,7 @@ from cute_attn.errors import ArtifactError
 from cute_attn.runtime import artifact as artifact_format
 from cute_attn.runtime import artifacts, bundle, cache, dsl
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.compile import Outcome
+from cute_attn.runtime.artifacts import Outcome
 from cute_attn.runtime.spec import KernelSpec
 from tests.support import subprocesses
 from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
@@ -301,20 +301,25 @@ def test_an_interrupted_bundle_goes_on(
 
     with pytest.raises(KeyboardInterrupt):
         artifacts.write_bundle(tmp_path / "bundle", {ARCH: specs}, toy_program, jobs=1, progress=interrupt)
-    assert not (tmp_path / "bundle/manifest.json").exists()
-    found = list((tmp_path / "bundle").iterdir())
-    assert len(found) == 2
-    found[0].write_bytes(b"damaged")
+    assert not (tmp_path / "bundle").exists()
     forget()
-    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "other"))  # the bundle alone has them
-    assert artifacts.write_bundle(tmp_path / "bundle", {ARCH: specs}, toy_program, jobs=1) == 1
-    assert compiles(tmp_path) == 4  # the damaged one again, and the third
+    assert artifacts.write_bundle(tmp_path / "bundle", {ARCH: specs}, toy_program, jobs=1) == 0
+    assert compiles(tmp_path) == 3  # the third alone
+    assert artifacts.write_bundle(tmp_path / "bundle", {ARCH: specs}, toy_program, jobs=1) == 3
     assert bundle.counts(tmp_path / "bundle") == {ARCH: 3}
     forget()
     monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "bundle"))
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "other"))  # the bundle alone has them
     for spec in specs:
         assert artifacts.get(spec, ARCH, toy_program).is_of(spec, ARCH)
-    assert compiles(tmp_path) == 4
+    assert compiles(tmp_path) == 3
+
+
+def test_a_folder_that_becomes_no_bundle_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"no bundle written: .*manifest\.json is not one of a bundle"):
+        artifacts.write_bundle(tmp_path, {ARCH: [SPEC]}, toy_program)
+    assert compiles(tmp_path) == 0
 
 
 # ---- what is in the cache

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+from pathlib import Path
 
 import pytest
 
 from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.runtime import arch as archs
+from cute_attn.runtime import artifacts
 from cute_attn.runtime.artifact import Param
-from cute_attn.runtime.compile import Outcome, compile_many, compile_spec, count_matrix_instructions
+from cute_attn.runtime.artifacts import Outcome
+from cute_attn.runtime.compile import compile_spec, count_matrix_instructions
 from cute_attn.runtime.spec import KernelSpec
 from tests.support import subprocesses
 from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
-
-BUILD = functools.partial(compile_spec, program_of=toy_program)
 
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
@@ -76,13 +76,18 @@ except ArgumentError as err:
 """
     assert subprocesses.run(code).strip().endswith("got 'sm_70' False")
     with pytest.raises(ArgumentError):
-        compile_many({"sm_70": [ToySpec()]}, BUILD)
+        artifacts.get_many({"sm_70": [ToySpec()]}, toy_program)
 
 
-def test_processes_compile_the_same_bytes_and_report_failures_as_values() -> None:
+def test_processes_compile_the_same_bytes_and_report_failures_as_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(artifacts, "_memory", {})
     specs = [ToySpec(threads=64), BrokenSpec(), ToySpec(threads=96)]
     seen: list[tuple[KernelSpec, str, Outcome]] = []
-    outcomes = compile_many({"sm_90a": specs, "sm_100a": specs[:1]}, BUILD, jobs=2, progress=lambda *a: seen.append(a))
+    asked = {"sm_90a": specs, "sm_100a": specs[:1]}
+    outcomes = artifacts.get_many(asked, toy_program, jobs=2, progress=lambda *a: seen.append(a))
     assert list(outcomes) == [("sm_90a", spec) for spec in specs] + [("sm_100a", specs[0])]
     assert {(arch, spec): outcome for spec, arch, outcome in seen} == outcomes
     for (arch, spec), outcome in outcomes.items():
@@ -93,16 +98,14 @@ def test_processes_compile_the_same_bytes_and_report_failures_as_values() -> Non
             assert outcome == compile_spec(spec, arch, toy_program)
 
 
-def test_missing_dsl_is_explained() -> None:
+def test_missing_dsl_is_explained(tmp_path: Path) -> None:
     code = """
-import functools
-from cute_attn.errors import ArtifactError
-from cute_attn.runtime import compile
+from cute_attn.runtime import artifacts
 from tests.support.toy_spec import ToySpec, toy_program
-build = functools.partial(compile.compile_spec, program_of=toy_program)
-outcomes = compile.compile_many({"sm_90a": [ToySpec(), ToySpec(64)]}, build, jobs=2)
-print(*outcomes.values(), sep="\\n")
+outcomes = artifacts.get_many({"sm_90a": [ToySpec(), ToySpec(64)]}, toy_program, jobs=2)
+print(*(str(outcome).splitlines()[0] for outcome in outcomes.values()), sep="\\n")
 """
-    lines = subprocesses.run(code, block=["cutlass"]).splitlines()
+    env = {"CUTE_ATTN_CACHE_DIR": str(tmp_path)}
+    lines = subprocesses.run(code, env=env, block=["cutlass"]).splitlines()
     assert len(lines) == 2
-    assert all("nvidia-cutlass-dsl does not import" in line and '"toy"' in line for line in lines)
+    assert all("nvidia-cutlass-dsl is not installed" in line and '"toy"' in line for line in lines)
