@@ -91,6 +91,7 @@ def tokens(options: argparse.Namespace) -> Tokens:
     import torch
 
     from cute_attn.request import batch_plan
+    from cute_attn.request.index_arrays import IndexArrays
 
     qo_lens, kv_lens = (_lengths(options, name) for name in ("qo_lens", "kv_lens"))
     if options.batch is not None and options.batch < 1:
@@ -105,15 +106,14 @@ def tokens(options: argparse.Namespace) -> Tokens:
         return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64, device="cpu")
 
     if options.page_size is None:
-        return batch_plan.ragged(bounds(qo_lens), bounds(kv_lens))
+        return IndexArrays(("qo_indptr", "kv_indptr"), bounds(qo_lens), bounds(kv_lens)).on_host()
     size = batch_plan.page_size(options.page_size)
     pages = [-(-n // size) for n in kv_lens]
     tails = [n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)]
     last = torch.tensor(tails, dtype=torch.int64, device="cpu")
     indices = torch.arange(sum(pages), device="cpu")
-    q_bounds = batch_plan.indptr("--qo-lens", bounds(qo_lens))
-    table = batch_plan.Pages(bounds(pages), indices, last)
-    return batch_plan.paged(q_bounds, table, size, ("--qo-lens", *["--kv-lens"] * 3))
+    names = ("--qo-lens", *["--kv-lens"] * 3)
+    return IndexArrays(names, bounds(qo_lens), bounds(pages), indices, last, size).on_host()
 
 
 def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:

@@ -1,29 +1,24 @@
-"""Check the arguments of a batch's `plan` and turn them into settings and lengths on the host.
-
-Every user error is raised here, before a schedule is made. Index arrays may be on the GPU, but each of them then costs
-a synchronisation.
+"""Check the arguments of a batch's `plan` beside the index arrays: options and settings, lengths that are given again,
+masks, and buffers. Every user error is raised here and in `index_arrays`, before a schedule is made.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
-from cute_attn.problem import BatchLengths, DeviceTokens, Settings, Tokens, largest, smallest
-from cute_attn.request import checks, index_arrays, page_ids
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
+from cute_attn.problem import DeviceTokens, Settings, Tokens
+from cute_attn.request import checks, index_arrays
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.names import rename
 from cute_attn.request.once import once
 from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import (
-    DEVICES,
     MAX_INDEX,
-    MAX_KV_LEN,
     MAX_ROWS,
     NOT_OPTIONS,
     Call,
@@ -31,7 +26,6 @@ from cute_attn.request.settings import (
     call_settings,
 )
 
-INDEX_DTYPES = (torch.int32, torch.int64)
 UNSET = -1  # FlashInfer's number for a `fixed_split_size` that is not given
 JIT_REASON = "variants written in CUDA are not part of this library"
 JIT_INSTEAD = "sinks, custom_mask, logits_soft_cap or pos_encoding_mode"
@@ -213,135 +207,6 @@ def page_size(value: Any) -> int:
     return count("page_size", value)
 
 
-class Pages(NamedTuple):
-    """The arrays of a `plan` that say which pages of the cache belong to which request, as the user gave them."""
-
-    indptr: Any
-    indices: Any
-    last_page_len: Any
-
-
-def uniform_queries(batch_size: int, q_len: int) -> np.ndarray:
-    """Return the index array of query tokens of requests with `q_len` tokens each."""
-    return np.arange(0, (batch_size + 1) * q_len, q_len, dtype=np.int64)
-
-
-def paged(
-    qo_indptr: np.ndarray, pages: Pages, page_size: int, names: Sequence[str], q_len: int | None = None
-) -> Tokens:
-    """Check the page arrays of a batch, which keep their device: the wrapper copies kv_indices.
-
-    `names`: the caller's names of `qo_indptr`, which is checked, and of the three arrays of `pages`. `q_len`: query
-    tokens of every request, where the plan fixes them.
-    """
-    kv_bounds, counts, fewest = _bounds(names[1], pages.indptr)
-    _check_same_batch(names[0], qo_indptr, names[1], kv_bounds)
-    last = _integers(names[3], pages.last_page_len)
-    if len(last) != len(counts):
-        raise ArgumentError(f"{names[3]} must have shape [batch_size] = ({len(counts)},), got {len(last)} elements")
-    kv_len = counts * page_size
-    kv_len += last
-    kv_len -= page_size
-    # The common case costs three array operations.
-    if len(last) and not (smallest(last) >= 1 and largest(last) <= page_size and fewest >= 1):
-        wrong = (counts > 0) & ((last < 1) | (last > page_size))
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise ArgumentError(f"{names[3]} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
-        kv_len = np.where(counts > 0, kv_len, 0)
-    check_indices(names, pages.indices, kv_bounds.item(0), kv_bounds.item(-1))
-    return Tokens(_lengths(qo_indptr, kv_bounds[:-1], kv_len, q_len), kv_bounds, last, pages.indices, q_len)
-
-
-def check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
-    """Check the page numbers, of which plans read those from `first` to `end`."""
-    if type(indices) is not torch.Tensor or indices.layout is not torch.strided or indices.is_neg():
-        checks.tensor(names[2], indices)
-    dtype = indices.dtype
-    if dtype not in INDEX_DTYPES:  # nor complex, of which there are conjugate views
-        checks.dtype(names[2], dtype, INDEX_DTYPES)
-    _check_device(names[2], indices)
-    if indices.dim() != 1:
-        raise ArgumentError(f"{names[2]} must have 1 dimension, got {checks.describe(indices)}")
-    if indices.numel() < end:
-        raise ArgumentError(f"{names[2]} must have the {end} entries that {names[1]} counts, got {indices.numel()}")
-    if dtype == torch.int64 and indices.is_cpu:
-        page_ids.check_host_range(names[2], indices, slice(first, end))
-
-
-def ragged(qo_indptr: Any, kv_indptr: Any) -> Tokens:
-    """Check the index arrays of a ragged batch."""
-    q_bounds = indptr("qo_indptr", qo_indptr)
-    kv_bounds, kv_len, _ = _bounds("kv_indptr", kv_indptr)
-    _check_same_batch("qo_indptr", q_bounds, "kv_indptr", kv_bounds)
-    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_len), kv_bounds)
-
-
-def indptr(name: str, value: Any) -> np.ndarray:
-    """Check an index array [batch_size + 1] and return it as int64 on the host."""
-    return _bounds(name, value)[0]
-
-
-def _bounds(name: str, value: Any) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return `indptr`, its steps, and the smallest of them (0 where there is none)."""
-    bounds = _integers(name, value)
-    if len(bounds) == 0:
-        raise ArgumentError(f"{name} must have shape [batch_size + 1], got no element")
-    steps = bounds[1:] - bounds[:-1]
-    least = smallest(steps) if len(steps) else 0
-    if least < 0:
-        i = int((steps < 0).argmax())
-        raise RuntimeArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]} (request {i})")
-    if bounds.item(0) < 0 or bounds.item(-1) > MAX_INDEX:
-        raise ArgumentError(f"{name} must stay within 0..{MAX_INDEX}, got {bounds[0]}..{bounds[-1]}")
-    return bounds, steps, least
-
-
-def _integers(name: str, value: Any) -> np.ndarray:
-    """Check an index array and return a copy of it as int64 on the host."""
-    try:
-        given = value.numpy()  # refuses what `checks.tensor` refuses, and tensors on GPUs
-        if value.dtype in INDEX_DTYPES and value.dim() == 1:
-            copied: np.ndarray = given.astype(np.int64)
-            return copied
-    except (AttributeError, TypeError, RuntimeError):
-        pass
-    return _integers_of_another_place(name, value)
-
-
-def _integers_of_another_place(name: str, value: Any) -> np.ndarray:
-    """Check and copy an index array on a GPU; raise what is wrong with anything else."""
-    checks.tensor(name, value)
-    if value.dtype not in INDEX_DTYPES:
-        checks.dtype(name, value.dtype, INDEX_DTYPES)
-    if value.dim() != 1:
-        raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
-    _check_device(name, value)
-    host: np.ndarray = value.detach().cpu().numpy().astype(np.int64)
-    return host
-
-
-def _check_device(name: str, value: torch.Tensor) -> None:
-    if not (value.is_cuda or value.is_cpu):
-        raise ArgumentError(f"{name} must be on a {' or '.join(DEVICES)} device, got {checks.describe(value)}")
-
-
-def _check_same_batch(q_name: str, q_bounds: np.ndarray, kv_name: str, kv_bounds: np.ndarray) -> None:
-    if len(q_bounds) != len(kv_bounds):
-        raise ArgumentError(
-            f"{q_name} and {kv_name} must both have batch_size + 1 elements, got {len(q_bounds)} and {len(kv_bounds)}"
-        )
-
-
-def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray, q_len: int | None = None) -> BatchLengths:
-    """Return lengths, checked."""
-    lengths = BatchLengths(qo_indptr, kv_start, kv_len, q_len=q_len)
-    if lengths.longest_kv > MAX_KV_LEN:
-        i = int(kv_len.argmax())
-        raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
-    return lengths
-
-
 def check_rows(tokens: Tokens | DeviceTokens, num_qo_heads: int) -> None:
     """Refuse more rows of q (tokens x heads) than kernels can count."""
     rows = tokens.rows
@@ -360,8 +225,9 @@ def last_page_len_of_host(
     for name, value in given.items():
         if not checks.tensor(name, value).is_cpu:
             raise ArgumentError(f"{name} must be on the CPU, got {checks.describe(value)}")
-    q_bounds, kv_bounds = indptr("qo_indptr_host", qo_indptr), indptr("kv_indptr_host", kv_indptr)
-    lengths, pages = _integers("kv_lens_host", kv_lens), np.diff(kv_bounds)
+    q_lens = np.diff(index_arrays.indptr("qo_indptr_host", qo_indptr))
+    pages = np.diff(index_arrays.indptr("kv_indptr_host", kv_indptr))
+    lengths = index_arrays.integers("kv_lens_host", kv_lens)
     if len(lengths) != len(pages):
         raise ArgumentError(f"kv_lens_host must have shape [batch_size] = ({len(pages)},), got {len(lengths)}")
     wrong = pages != -(-lengths // page_size)
@@ -372,7 +238,7 @@ def last_page_len_of_host(
             f"but {pages[i]} pages of {page_size}"
         )
     if uniform_width is not None:
-        width, q_lens = count("uniform_verify_width", uniform_width), np.diff(q_bounds)
+        width = count("uniform_verify_width", uniform_width)
         if (q_lens != width).any():
             i = int((q_lens != width).argmax())
             raise ArgumentError(
@@ -423,7 +289,7 @@ def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
     value = checks.tensor(name, value)
     if value.device.type != "cpu":
         return
-    given = _integers(name, value.flatten())
+    given = index_arrays.integers(name, value.flatten())
     if len(given) != len(lengths):
         raise ArgumentError(f"{name} must have one entry for each of {len(lengths)} requests, got {len(given)}")
     if not np.array_equal(given, lengths):
@@ -482,7 +348,7 @@ def _flat(name: str, value: Any, *dtypes: torch.dtype) -> torch.Tensor:
     if value.dtype not in dtypes or value.dim() != 1:
         accepted = " or ".join(map(checks.short, dtypes))
         raise ArgumentError(f"{name} must be a 1-D {accepted} tensor, got {checks.describe(value)}")
-    _check_device(name, value)
+    index_arrays.check_device(name, value)
     return value
 
 
@@ -497,7 +363,7 @@ def _pack(bits: torch.Tensor, sizes: np.ndarray, offsets: np.ndarray) -> torch.T
 def workspace(value: Any) -> torch.Tensor:
     """Check the caller's workspace and return it as bytes."""
     buffer = checks.tensor("float_workspace_buffer", value)
-    _check_device("float_workspace_buffer", buffer)
+    index_arrays.check_device("float_workspace_buffer", buffer)
     check_workspace("float_workspace_buffer", buffer)
     return buffer.view(-1).view(torch.uint8)
 

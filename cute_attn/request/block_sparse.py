@@ -11,7 +11,8 @@ import torch
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
 from cute_attn.problem import Tokens
 from cute_attn.request import batch_plan, checks, index_arrays
-from cute_attn.request.batch_plan import INDEX_DTYPES, Mask
+from cute_attn.request.batch_plan import Mask
+from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.settings import MAX_INDEX, POS_ENCODING_MODES
 
 
@@ -56,7 +57,7 @@ def matrix(rows: Any, columns: Any, block_rows: Any, block_columns: Any) -> Matr
 
 def bsr(indptr: Any, indices: Any, size: Matrix) -> Tokens:
     """Check the arrays of a BSR mask. A row of blocks becomes a request, a block of keys a page."""
-    bounds = batch_plan.indptr("indptr", indptr)
+    bounds = index_arrays.indptr("indptr", indptr)
     count = -(-size.rows // size.block_rows)
     if len(bounds) != count + 1:
         raise ArgumentError(
@@ -65,8 +66,9 @@ def bsr(indptr: Any, indices: Any, size: Matrix) -> Tokens:
         )
     qo_indptr = np.minimum(np.arange(count + 1, dtype=np.int64) * size.block_rows, size.rows)
     full = torch.full((count,), size.page_size, dtype=torch.int64, device="cpu")
-    pages = batch_plan.Pages(torch.from_numpy(bounds), indices, full)
-    tokens = batch_plan.paged(qo_indptr, pages, size.page_size, ("M and R", "indptr", "indices", "C"))
+    pages = torch.from_numpy(bounds), indices, full, size.page_size
+    names = "M and R", "indptr", "indices", "C"
+    tokens = IndexArrays(names, torch.from_numpy(qo_indptr), *pages).on_host()
     used = indices[bounds[0] : bounds[-1]]
     least, most = (int(used.min()), int(used.max())) if used.numel() else (0, 0)
     if least < 0 or most >= size.pages:
@@ -94,7 +96,7 @@ def bsr_mask(mask: Any, packed_mask: Any, causal: Any, tokens: Tokens, size: Mat
 
 def flattened_bsr(mask: Any, indptr: Any) -> torch.Tensor:
     """Check a BSR mask and return it row by row of each row of blocks."""
-    mask, bounds = checks.tensor("mask", mask), batch_plan.indptr("indptr", indptr)
+    mask, bounds = checks.tensor("mask", mask), index_arrays.indptr("indptr", indptr)
     if mask.dim() != 3 or bounds[0] != 0 or bounds[-1] != mask.shape[0]:
         raise ArgumentError(
             f"mask must have shape [indptr[-1], R, C] with indptr[0] = 0, got {checks.describe(mask)} and indptr "
@@ -166,7 +168,8 @@ def variable(block_mask_map: Any, block_row_sz: Any, block_col_sz: Any, num_kv_h
     qo_indptr = index_arrays.bounds(rows.flatten())
     full = torch.full((rows.size,), size.page_size, dtype=torch.int64, device="cpu")
     names = "block_row_sz", "block_mask_map", "block_mask_map", "block_col_sz"
-    return size, batch_plan.paged(qo_indptr, batch_plan.Pages(kv_indptr, indices, full), size.page_size, names)
+    arrays = IndexArrays(names, torch.from_numpy(qo_indptr), kv_indptr, indices, full, size.page_size)
+    return size, arrays.on_host()
 
 
 def variable_mask(causal: Any, tokens: Tokens, size: Matrix, device: torch.device) -> Mask:
@@ -178,7 +181,7 @@ def variable_mask(causal: Any, tokens: Tokens, size: Matrix, device: torch.devic
 def _sizes(name: str, value: Any, num_kv_heads: int) -> np.ndarray:
     """Check sizes of blocks [num_kv_heads, blocks] and return them on the host."""
     value = checks.readable(name, value)
-    checks.dtype(name, value.dtype, INDEX_DTYPES)
+    checks.dtype(name, value.dtype, index_arrays.DTYPES)
     if value.dim() != 2 or value.shape[0] != num_kv_heads:
         raise ArgumentError(
             f"{name} must have shape [num_kv_heads = {num_kv_heads}, blocks], got {checks.describe(value)}"

@@ -1,9 +1,255 @@
-"""Index arrays of batches whose lengths the host has."""
+"""The index arrays of a plan, which say where the tokens of each request are, and what they say: `IndexArrays`.
+
+Arrays on the host are read there: up to `FEW` requests as lists, which takes half the time of arrays of a few numbers.
+Of arrays on a GPU plans check what they can without reading them: types, shapes and places. What else is checked needs
+their values; without it the planner kernel keeps within the memory of q, the index arrays and the plan.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import sub
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
+
+from cute_attn.errors import ArgumentError, RuntimeArgumentError
+from cute_attn.problem import BatchLengths, DeviceLengths, DeviceTokens, Tokens, largest, smallest
+from cute_attn.request import checks, page_ids
+from cute_attn.request.settings import DEVICES, MAX_INDEX, MAX_KV_LEN
+
+DTYPES = (torch.int32, torch.int64)
+STRIDED = torch.strided
+FEW = 8  # requests
+
+
+class IndexArrays(NamedTuple):
+    """The index arrays of a plan as the user gave them, of a ragged batch without the last three."""
+
+    names: Sequence[str]  # the caller's, of the next four
+    qo_indptr: Any
+    kv_indptr: Any
+    indices: Any = None  # page numbers; they keep their device
+    last_page_len: Any = None
+    page_size: int | None = None
+    q_len: int | None = None  # query tokens of every request, in place of qo_indptr
+
+    def as_lists(self) -> Tokens | None:
+        """Return the tokens of few requests on the host; None of others, and where `on_host` tells what is wrong."""
+        names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
+        bounds = _numbers(kv_indptr)
+        if bounds is None or len(bounds) < 2:
+            return None  # most often of many requests
+        if q_len is None:
+            starts = _numbers(qo_indptr)
+            if starts is None or len(starts) != len(bounds):
+                return None
+            qo_len = list(map(sub, starts[1:], starts))
+        else:
+            starts, qo_len = list(range(0, q_len * len(bounds), q_len)), [q_len] * (len(bounds) - 1)
+        if page_size is None:
+            kv_len, last = list(map(sub, bounds[1:], bounds)), None
+        else:
+            last = _numbers(last_page_len)
+            if last is None or len(last) != len(qo_len):
+                return None
+            kv_len = _listed_keys(bounds, last, page_size)
+        if min(kv_len) < 0 or min(qo_len) < 0 or starts[0] < 0 or bounds[0] < 0:
+            return None
+        lengths = BatchLengths.of_lists((starts, qo_len, bounds, kv_len))
+        if lengths.rows > MAX_INDEX or bounds[-1] > MAX_INDEX or lengths.longest_kv > MAX_KV_LEN:
+            return None
+        if last is not None:
+            _check_indices(names, indices, bounds[0], bounds[-1])
+        return Tokens(lengths, bounds, last, indices, q_len)
+
+    def on_host(self) -> Tokens:
+        """Check the arrays and return what they say. Those on a GPU cost a synchronisation each."""
+        names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
+        if q_len is None:
+            q_bounds = indptr(names[0], qo_indptr)
+        kv_bounds, kv_len, fewest = _bounds(names[1], kv_indptr)
+        if q_len is not None:
+            q_bounds = uniform_queries(len(kv_len), q_len)
+        if len(q_bounds) != len(kv_bounds):
+            raise ArgumentError(
+                f"{names[0]} and {names[1]} must both have batch_size + 1 elements, "
+                f"got {len(q_bounds)} and {len(kv_bounds)}"
+            )
+        last = None
+        if page_size is not None:
+            last = integers(names[3], last_page_len)
+            kv_len = _keys_in_pages(names[3], kv_len, fewest, last, page_size)
+            _check_indices(names, indices, kv_bounds.item(0), kv_bounds.item(-1))
+        lengths = BatchLengths(q_bounds, kv_bounds[:-1], kv_len, q_len=q_len)
+        if lengths.longest_kv > MAX_KV_LEN:
+            i = int(kv_len.argmax())
+            raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
+        return Tokens(lengths, kv_bounds, last, indices, q_len)
+
+    def on_host_in_tokens(self, kv_len_arr: Any) -> Tokens:
+        """Return `on_host` of requests that have so many of their pages' tokens, in place of `last_page_len`."""
+        given = checks.readable(self.names[3], kv_len_arr).cpu()
+        tokens = self._replace(
+            last_page_len=torch.full_like(given, self.page_size or 0)
+        ).on_host()  # as if all were full
+        kv_len, room = given.numpy().astype(np.int64), tokens.lengths.kv_len
+        wrong = (kv_len < 0) | (kv_len > room)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ArgumentError(
+                f"{self.names[3]} must be within 0..{room[i]}, the tokens of request {i}'s pages; got {kv_len[i]}"
+            )
+        return tokens._replace(lengths=tokens.lengths.replace(kv_len=kv_len))
+
+    def on_device(self, device: torch.device) -> DeviceTokens:
+        """Check what needs no values; arrays on the CPU are copied to the device."""
+        names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
+        if q_len is None:
+            _check_bounds(names[0], qo_indptr)
+        _check_bounds(names[1], kv_indptr)
+        if q_len is None:
+            _check_size(names[1], kv_indptr, len(qo_indptr), f"as many elements as {names[0]}")
+        batch_size, last, most = len(kv_indptr) - 1, None, 0
+        if page_size is not None:
+            check_array(names[3], last_page_len)
+            _check_size(names[3], last_page_len, batch_size, "shape [batch_size]")
+            check_array(names[2], indices)
+            last, most = _int32(last_page_len, device), min(len(indices), MAX_INDEX)
+        queries = _int32(qo_indptr, device) if q_len is None else None
+        lengths = DeviceLengths(queries, _int32(kv_indptr, device), last, most, q_len or 0)
+        return DeviceTokens(lengths, indices, q_len, None if q_len is None else batch_size * q_len, self._read)
+
+    def _read(self, now: DeviceLengths) -> Tokens:
+        arrays = now._asdict()
+        return self._replace(**{name: arrays[name] for name in ("qo_indptr", "kv_indptr", "last_page_len")}).on_host()
+
+
+# ---- checks
+
+
+def check_array(name: str, value: Any) -> None:
+    """Check what an index array is, but not its numbers."""
+    if type(value) is not torch.Tensor or value.layout is not STRIDED or value.is_neg():
+        checks.tensor(name, value)
+    if value.dtype not in DTYPES:  # nor complex, of which there are conjugate views
+        checks.dtype(name, value.dtype, DTYPES)
+    if not (value.is_cuda or value.is_cpu):
+        check_device(name, value)
+    if value.dim() != 1:
+        raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
+
+
+def check_device(name: str, value: torch.Tensor) -> None:
+    """Refuse devices whose memory no plan reads."""
+    if not (value.is_cuda or value.is_cpu):
+        raise ArgumentError(f"{name} must be on a {' or '.join(DEVICES)} device, got {checks.describe(value)}")
+
+
+def _check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
+    """Check the page numbers, of which plans read those from `first` to `end`."""
+    check_array(names[2], indices)
+    if indices.numel() < end:
+        raise ArgumentError(f"{names[2]} must have the {end} entries that {names[1]} counts, got {indices.numel()}")
+    if indices.dtype == torch.int64 and indices.is_cpu:
+        page_ids.check_host_range(names[2], indices, slice(first, end))
+
+
+def _check_bounds(name: str, value: Any) -> None:
+    check_array(name, value)
+    if len(value) == 0:
+        raise ArgumentError(f"{name} must have shape [batch_size + 1], got no element")
+
+
+def _check_size(name: str, value: Any, size: int, what: str) -> None:
+    if len(value) != size:
+        raise ArgumentError(f"{name} must have {what} = ({size},), got {len(value)} elements")
+
+
+# ---- numbers
+
+
+def integers(name: str, value: Any) -> np.ndarray:
+    """Check an index array and return a copy of it as int64 on the host."""
+    try:
+        given = value.numpy()  # refuses what `check_array` refuses, and tensors on GPUs
+        if value.dtype in DTYPES and value.dim() == 1:
+            copied: np.ndarray = given.astype(np.int64)
+            return copied
+    except (AttributeError, TypeError, RuntimeError):
+        pass
+    check_array(name, value)
+    host: np.ndarray = value.detach().cpu().numpy().astype(np.int64)
+    return host
+
+
+def indptr(name: str, value: Any) -> np.ndarray:
+    """Check an index array [batch_size + 1] and return it as int64 on the host."""
+    return _bounds(name, value)[0]
+
+
+def _bounds(name: str, value: Any) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return `indptr`, its steps, and the smallest of them (0 where there is none)."""
+    bounds = integers(name, value)
+    if len(bounds) == 0:
+        _check_bounds(name, value)
+    steps = bounds[1:] - bounds[:-1]
+    least = smallest(steps) if len(steps) else 0
+    if least < 0:
+        i = int((steps < 0).argmax())
+        raise RuntimeArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]} (request {i})")
+    if bounds.item(0) < 0 or bounds.item(-1) > MAX_INDEX:
+        raise ArgumentError(f"{name} must stay within 0..{MAX_INDEX}, got {bounds[0]}..{bounds[-1]}")
+    return bounds, steps, least
+
+
+def _keys_in_pages(name: str, counts: np.ndarray, fewest: int, last: np.ndarray, page_size: int) -> np.ndarray:
+    """Check the tokens in each request's last page, and return the keys of requests with so many pages."""
+    _check_size(name, last, len(counts), "shape [batch_size]")
+    kv_len = counts * page_size
+    kv_len += last
+    kv_len -= page_size
+    # The common case costs three array operations.
+    if len(last) and not (smallest(last) >= 1 and largest(last) <= page_size and fewest >= 1):
+        wrong = (counts > 0) & ((last < 1) | (last > page_size))
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ArgumentError(f"{name} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
+        kv_len = np.where(counts > 0, kv_len, 0)
+    return kv_len
+
+
+def _listed_keys(bounds: list[int], last: list[int], page_size: int) -> list[int]:
+    """Return the keys of requests, each with pages; -1 of one that is wrong."""
+    kv_len, begin = [], bounds[0]
+    for i, tokens in enumerate(last, 1):
+        end = bounds[i]
+        kv_len.append((end - begin - 1) * page_size + tokens if end > begin and 0 < tokens <= page_size else -1)
+        begin = end
+    return kv_len
+
+
+def _numbers(value: Any) -> list[int] | None:
+    """Return the numbers of a short index array on the host."""
+    if type(value) is not torch.Tensor or not value.is_cpu or value.dtype not in DTYPES:
+        return None
+    if value.layout is not STRIDED or value.is_neg() or value.dim() != 1 or value.numel() > FEW + 1:
+        return None
+    numbers: list[int] = value.tolist()
+    return numbers
+
+
+def _int32(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an index array as the planner reads it; numbers beyond int32 become the largest one."""
+    if value.dtype == torch.int64:
+        value = value.clamp(0, MAX_INDEX).int()
+    if value.is_cpu:  # from pinned memory the copy must end before `plan` returns: the caller may then overwrite it
+        value = value.to(device, non_blocking=not value.is_pinned())
+    return value.contiguous()
+
+
+# ---- arrays of lengths
 
 
 def int32(numbers: np.ndarray) -> torch.Tensor:
@@ -14,6 +260,11 @@ def int32(numbers: np.ndarray) -> torch.Tensor:
 def bounds(counts: np.ndarray) -> np.ndarray:
     """Return where the elements of each request begin, and where the last ones end: `[len(counts) + 1]`."""
     return np.concatenate(([0], np.cumsum(counts)))
+
+
+def uniform_queries(batch_size: int, q_len: int) -> np.ndarray:
+    """Return the index array of query tokens of requests with `q_len` tokens each."""
+    return np.arange(0, (batch_size + 1) * q_len, q_len, dtype=np.int64)
 
 
 def last_page_len(kv_len: np.ndarray, num_pages: np.ndarray, page_size: int) -> np.ndarray:

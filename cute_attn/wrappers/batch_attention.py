@@ -9,13 +9,15 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, page_lengths
+from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Scale, makes_plan
 
 WORKSPACE_BYTES = 128 << 20  # enough for every batch
+NAMES = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 NO_PROFILER = "no kernel records a profile"
 
 
@@ -87,7 +89,8 @@ class BatchAttention(BatchWrapper):
         """
         batch_plan.refuse("use_profiler", use_profiler, NO_PROFILER, "a profiler of the GPU's maker", off=False)
         page_size = batch_plan.page_size(page_size)
-        tokens = page_lengths.paged(qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size)
+        arrays = IndexArrays(NAMES, qo_indptr, kv_indptr, kv_indices, page_size=page_size)
+        tokens = arrays.on_host_in_tokens(kv_len_arr)
         options = PlanOptions(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, Refusal
-from cute_attn.request import batch_plan, checks
+from cute_attn.request import checks, index_arrays
 from cute_attn.request.settings import POS_ENCODING_MODES
 from cute_attn.wrappers.base import Cache, DType
 from cute_attn.wrappers.engine_attributes import EngineHooks
@@ -149,7 +149,7 @@ class MultiLevelCascadeAttentionWrapper(EngineHooks, NotCopied):
             self._levels("paged_kv_indices_arr", paged_kv_indices_arr),
             self._levels("paged_kv_last_page_len", paged_kv_last_page_len),
         )
-        rows = [int(batch_plan.indptr(f"qo_indptr_arr[{i}]", indptr)[-1]) for i, indptr in enumerate(arrays[0])]
+        rows = [int(index_arrays.indptr(f"qo_indptr_arr[{i}]", indptr)[-1]) for i, indptr in enumerate(arrays[0])]
         if len(set(rows)) > 1:
             raise ArgumentError(f"qo_indptr_arr must end with the same number of query tokens everywhere, got {rows}")
         last = self._wrappers[-1]

@@ -13,9 +13,10 @@ from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import Tokens
 from cute_attn.request import batch_plan, checks, plan_arguments, positional
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.plan_request import decode_tokens
+from cute_attn.wrappers.plan_request import tokens_of
 from cute_attn.wrappers.signatures import with_return_lse
 
 NAMES = ("qo_indptr", "indptr", "indices", "last_page_len")
@@ -168,8 +169,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             data_type, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type,
             pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
-        pages = batch_plan.Pages(indptr, indices, last_page_len)
-        tokens = decode_tokens(self._place, given.q_len, pages, given.page_size, NAMES)
+        pages = indptr, indices, last_page_len, given.page_size
+        tokens = tokens_of(self._place, IndexArrays(NAMES, None, *pages, given.q_len))
         if seq_lens is not None:
             if isinstance(tokens, Tokens):
                 batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)

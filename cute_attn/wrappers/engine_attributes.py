@@ -14,8 +14,8 @@ import torch
 
 from cute_attn.errors import NotPlannedError, RuntimeArgumentError
 from cute_attn.problem import BatchPlan, DeviceTokens, Tokens
-from cute_attn.request import batch_plan, checks
-from cute_attn.request.index_arrays import int32
+from cute_attn.request import checks
+from cute_attn.request.index_arrays import IndexArrays, int32
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import capture
 from cute_attn.runtime.staging import is_capturing
@@ -195,6 +195,10 @@ def written_lengths(request: PlanRequest, copies: dict[str, IndexCopy], device: 
     if request.mask.packed is not None or tokens.multi_item:
         raise RuntimeArgumentError(f"{name} must not be written: the mask belongs to the planned lengths")
 
+    names = ["_qo_indptr_buf", "_kv_indptr_buf"]
+    if tokens.kv_indices is not None:
+        names = ["_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"]
+
     def lengths(name: str) -> torch.Tensor:
         if name in copies:
             return copies[name].tensor
@@ -202,12 +206,11 @@ def written_lengths(request: PlanRequest, copies: dict[str, IndexCopy], device: 
         assert numbers is not None
         return torch.from_numpy(numbers)
 
-    if tokens.kv_indices is None:
-        return batch_plan.ragged(lengths("_qo_indptr_buf"), lengths("_kv_indptr_buf"))
-    names = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
-    queries = batch_plan.indptr(names[0], lengths(names[0]))
-    pages = batch_plan.Pages(lengths(names[1]), tokens.kv_indices, lengths(names[3]))
-    return batch_plan.paged(queries, pages, request.page_size, names)._replace(q_len=tokens.q_len)
+    arrays = IndexArrays(names, lengths(names[0]), lengths(names[1]), q_len=tokens.q_len)
+    if tokens.kv_indices is not None:
+        last = lengths(names[3])
+        arrays = arrays._replace(indices=tokens.kv_indices, last_page_len=last, page_size=request.page_size)
+    return arrays.on_host()
 
 
 def _planned_lengths(name: str, tokens: Tokens | DeviceTokens) -> np.ndarray | None:

@@ -14,9 +14,10 @@ from cute_attn.errors import ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, plan_arguments, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.plan_request import paged_tokens, prefill_request
+from cute_attn.wrappers.plan_request import prefill_request, tokens_of
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -213,9 +214,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal,
             window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
-        pages = batch_plan.Pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, given.page_size
         host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        tokens = paged_tokens(self._place, qo_indptr, pages, given.page_size, PAGED_NAMES, host_only)
+        tokens = tokens_of(self._place, IndexArrays(PAGED_NAMES, qo_indptr, *pages), host_only)
         lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)

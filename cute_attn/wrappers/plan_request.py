@@ -14,8 +14,9 @@ import torch
 
 from cute_attn.dispatch import select
 from cute_attn.problem import DeviceTokens, Tokens
-from cute_attn.request import batch_plan, checks, device_lengths, few_requests, multi_item, positional
-from cute_attn.request.batch_plan import Mask, Pages, RepeatedLengths
+from cute_attn.request import batch_plan, checks, multi_item, positional
+from cute_attn.request.batch_plan import Mask, RepeatedLengths
+from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.request.plan_arguments import PlanArguments, PlanRequest
 from cute_attn.request.sink_variant import SinkVariant
@@ -49,59 +50,32 @@ def _is_on(device: torch.device, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda and value.device == device
 
 
-def _stays_on_device(
-    place: Place, arrays: tuple[Any, ...], host_only: HostOnly | tuple[()] = (), indices: Any = None
-) -> bool:
-    """Tell whether a plan leaves its lengths on the device: an array of `arrays` is there and no other GPU has one, and
-    nothing needs them on the host. `indices`: page numbers; those in use must fit their buffer of CUDA graphs.
+def tokens_of(place: Place, arrays: IndexArrays, host_only: HostOnly | tuple[()] = ()) -> Tokens | DeviceTokens:
+    """Check the index arrays of a batch, where they are if the plan leaves them there."""
+    tokens = arrays.as_lists()
+    if tokens is not None:
+        return tokens
+    return arrays.on_device(place.device) if _stays_on_device(place, arrays, host_only) else arrays.on_host()
+
+
+def _stays_on_device(place: Place, arrays: IndexArrays, host_only: HostOnly | tuple[()]) -> bool:
+    """Tell whether a plan leaves its lengths on the device: an array of them is there and no other GPU has one, and
+    nothing needs them on the host. Page numbers in use must fit their buffer of CUDA graphs.
     """
+    _, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = arrays
     device = place.device
-    if not any(_is_on(device, array) for array in arrays) or place.backend == "reference":
+    if not any(_is_on(device, x) for x in (qo_indptr, kv_indptr, last_page_len)) or place.backend == "reference":
         return False
-    if not all(isinstance(x, torch.Tensor) and (x.is_cpu or _is_on(device, x)) for x in arrays):
+    lengths = [kv_indptr] if q_len is not None else [qo_indptr, kv_indptr]
+    if page_size is not None:
+        lengths.append(last_page_len)
+    if not all(isinstance(x, torch.Tensor) and (x.is_cpu or _is_on(device, x)) for x in lengths):
         return False
     if any(value is not None for value in host_only) or switches.validates():
         return False
     if place.graph is None or not isinstance(indices, torch.Tensor):
         return True
     return indices.numel() <= place.graph.page_indices.numel()
-
-
-def paged_tokens(
-    place: Place, qo_indptr: Any, pages: Pages, page_size: int, names: tuple[str, str, str, str], host_only: HostOnly
-) -> Tokens | DeviceTokens:
-    """Check the index arrays of a paged prefill batch, where they are if the plan leaves them there."""
-    tokens = few_requests.paged(qo_indptr, pages.indptr, pages.last_page_len, pages.indices, page_size)
-    if tokens is not None:
-        batch_plan.check_indices(names, pages.indices, tokens.kv_bounds[0], tokens.kv_bounds[-1])
-        return tokens
-    if _stays_on_device(place, (qo_indptr, pages.indptr, pages.last_page_len), host_only, pages.indices):
-        return device_lengths.paged(place.device, (qo_indptr, 0), pages, page_size, names)
-    return batch_plan.paged(batch_plan.indptr(names[0], qo_indptr), pages, page_size, names)
-
-
-def ragged_tokens(place: Place, qo_indptr: Any, kv_indptr: Any, host_only: HostOnly) -> Tokens | DeviceTokens:
-    """Check the index arrays of a ragged batch, where they are if the plan leaves them there."""
-    tokens = few_requests.ragged(qo_indptr, kv_indptr)
-    if tokens is not None:
-        return tokens
-    if _stays_on_device(place, (qo_indptr, kv_indptr), host_only):
-        return device_lengths.ragged(place.device, qo_indptr, kv_indptr)
-    return batch_plan.ragged(qo_indptr, kv_indptr)
-
-
-def decode_tokens(
-    place: Place, q_len: int, pages: Pages, page_size: int, names: tuple[str, str, str, str]
-) -> Tokens | DeviceTokens:
-    """Check the index arrays of a decode batch, where they are if the plan leaves them there."""
-    tokens = few_requests.decode(pages.indptr, pages.last_page_len, pages.indices, page_size, q_len)
-    if tokens is not None:
-        batch_plan.check_indices(names, pages.indices, tokens.kv_bounds[0], tokens.kv_bounds[-1])
-        return tokens
-    if _stays_on_device(place, (pages.indptr, pages.last_page_len), indices=pages.indices):
-        return device_lengths.paged(place.device, (None, q_len), pages, page_size, names)
-    batch_size = max(0, checks.tensor(names[1], pages.indptr).numel() - 1)
-    return batch_plan.paged(batch_plan.uniform_queries(batch_size, q_len), pages, page_size, names, q_len)
 
 
 # ---- prefill

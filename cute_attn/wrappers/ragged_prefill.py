@@ -13,10 +13,13 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, batch_run, checks, plan_arguments, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.plan_request import prefill_request, ragged_tokens
+from cute_attn.wrappers.plan_request import prefill_request, tokens_of
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
+
+NAMES = ("qo_indptr", "kv_indptr")
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
@@ -158,7 +161,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
         host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        tokens = ragged_tokens(self._place, qo_indptr, kv_indptr, host_only)
+        tokens = tokens_of(self._place, IndexArrays(NAMES, qo_indptr, kv_indptr), host_only)
         lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         return prefill_request(self._place, given, tokens, lengths, host_only, items, self._sink_variant)

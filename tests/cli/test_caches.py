@@ -22,7 +22,7 @@ from cute_attn.dispatch.families import FAMILIES
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.problem import BatchLimits, Settings
-from cute_attn.request import batch_plan
+from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import TYPICAL_SMS, named
 from cute_attn.schedule.batch import typical_qo_len
@@ -64,9 +64,9 @@ def batch_launches(settings: Settings, qo_lens: list[int], kv_lens: list[int], a
     size = settings.page_size
     pages = torch.tensor([-(-n // size) for n in kv_lens])
     last = torch.tensor(kv_lens) - (pages - 1) * size
-    table = batch_plan.Pages(bounds(pages.tolist()), torch.arange(int(pages.sum())), last)
+    table = bounds(pages.tolist()), torch.arange(int(pages.sum())), last, size
     names = ("a", "b", "c", "d")
-    lengths = batch_plan.paged(batch_plan.indptr("a", bounds(qo_lens)), table, size, names).lengths
+    lengths = IndexArrays(names, bounds(qo_lens), *table).on_host().lengths
     limits = BatchLimits(128 << 20, max_qo_len=1 if settings.features.decode else None)
     rows = typical_qo_len(lengths, limits) * 4
     backend = select.choose(settings.features, "auto", named(arch), Load(rows))

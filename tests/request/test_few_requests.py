@@ -1,17 +1,16 @@
-"""Index arrays of few requests, read as lists, give the tokens that `batch_plan` gives; what is wrong is left to it."""
+"""Index arrays of few requests, read as lists, give the tokens that arrays give; what is wrong is left to these."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from cute_attn.problem import BatchLengths, Tokens
-from cute_attn.request import batch_plan, few_requests
+from cute_attn.request import index_arrays
+from cute_attn.request.index_arrays import IndexArrays
 
 NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 INDICES = torch.zeros(20_000, dtype=torch.int32)
@@ -23,7 +22,7 @@ def steps(rng: random.Random, first: int, number: int, lengths: list[int], wrong
     bounds = [first]
     for _ in range(number):
         bounds.append(bounds[-1] + (wrong if rng.random() < 0.02 else rng.choice(lengths)))
-    return torch.tensor(bounds, dtype=rng.choice(batch_plan.INDEX_DTYPES))
+    return torch.tensor(bounds, dtype=rng.choice(index_arrays.DTYPES))
 
 
 def facts(tokens: Tokens) -> list[Any]:
@@ -41,28 +40,24 @@ def facts(tokens: Tokens) -> list[Any]:
     return [[(x.dtype, x.tolist()) for x in arrays], numbers, None if last is None else last.tolist()]
 
 
-def paged_by_arrays(q: torch.Tensor, pages: batch_plan.Pages, page_size: int) -> Tokens:
-    return batch_plan.paged(batch_plan.indptr(NAMES[0], q), pages, page_size, NAMES)
-
-
 def test_tokens() -> None:
     rng = random.Random(0)
     taken = 0
     for _ in range(BATCHES):
-        size, page_size = rng.randint(0, few_requests.FEW + 2), rng.choice([1, 16, 64])
+        size, page_size = rng.randint(0, index_arrays.FEW + 2), rng.choice([1, 16, 64])
         q = steps(rng, rng.choice([0, 3]), size, [0, 1, 100], -1)
         kv = steps(rng, rng.choice([0, 2]), size + (rng.random() < 0.02), [1, 5, 1000], rng.choice([0, -1]))
         last = torch.tensor([rng.randint(rng.random() > 0.02, page_size) for _ in range(size)], dtype=torch.int32)
-        q_len, pages = rng.choice([1, 3]), batch_plan.Pages(kv, INDICES, last)
-        uniform = (batch_plan.uniform_queries(len(kv) - 1, q_len), pages, page_size, NAMES, q_len)
-        kinds: list[tuple[Tokens | None, Callable[[], Tokens]]] = [
-            (few_requests.paged(q, kv, last, INDICES, page_size), partial(paged_by_arrays, q, pages, page_size)),
-            (few_requests.decode(kv, last, INDICES, page_size, q_len), partial(batch_plan.paged, *uniform)),
-            (few_requests.ragged(q, kv), partial(batch_plan.ragged, q, kv)),
+        pages = kv, INDICES, last, page_size
+        kinds = [
+            IndexArrays(NAMES, q, *pages),
+            IndexArrays(NAMES, None, *pages, rng.choice([1, 3])),
+            IndexArrays(NAMES, q, kv),
         ]
-        for tokens, by_arrays in kinds:
+        for arrays in kinds:
+            tokens = arrays.as_lists()
             if tokens is not None:
-                plain = by_arrays()
+                plain = arrays.on_host()
                 assert facts(tokens) == facts(plain)
                 assert tokens.kv_indices is plain.kv_indices
                 computed = BatchLengths(tokens.lengths.qo_indptr, tokens.lengths.kv_start, tokens.lengths.kv_len)
@@ -89,14 +84,13 @@ def test_tokens() -> None:
     ids=str,
 )
 def test_what_is_wrong(value: Any) -> None:
-    good = torch.tensor([0, 1])
-    last = torch.tensor([1])
-    assert few_requests.ragged(good, good) is not None
-    assert few_requests.ragged(value, good) is few_requests.ragged(good, value) is None
-    assert (
-        few_requests.paged(value, good, last, INDICES, 1) is few_requests.paged(good, value, last, INDICES, 1) is None
-    )
-    assert few_requests.decode(good, last, INDICES, 1, 1) is not None
-    assert few_requests.decode(value, last, INDICES, 1, 1) is few_requests.decode(good, value, INDICES, 1, 1) is None
+    good, pages = torch.tensor([0, 1]), (INDICES, torch.tensor([1]), 1)
+    assert IndexArrays(NAMES, good, good).as_lists() is not None
+    assert IndexArrays(NAMES, value, good).as_lists() is IndexArrays(NAMES, good, value).as_lists() is None
+    for q, q_len in ((good, None), (None, 1)):
+        assert IndexArrays(NAMES, q, good, *pages, q_len).as_lists() is not None
+        assert IndexArrays(NAMES, q, value, *pages, q_len).as_lists() is None
+        assert IndexArrays(NAMES, q, good, INDICES, value, 1, q_len).as_lists() is None
+    assert IndexArrays(NAMES, value, good, *pages).as_lists() is None
     with pytest.raises((TypeError, ValueError)):
-        batch_plan.ragged(value, good)
+        IndexArrays(NAMES, value, good).on_host()

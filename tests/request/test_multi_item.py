@@ -14,6 +14,7 @@ from cute_attn.errors import ArgumentError
 from cute_attn.problem import Tokens
 from cute_attn.reference.attention import Mask
 from cute_attn.request import batch_plan
+from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.multi_item import bound_keys
 from tests.support import multi_item
 
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 def bounded(qo_lens: list[int], kv_lens: list[int], arguments: dict[str, Any], first: int = 0) -> Tokens:
     qo, kv = (torch.tensor(np.concatenate(([first], first + np.cumsum(n)))) for n in (qo_lens, kv_lens))
-    tokens = batch_plan.ragged(qo, kv)
+    tokens = IndexArrays(("qo_indptr", "kv_indptr"), qo, kv).on_host()
     names = ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr")
     return bound_keys(tuple(map(arguments.__getitem__, names)), tokens, batch_plan.NO_MASK)
 

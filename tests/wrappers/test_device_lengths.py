@@ -13,7 +13,7 @@ from cute_attn import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
 from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
 from cute_attn.problem import DeviceTokens
-from cute_attn.request import few_requests
+from cute_attn.request import index_arrays
 from cute_attn.wrappers import plan_request
 
 PAGE_SIZE, HEADS, HEAD_DIM = 16, (4, 2), 64
@@ -35,7 +35,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return host(self)
 
     monkeypatch.setattr(plan_request, "_is_on", lambda device, x: True)
-    monkeypatch.setattr(few_requests, "_numbers", lambda value: None)  # reads tensors on the CPU
+    monkeypatch.setattr(index_arrays, "_numbers", lambda value: None)  # reads tensors on the CPU
     monkeypatch.setattr(DeviceTokens, "host", property(counted))
     return reads
 
