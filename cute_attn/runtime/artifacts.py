@@ -82,7 +82,7 @@ def _outcomes(tasks: Sequence[Task], program_of: ProgramOf, jobs: int | None) ->
             futures = {pool.submit(_outcome, *task, program_of): task for task in missing}
             for future in as_completed(futures):
                 died = future.exception()
-                lost = died and ArtifactError(f"a compile worker died: {type(died).__name__}: {died}")
+                lost = None if died is None else ArtifactError(f"a compile worker died: {type(died).__name__}: {died}")
                 yield futures[future], lost or future.result()
     else:
         yield from ((task, _outcome(*task, program_of)) for task in missing)
