@@ -149,13 +149,13 @@ class BatchLengths:
         self.qo_indptr, self.kv_start, self.kv_len = qo_indptr, kv_start, kv_len
         self.mask_offset, self.key_bounds = mask_offset, key_bounds
         self.batch_size = size = len(kv_len)
-        self.qo_len = qo_indptr[1:] - qo_indptr[:-1]
         # The most keys and query tokens of a request, the requests that have query tokens, rows of q, out and lse, and
         # the first of them: rows before it belong to no request.
         self.longest_kv = largest(kv_len) if size else 0
         if q_len and size:
             self.longest_qo, self.with_queries, self.rows, self.first_row = q_len, size, q_len * size, 0
         else:
+            self.qo_len = qo_indptr[1:] - qo_indptr[:-1]  # of uniform lengths few read it
             self.longest_qo = largest(self.qo_len) if size else 0
             self.with_queries = int(np.count_nonzero(self.qo_len))
             self.rows, self.first_row = qo_indptr.item(-1), qo_indptr.item(0)
@@ -202,7 +202,7 @@ class BatchLengths:
     @functools.cached_property
     def qo_len(self) -> np.ndarray:
         """Query tokens of each request."""
-        return np.array(self.lists[1], np.int64)
+        return np.array(self.lists[1], np.int64) if self.listed else self.qo_indptr[1:] - self.qo_indptr[:-1]
 
     @property
     def equal_qo(self) -> int | None:

@@ -166,12 +166,6 @@ def readable(name: str, value: Any) -> torch.Tensor:
     return value
 
 
-def refuse_grad(**tensors: torch.Tensor) -> None:
-    """Refuse tensors that torch wants derivatives of."""
-    for name, tensor in tensors.items():
-        check_grad(name, tensor)
-
-
 def check_grad(name: str, value: torch.Tensor, more: str = "") -> None:
     """Refuse a tensor that torch wants a derivative of, so that nobody relies on one: none is computed. `more`: advice.
 
