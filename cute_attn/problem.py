@@ -373,7 +373,7 @@ class BatchPlan:
     load: Any = None  # `dispatch.capabilities.Load` by which the backend was chosen; None: a run had a part in that
     staging: Any = None  # `runtime.staging.Staging` of the schedule
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of CUDA graphs, by name
-    cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.run_cache.CachedRun` by its key
+    cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.calls.Entry` by key
     run_settings: Callable[..., Settings] | None = None  # `request.batch_run` keeps the settings of runs here
     protected: list[MemoryRange] | None = None  # memory of the plan that runs must not write, once a run asks for it
     rows: int = field(init=False)  # of q, out and lse

@@ -16,10 +16,9 @@ from cute_attn.problem import BatchPlan, BatchProblem, DeviceTokens, MemoryRange
 from cute_attn.request import checks, operands
 from cute_attn.request.caches import is_large
 from cute_attn.request.once import once
-from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, SCALES, Placement, Scales
+from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NO_SCALES, SCALES, Placement
 from cute_attn.request.settings import LSE_BASES, MIN_SCALE
 
-NO_SCALES = Scales()
 LSE_LAYOUTS = ("NH", "HN")
 
 

@@ -91,9 +91,8 @@ class IndexArrays(NamedTuple):
     def on_host_in_tokens(self, kv_len_arr: Any) -> Tokens:
         """Return `on_host` of requests that have so many of their pages' tokens, in place of `last_page_len`."""
         given = checks.readable(self.names[3], kv_len_arr).cpu()
-        tokens = self._replace(
-            last_page_len=torch.full_like(given, self.page_size or 0)
-        ).on_host()  # as if all were full
+        full = torch.full_like(given, self.page_size or 0)
+        tokens = self._replace(last_page_len=full).on_host()
         kv_len, room = given.numpy().astype(np.int64), tokens.lengths.kv_len
         wrong = (kv_len < 0) | (kv_len > room)
         if wrong.any():

@@ -147,6 +147,9 @@ class Scales(NamedTuple):
     of_v: torch.Tensor | None = None
 
 
+NO_SCALES = Scales()
+
+
 def split_scales(device: torch.device, q: Any, k: Any, v: Any, names: Sequence[str] = SCALES) -> Scales:
     """Separate numbers from tensors on the device. `names`: those of the caller."""
     q, of_q = split_scale(names[0], q, device)

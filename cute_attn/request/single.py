@@ -13,10 +13,8 @@ from cute_attn.errors import ArgumentError
 from cute_attn.problem import Problem
 from cute_attn.request import checks, operands
 from cute_attn.request.bit_packing import packbits
-from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NAMES, SCALES, KvLayout, Scales
+from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NAMES, NO_SCALES, SCALES, KvLayout
 from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, MAX_ROWS, Call, call_settings, check_device
-
-NO_SCALES = Scales()
 
 
 def problem(call: Call) -> Problem:

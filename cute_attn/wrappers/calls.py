@@ -111,11 +111,10 @@ def operands(
     return tuple(numbers), tuple(roles), tuple(optional), tuple(read)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Tensor) -> bool:
     """Tell whether a scale is a tensor on the CPU that all checks read."""
-    if not isinstance(x, Tensor) or not x.is_cpu or x.layout is not torch.strided:
-        return False
-    return x.numel() == 1 and x.is_floating_point() and not x.requires_grad and not x.is_neg()
+    stored = x.is_cpu and x.layout is torch.strided
+    return stored and x.numel() == 1 and x.is_floating_point() and not x.requires_grad and not x.is_neg()
 
 
 def replay(
