@@ -33,6 +33,7 @@ from perf.bench import publish
 from perf.harness import Call, Timing, reason, timing
 from perf.machine import command_line, environment, why_no_gpu
 from perf.optional import flashinfer
+from perf.optional_calls import optional_calls, unplanned_optional_calls
 from perf.peers import PEERS, Peer
 from perf.plan_calls import plan_calls
 from perf.pretended_gpu import pretended_gpu
@@ -204,6 +205,7 @@ def measure_all(device: torch.device) -> dict[str, Any]:
     """Returns the timing, or the reason why there is none, by name."""
     bindings: dict[str, Callable[[], dict[str, Call]]] = {
         "ours": lambda: {**calls(device), **unplanned_calls(device), **batch_calls(device), **parts(device)},
+        "ours, optional tensors": lambda: optional_calls(device) | unplanned_optional_calls(device),
         **peers(device),
     }
     ready: dict[str, Call] = {}
@@ -229,7 +231,7 @@ def pretend(arch: str) -> None:
     """Prints the CPU time of our calls on a GPU that does nothing."""
     device = torch.device("cpu")
     with pretended_gpu(arch) as driver:
-        ours = {**calls(device), **batch_calls(device)}
+        ours = {**calls(device), **batch_calls(device), **optional_calls(device)}
         for name, found in host_times(ours, lambda: None, time.thread_time_ns, 9).items():
             before = driver.launches
             ours[name]()

@@ -399,8 +399,10 @@ def test_growing_cache_takes_every_length() -> None:
 def test_overhead_calls_run() -> None:
     from perf import overhead
 
-    for call in {**overhead.calls(CPU), **overhead.unplanned_calls(CPU), **overhead.batch_calls(CPU)}.values():
-        call()
+    kinds = overhead.calls, overhead.unplanned_calls, overhead.batch_calls
+    for calls in (*kinds, overhead.optional_calls, overhead.unplanned_optional_calls):
+        for call in calls(CPU).values():
+            call()
     stages = overhead.parts(CPU)
     assert len(stages) == 5
     for name in list(stages)[:4]:  # the last one needs a CUDA stream
