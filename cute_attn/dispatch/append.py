@@ -16,20 +16,18 @@ from cute_attn.runtime.launch import CPU
 
 
 def run(append: Append) -> None:
-    """Writes the rows. Where there is no kernel for the device (none compiled and no DSL), torch operations do it."""
+    """Writes the rows. Where no kernel can (none compiled and no DSL, or rows that it does not take), torch operations
+    do it.
+    """
     device = append.caches[0].device
-    if device.type != "cuda" or not launch.fits(append):
-        reference(append)
-        return
-    gpu = gpus.supported(device.index)
-    if gpu is None:
-        reference(append)
-        return
+    gpu = gpus.supported(device.index) if device.type == "cuda" else None
     try:
-        launch.run(append, gpu)
+        written = gpu is not None and launch.run(append, gpu)
     except ArtifactError:
         if artifacts.can_compile():
             raise
+        written = False
+    if not written:
         reference(append)
 
 
@@ -38,8 +36,6 @@ def emulate(append: Append) -> None:
 
     Raises ArgumentError for a request that does not fit the kernel.
     """
-    if not launch.fits(append):
-        raise ArgumentError("the append kernel cannot run this request: fp8 needs rows of whole blocks of 16 elements")
     arch = settings.current().arch
     inputs = {f"rows[{i}]": x for i, x in enumerate(append.rows)}
     inputs |= {f"slots[{i}]": x for i, x in enumerate(append.slots)}
@@ -47,4 +43,6 @@ def emulate(append: Append) -> None:
     outputs = {f"caches[{i}]": x for i, x in enumerate(append.caches)}
     outputs |= {f"block_scales[{i}]": x for i, x in enumerate(append.block_scales)}
     with adapter.visible(inputs, outputs):
-        launch.run(append, Gpu(named(arch), CPU, TYPICAL_SMS[arch]))
+        written = launch.run(append, Gpu(named(arch), CPU, TYPICAL_SMS[arch]))
+    if not written and append.rows[0].numel() and append.caches[0].numel():
+        raise ArgumentError("the append kernel cannot run this request: fp8 needs rows of whole blocks of 16 elements")

@@ -6,7 +6,8 @@ Everything but addresses and scales is memoised by the tensors' layouts.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, A
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import Fields, divisor
-from cute_attn.request.append import Append
+from cute_attn.request.append import NO_SCALES, Append, Scale
 from cute_attn.request.page_table import OwnRows, PageTable, SlotMapping
 from cute_attn.runtime.launch import Bound, Settled, current_stream
 
@@ -63,48 +64,47 @@ class Layouts(NamedTuple):
     indices: tuple[Layout, ...]
 
 
-def fits(append: Append) -> bool:
+def run(append: Append, gpu: Gpu) -> bool:
+    """Launches the kernel on the current stream, and tells whether it can run the request: if not, nothing happens."""
+    slots = SLOTS[type(append.slots)]
+    names = INDICES[slots]
+    indices = [x if x.dtype in INDEX_DTYPES else x.int() for x in append.slots[: len(names)]]
+    tensors = *append.rows, *append.caches, *append.block_scales, *indices
+    addresses = [x.data_ptr() for x in tensors]
+    layouts = tuple([(x.shape, x.stride(), x.dtype, a & 15) for x, a in zip(tensors, addresses, strict=True)])
+    prepared = _prepared(append.stored, slots, layouts, gpu)
+    if prepared is None:
+        return False
+    launch, settled = prepared
+    numbers, places = _numbers(append.scales)
+    launch.fire(current_stream(gpu.device_index), (*addresses, *numbers, *places), settled)
+    return True
+
+
+def _numbers(scales: tuple[Scale, ...]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Returns scales that are numbers, 1 in place of tensors, and the addresses of these, 0 in place of numbers."""
+    if scales is NO_SCALES:
+        return NO_SCALES, (0, 0)
+    return (
+        tuple([1.0 if isinstance(x, torch.Tensor) else x for x in scales]),
+        tuple([x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in scales]),
+    )
+
+
+def fits(of: Layouts) -> bool:
     """Tells whether the kernel can run a request.
 
     Quantised rows need whole blocks, counts must fit 32 bits, and rows with gaps between elements are copied element by
     element, which must have the same size in keys and values.
     """
-    nnz = append.rows[0].shape[0]
-    num_slots = append.caches[0].shape[0] * append.caches[0].shape[1]
-    elements = max(nnz * x.shape[1] * x.shape[2] for x in append.rows)
-    if append.stored == COPY:
-        one_size = len({x.itemsize for x in append.rows}) == 1
-        whole = one_size or all(x.stride(-1) == 1 or x.shape[-1] <= 1 for x in append.rows)
+    num_slots = of.caches[0].shape[0] * of.caches[0].shape[1]
+    if of.stored == COPY:
+        one_size = len({x.dtype.itemsize for x in of.rows}) == 1
+        whole = one_size or all(x.unit_stride for x in of.rows)
     else:
-        whole = all(x.shape[2] % BLOCK == 0 for x in append.rows)
-    indices = (x.numel() for x in append.slots)
-    return whole and max(elements, num_slots, *indices, 0) < LARGEST
-
-
-def run(append: Append, gpu: Gpu) -> None:
-    """Launches the kernel on the current stream. The request must fit it."""
-    if not append.rows[0].shape[0] or not append.caches[0].shape[0]:
-        return
-    slots = SLOTS[type(append.slots)]
-    indices = [x if x.dtype in INDEX_DTYPES else x.int() for x in append.slots[: len(INDICES[slots])]]
-    groups = (append.rows, append.caches, append.block_scales, indices)
-    addresses = [[x.data_ptr() for x in group] for group in groups]
-    layouts = Layouts(
-        append.stored,
-        slots,
-        *(
-            tuple([Layout(x.shape, x.stride(), x.dtype, a & 15) for x, a in zip(group, places, strict=True)])
-            for group, places in zip(groups, addresses, strict=True)
-        ),
-    )
-    prepared = _prepared(layouts, gpu)
-    if prepared is None:
-        return
-    scales = [x if not isinstance(x, torch.Tensor) else 1.0 for x in append.scales]
-    scale_addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in append.scales]
-    launch, settled = prepared
-    values = *(x for places in addresses for x in places), *scales, *scale_addresses
-    launch.fire(current_stream(gpu.device_index), values, settled)
+        whole = all(x.shape[2] % BLOCK == 0 for x in of.rows)
+    counts = (math.prod(x.shape) for x in (*of.rows, *of.indices))
+    return whole and max(num_slots, *counts) < LARGEST
 
 
 def spec(of: Layouts) -> AppendSpec:
@@ -141,16 +141,19 @@ def _copy_access(rows: Layout, cache: Layout) -> int:
 
 
 @functools.lru_cache(MAX_LAYOUTS)
-def _prepared(of: Layouts, gpu: Gpu) -> tuple[Bound, Settled] | None:
+def _prepared(stored: str, slots: str, layouts: tuple[Any, ...], gpu: Gpu) -> tuple[Bound, Settled] | None:
     """Returns launches of the kernel by the addresses of rows, caches, block scales and indices, then numbers and
-    addresses of scales, and their grid. None: there is nothing to write.
+    addresses of scales, and their grid. None: the kernel cannot run the request, or there is nothing to write.
+
+    `layouts`: of those tensors, as plain tuples, which calls make and compare in a third of the time.
     """
+    of = _grouped(stored, slots, layouts)
+    if not fits(of) or 0 in (*of.rows[0].shape, of.caches[0].shape[0]):
+        return None
     chosen = spec(of)
     units = [n // chosen.per_thread for n in _units(of, chosen.access)]
     nnz, heads, _ = of.rows[0].shape
     items = nnz * heads * max(units)
-    if not items:
-        return None
     launch = load(chosen, gpu.arch.name, gpu.device_index, gpu.arch.pdl)
     names = {param.name for param in launch.artifact.params}
     fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(of)}
@@ -163,6 +166,21 @@ def _prepared(of: Layouts, gpu: Gpu) -> tuple[Bound, Settled] | None:
     bound += [side + "scale" for side in sides] + [side + "scale_address" for side in sides]
     static = {name: fields[name] for name in names.difference(bound)}
     return launch.bind(static, bound), ((-(-items // THREADS), len(units), 1),)
+
+
+def _grouped(stored: str, slots: str, layouts: tuple[Any, ...]) -> Layouts:
+    """Returns the layouts by kinds of tensors: as many caches and, for NVFP4, block scales as rows, then indices."""
+    found = [Layout(*x) for x in layouts]
+    indices = len(INDICES[slots])
+    sides = (len(found) - indices) // (3 if stored == NVFP4 else 2)
+    groups = (tuple(found[i * sides : (i + 1) * sides]) for i in range(2))
+    return Layouts(
+        stored,
+        slots,
+        *groups,
+        tuple(found[2 * sides : len(found) - indices]),
+        tuple(found[-indices:] if indices else ()),
+    )
 
 
 def _operand(of: Layouts, i: int, access: int, units: int) -> Fields:
