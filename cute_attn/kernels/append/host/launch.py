@@ -171,16 +171,11 @@ def _prepared(stored: str, slots: str, layouts: tuple[Any, ...], gpu: Gpu) -> tu
 def _grouped(stored: str, slots: str, layouts: tuple[Any, ...]) -> Layouts:
     """Returns the layouts by kinds of tensors: as many caches and, for NVFP4, block scales as rows, then indices."""
     found = [Layout(*x) for x in layouts]
-    indices = len(INDICES[slots])
-    sides = (len(found) - indices) // (3 if stored == NVFP4 else 2)
-    groups = (tuple(found[i * sides : (i + 1) * sides]) for i in range(2))
-    return Layouts(
-        stored,
-        slots,
-        *groups,
-        tuple(found[2 * sides : len(found) - indices]),
-        tuple(found[-indices:] if indices else ()),
-    )
+    tensors = len(found) - len(INDICES[slots])
+    n = tensors // (3 if stored == NVFP4 else 2)
+    groups = found[:n], found[n : 2 * n], found[2 * n : tensors], found[tensors:]
+    rows, caches, block_scales, indices = map(tuple, groups)
+    return Layouts(stored, slots, rows, caches, block_scales, indices)
 
 
 def _operand(of: Layouts, i: int, access: int, units: int) -> Fields:

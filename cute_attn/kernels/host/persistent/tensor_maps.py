@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ from cute_attn.kernels.host.params import kv_axes
 from cute_attn.problem import Settings
 from cute_attn.runtime import tensormap
 
-MAX_LAYOUTS, MAX_ADDRESSES = 256, 256  # of tensors: layers share layouts, and allocators repeat addresses
+MAX_LAYOUTS, MAX_MAPS = 256, 256  # layers share layouts, and allocators repeat addresses
 OUTPUT_ROWS = 128  # packed rows that fa4 stores at a time
 
-Encoder = Callable[..., bytes]
 Map = Callable[[int], bytes]  # from an address to a tensor map
 
 
@@ -28,7 +27,7 @@ class TensorMaps:
     def __init__(self, settings: Settings, tile: TileShape, heads: int) -> None:
         features = settings.features
         self.tile, self.heads, self.head_blocks = tile, heads, features.num_qo_heads // heads
-        self.encoder: Encoder = emulated if features.device.type == "cpu" else tensormap.encode
+        self.encoder = emulated if features.device.type == "cpu" else tensormap.Encoder
         self.dtype, self.kv_dtype = (map_dtype(dtype) for dtype in (features.q_dtype, features.kv_dtype))
         self.itemsize, self.kv_itemsize = features.q_dtype.itemsize, features.kv_dtype.itemsize
         self.line_items = LINE // self.itemsize
@@ -44,14 +43,16 @@ class TensorMaps:
         """
         tokens, head = (1 if q.dim() == 2 else q.shape[0]), q.stride(-2) * self.itemsize
         token = 16 if q.dim() == 2 else q.stride(0) * self.itemsize
-        return tensor_maps(
+        maps = tensor_maps(
             self.encoder,
             self.dtype,
-            (q.shape[-1], self.heads, tokens, self.head_blocks),
+            (q.shape[-1], self.heads, 0, self.head_blocks),
             (head, token, head * self.heads),
             (self.line_items, self.heads, self.tile.q_box_rows // self.heads, 1),
             tensormap.SWIZZLE_128B,
+            2,
         )
+        return functools.partial(maps, tokens)
 
     def o(self, out: torch.Tensor) -> Map:
         """Returns the map [d, heads of a tile, tokens, blocks of heads] of `out`, with boxes of OUTPUT_ROWS rows:
@@ -59,14 +60,16 @@ class TensorMaps:
         """
         tokens, head = (1 if out.dim() == 2 else out.shape[0]), out.stride(-2) * out.itemsize
         token = 16 if out.dim() == 2 else out.stride(0) * out.itemsize
-        return tensor_maps(
+        maps = tensor_maps(
             self.encoder,
             map_dtype(out.dtype),
-            (out.shape[-1], self.heads, tokens, self.head_blocks),
+            (out.shape[-1], self.heads, 0, self.head_blocks),
             (head, token, head * self.heads),
             (LINE // out.itemsize, min(self.heads, OUTPUT_ROWS), max(OUTPUT_ROWS // self.heads, 1), 1),
             tensormap.SWIZZLE_128B,
+            2,
         )
+        return functools.partial(maps, tokens)
 
     def k(self, k: torch.Tensor) -> Map:
         return self.kv(k, self.box_rows)
@@ -81,14 +84,16 @@ class TensorMaps:
         if self.kv_itemsize < self.itemsize:  # rows to be converted
             columns, swizzle = -(-shape[-1] // self.line_items), tensormap.SWIZZLE_NONE
         pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
-        return tensor_maps(
+        maps = tensor_maps(
             self.encoder,
             self.kv_dtype,
-            (shape[-1], shape[self.token], shape[self.head], pages),
+            (shape[-1], 0, shape[self.head], pages),
             (strides[self.token], strides[self.head], page),
             (columns * self.line_items, box_rows, 1, 1),
             swizzle,
+            1,
         )
+        return functools.partial(maps, shape[self.token])
 
     def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
         """Returns the bytes from a page, a token and a head to the next."""
@@ -101,22 +106,24 @@ def map_dtype(dtype: torch.dtype) -> str:
     return "uint8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
 
 
-def emulated(*arguments: Any, swizzle: int) -> Any:
-    """Encodes a map for the emulator, with the arguments of `tensormap.encode`."""
+def emulated(
+    dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int, axis: int
+) -> Callable[[int, int], bytes]:
+    """Returns what encodes maps for the emulator, of the arguments of `tensormap.Encoder`."""
     from cute_attn.emulator.tensormap import encode_tiled
 
-    return encode_tiled(*arguments, swizzle=swizzle, l2=tensormap.L2_PROMOTION_256B)
+    def encode(length: int, address: int) -> bytes:
+        lengths = [max(size, 1) for size in sizes]
+        lengths[axis] = length or 1
+        used = [stride if size > 1 else 16 for stride, size in zip(strides, lengths[1:], strict=True)]
+        return encode_tiled(dtype, address or 16, lengths, used, box, swizzle=swizzle, l2=tensormap.L2_PROMOTION_256B)
+
+    return encode
 
 
 @functools.lru_cache(MAX_LAYOUTS)
-def tensor_maps(
-    encode: Encoder, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
-) -> Map:
-    """Returns the maps of tensors of one layout, memoised by address. Strides of axes of one element are arbitrary, and
-    a tensor without tokens is not read: both are replaced by values that the driver accepts.
+def tensor_maps(encoder: Callable[..., Callable[[int, int], bytes]], *layout: Any) -> Callable[[int, int], bytes]:
+    """Returns the maps of tensors of one layout by their number of tokens and address, memoised. `layout`: arguments of
+    `tensormap.Encoder`.
     """
-    strides = tuple(stride if size > 1 else 16 for stride, size in zip(strides, sizes[1:], strict=True))
-    sizes = tuple(max(size, 1) for size in sizes)
-    return functools.lru_cache(MAX_ADDRESSES)(
-        lambda address: encode(dtype, address or 16, sizes, strides, box, swizzle=swizzle)
-    )
+    return functools.lru_cache(MAX_MAPS)(encoder(*layout))

@@ -216,8 +216,10 @@ def section_heads(features: Features, heads: int, kv_len: int, size: str = "medi
     """
     head_blocks = features.num_qo_heads // heads
     blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
-    wanted = max(1, section_tokens(features, size) // max(kv_len, 1)) * blocks_per_kv
-    return max(n for n in range(1, head_blocks + 1) if head_blocks % n == 0 and n <= wanted)
+    blocks = min(head_blocks, max(1, section_tokens(features, size) // max(kv_len, 1)) * blocks_per_kv)
+    while head_blocks % blocks:
+        blocks -= 1
+    return blocks
 
 
 def section_tokens(features: Features, size: str) -> int:
