@@ -88,12 +88,15 @@ def _varied(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, dict[str, A
     return x.q, {**bounds, "cu_seqlens_q": ints(w.qo_indptr)}
 
 
-def ragged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    """Binds the ragged wrapper of `library`: FlashInfer or ours."""
+def ragged_prefill(
+    library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False
+) -> list[Call]:
+    """Binds the ragged wrapper of `library`: FlashInfer or ours. `on_host`: index arrays are, else on the GPU."""
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
     wrapper.plan(
-        *(_ints(w.qo_indptr), _ints(w.kv_indptr)),
+        *_index_arrays(sets[0], on_host, w.qo_indptr, w.kv_indptr),
         *(w.num_qo_heads, w.num_kv_heads, w.head_dim),
+        head_dim_vo=w.head_dim_vo,
         causal=w.causal,
         window_left=w.window_left,
         **_types(w),
@@ -101,12 +104,15 @@ def ragged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[
     return [functools.partial(wrapper.run, x.q, x.k, x.v, *_head_scales(w, x), **extras(x)) for x in sets]
 
 
-def paged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+def paged_prefill(
+    library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False
+) -> list[Call]:
     wrappers = []
     for x in sets:  # each set has its own page ids
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
+        qo_indptr, kv_indptr, last_page_len = _index_arrays(x, on_host, w.qo_indptr, w.kv_indptr, w.last_page_len)
         wrapper.plan(
-            *(_ints(w.qo_indptr), _ints(w.kv_indptr), x.indices, _ints(w.last_page_len)),
+            *(qo_indptr, kv_indptr, x.indices, last_page_len),
             *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
             causal=w.causal,
             window_left=w.window_left,
@@ -130,15 +136,18 @@ def _head_scales(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, ...]:
     return tuple(torch.ones(n, dtype=torch.float32, device=x.q.device) for n in heads)
 
 
-def paged_decode(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:
+def paged_decode(
+    library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False, **chosen: Any
+) -> list[Call]:
     """Binds the decode wrapper of `library`. All sets share one workspace, as in serving engines, where calls
     follow each other on one stream.
     """
     wrappers, workspace = [], _workspace(sets)
     for x in sets:
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **chosen)
+        kv_indptr, last_page_len = _index_arrays(x, on_host, w.kv_indptr, w.last_page_len)
         wrapper.plan(
-            *(_ints(w.kv_indptr), x.indices, _ints(w.last_page_len)),
+            *(kv_indptr, x.indices, last_page_len),
             *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
             q_data_type=w.torch_dtype,
             kv_data_type=w.torch_kv_dtype,
@@ -216,11 +225,16 @@ def block_table(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
     return table
 
 
-def ours(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+def ours(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False) -> list[Call]:
     """Binds our wrapper for the phase of the workload; that of prefill also for speculative decoding."""
     if w.phase == "batch decode":
-        return paged_decode(cute_attn, w, sets, backend=backend)
-    return (paged_prefill if w.page_size else ragged_prefill)(cute_attn, backend, w, sets)
+        return paged_decode(cute_attn, w, sets, on_host, backend=backend)
+    return (paged_prefill if w.page_size else ragged_prefill)(cute_attn, backend, w, sets, on_host)
+
+
+def _index_arrays(x: BatchInputs, on_host: bool, *arrays: Sequence[int]) -> list[torch.Tensor]:
+    """Returns the arguments of a plan where engines have them, on the GPU, or on the host."""
+    return [_ints(values) if on_host else _ints(values).to(x.q.device) for values in arrays]
 
 
 def _ints(values: Sequence[int]) -> torch.Tensor:

@@ -54,6 +54,7 @@ class BatchWorkload:
     kv_dtype: str = "bfloat16"
     window_left: int = -1
     sinks: bool = False
+    head_dim_v: int = 0  # 0: head_dim
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "qo_lens", tuple(self.qo_lens))  # they are lists if they come from JSON
@@ -69,7 +70,8 @@ class BatchWorkload:
         mask = "causal" if self.causal else "full"
         kv = "" if self.kv_dtype == self.dtype else f" kv-{self.kv_dtype}"
         window = f" window{self.window_left}" if self.window_left >= 0 else ""
-        return f"d{self.head_dim} {heads} {pages} {lengths} {mask} {self.dtype}{kv}{window}" + " sinks" * self.sinks
+        dims = f"{self.head_dim}/{self.head_dim_v}" if self.head_dim_v else str(self.head_dim)
+        return f"d{dims} {heads} {pages} {lengths} {mask} {self.dtype}{kv}{window}" + " sinks" * self.sinks
 
     @property
     def phase(self) -> str:
@@ -82,8 +84,13 @@ class BatchWorkload:
     @property
     def requests(self) -> list[Workload]:
         window = self.window_left if self.causal else -1
-        one = (self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.causal, self.dtype, window)
+        heads, dims = (self.num_qo_heads, self.num_kv_heads), (self.head_dim, self.head_dim_vo)
+        one = (*heads, *dims, self.causal, self.dtype, window)
         return [Workload(qo_len, kv_len, *one) for qo_len, kv_len in zip(self.qo_lens, self.kv_lens, strict=True)]
+
+    @property
+    def head_dim_vo(self) -> int:
+        return self.head_dim_v or self.head_dim
 
     @property
     def equal(self) -> bool:
@@ -105,8 +112,9 @@ class BatchWorkload:
     def bytes(self) -> int:
         """Number of bytes if q, k and v are read once and o is written once."""
         bits = NVFP4_BITS if self.kv_dtype == "nvfp4" else 8 * self.torch_kv_dtype.itemsize
-        kv = round(2 * sum(map(self.seen, self.kv_lens)) * self.num_kv_heads * self.head_dim * bits / 8)
-        return kv + 2 * sum(self.qo_lens) * self.num_qo_heads * self.head_dim * self.torch_dtype.itemsize
+        dims = self.head_dim + self.head_dim_vo
+        kv = round(dims * sum(map(self.seen, self.kv_lens)) * self.num_kv_heads * bits / 8)
+        return kv + dims * sum(self.qo_lens) * self.num_qo_heads * self.torch_dtype.itemsize
 
     @property
     def metric(self) -> Metric:
@@ -145,11 +153,11 @@ class BatchWorkload:
             return torch.randn(shape, generator=generator, device=device, dtype=wide).to(dtype)
 
         def codes(last: int, low: int, high: int) -> torch.Tensor:
-            return torch.randint(low, high, (*kv[:-1], last), generator=generator, device=device, dtype=torch.uint8)
+            return torch.randint(low, high, (*kv, last), generator=generator, device=device, dtype=torch.uint8)
 
         rows = self.kv_indptr[-1]
         page = (self.page_size,) if self.page_size else ()
-        kv = (rows, *page, self.num_kv_heads, self.head_dim)
+        kv = (rows, *page, self.num_kv_heads)
         indices = torch.randperm(rows, generator=generator, device=device, dtype=torch.int32) if page else None
         q = normal(self.qo_indptr[-1], self.num_qo_heads, self.head_dim, dtype=self.torch_dtype)
         sinks = normal(self.num_qo_heads, dtype=torch.float32) if self.sinks else None
@@ -157,7 +165,7 @@ class BatchWorkload:
             k, v = (codes(self.head_dim // 2, 0, 256) for _ in range(2))
             k_sf, v_sf = (codes(self.head_dim // NVFP4_BLOCK, *NVFP4_SCALES).view(torch.float8_e4m3fn) for _ in "kv")
             return BatchInputs(q, k, v, indices, (k_sf, v_sf), sinks)
-        k, v = (normal(*kv, dtype=self.torch_kv_dtype) for _ in range(2))
+        k, v = (normal(*kv, dim, dtype=self.torch_kv_dtype) for dim in (self.head_dim, self.head_dim_vo))
         return BatchInputs(q, k, v, indices, None, sinks)
 
     def tokens(self, x: BatchInputs, request: int) -> tuple[torch.Tensor, torch.Tensor]:

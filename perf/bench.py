@@ -32,6 +32,7 @@ AnyWorkload = Workload | BatchWorkload
 AnyInputs = Inputs | BatchInputs
 
 OURS = "cute_attn"  # prefix of the names of our candidates
+HOST_LENGTHS = f"{OURS} host lengths"
 SAME = "it is what auto runs"
 
 
@@ -49,9 +50,13 @@ def bind_ours(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
 
 
 def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
-    """Returns ours by backend, the XQA function (which needs no plan), then every peer with a kernel for the phase."""
+    """Returns ours by backend, with index arrays on the GPU; the first again with these on the host; the XQA function
+    (which needs no plan); then every peer with a kernel for the phase.
+    """
     bind = bind_ours if phase in ("prefill", "decode") else batch_peers.ours
     ours: dict[str, Bind] = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind, b) for b in backends}
+    if bind is batch_peers.ours and backends:
+        ours[HOST_LENGTHS] = functools.partial(bind, backends[0], on_host=True)
     if phase in ("batch decode", "speculative decode"):
         ours[f"{OURS} xqa function"] = batch_peers.our_xqa
     return {**ours, **{peer.name: peer.bind for peer in PEERS if phase in peer.phases}}
@@ -124,13 +129,15 @@ def planned_backend(calls: Sequence[Call]) -> str | None:
 
 
 def compare_with_peers(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the best peer and the ratio of our best speed to its speed, both None if one side has no result."""
+    """Returns the best peer and the ratio of our speed to its speed, both None if one side has no result. Our speed is
+    that of "auto" if it was timed, else that of our best backend.
+    """
 
     def best(names: Sequence[str]) -> str | None:
         timed = [name for name in names if "speed" in entries[name]]
         return max(timed, key=lambda name: entries[name]["speed"], default=None)
 
-    ours = best([name for name in entries if name.startswith(OURS)])
+    ours = best([OURS] if OURS in entries else [name for name in entries if name.startswith(OURS)])
     peer = best([name for name in entries if not name.startswith(OURS)])
     ratio = entries[ours]["speed"] / entries[peer]["speed"] if ours and peer else None
     return {"best_peer": peer, "ratio": ratio}

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.cli.terminal import ProgressBar
-from perf.bench import OURS, AnyWorkload, candidates, progress, run_row, save, select
+from perf.bench import HOST_LENGTHS, OURS, AnyWorkload, candidates, progress, run_row, save, select
 from perf.ceilings import ceilings
 from perf.harness import ROUNDS, Call, CudaGraphTimer, reason
 from perf.machine import command_line, environment, why_no_gpu
@@ -86,23 +86,28 @@ def seconds_of_round(row: Mapping[str, Any]) -> float:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the geometric mean of the ratios to the best peer, the lowest, and how far "auto" is from our best."""
+    """Returns the geometric mean of the ratios to the best peer, the lowest, how far "auto" is from our best, and how
+    far lengths on the GPU are from lengths on the host.
+    """
     ratios = {row["name"]: row["ratio"] for row in rows if row["ratio"]}
     found: dict[str, Any] = {"rows": len(rows), "compared": len(ratios)}
     if ratios:
         lowest = min(ratios, key=ratios.__getitem__)
         mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
         found |= {"mean": mean, "lowest": ratios[lowest], "lowest_row": lowest}
-    shares = {row["name"]: share for row in rows if (share := _share_of_auto(row["candidates"]))}
-    if shares:
-        worst = min(shares, key=shares.__getitem__)
-        found |= {"auto": shares[worst], "auto_row": worst}
+    auto, device = {}, {}  # shares of "auto", with lengths on the GPU: of our best backend, and of lengths on the host
+    for row in rows:
+        speeds = {name: e["speed"] for name, e in row["candidates"].items() if name.startswith(OURS) and "speed" in e}
+        if OURS not in speeds:
+            continue
+        if HOST_LENGTHS in speeds:
+            device[row["name"]] = speeds[OURS] / speeds.pop(HOST_LENGTHS)
+        auto[row["name"]] = speeds[OURS] / max(speeds.values())
+    for shares, share_name, row_name in ((auto, "auto", "auto_row"), (device, "device_lengths", "device_row")):
+        if shares:
+            worst = min(shares, key=shares.__getitem__)
+            found |= {share_name: shares[worst], row_name: worst}
     return found
-
-
-def _share_of_auto(entries: Mapping[str, Mapping[str, Any]]) -> float | None:
-    speeds = {name: e["speed"] for name, e in entries.items() if name.startswith(OURS) and "speed" in e}
-    return speeds[OURS] / max(speeds.values()) if OURS in speeds else None
 
 
 def _without_builds(name: str, bind: Bind) -> Bind:

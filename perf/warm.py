@@ -100,9 +100,9 @@ def _in_processes(groups: Sequence[Sequence[Job]], parallel: int, limit: float |
 
 def build(name: str, workload: AnyWorkload) -> str:
     """Binds the candidate, runs it once and returns the result in words."""
-    backend = name.removeprefix("cute_attn").strip() or "auto"
+    backend = name.removeprefix("cute_attn").strip()
     try:
-        bind = binds(workload, () if backend == "xqa function" else (backend,))[name]
+        bind = binds(workload, ("auto",) if backend in ("", "host lengths", "xqa function") else (backend,))[name]
         for call in bind(workload, [workload.inputs(torch.device("cuda"))]):
             call()
         torch.cuda.synchronize()

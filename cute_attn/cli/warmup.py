@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 from cute_attn.cli import specs, warmup_shapes
@@ -152,7 +152,7 @@ def targets(text: str | None) -> list[Arch]:
 def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> tuple[list[KernelSpec], list[str]]:
     """Returns the kernels that "auto" may choose for a shape, and why it finds none for some calls."""
     from cute_attn.dispatch import select
-    from cute_attn.dispatch.capabilities import KV_LEN_CLASSES, PAIRS_CLASSES, Known, Load, rows_classes
+    from cute_attn.dispatch.capabilities import Load, rows_classes
     from cute_attn.dispatch.families import FAMILIES
     from cute_attn.errors import NotSupported
     from cute_attn.kernels.plan.spec import default_specs as plan_specs
@@ -166,9 +166,7 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
             calls = [asked, asked._replace(device_lengths=True)] if decode and source == "paged" else [asked]
             for features in calls:
                 try:
-                    lengths, pairs = (set(chain(*classes.values())) for classes in (KV_LEN_CLASSES, PAIRS_CLASSES))
-                    batches = None, *map(Known._make, product(lengths, pairs))
-                    loads = map(Load._make, product(rows_classes(features.kv_dtype), (False, True), batches))
+                    loads = map(Load._make, product(rows_classes(features.kv_dtype), (False, True), (False, True)))
                     backends = {select.choose(features, "auto", arch, load).name for load in loads}
                 except NotSupported as error:
                     reasons.append(f"{select.title(features, arch)}: {error.refusals[0]}")

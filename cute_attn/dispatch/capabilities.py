@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -23,16 +22,8 @@ XQA_HEAD_DIMS = (
 )
 
 
-ROWS_OF_A_READ = 16  # packed query rows that share one read of the keys in XQA
 NARROW = ("fp8", "nvfp4")  # keys and values under wider q
 ROWS_OF_DECODE = 64  # packed query rows of a request up to which kernels of decode may be the fastest
-
-
-class Known(NamedTuple):
-    """What selection knows of the requests of a decode batch when a launch is planned."""
-
-    kv_len: int  # mean keys that a request sees
-    pairs: int  # of a request and a kv head
 
 
 class Load(NamedTuple):
@@ -40,19 +31,37 @@ class Load(NamedTuple):
 
     rows: int | None = None  # packed query rows per request (qo_len x heads per kv head); None: not known
     one_request: bool = False  # whether there is one request alone
-    batch: Known | None = None  # None: lengths are not known when a launch is planned, or do not matter
+    unsplit: bool = False  # whether a decode batch is known to need no split of its keys
 
 
 UNKNOWN_LOAD = Load()
 
 
-class DecodeBatches(NamedTuple):
-    """Decode batches that "auto" gives to a backend for their lengths and number."""
+class DecodeRule(NamedTuple):
+    """Decode problems for which "auto" considers a backend."""
 
-    kv_len: int  # mean keys that a request sees, at least
-    kv_heads: int  # at least
+    kv_bytes: int  # per element of k and v
+    head_dims: tuple[int, ...]
     rows: int  # packed query rows per request, at most
-    pairs: tuple[int, int] = (0, 1 << 62)  # of a request and a kv head: the fewest, and one more than the most
+    arch: str = ""  # the only architecture; empty: all
+    kv_heads_of_one: int = 0  # one request alone, of at most so many kv heads; 0: all problems
+    split: bool = False  # not batches that are known to need no split
+
+    def concerns(self, features: Features, arch: Arch | None) -> bool:
+        """Tell whether the rule is for a cache and an architecture."""
+        cache = features.kv_dtype.itemsize == self.kv_bytes and features.head_dim_qk in self.head_dims
+        return cache and (not self.arch or (arch is not None and arch.name == self.arch))
+
+    def skip_reason(self, features: Features, load: Load) -> str | None:
+        """Return why "auto" prefers other backends for a problem that the rule concerns, or None."""
+        if load.rows is not None and load.rows > self.rows:
+            return f"{load.rows} query rows per kv head are more than {self.rows}"
+        most = self.kv_heads_of_one
+        if most and not (load.one_request and load.rows is not None and features.num_kv_heads <= most):
+            return f"head dimension {features.head_dim_qk}, but for one request of at most {most} kv heads"
+        if self.split and load.unsplit:
+            return "requests as short and many as these need no split"
+        return None
 
 
 @dataclass(frozen=True)
@@ -67,14 +76,7 @@ class Backend:
     min_rows: int = 0  # packed query rows per request (qo_len x heads per kv head) from which "auto" considers it
     # The same where the kernel prepares the keys: by one of NARROW, or by pos_encoding_mode.
     min_rows_of: Mapping[str, int] = field(default_factory=dict, hash=False)
-    # (bytes per element of k and v, head dimension): packed query rows up to which "auto" considers it, for all that it
-    # considers; empty: no such limits.
-    max_rows: Mapping[tuple[int, int], int] = field(default_factory=dict, hash=False)
-    # (architecture, bytes per element of k and v, head dimension): kv heads up to which "auto" considers it for one
-    # request of at most `ROWS_OF_A_READ` rows as well.
-    kv_heads_of_one_request: Mapping[tuple[str, int, int], int] = field(default_factory=dict, hash=False)
-    # By the same: the batches for which "auto" considers it as well.
-    batches: Mapping[tuple[str, int, int], tuple[DecodeBatches, ...]] = field(default_factory=dict, hash=False)
+    decode: tuple[DecodeRule, ...] = ()  # all that "auto" considers it for; empty: no such limits
 
     def auto_skip_reason(self, features: Features, load: Load, arch: Arch | None) -> str | None:
         """Return why "auto" prefers others to this backend on `arch` although it supports `features`, or None."""
@@ -83,50 +85,11 @@ class Backend:
         rows, least = load.rows, self.least_rows(features)
         if rows is not None and rows < least:
             return f"{rows} query rows per kv head are fewer than {least}"
-        if not self.max_rows or self.is_for_one_request(features, load, arch):
-            return None
-        if self.is_for_batch(features, load, arch):
-            return None
-        kv_bytes = features.kv_dtype.itemsize
-        most = self.max_rows.get((kv_bytes, features.head_dim_qk))
-        if most is None:
-            return f"head dimension {features.head_dim_qk} in {8 * kv_bytes} bits{self._below(features, load, arch)}"
-        if rows is not None and rows > most:
-            return f"{rows} query rows per kv head are more than {most}"
-        return None
-
-    def is_for_one_request(self, features: Features, load: Load, arch: Arch | None) -> bool:
-        """Tell whether `load` is one request that "auto" gives to this backend on `arch` whatever `max_rows` says."""
-        if not load.one_request or arch is None or load.rows is None or load.rows > ROWS_OF_A_READ:
-            return False
-        key = arch.name, features.kv_dtype.itemsize, features.head_dim_qk
-        return features.num_kv_heads <= self.kv_heads_of_one_request.get(key, 0)
-
-    def is_for_batch(self, features: Features, load: Load, arch: Arch | None) -> bool:
-        """Tell whether `load` is a batch that "auto" gives to this backend on `arch` whatever `max_rows` says."""
-        least = self._least_kv_len(features, load, arch)
-        return least is not None and load.batch is not None and load.batch.kv_len >= least
-
-    def _least_kv_len(self, features: Features, load: Load, arch: Arch | None) -> int | None:
-        """Return the mean keys per request from which on "auto" gives such a batch to this backend on `arch`, if it
-        gives any.
-        """
-        if load.batch is None or load.rows is None or arch is None:
-            return None
-        key = arch.name, features.kv_dtype.itemsize, features.head_dim_qk
-        lengths = [
-            each.kv_len
-            for each in self.batches.get(key, ())
-            if features.num_kv_heads >= each.kv_heads
-            and load.rows <= each.rows
-            and load.batch.pairs in range(*each.pairs)
-        ]
-        return min(lengths, default=None)
-
-    def _below(self, features: Features, load: Load, arch: Arch | None) -> str:
-        """Return below which length "auto" passes over this backend, where only the length decides."""
-        least = self._least_kv_len(features, load, arch)
-        return "" if least is None else f" below {least} keys per request"
+        rule = next((rule for rule in self.decode if rule.concerns(features, arch)), None)
+        if rule is not None:
+            return rule.skip_reason(features, load)
+        bits = 8 * features.kv_dtype.itemsize
+        return f"head dimension {features.head_dim_qk} in {bits} bits" if self.decode else None
 
     def least_rows(self, features: Features) -> int:
         """Return `min_rows` of problems with these features."""
@@ -157,34 +120,25 @@ BACKENDS = (  # in the order in which "auto" considers them
     ),
     # Measured on an H100 and an H200 (`perf.xqa_choice`) beside fa2. Over e4m3 1.1 to 2.2 times as fast, but 0.85 for
     # one request of one kv head. Over bf16 1.1 to 1.2 times at head dimension 32, 0.97 to 1.2 at 64, 0.97 to 1.17 at 96
-    # and 112; at 128 0.93 to 1.03 from 8192 keys on, but 0.82 for 1024 and 0.71 for one kv head; at 256 and 512 0.26 to
-    # 1.03.
+    # and 112. At 128 on Hopper, with lengths on the GPU, 1.03 in the mean of 48 batches, 0.91 (2 requests of one kv
+    # head) to 1.23; at 256 and 512 0.26 to 1.05.
     Backend(
         "xqa",
         "NVIDIA GPUs from compute capability 8.0, decode",
         ("cuda",),
         (8, 0),
-        # Rows that share one read of the keys, but for 16 at head dimension 512; over 8 and 4 bits also those of two
-        # reads, three at 256: 1.3 to 2 times as fast as fa2 (docs/kernels/xqa.md).
-        max_rows={
-            **{(1, head_dim): 16 for head_dim in (32, 80, 112)},
-            **{(1, head_dim): 32 for head_dim in (64, 96, 128)},
-            (1, 256): 24,
-            (1, 512): 16,
-            **{(2, head_dim): 16 for head_dim in (32, 64, 96, 112)},
-        },
-        # Clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.anchors`; docs/kernels/xqa.md).
-        kv_heads_of_one_request={("sm_90a", 2, 128): 8, ("sm_90a", 2, 256): 4},
-        # Long requests: 1.00 to 1.05 times as fast as fa2, whose plan costs several times the host time: this one has
-        # no schedule. 64 to 128 pairs, about one per SM, which fa2 splits badly: of 32/8 heads, 8 to 16 requests of
-        # 1024 and 2048 keys 1.09 to 1.18, of 4 tokens over 2048 and 4096 keys 1.04 to 1.12 (H100; H200 16 requests 1.06
-        # and 1.13). 32 requests are as fast on both.
-        batches={
-            ("sm_90a", 2, 128): (
-                DecodeBatches(kv_len=3072, kv_heads=4, rows=8),
-                DecodeBatches(kv_len=1024, kv_heads=8, rows=ROWS_OF_A_READ, pairs=(64, 129)),
-            )
-        },
+        decode=(
+            # Rows that share one read of the keys, but for 16 at head dimension 512; over 8 and 4 bits also those of
+            # two reads, three at 256: 1.3 to 2 times as fast as fa2 (docs/kernels/xqa.md).
+            DecodeRule(1, (32, 80, 112), 16),
+            DecodeRule(1, (64, 96, 128), 32),
+            DecodeRule(1, (256,), 24),
+            DecodeRule(1, (512,), 16),
+            DecodeRule(2, (32, 64, 96, 112), 16),
+            DecodeRule(2, (128,), 16, arch="sm_90a", split=True),
+            # Clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.anchors`; docs/kernels/xqa.md).
+            DecodeRule(2, (256,), 16, arch="sm_90a", kv_heads_of_one=4),
+        ),
     ),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
@@ -196,9 +150,9 @@ def _rows_classes(kv_bytes: int) -> list[int]:
     kinds = {kind for backend in BACKENDS for kind in backend.min_rows_of if kv_bytes == 1 or kind not in NARROW}
     least = {backend.min_rows for backend in BACKENDS}
     least |= {backend.min_rows_of[kind] for backend in BACKENDS for kind in kinds & backend.min_rows_of.keys()}
-    most = {rows for backend in BACKENDS for key, rows in backend.max_rows.items() if key[0] == kv_bytes}
-    batches = chain(*(found for backend in BACKENDS for key, found in backend.batches.items() if key[1] == kv_bytes))
-    return sorted(least | {rows + 1 for rows in most} | {each.rows + 1 for each in batches})
+    return sorted(
+        least | {rule.rows + 1 for backend in BACKENDS for rule in backend.decode if rule.kv_bytes == kv_bytes}
+    )
 
 
 _ROWS_CLASSES = {kv_bytes: _rows_classes(kv_bytes) for kv_bytes in (1, 2)}
@@ -209,14 +163,13 @@ def rows_classes(kv_dtype: torch.dtype) -> list[int]:
     return _ROWS_CLASSES[1 if kv_dtype.itemsize == 1 else 2]
 
 
-# (bytes per element of k and v, head dimension): lengths, and numbers of pairs, from which on selection may differ, of
-# problems where it may.
-KV_LEN_CLASSES: dict[tuple[int, int], list[int]] = {}
-PAIRS_CLASSES: dict[tuple[int, int], list[int]] = {}
-for _key in sorted({key for backend in BACKENDS for key in backend.batches}):
-    _batches = [each for backend in BACKENDS for each in backend.batches.get(_key, ())]
-    KV_LEN_CLASSES[_key[1:]] = sorted({0, *(each.kv_len for each in _batches)})
-    PAIRS_CLASSES[_key[1:]] = sorted({0, *chain(*(each.pairs for each in _batches))})
+def counts_splits(features: Features) -> bool:
+    """Tell whether selection depends on `Load.unsplit` over such a cache."""
+    return any(
+        rule.split and rule.kv_bytes == features.kv_dtype.itemsize and features.head_dim_qk in rule.head_dims
+        for backend in BACKENDS
+        for rule in backend.decode
+    )
 
 
 # Not in the support table: it supports what the GPU backend supports whose kernels it runs.

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from cute_attn.dispatch.capabilities import Known
 from cute_attn.dispatch.families import FAMILIES
-from cute_attn.dispatch.select import batch_class, emulated, load_of
+from cute_attn.dispatch.select import emulated, load_of, needs_no_split
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
@@ -103,17 +102,17 @@ def _gpu() -> Gpu:
 
 
 def _family(
-    request_settings: Settings, arch: Arch, qo_len: int, one_request: bool, batch: Known | None = None
+    request_settings: Settings, arch: Arch, qo_len: int, one_request: bool, unsplit: bool = False
 ) -> KernelFamily:
-    """Returns the family whose kernels run requests of `qo_len` query tokens. `batch`: result of `batch_class`."""
+    """Returns the family whose kernels run requests of `qo_len` query tokens. `unsplit`: result of `needs_no_split`."""
     features = request_settings.features
-    return FAMILIES[emulated(features, arch, load_of(features, qo_len, one_request, batch)).name]
+    return FAMILIES[emulated(features, arch, load_of(features, qo_len, one_request, unsplit)).name]
 
 
 def _batch_family(batch_settings: Settings, arch: Arch, lengths: BatchLengths, limits: BatchLimits) -> KernelFamily:
     """Returns the family whose kernels run a batch of these lengths."""
-    batch = None if limits.graph else batch_class(batch_settings, lengths)
-    return _family(batch_settings, arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1, batch)
+    unsplit = limits.graph is None and needs_no_split(batch_settings, lengths)
+    return _family(batch_settings, arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1, unsplit)
 
 
 class EmulatedRun:

@@ -262,9 +262,9 @@ def _why_chosen(backend: Backend, features: Features, skipped: Mapping[str, str 
 
 def _without_lengths(chosen: Backend, features: Features, load: Load, arch: Arch | None) -> str:
     """Return which backend a plan takes that does not know the lengths of requests, if it is another."""
-    if load.batch is None:
+    if not load.unsplit:
         return ""
-    candidates = select.candidates(features, "auto", load._replace(batch=None), arch)
+    candidates = select.candidates(features, "auto", load._replace(unsplit=False), arch)
     other = next(b.name for b in candidates if not select.reasons_against(b, features, arch))
     if other == chosen.name:
         return ""

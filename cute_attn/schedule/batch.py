@@ -29,6 +29,7 @@ AllocateInts = Callable[[int], np.ndarray]  # allocates a flat int32 array of th
 UNLIMITED = 1 << 62
 LONG_QO_LEN = 1 << 20  # query tokens: more than any tile holds
 EXTRA_WAVES = 2  # waves of items that splits may add to a launch of fixed size
+MOST_PREFILL_KEYS = 2  # keys per query token of a batch that counts as prefill: a request has few tiles or few keys
 MERGE_ROWS = 16384  # rows of a combine launch of fixed size, unless one wave of items needs more
 
 _QO_START, _QO_LEN, _KV_START, _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL, _MASK_LOW, _MASK_HIGH, _REQUEST = (
@@ -479,6 +480,17 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     return -(-(lengths.rows - lengths.first_row) // (lengths.with_queries or 1))
 
 
+def typical_kv_len(lengths: BatchLengths, limits: BatchLimits) -> int | None:
+    """Returns the mean number of keys of a request, by which the tile is chosen; where lengths are on the device, that
+    of the tokens in k and v. None where a captured launch serves other lengths too.
+    """
+    if limits.keeps_address:
+        return None
+    if limits.graph:
+        return ceil_div(limits.graph.max_kv_tokens, max(1, limits.graph.batch_size))
+    return ceil_div(lengths.total_kv, max(1, lengths.batch_size))
+
+
 def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     """Returns an upper bound of the query tokens of any request, the same for all plans of a captured launch."""
     if limits.max_qo_len is not None:
@@ -507,11 +519,22 @@ def record_capacity(params: SchedulerParams, limits: BatchLimits) -> Capacity:
             return Capacity(tiles, 0, 0)
         items = min(max_fixed_size_splits(limits.graph, params, chunk), tiles + partials)
         return Capacity(items, min(tiles, items // 2, partials // 2), partials)
-    if kv_tiles < 2 * params.min_split_tiles or partials < 2:
+    if kv_tiles < 2 * params.min_split_tiles or partials < 2 or _fills_waves(params, limits):
         return Capacity(tiles, 0, 0)
     wave = ceil_div(params.resident_ctas, params.num_kv_heads)
     merges = min(tiles, partials // 2, max(wave, MERGE_ROWS // (params.num_kv_heads * params.rows)))
     return Capacity(tiles + min(EXTRA_WAVES * wave, partials), merges, partials)
+
+
+def _fills_waves(params: SchedulerParams, limits: BatchLimits) -> bool:
+    """Tells whether a batch with lengths on the device is a prefill whose query tiles fill the GPU. The search
+    splits none of 200 random ones, and a combine launch costs some 3 us even without work.
+    """
+    graph = limits.graph
+    if graph is None or limits.keeps_address or graph.max_kv_tokens > MOST_PREFILL_KEYS * graph.max_rows:
+        return False
+    items = graph.max_rows * params.group_size // params.rows * params.num_kv_heads
+    return items * 2 >= 3 * params.resident_ctas
 
 
 def max_query_tiles(graph: GraphLimits, params: SchedulerParams) -> int:

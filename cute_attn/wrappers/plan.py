@@ -426,8 +426,8 @@ def _load(settings: Settings, tokens: Tokens | DeviceTokens, limits: BatchLimits
     """
     lengths = NO_LENGTHS if isinstance(tokens, DeviceTokens) else tokens.lengths
     qo_len = batch_schedule.typical_qo_len(lengths, limits)
-    batch = select.batch_class(settings, lengths) if limits.graph is None else None
-    return select.load_class(settings.features, qo_len, tokens.batch_size == 1, batch)
+    unsplit = limits.graph is None and select.needs_no_split(settings, lengths)
+    return select.load_class(settings.features, qo_len, tokens.batch_size == 1, unsplit)
 
 
 def _check_supported(backend: Backend, features: Features) -> None:

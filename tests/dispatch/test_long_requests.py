@@ -1,4 +1,4 @@
-"""Which lengths of decode requests "auto" takes XQA for."""
+"""For which lengths of decode requests "auto" takes XQA over 16-bit caches of head dimension 128 on Hopper."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cute_attn.problem import BatchLengths, Features, Settings
 from cute_attn.runtime.arch import named
 
 BF16, E4M3, HOPPER = torch.bfloat16, torch.float8_e4m3fn, named("sm_90a")
+FEATURES = Features(torch.device("cuda"), BF16, BF16, BF16, 32, 8, 128, 128, kv_source="paged", decode=True)
 
 
 def lengths_of(kv_lens: list[int]) -> BatchLengths:
@@ -18,51 +19,33 @@ def lengths_of(kv_lens: list[int]) -> BatchLengths:
     return BatchLengths(starts, starts[:-1], np.array(kv_lens, np.int64))
 
 
-def test_long_requests_are_for_xqa() -> None:
-    """Over 16-bit caches of head dimension 128 on Hopper; the plan of fa2 costs more host time."""
-    features = Features(torch.device("cuda"), BF16, BF16, BF16, 32, 8, 128, 128, kv_source="paged", decode=True)
-    settings = Settings(features)
+def test_requests_that_need_a_split_are_for_xqa() -> None:
     for changes, window, arch, rows, mean, taken in (
-        ({}, -1, HOPPER, 4, 3072, "xqa"),
-        ({}, -1, HOPPER, 8, 100000, "xqa"),
-        ({}, -1, HOPPER, 4, 3071, "fa2"),
-        ({}, 3071, HOPPER, 4, 8192, "xqa"),
-        ({}, 3070, HOPPER, 4, 8192, "fa2"),
-        ({}, -1, HOPPER, 9, 8192, "fa2"),
+        ({}, -1, HOPPER, 4, 96, "xqa"),  # 4 keys for each of the 24 pairs
+        ({}, -1, HOPPER, 4, 95, "fa2"),
+        ({}, 95, HOPPER, 4, 8192, "xqa"),
+        ({}, 94, HOPPER, 4, 8192, "fa2"),
+        ({}, -1, HOPPER, 16, 8192, "xqa"),
+        ({}, -1, HOPPER, 17, 8192, "fa2"),
         ({}, -1, named("sm_80"), 4, 8192, "fa2"),
-        ({"num_kv_heads": 4, "num_qo_heads": 28}, -1, HOPPER, 7, 3209, "xqa"),
-        ({"num_kv_heads": 2}, -1, HOPPER, 4, 8192, "fa2"),
+        ({"num_kv_heads": 4, "num_qo_heads": 28}, -1, HOPPER, 7, 48, "xqa"),
+        ({"num_kv_heads": 4, "num_qo_heads": 28}, -1, HOPPER, 7, 47, "fa2"),
         ({"head_dim_qk": 256, "head_dim_vo": 256}, -1, HOPPER, 4, 8192, "fa2"),
         ({"own_splits": True}, -1, HOPPER, 4, 8192, "fa2"),
     ):
-        asked = settings._replace(features=features._replace(**changes), window_left=window)
-        kv_lens = [mean - 100, mean + 100, mean]
-        load = Load(rows, False, select.batch_class(asked, lengths_of(kv_lens)))
-        assert select.choose(asked.features, arch=arch, load=load).name == taken, (
-            changes,
-            window,
-            arch.name,
-            rows,
-            mean,
-        )
-    assert select.batch_class(settings, lengths_of([])) is None
-    assert select.batch_class(settings._replace(features=features._replace(kv_dtype=E4M3)), lengths_of(kv_lens)) is None
+        asked = Settings(FEATURES._replace(**changes), window_left=window)
+        load = Load(rows, False, select.needs_no_split(asked, lengths_of([mean - 20, mean + 20, mean])))
+        found = select.choose(asked.features, arch=arch, load=load).name
+        assert found == taken, (changes, window, arch.name, rows, mean)
 
 
-def test_few_requests_are_for_xqa() -> None:
-    """64 to 128 pairs of a request and a kv head: fa2 splits about one query tile per SM badly."""
-    features = Features(torch.device("cuda"), BF16, BF16, BF16, 32, 8, 128, 128, kv_source="paged", decode=True)
-    for heads, requests, rows, kv_len, taken in (
-        ((32, 8), 8, 4, 1024, "xqa"),
-        ((32, 8), 16, 4, 2048, "xqa"),
-        ((32, 8), 16, 16, 1024, "xqa"),
-        ((32, 8), 16, 17, 1024, "fa2"),
-        ((32, 8), 16, 4, 1023, "fa2"),
-        ((32, 8), 7, 4, 2048, "fa2"),
-        ((32, 8), 17, 4, 2048, "fa2"),
-        ((28, 4), 16, 7, 2048, "fa2"),
-        ((32, 32), 4, 1, 1024, "xqa"),
-    ):
-        asked = Settings(features._replace(num_qo_heads=heads[0], num_kv_heads=heads[1]))
-        load = Load(rows, False, select.batch_class(asked, lengths_of([kv_len] * requests)))
-        assert select.choose(asked.features, arch=HOPPER, load=load).name == taken, (heads, requests, rows, kv_len)
+def test_lengths_that_the_host_does_not_know_are_for_xqa() -> None:
+    assert select.choose(FEATURES, arch=HOPPER, load=Load(4)).name == "xqa"
+
+
+def test_other_caches_do_not_ask_for_lengths() -> None:
+    short = lengths_of([1, 2, 3])
+    assert select.needs_no_split(Settings(FEATURES), short)
+    assert not select.needs_no_split(Settings(FEATURES), lengths_of([]))
+    assert not select.needs_no_split(Settings(FEATURES._replace(kv_dtype=E4M3)), short)
+    assert not select.needs_no_split(Settings(FEATURES._replace(decode=False)), short)

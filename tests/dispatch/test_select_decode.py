@@ -32,7 +32,7 @@ def test_xqa_takes_decode_over_narrow_keys(arch: str, kv_source: str, kv_dtype: 
         assert select.choose(features, "xqa", named(arch), load=Load(100)) is XQA
     assert select.choose(narrow._replace(decode=False), arch=named(arch), load=Load(1)) is FA2
     wide = narrow._replace(kv_dtype=BF16, kv_block_scales=False)
-    assert select.choose(wide, arch=named(arch), load=Load(1)) is FA2
+    assert select.choose(wide, arch=named(arch), load=Load(1)) is (XQA if arch == "sm_90a" else FA2)
     assert select.choose(wide, "xqa", named(arch)) is XQA
 
 
@@ -67,7 +67,7 @@ def test_head_dims_of_xqa(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> 
 
 @pytest.mark.parametrize(
     ("head_dim", "kv_dtype", "taken"),
-    [(96, E4M3, True), (48, E4M3, False), (64, BF16, True), (112, BF16, True), (128, BF16, False)],
+    [(96, E4M3, True), (48, E4M3, False), (64, BF16, True), (112, BF16, True), (128, BF16, True), (80, BF16, False)],
 )
 def test_auto_takes_xqa_where_it_was_measured_to_be_faster(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> None:
     features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
@@ -88,14 +88,12 @@ def test_auto_takes_a_backend_that_it_passes_over_if_no_other_is_able(monkeypatc
 
 def test_one_request_of_few_kv_heads_is_for_clusters() -> None:
     """On Hopper, where the kernel has clusters of CTAs, and with rows that share one read of the keys."""
-    features = DECODE._replace(kv_dtype=BF16, num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, head_dim_vo=128)
+    features = DECODE._replace(kv_dtype=BF16, num_qo_heads=32, num_kv_heads=4, head_dim_qk=256, head_dim_vo=256)
     for changes, arch, rows, taken in (
-        ({}, HOPPER, 4, XQA),
+        ({}, HOPPER, 8, XQA),
         ({}, HOPPER, 17, FA2),
-        ({}, named("sm_80"), 4, FA2),
-        ({"num_kv_heads": 16}, HOPPER, 2, FA2),
-        ({"head_dim_qk": 256, "head_dim_vo": 256}, HOPPER, 4, FA2),
-        ({"head_dim_qk": 256, "head_dim_vo": 256, "num_kv_heads": 4}, HOPPER, 8, XQA),
+        ({}, named("sm_80"), 8, FA2),
+        ({"num_kv_heads": 8}, HOPPER, 4, FA2),
         ({"head_dim_qk": 80, "head_dim_vo": 80}, HOPPER, 4, FA2),
     ):
         asked = features._replace(**changes)

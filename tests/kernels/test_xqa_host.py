@@ -112,7 +112,7 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
 def test_segments_of_one_request_of_eight_kv_heads(kv_len: int, graph: bool, of: str) -> None:
     settings = Settings(FEATURES._replace(num_qo_heads=32, num_kv_heads=8), page_size=16)
     lengths = BatchLengths(np.array([0, 1]), np.array([0]), np.array([kv_len]))
-    limits = BatchLimits(0, max_qo_len=1, graph=GraphLimits(1, 1, 1 << 20) if graph else None)
+    limits = BatchLimits(0, max_qo_len=1, graph=GraphLimits(1, 1, 1 << 20) if graph else None, keeps_address=graph)
     assert segments_of(settings, lengths, limits, GPU.arch, 132) == of
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from perf import anchors, batch_peers, bench, check, harness, report, sections, warm
+from perf import anchors, batch_peers, bench, check, harness, random_rows, report, sections, warm
 from perf.batch_workloads import BatchWorkload, equal
 from perf.optional import UnavailableError
 from perf.sections import Pace, Section
@@ -83,7 +83,7 @@ def test_ours_verify_drafts() -> None:
     assert DRAFTS.metric.unit == "GB/s"
     sets = [DRAFTS.inputs(CPU, seed) for seed in range(2)]
     binds = {n: b for n, b in bench.candidates(DRAFTS.phase, ["auto"]).items() if n.startswith("cute_attn")}
-    assert list(binds) == ["cute_attn", "cute_attn xqa function"]
+    assert list(binds) == ["cute_attn", bench.HOST_LENGTHS, "cute_attn xqa function"]
     calls, entries = bench.prepare(DRAFTS, binds, sets)
     assert list(calls) == list(binds), entries
 
@@ -92,7 +92,7 @@ def test_a_backend_that_auto_took_is_not_timed_twice() -> None:
     w = VARIED[1]
     binds = {n: b for n, b in bench.candidates(w.phase, ["auto", "reference"]).items() if n.startswith("cute_attn")}
     calls, entries = bench.prepare(w, binds, [w.inputs(CPU)])
-    assert list(calls) == ["cute_attn"]
+    assert list(calls) == ["cute_attn", bench.HOST_LENGTHS]
     assert entries["cute_attn"]["backend"] == "reference"
     assert bench.SAME in entries["cute_attn reference"]["reason"]
 
@@ -124,7 +124,7 @@ def row(name: str, ratio: float | None, **speeds: float) -> dict[str, Any]:
 
 def test_summary_of_a_section() -> None:
     rows = [
-        row("a", 1.2, cute_attn=100.0, cute_attn_xqa=120.0),
+        row("a", 1.2, cute_attn=100.0, cute_attn_xqa=120.0, cute_attn_host_lengths=125.0),
         row("b", 0.9, cute_attn=90.0),
         row("c", None, cute_attn=5.0),
     ]
@@ -132,6 +132,7 @@ def test_summary_of_a_section() -> None:
     assert found["mean"] == pytest.approx(math.sqrt(1.2 * 0.9))
     assert (found["rows"], found["compared"], found["lowest_row"]) == (3, 2, "b")
     assert (found["auto_row"], found["auto"]) == ("a", pytest.approx(100 / 120))
+    assert (found["device_row"], found["device_lengths"]) == ("a", pytest.approx(100 / 125))
     assert sections.summary([row("c", None)]) == {"rows": 1, "compared": 0}
 
 
@@ -235,3 +236,23 @@ def test_sections_of_the_anchors() -> None:
 def test_harness_rounds_are_those_of_the_option() -> None:
     options = sections.parse("anchors", None, anchors.SECTIONS, harness.ROUNDS, ["--only", "decode", "--budget", "9"])
     assert (options.only, options.budget, options.rounds) == (["decode"], 9.0, harness.ROUNDS)
+
+
+def test_random_rows_are_those_of_their_seed() -> None:
+    rows = random_rows.drawn(3)
+    assert rows == random_rows.drawn(3) != random_rows.drawn(4)
+    assert len(rows) == random_rows.ROWS
+    assert len({w.name for w in rows}) == len(rows)
+    chosen = random_rows.sections(3)
+    assert [len(section.workloads) for section in chosen.values()] == [len(rows) // 2] * 2
+    for w in rows:
+        assert 8 <= w.num_qo_heads <= 64
+        assert w.num_qo_heads % w.num_kv_heads == 0
+        assert all(qo_len <= kv_len for qo_len, kv_len in zip(w.qo_lens, w.kv_lens, strict=True))
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    w = BatchWorkload((5, 3), (5, 3), 4, 2, 48, causal=True, head_dim_v=32)
+    calls, entries = bench.prepare(w, bench.candidates(w.phase, ["auto"]), [w.inputs(CPU)])
+    assert {"cute_attn", bench.HOST_LENGTHS} <= set(calls), entries
+    assert calls["cute_attn"][0]().shape == (8, 4, 32)

@@ -9,21 +9,10 @@ import pytest
 import torch
 
 from cute_attn import BatchDecodeWithPagedKVCacheWrapper
-from cute_attn.dispatch import capabilities
 from cute_attn.emulator.settings import using
 
 PAGE_SIZE, HEADS, HEAD_DIM = 16, (16, 4), 128
-LONG, SHORT = (61, 70), (9, 70)  # means above and below `LEAST`
-LEAST = 64
-
-
-@pytest.fixture(autouse=True)
-def least(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of few keys count as long: the emulator is slow."""
-    key = "sm_90a", 2, HEAD_DIM
-    table: Any = capabilities.BY_NAME["xqa"].batches
-    monkeypatch.setitem(capabilities.KV_LEN_CLASSES, key[1:], [0, LEAST])
-    monkeypatch.setitem(table, key, (table[key][0]._replace(kv_len=LEAST),))
+LONG, SHORT = (61, 70), (9, 40)  # means above and below 4 keys for each of the 8 pairs of a request and a kv head
 
 
 def pages(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,4 +66,4 @@ def test_captured_launches_take_one_backend_for_all_lengths() -> None:
             paged_kv_last_page_len_buffer=buffers[2],
             backend="emulator",
         )
-        assert [plan(wrapper, lengths) for lengths in (LONG, SHORT, LONG)] == ["fa2"] * 3
+        assert [plan(wrapper, lengths) for lengths in (LONG, SHORT, LONG)] == ["xqa"] * 3

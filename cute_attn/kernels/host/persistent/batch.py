@@ -11,7 +11,7 @@ from cute_attn.kernels.host.prepared import MAX_SETTINGS
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.param_block import Values
-from cute_attn.schedule.batch import SchedulerParams, orders_by_l2, typical_qo_len
+from cute_attn.schedule.batch import SchedulerParams, orders_by_l2, typical_kv_len, typical_qo_len
 from cute_attn.schedule.split_kv import min_split_tiles
 
 
@@ -24,21 +24,16 @@ def batch_tiling(
     sms: int,
 ) -> Tiling[variant.T]:
     """Returns the tiling of a batch on a GPU with `sms` multiprocessors."""
-    longest = 0 if limits.graph else lengths.longest_kv  # captured: the number of items may change
-    kv_len = 1 << (longest - 1).bit_length() if longest else 0
-    qo_len = typical_qo_len(lengths, limits)
-    size = launch_size(settings, lengths, limits, qo_len, sms)
-    return tiling(kernels, settings, min(qo_len, variant.PACKED_TOKENS), kv_len, arch.name, sms, size)
-
-
-def launch_size(settings: Settings, lengths: BatchLengths, limits: BatchLimits, qo_len: int, sms: int) -> str:
-    """Returns which of `variant.SIZES` a batch has. It does not depend on lengths where results or captured launches
-    must not. `qo_len`: query tokens of a typical request.
-    """
-    if limits.graph or limits.fixed_split_size is not None or limits.disable_split_kv:
-        return "medium"
-    rows = (lengths.rows - lengths.first_row) * settings.features.num_qo_heads
-    return variant.launch_size(rows, sms, qo_len, lengths.longest_kv)
+    qo_len, kv_len = typical_qo_len(lengths, limits), typical_kv_len(lengths, limits)
+    size = "medium"
+    # Results of fixed splits must not depend on lengths.
+    if kv_len is not None and limits.fixed_split_size is None and not limits.disable_split_kv:
+        rows = limits.graph.max_rows if limits.graph else lengths.rows - lengths.first_row
+        size = variant.launch_size(rows * settings.features.num_qo_heads, sms, qo_len, kv_len)
+    # A blank item, which launches of a fixed size may have, ends a CTA's work: behind it must be no other section.
+    longest = 0 if limits.graph else lengths.longest_kv
+    section = 1 << (longest - 1).bit_length() if longest else 0
+    return tiling(kernels, settings, min(qo_len, variant.PACKED_TOKENS), section, arch.name, sms, size)
 
 
 @functools.lru_cache(MAX_SETTINGS)

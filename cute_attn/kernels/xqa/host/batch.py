@@ -75,17 +75,18 @@ def schedule(
 def segments_of(
     settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, sms: int
 ) -> Segments:
-    """Returns what `variant.segments` says of a batch. It depends on lengths only where these are known and launches
-    are not captured.
+    """Returns what `variant.segments` says of a batch. It depends on lengths only where launches are not captured;
+    lengths on the device have the bound that kv_indices has room for.
     """
-    qo_len = limits.max_qo_len
+    qo_len, batch_size = limits.max_qo_len, lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
-    if isinstance(lengths, DeviceLengths):
-        return segments(lengths.batch_size, settings, qo_len)
-    batch_size, longest = lengths.batch_size, lengths.longest_kv
-    if limits.graph:
+    if limits.keeps_address:
         return segments(batch_size, settings, qo_len)
-    even = longest * batch_size <= MOST_UNEVEN * lengths.total_kv
+    if isinstance(lengths, DeviceLengths):
+        longest, even = lengths.max_kv * settings.page_size, False
+    else:
+        longest = lengths.longest_kv
+        even = longest * batch_size <= MOST_UNEVEN * lengths.total_kv
     of = segments(batch_size, settings, qo_len, longest, even)
     if of == "even":
         config = launch_config(settings, qo_len, of, arch, sms)
