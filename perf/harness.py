@@ -103,9 +103,10 @@ class CudaGraphTimer:
 
 
 def reason(error: BaseException) -> str:
-    """Returns one line that says why a candidate is excluded."""
+    """Returns one line that says why a candidate is excluded: the error, and the one that it followed."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    words = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    return words if error.__context__ is None else f"{words}; after {reason(error.__context__)}"
 
 
 def measure(candidates: Mapping[str, Sequence[Call]], timer: Timer, rounds: int = ROUNDS) -> Measurement:

@@ -45,12 +45,25 @@ class Copies(Protocol):
         """Starts to copy `ints` numbers on the device's current stream. `source` must not change before the event."""
 
 
+class _CopyEnd:
+    """The end of a copy. The host may wait for it while any thread captures a CUDA graph, as the garbage collector does
+    that frees a wrapper then: in torch's mode of capture a plain wait would invalidate the graph.
+    """
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+
+    def synchronize(self) -> None:
+        with launch.relaxed_capture():
+            self.event.synchronize()
+
+
 class CudaCopies:
     """Asynchronous copies from pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._events: dict[int, torch.cuda.Event] = {}  # by address of the host buffer: two, and those of smaller ones
+        self._events: dict[int, _CopyEnd] = {}  # by address of the host buffer: two, and those of smaller ones
 
     def buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
@@ -82,10 +95,10 @@ class CudaCopies:
         launch.checked("cuMemcpyHtoDAsync", copied)
         event = self._events.get(address)
         if event is None:
-            event = self._events[address] = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))  # creates it
+            event = self._events[address] = _CopyEnd()
+            event.event.record(torch.cuda.current_stream(self.device))  # creates it
         else:
-            launch.checked("cuEventRecord", driver.cuEventRecord(event.cuda_event, stream))
+            launch.checked("cuEventRecord", driver.cuEventRecord(event.event.cuda_event, stream))
         return event
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,3 +188,20 @@ def test_decode_calls_are_replayed_and_captured(workspace_bytes: int) -> None:
             target.copy_(source)
         graph.replay()
         check(out, kept)
+
+
+def test_wrappers_may_be_freed_while_a_graph_is_captured() -> None:
+    """Plans refer to each other, so that the garbage collector frees them: at any time, and also in a capture."""
+    arrays, q, kv = batch(7), torch.randn(BATCH, HEADS[0], HEAD_DIM, device="cuda").bfloat16(), cache()
+    kept: Any = BatchDecodeWithPagedKVCacheWrapper(torch.empty(32 << 20, dtype=torch.uint8, device="cuda"))
+    freed: Any = BatchDecodeWithPagedKVCacheWrapper(torch.empty(32 << 20, dtype=torch.uint8, device="cuda"))
+    for wrapper in (kept, freed):
+        wrapper.plan(*arrays, *HEADS, HEAD_DIM, PAGE_SIZE, q_data_type=q.dtype, kv_data_type=kv.dtype)
+        wrapper.run(q, kv)
+    graph, out = torch.cuda.CUDAGraph(), torch.full_like(q, float("nan"))
+    with torch.cuda.graph(graph):
+        del freed, wrapper
+        gc.collect()
+        kept.run(q, kv, out=out)
+    graph.replay()
+    close(out, expected(arrays, q, kv))

@@ -202,11 +202,17 @@ class EventDriver:
         self.calls.append((self.contexts[-1], "record", *arguments))
         return (0,)
 
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[int, str]:  # noqa: N802
+        self.calls.append(("mode", mode))
+        return 0, "global"
+
     def new_event(self) -> Any:
         def record(stream: str) -> None:
             self.calls.append((self.contexts[-1], "record", stream))
 
-        return SimpleNamespace(cuda_event=5, record=record)
+        return SimpleNamespace(cuda_event=5, record=record, synchronize=lambda: self.calls.append(("wait",)))
 
     def make_current(self, index: int) -> Any:
         assert index == 1
@@ -236,6 +242,22 @@ def test_cuda_copies_are_followed_by_an_event_on_the_stream_of_their_device(capt
     on = "context 1"
     assert driver.calls == [(on, *copy), (on, "record", "cuda:1"), (on, *copy), (on, "record", 5, 71)]
     assert driver.contexts == [f"context {current}"]
+
+
+def test_a_wait_for_a_copy_spares_the_captures_of_other_threads() -> None:
+    """A wait in the mode of a capture, say of the garbage collector that frees a wrapper, would invalidate the graph."""
+    driver, source, target = EventDriver(0), torch.arange(5), torch.zeros(5)
+    with (
+        mock.patch.object(launch, "load_driver", return_value=driver),
+        mock.patch.object(launch, "_primary_context", lambda index: f"context {index}"),
+        mock.patch.object(launch, "current_stream", lambda index: 70),
+        mock.patch.multiple(torch.cuda, Event=driver.new_event, current_stream=str),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        end = CudaCopies(torch.device("cuda", 0)).start(target, source, 5)
+        driver.calls.clear()
+        end.synchronize()
+    assert driver.calls == [("mode", "relaxed"), ("wait",), ("mode", "global")]
 
 
 def test_uploads_into_buffers_of_callers_do_not_overwrite_what_is_being_copied() -> None:
