@@ -145,7 +145,8 @@ def schedule(
     bytes needed.
     """
     capacity = record_capacity(params, limits)
-    if few_tiles.covers(lengths, params) and (limits.fixed_split_size is None or limits.disable_split_kv):
+    few = few_tiles.covers(lengths, params) and not params.cuts_last_wave
+    if few and (limits.fixed_split_size is None or limits.disable_split_kv):
         return _few_tiles(lengths, params, capacity, limits.graph is not None, allocate)
     tiles = query_tiles(lengths, params)
     if limits.fixed_split_size is not None and not limits.disable_split_kv:
@@ -531,7 +532,9 @@ def _fills_waves(params: SchedulerParams, limits: BatchLimits) -> bool:
     splits none of 200 random ones, and a combine launch costs some 3 us even without work.
     """
     graph = limits.graph
-    if graph is None or limits.keeps_address or graph.max_kv_tokens > MOST_PREFILL_KEYS * graph.max_rows:
+    if graph is None or limits.keeps_address or params.cuts_last_wave:
+        return False
+    if graph.max_kv_tokens > MOST_PREFILL_KEYS * graph.max_rows:
         return False
     items = graph.max_rows * params.group_size // params.rows * params.num_kv_heads
     return items * 2 >= 3 * params.resident_ctas

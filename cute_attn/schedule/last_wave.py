@@ -29,7 +29,9 @@ class LastWave(NamedTuple):
 
 
 def last_wave(items: int, kv_tiles: int, device: Device, capacity: Capacity) -> LastWave | None:
-    """Returns how to cut the last of so many items, each of so many kv tiles; None where that does not pay."""
+    """Returns how to cut the last of so many items, each of so many kv tiles; None where that does not pay. The planner
+    kernel makes the same cuts.
+    """
     waves, tiles = divmod(items * device.ctas_per_item, device.resident_ctas)
     if not waves or not tiles:
         return None
@@ -43,6 +45,7 @@ def last_wave(items: int, kv_tiles: int, device: Device, capacity: Capacity) -> 
     long = -(-(rests * (kv_tiles * UNIT + start) - start) // ((parts * rests + 1) * UNIT))
     cut = LastWave(-(-tiles // device.ctas_per_item), parts, long)
     fits = cut.items <= capacity.merges and cut.items * (parts + 1) <= capacity.partials
+    fits = fits and items + cut.items * parts <= capacity.items
     before = (waves + 1) * (kv_tiles * UNIT + ITEM_TIME)
     after = before - (kv_tiles - long) * UNIT + OVERHEAD
     pays = after * WORTHWHILE[1] <= before * WORTHWHILE[0]

@@ -118,6 +118,7 @@ class Planner:
             "partial_cost": params.cost_device.partial_cost,
             "fixed_chunk": 0 if fixed is None else min(ceil_div(fixed, params.cols), kv_tiles + 1),
             "l2_kv_tokens": min(params.l2_kv_tokens, MAX_PRODUCT),
+            "cuts_last_wave": int(params.cuts_last_wave),
             "max_tiles": max_tiles,
             "item_capacity": self.capacity.items,
             "merge_capacity": self.capacity.merges,

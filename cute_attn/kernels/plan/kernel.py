@@ -26,6 +26,7 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     warp_sum,
 )
 from cute_attn.kernels.plan.parts.cta import Cta, PlanParams, Smem
+from cute_attn.kernels.plan.parts.last_wave import cut
 from cute_attn.kernels.plan.parts.records import Records
 from cute_attn.kernels.plan.parts.split_size import SplitSize
 from cute_attn.kernels.plan.spec import PlanSpec
@@ -75,17 +76,21 @@ class PlanProgram:
         self.add(cta, Smem.total, total)
         ptx.sync_threads()
 
+        longest, total = (
+            ptx.ld_shared_b32(cta.base + Int32(Smem.longest)),
+            load_shared_wide(cta.base + Int32(Smem.total)),
+        )
         chunk = Int32(0)
         if p.fixed_chunk == 0:
-            longest = ptx.ld_shared_b32(cta.base + Int32(Smem.longest))
-            chunk = SplitSize(cta, longest, load_shared_wide(cta.base + Int32(Smem.total))).find(num_tiles)
-        records = Records(cta, chunk)
+            chunk = SplitSize(cta, longest, total).find(num_tiles)
+        records = Records(cta, chunk, cut(p, num_tiles, longest, total, chunk))
         num_items, num_merges, longest_item = records.make_splits(num_tiles)
         self.reduce(cta, Smem.longest_item, longest_item)
         ptx.sync_threads()
         num_items, num_merges = least(num_items, p.item_capacity), least(num_merges, p.merge_capacity)
         records.write_items(
             num_items,
+            num_merges,
             ptx.ld_shared_b32(cta.base + Int32(Smem.longest_item)),
             ptx.ld_shared_b32(cta.base + Int32(Smem.longest_kv)),
             load_shared_wide(cta.base + Int32(Smem.total_kv)),

@@ -15,6 +15,7 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     wide_quotient,
 )
 from cute_attn.kernels.plan.parts.cta import Cta
+from cute_attn.kernels.plan.parts.last_wave import Cut
 from cute_attn.kernels.plan.parts.sort import sort
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL
@@ -24,18 +25,20 @@ NO_LIMIT = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Records:
-    """`chunk`: kv tiles of the longest split by the cost model; 0: none, or `fixed_chunk` splits."""
+    """`chunk`: kv tiles of the longest split by the cost model; 0: none, `fixed_chunk` splits or those of `last`."""
 
     cta: Cta
     chunk: Int32
+    last: Cut
 
-    def splits_of(self, begin: Int32, end: Int32) -> Int32:
+    def splits_of(self, tile: Int32, begin: Int32, end: Int32) -> Int32:
         """Returns the number of splits of a query tile that sees the kv tiles [begin, end)."""
         fixed = self.cta.p.fixed_chunk
         size = most(ptx.select(fixed != 0, fixed, self.chunk), Int32(1))
         whole = ptx.select(fixed != 0, quotient_up(end, size) - ptx.divide(begin, size), quotient_up(end - begin, size))
         none = cutlass.and_(fixed == 0, self.chunk == 0)
-        return ptx.select(none, Int32(1), most(whole, Int32(1)))
+        splits = ptx.select(none, Int32(1), most(whole, Int32(1)))
+        return ptx.select(tile >= self.last.first, self.last.long_parts + Int32(1), splits)
 
     @cute.jit
     def make_splits(self, num_tiles: Int32) -> tuple[Int32, Int32, Int32]:
@@ -48,7 +51,7 @@ class Records:
         tile = begin + cta.lane
         while tile < end:
             first, last = ptx.ld_global_v2(p.tiles + Int64(tile) * Int64(16), 8)
-            splits = self.splits_of(first, last)
+            splits = self.splits_of(tile, first, last)
             items = items + splits
             partials = partials + ptx.select(splits > 1, splits, Int32(0))
             merges = merges + ptx.select(splits > 1, Int32(1), Int32(0))
@@ -62,7 +65,7 @@ class Records:
             splits, i, first_row, first, last = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
             if tile < end:
                 i, first_row, first, last = ptx.ld_global_v4(p.tiles + Int64(tile) * Int64(16), 0)
-                splits = self.splits_of(first, last)
+                splits = self.splits_of(tile, first, last)
             several = ptx.select(splits > 1, Int32(1), Int32(0))
             items = item + inclusive_sum(splits, cta.lane, Int32(NO_LIMIT))
             partials = partial + inclusive_sum(splits * several, cta.lane, Int32(NO_LIMIT))
@@ -102,6 +105,9 @@ class Records:
         fixed = p.fixed_chunk != 0
         begin = ptx.select(fixed, most(start, first), begin)
         end = ptx.select(fixed, least(start + size, last), end)
+        is_cut = tile >= self.last.first
+        begin = ptx.select(is_cut, j * self.last.kv_tiles, begin)
+        end = ptx.select(is_cut, least(begin + self.last.kv_tiles, last), end)
         if item < p.item_capacity:
             ptx.st_global_v4(p.splits + Int64(item) * Int64(16), 0, [begin, end, tile, slot])
         return end - begin
@@ -128,10 +134,11 @@ class Records:
     # ---- order
 
     @cute.jit
-    def write_items(self, count: Int32, longest: Int32, longest_kv: Int32, total_kv: Int64) -> None:
+    def write_items(self, count: Int32, merges: Int32, longest: Int32, longest_kv: Int32, total_kv: Int64) -> None:
         """Writes the records of all items: longest first, within groups of requests that share L2 where these matter.
 
-        `longest`: kv tiles of the longest item. `longest_kv`, `total_kv`: tokens of the longest request, and of all.
+        `merges`: number of merge records. `longest`: kv tiles of the longest item. `longest_kv`, `total_kv`: tokens of
+        the longest request, and of all.
         """
         cta, p = self.cta, self.cta.p
         width = ptx.divide(longest, Int32(SORT_BINS)) + Int32(1)
@@ -142,7 +149,8 @@ class Records:
 
         many = Int64(count) * Int64(p.num_kv_heads) >= Int64(p.resident_ctas) * Int64(L2_ORDER_MIN_WAVES)
         grouped = cutlass.and_(p.l2_kv_tokens != 0, total_kv > Int64(p.l2_kv_tokens))
-        if cutlass.and_(many, grouped):
+        whole = cutlass.or_(p.cuts_last_wave == 0, merges == 0)  # parts of tiles come last
+        if cutlass.and_(cutlass.and_(many, grouped), whole):
             self.write_groups(longest_kv, total_kv)
             sort(cta, count, cost_key, self.store_order)
             ptx.sync_threads()
