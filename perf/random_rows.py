@@ -1,7 +1,8 @@
-"""Speed on shapes that nobody tuned for: `python -m perf.random_rows --seed 7 --out perf/results/random.json`.
+"""Speed on shapes that nobody tuned for: `python -m perf.random_rows --seed 7 --out perf/results/random_rows.json`.
 
 Draws rows of serving workloads: prefill of 16-bit keys, ragged and paged, and decode over caches of 16 and 8 bits.
-Index arrays are on the GPU. Tune by the rows of one seed and judge by those of another.
+Index arrays are on the GPU. Tune by the rows of one seed and judge by those of another. The anchors are timed beside
+them, for what "auto" makes of the same shapes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 
+from perf import anchors
 from perf.batch_workloads import BatchWorkload
 from perf.sections import Section, main
 
@@ -21,6 +23,7 @@ MOST_TOKENS = 1 << 18  # of q, or of k and v of prefill
 KV_HEADS, GROUPS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 5, 7, 8, 16)
 DIMS = ((64, 0), (128, 0), (128, 0), (128, 0), (192, 128), (256, 0))
 PAGES = (1, 16, 16, 32, 64)
+VALUES_OF_128 = BatchWorkload((4096, 4096), (4096, 4096), 32, 32, 192, causal=True, head_dim_v=128)  # DeepSeek's heads
 WINDOWS = (-1, -1, -1, -1, 127, 1023, 4095)
 
 
@@ -89,12 +92,15 @@ def _decode(source: random.Random) -> BatchWorkload:
 
 
 def sections(seed: int) -> dict[str, Section]:
-    """Returns the rows of a seed, by phase."""
+    """Returns the rows of a seed, by phase, and the anchors."""
     rows = drawn(seed)
     decode = [w for w in rows if w.phase.endswith("decode")]
     return {
         "random-prefill": Section([w for w in rows if w not in decode]),
-        "random-decode": Section(decode, ("auto", "fa2", "xqa")),
+        "random-decode": Section(decode),
+        "prefill": Section(anchors.SECTIONS["prefill"].workloads),
+        "decode": Section(anchors.SECTIONS["decode"].workloads),
+        "behind-prefill": Section([*anchors.BEHIND_PREFILL, VALUES_OF_128]),
     }
 
 

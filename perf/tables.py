@@ -20,6 +20,7 @@ Row = Mapping[str, Any]
 RESULTS = Path(__file__).parent / "results"
 GPUS = {"h100": "H100", "h200": "H200"}
 OURS = "cute_attn"
+HOST_LENGTHS = "cute_attn host lengths"
 PEERS = {  # by the names of candidates
     "flash-attn-4": "FA4",
     "torch cuDNN": "cuDNN",
@@ -74,7 +75,10 @@ def label(row: Row) -> str:
     if "qo_lens" not in w:
         lengths, dims = f"1 x {_length([w['qo_len']], [w['kv_len']])}", _dims(w["head_dim_qk"], w["head_dim_vo"])
     else:
-        lengths, dims = f"{len(w['qo_lens'])} x {_length(w['qo_lens'], w['kv_lens'])}", _dims(w["head_dim"])
+        lengths, dims = (
+            f"{len(w['qo_lens'])} x {_length(w['qo_lens'], w['kv_lens'])}",
+            _dims(w["head_dim"], w.get("head_dim_v") or None),
+        )
     parts = [lengths, f"{w['num_qo_heads']}/{w['num_kv_heads']} heads", dims]
     if max(w.get("qo_lens", [w.get("qo_len", 1)])) > 1:
         parts.append("causal" if w["causal"] else "full")
@@ -176,6 +180,36 @@ def other_table(gpu: str, results: Path = RESULTS) -> str | None:
     """Returns the table of the other shapes of `perf.anchors`."""
     sections = ("behind-prefill", "other-prefill", "behind-decode", "other-decode")
     return section_table(gpu, *sections, results=results)
+
+
+def device_lengths_table(gpu: str, results: Path = RESULTS) -> str | None:
+    """Returns the tables of `perf.random_rows`: what "auto" takes with index arrays on the GPU, beside the same with
+    these on the host; None if there is no record.
+    """
+    record = find(gpu, "random_rows", results)
+    if record is None:
+        return None
+    parts = [f"{source(record)}."]
+    for unit in dict.fromkeys(row["unit"] for row in record["rows"]):
+        own = [row for row in record["rows"] if row["unit"] == unit]
+        names = {OURS: OURS, HOST_LENGTHS: "lengths on the host", **PEERS}
+        shown = {name: title for name, title in names.items() if any(_speed(row, name) for row in own)}
+        lines = [
+            [
+                label(row),
+                *(_number(_speed(row, name)) for name in shown),
+                f"{row['ratio']:.2f}" if row["ratio"] else NONE,
+            ]
+            for row in own
+        ]
+        parts.append(table([unit, *shown.values(), "ratio to the best peer"], lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _speed(row: Row, name: str) -> float | None:
+    """Returns the speed of a candidate; None if it was not timed."""
+    speed: float | None = row["candidates"].get(name, {}).get("speed")
+    return speed
 
 
 def models_table(gpu: str, results: Path = RESULTS) -> str | None:

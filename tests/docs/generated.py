@@ -19,6 +19,7 @@ from tests.docs.pages import ROOT, pages
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
 SPREAD = re.compile(r" \([\d.]+-[\d.]+\)")
 SECTIONS = {  # of docs/performance.md: title and table, for each GPU that has a record
+    "Lengths on the GPU, {}": tables.device_lengths_table,
     "Prefill, {}": tables.prefill_table,
     "Decode, {}": tables.decode_table,
     "Other shapes, {}": tables.other_table,
