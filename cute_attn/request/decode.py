@@ -28,15 +28,23 @@ SCALES = ("bmm1_scale", "", "bmm2_scale")
 IN_WORKSPACE = "in workspace_buffer"
 
 
+class Form(NamedTuple):
+    """What public functions differ in besides the names of their arguments."""
+
+    semaphores: Any = IN_WORKSPACE  # that, None for the launch's own, or a tensor
+    out_by_request: bool = False  # a new out has an axis of query tokens where all requests have several
+    out_dtype: torch.dtype | None = None  # of a new out; default query's
+    lse_layout: str = "NH"  # "HN": lse is `[num_qo_heads, num_tokens]`, a copy
+    bmm1_factor: float = 1.0  # of bmm1_scale: ln(2) where the caller gave the base-2 form
+    factors: tuple[checks.Named, ...] = ()  # of the scales, where these are products
+
+
 class DecodeCall(NamedTuple):
     """The arguments of a decode call under the names of `xqa_batch_decode_with_kv_cache`, not checked yet."""
 
     query: Any
     kv_cache: Any
-    kv_cache_sf: Any
     workspace_buffer: Any
-    out: Any
-    lse: Any
     block_tables: Any  # from here on what a launch reads
     seq_lens: Any
     q_cu_seq_lens: Any
@@ -44,31 +52,27 @@ class DecodeCall(NamedTuple):
     sinks: Any
     bmm1_scale: Any
     bmm2_scale: Any
+    kv_cache_sf: Any
+    out: Any
+    lse: Any
     max_seq_len: Any  # None: no bound
-    window_left: Any  # from here on numbers
+    window_left: Any
     enable_pdl: Any
     q_len_per_req: Any
     o_scale: Any
     return_lse: Any
-    bmm1_factor: float  # of bmm1_scale: ln(2) where the caller gave the base-2 form
-    kv_layout: Any  # from here on other options
+    kv_layout: Any
     backend: Any
-    semaphores: Any = IN_WORKSPACE  # that, None for the launch's own, or a tensor
-    out_by_request: bool = False  # a new out has an axis of query tokens where all requests have several
-    out_dtype: torch.dtype | None = None  # of a new out; default query's
-    lse_layout: str = "NH"  # "HN": lse is `[num_qo_heads, num_tokens]`, a copy
-    factors: tuple[checks.Named, ...] = ()  # of the scales, where these are products
+    form: Form
 
     @property
     def lse_copy(self) -> Any:
         """Return the caller's memory for an lse by heads, which is written after the launch."""
-        return self.lse if self.lse_layout == "HN" else None
+        return self.lse if self.form.lse_layout == "HN" else None
 
 
-FIRST_READ, FIRST_SCALE, FIRST_BOUND, FIRST_NUMBER, FIRST_NAME = map(
-    DecodeCall._fields.index, ("block_tables", "bmm1_scale", "max_seq_len", "window_left", "kv_layout")
-)
-READ = (*NAMES, *BLOCK_SCALES, *DecodeCall._fields[FIRST_READ:FIRST_BOUND])
+OF_LAUNCH = slice(DecodeCall._fields.index("block_tables"), DecodeCall._fields.index("kv_cache_sf"))
+READ = (*NAMES, *BLOCK_SCALES, *DecodeCall._fields[OF_LAUNCH])
 
 
 def decode_problem(call: DecodeCall) -> DecodeProblem:
@@ -88,7 +92,7 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
 def _problem(call: DecodeCall) -> DecodeProblem:
     k, v = cache_pair(call.kv_cache, call.kv_layout)
     block_scales = None if call.kv_cache_sf is None else block_scale_pair(call.kv_cache_sf, call.kv_layout, k, v)
-    scratch, query = _scratch(call.semaphores, call.workspace_buffer), checks.tensor("query", call.query)
+    scratch, query = _scratch(call.form.semaphores, call.workspace_buffer), checks.tensor("query", call.query)
     if query.dim() != 3:
         raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
     device, qo_len = query.device, _qo_len(call.q_len_per_req)
@@ -102,7 +106,7 @@ def _problem(call: DecodeCall) -> DecodeProblem:
     checks.device("workspace_buffer", scratch.partial_buffer, device)
     checks.device("semaphores", scratch.counter_buffer, device)
     out, lse = _outputs(call, settings.features, qo_len)
-    read = call.query, k, v, *(block_scales or (None, None)), *call[FIRST_READ:FIRST_BOUND]
+    read = call.query, k, v, *(block_scales or (None, None)), *call[OF_LAUNCH]
     return DecodeProblem(
         settings,
         qo_len,
@@ -121,7 +125,7 @@ def _problem(call: DecodeCall) -> DecodeProblem:
         found.of_v,
         None if call.sinks is None else _sinks(call.sinks, settings.features),
         block_scales,
-        (*zip(READ, read, strict=True), *call.factors),
+        (*zip(READ, read, strict=True), *call.form.factors),
     )
 
 
@@ -179,9 +183,9 @@ def _settings(
 ) -> Settings:
     """Return the settings. `found`: the numbers among the scales."""
     query, k, v = qkv
-    sm_scale = checks.real_or("bmm1_scale", found.q, 1.0) * call.bmm1_factor
+    sm_scale = checks.real_or("bmm1_scale", found.q, 1.0) * call.form.bmm1_factor
     v_scale, o_scale = checks.real_or("bmm2_scale", found.v, 1.0), positive_or_one("o_scale", call.o_scale)
-    o_dtype = (call.out_dtype or query.dtype) if call.out is None else checks.tensor("out", call.out).dtype
+    o_dtype = (call.form.out_dtype or query.dtype) if call.out is None else checks.tensor("out", call.out).dtype
     if o_dtype != FP8_OUT:
         v_scale = checks.real("bmm2_scale * o_scale", v_scale * o_scale)
     if call.enable_pdl is not None:
@@ -434,7 +438,7 @@ def _check_lengths(lengths: torch.Tensor, problem: DecodeProblem, call: DecodeCa
         (room, f"at most {room}, the {pages} pages of block_tables times {page_size} tokens"),
     ]
     if call.max_seq_len is not None:
-        limits.append((call.max_seq_len, f"at most max_seq_len = {call.max_seq_len}"))
+        limits.append((int(call.max_seq_len), f"at most max_seq_len = {call.max_seq_len}"))
     for most, rule in limits:
         wrong = (lengths < 0) | (lengths > most)
         if bool(wrong.any()):

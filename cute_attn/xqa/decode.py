@@ -15,7 +15,7 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks
 from cute_attn.request.caches import cache_views
-from cute_attn.request.decode import IN_WORKSPACE, DecodeCall, number_or_tensor, positive_or_one
+from cute_attn.request.decode import DecodeCall, Form, number_or_tensor, positive_or_one
 from cute_attn.request.names import rename
 from cute_attn.runtime.arch import multiprocessors
 from cute_attn.xqa import run
@@ -36,6 +36,8 @@ LOW_LEVEL_NAMES = {  # arguments of `xqa` and what they are called here
     "bmm1_scale": "q_scale * kv_scale",
     "bmm2_scale": "kv_scale * rcp_out_scale",
 }
+
+FORM = Form(out_by_request=True)
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -164,12 +166,11 @@ def xqa_batch_decode_with_kv_cache(
     """
     if is_dynamo_compiling():
         return trace.operator("xqa_batch_decode")(locals())
-    call = DecodeCall(
-        query, kv_cache, kv_cache_sf, workspace_buffer, out, lse, block_tables, seq_lens, q_cu_seq_lens, mask, sinks,
-        bmm1_scale, bmm2_scale, max_seq_len, window_left, enable_pdl, q_len_per_req, o_scale, return_lse, 1.0,
-        kv_layout, backend, IN_WORKSPACE, True,
+    return run.run(
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, q_cu_seq_lens, mask, sinks, bmm1_scale, bmm2_scale,
+        kv_cache_sf, out, lse, max_seq_len, window_left, enable_pdl, q_len_per_req, o_scale, return_lse, kv_layout,
+        backend, FORM,
     )  # fmt: skip
-    return run.run(call)
 
 
 def xqa(
@@ -277,14 +278,13 @@ def xqa(
         bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
         bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
         scales = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
-        run.run_in_full(
-            DecodeCall(
-                *(q.reshape(rows), (k_cache, v_cache), scales, workspace_buffer, out, None, page_table, seq_lens),
-                *(q_cu_seq_lens, mask, sinks, bmm1_scale, bmm2_scale, None, window - 1 if window > 0 else -1),
-                *(enable_pdl, q_seq_len, 1.0, False, 1.0, kv_layout, backend, checks.tensor("semaphores", semaphores)),
-                factors=factors,
-            )
-        )
+        form = Form(checks.tensor("semaphores", semaphores), factors=factors)
+        call = DecodeCall(
+            q.reshape(rows), (k_cache, v_cache), workspace_buffer, page_table, seq_lens, q_cu_seq_lens, mask, sinks,
+            bmm1_scale, bmm2_scale, scales, out, None, None, window - 1 if window > 0 else -1, enable_pdl, q_seq_len,
+            1.0, False, kv_layout, backend, form,
+        )  # fmt: skip
+        run.run_in_full(call)
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, LOW_LEVEL_NAMES)
         raise

@@ -12,7 +12,7 @@ from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options, unplanned
-from cute_attn.request.decode import DecodeCall, cache_pair
+from cute_attn.request.decode import Form, cache_pair
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.names import rename
 from cute_attn.xqa import run
@@ -133,14 +133,14 @@ def trtllm_batch_decode_with_kv_cache(
             k, v, block_tables = unplanned.joined(unplanned.Keys(k, v, block_tables), seq_lens, k.shape[1])
             kv_cache, kv_layout = (k, v), "NHD"
         scale, factor = (bmm1_scale, 1.0) if bmm1_scale_log2 is None else (_base_2(bmm1_scale_log2), math.log(2.0))
-        call = DecodeCall(
-            query, kv_cache, kv_cache_sf, workspace_buffer, out, lse, block_tables, seq_lens, cum_seq_lens_q, mask,
-            trtllm_options.one_sink(sinks), scale, bmm2_scale, max_seq_len, window_left, enable_pdl,
-            _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse, factor, kv_layout,
-            _backend_here(backend), None, False, trtllm_options.output_dtype(out, out_dtype),
-            checks.choice("lse_layout", lse_layout, ("NH", "HN")),
+        dtype = trtllm_options.output_dtype(out, out_dtype)
+        form = Form(None, False, dtype, checks.choice("lse_layout", lse_layout, ("NH", "HN")), factor)
+        return run.run(
+            query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask,
+            trtllm_options.one_sink(sinks), scale, bmm2_scale, kv_cache_sf, out, lse, max_seq_len, window_left,
+            enable_pdl, _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse,
+            kv_layout, _backend_here(backend), form,
         )  # fmt: skip
-        return run.run(call)
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, _names(out, max_q_len, bmm1_scale_log2))
         raise

@@ -132,7 +132,7 @@ def test_replays_launch_what_full_calls_do(
 ) -> None:
     for i in range(4):
         call = arguments(case)
-        with mock.patch.object(run, "key_of", return_value=None):
+        with mock.patch.object(run, "_entries", {}):
             wanted = call_with(function, call)
         full_checks.clear()
         found = call_with(function, call)
