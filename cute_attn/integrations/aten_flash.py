@@ -17,11 +17,11 @@ import torch
 
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.prefill import single_prefill_with_kv_cache
-from cute_attn.request import checks, trtllm_prefill
-from cute_attn.request.trtllm_prefill import Lengths
+from cute_attn.request import checks, unplanned
+from cute_attn.request.unplanned import NOWHERE, Keys, Lengths
 from cute_attn.runtime import capture
 from cute_attn.wrappers import planned_prefill
-from cute_attn.wrappers.planned_prefill import Keys, RunOptions, Structure
+from cute_attn.wrappers.planned_prefill import RunOptions, Structure
 from cute_attn.xqa import xqa_batch_decode_with_kv_cache
 
 WORKSPACE_BYTES = 128 << 20  # enough for every batch
@@ -226,11 +226,11 @@ def _tokens(operands: Operands, band: Band, scale: float | None) -> torch.Tensor
     """Compute a batch of `[batch, tokens, heads, head_dim]`; return the base-2 lse `[batch * qo_len, heads]`."""
     q, k, v, out = operands
     (batch, qo_len), kv_len = q.shape[:2], k.shape[1]
-    lengths, kv_indptr = _uniform_lengths(batch, qo_len, kv_len)
+    lengths = _uniform_lengths(batch, qo_len, kv_len)
     if all(_is_one_axis(x, 1) for x in (k, v)):
-        keys = Keys(k.flatten(0, 1), v.flatten(0, 1), kv_indptr=kv_indptr)
+        keys = Keys(k.flatten(0, 1), v.flatten(0, 1))
         return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale)
-    keys = Keys(k, v, tables=_page_per_request(batch, q.device))
+    keys, lengths = Keys(k, v, _page_per_request(batch, q.device)), lengths._replace(kv_indptr=NOWHERE)
     return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale, page_size=kv_len)
 
 
@@ -245,14 +245,14 @@ def _ragged(
     q, k, v, out = operands
     if cum_seq_k is None:
         _refuse("cum_seq_k=None without block_table", "it says where the keys of a request are", "cum_seq_k")
-    trtllm_prefill.refuse_capture("varlen_attn", q.device)
+    unplanned.refuse_capture("varlen_attn", q.device)
     bounds = {"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k}
-    qo_indptr, kv_indptr = trtllm_prefill.host_arrays(bounds, q.device)
-    lengths = Lengths(qo_indptr, kv_indptr[1:] - kv_indptr[:-1])
+    qo_indptr, kv_indptr = unplanned.host_arrays(bounds, q.device)
+    lengths = Lengths(qo_indptr, kv_indptr[1:] - kv_indptr[:-1], kv_indptr)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
     rows = lengths.rows
     _clear(operands, rows)
-    computed = _planned(q[:rows], Keys(k, v, kv_indptr=kv_indptr), out[:rows], lengths, band, scale)
+    computed = _planned(q[:rows], Keys(k, v), out[:rows], lengths, band, scale)
     lse[:, :rows].copy_(computed.t()).mul_(math.log(2.0))
     return lse
 
@@ -339,10 +339,10 @@ def _workspace(device: torch.device, stream: int) -> torch.Tensor:
 
 
 @functools.lru_cache(64)
-def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> tuple[Lengths, Any]:
+def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> Lengths:
     """Return the lengths of a batch, and where the keys of each request start."""
     requests = np.arange(batch + 1, dtype=np.int64)
-    return Lengths(requests * qo_len, np.full(batch, kv_len)), requests * kv_len
+    return Lengths(requests * qo_len, np.full(batch, kv_len), requests * kv_len)
 
 
 @functools.lru_cache(64)

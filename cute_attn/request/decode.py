@@ -1,7 +1,8 @@
 """Check the arguments of a decode call without a plan and make a `DecodeProblem` of them.
 
-Lengths and page tables stay on the device: only their dtypes, shapes and strides are checked here, their values in
-`decode_values.py`.
+Lengths and page tables stay on the device: `decode_problem` checks their dtypes, shapes and strides. `before_launch`
+compares memory in every call. It looks at lengths and page numbers on the CPU, and on a GPU, where that costs
+synchronisations, with `CUTE_ATTN_VALIDATE=1`: kernels trust them, and a wrong one is an illegal access.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_mask_bytes
-from cute_attn.request import checks, operands
+from cute_attn.request import checks, operands, page_ids
 from cute_attn.request.caches import cache_views, is_large
 from cute_attn.request.operands import ALIGNMENT, BLOCK_SCALES, Placement, Scales, split_scale
 from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Structure, call_settings
@@ -24,86 +25,88 @@ FP8_OUT = torch.float8_e4m3fn
 OUT_DTYPES = (*HALF, FP8_OUT)
 NAMES = ("query", "k of kv_cache", "v of kv_cache")
 SCALES = ("bmm1_scale", "", "bmm2_scale")
+IN_WORKSPACE = "in workspace_buffer"
 
 
-class DecodeTensors(NamedTuple):
-    """The tensors of a call as the user gave them, except k, v and block_scales, which `cache_pair` and
-    `block_scale_pair` return.
-    """
+class Form(NamedTuple):
+    """What public functions differ in besides the names of their arguments."""
+
+    semaphores: Any = IN_WORKSPACE  # that, None for the launch's own, or a tensor
+    out_by_request: bool = False  # a new out has an axis of query tokens where all requests have several
+    out_dtype: torch.dtype | None = None  # of a new out; default query's
+    lse_layout: str = "NH"  # "HN": lse is `[num_qo_heads, num_tokens]`, a copy
+    bmm1_factor: float = 1.0  # of bmm1_scale: ln(2) where the caller gave the base-2 form
+    factors: tuple[checks.Named, ...] = ()  # of the scales, where these are products
+
+
+class DecodeCall(NamedTuple):
+    """The arguments of a decode call under the names of `xqa_batch_decode_with_kv_cache`, not checked yet."""
 
     query: Any
-    k: torch.Tensor  # [num_pages, page_size, num_kv_heads, width]
-    v: torch.Tensor
-    block_scales: tuple[torch.Tensor, torch.Tensor] | None
-    block_tables: Any
+    kv_cache: Any
+    workspace_buffer: Any
+    block_tables: Any  # from here on what a launch reads
     seq_lens: Any
     q_cu_seq_lens: Any
     mask: Any
     sinks: Any
-    out: Any
-    lse: Any
-
-    def read(self) -> tuple[checks.Named, ...]:
-        """Return what a call reads, by name."""
-        names = *NAMES, *BLOCK_SCALES, "block_tables", "seq_lens", "q_cu_seq_lens", "mask", "sinks"
-        scales = self.block_scales or (None, None)
-        return tuple(zip(names, (self.query, self.k, self.v, *scales, *self[4:9]), strict=True))
-
-
-class DecodeScales(NamedTuple):
-    """The scales of a call."""
-
     bmm1_scale: Any
     bmm2_scale: Any
-    o_scale: float
-    bmm1_factor: float = 1.0  # of bmm1_scale: ln(2) where the caller gave the base-2 form
-
-
-class DecodeOptions(NamedTuple):
-    """The other options of a call as the user gave them."""
-
+    kv_cache_sf: Any
+    out: Any
+    lse: Any
+    max_seq_len: Any  # None: no bound
     window_left: Any
-    q_len_per_req: Any
     enable_pdl: Any
+    q_len_per_req: Any
+    o_scale: Any
     return_lse: Any
-    out_dtype: torch.dtype | None = None  # of a new out; default query's
+    kv_layout: Any
+    backend: Any
+    form: Form
+
+    @property
+    def lse_copy(self) -> Any:
+        """Return the caller's memory for an lse by heads, which is written after the launch."""
+        return self.lse if self.form.lse_layout == "HN" else None
 
 
-def decode_problem(
-    tensors: DecodeTensors, scales: DecodeScales, options: DecodeOptions, scratch: Scratch
-) -> DecodeProblem:
+OF_LAUNCH = slice(DecodeCall._fields.index("block_tables"), DecodeCall._fields.index("kv_cache_sf"))
+READ = (*NAMES, *BLOCK_SCALES, *DecodeCall._fields[OF_LAUNCH])
+
+
+def decode_problem(call: DecodeCall) -> DecodeProblem:
     """Check every argument and allocate the outputs that the caller did not pass."""
     try:
-        return _problem(tensors, scales, options, scratch)
+        return _problem(call)
     except ArgumentError:
         raise
-    except (RuntimeError, NotImplementedError):
-        _refuse_without_memory(tensors)  # the usual reason why torch gives no address or strides
+    except (RuntimeError, NotImplementedError):  # the usual reason: a tensor that has no address or strides
+        for name, value in zip(call._fields, call, strict=True):
+            for x in value if isinstance(value, tuple) else (value,):
+                if isinstance(x, torch.Tensor):
+                    checks.stored(name, x)
         raise
 
 
-def _refuse_without_memory(tensors: DecodeTensors) -> None:
-    for name, value in zip(DecodeTensors._fields, tensors, strict=True):
-        for x in value if isinstance(value, tuple) else (value,):
-            if isinstance(x, torch.Tensor):
-                checks.stored(name, x)
-
-
-def _problem(tensors: DecodeTensors, scales: DecodeScales, options: DecodeOptions, scratch: Scratch) -> DecodeProblem:
-    query, k, v = checks.tensor("query", tensors.query), tensors.k, tensors.v
+def _problem(call: DecodeCall) -> DecodeProblem:
+    k, v = cache_pair(call.kv_cache, call.kv_layout)
+    block_scales = None if call.kv_cache_sf is None else block_scale_pair(call.kv_cache_sf, call.kv_layout, k, v)
+    scratch, query = _scratch(call.form.semaphores, call.workspace_buffer), checks.tensor("query", call.query)
     if query.dim() != 3:
         raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
-    device, qo_len = query.device, _qo_len(options.q_len_per_req)
+    device, qo_len = query.device, _qo_len(call.q_len_per_req)
     num_tokens = query.shape[0]
-    block_tables, seq_lens, qo_indptr = _lengths(tensors, qo_len, num_tokens, device)
+    block_tables, seq_lens, qo_indptr = _lengths(call, qo_len, num_tokens, device)
     _check_operands(query, k, v)
     placed = operands.placement(query, k, v)
-    found = operands.split_scales(device, scales.bmm1_scale, None, scales.bmm2_scale, SCALES)
-    settings = _settings(tensors, scales, options, placed, found)
+    found = operands.split_scales(device, call.bmm1_scale, None, call.bmm2_scale, SCALES)
+    settings = _settings(call, (query, k, v), block_scales, placed, found)
     query = operands.readable(query, k, v, placed, NAMES, ALIGNMENT)
     checks.device("workspace_buffer", scratch.partial_buffer, device)
     checks.device("semaphores", scratch.counter_buffer, device)
-    out, lse = _outputs(tensors, options.return_lse, settings.features, qo_len)
+    out, lse = _outputs(call, settings.features, qo_len)
+    read = call.query, k, v, *(block_scales or (None, None)), *call[OF_LAUNCH]
     return DecodeProblem(
         settings,
         qo_len,
@@ -117,12 +120,12 @@ def _problem(tensors: DecodeTensors, scales: DecodeScales, options: DecodeOption
         min(block_tables.shape[1] * settings.page_size, MAX_KV_LEN),
         scratch,
         qo_indptr,
-        None if tensors.mask is None else _draft_mask(tensors.mask, num_tokens, qo_len, device),
+        None if call.mask is None else _draft_mask(call.mask, num_tokens, qo_len, device),
         found.of_scores,
         found.of_v,
-        None if tensors.sinks is None else _sinks(tensors.sinks, settings.features),
-        tensors.block_scales,
-        tensors.read(),
+        None if call.sinks is None else _sinks(call.sinks, settings.features),
+        block_scales,
+        (*zip(READ, read, strict=True), *call.form.factors),
     )
 
 
@@ -172,18 +175,22 @@ def block_scale_pair(
 
 
 def _settings(
-    tensors: DecodeTensors, scales: DecodeScales, options: DecodeOptions, placed: Placement, found: Scales
+    call: DecodeCall,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None,
+    placed: Placement,
+    found: Scales,
 ) -> Settings:
     """Return the settings. `found`: the numbers among the scales."""
-    query, k, v, block_scales = tensors[:4]
-    sm_scale = checks.real_or("bmm1_scale", found.q, 1.0) * scales.bmm1_factor
-    v_scale = checks.real_or("bmm2_scale", found.v, 1.0)
-    o_dtype = (options.out_dtype or query.dtype) if tensors.out is None else checks.tensor("out", tensors.out).dtype
+    query, k, v = qkv
+    sm_scale = checks.real_or("bmm1_scale", found.q, 1.0) * call.form.bmm1_factor
+    v_scale, o_scale = checks.real_or("bmm2_scale", found.v, 1.0), positive_or_one("o_scale", call.o_scale)
+    o_dtype = (call.form.out_dtype or query.dtype) if call.out is None else checks.tensor("out", call.out).dtype
     if o_dtype != FP8_OUT:
-        v_scale = checks.real("bmm2_scale * o_scale", v_scale * scales.o_scale)
-    if options.enable_pdl is not None:
-        checks.boolean("enable_pdl", options.enable_pdl)
-    window_left = checks.whole("window_left", options.window_left)
+        v_scale = checks.real("bmm2_scale * o_scale", v_scale * o_scale)
+    if call.enable_pdl is not None:
+        checks.boolean("enable_pdl", call.enable_pdl)
+    window_left = checks.whole("window_left", call.window_left)
     checks.dtype("out", o_dtype, OUT_DTYPES)
     structure = Structure(
         query.device,
@@ -198,7 +205,7 @@ def _settings(
         custom_mask=False,
         head_scales=False,
         kv_block_scales=block_scales is not None,
-        sinks=tensors.sinks is not None,
+        sinks=call.sinks is not None,
         device_scale=bool(found.of_scores),
         expanded=placed.expanded,
         decode=True,
@@ -207,18 +214,18 @@ def _settings(
         large_cache=is_large(k) or is_large(v),
         loose_scales=block_scales is not None and operands.has_loose_scales(*block_scales),
         device_lengths=True,
-        draft_mask=tensors.mask is not None,
+        draft_mask=call.mask is not None,
     )
-    call = Call(
+    options = Call(
         *(None, None, None),
         causal=True,
         window_left=window_left,
         sm_scale=sm_scale,
         v_scale=v_scale,
         o_dtype=o_dtype,
-        enable_pdl=options.enable_pdl,
+        enable_pdl=call.enable_pdl,
     )
-    return call_settings(structure, *call[len(NOT_OPTIONS) :])
+    return call_settings(structure, *options[len(NOT_OPTIONS) :])
 
 
 def number_or_tensor(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
@@ -258,23 +265,23 @@ def _qo_len(value: Any) -> int:
 
 
 def _lengths(
-    tensors: DecodeTensors, qo_len: int, num_tokens: int, device: torch.device
+    call: DecodeCall, qo_len: int, num_tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Check that block_tables, seq_lens and q_cu_seq_lens have one batch size, and return them."""
-    block_tables, seq_lens = _block_tables(tensors.block_tables, device), _seq_lens(tensors.seq_lens, device)
+    block_tables, seq_lens = _block_tables(call.block_tables, device), _seq_lens(call.seq_lens, device)
     batch_size = block_tables.shape[0]
     if seq_lens.shape[0] != batch_size:
         raise ArgumentError(
             f"seq_lens must have one length for each of the {batch_size} rows of block_tables, got {seq_lens.shape[0]}"
         )
-    if tensors.q_cu_seq_lens is None:
+    if call.q_cu_seq_lens is None:
         if num_tokens != batch_size * qo_len:
             raise ArgumentError(
                 f"query must have batch_size * q_len_per_req = {batch_size} * {qo_len} rows, "
-                f"got {checks.describe(tensors.query)}"
+                f"got {checks.describe(call.query)}"
             )
         return block_tables, seq_lens, None
-    qo_indptr = checks.tensor("q_cu_seq_lens", tensors.q_cu_seq_lens)
+    qo_indptr = checks.tensor("q_cu_seq_lens", call.q_cu_seq_lens)
     checks.dtype("q_cu_seq_lens", qo_indptr.dtype, INDEX_DTYPES)
     checks.shape("q_cu_seq_lens", qo_indptr, (batch_size + 1,), "[batch_size + 1]")
     checks.device("q_cu_seq_lens", qo_indptr, device)
@@ -324,27 +331,19 @@ def _draft_mask(value: Any, num_tokens: int, qo_len: int, device: torch.device) 
 # ---- workspaces and outputs
 
 
-def shared_scratch(workspace_buffer: Any) -> Scratch:
-    """Return a workspace with counters in the first 8 MiB, where FlashInfer has its semaphores, and partial results
-    after them.
+def _scratch(semaphores: Any, workspace_buffer: Any) -> Scratch:
+    """Return the memory of a launch. Semaphores in the workspace are in its first 8 MiB, as FlashInfer's are, and
+    partial results behind them; a workspace for partial results alone need not be zero.
     """
-    buffer, size = _memory("workspace_buffer", workspace_buffer)
-    start = buffer.data_ptr()
-    return Scratch(buffer, buffer, start, start + COUNTER_BYTES, min(size, COUNTER_BYTES), max(0, size - COUNTER_BYTES))
-
-
-def partials_scratch(workspace_buffer: Any) -> Scratch:
-    """Return a workspace for partial results alone, which need not be zero: counters are the launch's own."""
-    buffer, size = _memory("workspace_buffer", workspace_buffer)
-    start = buffer.data_ptr()
-    return Scratch(buffer, buffer, start, start, 0, size)
-
-
-def separate_scratch(semaphores: Any, workspace_buffer: Any) -> Scratch:
-    """Return a workspace with counters in `semaphores` and partial results in `workspace_buffer`."""
+    partials, size = _memory("workspace_buffer", workspace_buffer)
+    start = partials.data_ptr()
+    if isinstance(semaphores, str):
+        counter_bytes = min(size, COUNTER_BYTES)
+        return Scratch(partials, partials, start, start + COUNTER_BYTES, counter_bytes, size - counter_bytes)
+    if semaphores is None:
+        return Scratch(partials, partials, start, start, 0, size)
     counters, counter_bytes = _memory("semaphores", semaphores)
-    partials, partial_bytes = _memory("workspace_buffer", workspace_buffer)
-    return Scratch(counters, partials, counters.data_ptr(), partials.data_ptr(), counter_bytes, partial_bytes)
+    return Scratch(counters, partials, counters.data_ptr(), start, counter_bytes, size)
 
 
 def _memory(name: str, value: Any) -> tuple[torch.Tensor, int]:
@@ -356,18 +355,28 @@ def _memory(name: str, value: Any) -> tuple[torch.Tensor, int]:
     return buffer, 0 if buffer.data_ptr() % ALIGNMENT else buffer.nbytes
 
 
-def _outputs(
-    tensors: DecodeTensors, return_lse: Any, features: Features, qo_len: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return out as `[num_tokens, num_qo_heads, head_dim]`, and lse if it is wanted."""
-    if return_lse is not False:
-        checks.boolean("return_lse", return_lse)
-    query, out = tensors.query, tensors.out
+def _outputs(call: DecodeCall, features: Features, qo_len: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return out as `[num_tokens, num_qo_heads, head_dim]`, and lse as `[num_tokens, num_qo_heads]` if it is wanted."""
+    if call.return_lse is not False:
+        checks.boolean("return_lse", call.return_lse)
+    query, out, lse, wants_lse = call.query, call.out, call.lse, call.return_lse
     rows = (query.shape[0], features.num_qo_heads)
-    if out is not None and out.dim() == 4 and tensors.q_cu_seq_lens is None:
+    if out is not None and out.dim() == 4 and call.q_cu_seq_lens is None:
         out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
-    # `decode_values` compares them with all that the call reads.
-    return operands.outputs(query, (out, tensors.lse, return_lse), features, rows, "num_tokens")
+    if call.lse_copy is not None:
+        _check_columns(lse, rows[::-1], query.device)
+        lse, wants_lse = None, True
+    # `before_launch` compares them with all that the call reads.
+    return operands.outputs(query, (out, lse, wants_lse), features, rows, "num_tokens")
+
+
+def _check_columns(lse: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check memory for an lse by heads."""
+    checks.shape("lse", checks.tensor("lse", lse), shape, "[num_qo_heads, num_tokens]")
+    checks.dtype("lse", lse.dtype, (torch.float32,))
+    checks.device("lse", lse, device)
+    checks.check_grad("lse", lse)
+    checks.dense("lse", lse)
 
 
 def _flatten_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: int) -> torch.Tensor:
@@ -381,3 +390,77 @@ def _flatten_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: in
         raise ArgumentError(
             f"out must have tokens at equal distances, got strides {out.stride()} for {tuple(out.shape)}"
         ) from error
+
+
+# ---- memory and values
+
+
+def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> None:
+    """Refuse buffers, and where `values` says so lengths and page numbers, that the problem must not have.
+
+    While a CUDA graph is captured, nothing can be read from the device: only buffers are checked then.
+    """
+    scratch = problem.scratch
+    written = [("workspace_buffer", scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)]
+    if scratch.counter_buffer is not scratch.partial_buffer:
+        written.insert(0, ("semaphores", scratch.counter_buffer))
+    checks.apart((*written, ("lse", call.lse_copy)), problem.given)
+    if values and not (problem.q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if problem.qo_indptr is not None:
+            _check_queries(_on_host(problem.qo_indptr), problem, call)
+        lengths = _on_host(problem.seq_lens)
+        _check_lengths(lengths, problem, call)
+        _check_pages(lengths, problem)
+
+
+def _check_queries(bounds: torch.Tensor, problem: DecodeProblem, call: DecodeCall) -> None:
+    """Check `q_cu_seq_lens`: from 0, not decreasing, within the rows of query, no request longer than announced."""
+    rows, lengths, (first, last) = problem.q.shape[0], bounds.diff(), bounds[[0, -1]].tolist()
+    if first != 0:
+        raise ArgumentError(f"q_cu_seq_lens must start at 0, got {first}")
+    for wrong, rule in (
+        (lengths < 0, "must not decrease"),
+        (lengths > problem.qo_len, f"must give no request more than q_len_per_req = {problem.qo_len} rows"),
+    ):
+        if bool(wrong.any()):
+            i = int(wrong.nonzero()[0])
+            raise ArgumentError(f"q_cu_seq_lens {rule}, got {int(bounds[i + 1])} after {int(bounds[i])} (request {i})")
+    if last > rows or (last < rows and call.out is None):  # rows of no request are those of a given out
+        raise ArgumentError(f"q_cu_seq_lens must end at {rows}, the rows of query, got {last}")
+
+
+def _check_lengths(lengths: torch.Tensor, problem: DecodeProblem, call: DecodeCall) -> None:
+    """Check `seq_lens` against the pages of the tables and `max_seq_len`."""
+    pages, page_size = problem.block_tables.shape[1], problem.settings.page_size
+    room = pages * page_size
+    limits = [
+        (MAX_KV_LEN, f"within 0..{MAX_KV_LEN}"),
+        (room, f"at most {room}, the {pages} pages of block_tables times {page_size} tokens"),
+    ]
+    if call.max_seq_len is not None:
+        limits.append((int(call.max_seq_len), f"at most max_seq_len = {call.max_seq_len}"))
+    for most, rule in limits:
+        wrong = (lengths < 0) | (lengths > most)
+        if bool(wrong.any()):
+            i = int(wrong.nonzero()[0])
+            raise ArgumentError(f"seq_lens must be {rule}; request {i} has {int(lengths[i])}")
+
+
+def _check_pages(lengths: torch.Tensor, problem: DecodeProblem) -> None:
+    """Check every page number that the launch reads: those before the window are not read."""
+    page_size, num_pages = problem.settings.page_size, problem.k.shape[0]
+    tables, device = problem.block_tables, problem.block_tables.device
+    first, lengths = torch.arange(tables.shape[1], device=device) * page_size, lengths.to(device)[:, None]
+    used = first < lengths
+    if (window_left := problem.settings.window_left) >= 0:
+        used &= first + page_size > lengths - problem.qo_len - window_left
+    wrong = used & ((tables < 0) | (tables >= num_pages))
+    if bool(wrong.any()):
+        i, j = wrong.nonzero()[0].tolist()
+        raise page_ids.wrong(f"block_tables[{i}, {j}]", (i, j), tables[i, j], num_pages)
+
+
+def _on_host(lengths: torch.Tensor) -> torch.Tensor:
+    """Return 32-bit lengths as int64 on the host. torch has few operations on uint32."""
+    host = lengths.view(torch.int32).cpu().to(torch.int64)
+    return host & 0xFFFFFFFF if lengths.dtype == torch.uint32 else host

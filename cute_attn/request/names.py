@@ -7,14 +7,17 @@ from collections.abc import Mapping
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 
-_WORDS = ("q", "k", "v", "out", "query", "mask")  # may stand for something else inside of a message
+_WORDS = ("q", "k", "v", "out", "query", "mask")  # may stand for something else inside of a message, except behind:
+_BEFORE_NAMES = (" share memory with ", ", the rows of ")
 
 
 def rename(error: ArgumentError | ArgumentTypeError, names: Mapping[str, str]) -> None:
     """Replace names, or beginnings of messages, in an error that is on its way to the caller."""
 
     def new(found: re.Match[str]) -> str:
-        return found[0] if found.start() and found[0] in _WORDS else names[found[0]]
+        before = found.string[: found.start()]
+        is_word = before and found[0] in _WORDS and not before.endswith(_BEFORE_NAMES)
+        return found[0] if is_word else names[found[0]]
 
     longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     error.args = (re.sub(rf"(?<![\w.])(?:{longest_first})(?!\w)", new, str(error)),)

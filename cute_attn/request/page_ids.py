@@ -63,7 +63,11 @@ def pages(problem: BatchProblem, lengths: BatchLengths) -> None:
     if not bool(bad.any()):
         return
     i = int(bad.nonzero()[0])
-    raise ArgumentError(
-        f"paged_kv_indices[{entries[i]}], page {i - first[request[i]]} of request {request[i]}, is {int(page_ids[i])}; "
-        f"the cache has pages 0..{num_pages - 1}"
-    )
+    where = int(request[i]), int(i - first[request[i]])
+    raise wrong(f"paged_kv_indices[{entries[i]}]", where, page_ids[i], num_pages)
+
+
+def wrong(name: str, where: tuple[int, int], page: torch.Tensor, num_pages: int) -> ArgumentError:
+    """Return the error for a page that the cache does not have. `where`: its request and its place among the pages."""
+    pages = f"pages 0..{num_pages - 1}" if num_pages else "no pages"
+    return ArgumentError(f"{name}, page {where[1]} of request {where[0]}, is {int(page)}; the cache has {pages}")

@@ -11,6 +11,8 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Ref
 from cute_attn.request import checks
 from cute_attn.request.fp4_tensor import FP4Tensor
 
+INTERLEAVED = "FlashInfer interleaves scales of v over 4 tokens there, and kernels here read them in order"
+
 
 def refuse(feature: str, reason: str, instead: str) -> None:
     """Raise NotSupported for a feature that no backend has."""

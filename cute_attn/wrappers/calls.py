@@ -81,7 +81,13 @@ def operands(
 
     `scales`: those of q, k and v. `block_scales`: a pair, or one tensor with both on axis 1.
     """
-    if head_scales is block_scales is None and PLAIN_TYPES.issuperset(map(type, scales)):
+    q, k, v = scales
+    if (
+        type(q) in PLAIN_TYPES
+        and type(k) in PLAIN_TYPES
+        and type(v) in PLAIN_TYPES
+        and head_scales is block_scales is None
+    ):
         if mask is None:
             return (scales, (), (), ()) if sinks is None else (scales, (SINKS,), (sinks,), ())
         return (scales, (MASK,), (mask,), ()) if sinks is None else (scales, (SINKS, MASK), (sinks, mask), ())

@@ -11,12 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
-from cute_attn.request import checks, trtllm_prefill
+from cute_attn.request import checks, unplanned
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
-from cute_attn.request.trtllm_prefill import Lengths, PageList
+from cute_attn.request.unplanned import Keys, Lengths
 from cute_attn.runtime import capture, switches
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
@@ -50,7 +49,9 @@ class Structure(NamedTuple):
     def options(self) -> dict[str, Any]:
         """Return the keywords of `plan`. Scales are factors of a run, so that layers with other scales share a plan."""
         fields = self._asdict()
-        del fields["kv_layout"], fields["backend"], fields["page_size"], fields["chunk"]
+        del fields["kv_layout"], fields["backend"], fields["chunk"]
+        if not self.page_size:
+            del fields["page_size"]
         return {**fields, "sm_scale": 1.0}
 
 
@@ -66,77 +67,55 @@ class RunOptions(NamedTuple):
     sinks: Any = None
 
 
-class Keys(NamedTuple):
-    """Keys and values of a call, and where they are: in pages of `tables`, or in the rows that `kv_indptr` counts."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    tables: torch.Tensor | None = None
-    kv_indptr: np.ndarray | None = None
-
-
-class PagedSession:
-    """A paged wrapper, the lengths that it is planned for, and the memory from which it reads page numbers."""
+class Session:
+    """A wrapper, the lengths that it is planned for, and where it reads page numbers."""
 
     def __init__(self, workspace: torch.Tensor, structure: Structure) -> None:
-        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, structure.kv_layout, backend=structure.backend)
+        make = BatchPrefillWithPagedKVCacheWrapper if structure.page_size else BatchPrefillWithRaggedKVCacheWrapper
+        self.wrapper: Any = make(workspace, structure.kv_layout, backend=structure.backend)
         self.structure = structure
         self.lengths: Lengths | None = None
         self.shape: torch.Size | None = None  # of the tables
-        self.pages: PageList
+        self.pages = unplanned.NO_PAGES
         self.positions: torch.Tensor
         self.indices: torch.Tensor  # page numbers, filled again before every run: they may change without a new plan
 
     def run(self, query: torch.Tensor, keys: Keys, lengths: Lengths, options: RunOptions) -> Any:
         """Compute a batch, after a plan where its lengths differ from those before."""
-        tables = keys.tables
-        assert tables is not None
-        planned = lengths.same(self.lengths) and tables.shape == self.shape
+        k, v, tables = keys
+        shape = None if tables is None else tables.shape
+        planned = lengths.same(self.lengths) and shape == self.shape
         if not planned:
             self.lengths = None
-            self.pages = trtllm_prefill.page_list(tables, lengths.kv_len, self.structure.page_size)
-            self.positions = torch.from_numpy(self.pages.positions).to(query.device)
+        if tables is not None:
+            self._fill(keys, lengths, planned)
+        if not planned:
+            self._plan(lengths)
+            self.lengths, self.shape = lengths, shape
+        return self.wrapper.run(query, *((k, v) if tables is None else ((k, v),)), **options._asdict())
+
+    def _fill(self, keys: Keys, lengths: Lengths, planned: bool) -> None:
+        """Write the page numbers of a batch to where its plan reads them."""
+        tables = keys.tables
+        if not planned:
+            self.pages = unplanned.page_list(tables, lengths.kv_len, self.structure.page_size)
+            self.positions = torch.from_numpy(self.pages.positions).to(tables.device)
             with capture.lasting():
                 self.indices = tables.new_empty(len(self.pages.positions))
         torch.index_select(tables.view(-1), 0, self.positions, out=self.indices)
-        if query.device.type == "cpu" or (switches.validates() and not torch.cuda.is_current_stream_capturing()):
-            trtllm_prefill.check_pages(self.indices, self.pages, tables.shape[1], keys.k.shape[0])
-        if not planned:
-            self._plan(lengths)
-            self.lengths, self.shape = lengths, tables.shape
-        return self.wrapper.run(query, (keys.k, keys.v), **options._asdict())
+        if tables.device.type == "cpu" or (switches.validates() and not torch.cuda.is_current_stream_capturing()):
+            unplanned.check_pages(self.indices, self.pages, tables.shape[1], keys.k.shape[0])
 
     def _plan(self, lengths: Lengths) -> None:
         page_size, counts = self.structure.page_size, self.pages.counts
+        where: Any = (lengths.kv_indptr,)
+        if page_size:
+            where = bounds(counts), self.indices, last_page_len(lengths.kv_len, counts, page_size)
         self.wrapper.plan(
-            int32(lengths.qo_indptr),
-            int32(bounds(counts)),
-            self.indices,
-            int32(last_page_len(lengths.kv_len, counts, page_size)),
-            page_size=page_size,
-            **trtllm_prefill.chunks(self.structure.chunk, lengths.kv_len),
+            *(x if isinstance(x, torch.Tensor) else int32(x) for x in (lengths.qo_indptr, *where)),
+            **unplanned.chunks(self.structure.chunk, lengths.kv_len),
             **self.structure.options(),
         )
-
-
-class RaggedSession:
-    """A ragged wrapper and the lengths that it is planned for."""
-
-    def __init__(self, workspace: torch.Tensor, structure: Structure) -> None:
-        self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, structure.kv_layout, backend=structure.backend)
-        self.structure = structure
-        self.lengths: Lengths | None = None
-        self.kv_indptr = np.empty(0, np.int64)
-
-    def run(self, query: torch.Tensor, keys: Keys, lengths: Lengths, options: RunOptions) -> Any:
-        """Compute a batch, after a plan where its lengths differ from those before."""
-        assert keys.kv_indptr is not None
-        if not (lengths.same(self.lengths) and np.array_equal(keys.kv_indptr, self.kv_indptr)):
-            self.lengths = None
-            chunks = trtllm_prefill.chunks(self.structure.chunk, lengths.kv_len)
-            self.wrapper.plan(int32(lengths.qo_indptr), int32(keys.kv_indptr), **chunks, **self.structure.options())
-            self.lengths, self.kv_indptr = lengths, keys.kv_indptr
-        return self.wrapper.run(query, keys.k, keys.v, **options._asdict())
 
 
 class Place:
@@ -145,18 +124,17 @@ class Place:
     def __init__(self) -> None:
         self.lock = threading.Lock()  # a plan and its run belong together
         self.workspace: checks.Extent | None = None
-        self.sessions: OrderedDict[Structure, PagedSession | RaggedSession] = OrderedDict()
+        self.sessions: OrderedDict[Structure, Session] = OrderedDict()
 
-    def session(self, workspace: torch.Tensor, structure: Structure) -> PagedSession | RaggedSession:
+    def session(self, workspace: torch.Tensor, structure: Structure) -> Session:
         """Return the session of a structure; sessions of another workspace are dropped."""
         extent = checks.extent(workspace)
         if extent != self.workspace:
             self.sessions.clear()
             self.workspace = extent
-        kind = PagedSession if structure.page_size else RaggedSession
         if structure.backend == "emulator":  # its plans are for the architecture that is emulated now
-            return kind(workspace, structure)
-        return _kept(self.sessions, structure, lambda: kind(workspace, structure), MAX_STRUCTURES)
+            return Session(workspace, structure)
+        return _kept(self.sessions, structure, lambda: Session(workspace, structure), MAX_STRUCTURES)
 
 
 _places: OrderedDict[tuple[torch.device, int], Place] = OrderedDict()

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.request import checks, kv_tables, trtllm_options, trtllm_prefill
+from cute_attn.request import checks, trtllm_options, unplanned
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.names import rename
 from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import KV_LAYOUTS
-from cute_attn.request.trtllm_prefill import Bounds, Lengths
+from cute_attn.request.unplanned import Bounds, Keys
 from cute_attn.wrappers import planned_prefill
-from cute_attn.wrappers.planned_prefill import Keys, RunOptions, Structure
+from cute_attn.wrappers.planned_prefill import RunOptions, Structure
 
 PAGED_LAYOUTS = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
 INPUT_LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", *PAGED_LAYOUTS)
 MASK_MODES = ("causal", "sliding_window", "chunked", "padding")
-NVFP4_REASON = "FlashInfer interleaves scales of v over 4 tokens there, and kernels here read them in order"
 NVFP4_INSTEAD = "BatchPrefillWithPagedKVCacheWrapper.run(kv_cache_sf=) with scales in order"
 
 
@@ -132,35 +131,26 @@ def trtllm_batch_context_with_kv_cache(
     trtllm_options.refuse_given(reason, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
     trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
     if kv_cache_sf is not None:
-        trtllm_options.refuse("kv_cache_sf (NVFP4 caches)", NVFP4_REASON, NVFP4_INSTEAD)
+        trtllm_options.refuse("kv_cache_sf (NVFP4 caches)", trtllm_options.INTERLEAVED, NVFP4_INSTEAD)
     checks.tensor("cum_seq_lens_kv", cum_seq_lens_kv)
-    query = _query(query, "trtllm_batch_context_with_kv_cache")
-    arrays = {"cum_seq_lens_q": cum_seq_lens_q, "seq_lens": seq_lens}
-    others = {"cum_seq_lens_kv": cum_seq_lens_kv, "block_tables": block_tables}
-    checks.apart((("out", out), ("lse", lse)), (arrays | others).items())
-    qo_indptr, kv_len = trtllm_prefill.host_arrays(arrays, query.device)
-    lengths = trtllm_prefill.lengths(qo_indptr, kv_len, Bounds(batch_size, max_q_len, max_kv_len), query.shape[0])
-    k, v = _paged_pair("kv_cache", kv_cache)
+    unplanned.refuse_capture("trtllm_batch_context_with_kv_cache", checks.tensor("query", query).device)
+    keys = Keys(*_paged_pair("kv_cache", kv_cache), block_tables)
+    page_size = _page_size(keys.k, kv_layout)
     if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
-        page_size = _page_size(k, kv_layout)
-        k, v, block_tables = kv_tables.joined(kv_tables.Paged(k, v, block_tables), seq_lens, page_size)
-    keys = Keys(k, v, tables=trtllm_prefill.tables(block_tables, query.device))
-    structure = _structure(
-        (query, k, v),
+        keys = unplanned.joined(keys, seq_lens, page_size)
+    call = Call(
+        workspace_buffer, query, keys, (cum_seq_lens_q, seq_lens, cum_seq_lens_kv, block_tables),
+        Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, out_dtype, sinks,
+        lse, checks.boolean("return_lse", return_lse), enable_pdl,
+    )  # fmt: skip
+    return _run(
+        call,
         kv_layout=kv_layout,
         backend="auto" if isinstance(backend, str) and backend == "trtllm-gen" else backend,
-        o_data_type=trtllm_options.output_dtype(out, out_dtype),
         causal=checks.boolean("causal", causal),
         window_left=window_left,
-        page_size=_page_size(k, kv_layout),
+        page_size=page_size,
     )
-    options = RunOptions(
-        *(trtllm_options.scale("bmm1_scale", bmm1_scale), trtllm_options.scale("bmm2_scale", bmm2_scale), out, lse),
-        checks.boolean("return_lse", return_lse),
-        enable_pdl,
-        trtllm_options.one_sink(sinks),
-    )
-    return _run(workspace_buffer, structure, query, keys, lengths, options)
 
 
 def trtllm_fmha_v2_prefill(
@@ -250,58 +240,62 @@ def trtllm_fmha_v2_prefill(
     trtllm_options.refuse_nvfp4_output(out, out_dtype, None, None)
     causal, chunk = _mask(mask_mode, window_left, chunked_attention_size)
     checks.choice("input_layout", input_layout, INPUT_LAYOUTS)
-    query, k, v = _operands(qkv, input_layout)
-    query = _query(query, "trtllm_fmha_v2_prefill")
-    arrays = {"cum_seq_lens_q": cum_seq_lens_q, "seq_lens": seq_lens}
-    others = {"cum_seq_lens_kv": cum_seq_lens_kv, "block_tables": block_tables}
-    checks.apart((("out", out),), (arrays | others).items())
-    paged = input_layout in PAGED_LAYOUTS
-    if not paged:
-        arrays["cum_seq_lens_kv"] = cum_seq_lens_kv
-    qo_indptr, kv_len, *kv_indptr = trtllm_prefill.host_arrays(arrays, query.device)
-    lengths = trtllm_prefill.lengths(qo_indptr, kv_len, Bounds(batch_size, max_q_len, max_kv_len), query.shape[0])
-    kv_layout = PAGED_LAYOUTS.get(input_layout, "NHD")
-    if paged:
-        k, v, tables = _pages(k, v, block_tables, seq_lens, kv_layout)
-        keys = Keys(k, v, tables=trtllm_prefill.tables(tables, query.device))
-    else:
-        if block_tables is not None:
-            raise ArgumentError(
-                f"block_tables must be None with input_layout={input_layout!r}, which has no pages, "
-                f"got {checks.describe(block_tables)}"
-            )
-        trtllm_prefill.check_kv_bounds(kv_indptr[0], lengths, k.shape[0])
-        keys = Keys(k, v, kv_indptr=kv_indptr[0])
-    structure = _structure(
-        (query, k, v),
+    query, keys = _operands(qkv, input_layout)
+    unplanned.refuse_capture("trtllm_fmha_v2_prefill", checks.tensor("query", query).device)
+    kv_layout, page_size = PAGED_LAYOUTS.get(input_layout, "NHD"), 0
+    if input_layout in PAGED_LAYOUTS:
+        page_size = _page_size(keys.k, kv_layout)
+        keys = _pages(keys._replace(tables=block_tables), seq_lens, page_size)
+    elif block_tables is not None:
+        raise ArgumentError(
+            f"block_tables must be None with input_layout={input_layout!r}, which has no pages, "
+            f"got {checks.describe(block_tables)}"
+        )
+    soft_cap = checks.real_or("logits_soft_cap_scale", logits_soft_cap_scale, 0.0)
+    call = Call(
+        workspace_buffer, query, keys, (cum_seq_lens_q, seq_lens, cum_seq_lens_kv, block_tables),
+        Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, out_dtype, sinks,
+        return_lse=checks.boolean("save_softmax_stats", save_softmax_stats),
+    )  # fmt: skip
+    result = _run(
+        call,
         kv_layout=kv_layout,
         backend=backend,
-        o_data_type=trtllm_options.output_dtype(out, out_dtype),
         causal=causal,
         window_left=window_left,
-        logits_soft_cap=checks.real_or("logits_soft_cap_scale", logits_soft_cap_scale, 0.0),
+        logits_soft_cap=soft_cap,
         pos_encoding_mode=_encoding(pos_encoding_mode, causal),
-        page_size=_page_size(k, kv_layout) if paged else 0,
+        page_size=page_size,
         chunk=chunk,
     )
-    save = checks.boolean("save_softmax_stats", save_softmax_stats)
-    options = RunOptions(
-        trtllm_options.scale("bmm1_scale", bmm1_scale),
-        trtllm_options.scale("bmm2_scale", bmm2_scale),
-        out=out,
-        return_lse=save,
-        sinks=trtllm_options.one_sink(sinks),
-    )
-    result = _run(workspace_buffer, structure, query, keys, lengths, options)
-    if not save:
+    if not save_softmax_stats:
         return result
-    unit = math.sqrt(query.shape[2])
-    return result[0], _statistics(result[1], unit if structure.logits_soft_cap > 0 else options.q_scale * unit)
+    unit = math.sqrt(query.shape[2]) * (1.0 if soft_cap > 0 else bmm1_scale)
+    return result[0], _statistics(result[1], unit)
 
 
 # ---- arguments
 
 
+class Call(NamedTuple):
+    """Arguments that both functions have, under the names of `trtllm_batch_context_with_kv_cache`."""
+
+    workspace_buffer: Any
+    query: Any
+    keys: Keys
+    arrays: tuple[Any, Any, Any, Any]  # ARRAYS
+    bounds: Bounds
+    bmm1_scale: Any
+    bmm2_scale: Any
+    out: Any
+    out_dtype: Any
+    sinks: Any
+    lse: Any = None
+    return_lse: bool = False
+    enable_pdl: Any = None
+
+
+ARRAYS = ("cum_seq_lens_q", "seq_lens", "cum_seq_lens_kv", "block_tables")
 WRAPPER_NAMES = {
     "q": "query",
     "q_data_type": "query's dtype",
@@ -312,34 +306,6 @@ WRAPPER_NAMES = {
     "v_scale": "bmm2_scale",
     "logits_soft_cap": "logits_soft_cap_scale",
 }
-
-
-def _query(query: Any, function: str) -> torch.Tensor:
-    query = checks.tensor("query", query)
-    checks.stored("query", query)
-    if query.dim() != 3:
-        raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
-    trtllm_prefill.refuse_capture(function, query.device)
-    return query
-
-
-def _structure(operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], **rest: Any) -> Structure:
-    """Return the structure of a call from query, k and v, whose head axis depends on the layout, and its options."""
-    query, k, v = operands
-    heads = k.shape[-2] if rest["kv_layout"] == "NHD" else k.shape[-3]
-    if rest["o_data_type"] is None:
-        rest["o_data_type"] = query.dtype if query.itemsize > 1 else torch.bfloat16
-    rest["backend"] = select.checked_name(rest["backend"])
-    rest["window_left"] = max(-1, checks.whole("window_left", rest["window_left"]))
-    return Structure(
-        num_qo_heads=query.shape[1],
-        num_kv_heads=heads,
-        head_dim_qk=query.shape[2],
-        head_dim_vo=v.shape[-1],
-        q_data_type=query.dtype,
-        kv_data_type=k.dtype,
-        **rest,
-    )
 
 
 def _paged_pair(name: str, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -366,12 +332,11 @@ def _page_size(k: torch.Tensor, kv_layout: Any) -> int:
     return size
 
 
-def _pages(
-    k: torch.Tensor, v: torch.Tensor, block_tables: Any, seq_lens: torch.Tensor, kv_layout: str
-) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def _pages(keys: Keys, seq_lens: Any, page_size: int) -> Keys:
     """Return k, v and the table of both, from a table that may count the pages of values from the start of k."""
+    k, v, block_tables = keys
     if not isinstance(block_tables, torch.Tensor) or block_tables.dim() != 3:
-        return k, v, block_tables
+        return keys
     page_bytes = k.stride(0) * k.element_size()
     origin, rest = divmod(v.data_ptr() - k.data_ptr(), page_bytes) if page_bytes else (0, 1)
     if rest or v.stride(0) != k.stride(0):
@@ -379,31 +344,31 @@ def _pages(
             "block_tables [batch_size, 2, max_pages] counts pages from the start of k: k and v must be whole pages "
             "apart in one allocation; pass block_tables [batch_size, max_pages] for caches of their own"
         )
-    return kv_tables.joined(kv_tables.Paged(k, v, block_tables), seq_lens, _page_size(k, kv_layout), origin)
+    return unplanned.joined(keys, seq_lens, page_size, origin)
 
 
-def _operands(qkv: Any, input_layout: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def _operands(qkv: Any, input_layout: str) -> tuple[Any, Keys]:
     """Return query, keys and values of an input layout."""
     if input_layout == "PACKED_QKV":
         packed = checks.tensor("qkv", qkv)
         if packed.dim() != 4 or packed.shape[1] != 3:
             raise ArgumentError(f"qkv must have shape [num_tokens, 3, heads, head_dim], got {checks.describe(packed)}")
         query, k, v = packed.unbind(1)
-        return query, k, v
+        return query, Keys(k, v)
     count = 3 if input_layout == "SEPARATE_Q_K_V" else 2
     if not isinstance(qkv, tuple | list) or len(qkv) != count:
         raise ArgumentTypeError(f"qkv must be a tuple of {count} for {input_layout}, got {checks.describe(qkv)}")
     if input_layout in PAGED_LAYOUTS:
-        return (qkv[0], *_paged_pair("the cache of qkv", qkv[1]))
+        return qkv[0], Keys(*_paged_pair("the cache of qkv", qkv[1]))
     if count == 2:
         kv = checks.tensor("kv of qkv", qkv[1])
         if kv.dim() != 4 or kv.shape[1] != 2:
             raise ArgumentError(f"kv of qkv must have shape [kv_tokens, 2, heads, head_dim], got {checks.describe(kv)}")
-        return (qkv[0], *kv.unbind(1))
+        return qkv[0], Keys(*kv.unbind(1))
     for name, x in zip(("k of qkv", "v of qkv"), qkv[1:], strict=True):
         if checks.tensor(name, x).dim() != 3:
             raise ArgumentError(f"{name} must have shape [kv_tokens, heads, head_dim], got {checks.describe(x)}")
-    return qkv[0], qkv[1], qkv[2]
+    return qkv[0], Keys(*qkv[1:])
 
 
 def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tuple[bool, int]:
@@ -436,37 +401,75 @@ def _encoding(pos_encoding_mode: Any, causal: bool) -> str:
 # ---- run
 
 
-def _run(
-    workspace: Any, structure: Structure, query: torch.Tensor, keys: Keys, lengths: Lengths, options: RunOptions
-) -> Any:
-    """Run the rows of query that belong to requests. Those after them are 0 (lse: -inf) where they are new."""
-    checks.device("workspace_buffer", checks.tensor("workspace_buffer", workspace), query.device)
+def _run(call: Call, **options: Any) -> Any:
+    """Check and run a call. `options`: those of its `Structure`."""
+    query, (k, v, tables) = call.query, call.keys
+    if query.dim() != 3:
+        raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
+    given = dict(zip(ARRAYS, call.arrays, strict=True))
+    checks.apart((("out", call.out), ("lse", call.lse)), given.items())
+    if options["page_size"]:
+        keys = Keys(k, v, unplanned.tables(tables, query.device))
+        lengths = unplanned.lengths({name: given[name] for name in ARRAYS[:2]}, call.bounds, query, k)
+    else:
+        keys, lengths = call.keys, unplanned.lengths({name: given[name] for name in ARRAYS[:3]}, call.bounds, query, k)
+    structure = _structure(call, **options)
+    workspace = checks.tensor("workspace_buffer", call.workspace_buffer)
+    checks.device("workspace_buffer", workspace, query.device)
     check_workspace("workspace_buffer", workspace)
-    rows, heads = lengths.rows, query.shape[1]
+    rows, (out, lse) = lengths.rows, _outputs(call, lengths.rows, structure)
+    run_options = RunOptions(
+        trtllm_options.scale("bmm1_scale", call.bmm1_scale),
+        trtllm_options.scale("bmm2_scale", call.bmm2_scale),
+        None if out is None else out[:rows],
+        None if lse is None else lse[:rows],
+        call.return_lse,
+        call.enable_pdl,
+        trtllm_options.one_sink(call.sinks),
+    )
+    try:
+        result = planned_prefill.run(workspace, structure, query[:rows], keys, lengths, run_options)
+    except (ArgumentError, ArgumentTypeError) as error:
+        rename(error, WRAPPER_NAMES)
+        raise
     if rows == query.shape[0]:
-        return _planned(workspace, structure, query, keys, lengths, options)
-    shape = (query.shape[0], heads, structure.head_dim_vo)
-    out, lse = options.out, options.lse
+        return result
+    return (out, lse) if call.return_lse else out
+
+
+def _structure(call: Call, **options: Any) -> Structure:
+    """Return the structure of a call, whose head axis depends on the layout."""
+    query, (k, v, _) = call.query, call.keys
+    dtype = trtllm_options.output_dtype(call.out, call.out_dtype)
+    options["backend"] = select.checked_name(options["backend"])
+    options["window_left"] = max(-1, checks.whole("window_left", options["window_left"]))
+    return Structure(
+        num_qo_heads=query.shape[1],
+        num_kv_heads=k.shape[-2 if options["kv_layout"] == "NHD" else -3],
+        head_dim_qk=query.shape[2],
+        head_dim_vo=v.shape[-1],
+        q_data_type=query.dtype,
+        kv_data_type=k.dtype,
+        o_data_type=dtype or (query.dtype if query.itemsize > 1 else torch.bfloat16),
+        **options,
+    )
+
+
+def _outputs(call: Call, rows: int, structure: Structure) -> tuple[Any, Any]:
+    """Return out and lse with all rows of query where some belong to no request: these are 0 (lse: -inf) if new."""
+    query, out, lse = call.query, call.out, call.lse
+    if rows == query.shape[0]:
+        return out, lse
+    shape = (*query.shape[:2], structure.head_dim_vo)
     if out is None:
         out = query.new_zeros(shape, dtype=structure.o_data_type)
     elif out.shape != shape:
         checks.shape("out", out, shape, "[num_tokens, num_qo_heads, head_dim_vo]")
-    if lse is None and options.return_lse:
+    if lse is None and call.return_lse:
         lse = query.new_full(shape[:2], -torch.inf, dtype=torch.float32)
     elif lse is not None and checks.tensor("lse", lse).shape != shape[:2]:
         checks.shape("lse", lse, shape[:2], "[num_tokens, num_qo_heads]")
-    options = options._replace(out=out[:rows], lse=None if lse is None else lse[:rows])
-    _planned(workspace, structure, query[:rows], keys, lengths, options)
-    return (out, lse) if options.return_lse else out
-
-
-def _planned(*arguments: Any) -> Any:
-    """Run by a wrapper, whose errors name arguments of its own."""
-    try:
-        return planned_prefill.run(*arguments)
-    except (ArgumentError, ArgumentTypeError) as error:
-        rename(error, WRAPPER_NAMES)
-        raise
+    return out, lse
 
 
 def _statistics(lse: torch.Tensor, unit: float | torch.Tensor) -> torch.Tensor:

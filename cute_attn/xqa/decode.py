@@ -11,27 +11,14 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.dispatch import backends
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import checks, decode_values
-from cute_attn.request.decode import (
-    DecodeOptions,
-    DecodeScales,
-    DecodeTensors,
-    block_scale_pair,
-    cache_pair,
-    decode_problem,
-    number_or_tensor,
-    positive_or_one,
-    separate_scratch,
-    shared_scratch,
-)
-from cute_attn.request.decode_values import Said
+from cute_attn.request import checks
+from cute_attn.request.caches import cache_views
+from cute_attn.request.decode import DecodeCall, Form, number_or_tensor, positive_or_one
 from cute_attn.request.names import rename
 from cute_attn.runtime.arch import multiprocessors
-from cute_attn.wrappers import calls
-from cute_attn.xqa import replays
+from cute_attn.xqa import run
 
 LOW_LEVEL_NAMES = {  # arguments of `xqa` and what they are called here
     "query": "q",
@@ -49,6 +36,8 @@ LOW_LEVEL_NAMES = {  # arguments of `xqa` and what they are called here
     "bmm1_scale": "q_scale * kv_scale",
     "bmm2_scale": "kv_scale * rcp_out_scale",
 }
+
+FORM = Form(out_by_request=True)
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -177,38 +166,11 @@ def xqa_batch_decode_with_kv_cache(
     """
     if is_dynamo_compiling():
         return trace.operator("xqa_batch_decode")(locals())
-    if type(max_seq_len) is not int or not 0 <= max_seq_len <= checks.LARGEST_INT:
-        max_seq_len = longest(max_seq_len)
-    factors = bmm1_scale, None, bmm2_scale
-    scales, roles, optional, numbers_read = calls.operands(factors, sinks, None, None, kv_cache_sf)
-    read = block_tables, seq_lens, q_cu_seq_lens, mask, *numbers_read
-    given = replays.given_of(query, kv_cache, out, lse, workspace_buffer, optional, read)
-    numbers = *scales, window_left, enable_pdl, q_len_per_req, o_scale, return_lse
-    key = replays.key_of(given, numbers, ("xqa", kv_layout, backend, roles))
-    if (replayed := replays.try_replay(key, given, return_lse)) is not None:
-        return replayed
-    k, v = cache_pair(kv_cache, kv_layout)
-    block_scales = None if kv_cache_sf is None else block_scale_pair(kv_cache_sf, kv_layout, k, v)
-    scratch, o_scale = shared_scratch(workspace_buffer), positive_or_one("o_scale", o_scale)
-    problem = decode_problem(
-        DecodeTensors(query, k, v, block_scales, block_tables, seq_lens, q_cu_seq_lens, mask, sinks, out, lse),
-        DecodeScales(bmm1_scale, bmm2_scale, o_scale),
-        DecodeOptions(window_left, q_len_per_req, enable_pdl, return_lse),
-        scratch,
-    )
-    said = Said(max_seq_len, out is not None, (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)))
-    decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
-    fire = backends.run(problem, backend)
-    result = out
-    if result is None:
-        per_request = problem.qo_len > 1 and q_cu_seq_lens is None
-        result = problem.out.unflatten(0, (-1, problem.qo_len)) if per_request else problem.out
-    results: replays.Result = result
-    if return_lse:
-        assert problem.lse is not None
-        results = result, problem.lse
-    replays.enter(key, given, numbers, problem, fire, results)
-    return results
+    return run.run(
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, q_cu_seq_lens, mask, sinks, bmm1_scale, bmm2_scale,
+        kv_cache_sf, out, lse, max_seq_len, window_left, enable_pdl, q_len_per_req, o_scale, return_lse, kv_layout,
+        backend, FORM,
+    )  # fmt: skip
 
 
 def xqa(
@@ -293,7 +255,7 @@ def xqa(
     The errors of `xqa_batch_decode_with_kv_cache`.
     """
     try:
-        k, v = cache_pair((k_cache, v_cache), kv_layout)
+        k, _ = cache_views("kv_cache", (k_cache, v_cache), kv_layout)
         expected = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
         if (k.shape[2], k.shape[1]) != expected:
             raise ArgumentError(
@@ -302,9 +264,6 @@ def xqa(
             )
         _check_sm_count(sm_count, checks.tensor("q", q).device)
         window = checks.whole("sliding_win_size", sliding_win_size)
-        block_scales = None
-        if k_sf_cache is not None or v_sf_cache is not None:
-            block_scales = block_scale_pair((k_sf_cache, v_sf_cache), kv_layout, k, v)
         if q.dim() < 3 or 0 in q.shape[-2:]:
             raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
         rows = (-1, *q.shape[-2:])
@@ -314,31 +273,21 @@ def xqa(
             raise ArgumentError(
                 f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
             ) from error
-        scales = ("q_scale", q_scale), ("kv_scale", kv_scale)
+        factors = ("q_scale", q_scale), ("kv_scale", kv_scale)
         kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
         bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
         bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
-        query, window_left = q.reshape(rows), window - 1 if window > 0 else -1
-        problem = decode_problem(
-            DecodeTensors(query, k, v, block_scales, page_table, seq_lens, q_cu_seq_lens, mask, sinks, out, None),
-            DecodeScales(bmm1_scale, bmm2_scale, 1.0),
-            DecodeOptions(window_left, q_seq_len, enable_pdl, False),
-            separate_scratch(semaphores, workspace_buffer),
-        )
-        said = Said(None, True, scales, LOW_LEVEL_NAMES)
-        decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
-        backends.run(problem, backend)
+        scales = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
+        form = Form(checks.tensor("semaphores", semaphores), factors=factors)
+        call = DecodeCall(
+            q.reshape(rows), (k_cache, v_cache), workspace_buffer, page_table, seq_lens, q_cu_seq_lens, mask, sinks,
+            bmm1_scale, bmm2_scale, scales, out, None, None, window - 1 if window > 0 else -1, enable_pdl, q_seq_len,
+            1.0, False, kv_layout, backend, form,
+        )  # fmt: skip
+        run.run_in_full(call)
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, LOW_LEVEL_NAMES)
         raise
-
-
-def longest(max_seq_len: Any) -> int:
-    """Check `max_seq_len`."""
-    bound = checks.integer("max_seq_len", max_seq_len)
-    if bound < 0:
-        raise ArgumentError(f"max_seq_len must be >= 0, got {bound}")
-    return bound
 
 
 def _check_sm_count(sm_count: Any, device: torch.device) -> None:

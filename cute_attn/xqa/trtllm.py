@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.dispatch import backends, select
+from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.problem import DecodeProblem
-from cute_attn.request import checks, decode_values, kv_tables, trtllm_options
-from cute_attn.request.decode import (
-    DecodeOptions,
-    DecodeScales,
-    DecodeTensors,
-    block_scale_pair,
-    cache_pair,
-    decode_problem,
-    partials_scratch,
-    positive_or_one,
-)
-from cute_attn.request.decode_values import Said
+from cute_attn.request import checks, trtllm_options, unplanned
+from cute_attn.request.decode import Form, cache_pair
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.names import rename
-from cute_attn.wrappers import calls
-from cute_attn.wrappers.calls import Fire, Given
-from cute_attn.xqa import replays
-from cute_attn.xqa.decode import Cache, longest
+from cute_attn.xqa import run
+from cute_attn.xqa.decode import Cache
 
 SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's implementations of this function; one here stands for both
-RAGGED_NAMES = {"q_cu_seq_lens": "cum_seq_lens_q", "q_len_per_req": "max_q_len"}
-LSE_LAYOUTS = ("NH", "HN")
-
-Call = namedtuple(  # the arguments of `trtllm_batch_decode_with_kv_cache`
-    "Call",
-    "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out out_dtype "
-    "o_sf_scale o_sf_vec_size sinks kv_layout enable_pdl backend q_len_per_req o_scale mask max_q_len cum_seq_lens_q "
-    "skip_softmax_threshold_scale_factor kv_cache_sf uses_shared_paged_kv_idx lse return_lse bmm1_scale_log2 "
-    "multi_ctas_kv_counter_buffer enable_block_sparse_attention cp_world cp_rank causal_seqlens_kv_global "
-    "bf16q_fp8kv_transform_mode request_order request_order_plan lse_layout uniform_q_len",
-)
 
 
 @declare.operator("trtllm_batch_decode", fakes.trtllm)
@@ -144,107 +119,43 @@ def trtllm_batch_decode_with_kv_cache(
     """
     if is_dynamo_compiling():
         return trace.operator("trtllm_batch_decode")(locals())
-    call = Call(
-        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
-        window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, sinks, kv_layout, enable_pdl, backend,
-        q_len_per_req, o_scale, mask, max_q_len, cum_seq_lens_q, skip_softmax_threshold_scale_factor, kv_cache_sf,
-        uses_shared_paged_kv_idx, lse, return_lse, bmm1_scale_log2, multi_ctas_kv_counter_buffer,
-        enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode,
-        request_order, request_order_plan, lse_layout, uniform_q_len,
-    )  # fmt: skip
-    if type(max_seq_len) is not int or not 0 <= max_seq_len <= checks.LARGEST_INT:
-        longest(max_seq_len)
-    key, given, numbers = _key_of(call)
-    if (replayed := replays.try_replay(key, given, return_lse)) is not None:
-        return replayed
     try:
-        problem, fire, results = _run(call)
+        trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
+        _refuse_other_masks(enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global)
+        _check_hints(skip_softmax_threshold_scale_factor, bf16q_fp8kv_transform_mode, multi_ctas_kv_counter_buffer)
+        if not (request_order is request_order_plan is None):
+            reason = "requests share the CTAs by their lengths, in any order"
+            trtllm_options.refuse_given(reason, request_order=request_order, request_order_plan=request_order_plan)
+        if kv_cache_sf is not None:
+            _check_block_scales(backend, uses_shared_paged_kv_idx)
+        if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
+            k, v = cache_pair(kv_cache, kv_layout)
+            k, v, block_tables = unplanned.joined(unplanned.Keys(k, v, block_tables), seq_lens, k.shape[1])
+            kv_cache, kv_layout = (k, v), "NHD"
+        scale, factor = (bmm1_scale, 1.0) if bmm1_scale_log2 is None else (_base_2(bmm1_scale_log2), math.log(2.0))
+        dtype = trtllm_options.output_dtype(out, out_dtype)
+        form = Form(None, False, dtype, checks.choice("lse_layout", lse_layout, ("NH", "HN")), factor)
+        return run.run(
+            query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask,
+            trtllm_options.one_sink(sinks), scale, bmm2_scale, kv_cache_sf, out, lse, max_seq_len, window_left,
+            enable_pdl, _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse,
+            kv_layout, _backend_here(backend), form,
+        )  # fmt: skip
     except (ArgumentError, ArgumentTypeError) as error:
-        rename(error, _names(call))
+        rename(error, _names(out, max_q_len, bmm1_scale_log2))
         raise
-    replays.enter(key, given, numbers, problem, fire, results)
-    return results
 
 
-def _key_of(call: Call) -> tuple[Any, Given | None, tuple[Any, ...]]:
-    """Return the key of calls like this one, None if they have no entry; its tensors; and the key's numbers."""
-    c = call
-    factors = c.bmm1_scale, None, c.bmm2_scale
-    scales, roles, optional, read = calls.operands(factors, c.sinks, None, None, c.kv_cache_sf)
-    numbers = (
-        *(*scales, c.window_left, c.o_sf_scale, c.o_sf_vec_size, c.enable_pdl, c.q_len_per_req),
-        *(c.o_scale, c.max_q_len, c.skip_softmax_threshold_scale_factor, c.return_lse, c.enable_block_sparse_attention),
-        *(c.cp_world, c.cp_rank, c.uniform_q_len),
-    )
-    if (
-        c.uses_shared_paged_kv_idx is not True
-        or not (isinstance(c.lse_layout, str) and c.lse_layout == "NH")
-        or not c.bmm1_scale_log2 is c.causal_seqlens_kv_global is c.request_order is c.request_order_plan is None
-        or not (c.multi_ctas_kv_counter_buffer is None or isinstance(c.multi_ctas_kv_counter_buffer, torch.Tensor))
-    ):
-        return None, None, numbers
-    read = c.block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask, *read
-    given = replays.given_of(c.query, c.kv_cache, c.out, c.lse, c.workspace_buffer, optional, read)
-    names = "trtllm", c.out_dtype, c.kv_layout, c.backend, c.bf16q_fp8kv_transform_mode, roles
-    return replays.key_of(given, numbers, names), given, numbers
-
-
-def _names(call: Call) -> dict[str, str]:
+def _names(out: Any, max_q_len: Any, bmm1_scale_log2: Any) -> dict[str, str]:
     """Return names that shared checks have for arguments of a call, and the call's own."""
-    found = {} if call.max_q_len is None else dict(RAGGED_NAMES)
-    if call.bmm1_scale_log2 is not None:
+    found = {"q_cu_seq_lens": "cum_seq_lens_q"}
+    if max_q_len is not None:
+        found["q_len_per_req"] = "max_q_len"
+    if bmm1_scale_log2 is not None:
         found["bmm1_scale"] = "bmm1_scale_log2"
-    if call.out is None:
+    if out is None:
         found["out must have dtype"] = "out_dtype must be"
-    return {**found, "q_cu_seq_lens": "cum_seq_lens_q"}
-
-
-def _run(call: Call) -> tuple[DecodeProblem, Fire | None, replays.Result]:
-    """Check a call in full and run it. Return also what runs calls like it."""
-    c, backend = call, _backend_here(call.backend)
-    given = trtllm_options.refuse_nvfp4_output(c.out, c.out_dtype, c.o_sf_scale, c.o_sf_vec_size)
-    _refuse_other_masks(c.enable_block_sparse_attention, c.cp_world, c.cp_rank, c.causal_seqlens_kv_global)
-    _refuse_request_order(c.request_order, c.request_order_plan)
-    _check_hints(c.skip_softmax_threshold_scale_factor, c.bf16q_fp8kv_transform_mode, c.multi_ctas_kv_counter_buffer)
-    ragged = _ragged(c.q_len_per_req, c.max_q_len, c.cum_seq_lens_q, c.uniform_q_len)
-    dtype = trtllm_options.output_dtype(given, c.out_dtype)
-    (k, v), block_tables = cache_pair(c.kv_cache, c.kv_layout), c.block_tables
-    if not checks.boolean("uses_shared_paged_kv_idx", c.uses_shared_paged_kv_idx):
-        k, v, block_tables = _joined(kv_tables.Paged(k, v, block_tables), c.seq_lens, c.kv_cache_sf)
-    block_scales = None if c.kv_cache_sf is None else _block_scales(c.kv_cache_sf, c.kv_layout, (k, v), c.backend)
-    in_rows = checks.choice("lse_layout", c.lse_layout, LSE_LAYOUTS) == "NH"
-    return_lse = checks.boolean("return_lse", c.return_lse)
-    wants_lse = return_lse or not (in_rows or c.lse is None)
-    problem = decode_problem(
-        DecodeTensors(
-            *(c.query, k, v, block_scales, block_tables, c.seq_lens, c.cum_seq_lens_q, c.mask),
-            *(trtllm_options.one_sink(c.sinks), given, c.lse if in_rows else None),
-        ),
-        _scales(c.bmm1_scale, c.bmm1_scale_log2, c.bmm2_scale, c.o_scale),
-        DecodeOptions(c.window_left, c.max_q_len if ragged else c.q_len_per_req, c.enable_pdl, wants_lse, dtype),
-        partials_scratch(c.workspace_buffer),
-    )
-    columns = None if in_rows else _columns(c.lse, problem)
-    scales = tuple((name, getattr(c, name)) for name in ("bmm1_scale", "bmm2_scale", "bmm1_scale_log2"))
-    said = Said(c.max_seq_len, c.out is not None, scales, RAGGED_NAMES if ragged else {}, columns)
-    decode_values.before_launch(problem, said, replays.looks_at_values(problem.q.device))
-    fire = backends.run(problem, backend)
-    return problem, fire, _results(problem, given, columns, c.return_lse)
-
-
-def _results(
-    problem: DecodeProblem, out: torch.Tensor | None, columns: torch.Tensor | None, return_lse: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return what the caller asked for. `columns` receive the lse where the caller wants it by heads."""
-    lse = problem.lse
-    if columns is not None:
-        assert lse is not None
-        lse = columns.copy_(lse.t())
-    result = problem.out if out is None else out
-    if return_lse:
-        assert lse is not None
-        return result, lse
-    return result
+    return found
 
 
 def _backend_here(backend: Any) -> str:
@@ -254,26 +165,12 @@ def _backend_here(backend: Any) -> str:
     return select.checked_name(backend)
 
 
-def _joined(paged: kv_tables.Paged, seq_lens: Any, kv_cache_sf: Any) -> kv_tables.Paged:
-    """Return keys and values of separate page tables under one."""
-    if kv_cache_sf is not None:
-        trtllm_options.refuse("pages of their own for NVFP4 values", "scales have one table", "one table")
-    return kv_tables.joined(paged, seq_lens, paged.k.shape[1])
-
-
 def _check_hints(skip_softmax: Any, bf16q_fp8kv_transform_mode: Any, multi_ctas_kv_counter_buffer: Any) -> None:
     """Check arguments that change nothing here."""
     trtllm_options.refuse_skipped_softmax(skip_softmax)
     if bf16q_fp8kv_transform_mode is not None:
         checks.choice("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv"))
     trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
-
-
-def _refuse_request_order(order: Any, plan: Any) -> None:
-    """Refuse an order in which requests are launched."""
-    if not (order is plan is None):
-        reason = "requests share the CTAs by their lengths, in any order"
-        trtllm_options.refuse_given(reason, request_order=order, request_order_plan=plan)
 
 
 def _refuse_other_masks(block_sparse: Any, cp_world: Any, cp_rank: Any, global_lengths: Any) -> None:
@@ -288,48 +185,29 @@ def _refuse_other_masks(block_sparse: Any, cp_world: Any, cp_rank: Any, global_l
         trtllm_options.refuse(feature, "positions follow from the keys of this rank", instead)
 
 
-def _ragged(q_len_per_req: Any, max_q_len: Any, cum_seq_lens_q: Any, uniform_q_len: Any) -> bool:
-    """Check the arguments about numbers of query tokens, and tell whether requests differ in them."""
+def _q_len(q_len_per_req: Any, max_q_len: Any, cum_seq_lens_q: Any, uniform_q_len: Any) -> Any:
+    """Return the query tokens of every request, or the most of any."""
     if (max_q_len is None) != (cum_seq_lens_q is None):
         raise ArgumentError("max_q_len and cum_seq_lens_q must be given together")
-    ragged = max_q_len is not None
     if uniform_q_len is not None:
         expected = 1 if q_len_per_req is None else q_len_per_req
-        if checks.integer("uniform_q_len", uniform_q_len) != expected or ragged:
-            said = "None for ragged queries" if ragged else f"None or q_len_per_req, {expected}"
+        if checks.integer("uniform_q_len", uniform_q_len) != expected or max_q_len is not None:
+            said = f"None or q_len_per_req, {expected}" if max_q_len is None else "None for ragged queries"
             raise ArgumentError(f"uniform_q_len must be {said}, got {uniform_q_len}")
-    return ragged
+    return q_len_per_req if max_q_len is None else max_q_len
 
 
-def _scales(bmm1_scale: Any, bmm1_scale_log2: Any, bmm2_scale: Any, o_scale: Any) -> DecodeScales:
-    o_scale = positive_or_one("o_scale", o_scale)
-    if bmm1_scale_log2 is None:
-        return DecodeScales(bmm1_scale, bmm2_scale, o_scale)
-    if not isinstance(bmm1_scale_log2, torch.Tensor) or bmm1_scale_log2.numel() != 1:
-        raise ArgumentTypeError(
-            f"bmm1_scale_log2 must be a floating-point tensor of one element, got {checks.describe(bmm1_scale_log2)}"
-        )
-    return DecodeScales(bmm1_scale_log2, bmm2_scale, o_scale, math.log(2.0))
+def _base_2(bmm1_scale_log2: Any) -> torch.Tensor:
+    if isinstance(bmm1_scale_log2, torch.Tensor) and bmm1_scale_log2.numel() == 1:
+        return bmm1_scale_log2
+    raise ArgumentTypeError(
+        f"bmm1_scale_log2 must be a floating-point tensor of one element, got {checks.describe(bmm1_scale_log2)}"
+    )
 
 
-def _block_scales(
-    kv_cache_sf: Any, kv_layout: Any, kv: tuple[torch.Tensor, torch.Tensor], backend: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_block_scales(backend: Any, uses_shared_paged_kv_idx: Any) -> None:
     if isinstance(backend, str) and backend == "trtllm-gen":
-        reason = "FlashInfer interleaves scales of v over 4 tokens there, and kernels here read them in order"
-        trtllm_options.refuse('kv_cache_sf with backend="trtllm-gen"', reason, 'backend="xqa" and scales in order')
-    return block_scale_pair(kv_cache_sf, kv_layout, *kv)
-
-
-def _columns(lse: Any, problem: DecodeProblem) -> torch.Tensor | None:
-    """Return memory for the lse as `[num_qo_heads, num_tokens]`: the caller's, or new, or None if it is not wanted."""
-    rows = problem.lse
-    if lse is None:
-        return None if rows is None else rows.new_empty(rows.shape[::-1])
-    assert rows is not None
-    checks.shape("lse", checks.tensor("lse", lse), tuple(rows.shape[::-1]), "[num_qo_heads, num_tokens]")
-    checks.dtype("lse", lse.dtype, (torch.float32,))
-    checks.device("lse", lse, rows.device)
-    checks.check_grad("lse", lse)
-    checks.dense("lse", lse)
-    return lse
+        feature, reason = 'kv_cache_sf with backend="trtllm-gen"', trtllm_options.INTERLEAVED
+        trtllm_options.refuse(feature, reason, 'backend="xqa" and scales in order')
+    if uses_shared_paged_kv_idx is not True:
+        trtllm_options.refuse("pages of their own for NVFP4 values", "scales have one table", "one table")

@@ -211,8 +211,8 @@ def test_rows_of_no_request() -> None:
 def test_layers_share_a_plan_and_see_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call with the same lengths plans nothing, also with other scales, and reads the pages of its own table."""
     plans = []
-    plan = planned_prefill.PagedSession._plan
-    monkeypatch.setattr(planned_prefill.PagedSession, "_plan", lambda self, n: (plans.append(n), plan(self, n)))
+    plan = planned_prefill.Session._plan
+    monkeypatch.setattr(planned_prefill.Session, "_plan", lambda self, n: (plans.append(n), plan(self, n)))
     inputs, arguments = context_arguments(CASE)
     trtllm_batch_context_with_kv_cache(**arguments)
     assert len(plans) == 1

@@ -30,7 +30,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.wrappers import planned_prefill
-from cute_attn.xqa import replays
+from cute_attn.xqa import run
 from perf.pretended_gpu import NullDriver, pretended_gpu
 
 ARCH = "sm_90a"
@@ -132,13 +132,13 @@ def pretended(driver: NullDriver) -> Iterator[None]:
         pretended_gpu(ARCH),
         mock.patch.object(launch, "load_driver", return_value=driver),
         mock.patch.object(launch, "_function", lambda artifact, index: artifact),
-        mock.patch.object(replays, "looks_at_values", return_value=False),
+        mock.patch.object(run, "looks_at_values", return_value=False),
         mock.patch.object(dispatch_append, "run", lambda rows: append_launch.run(rows, gpu)),
         mock.patch.object(planned_prefill, "_places", OrderedDict()),
     ):
-        replays.forget()
+        run.forget()
         yield
-        replays.forget()
+        run.forget()
 
 
 def recorded(script: Script) -> list[str]:

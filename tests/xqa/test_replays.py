@@ -20,7 +20,7 @@ from cute_attn import (
 from cute_attn.request import decode as request_decode
 from cute_attn.runtime import launch
 from cute_attn.wrappers import calls
-from cute_attn.xqa import decode, replays, trtllm
+from cute_attn.xqa import run
 from perf.pretended_gpu import NullDriver, pretended_gpu
 
 HEADS, HEAD_DIM, PAGE_SIZE, PAGES, BATCH = (8, 2), 64, 16, 12, 3
@@ -61,10 +61,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingDriver]:
     with pretended_gpu("sm_90a"):
         monkeypatch.setattr(launch, "load_driver", lambda: recording)
         monkeypatch.setattr(launch, "_function", lambda artifact, index: artifact)
-        monkeypatch.setattr(replays, "looks_at_values", lambda device: False)
-        replays.forget()
+        monkeypatch.setattr(run, "looks_at_values", lambda device: False)
+        run.forget()
         yield recording
-    replays.forget()
+    run.forget()
 
 
 @pytest.fixture
@@ -76,8 +76,7 @@ def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         taken.append(arguments)
         return request_decode.decode_problem(*arguments)
 
-    for module in (decode, trtllm):
-        monkeypatch.setattr(module, "decode_problem", counted)
+    monkeypatch.setattr(run, "decode_problem", counted)
     return taken
 
 
@@ -133,7 +132,7 @@ def test_replays_launch_what_full_calls_do(
 ) -> None:
     for i in range(4):
         call = arguments(case)
-        with mock.patch.object(replays, "key_of", return_value=None):
+        with mock.patch.object(run, "_entries", {}):
             wanted = call_with(function, call)
         full_checks.clear()
         found = call_with(function, call)
@@ -179,7 +178,7 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
     function(**{**call, "workspace_buffer": shifted})  # memory of the launch's own
     function(**{**call, "bmm1_scale": torch.tensor(0.125)})
     function(**{**call, "seq_lens": torch.ones(2 * BATCH, dtype=torch.int32)[::2]})  # is copied
-    monkeypatch.setattr(replays, "looks_at_values", lambda device: True)
+    monkeypatch.setattr(run, "looks_at_values", lambda device: True)
     function(**call)
     assert len(full_checks) == len(driver.recorded) == 4
 
@@ -197,7 +196,7 @@ def test_calls_are_bounded_in_number(driver: RecordingDriver, monkeypatch: pytes
     call = arguments({})
     for i in range(20):
         xqa_batch_decode_with_kv_cache(**{**call, "bmm1_scale": 1.0 + i})
-        assert 1 <= len(replays._entries) <= 8
+        assert 1 <= len(run._entries) <= 8
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)

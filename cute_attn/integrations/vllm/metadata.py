@@ -19,7 +19,7 @@ import torch
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
-from cute_attn.request.trtllm_prefill import page_list
+from cute_attn.request.unplanned import page_list
 
 KV_LAYOUT = "HND"  # of the views of `cache.py`
 PLAN_WORKSPACE = 128 << 20  # bytes that hold the partial results of any batch

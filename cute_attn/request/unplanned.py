@@ -1,4 +1,4 @@
-"""Check the lengths and tables of FlashInfer's TRT-LLM prefill functions, which have no plan of their own."""
+"""Check lengths and page tables of calls without a plan that read them on the host."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
-from cute_attn.request import checks
+from cute_attn.request import checks, page_ids
 from cute_attn.request.settings import MAX_KV_LEN
 
+NOWHERE = np.empty(0, np.int64)
 LENGTH_DTYPES = (torch.int32, torch.uint32, torch.int64)
 
 
@@ -24,10 +25,13 @@ class Bounds(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Query tokens `[batch_size + 1]` and keys `[batch_size]` of a batch: int64 on the host."""
+    """Query tokens `[batch_size + 1]` and keys `[batch_size]` of a batch, and the rows `[batch_size + 1]` of these,
+    empty where they are in pages: int64 on the host.
+    """
 
     qo_indptr: np.ndarray
     kv_len: np.ndarray
+    kv_indptr: np.ndarray = NOWHERE
 
     @property
     def rows(self) -> int:
@@ -36,6 +40,14 @@ class Lengths(NamedTuple):
     def same(self, other: Lengths | None) -> bool:
         """Tell whether another batch has the same lengths."""
         return other is not None and all(map(np.array_equal, self, other))
+
+
+class Keys(NamedTuple):
+    """Keys, values, and the table `[batch_size, max_pages]` of the pages of both; None: they are in rows."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    tables: Any = None
 
 
 def refuse_capture(function: str, device: torch.device) -> None:
@@ -75,8 +87,13 @@ def _array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     return value.view(torch.int32) if value.dtype == torch.uint32 else value
 
 
-def lengths(qo_indptr: np.ndarray, kv_len: np.ndarray, bounds: Bounds, rows: int) -> Lengths:
-    """Check lengths against each other, the rows of query and the bounds that the call gives."""
+def lengths(arrays: Mapping[str, Any], bounds: Bounds, query: torch.Tensor, k: torch.Tensor) -> Lengths:
+    """Read lengths, and check them against each other, the rows of query and the bounds that the call gives.
+
+    `arrays`: cum_seq_lens_q, seq_lens and, where k has rows instead of pages, cum_seq_lens_kv.
+    """
+    rows = query.shape[0]
+    qo_indptr, kv_len, *kv_indptr = host_arrays(arrays, query.device)
     batch_size = checks.integer("batch_size", bounds.batch_size)
     for name, value, size in (("cum_seq_lens_q", qo_indptr, batch_size + 1), ("seq_lens", kv_len, batch_size)):
         if len(value) != size:
@@ -93,7 +110,9 @@ def lengths(qo_indptr: np.ndarray, kv_len: np.ndarray, bounds: Bounds, rows: int
         )
     _check_bound("max_q_len", bounds.max_q_len, "cum_seq_lens_q", qo_len)
     _check_bound("max_kv_len", bounds.max_kv_len, "seq_lens", kv_len)
-    return Lengths(qo_indptr, kv_len)
+    if kv_indptr:
+        _check_kv_bounds(kv_indptr[0], kv_len, k.shape[0])
+    return Lengths(qo_indptr, kv_len, *kv_indptr)
 
 
 def _check_bound(name: str, bound: Any, lengths_name: str, values: np.ndarray) -> None:
@@ -104,9 +123,9 @@ def _check_bound(name: str, bound: Any, lengths_name: str, values: np.ndarray) -
         raise ArgumentError(f"{lengths_name} must give each request 0 to {name} = {bound}; request {i} has {values[i]}")
 
 
-def check_kv_bounds(kv_indptr: np.ndarray, lengths: Lengths, rows: int) -> None:
+def _check_kv_bounds(kv_indptr: np.ndarray, kv_len: np.ndarray, rows: int) -> None:
     """Check the rows of ragged keys: those that `seq_lens` says, within k and v."""
-    if not np.array_equal(np.diff(kv_indptr), lengths.kv_len):
+    if not np.array_equal(np.diff(kv_indptr), kv_len):
         raise ArgumentError(
             "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
         )
@@ -140,6 +159,9 @@ class PageList(NamedTuple):
     positions: np.ndarray  # in the flat tables, request by request
 
 
+NO_PAGES = PageList(NOWHERE, NOWHERE)
+
+
 def page_list(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> PageList:
     """Check that tables have room for the keys of every request, and return where their pages are."""
     batch_size, width = tables.shape
@@ -165,10 +187,7 @@ def check_pages(pages: torch.Tensor, where: PageList, width: int, num_pages: int
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0])
         i, j = divmod(int(where.positions[at]), width)
-        raise ArgumentError(
-            f"block_tables[{i}, {j}], page {j} of request {i}, is {int(pages[at])}; "
-            f"the cache has {f'pages 0..{num_pages - 1}' if num_pages else 'no pages'}"
-        )
+        raise page_ids.wrong(f"block_tables[{i}, {j}]", (i, j), pages[at], num_pages)
 
 
 def tables(value: Any, device: torch.device) -> torch.Tensor:
@@ -179,3 +198,67 @@ def tables(value: Any, device: torch.device) -> torch.Tensor:
     if value.dim() != 2:
         raise ArgumentError(f"block_tables must have shape [batch_size, max_pages], got {checks.describe(value)}")
     return value.contiguous()
+
+
+# ---- tables in which keys and values have pages of their own
+
+
+def joined(paged: Keys, seq_lens: Any, page_size: int, origin: int = 0) -> Keys:
+    """Return views of k and v in which both are at the same pages.
+
+    `paged.tables` is `[batch_size, 2, max_pages]`: pages of keys, then pages of values, which are counted from page
+    -`origin` of v. Kernels read one table, so that the values of all requests must be the same number of pages away
+    from their keys: the same pages, or both halves of one pool. Finding that out costs a synchronisation on a GPU,
+    except where both rows of the table are the same memory.
+    """
+    k, v, tables = paged
+    tables = _checked(tables)
+    keys, values = tables.unbind(1)
+    if tables.stride(1) == 0 and origin == 0:
+        return Keys(k, v, keys)
+    if tables.is_cuda and torch.cuda.is_current_stream_capturing():
+        _refuse("while a CUDA graph is captured", "it cannot look at the table then")
+    lengths = _lengths(seq_lens, tables)
+    live = torch.arange(tables.shape[2], device=tables.device) * page_size < lengths.to(tables.device)[:, None]
+    apart = (values.long() - keys.long())[live]
+    if apart.numel() == 0:
+        return Keys(k, v, keys)
+    nearest, farthest = torch.stack(apart.aminmax()).tolist()
+    if nearest != farthest:
+        _refuse("at different distances", "it reads one page table for keys and values")
+    shift = nearest - origin
+    pages = min(k.shape[0], v.shape[0]) - abs(shift)
+    if pages <= 0:
+        raise ArgumentError(f"block_tables has pages of values {shift} pages from their keys, beyond the cache")
+    if shift >= 0:
+        return Keys(k[:pages], v[shift : shift + pages], keys)
+    return Keys(k[-shift : pages - shift], v[:pages], keys + shift)
+
+
+def _checked(tables: Any) -> torch.Tensor:
+    tables = checks.readable("block_tables", tables)
+    checks.dtype("block_tables", tables.dtype, (torch.int32,))
+    if tables.dim() != 3 or tables.shape[1] != 2:
+        raise ArgumentError(
+            "block_tables must have shape [batch_size, 2, max_pages] where keys and values have their own pages, "
+            f"got {checks.describe(tables)}"
+        )
+    return tables
+
+
+def _lengths(seq_lens: Any, tables: torch.Tensor) -> torch.Tensor:
+    """Return the lengths of all rows of tables, in a dtype that compares."""
+    flat = checks.tensor("seq_lens", seq_lens).reshape(-1)
+    checks.dtype("seq_lens", flat.dtype, (torch.int32, torch.uint32, torch.int64))
+    if len(flat) != len(tables):
+        raise ArgumentError(
+            f"seq_lens must have one length for each of the {len(tables)} rows of block_tables, got {len(flat)}"
+        )
+    if not flat.is_cpu:
+        checks.device("seq_lens", flat, tables.device)
+    return flat.view(torch.int32) if flat.dtype == torch.uint32 else flat
+
+
+def _refuse(how: str, reason: str) -> None:
+    feature = f"pages of values and of keys in tables of their own {how}"
+    raise NotSupported([Refusal("every backend", feature, reason, "block_tables [batch_size, max_pages]")])

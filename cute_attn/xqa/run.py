@@ -1,0 +1,108 @@
+"""Run decode calls without a plan: like an earlier call, or after all checks.
+
+The layers and the steps of a model call with tensors of the same layouts: such calls leave entries. Where values are
+looked at, all checks do so in every call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.dispatch import backends
+from cute_attn.errors import ArgumentError
+from cute_attn.problem import DecodeProblem
+from cute_attn.request import checks
+from cute_attn.request.decode import DecodeCall, before_launch, decode_problem
+from cute_attn.runtime import switches
+from cute_attn.wrappers import calls
+from cute_attn.wrappers.calls import Fire, Given
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+_entries: calls.Entries = {}
+
+
+def forget() -> None:
+    """Forget all calls."""
+    _entries.clear()
+
+
+def looks_at_values(device: torch.device) -> bool:
+    """Tell whether calls look at lengths and page numbers: where that costs nothing or was asked for."""
+    return device.type == "cpu" or switches.validates()
+
+
+def run(*arguments: Any) -> Result:
+    """Launch a call like an earlier one; check others in full, launch them and leave their entries.
+
+    `arguments`: the fields of a `DecodeCall`, a record that only full checks need: making it takes 0.4 us.
+    """
+    (query, cache, workspace, tables, lengths, bounds, mask, sinks, scale, v_scale, block_scales, out, lse, bound,
+     window_left, enable_pdl, q_len, o_scale, return_lse, kv_layout, backend, form) = arguments  # fmt: skip
+    if type(bound) is not int or not 0 <= bound <= checks.LARGEST_INT:
+        _check_bound(bound)
+    scales, roles, optional, on_cpu = calls.operands((scale, None, v_scale), sinks, None, None, block_scales)
+    k = v = cache
+    if not isinstance(cache, Tensor):
+        if not isinstance(cache, tuple | list) or len(cache) != 2:
+            return run_in_full(DecodeCall(*arguments))[2]  # which says what is wrong with the cache
+        k, v = cache
+    read = tables, lengths, bounds, mask, *on_cpu
+    numbers = *scales, window_left, enable_pdl, q_len, o_scale, return_lse  # may be equal although their types differ
+    given = query, k, v, out, lse, workspace, optional, read
+    key: Any = None
+    entry = None
+    try:
+        if not looks_at_values(query.device):
+            tensors = [query, k, None if k is v else v, out, workspace, *read]
+            # `layout` of each, without its call
+            of = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+            key = of, tuple(map(type, numbers)), numbers, kv_layout, backend, form, roles
+            if optional or lse is not None:
+                key = key, calls.layout(lse), calls.layouts(optional)
+            entry = _entries.get(key)
+    except calls.NOT_TENSORS:  # or an option that has no hash: all checks say what is wrong
+        key = None
+    if entry is not None and (found := calls.replay(entry, given, ())) is not None:
+        return found if return_lse else found[0]
+    problem, fire, result = run_in_full(DecodeCall(*arguments))
+    if key is not None and calls.is_plain(numbers) and form.lse_layout == "NH":
+        _enter(key, given, problem, fire, result)
+    return result
+
+
+def run_in_full(call: DecodeCall) -> tuple[DecodeProblem, Fire | None, Result]:
+    """Check a call in full and run it. Return also what runs calls like it."""
+    problem = decode_problem(call)
+    before_launch(problem, call, looks_at_values(problem.q.device))
+    fire = backends.run(problem, call.backend)
+    out, lse = call.out, problem.lse
+    if out is None:
+        by_request = call.form.out_by_request and problem.qo_len > 1 and problem.qo_indptr is None
+        out = problem.out.unflatten(0, (-1, problem.qo_len)) if by_request else problem.out
+    if lse is not None and call.form.lse_layout == "HN":
+        lse = lse.t().contiguous() if call.lse is None else call.lse.copy_(lse.t())
+    if not call.return_lse:
+        return problem, fire, out
+    assert lse is not None
+    return problem, fire, (out, lse)
+
+
+def _enter(key: Any, given: Given, problem: DecodeProblem, fire: Fire | None, result: Result) -> None:
+    """Leave the entry of a call that passed every check, if its launch reads its tensors as they are."""
+    read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
+    for x, y in zip(given[7][:4], read, strict=True):
+        if (x is None) != (y is None) or (x is not None and y is not None and x.data_ptr() != y.data_ptr()):
+            return
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    scratch = problem.scratch
+    calls.enter(_entries, key, fire, given, problem, (out, lse), partials_offset=scratch.partials - scratch.counters)
+
+
+def _check_bound(max_seq_len: Any) -> None:
+    bound = checks.integer("max_seq_len", max_seq_len)
+    if bound < 0:
+        raise ArgumentError(f"max_seq_len must be >= 0, got {bound}")
