@@ -432,9 +432,9 @@ def _run(call: Call, **options: Any) -> Any:
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, WRAPPER_NAMES)
         raise
-    if rows == query.shape[0]:
-        return result
-    return (out, lse) if call.return_lse else out
+    made, made_lse = result if call.return_lse else (result, None)
+    out = made if out is None else out
+    return (out, made_lse if lse is None else lse) if call.return_lse else out
 
 
 def _structure(call: Call, **options: Any) -> Structure:

@@ -76,6 +76,7 @@ def run(*arguments: Any) -> Result:
 
 def run_in_full(call: DecodeCall) -> tuple[DecodeProblem, Fire | None, Result]:
     """Check a call in full and run it. Return also what runs calls like it."""
+    checks.choice("lse_layout", call.form.lse_layout, ("NH", "HN"))
     problem = decode_problem(call)
     before_launch(problem, call, looks_at_values(problem.q.device))
     fire = backends.run(problem, call.backend)

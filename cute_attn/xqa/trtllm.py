@@ -19,6 +19,7 @@ from cute_attn.xqa import run
 from cute_attn.xqa.decode import Cache
 
 SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's implementations of this function; one here stands for both
+USUAL = (*(None,) * 9, False, 1, 0)  # what engines pass for arguments that are only checked
 
 
 @declare.operator("trtllm_batch_decode", fakes.trtllm)
@@ -120,26 +121,28 @@ def trtllm_batch_decode_with_kv_cache(
     if is_dynamo_compiling():
         return trace.operator("trtllm_batch_decode")(locals())
     try:
-        trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
-        _refuse_other_masks(enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global)
-        _check_hints(skip_softmax_threshold_scale_factor, bf16q_fp8kv_transform_mode, multi_ctas_kv_counter_buffer)
-        if not (request_order is request_order_plan is None):
-            reason = "requests share the CTAs by their lengths, in any order"
-            trtllm_options.refuse_given(reason, request_order=request_order, request_order_plan=request_order_plan)
+        rare = (
+            out_dtype, o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, bf16q_fp8kv_transform_mode,
+            multi_ctas_kv_counter_buffer, request_order, request_order_plan, causal_seqlens_kv_global,
+            enable_block_sparse_attention, cp_world, cp_rank,
+        )  # fmt: skip
+        dtype = None if rare == USUAL and not isinstance(out, FP4Tensor) else _check_rare(out, rare)
         if kv_cache_sf is not None:
             _check_block_scales(backend, uses_shared_paged_kv_idx)
-        if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
+        if uses_shared_paged_kv_idx is not True and not checks.boolean(
+            "uses_shared_paged_kv_idx", uses_shared_paged_kv_idx
+        ):
             k, v = cache_pair(kv_cache, kv_layout)
             k, v, block_tables = unplanned.joined(unplanned.Keys(k, v, block_tables), seq_lens, k.shape[1])
             kv_cache, kv_layout = (k, v), "NHD"
         scale, factor = (bmm1_scale, 1.0) if bmm1_scale_log2 is None else (_base_2(bmm1_scale_log2), math.log(2.0))
-        dtype = trtllm_options.output_dtype(out, out_dtype)
-        form = Form(None, False, dtype, checks.choice("lse_layout", lse_layout, ("NH", "HN")), factor)
+        if isinstance(sinks, list | tuple):
+            sinks = trtllm_options.one_sink(sinks)
         return run.run(
-            query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask,
-            trtllm_options.one_sink(sinks), scale, bmm2_scale, kv_cache_sf, out, lse, max_seq_len, window_left,
-            enable_pdl, _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse,
-            kv_layout, _backend_here(backend), form,
+            query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask, sinks, scale, bmm2_scale,
+            kv_cache_sf, out, lse, max_seq_len, window_left, enable_pdl,
+            _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse, kv_layout,
+            _backend_here(backend), Form(None, False, dtype, lse_layout, factor),
         )  # fmt: skip
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, _names(out, max_q_len, bmm1_scale_log2))
@@ -165,12 +168,19 @@ def _backend_here(backend: Any) -> str:
     return select.checked_name(backend)
 
 
-def _check_hints(skip_softmax: Any, bf16q_fp8kv_transform_mode: Any, multi_ctas_kv_counter_buffer: Any) -> None:
-    """Check arguments that change nothing here."""
+def _check_rare(out: Any, rare: tuple[Any, ...]) -> torch.dtype | None:
+    """Check arguments that are refused, or that change nothing here. Return the dtype of out, from out_dtype."""
+    (out_dtype, o_sf_scale, o_sf_vec_size, skip_softmax, transform_mode, counters, order, order_plan, global_lengths,
+     block_sparse, cp_world, cp_rank) = rare  # fmt: skip
+    trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
     trtllm_options.refuse_skipped_softmax(skip_softmax)
-    if bf16q_fp8kv_transform_mode is not None:
-        checks.choice("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv"))
-    trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
+    if transform_mode is not None:
+        checks.choice("bf16q_fp8kv_transform_mode", transform_mode, ("k_only", "separate_kv"))
+    trtllm_options.check_counters(counters)
+    reason = "requests share the CTAs by their lengths, in any order"
+    trtllm_options.refuse_given(reason, request_order=order, request_order_plan=order_plan)
+    _refuse_other_masks(block_sparse, cp_world, cp_rank, global_lengths)
+    return trtllm_options.output_dtype(out, out_dtype)
 
 
 def _refuse_other_masks(block_sparse: Any, cp_world: Any, cp_rank: Any, global_lengths: Any) -> None:

@@ -24,6 +24,7 @@ TAKEN = (
     paged((3, 3), (33, 40), 5, kv_dtype="nvfp4", cache="one", k_scale=0.5, **CAUSAL, **heads(4, 2)),
     dataclasses.replace(DRAFTS, qo_lens=(5, 5, 5), kv_lens=(65, 5, 140)),
     dataclasses.replace(DRAFTS, qo_lens=(6, 6, 6), **dims(256)),
+    dataclasses.replace(DRAFTS, kv_dtype=None, **dims(128)),
     paged((2,), (150,), 1, kv_layout="HND", cache="strided", indices="int64", **CAUSAL, **heads(8, 1)),
 )
 LEFT: dict[str, BatchCase] = {
@@ -40,7 +41,7 @@ LEFT: dict[str, BatchCase] = {
     "splits of their own": dataclasses.replace(DRAFTS, fixed_split_size=2),
     "no splits": dataclasses.replace(DRAFTS, disable_split_kv=True),
     "ragged keys": ragged((4, 4, 4), (65, 20, 140), dtype="bfloat16", **CAUSAL, **heads(4, 1)),
-    "16 bits at head dimension 128": dataclasses.replace(DRAFTS, kv_dtype=None, **dims(128)),
+    "16 bits at head dimension 256": dataclasses.replace(DRAFTS, kv_dtype=None, **dims(256)),
 }
 
 

@@ -136,14 +136,17 @@ def test_a_smaller_workspace_means_fewer_ctas() -> None:
 
 def test_what_auto_takes() -> None:
     """XQA where it was measured to be faster: over keys of 8 bits or fewer up to a number of rows of a request that
-    depends on the head dimension, over keys of 16 bits at some head dimensions; of splits, fa2 has its own.
+    depends on the head dimension, over keys of 16 bits at some head dimensions, at 128 if keys may need splits; fa2
+    has splits of its own.
     """
     plain = decode((20, 7), kv_dtype=E4M3, dtype="bfloat16", **heads(8, 1))
     for changes, ran in (
         ({}, {"xqa"}),
         ({"kv_dtype": "nvfp4"}, {"xqa"}),
         ({"kv_dtype": None}, {"xqa"}),
-        ({"kv_dtype": None, **dims(128)}, {"fa2"}),
+        ({"kv_dtype": None, **dims(128)}, {"xqa"}),
+        ({"kv_dtype": None, "qo_lens": (1,) * 8, "kv_lens": (7,) * 8, **dims(128)}, {"fa2"}),
+        ({"kv_dtype": None, **dims(256)}, {"fa2"}),
         ({"qo_lens": (4, 4)}, {"xqa"}),
         ({"qo_lens": (5, 5)}, {"fa3"}),
         ({**dims(80), "qo_lens": (2, 2)}, {"xqa"}),

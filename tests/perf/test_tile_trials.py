@@ -111,4 +111,4 @@ def test_sections_measure_further_candidates(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sections.torch.cuda, "current_device", lambda: 0)
     options = tile_trials.parse(["--rows", "all", "--peers", "flash-attn-4"])
     sections.run("search", {"x": Section([w], more=tile_trials.trials)}, options)
-    assert seen == ["cute_attn", "flash-attn-4", *tile_trials.trials(w)]
+    assert seen == ["cute_attn", "cute_attn host lengths", "flash-attn-4", *tile_trials.trials(w)]
