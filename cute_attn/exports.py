@@ -46,6 +46,7 @@ from cute_attn.prefill import (
     single_prefill_with_kv_cache_return_lse,
     trtllm_batch_context_with_kv_cache,
     trtllm_fmha_v2_prefill,
+    trtllm_ragged_attention_deepseek,
 )
 from cute_attn.problem import Features
 from cute_attn.quantization import (
@@ -120,5 +121,6 @@ __all__ = [
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_fmha_v2_prefill",
+    "trtllm_ragged_attention_deepseek",
     "xqa_batch_decode_with_kv_cache",
 ]

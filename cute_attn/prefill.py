@@ -12,7 +12,11 @@ from cute_attn.wrappers import calls, single_calls
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper, fast_prefill_plan
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.wrappers.signatures import with_return_lse
-from cute_attn.wrappers.trtllm_prefill import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill
+from cute_attn.wrappers.trtllm_prefill import (
+    trtllm_batch_context_with_kv_cache,
+    trtllm_fmha_v2_prefill,
+    trtllm_ragged_attention_deepseek,
+)
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -22,6 +26,7 @@ __all__ = [
     "single_prefill_with_kv_cache_return_lse",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_fmha_v2_prefill",
+    "trtllm_ragged_attention_deepseek",
 ]
 
 

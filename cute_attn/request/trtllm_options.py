@@ -33,6 +33,23 @@ def refuse_skipped_softmax(factor: Any) -> None:
         refuse(feature, "no weight is dropped from the softmax", "skip_softmax_threshold_scale_factor=None")
 
 
+def refuse_softmax_in_other_types(use_fp16_softmax: Any, uses_spcompress: Any) -> None:
+    """Refuse a softmax that is not computed in fp32."""
+    refuse_given("softmax is exact and in fp32", use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
+
+
+def refuse_sage_attention(sage_attn_sfs: Any, num_elts_per_sage_attn_blk: Any) -> None:
+    """Refuse scales of blocks of queries and keys, each with the number of its elements."""
+    for name, values in (
+        ("sage_attn_sfs", sage_attn_sfs),
+        ("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk),
+    ):
+        if not isinstance(values, tuple | list) or len(values) != 4:
+            raise ArgumentTypeError(f"{name} must be a tuple of 4, got {checks.describe(values)}")
+        if any(x is not None and (isinstance(x, torch.Tensor) or x != 0) for x in values):
+            refuse(f"{name} (SageAttention)", "q.k is exact", f"{name} of its default, and one scale in bmm1_scale")
+
+
 def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> torch.Tensor | None:
     """Refuse NVFP4 output, under all the names that ask for it. Return out, which is then none."""
     asked = isinstance(out, FP4Tensor) or (isinstance(out_dtype, str) and out_dtype == "nvfp4")

@@ -87,6 +87,16 @@ def _array(name: str, value: Any, device: torch.device) -> torch.Tensor:
     return value.view(torch.int32) if value.dtype == torch.uint32 else value
 
 
+def from_host(q_seq_lens_cpu: Any, kv_seq_lens_cpu: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return cum_seq_lens_q, seq_lens and cum_seq_lens_kv from the query tokens and the keys of every request."""
+    given = {"q_seq_lens_cpu": q_seq_lens_cpu, "kv_seq_lens_cpu": kv_seq_lens_cpu}
+    if q_seq_lens_cpu is None or kv_seq_lens_cpu is None:
+        raise ArgumentError("q_seq_lens_cpu and kv_seq_lens_cpu must be given together")
+    qo_len, kv_len = (torch.from_numpy(x) for x in host_arrays(given, torch.device("cpu")))
+    qo_indptr, kv_indptr = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (qo_len, kv_len))
+    return qo_indptr, kv_len, kv_indptr
+
+
 def lengths(arrays: Mapping[str, Any], bounds: Bounds, query: torch.Tensor, k: torch.Tensor) -> Lengths:
     """Read lengths, and check them against each other, the rows of query and the bounds that the call gives.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -127,8 +128,7 @@ def trtllm_batch_context_with_kv_cache(
     """
     trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
-    reason = "softmax is exact and in fp32"
-    trtllm_options.refuse_given(reason, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
+    trtllm_options.refuse_softmax_in_other_types(use_fp16_softmax, uses_spcompress)
     trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
     if kv_cache_sf is not None:
         trtllm_options.refuse("kv_cache_sf (NVFP4 caches)", trtllm_options.INTERLEAVED, NVFP4_INSTEAD)
@@ -146,7 +146,7 @@ def trtllm_batch_context_with_kv_cache(
     return _run(
         call,
         kv_layout=kv_layout,
-        backend="auto" if isinstance(backend, str) and backend == "trtllm-gen" else backend,
+        backend=_backend_here(backend, "trtllm-gen"),
         causal=checks.boolean("causal", causal),
         window_left=window_left,
         page_size=page_size,
@@ -274,11 +274,114 @@ def trtllm_fmha_v2_prefill(
     return result[0], _statistics(result[1], unit)
 
 
+def trtllm_ragged_attention_deepseek(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    o_sf_scale: float,
+    batch_size: int,
+    window_left: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    enable_pdl: bool | None,
+    is_causal: bool,
+    return_lse: bool,
+    attention_sinks: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    sage_attn_sfs: tuple[torch.Tensor | None, ...] = (None, None, None, None),
+    num_elts_per_sage_attn_blk: tuple[int, ...] = (0, 0, 0, 0),
+    backend: str = "trtllm-gen",
+    q_seq_lens_cpu: torch.Tensor | None = None,
+    kv_seq_lens_cpu: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    skip_all_rows_active_check: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute prefill attention of a batch over ragged keys, without a plan: how engines prefill models with MLA.
+
+    Head dimensions (192, 128) are DeepSeek's; every pair that a backend supports is accepted. Formulas and plans:
+    `trtllm_batch_context_with_kv_cache`. Where `q_seq_lens_cpu` and `kv_seq_lens_cpu` are given, nothing is read from
+    the GPU, and the call does not synchronise.
+
+    Parameters
+    ----------
+    query : `[num_tokens, num_qo_heads, head_dim_qk]`; key : `[kv_tokens, num_kv_heads, head_dim_qk]`; value :
+        `[kv_tokens, num_kv_heads, head_dim_vo]`. dtypes and strides: q, k and v of
+        `BatchPrefillWithRaggedKVCacheWrapper.run`.
+    workspace_buffer : as for `trtllm_batch_context_with_kv_cache`.
+    seq_lens : int32, uint32 or int64 `[batch_size]`, keys of each request in tokens, on query's device or the CPU.
+    max_q_len, max_kv_len : int, upper bounds of the query tokens and of the keys of a request; checked.
+    bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element, which the kernel reads.
+        bmm1_scale must include 1 / sqrt(head_dim_qk).
+    o_sf_scale : a number, not used: it scales NVFP4 output, which this function does not write.
+    batch_size : int, requests; checked.
+    window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left. Negative: no window.
+    cum_seq_lens_q, cum_seq_lens_kv : int32, uint32 or int64 `[batch_size + 1]`, on query's device or the CPU: rows of
+        the query tokens and of the keys of each request.
+    enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it.
+    is_causal : False: a token sees all keys of its request, or those from its window's start on.
+    return_lse : return `(out, lse)`.
+    attention_sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled. Default: none.
+    skip_softmax_threshold_scale_factor : refused unless None (default) or 0.
+    out : written and returned: `[num_tokens, num_qo_heads, head_dim_vo]`, 16 bits, or float32. Default: new, of query's
+        dtype (bfloat16 for fp8 query).
+    lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_qo_heads]`.
+    sage_attn_sfs, num_elts_per_sage_attn_blk : arguments of SageAttention; refused unless None and 0 throughout.
+    backend : "trtllm-gen" (default), "cute-dsl" or "auto": the best backend here; or "fa4", "fa3", "fa2", "reference"
+        or "emulator".
+    q_seq_lens_cpu, kv_seq_lens_cpu : int32 or int64 `[batch_size]` on the CPU: query tokens and keys of each request,
+        as cum_seq_lens_q, seq_lens and cum_seq_lens_kv have them, which are then not read. Both, or neither (default).
+    use_fp16_softmax, uses_spcompress : refused unless None or False.
+    skip_all_rows_active_check : True or False, not used: requests may have no query tokens, or no keys, in any case.
+
+    Returns
+    -------
+    The given out, or a new one; with `return_lse` the pair of it and the **base-2** lse, float32 `[num_tokens,
+    num_qo_heads]`. Tokens of a request without keys have out 0 and lse -inf (with sinks: the sink's).
+
+    Raises
+    ------
+    The errors of `trtllm_batch_context_with_kv_cache`; ArgumentError also for cum_seq_lens_kv that differ from
+    seq_lens, and for one of q_seq_lens_cpu and kv_seq_lens_cpu alone.
+    """
+    trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
+    trtllm_options.refuse_softmax_in_other_types(use_fp16_softmax, uses_spcompress)
+    trtllm_options.refuse_nvfp4_output(out, None, None, None)
+    trtllm_options.refuse_sage_attention(sage_attn_sfs, num_elts_per_sage_attn_blk)
+    checks.real("o_sf_scale", o_sf_scale)
+    checks.boolean("skip_all_rows_active_check", skip_all_rows_active_check)
+    unplanned.refuse_capture("trtllm_ragged_attention_deepseek", checks.tensor("query", query).device)
+    arrays = cum_seq_lens_q, seq_lens, cum_seq_lens_kv
+    if not q_seq_lens_cpu is kv_seq_lens_cpu is None:
+        arrays = unplanned.from_host(q_seq_lens_cpu, kv_seq_lens_cpu)
+    call = Call(
+        workspace_buffer, query, _ragged({"key": key, "value": value}), (*arrays, None),
+        Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, None, attention_sinks, lse,
+        checks.boolean("return_lse", return_lse), enable_pdl, {"k": "key", "v": "value", "sinks": "attention_sinks"},
+    )  # fmt: skip
+    return _run(
+        call,
+        kv_layout="NHD",
+        backend=_backend_here(backend, "trtllm-gen", "cute-dsl"),
+        causal=checks.boolean("is_causal", is_causal),
+        window_left=window_left,
+        page_size=0,
+    )
+
+
 # ---- arguments
 
 
 class Call(NamedTuple):
-    """Arguments that both functions have, under the names of `trtllm_batch_context_with_kv_cache`."""
+    """Arguments that all these functions have, under the names of `trtllm_batch_context_with_kv_cache`."""
 
     workspace_buffer: Any
     query: Any
@@ -293,6 +396,7 @@ class Call(NamedTuple):
     lse: Any = None
     return_lse: bool = False
     enable_pdl: Any = None
+    names: Mapping[str, str] = {}  # of arguments that a function calls otherwise
 
 
 ARRAYS = ("cum_seq_lens_q", "seq_lens", "cum_seq_lens_kv", "block_tables")
@@ -365,10 +469,20 @@ def _operands(qkv: Any, input_layout: str) -> tuple[Any, Keys]:
         if kv.dim() != 4 or kv.shape[1] != 2:
             raise ArgumentError(f"kv of qkv must have shape [kv_tokens, 2, heads, head_dim], got {checks.describe(kv)}")
         return qkv[0], Keys(*kv.unbind(1))
-    for name, x in zip(("k of qkv", "v of qkv"), qkv[1:], strict=True):
+    return qkv[0], _ragged({"k of qkv": qkv[1], "v of qkv": qkv[2]})
+
+
+def _ragged(keys: dict[str, Any]) -> Keys:
+    """Return keys and values that are in rows."""
+    for name, x in keys.items():
         if checks.tensor(name, x).dim() != 3:
             raise ArgumentError(f"{name} must have shape [kv_tokens, heads, head_dim], got {checks.describe(x)}")
-    return qkv[0], Keys(*qkv[1:])
+    return Keys(*keys.values())
+
+
+def _backend_here(backend: Any, *theirs: str) -> Any:
+    """Return "auto" for FlashInfer's own backends of a function."""
+    return "auto" if isinstance(backend, str) and backend in theirs else backend
 
 
 def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tuple[bool, int]:
@@ -430,7 +544,7 @@ def _run(call: Call, **options: Any) -> Any:
     try:
         result = planned_prefill.run(workspace, structure, query[:rows], keys, lengths, run_options)
     except (ArgumentError, ArgumentTypeError) as error:
-        rename(error, WRAPPER_NAMES)
+        rename(error, {**WRAPPER_NAMES, **call.names})
         raise
     made, made_lse = result if call.return_lse else (result, None)
     out = made if out is None else out

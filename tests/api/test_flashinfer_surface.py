@@ -43,7 +43,6 @@ ABSENT = {  # patterns of module.name
     "decode.prepare_balanced_batch_decode_with_kv_cache": OTHER_BACKENDS,
     "prefill.fmha_varlen*": "a form of the CUTLASS kernel for Blackwell; the ragged wrapper computes the same",
     "prefill.fmha_v2_prefill_deepseek": MLA,
-    "prefill.trtllm_ragged_attention_deepseek": MLA,
     "prefill.trtllm_sage_attention_quantize": "SageAttention rounds queries and keys to int8; attention here is exact",
     "prefill.minimax_h3_*": OTHER_BACKENDS,
     "prefill.prepare_nvfp4_attention": OTHER_BACKENDS,

@@ -19,6 +19,7 @@ from cute_attn import (
     NotSupported,
     trtllm_batch_context_with_kv_cache,
     trtllm_fmha_v2_prefill,
+    trtllm_ragged_attention_deepseek,
 )
 from cute_attn.wrappers import planned_prefill
 from tests.support.batch_case import BatchCase, check, make, paged, ragged
@@ -347,12 +348,87 @@ def test_ragged_keys_beyond_their_tensor() -> None:
         trtllm_fmha_v2_prefill(**arguments | {"seq_lens": arguments["seq_lens"] - 1})
 
 
+def deepseek_arguments(case: BatchCase, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
+    """A case and the keywords of `trtllm_ragged_attention_deepseek`."""
+    inputs, arguments = fmha_v2_arguments(case, "SEPARATE_Q_K_V", device)
+    for name in ("input_layout", "mask_mode"):
+        del arguments[name]
+    arguments |= dict(zip(("query", "key", "value"), arguments.pop("qkv"), strict=True))
+    if "sinks" in arguments:
+        arguments["attention_sinks"] = arguments.pop("sinks")
+    arguments |= {"window_left": case.window_left, "is_causal": case.mask == "causal", "return_lse": case.return_lse}
+    return inputs, arguments | {"o_sf_scale": 1.0, "enable_pdl": None}
+
+
+MLA = {"num_qo_heads": 2, "num_kv_heads": 2, "head_dim_qk": 192, "head_dim_vo": 128, "return_lse": True}
+DEEPSEEK = {
+    "new tokens": ragged((5, 1, 20), (5, 1, 20), mask="causal", **MLA),
+    "chunk of the context": ragged((5, 1, 20), (30, 0, 7), **MLA),
+    "requests without tokens": ragged((5, 0, 9), (30, 4, 9), mask="causal", **MLA),
+    "sinks": ragged((5, 2), (30, 2), mask="causal", sinks=True, **MLA),
+    "window": ragged((5, 2), (30, 2), mask="causal", window_left=7),
+    "tensors": ragged((5, 2), (30, 2), mask="causal", tensor_scales=True, sm_scale=0.3, v_scale=1.5, **MLA),
+}
+
+
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_deepseek(executor: Executor, name: str) -> None:
+    case = DEEPSEEK[name]
+    inputs, arguments = deepseek_arguments(case, executor.device)
+    result = run(executor, trtllm_ragged_attention_deepseek, **arguments)
+    out, lse = result if case.return_lse else (result, None)
+    assert check(case, inputs, out, lse).ok
+
+
+def test_deepseek_with_lengths_on_the_host() -> None:
+    """Then nothing else says lengths: the other arrays are not read."""
+    case = DEEPSEEK["chunk of the context"]
+    inputs, arguments = deepseek_arguments(case)
+    expected = trtllm_ragged_attention_deepseek(**arguments)
+    arguments |= {"q_seq_lens_cpu": torch.tensor(case.qo_lens), "kv_seq_lens_cpu": torch.tensor(case.kv_lens)}
+    arguments |= {name: torch.empty(0) for name in ("seq_lens", "cum_seq_lens_q", "cum_seq_lens_kv")}
+    out, lse = torch.empty_like(expected[0]), torch.empty_like(expected[1])
+    found = trtllm_ragged_attention_deepseek(**arguments, out=out, lse=lse)
+    assert found[0] is out
+    assert found[1] is lse
+    assert check(case, inputs, *found).ok
+    assert all(map(torch.equal, found, expected))
+
+
+BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"key": None}, ArgumentTypeError, "key must be a torch.Tensor"),
+    ({"value": torch.zeros(32, 128).half()}, ArgumentError, "value must have shape"),
+    ({"key": torch.zeros(32, 2, 128).half()}, ArgumentError, "^key must have"),
+    ({"attention_sinks": torch.zeros(3)}, ArgumentError, "^attention_sinks must have shape"),
+    ({"sage_attn_sfs": (torch.ones(1), None, None, None)}, NotSupported, "sage_attn_sfs"),
+    ({"num_elts_per_sage_attn_blk": (1, 0, 0, 0)}, NotSupported, "num_elts_per_sage_attn_blk"),
+    ({"sage_attn_sfs": None}, ArgumentTypeError, "sage_attn_sfs must be a tuple of 4"),
+    ({"o_sf_scale": "x"}, ArgumentTypeError, "o_sf_scale must be a number"),
+    ({"q_seq_lens_cpu": torch.tensor([5, 2])}, ArgumentError, "must be given together"),
+    ({"use_fp16_softmax": True}, NotSupported, "use_fp16_softmax"),
+    ({"is_causal": 1}, ArgumentTypeError, "is_causal must be True or False"),
+    ({"skip_all_rows_active_check": None}, ArgumentTypeError, "skip_all_rows_active_check must be True or False"),
+    ({"backend": "cudnn"}, NotSupported, "cudnn"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), BAD_DEEPSEEK, ids=[next(iter(b[0])) for b in BAD_DEEPSEEK])
+def test_errors_of_deepseek(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
+    _, arguments = deepseek_arguments(ragged((5, 2), (30, 2), mask="causal", **MLA))
+    with pytest.raises(kind, match=words):
+        trtllm_ragged_attention_deepseek(**arguments | changes)
+
+
 def test_where_the_functions_are() -> None:
     import cute_attn.decode
     import cute_attn.prefill
     import cute_attn.utils
 
-    for name in ("trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill"):
+    for name in (
+        "trtllm_batch_context_with_kv_cache",
+        "trtllm_fmha_v2_prefill",
+        "trtllm_ragged_attention_deepseek",
+    ):
         assert getattr(cute_attn.prefill, name) is getattr(cute_attn, name)
     for name in ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"):
         assert getattr(cute_attn.decode, name) is getattr(cute_attn, name)

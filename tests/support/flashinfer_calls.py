@@ -150,6 +150,13 @@ class Calls:
         qkv = (many.q, torch.stack(many.caches(), 1))
         return as_tuple(prefill.trtllm_fmha_v2_prefill(qkv, "Q_PAGED_KV_NHD", *where, **arguments))
 
+    def ragged_trtllm(self, _: str, changes: Changes) -> Results:
+        many = self.many
+        where = (self.scratch(), many.seq_lens, 5, 9, 0.2, 1.0, 1.0, 2, -1, *self._ends(), None, True, False)
+        lengths = {"q_seq_lens_cpu": many.qo_indptr.diff().cpu(), "kv_seq_lens_cpu": many.seq_lens.cpu()}
+        arguments = (many.q, *many.ragged(), *where)
+        return as_tuple(prefill.trtllm_ragged_attention_deepseek(*arguments, **{**lengths, **changes}))
+
     def xqa(self, _: str, changes: Changes) -> Results:
         one = self.one
         output = torch.full((2, 1, 4, DIM), NAN, dtype=FP16, device=self.device)
@@ -176,5 +183,6 @@ class Calls:
             "xqa_batch_decode_with_kv_cache": self.xqa_decode,
             "trtllm_batch_context_with_kv_cache": self.context,
             "trtllm_fmha_v2_prefill": self.fmha,
+            "trtllm_ragged_attention_deepseek": self.ragged_trtllm,
             "xqa": self.xqa,
         }
