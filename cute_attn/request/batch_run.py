@@ -141,15 +141,10 @@ def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout
 
 def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
     q = checks.tensor("q", arguments.q)
-    lse = checks.tensor("lse", arguments.lse)
-    checks.stored("lse", lse)
     heads = q.shape[1] if q.dim() == 3 else plan.settings.features.num_qo_heads
-    checks.shape("lse", lse, (heads, plan.rows), "[num_qo_heads, rows] (lse_layout 'HN')")
-    checks.dtype("lse", lse.dtype, (torch.float32,))
-    checks.device("lse", lse, q.device)
-    if not lse.is_contiguous():
-        raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
-    checks.check_grad("lse", lse)
+    axes = "[num_qo_heads, rows] (lse_layout 'HN')"
+    operands.check_output("lse", arguments.lse, (heads, plan.rows), axes, torch.float32, q.device)
+    checks.contiguous("lse", arguments.lse)
     _keep_apart(plan, arguments, arguments.kv_cache)
 
 

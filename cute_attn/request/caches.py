@@ -14,20 +14,30 @@ LARGE_CACHE = 64 << 30  # bytes of keys, or of values
 BITS_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # values are copied as bits, whatever their dtype
 
 
-def cache_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views [num_pages, page_size, num_kv_heads, n] of the keys and values of a cache."""
-    kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
+def cache_halves(name: str, cache: Any, may_be_one: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of a cache in the layout of the caller. `may_be_one`: a tensor with 1 on axis 1 has
+    keys that are values too.
+    """
     if isinstance(cache, torch.Tensor):
         checks.stored(name, cache)
-        if cache.dim() not in (4, 5) or cache.shape[1] != 2:
-            raise ArgumentError(
-                f"{name} as one tensor must have shape [num_pages, 2, ...], got {checks.describe(cache)}"
-            )
-        pair = cache.unbind(1)
-    elif isinstance(cache, tuple | list) and len(cache) == 2:
-        pair = checks.tensor(f"{name}[0]", cache[0]), checks.tensor(f"{name}[1]", cache[1])
-    else:
+        if cache.dim() in (4, 5) and cache.shape[1] == 2:
+            k, v = cache.unbind(1)
+            return k, v
+        if may_be_one and cache.dim() == 5 and cache.shape[1] == 1:
+            return cache[:, 0], cache[:, 0]
+        axis = "1 or 2" if may_be_one else "2"
+        raise ArgumentError(
+            f"{name} as one tensor must have shape [num_pages, {axis}, ...], got {checks.describe(cache)}"
+        )
+    if not isinstance(cache, tuple | list) or len(cache) != 2:
         raise ArgumentTypeError(f"{name} must be a tensor or a tuple (k_cache, v_cache), got {checks.describe(cache)}")
+    return checks.tensor(f"{name}[0]", cache[0]), checks.tensor(f"{name}[1]", cache[1])
+
+
+def cache_views(name: str, cache: Any, kv_layout: Any, may_be_one: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views [num_pages, page_size, num_kv_heads, n] of the keys and values of a cache."""
+    kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
+    pair = cache_halves(name, cache, may_be_one)
     k, v = (_cache_view(f"{name}[{i}]", half, kv_layout) for i, half in enumerate(pair))
     if v.shape[:3] != k.shape[:3] or v.device != k.device:
         raise ArgumentError(
@@ -52,6 +62,16 @@ def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
     if view.shape[1] == 0:
         raise ArgumentError(f"{name} must have a page_size >= 1, got {checks.describe(cache)}")
     return view
+
+
+def check_tables(value: Any, device: torch.device) -> torch.Tensor:
+    """Check a page table `[batch_size, max_pages]`."""
+    value = checks.tensor("block_tables", value)
+    if value.dim() != 2:
+        raise ArgumentError(f"block_tables must have shape [batch_size, max_pages], got {checks.describe(value)}")
+    checks.dtype("block_tables", value.dtype, (torch.int32,))
+    checks.device("block_tables", value, device)
+    return value
 
 
 def is_large(x: torch.Tensor) -> bool:

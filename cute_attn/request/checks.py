@@ -73,6 +73,14 @@ def fp16_hint(value: Any, older: Any) -> None:
         )
 
 
+def at_least(name: str, value: Any, least: int) -> int:
+    """Check for an `integer` that is no less than `least`."""
+    value = integer(name, value)
+    if value < least:
+        raise ArgumentError(f"{name} must be >= {least}, got {value}")
+    return value
+
+
 def integer(name: str, value: Any) -> int:
     """Check for an integer of any type (numpy's too) except bool, of 64 bits."""
     value = whole(name, value)
@@ -206,6 +214,12 @@ def dtype(name: str, value: torch.dtype, accepted: Sequence[torch.dtype]) -> Non
     """Check that a dtype is one of `accepted`."""
     if not isinstance(value, torch.dtype) or value not in accepted:
         raise ArgumentError(f"{name} must have dtype {' or '.join(map(short, accepted))}, got {short(value)}")
+
+
+def contiguous(name: str, value: torch.Tensor) -> None:
+    """Check that the elements of a buffer lie in order and without gaps."""
+    if not value.is_contiguous():
+        raise ArgumentError(f"{name} must be contiguous, got strides {value.stride()} for shape {tuple(value.shape)}")
 
 
 def dense(name: str, value: torch.Tensor) -> None:

@@ -14,8 +14,8 @@ import torch
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_mask_bytes
 from cute_attn.request import checks, operands, page_ids
-from cute_attn.request.caches import cache_views, is_large
-from cute_attn.request.operands import ALIGNMENT, BLOCK_SCALES, Placement, Scales, split_scale
+from cute_attn.request.caches import cache_views, check_tables, is_large
+from cute_attn.request.operands import ALIGNMENT, BLOCK_SCALES, Placement, Scales
 from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Structure, call_settings
 
 COUNTER_BYTES = 8 << 20  # of the workspace: zero before its first use, and left zero
@@ -77,26 +77,15 @@ READ = (*NAMES, *BLOCK_SCALES, *DecodeCall._fields[OF_LAUNCH])
 
 def decode_problem(call: DecodeCall) -> DecodeProblem:
     """Check every argument and allocate the outputs that the caller did not pass."""
-    try:
-        return _problem(call)
-    except ArgumentError:
-        raise
-    except (RuntimeError, NotImplementedError):  # the usual reason: a tensor that has no address or strides
-        for name, value in zip(call._fields, call, strict=True):
-            for x in value if isinstance(value, tuple) else (value,):
-                if isinstance(x, torch.Tensor):
-                    checks.stored(name, x)
-        raise
-
-
-def _problem(call: DecodeCall) -> DecodeProblem:
-    k, v = cache_pair(call.kv_cache, call.kv_layout)
-    block_scales = None if call.kv_cache_sf is None else block_scale_pair(call.kv_cache_sf, call.kv_layout, k, v)
+    k, v = cache_views("kv_cache", call.kv_cache, call.kv_layout, may_be_one=True)
+    block_scales = None
+    if call.kv_cache_sf is not None:
+        block_scales = operands.check_block_scales(cache_views("kv_cache_sf", call.kv_cache_sf, call.kv_layout), k, v)
     scratch, query = _scratch(call.form.semaphores, call.workspace_buffer), checks.tensor("query", call.query)
     if query.dim() != 3:
         raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
-    device, qo_len = query.device, _qo_len(call.q_len_per_req)
-    num_tokens = query.shape[0]
+    device, num_tokens = query.device, query.shape[0]
+    qo_len = 1 if call.q_len_per_req is None else checks.at_least("q_len_per_req", call.q_len_per_req, 1)
     block_tables, seq_lens, qo_indptr = _lengths(call, qo_len, num_tokens, device)
     _check_operands(query, k, v)
     placed = operands.placement(query, k, v)
@@ -141,34 +130,6 @@ def _check_operands(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> No
         raise ArgumentError(
             f"k and v of kv_cache must have the same last axis, got {checks.describe(k)} and {checks.describe(v)}"
         )
-
-
-def cache_pair(kv_cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values as `[num_pages, page_size, num_kv_heads, width]` views.
-
-    In one tensor with 1 on axis 1, keys and values are the same.
-    """
-    if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
-        kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
-    return cache_views("kv_cache", kv_cache, kv_layout)
-
-
-def block_scale_pair(
-    kv_cache_sf: Any, kv_layout: Any, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the block scales of an NVFP4 cache, a tensor or a pair like the cache, and return them in k's layout."""
-    if isinstance(kv_cache_sf, torch.Tensor):
-        if kv_cache_sf.dim() != 5 or kv_cache_sf.shape[1] != 2:
-            raise ArgumentError(
-                f"kv_cache_sf as one tensor must have shape [num_pages, 2, ...], got {checks.describe(kv_cache_sf)}"
-            )
-        kv_cache_sf = kv_cache_sf.unbind(1)
-    if isinstance(kv_cache_sf, tuple | list) and kv_layout == "HND":
-        for x in kv_cache_sf:
-            if checks.tensor("kv_cache_sf", x).dim() != 4:
-                raise ArgumentError(f"kv_cache_sf must be a pair of 4-D tensors, got {checks.describe(x)}")
-        kv_cache_sf = tuple(x.transpose(1, 2) for x in kv_cache_sf)
-    return operands.check_block_scales(kv_cache_sf, k, v)
 
 
 # ---- settings
@@ -228,14 +189,6 @@ def _settings(
     return call_settings(structure, *options[len(NOT_OPTIONS) :])
 
 
-def number_or_tensor(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
-    """Check a scale that is multiplied by others, and return a number or an fp32 tensor on the device: the product of
-    narrower ones would be rounded, and might overflow.
-    """
-    number, tensors = split_scale(name, value, device)
-    return tensors[0] if tensors else checks.real(name, number)
-
-
 def positive_or_one(name: str, value: Any) -> float:
     """Check for a number > 0; None stands for 1."""
     if value is None:
@@ -256,19 +209,18 @@ def _sinks(value: Any, features: Features) -> torch.Tensor:
 # ---- lengths, tables, masks
 
 
-def _qo_len(value: Any) -> int:
-    """Check the number of query tokens of a request. None stands for 1: FlashInfer annotates it as optional."""
-    qo_len = 1 if value is None else checks.integer("q_len_per_req", value)
-    if qo_len < 1:
-        raise ArgumentError(f"q_len_per_req must be >= 1, got {qo_len}")
-    return qo_len
-
-
 def _lengths(
     call: DecodeCall, qo_len: int, num_tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Check that block_tables, seq_lens and q_cu_seq_lens have one batch size, and return them."""
-    block_tables, seq_lens = _block_tables(call.block_tables, device), _seq_lens(call.seq_lens, device)
+    block_tables, seq_lens = check_tables(call.block_tables, device), _seq_lens(call.seq_lens, device)
+    if block_tables.shape[1] > 1 and block_tables.stride(1) != 1:
+        block_tables = block_tables.contiguous()
+    if block_tables.shape[0] * block_tables.stride(0) > MAX_INDEX:
+        raise ArgumentError(
+            f"block_tables must span at most {MAX_INDEX} elements, "
+            f"got {block_tables.shape[0]} rows of stride {block_tables.stride(0)}"
+        )
     batch_size = block_tables.shape[0]
     if seq_lens.shape[0] != batch_size:
         raise ArgumentError(
@@ -286,21 +238,6 @@ def _lengths(
     checks.shape("q_cu_seq_lens", qo_indptr, (batch_size + 1,), "[batch_size + 1]")
     checks.device("q_cu_seq_lens", qo_indptr, device)
     return block_tables, seq_lens, qo_indptr.contiguous()
-
-
-def _block_tables(value: Any, device: torch.device) -> torch.Tensor:
-    value = checks.tensor("block_tables", value)
-    if value.dim() != 2:
-        raise ArgumentError(f"block_tables must have shape [batch_size, max_pages], got {checks.describe(value)}")
-    checks.dtype("block_tables", value.dtype, (torch.int32,))
-    checks.device("block_tables", value, device)
-    value = value if value.shape[1] < 2 or value.stride(1) == 1 else value.contiguous()
-    if value.shape[0] * value.stride(0) > MAX_INDEX:
-        raise ArgumentError(
-            f"block_tables must span at most {MAX_INDEX} elements, "
-            f"got {value.shape[0]} rows of stride {value.stride(0)}"
-        )
-    return value
 
 
 def _seq_lens(value: Any, device: torch.device) -> torch.Tensor:
@@ -349,9 +286,7 @@ def _scratch(semaphores: Any, workspace_buffer: Any) -> Scratch:
 def _memory(name: str, value: Any) -> tuple[torch.Tensor, int]:
     """Return a buffer and the bytes of it that a launch may use: none if they are not aligned."""
     buffer = checks.tensor(name, value)
-    checks.stored(name, buffer)
-    if not buffer.is_contiguous():
-        raise ArgumentError(f"{name} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}")
+    checks.contiguous(name, buffer)
     return buffer, 0 if buffer.data_ptr() % ALIGNMENT else buffer.nbytes
 
 
@@ -364,19 +299,11 @@ def _outputs(call: DecodeCall, features: Features, qo_len: int) -> tuple[torch.T
     if out is not None and out.dim() == 4 and call.q_cu_seq_lens is None:
         out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
     if call.lse_copy is not None:
-        _check_columns(lse, rows[::-1], query.device)
+        operands.check_output("lse", lse, rows[::-1], "[num_qo_heads, num_tokens]", torch.float32, query.device)
+        checks.dense("lse", lse)
         lse, wants_lse = None, True
     # `before_launch` compares them with all that the call reads.
     return operands.outputs(query, (out, lse, wants_lse), features, rows, "num_tokens")
-
-
-def _check_columns(lse: Any, shape: tuple[int, ...], device: torch.device) -> None:
-    """Check memory for an lse by heads."""
-    checks.shape("lse", checks.tensor("lse", lse), shape, "[num_qo_heads, num_tokens]")
-    checks.dtype("lse", lse.dtype, (torch.float32,))
-    checks.device("lse", lse, device)
-    checks.check_grad("lse", lse)
-    checks.dense("lse", lse)
 
 
 def _flatten_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: int) -> torch.Tensor:

@@ -173,6 +173,14 @@ def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, tuple
     return None, (value.to(torch.float32),)
 
 
+def number_or_tensor(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
+    """Check a scale that must be given, and return a number or an fp32 tensor on the device: products of narrower ones
+    would be rounded, and might overflow.
+    """
+    number, tensors = split_scale(name, value, device)
+    return tensors[0] if tensors else checks.real(name, number)
+
+
 def check_block_scales(scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the block scales of NVFP4 k and v: one e4m3 number per 16 values, which take 8 bytes."""
     if not isinstance(scales, tuple | list) or len(scales) != 2:
@@ -272,21 +280,21 @@ def _check_outputs(out: Any, lse: Any, features: Features, rows: tuple[int, ...]
     heads = f"{first_axis}, num_qo_heads" if first_axis else "num_qo_heads"
     if out is not None:
         shape = (*rows, features.head_dim_vo)
-        _check_output("out", out, shape, f"[{heads}, head_dim_vo]", features.o_dtype, features.device)
+        check_output("out", out, shape, f"[{heads}, head_dim_vo]", features.o_dtype, features.device)
         checks.dense("out", out)
         strides = out.stride()
         if (out.data_ptr() | strides[0] | strides[-2]) % ALIGNMENT:
             _check_alignment("out", out)
     if lse is not None:
-        _check_output("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
+        check_output("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
         checks.writable("lse", lse)
-        if not lse.is_contiguous():
-            raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
+        checks.contiguous("lse", lse)
 
 
-def _check_output(
+def check_output(
     name: str, buffer: Any, shape: tuple[int, ...], axes: str, dtype: torch.dtype, device: torch.device
 ) -> None:
+    """Check one output but its strides."""
     checks.tensor(name, buffer)
     if buffer.shape != shape or buffer.dtype != dtype or buffer.device != device:
         checks.shape(name, buffer, shape, axes)
@@ -297,8 +305,7 @@ def _check_output(
 
 def check_workspace(name: str, value: torch.Tensor) -> None:
     """Check memory for partial results and counters."""
-    if not value.is_contiguous():
-        raise ArgumentError(f"{name} must be contiguous, got strides {value.stride()} for shape {tuple(value.shape)}")
+    checks.contiguous(name, value)
     if value.data_ptr() % ALIGNMENT:
         raise ArgumentError(
             f"{name} must start at a multiple of {ALIGNMENT} bytes, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import torch
@@ -50,14 +49,12 @@ def refuse_sage_attention(sage_attn_sfs: Any, num_elts_per_sage_attn_blk: Any) -
             refuse(f"{name} (SageAttention)", "q.k is exact", f"{name} of its default, and one scale in bmm1_scale")
 
 
-def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> torch.Tensor | None:
-    """Refuse NVFP4 output, under all the names that ask for it. Return out, which is then none."""
+def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> None:
+    """Refuse NVFP4 output, under all the names that ask for it."""
     asked = isinstance(out, FP4Tensor) or (isinstance(out_dtype, str) and out_dtype == "nvfp4")
     if asked or o_sf_scale is not None or o_sf_vec_size is not None:
         reason = "outputs have 16 bits, or 8 on XQA"
         refuse("NVFP4 output (out_dtype, o_sf_scale, o_sf_vec_size)", reason, "out_dtype=None and quantize out")
-    given: torch.Tensor | None = out
-    return given
 
 
 def output_dtype(out: Any, out_dtype: Any) -> torch.dtype | None:
@@ -84,17 +81,6 @@ def one_sink(sinks: Any) -> Any:
     if len(sinks) != 1:
         raise ArgumentError(f"sinks must be a tensor or a list of one tensor, got a list of {len(sinks)}")
     return sinks[0]
-
-
-def scale(name: str, value: Any) -> float | torch.Tensor:
-    """Check a finite number, or a floating-point tensor of one element."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype.is_floating_point:
-        return value
-    if isinstance(value, torch.Tensor | bool) or not isinstance(value, numbers.Real):
-        raise ArgumentTypeError(
-            f"{name} must be a number or a floating-point tensor of one element, got {checks.describe(value)}"
-        )
-    return checks.real(name, value)
 
 
 def check_counters(buffer: Any) -> None:

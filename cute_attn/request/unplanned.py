@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
-from cute_attn.request import checks, page_ids
+from cute_attn.request import checks, page_ids, trtllm_options
 from cute_attn.request.settings import MAX_KV_LEN
 
 NOWHERE = np.empty(0, np.int64)
@@ -200,17 +200,11 @@ def check_pages(pages: torch.Tensor, where: PageList, width: int, num_pages: int
         raise page_ids.wrong(f"block_tables[{i}, {j}]", (i, j), pages[at], num_pages)
 
 
-def tables(value: Any, device: torch.device) -> torch.Tensor:
-    """Check a page table `[batch_size, max_pages]` and return it contiguous."""
-    value = checks.tensor("block_tables", value)
-    checks.dtype("block_tables", value.dtype, (torch.int32,))
-    checks.device("block_tables", value, device)
-    if value.dim() != 2:
-        raise ArgumentError(f"block_tables must have shape [batch_size, max_pages], got {checks.describe(value)}")
-    return value.contiguous()
-
-
 # ---- tables in which keys and values have pages of their own
+
+
+APART = "pages of values and of keys in tables of their own"
+ONE_TABLE = "block_tables [batch_size, max_pages]"
 
 
 def joined(paged: Keys, seq_lens: Any, page_size: int, origin: int = 0) -> Keys:
@@ -227,7 +221,7 @@ def joined(paged: Keys, seq_lens: Any, page_size: int, origin: int = 0) -> Keys:
     if tables.stride(1) == 0 and origin == 0:
         return Keys(k, v, keys)
     if tables.is_cuda and torch.cuda.is_current_stream_capturing():
-        _refuse("while a CUDA graph is captured", "it cannot look at the table then")
+        trtllm_options.refuse(f"{APART} while a CUDA graph is captured", "it cannot look at the table then", ONE_TABLE)
     lengths = _lengths(seq_lens, tables)
     live = torch.arange(tables.shape[2], device=tables.device) * page_size < lengths.to(tables.device)[:, None]
     apart = (values.long() - keys.long())[live]
@@ -235,7 +229,9 @@ def joined(paged: Keys, seq_lens: Any, page_size: int, origin: int = 0) -> Keys:
         return Keys(k, v, keys)
     nearest, farthest = torch.stack(apart.aminmax()).tolist()
     if nearest != farthest:
-        _refuse("at different distances", "it reads one page table for keys and values")
+        trtllm_options.refuse(
+            f"{APART} at different distances", "it reads one page table for keys and values", ONE_TABLE
+        )
     shift = nearest - origin
     pages = min(k.shape[0], v.shape[0]) - abs(shift)
     if pages <= 0:
@@ -267,8 +263,3 @@ def _lengths(seq_lens: Any, tables: torch.Tensor) -> torch.Tensor:
     if not flat.is_cpu:
         checks.device("seq_lens", flat, tables.device)
     return flat.view(torch.int32) if flat.dtype == torch.uint32 else flat
-
-
-def _refuse(how: str, reason: str) -> None:
-    feature = f"pages of values and of keys in tables of their own {how}"
-    raise NotSupported([Refusal("every backend", feature, reason, "block_tables [batch_size, max_pages]")])

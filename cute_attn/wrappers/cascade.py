@@ -50,9 +50,7 @@ class MultiLevelCascadeAttentionWrapper(EngineHooks, NotCopied):
         paged_kv_indices_buf_arr: Sequence[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        self._num_levels = checks.integer("num_levels", num_levels)
-        if num_levels < 1:
-            raise ArgumentError(f"num_levels must be >= 1, got {num_levels}")
+        self._num_levels = checks.at_least("num_levels", num_levels, 1)
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
         buffers = {
             "qo_indptr_buf_arr": qo_indptr_buf_arr,

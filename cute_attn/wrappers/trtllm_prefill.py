@@ -11,9 +11,10 @@ import torch
 from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks, trtllm_options, unplanned
+from cute_attn.request.caches import cache_halves, check_tables
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.names import rename
-from cute_attn.request.operands import check_workspace
+from cute_attn.request.operands import check_workspace, number_or_tensor
 from cute_attn.request.settings import KV_LAYOUTS
 from cute_attn.request.unplanned import Bounds, Keys
 from cute_attn.wrappers import planned_prefill
@@ -134,8 +135,8 @@ def trtllm_batch_context_with_kv_cache(
         trtllm_options.refuse("kv_cache_sf (NVFP4 caches)", trtllm_options.INTERLEAVED, NVFP4_INSTEAD)
     checks.tensor("cum_seq_lens_kv", cum_seq_lens_kv)
     unplanned.refuse_capture("trtllm_batch_context_with_kv_cache", checks.tensor("query", query).device)
-    keys = Keys(*_paged_pair("kv_cache", kv_cache), block_tables)
-    page_size = _page_size(keys.k, kv_layout)
+    keys = Keys(*cache_halves("kv_cache", kv_cache, may_be_one=True), block_tables)
+    page_size = _page_size(keys, kv_layout)
     if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
         keys = unplanned.joined(keys, seq_lens, page_size)
     call = Call(
@@ -244,7 +245,7 @@ def trtllm_fmha_v2_prefill(
     unplanned.refuse_capture("trtllm_fmha_v2_prefill", checks.tensor("query", query).device)
     kv_layout, page_size = PAGED_LAYOUTS.get(input_layout, "NHD"), 0
     if input_layout in PAGED_LAYOUTS:
-        page_size = _page_size(keys.k, kv_layout)
+        page_size = _page_size(keys, kv_layout)
         keys = _pages(keys._replace(tables=block_tables), seq_lens, page_size)
     elif block_tables is not None:
         raise ArgumentError(
@@ -260,7 +261,7 @@ def trtllm_fmha_v2_prefill(
     result = _run(
         call,
         kv_layout=kv_layout,
-        backend=backend,
+        backend=_backend_here(backend, "auto"),
         causal=causal,
         window_left=window_left,
         logits_soft_cap=soft_cap,
@@ -313,9 +314,9 @@ def trtllm_ragged_attention_deepseek(
 
     Parameters
     ----------
-    query : `[num_tokens, num_qo_heads, head_dim_qk]`; key : `[kv_tokens, num_kv_heads, head_dim_qk]`; value :
-        `[kv_tokens, num_kv_heads, head_dim_vo]`. dtypes and strides: q, k and v of
-        `BatchPrefillWithRaggedKVCacheWrapper.run`.
+    query : `[num_tokens, num_qo_heads, head_dim_qk]`, num_tokens >= cum_seq_lens_q[-1]. dtypes, strides and head
+        dimensions: q of `BatchPrefillWithRaggedKVCacheWrapper.run`.
+    key, value : `[kv_tokens, num_kv_heads, head_dim_qk]` and `[kv_tokens, num_kv_heads, head_dim_vo]`: k and v of it.
     workspace_buffer : as for `trtllm_batch_context_with_kv_cache`.
     seq_lens : int32, uint32 or int64 `[batch_size]`, keys of each request in tokens, on query's device or the CPU.
     max_q_len, max_kv_len : int, upper bounds of the query tokens and of the keys of a request; checked.
@@ -412,27 +413,13 @@ WRAPPER_NAMES = {
 }
 
 
-def _paged_pair(name: str, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return k and v of a paged cache in the layout of the caller."""
-    if isinstance(cache, torch.Tensor):
-        if cache.dim() != 5 or cache.shape[1] not in (1, 2):
-            raise ArgumentError(
-                f"{name} as one tensor must have shape [pages, 1 or 2, ...], got {checks.describe(cache)}"
-            )
-        return cache[:, 0], cache[:, cache.shape[1] - 1]
-    if not isinstance(cache, tuple | list) or len(cache) != 2:
-        raise ArgumentTypeError(f"{name} must be a tensor or a pair (k, v), got {checks.describe(cache)}")
-    for half, x in zip("kv", cache, strict=True):
-        checks.stored(f"{half} of {name}", checks.tensor(f"{half} of {name}", x))
+def _page_size(keys: Keys, kv_layout: Any) -> int:
+    for name, x in zip(("k of the cache", "v of the cache"), keys[:2], strict=True):
         if x.dim() != 4:
-            raise ArgumentError(f"{half} of {name} must have 4 dimensions, got {checks.describe(x)}")
-    return cache[0], cache[1]
-
-
-def _page_size(k: torch.Tensor, kv_layout: Any) -> int:
-    size: int = k.shape[2 if checks.choice("kv_layout", kv_layout, KV_LAYOUTS) == "HND" else 1]
+            raise ArgumentError(f"{name} must have 4 dimensions, got {checks.describe(x)}")
+    size: int = keys.k.shape[2 if checks.choice("kv_layout", kv_layout, KV_LAYOUTS) == "HND" else 1]
     if size < 1:
-        raise ArgumentError(f"the cache must have a page_size >= 1, got {checks.describe(k)}")
+        raise ArgumentError(f"the cache must have a page_size >= 1, got {checks.describe(keys.k)}")
     return size
 
 
@@ -463,7 +450,7 @@ def _operands(qkv: Any, input_layout: str) -> tuple[Any, Keys]:
     if not isinstance(qkv, tuple | list) or len(qkv) != count:
         raise ArgumentTypeError(f"qkv must be a tuple of {count} for {input_layout}, got {checks.describe(qkv)}")
     if input_layout in PAGED_LAYOUTS:
-        return qkv[0], Keys(*_paged_pair("the cache of qkv", qkv[1]))
+        return qkv[0], Keys(*cache_halves("the cache of qkv", qkv[1], may_be_one=True))
     if count == 2:
         kv = checks.tensor("kv of qkv", qkv[1])
         if kv.dim() != 4 or kv.shape[1] != 2:
@@ -481,8 +468,8 @@ def _ragged(keys: dict[str, Any]) -> Keys:
 
 
 def _backend_here(backend: Any, *theirs: str) -> Any:
-    """Return "auto" for FlashInfer's own backends of a function."""
-    return "auto" if isinstance(backend, str) and backend in theirs else backend
+    """Check the name of a backend. FlashInfer's own backends of a function stand for "auto"."""
+    return "auto" if isinstance(backend, str) and backend in theirs else select.checked_name(backend)
 
 
 def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tuple[bool, int]:
@@ -523,7 +510,7 @@ def _run(call: Call, **options: Any) -> Any:
     given = dict(zip(ARRAYS, call.arrays, strict=True))
     checks.apart((("out", call.out), ("lse", call.lse)), given.items())
     if options["page_size"]:
-        keys = Keys(k, v, unplanned.tables(tables, query.device))
+        keys = Keys(k, v, check_tables(tables, query.device).contiguous())
         lengths = unplanned.lengths({name: given[name] for name in ARRAYS[:2]}, call.bounds, query, k)
     else:
         keys, lengths = call.keys, unplanned.lengths({name: given[name] for name in ARRAYS[:3]}, call.bounds, query, k)
@@ -532,9 +519,11 @@ def _run(call: Call, **options: Any) -> Any:
     checks.device("workspace_buffer", workspace, query.device)
     check_workspace("workspace_buffer", workspace)
     rows, (out, lse) = lengths.rows, _outputs(call, lengths.rows, structure)
+    for name in ("bmm1_scale", "bmm2_scale"):  # None stands for 1 in runs
+        number_or_tensor(name, getattr(call, name), query.device)
     run_options = RunOptions(
-        trtllm_options.scale("bmm1_scale", call.bmm1_scale),
-        trtllm_options.scale("bmm2_scale", call.bmm2_scale),
+        call.bmm1_scale,
+        call.bmm2_scale,
         None if out is None else out[:rows],
         None if lse is None else lse[:rows],
         call.return_lse,
@@ -555,7 +544,6 @@ def _structure(call: Call, **options: Any) -> Structure:
     """Return the structure of a call, whose head axis depends on the layout."""
     query, (k, v, _) = call.query, call.keys
     dtype = trtllm_options.output_dtype(call.out, call.out_dtype)
-    options["backend"] = select.checked_name(options["backend"])
     options["window_left"] = max(-1, checks.whole("window_left", options["window_left"]))
     return Structure(
         num_qo_heads=query.shape[1],

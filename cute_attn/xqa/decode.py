@@ -15,8 +15,9 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks
 from cute_attn.request.caches import cache_views
-from cute_attn.request.decode import DecodeCall, Form, number_or_tensor, positive_or_one
+from cute_attn.request.decode import DecodeCall, Form, positive_or_one
 from cute_attn.request.names import rename
+from cute_attn.request.operands import number_or_tensor
 from cute_attn.runtime.arch import multiprocessors
 from cute_attn.xqa import run
 
@@ -31,6 +32,10 @@ LOW_LEVEL_NAMES = {  # arguments of `xqa` and what they are called here
     "v of kv_cache": "v_cache",
     "k and v of kv_cache": "k_cache and v_cache",
     "kv_cache": "(k_cache, v_cache)",
+    "kv_cache_sf[0]": "k_sf_cache",
+    "kv_cache_sf[1]": "v_sf_cache",
+    "k_sf of kv_cache_sf": "k_sf_cache",
+    "v_sf of kv_cache_sf": "v_sf_cache",
     "kv_cache_sf": "(k_sf_cache, v_sf_cache)",
     "window_left": "sliding_win_size",
     "bmm1_scale": "q_scale * kv_scale",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cute_attn.dispatch import backends
-from cute_attn.errors import ArgumentError
 from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks
 from cute_attn.request.decode import DecodeCall, before_launch, decode_problem
@@ -43,7 +42,7 @@ def run(*arguments: Any) -> Result:
     (query, cache, workspace, tables, lengths, bounds, mask, sinks, scale, v_scale, block_scales, out, lse, bound,
      window_left, enable_pdl, q_len, o_scale, return_lse, kv_layout, backend, form) = arguments  # fmt: skip
     if type(bound) is not int or not 0 <= bound <= checks.LARGEST_INT:
-        _check_bound(bound)
+        checks.at_least("max_seq_len", bound, 0)
     scales, roles, optional, on_cpu = calls.operands((scale, None, v_scale), sinks, None, None, block_scales)
     k = v = cache
     if not isinstance(cache, Tensor):
@@ -101,9 +100,3 @@ def _enter(key: Any, given: Given, problem: DecodeProblem, fire: Fire | None, re
     out, lse = result if isinstance(result, tuple) else (result, None)
     scratch = problem.scratch
     calls.enter(_entries, key, fire, given, problem, (out, lse), partials_offset=scratch.partials - scratch.counters)
-
-
-def _check_bound(max_seq_len: Any) -> None:
-    bound = checks.integer("max_seq_len", max_seq_len)
-    if bound < 0:
-        raise ArgumentError(f"max_seq_len must be >= 0, got {bound}")

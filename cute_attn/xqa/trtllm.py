@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options, unplanned
-from cute_attn.request.decode import Form, cache_pair
+from cute_attn.request.caches import cache_views
+from cute_attn.request.decode import Form
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.names import rename
 from cute_attn.xqa import run
@@ -126,13 +128,14 @@ def trtllm_batch_decode_with_kv_cache(
             multi_ctas_kv_counter_buffer, request_order, request_order_plan, causal_seqlens_kv_global,
             enable_block_sparse_attention, cp_world, cp_rank,
         )  # fmt: skip
-        dtype = None if rare == USUAL and not isinstance(out, FP4Tensor) else _check_rare(out, rare)
+        usual = all(map(is_, rare, USUAL)) and not isinstance(out, FP4Tensor)
+        dtype = None if usual else _check_rare(out, rare)
         if kv_cache_sf is not None:
             _check_block_scales(backend, uses_shared_paged_kv_idx)
         if uses_shared_paged_kv_idx is not True and not checks.boolean(
             "uses_shared_paged_kv_idx", uses_shared_paged_kv_idx
         ):
-            k, v = cache_pair(kv_cache, kv_layout)
+            k, v = cache_views("kv_cache", kv_cache, kv_layout, may_be_one=True)
             k, v, block_tables = unplanned.joined(unplanned.Keys(k, v, block_tables), seq_lens, k.shape[1])
             kv_cache, kv_layout = (k, v), "NHD"
         scale, factor = (bmm1_scale, 1.0) if bmm1_scale_log2 is None else (_base_2(bmm1_scale_log2), math.log(2.0))

@@ -29,8 +29,6 @@ OTHER_NAMES = {
     "workspace_buffer": "workspace_buffer|the workspace",
     "k of kv_cache": "k( of kv_cache)?",
     "v of kv_cache": "v( of kv_cache)?",
-    "k_sf_cache": r"k_sf of \(k_sf_cache, v_sf_cache\)",
-    "v_sf_cache": r"v_sf of \(k_sf_cache, v_sf_cache\)",
     "bmm1_scale": "bmm1_scale|q_scale",
     "bmm2_scale": "bmm2_scale|v_scale",
 }
@@ -132,7 +130,7 @@ def test_shared_memory_is_refused_on_the_emulator(entry: str) -> None:
 # ---- nothing is left out
 
 OUTPUTS = {"out", "lse", "output", "output_k", "output_v"}
-UNREAD = {  # refused, or not used
+UNREAD = {  # refused, or not used, or read before anything is written
     "BatchAttention.run": {"profiler_buffer"},
     "trtllm_batch_context_with_kv_cache": {"kv_cache_sf", "multi_ctas_kv_counter_buffer"},
     "trtllm_batch_decode_with_kv_cache": {
@@ -140,6 +138,7 @@ UNREAD = {  # refused, or not used
         "multi_ctas_kv_counter_buffer",
         "request_order",
     },
+    "trtllm_ragged_attention_deepseek": {"q_seq_lens_cpu", "kv_seq_lens_cpu", "sage_attn_sfs"},
 }
 
 

@@ -45,6 +45,7 @@ BUDGETS = {
     "trtllm": 7,
     "trtllm context": 14,
     "trtllm fmha": 14,
+    "trtllm ragged": 14,
 }
 
 

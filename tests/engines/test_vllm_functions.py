@@ -275,6 +275,60 @@ def test_trtllm_prefill_over_a_shard_of_the_context(device: str) -> None:
     assert_lse(lse, expected[1])
 
 
+# ---- multi-head latent attention
+
+
+def trtllm_ragged(tokens: Tokens, **changes: Any) -> Any:
+    """`TrtllmRaggedPrefillBackend`'s call. It hands over an output of the model's dtype."""
+    batch, device = tokens.batch, tokens.device
+    k, v = tokens.ragged()
+    out = torch.empty(len(tokens.q), batch.heads[0], batch.dim_vo or batch.dim, dtype=BF16, device=device)
+    return prefill.trtllm_ragged_attention_deepseek(
+        query=tokens.q,
+        key=k,
+        value=v,
+        workspace_buffer=workspace(device, 32),
+        seq_lens=tokens.seq_lens,
+        max_q_len=max(batch.q_lens),
+        max_kv_len=max(batch.kv_lens),
+        bmm1_scale=SCALE,
+        bmm2_scale=1.0,
+        o_sf_scale=1.0,
+        batch_size=len(batch.q_lens),
+        window_left=-1,
+        cum_seq_lens_q=tokens.qo_indptr.to(device),
+        cum_seq_lens_kv=tokens.token_indptr.to(device),
+        enable_pdl=False,
+        out=out,
+        **changes,
+    )
+
+
+def latent(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], dtype: torch.dtype = BF16) -> Batch:
+    """Tokens of DeepSeek's head dimensions, whose heads have keys of their own."""
+    return Batch(q_lens, kv_lens, heads=(2, 2), dim=192, dim_vo=128, dtype=dtype, kv_dtype=dtype)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_new_tokens_of_latent_attention(return_lse: bool, device: str) -> None:
+    tokens = Tokens(latent((7, 1, 20), (7, 1, 20)), device)
+    found = trtllm_ragged(tokens, is_causal=True, return_lse=return_lse, skip_all_rows_active_check=True)
+    expected, lse = tokens.expected(SCALE, causal=True)
+    assert_close(found[0] if return_lse else found, expected)
+    if return_lse:
+        assert_lse(found[1], lse)
+
+
+def test_a_chunk_of_the_context_of_latent_attention(device: str) -> None:
+    """Requests whose context has ended have no keys in a later chunk: the engine merges by the lse, which is -inf."""
+    tokens = Tokens(latent((7, 1, 20), (12, 0, 33)), device)
+    out, lse = trtllm_ragged(tokens, is_causal=False, return_lse=True, skip_all_rows_active_check=False)
+    expected = tokens.expected(SCALE)
+    assert_close(out, expected[0])
+    assert_lse(lse, expected[1])
+    assert not out[7].any()
+
+
 # ---- helpers
 
 

@@ -381,6 +381,11 @@ def begin_fmha_of_pages(_: Tensors, backend: str) -> Call:
     return lambda given: trtllm_fmha(given, "query", "the cache", **options)
 
 
+RAGGED_NAMES = {"k": "key", "v": "value", "sinks": "attention_sinks"}
+RAGGED_TENSORS = {RAGGED_NAMES.get(name, name): x for name, x in FMHA_TENSORS.items()} | lse_of(ROWS)
+RAGGED_OPTIONS = {"o_sf_scale": 1.0, "window_left": -1, "enable_pdl": None, "is_causal": True, "return_lse": True}
+
+
 LOW_LEVEL_NAMES = {"query": "q", "k of kv_cache": "k_cache", "v of kv_cache": "v_cache", "out": "output"}
 LOW_LEVEL_NAMES |= {"block_tables": "page_table"}
 LOW_LEVEL = {LOW_LEVEL_NAMES.get(name, name): x for name, x in (unplanned(2) | SINKS).items()}
@@ -427,6 +432,11 @@ DECODE_OF_TRTLLM, COLUMNS_OF_TRTLLM = (
 BATCHES_WITHOUT_PLAN = {
     "trtllm context": Entry(unplanned(ROWS) | BOUNDS | SINKS | BMM_SCALES | lse_of(ROWS), CONTEXT),
     "trtllm fmha": Entry(FMHA_TENSORS, begin_fmha, ("out",)),
+    "trtllm ragged": Entry(
+        RAGGED_TENSORS,
+        direct(cute_attn.trtllm_ragged_attention_deepseek, **RAGGED_OPTIONS, **REQUESTS),
+        ("out", "lse"),
+    ),
     "trtllm fmha, pages": Entry(FMHA_PAGES, begin_fmha_of_pages, ("out",)),
     **xqa_entries(),
     "trtllm, log2 scale": Entry(unplanned(2) | scales("bmm1_scale_log2"), DECODE_OF_TRTLLM, WRITTEN),
