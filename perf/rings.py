@@ -16,10 +16,10 @@ from cute_attn.dispatch import backends
 from cute_attn.kernels.programs import program
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import grid
-from cute_attn.kernels.xqa.host.batch import segments_of
+from cute_attn.kernels.xqa.host.batch import rule_of_batch
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.kernels.xqa.tiles import Rule
 from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
@@ -97,8 +97,8 @@ def bind(spec: XqaSpec, w: BatchWorkload, sets: Sequence[BatchInputs], backend: 
         return batch_peers.ours(backend, w, sets)
 
 
-def segments(w: BatchWorkload, arch: Arch) -> Segments:
-    """Returns what a plan of the workload finds on a typical GPU of `arch`."""
+def rule_of(w: BatchWorkload, arch: Arch) -> Rule:
+    """Return the rule that a plan of the workload follows on a typical GPU of `arch`."""
     features = Features(
         torch.device("cuda"), w.torch_dtype, w.torch_kv_dtype, w.torch_dtype, w.num_qo_heads, w.num_kv_heads,
         w.head_dim, w.head_dim, kv_source="paged", kv_block_scales=w.kv_dtype == "nvfp4", decode=True,
@@ -106,10 +106,10 @@ def segments(w: BatchWorkload, arch: Arch) -> Segments:
     starts = np.arange(len(w.kv_lens) + 1)
     lengths = BatchLengths(starts, starts[:-1], np.array(w.kv_lens))
     settings = Settings(features, window_left=w.window_left, page_size=w.page_size)
-    return segments_of(settings, lengths, BatchLimits(0, max_qo_len=1), arch, archs.TYPICAL_SMS[arch.name])
+    return rule_of_batch(settings, lengths, BatchLimits(0, max_qo_len=1), arch, archs.TYPICAL_SMS[arch.name])
 
 
 def start_of(w: BatchWorkload, arch: Arch) -> XqaSpec:
     """Returns the kernel of a workload by the table."""
     rows, kv_dtype = w.num_qo_heads // w.num_kv_heads, SPEC_DTYPES[w.kv_dtype]
-    return tiles.choose(w.dtype, kv_dtype, w.dtype, w.head_dim, rows, False, segments(w, arch), arch, w.num_kv_heads)
+    return tiles.choose(w.dtype, kv_dtype, w.dtype, w.head_dim, rows, False, rule_of(w, arch), arch, w.num_kv_heads)

@@ -20,13 +20,13 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
+from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.kernels.xqa.tiles import Segments, ShortSegments
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
 from perf import bench, decode_rows
@@ -35,32 +35,26 @@ from perf.ceilings import ceilings
 from perf.harness import CudaGraphTimer, Timing, measure
 from perf.machine import command_line, environment, why_no_gpu
 from perf.peers import PEERS, Bind
-from perf.rings import SPEC_DTYPES, bind, compiled, resident, segments, start_of, title
+from perf.rings import SPEC_DTYPES, bind, compiled, resident, start_of, title
 from perf.warm import warm
 
 IN_FLIGHT = (32 << 10, 200 << 10)  # bytes of K and V per SM
 WARPS_PER_SM = (4, 24)
 LENGTHS = "64x2048,256x1024,64x8192,8x8192"
-GUESTS = dict.fromkeys(("alone", "one", "tiny", "brief", "long", "few"), (0, 1))  # others: none
-CTAS: dict[Segments, tuple[int, ...]] = {
-    "alone": (1, 2),
-    "one": (1, 2),
-    "tiny": (1, 2),
-    "brief": (1, 2),
-    "long": (1, 2),
-    "few": (1, 2),
-    "many": (1, 2, 3, 4, 6, 8),
-    "even": (1, 2, 3, 4, 6, 8),
-    **dict.fromkeys(get_args(ShortSegments), (2, 3, 4, 6, 8, 12, 16)),
-}
+FEW = (1, 2), (0, 1)  # CTAs per SM, and guests, of launches of few pairs of a request and a kv head
+MANY = (1, 2, 3, 4, 6, 8), (0,)
+SHORT = (2, 3, 4, 6, 8, 12, 16), (0,)  # of windows that one CTA reads alone
 
 
-def rings(start: XqaSpec, segments: Segments, arch: Arch) -> list[XqaSpec]:
-    """Lists `start` with every ring that fits an SM of `arch`."""
-    grid_of = itertools.product((1, 2, 4, 8), (2, 3, 4, 6), (16, 32, 64), CTAS[segments], GUESTS.get(segments, (0,)))
+def rings(start: XqaSpec, w: BatchWorkload, arch: Arch) -> list[XqaSpec]:
+    """List `start` with every ring that fits an SM of `arch`."""
+    few = len(w.kv_lens) * w.num_kv_heads <= tiles.FEW
+    ctas, guests = SHORT if 0 <= w.window_left < tiles.SHORT else FEW if few else MANY
     specs = [
         dataclasses.replace(start, warps=warps, stages=stages, cols=cols, ctas=ctas, guests=guests)
-        for warps, stages, cols, ctas, guests in grid_of
+        for warps, stages, cols, ctas, guests in itertools.product(
+            (1, 2, 4, 8), (2, 3, 4, 6), (16, 32, 64), ctas, guests
+        )
     ]
     return [spec for spec in specs if fits(spec, arch)]
 
@@ -102,7 +96,7 @@ def time_all(w: BatchWorkload, specs: Sequence[XqaSpec], peers: bool, rounds: in
 def search(w: BatchWorkload, arch: Arch, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the record of a workload: microseconds of every ring, then of the fastest, timed for longer."""
     start = start_of(w, arch)
-    tried = compiled([start, *rings(start, segments(w, arch), arch)], arch)
+    tried = compiled([start, *rings(start, w, arch)], arch)
     specs = {title(spec): spec for spec, refused in tried.items() if not refused}
     first = time_all(w, list(specs.values()), False, 3)
     fastest = sorted(first, key=lambda name: first[name].median_us)[: options.finalists]

@@ -15,6 +15,7 @@ import cute_attn
 from cute_attn.emulator import using
 from cute_attn.emulator.adapter import EmulatedBound
 from cute_attn.kernels.xqa import tiles
+from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.artifact import Artifact
 from perf.sass.count import CountError, Subject, executed
 from perf.sass.executed import Lines
@@ -156,11 +157,14 @@ def _call(case: Decode, requests: int, kv_heads: int, length: int, backend: str)
     query = torch.randn((requests, kv_heads * case.rows, case.head_dim), generator=generator).bfloat16()
     (k, k_scales), (v, v_scales) = (_cache(case.kv_dtype, shape, generator) for _ in "kv")
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
-    pairs = 0 if case.many else tiles.FEW  # how many are few: the problem has few of either kind
+
+    def find(arch: Arch, bits: int, head_dim: int, shape: tiles.Shape) -> tiles.Rule:
+        """Find the rule of many pairs, or of few in several requests: the problem has few of either kind."""
+        return found(arch, bits, head_dim, shape._replace(requests=tiles.FEW + 1 if case.many else 2, kv_heads=1))
+
+    found = tiles.find
     with (
-        mock.patch.object(tiles, "FEW", pairs),
-        mock.patch.object(tiles, "ONE", 0),  # nor the kernels for one request alone
-        mock.patch.object(tiles, "BRIEF_UNITS", 0),
+        mock.patch.object(tiles, "find", find),
         using(case.arch, checks=False, events=True, kernels=case.backend, sms=1),
     ):
         out: Any = cute_attn.xqa_batch_decode_with_kv_cache(

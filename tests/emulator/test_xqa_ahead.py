@@ -17,7 +17,8 @@ import pytest
 from cute_attn import emulator
 from cute_attn.emulator import access
 from cute_attn.emulator.machine import Schedule
-from cute_attn.kernels.xqa.tiles import choose
+from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.xqa.tiles import Shape, choose, find
 from cute_attn.runtime.arch import named
 from perf import rings
 from tests.emulator.test_xqa import decode
@@ -87,7 +88,9 @@ def reads(name: str, built: Built, rewrite: Any, schedule: str, monkeypatch: pyt
     """What a call reads, which is right."""
     case, ring, _ = CASES[name]
     kv_dtype = "float8_e4m3fn" if case.kv == "e4m3" else ""
-    start = choose("bfloat16", kv_dtype, "bfloat16", case.head_dim, 8, False, "short", named("sm_90a"))
+    hopper = named("sm_90a")
+    rule = find(hopper, KV_BITS[kv_dtype], case.head_dim, Shape(200, window=200))
+    start = choose("bfloat16", kv_dtype, "bfloat16", case.head_dim, 8, False, rule, hopper)
     spans = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in built.arguments["kv_cache"]]
     found = Reads(set(), Counter())
     load = access.load_global

@@ -10,7 +10,7 @@ import pytest
 
 from cute_attn.emulator import Schedule, using
 from cute_attn.kernels.programs import program
-from cute_attn.kernels.xqa.tiles import choose
+from cute_attn.kernels.xqa.tiles import Shape, choose, find
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import named
 from tests.emulator.test_xqa import SCHEDULES, solve
@@ -101,7 +101,7 @@ def test_fa2_converts(kv_dtype: str, dtype: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"])
 def test_nvfp4_is_converted_by_instructions_where_there_are_any(arch: str) -> None:
     """One for each pair of elements that a lane has of K and V."""
-    spec = choose("bfloat16", "nvfp4", "bfloat16", 64, 8, False, "few", named(arch))
+    spec = choose("bfloat16", "nvfp4", "bfloat16", 64, 8, False, find(named(arch), 4, 64, Shape(2)), named(arch))
     ptx = artifacts.get(spec, arch, program).ptx
     per_tile = 2 * spec.cols * spec.head_dim // 2 // 32
     assert len(re.findall(r"cvt\.rn\.f16x2\.e2m1x2", ptx)) == (0 if arch == "sm_90a" else per_tile)

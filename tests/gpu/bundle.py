@@ -11,15 +11,13 @@ import argparse
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import get_args
 
 import torch
 
 from cute_attn.kernels.append.spec import AppendSpec
 from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.programs import program
-from cute_attn.kernels.xqa.host.variant import choose_spec
-from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.kernels.xqa.host.variant import choose_spec, rules
 from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, named
@@ -61,7 +59,7 @@ def xqa_kernels(random: int, arch: Arch) -> list[KernelSpec]:
 
 def for_all_lengths(asked: Features, qo_len: int, arch: Arch) -> list[KernelSpec]:
     """Every kernel that calls of these features and `qo_len` query tokens per request may need."""
-    return [choose_spec(asked, qo_len, of, arch) for of in get_args(Segments)]
+    return [choose_spec(asked, qo_len, rule, arch) for rule in rules(asked, arch)]
 
 
 def of_function(case: XqaCase) -> tuple[Features, int]:

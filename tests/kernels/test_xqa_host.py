@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import prepared, variant
-from cute_attn.kernels.xqa.host.batch import segments_of
+from cute_attn.kernels.xqa.host.batch import rule_of_batch
 from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.family import FAMILY
 from cute_attn.kernels.xqa.host.grid import launch_config
@@ -100,20 +100,21 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("kv_len", "graph", "of"),
+    ("kv_len", "graph", "cluster", "keys"),
     [
-        (2048, False, "tiny"),
-        (8192, False, "brief"),
-        (65536, False, "one"),
-        (65537, False, "long"),
-        (65537, True, "one"),
+        (2048, False, 8, 64),
+        (8192, False, 8, 16),
+        (65536, False, 6, 16),
+        (65537, False, 1, 0),
+        (65537, True, 6, 16),
     ],
 )
-def test_segments_of_one_request_of_eight_kv_heads(kv_len: int, graph: bool, of: str) -> None:
-    settings = Settings(FEATURES._replace(num_qo_heads=32, num_kv_heads=8), page_size=16)
+def test_clusters_of_one_request_of_eight_kv_heads(kv_len: int, graph: bool, cluster: int, keys: int) -> None:
+    settings = even_settings(BF16, 8)
     lengths = BatchLengths(np.array([0, 1]), np.array([0]), np.array([kv_len]))
     limits = BatchLimits(0, max_qo_len=1, graph=GraphLimits(1, 1, 1 << 20) if graph else None, keeps_address=graph)
-    assert segments_of(settings, lengths, limits, GPU.arch, 132) == of
+    (ring,) = rule_of_batch(settings, lengths, limits, GPU.arch, 132).rings
+    assert (ring.cluster_size, ring.prefetch_keys) == (cluster, keys)
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:
@@ -179,7 +180,8 @@ def test_addresses_of_one_call_are_not_those_of_the_next(fired: Fired) -> None:
 def test_a_buffer_that_is_too_small_is_not_used(fired: Fired, short: str, field: str) -> None:
     problem = decode_problem()
     runner = DecodeRun(problem.settings, GPU)
-    config = launch_config(problem.settings, 1, "few", GPU.arch, GPU.sms)
+    rule = variant.rule_of(problem.settings.features, GPU.arch, variant.shape_of_call(problem))
+    config = launch_config(problem.settings, 1, rule, GPU.arch, GPU.sms)
     needed = problem.scratch._replace(counter_bytes=config.counter_bytes, partial_bytes=config.partial_bytes)
     runner(problem._replace(scratch=needed))
     runner(problem._replace(scratch=needed._replace(**{short: getattr(needed, short) - 1})))
@@ -209,10 +211,11 @@ def test_launches_of_a_call_without_a_plan() -> None:
 def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fired: Fired) -> None:
     """And no memory for partial results: a workspace of no bytes will do."""
     problem = decode_problem(qo_len=qo_len)
-    for window, segments in ((tiles.SHORT - qo_len, "few short"), (tiles.SHORT - qo_len + 1, "few"), (-1, "few")):
+    for window, whole in ((tiles.SHORT - qo_len, True), (tiles.SHORT - qo_len + 1, False), (-1, False)):
         settings = problem.settings._replace(window_left=window)
-        config = launch_config(settings, qo_len, variant.segments(2, settings, qo_len), GPU.arch, 132, 0)
-        assert config.spec.whole == (segments == "few short")
+        rule = variant.rule_of(settings.features, GPU.arch, variant.shape_of(2, settings, qo_len))
+        config = launch_config(settings, qo_len, rule, GPU.arch, 132, 0)
+        assert config.spec.whole == whole
         if config.spec.whole:
             assert config.grid_of(2) == (2, 2, 1)
             assert config.partial_bytes == config.counter_bytes == 0
@@ -221,21 +224,49 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fi
 
 
 @pytest.mark.parametrize(
-    ("window", "requests", "segments"),
+    ("head_dim", "window", "requests", "ring"),
     [
-        *((127, 16, "few shortest"), (127, 17, "some shortest"), (127, 64, "more shortest"), (127, 65, "short")),
-        *((127, 255, "short"), (127, 256, "many shortest"), (0, 33, "more shortest")),
-        *((128, 16, "few short"), (128, 17, "short"), (510, 255, "short"), (510, 256, "many short")),
+        *((64, 127, 16, (4, "whole", "smem")), (64, 127, 17, (4, "heads", "l2")), (64, 127, 64, (4, "heads", "l2"))),
+        *((64, 127, 65, (2, "whole", "none")), (64, 127, 255, (2, "whole", "none")), (64, 0, 33, (4, "heads", "l2"))),
+        *((64, 127, 256, (2, "heads", "l2")), (64, 128, 16, (2, "whole", "none"))),
+        *(
+            (128, 127, 16, (4, "whole", "none")),
+            (128, 128, 16, (8, "whole", "l2")),
+            (128, 128, 17, (4, "whole", "none")),
+        ),
+        *(
+            (128, 510, 255, (4, "whole", "none")),
+            (128, 510, 256, (2, "heads", "none")),
+            (128, 511, 16, (8, "shares", "l2")),
+        ),
     ],
 )
-def test_short_windows_are_distinguished_by_their_number(window: int, requests: int, segments: str) -> None:
+def test_short_windows_are_distinguished_by_their_number(
+    head_dim: int, window: int, requests: int, ring: tuple[int, str, str]
+) -> None:
     settings = even_settings(torch.float8_e4m3fn, 8)._replace(window_left=window)
-    assert variant.segments(requests, settings, 2) == segments
+    features = settings.features._replace(head_dim_qk=head_dim, head_dim_vo=head_dim)
+    found = variant.rule_of(features, GPU.arch, variant.shape_of(requests, settings, 2)).rings[0]
+    assert (found.warps, found.work, found.prefetch) == ring
+
+
+@pytest.mark.parametrize("table", [tiles.DEFAULT, tiles.FAST_MEMORY, tiles.HOPPER], ids=["", "fast", "hopper"])
+def test_every_rule_is_followed_and_every_launch_has_one(table: tiles.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "table_of", lambda arch: table)
+    followed = {rule for bits in (16, 8, 4) for dim in range(8, 513, 8) for rule in tiles.rules(GPU.arch, bits, dim)}
+    assert followed == set(table.rules)
+    for bits in (16, 8, 4):
+        assert tiles.DEFAULT.rules[-1].covers(tiles.rules(GPU.arch, bits, 512)[-1])
 
 
 def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:
     heads = {"num_qo_heads": 4 * num_kv_heads, "num_kv_heads": num_kv_heads}
     return Settings(FEATURES._replace(kv_dtype=kv_dtype, head_dim_qk=128, head_dim_vo=128, **heads), page_size=16)
+
+
+def even_rule(settings: Settings, qo_len: int = 1) -> tiles.Rule:
+    shape = variant.shape_of(512, settings, qo_len, 1024, even=True)
+    return variant.rule_of(settings.features, GPU.arch, shape)
 
 
 @pytest.mark.parametrize(
@@ -251,18 +282,19 @@ def test_warps_take_a_kv_head_each_where_they_divide_the_heads(
     kv_dtype: torch.dtype, num_kv_heads: int, qo_len: int, ctas: int, warp_heads: bool
 ) -> None:
     settings = even_settings(kv_dtype, num_kv_heads)
-    of = variant.segments(512, settings, qo_len, 1024, even=True)
-    config = launch_config(settings, qo_len, of, GPU.arch, 132)
-    assert (of, config.spec.whole, config.spec.heads > 1) == ("even", True, warp_heads)
+    rule = even_rule(settings, qo_len)
+    config = launch_config(settings, qo_len, rule, GPU.arch, 132)
+    assert (rule.even, config.spec.whole, config.spec.heads > 1) == (True, True, warp_heads)
     assert config.grid_of(512) == (ctas, 512, 1)
     assert config.partial_bytes == config.counter_bytes == config.ctas == 0
 
 
 def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
-    spec = launch_config(even_settings(torch.float8_e4m3fn, 8), 1, "even", GPU.arch, 132).spec
+    eight, five = (even_settings(torch.float8_e4m3fn, n) for n in (8, 5))
+    spec = launch_config(eight, 1, even_rule(eight), GPU.arch, 132).spec
     assert isinstance(spec, XqaSpec)
     with rings.force_spec(spec), pytest.raises(ValueError, match="2 kv heads a CTA, which do not divide 5"):
-        launch_config(even_settings(torch.float8_e4m3fn, 5), 1, "even", GPU.arch, 132)
+        launch_config(five, 1, even_rule(five), GPU.arch, 132)
 
 
 @pytest.mark.parametrize(
@@ -286,34 +318,43 @@ def test_specs_of_no_kernel(rule: str, fields: dict[str, Any]) -> None:
         XqaSpec(**(operands | fields))
 
 
+SHAPES = [  # one request of 1, 4 and 8 units, of few keys and more; few pairs and many, equally long ones too; windows
+    *(tiles.Shape(1, units, units, kv_len) for units in (1, 4, 8) for kv_len in (2048, 8192, 1 << 17)),
+    *(tiles.Shape(2, 8, 8), tiles.Shape(512, 8, 8), tiles.Shape(512, 8, 8, 1024, even=True)),
+    *(tiles.Shape(requests, 8, 8, window=window) for requests in (16, 32, 64, 65, 256) for window in (127, 500)),
+]
+
+
 @pytest.mark.parametrize("arch", [*map(named, ARCHS), for_capability((8, 6))], ids=lambda arch: f"{arch.capability}")
 def test_every_head_dim_has_a_kernel(arch: Arch) -> None:
     """In the shared memory of the GPU. Where that has 163 KB, partial scores take no slots of caches that are bound by
     memory: as many bytes are in flight at 512 as at 256.
     """
     in_flight = {}
-    for kv, rows, segments in itertools.product(KV_BITS, (4, 8, 16), get_args(tiles.Segments)):
+    for kv, rows, shape in itertools.product(KV_BITS, (4, 8, 16), SHAPES):
         for head_dim in (dim for dim in range(8, 1024, 8) if is_head_dim(dim, KV_BITS[kv])):
-            spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, True, segments, arch)
+            rule = tiles.find(arch, KV_BITS[kv], head_dim, shape)
+            spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, True, rule, arch)
             memory = XqaMemory.of(spec)
             assert memory.bytes <= arch.smem_limit
             assert spec.team * spec.warp_dim == head_dim
             assert spec.warp_dim <= spec.tile_dim < 2 * max(32, spec.warp_dim)
-            in_flight[kv, rows, segments, head_dim] = (
+            in_flight[kv, rows, shape, head_dim] = (
                 spec.warps * spec.ctas * memory.prefetch_distance * memory.cols * memory.source_bytes
             )
         if arch.smem_limit > 1 << 17 and KV_BITS[kv] > 4:
-            assert in_flight[kv, rows, segments, 512] >= in_flight[kv, rows, segments, 256]
+            assert in_flight[kv, rows, shape, 512] >= in_flight[kv, rows, shape, 256]
 
 
 @pytest.mark.parametrize("arch", [named("sm_100a"), named("sm_103a")], ids=lambda arch: arch.name)
 def test_rings_that_hold_what_fast_memory_delivers(arch: Arch) -> None:
     """8 TB/s over 148 SMs for 1 us, and some more; rows of 16 bytes are padded to twice that."""
-    for kv, rows, segments, tree in itertools.product(KV_BITS, (4, 8, 16), get_args(tiles.Segments), (True, False)):
+    for kv, rows, shape, tree in itertools.product(KV_BITS, (4, 8, 16), SHAPES, (True, False)):
         for head_dim in (dim for dim in range(8, 1024, 8) if is_head_dim(dim, KV_BITS[kv])):
-            spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, tree, segments, arch)
+            rule = tiles.find(arch, KV_BITS[kv], head_dim, shape)
+            spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, tree, rule, arch)
             padded = head_dim * KV_BITS[kv] == 128
-            assert tiles.in_flight(spec) >= (32 << 10 if padded else 64 << 10), (kv, rows, segments, tree, head_dim)
+            assert tiles.in_flight(spec) >= (32 << 10 if padded else 64 << 10), (kv, rows, shape, tree, head_dim)
 
 
 def test_specs_whose_warps_are_no_whole_teams() -> None:

@@ -39,7 +39,7 @@ def workload(batch_size: int, kv_dtype: str) -> BatchWorkload:
 def test_rings_contain_that_of_the_table_and_fit(batch_size: int, kv_dtype: str) -> None:
     w = workload(batch_size, kv_dtype)
     start = search_decode.start_of(w, HOPPER)
-    found = search_decode.rings(start, search_decode.segments(w, HOPPER), HOPPER)
+    found = search_decode.rings(start, w, HOPPER)
     assert start in found
     assert len({rings.title(spec) for spec in found}) == len(found) > 10
     for spec in found:
@@ -49,11 +49,12 @@ def test_rings_contain_that_of_the_table_and_fit(batch_size: int, kv_dtype: str)
 
 
 def test_a_forced_ring_is_launched() -> None:
-    start = search_decode.start_of(workload(20, "e4m3"), HOPPER)
-    other = next(spec for spec in search_decode.rings(start, "many", HOPPER) if spec.warps != start.warps)
+    w = workload(20, "e4m3")
+    start = search_decode.start_of(w, HOPPER)
+    other = next(spec for spec in search_decode.rings(start, w, HOPPER) if spec.warps != start.warps)
 
     def launched() -> object:
-        return grid.choose_spec(FEATURES, 1, "many", HOPPER)
+        return grid.choose_spec(FEATURES, 1, rings.rule_of(w, HOPPER), HOPPER)
 
     assert launched() == start
     with rings.force_spec(other):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import get_args
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.spec import HEAD_DIMS, XqaSpec
-from cute_attn.kernels.xqa.tiles import Segments, choose
+from cute_attn.kernels.xqa.tiles import choose, rules
 from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import HEAD_DIMS as UMMA_HEAD_DIMS
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
@@ -23,10 +22,11 @@ OTHERS = (
 
 def default_specs(arch: Arch) -> list[XqaSpec | XqaUmmaSpec]:
     """Kernels that most programs need: bf16 queries over every cache dtype, without a tree; of many rows with one."""
-    keys = itertools.product((*ALL, *OTHERS), get_args(Segments), (1, 8))
     specs = (
-        choose("bfloat16", kv, "bfloat16", head_dim, rows, False, of, arch, num_kv_heads)
-        for (head_dim, kv, rows), of, num_kv_heads in keys
+        choose("bfloat16", kv, "bfloat16", head_dim, rows, False, rule, arch, num_kv_heads)
+        for head_dim, kv, rows in (*ALL, *OTHERS)
+        for rule in rules(arch, KV_BITS[kv], head_dim)
+        for num_kv_heads in (1, 8)
     )
     return list(dict.fromkeys([*specs, *umma_specs(arch)]))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -21,31 +22,23 @@ from cute_attn.runtime.arch import Arch
 
 REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and queries exceed a thread's registers
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
-FEW = 128  # (request, kv head) pairs: about one per SM
 MOST_ROWS = 16  # of a unit
-ONE = 4  # units of one request, of which each has clusters of its own
-BRIEF_UNITS = 8  # units of one request of few keys, or over a cache of 16 bits, of which each has clusters too
-TINY, BRIEF = 2048, 8192  # few keys
-LONG = 65536  # keys of one request of more units than ONE that clusters do not read faster
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
-SHORTEST = 128  # keys of a window that CTAs fetch ahead whole, however many; 512 may take 1.7 times as long then (H100)
-SOME_SHORT, MORE_SHORT = 256, 512  # pairs of the shortest windows: about two and four per SM
+FEW = 128  # (request, kv head) pairs: about one per SM
 EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
+LONG = 65536  # keys of one request of 5 to 8 kv heads of 16 bits that clusters do not read faster
+UNKNOWN = 1 << 62  # keys of a request whose length no launch is known to keep
 
-# Of a launch of pairs of a request and a kv head whose windows are SHORTEST: at most FEW; SOME_SHORT; MORE_SHORT; EVEN
-# or more. Of SHORT windows: at most FEW; more, and SHORTEST ones between; EVEN or more.
-ShortSegments = Literal[
-    "few shortest", "some shortest", "more shortest", "many shortest", "few short", "short", "many short"
-]
-# Of a launch: one request of one unit ("alone"); of at most ONE units; of BRIEF_UNITS and TINY or BRIEF keys; of more;
-# at most FEW pairs; more; EVEN or more, equally long.
-Segments = Literal["alone", "one", "tiny", "brief", "long", "few", "many", "even", ShortSegments]
-# Segments whose rings those take that have none of their own.
-OTHERWISE: dict[Segments, Segments] = {
-    **dict.fromkeys(("alone", "one", "tiny", "brief", "long"), "few"),
-    "even": "many",
-    **{of: "short" for of in get_args(ShortSegments) if of != "short"},
-}
+
+class Shape(NamedTuple):
+    """What is known of a launch when its kernel is chosen."""
+
+    requests: int
+    kv_heads: int = 1
+    units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
+    kv_len: int = UNKNOWN  # most keys of a request, in all launches
+    window: int = -1  # `window_left`, if no row sees more than SHORT keys; else -1
+    even: bool = False  # requests are about equally long, and stay so
 
 
 class Ring(NamedTuple):
@@ -73,32 +66,65 @@ class Ring(NamedTuple):
         return self._replace(prefetch="smem", prefetch_keys=keys)
 
 
-class Row(NamedTuple):
-    """Rings in order of preference, of caches of some bits per element and of a range of head dims."""
+def up_to(most: int) -> range:
+    """Numbers from 0 to `most`."""
+    return range(most + 1)
+
+
+def above(most: int) -> range:
+    """Numbers larger than `most` that are known."""
+    return range(most + 1, UNKNOWN)
+
+
+ANY = up_to(UNKNOWN)
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """Rings, in order of preference, of launches over caches of some bits per element. Compared by identity: it is part
+    of keys. The fields after `rings` say of which launches.
+    """
 
     bits: int
     rings: tuple[Ring, ...]
     head_dims: range = range(1, MAX_HEAD_DIM + 1)
+    requests: range = ANY
+    pairs: range = ANY  # of a request and a kv head
+    units: range = ANY
+    kv_len: range = ANY
+    window: range = range(-1, SHORT + 1)
+    even: bool = False  # only these
+
+    def applies(self, head_dim: int, shape: Shape) -> bool:
+        """Tell whether the rule is for a launch over a cache of as many bits."""
+        return (
+            head_dim in self.head_dims
+            and shape.window in self.window
+            and shape.requests in self.requests
+            and shape.requests * shape.kv_heads in self.pairs
+            and shape.units in self.units
+            and shape.kv_len in self.kv_len
+            and (shape.even or not self.even)
+        )
+
+    def covers(self, other: Rule) -> bool:
+        """Tell whether the rule applies to every launch to which another does."""
+        fields = ("window", "requests", "pairs", "units", "kv_len")
+        ranges = ((getattr(self, name), getattr(other, name)) for name in fields)
+        return all(a.start <= b.start and b.stop <= a.stop for a, b in ranges) and (other.even or not self.even)
 
 
-class RingTable(NamedTuple):
-    """Rings of segments: of the first row that applies, the first ring that fits shared memory and registers, and keeps
-    `in_flight` bytes on their way to an SM.
+class Table(NamedTuple):
+    """Rules of an architecture, of which the first that applies says what a launch takes: the first of its rings that
+    fits shared memory and registers, and keeps `in_flight` bytes on their way to an SM.
 
     One CTA per SM has the fewest segments to cut and to merge; several hide each other's prologues and epilogues, which
     pays for NVFP4, whose warps compute longest. Few pairs are split many ways: many warps have the least to do after
     their last bytes arrive, and room for a guest lets the next launch start meanwhile.
     """
 
-    rows: dict[Segments, tuple[Row, ...]]
+    rules: tuple[Rule, ...]
     in_flight: int = 0
-
-    def rings(self, segments: Segments, bits: int, head_dim: int) -> tuple[Ring, ...]:
-        """Rings of segments over a cache of `bits` per element, in order of preference."""
-        for row in self.rows.get(segments, ()):
-            if row.bits == bits and head_dim in row.head_dims:
-                return row.rings
-        return self.rings(OTHERWISE[segments], bits, head_dim)
 
 
 OTHER_RINGS = (
@@ -108,6 +134,7 @@ OTHER_RINGS = (
     Ring(4, 2, 1, 8192),
     Ring(2, 2, 1, 8192),
 )
+SHORT_WINDOWS = up_to(SHORT)
 # Of short segments, by the most bytes of a row of K (`python -m perf.search_decode --window-left`).
 _SHORT_RINGS = {
     32: Ring(2, 2, 8, 2048, work="whole"),
@@ -116,40 +143,34 @@ _SHORT_RINGS = {
     1024: Ring(4, 3, 2, 8192, work="whole"),
 }
 _SHORT = tuple(
-    Row(bits, (ring,), range(1, size * 8 // bits + 1)) for bits in (16, 8, 4) for size, ring in _SHORT_RINGS.items()
+    Rule(bits, (ring,), range(1, size * 8 // bits + 1), window=SHORT_WINDOWS)
+    for bits in (16, 8, 4)
+    for size, ring in _SHORT_RINGS.items()
 )
 # Measured on H100 and H200 (`python -m perf.search_decode`).
-DEFAULT = RingTable(
-    {
-        "few": (
-            Row(16, (Ring(8, 2, 1, 8192),)),
-            Row(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096))),
-            Row(4, (Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096))),
-        ),
-        "many": (
-            Row(16, (Ring(4, 3, 1, 8192),)),
-            Row(8, (Ring(8, 2, 1, 8192), Ring(4, 2, 3, 8192))),
-            Row(4, (Ring(2, 2, 2, 8192), Ring(4, 3, 2, 4096))),
-        ),
-        "short": _SHORT,
-    }
+_FEW = (
+    Rule(16, (Ring(8, 2, 1, 8192),), pairs=up_to(FEW)),
+    Rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
+    Rule(4, (Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
 )
+_MANY = (
+    Rule(16, (Ring(4, 3, 1, 8192),)),
+    Rule(8, (Ring(8, 2, 1, 8192), Ring(4, 2, 3, 8192))),
+    Rule(4, (Ring(2, 2, 2, 8192), Ring(4, 3, 2, 4096))),
+)
+DEFAULT = Table((*_SHORT, *_FEW, *_MANY))
 # For 8 TB/s over 148 SMs, of which none has been measured: what arrives in 1 us is 54 KB. At that rate NVFP4 leaves 20
 # issue slots per token. Those that a tile takes whatever its size are spread over more tokens here.
-FAST_MEMORY = RingTable(
-    {
-        "few": (
-            Row(16, (Ring(8, 3, 1, 8192), Ring(8, 2, 1, 8192))),
-            Row(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192))),
-            Row(4, (Ring(8, 3, 1, 8192), Ring(8, 3, 1, 4096))),
-        ),
-        "many": (
-            Row(16, (Ring(4, 3, 2, 8192),)),
-            Row(8, (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192))),
-            Row(4, (Ring(4, 3, 2, 8192, most=128),)),
-        ),
-        "short": _SHORT,
-    },
+FAST_MEMORY = Table(
+    (
+        *_SHORT,
+        Rule(16, (Ring(8, 3, 1, 8192), Ring(8, 2, 1, 8192)), pairs=up_to(FEW)),
+        Rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192)), pairs=up_to(FEW)),
+        Rule(4, (Ring(8, 3, 1, 8192), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
+        Rule(16, (Ring(4, 3, 2, 8192),)),
+        Rule(8, (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192))),
+        Rule(4, (Ring(4, 3, 2, 8192, most=128),)),
+    ),
     in_flight=64 << 10,
 )
 _CLUSTERED = range(1, WARP_DIM + 1)  # head dims
@@ -158,109 +179,133 @@ _NARROW = range(64, 65)
 # A kv head for each warp, or a CTA.
 _WHOLE_HEADS = Ring(2, 2, 8, 4096, work="heads"), Ring(2, 2, 8, 4096, work="whole")
 # A tile of a window of 128 keys for each of its warps: whatever is read arrives at once.
-_FEW_SHORTEST = Ring(4, 2, 4, 2048, work="whole").to_smem(SHORT)
+_FEW_OF_128 = Ring(4, 2, 4, 2048, work="whole").to_smem(SHORT)
 # All tiles of such a window but one on their way, and no barrier behind them.
-_SHORTEST_HEADS = (
+_HEADS_OF_128 = (
     Ring(4, 3, 2, 4096, work="heads").to_l2(SHORT),
     Ring(2, 2, 8, 4096, work="whole").to_smem(SHORT),
 )
-# H100, 1 x 8192, d 128: with a guest and keys ahead 7.7 us instead of 9.4 (28/4 heads), 5.8 instead of 6.6 (8/1).
-_CLUSTERS_OF_8 = (
-    Row(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED),
-    Row(8, (Ring(8, 4, 1, 4096).in_clusters(8), Ring(8, 3, 1, 4096).in_clusters(8)), _CLUSTERED),
-    Row(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED),
-)
 _ALONE_16 = (Ring(8, 2, 1, 8192).in_clusters(8), Ring(4, 3, 1, 8192).in_clusters(8))
 _ONE_16 = (Ring(4, 3, 1, 8192, guests=1).in_clusters(6), Ring(4, 3, 1, 8192).in_clusters(6))
+# Windows of 128 keys, 8 kv heads, on an H100 and an H200, relative to CTAs of two warps with early tiles (8 bits, up to
+# 64 requests) or to _SHORT. 8 bits: 8 requests 1.09 and 1.09, 16 0.99 and 1.02; 32 1.03 and 0.99, 64 1.07 and 1.05; 256
+# 1.08 and 1.07. 16 bits: 8 requests 1.32 and 1.30, 16 1.18 and 1.15, 32 1.07 and 1.02. Windows of 512 keys, relative to
+# _SHORT: 8 requests 1.33 and 1.39, 256 1.04 and 1.07; of 32 all rings with keys ahead are slower, 0.96 and less.
+_SHORTEST = up_to(127)  # windows that CTAs fetch ahead whole; 512 keys may take 1.7 times as long then (H100)
+_HOPPER_WINDOWS = (
+    Rule(8, (_FEW_OF_128,), _NARROW, window=_SHORTEST, pairs=up_to(FEW)),
+    Rule(8, _HEADS_OF_128, _NARROW, window=_SHORTEST, pairs=up_to(512)),
+    Rule(
+        8, (Ring(2, 5, 4, 4096, work="heads").to_l2(SHORT), _SHORT_RINGS[64]), _NARROW,
+        window=_SHORTEST, pairs=above(EVEN - 1),
+    ),
+    Rule(16, (_FEW_OF_128._replace(slot=4096),), _NARROW, window=_SHORTEST, pairs=up_to(256)),
+    Rule(
+        8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED, window=range(128, SHORT + 1), pairs=up_to(FEW)
+    ),
+    Rule(8, _WHOLE_HEADS, _MEASURED, window=range(128, SHORT + 1), pairs=above(EVEN - 1)),
+)  # fmt: skip
+# One request, whose units have clusters of their own. Of 6 CTAs more clusters run at once than of 8, whose GPC leaves
+# SMs over. us without and with keys ahead or a guest: 1 x 8192, 8/1 heads, bf16 6.9 and 6.5, 8 bits 6.6 and 5.8; 28/4
+# heads, 8 bits 9.4 and 7.7 (H100); bf16 9.6 on an H100, 8.5 on an H200, with four warps, three stages and a guest 9.8
+# and 8.9. 8 kv heads: one cluster of 8 a unit merges once, and leaves the CTAs of the next launch SMs of their own.
+# H100, H200: bf16, 2048 keys 6.5, 6.0 us instead of 7.3, 6.8 by 12 CTAs a unit; 8192 15.6, 13.2 instead of 16.2, 13.3.
+# 8 bits, 131072 keys: 88 instead of 69 us (H200).
+_ONE = range(1, 2)  # requests, and units
+_SEVERAL = range(5, 9)  # units
+_HOPPER_ONE = (
+    Rule(16, (Ring(8, 2, 1, 8192).in_clusters(8).to_smem(16),), _MEASURED, _ONE, units=_ONE),
+    Rule(16, _ALONE_16, _CLUSTERED, _ONE, units=_ONE),
+    Rule(
+        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64),), _MEASURED, _ONE,
+        units=_SEVERAL, kv_len=up_to(2048),
+    ),
+    Rule(
+        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(16),), _MEASURED, _ONE,
+        units=_SEVERAL, kv_len=up_to(8192),
+    ),
+    Rule(16, _FEW[0].rings, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, kv_len=above(LONG)),
+    Rule(16, (Ring(8, 2, 1, 8192).in_clusters(6).to_smem(16),), _MEASURED, _ONE, units=up_to(8)),
+    Rule(16, _ONE_16, _CLUSTERED, _ONE, units=up_to(8)),
+    Rule(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, _ONE, units=up_to(4)),
+    Rule(8, (Ring(8, 4, 1, 4096).in_clusters(8), Ring(8, 3, 1, 4096).in_clusters(8)), _CLUSTERED, _ONE, units=up_to(4)),
+    Rule(
+        8, (Ring(8, 2, 1, 4096, guests=1).in_clusters(8).to_l2(128),), _MEASURED, _ONE,
+        units=_SEVERAL, kv_len=up_to(2048),
+    ),
+    Rule(
+        8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, _ONE,
+        units=_SEVERAL, kv_len=up_to(8192),
+    ),
+    Rule(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED, _ONE, units=up_to(4)),
+    *(replace(rule, requests=_ONE) for rule in _FEW),
+)  # fmt: skip
 # Keys to L2: what a launch fetches while CTAs of the preceding one end, one after the other, its own would wait for.
 # Tiles to shared memory, relative to that, H100 and H200: clusters over 16 bits, 1 x 2048 and 1 x 8192, 1.01 to 1.07
 # times as fast, over 8 bits 0.94 to 0.98; 64 windows 1.02 and 0.98. Time lies in instructions as much as in latencies
 # there.
-HOPPER = RingTable(
-    {
-        **DEFAULT.rows,
-        # 1 x 8192: 6.5 us instead of 6.9 without keys ahead (H100, 8/1 heads).
-        "alone": (
-            Row(16, (Ring(8, 2, 1, 8192).in_clusters(8).to_smem(16),), _MEASURED),
-            Row(16, _ALONE_16, _CLUSTERED),
-            *_CLUSTERS_OF_8,
-        ),
-        # Of 6 CTAs more clusters run at once than of 8, whose GPC leaves SMs over. 1 x 8192, 28/4 heads: 9.6 us on an
-        # H100, 8.5 on an H200; with four warps, three stages and a guest 9.8 and 8.9.
-        "one": (
-            Row(16, (Ring(8, 2, 1, 8192).in_clusters(6).to_smem(16),), _MEASURED),
-            Row(16, _ONE_16, _CLUSTERED),
-            *_CLUSTERS_OF_8,
-        ),
-        # 8 kv heads: one cluster of 8 a unit merges once, and leaves the CTAs of the next launch SMs of their own.
-        # H100, H200: bf16, 2048 keys 6.5, 6.0 us instead of 7.3, 6.8 by 12 CTAs a unit; 8192 15.6, 13.2 instead of
-        # 16.2, 13.3. 8 bits, 131072 keys: 88 instead of 69 us (H200).
-        "tiny": (
-            Row(16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64),), _MEASURED),
-            Row(16, _ONE_16, _CLUSTERED),
-            Row(8, (Ring(8, 2, 1, 4096, guests=1).in_clusters(8).to_l2(128),), _MEASURED),
-        ),
-        "brief": (
-            Row(16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(16),), _MEASURED),
-            Row(16, _ONE_16, _CLUSTERED),
-            Row(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED),
-        ),
-        "long": DEFAULT.rows["few"],
+HOPPER = Table(
+    (
+        *_HOPPER_WINDOWS,
+        *_SHORT,
+        *_HOPPER_ONE,
         # 8 x 8192: 1.01 to 1.02 times as fast as the rings of long requests, 1 x 131072 0.98 (8 bits, H100).
-        "few": (
-            Row(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED),
-            Row(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED),
-            *DEFAULT.rows["few"],
-        ),
-        # 64 x 2048: 1.02 (H100) and 1.00 (H200).
-        "many": (Row(8, (Ring(8, 2, 1, 8192).to_l2(128),), _MEASURED), *DEFAULT.rows["many"]),
+        Rule(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED, pairs=up_to(FEW)),
+        Rule(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED, pairs=up_to(FEW)),
+        *_FEW,
         # 1.02 to 1.03 times as fast as CTAs that cut segments (H100, 256 x 1024 and 512 x 512; H200 1.07), but of 64 x
         # 8192, 8 bits, 1.01 on an H100 and 0.95 on an H200. With a kv head for each warp, 1.03 to 1.04 times as fast
         # again over 8 bits, 1.002 over 16 (H100).
-        "even": (
-            Row(8, _WHOLE_HEADS, _MEASURED),
-            Row(16, (Ring(2, 3, 4, 8192, work="whole"),), _MEASURED),
-        ),
-        # Windows of 128 keys, 8 kv heads, on an H100 and an H200, relative to CTAs of two warps with early tiles
-        # (8 bits, up to 64 requests) or to "short". 8 bits: 8 requests 1.09 and 1.09, 16 0.99 and 1.02; 32 1.03 and
-        # 0.99, 64 1.07 and 1.05; 256 1.08 and 1.07. 16 bits: 8 requests 1.32 and 1.30, 16 1.18 and 1.15, 32 1.07 and
-        # 1.02.
-        "few shortest": (Row(8, (_FEW_SHORTEST,), _NARROW), Row(16, (_FEW_SHORTEST._replace(slot=4096),), _NARROW)),
-        "some shortest": (Row(8, _SHORTEST_HEADS, _NARROW), Row(16, (_FEW_SHORTEST._replace(slot=4096),), _NARROW)),
-        "more shortest": (Row(8, _SHORTEST_HEADS, _NARROW),),
-        "many shortest": (Row(8, (Ring(2, 5, 4, 4096, work="heads").to_l2(SHORT), _SHORT_RINGS[64]), _NARROW),),
-        # Windows of 512 keys, 8 kv heads, relative to "short", H100 and H200: 8 requests 1.33 and 1.39, 256 1.04 and
-        # 1.07. 32 requests: all rings with keys ahead are slower, 0.96 and less.
-        "few short": (Row(8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED),),
-        "many short": (Row(8, _WHOLE_HEADS, _MEASURED),),
-    }
+        Rule(8, _WHOLE_HEADS, _MEASURED, pairs=above(EVEN - 1), even=True),
+        Rule(16, (Ring(2, 3, 4, 8192, work="whole"),), _MEASURED, pairs=above(EVEN - 1), even=True),
+        # 64 x 2048: 1.02 (H100) and 1.00 (H200).
+        Rule(8, (Ring(8, 2, 1, 8192).to_l2(128),), _MEASURED),
+        *_MANY,
+    )
 )
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.
 TABLES = {9: HOPPER, 10: FAST_MEMORY}
 
 
+def table_of(arch: Arch) -> Table:
+    """Return the table of an architecture."""
+    return TABLES.get(arch.capability[0], DEFAULT)
+
+
+def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule:
+    """Return the rule that a launch follows over a cache of `bits` per element."""
+    return next(rule for rule in table_of(arch).rules if rule.bits == bits and rule.applies(head_dim, shape))
+
+
+def rules(arch: Arch, bits: int, head_dim: int) -> list[Rule]:
+    """Return every rule that a launch may follow over a cache of `bits` per element."""
+    found: list[Rule] = []
+    for rule in table_of(arch).rules:
+        if rule.bits == bits and head_dim in rule.head_dims and not any(earlier.covers(rule) for earlier in found):
+            found.append(rule)
+    return found
+
+
 def choose(
     q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool,
-    segments: Segments, arch: Arch, num_kv_heads: int = 1,
+    rule: Rule, arch: Arch, num_kv_heads: int = 1,
 ) -> XqaSpec:  # fmt: skip
-    """Choose the kernel for `packed_rows` = q_len * group rows and `segments`, pairs of a request and a kv head. Rings
-    whose warps have a head each are for multiples of so many."""
+    """Choose the kernel for `packed_rows` = q_len * group rows by a rule for the cache. Rings whose warps have a head
+    each are for multiples of so many."""
     software = KV_BITS[kv_dtype] == 4 and not arch.converts_e4m3  # scales: software takes registers too
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
     # Blocks that lanes read whole take fewer instructions than pairs.
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS and not (arch.converts_e2m1 and head_dim >= 128)
-    table = TABLES.get(arch.capability[0], DEFAULT)
-    preferred = table.rings(segments, KV_BITS[kv_dtype], head_dim)
-    work: Work = "whole" if preferred[0].work in WHOLE else "shares"
+    work: Work = "whole" if rule.rings[0].work in WHOLE else "shares"
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),
             r.warps, r.stages, r.ctas, paired, r.guests, r.work, r.cluster_size, r.prefetch, r.prefetch_keys,
         )
-        for r in (*preferred, *(ring._replace(work=work) for ring in OTHER_RINGS))
+        for r in (*rule.rings, *(ring._replace(work=work) for ring in OTHER_RINGS))
     ]  # fmt: skip
     fitting = [spec for spec in specs if _fits(spec, arch) and num_kv_heads % spec.heads == 0]
-    return next((spec for spec in fitting if in_flight(spec) >= table.in_flight), max(fitting, key=in_flight))
+    return next((spec for spec in fitting if in_flight(spec) >= table_of(arch).in_flight), max(fitting, key=in_flight))
 
 
 def in_flight(spec: XqaSpec) -> int:

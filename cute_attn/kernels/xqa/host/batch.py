@@ -13,12 +13,11 @@ from cute_attn.kernels.host.batch import BatchRun
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
-from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import lengths as device_lengths
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
 from cute_attn.kernels.xqa.host.prepared import XqaKernel
-from cute_attn.kernels.xqa.host.variant import segments
-from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
+from cute_attn.kernels.xqa.tiles import Rule
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.param_block import Values
@@ -33,7 +32,7 @@ LAST_WAVE = 1 / 4
 class XqaBatchSchedule(NamedTuple):
     """Kernel, grid and records of a plan."""
 
-    segments: Segments
+    rule: Rule
     config: LaunchConfig
     batch_size: int
     records: np.ndarray  # keys of every request, index of its first page, and a counter of zero for every CTA
@@ -61,41 +60,40 @@ def schedule(
     qo_len = limits.max_qo_len
     batch_size = lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
-    of = segments_of(settings, lengths, limits, arch, sms)
-    config = launch_config(settings, qo_len, of, arch, sms, limits.workspace_bytes)
+    rule = rule_of_batch(settings, lengths, limits, arch, sms)
+    config = launch_config(settings, qo_len, rule, arch, sms, limits.workspace_bytes)
     records = allocate(2 * batch_size + config.ctas)
     records[2 * batch_size :] = 0
     if isinstance(lengths, DeviceLengths):
         records[: 2 * batch_size] = 0  # until `XqaBatchRun.again`
     else:
         records[batch_size : 2 * batch_size], records[:batch_size] = lengths.kv_ranges
-    return XqaBatchSchedule(of, config, batch_size, records, limits.keeps_address)
+    return XqaBatchSchedule(rule, config, batch_size, records, limits.keeps_address)
 
 
-def segments_of(
+def rule_of_batch(
     settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, sms: int
-) -> Segments:
-    """Returns what `variant.segments` says of a batch. It depends on lengths only where launches are not captured;
-    lengths on the device have the bound that kv_indices has room for.
+) -> Rule:
+    """Return the rule that a batch follows. It depends on lengths only where launches are not captured; lengths on the
+    device have the bound that kv_indices has room for.
     """
-    qo_len, batch_size = limits.max_qo_len, lengths.batch_size
+    qo_len, batch_size, features = limits.max_qo_len, lengths.batch_size, settings.features
     assert qo_len is not None  # given by decode wrappers
     if limits.keeps_address:
-        return segments(batch_size, settings, qo_len)
+        return rule_of(features, arch, shape_of(batch_size, settings, qo_len))
     if isinstance(lengths, DeviceLengths):
         longest, even = lengths.max_kv * settings.page_size, False
     else:
         longest = lengths.longest_kv
         even = longest * batch_size <= MOST_UNEVEN * lengths.total_kv
-    of = segments(batch_size, settings, qo_len, longest, even)
-    if of == "even":
-        config = launch_config(settings, qo_len, of, arch, sms)
+    shape = shape_of(batch_size, settings, qo_len, longest, even)
+    rule = rule_of(features, arch, shape)
+    if rule.even:
+        config = launch_config(settings, qo_len, rule, arch, sms)
         at_a_time = sms * config.spec.ctas
         if 0 < config.grid[0] * batch_size % at_a_time < LAST_WAVE * at_a_time:
-            return "many"
-    if of == "one" and longest > tiles.LONG and settings.features.num_kv_heads > tiles.ONE:
-        return "long"
-    return of
+            return rule_of(features, arch, shape._replace(even=False))
+    return rule
 
 
 class XqaBatchRun(BatchRun):
@@ -118,7 +116,7 @@ class XqaBatchRun(BatchRun):
         self.planned = kernel(settings)
         super().__init__(settings, schedule, kernel, staging, gpu.device_index)
         self.staging, self.batch_size, self.gpu = staging, schedule.batch_size, gpu
-        self.settings, self.limits, self.segments = settings, limits, schedule.segments
+        self.settings, self.limits, self.rule = settings, limits, schedule.rule
         self.page_size = settings.page_size
         uploaded, size = self.records, schedule.batch_size
         self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size : 2 * size + schedule.config.ctas]
@@ -131,7 +129,7 @@ class XqaBatchRun(BatchRun):
         """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;
         None, and nothing is replaced, if another kernel is to run them.
         """
-        if segments_of(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms) != self.segments:
+        if rule_of_batch(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms) is not self.rule:
             return None
         if isinstance(lengths, DeviceLengths):
             addresses = self.seq_lens, self.request[1]

@@ -12,7 +12,7 @@ from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_firs
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import XqaKernel
-from cute_attn.kernels.xqa.host.variant import segments
+from cute_attn.kernels.xqa.host.variant import rule_of, shape_of_call
 from cute_attn.problem import DecodeProblem, Request, Settings
 from cute_attn.runtime import counters
 from cute_attn.runtime.launch import current_stream
@@ -47,8 +47,8 @@ class DecodeRun:
         settings, gpu, qo_len = self.settings, self.gpu, problem.qo_len
         tables, scratch, index = problem.block_tables, problem.scratch, gpu.device_index
         rows, width = tables.shape
-        of = segments(rows, settings, qo_len, problem.max_kv_len)
-        kernel = prepared(XqaKernel, settings, launch_config(settings, qo_len, of, gpu.arch, gpu.sms), gpu)
+        rule = rule_of(settings.features, gpu.arch, shape_of_call(problem))
+        kernel = prepared(XqaKernel, settings, launch_config(settings, qo_len, rule, gpu.arch, gpu.sms), gpu)
         config, longest, step = kernel.config, problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = kernel.request((step, 0, rows), (rows - 1) * step + width)

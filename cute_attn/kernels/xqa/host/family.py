@@ -8,7 +8,7 @@ from cute_attn.kernels.xqa.host.batch import XqaBatchRun, schedule
 from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.single import SingleRun
-from cute_attn.kernels.xqa.host.variant import segments, specs
+from cute_attn.kernels.xqa.host.variant import rule_of, shape_of_call, specs
 from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Features, Request, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
@@ -34,9 +34,8 @@ class XqaFamily:
         batch_size = len(problem.seq_lens) if isinstance(problem, DecodeProblem) else 1
         if not problem.qo_len or not batch_size:
             return []
-        longest = problem.max_kv_len if isinstance(problem, DecodeProblem) else problem.kv_len
-        of = segments(batch_size, problem.settings, problem.qo_len, longest)
-        config = launch_config(problem.settings, problem.qo_len, of, arch, sms)
+        rule = rule_of(problem.settings.features, arch, shape_of_call(problem))
+        config = launch_config(problem.settings, problem.qo_len, rule, arch, sms)
         return [(config.spec, config.grid_of(batch_size))]
 
     def plan(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cute_attn.kernels.host.prepared import MAX_SETTINGS, Grid
 from cute_attn.kernels.xqa.host.variant import choose_spec
 from cute_attn.kernels.xqa.spec import DecodeSpec, Work, XqaSpec
-from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.kernels.xqa.tiles import Rule
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import Settings
 from cute_attn.runtime.arch import Arch
@@ -53,13 +53,13 @@ class LaunchConfig(NamedTuple):
 
 @functools.lru_cache(MAX_SETTINGS)
 def launch_config(
-    settings: Settings, qo_len: int, segments: Segments, arch: Arch, sms: int, workspace_bytes: int = UNLIMITED
+    settings: Settings, qo_len: int, rule: Rule, arch: Arch, sms: int, workspace_bytes: int = UNLIMITED
 ) -> LaunchConfig:
-    """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `segments`: as `variant.segments`
-    says. `workspace_bytes`: room for partial results; fewer CTAs, down to one, need less.
+    """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for the
+    settings' features. `workspace_bytes`: room for partial results; fewer CTAs, down to one, need less.
     """
     features = settings.features
-    spec = choose_spec(features, qo_len, segments, arch)
+    spec = choose_spec(features, qo_len, rule, arch)
     row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
     placement = PLACEMENTS[spec.work](spec, features.num_kv_heads, row_blocks, sms, workspace_bytes)
     return LaunchConfig(spec, qo_len, row_blocks, *placement)

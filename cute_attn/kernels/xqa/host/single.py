@@ -22,8 +22,8 @@ from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.host.single import Tensors
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, XqaKernel
-from cute_attn.kernels.xqa.host.variant import segments
-from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
+from cute_attn.kernels.xqa.tiles import Rule
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime import capture, counters
 from cute_attn.runtime.arch import MAX_DEVICES
@@ -76,20 +76,21 @@ class SingleRun:
             return launch_nothing
         settings, block_scales = self.settings, block_scale_strides(problem)
         roles, _ = optional_tensors(problem)
-        bound: dict[Segments, SingleLaunches] = {}
+        bound: dict[Rule, SingleLaunches] = {}
         latest: tuple[int, SingleLaunches] | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
             kv_len, work = tensors[6], latest  # once: threads share this
             if work is None or work[0] != kv_len:
-                of = segments(1, settings, qo_len, kv_len)
-                if of not in bound:
-                    kernel = prepared(XqaKernel, settings, launch_config(settings, qo_len, of, gpu.arch, gpu.sms), gpu)
-                    bound[of] = _bound(kernel, tensors, roles, block_scales, tables)
-                if kv_len > bound[of].longest:
+                rule = rule_of(settings.features, gpu.arch, shape_of(1, settings, qo_len, kv_len))
+                if rule not in bound:
+                    config = launch_config(settings, qo_len, rule, gpu.arch, gpu.sms)
+                    kernel = prepared(XqaKernel, settings, config, gpu)
+                    bound[rule] = _bound(kernel, tensors, roles, block_scales, tables)
+                if kv_len > bound[rule].longest:
                     raise _too_long(*tensors[1:3])
-                work = latest = kv_len, bound[of]
+                work = latest = kv_len, bound[rule]
             (attention, pick), settled, num_bytes, _ = work[1]
             stream = current_stream(index)
             partials = tensors[0].new_empty(num_bytes, dtype=uint8)
