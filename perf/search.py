@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from cute_attn.kernels.blocks.tiles import TileProblem
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dim = options.head_dim
     q_heads, kv_heads = map(int, options.heads.split("/"))
     table = workloads(dim, (q_heads, kv_heads), options.lengths)
-    start = fa3_tiles.choose((dim, dim), plain=True, kv="dense")
+    start = fa3_tiles.choose(TileProblem((dim, dim)))
     winners = {start: None}
     end = time.monotonic() + options.seconds
     for w in table:

@@ -9,6 +9,7 @@ import pytest
 
 from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
+from cute_attn.kernels.blocks.tiles import Launch, TileProblem
 from cute_attn.kernels.fa3.tiles import choose
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.schedule import few_tiles, last_wave
@@ -19,47 +20,49 @@ from tests.support.persistent_emulated import ALL_SCHEDULES, FA3, solve_batch, s
 
 pytestmark = pytest.mark.emulator
 
-# Of q in registers, with "longest" half and all but half a step of a sum, with "short" all, the last step half zeros.
-SINGLE: tuple[tuple[str, Case], ...] = (
-    ("long", prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
-    ("longest", prefill(150, 200, (2, 1), 256, **CAUSAL, **BF16)),
-    ("longest", prefill(150, 200, (1, 1), 200)),
-    ("few", prefill(150, 200, (2, 1), 128, **CAUSAL)),
-    ("few", prefill(150, 200, (2, 1), 72)),
-    ("short", prefill(150, 200, (2, 2), 56, **CAUSAL, **BF16)),
-    ("shortest", prefill(197, 197, (1, 1), 64, **BF16)),
-    ("shortest", prefill(197, 197, (1, 1), 72)),
-    ("medium", prefill(400, 500, (1, 1), 72, **BF16)),
-    ("medium", prefill(200, 400, (2, 1), 96, **CAUSAL)),
-    ("medium", prefill(130, 270, (1, 1), 160, **BF16)),
-    ("medium", prefill(150, 400, (2, 1), 192, **CAUSAL)),
+LONG, LONGEST, MEDIUM = Launch(4096), Launch(16384), Launch()
+FEW, SHORT, SHORTEST = Launch(kv_len=1024, few=True), Launch(kv_len=1024), Launch(kv_len=224)
+# Of q in registers, with LONGEST half and all but half a step of a sum, with SHORT all, the last step half zeros.
+SINGLE: tuple[tuple[Launch, Case], ...] = (
+    (LONG, prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
+    (LONGEST, prefill(150, 200, (2, 1), 256, **CAUSAL, **BF16)),
+    (LONGEST, prefill(150, 200, (1, 1), 200)),
+    (FEW, prefill(150, 200, (2, 1), 128, **CAUSAL)),
+    (FEW, prefill(150, 200, (2, 1), 72)),
+    (SHORT, prefill(150, 200, (2, 2), 56, **CAUSAL, **BF16)),
+    (SHORTEST, prefill(197, 197, (1, 1), 64, **BF16)),
+    (SHORTEST, prefill(197, 197, (1, 1), 72)),
+    (MEDIUM, prefill(400, 500, (1, 1), 72, **BF16)),
+    (MEDIUM, prefill(200, 400, (2, 1), 96, **CAUSAL)),
+    (MEDIUM, prefill(130, 270, (1, 1), 160, **BF16)),
+    (MEDIUM, prefill(150, 400, (2, 1), 192, **CAUSAL)),
 )
 LENGTHS = (200, 0, 37, 1), (300, 20, 64, 0)
-BATCHES: tuple[tuple[str, BatchCase], ...] = (
-    ("long", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(128))),
-    ("longest", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(256))),
-    ("short", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(64))),
-    ("short", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(80))),
-    ("shortest", ragged(*LENGTHS, **heads(2, 1), **dims(80))),
-    ("medium", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(96))),
-    ("medium", ragged(*LENGTHS, **heads(2, 1), **dims(72))),
-    ("medium", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(192))),
+BATCHES: tuple[tuple[Launch, BatchCase], ...] = (
+    (LONG, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(128))),
+    (LONGEST, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(256))),
+    (SHORT, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(64))),
+    (SHORT, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(80))),
+    (SHORTEST, ragged(*LENGTHS, **heads(2, 1), **dims(80))),
+    (MEDIUM, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(96))),
+    (MEDIUM, ragged(*LENGTHS, **heads(2, 1), **dims(72))),
+    (MEDIUM, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(192))),
 )
 
 
-def assert_tile(size: str, mask: str, emulation: Emulation) -> None:
+def assert_tile(launch: Launch, mask: str, emulation: Emulation) -> None:
     spec = emulation.records[0].spec
     head_dims = spec["head_dim_qk"], spec["head_dim_vo"]
-    tile = choose(head_dims, plain=True, kv="dense", size=size, causal=mask == "causal")
+    tile = choose(TileProblem(head_dims, full=mask != "causal", launch=launch))
     assert spec["tile"] == dataclasses.asdict(tile)
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda schedule: schedule.kind)
-@pytest.mark.parametrize(("size", "problem"), SINGLE, ids=str)
-def test_single(size: str, problem: Case, schedule: Schedule) -> None:
-    with mock.patch.object(variant, "launch_size", return_value=size):
+@pytest.mark.parametrize(("launch", "problem"), SINGLE, ids=str)
+def test_single(launch: Launch, problem: Case, schedule: Schedule) -> None:
+    with mock.patch.object(variant, "launch_of", return_value=launch):
         emulation = solve_single(FA3, problem, schedule, sms=2)
-    assert_tile(size, problem.mask, emulation)
+    assert_tile(launch, problem.mask, emulation)
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda schedule: schedule.kind)
@@ -73,17 +76,17 @@ def test_single(size: str, problem: Case, schedule: Schedule) -> None:
 )
 def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
     with (
-        mock.patch.object(variant, "launch_size", return_value="longest"),
+        mock.patch.object(variant, "launch_of", return_value=LONGEST),
         mock.patch.object(last_wave, "WORTHWHILE", (9, 1)),
         mock.patch.object(few_tiles, "FEW", 0),
     ):
         emulation = solve_batch(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
     assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
-    assert_tile("longest", batch.mask, emulation)
+    assert_tile(LONGEST, batch.mask, emulation)
 
 
-@pytest.mark.parametrize(("size", "batch"), BATCHES, ids=str)
-def test_batch(size: str, batch: BatchCase) -> None:
-    with mock.patch.object(variant, "launch_size", return_value=size):
+@pytest.mark.parametrize(("launch", "batch"), BATCHES, ids=str)
+def test_batch(launch: Launch, batch: BatchCase) -> None:
+    with mock.patch.object(variant, "launch_of", return_value=launch):
         emulation = solve_batch(FA3, batch, Schedule("adversarial", 1), sms=2)
-    assert_tile(size, batch.mask, emulation)
+    assert_tile(launch, batch.mask, emulation)

@@ -28,7 +28,7 @@ from tests.support.matrix import BF16, CAUSAL, PACKED, prefill
 from tests.support.xqa_case import XqaCase
 
 Solve = Callable[[str], str]  # on a device; what is wrong, or ""
-# Batches whose lengths, and for "shortest" numbers of rows, give them tiles of their own (`fa3.tiles.SIZED`).
+# Batches whose lengths, and for the shortest numbers of rows, give them tiles of their own (`fa3.tiles.SIZED`).
 LONGER, IMAGES = ((150, 0, 250), (1100, 20, 64)), ((197,) * 180, (197,) * 180)
 SIZED = {
     "d96": ragged(*LONGER, mask="causal", **heads(2, 1), **dims(96)),

@@ -6,16 +6,17 @@ import dataclasses
 
 import pytest
 
+from cute_attn.kernels.blocks.tiles import Launch, TileProblem
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
 from cute_attn.kernels.fa3.default_specs import default_specs
 from cute_attn.kernels.fa3.smem import Fp8KvMemory, HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.host.persistent.variant import launch_size
+from cute_attn.kernels.host.persistent.variant import LAUNCHES, launch_of
 
 
 def test_every_tile_is_a_default_kernel() -> None:
     compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in default_specs() if isinstance(s, Fa3Spec)}
-    for candidates in (fa3_tiles.candidates(), fa3_tiles.candidates(fp8_kv=True)):
+    for candidates in (fa3_tiles.candidates(), fa3_tiles.candidates("fp8_kv")):
         for (dim_qk, dim_vo), tiles in candidates.items():
             assert {(dim_qk, dim_vo, tile) for tile in tiles} <= compiled
 
@@ -26,7 +27,7 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
     sources = {size: fa3_tiles.page_source(dims, size) for size in (1, 3, 5, 8, 63, 100, 64, 128, 192)}
     assert [sources[size] for size in (64, 128, 192)] == ["paged"] * 3
     assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
-    tile = fa3_tiles.choose(dims, plain=True, kv="gathered")
+    tile = fa3_tiles.choose(TileProblem(dims, "gathered"))
     spec = Fa3Spec("float16", "float16", *dims, kv="gathered", tile=tile)
     assert tile.mma_warpgroups == 2
     assert spec.registers[0] > Fa3Spec("float16", "float16", *dims, tile=tile).registers[0]
@@ -34,56 +35,59 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
 
 def test_tiles_of_paged_keys_take_whole_pages() -> None:
     for head_dims in fa3_tiles.HEAD_DIMS:
-        assert fa3_tiles.choose(head_dims, plain=True, kv="paged").cols % fa3_tiles.PAGE_ALIGNED == 0
+        assert fa3_tiles.choose(TileProblem(head_dims, "paged")).cols % fa3_tiles.PAGE_ALIGNED == 0
     with pytest.raises(ValueError, match="rows must be 64, 128 or 192"):
-        dataclasses.replace(fa3_tiles.choose((64, 64), plain=True, kv="dense"), rows=256)
+        dataclasses.replace(fa3_tiles.choose(TileProblem((64, 64))), rows=256)
 
 
 def test_tiles_of_windows() -> None:
     """CTAs that share an SM fit it; a long window at head dim 128 has the tile of other masks."""
     for dims in ((64, 64), (128, 128)):
-        narrow = fa3_tiles.choose(dims, plain=False, kv="paged", window_left=127)
+        window = TileProblem(dims, "paged", plain=False, window_left=127)
+        narrow = fa3_tiles.choose(window)
         bytes_ = HopperMemory.of(Fa3Spec("float16", "float16", *dims, kv="paged", tile=narrow)).bytes
         assert narrow.per_sm * (bytes_ + 1024) <= 228 << 10
-        assert fa3_tiles.choose(dims, plain=False, kv="gathered", window_left=127).mma_warpgroups == 2
+        assert fa3_tiles.choose(window._replace(kv="gathered")).mma_warpgroups == 2
     for window_left, group, rows in ((191, 8, 64), (192, 8, 192), (1024, 4, 192), (1025, 8, 64), (191, 2, 64)):
-        tile = fa3_tiles.choose((64, 64), plain=False, kv="dense", window_left=window_left, group=group)
+        tile = fa3_tiles.choose(TileProblem((64, 64), plain=False, window_left=window_left, group=group))
         assert (tile.rows, tile.from_first_key) == (rows, group >= 4 and window_left <= 1024)
-    odd = fa3_tiles.choose((64, 64), plain=False, kv="dense", window_left=500, group=5)  # heads that fill no tile
+    odd = fa3_tiles.choose(TileProblem((64, 64), plain=False, window_left=500, group=5))  # heads that fill no tile
     assert odd.per_sm == 3
-    modified = fa3_tiles.choose((128, 128), plain=False, kv="paged")
-    assert fa3_tiles.choose((128, 128), plain=False, kv="paged", window_left=1023) == modified != narrow
+    modified = TileProblem((128, 128), "paged", plain=False)
+    assert fa3_tiles.choose(modified) == fa3_tiles.choose(modified._replace(window_left=1023)) != narrow
 
 
 def test_tiles_follow_the_size_of_the_launch() -> None:
     """For rows whose scores are not modified; gathered pages, pages and masks keep theirs."""
-    sizes = {
-        (4000, 1000): "few",
-        (32_000, 1000): "few",
-        (34_000, 1000): "short",
-        (34_000, 225): "short",
-        (34_000, 224): "shortest",
-        (32_000, 224): "few",
-        (32_000, 1025): "medium",
-        (4096 * 32, 4096): "long",
-        (16383 * 8, 16383): "long",
-        (16384 * 8, 16384): "longest",
-        (4095 * 32, 4095): "medium",
+    launches = {
+        (4000, 1000): Launch(kv_len=1024, few=True),
+        (32_000, 1000): Launch(kv_len=1024, few=True),
+        (34_000, 1000): Launch(kv_len=1024),
+        (34_000, 225): Launch(kv_len=1024),
+        (34_000, 224): Launch(kv_len=224),
+        (32_000, 224): Launch(kv_len=1024, few=True),
+        (32_000, 1025): Launch(),
+        (4096 * 32, 4096): Launch(4096),
+        (16383 * 8, 16383): Launch(4096),
+        (16384 * 8, 16384): Launch(16384),
+        (4095 * 32, 4095): Launch(),
     }
-    for (rows, tokens), size in sizes.items():
-        assert launch_size(rows, 132, tokens, tokens) == size
-    for (size, dims), (tile, causal_only) in fa3_tiles.SIZED.items():
-        usual = fa3_tiles.choose(dims, plain=True, kv="dense")
-        assert fa3_tiles.choose(dims, plain=True, kv="dense", size=size) == tile != usual
-        assert (fa3_tiles.choose(dims, plain=True, kv="dense", size=size, causal=False) == usual) == causal_only
-        for kv in ("paged", "gathered"):
-            assert fa3_tiles.choose(dims, True, kv, size=size) == fa3_tiles.choose(dims, True, kv)
-        assert fa3_tiles.choose(dims, False, "dense", size=size) == fa3_tiles.choose(dims, False, "dense")
+    for (rows, tokens), launch in launches.items():
+        assert launch_of(rows, 132, tokens, tokens) == launch
+    assert set(launches.values()) == set(LAUNCHES)
+    for rule in fa3_tiles.SIZED:
+        usual = TileProblem(rule.head_dims)
+        assert rule.launch
+        sized = usual._replace(launch=rule.launch)
+        assert fa3_tiles.choose(sized) == rule.tile != fa3_tiles.choose(usual)
+        assert (fa3_tiles.choose(sized._replace(full=True)) == fa3_tiles.choose(usual)) == rule.causal
+        for change in ({"kv": "paged"}, {"kv": "gathered"}, {"plain": False}):
+            assert fa3_tiles.choose(sized._replace(**change)) == fa3_tiles.choose(usual._replace(**change))
 
 
 def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
     """Behind the others, each in rings of its own."""
-    for (dim_qk, dim_vo), tiles in fa3_tiles.candidates(fp8_kv=True).items():
+    for (dim_qk, dim_vo), tiles in fa3_tiles.candidates("fp8_kv").items():
         for tile in tiles:
             memory = HopperMemory.of(Fa3Spec("float16", "float16", dim_qk, dim_vo, kv_dtype="float8_e5m2", tile=tile))
             assert isinstance(memory, Fp8KvMemory)

@@ -15,6 +15,7 @@ from cute_attn import ArgumentError
 from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
+from cute_attn.kernels.blocks.tiles import Launch
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.host import combine
 from cute_attn.kernels.host.gpu import Gpu
@@ -23,7 +24,7 @@ from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import prepared, variant
 from cute_attn.kernels.host.persistent.single import Scheduler
 from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
-from cute_attn.kernels.host.persistent.variant import launch_size
+from cute_attn.kernels.host.persistent.variant import launch_of
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.host.single import SingleRun
 from cute_attn.problem import Problem
@@ -81,8 +82,8 @@ def scheduler(target: Target, problem: Problem, sms: int = 132) -> Scheduler[Any
 
 def tile_of(target: Target, problem: Problem) -> Any:
     rows = problem.qo_len * problem.settings.features.num_qo_heads
-    size = launch_size(rows, 132, problem.qo_len, problem.kv_len)
-    return target.kernels.tile_of(problem.settings, target.arch.name, size)
+    launch = launch_of(rows, 132, problem.qo_len, problem.kv_len)
+    return target.kernels.tile_of(problem.settings, target.arch.name, launch)
 
 
 def packed(target: Target, problem: Problem, names: tuple[str, ...]) -> dict[str, Any]:
@@ -240,20 +241,20 @@ def test_sections_of_a_batch(
 
 
 @pytest.mark.parametrize(
-    ("changes", "size", "cut"),
+    ("changes", "qo_len", "cut"),
     [
-        ({}, "longest", True),
-        ({}, "long", False),
-        ({"mask": "causal"}, "longest", False),
-        ({"window_left": 200}, "longest", False),
-        ({"mask": "custom"}, "longest", False),
-        ({"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "o_dtype": "bfloat16"}, "longest", False),
+        ({}, 16384, True),
+        ({}, 16383, False),
+        ({"mask": "causal"}, 16384, False),
+        ({"window_left": 200}, 16384, False),
+        ({"mask": "custom"}, 16384, False),
+        ({"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "o_dtype": "bfloat16"}, 16384, False),
     ],
 )
-def test_whose_last_wave_is_cut(target: Target, changes: dict[str, Any], size: str, cut: bool) -> None:
+def test_whose_last_wave_is_cut(target: Target, changes: dict[str, Any], qo_len: int, cut: bool) -> None:
     """On Hopper, where it was measured."""
     settings = build(ragged((40, 20), (60, 30), **heads(2, 1), **dims(128), **changes)).problem.settings
-    found = persistent_batch.tiling(target.kernels, settings, 64, 64, target.arch.name, 132, size)
+    found = persistent_batch.tiling(target.kernels, settings, 64, 64, target.arch.name, 132, Launch(qo_len))
     assert found.params.cuts_last_wave is (cut and target.name == "fa3")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_attn.kernels.blocks.tiles import TileProblem
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
 from cute_attn.kernels.fa3.host.family import KERNELS
 from cute_attn.kernels.fa3.smem import HopperMemory
@@ -27,7 +28,7 @@ GOAL = HopperTile(128, 128, 3, 2, ping_pong=False)
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_neighbours_differ_in_one_field_and_fit(head_dim: int) -> None:
-    tile = fa3_tiles.choose((head_dim, head_dim), plain=True, kv="dense")
+    tile = fa3_tiles.choose(TileProblem((head_dim, head_dim)))
     assert search.fits(head_dim, tile)
     found = search.neighbours(head_dim, tile)
     assert len(found) > 2

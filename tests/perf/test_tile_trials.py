@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cute_attn.kernels.blocks.tiles import LONGEST_TOKENS, Launch
 from cute_attn.kernels.fa3.host.family import KERNELS
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.host.persistent.batch import tiling
@@ -56,7 +57,7 @@ def test_plans_leave_the_last_wave_whole() -> None:
     settings = build(ragged((70,), (90,), **heads(8, 8), **dims(128))).problem.settings
 
     def cuts() -> bool:
-        return tiling(KERNELS, settings, 64, 1 << 20, "sm_90a", 132, "longest").params.cuts_last_wave
+        return tiling(KERNELS, settings, 64, 1 << 20, "sm_90a", 132, Launch(LONGEST_TOKENS)).params.cuts_last_wave
 
     assert cuts()
     with tile_trials.force(Trial(cuts_last_wave=False)):

@@ -1,6 +1,10 @@
-"""Head dims of the tile tables of persistent kernels."""
+"""What the tiles of persistent kernels are chosen by."""
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Operands = Literal["", "fp8", "fp8_kv", "rope"]  # 16 bits; fp8 q, k and v; only k and v narrower; q and k are rotated
 
 FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -12,3 +16,32 @@ def tile_dims(head_dims: tuple[int, int], table: tuple[tuple[int, int], ...] = H
     the end with zeros; products and stores take the problem's own head dims.
     """
     return next(dims for dims in table if head_dims[0] <= dims[0] and head_dims[1] <= dims[1])
+
+
+UNKNOWN = 1 << 62
+# Steps of the size of a launch.
+LONG_TOKENS = 4096  # query tokens per request, of more keys than SHORT_KEYS
+LONGEST_TOKENS = 16384  # the shortest requests that gained from the tiles of these launches
+SHORT_KEYS = 1024  # keys per request
+SHORTEST_KEYS = 224  # the same: images of 14 x 14 patches
+
+
+class Launch(NamedTuple):
+    """Size of a launch, in steps by which tiles may differ; by default not known."""
+
+    qo_len: int = 0  # least query tokens of a typical request
+    kv_len: int = UNKNOWN  # most keys of a request
+    few: bool = False  # few query rows per SM
+
+
+class TileProblem(NamedTuple):
+    """What a tile is chosen by."""
+
+    head_dims: tuple[int, int]
+    kv: str = "dense"  # as in the spec
+    operands: Operands = ""
+    plain: bool = True  # scores are not modified, nor masked but at the length and the diagonal
+    full: bool = False  # all rows see all keys
+    window_left: int = -1  # of causal rows where nothing else masks keys or modifies scores, else -1
+    group: int = 1  # query heads per kv head
+    launch: Launch = Launch()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cute_attn.kernels.blocks.default_specs import GATHERED, ITEMS, MODIFIED
-from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS
+from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, Launch, Operands, TileProblem
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.fa3.tiles import HEAD_DIMS, SIZED, choose, rope_tile
+from cute_attn.kernels.fa3.tiles import HEAD_DIMS, SIZED, choose
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
 
@@ -29,9 +29,9 @@ def default_specs() -> list[KernelSpec]:
     shared: dict[str, Any] = {"mask": "band", "schedule": "items", "group": 8}
     specs += [_spec((64, 64), window_left=window_left, **shared) for window_left in (127, 1023)]
     specs.append(_spec(llama, dtype=FP8_DTYPES[0], window_left=511, **shared))
-    for size, dims in SIZED:
-        specs += [_spec(dims, size=size), _spec(dims, size=size, schedule="items")]
-        specs.append(_spec(dims, size=size, split=True, out_dtype="float32"))
+    for dims, launch in ((rule.head_dims, rule.launch) for rule in SIZED):
+        specs += [_spec(dims, launch=launch), _spec(dims, launch=launch, schedule="items")]
+        specs.append(_spec(dims, launch=launch, split=True, out_dtype="float32"))
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
     fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {**MODIFIED[0], **ITEMS})
     for dims in FP8_HEAD_DIMS:
@@ -76,13 +76,20 @@ def _spec(
     dtype: str = "bfloat16",
     out_dtype: str = "bfloat16",
     window_left: int = -1,
-    size: str = "",
+    launch: Launch | None = None,
     group: int = 1,
     **rest: Any,
 ) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
-    if rest.get("pos_encoding") == "rope":
-        return Fa3Spec(dtype, out_dtype, *dims, tile=rope_tile(dims), **rest)
-    kv, fp8, fp8_kv = rest.get("kv", "dense"), dtype in FP8_DTYPES, "kv_dtype" in rest
-    tile = choose(dims, plain, kv, fp8, fp8_kv, window_left, size, group=group)
-    return Fa3Spec(dtype, out_dtype, *dims, tile=tile, **rest)
+    rotated, fp8 = rest.get("pos_encoding") == "rope", dtype in FP8_DTYPES
+    operands: Operands = "rope" if rotated else "fp8" if fp8 else "fp8_kv" if "kv_dtype" in rest else ""
+    problem = TileProblem(
+        dims,
+        rest.get("kv", "dense"),
+        operands,
+        plain=plain,
+        window_left=window_left,
+        group=group,
+        launch=launch or Launch(),
+    )
+    return Fa3Spec(dtype, out_dtype, *dims, tile=choose(problem), **rest)

@@ -9,11 +9,64 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, PAGE_ALIGNED, tile_dims
+from cute_attn.kernels.blocks.tiles import (
+    FP8_HEAD_DIMS,
+    LONG_TOKENS,
+    LONGEST_TOKENS,
+    PAGE_ALIGNED,
+    SHORT_KEYS,
+    SHORTEST_KEYS,
+    Launch,
+    Operands,
+    TileProblem,
+    tile_dims,
+)
 from cute_attn.kernels.fa3.spec import HopperTile
 
 ARCH = "sm_90a"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+MAX_WINDOW = 1 << 30  # keys: no `window_left` is larger
+
+
+class Rule(NamedTuple):
+    """A tile, and the problems that take it. The fields are those of `TileProblem`, unless said otherwise."""
+
+    head_dims: tuple[int, int]
+    tile: HopperTile
+    operands: Operands = ""
+    plain: bool = False  # True: not where scores are modified or masked
+    causal: bool = False  # True: not where all rows see all keys
+    window: range = range(-1, MAX_WINDOW + 1)  # of `window_left`
+    group: int = 1  # query heads per kv head from which it pays, as these share the tile
+    dense: bool = False  # True: not where keys are in pages
+    launch: Launch | None = None  # least qo_len, most kv_len, and whether there are few rows
+
+    def applies(self, problem: TileProblem) -> bool:
+        """Tell whether a problem whose head dims and operands are those of the rule takes the tile."""
+        return (
+            (problem.plain or not self.plain)
+            and not (self.causal and problem.full)
+            and problem.window_left in self.window
+            and (self.group == 1 or (problem.group >= self.group and self.tile.q_box_rows % problem.group == 0))
+            and (self.launch is None or self._sized(problem.launch))
+            and (problem.kv == "dense" or (not self.dense and self._reads(problem)))
+        )
+
+    def _sized(self, launch: Launch) -> bool:
+        least = self.launch
+        assert least
+        return launch.qo_len >= least.qo_len and launch.kv_len <= least.kv_len and launch.few == least.few
+
+    def _reads(self, problem: TileProblem) -> bool:
+        """Tell whether the tile's keys may be in pages. Threads that gather rows need registers, which neither three
+        MMA warpgroups leave nor those that hold q nor several CTAs.
+        """
+        tile = self.tile
+        if problem.kv == "gathered":
+            return tile.mma_warpgroups == 2 and not tile.q_registers
+        aligned = tile.cols % PAGE_ALIGNED == 0 or problem.operands in ("fp8", "fp8_kv")
+        return aligned and not tile.from_first_key
+
 
 # Beside 128 x 128, 192 x 96 at head dim 96 makes 1.05 of its speed from 2048 tokens on, 1.07 to 1.11 from 4096; at 72,
 # whose rows are no multiple of 32 bytes, 1.33. A third stage at 192 makes 1.04 to 1.07, at 160 1.07 to 1.12. (H100)
@@ -35,32 +88,23 @@ _MODIFIED = {
 }
 
 
-WIDEST = 1 << 30  # keys: no `window_left` is larger
-
-
-class Narrow(NamedTuple):
-    """Tile of causal rows that see the keys of a window, up to `window_left`, and whose scores are not modified.
-    `group`: query heads per kv head from which it pays, as these share the tile.
-    """
-
-    window_left: int
-    tile: HopperTile
-    group: int = 1
-
-
 # Rows of few tokens compute the fewest scores that the window hides; several CTAs hide each other's first and last
 # steps. H100, 4 x 4096 tokens: d 64, 64/8 heads, window 128 202 TFLOP/s (160 with the last row's tile, 118 with that of
 # _MODIFIED), window 1024 412 (364, 355); d 128, window 128 214 instead of 183, window 1024 480 instead of 533.
-_NARROW = {  # shortest windows first
-    (64, 64): (
-        Narrow(191, HopperTile(64, 48, 3, 2, ping_pong=False, per_sm=4, from_first_key=True), group=4),
-        Narrow(1024, HopperTile(192, 96, 4, 2, from_first_key=True), group=4),
-        Narrow(WIDEST, HopperTile(64, 64, 3, 2, ping_pong=False, per_sm=3)),
+_NARROW = (  # shortest windows first
+    Rule(
+        (64, 64), HopperTile(64, 48, 3, 2, ping_pong=False, per_sm=4, from_first_key=True),
+        window=range(192), group=4,
     ),
-    (128, 128): (Narrow(384, HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2)),),
-}
-# H100, 4 x 4096 tokens, 32/8 heads, window 512: 539 TFLOP/s instead of 440.
-_FP8_NARROW = {(128, 128): (Narrow(512, HopperTile(192, 64, 3, 2, ping_pong=False, from_first_key=True), group=4),)}
+    Rule((64, 64), HopperTile(192, 96, 4, 2, from_first_key=True), window=range(1025), group=4),
+    Rule((64, 64), HopperTile(64, 64, 3, 2, ping_pong=False, per_sm=3), window=range(MAX_WINDOW + 1)),
+    Rule((128, 128), HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), window=range(385)),
+    # H100, 4 x 4096 tokens, 32/8 heads, window 512: 539 TFLOP/s instead of 440.
+    Rule(
+        (128, 128), HopperTile(192, 64, 3, 2, ping_pong=False, from_first_key=True), "fp8",
+        window=range(513), group=4,
+    ),
+)  # fmt: skip
 
 # Widest windows under which the heads of a group share a tile, by head dim and bits of q. At head dim 256, where tiles
 # stay those of other masks: 1.02 to 1.09 times as fast under windows of 512 and 1024, the same under 4096 (H100, 4 x
@@ -68,31 +112,27 @@ _FP8_NARROW = {(128, 128): (Narrow(512, HopperTile(192, 64, 3, 2, ping_pong=Fals
 PACKED_WINDOWS = {(64, 16): 1024, (128, 8): 512, (256, 16): 1024}
 
 
-class Sized(NamedTuple):
-    """Tile of unmodified rows of 16 bits in launches of a size; `causal_only`: not where all rows see all keys."""
-
-    tile: HopperTile
-    causal_only: bool
-
-
 # Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that in _PLAIN,
 # causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
 # d 64, 32/32 heads, 16 x 1024 337 and 323; d 96, 32/8 heads, 16 x 1024 399 and 367, 1 x 1000 329 and 293, but at d 80
 # 16 x 1024 full 427 and 443. d 256, 8/8 heads, relative to _PLAIN: 1 x 16384 1.012, full 1.006, but 4 x 4096 full
 # 0.992: hence not in "long" launches. 64 x 197 tokens of 16 heads, full: d 64 173 and 142, d 72 136 and 106.
-_LONG = Sized(HopperTile(192, 80, 3, 1), causal_only=False)
 _SHORT_64 = HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=64, per_sm=3)
-SIZED = {
-    ("long", (128, 128)): _LONG,
-    ("longest", (128, 128)): _LONG,
-    ("longest", (256, 256)): Sized(HopperTile(128, 64, 2, 1, ping_pong=False, q_registers=128), causal_only=False),
-    ("few", (96, 96)): Sized(HopperTile(128, 128, 2, 2), causal_only=False),
-    ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), causal_only=True),
-    ("shortest", (64, 64)): Sized(_SHORT_64, causal_only=False),
-    ("shortest", (96, 96)): Sized(HopperTile(128, 112, 2, 1), causal_only=False),
-    ("short", (64, 64)): Sized(_SHORT_64, causal_only=True),
-    ("short", (96, 96)): Sized(HopperTile(128, 128, 2, 2), causal_only=True),
-}
+_LONG, _LONGEST, _FEW = Launch(LONG_TOKENS), Launch(LONGEST_TOKENS), Launch(kv_len=SHORT_KEYS, few=True)
+_SHORT, _SHORTEST = Launch(kv_len=SHORT_KEYS), Launch(kv_len=SHORTEST_KEYS)
+SIZED = tuple(
+    Rule(dims, tile, plain=True, causal=causal, dense=True, launch=launch)
+    for launch, dims, tile, causal in (
+        (_LONG, (128, 128), HopperTile(192, 80, 3, 1), False),
+        (_LONGEST, (256, 256), HopperTile(128, 64, 2, 1, ping_pong=False, q_registers=128), False),
+        (_FEW, (96, 96), HopperTile(128, 128, 2, 2), False),
+        (_FEW, (128, 128), HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), True),
+        (_SHORTEST, (64, 64), _SHORT_64, False),
+        (_SHORTEST, (96, 96), HopperTile(128, 112, 2, 1), False),
+        (_SHORT, (64, 64), _SHORT_64, True),
+        (_SHORT, (96, 96), HopperTile(128, 128, 2, 2), True),
+    )
+)
 
 _FP8 = {
     (64, 64): HopperTile(192, 128, 2, 2, ping_pong=False),
@@ -123,7 +163,7 @@ _FP8_KV_MODIFIED = {
 }
 
 # Rotated q and k, whatever the mask and the scores.
-ROPE = {
+_ROPE = {
     (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False, staged=2, transform_warps=7),
     (96, 96): HopperTile(128, 128, 2, 1, staged=1, transform_warps=7),
     (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=1, transform_warps=7),
@@ -131,6 +171,17 @@ ROPE = {
     (192, 192): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }
+
+_PLAIN_OF: dict[Operands, dict[tuple[int, int], HopperTile]] = {"": _PLAIN, "fp8": _FP8, "fp8_kv": _FP8_KV}
+_ANY_OF: dict[Operands, dict[tuple[int, int], HopperTile]] = {
+    "": _MODIFIED, "fp8": _FP8_MODIFIED, "fp8_kv": _FP8_KV_MODIFIED, "rope": _ROPE,
+}  # fmt: skip
+RULES = (  # the first that applies
+    *_NARROW,
+    *SIZED,
+    *(Rule(dims, tile, of, plain=True) for of, tiles in _PLAIN_OF.items() for dims, tile in tiles.items()),
+    *(Rule(dims, tile, of) for of, tiles in _ANY_OF.items() for dims, tile in tiles.items()),
+)
 
 # Minimum tokens per box with which pages are loaded by TMA instead of gathered by a warpgroup. A box costs TMA some 45
 # clocks beside its rows; a gathered row costs the memory system more than its share of a box.
@@ -146,63 +197,18 @@ def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False
     return "paged" if fp8 or math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
 
 
-def choose(
-    head_dims: tuple[int, int],
-    plain: bool,
-    kv: str,
-    fp8: bool = False,
-    fp8_kv: bool = False,
-    window_left: int = -1,
-    size: str = "",
-    causal: bool = True,
-    group: int = 1,
-) -> HopperTile:
-    """Returns the tile of a problem. `kv`: as in `Fa3Spec`; `fp8`: q, k and v are; `fp8_kv`: only k and v are;
-    `window_left`: that of causal rows whose scores are not modified, else -1; `size`: of the launch, one of SIZES in
-    `host.persistent.variant`, or "" for the tile of `_PLAIN`; `group`: query heads per kv head. Threads that gather
-    need registers, which neither three MMA warpgroups leave nor those that hold q nor several CTAs.
-    """
-    head_dims = tile_dims(head_dims, FP8_HEAD_DIMS if fp8 else HEAD_DIMS)
-    if window_left >= 0 and not fp8_kv and (found := _narrow(head_dims, kv, fp8, window_left, group)):
-        return found
-    if fp8:
-        return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
-    sized = SIZED.get((size, head_dims))
-    if sized and plain and kv == "dense" and not fp8_kv and (causal or not sized.causal_only):
-        return sized.tile
-    plain_tiles, modified_tiles = (_FP8_KV, _FP8_KV_MODIFIED) if fp8_kv else (_PLAIN, _MODIFIED)
-    tile = (plain_tiles if plain else modified_tiles)[head_dims]
-    aligned = fp8_kv or tile.cols % PAGE_ALIGNED == 0
-    roomy = tile.mma_warpgroups == 2 and not tile.q_registers
-    if (kv == "paged" and not aligned) or (kv == "gathered" and not roomy):
-        return modified_tiles[head_dims]
-    return tile
+def choose(problem: TileProblem) -> HopperTile:
+    """Return the tile of a problem."""
+    operands = problem.operands
+    dims = tile_dims(problem.head_dims, FP8_HEAD_DIMS if operands == "fp8" else HEAD_DIMS)
+    of_dims = (rule for rule in RULES if rule.head_dims == dims and rule.operands == operands)
+    return next(rule.tile for rule in of_dims if rule.applies(problem))
 
 
-def _narrow(head_dims: tuple[int, int], kv: str, fp8: bool, window_left: int, group: int) -> HopperTile | None:
-    """Returns the tile of causal rows under a window, if one pays. Arguments are those of `choose`."""
-    if kv == "gathered":
-        return None
-    for narrow in (_FP8_NARROW if fp8 else _NARROW).get(head_dims, ()):
-        dense = kv == "dense" or not narrow.tile.from_first_key
-        shared = narrow.group == 1 or (group >= narrow.group and narrow.tile.q_box_rows % group == 0)
-        if window_left <= narrow.window_left and dense and shared:
-            return narrow.tile
-    return None
-
-
-def rope_tile(head_dims: tuple[int, int]) -> HopperTile:
-    """Returns the tile of a problem whose q and k are rotated."""
-    return ROPE[tile_dims(head_dims, HEAD_DIMS)]
-
-
-def candidates(fp8_kv: bool = False) -> dict[tuple[int, int], list[HopperTile]]:
-    """Lists every tile that `choose` may return for 16-bit q, by head dims."""
-    tables = (_FP8_KV, _FP8_KV_MODIFIED) if fp8_kv else (_PLAIN, _MODIFIED)
-    found = {dims: list(dict.fromkeys(table[dims] for table in tables)) for dims in HEAD_DIMS}
-    if not fp8_kv:
-        for dims, rows in _NARROW.items():
-            found[dims] += [narrow.tile for narrow in rows]
-        for (_, dims), sized in SIZED.items():
-            found[dims].append(sized.tile)
-    return found
+def candidates(operands: Operands = "") -> dict[tuple[int, int], list[HopperTile]]:
+    """List every tile that `choose` may return, by head dims."""
+    found: dict[tuple[int, int], dict[HopperTile, None]] = {}
+    for rule in RULES:
+        if rule.operands == operands:
+            found.setdefault(rule.head_dims, {})[rule.tile] = None
+    return {dims: list(tiles) for dims, tiles in found.items()}

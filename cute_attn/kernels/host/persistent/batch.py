@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from cute_attn.kernels.blocks.tiles import LONGEST_TOKENS, Launch
 from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.prepared import order_values
@@ -25,15 +26,15 @@ def batch_tiling(
 ) -> Tiling[variant.T]:
     """Returns the tiling of a batch on a GPU with `sms` multiprocessors."""
     qo_len, kv_len = typical_qo_len(lengths, limits), typical_kv_len(lengths, limits)
-    size = "medium"
+    launch = variant.UNKNOWN_LAUNCH
     # Results of fixed splits must not depend on lengths.
     if kv_len is not None and limits.fixed_split_size is None and not limits.disable_split_kv:
         rows = limits.graph.max_rows if limits.graph else lengths.rows - lengths.first_row
-        size = variant.launch_size(rows * settings.features.num_qo_heads, sms, qo_len, kv_len)
+        launch = variant.launch_of(rows * settings.features.num_qo_heads, sms, qo_len, kv_len)
     # A blank item, which launches of a fixed size may have, ends a CTA's work: behind it must be no other section.
     longest = 0 if limits.graph else lengths.longest_kv
     section = 1 << (longest - 1).bit_length() if longest else 0
-    return tiling(kernels, settings, min(qo_len, variant.PACKED_TOKENS), section, arch.name, sms, size)
+    return tiling(kernels, settings, min(qo_len, variant.PACKED_TOKENS), section, arch.name, sms, launch)
 
 
 @functools.lru_cache(MAX_SETTINGS)
@@ -44,15 +45,15 @@ def tiling(
     kv_len: int,
     arch: str,
     sms: int,
-    size: str = "medium",
+    launch: Launch = variant.UNKNOWN_LAUNCH,
 ) -> Tiling[variant.T]:
-    """Returns the tiling for a launch of a size with requests of `qo_len` query tokens and up to `kv_len` keys. To the
+    """Returns the tiling for a launch with requests of `qo_len` query tokens and up to `kv_len` keys. To the
     scheduler, heads that share a tile are one group.
     """
     features = settings.features
-    tile = kernels.tile_of(settings, arch, size, settings.page_size)
+    tile = kernels.tile_of(settings, arch, launch, settings.page_size)
     heads = kernels.heads_per_tile(settings, qo_len, tile.q_box_rows)
-    section = variant.section_heads(features, heads, kv_len, size)
+    section = variant.section_heads(features, heads, kv_len, launch)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
     groups = max(1, sms * tile.per_sm // tile.ctas)  # of CTAs that share work items
     params = SchedulerParams(
@@ -66,8 +67,8 @@ def tiling(
         min_split_tiles=min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
         partial_row_bytes=4 * (features.head_dim_vo + 1),
         l2_section_heads=section,
-        l2_kv_tokens=variant.section_tokens(features, size) // kv_heads,
-        cuts_last_wave=kernels.cuts_last_wave and size == "longest" and variant.has_equal_tiles(settings),
+        l2_kv_tokens=variant.section_tokens(features, launch) // kv_heads,
+        cuts_last_wave=kernels.cuts_last_wave and launch.qo_len >= LONGEST_TOKENS and variant.has_equal_tiles(settings),
     )
     return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
 

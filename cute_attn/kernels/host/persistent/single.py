@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic
 
+from cute_attn.kernels.blocks.tiles import Launch
 from cute_attn.kernels.host.fastdiv import magic
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.prepared import order_values
@@ -19,15 +20,15 @@ class Scheduler(Generic[variant.T]):
     def __init__(self, kernels: variant.PersistentKernels[variant.T], settings: Settings, arch: Arch, sms: int) -> None:
         self.kernels, self.settings, self.features = kernels, settings, settings.features
         self.arch, self.sms = arch.name, sms
-        self.tiles: dict[str, variant.T] = {}  # by size of a launch
+        self.tiles: dict[Launch, variant.T] = {}
 
     def __call__(self, qo_len: int, kv_len: int) -> SingleSchedule[variant.T]:
         """Returns the schedule of a request with these lengths."""
         features = self.features
-        size = variant.launch_size(qo_len * features.num_qo_heads, self.sms, qo_len, kv_len)
-        tile = self.tiles.get(size)
+        launch = variant.launch_of(qo_len * features.num_qo_heads, self.sms, qo_len, kv_len)
+        tile = self.tiles.get(launch)
         if tile is None:
-            tile = self.tiles[size] = self.kernels.tile_of(self.settings, self.arch, size)
+            tile = self.tiles[launch] = self.kernels.tile_of(self.settings, self.arch, launch)
         groups = max(1, self.sms * tile.per_sm // tile.ctas)  # of CTAs that share work items
         heads = self.kernels.heads_per_tile(self.settings, qo_len, tile.q_box_rows)
         blocks, head_blocks = ceil_div(qo_len * heads, tile.rows), features.num_qo_heads // heads

@@ -9,6 +9,15 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec, PersistentTile
+from cute_attn.kernels.blocks.tiles import (
+    LONG_TOKENS,
+    LONGEST_TOKENS,
+    SHORT_KEYS,
+    SHORTEST_KEYS,
+    Launch,
+    Operands,
+    TileProblem,
+)
 from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
 from cute_attn.problem import Features, Settings, short
 from cute_attn.request.settings import MAX_KV_LEN
@@ -24,12 +33,12 @@ SHORT_SECTION_BYTES = 16 << 20
 NVFP4_SECTION_BYTES = 18 << 20  # the same with their block scales: as many tokens as of 8 bits, which was measured
 WINDOWS = (-1, 0, MAX_KV_LEN)  # none, the shortest and the longest: every window has the tile of one of them
 PACKED_TOKENS = 64  # below so many query tokens per request, the heads of a group share tiles
-LONG_TOKENS = 4096  # query tokens per request from which a launch is "long", or
-LONGEST_TOKENS = 16384  # "longest": the shortest requests that gained from the tiles of these launches
-SHORT_KEYS = 1024  # keys per request up to which a launch is "short", or "few":
-FEW_ROWS = 2 * 128  # query rows per SM up to which a launch of such requests is "few"
-SHORTEST_KEYS = 224  # keys per request up to which a launch of more rows is "shortest": images of 14 x 14 patches
-SIZES = ("few", "shortest", "short", "medium", "long", "longest")  # of launches, by which tiles may differ
+FEW_ROWS = 2 * 128  # query rows per SM up to which a launch of short requests has few
+UNKNOWN_LAUNCH = Launch()
+LAUNCHES = (  # all that `launch_of` tells
+    *(Launch(kv_len=SHORT_KEYS, few=True), Launch(kv_len=SHORTEST_KEYS), Launch(kv_len=SHORT_KEYS)),
+    *(UNKNOWN_LAUNCH, Launch(LONG_TOKENS), Launch(LONGEST_TOKENS)),
+)
 
 T = TypeVar("T", bound=PersistentTile)
 T_co = TypeVar("T_co", bound=PersistentTile, covariant=True)
@@ -45,15 +54,8 @@ class PageSource(Protocol):
 class ChooseTile(Protocol[T_co]):
     """Chooses tiles."""
 
-    def __call__(
-        self, arch: str, head_dims: tuple[int, int], plain: bool, kv: str,
-        *, full: bool, fp8: bool, fp8_kv: bool, window_left: int, size: str, group: int,
-    ) -> T_co:  # fmt: skip
-        """Returns the tile of a problem on an architecture. `plain`: scores are not modified, nor masked but at the
-        length and the diagonal; `full`: all rows see all keys; `kv`: as in the spec; `window_left`: that of causal rows
-        where nothing else masks keys or modifies scores, else -1; `size`: one of SIZES, of the launch; `group`: query
-        heads per kv head.
-        """
+    def __call__(self, arch: str, problem: TileProblem) -> T_co:
+        """Return the tile of a problem on an architecture."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +68,7 @@ class PersistentKernels(Generic[T]):
     choose_tile: ChooseTile[T]
     # By head dim and bits of q: `window_left` up to which heads share tiles of long causal requests too.
     packed_windows: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    rope_tile: Callable[[tuple[int, int]], T] | None = None  # by head dims, of kernels that rotate q and k
-    cuts_last_wave: bool = False  # of "longest" launches that have equal tiles
+    cuts_last_wave: bool = False  # of launches of requests of LONGEST_TOKENS that have equal tiles
 
     def spec(
         self, features: Features, window: bool, tile: T, split: bool = False, page_size: int = SMALL_PAGE
@@ -113,32 +114,28 @@ class PersistentKernels(Generic[T]):
         window_left: int = -1,
         page_size: int = SMALL_PAGE,
         causal: bool = True,
-        size: str = "medium",
+        launch: Launch = UNKNOWN_LAUNCH,
     ) -> T:
-        """Returns the tile of these features on an architecture. `window_left`: -1, no window; `page_size`: as in
-        `spec`; `size`: one of SIZES, of the launch.
+        """Return the tile of these features on an architecture. `window_left`: -1, no window; `page_size`: as in
+        `spec`.
         """
-        if rotates(features):
-            assert self.rope_tile
-            return self.rope_tile(head_dims(features))
-        modified = features.custom_mask or features.multi_item or bool(scores(features))
-        window = window_left >= 0
-        return self.choose_tile(
-            arch,
+        masked = features.custom_mask or features.multi_item
+        modified, window = masked or bool(scores(features)), window_left >= 0
+        problem = TileProblem(
             head_dims(features),
-            not (modified or window),
             self.kv_source(features, page_size),
-            full=not (features.custom_mask or features.multi_item or window or causal),
-            fp8=features.q_dtype in FP8,
-            fp8_kv=fp8_kv(features),
+            operands(features),
+            plain=not (modified or window),
+            full=not (masked or window or causal),
             window_left=window_left if causal and not modified else -1,
-            size=size,
             group=features.num_qo_heads // features.num_kv_heads,
+            launch=launch,
         )
+        return self.choose_tile(arch, problem)
 
-    def tile_of(self, settings: Settings, arch: str, size: str, page_size: int = SMALL_PAGE) -> T:
-        """Returns the tile of these settings for a launch of a size."""
-        return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal, size)
+    def tile_of(self, settings: Settings, arch: str, launch: Launch, page_size: int = SMALL_PAGE) -> T:
+        """Return the tile of these settings for a launch."""
+        return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal, launch)
 
     def heads_per_tile(self, settings: Settings, qo_len: int, rows: int) -> int:
         """Returns the number of query heads whose rows share a tile: a whole GQA group where requests are short, or see
@@ -154,29 +151,25 @@ class PersistentKernels(Generic[T]):
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
         """Returns every kernel that calls of these features may need, whatever their lengths."""
         kernels: list[KernelSpec] = [
-            self.spec(
-                features, window >= 0, self.tile(features, arch.name, window, page_size, causal, size), split, page_size
-            )
+            self.spec(features, window >= 0, tile, split, page_size)
             for window in WINDOWS
-            for size in SIZES
+            for launch in LAUNCHES
             for causal in (True, False)
-            for split in ((False,) if batched(features) else (False, True))
             for page_size in (SMALL_PAGE, LARGE_PAGE)
+            for tile in (self.tile(features, arch.name, window, page_size, causal, launch),)
+            for split in ((False,) if batched(features) else (False, True))
         ]
         return [*dict.fromkeys(kernels), combine_spec(features)]
 
 
-def launch_size(rows: int, sms: int, qo_len: int, kv_len: int) -> str:
-    """Returns which of SIZES a launch has. `rows`: query rows of all heads and requests; `qo_len`: query tokens of a
+def launch_of(rows: int, sms: int, qo_len: int, kv_len: int) -> Launch:
+    """Return which of LAUNCHES a launch is. `rows`: query rows of all heads and requests; `qo_len`: query tokens of a
     typical request; `kv_len`: keys of the longest.
     """
     if kv_len <= SHORT_KEYS:
-        if rows <= FEW_ROWS * sms:
-            return "few"
-        return "shortest" if kv_len <= SHORTEST_KEYS else "short"
-    if qo_len >= LONG_TOKENS:
-        return "longest" if qo_len >= LONGEST_TOKENS else "long"
-    return "medium"
+        few = rows <= FEW_ROWS * sms
+        return Launch(kv_len=SHORTEST_KEYS if kv_len <= SHORTEST_KEYS and not few else SHORT_KEYS, few=few)
+    return Launch(next((step for step in (LONGEST_TOKENS, LONG_TOKENS) if qo_len >= step), 0))
 
 
 def scores(features: Features) -> tuple[str, ...]:
@@ -201,6 +194,13 @@ def rotates(features: Features) -> bool:
     return features.pos_encoding_mode == "ROPE_LLAMA"
 
 
+def operands(features: Features) -> Operands:
+    """Return what q, k and v are."""
+    if rotates(features):
+        return "rope"
+    return "fp8" if features.q_dtype in FP8 else "fp8_kv" if fp8_kv(features) else ""
+
+
 def head_dims(features: Features) -> tuple[int, int]:
     return features.head_dim_qk, features.head_dim_vo
 
@@ -210,23 +210,22 @@ def fp8_kv(features: Features) -> bool:
     return features.kv_dtype != features.q_dtype
 
 
-def section_heads(features: Features, heads: int, kv_len: int, size: str = "medium") -> int:
-    """Returns the blocks of `heads` query heads in an L2 section of a launch of a size: those of as many kv heads as it
+def section_heads(features: Features, heads: int, kv_len: int, launch: Launch = UNKNOWN_LAUNCH) -> int:
+    """Return the blocks of `heads` query heads in an L2 section of a launch: those of as many kv heads as it
     holds, at least one, rounded down to a divisor of all blocks.
     """
     head_blocks = features.num_qo_heads // heads
     blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
-    blocks = min(head_blocks, max(1, section_tokens(features, size) // max(kv_len, 1)) * blocks_per_kv)
+    blocks = min(head_blocks, max(1, section_tokens(features, launch) // max(kv_len, 1)) * blocks_per_kv)
     while head_blocks % blocks:
         blocks -= 1
     return blocks
 
 
-def section_tokens(features: Features, size: str) -> int:
-    """Returns how many tokens of one kv head an L2 section holds in a launch of a size."""
+def section_tokens(features: Features, launch: Launch) -> int:
+    """Return how many tokens of one kv head an L2 section of a launch holds."""
     dims = features.head_dim_qk + features.head_dim_vo
     if features.kv_block_scales:
         return NVFP4_SECTION_BYTES // (dims // 2 + dims // 16)
-    return (SHORT_SECTION_BYTES if size in ("short", "shortest") else SECTION_BYTES) // (
-        dims * features.kv_dtype.itemsize
-    )
+    short = launch.kv_len <= SHORT_KEYS and not launch.few
+    return (SHORT_SECTION_BYTES if short else SECTION_BYTES) // (dims * features.kv_dtype.itemsize)
