@@ -33,7 +33,6 @@ from cute_attn.schedule.constants import (
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
 FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
-PLAIN_TILES = 16  # query tiles, of which plain Python takes less time for the search than numpy
 REMEMBERED = 256  # results of that search
 
 _SIZES = np.arange(BINS)
@@ -42,9 +41,6 @@ _ITEM_BITS = 40  # of a batch: at most MAX_SPLITS for each of 2^30 rows
 # As an operand an array of no dimension takes numpy half the time of a Python int.
 _MINUS_ONE, _ONE, _UNIT, _BINS = map(np.array, (-1, 1, UNIT, BINS))
 _SHIFT, _MASK = map(np.array, (_ITEM_BITS, (1 << _ITEM_BITS) - 1))
-# The smallest of LONGEST_DIVISORS that is no less than the index, and the largest of SHARE_FACTORS that is no more.
-_DIVISOR_FROM = [min(d for d in LONGEST_DIVISORS if d >= i) for i in range(LONGEST_DIVISORS[-1] + 1)]
-_FACTOR_TO = [max((f for f in SHARE_FACTORS if f <= i), default=0) for i in range(SHARE_FACTORS[-1] + 1)]
 most = np.maximum.reduce  # half the time of an array's `max`
 
 
@@ -103,8 +99,6 @@ def split_size(visible: tuple[int, ...], device: Device, capacity: Capacity) -> 
     longest, total = max(visible) if visible else 0, sum(visible)  # `default` takes longer than all of it
     if not _may_pay(longest, total, device, capacity):
         return None
-    if len(visible) <= PLAIN_TILES:
-        return _split_size_of_few(visible, longest, total, device, capacity)
     return _split_size(np.array(visible, np.int32), longest, total, device, capacity)
 
 
@@ -115,135 +109,6 @@ def _may_pay(longest: int, total: int, device: Device, capacity: Capacity) -> bo
         return False
     more, of = BALANCED  # of so many waves that longest-first order fills the last one well, no split pays
     return longest * resident * of > (more - of) * total * ctas
-
-
-def _split_size_of_few(
-    visible: tuple[int, ...], longest: int, total: int, device: Device, capacity: Capacity
-) -> int | None:
-    """Returns `_split_size`, in plain Python."""
-    more, of = BALANCED
-    resident, ctas, _, _ = device
-    sizes = sorted(visible, reverse=True)
-    if longest >= BINS:
-        sizes = _rounded_up(sizes)
-    number = work = fullest = 0
-    for size in sizes:
-        number += 1
-        time = (size * UNIT or EMPTY_TILE_TIME) + ITEM_TIME
-        work += time
-        time *= -(-number * ctas // resident)
-        if time > fullest:
-            fullest = time
-    share = work * ctas // resident
-    unsplit = fullest if fullest > share else share
-    if unsplit * of <= share * more:
-        return None
-    limit = unsplit * WORTHWHILE[0] // WORTHWHILE[1]
-    return _best(sizes, total, work - number * ITEM_TIME, limit, device, capacity)
-
-
-def _rounded_up(sizes: list[int]) -> list[int]:
-    """Returns the sizes of query tiles, which descend, each rounded up to the largest of its bin in `_histogram`."""
-    width, rounded = sizes[0] // BINS + 1, sizes[:1]
-    for size in sizes[1:]:
-        rounded.append(rounded[-1] if size // width == rounded[-1] // width else size)
-    return rounded
-
-
-def _best(sizes: list[int], total: int, work: int, limit: int, device: Device, capacity: Capacity) -> int | None:
-    """Returns the first of `candidates` whose makespan is the shortest and at most `limit`, or a longer one that makes
-    the same splits. `sizes`: of query tiles, descending; `work`: time of all kv tiles, for one kv head.
-
-    Split sizes descend from the first whose longest item may end in time, past those that make the same splits, until
-    work and partials, shared equally, take too long: with shorter splits these never take less. Of 15 candidates for 2
-    query tiles 4 are computed.
-    """
-    resident, ctas, min_split_tiles, partial_cost = device
-    most_items, most_merges, most_partials = capacity
-    longest = sizes[0]
-    fractions = longest, total * ctas, resident * SHARE_DENOMINATOR, _least(longest, min_split_tiles)
-    tiles = (limit - COMBINE_TIME - ITEM_TIME - partial_cost) // UNIT  # of the longest split that may be best
-    most = 0 if tiles < 1 else longest if tiles >= longest else (longest - 1) // (-(-longest // tiles) - 1)
-    work, item_work, partial_work = work * ctas, ITEM_TIME * ctas, partial_cost * ctas
-    one_more = 0  # time of one more split, shared
-    if longest < BINS:  # else the next size may make the same splits of rounded query tiles
-        one_more = (item_work + partial_work) // resident + partial_work // resident
-    alike: tuple[int, int] | None = None  # bounds of the best: all between make the same splits
-    chunk = longest if SHARE_FACTORS[-1] * fractions[1] > (longest - 1) * fractions[2] else _next(most, *fractions)
-    while chunk:
-        items = partials = merges = slowest = same = 0
-        times = []
-        for size in sizes:
-            if size > chunk:
-                splits = -(-size // chunk)
-                size = -(-size // splits)
-                time = size * UNIT + (ITEM_TIME + partial_cost)
-                merges += 1
-                partials += splits
-            else:
-                splits = 1
-                time = (size or 1) * UNIT + ITEM_TIME  # a tile that sees no keys is one item too
-            if size > same:  # the shortest chunk that makes the same splits
-                same = size
-            if time > slowest:
-                slowest = time
-            items += splits
-            times.append((time, splits))
-        after = partials * partial_work // resident + COMBINE_TIME if partials else 0
-        share = (work + items * item_work + partials * partial_work) // resident + after  # no less with shorter splits
-        if share > limit or items > most_items or partials > most_partials or merges > most_merges:
-            break
-        time = slowest + after
-        if share > time:
-            time = share
-        if items * ctas > resident and time <= limit and (fullest := _fullest_of_few(times, device) + after) > time:
-            time = fullest
-        if longest >= BINS:
-            same = chunk
-        if time < limit or (
-            time == limit and (alike is None or _precedes(candidates(longest, total, device), (same, chunk), alike))
-        ):
-            limit, alike = time, (same, chunk)
-        if share + one_more > limit:
-            break
-        chunk = _next(same - 1 if same <= most else most, *fractions)
-    return alike[1] if alike else None
-
-
-def _next(bound: int, longest: int, share: int, whole: int, least: int) -> int:
-    """Returns the longest of `candidates` up to a bound that is below the longest query tile; 0: there is none. `share`
-    divided by `whole`: what the factors multiply.
-    """
-    if bound < least:
-        return 0
-    divisor, factor = -(-longest // bound), bound * whole // share
-    size = -(-longest // _DIVISOR_FROM[divisor]) if divisor < len(_DIVISOR_FROM) else 0
-    other = -(-share * _FACTOR_TO[factor if factor < len(_FACTOR_TO) else -1] // whole)
-    if other > size:
-        size = other
-    return least if 0 < size < least else size
-
-
-def _precedes(chunks: list[int], one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Tells whether the first of `chunks` within some bounds comes before the first within others."""
-
-    def first(bounds: tuple[int, int]) -> int:
-        return next(i for i, chunk in enumerate(chunks) if bounds[0] <= chunk <= bounds[1])
-
-    return first(one) < first(other)
-
-
-def _fullest_of_few(times: list[tuple[int, int]], device: Device) -> int:
-    """Returns `_fullest` of items, given their times and how many take as long."""
-    resident, ctas, _, _ = device
-    times.sort(reverse=True)
-    step, at_least, fullest = times[0][0] // BINS + 1, 0, 0
-    for time, count in times:
-        at_least += count
-        time = -(-at_least * ctas // resident) * (time // step * step)
-        if time > fullest:
-            fullest = time
-    return fullest
 
 
 def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, capacity: Capacity) -> int | None:
