@@ -22,6 +22,7 @@ from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.xqa import xqa
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import Producer
+from tests.support.xqa_rules import move_steps
 
 WORKSPACE_BYTES = 10 << 20
 SCHEDULES = ("eager", "delayed", "adversarial")
@@ -41,7 +42,7 @@ def decode(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
 def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """ "" if the kernel of `arch` solves the case on a GPU of so many SMs, else what is wrong. Kernels for few and for
     many requests take turns, and those that cut the keys of short windows with those that do not."""
-    monkeypatch.setattr(tiles, "FEW", MANY if case.seed % 2 == 0 else 0)
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: MANY if case.seed % 2 == 0 else 1})
     if case.seed % 3 == 2:
         monkeypatch.setattr(tiles, "SHORT", -1)
     built = build(case)

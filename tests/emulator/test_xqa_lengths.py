@@ -13,6 +13,7 @@ from cute_attn.kernels.xqa import tiles
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.support.graphs import graph_wrapper
+from tests.support.xqa_rules import move_steps
 
 pytestmark = pytest.mark.emulator
 
@@ -25,8 +26,7 @@ DTYPES: dict[str, dict[str, Any]] = {"16 bits": {"dtype": "bfloat16"}, "8 bits":
 @pytest.fixture(autouse=True)
 def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator is slow."""
-    monkeypatch.setattr(tiles, "FEW", PAIRS - 1)
-    monkeypatch.setattr(tiles, "EVEN", PAIRS)
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS})
 
 
 def case(kv_lens: tuple[int, ...], **rest: Any) -> BatchCase:
@@ -84,7 +84,7 @@ def test_other_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     with using("sm_90a", kernels="xqa", sms=1) as emulation:
         other = decode(EVEN, **heads(8, 2), **dims(64))
         assert not solve(batch_case.wrapper(other, backend="emulator"), other, emulation)
-        monkeypatch.setattr(tiles, "EVEN", PAIRS + 1)
+        move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS + 1})
         assert not solve(batch_case.wrapper(case(EVEN), backend="emulator"), case(EVEN), emulation)
 
 
@@ -108,8 +108,7 @@ SHORT_WINDOWS = {
 
 @pytest.mark.parametrize(("dtype", "requests"), [(dtype, n) for dtype, found in SHORT_WINDOWS.items() for n in found])
 def test_kernels_follow_the_number_of_short_windows(dtype: str, requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most in {"FEW": 2, "SOME_SHORT": 4, "MORE_SHORT": 6, "EVEN": 10}.items():
-        monkeypatch.setattr(tiles, name, most)
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, 257: 5, 513: 7, tiles.EVEN: 10})
     batch = windows(requests, 2, **DTYPES[dtype])
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 2)) as emulation:
         solve_once(batch)
@@ -120,7 +119,7 @@ def test_kernels_follow_the_number_of_short_windows(dtype: str, requests: int, m
 @pytest.mark.parametrize(("num_heads", "own"), [(4, True), (6, False)])
 def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where four divide the kv heads."""
-    monkeypatch.setattr(tiles, "FEW", 2)
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, tiles.EVEN: PAIRS})
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("delayed", 2)) as emulation:
         solve_once(windows(5, num_heads, **DTYPES["8 bits"]))
     (record,) = emulation.records
@@ -132,7 +131,7 @@ def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, mo
     [(1, (8, 2, 16, "whole", "l2")), (2, (4, 2, 16, "whole", "none")), (3, (2, 2, 16, "heads", "none"))],
 )
 def test_kernels_of_longer_windows(requests: int, ring: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "FEW", 2)
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, tiles.EVEN: PAIRS})
     batch = decode((500, 40, 301)[:requests], window_left=299, **heads(8, 2), **dims(128), **DTYPES["8 bits"])
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 3)) as emulation:
         solve_once(batch)
@@ -155,8 +154,7 @@ def solve_once(batch: BatchCase) -> None:
 
 def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that has grown has not; nor have captured launches, which may grow."""
-    monkeypatch.setattr(tiles, "TINY", 100)
-    monkeypatch.setattr(tiles, "BRIEF", 200)
+    move_steps(monkeypatch, kv_len={2049: 101, 8193: 201})
     batches = [decode((n,), kv_dtype=E4M3, **heads(20, 5), **dims(128)) for n in (150, 201, 40)]
     rings = []
     with using("sm_90a", kernels="xqa", sms=64, schedule=Schedule("adversarial", 3)) as emulation:
@@ -173,7 +171,7 @@ def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("kv_len", "cluster"), [(150, 8), (201, 1)])
 def test_single_decode_of_few_keys_has_clusters(kv_len: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "BRIEF", 200)
+    move_steps(monkeypatch, kv_len={2049: 101, 8193: 201})
     generator = torch.Generator().manual_seed(kv_len)
     q = torch.randn(10, 128, generator=generator).half()
     k, v = (torch.randn(kv_len, 5, 128, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
