@@ -255,8 +255,9 @@ def test_every_rule_is_followed_and_every_launch_has_one(table: tiles.Table, mon
     monkeypatch.setattr(tiles, "table_of", lambda arch: table)
     followed = {rule for bits in (16, 8, 4) for dim in range(8, 513, 8) for rule in tiles.rules(GPU.arch, bits, dim)}
     assert followed == set(table.rules)
+    every = tiles.Rule(16, ())
     for bits in (16, 8, 4):
-        assert tiles.DEFAULT.rules[-1].covers(tiles.rules(GPU.arch, bits, 512)[-1])
+        assert all(tiles.rules(GPU.arch, bits, dim)[-1].covers(every) for dim in range(8, 513, 8))
 
 
 def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:

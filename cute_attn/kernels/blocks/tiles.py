@@ -18,7 +18,7 @@ def tile_dims(head_dims: tuple[int, int], table: tuple[tuple[int, int], ...] = H
     return next(dims for dims in table if head_dims[0] <= dims[0] and head_dims[1] <= dims[1])
 
 
-UNKNOWN = 1 << 62
+UNKNOWN = 1 << 62  # keys of a request: no bound
 # Steps of the size of a launch.
 LONG_TOKENS = 4096  # query tokens per request, of more keys than SHORT_KEYS
 LONGEST_TOKENS = 16384  # the shortest requests that gained from the tiles of these launches

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from cute_attn.kernels.blocks.default_specs import GATHERED, ITEMS, MODIFIED
-from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS
+from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS, Operands, TileProblem
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tiles import choose
 from cute_attn.kernels.formats import FP8_DTYPES
@@ -47,7 +47,7 @@ def default_specs(gpu: Arch) -> list[KernelSpec]:
 
 def _row_max(arch: str, dims: tuple[int, int]) -> KernelSpec:
     """Returns the spec of the form of softmax that no tile of the table has."""
-    tile = dataclasses.replace(choose(arch, dims, "dense"), softmax="row_max")
+    tile = dataclasses.replace(choose(arch, TileProblem(dims)), softmax="row_max")
     return Fa4Spec("bfloat16", "bfloat16", *dims, tile=tile)
 
 
@@ -70,6 +70,6 @@ def _spec(
     full: bool = False,
     **rest: Any,
 ) -> KernelSpec:
-    kinds = {"full": full, "fp8": dtype in FP8_DTYPES, "fp8_kv": "kv_dtype" in rest}
-    tile = choose(arch, dims, rest.get("kv", "dense"), **kinds)
-    return Fa4Spec(dtype, out_dtype, *dims, tile=tile, **rest)
+    operands: Operands = "fp8" if dtype in FP8_DTYPES else "fp8_kv" if "kv_dtype" in rest else ""
+    problem = TileProblem(dims, rest.get("kv", "dense"), operands, full=full)
+    return Fa4Spec(dtype, out_dtype, *dims, tile=choose(arch, problem), **rest)

@@ -7,9 +7,10 @@ of 128 rows take 2 * 128 * head dim bytes each, kv tiles as many per 128 keys, i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
-from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS, PAGE_ALIGNED, tile_dims
+from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS, PAGE_ALIGNED, Operands, TileProblem, tile_dims
 from cute_attn.kernels.fa4.spec import BlackwellTile
 
 ARCHS = ("sm_100a", "sm_103a")
@@ -68,33 +69,24 @@ def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False
     return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
 
 
-def choose(
-    arch: str,
-    head_dims: tuple[int, int],
-    kv: str,
-    *,
-    full: bool = False,
-    fp8: bool = False,
-    fp8_kv: bool = False,
-) -> BlackwellTile:
-    """Returns the tile of a problem on an architecture. `full`: all rows see all keys; `kv`: as in `Fa4Spec`."""
-    dims = tile_dims(head_dims, FP8_HEAD_DIMS if fp8 else HEAD_DIMS)
-    tile = (_FP8 if fp8 else _FP8_KV if fp8_kv else _16_BIT)[dims]
-    if not (fp8 or fp8_kv or kv == "gathered"):
+def choose(arch: str, problem: TileProblem) -> BlackwellTile:
+    """Return the tile of a problem on an architecture. Windows, groups and launches of all sizes have the same. So have
+    modified scores: a row's lie in one thread, which has registers for any modification.
+    """
+    fp8 = problem.operands == "fp8"
+    dims = tile_dims(problem.head_dims, FP8_HEAD_DIMS if fp8 else HEAD_DIMS)
+    tile = (_FP8 if fp8 else _FP8_KV if problem.operands == "fp8_kv" else _16_BIT)[dims]
+    if not (problem.operands or problem.kv == "gathered"):
         tile = _16_BIT_PAIRS.get(dims, tile)
-        tile = _FULL_PAIRS.get(dims, tile) if full else tile
+        tile = _FULL_PAIRS.get(dims, tile) if problem.full else tile
     return dataclasses.replace(tile, polynomial=0) if arch in FAST_EXP2 else tile
 
 
-def candidates(arch: str, *, fp8: bool = False, fp8_kv: bool = False) -> dict[tuple[int, int], list[BlackwellTile]]:
-    """Lists every tile that `choose` may return, by head dims."""
-    dims = FP8_HEAD_DIMS if fp8 else HEAD_DIMS
+def candidates(arch: str, operands: Operands = "") -> dict[tuple[int, int], list[BlackwellTile]]:
+    """List every tile that `choose` may return, by head dims."""
     found = {}
-    for head_dims in dims:
-        of_dims = [
-            choose(arch, head_dims, kv, full=full, fp8=fp8, fp8_kv=fp8_kv)
-            for kv in ("dense", "gathered")
-            for full in (False, True)
-        ]
-        found[head_dims] = list(dict.fromkeys(of_dims))
+    for dims in FP8_HEAD_DIMS if operands == "fp8" else HEAD_DIMS:
+        kinds = itertools.product(("dense", "gathered"), (False, True))
+        of_dims = (choose(arch, TileProblem(dims, kv, operands, full=full)) for kv, full in kinds)
+        found[dims] = list(dict.fromkeys(of_dims))
     return found

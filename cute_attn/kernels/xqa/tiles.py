@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from cute_attn.kernels.blocks.tiles import UNKNOWN
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import (
@@ -27,7 +28,6 @@ SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.Wh
 FEW = 128  # (request, kv head) pairs: about one per SM
 EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
 LONG = 65536  # keys of one request of 5 to 8 kv heads of 16 bits that clusters do not read faster
-UNKNOWN = 1 << 62  # keys of a request whose length no launch is known to keep
 
 
 class Shape(NamedTuple):
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     requests: int
     kv_heads: int = 1
     units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
-    kv_len: int = UNKNOWN  # most keys of a request, in all launches
+    kv_len: int = UNKNOWN  # most keys of a request, in all launches; UNKNOWN: it may grow
     window: int = -1  # `window_left`, if no row sees more than SHORT keys; else -1
     even: bool = False  # requests are about equally long, and stay so
 

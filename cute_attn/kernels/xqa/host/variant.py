@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from cute_attn.kernels.blocks.tiles import UNKNOWN
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.features import kv_dtype
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.kernels.xqa.tiles import UNKNOWN, Rule, Shape
+from cute_attn.kernels.xqa.tiles import Rule, Shape
 from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import DecodeProblem, Features, Request, Settings, short
