@@ -54,7 +54,7 @@ def refuse_capture(function: str, device: torch.device) -> None:
     """Refuse a call whose launches would be captured: it reads lengths and makes a plan."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         instead = (
-            "BatchPrefillWithPagedKVCacheWrapper(use_cuda_graph=True), planned before the capture, or "
+            "a prefill wrapper of batches with use_cuda_graph=True, planned before the capture, or "
             "trtllm_batch_decode_with_kv_cache(max_q_len=, cum_seq_lens_q=), which reads lengths on the device"
         )
         reason = "it reads lengths on the host and schedules by them"

@@ -14,7 +14,7 @@ from cute_attn.request import checks, trtllm_options, unplanned
 from cute_attn.request.caches import cache_halves, check_tables
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.names import rename
-from cute_attn.request.operands import check_workspace, number_or_tensor
+from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import KV_LAYOUTS
 from cute_attn.request.unplanned import Bounds, Keys
 from cute_attn.wrappers import planned_prefill
@@ -360,13 +360,13 @@ def trtllm_ragged_attention_deepseek(
     checks.real("o_sf_scale", o_sf_scale)
     checks.boolean("skip_all_rows_active_check", skip_all_rows_active_check)
     unplanned.refuse_capture("trtllm_ragged_attention_deepseek", checks.tensor("query", query).device)
-    arrays = cum_seq_lens_q, seq_lens, cum_seq_lens_kv
+    arrays, names = (cum_seq_lens_q, seq_lens, cum_seq_lens_kv), RAGGED_NAMES
     if not q_seq_lens_cpu is kv_seq_lens_cpu is None:
-        arrays = unplanned.from_host(q_seq_lens_cpu, kv_seq_lens_cpu)
+        arrays, names = unplanned.from_host(q_seq_lens_cpu, kv_seq_lens_cpu), RAGGED_NAMES | HOST_NAMES
     call = Call(
         workspace_buffer, query, _ragged({"key": key, "value": value}), (*arrays, None),
         Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, None, attention_sinks, lse,
-        checks.boolean("return_lse", return_lse), enable_pdl, {"k": "key", "v": "value", "sinks": "attention_sinks"},
+        checks.boolean("return_lse", return_lse), enable_pdl, names,
     )  # fmt: skip
     return _run(
         call,
@@ -410,6 +410,15 @@ WRAPPER_NAMES = {
     "q_scale": "bmm1_scale",
     "v_scale": "bmm2_scale",
     "logits_soft_cap": "logits_soft_cap_scale",
+}
+
+
+# Of `trtllm_ragged_attention_deepseek`, and where it is given lengths on the host.
+RAGGED_NAMES = {"k": "key", "v": "value", "k and v": "key and value", "sinks": "attention_sinks"}
+HOST_NAMES = {
+    "cum_seq_lens_q": "the sums of q_seq_lens_cpu",
+    "seq_lens": "kv_seq_lens_cpu",
+    "cum_seq_lens_kv": "the sums of kv_seq_lens_cpu",
 }
 
 
@@ -503,7 +512,15 @@ def _encoding(pos_encoding_mode: Any, causal: bool) -> str:
 
 
 def _run(call: Call, **options: Any) -> Any:
-    """Check and run a call. `options`: those of its `Structure`."""
+    """Check and run a call. `options`: those of its `Structure`. Errors have the caller's names of arguments."""
+    try:
+        return _checked(call, **options)
+    except (ArgumentError, ArgumentTypeError) as error:
+        rename(error, {**WRAPPER_NAMES, **call.names})
+        raise
+
+
+def _checked(call: Call, **options: Any) -> Any:
     query, (k, v, tables) = call.query, call.keys
     if query.dim() != 3:
         raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
@@ -519,8 +536,9 @@ def _run(call: Call, **options: Any) -> Any:
     checks.device("workspace_buffer", workspace, query.device)
     check_workspace("workspace_buffer", workspace)
     rows, (out, lse) = lengths.rows, _outputs(call, lengths.rows, structure)
-    for name in ("bmm1_scale", "bmm2_scale"):  # None stands for 1 in runs
-        number_or_tensor(name, getattr(call, name), query.device)
+    for name in ("bmm1_scale", "bmm2_scale"):  # None stands for 1 in runs, which check all else
+        if getattr(call, name) is None:
+            raise ArgumentTypeError(f"{name} must be a number or a floating-point tensor of one element, got None")
     run_options = RunOptions(
         call.bmm1_scale,
         call.bmm2_scale,
@@ -530,11 +548,7 @@ def _run(call: Call, **options: Any) -> Any:
         call.enable_pdl,
         trtllm_options.one_sink(call.sinks),
     )
-    try:
-        result = planned_prefill.run(workspace, structure, query[:rows], keys, lengths, run_options)
-    except (ArgumentError, ArgumentTypeError) as error:
-        rename(error, {**WRAPPER_NAMES, **call.names})
-        raise
+    result = planned_prefill.run(workspace, structure, query[:rows], keys, lengths, run_options)
     made, made_lse = result if call.return_lse else (result, None)
     out = made if out is None else out
     return (out, made_lse if lse is None else lse) if call.return_lse else out

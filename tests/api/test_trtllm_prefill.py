@@ -406,6 +406,22 @@ BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sage_attn_sfs": None}, ArgumentTypeError, "sage_attn_sfs must be a tuple of 4"),
     ({"o_sf_scale": "x"}, ArgumentTypeError, "o_sf_scale must be a number"),
     ({"q_seq_lens_cpu": torch.tensor([5, 2])}, ArgumentError, "must be given together"),
+    (
+        {"q_seq_lens_cpu": torch.tensor([5, -2]), "kv_seq_lens_cpu": torch.tensor([30, 2])},
+        ArgumentError,
+        "^the sums of q_seq_lens_cpu must not decrease",
+    ),
+    (
+        {"q_seq_lens_cpu": torch.tensor([5, 2]), "kv_seq_lens_cpu": torch.tensor([30, -2])},
+        ArgumentError,
+        "^kv_seq_lens_cpu must give each request",
+    ),
+    (
+        {"key": torch.zeros(31, 2, 192).half(), "value": torch.zeros(31, 2, 128).half()},
+        ArgumentError,
+        "rows of key and value",
+    ),
+    ({"attention_sinks": [torch.zeros(2)] * 2}, ArgumentError, "^attention_sinks must be a tensor or a list"),
     ({"use_fp16_softmax": True}, NotSupported, "use_fp16_softmax"),
     ({"is_causal": 1}, ArgumentTypeError, "is_causal must be True or False"),
     ({"skip_all_rows_active_check": None}, ArgumentTypeError, "skip_all_rows_active_check must be True or False"),
@@ -413,7 +429,9 @@ BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "words"), BAD_DEEPSEEK, ids=[next(iter(b[0])) for b in BAD_DEEPSEEK])
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"), BAD_DEEPSEEK, ids=[f"{next(iter(b[0]))}-{i}" for i, b in enumerate(BAD_DEEPSEEK)]
+)
 def test_errors_of_deepseek(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
     _, arguments = deepseek_arguments(ragged((5, 2), (30, 2), mask="causal", **MLA))
     with pytest.raises(kind, match=words):
