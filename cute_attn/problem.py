@@ -55,6 +55,13 @@ class Features(NamedTuple):
     multi_item: bool = False  # multi-item scoring: `BatchLengths.key_bounds`
     half_aligned_kv: bool = False  # not all rows of fp8 or NVFP4 k and v start at multiples of 16 bytes
 
+    @property
+    def chunk_invariant(self) -> bool:
+        """Whether the bits of a query token must depend on its own request alone, and not on how that was cut into
+        chunks: what rounds them (the backend, the columns of its tile) must then not follow from lengths.
+        """
+        return self.own_splits and not self.decode
+
 
 class Settings(NamedTuple):
     """Features and the numbers of a call: hashable, without lengths, addresses and strides."""

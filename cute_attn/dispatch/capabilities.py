@@ -77,11 +77,14 @@ class Backend:
     # The same where the kernel prepares the keys: by one of NARROW, or by pos_encoding_mode.
     min_rows_of: Mapping[str, int] = field(default_factory=dict, hash=False)
     decode: tuple[DecodeRule, ...] = ()  # all that "auto" considers it for; empty: no such limits
+    chunk_invariant: bool = True  # the bits of a query token do not depend on the rows that share its tile
 
     def auto_skip_reason(self, features: Features, load: Load, arch: Arch | None) -> str | None:
         """Return why "auto" prefers others to this backend on `arch` although it supports `features`, or None."""
         if features.q_dtype in FP8 or features.device_lengths:
             return None  # only one backend of a GPU supports fp8 q, and only one lengths on the device
+        if features.chunk_invariant and not self.chunk_invariant:
+            return "its results depend on how a prompt is cut into chunks: fixed splits ask that they do not"
         rows, least = load.rows, self.least_rows(features)
         if rows is not None and rows < least:
             return f"{rows} query rows per kv head are fewer than {least}"
@@ -106,6 +109,7 @@ BACKENDS = (  # in the order in which "auto" considers them
         (10, 0),
         ("sm_100a", "sm_103a"),
         min_rows=65,  # as fa3
+        chunk_invariant=False,  # masked tiles use fewer polynomials for exp2 than others
     ),
     Backend(
         "fa3",

@@ -85,6 +85,8 @@ def _refusal_of_gpus(features: Features) -> Refusal | None:
 
 def load_of(features: Features, qo_len: int, one_request: bool, unsplit: bool = False) -> Load:
     """Return the load of requests of `qo_len` query tokens. `unsplit`: result of `needs_no_split`."""
+    if features.chunk_invariant:
+        return UNKNOWN_LOAD
     return Load(qo_len * (features.num_qo_heads // features.num_kv_heads), one_request, unsplit)
 
 
@@ -94,6 +96,8 @@ def load_class(features: Features, qo_len: int, one_request: bool, unsplit: bool
     """
     if features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
+    if features.chunk_invariant:
+        return UNKNOWN_LOAD
     rows, classes = qo_len * (features.num_qo_heads // features.num_kv_heads), rows_classes(features.kv_dtype)
     return Load(classes[bisect.bisect(classes, rows) - 1], one_request, unsplit)
 

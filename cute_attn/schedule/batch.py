@@ -27,7 +27,6 @@ from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 AllocateInts = Callable[[int], np.ndarray]  # allocates a flat int32 array of the given size
 
 UNLIMITED = 1 << 62
-LONG_QO_LEN = 1 << 20  # query tokens: more than any tile holds
 EXTRA_WAVES = 2  # waves of items that splits may add to a launch of fixed size
 MOST_PREFILL_KEYS = 2  # keys per query token of a batch that counts as prefill: a request has few tiles or few keys
 MERGE_ROWS = 16384  # rows of a combine launch of fixed size, unless one wave of items needs more
@@ -469,13 +468,10 @@ def l2_groups(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
 def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     """Returns the query tokens of a typical request, by which the tile is chosen.
 
-    The number is the same for all plans of a captured launch. With fixed splits it does not depend on the lengths of a
-    batch at all, because the results of a request are then bitwise independent of the other requests.
+    The number is the same for all plans of a captured launch.
     """
     if limits.max_qo_len is not None:
         return limits.max_qo_len
-    if limits.fixed_split_size is not None or limits.disable_split_kv:
-        return LONG_QO_LEN
     if limits.graph:
         return ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size))
     return -(-(lengths.rows - lengths.first_row) // (lengths.with_queries or 1))

@@ -5,6 +5,7 @@ Attention is compared with its formula in fp64, on caches in both of vLLM's memo
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import Callable
@@ -160,6 +161,38 @@ def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: 
     attention = LayerAttention(LLAMA, BF16, None)
     assert_near(case.output(attention, step), case.expected(case.k, case.v))  # planned again, not with other lengths
     assert len(plans) == 4
+
+
+@pytest.mark.parametrize("device", [*DEVICES, pytest.param("emulator", marks=pytest.mark.emulator)])
+@pytest.mark.parametrize("window_left", [-1, 90])
+def test_batch_invariant_layers(window_left: int, device: str) -> None:
+    """A prompt and a decode in one step have the bits of a step that computes all tokens of one request."""
+    layer = Layer(4, 64, 0.125, 2, window_left=window_left)
+    case = Step([(200, 200), (30, 60)], layer, batch_invariant=True, device="cpu" if device == "emulator" else device)
+    attention = case.attention()
+    case.fill(attention)
+    query = torch.cat(case.q).to(case.device)
+    whole = batch_invariant_output(case, attention, query, [(0, 0, 200)], device)
+    decoded = batch_invariant_output(case, attention, query, [(0, 199, 200), (1, 200, 230)], device)
+    rest = batch_invariant_output(case, attention, query, [(1, 200, 230), (0, 131, 199)], device)
+    assert torch.equal(decoded[:1], whole[199:])
+    assert torch.equal(rest[30:], whole[131:199])
+    assert torch.equal(rest[:30], decoded[1:])
+    assert_near(whole.cpu(), case.expected(case.k, case.v)[:200])
+
+
+def batch_invariant_output(
+    case: Step, attention: LayerAttention, query: torch.Tensor, chunks: list[tuple[int, int, int]], device: str
+) -> torch.Tensor:
+    """Return the output of a step whose requests are chunks: index of the request, rows of `query`."""
+    ends = [end if i == 0 else case.requests[i][1] - 230 + end for i, _, end in chunks]
+    part = Step([(end - begin, n) for (_, begin, end), n in zip(chunks, ends, strict=True)], case.layer)
+    part.device, part.tables = case.device, case.tables[[i for i, _, _ in chunks]]
+    rows = torch.cat([query[begin:end] for _, begin, end in chunks])
+    out = torch.empty_like(rows)
+    with emulator.using("sm_90a") if device == "emulator" else contextlib.nullcontext():
+        attention.run(rows, case.cache, part.metadata("emulator" if device == "emulator" else "auto"), out)
+    return out
 
 
 # ---- CUDA graphs

@@ -34,6 +34,7 @@ class Step:
     padded_tokens: int = 0
     scales: tuple[float, float] = (1.0, 1.0)
     slopes: Sequence[float] | None = None
+    batch_invariant: bool = False
     seed: int = 0
     generator: torch.Generator = field(init=False)
 
@@ -104,7 +105,7 @@ class Step:
     def attention(self) -> LayerAttention:
         """The layer."""
         capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
-        attention = LayerAttention(self.layer, self.dtype, capability)
+        attention = LayerAttention(self.layer, self.dtype, capability, self.batch_invariant)
         attention.sinks = None if self.sinks is None else self.sinks.to(self.device)
         return attention
 

@@ -57,16 +57,21 @@ class LayerAttention:
     layer : numbers of the layer.
     dtype : of the model: float16 or bfloat16.
     capability : compute capability of the GPU; None: CPU tensors.
+    batch_invariant : a token's bits must not depend on other requests, nor on how its own was cut into chunks. Decodes
+        then run the kernel of prefills. Default False.
     """
 
-    def __init__(self, layer: Layer, dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
+    def __init__(
+        self, layer: Layer, dtype: torch.dtype, capability: tuple[int, int] | None, batch_invariant: bool = False
+    ) -> None:
         self.layer = layer
         self.stored = support.stored_as(layer.kv_cache_dtype)
         self.format = CacheFormat(layer.num_kv_heads, layer.head_size, self.stored)
         asked = layer.asked(dtype)
         if capability is not None and (reason := support.reason(asked, capability)):
             raise NotImplementedError(reason)
-        self.plans_decode = not support.decodes_without_plan(asked, capability)
+        self.batch_invariant = batch_invariant
+        self.plans_decode = batch_invariant or not support.decodes_without_plan(asked, capability)
         self.sinks: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None  # the cache that `_views` are of
         self._views: CacheViews
@@ -188,5 +193,6 @@ class LayerAttention:
                 layer.soft_cap,
                 "ALIBI" if layer.alibi else "NONE",
                 self.plans_decode,
+                self.batch_invariant,
             )
         return self._types[key]

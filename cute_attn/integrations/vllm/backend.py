@@ -79,8 +79,8 @@ class CuteAttnBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Return False: which kernel runs, and how keys are split, depend on the batch."""
-        return False
+        """Return True: with VLLM_BATCH_INVARIANT=1 all steps run plans whose keys are not split."""
+        return True
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

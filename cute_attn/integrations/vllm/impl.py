@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
@@ -64,6 +65,7 @@ class CuteAttnImpl(AttentionImpl):
             layer,
             get_current_vllm_config().model_config.dtype,
             None if capability is None else (capability.major, capability.minor),
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

@@ -2,7 +2,8 @@
 
 Decodes come first in vLLM's batch. They run without a plan, from the block tables and lengths on the device, so that
 CUDA graphs can contain them. The other requests, and all of them in layers whose decode needs a plan (soft cap, ALiBi),
-run a plan, made by the first layer of a type in a step and used by all others of that type.
+run a plan, made by the first layer of a type in a step and used by all others of that type. So do all requests where
+results must be batch invariant: one kernel then computes a token, whether as part of a prompt or as a decode.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class LayerType(NamedTuple):
     soft_cap: float
     pos_encoding_mode: str
     decodes_too: bool  # all requests of the step, not only those after the decodes
+    batch_invariant: bool = False  # keys are not split, and tiles do not depend on lengths
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of a wrapper's `plan`."""
@@ -75,6 +77,7 @@ class LayerType(NamedTuple):
             "logits_soft_cap": self.soft_cap,
             "q_data_type": self.q_dtype,
             "kv_data_type": self.kv_dtype,
+            "disable_split_kv": self.batch_invariant,
         }
 
 

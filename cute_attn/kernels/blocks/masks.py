@@ -42,6 +42,14 @@ class TileOrder:
         """Tile of a step known to be past the masked ones: one subtraction from a constant of the CTA."""
         return (self.full_end + (self.masked - Int32(1))) - step
 
+    def with_full(self, bits: Int32) -> "TileOrder":
+        """The same tiles if `bits` is -1. If it is 0, all of them count as masked, so that their order is from the last
+        to the first: a row's sums are then rounded in one order whatever rows share its tile.
+        """
+        full_begin = self.begin + ((self.full_begin - self.begin) & bits)  # ptxas spills where these are selected
+        full_end = self.begin + ((self.full_end - self.begin) & bits)
+        return TileOrder(self.begin, full_begin, full_end, self.end)
+
 
 @dataclass(frozen=True)
 class Band:

@@ -126,7 +126,9 @@ class PersistentProgram:
             return TileOrder(first, first, ptx.maximum(order.full_end, first), ptx.maximum(order.end, first))
         if self.spec.mask == "multi_item":
             return KeyBounds(p.mask, work.rows(p)).order(order, shape.cols)
-        return PackedMask.all_masked(order) if self.spec.mask == "packed" else order
+        if self.spec.mask == "packed":
+            return PackedMask.all_masked(order)
+        return order.with_full(p.full_tiles) if self.spec.schedule == "items" and not self.spec.fp8 else order
 
     def mask(self, p: PersistentParams, work: QueryTile, lanes: Any) -> Any:
         band, rows, layout = work.band(p), work.rows(p), self.tile.scores_layout

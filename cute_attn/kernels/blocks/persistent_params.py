@@ -24,6 +24,7 @@ class PersistentParams(NamedTuple):
     counters: Int64
     right: Int32
     left: Int32
+    full_tiles: Int32  # -1; 0: all kv tiles count as masked
     total_tiles: Int32
     num_qo_heads: Int32
     group: Int32  # heads that share a tile's rows

@@ -95,19 +95,22 @@ class OnlineSoftmax:
         return Float32(0.0) - high * self.log2_scales[slot]
 
     @cute.jit
-    def rescale_factors(self, shift: list[Float32], s: list[Float32]) -> Rescale:
-        """Raises the anchor of rows whose maximum exceeds it by more than the slack; the caller applies the factors to
-        sums and outputs.
+    def rescale_factors(self, shift: list[Float32], s: list[Float32], sums: list[Float32]) -> Rescale:
+        """Raises the anchor of rows whose `sums` exceed the slack to their maximum; the caller applies the factors to
+        sums and outputs. Whether a row's anchor moves depends on its own scores alone, not on rows beside it.
 
         An anchor below the maximum is as good as the maximum while exp2 of the difference stays small. So most tiles
         rescale nothing: only the first does, and tiles where scores grow a lot.
         """
-        row_max = self.row_max(s)
-        exceeded = self.exceeded(shift, row_max)
         factors = [Float32(1.0) for _ in self.slots]
+        exceeded = [self.of_row(x) for x in self.sums_exceed(sums)]
         if cute.arch.vote_any_sync(any_of(exceeded)):
-            shift, factors = self.raised(shift, row_max, exceeded)
+            shift, factors = self.raised(shift, self.row_max(s), exceeded)
         return Rescale(shift, factors)
+
+    def of_row(self, condition: Boolean) -> Boolean:
+        """Whether a condition holds in any thread of a row."""
+        return self.layout.reduce(ptx.fmax, ptx.select(condition, Float32(1.0), Float32(0.0))) > Float32(0.0)
 
     def exceeded(self, shift: list[Float32], row_max: list[Float32]) -> list[Boolean]:
         """Returns which rows' maxima exceed their anchors by more than the slack."""
@@ -132,10 +135,20 @@ class OnlineSoftmax:
         """Gives rows without an anchor one far below any score: hidden scores then yield 0, all others infinity."""
         return [ptx.fmin(x, Float32(LARGEST)) for x in shift]
 
+    @property
+    def sum_limit(self) -> float:
+        """The largest sum of a thread's exponentials that leaves an anchor where it is."""
+        return 2.0**SLACK * self.layout.columns_per_thread
+
+    def sums_exceed(self, sums: list[Float32]) -> list[Boolean]:
+        """Returns of which rows this thread's exponentials sum to more than the limit, or had no anchor (infinite or
+        NaN).
+        """
+        return [Boolean(total <= Float32(self.sum_limit)) == Boolean(False) for total in sums]
+
     def exceeds_slack(self, sums: list[Float32]) -> Boolean:
-        """Whether some of this thread's exponentials exceed 2^SLACK, or a row had no anchor (sum infinite or NaN)."""
-        limit = Float32(2.0**SLACK * self.layout.columns_per_thread)
-        return any_of([cutlass.Boolean(total <= limit) == cutlass.Boolean(False) for total in sums])
+        """Whether the anchor of one of this thread's rows must move."""
+        return any_of(self.sums_exceed(sums))
 
     def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
         """Computes exp2(s * c + shift). `may_be_empty`: a row may have no visible key yet; -inf + inf would be NaN."""

@@ -45,3 +45,4 @@ class TileProblem(NamedTuple):
     window_left: int = -1  # of causal rows where nothing else masks keys or modifies scores, else -1
     group: int = 1  # query heads per kv head
     launch: Launch = Launch()
+    chunk_invariant: bool = False  # kv tiles must begin at the same keys whatever rows share a tile

@@ -77,6 +77,7 @@ class Fa2Params(NamedTuple):
     kv_heads_shift: Int32
     right: Int32
     left: Int32
+    full_tiles: Int32  # -1; 0: all kv tiles count as masked
     tiles_per_split: Int32
     scale: Float32
     soft_cap: Float32
@@ -201,6 +202,12 @@ class Fa2Program:
         stats = RowStats.of(self.tile.output_layout, running.shift, running.total)
         self.store(params, work, base, running.out, stats)
 
+    def order(self, p: Fa2Params, mask: Any, work_tile: WorkTile) -> TileOrder:
+        tile = self.spec.tile
+        order: TileOrder = mask.tiles(tile.rows, tile.cols, work_tile.first_tile, work_tile.last_tile)
+        batch_band = self.spec.mask == "band" and self.spec.schedule == "items"
+        return order.with_full(p.full_tiles) if batch_band else order
+
     # --- composition ------------------------------------------------------------------------------------------------
 
     def compose(self, p: Fa2Params, work_tile: WorkTile, base: Int32) -> Work:
@@ -221,7 +228,7 @@ class Fa2Program:
             scores=self.make_scores(p, scale, work_tile.kv_head, rows, lanes),
             products=self.make_products(Float32(ptx.LOG2E) if self.spec.scores else scale, lanes, base),
             rotation=self.make_rotation(p, base),
-            order=mask.tiles(self.spec.tile.rows, self.spec.tile.cols, work_tile.first_tile, work_tile.last_tile),
+            order=self.order(p, mask, work_tile),
             ring=base + Int32(memory.ring),
         )
 

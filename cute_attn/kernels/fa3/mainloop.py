@@ -252,7 +252,7 @@ class MmaWarpgroups:
             # Rematerialized, so that values derived from them do not stay in registers through the loop.
             q, k, kv_tile = self.tile.rematerialize(mma.q), *(cute.arch.make_warp_uniform(x) for x in (k_at, kv_tile))
             s = self.apply_score_mods_and_mask(mma, sm90.wgmma_wait(0, self.tile.scores(q, k)), kv_tile, masked)
-            rescale = softmax.rescale_factors(shift, s)
+            rescale = softmax.rescale_factors(shift, s, sums)
             s = softmax.exponentials(s, rescale.shift, may_be_empty=masked)
             p, sums = self.tile.probabilities(s), softmax.sums(s, softmax.zero_sums())
             shift = rescale.shift

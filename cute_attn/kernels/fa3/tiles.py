@@ -47,6 +47,7 @@ class Rule(NamedTuple):
             (problem.plain or not self.plain)
             and not (self.causal and problem.full)
             and problem.window_left in self.window
+            and not (self.tile.from_first_key and problem.chunk_invariant)
             and (self.group == 1 or (problem.group >= self.group and self.tile.q_box_rows % problem.group == 0))
             and (self.launch is None or self._sized(problem.launch))
             and (problem.kv == "dense" or (not self.dense and self._reads(problem)))

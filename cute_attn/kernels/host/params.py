@@ -26,11 +26,15 @@ def divisor(name: str, value: int, stem: str | None = None) -> Fields:
 
 
 def mask_bounds(settings: Settings) -> Fields:
-    """Returns the bounds of the visible keys relative to the end of the keys: row + bound + 1 must fit 32 bits."""
+    """Returns the bounds of the visible keys relative to the end of the keys: row + bound + 1 must fit 32 bits. And
+    whether tiles without hidden keys are processed apart: not where that would order a row's tiles by the rows that
+    share them.
+    """
     window_left = settings.window_left
     return {
         "right": 0 if settings.causal else UNBOUNDED - 1,
         "left": -min(window_left, UNBOUNDED) if window_left >= 0 else -UNBOUNDED,
+        "full_tiles": 0 if settings.features.chunk_invariant and window_left >= 0 else -1,
     }
 
 

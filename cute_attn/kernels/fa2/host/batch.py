@@ -19,8 +19,11 @@ MANY_ROWS = tiles.APPEND_ROWS + 1  # packed rows of a request: no tile is chosen
 
 def batch_tiling(settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int) -> Tiling[Tile]:
     """Returns the tiling of a batch on a GPU of `arch` with `sms` multiprocessors."""
-    group_size = settings.features.num_qo_heads // settings.features.num_kv_heads
-    return tiling(settings, min(typical_qo_len(lengths, limits) * group_size, MANY_ROWS), arch, sms)
+    features = settings.features
+    rows = MANY_ROWS  # with which a decode step has the bits of a prefill
+    if not features.chunk_invariant:
+        rows = min(typical_qo_len(lengths, limits) * features.num_qo_heads // features.num_kv_heads, MANY_ROWS)
+    return tiling(settings, rows, arch, sms)
 
 
 @functools.lru_cache(MAX_SETTINGS)

@@ -60,7 +60,7 @@ class Fa2Kernel(PreparedKernel):
         if batch:  # every item has lengths of its own
             static |= {**dict.fromkeys(LENGTH_FIELDS, 0), **mask_bounds(settings)}
         else:
-            static |= NO_BATCH
+            static |= {**NO_BATCH, "full_tiles": -1}
         groups = ADDRESS_FIELDS, STRIDE_FIELDS, batch_fields(settings) if batch else LENGTH_FIELDS
         output = PartialOutput(settings) if split else FinalOutput(settings)
         super().__init__(launch, static, groups, output, CombineKernel(settings, heads, gpu) if combine else None)

@@ -30,7 +30,7 @@ class RunningSoftmax(OnlineSoftmax):
 
     @cute.jit
     def rescale_if_needed(self, running: Running, s: list[Float32]) -> Running:
-        """Raises anchors as `rescale_factors` does, and rescales outputs and sums in the same branch."""
+        """Raises the anchors of rows whose maximum exceeds the slack; rescales outputs and sums in the same branch."""
         row_max = self.row_max(s)
         exceeded = self.exceeded(running.shift, row_max)
         if cute.arch.vote_any_sync(any_of(exceeded)):

@@ -4,12 +4,11 @@ In the A operand a lane holds four adjacent columns; in the accumulator it holds
 the next. No registers are shuffled: the columns of P are permuted keys, and `VTranspose` writes V in the same order.
 """
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.e4m3_softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax
@@ -116,19 +115,14 @@ class Fp8Softmax(E4m3Softmax):
 
     p_log2 = 3.0
 
-    @property
-    def slack(self) -> float:
-        """Slack in log2: while no element of P exceeds it, no thread's sum reaches `SUM_LIMIT`."""
-        return math.log2(SUM_LIMIT / self.layout.columns_per_thread) - 0.01
-
     def headroom(self, total: list[Float32]) -> list[Float32]:
         """Exponents by which the rows of P may grow, from the running sums of all tiles so far."""
         return [self.raised_by(Float32(PEAK_LOG2) - ptx.log2(self.layout.reduce(ptx.fmax, x))) for x in total]
 
-    def exceeds_slack(self, sums: list[Float32]) -> Boolean:
-        """Whether elements of P of this thread may overflow e4m3, or a row had no anchor (sum infinite or NaN)."""
-        within = [Boolean(total <= Float32(SUM_LIMIT)) for total in sums]
-        return cutlass.and_(*within) == Boolean(False)
+    @property
+    def sum_limit(self) -> float:
+        """The largest sum whose elements of P e4m3 holds."""
+        return SUM_LIMIT
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ class PersistentKernels(Generic[T]):
             window_left=window_left if causal and not modified else -1,
             group=features.num_qo_heads // features.num_kv_heads,
             launch=launch,
+            chunk_invariant=features.chunk_invariant,
         )
         return self.choose_tile(arch, problem)
 
