@@ -66,6 +66,7 @@ class Fa2Params(NamedTuple):
     kv_heads_shift: int
     right: int
     left: int
+    full_tiles: int
     tiles_per_split: int
     scale: float
     soft_cap: float

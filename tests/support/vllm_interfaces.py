@@ -58,6 +58,7 @@ def check_validation(backend: Any) -> None:
         {"has_sink": True, "has_sliding_window": True, "kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "nvfp4", "dtype": torch.float16, "block_size": 64},
         {"kv_cache_dtype": "fp8_e5m2", "head_size": 80, "use_kv_connector": True},
+        {"use_batch_invariant": True},
     ):
         assert reasons(backend, **taken) == [], taken
     for refused, words in (
@@ -69,7 +70,6 @@ def check_validation(backend: Any) -> None:
         ({"kv_cache_dtype": "float16"}, "must have the model's dtype"),
         ({"attn_type": "encoder_only"}, "attention type"),
         ({"use_non_causal": True}, "non-causal"),
-        ({"use_batch_invariant": True}, "batch invariance"),
         ({"use_per_head_quant_scales": True}, "per-head"),
         ({"use_dcp": True}, "DCP"),
         ({"use_pcp": True}, "PCP"),
