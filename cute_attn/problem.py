@@ -54,6 +54,7 @@ class Features(NamedTuple):
     draft_mask: bool = False  # mask bits say which draft tokens a query token sees
     multi_item: bool = False  # multi-item scoring: `BatchLengths.key_bounds`
     half_aligned_kv: bool = False  # not all rows of fp8 or NVFP4 k and v start at multiples of 16 bytes
+    key_ranges: bool = False  # causal, and besides a range of keys per token, which a run brings
 
     @property
     def chunk_invariant(self) -> bool:
@@ -78,6 +79,9 @@ class Settings(NamedTuple):
     enable_pdl: bool | None = None
     lse_scale: float = 1.0  # lse is base 2 times this: 1 for lse_base "log2", ln(2) for "ln"
     page_size: int = 1  # tokens per page, for kv_source "paged"
+    range_windows: tuple[int, int] = (-1, -1)
+    # ^ features.key_ranges, of a run: `window_left` of the causal keys, which schedules do not know; and > 0: keys of a
+    # ^ token's range up to itself that it sees
 
 
 class Problem(NamedTuple):
@@ -113,7 +117,7 @@ class BatchProblem(NamedTuple):
     """One run of a planned batch. Last axes have unit stride; all other strides are free.
 
     `settings` may differ from the planned ones in sm_scale, v_scale, enable_pdl, and the features that only a run
-    knows: positive_scale, per_head_scales, sinks and half_aligned_kv.
+    knows: positive_scale, per_head_scales, sinks and half_aligned_kv; and in range_windows.
     """
 
     settings: Settings
@@ -124,7 +128,8 @@ class BatchProblem(NamedTuple):
     out: torch.Tensor  # [rows, num_qo_heads, head_dim_vo]
     lse: torch.Tensor | None  # [rows, num_qo_heads] fp32, base 2 times settings.lse_scale
     kv_indices: torch.Tensor | None = None  # paged: int32 page numbers
-    packed_mask: torch.Tensor | None = None  # uint8, like Problem.packed_mask from BatchLengths.mask_offset on
+    packed_mask: torch.Tensor | None = None  # uint8, like Problem.packed_mask from BatchLengths.mask_offset on;
+    # ^ features.key_ranges: int32 [rows, 2], the first and the last key of each token's range, (-1, -1) for none
     scale_tensors: tuple[torch.Tensor, ...] = ()
     v_scale_tensor: torch.Tensor | None = None
     sinks: torch.Tensor | None = None

@@ -409,6 +409,16 @@ CAPABILITIES = (
         },
     ),
     Capability(
+        "causal mask with a range of keys per token (BatchPrefillWithCausalBidirectionalRangesWrapper)",
+        lambda f: f.key_ranges,
+        {
+            **dict.fromkeys(
+                ("fa4", "fa3"), Unsupported("its warps take the last tile of keys from the band alone", 'backend="fa2"')
+            ),
+            "xqa": Unsupported("its masks are those of drafts", 'backend="fa2"'),
+        },
+    ),
+    Capability(
         "logits_soft_cap", lambda f: f.soft_cap, {"xqa": Unsupported("its softmax has no step for it", 'backend="fa2"')}
     ),
     Capability(

@@ -257,6 +257,7 @@ def title(features: Features, arch: Arch | None) -> str:
             for name in (
                 "custom_mask",
                 "multi_item",
+                "key_ranges",
                 "soft_cap",
                 "per_head_scales",
                 "sinks",

@@ -91,6 +91,8 @@ class Mask:
     window_left: int = -1  # >= 0: hides keys more than this many before the position, but none after it
     keep: torch.Tensor | None = None  # bool [qo_len, kv_len]; replaces `causal`; the window still applies
     key_bounds: torch.Tensor | None = None  # int [qo_len, 2]: row i sees no key of [key_bounds[i, 0], key_bounds[i, 1])
+    ranges: torch.Tensor | None = None  # int [qo_len, 2]: row i sees the keys from ranges[i, 0] to ranges[i, 1], too
+    range_window: int = -1  # > 0: hides keys of a range that are this many or more before the position
 
     def visible(self, rows: range, qo_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
         """Return bool `[len(rows), kv_len]`, the visible keys of `rows`."""
@@ -107,6 +109,10 @@ class Mask:
         if self.key_bounds is not None:
             prefix_end, item_start = self.key_bounds[rows.start : rows.stop].unsqueeze(-1).unbind(1)
             visible = visible & ((key < prefix_end) | (key >= item_start))
+        if self.ranges is not None:
+            first, last = self.ranges[rows.start : rows.stop].unsqueeze(-1).unbind(1)
+            near = key > position - self.range_window if self.range_window > 0 else key >= 0
+            visible = visible | ((key >= first) & (key <= last) & near)
         return visible
 
 
@@ -206,14 +212,12 @@ def run(problem: Problem, dtype: torch.dtype = torch.float64, *, round_rotated: 
         )
     scale, v_scale = _head_scales(problem, dtype)
     slopes = alibi_slopes(q.shape[1], q.device) if features.pos_encoding_mode == "ALIBI" else None
-    packed = problem.packed_mask
-    keep = None if packed is None else unpack_mask(packed, problem.qo_len, problem.kv_len)
     o, lse = attention(
         q,
         k,
         v,
         logits=Logits(scale, problem.settings.logits_soft_cap, slopes),
-        mask=Mask(problem.settings.causal, problem.settings.window_left, keep, problem.key_bounds),
+        mask=_mask(problem),
         sinks=problem.sinks,
         v_scale=v_scale,
         compute_dtype=dtype,
@@ -221,6 +225,16 @@ def run(problem: Problem, dtype: torch.dtype = torch.float64, *, round_rotated: 
     problem.out.copy_(_saturated(o, problem.out.dtype).view(problem.out.shape))
     if problem.lse is not None:
         problem.lse.copy_(lse.view(problem.lse.shape) * problem.settings.lse_scale)
+
+
+def _mask(problem: Problem) -> Mask:
+    """Return the mask of a single request."""
+    settings, packed = problem.settings, problem.packed_mask
+    if problem.features.key_ranges:
+        window_left, range_window = settings.range_windows
+        return Mask(True, window_left, ranges=packed, range_window=range_window)
+    keep = None if packed is None else unpack_mask(packed, problem.qo_len, problem.kv_len)
+    return Mask(settings.causal, settings.window_left, keep, problem.key_bounds)
 
 
 def _saturated(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -238,8 +252,9 @@ def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
     for i, kv_len in enumerate(lengths.kv_len.tolist()):
         rows = slice(int(lengths.qo_indptr[i]), int(lengths.qo_indptr[i + 1]))
         tokens = _tokens(problem, int(lengths.kv_start[i]), kv_len)
-        offset = 0 if lengths.mask_offset is None else int(lengths.mask_offset[i])
-        packed_mask = None if problem.packed_mask is None else problem.packed_mask[offset:]
+        first = 0 if lengths.mask_offset is None else int(lengths.mask_offset[i])
+        part = rows if problem.features.key_ranges else slice(first, None)
+        packed_mask = None if problem.packed_mask is None else problem.packed_mask[part]
         request = _request(problem, rows, tokens, packed_mask, problem.head_scales)
         if lengths.key_bounds is not None:
             bounds = torch.from_numpy(lengths.key_bounds[rows]).to(problem.q.device)

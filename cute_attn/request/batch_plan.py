@@ -62,6 +62,7 @@ class PlanContext(NamedTuple):
     decode: bool
     own_splits: bool
     multi_item: bool = False
+    key_ranges: bool = False
 
 
 class Mask(NamedTuple):
@@ -113,6 +114,7 @@ def plan_settings(context: PlanContext, *fields: Any) -> Settings:
         page_size=context.page_size,
         own_splits=context.own_splits,
         multi_item=context.multi_item,
+        key_ranges=context.key_ranges,
     )
     call = Call(
         *(None, None, None),

@@ -13,13 +13,15 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import BatchPlan, BatchProblem, DeviceTokens, MemoryRange, Settings
-from cute_attn.request import checks, operands
+from cute_attn.request import checks, key_ranges, operands
 from cute_attn.request.caches import is_large
+from cute_attn.request.key_ranges import KeyRanges
 from cute_attn.request.once import once
 from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NO_SCALES, SCALES, Placement
 from cute_attn.request.settings import LSE_BASES, MIN_SCALE
 
 LSE_LAYOUTS = ("NH", "HN")
+NO_WINDOWS = (-1, -1)
 
 
 class RunArguments(NamedTuple):
@@ -38,6 +40,7 @@ class RunArguments(NamedTuple):
     sinks: Any = None
     kv_cache_sf: Any = None
     head_scales: tuple[Any, Any, Any] | None = None  # scale_q, scale_k, scale_v
+    ranges: KeyRanges | None = None
 
 
 def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
@@ -54,12 +57,13 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
 
     settings, scales = plan.settings, NO_SCALES
     planned = run.q_scale is run.k_scale is run.v_scale is run.enable_pdl is run.window_left is run.sinks is None
-    if not planned or run.head_scales is not None or placed.half_aligned:
+    if not planned or not run.head_scales is run.ranges is None or placed.half_aligned:
         _check_window(run.window_left, settings)
         scales = operands.split_scales(q.device, run.q_scale, run.k_scale, run.v_scale)
         settings = _run_settings(
             *(plan, scales.q, scales.k, scales.v, run.enable_pdl, bool(scales.of_scores)),
             *(run.sinks is not None, run.head_scales is not None, placed.half_aligned),
+            NO_WINDOWS if run.ranges is None else run.ranges.windows(),
         )
     features = settings.features
     sinks = None if run.sinks is None else operands.check_per_head("sinks", run.sinks, features)
@@ -84,7 +88,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
         out,
         lse,
         plan.kv_indices,
-        plan.packed_mask,
+        plan.packed_mask if run.ranges is None else run.ranges.tensor(plan.rows, q.device),
         scales.of_scores,
         scales.of_v,
         sinks,
@@ -168,11 +172,12 @@ def _add_run_options(
     sinks: bool,
     per_head: bool,
     half_aligned: bool,
+    range_windows: tuple[int, int],
 ) -> Settings:
     """Return the planned settings with what a run adds; None adds nothing.
 
     `device_scale`: a factor of the scores is a tensor on the device. `sinks`, `per_head`: the run has sinks, or
-    per-head scales. `half_aligned`: see `Features.half_aligned_kv`.
+    per-head scales. `half_aligned`: see `Features.half_aligned_kv`. `range_windows`: see `Settings`.
     """
     s = plan.settings
     q_factor, k_factor, v_factor = (
@@ -189,7 +194,13 @@ def _add_run_options(
     )
     if features != s.features:
         plan.check_supported(features)
-    return s._replace(features=features, sm_scale=sm_scale, v_scale=s.v_scale * v_factor, enable_pdl=enable_pdl)
+    return s._replace(
+        features=features,
+        sm_scale=sm_scale,
+        v_scale=s.v_scale * v_factor,
+        enable_pdl=enable_pdl,
+        range_windows=range_windows,
+    )
 
 
 # ---- q, k, v
@@ -345,6 +356,8 @@ def _keep_apart(plan: BatchPlan, arguments: RunArguments, kv: Any) -> None:
     read += checks.named(("k", "v"), kv) or [("the cache", kv)]
     read += checks.named(BLOCK_SCALES, arguments.kv_cache_sf) or [("kv_cache_sf", arguments.kv_cache_sf)]
     read += checks.named(HEAD_SCALES, arguments.head_scales)
+    if arguments.ranges is not None:
+        read.append((key_ranges.NAME, arguments.ranges.ranges))
     checks.apart((("out", arguments.out), ("lse", arguments.lse)), read, protected_memory(plan))
 
 

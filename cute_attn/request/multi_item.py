@@ -19,6 +19,7 @@ DTYPES = (torch.uint16, torch.uint32, torch.int32, torch.int64)
 # FlashInfer's arguments of multi-item scoring, as the user gave them: prefix_len_ptr, token_pos_in_items_ptr,
 # token_pos_in_items_len and max_item_len_ptr.
 MultiItemScoring = tuple[Any, Any, Any, Any]
+NO_ITEMS: MultiItemScoring = (None, None, 0, None)
 
 
 def bound_keys(given: MultiItemScoring, tokens: Tokens | DeviceTokens, mask: Mask) -> Tokens | DeviceTokens:

@@ -99,6 +99,7 @@ class Structure(NamedTuple):
     device_lengths: bool = False
     draft_mask: bool = False
     multi_item: bool = False
+    key_ranges: bool = False
 
 
 @once(trusted=1)
@@ -174,6 +175,7 @@ def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: 
         s.draft_mask,
         s.multi_item,
         s.half_aligned_kv,
+        s.key_ranges,
     )
 
 

@@ -1,35 +1,211 @@
-"""FlashInfer's wrapper of causal masks with ranges of tokens that see each other, which is refused."""
+"""Causal prefill with a range of keys per query token: `BatchPrefillWithCausalBidirectionalRangesWrapper`."""
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
-from cute_attn.errors import NotSupported, Refusal
+from cute_attn.request import key_ranges, plan_arguments, sink_variant
+from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.index_arrays import IndexArrays
+from cute_attn.request.key_ranges import KeyRanges
+from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
+from cute_attn.wrappers.paged_prefill import PAGED_NAMES
+from cute_attn.wrappers.plan_request import prefill_request, tokens_of
+from cute_attn.wrappers.signatures import with_return_lse
 
 
-class BatchPrefillWithCausalBidirectionalRangesWrapper:
-    """Refuse FlashInfer's wrapper of causal attention whose tokens also see all keys of a range of their own.
+class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
+    """Prefill of a batch over a paged cache whose tokens see causal keys and those of a range of their own.
 
-    Its mask is an argument of `run`, which no kernel of this library reads. The same mask as `custom_mask` of
-    `BatchPrefillWithPagedKVCacheWrapper.plan` gives the same result.
+    The tokens of an image see each other in both directions, the text around them stays causal. Ranges are data of a
+    run on the device: no mask is made of them, and no call waits for them. Schedules assume that every token sees all
+    keys of its request; kernels leave out the tiles that no token of a query tile sees.
 
     Parameters
     ----------
-    args, kwargs : any.
+    float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
+        paged_kv_last_page_len_buf : as for `BatchPrefillWithPagedKVCacheWrapper`.
+    pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI". FlashInfer takes "NONE" only.
+    q_data_type, kv_data_type, o_data_type : torch dtypes or their names; what a plan takes where it names none. Default
+        bfloat16, bfloat16 and that of q.
+    head_dim_qk, head_dim_vo : default 128. Plans must name the same; without `head_dim_vo` they take this one.
+    backend : as for `BatchPrefillWithPagedKVCacheWrapper`. "auto" (default) takes fa2; fa4, fa3 and xqa refuse.
 
     Raises
     ------
-    NotSupported (a NotImplementedError), always.
+    The errors of `BatchPrefillWithPagedKVCacheWrapper`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise NotSupported(
-            [
-                Refusal(
-                    "every backend",
-                    "BatchPrefillWithCausalBidirectionalRangesWrapper",
-                    "no kernel reads ranges of keys per query token",
-                    "the same mask as custom_mask of BatchPrefillWithPagedKVCacheWrapper.plan",
-                )
-            ]
+    kv_source = "paged"
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        pos_encoding_mode: str = "NONE",
+        q_data_type: DType = torch.bfloat16,
+        kv_data_type: DType = torch.bfloat16,
+        o_data_type: DType | None = None,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        backend: str = "auto",
+    ) -> None:
+        sink_variant.made_for(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
+        self._set_graph_buffers(
+            {
+                "qo_indptr_buf": (qo_indptr_buf, 1),
+                "paged_kv_indptr_buf": (paged_kv_indptr_buf, 1),
+                "paged_kv_indices_buf": (paged_kv_indices_buf, None),
+                "paged_kv_last_page_len_buf": (paged_kv_last_page_len_buf, 0),
+            }
         )
+        self._place = self._place._replace(key_ranges=True)
+        self._made_for = {
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+            "o_data_type": o_data_type,
+            "head_dim_qk": head_dim_qk,
+            "head_dim_vo": head_dim_vo,
+            "pos_encoding_mode": pos_encoding_mode,
+        }
+
+    @makes_plan
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str | None = None,
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: DType | None = None,
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> PlanRequest:
+        """Plan a batch.
+
+        Parameters
+        ----------
+        qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, page_size,
+            use_fp16_qk_reduction, sm_scale, logits_soft_cap, non_blocking, max_token_per_sequence, max_sequence_kv,
+            fixed_split_size, disable_split_kv : as for `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode : those of the constructor,
+            which None stands for.
+        custom_mask, packed_custom_mask, causal, window_left, prefix_len_ptr, token_pos_in_items_ptr,
+            token_pos_in_items_len, max_item_len_ptr : refused but for their defaults: `run` says which keys are seen.
+
+        Raises
+        ------
+        The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`; ArgumentError also for dtypes, head dimensions or a
+        position encoding that are not the constructor's.
+        """
+        key_ranges.check_plan(
+            custom_mask=(custom_mask, None),
+            packed_custom_mask=(packed_custom_mask, None),
+            causal=(causal, False),
+            window_left=(window_left, -1),
+            prefix_len_ptr=(prefix_len_ptr, None),
+            token_pos_in_items_ptr=(token_pos_in_items_ptr, None),
+            token_pos_in_items_len=(token_pos_in_items_len, 0),
+            max_item_len_ptr=(max_item_len_ptr, None),
+        )
+        named = {
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+            "o_data_type": o_data_type,
+            "head_dim_qk": head_dim_qk,
+            "head_dim_vo": head_dim_vo,
+            "pos_encoding_mode": pos_encoding_mode,
+        }
+        key_ranges.check_made_for(self._made_for, named)
+        made = self._made_for
+        given = plan_arguments.prefill(
+            page_size, use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, num_qo_heads,
+            num_kv_heads, made["head_dim_qk"], made["head_dim_vo"], made["q_data_type"], made["kv_data_type"],
+            made["o_data_type"], made["pos_encoding_mode"], False, -1, logits_soft_cap, sm_scale, None, None, "log2",
+        )  # fmt: skip
+        pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, given.page_size
+        tokens = tokens_of(self._place, IndexArrays(PAGED_NAMES, qo_indptr, *pages))
+        lengths = None, None, max_token_per_sequence, max_sequence_kv
+        return prefill_request(self._place, given, tokens, lengths)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        bidirectional_ranges: torch.Tensor,
+        causal_window_left: int = -1,
+        range_window_left: int = -1,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Cache | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> Result:
+        """Compute the attention of the planned batch.
+
+        Token i of a request stands at position p = i + kv_len - qo_len. It sees key j if p - causal_window_left <= j <=
+        p, or if start <= j <= end and j > p - range_window_left.
+
+        Parameters
+        ----------
+        q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, kv_cache_sf, sinks : as for
+            `BatchPrefillWithPagedKVCacheWrapper.run`.
+        bidirectional_ranges : contiguous int32 `[rows of q, 2]` on q's device, 8-byte aligned: the first and the last
+            key, both seen, of each token's range, counted from the first key of its request; (-1, -1) for none. Keys
+            past the request's end do not count. A captured run reads it at its address.
+        causal_window_left : >= 0: keys before the token's own that are seen besides those of its range. Negative
+            (default): all.
+        range_window_left : > 0: a token sees no key of its range that is as many or more keys before its own. 0 or
+            negative (default): all. The part of a range behind the token is never cut.
+
+        Returns
+        -------
+        As `BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Raises
+        ------
+        The errors of `BatchPrefillWithPagedKVCacheWrapper.run`; ArgumentError also for ranges of another shape, dtype,
+        device, alignment or stride, and ArgumentTypeError for windows that are no integers.
+        """
+        return self._run(
+            RunArguments(
+                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks,
+                kv_cache_sf, None, KeyRanges(bidirectional_ranges, causal_window_left, range_window_left),
+            )
+        )  # fmt: skip
+
+    run_return_lse = with_return_lse(run)

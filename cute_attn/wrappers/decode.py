@@ -256,7 +256,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         return self._run(
             RunArguments._make((  # 0.1 us faster than the constructor
                 q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left,
-                sinks, kv_cache_sf, head_scales,
+                sinks, kv_cache_sf, head_scales, None,
             ))
         )  # fmt: skip
 

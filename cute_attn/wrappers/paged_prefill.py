@@ -312,7 +312,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             head_scales = positional.head_scales(args, "k_scale, v_scale, return_lse")
         arguments = RunArguments._make((  # 0.1 us faster than the constructor
             q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
-            kv_cache_sf, head_scales,
+            kv_cache_sf, head_scales, None,
         ))  # fmt: skip
         if lse_base is not None or not isinstance(lse_layout, str) or lse_layout != "NH":
             return self._run_with_lse(arguments, lse_base, lse_layout)

@@ -301,6 +301,7 @@ def _settings(place: Place, request: PlanRequest) -> Settings:
         request.newest or tokens.q_len is not None,
         splits.fixed_split_size is not None or splits.disable_split_kv,
         tokens.multi_item,
+        place.key_ranges,
     )
     return batch_plan.plan_settings(context, *request.options)
 

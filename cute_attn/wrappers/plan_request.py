@@ -17,7 +17,7 @@ from cute_attn.problem import DeviceTokens, Tokens
 from cute_attn.request import batch_plan, checks, multi_item, positional
 from cute_attn.request.batch_plan import Mask, RepeatedLengths
 from cute_attn.request.index_arrays import IndexArrays
-from cute_attn.request.multi_item import MultiItemScoring
+from cute_attn.request.multi_item import NO_ITEMS, MultiItemScoring
 from cute_attn.request.plan_arguments import PlanArguments, PlanRequest
 from cute_attn.request.sink_variant import SinkVariant
 from cute_attn.runtime import switches
@@ -26,6 +26,7 @@ from cute_attn.wrappers.graph import GraphBuffers
 # Arguments of a prefill `plan` that need lengths on the host, if any is given: custom_mask, packed_custom_mask,
 # prefix_len_ptr and uniform_q_len.
 HostOnly = tuple[Any, Any, Any, Any]
+NOTHING_ON_HOST: HostOnly = (None, None, None, None)
 
 
 class Place(NamedTuple):
@@ -36,6 +37,7 @@ class Place(NamedTuple):
     kv_source: str  # ragged | paged
     backend: str  # as the user named it
     graph: GraphBuffers | None = None  # with CUDA graphs
+    key_ranges: bool = False  # whether runs bring a range of keys per token
 
     @property
     def device(self) -> torch.device:
@@ -86,9 +88,9 @@ def prefill_request(
     given: PlanArguments,
     tokens: Tokens | DeviceTokens,
     repeated: RepeatedLengths,
-    host_only: HostOnly,
-    items: MultiItemScoring,
-    sinks: SinkVariant | None,
+    host_only: HostOnly = NOTHING_ON_HOST,
+    items: MultiItemScoring = NO_ITEMS,
+    sinks: SinkVariant | None = None,
 ) -> PlanRequest:
     """Check what tensors besides the index arrays say, and return the request. `sinks`: the wrapper's variant."""
     batch_plan.check_repeated_lengths(tokens, repeated)
@@ -104,7 +106,8 @@ def prefill_request(
         uniform_q_len = checks.integer("uniform_q_len", uniform_q_len)
     graphs = place.graph is not None
     equal = batch_plan.uniform_q_len(uniform_q_len, tokens) if graphs else _equal_qo(tokens)
-    newest = equal is not None and place.kv_source == "paged" and _are_newest(given, tokens, mask, equal)
+    paged = place.kv_source == "paged" and not place.key_ranges
+    newest = equal is not None and paged and _are_newest(given, tokens, mask, equal)
     uniform = equal if graphs or newest else None
     return PlanRequest(given.options, tokens, mask, given.splits, given.page_size, uniform, newest)
 

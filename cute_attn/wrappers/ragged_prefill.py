@@ -245,7 +245,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             v_scale = batch_run.divided_by("o_scale", o_scale, v_scale)
         arguments = RunArguments._make((  # 0.1 us faster than the constructor
             q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks, kv_cache_sf,
-            head_scales,
+            head_scales, None,
         ))  # fmt: skip
         if lse_base is not None or not isinstance(lse_layout, str) or lse_layout != "NH":
             return self._run_with_lse(arguments, lse_base, lse_layout)

@@ -17,7 +17,9 @@ NO_CALL: Call = (None, None)
 
 def call_of(plan: BatchPlan, arguments: RunArguments) -> Call:
     """Return the key and the tensors of a run."""
-    q, cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, sf, heads = arguments
+    q, cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, sf, heads, ranges = (
+        arguments
+    )
     if type(return_lse) is not bool:
         return NO_CALL
     try:
@@ -29,6 +31,11 @@ def call_of(plan: BatchPlan, arguments: RunArguments) -> Call:
             kv = k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device
         key: Any = q.shape, q.stride(), q.dtype, q.device, kv, return_lse
         mask = plan.packed_mask  # the same in all runs of a plan
+        if ranges is not None:
+            mask, *windows = ranges
+            if not calls.is_plain(windows):
+                return NO_CALL
+            key = key, layouts((mask,)), calls.typed(tuple(windows))
         if q_scale is k_scale is v_scale is enable_pdl is window_left is sf is heads is None:
             optional: tuple[Any, ...] = () if mask is None else (mask,)
             if sinks is not None:

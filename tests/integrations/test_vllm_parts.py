@@ -21,7 +21,7 @@ from cute_attn.integrations import vllm as plugin
 from cute_attn.integrations.vllm import support
 from cute_attn.integrations.vllm.attention import Layer, LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.cache import CacheFormat, views
-from cute_attn.integrations.vllm.metadata import Batch, split_decodes
+from cute_attn.integrations.vllm.metadata import Batch, Spans, split_decodes
 from cute_attn.integrations.vllm.support import Asked
 from tests.support.executors import GPU_MARKS, HAS_GPU
 from tests.support.vllm_case import CACHE_DTYPES, Step
@@ -50,6 +50,19 @@ STEPS = {
     "drafts": {"requests": [(3, 40), (3, 3), (3, 17)], "layer": LLAMA, "threshold": 3},
     "drafts_of_many_lengths": {"requests": [(3, 40), (1, 9), (2, 17), (4, 30)], "layer": LLAMA, "threshold": 3},
     "padded_graph": {"requests": [(2, 40), (2, 9)], "layer": LLAMA, "threshold": 2, "padding": 2, "padded_tokens": 4},
+    "images": {"requests": MIXED, "layer": LLAMA, "images": {2: [(3, 9), (12, 18)], 3: [(40, 46)], 0: [(4, 20)]}},
+    "images_and_window": {
+        "requests": MIXED,
+        "layer": Layer(4, 64, 0.125, 2, window_left=4, sinks=True),
+        "images": {2: [(1, 17)], 3: [(45, 48)]},
+    },
+    "images_within_the_window": {
+        "requests": [(30, 40), (20, 20)],
+        "layer": Layer(4, 64, 0.125, 2, window_left=4, soft_cap=3.0),
+        "images": {0: [(11, 30)], 1: [(0, 19)]},
+        "clamps_ranges": True,
+    },
+    "images_of_earlier_steps": {"requests": MIXED, "layer": LLAMA, "images": {3: [(4, 30)]}},
     "padded_requests": {"requests": [(1, 40), (1, 9)], "layer": LLAMA, "padding": 1},
 }
 
@@ -118,13 +131,19 @@ def test_nvfp4_cache(memory_order: str, device: str) -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "nvfp4"])
-def test_kernels_read_and_write_the_cache(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "images"),
+    [("auto", None), ("auto", {1: [(3, 29)]}), ("fp8", None), ("nvfp4", None), ("nvfp4", {1: [(16, 18)]})],
+)
+def test_kernels_read_and_write_the_cache(
+    kv_cache_dtype: str, images: Spans | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """XQA, fa3 or (NVFP4) fa2, and the append kernel take the strides of vLLM's cache."""
     monkeypatch.setattr(append, "run", append.emulate)
     layer = Layer(4, 64, 0.125, 2, kv_cache_dtype=kv_cache_dtype)
     scales = (1.0, 1.0) if kv_cache_dtype == "auto" else (0.5, 0.25)
     case = Step([(1, 20), (3, 19) if kv_cache_dtype == "nvfp4" else (33, 33)], layer, scales=scales)
+    case.images = images
     attention, step = case.attention(), case.metadata("emulator")
     with emulator.using("sm_90a"):
         case.fill(attention)

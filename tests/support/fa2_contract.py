@@ -67,6 +67,7 @@ class Fa2Params(NamedTuple):
     right: int
     left: int
     full_tiles: int
+    range_left: int
     tiles_per_split: int
     scale: float
     soft_cap: float

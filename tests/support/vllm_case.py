@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cute_attn.integrations.vllm.attention import Layer, LayerAttention
-from cute_attn.integrations.vllm.metadata import Batch, Sessions, StepMetadata, Workspaces, split_decodes
+from cute_attn.integrations.vllm.metadata import Batch, Sessions, Spans, StepMetadata, Workspaces, split_decodes
 
 UNTOUCHED = 7.0  # of output rows that no request has
 CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -35,6 +35,8 @@ class Step:
     scales: tuple[float, float] = (1.0, 1.0)
     slopes: Sequence[float] | None = None
     batch_invariant: bool = False
+    images: Spans | None = None
+    clamps_ranges: bool = False
     seed: int = 0
     generator: torch.Generator = field(init=False)
 
@@ -100,7 +102,7 @@ class Step:
             workspaces = Workspaces(torch.empty(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8))
         else:
             workspaces = Workspaces.on(torch.device(self.device))
-        return StepMetadata(batch, decodes, Sessions(workspaces, backend))
+        return StepMetadata(batch, decodes, Sessions(workspaces, backend), self.images)
 
     def attention(self) -> LayerAttention:
         """The layer."""
@@ -113,16 +115,17 @@ class Step:
         """Run the layer: output rows of the requests. Asserts that no row past the query's is written."""
         query = torch.cat([*self.q, self._normal(self.padded_tokens + 3, *self.q[0].shape[1:])]).to(self.device)
         out = torch.full_like(query, UNTOUCHED)
-        attention.run(query, self.cache, step, out, *self.scales)
+        attention.run(query, self.cache, step, out, *self.scales, self.clamps_ranges)
         used = sum(len(x) for x in self.q)
         assert (out[used + self.padded_tokens :] == UNTOUCHED).all()
         return out[:used].cpu()
 
     def expected(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
         """Attention by the formula, fp64. `keys`, `values`: of every request, `[kv_len, kv_heads, head_size]`."""
-        return torch.cat([self._formula(q, k, v) for q, k, v in zip(self.q, keys, values, strict=True)])
+        requests = enumerate(zip(self.q, keys, values, strict=True))
+        return torch.cat([self._formula(i, q, k, v) for i, (q, k, v) in requests])
 
-    def _formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _formula(self, request: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         layer, group = self.layer, self.layer.num_heads // self.layer.num_kv_heads
         k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
         z = torch.einsum("ihd,jhd->hij", q.double(), k) * layer.scale
@@ -134,6 +137,11 @@ class Step:
         hidden = key > position
         if layer.window_left >= 0:
             hidden |= key < position - layer.window_left
+        for first, last in (self.images or {}).get(request, ()):
+            both = (key >= first) & (key <= last) & (position >= first) & (position <= last)
+            if self.clamps_ranges:
+                both &= key >= position - layer.window_left
+            hidden &= ~both
         weights = z.masked_fill(hidden, -math.inf).exp()
         total = weights.sum(-1)
         if self.sinks is not None:

@@ -59,12 +59,12 @@ def check_validation(backend: Any) -> None:
         {"kv_cache_dtype": "nvfp4", "dtype": torch.float16, "block_size": 64},
         {"kv_cache_dtype": "fp8_e5m2", "head_size": 80, "use_kv_connector": True},
         {"use_batch_invariant": True},
+        {"use_mm_prefix": True, "kv_cache_dtype": "fp8"},
     ):
         assert reasons(backend, **taken) == [], taken
     for refused, words in (
         ({"use_mla": True}, "MLA"),
         ({"use_sparse": True}, "sparse"),
-        ({"use_mm_prefix": True}, "multimodal"),
         ({"dtype": torch.float32}, "dtype"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "float16"}, "must have the model's dtype"),

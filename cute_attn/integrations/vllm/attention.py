@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -12,6 +15,8 @@ from cute_attn.integrations.vllm.cache import CacheFormat, CacheViews
 from cute_attn.integrations.vllm.metadata import KV_LAYOUT, LayerType, StepMetadata
 from cute_attn.integrations.vllm.support import COPY, Asked
 from cute_attn.xqa.decode import xqa_batch_decode_with_kv_cache
+
+RANGES = "bidirectional_ranges", "causal_window_left", "range_window_left"
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ class LayerAttention:
         output: torch.Tensor,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        clamps_ranges: bool = False,
     ) -> None:
         """Compute the attention of a step over the cache, which has the step's keys already, into `output`.
 
@@ -112,6 +118,7 @@ class LayerAttention:
         kv_cache : the layer's cache.
         step : the step's requests.
         k_scale, v_scale : what quantised keys and values are multiplied by. Default 1.
+        clamps_ranges : whether the layer's window hides tokens of an image from its later tokens, too. Default False.
         """
         if query.dtype not in support.DTYPES or output.dtype != query.dtype:
             raise ArgumentError(
@@ -121,12 +128,12 @@ class LayerAttention:
         if self.stored == COPY:
             k_scale = v_scale = 1.0
         if self.plans_decode:
-            self._run_plan(query, caches, step, output, (k_scale, v_scale))
+            self._run_plan(query, caches, step, output, (k_scale, v_scale), clamps_ranges)
             return
         if step.decodes.num_reqs:
             self._decode(query, caches, step, output, (k_scale, v_scale))
         if step.has_prefills:
-            self._run_plan(query, caches, step, output, (k_scale, v_scale))
+            self._run_plan(query, caches, step, output, (k_scale, v_scale), clamps_ranges)
 
     def _decode(
         self,
@@ -164,10 +171,14 @@ class LayerAttention:
         step: StepMetadata,
         output: torch.Tensor,
         scales: tuple[float, float],
+        clamps_ranges: bool,
     ) -> None:
-        session = step.planned(self._type(query.dtype, caches))
-        rows = session.rows
-        session.wrapper.run(
+        session, window_left = step.planned(self._type(query.dtype, caches)), self.layer.window_left
+        rows, run = session.rows, cast("Callable[..., Any]", session.wrapper.run)
+        if session.ranges is not None:
+            windows = window_left, window_left + 1 if clamps_ranges else -1
+            run = functools.partial(run, **dict(zip(RANGES, (session.ranges, *windows), strict=True)))
+        run(
             query[rows],
             caches.pair,
             q_scale=self.layer.scale,

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -17,7 +18,7 @@ from cute_attn.integrations.vllm.support import Asked
 
 class CuteAttnBackend(AttentionBackend):
     """Decoder self-attention on cute_attn's kernels. What is not supported is refused with a reason when vLLM
-    validates its configuration: MLA, sparse and encoder attention, bidirectional spans, context parallelism.
+    validates its configuration: MLA, sparse and encoder attention, context parallelism.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(support.DTYPES)
@@ -73,6 +74,11 @@ class CuteAttnBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Return True: the tokens of an image see each other, in kernels that read each token's range."""
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """Return False: how many query tokens a request has is read on the host."""
         return False
@@ -101,5 +107,7 @@ class CuteAttnBackend(AttentionBackend):
         device_capability: Any,
     ) -> str | None:
         """Return why no kernel of the GPU supports the combination, or None."""
+        if use_mm_prefix and envs.VLLM_BATCH_INVARIANT:
+            return "batch invariance with images whose tokens see each other: steps without images run another kernel"
         asked = Asked(head_size, dtype, kv_cache_dtype, has_sink)
         return support.reason(asked, (device_capability.major, device_capability.minor))

@@ -68,4 +68,4 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
             exact,
             gpu_sync_allowed,
         )
-        return StepMetadata(batch, decodes, self._sessions)
+        return StepMetadata(batch, decodes, self._sessions, common.mm_req_doc_ranges)

@@ -99,7 +99,9 @@ class CuteAttnImpl(AttentionImpl):
             raise NotImplementedError("quantised output is not supported: output_scale and output_block_scale")
         if attn_metadata is None:
             return output.fill_(0)
-        self.attention.run(query, kv_cache, attn_metadata, output, layer._k_scale_float, layer._v_scale_float)
+        scales = layer._k_scale_float, layer._v_scale_float
+        clamps_ranges = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        self.attention.run(query, kv_cache, attn_metadata, output, *scales, clamps_ranges)
         return output
 
     def do_kv_cache_update(

@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from cute_attn.attention import BatchPrefillWithCausalBidirectionalRangesWrapper
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
 from cute_attn.request.unplanned import page_list
+
+Wrapper = BatchPrefillWithPagedKVCacheWrapper | BatchPrefillWithCausalBidirectionalRangesWrapper
+Spans = dict[int, list[tuple[int, int]]]  # of a request: the first and the last position of each of its images
 
 KV_LAYOUT = "HND"  # of the views of `cache.py`
 PLAN_WORKSPACE = 128 << 20  # bytes that hold the partial results of any batch
@@ -62,18 +66,27 @@ class LayerType(NamedTuple):
     pos_encoding_mode: str
     decodes_too: bool  # all requests of the step, not only those after the decodes
     batch_invariant: bool = False  # keys are not split, and tiles do not depend on lengths
+    ranges: bool = False  # tokens of an image see each other
+
+    def wrapper(self, workspace: torch.Tensor, backend: str) -> Wrapper:
+        """Return a wrapper for layers of the type."""
+        if not self.ranges:
+            return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, backend=backend)
+        return BatchPrefillWithCausalBidirectionalRangesWrapper(
+            workspace, KV_LAYOUT, backend=backend, pos_encoding_mode=self.pos_encoding_mode, q_data_type=self.q_dtype,
+            kv_data_type=self.kv_dtype, head_dim_qk=self.head_size, head_dim_vo=self.head_size,
+        )  # fmt: skip
 
     def options(self) -> dict[str, Any]:
-        """Return the keywords of a wrapper's `plan`."""
-        return {
+        """Return the keywords of its `plan`. Where tokens have ranges, runs say the mask."""
+        mask = {} if self.ranges else {"causal": True, "window_left": self.window_left}
+        return mask | {
             "num_qo_heads": self.num_qo_heads,
             "num_kv_heads": self.num_kv_heads,
             "head_dim_qk": self.head_size,
             "page_size": self.page_size,
-            "causal": True,
             "pos_encoding_mode": self.pos_encoding_mode,
             "sm_scale": 1.0,
-            "window_left": self.window_left,
             "logits_soft_cap": self.soft_cap,
             "q_data_type": self.q_dtype,
             "kv_data_type": self.kv_dtype,
@@ -186,13 +199,32 @@ def pages(batch: Batch, first: int, page_size: int) -> Pages:
     )
 
 
+def token_ranges(batch: Batch, first: int, spans: Spans) -> torch.Tensor | None:
+    """Return the span that each query token of the requests from `first` on is in: int32 `[tokens, 2]` on the device,
+    (-1, -1) for none. None where no token is in one.
+    """
+    starts, lengths = batch.query_start_loc_cpu[first : batch.num_reqs + 1].numpy(), batch.lengths(first)
+    starts = starts - starts[0]
+    ranges = np.full((starts[-1], 2), -1, np.int32)
+    for i, (row, stop, kv_len) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+        position = kv_len - (stop - row)  # of the request's first query token
+        for span in spans.get(first + i, ()):
+            if span[0] < span[1]:  # vLLM has no spans of one token
+                ranges[max(row, row + span[0] - position) : max(row, min(stop, row + span[1] + 1 - position))] = span
+    if (ranges < 0).all():
+        return None
+    found = torch.from_numpy(ranges)
+    return found.pin_memory().to(batch.seq_lens.device, non_blocking=True) if batch.seq_lens.is_cuda else found
+
+
 class Session:
     """A wrapper that is kept between steps, and the step that it is planned for."""
 
-    def __init__(self, wrapper: BatchPrefillWithPagedKVCacheWrapper) -> None:
+    def __init__(self, wrapper: Wrapper) -> None:
         self.wrapper = wrapper
         self.step: StepMetadata | None = None
         self.rows = slice(0)  # of the query, that the step's plan is for
+        self.ranges: torch.Tensor | None = None  # `token_ranges` of these rows
 
 
 class Sessions:
@@ -207,7 +239,7 @@ class Sessions:
         """Return the session of a layer type, made by its first layer."""
         session = self._by_type.get(layer)
         if session is None:
-            wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspaces.planned, KV_LAYOUT, backend=self.backend)
+            wrapper = layer.wrapper(self.workspaces.planned, self.backend)
             session = self._by_type[layer] = Session(wrapper)
         return session
 
@@ -219,11 +251,13 @@ class StepMetadata:
     batch: Batch
     decodes: Decodes
     sessions: Sessions
+    mm_prefix_range: Spans | None = None  # vLLM's name: models whose layers of full attention ignore images set None
     # Slices that every layer would make.
     decode_tables: torch.Tensor = field(init=False)
     decode_seq_lens: torch.Tensor = field(init=False)
     decode_starts: torch.Tensor | None = field(init=False)
     _pages: dict[tuple[int, int], Pages] = field(default_factory=dict, init=False)
+    _ranges: dict[int, torch.Tensor | None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         n = self.decodes.num_reqs
@@ -241,17 +275,25 @@ class StepMetadata:
 
         NotSupported while a CUDA graph is captured: a plan needs lengths on the host.
         """
+        first = 0 if layer.decodes_too else self.decodes.num_reqs
+        ranges = None if self.mm_prefix_range is None else self._ranges_from(first, self.mm_prefix_range)
+        if ranges is not None:
+            layer = layer._replace(ranges=True)
         session = self.sessions.of(layer)
         if session.step is not self:
-            first = 0 if layer.decodes_too else self.decodes.num_reqs
             session.step = None
             self._plan(session.wrapper, layer, first)
             starts = self.batch.query_start_loc_cpu
             session.rows = slice(int(starts[first]), int(starts[self.batch.num_reqs]))
-            session.step = self
+            session.step, session.ranges = self, ranges
         return session
 
-    def _plan(self, wrapper: BatchPrefillWithPagedKVCacheWrapper, layer: LayerType, first: int) -> None:
+    def _ranges_from(self, first: int, spans: Spans) -> torch.Tensor | None:
+        if first not in self._ranges:
+            self._ranges[first] = token_ranges(self.batch, first, spans)
+        return self._ranges[first]
+
+    def _plan(self, wrapper: Wrapper, layer: LayerType, first: int) -> None:
         if self.batch.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
             feature = "capture in a CUDA graph of requests that need a plan"
             reason = "it reads lengths on the host and schedules by them"

@@ -385,6 +385,16 @@ def shuffle_xor_b32(x: Int32, lane_mask: int) -> Int32:
     return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Int32], [x])
 
 
+def warp_minimum(x: Int32) -> Int32:
+    """Returns the least of all lanes' numbers."""
+    return asm("redux.sync.min.s32 $0, $1, 0xffffffff;", [Int32], [x])
+
+
+def warp_maximum(x: Int32) -> Int32:
+    """Returns the largest of all lanes' numbers."""
+    return asm("redux.sync.max.s32 $0, $1, 0xffffffff;", [Int32], [x])
+
+
 def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:
     """Rounds two floats to nearest even, `lo` into the low half."""
     suffix = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]

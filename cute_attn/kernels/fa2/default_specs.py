@@ -102,7 +102,8 @@ def _batches(arch: Arch) -> list[KernelSpec]:
     specs += [_batch(arch, (64, 64), PREFILL, kv="dense"), _batch(arch, llama, PREFILL, dtype="float16")]
     specs += [_batch(arch, llama, rows, **modified) for rows in (DECODE, PREFILL)]
     specs += [_batch(arch, llama, PREFILL, kv="dense", **masked)]
-    specs += [_batch(arch, llama, PREFILL, mask="multi_item", scores=masked["scores"])]
+    specs += [_batch(arch, llama, PREFILL, mask=mask, scores=masked["scores"]) for mask in ("multi_item", "ranges")]
+    specs += [_batch(arch, head_dims, PREFILL, mask="ranges") for head_dims in (llama, (256, 256))]
     for kv_dtype in ("float8_e4m3fn", "nvfp4"):
         specs += [_batch(arch, head_dims, DECODE, kv_dtype=kv_dtype) for head_dims in ((64, 64), llama, (256, 256))]
         specs += [_batch(arch, llama, PREFILL, kv_dtype=kv_dtype)]

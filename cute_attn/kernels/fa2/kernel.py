@@ -22,6 +22,7 @@ from cutlass import Float32, Float64, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import e2m1_converter, fp8_converter
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
+from cute_attn.kernels.blocks.key_ranges import RangeMask
 from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
 from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
@@ -78,6 +79,7 @@ class Fa2Params(NamedTuple):
     right: Int32
     left: Int32
     full_tiles: Int32  # -1; 0: all kv tiles count as masked
+    range_left: Int32  # mask "ranges": see `RangeMask`
     tiles_per_split: Int32
     scale: Float32
     soft_cap: Float32
@@ -205,7 +207,7 @@ class Fa2Program:
     def order(self, p: Fa2Params, mask: Any, work_tile: WorkTile) -> TileOrder:
         tile = self.spec.tile
         order: TileOrder = mask.tiles(tile.rows, tile.cols, work_tile.first_tile, work_tile.last_tile)
-        batch_band = self.spec.mask == "band" and self.spec.schedule == "items"
+        batch_band = self.spec.mask in ("band", "ranges") and self.spec.schedule == "items"
         return order.with_full(p.full_tiles) if batch_band else order
 
     # --- composition ------------------------------------------------------------------------------------------------
@@ -293,6 +295,8 @@ class Fa2Program:
             return PackedMask(band, layout, rows, lanes, work_tile.mask, p.mask + p.mask_bytes, work_tile.kv_len)
         if self.spec.mask == "multi_item":
             return MultiItemMask(band, layout, rows, lanes, KeyBounds(p.mask, rows))
+        if self.spec.mask == "ranges":
+            return RangeMask(band, layout, rows, lanes, p.mask, p.range_left, rows.last_token(self.spec.tile.rows))
         return BandMask(band, layout, rows, lanes)
 
     def make_scores(self, p: Fa2Params, scale: Float32, kv_head: Int32, rows: PackedRows, lanes: Lanes) -> Scores:

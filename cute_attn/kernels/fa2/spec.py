@@ -71,7 +71,7 @@ class Fa2Spec(KernelSpec):
     head_dim_qk: int
     head_dim_vo: int
     mask: str = "band"  # "band": causal/window/length bounds; "packed": custom mask bits and the band; "multi_item":
-    # ^ the band without the keys between a prefix and the row's own item
+    # ^ the band without the keys between a prefix and the row's own item; "ranges": the band, and a range of each token
     scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
     pos_encoding: str = "none"  # "none" or "rope"
     split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output

@@ -30,12 +30,21 @@ def mask_bounds(settings: Settings) -> Fields:
     whether tiles without hidden keys are processed apart: not where that would order a row's tiles by the rows that
     share them.
     """
-    window_left = settings.window_left
+    features, window_left = settings.features, settings.window_left
+    if features.key_ranges:
+        window_left = settings.range_windows[0]
+    edges = window_left >= 0 or features.key_ranges
     return {
-        "right": 0 if settings.causal else UNBOUNDED - 1,
+        "right": 0 if settings.causal or features.key_ranges else UNBOUNDED - 1,
         "left": -min(window_left, UNBOUNDED) if window_left >= 0 else -UNBOUNDED,
-        "full_tiles": 0 if settings.features.chunk_invariant and window_left >= 0 else -1,
+        "full_tiles": 0 if features.chunk_invariant and edges else -1,
     }
+
+
+def range_bounds(settings: Settings) -> Fields:
+    """Returns the bound of the keys of a range before their token."""
+    keys = settings.range_windows[1]
+    return {"range_left": 1 - min(keys, UNBOUNDED) if keys > 0 else -UNBOUNDED}
 
 
 def score_fields(settings: Settings, scores: tuple[str, ...]) -> Fields:

@@ -18,6 +18,7 @@ from cute_attn.kernels.host.params import (
     divisor,
     kv_axes,
     mask_bounds,
+    range_bounds,
     rope_fields,
     score_fields,
 )
@@ -56,6 +57,7 @@ class Fa2Kernel(PreparedKernel):
             **score_fields(settings, scores(features)),
             **rope_fields(settings),
             "lse_scale": settings.lse_scale,
+            **range_bounds(settings),
         }
         if batch:  # every item has lengths of its own
             static |= {**dict.fromkeys(LENGTH_FIELDS, 0), **mask_bounds(settings)}

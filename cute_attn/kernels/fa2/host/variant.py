@@ -20,7 +20,7 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
         out_dtype="float32" if split else short(features.o_dtype),
         head_dim_qk=features.head_dim_qk,
         head_dim_vo=features.head_dim_vo,
-        mask="packed" if features.custom_mask else "multi_item" if features.multi_item else "band",
+        mask=mask(features),
         scores=scores(features),
         pos_encoding="rope" if features.pos_encoding_mode == "ROPE_LLAMA" else "none",
         split=split,
@@ -30,6 +30,12 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
         kv_copy_bytes=kv_copy_bytes(features),
         tile=tile,
     )
+
+
+def mask(features: Features) -> str:
+    """Returns `mask` of a spec."""
+    kinds = {"packed": features.custom_mask, "multi_item": features.multi_item, "ranges": features.key_ranges}
+    return next((kind for kind, asked in kinds.items() if asked), "band")
 
 
 def scores(features: Features) -> tuple[str, ...]:
@@ -52,8 +58,7 @@ def spec_of(settings: Settings, tile: Tile, split: bool) -> Fa2Spec:
 
 def variant(features: Features) -> tiles.Variant:
     """Returns the part of the features that the choice of a tile depends on."""
-    masked = features.custom_mask or features.multi_item
-    plain = not masked and features.pos_encoding_mode != "ROPE_LLAMA" and not scores(features)
+    plain = mask(features) == "band" and features.pos_encoding_mode != "ROPE_LLAMA" and not scores(features)
     head_dims, fp8 = (features.head_dim_qk, features.head_dim_vo), short(features.q_dtype) in FP8_DTYPES
     return tiles.Variant(head_dims, plain, batched(features), kv_dtype(features), fp8)
 

@@ -1,0 +1,60 @@
+"""Check the arguments of `BatchPrefillWithCausalBidirectionalRangesWrapper`: a range of keys per query token."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.errors import ArgumentError
+from cute_attn.request import checks
+
+NAME = "bidirectional_ranges"
+
+
+class KeyRanges(NamedTuple):
+    """Ranges and windows of a run as the user gave them."""
+
+    ranges: Any
+    causal_window_left: Any
+    range_window_left: Any
+
+    def tensor(self, rows: int, device: torch.device) -> torch.Tensor:
+        """Return the ranges, which the kernel reads where they are."""
+        ranges = checks.tensor(NAME, self.ranges)
+        checks.dtype(NAME, ranges.dtype, (torch.int32,))
+        checks.shape(NAME, ranges, (rows, 2), "[rows of q, 2]")
+        checks.device(NAME, ranges, device)
+        checks.contiguous(NAME, ranges)
+        if ranges.data_ptr() % 8:
+            raise ArgumentError(f"{NAME} must be 8-byte aligned, got {checks.describe(ranges)}")
+        return ranges
+
+    def windows(self) -> tuple[int, int]:
+        """Return `Settings.range_windows`."""
+        causal = checks.whole("causal_window_left", self.causal_window_left)
+        return max(-1, causal), max(-1, checks.whole("range_window_left", self.range_window_left))
+
+
+def check_plan(**given: Any) -> None:
+    """Refuse arguments of `plan` that describe a mask: ranges and windows of a run do. The values are the defaults."""
+    for name, (value, default) in given.items():
+        if value is not default and value != default:
+            raise ArgumentError(
+                f"{name} must be {default}, got {checks.shown(value)}: the mask is causal with the ranges of run(), "
+                "whose causal_window_left and range_window_left are its windows"
+            )
+
+
+def check_made_for(made_for: dict[str, Any], named: dict[str, Any]) -> None:
+    """Refuse what a plan names otherwise than the constructor; None names nothing."""
+    for name, value in named.items():
+        made = made_for["q_data_type" if name == "o_data_type" and made_for[name] is None else name]
+        if value is not None and _dtype(value) != _dtype(made):
+            raise ArgumentError(
+                f"{name} must be {checks.shown(made)}, which the constructor was given, got {checks.shown(value)}"
+            )
+
+
+def _dtype(value: Any) -> Any:
+    return getattr(torch, value, value) if isinstance(value, str) else value
