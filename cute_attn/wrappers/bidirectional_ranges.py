@@ -91,7 +91,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         custom_mask: torch.Tensor | None = None,
         packed_custom_mask: torch.Tensor | None = None,
         causal: bool = False,
-        pos_encoding_mode: str | None = None,
+        pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
         window_left: int = -1,
@@ -116,8 +116,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, page_size,
             use_fp16_qk_reduction, sm_scale, logits_soft_cap, non_blocking, max_token_per_sequence, max_sequence_kv,
             fixed_split_size, disable_split_kv : as for `BatchPrefillWithPagedKVCacheWrapper.plan`.
-        head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode : those of the constructor,
-            which None stands for.
+        head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode : those of the constructor.
+            Dtypes and `head_dim_vo` that are None (default) stand for them.
         custom_mask, packed_custom_mask, causal, window_left, prefix_len_ptr, token_pos_in_items_ptr,
             token_pos_in_items_len, max_item_len_ptr : refused but for their defaults: `run` says which keys are seen.
 

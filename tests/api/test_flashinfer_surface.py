@@ -46,7 +46,6 @@ ABSENT = {  # patterns of module.name
     "prefill.trtllm_sage_attention_quantize": "SageAttention rounds queries and keys to int8; attention here is exact",
     "prefill.minimax_h3_*": OTHER_BACKENDS,
     "prefill.prepare_nvfp4_attention": OTHER_BACKENDS,
-    "attention.BatchPrefillWithCausalBidirectionalRangesWrapper": "a class that refuses; `custom_mask` gives its mask",
     "utils.MaskMode": CONSTANTS,
     "utils.PosEncodingMode": CONSTANTS,
     "utils.TensorLayout": CONSTANTS,
@@ -73,9 +72,8 @@ ABSENT = {  # patterns of module.name
     "utils.*": INTERNAL,
     "quantization.*": NOT_ATTENTION,
 }
-# Of those, names that are here all the same: helpers, and a class that says why it is refused.
+# Of those, helpers that are here all the same.
 EXTRA = ("utils.get_compute_capability", "utils.device_support_pdl")
-REFUSED = ("attention.BatchPrefillWithCausalBidirectionalRangesWrapper",)
 
 DIFFERENCES: dict[tuple[str, str], str] = {  # (callable, parameter): why it is not at its place, or has another default
     ("fast_decode_plan", "self"): "the wrapper, which all callers give by position",
@@ -122,10 +120,7 @@ def ours(module: str, name: str) -> Any:
 def test_other_names_have_a_reason(name: str) -> None:
     assert reason(name)
     module, _, rest = name.partition(".")
-    if name in REFUSED:
-        with pytest.raises(NotImplementedError, match=rest):
-            ours(module, rest)(None)
-    elif name not in EXTRA:
+    if name not in EXTRA:
         assert ours(module, rest) is None, f"cute_attn has {name}: its signature belongs into the data file"
 
 

@@ -461,6 +461,7 @@ def test_selected_by_name(caplog: pytest.LogCaptureFixture) -> None:
     plugin.register()
     assert choices.ATTENTION_BACKEND_CHOICES.count("cute_attn") == 1
     assert choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count("cute_attn") == 1
+    assert choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.count("cute_attn") == 1
     runner = Runner([sglang_runner.layer()], 16)
     assert isinstance(ATTENTION_BACKENDS["cute_attn"](runner), CuteAttnBackend)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -139,7 +139,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
     def zeros(size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=device)
 
-    buffers = GraphBuffers(zeros(4), zeros(3 * MAX_CONTEXT), zeros(3))
+    buffers = GraphBuffers(zeros(4), zeros(4), zeros(3 * MAX_CONTEXT), zeros(3))
     attention = PlannedAttention(
         workspace(device),
         CacheFormat(BF16, BF16, "NHD", 1, deterministic),
@@ -158,7 +158,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
 
 
 def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits would make results depend on the rest of the batch."""
+    """Splits would make results depend on the rest of the batch. Decodes are prefills of one token: the same bits."""
     seen: list[bool] = []
 
     class Recorded(planned.BatchPrefillWithPagedKVCacheWrapper):
@@ -169,9 +169,10 @@ def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(planned, "BatchPrefillWithPagedKVCacheWrapper", Recorded)
     for deterministic in (False, True):
         form = CacheFormat(BF16, BF16, "NHD", 16, deterministic)
-        attention = PlannedAttention(workspace("cpu"), form, decode=False)
-        begin(Server(16, [37, 5]), [3, 1], attention, kinds=[KINDS["full"], KINDS["window"]])
-    assert seen == [False, False, True, True]
+        for decode, q_lens in ((False, [3, 1]), (True, [1, 1])):
+            attention = PlannedAttention(workspace("cpu"), form, decode)
+            begin(Server(16, [37, 5]), q_lens, attention, kinds=[KINDS["full"], KINDS["window"]])
+    assert seen == [False, False, True, True, True, True]
 
 
 @DEVICES
@@ -336,12 +337,14 @@ def test_facts_of_a_layer() -> None:
 def installed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Callable[..., Any]]]:
     """A stand-in for the modules of SGLang that `register` uses."""
     backends: dict[str, Callable[..., Any]] = {}
-    known, repeatable = ["triton"], ["triton"]
+    known, repeatable, cached = ["triton"], ["triton"], ["triton"]
     choices = SimpleNamespace(
         ATTENTION_BACKEND_CHOICES=known,
         add_attention_backend_choices=known.extend,
         DETERMINISTIC_ATTENTION_BACKEND_CHOICES=repeatable,
         add_deterministic_attention_backend_choices=repeatable.extend,
+        RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND=cached,
+        add_radix_supported_deterministic_attention_backend_choices=cached.extend,
     )
     registry = SimpleNamespace(register_attention_backend=lambda name: lambda fn: backends.setdefault(name, fn))
     names = "sglang", "sglang.srt", "sglang.srt.arg_groups", "sglang.srt.layers", "sglang.srt.layers.attention"
@@ -358,6 +361,7 @@ def test_register_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
     assert choices.ATTENTION_BACKEND_CHOICES == ["triton", "cute_attn"]
     assert choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES == ["triton", "cute_attn"]
+    assert choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND == ["triton", "cute_attn"]
     assert backends == {"cute_attn": plugin.build}
 
 

@@ -363,6 +363,10 @@ def attend(
     if spec.mask == "multi_item":
         bounds = memory(p.mask + 8 * request.qo_start, (request.qo_len, 2), (8, 4), "int32")[rows]
         visible &= (cols < bounds[:, :1]) | (cols >= bounds[:, 1:])
+    if spec.mask == "ranges":
+        first, last = memory(p.mask + 8 * request.qo_start, (request.qo_len, 2), (8, 4), "int32")[rows].T[..., None]
+        position = rows[:, None] + request.right
+        visible |= (cols >= first) & (cols <= last) & (cols >= position + p.range_left)
     weights = np.where(visible, np.exp2(z), 0.0)
     total = weights.sum(axis=1)
     v_scale = lse_scale = 1.0

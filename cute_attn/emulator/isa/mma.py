@@ -113,7 +113,8 @@ def _mma(
 ) -> Array:
     whole(w, mask, "mma.sync")
     left, right = a_matrix(w, a, how[0]), _b_matrix(w, b, how[1])
-    product = np.matmul(left, right.transpose(0, 2, 1))  # [warps, 16, 8]
+    # In fp64: the order in which a BLAS adds depends on a row's place in the tile, the bits of a GPU's sums do not.
+    product = np.matmul(left.astype("f8"), right.astype("f8").transpose(0, 2, 1)).astype("f4")  # [warps, 16, 8]
     warps = len(w.warps)
     fragments = product.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
     total: Array = fragments + _stack(w, c)

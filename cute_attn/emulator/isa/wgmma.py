@@ -71,7 +71,9 @@ class Product:
         if self.item_bytes == 1 and not self.half:
             self.results = self._narrow(w, self.signs[0] * a, self.signs[1] * b)
             return
-        product = np.matmul(self.signs[0] * a, self.signs[1] * b.T)  # [warps, 16, n]
+        # In fp64, as in mma.sync: a row's place in the tile must not matter.
+        wide = self.signs[0] * a.astype("f8"), self.signs[1] * b.T.astype("f8")
+        product = np.matmul(*wide).astype("f4")  # [warps, 16, n]
         self.results = self._added(w, self._spread(w, product))
 
     def _spread(self, w: WarpBatch, product: Array) -> Array:

@@ -34,6 +34,10 @@ def register() -> None:
     for known, add in (
         (choices.ATTENTION_BACKEND_CHOICES, choices.add_attention_backend_choices),
         (choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES, choices.add_deterministic_attention_backend_choices),
+        (
+            choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+            choices.add_radix_supported_deterministic_attention_backend_choices,
+        ),
     ):
         if NAME not in known:
             add([NAME])

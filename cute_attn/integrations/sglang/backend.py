@@ -214,7 +214,9 @@ class CuteAttnBackend(AttentionBackend):
             def zeros(size: int) -> torch.Tensor:
                 return torch.zeros(size, dtype=torch.int32, device=self.device)
 
-            return GraphBuffers(zeros(batch_size + 1), self._graph_indices[in_window_pool], zeros(batch_size))
+            return GraphBuffers(
+                zeros(batch_size + 1), zeros(batch_size + 1), self._graph_indices[in_window_pool], zeros(batch_size)
+            )
 
         return buffers
 

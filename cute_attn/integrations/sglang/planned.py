@@ -33,6 +33,7 @@ class CacheFormat(NamedTuple):
 class GraphBuffers(NamedTuple):
     """Index buffers that captured decode launches of one batch size read; plans fill them."""
 
+    qo_indptr: torch.Tensor  # int32 [batch_size + 1]
     indptr: torch.Tensor  # int32 [batch_size + 1]
     indices: torch.Tensor  # int32, room for all pages of the batch
     last_page_len: torch.Tensor  # int32 [batch_size]
@@ -113,19 +114,13 @@ class PlannedAttention:
         self._planned.add(kind)
 
     def _new_wrapper(self, kind: LayerKind) -> Wrapper:
-        if not self._decode:
-            return BatchPrefillWithPagedKVCacheWrapper(self._workspace, self._format.layout)
-        if self._graph_buffers is None:
-            return BatchDecodeWithPagedKVCacheWrapper(self._workspace, self._format.layout)
-        buffers = self._graph_buffers(kind.in_window_pool)
-        return BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            self._format.layout,
-            use_cuda_graph=True,
-            paged_kv_indptr_buffer=buffers.indptr,
-            paged_kv_indices_buffer=buffers.indices,
-            paged_kv_last_page_len_buffer=buffers.last_page_len,
-        )
+        """Return a wrapper of the mode. In deterministic mode a decode is a prefill of one token, with its bits."""
+        place, buffers = (self._workspace, self._format.layout), None
+        if self._graph_buffers is not None:
+            buffers = self._graph_buffers(kind.in_window_pool)
+        if not self._decode or self._format.deterministic:
+            return BatchPrefillWithPagedKVCacheWrapper(*place, buffers is not None, *(buffers or ()))
+        return BatchDecodeWithPagedKVCacheWrapper(*place, buffers is not None, False, *(buffers or (None,))[1:])
 
     def _page_indices(self, in_window_pool: bool) -> torch.Tensor:
         assert self._step is not None
