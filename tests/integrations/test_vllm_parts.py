@@ -6,6 +6,7 @@ Attention is compared with its formula in fp64, on caches in both of vLLM's memo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import types
 from collections.abc import Callable
@@ -21,10 +22,11 @@ from cute_attn.integrations import vllm as plugin
 from cute_attn.integrations.vllm import support
 from cute_attn.integrations.vllm.attention import Layer, LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.cache import CacheFormat, views
+from cute_attn.integrations.vllm.encoder import EncoderAttention
 from cute_attn.integrations.vllm.metadata import Batch, Spans, split_decodes
 from cute_attn.integrations.vllm.support import Asked
 from tests.support.executors import GPU_MARKS, HAS_GPU
-from tests.support.vllm_case import CACHE_DTYPES, Step
+from tests.support.vllm_case import CACHE_DTYPES, UNTOUCHED, Step
 
 BF16 = torch.bfloat16
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
@@ -50,6 +52,7 @@ STEPS = {
     "drafts": {"requests": [(3, 40), (3, 3), (3, 17)], "layer": LLAMA, "threshold": 3},
     "drafts_of_many_lengths": {"requests": [(3, 40), (1, 9), (2, 17), (4, 30)], "layer": LLAMA, "threshold": 3},
     "padded_graph": {"requests": [(2, 40), (2, 9)], "layer": LLAMA, "threshold": 2, "padding": 2, "padded_tokens": 4},
+    "cross_attention": {"requests": [(1, 37), (1, 60), (4, 37), (9, 60)], "layer": LLAMA, "causal": False},
     "images": {"requests": MIXED, "layer": LLAMA, "images": {2: [(3, 9), (12, 18)], 3: [(40, 46)], 0: [(4, 20)]}},
     "images_and_window": {
         "requests": MIXED,
@@ -114,6 +117,35 @@ def nvfp4_rows(case: Step, side: int) -> list[torch.Tensor]:
             tokens.append(values if case.memory_order == "NHD" else values.transpose(0, 1))
         found.append(torch.cat(tokens)[:kv_len])
     return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+def test_encoder_layers_match_the_formula(soft_cap: float, device: str) -> None:
+    """Each token sees all tokens of its request; rows past the requests' are padding."""
+    layer = Layer(4, 64, 0.25, 2, soft_cap=soft_cap)
+    case = Step([(9, 9), (1, 1), (40, 40)], layer, causal=False, device=device)
+    attention, step = EncoderAttention(layer), case.metadata()
+    rows = [torch.cat([*x, torch.zeros(3, *x[0].shape[1:])]).to(device, BF16) for x in (case.q, case.k, case.v)]
+    for _ in range(2):  # layers
+        out = torch.full_like(rows[0], UNTOUCHED)
+        attention.run(*rows, step, out)
+        assert_near(out[:50].cpu(), case.expected(case.k, case.v))
+        assert (out[50:] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("changed", [{"window_left": 8}, {"alibi": True}, {"sinks": True}, {"kv_cache_dtype": "fp8"}])
+def test_encoder_layers_that_are_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match="encoder attention must have no"):
+        EncoderAttention(dataclasses.replace(LLAMA, **changed))
+
+
+def test_windows_of_tokens_that_see_later_keys_are_refused() -> None:
+    case = Step(MIXED, dataclasses.replace(LLAMA, window_left=8), causal=False)
+    attention = case.attention()
+    case.fill(attention)
+    with pytest.raises(NotImplementedError, match="sliding window of tokens that see later keys"):
+        case.output(attention, case.metadata())
 
 
 @pytest.mark.parametrize("device", DEVICES)

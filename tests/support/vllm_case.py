@@ -35,6 +35,7 @@ class Step:
     scales: tuple[float, float] = (1.0, 1.0)
     slopes: Sequence[float] | None = None
     batch_invariant: bool = False
+    causal: bool = True
     images: Spans | None = None
     clamps_ranges: bool = False
     seed: int = 0
@@ -102,7 +103,7 @@ class Step:
             workspaces = Workspaces(torch.empty(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8))
         else:
             workspaces = Workspaces.on(torch.device(self.device))
-        return StepMetadata(batch, decodes, Sessions(workspaces, backend), self.images)
+        return StepMetadata(batch, decodes, Sessions(workspaces, backend), self.causal, self.images)
 
     def attention(self) -> LayerAttention:
         """The layer."""
@@ -134,7 +135,7 @@ class Step:
             z = z + torch.tensor(self.slopes).double()[:, None, None] * (key - position)
         if layer.soft_cap:
             z = layer.soft_cap * torch.tanh(z / layer.soft_cap)
-        hidden = key > position
+        hidden = (key > position) & self.causal
         if layer.window_left >= 0:
             hidden |= key < position - layer.window_left
         for first, last in (self.images or {}).get(request, ()):

@@ -59,6 +59,9 @@ def check_validation(backend: Any) -> None:
         {"kv_cache_dtype": "nvfp4", "dtype": torch.float16, "block_size": 64},
         {"kv_cache_dtype": "fp8_e5m2", "head_size": 80, "use_kv_connector": True},
         {"use_batch_invariant": True},
+        {"attn_type": "encoder_only"},
+        {"attn_type": "encoder_decoder"},
+        {"use_non_causal": True},
         {"use_mm_prefix": True, "kv_cache_dtype": "fp8"},
     ):
         assert reasons(backend, **taken) == [], taken
@@ -68,8 +71,6 @@ def check_validation(backend: Any) -> None:
         ({"dtype": torch.float32}, "dtype"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "float16"}, "must have the model's dtype"),
-        ({"attn_type": "encoder_only"}, "attention type"),
-        ({"use_non_causal": True}, "non-causal"),
         ({"use_per_head_quant_scales": True}, "per-head"),
         ({"use_dcp": True}, "DCP"),
         ({"use_pcp": True}, "PCP"),
@@ -118,7 +119,7 @@ def check_impl(impl_cls: Any) -> None:
     assert not impl.forward(scales, query, None, None, case.cache, None, out).any()
     for words, call in (
         ("quantised output", lambda: impl.forward(scales, query, None, None, case.cache, step, out, torch.ones(1))),
-        ("attn_type must be", lambda: made(impl_cls, attn_type="encoder")),
+        ("no sliding_window", lambda: made(impl_cls, attn_type="encoder_only", sliding_window=8)),
         ("standard ones of 4 heads", lambda: made(impl_cls, alibi_slopes=[0.5, 0.25, 0.125, 0.0625])),
         ("kv_cache_dtype must be one of", lambda: made(impl_cls, kv_cache_dtype="int4_per_token_head")),
     ):

@@ -18,7 +18,7 @@ from cute_attn.integrations.vllm.support import Asked
 
 class CuteAttnBackend(AttentionBackend):
     """Decoder self-attention on cute_attn's kernels. What is not supported is refused with a reason when vLLM
-    validates its configuration: MLA, sparse and encoder attention, context parallelism.
+    validates its configuration: MLA, sparse attention, context parallelism.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(support.DTYPES)
@@ -71,6 +71,16 @@ class CuteAttnBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         """Return True."""
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Return True: decoders, cross attention over a decoder's cache, and encoders, which have none."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Return True for tokens that see all keys of their request."""
         return True
 
     @classmethod

@@ -44,14 +44,16 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepMetadata:
         """Return the metadata of a step. `common_prefix_len` is always 0, and `fast_build` makes no difference."""
         common = common_attn_metadata
-        if common.causal is not True:
-            raise NotImplementedError(f"attention must be causal, got causal={common.causal!r}")
+        if not isinstance(common.causal, bool):
+            raise NotImplementedError(
+                f"causal must be one bool for all requests, got {common.causal!r}: kernels need a mask per request"
+            )
         decodes = split_decodes(
             common.query_start_loc_cpu,
             common.num_reqs,
             common.num_actual_tokens,
             common.max_query_len,
-            self.reorder_batch_threshold,
+            self.reorder_batch_threshold if common.causal else 1,
         )
         # vLLM's bound is the length of every request, except of those that verify drafts.
         exact: Any = True
@@ -68,4 +70,4 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
             exact,
             gpu_sync_allowed,
         )
-        return StepMetadata(batch, decodes, self._sessions, common.mm_req_doc_ranges)
+        return StepMetadata(batch, decodes, self._sessions, common.causal, common.mm_req_doc_ranges)

@@ -11,14 +11,18 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from cute_attn.integrations.vllm.attention import Layer, LayerAttention, has_standard_slopes
+from cute_attn.integrations.vllm.encoder import EncoderAttention
 from cute_attn.integrations.vllm.metadata import StepMetadata
+
+ENCODERS = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
 
 
 class CuteAttnImpl(AttentionImpl):
-    """Decoder self-attention over the paged cache. vLLM makes one per layer.
+    """Self-attention and cross attention of decoders over the paged cache, and self-attention of encoders. vLLM makes
+    one per layer.
 
     Parameters are vLLM's, in its order; `sinks` (floating-point `[num_heads]`, natural-log domain) by keyword.
-    NotImplementedError for encoders, ALiBi slopes that are not the standard ones, and what no kernel of the GPU
+    NotImplementedError for ALiBi slopes that are not the standard ones, and what no kernel of the GPU
     supports, with the reason.
     """
 
@@ -37,8 +41,6 @@ class CuteAttnImpl(AttentionImpl):
         *,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"attn_type must be {AttentionType.DECODER!r}, got {attn_type!r}")
         if sinks is not None and sinks.numel() != num_heads:
             raise ValueError(f"sinks must have {num_heads} elements, one per head, got shape {tuple(sinks.shape)}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -60,6 +62,10 @@ class CuteAttnImpl(AttentionImpl):
             alibi=has_standard_slopes(alibi_slopes, num_heads),
             sinks=sinks is not None,
         )
+        self.attention: LayerAttention | EncoderAttention
+        if attn_type in ENCODERS:
+            self.attention = EncoderAttention(layer, envs.VLLM_BATCH_INVARIANT)
+            return
         capability = current_platform.get_device_capability()
         self.attention = LayerAttention(
             layer,
@@ -99,6 +105,11 @@ class CuteAttnImpl(AttentionImpl):
             raise NotImplementedError("quantised output is not supported: output_scale and output_block_scale")
         if attn_metadata is None:
             return output.fill_(0)
+        if isinstance(self.attention, EncoderAttention):
+            assert key is not None
+            assert value is not None
+            self.attention.run(query, key, value, attn_metadata, output)
+            return output
         scales = layer._k_scale_float, layer._v_scale_float
         clamps_ranges = getattr(layer, "mm_prefix_clamp_sliding_window", False)
         self.attention.run(query, kv_cache, attn_metadata, output, *scales, clamps_ranges)
@@ -113,4 +124,5 @@ class CuteAttnImpl(AttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write keys and values `[tokens, num_kv_heads, head_size]` to the slots; rows of slots < 0 are padding."""
-        self.attention.write(key, value, kv_cache, slot_mapping, (layer._k_scale, layer._v_scale))
+        if isinstance(self.attention, LayerAttention):  # encoders have no cache
+            self.attention.write(key, value, kv_cache, slot_mapping, (layer._k_scale, layer._v_scale))

@@ -67,6 +67,7 @@ class LayerType(NamedTuple):
     decodes_too: bool  # all requests of the step, not only those after the decodes
     batch_invariant: bool = False  # keys are not split, and tiles do not depend on lengths
     ranges: bool = False  # tokens of an image see each other
+    causal: bool = True
 
     def wrapper(self, workspace: torch.Tensor, backend: str) -> Wrapper:
         """Return a wrapper for layers of the type."""
@@ -79,7 +80,7 @@ class LayerType(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of its `plan`. Where tokens have ranges, runs say the mask."""
-        mask = {} if self.ranges else {"causal": True, "window_left": self.window_left}
+        mask = {} if self.ranges else {"causal": self.causal, "window_left": self.window_left}
         return mask | {
             "num_qo_heads": self.num_qo_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -220,11 +221,16 @@ def token_ranges(batch: Batch, first: int, spans: Spans) -> torch.Tensor | None:
 class Session:
     """A wrapper that is kept between steps, and the step that it is planned for."""
 
-    def __init__(self, wrapper: Wrapper) -> None:
+    def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
         self.step: StepMetadata | None = None
         self.rows = slice(0)  # of the query, that the step's plan is for
         self.ranges: torch.Tensor | None = None  # `token_ranges` of these rows
+
+    def use_for(self, step: StepMetadata, first: int) -> None:
+        """Take the plan that was made for the requests of a step from `first` on."""
+        starts = step.batch.query_start_loc_cpu
+        self.step, self.rows = step, slice(int(starts[first]), int(starts[step.batch.num_reqs]))
 
 
 class Sessions:
@@ -233,9 +239,9 @@ class Sessions:
     def __init__(self, workspaces: Workspaces, backend: str = "auto") -> None:
         self.workspaces = workspaces
         self.backend = backend
-        self._by_type: dict[LayerType, Session] = {}
+        self._by_type: dict[Any, Session] = {}
 
-    def of(self, layer: LayerType) -> Session:
+    def of(self, layer: Any) -> Session:
         """Return the session of a layer type, made by its first layer."""
         session = self._by_type.get(layer)
         if session is None:
@@ -251,6 +257,7 @@ class StepMetadata:
     batch: Batch
     decodes: Decodes
     sessions: Sessions
+    causal: bool = True  # False: every token sees all keys of its request, as in cross attention
     mm_prefix_range: Spans | None = None  # vLLM's name: models whose layers of full attention ignore images set None
     # Slices that every layer would make.
     decode_tables: torch.Tensor = field(init=False)
@@ -277,15 +284,27 @@ class StepMetadata:
         """
         first = 0 if layer.decodes_too else self.decodes.num_reqs
         ranges = None if self.mm_prefix_range is None else self._ranges_from(first, self.mm_prefix_range)
-        if ranges is not None:
-            layer = layer._replace(ranges=True)
+        if not self.causal and layer.window_left >= 0:
+            raise NotImplementedError("a sliding window of tokens that see later keys: kernels have none to the right")
+        layer = layer._replace(ranges=ranges is not None, causal=self.causal)
         session = self.sessions.of(layer)
         if session.step is not self:
             session.step = None
             self._plan(session.wrapper, layer, first)
+            session.use_for(self, first)
+            session.ranges = ranges
+        return session
+
+    def planned_encoder(self, layer: Any) -> Session:
+        """Return the session of a type of an encoder's layers, planned for this step: by the first layer of the type.
+        Keys are those of the query tokens.
+        """
+        session = self.sessions.of(layer)
+        if session.step is not self:
+            session.step = None
             starts = self.batch.query_start_loc_cpu
-            session.rows = slice(int(starts[first]), int(starts[self.batch.num_reqs]))
-            session.step, session.ranges = self, ranges
+            session.wrapper.plan(starts, starts, **layer.options())
+            session.use_for(self, 0)
         return session
 
     def _ranges_from(self, first: int, spans: Spans) -> torch.Tensor | None:
