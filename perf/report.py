@@ -8,20 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perf.sass import decode_tables
-from perf.sass.form_tables import choice_lines, comparison_lines, form_lines, kernel_lines
-from perf.sass.tables import clock_lines, slot_lines
-
 Record = Mapping[str, Any]
 
-PROGRAMS = ("flash-attn-4", "flashinfer-python", "ptxas", "nvdisasm")
+PROGRAMS = ("flash-attn-4", "flashinfer-python")
 
 
 def markdown(record: Record) -> str:
     """Returns the tables of one record, under a heading that says where and how it was measured."""
     tables = next((made for key, made in TABLES.items() if key in record), speed_tables)(record)
-    if "makespan" in record:
-        tables = [*tables, makespan_table(record)]
     return "\n\n".join([heading(record), *tables]) + "\n"
 
 
@@ -117,32 +111,6 @@ def overhead_tables(record: Record) -> list[str]:
     return [table(["host µs per call", "median (p20-p80)"], calls)]
 
 
-def model_tables(record: Record) -> list[str]:
-    """Returns the tables of issue slots and of clocks of `perf.model`, then the reasons why rows are missing."""
-    both = (slot_lines(record["model"]), clock_lines(record["model"])) if record["model"] else ()
-    reasons = _reasons([], record["failed_rows"])
-    return [*(table(lines[0], lines[1:]) for lines in both), *([reasons] if reasons else [])]
-
-
-def form_tables(record: Record) -> list[str]:
-    """Returns the tables of `perf.softmax_forms`, then the reasons why rows are missing."""
-    rows = record["softmax_forms"]
-    forms = list(dict.fromkeys(row["form"] for row in rows))
-    reasons = _reasons([], record["failed_rows"])
-    lines = choice_lines(rows, forms), comparison_lines(rows, forms), form_lines(rows), kernel_lines(record["kernels"])
-    return [*(table(found[0], found[1:]) for found in lines), *([reasons] if reasons else [])]
-
-
-def decode_model_tables(record: Record) -> list[str]:
-    """Returns the tables of `perf.decode_model`: clocks by GPU, slots, measured launches; then why rows are missing."""
-    rows = record["decode_model"]
-    found = [*decode_tables.clock_tables(rows), decode_tables.slot_lines(rows)]
-    if record["measured"]:
-        found.append(decode_tables.measured_lines(record["measured"]))
-    reasons = _reasons([], record["failed_rows"])
-    return [*(table(lines[0], lines[1:]) for lines in found), *([reasons] if reasons else [])]
-
-
 def search_tables(record: Record) -> list[str]:
     """Returns a table of `perf.search_decode` per workload: its fastest rings, and that of the table."""
     found = []
@@ -213,16 +181,6 @@ def _beside_one_gpu(entry: Record) -> str:
     return f"{entry['median_us']:.1f}" + (f" ({entry['speedup']:.2f}x)" if "speedup" in entry else "")
 
 
-def makespan_table(record: Record) -> str:
-    """Returns the table of ratios of makespans over random batches, by phase."""
-    lines = [
-        [f"{phase}: {name}", *(f"{value:.2f}" for value in values)]
-        for phase, ratios in record["makespan"].items()
-        for name, values in ratios.items()
-    ]
-    return table(["makespan", "median", "90 %", "99 %", "largest"], lines)
-
-
 def _host(entry: Record) -> str:
     if "reason" in entry:
         return entry["reason"]
@@ -237,9 +195,6 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only records of one program have
-    "model": model_tables,
-    "softmax_forms": form_tables,
-    "decode_model": decode_model_tables,
     "search": search_tables,
     "left_out": ring_tables,
     "overhead": overhead_tables,

@@ -20,7 +20,7 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.machine import Stats
 from cute_attn.emulator.memory import GlobalMemory
-from perf.flash_attn_4.kernel import ROWS, Kernel
+from tests.emulator.published.kernel import ROWS, Kernel
 
 SMEM = 227 * 1024
 L2_BYTES = 50 << 20  # what their scheduler of causal problems assumes
@@ -54,10 +54,10 @@ class Problem:
         self.heads = shape.kv_heads * kernel.group
         rng = np.random.default_rng(1)
         qo, kv = (shape.batch, shape.qo_len, self.heads), (shape.batch, shape.kv_len, shape.kv_heads)
-        d, dv = kernel.head_dim, kernel.dim_vo
-        shapes = (*qo, d), (*kv, d), (*kv, dv)
+        d = kernel.head_dim
+        shapes = (*qo, d), (*kv, d), (*kv, d)
         self.q, self.k, self.v = (self._rounded(rng.standard_normal(s).astype(np.float32)) for s in shapes)
-        self.o, self.lse = np.zeros((*qo, dv), np.uint16), np.zeros((shape.batch, self.heads, shape.qo_len), np.float32)
+        self.o, self.lse = np.zeros((*qo, d), np.uint16), np.zeros((shape.batch, self.heads, shape.qo_len), np.float32)
         self.memory, self.address = GlobalMemory(), {}
         for i, (name, output) in enumerate({"q": False, "k": False, "v": False, "o": True, "lse": True}.items()):
             data: Array = getattr(self, name)
@@ -94,10 +94,6 @@ class Problem:
         total = p.sum(axis=-1, keepdims=True)
         return np.einsum("bhqk,bkhd->bqhd", p / total, v), (top + np.log(total))[..., 0]
 
-    def error(self) -> float:
-        """Returns the largest error of the output."""
-        return float(np.abs(floats.bf16_to_f32(self.o) - self.expected()[0]).max())
-
     # Queries of one kv head are packed into the rows of a tile where there are several.
 
     @property
@@ -112,11 +108,8 @@ class Problem:
     def maps(self) -> list[bytes]:
         return [self._q_map("q"), self._map("k"), self._map("v"), self._q_map("o")]
 
-    def _dim(self, name: str) -> int:
-        return self.kernel.head_dim if name in "qk" else self.kernel.dim_vo
-
     def _map(self, name: str) -> bytes:
-        d, heads = self._dim(name), self.shape.kv_heads
+        d, heads = self.kernel.head_dim, self.shape.kv_heads
         dims = (d, self.shape.kv_len, heads, self.shape.batch)
         strides = (heads * d, d, self.shape.kv_len * heads * d)
         # A pair of CTAs shares K by its rows and V by its columns.
@@ -128,7 +121,7 @@ class Problem:
         return 128 if self.item == "uint8" and name != "o" else 64
 
     def _q_map(self, name: str) -> bytes:
-        d, heads, group = self._dim(name), self.heads, self.kernel.group
+        d, heads, group = self.kernel.head_dim, self.heads, self.kernel.group
         length, batch, kv_heads = self.shape.qo_len, self.shape.batch, self.shape.kv_heads
         row, whole = heads * d, length * heads * d
         if group == 1:
@@ -144,15 +137,12 @@ class Problem:
         return tensormap.encode_tiled(item, self.address[name], dims, [size * s for s in strides], box, swizzle=3)
 
     def scheduler(self) -> list[bytes]:
-        """Parameters of their tile schedulers: of persistent CTAs, of blocks in order, of causal blocks by falling
-        cost."""
+        """Parameters of their tile schedulers: of blocks in order, of causal blocks by falling cost."""
         blocks, heads, batch = self.blocks, self.tile_heads, self.shape.batch
         splits: list[bytes] = [] if self.kernel.arch == "sm_90a" else [_ints(1)]
-        if "s" in self.kernel.traits:
-            return [*_divisor(blocks), *_divisor(heads), _ints(blocks * heads * batch), *splits]
         if not self._by_cost:
             return [_ints(blocks), _ints(heads), _ints(batch), *splits, *_divisor(1), *splits]
-        head_bytes = self.shape.kv_len * (self.kernel.head_dim + self.kernel.dim_vo) * self.k.itemsize
+        head_bytes = self.shape.kv_len * 2 * self.kernel.head_dim * self.k.itemsize
         section = 1 << ((L2_BYTES // head_bytes).bit_length() - 1)  # heads that share the L2 cache
         found = [_ints(blocks * heads * batch), *splits, *(_ints(x) for x in (blocks, heads, batch, section))]
         for divisor in (heads, section, section * blocks, max(heads * batch % section, 1)):
@@ -165,7 +155,7 @@ class Problem:
 
     def grid(self) -> tuple[int, int, int]:
         tiles = self.blocks * self.kernel.ctas, self.tile_heads, self.shape.batch
-        if "s" in self.kernel.traits or (self.kernel.causal and "c" not in self.kernel.traits):
+        if self.kernel.causal and "c" not in self.kernel.traits:
             return (math.prod(tiles), 1, 1)
         return tiles
 

@@ -7,8 +7,8 @@ import pytest
 
 from cute_attn.schedule.batch import schedule
 from cute_attn.schedule.constants import COMBINE_COST, ITEM_COST
-from perf import makespan, plan
-from perf.makespan import DECODE, LIMITS, PREFILL, lengths_of, quality, random_batches, simulate, split_evenly
+from tests.support import makespan
+from tests.support.makespan import DECODE, LIMITS, PREFILL, lengths_of, quality, random_batches, simulate, split_evenly
 
 
 def test_simulated_device_by_hand() -> None:
@@ -37,18 +37,3 @@ def test_schedules_are_nearly_as_short_as_the_best_even_split(params: makespan.S
     assert all(q.bound <= q.best * (1 + 1e-9) and q.bound <= q.ours * (1 + 1e-9) for q in found)
     assert max(q.unsplit / q.ours for q in found) > 5
     assert max(q.ours / q.unsplit for q in found) <= 1.05
-
-
-def test_plan_calls_run() -> None:
-    for name, batch in plan.batches().items():
-        calls = plan.calls(batch, plan.Staging(plan.torch.device("cpu")))
-        assert list(calls) == ["schedule", "copy", "both"], name
-        for call in calls.values():
-            call()
-    assert list(plan.calls(batch, None)) == ["schedule"]
-
-
-def test_ratios_are_recorded_by_phase() -> None:
-    found = plan.makespans(3)
-    assert list(found) == ["decode", "prefill"]
-    assert all(list(values) == sorted(values) for ratios in found.values() for values in ratios.values())

@@ -1,6 +1,6 @@
-"""Compiles forward kernels of the flash-attn-4 wheel: `python -m perf.flash_attn_4.compile DIRECTORY KERNEL...`.
+"""Compiles forward kernels of the flash-attn-4 wheel: `python -m tests.emulator.published.compile DIRECTORY KERNEL...`.
 
-Writes PTX and cubin of each kernel (`perf.flash_attn_4.kernel.Kernel` as text) into the directory. Through the DSL's
+Writes the PTX of each kernel (`tests.emulator.published.kernel.Kernel` as text) into the directory. Through the DSL's
 public interface and with fake tensors, so that no GPU is needed. In a process of its own, because the wheel's packages
 change classes of the DSL when they are imported.
 """
@@ -16,15 +16,15 @@ from unittest import mock
 
 import cutlass
 from cutlass import cute
-from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
+from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepPTX
 from cutlass.utils import HardwareInfo
 
 from cute_attn.runtime.arch import TYPICAL_SMS
-from perf.flash_attn_4.kernel import ROWS, Kernel
+from tests.emulator.published.kernel import ROWS, Kernel
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m perf.flash_attn_4.compile", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.emulator.published.compile", description=__doc__)
     parser.add_argument("directory", type=Path, help="of the files that are written")
     parser.add_argument("kernels", nargs="+", type=Kernel.parse, metavar="KERNEL")
     asked = parser.parse_args(argv)
@@ -32,11 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         dump = asked.directory / "dump" / kernel.file
         dump.mkdir(parents=True)
         make = (_sm90 if kernel.arch == "sm_90a" else _sm100)(kernel)
-        options = GPUArch(kernel.arch), KeepPTX(True), KeepCUBIN(True), DumpDir(str(dump))
+        options = GPUArch(kernel.arch), KeepPTX(True), DumpDir(str(dump))
         with _gpu(kernel.arch):
             compiled = cute.compile[options](*_host(make, kernel))
         (asked.directory / f"{kernel.file}.ptx").write_text(compiled.__ptx__)
-        (asked.directory / f"{kernel.file}.cubin").write_bytes(compiled.__cubin__)
 
 
 @contextlib.contextmanager
@@ -56,7 +55,7 @@ def _sm90(kernel: Kernel) -> Callable[[], Any]:
     return lambda: FlashAttentionForwardSm90(
         cutlass.BFloat16,
         kernel.head_dim,
-        kernel.dim_vo,
+        kernel.head_dim,
         kernel.group,
         is_causal=kernel.causal,
         is_local=False,
@@ -72,16 +71,11 @@ def _sm90(kernel: Kernel) -> Callable[[], Any]:
 
 
 def _sm100(kernel: Kernel) -> Callable[[], Any]:
-    from flash_attn.cute import flash_fwd_sm100
+    from flash_attn.cute.flash_fwd_sm100 import FlashAttentionForwardSm100
 
-    pair = "p" in kernel.traits
-    if kernel.exp2_frequency >= 0:
-        key = pair, kernel.causal, kernel.head_dim, kernel.arch == "sm_103a"
-        tuning = flash_fwd_sm100._TUNING_CONFIG
-        tuning[key] = {**tuning.get(key, {}), "ex2_emu_freq": kernel.exp2_frequency}
-    return lambda: flash_fwd_sm100.FlashAttentionForwardSm100(
+    return lambda: FlashAttentionForwardSm100(
         kernel.head_dim,
-        kernel.dim_vo,
+        kernel.head_dim,
         qhead_per_kvhead=kernel.group,
         is_causal=kernel.causal,
         is_local=False,
@@ -89,10 +83,10 @@ def _sm100(kernel: Kernel) -> Callable[[], Any]:
         m_block_size=ROWS,
         n_block_size=ROWS,
         q_stage=kernel.q_stage,
-        is_static_persistent="s" in kernel.traits,
-        use_2cta_instrs=pair,
+        is_static_persistent=False,
+        use_2cta_instrs="p" in kernel.traits,
         use_clc_scheduler="c" in kernel.traits,
-        use_s_ping_pong="t" in kernel.traits,
+        use_s_ping_pong=False,
     )
 
 
@@ -108,8 +102,8 @@ def _host(make: Callable[[], Any], kernel: Kernel) -> tuple[Any, ...]:
     item = cutlass.Float8E4M3FN if "8" in kernel.traits else cutlass.BFloat16
     q = tensor(item, (batch, qo_len, heads, kernel.head_dim), 16)
     k = tensor(item, (batch, kv_len, kv_heads, kernel.head_dim), 16)
-    v = tensor(item, (batch, kv_len, kv_heads, kernel.dim_vo), 16)
-    o = tensor(cutlass.BFloat16, (batch, qo_len, heads, kernel.dim_vo), 16)
+    v = tensor(item, (batch, kv_len, kv_heads, kernel.head_dim), 16)
+    o = tensor(cutlass.BFloat16, (batch, qo_len, heads, kernel.head_dim), 16)
     lse = tensor(cutlass.Float32, (batch, heads, qo_len), 4)
 
     @cute.jit
