@@ -12,9 +12,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_attn
-from perf.batch_workloads import BatchInputs, BatchWorkload
 from perf.harness import Call
-from perf.optional import flashinfer, module, require
+from perf.machine import flashinfer, module, require
+from perf.workloads import BatchInputs, BatchWorkload
 
 WORKSPACE_BYTES = 512 << 20
 FLASHINFER_DIMS = (64, 128, 256)  # of prefill; dense fa2 of 80, 112 and 160 broke the CUDA context of an H200

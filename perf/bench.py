@@ -1,13 +1,11 @@
-"""Runs a table of workloads: checks our backends and every peer against the reference, times them together and records
-the results.
-"""
+"""A row: our backends and every peer, checked against the reference and timed together, and its record."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
-import sys
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,19 +15,12 @@ import torch
 
 import cute_attn
 from perf import batch_peers
-from perf.batch_workloads import BatchInputs, BatchWorkload
-from perf.ceilings import ceilings
 from perf.check import oracle
-from perf.harness import ROUNDS, Call, CudaGraphTimer, Timer, measure, reason
-from perf.machine import command_line, environment, why_no_gpu
-from perf.optional import require
+from perf.harness import ROUNDS, Call, Timer, measure, reason
+from perf.machine import require
 from perf.peers import PEERS, Bind
 from perf.report import markdown
-from perf.warm import warm
-from perf.workloads import Inputs, Workload
-
-AnyWorkload = Workload | BatchWorkload
-AnyInputs = Inputs | BatchInputs
+from perf.workloads import AnyInputs, AnyWorkload, Inputs, Workload
 
 OURS = "cute_attn"  # prefix of the names of our candidates
 HOST_LENGTHS = f"{OURS} host lengths"
@@ -143,74 +134,29 @@ def compare_with_peers(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, An
     return {"best_peer": peer, "ratio": ratio}
 
 
-def main(program: str, workloads: Sequence[AnyWorkload], argv: Sequence[str] | None = None) -> int:
-    """Runs the command line of `perf.<program>`, a table of workloads. Returns 0, or 2 if nothing can be measured."""
-    options = parse(program, argv)
-    if absent := why_no_gpu():
-        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
-        return 2
-    selected = select(workloads, options.only)
-    if options.warm_peers:
-        warm(selected, options.peers)
-        return 0
-    if not selected:
-        print(f"--only must match the name of a row, got {' '.join(options.only)}.", file=sys.stderr)
-        return 2
-    run(program, selected, options)
-    return 0
-
-
-def select(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWorkload]:
-    """Returns the workloads whose names contain all of these words."""
-    return [w for w in workloads if all(word in w.name.split() for text in words for word in text.split())]
-
-
-def parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m perf.{program}", description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
-    parser.add_argument("--backends", nargs="+", default=["auto"], help="our backends to measure (default: auto)")
-    parser.add_argument("--peers", nargs="*", help="peers to measure (default: all)")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help='only rows whose names contain these words, as in "d128 causal"',
-    )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"number of timed rounds (default {ROUNDS})")
-    parser.add_argument(
-        "--warm-peers", action="store_true", help="only build the peers that compile on first use, measure nothing"
-    )
-    return parser.parse_args(argv)
-
-
-def run(program: str, workloads: Sequence[AnyWorkload], options: argparse.Namespace) -> None:
-    """Measures the ceilings and every row on the current device, and prints the table."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    timer = CudaGraphTimer()
-    record: dict[str, Any] = {
-        "command": command_line(program, sys.argv[1:]),
-        "environment": environment(),
-        "ceilings": ceilings(timer, device),
-        "rows": [],
-        "failed_rows": {},
-    }
-    for w in workloads:
-        binds = candidates(w.phase, options.backends)
-        if options.peers is not None:
-            binds = {n: b for n, b in binds.items() if n.startswith(OURS) or n in options.peers}
-        try:
-            row = run_row(w, binds, timer, record["ceilings"], device, l2_bytes, options.rounds)
-        except Exception as error:  # out of memory, or a peer broke the CUDA context: earlier rows stay valid
-            record["failed_rows"][w.name] = reason(error)
-            print(f"{w.name}: {record['failed_rows'][w.name]}", file=sys.stderr, flush=True)
-        else:
-            record["rows"].append(row)
-            print(progress(row), file=sys.stderr, flush=True)
-        if options.out:
-            save(record, options.out)
-    print(markdown(record))
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the geometric mean of the ratios to the best peer, the lowest, how far "auto" is from our best, and how
+    far lengths on the GPU are from lengths on the host.
+    """
+    ratios = {row["name"]: row["ratio"] for row in rows if row["ratio"]}
+    found: dict[str, Any] = {"rows": len(rows), "compared": len(ratios)}
+    if ratios:
+        lowest = min(ratios, key=ratios.__getitem__)
+        mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
+        found |= {"mean": mean, "lowest": ratios[lowest], "lowest_row": lowest}
+    auto, device = {}, {}  # shares of "auto", with lengths on the GPU: of our best backend, and of lengths on the host
+    for row in rows:
+        speeds = {name: e["speed"] for name, e in row["candidates"].items() if name.startswith(OURS) and "speed" in e}
+        if OURS not in speeds:
+            continue
+        if HOST_LENGTHS in speeds:
+            device[row["name"]] = speeds[OURS] / speeds.pop(HOST_LENGTHS)
+        auto[row["name"]] = speeds[OURS] / max(speeds.values())
+    for shares, share_name, row_name in ((auto, "auto", "auto_row"), (device, "device_lengths", "device_row")):
+        if shares:
+            worst = min(shares, key=shares.__getitem__)
+            found |= {share_name: shares[worst], row_name: worst}
+    return found
 
 
 def progress(row: Mapping[str, Any]) -> str:

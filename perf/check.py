@@ -7,8 +7,7 @@ from typing import cast
 import torch
 
 from cute_attn.reference import attention as reference
-from perf.batch_workloads import BatchInputs, BatchWorkload
-from perf.workloads import Inputs, Workload
+from perf.workloads import BatchInputs, BatchWorkload, Inputs, Workload
 
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "e4m3": 6e-2}  # with e4m3, probabilities are rounded to it, too
 FP8_TOLERANCE = 5e-2  # for caches of 8 bits or fewer: FlashInfer's XQA also rounds q and P to fp8 (0.035 to 0.038)

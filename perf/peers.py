@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from perf import batch_peers
 from perf.harness import Call
-from perf.optional import flashinfer, module, require
+from perf.machine import flashinfer, module, require
 from perf.workloads import Inputs, Workload
 
 Bind = Callable[[Any, Sequence[Any]], list[Call]]  # takes a workload and its input sets

@@ -45,7 +45,7 @@ def speed_tables(record: Record) -> list[str]:
 
 
 def summary_tables(record: Record) -> list[str]:
-    """Returns the summary of the sections of `perf.sections`, then the tables of their rows."""
+    """Returns the summary of the sections of `perf.run`, then the tables of their rows."""
     lines = []
     for name, found in record["summary"].items():
         own = [f"{found[key]:.3f}" if key in found else "-" for key in ("mean", "lowest", "auto")]
@@ -55,11 +55,16 @@ def summary_tables(record: Record) -> list[str]:
 
 
 def cold_start_tables(record: Record) -> list[str]:
-    """Returns the tables of `perf.coldstart`."""
-    from perf.tables import cold_stages_lines, cold_start_lines  # which imports this module
-
-    stages = cold_stages_lines(record)
-    return [cold_start_lines(record), *([stages] if stages else [])]
+    """Returns the table of `perf.coldstart`, sizes of installations, and why results are missing."""
+    columns = {"import": "import_s", "first prefill": "prefill_s", "first decode": "decode_s"}
+    lines = [
+        [name, *(f"{entry[key]:.2f}" if key in entry else "-" for key in columns.values())]
+        for name, entry in record["coldstart"].items()
+    ]
+    sizes = [f"{name} {entry['bytes'] / 1e6:.0f} MB" for name, entry in record["install"].items() if "bytes" in entry]
+    missing = [f"- {name}: {entry['reason']}" for name, entry in record["coldstart"].items() if "reason" in entry]
+    tables = [table(["seconds", *columns], lines), f"Installed: {', '.join(sizes)}." if sizes else ""]
+    return [part for part in (*tables, "\n".join(missing)) if part]
 
 
 def _speed_table(rows: Sequence[Record], unit: str) -> str:
@@ -109,31 +114,6 @@ def overhead_tables(record: Record) -> list[str]:
     """Returns the table of host microseconds per call, and of the parts of our calls."""
     calls = [[name, _host(entry)] for name, entry in record["overhead"].items()]
     return [table(["host µs per call", "median (p20-p80)"], calls)]
-
-
-def search_tables(record: Record) -> list[str]:
-    """Returns a table of `perf.search_decode` per workload: its fastest rings, and that of the table."""
-    found = []
-    for row in record["search"]:
-        names = sorted(row["speed"], key=row["speed"].__getitem__, reverse=True)
-        lines = [(name + (" (table)" if name == row["table"] else ""), f"{row['speed'][name]:.0f}") for name in names]
-        found.append(table((row["name"], "GB/s"), lines))
-    return found
-
-
-def ring_tables(record: Record) -> list[str]:
-    """Returns a table of `perf.search_decode --rows` per workload: its candidates, the fastest first."""
-    found = []
-    for name, row in record["rows"].items():
-        timed = {n: entry for n, entry in row["candidates"].items() if "speed" in entry}
-        lines = []
-        for candidate in sorted(timed, key=lambda n: timed[n]["median_us"]):
-            entry = timed[candidate]
-            ratios = [f"{entry[key]:.3f}" if key in entry else "-" for key in ("ratio", "to_table")]
-            lines.append([candidate, f"{entry['median_us']:.2f}", f"{entry['share']:.3f}", *ratios])
-        header = [f"{name}: {row['name']}", "us", "share of ceiling", "to FlashInfer XQA", "to the table's ring"]
-        found.append(table(header, lines))
-    return found
 
 
 def append_tables(record: Record) -> list[str]:
@@ -195,8 +175,6 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only records of one program have
-    "search": search_tables,
-    "left_out": ring_tables,
     "overhead": overhead_tables,
     "append": append_tables,
     "transformers": transformers_tables,

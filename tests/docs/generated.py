@@ -25,7 +25,6 @@ SECTIONS = {  # of docs/performance.md: title and table, for each GPU that has a
     "Other shapes, {}": tables.other_table,
     "Models, {}": tables.models_table,
     "Cold start, {}": tables.cold_start_table,
-    "Stages of a cold start, {}": tables.cold_stages_table,
     "Host time, {}": tables.host_table,
 }
 RECORDS = {  # title, record in perf/results
@@ -34,7 +33,6 @@ RECORDS = {  # title, record in perf/results
     "Prefill of batches through the wrappers": "2026-11-21_h200_batch_prefill",
     "fp8 attention": "2026-11-21_h200_fp8",
     "q in bfloat16 over e4m3 keys and values": "2026-11-21_h200_fp8_kv",
-    "The same at head dimension 256": "2026-11-21_h200_fp8_kv_d256",
     "Decode of batches, uneven lengths among them": "2026-11-21_h200_xqa",
     "NVFP4 caches": "2026-11-21_h200_xqa_nvfp4",
     "Other head dimensions": "2026-11-22_h200_head_dims",

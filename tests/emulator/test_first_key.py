@@ -1,4 +1,4 @@
-"""Tiles that `perf.search --rows` tries, on the wgmma kernel: kv tiles that begin with the first key of a window."""
+"""Tiles that `perf.tune` tries, on the wgmma kernel: kv tiles that begin with the first key of a window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cute_attn.emulator import Schedule
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.host.persistent import single
 from cute_attn.schedule.split_kv import Split
-from perf.tile_trials import Trial, force, tile
+from perf.tiles import Trial, force, tile
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.matrix import BF16, CAUSAL, prefill
 from tests.support.persistent_emulated import FA3, assert_cut, solve_batch, solve_single

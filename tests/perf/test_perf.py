@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
-from perf import batch_peers, bench, check, harness, report, warm, windows, xqa, xqa_choice
-from perf.batch_workloads import BatchWorkload, equal
-from perf.ceilings import ceilings
-from perf.optional import UnavailableError
+from perf import batch_peers, bench, check, harness, host_calls, report, run, warm
+from perf.harness import ceilings
+from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
-from perf.workloads import Inputs, Workload
+from perf.rows import DECODE, SECTIONS, SPREAD
+from perf.workloads import BatchWorkload, Inputs, Workload, equal
 
 DTYPES = ("bfloat16", "e4m3")
 ROOT = Path(__file__).parents[2]
@@ -242,10 +242,10 @@ def test_the_xqa_function_is_a_candidate_next_to_the_wrapper(kv_dtype: str) -> N
 
 
 def test_rows_of_the_anchors() -> None:
-    by_heads = {(w.num_qo_heads, w.page_size, w.kv_dtype) for w in xqa.ANCHORS}
+    by_heads = {(w.num_qo_heads, w.page_size, w.kv_dtype) for w in DECODE}
     assert by_heads == set(itertools.product((32,), (16,), DTYPES)) | set(itertools.product((64,), (64,), DTYPES))
-    assert len({w.name for w in xqa.ANCHORS}) == 24
-    uneven, even = xqa.EVEN_AND_UNEVEN[:2]
+    assert len({w.name for w in DECODE}) == 24
+    uneven, even = SPREAD[:2]
     assert sum(uneven.kv_lens) == pytest.approx(sum(even.kv_lens), rel=1e-2)
 
 
@@ -341,7 +341,7 @@ def environment() -> dict[str, str]:
 def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
     row = row_of_fakes()
     record = {
-        "command": "python -m perf.prefill",
+        "command": "python -m perf.run prefill",
         "environment": environment(),
         "ceilings": CEILINGS,
         "rows": [row],
@@ -386,11 +386,9 @@ def test_host_time_divides_wall_time_by_calls() -> None:
 
 
 def test_growing_cache_takes_every_length() -> None:
-    from perf.overhead import GrowingCache
-
     seen: list[tuple[int, int]] = []
     w = Workload(1, 5, 2, 1, 64, 64)
-    grow = GrowingCache(w.inputs(CPU), lambda q, k, v: seen.append((len(k), len(v))))
+    grow = host_calls.GrowingCache(w.inputs(CPU), lambda q, k, v: seen.append((len(k), len(v))))
     for _ in range(6):
         grow()
     assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (1, 1)]
@@ -399,8 +397,8 @@ def test_growing_cache_takes_every_length() -> None:
 def test_overhead_calls_run() -> None:
     from perf import overhead
 
-    kinds = overhead.calls, overhead.unplanned_calls, overhead.batch_calls
-    for calls in (*kinds, overhead.optional_calls, overhead.unplanned_optional_calls):
+    kinds = host_calls.calls, host_calls.unplanned_calls, host_calls.batch_calls
+    for calls in (*kinds, host_calls.optional_calls, host_calls.unplanned_optional_calls):
         for call in calls(CPU).values():
             call()
     stages = overhead.parts(CPU)
@@ -410,9 +408,8 @@ def test_overhead_calls_run() -> None:
 
 
 def test_builds_are_distinct_and_of_the_right_phase() -> None:
-    from perf import batch, decode, head_dims, prefill
-
-    for workloads in (prefill.WORKLOADS, decode.WORKLOADS, batch.WORKLOADS, head_dims.WORKLOADS, xqa.WORKLOADS):
+    for section in SECTIONS.values():
+        workloads = section.workloads
         jobs = warm.builds(workloads)
         assert jobs
         assert len({warm.module_of(*job) for job in jobs}) == len(jobs)
@@ -421,25 +418,24 @@ def test_builds_are_distinct_and_of_the_right_phase() -> None:
         for name, w in jobs:
             assert any(p.builds and p.name == name and w.phase in p.phases for p in PEERS)
             assert w.bytes < 1 << 26  # short
-    assert {name for name, _ in warm.builds(prefill.WORKLOADS, ["FlashInfer fa2"])} == {"FlashInfer fa2"}
-    assert all(w.qo_len == 1 for _, w in warm.builds(decode.WORKLOADS))
+    assert {name for name, _ in warm.builds(SECTIONS["single-prefill"].workloads, ["FlashInfer fa2"])} == {
+        "FlashInfer fa2"
+    }
+    assert all(w.qo_len == 1 for _, w in warm.builds(SECTIONS["single-decode"].workloads))
 
 
-def test_rows_are_selected_by_words() -> None:
-    from perf import head_dims, prefill
-
-    names = [w.name for w in prefill.WORKLOADS]
-    assert len(set(names)) == len(names)
-    for workloads in (head_dims.WORKLOADS, xqa.WORKLOADS, xqa_choice.WORKLOADS, windows.WORKLOADS):
-        assert len({w.name for w in workloads}) == len(workloads)
-    options = bench.parse("prefill", ["--only", "d128", "causal", "h32/8"])
-    assert len(bench.select(prefill.WORKLOADS, options.only)) == 2
+def test_rows_are_selected_by_words_and_have_names_of_their_own() -> None:
+    for section in SECTIONS.values():
+        assert len({w.name for w in section.workloads}) == len(section.workloads) > 0
+    rows = SECTIONS["single-prefill"].workloads
+    assert len(run.select(rows, ["d128", "causal", "h32/8"])) == len(run.select(rows, ["d128 causal h32/8"])) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the message on a machine without a GPU")
-@pytest.mark.parametrize("module", ["prefill", "xqa_choice", "overhead", "anchors"])
-def test_the_reason_is_given_without_a_gpu(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", f"perf.{module}"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("command", ["run single-prefill", "run anchors random", "tune decode --around", "overhead"])
+def test_the_reason_is_given_without_a_gpu(command: str) -> None:
+    module, *options = command.split()
+    done = subprocess.run([sys.executable, "-m", f"perf.{module}", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "Nothing can be measured" in done.stderr
     assert "Traceback" not in done.stderr

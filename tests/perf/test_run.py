@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from perf import anchors, batch_peers, bench, check, harness, random_rows, report, sections, warm
-from perf.batch_workloads import BatchWorkload, equal
-from perf.optional import UnavailableError
-from perf.sections import Pace, Section
+from perf import batch_peers, bench, check, harness, random_rows, report, run, warm
+from perf.machine import UnavailableError
+from perf.rows import ANCHORS, GROUPS, SECTIONS, Section
+from perf.run import Pace
+from perf.workloads import BatchWorkload, equal
 
 CPU = torch.device("cpu")
 DRAFTS = equal(3, 4, 50, (4, 2), 64, 16, causal=True)
@@ -106,7 +107,7 @@ def test_rounds_shrink_when_time_gets_short_and_stop_when_it_is_spent() -> None:
     assert pace.next() == int((49.5 / 9 - 0.5) / 0.5)
     now[0] = 59.0
     pace.finished(2.0, 8, per_round=0.2)
-    assert pace.next() == sections.FEWEST_ROUNDS
+    assert pace.next() == run.FEWEST_ROUNDS
     now[0] = 60.0
     assert pace.next() == 0
     assert Pace(10, 20, None).next() == 20
@@ -114,7 +115,7 @@ def test_rounds_shrink_when_time_gets_short_and_stop_when_it_is_spent() -> None:
 
 def test_a_row_of_many_rounds_knows_what_one_costs() -> None:
     entries = {"a": {"median_us": 100.0, "launches": 50}, "b": {"median_us": 10.0, "launches": 20}, "c": {"reason": ""}}
-    assert sections.seconds_of_round({"candidates": entries}) == pytest.approx(0.0052)
+    assert run.seconds_of_round({"candidates": entries}) == pytest.approx(0.0052)
 
 
 def row(name: str, ratio: float | None, **speeds: float) -> dict[str, Any]:
@@ -128,18 +129,18 @@ def test_summary_of_a_section() -> None:
         row("b", 0.9, cute_attn=90.0),
         row("c", None, cute_attn=5.0),
     ]
-    found = sections.summary(rows)
+    found = bench.summary(rows)
     assert found["mean"] == pytest.approx(math.sqrt(1.2 * 0.9))
     assert (found["rows"], found["compared"], found["lowest_row"]) == (3, 2, "b")
     assert (found["auto_row"], found["auto"]) == ("a", pytest.approx(100 / 120))
     assert (found["device_row"], found["device_lengths"]) == ("a", pytest.approx(100 / 125))
-    assert sections.summary([row("c", None)]) == {"rows": 1, "compared": 0}
+    assert bench.summary([row("c", None)]) == {"rows": 1, "compared": 0}
 
 
 def test_modules_that_are_not_built_are_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     w = equal(2, 1, 64, (4, 2), 64, 16)
-    binds = sections.chosen_binds(w, ["auto"], sections.PEER_NAMES)
+    binds = run.chosen_binds(w, ["auto"], run.PEER_NAMES)
     assert {"cute_attn", "FlashInfer fa2", "FlashInfer XQA", "flash-attn-4"} <= set(binds)
     for name in ("FlashInfer fa2", "FlashInfer XQA"):
         with pytest.raises(UnavailableError, match="not built"):
@@ -182,9 +183,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "context_is_broken": lambda: state["broken"],
         "start_again": start_again,
     }.items():
-        monkeypatch.setattr(sections, name, value)
-    save = sections.save
-    monkeypatch.setattr(sections, "save", lambda r, path: (state["written"].append(len(r["rows"])), save(r, path)))
+        monkeypatch.setattr(run, name, value)
+    save = run.save
+    monkeypatch.setattr(run, "save", lambda r, path: (state["written"].append(len(r["rows"])), save(r, path)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(L2_cache_size=1))
     return state
@@ -195,7 +196,7 @@ def test_a_stopped_run_has_its_rows(machine: dict[str, Any], tmp_path: Path) -> 
     good, bad, late = (equal(2, n, n, (4, 2), 64, causal=True) for n in (8, 9, 10))
     machine["rounds"] = iter((7, 7, 0))
     options = argparse.Namespace(budget=100.0, rounds=7, peers=(), out=tmp_path / "x.json", resume=False)
-    record = sections.run("anchors", {"one": Section([good, bad, late])}, options)
+    record = run.run("run", {"one": Section([good, bad, late])}, options)
     assert machine["written"] == [1, 1, 1]
     assert [r["name"] for r in record["rows"]] == [good.name]
     assert record["failed_rows"] == {
@@ -209,17 +210,17 @@ def test_a_peer_that_breaks_the_context_costs_its_own_result_alone(machine: dict
     rows = [equal(2, n, n, (4, 2), 64, causal=True) for n in (8, 11, 12)]
     options = argparse.Namespace(budget=None, rounds=7, peers=("flash-attn-4",), out=tmp_path / "x.json", resume=False)
     with pytest.raises(machine["again"]):
-        sections.run("anchors", {"one": Section(rows)}, options)
+        run.run("run", {"one": Section(rows)}, options)
     machine["broken"] = False  # a new process
     options.resume = True
-    record = sections.run("anchors", {"one": Section(rows)}, options)
+    record = run.run("run", {"one": Section(rows)}, options)
     assert [r["name"] for r in record["rows"]] == [w.name for w in rows]
     assert record["rows"][1]["candidates"]["flash-attn-4"] == {"reason": "it broke the CUDA context"}
     assert record["failed_rows"] == {}
 
 
 def test_sections_of_the_anchors() -> None:
-    assert {name: len(section.workloads) for name, section in anchors.SECTIONS.items()} == {
+    assert {name: len(section.workloads) for name, section in ANCHORS.items()} == {
         "prefill": 24,
         "decode": 24,
         "behind-prefill": 2,
@@ -227,15 +228,40 @@ def test_sections_of_the_anchors() -> None:
         "other-prefill": 7,
         "other-decode": 15,
     }
-    names = [w.name for section in anchors.SECTIONS.values() for w in section.workloads]
+    names = [w.name for section in ANCHORS.values() for w in section.workloads]
     assert len(set(names)) == len(names)
-    for section in anchors.MORE.values():
-        assert len({w.name for w in section.workloads}) == len(section.workloads) > 0
 
 
-def test_harness_rounds_are_those_of_the_option() -> None:
-    options = sections.parse("anchors", None, anchors.SECTIONS, harness.ROUNDS, ["--only", "decode", "--budget", "9"])
-    assert (options.only, options.budget, options.rounds) == (["decode"], 9.0, harness.ROUNDS)
+def test_groups_and_sections_are_chosen_by_name() -> None:
+    assert all(name in SECTIONS for names in GROUPS.values() for name in names)
+    chosen = run.chosen_sections(["anchors", "vit", "prefill", "random"], ["d64"], seed=3)
+    assert list(chosen) == [*ANCHORS, "vit", *random_rows.NAMES]
+    assert {w.name.split()[0] for w in chosen["prefill"].workloads} == {"d64"}
+    assert "random-decode" not in run.chosen_sections(["decode"], [], seed=3)
+
+
+def test_backends_are_those_of_the_section_or_of_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "why_no_gpu", lambda: None)
+    parser = run.parser("run", None)
+    options = parser.parse_args(["decode", "--budget", "9"])
+    assert (options.sections, options.budget, options.rounds) == (["decode"], 9.0, harness.ROUNDS)
+    found = run.measured_sections(options)
+    assert found is not None
+    assert found["decode"].backends == ("auto", "fa2", "xqa")
+    found = run.measured_sections(parser.parse_args(["decode", "--backends", "fa2"]))
+    assert found is not None
+    assert found["decode"].backends == ("fa2",)
+    assert run.measured_sections(parser.parse_args(["decode", "--rows", "d7"])) is None
+
+
+def test_a_run_measures_further_candidates(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are bound with those that every row has."""
+    seen: list[str] = []
+    monkeypatch.setattr(run, "_measured", lambda record, section, w, binds, rounds: seen.extend(binds))
+    options = argparse.Namespace(budget=None, rounds=7, peers=("flash-attn-4",), out=None, resume=False)
+    one = equal(2, 8, 8, (4, 2), 64, causal=True)
+    run.run("tune", {"x": Section([one])}, options, lambda w: {"cute_attn 8x8": lambda w, sets: []})
+    assert seen == ["cute_attn", bench.HOST_LENGTHS, "flash-attn-4", "cute_attn 8x8"]
 
 
 def test_random_rows_are_those_of_their_seed() -> None:

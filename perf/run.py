@@ -1,7 +1,11 @@
-"""Runs sections of workloads under a limit of time: our backends and the peers in one process, checked before timed.
+"""Measures sections of rows under a limit of time: `python -m perf.run anchors --out perf/results/anchors.json`.
 
-Every row is written when it is measured, so that a run that is stopped keeps what it has. Our kernels are compiled
-first, by several processes. FlashInfer's modules are never built here: `--warm-peers` does that, before.
+Our backends and the peers run in one process, checked before timed. Every row is written when it is measured, so that a
+run that is stopped keeps what it has. Our kernels are compiled first, by several processes. FlashInfer's modules are
+never built here: `--warm-peers` does that, before. Rows: `perf/rows.py`.
+
+"random" draws rows of serving workloads that nobody tuned for: tune by the rows of one `--seed` and judge by those of
+another.
 """
 
 from __future__ import annotations
@@ -9,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import statistics
 import sys
@@ -17,36 +20,28 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from cute_attn.cli.terminal import ProgressBar
-from perf.bench import HOST_LENGTHS, OURS, AnyWorkload, candidates, progress, run_row, save, select
-from perf.ceilings import ceilings
-from perf.harness import ROUNDS, Call, CudaGraphTimer, reason
-from perf.machine import command_line, environment, why_no_gpu
-from perf.optional import UnavailableError, flashinfer, module
+from perf import random_rows
+from perf.bench import OURS, candidates, progress, run_row, save, summary
+from perf.harness import ROUNDS, Call, CudaGraphTimer, ceilings, reason
+from perf.machine import UnavailableError, command_line, environment, flashinfer, module, why_no_gpu
 from perf.peers import PEERS, Bind
 from perf.report import markdown
+from perf.rows import GROUPS, SECTIONS, Section
 from perf.warm import built, compile_ours, warm
+from perf.workloads import AnyWorkload
 
 # Without the slower of two kernels of one library: torch's flash-attention 2 and FlashInfer's decode of one request.
 PEER_NAMES = ("torch cuDNN", "flash-attn-4", "FlashInfer fa2", "FlashInfer fa3", "FlashInfer XQA")
 FEWEST_ROUNDS = 5
 SPENT = "was spent"
-DECODE_BACKENDS = ("auto", "fa2", "xqa")
+RANDOM = "random"
 Row = dict[str, Any]
-
-
-class Section(NamedTuple):
-    """Rows that are summarised together. `backends`: ours that are measured; `more`: further candidates of a row, by
-    name.
-    """
-
-    workloads: Sequence[AnyWorkload]
-    backends: tuple[str, ...] = ("auto",)
-    more: Callable[[AnyWorkload], Mapping[str, Bind]] | None = None
+More = Callable[[AnyWorkload], Mapping[str, Bind]]  # further candidates of a row, by name
 
 
 class Pace:
@@ -85,31 +80,6 @@ def seconds_of_round(row: Mapping[str, Any]) -> float:
     return float(sum(entry["median_us"] * entry["launches"] for entry in timed)) / 1e6
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the geometric mean of the ratios to the best peer, the lowest, how far "auto" is from our best, and how
-    far lengths on the GPU are from lengths on the host.
-    """
-    ratios = {row["name"]: row["ratio"] for row in rows if row["ratio"]}
-    found: dict[str, Any] = {"rows": len(rows), "compared": len(ratios)}
-    if ratios:
-        lowest = min(ratios, key=ratios.__getitem__)
-        mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
-        found |= {"mean": mean, "lowest": ratios[lowest], "lowest_row": lowest}
-    auto, device = {}, {}  # shares of "auto", with lengths on the GPU: of our best backend, and of lengths on the host
-    for row in rows:
-        speeds = {name: e["speed"] for name, e in row["candidates"].items() if name.startswith(OURS) and "speed" in e}
-        if OURS not in speeds:
-            continue
-        if HOST_LENGTHS in speeds:
-            device[row["name"]] = speeds[OURS] / speeds.pop(HOST_LENGTHS)
-        auto[row["name"]] = speeds[OURS] / max(speeds.values())
-    for shares, share_name, row_name in ((auto, "auto", "auto_row"), (device, "device_lengths", "device_row")):
-        if shares:
-            worst = min(shares, key=shares.__getitem__)
-            found |= {share_name: shares[worst], row_name: worst}
-    return found
-
-
 def _without_builds(name: str, bind: Bind) -> Bind:
     """Returns a bind that refuses a workload for which this peer's module has not been built."""
 
@@ -129,56 +99,67 @@ def chosen_binds(w: AnyWorkload, backends: Sequence[str], peers: Sequence[str]) 
     return {name: _without_builds(name, bind) if name in builders else bind for name, bind in kept.items()}
 
 
-def parse(
-    program: str, about: str | None, sections: Mapping[str, Section], rounds: int, argv: Sequence[str] | None
-) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m perf.{program}", description=about)
-    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
-    parser.add_argument(
-        "--only", nargs="+", choices=sections, metavar="SECTION", help=f"sections to run: {', '.join(sections)}"
-    )
-    parser.add_argument("--rows", nargs="+", default=[], metavar="WORD", help="rows whose names contain these words")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="fewer rounds where time gets short")
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds of a row (default {rounds})")
-    parser.add_argument("--peers", nargs="*", default=PEER_NAMES, help=f"default: {', '.join(PEER_NAMES)}")
-    parser.add_argument("--resume", action="store_true", help="continue the record of --out, after a run was stopped")
-    parser.add_argument("--warm-peers", action="store_true", help="only build FlashInfer's modules, measure nothing")
-    return parser.parse_args(argv)
+def chosen_sections(names: Sequence[str], words: Sequence[str], seed: int) -> dict[str, Section]:
+    """Returns the sections that are named, alone or in groups, with the rows whose names contain all of the words."""
+    every = {**SECTIONS, **(random_rows.sections(seed) if RANDOM in names else {})}
+    groups = {**GROUPS, RANDOM: random_rows.NAMES}
+    flat = dict.fromkeys(section for name in names for section in groups.get(name, [name]))
+    return {name: every[name]._replace(workloads=select(every[name].workloads, words)) for name in flat}
 
 
-def main(
-    program: str,
-    about: str | None,
-    sections: Mapping[str, Section],
-    argv: Sequence[str] | None = None,
-    default: Sequence[str] | None = None,
-    rounds: int = ROUNDS,
-) -> int:
-    """Runs the command line of `perf.<program>`. `default`: sections without `--only`, else all of them. `rounds`: of
-    a row without `--rounds`.
+def select(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWorkload]:
+    """Returns the workloads whose names contain all of these words."""
+    return [w for w in workloads if all(word in w.name.split() for text in words for word in text.split())]
 
-    Returns 0, or 2 if nothing can be measured.
-    """
-    options = parse(program, about, sections, rounds, argv)
-    names = options.only or default or sections
-    chosen = {name: sections[name]._replace(workloads=select(sections[name].workloads, options.rows)) for name in names}
+
+def parser(program: str, about: str | None) -> argparse.ArgumentParser:
+    """Returns the options of a program that measures rows."""
+    names = [*GROUPS, RANDOM, *SECTIONS]
+    found = argparse.ArgumentParser(prog=f"python -m perf.{program}", description=about)
+    found.add_argument("sections", nargs="+", choices=names, metavar="SECTION", help=f"rows to run: {', '.join(names)}")
+    found.add_argument("--rows", nargs="+", default=[], metavar="WORD", help="rows whose names contain these words")
+    found.add_argument("--backends", nargs="+", help="our backends to measure (default: those of the section)")
+    found.add_argument("--peers", nargs="*", default=PEER_NAMES, help=f"default: {', '.join(PEER_NAMES)}")
+    found.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed rounds of a row (default {ROUNDS})")
+    found.add_argument("--budget", type=float, metavar="SECONDS", help="fewer rounds where time gets short")
+    found.add_argument("--seed", type=int, default=0, help="of the rows that are drawn (default 0)")
+    found.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
+    found.add_argument("--resume", action="store_true", help="continue the record of --out, after a run was stopped")
+    found.add_argument("--warm-peers", action="store_true", help="only build FlashInfer's modules, measure nothing")
+    return found
+
+
+def measured_sections(options: argparse.Namespace) -> dict[str, Section] | None:
+    """Returns the sections that the options choose; None, with the reason on stderr, if nothing can be measured."""
+    chosen = chosen_sections(options.sections, options.rows, options.seed)
+    if options.backends:
+        chosen = {name: section._replace(backends=tuple(options.backends)) for name, section in chosen.items()}
     if absent := why_no_gpu():
         print(f"Nothing can be measured: {absent}.", file=sys.stderr)
-        return 2
-    workloads = [w for section in chosen.values() for w in section.workloads]
-    if not workloads:
+    elif not any(section.workloads for section in chosen.values()):
         print(f"--rows must match the name of a row, got {' '.join(options.rows)}.", file=sys.stderr)
+    else:
+        return chosen
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns 0, or 2 if nothing can be measured."""
+    options = parser("run", __doc__).parse_args(argv)
+    chosen = measured_sections(options)
+    if chosen is None:
         return 2
     if options.warm_peers:
-        warm(workloads, options.peers)
-        return 0
-    record = run(program, chosen, options)
-    print(markdown(record))
+        warm([w for section in chosen.values() for w in section.workloads], options.peers)
+    else:
+        print(markdown(run("run", chosen, options)))
     return 0
 
 
-def run(program: str, sections: Mapping[str, Section], options: argparse.Namespace) -> Row:
-    """Measures the ceilings and every row on the current device, and returns the record."""
+def run(program: str, sections: Mapping[str, Section], options: argparse.Namespace, more: More = lambda w: {}) -> Row:
+    """Measures the ceilings and every row on the current device, and returns the record. `more`: candidates besides
+    ours and the peers.
+    """
     began = time.monotonic()
     warnings.filterwarnings("ignore", message="Argument aux_data")  # flash-attn-4's, at every compile
     device = torch.device("cuda", torch.cuda.current_device())
@@ -210,8 +191,7 @@ def run(program: str, sections: Mapping[str, Section], options: argparse.Namespa
         for name, backends, w in jobs:
             if rounds := pace.next():
                 start = time.monotonic()
-                more = sections[name].more
-                binds = {**chosen_binds(w, backends, options.peers), **(more(w) if more else {})}
+                binds = {**chosen_binds(w, backends, options.peers), **more(w)}
                 row = _measured(record, name, w, binds, rounds)
                 pace.finished(time.monotonic() - start, rounds, seconds_of_round(row) if row else 0.0)
             else:
@@ -277,3 +257,7 @@ def start_again() -> None:
     print("The CUDA context is broken; a new process continues.", file=sys.stderr, flush=True)
     again = [argument for argument in sys.orig_argv[1:] if argument != "--resume"]
     os.execv(sys.executable, [sys.executable, *again, "--resume"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
