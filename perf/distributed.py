@@ -27,8 +27,7 @@ import cute_attn
 from cute_attn.integrations import distributed
 from cute_attn.integrations.distributed import ring, travel
 from cute_attn.integrations.distributed.ranks import Ranks
-from perf.bench import save
-from perf.check import TOLERANCE, Oracle
+from perf.bench import TOLERANCE, Oracle, save
 from perf.harness import Call, Timing, timing
 from perf.machine import command_line, environment, why_no_gpu
 from perf.workloads import Inputs, Workload

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import cute_attn
-from perf import batch_peers
+from perf import peers
 from perf.harness import Call
 from perf.workloads import BatchWorkload, Inputs, Workload, equal
 
@@ -55,7 +55,7 @@ class GrowingCache:
 
 def batch_calls(device: torch.device) -> dict[str, Call]:
     """Returns a run of each wrapper, and plans."""
-    runs = {f"{w.phase} wrapper, run": batch_peers.ours("auto", w, [w.inputs(device)])[0] for w in BATCHES}
+    runs = {f"{w.phase} wrapper, run": peers.ours("auto", w, [w.inputs(device)])[0] for w in BATCHES}
     return runs | plan_calls(cute_attn, device, {}, {})
 
 
@@ -67,7 +67,7 @@ def unplanned_calls(device: torch.device) -> dict[str, Call]:
         cache = torch.randn(requests * 4, 2, 16, 8, 128, dtype=torch.bfloat16, device=device)
         tables = torch.arange(requests * 4, dtype=torch.int32, device=device).view(requests, 4)
         lengths = torch.full((requests,), 64, dtype=torch.int32, device=device)
-        workspace = torch.zeros(batch_peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         out = None if requests == 1 else torch.empty_like(q)
         operands = q, cache, workspace, tables, lengths, 64
         decode = functools.partial(cute_attn.xqa_batch_decode_with_kv_cache, *operands, bmm1_scale=128**-0.5, out=out)
@@ -96,7 +96,7 @@ def plan_calls(library: Any, device: torch.device, decode: dict[str, Any], prefi
     options of the wrappers. Lengths differ from call to call: decode requests grow, prompts are others.
     """
     calls: dict[str, Call] = {}
-    workspace = torch.empty(batch_peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    workspace = torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     for n in BATCH_SIZES:
         indices = torch.zeros(n * MOST_PAGES, dtype=torch.int32, device=device)
         qo_indptr = torch.arange(n + 1, dtype=torch.int32) * QO_LEN
@@ -187,7 +187,7 @@ def optional_calls(device: torch.device) -> dict[str, Call]:
 
 
 def run(w: BatchWorkload, device: torch.device) -> Call:
-    return batch_peers.ours("auto", w, [w.inputs(device)])[0]
+    return peers.ours("auto", w, [w.inputs(device)])[0]
 
 
 def masked_run(w: BatchWorkload, device: torch.device) -> Call:
@@ -195,7 +195,7 @@ def masked_run(w: BatchWorkload, device: torch.device) -> Call:
     x = w.inputs(device)
     mask = torch.arange(sum(n * m for n, m in zip(w.qo_lens, w.kv_lens, strict=True)), device=device) % 5 > 0
     wrapper = cute_attn.BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(batch_peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     )
     qo_indptr, kv_indptr, last = (
         torch.tensor(n, dtype=torch.int32) for n in (w.qo_indptr, w.kv_indptr, w.last_page_len)
@@ -208,11 +208,11 @@ def masked_run(w: BatchWorkload, device: torch.device) -> Call:
 
 def unplanned_optional_calls(device: torch.device) -> dict[str, Call]:
     """Returns decode calls without a plan."""
-    calls = {f"xqa, {name}": batch_peers.our_xqa(w, [w.inputs(device)])[0] for name, w in UNPLANNED.items()}
+    calls = {f"xqa, {name}": peers.our_xqa(w, [w.inputs(device)])[0] for name, w in UNPLANNED.items()}
     x, scale = OPTIONAL_DECODE.inputs(device), torch.full((), 0.1, device=device)
-    table = batch_peers.block_table(OPTIONAL_DECODE, x)
+    table = peers.block_table(OPTIONAL_DECODE, x)
     lengths = torch.tensor(OPTIONAL_DECODE.kv_lens, dtype=torch.int32, device=device)
-    workspace = torch.zeros(batch_peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     scaled = functools.partial(
         cute_attn.xqa_batch_decode_with_kv_cache,
         x.q,

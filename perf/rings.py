@@ -25,7 +25,7 @@ from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch
-from perf import batch_peers
+from perf import peers
 from perf.harness import Call
 from perf.machine import require
 from perf.workloads import BatchInputs, BatchWorkload
@@ -116,7 +116,7 @@ def bind(spec: XqaSpec, arch: Arch, w: BatchWorkload, sets: Sequence[BatchInputs
     made = artifacts.get(spec, arch.name, program)
     require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
     with force_spec(spec):
-        return batch_peers.ours(backend, w, sets)
+        return peers.ours(backend, w, sets)
 
 
 def rule_of(w: BatchWorkload, arch: Arch) -> Rule:

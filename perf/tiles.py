@@ -19,10 +19,10 @@ from cute_attn.kernels.host.persistent.variant import PersistentKernels
 from cute_attn.kernels.programs import program
 from cute_attn.problem import Settings
 from cute_attn.runtime import artifacts
-from perf import batch_peers
+from perf import peers
 from perf.harness import Call
 from perf.machine import require
-from perf.workloads import AnyWorkload, BatchInputs, BatchWorkload
+from perf.workloads import AnyWorkload, BatchWorkload, as_batch
 
 SMEM_LIMIT = 227 << 10  # of a CTA
 SM_SMEM, CTA_RESERVE = 228 << 10, 1 << 10  # of an SM, and what the system takes of it per CTA
@@ -124,15 +124,6 @@ def fits(shape: HopperTile, smem_bytes: int) -> bool:
     return smem_bytes <= SMEM_LIMIT and shape.per_sm * (smem_bytes + CTA_RESERVE) <= SM_SMEM
 
 
-def as_batch(w: AnyWorkload) -> BatchWorkload:
-    """Returns a single request as a batch of one."""
-    if isinstance(w, BatchWorkload):
-        return w
-    heads, lengths = (w.num_qo_heads, w.num_kv_heads), ((w.qo_len,), (w.kv_len,))
-    batch = BatchWorkload(*lengths, *heads, w.head_dim_qk, causal=w.causal, head_dim_v=w.head_dim_vo)
-    return dataclasses.replace(batch, dtype=w.dtype, kv_dtype=w.dtype)
-
-
 def spec(w: BatchWorkload, shape: HopperTile) -> Fa3Spec:
     """Returns the kernel of a workload with this tile."""
     dtype, mask = SPEC_DTYPES.get(w.dtype, w.dtype), "band" if w.window_left >= 0 else "stop"
@@ -173,9 +164,9 @@ def bind(trial: Trial, w: AnyWorkload, sets: Sequence[Any]) -> list[Call]:
         made = artifacts.get(spec(batch, trial.tile), tiles.ARCH, program)
         require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
         require(fits(trial.tile, made.smem_bytes), f"{trial.tile.per_sm} CTAs of {made.smem_bytes} bytes fit no SM")
-    inputs = sets if batch is w else [BatchInputs(x.q, x.k, x.v, None) for x in sets]
+    inputs = sets if batch is w else [batch.of_one(x) for x in sets]
     with force(trial):
-        calls = batch_peers.ours("fa3", batch, inputs)
+        calls = peers.ours("fa3", batch, inputs)
         for call in calls:
             call()  # a first run may plan once more, for what it brings
     return calls

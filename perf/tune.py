@@ -29,7 +29,7 @@ from perf import rings, run, tiles
 from perf.bench import OURS
 from perf.peers import Bind
 from perf.tiles import Trial
-from perf.workloads import AnyWorkload, BatchWorkload
+from perf.workloads import AnyWorkload, BatchWorkload, as_batch
 
 
 class Candidate(NamedTuple):
@@ -65,7 +65,7 @@ def candidates(w: AnyWorkload, options: argparse.Namespace, arch: Arch) -> dict[
 
 
 def _tiles(w: AnyWorkload, options: argparse.Namespace) -> dict[str, Candidate]:
-    batch = tiles.as_batch(w)
+    batch = as_batch(w)
     trials = [Trial.parse(text) for text in options.texts if not rings.RING.fullmatch(text)]
     if options.around:
         trials += map(Trial, tiles.neighbours(batch.head_dim, tiles.of_table(batch)))

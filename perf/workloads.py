@@ -278,6 +278,13 @@ class BatchWorkload:
         k, v = (normal(*kv, dim, dtype=self.torch_kv_dtype) for dim in (self.head_dim, self.head_dim_vo))
         return BatchInputs(q, k, v, indices, None, sinks)
 
+    def of_one(self, x: Inputs) -> BatchInputs:
+        """Returns the inputs of a single request as those of a batch of one, whose pages are in order."""
+        if not self.page_size:
+            return BatchInputs(x.q, x.k, x.v, None)
+        k, v = (t.view(-1, self.page_size, *t.shape[1:]) for t in (x.k, x.v))
+        return BatchInputs(x.q, k, v, torch.arange(len(k), dtype=torch.int32, device=k.device))
+
     def tokens(self, x: BatchInputs, request: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns k and v of one request that are seen, `[tokens, num_kv_heads, head_dim]` in fp64."""
         begin, end = self.kv_indptr[request], self.kv_indptr[request + 1]
@@ -317,6 +324,15 @@ def equal(
     return BatchWorkload(
         *lengths, *heads, head_dim, page_size, causal, kv_dtype=kv_dtype, window_left=window_left, sinks=sinks
     )
+
+
+def as_batch(w: AnyWorkload, page_size: int = 0) -> BatchWorkload:
+    """Returns a single request as a batch of one."""
+    if isinstance(w, BatchWorkload):
+        return w
+    heads, lengths, head_dim_v = (w.num_qo_heads, w.num_kv_heads), ((w.qo_len,), (w.kv_len,)), w.head_dim_vo
+    batch = BatchWorkload(*lengths, *heads, w.head_dim_qk, page_size, w.causal, head_dim_v=head_dim_v)
+    return dataclasses.replace(batch, dtype=w.dtype, kv_dtype=w.dtype)
 
 
 AnyWorkload = Workload | BatchWorkload

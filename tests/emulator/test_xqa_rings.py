@@ -8,8 +8,8 @@ import torch
 from cute_attn import emulator
 from cute_attn.emulator.machine import Schedule
 from cute_attn.runtime.arch import named
-from perf import batch_peers, rings
-from perf.check import oracle
+from perf import peers, rings
+from perf.bench import oracle
 from perf.workloads import BatchWorkload
 
 pytestmark = pytest.mark.emulator
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[BatchWorkload, int, tuple[str, ...]]] = {
     ("name", "schedule"), list(zip(CASES, ("adversarial", "delayed", "delayed", "eager", "delayed"), strict=True))
 )
 def test_rings(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_peers, "WORKSPACE_BYTES", 1 << 20)  # the emulator follows every word of it
+    monkeypatch.setattr(peers, "WORKSPACE_BYTES", 1 << 20)  # the emulator follows every word of it
     w, sms, texts = CASES[name]
     start = rings.start_of(w, HOPPER)
     sets = [w.inputs(torch.device("cpu"))]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
-from perf import batch_peers, bench, check, harness, host_calls, report, run, warm
+from perf import bench, harness, host_calls, peers, report, run, warm
 from perf.harness import ceilings
 from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
@@ -149,7 +149,7 @@ def sdpa(w: Workload, x: Inputs) -> torch.Tensor:
 def test_oracle_accepts_correct_and_rejects_wrong_outputs() -> None:
     w = Workload(150, 170, 4, 2, 64, 64, causal=True, dtype="float16")
     x = w.inputs(CPU)
-    oracle = check.oracle(w, x)
+    oracle = bench.oracle(w, x)
     right = sdpa(w, x)
     assert oracle.error(right) < 1e-4
     assert oracle.rejection(oracle.error(right)) is None
@@ -164,8 +164,8 @@ def test_oracle_accepts_correct_and_rejects_wrong_outputs() -> None:
 
 @given(st.integers(1, 20000))
 def test_checked_rows_are_distinct_and_exist(qo_len: int) -> None:
-    rows = check.checked_rows(qo_len)
-    assert len(set(rows)) == len(rows) == min(qo_len, check.NUM_ROWS)
+    rows = bench.checked_rows(qo_len)
+    assert len(set(rows)) == len(rows) == min(qo_len, bench.NUM_ROWS)
     assert {0, qo_len - 1} <= set(rows)
     assert min(rows) >= 0
     assert max(rows) < qo_len
@@ -196,7 +196,7 @@ def test_sdpa_adapter_is_correct(w: Workload) -> None:
     (adapter,) = [peer for peer in PEERS if peer.name == "torch flash"]
     sets = [w.inputs(CPU, seed) for seed in range(2)]
     for x, call in zip(sets, adapter.bind(w, sets), strict=True):
-        oracle = check.oracle(w, x)
+        oracle = bench.oracle(w, x)
         assert oracle.rejection(oracle.error(call())) is None
 
 
@@ -219,8 +219,8 @@ def test_absent_peers_are_reasons(peer: Peer, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("w", BATCHES, ids=lambda w: w.phase)
 def test_our_batches_are_correct_and_the_oracle_checks_every_request(w: BatchWorkload) -> None:
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    for x, call in zip(sets, batch_peers.ours("auto", w, sets), strict=True):
-        truth = check.oracle(w, x)
+    for x, call in zip(sets, peers.ours("auto", w, sets), strict=True):
+        truth = bench.oracle(w, x)
         right = call()
         assert truth.rejection(truth.error(right)) is None
         for start in w.qo_indptr[:-1]:
@@ -272,21 +272,31 @@ def test_pages_of_a_request_lie_in_any_order() -> None:
     assert k.shape == (20, 2, 64)
     assert torch.equal(k[17].to(x.k.dtype), x.k[x.indices[4], 1])
     assert torch.equal(v[3].to(x.v.dtype), x.v[x.indices[3], 3])
-    assert batch_peers.block_table(w, x).tolist() == [x.indices[:3].tolist(), [*x.indices[3:].tolist(), 0]]
+    assert peers.block_table(w, x).tolist() == [x.indices[:3].tolist(), [*x.indices[3:].tolist(), 0]]
 
 
 def test_dense_peers_take_equal_requests_only() -> None:
     for w, why in ((BATCHES[1], "differ in length"), (equal(2, 8, 8, (4, 2), 64, 4), "paged")):
         with pytest.raises(UnavailableError, match=why):
-            batch_peers.dense(w, w.inputs(CPU))
+            peers.dense(w, w.inputs(CPU))
 
 
 def test_sdpa_of_a_dense_batch_is_correct() -> None:
     w = BATCHES[0]
     x = w.inputs(CPU)
-    (call,) = batch_peers.sdpa(SDPBackend.MATH, w, [x])
-    truth = check.oracle(w, x)
+    (call,) = peers.sdpa(SDPBackend.MATH, w, [x])
+    truth = bench.oracle(w, x)
     assert truth.rejection(truth.error(call())) is None
+
+
+def test_a_single_request_is_a_batch_of_one_whose_pages_are_in_order() -> None:
+    w = Workload(1, 64, 4, 2, 64, 64)
+    sets = [w.inputs(CPU, seed) for seed in range(2)]
+    for x, call in zip(sets, peers.single(peers.our_xqa, w, sets, page_size=16), strict=True):
+        truth = bench.oracle(w, x)
+        assert truth.rejection(truth.error(call())) is None
+    with pytest.raises(UnavailableError, match="multiple of the page size 16, got 70"):
+        peers.single(peers.our_xqa, dataclasses.replace(w, kv_len=70), sets, page_size=16)
 
 
 def row_of_fakes() -> dict[str, Any]:
@@ -447,7 +457,7 @@ def test_windows_of_prefill() -> None:
     seen = [[max(0, min(last, 2) + 1) for last in range(kv - qo, kv)] for qo, kv in ((5, 9), (3, 3))]
     assert w.flops == sum(map(sum, seen)) * 4 * 64 * 2
     x = w.inputs(torch.device("cpu"))
-    truth = check.oracle(w, x)
+    truth = bench.oracle(w, x)
     rows, start = [], 0
     for request, (qo, kv) in enumerate(((5, 9), (3, 3))):
         k, v = (t.repeat_interleave(2, 1).transpose(0, 1) for t in w.tokens(x, request))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from perf import batch_peers, bench, check, harness, random_rows, report, run, warm
+from perf import bench, harness, peers, random_rows, report, run, warm
 from perf.machine import UnavailableError
 from perf.rows import ANCHORS, GROUPS, SECTIONS, Section
 from perf.run import Pace
@@ -73,10 +73,10 @@ def fake_flash_attention_4() -> Any:
 
 @pytest.mark.parametrize("w", VARIED, ids=lambda w: w.name)
 def test_flash_attention_4_is_handed_the_problem(w: BatchWorkload, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_peers, "module", lambda name: fake_flash_attention_4())
+    monkeypatch.setattr(peers, "module", lambda name: fake_flash_attention_4())
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    for x, call in zip(sets, batch_peers.flash_attention_4(w, sets), strict=True):
-        assert check.oracle(w, x).error(call()) < 5e-3  # sinks are rounded to bf16
+    for x, call in zip(sets, peers.flash_attention_4(w, sets), strict=True):
+        assert bench.oracle(w, x).error(call()) < 5e-3  # sinks are rounded to bf16
 
 
 def test_ours_verify_drafts() -> None:

@@ -21,7 +21,7 @@ from cute_attn.runtime import arch as archs
 from perf import rings, run, tiles, tune
 from perf.rows import SECTIONS, Section
 from perf.tiles import Trial, tile
-from perf.workloads import AnyWorkload, BatchWorkload, Workload, equal
+from perf.workloads import AnyWorkload, BatchWorkload, Workload, as_batch, equal
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, ragged
 
@@ -110,7 +110,7 @@ def test_plans_leave_the_last_wave_whole() -> None:
 
 def test_a_single_request_is_a_batch_of_one() -> None:
     w = Workload(50, 90, 16, 8, 192, 128, causal=True)
-    batch = tiles.as_batch(w)
+    batch = as_batch(w)
     assert batch.requests == [w]
     assert batch.flops == w.flops
     assert tiles.spec(batch, tile(128, 96, 2, 1)).head_dim_vo == 128
@@ -175,7 +175,7 @@ def test_every_row_has_the_candidates_of_its_kind() -> None:
     assert list(tune.candidates(prefill, options, HOPPER)) == ["cute_attn 128x64 2+1", "cute_attn packed"]
     assert list(tune.candidates(step, options, HOPPER)) == ["cute_attn 8x2x16x1"], "the other ring fits no SM"
     around = tune.parse(["prefill", "--around"])
-    batch = tiles.as_batch(prefill)
+    batch = as_batch(prefill)
     assert len(tune.candidates(prefill, around, HOPPER)) == len(tiles.neighbours(batch.head_dim, tiles.of_table(batch)))
     start = rings.start_of(step, HOPPER)
     assert len(tune.candidates(step, around, HOPPER)) == len(rings.around(start, step, HOPPER)) - 1
