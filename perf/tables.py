@@ -13,7 +13,6 @@ from typing import Any
 
 from perf.bench import HOST_LENGTHS, OURS, summary
 from perf.report import cold_start_tables, table
-from perf.rows import MODELS
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -143,22 +142,6 @@ def section_table(gpu: str, *sections: str, results: Path = RESULTS) -> str | No
     return "\n\n".join(parts) + "\n" if parts else None
 
 
-def prefill_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of the 24 anchors of prefill."""
-    return section_table(gpu, "prefill", results=results)
-
-
-def decode_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of the 24 anchors of decode."""
-    return section_table(gpu, "decode", results=results)
-
-
-def other_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of the other shapes among the anchors."""
-    sections = ("behind-prefill", "other-prefill", "behind-decode", "other-decode")
-    return section_table(gpu, *sections, results=results)
-
-
 def device_lengths_table(gpu: str, results: Path = RESULTS) -> str | None:
     """Returns the tables of rows drawn at random: what "auto" takes with index arrays on the GPU, beside the same with
     these on the host; None if there is no record.
@@ -187,11 +170,6 @@ def _speed(row: Row, name: str) -> float | None:
     """Returns the speed of a candidate; None if it was not timed."""
     speed: float | None = row["candidates"].get(name, {}).get("speed")
     return speed
-
-
-def models_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of layers of models."""
-    return section_table(gpu, *MODELS, results=results)
 
 
 def host_table(gpu: str, results: Path = RESULTS) -> str | None:

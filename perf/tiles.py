@@ -157,7 +157,7 @@ def force(trial: Trial) -> Iterator[None]:
         yield
 
 
-def bind(trial: Trial, w: AnyWorkload, sets: Sequence[Any]) -> list[Call]:
+def bind(trial: Trial, w: AnyWorkload, sets: Sequence[Any], backend: str = "fa3") -> list[Call]:
     """Binds a trial, unless its kernel needs stack or too much shared memory."""
     batch = as_batch(w)
     if trial.tile is not None:
@@ -166,7 +166,7 @@ def bind(trial: Trial, w: AnyWorkload, sets: Sequence[Any]) -> list[Call]:
         require(fits(trial.tile, made.smem_bytes), f"{trial.tile.per_sm} CTAs of {made.smem_bytes} bytes fit no SM")
     inputs = sets if batch is w else [batch.of_one(x) for x in sets]
     with force(trial):
-        calls = peers.ours("fa3", batch, inputs)
+        calls = peers.ours(backend, batch, inputs)
         for call in calls:
             call()  # a first run may plan once more, for what it brings
     return calls

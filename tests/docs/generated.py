@@ -14,16 +14,18 @@ from pathlib import Path
 
 from cute_attn.cli import support
 from perf import report, tables
+from perf.rows import MODELS
 from tests.docs.pages import ROOT, pages
 
+OTHERS = ("behind-prefill", "other-prefill", "behind-decode", "other-decode")
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
 SPREAD = re.compile(r" \([\d.]+-[\d.]+\)")
 SECTIONS = {  # of docs/performance.md: title and table, for each GPU that has a record
     "Lengths on the GPU, {}": tables.device_lengths_table,
-    "Prefill, {}": tables.prefill_table,
-    "Decode, {}": tables.decode_table,
-    "Other shapes, {}": tables.other_table,
-    "Models, {}": tables.models_table,
+    "Prefill, {}": lambda gpu: tables.section_table(gpu, "prefill"),
+    "Decode, {}": lambda gpu: tables.section_table(gpu, "decode"),
+    "Other shapes, {}": lambda gpu: tables.section_table(gpu, *OTHERS),
+    "Models, {}": lambda gpu: tables.section_table(gpu, *MODELS),
     "Cold start, {}": tables.cold_start_table,
     "Host time, {}": tables.host_table,
 }

@@ -122,12 +122,13 @@ def test_tables_show_the_numbers_of_their_records(results: Path) -> None:
     cells = f"{own:.0f} | {peer:.0f} (FA4) | {row['ratio']:.2f}"
     assert line == f"| Prefill, bf16, 4 x 4096, 32/8 heads, d 128, causal, TFLOP/s | {cells} | {cells} |"
     assert tables.readme_table(results).count("\n") == 10
-    prefill = tables.prefill_table("h100", results)
+    prefill = tables.section_table("h100", "prefill", results=results)
     assert prefill is not None
     assert prefill.count("\n| bf16") == 24
-    assert tables.models_table("h100", results) is None
-    others = sum(len(section.workloads) for name, section in ANCHORS.items() if "-" in name)
-    assert (tables.other_table("h100", results) or "").count("heads, d ") == others
+    assert tables.section_table("h100", "qwen", results=results) is None
+    names = [name for name in ANCHORS if "-" in name]
+    others = sum(len(ANCHORS[name].workloads) for name in names)
+    assert (tables.section_table("h100", *names, results=results) or "").count("heads, d ") == others
     assert "| cute_attn, cold | 0.25 | 3.00 | 0.88 |" in (tables.cold_start_table("h100", results) or "")
 
 
