@@ -52,32 +52,13 @@ PLANS = 40  # of a round: an upload waits for the second before it
 PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc", "FlashInfer XQA")
 
 
-def host_time(
-    call: Call,
-    wait: Callable[[], None],
-    clock: Callable[[], int] = time.perf_counter_ns,
-    calls: int = CALLS,
-    repeats: int = REPEATS,
-) -> Timing:
-    """Returns the microseconds of host time per `call`; `wait` empties the queue before each repeat."""
-    samples = []
-    for _ in range(repeats + 1):
-        wait()
-        start = clock()
-        for _ in range(calls):
-            call()
-        samples.append((clock() - start) / 1e3 / calls)
-    wait()
-    return timing(samples[1:], calls)  # the first repeat loads and compiles
-
-
 def host_times(
     calls: Mapping[str, Call],
     wait: Callable[[], None],
     clock: Callable[[], int] = time.perf_counter_ns,
     repeats: int = REPEATS,
 ) -> dict[str, Timing]:
-    """Returns `host_time` of each call, with their rounds in random order."""
+    """Returns the microseconds of host time per call, rounds of all calls in random order. `wait` empties the queue."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order, generator = list(calls), random.Random(0)
     for _ in range(repeats + 1):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
-from perf import bench, harness, host_calls, peers, report, run, warm
+from perf import bench, harness, host_calls, overhead, peers, report, run, warm
 from perf.harness import ceilings
 from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
@@ -384,15 +384,15 @@ def test_markdown_of_host_times() -> None:
     assert "| peer | not here |" in text
 
 
-def test_host_time_divides_wall_time_by_calls() -> None:
-    from perf.overhead import host_time
-
-    ticks = itertools.count(0, 50_000)  # the clock is read at both ends of a repeat, 50 us apart
+def test_host_times_divide_wall_time_by_calls() -> None:
+    ticks = itertools.count(0, 50_000)  # the clock is read at both ends of a round, 50 us apart
     waits: list[None] = []
-    found = host_time(lambda: None, lambda: waits.append(None), lambda: next(ticks), calls=10, repeats=5)
-    assert found.median_us == pytest.approx(5.0)
-    assert found.rounds == 5
-    assert len(waits) == 7  # before each of 5 + 1 repeats, and at the end
+    calls = {"run": lambda: None, "a plan": lambda: None}
+    found = overhead.host_times(calls, lambda: waits.append(None), lambda: next(ticks), repeats=5)
+    assert found["run"].median_us == pytest.approx(50 / overhead.CALLS)
+    assert found["a plan"].median_us == pytest.approx(50 / overhead.PLANS)
+    assert {timing.rounds for timing in found.values()} == {5}
+    assert len(waits) == 2 * 6 + 1  # before each of 5 + 1 rounds of two calls, and at the end
 
 
 def test_growing_cache_takes_every_length() -> None:
@@ -405,8 +405,6 @@ def test_growing_cache_takes_every_length() -> None:
 
 
 def test_overhead_calls_run() -> None:
-    from perf import overhead
-
     kinds = host_calls.calls, host_calls.unplanned_calls, host_calls.batch_calls
     for calls in (*kinds, host_calls.optional_calls, host_calls.unplanned_optional_calls):
         for call in calls(CPU).values():
