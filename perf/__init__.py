@@ -1,1 +1,1 @@
-"""Speed, measured so to be believed: run `perf.prefill`, `perf.decode`, `perf.overhead`, `perf.plan`, `perf.report`."""
+"""Speed, measured so to be believed: rows beside peers (`perf.run`), host time, cold starts; records and tables."""

@@ -22,8 +22,7 @@ from cute_attn.dispatch import append
 from cute_attn.request.append import reference
 from perf.bench import save
 from perf.harness import ROUNDS, Call, CudaGraphTimer, Timing, measure, reason
-from perf.machine import command_line, environment, why_no_gpu
-from perf.optional import flashinfer, require
+from perf.machine import command_line, environment, flashinfer, require, why_no_gpu
 
 CACHED_BYTES = 160 << 20  # of all copies together: beyond twice an H200's L2 of 50 MiB, and B200's of 126 MB
 MAX_COPIES = 64

@@ -1,13 +1,11 @@
-"""Runs a table of workloads: checks our backends and every peer against the reference, times them together and records
-the results.
-"""
+"""A row: our backends and every peer, checked against the reference and timed together, and its record."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
-import sys
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,50 +13,109 @@ from typing import Any, cast
 
 import torch
 
-import cute_attn
-from perf import batch_peers
-from perf.batch_workloads import BatchInputs, BatchWorkload
-from perf.ceilings import ceilings
-from perf.check import oracle
-from perf.harness import ROUNDS, Call, CudaGraphTimer, Timer, measure, reason
-from perf.machine import command_line, environment, why_no_gpu
-from perf.optional import require
+from cute_attn.reference import attention as reference
+from perf import peers
+from perf.harness import ROUNDS, Call, Timer, measure, reason
+from perf.machine import require
 from perf.peers import PEERS, Bind
 from perf.report import markdown
-from perf.warm import warm
-from perf.workloads import Inputs, Workload
-
-AnyWorkload = Workload | BatchWorkload
-AnyInputs = Inputs | BatchInputs
+from perf.workloads import AnyInputs, AnyWorkload, BatchInputs, BatchWorkload, Inputs, Workload
 
 OURS = "cute_attn"  # prefix of the names of our candidates
 HOST_LENGTHS = f"{OURS} host lengths"
 SAME = "it is what auto runs"
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "e4m3": 6e-2}  # with e4m3, probabilities are rounded to it, too
+FP8_TOLERANCE = 5e-2  # for caches of 8 bits or fewer: FlashInfer's XQA also rounds q and P to fp8 (0.035 to 0.038)
+NUM_ROWS = 64  # query rows that are checked: a quarter at each end, the others evenly spaced
 
 
-def bind_ours(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    """Binds the public functions for single requests."""
-    if w.phase == "prefill":
-        prefill = cute_attn.single_prefill_with_kv_cache
-        return [functools.partial(prefill, *x, causal=w.causal, backend=backend) for x in sets]
+# ---- correctness before speed: every output is compared with the reference before its time counts
 
-    def decode(x: Inputs) -> torch.Tensor:
-        o = cute_attn.single_decode_with_kv_cache(x.q[0], x.k, x.v, backend=backend)
-        return cast(torch.Tensor, o)[None]
 
-    return [functools.partial(decode, x) for x in sets]
+def checked_rows(qo_len: int) -> list[int]:
+    """Returns the indices of the query rows that are compared."""
+    if qo_len <= NUM_ROWS:
+        return list(range(qo_len))
+    edge = NUM_ROWS // 4
+    middle = [edge + i * (qo_len - 2 * edge) // (2 * edge) for i in range(2 * edge)]
+    return [*range(edge), *middle, *range(qo_len - edge, qo_len)]
+
+
+class Oracle:
+    """Reference output `o` in fp64 for the rows `rows` of a candidate's output."""
+
+    def __init__(self, rows: torch.Tensor, o: torch.Tensor, tolerance: float) -> None:
+        self.rows, self.o, self.tolerance = rows, o, tolerance
+
+    @classmethod
+    def of(cls, w: Workload, x: Inputs) -> Oracle:
+        rows, o = _expected(w, x.q, x.k, x.v)
+        return cls(rows, o, TOLERANCE[w.dtype])
+
+    @classmethod
+    def of_batch(cls, w: BatchWorkload, x: BatchInputs) -> Oracle:
+        """Returns an oracle for the first, the middle, the last and the longest request."""
+        longest = max(range(len(w.kv_lens)), key=w.kv_lens.__getitem__)
+        rows, answers = [], []
+        for request in sorted({0, len(w.kv_lens) // 2, longest, len(w.kv_lens) - 1}):
+            start, stop = w.qo_indptr[request], w.qo_indptr[request + 1]
+            own, o = _expected(w.requests[request], x.q[start:stop], *w.tokens(x, request), x.sinks)
+            rows.append(own + start)
+            answers.append(o)
+        tolerance = FP8_TOLERANCE if w.torch_kv_dtype.itemsize == 1 else TOLERANCE[w.dtype]
+        return cls(torch.cat(rows), torch.cat(answers), tolerance)
+
+    def error(self, o: torch.Tensor) -> float:
+        """Returns the root mean square of the difference relative to that of the output; NaN if o contains NaN.
+
+        A difference counts only relative to the output, because outputs of long rows are small.
+        """
+        o = o.reshape(-1, *o.shape[-2:])  # some peers have a batch axis
+        return float(torch.linalg.vector_norm(o[self.rows].double() - self.o) / torch.linalg.vector_norm(self.o))
+
+    def rejection(self, error: float) -> str | None:
+        """Returns why a candidate with this error is rejected, or None."""
+        if error <= self.tolerance:
+            return None
+        return f"wrong: relative error {error:.2e} against the reference (allowed {self.tolerance:.1e})"
+
+
+def _expected(
+    w: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the checked rows of one request, and the reference's output for them."""
+    rows = torch.tensor(checked_rows(w.qo_len), device=q.device)
+    keep = None
+    if w.causal:
+        last_key = rows[:, None] + w.kv_len - w.qo_len
+        keys = torch.arange(len(k), device=q.device)
+        keep = keys <= last_key
+        if w.window_left >= 0:
+            keep &= keys >= last_key - w.window_left
+    o, _ = reference.attention(q[rows], k, v, mask=reference.Mask(keep=keep), sinks=sinks)
+    return rows, o
+
+
+def oracle(w: AnyWorkload, x: AnyInputs) -> Oracle:
+    """Returns the oracle of a workload with these inputs."""
+    if isinstance(w, BatchWorkload):
+        return Oracle.of_batch(w, cast(BatchInputs, x))
+    return Oracle.of(w, cast(Inputs, x))
+
+
+# ---- rows
 
 
 def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
     """Returns ours by backend, with index arrays on the GPU; the first again with these on the host; the XQA function
     (which needs no plan); then every peer with a kernel for the phase.
     """
-    bind = bind_ours if phase in ("prefill", "decode") else batch_peers.ours
+    bind = peers.our_single if phase in ("prefill", "decode") else peers.ours
     ours: dict[str, Bind] = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind, b) for b in backends}
-    if bind is batch_peers.ours and backends:
+    if bind is peers.ours and backends:
         ours[HOST_LENGTHS] = functools.partial(bind, backends[0], on_host=True)
     if phase in ("batch decode", "speculative decode"):
-        ours[f"{OURS} xqa function"] = batch_peers.our_xqa
+        ours[f"{OURS} xqa function"] = peers.our_xqa
     return {**ours, **{peer.name: peer.bind for peer in PEERS if phase in peer.phases}}
 
 
@@ -143,74 +200,29 @@ def compare_with_peers(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, An
     return {"best_peer": peer, "ratio": ratio}
 
 
-def main(program: str, workloads: Sequence[AnyWorkload], argv: Sequence[str] | None = None) -> int:
-    """Runs the command line of `perf.<program>`, a table of workloads. Returns 0, or 2 if nothing can be measured."""
-    options = parse(program, argv)
-    if absent := why_no_gpu():
-        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
-        return 2
-    selected = select(workloads, options.only)
-    if options.warm_peers:
-        warm(selected, options.peers)
-        return 0
-    if not selected:
-        print(f"--only must match the name of a row, got {' '.join(options.only)}.", file=sys.stderr)
-        return 2
-    run(program, selected, options)
-    return 0
-
-
-def select(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWorkload]:
-    """Returns the workloads whose names contain all of these words."""
-    return [w for w in workloads if all(word in w.name.split() for text in words for word in text.split())]
-
-
-def parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m perf.{program}", description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
-    parser.add_argument("--backends", nargs="+", default=["auto"], help="our backends to measure (default: auto)")
-    parser.add_argument("--peers", nargs="*", help="peers to measure (default: all)")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help='only rows whose names contain these words, as in "d128 causal"',
-    )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"number of timed rounds (default {ROUNDS})")
-    parser.add_argument(
-        "--warm-peers", action="store_true", help="only build the peers that compile on first use, measure nothing"
-    )
-    return parser.parse_args(argv)
-
-
-def run(program: str, workloads: Sequence[AnyWorkload], options: argparse.Namespace) -> None:
-    """Measures the ceilings and every row on the current device, and prints the table."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    timer = CudaGraphTimer()
-    record: dict[str, Any] = {
-        "command": command_line(program, sys.argv[1:]),
-        "environment": environment(),
-        "ceilings": ceilings(timer, device),
-        "rows": [],
-        "failed_rows": {},
-    }
-    for w in workloads:
-        binds = candidates(w.phase, options.backends)
-        if options.peers is not None:
-            binds = {n: b for n, b in binds.items() if n.startswith(OURS) or n in options.peers}
-        try:
-            row = run_row(w, binds, timer, record["ceilings"], device, l2_bytes, options.rounds)
-        except Exception as error:  # out of memory, or a peer broke the CUDA context: earlier rows stay valid
-            record["failed_rows"][w.name] = reason(error)
-            print(f"{w.name}: {record['failed_rows'][w.name]}", file=sys.stderr, flush=True)
-        else:
-            record["rows"].append(row)
-            print(progress(row), file=sys.stderr, flush=True)
-        if options.out:
-            save(record, options.out)
-    print(markdown(record))
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the geometric mean of the ratios to the best peer, the lowest, how far "auto" is from our best, and how
+    far lengths on the GPU are from lengths on the host.
+    """
+    ratios = {row["name"]: row["ratio"] for row in rows if row["ratio"]}
+    found: dict[str, Any] = {"rows": len(rows), "compared": len(ratios)}
+    if ratios:
+        lowest = min(ratios, key=ratios.__getitem__)
+        mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
+        found |= {"mean": mean, "lowest": ratios[lowest], "lowest_row": lowest}
+    auto, device = {}, {}  # shares of "auto", with lengths on the GPU: of our best backend, and of lengths on the host
+    for row in rows:
+        speeds = {name: e["speed"] for name, e in row["candidates"].items() if name.startswith(OURS) and "speed" in e}
+        if OURS not in speeds:
+            continue
+        if HOST_LENGTHS in speeds:
+            device[row["name"]] = speeds[OURS] / speeds.pop(HOST_LENGTHS)
+        auto[row["name"]] = speeds[OURS] / max(speeds.values())
+    for shares, share_name, row_name in ((auto, "auto", "auto_row"), (device, "device_lengths", "device_row")):
+        if shares:
+            worst = min(shares, key=shares.__getitem__)
+            found |= {share_name: shares[worst], row_name: worst}
+    return found
 
 
 def progress(row: Mapping[str, Any]) -> str:

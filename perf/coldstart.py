@@ -4,14 +4,12 @@
 A process imports torch, makes the inputs and waits for the GPU; then the clock starts: import of the library, first
 prefill, first decode, each with its compile, until the result is there. "cold": empty caches; "warm": those that a cold
 process left on disk; "bundle": kernels from a bundle, compiling forbidden. FlashInfer cold takes minutes of nvcc.
-Further processes, whose functions are timed, tell the stages of our cold calls.
 
 Byte code is there, as pip leaves it: a process that does not count writes it (FlashInfer's imports only, for its calls
 take minutes). Without it the import of the DSL alone takes 2 seconds more.
 
 The record is written after every process, so that what a stopped run has measured is kept. `--budget SECONDS` stops it
-in time; ours alone starts 13 processes of 4 to 9 s (H100). `--pretend sm_90a` needs no GPU: CPU seconds of ours alone,
-with a driver that does nothing.
+in time; ours alone starts 10 processes of 4 to 9 s (H100).
 """
 
 from __future__ import annotations
@@ -33,9 +31,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cute_attn.runtime.arch import ARCHS
 from perf.bench import save
-from perf.first_calls import BUNDLE, IMPORTS, LIBRARIES, PRETEND, STAGES
+from perf.first_calls import BUNDLE, IMPORTS, LIBRARIES
 from perf.machine import command_line, environment, why_no_gpu
 from perf.report import cold_start_tables
 
@@ -120,11 +117,10 @@ def why_absent(library: str) -> str | None:
 def measured(library: str, repeats: int, run: Run, save: Callable[[dict[str, Any]], None]) -> None:
     """Measures `repeats` rounds of a library's processes; one that fails once is not tried again.
 
-    After each of them `save` gets {"coldstart": medians by condition}, and {"stages": medians by call and stage} once
-    there are any.
+    After each of them `save` gets the medians by condition.
     """
     if absent := why_absent(library):
-        return save({"coldstart": {library: {"reason": absent}}})
+        return save({library: {"reason": absent}})
     samples: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="cute_attn-bytecode-") as written:
         bytecode = {"PYTHONPYCACHEPREFIX": written, "PYTHONDONTWRITEBYTECODE": ""}
@@ -140,23 +136,7 @@ def measured(library: str, repeats: int, run: Run, save: Callable[[dict[str, Any
                     print(f"{condition}: {found or SPENT}", file=sys.stderr, flush=True)
                     if found is not None:
                         samples.setdefault(condition, []).append(found)
-                    save({"coldstart": {condition: _medians(samples.get(condition, [{"reason": SPENT}]))}})
-        if any("prefill_s" in sample for sample in samples.get("cute_attn, cold", ())):
-            _measure_stages(repeats, run, bytecode, save)
-
-
-def _measure_stages(repeats: int, run: Run, bytecode: dict[str, str], save: Callable[[dict[str, Any]], None]) -> None:
-    """Measures the stages of our cold calls in processes of their own."""
-    samples: list[dict[str, dict[str, float]]] = []
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory(prefix="cute_attn-coldstart-") as name:
-            cold = conditions("cute_attn", Path(name))["cute_attn, cold"]
-            sample = run.start("cute_attn", {**cold, **bytecode, STAGES: "1"})
-        if sample is None or "reason" in sample:
-            print(f"stages: {(sample or {}).get('reason', SPENT)}", file=sys.stderr, flush=True)
-            return
-        samples.append(sample["stages"])
-        save({"stages": {call: _medians([found[call] for found in samples]) for call in samples[0]}})
+                    save({condition: _medians(samples.get(condition, [{"reason": SPENT}]))})
 
 
 def _medians(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -206,12 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"processes per condition (default {REPEATS})")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of one process (default {LIMIT:.0f})")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no process after this time, and stop it")
-    parser.add_argument("--pretend", choices=ARCHS, metavar="ARCH", help="our calls without a GPU (sm_90a, ...)")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the process that runs, too
-    if options.pretend:
-        os.environ[PRETEND] = options.pretend
-        options.libraries = ["cute_attn"]
     record: dict[str, Any] = {
         "command": command_line("coldstart", sys.argv[1:]),
         "environment": environment(),
@@ -219,15 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "install": install_sizes(),
         "coldstart": {},
     }
-    if options.pretend:
-        record["pretended"] = options.pretend
-    elif absent := why_no_gpu():
+    if absent := why_no_gpu():
         record["not_measured"] = f"first calls, for {absent}; imports alone"
         print(f"First calls are not measured: {absent}.", file=sys.stderr)
 
     def keep(found: dict[str, Any]) -> None:
-        for part, entries in found.items():
-            record.setdefault(part, {}).update(entries)
+        record["coldstart"].update(found)
         if options.out:
             save(record, options.out)
 

@@ -16,16 +16,14 @@ from cute_attn.cli.bench import DTYPES, PEERS, ROUTINES
 from cute_attn.cli.bench import OURS as OURS_NAMES
 from cute_attn.cli.terminal import table
 from cute_attn.errors import ArgumentError
-from perf import anchors, curves, sections
-from perf.batch_workloads import BatchWorkload
-from perf.bench import AnyWorkload, save
+from perf import run as runner
+from perf.bench import save
 from perf.harness import ROUNDS
-from perf.machine import why_no_gpu
-from perf.optional import module
-from perf.sections import Section
+from perf.machine import module, why_no_gpu
+from perf.rows import ANCHORS, CURVE_ROUNDS, CURVES, Section
 from perf.tables import label
 from perf.warm import warm
-from perf.workloads import Workload
+from perf.workloads import AnyWorkload, BatchWorkload, Workload
 
 SUMMARY_SECONDS = 400.0
 CURVES_SECONDS = 60.0
@@ -48,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     record: dict[str, Any] = {}
     for part in dict.fromkeys(part for _, _, part in jobs):
         chosen = {name: section for name, section, own in jobs if own == part}
-        merge(record, sections.run("bench", chosen, _settings(options, part, names)))
+        merge(record, runner.run("bench", chosen, _settings(options, part, names)))
     record["command"] = " ".join(["python -m cute_attn", *sys.argv[1:]])
     print(text(record))
     for path in options.output_path:
@@ -61,8 +59,8 @@ def chosen_sections(options: argparse.Namespace) -> list[tuple[str, Section, str
     if options.routine:
         ours = tuple(name for name in options.backends if name in OURS_NAMES)
         return [("bench", Section(workloads(options), ours), "rows")]
-    whole = [(name, anchors.SECTIONS[name], "rows") for name in ("prefill", "decode")]
-    return [*whole, *((name, section, "curves") for name, section in curves.SECTIONS.items())]
+    whole = [(name, ANCHORS[name], "rows") for name in ("prefill", "decode")]
+    return [*whole, *((name, section, "curves") for name, section in CURVES.items())]
 
 
 def workloads(options: argparse.Namespace) -> list[AnyWorkload]:
@@ -106,8 +104,8 @@ def _random_lengths(seed: int, batch_size: int, s_qo: int, s_kv: int) -> tuple[t
 
 
 def _settings(options: argparse.Namespace, part: str, names: Sequence[str]) -> argparse.Namespace:
-    """Returns what `perf.sections` needs to know."""
-    rounds = options.num_iters or (curves.ROUNDS if part == "curves" else ROUNDS)
+    """Returns what `perf.run` needs to know."""
+    rounds = options.num_iters or (CURVE_ROUNDS if part == "curves" else ROUNDS)
     budget = options.budget or (None if options.routine else SUMMARY_SECONDS)
     if budget is not None and not options.routine:
         budget *= (CURVES_SECONDS if part == "curves" else SUMMARY_SECONDS - CURVES_SECONDS) / SUMMARY_SECONDS

@@ -6,7 +6,6 @@ Nothing but the standard library is imported before the clock starts.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -20,8 +19,6 @@ DECODE_KEYS = 8192
 KEYS = ("torch_s", "import_s", "prefill_s", "decode_s", "prefill_again_s", "decode_again_s")
 BUNDLE = "PERF_COLDSTART_BUNDLE"  # where the process leaves a bundle of the kernels that it used
 IMPORTS = "PERF_COLDSTART_IMPORTS"  # not empty: the process ends after the imports
-STAGES = "PERF_COLDSTART_STAGES"  # not empty: the process times the stages of the first calls of cute_attn
-PRETEND = "PERF_COLDSTART_PRETEND"  # architecture of a GPU that takes launches and does nothing
 Calls = tuple[Callable[..., Any], Callable[..., Any]]
 
 
@@ -47,15 +44,12 @@ LIBRARIES: dict[str, Callable[[], Calls]] = {
 }
 
 
-def measure(library: str) -> dict[str, Any]:
-    """Returns the seconds of each step, and of the first calls by stage if `STAGES` is set; without a GPU, and unless
-    `PRETEND` names one, those of the imports alone. With a pretended GPU they are CPU seconds.
-    """
-    clock = time.process_time if os.environ.get(PRETEND) else time.perf_counter
-    start = clock()
+def measure(library: str) -> dict[str, float]:
+    """Returns the seconds of each step; without a GPU, and where `IMPORTS` is set, those of the imports alone."""
+    start = time.perf_counter()
     import torch
 
-    gpu = torch.cuda.is_available() and not os.environ.get(PRETEND)
+    gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
 
     def normal(tokens: int, heads: int) -> torch.Tensor:
@@ -68,50 +62,19 @@ def measure(library: str) -> dict[str, Any]:
         torch.cuda.synchronize()
         major, minor = torch.cuda.get_device_capability()
         os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}{'a' if major >= 9 else ''}")
-    seconds = [clock() - start]
-    start = clock()
+    seconds = [time.perf_counter() - start]
+    start = time.perf_counter()
     calls = LIBRARIES[library]()
-    seconds.append(clock() - start)
-    stages: dict[str, Any] = {}
-    if (gpu or os.environ.get(PRETEND)) and not os.environ.get(IMPORTS):
-        pairs = [*zip(calls, (prefill, decode), strict=True)] * 2
-        with _gpu():
-            steps, stages = _timed(pairs, torch.cuda.synchronize if gpu else lambda: None, clock)
-        seconds += steps
+    seconds.append(time.perf_counter() - start)
+    if gpu and not os.environ.get(IMPORTS):
+        for call, inputs in [*zip(calls, (prefill, decode), strict=True)] * 2:
+            start = time.perf_counter()
+            call(*inputs)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
         if library == "cute_attn" and (directory := os.environ.get(BUNDLE)):
             _write_bundle(Path(directory))
-    return dict(zip(KEYS, seconds, strict=False)) | stages
-
-
-def _timed(
-    calls: Sequence[tuple[Callable[..., Any], Sequence[Any]]], wait: Callable[[], None], clock: Callable[[], float]
-) -> tuple[list[float], dict[str, Any]]:
-    """Returns the seconds of each call, and {"stages": by stage of prefill and decode} if that is asked for."""
-    stages = None
-    if os.environ.get(STAGES):
-        from perf.cold_stages import Stages
-
-        stages = Stages(clock)
-        stages.install()
-    seconds: list[float] = []
-    taken: list[dict[str, float]] = []
-    for call, inputs in calls:
-        start = clock()
-        call(*inputs)
-        wait()
-        seconds.append(clock() - start)
-        if stages is not None:
-            taken.append(stages.take(seconds[-1]))
-    return seconds, {"stages": dict(zip(("prefill", "decode"), taken, strict=False))} if taken else {}
-
-
-def _gpu() -> contextlib.AbstractContextManager[Any]:
-    """Pretends the GPU that `PRETEND` names, if it names one."""
-    if not (arch := os.environ.get(PRETEND)):
-        return contextlib.nullcontext()
-    from perf.pretended_gpu import pretended_gpu
-
-    return pretended_gpu(arch)
+    return dict(zip(KEYS, seconds, strict=False))
 
 
 def _write_bundle(directory: Path) -> None:

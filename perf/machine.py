@@ -1,9 +1,10 @@
-"""Machine that the results belong to: its hardware, versions and clock."""
+"""Machine that the results belong to: its hardware, versions and clock, and libraries that may be absent."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -99,3 +101,31 @@ def nvidia_smi(field: str) -> str | None:
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", f"--id=GPU-{uuid}"]
     return _output(query)
+
+
+# ---- libraries that may be absent
+
+
+class UnavailableError(Exception):
+    """The peer is not installed, or cannot run the workload."""
+
+
+def require(condition: bool, reason: str) -> None:
+    """Raises `UnavailableError` unless the condition holds."""
+    if not condition:
+        raise UnavailableError(reason)
+
+
+def module(name: str) -> Any:
+    """Imports a module; raises `UnavailableError` if that fails."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"{name} cannot be imported: {error}") from error
+
+
+def flashinfer(name: str) -> Any:
+    """Imports a FlashInfer module, set to build for this GPU only: a build for every arch takes many times as long."""
+    major, minor = torch.cuda.get_device_capability()
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}{'a' if major >= 9 else ''}")
+    return module(name)

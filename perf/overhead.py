@@ -22,54 +22,34 @@ from unittest import mock
 
 import torch
 
-import cute_attn
 from cute_attn.dispatch import backends
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.launch import Bound, current_stream
-from perf import batch_peers
-from perf.batch_workloads import BatchWorkload, equal
 from perf.bench import publish
 from perf.harness import Call, Timing, reason, timing
-from perf.machine import command_line, environment, why_no_gpu
-from perf.optional import flashinfer
-from perf.optional_calls import optional_calls, unplanned_optional_calls
+from perf.host_calls import (
+    BATCHES,
+    DECODE,
+    LONG,
+    PREFILL,
+    GrowingCache,
+    batch_calls,
+    calls,
+    optional_calls,
+    plan_calls,
+    unplanned_calls,
+    unplanned_optional_calls,
+)
+from perf.machine import command_line, environment, flashinfer, why_no_gpu
 from perf.peers import PEERS, Peer
-from perf.plan_calls import plan_calls
 from perf.pretended_gpu import pretended_gpu
-from perf.workloads import Inputs, Workload
+from perf.workloads import BatchWorkload, Workload
 
 CALLS = 200  # of at most two kernels: the launch queue holds about 1000
 REPEATS = 31
 PLANS = 40  # of a round: an upload waits for the second before it
-PREFILL = Workload(64, 64, 32, 8, 128, 128, causal=True)
-DECODE = Workload(1, 256, 32, 8, 128, 128)
-LONG = Workload(1, 8192, 32, 8, 128, 128)  # split-KV: two launches and a workspace, 13 us on an H200
-BATCHES = (
-    equal(2, 64, 64, (32, 8), 128, causal=True),
-    equal(2, 64, 64, (32, 8), 128, 16),
-    equal(4, 1, 64, (32, 8), 128, 16),
-)
 PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc", "FlashInfer XQA")
-
-
-def host_time(
-    call: Call,
-    wait: Callable[[], None],
-    clock: Callable[[], int] = time.perf_counter_ns,
-    calls: int = CALLS,
-    repeats: int = REPEATS,
-) -> Timing:
-    """Returns the microseconds of host time per `call`; `wait` empties the queue before each repeat."""
-    samples = []
-    for _ in range(repeats + 1):
-        wait()
-        start = clock()
-        for _ in range(calls):
-            call()
-        samples.append((clock() - start) / 1e3 / calls)
-    wait()
-    return timing(samples[1:], calls)  # the first repeat loads and compiles
 
 
 def host_times(
@@ -78,7 +58,7 @@ def host_times(
     clock: Callable[[], int] = time.perf_counter_ns,
     repeats: int = REPEATS,
 ) -> dict[str, Timing]:
-    """Returns `host_time` of each call, with their rounds in random order."""
+    """Returns the microseconds of host time per call, rounds of all calls in random order. `wait` empties the queue."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order, generator = list(calls), random.Random(0)
     for _ in range(repeats + 1):
@@ -92,53 +72,6 @@ def host_times(
             samples[name].append((clock() - start) / 1e3 / number)
     wait()
     return {name: timing(found[1:], PLANS if "plan" in name else CALLS) for name, found in samples.items()}
-
-
-class GrowingCache:
-    """Decode with one more token of the cache in each call, as a serving loop does, including its two slices."""
-
-    def __init__(self, x: Inputs, decode: Callable[..., Any]) -> None:
-        self.x, self.decode, self.kv_len = x, decode, 1
-
-    def __call__(self) -> None:
-        x, n = self.x, self.kv_len
-        self.decode(x.q[0], x.k[:n], x.v[:n])
-        self.kv_len = n % x.k.shape[0] + 1
-
-
-def batch_calls(device: torch.device) -> dict[str, Call]:
-    """Returns a run of each wrapper, and plans."""
-    runs = {f"{w.phase} wrapper, run": batch_peers.ours("auto", w, [w.inputs(device)])[0] for w in BATCHES}
-    return runs | plan_calls(cute_attn, device, {}, {})
-
-
-def unplanned_calls(device: torch.device) -> dict[str, Call]:
-    """Returns decode over pages without a plan: one request, as `FlashInfer XQA` decodes it, and 4 into a buffer."""
-    calls: dict[str, Call] = {}
-    for requests in (1, 4):
-        q = torch.randn(requests, 32, 128, dtype=torch.bfloat16, device=device)
-        cache = torch.randn(requests * 4, 2, 16, 8, 128, dtype=torch.bfloat16, device=device)
-        tables = torch.arange(requests * 4, dtype=torch.int32, device=device).view(requests, 4)
-        lengths = torch.full((requests,), 64, dtype=torch.int32, device=device)
-        workspace = torch.zeros(batch_peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        out = None if requests == 1 else torch.empty_like(q)
-        operands = q, cache, workspace, tables, lengths, 64
-        decode = functools.partial(cute_attn.xqa_batch_decode_with_kv_cache, *operands, bmm1_scale=128**-0.5, out=out)
-        calls[f"xqa_batch_decode_with_kv_cache, batch {requests}"] = decode
-    return calls
-
-
-def calls(device: torch.device) -> dict[str, Call]:
-    """Returns the calls of single requests that users make."""
-    prefill, decode, long = (w.inputs(device) for w in (PREFILL, DECODE, LONG))
-    single_decode = cute_attn.single_decode_with_kv_cache
-    return {
-        "single_prefill_with_kv_cache": lambda: cute_attn.single_prefill_with_kv_cache(*prefill, causal=True),
-        "single_decode_with_kv_cache": lambda: single_decode(decode.q[0], decode.k, decode.v),
-        "single_decode_with_kv_cache, split": lambda: single_decode(long.q[0], long.k, long.v),
-        "single_decode_with_kv_cache, growing cache": GrowingCache(long, single_decode),
-        "  of that, slicing k and v": GrowingCache(long, lambda q, k, v: None),
-    }
 
 
 def parts(device: torch.device) -> dict[str, Call]:

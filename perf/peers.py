@@ -1,8 +1,8 @@
-"""Libraries that we compare with, each behind one adapter and used only if it can be imported.
+"""Libraries that we compare with, each behind adapters and used only if it can be imported; and ours.
 
 An adapter turns a workload and its input sets into one call per set, which returns o
-`[tokens, num_qo_heads, head_dim_vo]`, or raises `UnavailableError` with the reason why it cannot. Any other exception
-counts as a reason, too.
+`[..., num_qo_heads, head_dim_vo]` with the tokens of all requests in order, or raises `UnavailableError` with the
+reason why it cannot. Any other exception counts as a reason, too.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from perf import batch_peers
+import cute_attn
 from perf.harness import Call
-from perf.optional import flashinfer, module, require
-from perf.workloads import Inputs, Workload
+from perf.machine import flashinfer, module, require
+from perf.workloads import BatchInputs, BatchWorkload, Inputs, Workload, as_batch
+
+WORKSPACE_BYTES = 512 << 20
+FLASHINFER_DIMS = (64, 128, 256)  # of prefill; dense fa2 of 80, 112 and 160 broke the CUDA context of an H200
+
+PAGE_SIZE = 16  # of the cache of a single request, for kernels that take pages alone
+PAGED = ("paged prefill", "speculative decode", "batch decode")
 
 Bind = Callable[[Any, Sequence[Any]], list[Call]]  # takes a workload and its input sets
-
-PAGE_SIZE = 16
-PAGED = ("paged prefill", "speculative decode", "batch decode")
-WORKSPACE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -37,27 +39,240 @@ class Peer:
     builds: bool = False
 
 
-def _sdpa(backend: SDPBackend, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    require(not w.causal or w.qo_len == w.kv_len, "torch aligns a causal mask top-left")
+# ---- batches
 
-    def call(x: Inputs) -> torch.Tensor:
-        q, k, v = (t.transpose(0, 1)[None] for t in x)
-        grouped = w.num_qo_heads != w.num_kv_heads
+
+def dense(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns q, k, v viewed as `[batch_size, length, num_heads, head_dim]`."""
+    require(w.equal, "requests differ in length")
+    require(w.page_size == 0, "the cache is paged")
+    require(w.kv_dtype == w.dtype, f"q is {w.dtype}, k and v are {w.kv_dtype}")
+    batch_size = len(w.qo_lens)
+    q, k, v = (t.view(batch_size, -1, *t.shape[1:]) for t in (x.q, x.k, x.v))
+    return q, k, v
+
+
+def sdpa(backend: SDPBackend, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(not w.causal or w.qo_lens == w.kv_lens, "torch aligns a causal mask top-left")
+    require(w.window_left < 0 and not w.sinks, "its flash kernels take no window and no sinks")
+    bound = [dense(w, x) for x in sets]
+    grouped = w.num_qo_heads != w.num_kv_heads
+
+    def call(*operands: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(1, 2) for t in operands)
         with sdpa_kernel([backend]):
             o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=w.causal, enable_gqa=grouped)
-        return o[0].transpose(0, 1)
+        return o.transpose(1, 2)
 
-    return [functools.partial(call, x) for x in sets]
+    return [functools.partial(call, *x) for x in bound]
 
 
-def _flash_attention_4(w: Workload, sets: Sequence[Inputs]) -> list[Call]:
+def flash_attention_4(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    """Binds the dense function for ragged batches of equal requests, else the function of varied lengths."""
+    require(w.kv_dtype == w.dtype, f"q is {w.dtype}, k and v are {w.kv_dtype}")
     fa4 = module("flash_attn.cute")
+    calls = []
+    for x in sets:
+        options: dict[str, Any] = {"causal": w.causal or w.window_left >= 0}
+        if w.window_left >= 0:
+            options |= {"window_size": (w.window_left, 0)}
+        if x.sinks is not None:
+            options |= {"learnable_sink": x.sinks.bfloat16()}
+        if w.equal and not w.page_size:
+            calls.append(functools.partial(fa4.flash_attn_func, *dense(w, x), **options))
+        else:
+            q, lengths = _varied(w, x)
+            calls.append(functools.partial(fa4.flash_attn_varlen_func, q, x.k, x.v, **lengths, **options))
+    return [functools.partial(_first, call) for call in calls]
 
-    def call(x: Inputs) -> torch.Tensor:
-        o = fa4.flash_attn_func(x.q[None], x.k[None], x.v[None], causal=w.causal)
-        return (o[0] if isinstance(o, tuple) else o)[0]
 
-    return [functools.partial(call, x) for x in sets]
+def _first(call: Call) -> torch.Tensor:
+    o = call()
+    return cast(torch.Tensor, o[0] if isinstance(o, tuple) else o)
+
+
+def _varied(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Returns q and the arguments that say which tokens belong to which request."""
+
+    def ints(values: Sequence[int]) -> torch.Tensor:
+        return _ints(values).to(x.q.device)
+
+    bounds: dict[str, Any] = {"max_seqlen_q": max(w.qo_lens), "max_seqlen_k": max(w.kv_lens)}
+    if w.page_size:
+        bounds |= {"seqused_k": ints(w.kv_lens), "page_table": block_table(w, x)}
+    else:
+        bounds["cu_seqlens_k"] = ints(w.kv_indptr)
+    if w.equal:
+        del bounds["max_seqlen_q"]
+        return x.q.view(len(w.qo_lens), -1, *x.q.shape[1:]), bounds
+    return x.q, {**bounds, "cu_seqlens_q": ints(w.qo_indptr)}
+
+
+def ragged_prefill(
+    library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False
+) -> list[Call]:
+    """Binds the ragged wrapper of `library`: FlashInfer or ours. `on_host`: index arrays are, else on the GPU."""
+    wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
+    wrapper.plan(
+        *_index_arrays(sets[0], on_host, w.qo_indptr, w.kv_indptr),
+        *(w.num_qo_heads, w.num_kv_heads, w.head_dim),
+        head_dim_vo=w.head_dim_vo,
+        causal=w.causal,
+        window_left=w.window_left,
+        **_types(w),
+    )
+    return [functools.partial(wrapper.run, x.q, x.k, x.v, *_head_scales(w, x), **extras(x)) for x in sets]
+
+
+def paged_prefill(
+    library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False
+) -> list[Call]:
+    wrappers = []
+    for x in sets:  # each set has its own page ids
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
+        qo_indptr, kv_indptr, last_page_len = _index_arrays(x, on_host, w.qo_indptr, w.kv_indptr, w.last_page_len)
+        wrapper.plan(
+            *(qo_indptr, kv_indptr, x.indices, last_page_len),
+            *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
+            causal=w.causal,
+            window_left=w.window_left,
+            **_types(w),
+        )
+        wrappers.append(wrapper)
+    pairs = zip(wrappers, sets, strict=True)
+    return [functools.partial(wrapper.run, x.q, (x.k, x.v), *_head_scales(w, x), **extras(x)) for wrapper, x in pairs]
+
+
+def _types(w: BatchWorkload) -> dict[str, torch.dtype]:
+    types = {"q_data_type": w.torch_dtype, "kv_data_type": w.torch_kv_dtype}
+    return types if w.torch_dtype.itemsize > 1 else {**types, "o_data_type": torch.bfloat16}
+
+
+def _head_scales(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, ...]:
+    """Returns one scale per head of fp8 queries, keys and values, all 1; nothing for 16-bit queries."""
+    if w.torch_dtype.itemsize > 1:
+        return ()
+    heads = w.num_qo_heads, w.num_kv_heads, w.num_kv_heads
+    return tuple(torch.ones(n, dtype=torch.float32, device=x.q.device) for n in heads)
+
+
+def paged_decode(
+    library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False, **chosen: Any
+) -> list[Call]:
+    """Binds the decode wrapper of `library`. All sets share one workspace, as in serving engines, where calls
+    follow each other on one stream.
+    """
+    wrappers, workspace = [], _workspace(sets)
+    for x in sets:
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **chosen)
+        kv_indptr, last_page_len = _index_arrays(x, on_host, w.kv_indptr, w.last_page_len)
+        wrapper.plan(
+            *(kv_indptr, x.indices, last_page_len),
+            *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
+            q_data_type=w.torch_dtype,
+            kv_data_type=w.torch_kv_dtype,
+            window_left=w.window_left,
+        )
+        wrappers.append(wrapper)
+    return [
+        functools.partial(wrapper.run, x.q, (x.k, x.v), **extras(x)) for wrapper, x in zip(wrappers, sets, strict=True)
+    ]
+
+
+def extras(x: BatchInputs) -> dict[str, Any]:
+    """Returns the arguments that only some workloads need: of NVFP4 caches, and sinks."""
+    found = {"kv_cache_sf": x.block_scales, "sinks": x.sinks}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def flashinfer_ragged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(w.head_dim in FLASHINFER_DIMS, "its kernels of other head dims than 64, 128, 256 end in illegal accesses")
+    require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
+    return ragged_prefill(flashinfer("flashinfer"), backend, w, sets)
+
+
+def flashinfer_paged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(w.head_dim in FLASHINFER_DIMS, "its kernels of other head dims than 64, 128, 256 end in illegal accesses")
+    require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
+    return paged_prefill(flashinfer("flashinfer"), backend, w, sets)
+
+
+def flashinfer_decode(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(not w.sinks, "its decode wrapper ignores sinks")
+    return paged_decode(flashinfer("flashinfer"), w, sets, use_tensor_cores=True)
+
+
+def flashinfer_xqa(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    return xqa(flashinfer("flashinfer.decode").xqa_batch_decode_with_kv_cache, w, sets)
+
+
+def our_xqa(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    return xqa(cute_attn.xqa_batch_decode_with_kv_cache, w, sets)
+
+
+def xqa(decode: Any, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    """Binds `xqa_batch_decode_with_kv_cache` of FlashInfer or ours."""
+    require(w.equal or max(w.qo_lens) == 1, "requests differ in query tokens")
+    device = sets[0].q.device
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=device).view(torch.uint32)
+    longest, scale = max(w.kv_lens), w.head_dim**-0.5
+    drafts: dict[str, Any] = {}
+    if (q_len := w.qo_lens[0]) > 1:
+        drafts = {"q_len_per_req": q_len, "mask": _draft_mask(len(w.qo_lens), q_len).to(device)}
+
+    def call(x: BatchInputs, table: torch.Tensor) -> torch.Tensor:
+        arguments = x.q, (x.k, x.v), workspace, table, lengths, longest
+        options = {"bmm1_scale": scale, "window_left": w.window_left, "kv_layout": "NHD", **drafts, **extras(x)}
+        return cast(torch.Tensor, decode(*arguments, **options))
+
+    return [functools.partial(call, x, block_table(w, x)) for x in sets]
+
+
+def _draft_mask(requests: int, q_len: int) -> torch.Tensor:
+    """Returns causal bits of the query tokens: uint16 `[requests, q_len, 2 * ceil(q_len / 32)]`."""
+    words = 2 * -(-q_len // 32)
+    rows = [[((2 << row) - 1) >> (16 * word) & 0xFFFF for word in range(words)] for row in range(q_len)]
+    return torch.tensor(rows, dtype=torch.int32).to(torch.uint16).expand(requests, -1, -1).contiguous()
+
+
+def block_table(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
+    """Returns the page table, int32 `[batch_size, max_num_pages]`, with 0 after the last page of a request."""
+    assert x.indices is not None
+    table = torch.zeros(len(w.kv_lens), max(map(w.pages, w.kv_lens)), dtype=torch.int32, device=x.q.device)
+    for row, begin, end in zip(table, w.kv_indptr, w.kv_indptr[1:], strict=False):
+        row[: end - begin] = x.indices[begin:end]
+    return table
+
+
+def ours(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False) -> list[Call]:
+    """Binds our wrapper for the phase of the workload; that of prefill also for speculative decoding."""
+    if w.phase == "batch decode":
+        return paged_decode(cute_attn, w, sets, on_host, backend=backend)
+    return (paged_prefill if w.page_size else ragged_prefill)(cute_attn, backend, w, sets, on_host)
+
+
+def _index_arrays(x: BatchInputs, on_host: bool, *arrays: Sequence[int]) -> list[torch.Tensor]:
+    """Returns the arguments of a plan where engines have them, on the GPU, or on the host."""
+    return [_ints(values) if on_host else _ints(values).to(x.q.device) for values in arrays]
+
+
+def _ints(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _workspace(sets: Sequence[BatchInputs]) -> torch.Tensor:
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=sets[0].q.device)
+
+
+# ---- single requests: the functions for them, or those for batches
+
+
+def single(bind: Bind, w: Workload, sets: Sequence[Inputs], page_size: int = 0) -> list[Call]:
+    """Binds an adapter for batches, for a batch of one."""
+    require(w.kv_len % (page_size or 1) == 0, f"kv_len must be a multiple of the page size {page_size}, got {w.kv_len}")
+    batch = as_batch(w, page_size)
+    return bind(batch, [batch.of_one(x) for x in sets])
 
 
 def _flashinfer_prefill(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
@@ -74,65 +289,41 @@ def _flashinfer_decode(use_tensor_cores: bool, w: Workload, sets: Sequence[Input
     return [functools.partial(call, x) for x in sets]
 
 
-def _paged(w: Workload, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the dense cache viewed as pages in order: `[num_pages, PAGE_SIZE, num_kv_heads, head_dim]`."""
-    require(w.kv_len % PAGE_SIZE == 0, f"kv_len must be a multiple of the page size {PAGE_SIZE}, got {w.kv_len}")
-    k, v = (t.view(-1, PAGE_SIZE, *t.shape[1:]) for t in (x.k, x.v))
-    return k, v
+def our_single(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
+    """Binds our functions for single requests."""
+    if w.phase == "prefill":
+        prefill = cute_attn.single_prefill_with_kv_cache
+        return [functools.partial(prefill, *x, causal=w.causal, backend=backend) for x in sets]
+
+    def decode(x: Inputs) -> torch.Tensor:
+        o = cute_attn.single_decode_with_kv_cache(x.q[0], x.k, x.v, backend=backend)
+        return cast(torch.Tensor, o)[None]
+
+    return [functools.partial(decode, x) for x in sets]
 
 
-def _flashinfer_paged_decode(w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    """Binds the batch wrapper with the tensor-core kernel, for a batch of one request."""
-    caches = [_paged(w, x) for x in sets]
-    library = flashinfer("flashinfer")
-    device, num_pages = sets[0].q.device, w.kv_len // PAGE_SIZE
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    wrapper.plan(
-        torch.tensor([0, num_pages], dtype=torch.int32),
-        torch.arange(num_pages, dtype=torch.int32, device=device),
-        torch.tensor([PAGE_SIZE], dtype=torch.int32),
-        w.num_qo_heads,
-        w.num_kv_heads,
-        w.head_dim_qk,
-        PAGE_SIZE,
-        q_data_type=w.torch_dtype,
-        kv_data_type=w.torch_dtype,
+def _peers() -> tuple[Peer, ...]:
+    partial = functools.partial
+    cudnn, flash = (partial(sdpa, backend) for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
+    return (
+        Peer("torch cuDNN", partial(single, cudnn)),
+        Peer("torch flash", partial(single, flash)),
+        Peer("flash-attn-4", partial(single, flash_attention_4)),
+        Peer("FlashInfer fa2", partial(_flashinfer_prefill, "fa2"), ("prefill",), builds=True),
+        Peer("FlashInfer fa3", partial(_flashinfer_prefill, "fa3"), ("prefill",), builds=True),
+        Peer("FlashInfer decode", partial(_flashinfer_decode, False), ("decode",), builds=True),
+        Peer("FlashInfer decode tc", partial(_flashinfer_decode, True), ("decode",), builds=True),
+        Peer("FlashInfer paged fa2", partial(single, flashinfer_decode, page_size=PAGE_SIZE), ("decode",), builds=True),
+        Peer("FlashInfer XQA", partial(single, flashinfer_xqa, page_size=PAGE_SIZE), ("decode",), builds=True),
+        Peer("torch cuDNN", cudnn, ("ragged prefill",)),
+        Peer("flash-attn-4", flash_attention_4, ("ragged prefill", *PAGED)),
+        Peer("FlashInfer fa2", partial(flashinfer_ragged, "fa2"), ("ragged prefill",), builds=True),
+        Peer("FlashInfer fa3", partial(flashinfer_ragged, "fa3"), ("ragged prefill",), builds=True),
+        Peer("FlashInfer fa2", partial(flashinfer_paged, "fa2"), PAGED[:2], builds=True),
+        Peer("FlashInfer fa3", partial(flashinfer_paged, "fa3"), PAGED[:2], builds=True),
+        Peer("FlashInfer fa2", flashinfer_decode, ("batch decode",), builds=True),
+        Peer("FlashInfer XQA", flashinfer_xqa, PAGED[1:], builds=True),
     )
-    return [functools.partial(wrapper.run, x.q, cache) for x, cache in zip(sets, caches, strict=True)]
 
 
-def _flashinfer_xqa(w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    caches = [_paged(w, x) for x in sets]
-    xqa = flashinfer("flashinfer.decode").xqa_batch_decode_with_kv_cache
-    device, num_pages = sets[0].q.device, w.kv_len // PAGE_SIZE
-    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
-    lengths = torch.tensor([w.kv_len], dtype=torch.uint32, device=device)
-
-    def call(q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        scale = w.head_dim_qk**-0.5
-        return xqa(q, cache, workspace, table, lengths, w.kv_len, bmm1_scale=scale, kv_layout="NHD")
-
-    return [functools.partial(call, x.q, cache) for x, cache in zip(sets, caches, strict=True)]
-
-
-PEERS: tuple[Peer, ...] = (
-    Peer("torch cuDNN", functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
-    Peer("torch flash", functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
-    Peer("flash-attn-4", _flash_attention_4),
-    Peer("FlashInfer fa2", functools.partial(_flashinfer_prefill, "fa2"), ("prefill",), builds=True),
-    Peer("FlashInfer fa3", functools.partial(_flashinfer_prefill, "fa3"), ("prefill",), builds=True),
-    Peer("FlashInfer decode", functools.partial(_flashinfer_decode, False), ("decode",), builds=True),
-    Peer("FlashInfer decode tc", functools.partial(_flashinfer_decode, True), ("decode",), builds=True),
-    Peer("FlashInfer paged fa2", _flashinfer_paged_decode, ("decode",), builds=True),
-    Peer("FlashInfer XQA", _flashinfer_xqa, ("decode",), builds=True),
-    Peer("torch cuDNN", functools.partial(batch_peers.sdpa, SDPBackend.CUDNN_ATTENTION), ("ragged prefill",)),
-    Peer("flash-attn-4", batch_peers.flash_attention_4, ("ragged prefill", *PAGED)),
-    Peer("FlashInfer fa2", functools.partial(batch_peers.flashinfer_ragged, "fa2"), ("ragged prefill",), builds=True),
-    Peer("FlashInfer fa3", functools.partial(batch_peers.flashinfer_ragged, "fa3"), ("ragged prefill",), builds=True),
-    Peer("FlashInfer fa2", functools.partial(batch_peers.flashinfer_paged, "fa2"), PAGED[:2], builds=True),
-    Peer("FlashInfer fa3", functools.partial(batch_peers.flashinfer_paged, "fa3"), PAGED[:2], builds=True),
-    Peer("FlashInfer fa2", batch_peers.flashinfer_decode, ("batch decode",), builds=True),
-    Peer("FlashInfer XQA", batch_peers.flashinfer_xqa, PAGED[1:], builds=True),
-)
+PEERS = _peers()

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perf.tables import GPUS, OURS, RESULTS, Record, Row, best, find, rows
+from perf.bench import OURS
+from perf.rows import CURVE_HEADS
+from perf.tables import GPUS, RESULTS, Record, Row, best, find, rows
 
 PICTURES = Path(__file__).parents[1] / "docs/pictures"
 WIDTH = 8.3  # inches; some 800 pixels where SVG is shown at its own size
@@ -42,7 +44,6 @@ THEMES = {
 }
 MARKERS = {OURS: "o", "FA4": "s", "cuDNN": "^", "FlashInfer": "D"}
 FAMILIES = {"flash-attn-4": "FA4", "torch cuDNN": "cuDNN"}  # the others are FlashInfer's kernels
-HEADS = {64: (32, 32), 128: (16, 16), 256: (8, 8)}
 
 
 @contextmanager
@@ -116,11 +117,11 @@ def _requests(w: Mapping[str, Any]) -> float:
 
 
 def prefill_lines(gpu: str, head_dim: int, results: Path) -> dict[str, Points]:
-    """Returns TFLOP/s over length of causal prefill, from `perf.curves` or else from the anchors."""
+    """Returns TFLOP/s over length of causal prefill, from the curves or else from the anchors."""
     if found := rows(gpu, f"curve-d{head_dim}", results):
         return lines_of(found[1], _longest)
     anchors = rows(gpu, "prefill", results)
-    heads = list(HEADS[head_dim])
+    heads = list(CURVE_HEADS[head_dim])
 
     def wanted(w: Mapping[str, Any]) -> bool:
         return w["head_dim"] == head_dim and w["causal"] and [w["num_qo_heads"], w["num_kv_heads"]] == heads
@@ -129,7 +130,7 @@ def prefill_lines(gpu: str, head_dim: int, results: Path) -> dict[str, Points]:
 
 
 def decode_lines(gpu: str, kv_dtype: str, results: Path) -> dict[str, Points]:
-    """Returns GB/s over batch size, from `perf.curves` or else from the anchors of 8192 keys."""
+    """Returns GB/s over batch size, from the curves or else from the anchors of 8192 keys."""
     if found := rows(gpu, f"curve-decode-{kv_dtype}", results):
         return lines_of(found[1], _requests)
     anchors = rows(gpu, "decode", results)
@@ -142,8 +143,8 @@ def decode_lines(gpu: str, kv_dtype: str, results: Path) -> dict[str, Points]:
 
 def prefill(theme: Theme, results: Path) -> Any | None:
     """Draws TFLOP/s over length: a row of panels per GPU, a panel per head dimension."""
-    lines = {(gpu, d): prefill_lines(gpu, d, results) for gpu in GPUS for d in HEADS}
-    titles = {d: f"head dim {d}" for d in HEADS}
+    lines = {(gpu, d): prefill_lines(gpu, d, results) for gpu in GPUS for d in CURVE_HEADS}
+    titles = {d: f"head dim {d}" for d in CURVE_HEADS}
     return panels(theme, lines, titles, ("sequence length, causal prefill", "TFLOP/s"), {})
 
 

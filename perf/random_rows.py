@@ -1,21 +1,17 @@
-"""Speed on shapes that nobody tuned for: `python -m perf.random_rows --seed 7 --out perf/results/random_rows.json`.
+"""Rows of serving workloads that nobody tuned for, drawn by a seed: `python -m perf.run random --seed 7`.
 
-Draws rows of serving workloads: prefill of 16-bit keys, ragged and paged, and decode over caches of 16 and 8 bits.
-Index arrays are on the GPU. Tune by the rows of one seed and judge by those of another. The anchors are timed beside
-them, for what "auto" makes of the same shapes.
+Prefill of 16-bit keys, ragged and paged, and decode over caches of 16 and 8 bits.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from perf import anchors
-from perf.batch_workloads import BatchWorkload
-from perf.sections import Section, main
+from perf.rows import Section
+from perf.workloads import BatchWorkload
 
+NAMES = ("random-prefill", "random-decode")
 ROWS = 40
 MOST_FLOPS, FEWEST_FLOPS = 8e12, 1e10  # of a row of prefill: 0.02 to 13 ms
 MOST_BYTES, FEWEST_BYTES = 4 << 30, 4 << 20  # of a row of decode
@@ -23,7 +19,6 @@ MOST_TOKENS = 1 << 18  # of q, or of k and v of prefill
 KV_HEADS, GROUPS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 5, 7, 8, 16)
 DIMS = ((64, 0), (128, 0), (128, 0), (128, 0), (192, 128), (256, 0))
 PAGES = (1, 16, 16, 32, 64)
-VALUES_OF_128 = BatchWorkload((4096, 4096), (4096, 4096), 32, 32, 192, causal=True, head_dim_v=128)  # DeepSeek's heads
 WINDOWS = (-1, -1, -1, -1, 127, 1023, 4095)
 
 
@@ -92,25 +87,7 @@ def _decode(source: random.Random) -> BatchWorkload:
 
 
 def sections(seed: int) -> dict[str, Section]:
-    """Returns the rows of a seed, by phase, and the anchors."""
+    """Returns the rows of a seed, by phase."""
     rows = drawn(seed)
     decode = [w for w in rows if w.phase.endswith("decode")]
-    return {
-        "random-prefill": Section([w for w in rows if w not in decode]),
-        "random-decode": Section(decode),
-        "prefill": Section(anchors.SECTIONS["prefill"].workloads),
-        "decode": Section(anchors.SECTIONS["decode"].workloads),
-        "behind-prefill": Section([*anchors.BEHIND_PREFILL, VALUES_OF_128]),
-    }
-
-
-def run(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--seed", type=int, default=0)
-    options, others = parser.parse_known_args(argv)
-    print(f"seed {options.seed}", file=sys.stderr)
-    return main("random_rows", __doc__, sections(options.seed), others)
-
-
-if __name__ == "__main__":
-    raise SystemExit(run())
+    return dict(zip(NAMES, (Section([w for w in rows if w not in decode]), Section(decode)), strict=True))

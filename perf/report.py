@@ -8,20 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perf.sass import decode_tables
-from perf.sass.form_tables import choice_lines, comparison_lines, form_lines, kernel_lines
-from perf.sass.tables import clock_lines, slot_lines
-
 Record = Mapping[str, Any]
 
-PROGRAMS = ("flash-attn-4", "flashinfer-python", "ptxas", "nvdisasm")
+PROGRAMS = ("flash-attn-4", "flashinfer-python")
 
 
 def markdown(record: Record) -> str:
     """Returns the tables of one record, under a heading that says where and how it was measured."""
     tables = next((made for key, made in TABLES.items() if key in record), speed_tables)(record)
-    if "makespan" in record:
-        tables = [*tables, makespan_table(record)]
     return "\n\n".join([heading(record), *tables]) + "\n"
 
 
@@ -51,7 +45,7 @@ def speed_tables(record: Record) -> list[str]:
 
 
 def summary_tables(record: Record) -> list[str]:
-    """Returns the summary of the sections of `perf.sections`, then the tables of their rows."""
+    """Returns the summary of the sections of `perf.run`, then the tables of their rows."""
     lines = []
     for name, found in record["summary"].items():
         own = [f"{found[key]:.3f}" if key in found else "-" for key in ("mean", "lowest", "auto")]
@@ -61,11 +55,16 @@ def summary_tables(record: Record) -> list[str]:
 
 
 def cold_start_tables(record: Record) -> list[str]:
-    """Returns the tables of `perf.coldstart`."""
-    from perf.tables import cold_stages_lines, cold_start_lines  # which imports this module
-
-    stages = cold_stages_lines(record)
-    return [cold_start_lines(record), *([stages] if stages else [])]
+    """Returns the table of `perf.coldstart`, sizes of installations, and why results are missing."""
+    columns = {"import": "import_s", "first prefill": "prefill_s", "first decode": "decode_s"}
+    lines = [
+        [name, *(f"{entry[key]:.2f}" if key in entry else "-" for key in columns.values())]
+        for name, entry in record["coldstart"].items()
+    ]
+    sizes = [f"{name} {entry['bytes'] / 1e6:.0f} MB" for name, entry in record["install"].items() if "bytes" in entry]
+    missing = [f"- {name}: {entry['reason']}" for name, entry in record["coldstart"].items() if "reason" in entry]
+    tables = [table(["seconds", *columns], lines), f"Installed: {', '.join(sizes)}." if sizes else ""]
+    return [part for part in (*tables, "\n".join(missing)) if part]
 
 
 def _speed_table(rows: Sequence[Record], unit: str) -> str:
@@ -117,57 +116,6 @@ def overhead_tables(record: Record) -> list[str]:
     return [table(["host µs per call", "median (p20-p80)"], calls)]
 
 
-def model_tables(record: Record) -> list[str]:
-    """Returns the tables of issue slots and of clocks of `perf.model`, then the reasons why rows are missing."""
-    both = (slot_lines(record["model"]), clock_lines(record["model"])) if record["model"] else ()
-    reasons = _reasons([], record["failed_rows"])
-    return [*(table(lines[0], lines[1:]) for lines in both), *([reasons] if reasons else [])]
-
-
-def form_tables(record: Record) -> list[str]:
-    """Returns the tables of `perf.softmax_forms`, then the reasons why rows are missing."""
-    rows = record["softmax_forms"]
-    forms = list(dict.fromkeys(row["form"] for row in rows))
-    reasons = _reasons([], record["failed_rows"])
-    lines = choice_lines(rows, forms), comparison_lines(rows, forms), form_lines(rows), kernel_lines(record["kernels"])
-    return [*(table(found[0], found[1:]) for found in lines), *([reasons] if reasons else [])]
-
-
-def decode_model_tables(record: Record) -> list[str]:
-    """Returns the tables of `perf.decode_model`: clocks by GPU, slots, measured launches; then why rows are missing."""
-    rows = record["decode_model"]
-    found = [*decode_tables.clock_tables(rows), decode_tables.slot_lines(rows)]
-    if record["measured"]:
-        found.append(decode_tables.measured_lines(record["measured"]))
-    reasons = _reasons([], record["failed_rows"])
-    return [*(table(lines[0], lines[1:]) for lines in found), *([reasons] if reasons else [])]
-
-
-def search_tables(record: Record) -> list[str]:
-    """Returns a table of `perf.search_decode` per workload: its fastest rings, and that of the table."""
-    found = []
-    for row in record["search"]:
-        names = sorted(row["speed"], key=row["speed"].__getitem__, reverse=True)
-        lines = [(name + (" (table)" if name == row["table"] else ""), f"{row['speed'][name]:.0f}") for name in names]
-        found.append(table((row["name"], "GB/s"), lines))
-    return found
-
-
-def ring_tables(record: Record) -> list[str]:
-    """Returns a table of `perf.search_decode --rows` per workload: its candidates, the fastest first."""
-    found = []
-    for name, row in record["rows"].items():
-        timed = {n: entry for n, entry in row["candidates"].items() if "speed" in entry}
-        lines = []
-        for candidate in sorted(timed, key=lambda n: timed[n]["median_us"]):
-            entry = timed[candidate]
-            ratios = [f"{entry[key]:.3f}" if key in entry else "-" for key in ("ratio", "to_table")]
-            lines.append([candidate, f"{entry['median_us']:.2f}", f"{entry['share']:.3f}", *ratios])
-        header = [f"{name}: {row['name']}", "us", "share of ceiling", "to FlashInfer XQA", "to the table's ring"]
-        found.append(table(header, lines))
-    return found
-
-
 def append_tables(record: Record) -> list[str]:
     """Returns the table of `perf.append`: microseconds of each candidate, then why some have none."""
     names = list(record["append"][0]["candidates"])
@@ -213,16 +161,6 @@ def _beside_one_gpu(entry: Record) -> str:
     return f"{entry['median_us']:.1f}" + (f" ({entry['speedup']:.2f}x)" if "speedup" in entry else "")
 
 
-def makespan_table(record: Record) -> str:
-    """Returns the table of ratios of makespans over random batches, by phase."""
-    lines = [
-        [f"{phase}: {name}", *(f"{value:.2f}" for value in values)]
-        for phase, ratios in record["makespan"].items()
-        for name, values in ratios.items()
-    ]
-    return table(["makespan", "median", "90 %", "99 %", "largest"], lines)
-
-
 def _host(entry: Record) -> str:
     if "reason" in entry:
         return entry["reason"]
@@ -237,11 +175,6 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only records of one program have
-    "model": model_tables,
-    "softmax_forms": form_tables,
-    "decode_model": decode_model_tables,
-    "search": search_tables,
-    "left_out": ring_tables,
     "overhead": overhead_tables,
     "append": append_tables,
     "transformers": transformers_tables,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,18 +25,26 @@ from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.artifact import Artifact
-from perf import batch_peers
-from perf.batch_workloads import BatchInputs, BatchWorkload
+from perf import peers
 from perf.harness import Call
+from perf.machine import require
+from perf.workloads import BatchInputs, BatchWorkload
 
 SPEC_DTYPES = {"bfloat16": "", "e4m3": "float8_e4m3fn", "nvfp4": "nvfp4"}
+IN_FLIGHT = (32 << 10, 200 << 10)  # bytes of K and V per SM
+WARPS_PER_SM = (4, 24)
+FEW = (1, 2), (0, 1)  # CTAs per SM, and guests, of launches of few pairs of a request and a kv head
+MANY = (1, 2, 3, 4, 6, 8), (0,)
+SHORT = (2, 3, 4, 6, 8, 12, 16), (0,)  # of windows that one CTA reads alone
 RING = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\+(\d+))?(?:c(\d+)|([wh]))?(?:a(\d+)(e?))?")
 
 
 def title(spec: XqaSpec) -> str:
+    """Returns the text that `ring` reads."""
+    work = {"shares": "", "whole": "w", "heads": "h", "cluster": f"c{spec.cluster_size}"}[spec.work]
+    ahead = {"none": "", "l2": f"a{spec.prefetch_keys}", "smem": f"a{spec.prefetch_keys}e"}[spec.prefetch]
     guests = f"+{spec.guests}" if spec.guests else ""
-    return f"{spec.warps}w x {spec.stages}s, {spec.cols} tokens, {spec.ctas}{guests} CTAs"
+    return f"{spec.warps}x{spec.stages}x{spec.cols}x{spec.ctas}{guests}{work}{ahead}"
 
 
 def ring(text: str, start: XqaSpec) -> XqaSpec:
@@ -61,17 +70,28 @@ def resident(spec: XqaSpec, arch: Arch) -> bool:
     return ctas * (XqaMemory.of(spec).bytes + tiles.RESERVED_SMEM) <= arch.smem_limit + tiles.RESERVED_SMEM
 
 
-def compiled(specs: Sequence[XqaSpec], arch: Arch) -> dict[XqaSpec, str]:
-    """Compiles kernels, in parallel. Returns why one is not to be timed: it needs a stack, or could not be made; else
-    ""."""
-    made: Mapping[tuple[str, Any], Any] = artifacts.get_many({arch.name: list(dict.fromkeys(specs))}, program)
+def around(start: XqaSpec, w: BatchWorkload, arch: Arch) -> list[XqaSpec]:
+    """Lists every ring that fits an SM of `arch` and keeps neither too few nor too many bytes in flight."""
+    few = len(w.kv_lens) * w.num_kv_heads <= tiles.FEW
+    ctas, guests = SHORT if 0 <= w.window_left < tiles.SHORT else FEW if few else MANY
+    specs = [
+        dataclasses.replace(start, warps=warps, stages=stages, cols=cols, ctas=ctas, guests=guests)
+        for warps, stages, cols, ctas, guests in itertools.product(
+            (1, 2, 4, 8), (2, 3, 4, 6), (16, 32, 64), ctas, guests
+        )
+    ]
+    return [spec for spec in specs if _fits(spec, arch)]
 
-    def verdict(found: object) -> str:
-        if not isinstance(found, Artifact):
-            return str(found).strip().splitlines()[0][:200]
-        return f"{found.stack_bytes} bytes of stack" if found.stack_bytes else ""
 
-    return {spec: verdict(made[arch.name, spec]) for spec in specs}
+def _fits(spec: XqaSpec, arch: Arch) -> bool:
+    try:
+        memory = XqaMemory.of(spec)
+    except ValueError:  # no slot beside those of the outputs
+        return False
+    in_flight = spec.ctas * spec.warps * memory.prefetch_distance * memory.slot_bytes
+    enough_warps = WARPS_PER_SM[0] <= spec.ctas * spec.warps
+    few_warps = (spec.ctas + spec.guests) * spec.warps <= WARPS_PER_SM[1]
+    return resident(spec, arch) and enough_warps and few_warps and IN_FLIGHT[0] <= in_flight <= IN_FLIGHT[1]
 
 
 @contextlib.contextmanager
@@ -91,10 +111,12 @@ def forget_kernels() -> None:
     backends._prepared.cache_clear()
 
 
-def bind(spec: XqaSpec, w: BatchWorkload, sets: Sequence[BatchInputs], backend: str = "xqa") -> list[Call]:
-    """Binds the decode wrapper, whose plans take this kernel."""
+def bind(spec: XqaSpec, arch: Arch, w: BatchWorkload, sets: Sequence[BatchInputs], backend: str = "xqa") -> list[Call]:
+    """Binds the decode wrapper, whose plans take this kernel, unless it needs stack."""
+    made = artifacts.get(spec, arch.name, program)
+    require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
     with force_spec(spec):
-        return batch_peers.ours(backend, w, sets)
+        return peers.ours(backend, w, sets)
 
 
 def rule_of(w: BatchWorkload, arch: Arch) -> Rule:

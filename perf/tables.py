@@ -1,26 +1,24 @@
-"""Markdown tables for documents, made from the committed records: `python -m perf.tables`.
+"""Markdown tables of documents, made from the committed records by `python -m tests.docs.generated`.
 
-A record is found by its name, `DATE_GPU_PROGRAM.json` in `perf/results/`; the newest date counts. Before a GPU has a
-record of `perf.anchors`, its anchors come from records of `perf.dense` and `perf.xqa`.
+A record is found by its name, `DATE_GPU_NAME.json` in `perf/results/`, whose NAME is "anchors", "models", "curves",
+"random_rows", "overhead" or "coldstart"; the newest date counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perf.report import table
+from perf.bench import HOST_LENGTHS, OURS, summary
+from perf.report import cold_start_tables, table
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
 GPUS = {"h100": "H100", "h200": "H200"}
-OURS = "cute_attn"
-HOST_LENGTHS = "cute_attn host lengths"
 PEERS = {  # by the names of candidates
     "flash-attn-4": "FA4",
     "torch cuDNN": "cuDNN",
@@ -29,7 +27,7 @@ PEERS = {  # by the names of candidates
     "FlashInfer XQA": "FlashInfer XQA",
 }
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "e4m3": "fp8", "nvfp4": "NVFP4"}
-README_ROWS = (  # use, record it may come from, name of the row
+README_ROWS = (  # use, section, name of the row
     ("Prefill", "prefill", "d64 h32/32 ragged b1 q16384 kv16384 causal bfloat16"),
     ("Prefill", "prefill", "d128 h32/8 ragged b4 q4096 kv4096 causal bfloat16"),
     ("Prefill", "prefill", "d128 h32/8 ragged b16 q1024 kv1024 causal bfloat16"),
@@ -39,34 +37,22 @@ README_ROWS = (  # use, record it may come from, name of the row
     ("Decode", "decode", "d128 h32/8 page16 b64 q1 kv8192 full bfloat16 kv-e4m3"),
     ("Decode", "decode", "d128 h64/8 page64 b256 q1 kv1024 full bfloat16 kv-e4m3"),
 )
-FALLBACK = {"prefill": "dense", "decode": "xqa"}
 NONE = "-"
 
 
-def records(gpu: str, program: str, results: Path = RESULTS) -> list[Record]:
-    """Returns the records of `perf.PROGRAM` on a GPU ("h100", "h200"), newest first: of the runs of one day, the last
-    has the date alone, the others have their hour behind it, as in 2026-11-23T06.
-    """
-    found = [path for path in results.glob("*.json") if path.stem.split("_", 2)[1:] == [gpu, program]]
-    return [json.loads(path.read_text()) for path in sorted(found, reverse=True)]
-
-
-def find(gpu: str, program: str, results: Path = RESULTS) -> Record | None:
-    """Returns the newest record of `perf.PROGRAM` on a GPU, or None."""
-    return next(iter(records(gpu, program, results)), None)
+def find(gpu: str, name: str, results: Path = RESULTS) -> Record | None:
+    """Returns the newest record of a name on a GPU ("h100", "h200"), or None."""
+    found = [path for path in results.glob("*.json") if path.stem.split("_", 2)[1:] == [gpu, name]]
+    return json.loads(max(found).read_text()) if found else None
 
 
 def rows(gpu: str, section: str, results: Path = RESULTS) -> tuple[Record, list[Row]] | None:
     """Returns the record that has the section's rows on this GPU, and these rows; None if there is none."""
-    for program in ("anchors", "models", "curves"):
-        record = find(gpu, program, results)
+    for name in ("anchors", "models", "curves"):
+        record = find(gpu, name, results)
         if record and (own := [row for row in record["rows"] if row["section"] == section]):
             return record, own
-    record = find(gpu, FALLBACK.get(section, ""), results)
-    if record is None:
-        return None
-    anchors = record["rows"][:24]  # the records of `perf.xqa` begin with the anchors, those of `perf.dense` are them
-    return record, anchors
+    return None
 
 
 def label(row: Row) -> str:
@@ -147,43 +133,17 @@ def _number(value: float | None) -> str:
 
 
 def section_table(gpu: str, *sections: str, results: Path = RESULTS) -> str | None:
-    """Returns where the sections' rows on this GPU come from, and their table; None if there is no record. Rows that
-    this run left out come from an earlier run of the day, in a table of their own.
-    """
-    found = [pair for section in sections if (pair := rows(gpu, section, results))]
-    if not found:
-        return None
+    """Returns where the sections' rows on this GPU come from, and their table; None if there is no record."""
     shown: dict[str, list[Row]] = {}
-    for record, own in found:
-        shown.setdefault(source(record), []).extend(own)
-    names, day = {row["name"] for _, own in found for row in own}, found[0][0]["environment"]["date"][:10]
-    for record in records(gpu, "anchors", results)[1:]:
-        left_out = [row for row in record["rows"] if row["section"] in sections and row["name"] not in names]
-        if left_out and record["environment"]["date"].startswith(day):
-            shown[source(record)] = left_out
-            names |= {row["name"] for row in left_out}
+    for section in sections:
+        if found := rows(gpu, section, results):
+            shown.setdefault(source(found[0]), []).extend(found[1])
     parts = [part for text, own in shown.items() for part in (f"{text}.", speed_table(own))]
-    return "\n\n".join(parts) + "\n"
-
-
-def prefill_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of the 24 anchors of prefill."""
-    return section_table(gpu, "prefill", results=results)
-
-
-def decode_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of the 24 anchors of decode."""
-    return section_table(gpu, "decode", results=results)
-
-
-def other_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of the other shapes of `perf.anchors`."""
-    sections = ("behind-prefill", "other-prefill", "behind-decode", "other-decode")
-    return section_table(gpu, *sections, results=results)
+    return "\n\n".join(parts) + "\n" if parts else None
 
 
 def device_lengths_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the tables of `perf.random_rows`: what "auto" takes with index arrays on the GPU, beside the same with
+    """Returns the tables of rows drawn at random: what "auto" takes with index arrays on the GPU, beside the same with
     these on the host; None if there is no record.
     """
     record = find(gpu, "random_rows", results)
@@ -212,13 +172,6 @@ def _speed(row: Row, name: str) -> float | None:
     return speed
 
 
-def models_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of `perf.models`."""
-    from perf.models import SECTIONS
-
-    return section_table(gpu, *SECTIONS, results=results)
-
-
 def host_table(gpu: str, results: Path = RESULTS) -> str | None:
     """Returns the table of host microseconds per call; None if there is no record."""
     record = find(gpu, "overhead", results)
@@ -234,46 +187,12 @@ def cold_start_table(gpu: str, results: Path = RESULTS) -> str | None:
     record = find(gpu, "coldstart", results)
     if record is None:
         return None
-    return f"{source(record)}, host {record['environment'].get('host', '?')}.\n\n{cold_start_lines(record)}\n"
-
-
-def cold_start_lines(record: Record) -> str:
-    """Returns the table of a record of `perf.coldstart`."""
-    columns = {"import": "import_s", "first prefill": "prefill_s", "first decode": "decode_s"}
-    lines = [
-        [name, *(f"{entry[key]:.2f}" if key in entry else NONE for key in columns.values())]
-        for name, entry in record["coldstart"].items()
-    ]
-    sizes = [f"{name} {entry['bytes'] / 1e6:.0f} MB" for name, entry in record["install"].items() if "bytes" in entry]
-    missing = [f"- {name}: {entry['reason']}" for name, entry in record["coldstart"].items() if "reason" in entry]
-    seconds = f"CPU seconds, pretended {record['pretended']}" if "pretended" in record else "seconds"
-    tables = [table([seconds, *columns], lines), f"Installed: {', '.join(sizes)}." if sizes else ""]
-    return "\n\n".join(part for part in (*tables, "\n".join(missing)) if part)
-
-
-def cold_stages_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of the stages of our cold calls; None if no record tells them."""
-    record = find(gpu, "coldstart", results)
-    lines = cold_stages_lines(record) if record else None
-    return f"{source(record)}.\n\n{lines}\n" if record and lines else None
-
-
-def cold_stages_lines(record: Record) -> str | None:
-    """Returns the table of the stages of our cold calls in a record of `perf.coldstart`; None if it has none."""
-    if "stages" not in record:
-        return None
-    columns = record["stages"]
-    names = dict.fromkeys(name for stages in columns.values() for name in stages if name != "processes")
-    rows_of = {name: [stages.get(name) for stages in columns.values()] for name in names}
-    rows_of["together"] = [sum(s for name, s in stages.items() if name != "processes") for stages in columns.values()]
-    lines = [[name, *(NONE if s is None else f"{s:.2f}" for s in row)] for name, row in rows_of.items()]
-    return table(["seconds of cute_attn, cold", *(f"first {call}" for call in columns)], lines)
+    shown = "\n\n".join(cold_start_tables(record))
+    return f"{source(record)}, host {record['environment'].get('host', '?')}.\n\n{shown}\n"
 
 
 def summary_table(results: Path = RESULTS) -> str:
     """Returns the geometric means and lowest ratios to the best peer of both GPUs' anchors."""
-    from perf.sections import summary
-
     lines = []
     for gpu, title in GPUS.items():
         for section in ("prefill", "decode"):
@@ -291,7 +210,7 @@ MEANS = ("mean", "lowest")
 
 def readme_table(results: Path = RESULTS) -> str:
     """Returns eight rows: our speed beside the best peer's on every measured GPU."""
-    measured = [gpu for gpu in GPUS if any(rows(gpu, section, results) for section in FALLBACK)]
+    measured = [gpu for gpu in GPUS if any(rows(gpu, section, results) for section in ("prefill", "decode"))]
     lines = []
     for use, section, name in README_ROWS:
         cells: list[str] = []
@@ -311,31 +230,3 @@ def _beside_peer(row: Row | None) -> list[str]:
     mine, other = (best(row, True), best(row, False)) if row else (None, None)
     peer = f"{other[1]:.0f} ({PEERS.get(other[0], other[0])})" if other else NONE
     return [_number(mine[1] if mine else None), peer, f"{row['ratio']:.2f}" if row and row["ratio"] else NONE]
-
-
-TABLES: dict[str, Callable[[str], str | None]] = {
-    "prefill": prefill_table,
-    "decode": decode_table,
-    "other": other_table,
-    "models": models_table,
-    "host": host_table,
-    "cold_start": cold_start_table,
-    "cold_stages": cold_stages_table,
-}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.tables", description=__doc__)
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES], help="default: all")
-    parser.add_argument("--gpus", nargs="+", choices=GPUS, default=[*GPUS], help="default: all")
-    options = parser.parse_args(argv)
-    print(readme_table())
-    print(summary_table())
-    for name in options.tables:
-        for gpu in options.gpus:
-            print(f"### {name}, {GPUS[gpu]}\n\n{TABLES[name](gpu) or 'Not measured.'}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

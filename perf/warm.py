@@ -1,6 +1,6 @@
 """Builds what compiles on first use, in parallel, to save a run minutes of waiting.
 
-    python -m perf.prefill --warm-peers &     (likewise every benchmark with a table of workloads)
+    python -m perf.run anchors --warm-peers &
 
 FlashInfer's modules take nvcc a minute or more each: one process per module, which solves a short version of the
 workload. Finished ones are noted in FlashInfer's cache, so that a run with a time limit can leave out the others. Our
@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 
-from perf.batch_workloads import BatchWorkload
 from perf.harness import reason
-from perf.optional import UnavailableError
+from perf.machine import UnavailableError
 from perf.peers import PEERS, Bind
-from perf.workloads import Workload
+from perf.workloads import BatchWorkload, Workload
 
 SHORT = 256
 PARALLEL_BUILDS = 10

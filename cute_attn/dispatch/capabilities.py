@@ -122,7 +122,7 @@ BACKENDS = (  # in the order in which "auto" considers them
         # to 64 rows take as long: over e4m3 1.1 to 1.9 times as fast, docs/kernels/xqa.md.
         min_rows_of={"fp8": 33, "nvfp4": 33, "ROPE_LLAMA": 65},
     ),
-    # Measured on an H100 and an H200 (`perf.xqa_choice`) beside fa2. Over e4m3 1.1 to 2.2 times as fast, but 0.85 for
+    # Measured on H100 and H200 (`perf.run decode-choice`) beside fa2. Over e4m3 1.1 to 2.2 times as fast, but 0.85 for
     # one request of one kv head. Over bf16 1.1 to 1.2 times at head dimension 32, 0.97 to 1.2 at 64, 0.97 to 1.17 at 96
     # and 112. At 128 on Hopper, with lengths on the GPU, 1.03 in the mean of 48 batches, 0.91 (2 requests of one kv
     # head) to 1.23; at 256 and 512 0.26 to 1.05.
@@ -140,7 +140,7 @@ BACKENDS = (  # in the order in which "auto" considers them
             DecodeRule(1, (512,), 16),
             DecodeRule(2, (32, 64, 96, 112), 16),
             DecodeRule(2, (128,), 16, arch="sm_90a", split=True),
-            # Clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.anchors`; docs/kernels/xqa.md).
+            # Clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.run anchors`; docs/kernels/xqa.md).
             DecodeRule(2, (256,), 16, arch="sm_90a", kv_heads_of_one=4),
         ),
     ),

@@ -3,7 +3,7 @@
 A device runs a number of items at once and starts the next one, longest first, where one ends. The makespan is bounded
 from below by the longest item, by the work shared equally, and by the fullest CTA: when `count` items cost `cost` or
 more, some CTA runs `ceil(count / concurrent_items)` of them. Longest-first order comes close to the largest of the
-three (`python -m perf.plan` prints how close), so that it serves as the estimate.
+three (how close: `tests/schedule/test_makespan.py`), so that it serves as the estimate.
 
 All arithmetic is in integers, and every division is of numbers >= 0 and rounds down: the planner kernel
 (`kernels/plan`) makes the same schedules bit by bit. Times count `UNIT`ths of a kv tile.

@@ -14,18 +14,19 @@ from pathlib import Path
 
 from cute_attn.cli import support
 from perf import report, tables
+from perf.rows import MODELS
 from tests.docs.pages import ROOT, pages
 
+OTHERS = ("behind-prefill", "other-prefill", "behind-decode", "other-decode")
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
 SPREAD = re.compile(r" \([\d.]+-[\d.]+\)")
 SECTIONS = {  # of docs/performance.md: title and table, for each GPU that has a record
     "Lengths on the GPU, {}": tables.device_lengths_table,
-    "Prefill, {}": tables.prefill_table,
-    "Decode, {}": tables.decode_table,
-    "Other shapes, {}": tables.other_table,
-    "Models, {}": tables.models_table,
+    "Prefill, {}": lambda gpu: tables.section_table(gpu, "prefill"),
+    "Decode, {}": lambda gpu: tables.section_table(gpu, "decode"),
+    "Other shapes, {}": lambda gpu: tables.section_table(gpu, *OTHERS),
+    "Models, {}": lambda gpu: tables.section_table(gpu, *MODELS),
     "Cold start, {}": tables.cold_start_table,
-    "Stages of a cold start, {}": tables.cold_stages_table,
     "Host time, {}": tables.host_table,
 }
 RECORDS = {  # title, record in perf/results
@@ -34,7 +35,6 @@ RECORDS = {  # title, record in perf/results
     "Prefill of batches through the wrappers": "2026-11-21_h200_batch_prefill",
     "fp8 attention": "2026-11-21_h200_fp8",
     "q in bfloat16 over e4m3 keys and values": "2026-11-21_h200_fp8_kv",
-    "The same at head dimension 256": "2026-11-21_h200_fp8_kv_d256",
     "Decode of batches, uneven lengths among them": "2026-11-21_h200_xqa",
     "NVFP4 caches": "2026-11-21_h200_xqa_nvfp4",
     "Other head dimensions": "2026-11-22_h200_head_dims",

@@ -19,7 +19,7 @@ from tests.docs.pages import ROOT, blocks
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 REAL = ("explain", "support", "doctor")  # of `python -m cute_attn`: cheap, so they are run
 # What the source of a program has that parses its arguments before it does anything.
-STARTS = re.compile(r"^(import argparse|from perf\.bench import main|from cute_attn\.cli import main)", re.M)
+STARTS = re.compile(r"^(import argparse|from cute_attn\.cli import main)", re.M)
 UNCHECKED = ("docker", "vllm", "git", "compute-sanitizer", "torchrun")
 PROJECT = (ROOT / "pyproject.toml").read_text()
 OPTIONAL = PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0]

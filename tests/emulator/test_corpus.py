@@ -16,8 +16,8 @@ from cute_attn.emulator import ptx
 from cute_attn.emulator.errors import Race, RegisterFault
 from cute_attn.emulator.isa import floats, load, registry
 from cute_attn.emulator.machine import Schedule
-from perf.flash_attn_4.kernel import Kernel
-from perf.flash_attn_4.problem import Problem, Shape
+from tests.emulator.published.kernel import Kernel
+from tests.emulator.published.problem import Problem, Shape
 from tests.support.subprocesses import ROOT
 
 pytestmark = pytest.mark.corpus
@@ -59,7 +59,7 @@ def texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     chosen = {kernel for given in params for kernel in (given.get("kernel"), *given.get("kernels", ()))}
     kernels = [kernel for kernel in KERNELS if kernel in chosen]
-    command = [sys.executable, "-m", "perf.flash_attn_4.compile", str(folder), *map(str, kernels)]
+    command = [sys.executable, "-m", "tests.emulator.published.compile", str(folder), *map(str, kernels)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return {kernel: (folder / f"{kernel.file}.ptx").read_text() for kernel in kernels}

@@ -1,4 +1,4 @@
-"""Tiles that `perf.search --rows` tries, on the wgmma kernel: kv tiles that begin with the first key of a window."""
+"""Tiles that `perf.tune` tries, on the wgmma kernel: kv tiles that begin with the first key of a window."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import dataclasses
 from unittest import mock
 
 import pytest
+import torch
 
+from cute_attn import emulator
 from cute_attn.emulator import Schedule
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.host.persistent import single
 from cute_attn.schedule.split_kv import Split
-from perf.tile_trials import Trial, force, tile
+from perf import peers
+from perf.bench import oracle
+from perf.tiles import Trial, bind, force, tile
+from perf.workloads import Workload
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.matrix import BF16, CAUSAL, prefill
 from tests.support.persistent_emulated import FA3, assert_cut, solve_batch, solve_single
@@ -48,6 +53,20 @@ def test_keys_of_a_single_request_are_split() -> None:
     with force(Trial(TWO_CTAS, packed=True)), three:
         emulation = solve_single(FA3, problem, ADVERSARIAL, sms=2)
     assert_cut(FA3, emulation)
+
+
+def test_a_row_of_the_tuner_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single request, which runs as a batch of one, by the tile that is tried."""
+    monkeypatch.setattr(peers, "WORKSPACE_BYTES", 1 << 20)  # the emulator follows every word of it
+    w = Workload(70, 150, 2, 2, 64, 64, causal=True)
+    sets = [w.inputs(torch.device("cpu"))]
+    trial = Trial.parse("64x64 2+1 x2")
+    with emulator.using("sm_90a", kernels="fa3", sms=2, schedule=DELAYED) as emulation:
+        (call,) = bind(trial, w, sets, backend="emulator")
+        error = oracle(w, sets[0]).error(call())
+    assert trial.tile
+    assert {r.spec["tile"]["rows"] for r in emulation.records if "tile" in r.spec} == {trial.tile.rows}
+    assert error < 5e-3
 
 
 @pytest.mark.parametrize(

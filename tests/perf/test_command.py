@@ -16,9 +16,8 @@ import torch
 from cute_attn.cli import bench as cli
 from cute_attn.cli import main
 from cute_attn.errors import ArgumentError, ArtifactError
-from perf import cold_stages, coldstart, command, first_calls, machine
-from perf.batch_workloads import BatchWorkload, equal
-from perf.workloads import Workload
+from perf import coldstart, command, first_calls, machine
+from perf.workloads import BatchWorkload, Workload, equal
 
 ROOT = Path(__file__).parents[2]
 DECODE, RAGGED, PAGED = (
@@ -143,12 +142,10 @@ class Processes:
         self.started: list[tuple[str, str]] = []
 
     def __call__(self, library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
-        kind = "stages" if first_calls.STAGES in env else "cold" if first_calls.BUNDLE in env else "later"
+        kind = "cold" if first_calls.BUNDLE in env else "later"
         self.started.append((env["CUTE_ATTN_CACHE_DIR"], kind))
         assert env["PYTHONPYCACHEPREFIX"]
         assert not env["PYTHONDONTWRITEBYTECODE"]
-        if kind == "stages":
-            return {"prefill_s": 5.0, "stages": {"prefill": {"tracing": 4.0, "rest": 1.0}, "decode": {"rest": 1.0}}}
         return {"import_s": 0.5, "prefill_s": next(self.seconds)} if kind == "cold" else {"reason": "broken"}
 
 
@@ -157,17 +154,16 @@ def test_cold_starts_are_medians_or_reasons(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(coldstart, "fresh", processes)
     saved: list[dict[str, Any]] = []
     coldstart.measured("cute_attn", 3, coldstart.Run(1.0), saved.append)
-    assert saved[0] == {"coldstart": {"cute_attn, cold": {"import_s": 0.5, "prefill_s": 3.0, "processes": 1}}}
+    assert saved[0] == {"cute_attn, cold": {"import_s": 0.5, "prefill_s": 3.0, "processes": 1}}
     found: dict[str, Any] = {}
     for part in saved:
-        found |= part.get("coldstart", part)
+        found |= part
     assert found["cute_attn, cold"] == {"import_s": 0.5, "prefill_s": 2.0, "processes": 3}
     assert found["cute_attn, warm"] == {"reason": "broken"}
-    assert found["stages"]["prefill"] == {"tracing": 4.0, "rest": 1.0, "processes": 3}
     kinds = [kind for _, kind in processes.started]
-    assert (kinds.count("cold"), kinds.count("later"), kinds.count("stages")) == (1 + 3, 2, 3), "no failure is repeated"
-    cold = {cache for cache, kind in processes.started if kind != "later"}
-    assert len(cold) == 1 + 3 + 3, "every cold process has an empty cache"
+    assert (kinds.count("cold"), kinds.count("later")) == (1 + 3, 2), "no failure is repeated"
+    cold = {cache for cache, kind in processes.started if kind == "cold"}
+    assert len(cold) == 1 + 3, "every cold process has an empty cache"
 
 
 def test_cold_starts_end_within_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +172,7 @@ def test_cold_starts_end_within_their_budget(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(coldstart, "fresh", Processes())
     found: dict[str, Any] = {}
     run = coldstart.Run(600.0, budget=4.0, clock=lambda: next(times))
-    coldstart.measured("cute_attn", 3, run, lambda part: found.update(part["coldstart"]))
+    coldstart.measured("cute_attn", 3, run, found.update)
     assert found["cute_attn, cold"] == {"import_s": 0.5, "prefill_s": 3.0, "processes": 1}
     assert found["cute_attn, bundle"] == {"reason": coldstart.SPENT}
 
@@ -186,33 +182,7 @@ def test_an_absent_library_starts_no_process(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(coldstart, "fresh", None)
     found: list[dict[str, Any]] = []
     coldstart.measured("FlashInfer", 1, coldstart.Run(1.0), found.append)
-    assert found == [{"coldstart": {"FlashInfer": {"reason": "no_such_module is not installed"}}}]
-
-
-def test_stages_are_disjoint_and_add_up() -> None:
-    """A call of 10 s: 7 s of compiling, within which 4 s of passes, of which a quarter belongs to another stage."""
-    times = iter((0.0, 2.0, 6.0, 7.0))
-    stages = cold_stages.Stages(lambda: next(times))
-    with stages.stage("tracing of our device code"), stages.stage("MLIR passes", lambda: {"NVVM and ptxas": 0.25}):
-        pass
-    assert stages.take(10.0) == {
-        "tracing of our device code": 3.0,
-        "MLIR passes": 3.0,
-        "NVVM and ptxas": 1.0,
-        "checks, launch, kernel": 3.0,
-    }
-    assert stages.take(1.0) == {"checks, launch, kernel": 1.0}
-
-
-def test_stages_of_a_first_call(tmp_path: Path) -> None:
-    """In a fresh process on a pretended GPU: every stage is there, and together they are the call."""
-    env = {first_calls.STAGES: "1", first_calls.PRETEND: "sm_90a", "CUTE_ATTN_CACHE_DIR": str(tmp_path)}
-    found = coldstart.fresh("cute_attn", env, 300.0)
-    assert found.keys() == {*first_calls.KEYS, "stages"}
-    assert [*found["stages"]["prefill"]] == [*cold_stages.STAGES]
-    for call, stages in found["stages"].items():
-        assert sum(stages.values()) == pytest.approx(found[f"{call}_s"])
-        assert min(stages.values()) >= 0
+    assert found == [{"FlashInfer": {"reason": "no_such_module is not installed"}}]
 
 
 def test_sizes_of_installs() -> None:

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
-from perf import batch_peers, bench, check, harness, report, warm, windows, xqa, xqa_choice
-from perf.batch_workloads import BatchWorkload, equal
-from perf.ceilings import ceilings
-from perf.optional import UnavailableError
+from perf import bench, harness, host_calls, overhead, peers, report, run, warm
+from perf.harness import ceilings
+from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
-from perf.workloads import Inputs, Workload
+from perf.rows import DECODE, SECTIONS, SPREAD
+from perf.workloads import BatchWorkload, Inputs, Workload, equal
 
 DTYPES = ("bfloat16", "e4m3")
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def sdpa(w: Workload, x: Inputs) -> torch.Tensor:
 def test_oracle_accepts_correct_and_rejects_wrong_outputs() -> None:
     w = Workload(150, 170, 4, 2, 64, 64, causal=True, dtype="float16")
     x = w.inputs(CPU)
-    oracle = check.oracle(w, x)
+    oracle = bench.oracle(w, x)
     right = sdpa(w, x)
     assert oracle.error(right) < 1e-4
     assert oracle.rejection(oracle.error(right)) is None
@@ -164,8 +164,8 @@ def test_oracle_accepts_correct_and_rejects_wrong_outputs() -> None:
 
 @given(st.integers(1, 20000))
 def test_checked_rows_are_distinct_and_exist(qo_len: int) -> None:
-    rows = check.checked_rows(qo_len)
-    assert len(set(rows)) == len(rows) == min(qo_len, check.NUM_ROWS)
+    rows = bench.checked_rows(qo_len)
+    assert len(set(rows)) == len(rows) == min(qo_len, bench.NUM_ROWS)
     assert {0, qo_len - 1} <= set(rows)
     assert min(rows) >= 0
     assert max(rows) < qo_len
@@ -196,7 +196,7 @@ def test_sdpa_adapter_is_correct(w: Workload) -> None:
     (adapter,) = [peer for peer in PEERS if peer.name == "torch flash"]
     sets = [w.inputs(CPU, seed) for seed in range(2)]
     for x, call in zip(sets, adapter.bind(w, sets), strict=True):
-        oracle = check.oracle(w, x)
+        oracle = bench.oracle(w, x)
         assert oracle.rejection(oracle.error(call())) is None
 
 
@@ -219,8 +219,8 @@ def test_absent_peers_are_reasons(peer: Peer, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("w", BATCHES, ids=lambda w: w.phase)
 def test_our_batches_are_correct_and_the_oracle_checks_every_request(w: BatchWorkload) -> None:
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    for x, call in zip(sets, batch_peers.ours("auto", w, sets), strict=True):
-        truth = check.oracle(w, x)
+    for x, call in zip(sets, peers.ours("auto", w, sets), strict=True):
+        truth = bench.oracle(w, x)
         right = call()
         assert truth.rejection(truth.error(right)) is None
         for start in w.qo_indptr[:-1]:
@@ -242,10 +242,10 @@ def test_the_xqa_function_is_a_candidate_next_to_the_wrapper(kv_dtype: str) -> N
 
 
 def test_rows_of_the_anchors() -> None:
-    by_heads = {(w.num_qo_heads, w.page_size, w.kv_dtype) for w in xqa.ANCHORS}
+    by_heads = {(w.num_qo_heads, w.page_size, w.kv_dtype) for w in DECODE}
     assert by_heads == set(itertools.product((32,), (16,), DTYPES)) | set(itertools.product((64,), (64,), DTYPES))
-    assert len({w.name for w in xqa.ANCHORS}) == 24
-    uneven, even = xqa.EVEN_AND_UNEVEN[:2]
+    assert len({w.name for w in DECODE}) == 24
+    uneven, even = SPREAD[:2]
     assert sum(uneven.kv_lens) == pytest.approx(sum(even.kv_lens), rel=1e-2)
 
 
@@ -272,21 +272,31 @@ def test_pages_of_a_request_lie_in_any_order() -> None:
     assert k.shape == (20, 2, 64)
     assert torch.equal(k[17].to(x.k.dtype), x.k[x.indices[4], 1])
     assert torch.equal(v[3].to(x.v.dtype), x.v[x.indices[3], 3])
-    assert batch_peers.block_table(w, x).tolist() == [x.indices[:3].tolist(), [*x.indices[3:].tolist(), 0]]
+    assert peers.block_table(w, x).tolist() == [x.indices[:3].tolist(), [*x.indices[3:].tolist(), 0]]
 
 
 def test_dense_peers_take_equal_requests_only() -> None:
     for w, why in ((BATCHES[1], "differ in length"), (equal(2, 8, 8, (4, 2), 64, 4), "paged")):
         with pytest.raises(UnavailableError, match=why):
-            batch_peers.dense(w, w.inputs(CPU))
+            peers.dense(w, w.inputs(CPU))
 
 
 def test_sdpa_of_a_dense_batch_is_correct() -> None:
     w = BATCHES[0]
     x = w.inputs(CPU)
-    (call,) = batch_peers.sdpa(SDPBackend.MATH, w, [x])
-    truth = check.oracle(w, x)
+    (call,) = peers.sdpa(SDPBackend.MATH, w, [x])
+    truth = bench.oracle(w, x)
     assert truth.rejection(truth.error(call())) is None
+
+
+def test_a_single_request_is_a_batch_of_one_whose_pages_are_in_order() -> None:
+    w = Workload(1, 64, 4, 2, 64, 64)
+    sets = [w.inputs(CPU, seed) for seed in range(2)]
+    for x, call in zip(sets, peers.single(peers.our_xqa, w, sets, page_size=16), strict=True):
+        truth = bench.oracle(w, x)
+        assert truth.rejection(truth.error(call())) is None
+    with pytest.raises(UnavailableError, match="multiple of the page size 16, got 70"):
+        peers.single(peers.our_xqa, dataclasses.replace(w, kv_len=70), sets, page_size=16)
 
 
 def row_of_fakes() -> dict[str, Any]:
@@ -341,7 +351,7 @@ def environment() -> dict[str, str]:
 def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
     row = row_of_fakes()
     record = {
-        "command": "python -m perf.prefill",
+        "command": "python -m perf.run prefill",
         "environment": environment(),
         "ceilings": CEILINGS,
         "rows": [row],
@@ -374,33 +384,29 @@ def test_markdown_of_host_times() -> None:
     assert "| peer | not here |" in text
 
 
-def test_host_time_divides_wall_time_by_calls() -> None:
-    from perf.overhead import host_time
-
-    ticks = itertools.count(0, 50_000)  # the clock is read at both ends of a repeat, 50 us apart
+def test_host_times_divide_wall_time_by_calls() -> None:
+    ticks = itertools.count(0, 50_000)  # the clock is read at both ends of a round, 50 us apart
     waits: list[None] = []
-    found = host_time(lambda: None, lambda: waits.append(None), lambda: next(ticks), calls=10, repeats=5)
-    assert found.median_us == pytest.approx(5.0)
-    assert found.rounds == 5
-    assert len(waits) == 7  # before each of 5 + 1 repeats, and at the end
+    calls = {"run": lambda: None, "a plan": lambda: None}
+    found = overhead.host_times(calls, lambda: waits.append(None), lambda: next(ticks), repeats=5)
+    assert found["run"].median_us == pytest.approx(50 / overhead.CALLS)
+    assert found["a plan"].median_us == pytest.approx(50 / overhead.PLANS)
+    assert {timing.rounds for timing in found.values()} == {5}
+    assert len(waits) == 2 * 6 + 1  # before each of 5 + 1 rounds of two calls, and at the end
 
 
 def test_growing_cache_takes_every_length() -> None:
-    from perf.overhead import GrowingCache
-
     seen: list[tuple[int, int]] = []
     w = Workload(1, 5, 2, 1, 64, 64)
-    grow = GrowingCache(w.inputs(CPU), lambda q, k, v: seen.append((len(k), len(v))))
+    grow = host_calls.GrowingCache(w.inputs(CPU), lambda q, k, v: seen.append((len(k), len(v))))
     for _ in range(6):
         grow()
     assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (1, 1)]
 
 
 def test_overhead_calls_run() -> None:
-    from perf import overhead
-
-    kinds = overhead.calls, overhead.unplanned_calls, overhead.batch_calls
-    for calls in (*kinds, overhead.optional_calls, overhead.unplanned_optional_calls):
+    kinds = host_calls.calls, host_calls.unplanned_calls, host_calls.batch_calls
+    for calls in (*kinds, host_calls.optional_calls, host_calls.unplanned_optional_calls):
         for call in calls(CPU).values():
             call()
     stages = overhead.parts(CPU)
@@ -410,9 +416,8 @@ def test_overhead_calls_run() -> None:
 
 
 def test_builds_are_distinct_and_of_the_right_phase() -> None:
-    from perf import batch, decode, head_dims, prefill
-
-    for workloads in (prefill.WORKLOADS, decode.WORKLOADS, batch.WORKLOADS, head_dims.WORKLOADS, xqa.WORKLOADS):
+    for section in SECTIONS.values():
+        workloads = section.workloads
         jobs = warm.builds(workloads)
         assert jobs
         assert len({warm.module_of(*job) for job in jobs}) == len(jobs)
@@ -421,25 +426,24 @@ def test_builds_are_distinct_and_of_the_right_phase() -> None:
         for name, w in jobs:
             assert any(p.builds and p.name == name and w.phase in p.phases for p in PEERS)
             assert w.bytes < 1 << 26  # short
-    assert {name for name, _ in warm.builds(prefill.WORKLOADS, ["FlashInfer fa2"])} == {"FlashInfer fa2"}
-    assert all(w.qo_len == 1 for _, w in warm.builds(decode.WORKLOADS))
+    assert {name for name, _ in warm.builds(SECTIONS["single-prefill"].workloads, ["FlashInfer fa2"])} == {
+        "FlashInfer fa2"
+    }
+    assert all(w.qo_len == 1 for _, w in warm.builds(SECTIONS["single-decode"].workloads))
 
 
-def test_rows_are_selected_by_words() -> None:
-    from perf import head_dims, prefill
-
-    names = [w.name for w in prefill.WORKLOADS]
-    assert len(set(names)) == len(names)
-    for workloads in (head_dims.WORKLOADS, xqa.WORKLOADS, xqa_choice.WORKLOADS, windows.WORKLOADS):
-        assert len({w.name for w in workloads}) == len(workloads)
-    options = bench.parse("prefill", ["--only", "d128", "causal", "h32/8"])
-    assert len(bench.select(prefill.WORKLOADS, options.only)) == 2
+def test_rows_are_selected_by_words_and_have_names_of_their_own() -> None:
+    for section in SECTIONS.values():
+        assert len({w.name for w in section.workloads}) == len(section.workloads) > 0
+    rows = SECTIONS["single-prefill"].workloads
+    assert len(run.select(rows, ["d128", "causal", "h32/8"])) == len(run.select(rows, ["d128 causal h32/8"])) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the message on a machine without a GPU")
-@pytest.mark.parametrize("module", ["prefill", "xqa_choice", "overhead", "anchors"])
-def test_the_reason_is_given_without_a_gpu(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", f"perf.{module}"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("command", ["run single-prefill", "run anchors random", "tune decode --around", "overhead"])
+def test_the_reason_is_given_without_a_gpu(command: str) -> None:
+    module, *options = command.split()
+    done = subprocess.run([sys.executable, "-m", f"perf.{module}", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "Nothing can be measured" in done.stderr
     assert "Traceback" not in done.stderr
@@ -451,7 +455,7 @@ def test_windows_of_prefill() -> None:
     seen = [[max(0, min(last, 2) + 1) for last in range(kv - qo, kv)] for qo, kv in ((5, 9), (3, 3))]
     assert w.flops == sum(map(sum, seen)) * 4 * 64 * 2
     x = w.inputs(torch.device("cpu"))
-    truth = check.oracle(w, x)
+    truth = bench.oracle(w, x)
     rows, start = [], 0
     for request, (qo, kv) in enumerate(((5, 9), (3, 3))):
         k, v = (t.repeat_interleave(2, 1).transpose(0, 1) for t in w.tokens(x, request))

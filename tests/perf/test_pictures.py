@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from perf import pictures, tables
+from perf.rows import ANCHORS, CURVE_HEADS
 
 ROOT = Path(__file__).parents[2]
 PINNED = re.search(r"matplotlib==([\d.]+)", (ROOT / "pyproject.toml").read_text())
 matplotlib = pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
 DTYPES = ("bfloat16", "e4m3")
-H200 = "2026-11-21_h200_dense.json"
+H200 = "2026-11-24_h200_anchors.json"
 COLD = {
     "cute_attn, cold": {"import_s": 0.25, "prefill_s": 3.0, "decode_s": 0.875, "processes": 3},
     "cute_attn, warm": {"import_s": 0.25, "prefill_s": 0.0625, "decode_s": 0.01, "processes": 3},
     "FlashInfer, cold": {"import_s": 5.5, "prefill_s": 200.0, "decode_s": 60.0, "processes": 1},
     "flash-attn-4, cold": {"reason": "ModuleNotFoundError: flash_attn"},
 }
-STAGES = {"prefill": {"tracing": 2.0, "rest": 1.0, "processes": 3}, "decode": {"rest": 0.875, "processes": 3}}
 
 
 def record(program: str, environment: dict[str, str], **more: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def results(tmp_path: Path) -> Path:
     """Records of two GPUs, as one run each leaves them."""
     environment = json.loads((tables.RESULTS / H200).read_text())["environment"]
     sections = [
-        *(row for d in pictures.HEADS for row in curve(f"curve-d{d}", "length", [(512, 300, 200), (1024, 400, 410)])),
+        *(row for d in CURVE_HEADS for row in curve(f"curve-d{d}", "length", [(512, 300, 200), (1024, 400, 410)])),
         *(
             row
             for t in ("bfloat16", "e4m3")
@@ -56,12 +56,11 @@ def results(tmp_path: Path) -> Path:
     for gpu in ("h100", "h200"):
         for program, more in {
             "curves": {"rows": sections, "ceilings": ceilings},
-            "coldstart": {"coldstart": COLD, "install": {"cute_attn": {"bytes": 2_000_000}}, "stages": STAGES},
+            "coldstart": {"coldstart": COLD, "install": {"cute_attn": {"bytes": 2_000_000}}},
         }.items():
             path = tmp_path / f"2026-11-25_{gpu}_{program}.json"
             path.write_text(json.dumps(record(program, environment, **more)))
-        for program, old in (("dense", H200), ("xqa", "2026-11-21_h200_xqa.json")):
-            (tmp_path / f"2026-11-21_{gpu}_{program}.json").write_text((tables.RESULTS / old).read_text())
+        (tmp_path / f"2026-11-24_{gpu}_anchors.json").write_text((tables.RESULTS / H200).read_text())
     return tmp_path
 
 
@@ -110,8 +109,9 @@ def test_lines_are_the_fastest_kernel_of_each_library(results: Path) -> None:
 def test_anchors_stand_in_for_curves() -> None:
     """From the committed record, by looking the numbers up there."""
     rows = {row["name"]: row for row in json.loads((tables.RESULTS / H200).read_text())["rows"]}
-    lines = pictures.lines_of(list(rows.values())[:2], pictures._longest)
-    assert lines["cute_attn"][0][1] == rows[next(iter(rows))]["candidates"]["cute_attn"]["speed"]
+    names = {n: f"d64 h32/32 ragged b{16384 // n} q{n} kv{n} causal bfloat16" for n in (1024, 4096, 16384)}
+    found = [(float(n), rows[name]["candidates"]["cute_attn"]["speed"]) for n, name in names.items()]
+    assert pictures.prefill_lines("h200", 64, tables.RESULTS)["cute_attn"] == found
 
 
 def test_tables_show_the_numbers_of_their_records(results: Path) -> None:
@@ -122,19 +122,14 @@ def test_tables_show_the_numbers_of_their_records(results: Path) -> None:
     cells = f"{own:.0f} | {peer:.0f} (FA4) | {row['ratio']:.2f}"
     assert line == f"| Prefill, bf16, 4 x 4096, 32/8 heads, d 128, causal, TFLOP/s | {cells} | {cells} |"
     assert tables.readme_table(results).count("\n") == 10
-    prefill = tables.prefill_table("h100", results)
+    prefill = tables.section_table("h100", "prefill", results=results)
     assert prefill is not None
     assert prefill.count("\n| bf16") == 24
-    assert tables.other_table("h100", results) is None
+    assert tables.section_table("h100", "qwen", results=results) is None
+    names = [name for name in ANCHORS if "-" in name]
+    others = sum(len(ANCHORS[name].workloads) for name in names)
+    assert (tables.section_table("h100", *names, results=results) or "").count("heads, d ") == others
     assert "| cute_attn, cold | 0.25 | 3.00 | 0.88 |" in (tables.cold_start_table("h100", results) or "")
-    stages = tables.cold_stages_table("h100", results)
-    assert stages is not None
-    assert stages.splitlines()[-3:] == [
-        "| tracing | 2.00 | - |",
-        "| rest | 1.00 | 0.88 |",
-        "| together | 3.00 | 0.88 |",
-    ]
-    assert tables.cold_stages_lines({"coldstart": COLD}) is None, "older records tell no stages"
 
 
 def test_the_newest_record_counts(results: Path) -> None:
@@ -142,23 +137,6 @@ def test_the_newest_record_counts(results: Path) -> None:
     path.write_text(json.dumps({"rows": [], "environment": {}, "command": "x"}))
     assert tables.find("h100", "curves", results) == json.loads(path.read_text())
     assert tables.find("h100", "absent", results) is None
-
-
-def test_rows_that_a_run_left_out_come_from_an_earlier_one_of_the_day(tmp_path: Path) -> None:
-    last = json.loads((tables.RESULTS / "2026-11-23_h200_anchors.json").read_text())
-    first, second = (row for row in last["rows"] if row["section"] == "behind-prefill")
-    runs = {
-        "2026-11-23": ([first], "18:00"),
-        "2026-11-23T06": ([first, second], "06:00"),
-        "2026-11-22": ([second], "-"),
-    }
-    for name, (rows, hour) in runs.items():
-        run = {**last, "rows": rows, "environment": {**last["environment"], "date": f"{name[:10]} {hour}"}}
-        (tmp_path / f"{name}_h200_anchors.json").write_text(json.dumps(run))
-    found = tables.section_table("h200", "behind-prefill", results=tmp_path)
-    assert found is not None
-    parts = re.findall(r"2026-11-2\d [\d:-]+|window 128|1 x 1000", found)
-    assert parts == ["2026-11-23 18:00", "window 128", "2026-11-23 06:00", "1 x 1000"]
 
 
 def test_labels_say_what_a_row_is() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from cute_attn.problem import BatchLimits
 from cute_attn.schedule.batch import SchedulerParams, schedule
 from cute_attn.schedule.records import NO_PARTIAL
-from perf import makespan
 from tests.schedule.test_batch import PREFILL, batch, check_coverage, check_partials, items_of, merges_of
+from tests.support import makespan
 
 LIMITS = BatchLimits(workspace_bytes=512 << 20)
 PARAMS = PREFILL._replace(

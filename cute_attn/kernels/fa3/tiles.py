@@ -1,7 +1,7 @@
 """Tile tables of the wgmma kernel: the tile of a problem by head dims and score modifications.
 
 Every row must compile to 0 bytes of stack and fit 227 KB of shared memory. "modified" rows leave registers for
-windows, mask bits, slopes and caps. Proposals: `python -m perf.search`.
+windows, mask bits, slopes and caps. Proposals: `python -m perf.tune`.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ OTHER_RINGS = (
     Ring(2, 2, 1, 8192),
 )
 SHORT_WINDOWS = up_to(SHORT)
-# Of short segments, by the most bytes of a row of K (`python -m perf.search_decode --window-left`).
+# Of short segments, by the most bytes of a row of K (`python -m perf.tune decode-windows`).
 _SHORT_RINGS = {
     32: Ring(2, 2, 8, 2048, work="whole"),
     64: Ring(2, 2, 8, 4096, work="whole"),
@@ -147,7 +147,7 @@ _SHORT = tuple(
     for bits in (16, 8, 4)
     for size, ring in _SHORT_RINGS.items()
 )
-# Measured on H100 and H200 (`python -m perf.search_decode`).
+# Measured on H100 and H200 (`python -m perf.tune decode`).
 _FEW = (
     Rule(16, (Ring(8, 2, 1, 8192),), pairs=up_to(FEW)),
     Rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),

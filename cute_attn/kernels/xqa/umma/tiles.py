@@ -9,7 +9,7 @@ from cute_attn.runtime.arch import Arch
 ARCHS = ("sm_100a", "sm_103a")
 KV_DTYPES = ("", "float8_e4m3fn", "float8_e5m2")
 # Packed rows with which the kernel on mma.sync reads the keys once. Beyond, it reads them again for every block of as
-# many rows, which takes more of shared memory and issue slots than HBM leaves (`python -m perf.decode_model`).
+# many rows, which takes more of shared memory and issue slots than HBM leaves (docs/kernels/decode_model.md).
 ONE_READ_ROWS = {64: 16, 128: 16, 256: 8}
 MAX_ROWS = {64: 64, 128: 64, 256: 32}  # by head dim: more rows leave fewer slots
 MAX_STAGES = 16

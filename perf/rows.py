@@ -1,0 +1,315 @@
+"""Rows that are measured: sections of workloads, by name, for `python -m perf.run NAME ...`.
+
+"prefill" and "decode" are the 24 anchors each that results are judged by; `GROUPS` names several sections at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from perf.workloads import AnyWorkload, BatchWorkload, Workload, equal
+
+DECODE_BACKENDS = ("auto", "fa2", "xqa")
+KV_DTYPES = ("bfloat16", "e4m3")
+HEADS, GROUPED, EVERY = (32, 8), (64, 8), (32, 32)  # query and kv heads
+
+
+class Section(NamedTuple):
+    """Rows that are summarised together. `backends`: ours that are measured."""
+
+    workloads: Sequence[AnyWorkload]
+    backends: tuple[str, ...] = ("auto",)
+
+
+def square(
+    batch_size: int, length: int, heads: tuple[int, int], head_dim: int, page_size: int = 0, kv_dtype: str = "bfloat16"
+) -> list[BatchWorkload]:
+    """Returns prefill of new requests, full and causal."""
+    return [
+        equal(batch_size, length, length, heads, head_dim, page_size, causal, kv_dtype=kv_dtype)
+        for causal in (False, True)
+    ]
+
+
+def single(length: int, heads: tuple[int, int], head_dim: int) -> list[Workload]:
+    """Returns prefill of one request through the public function, full and causal."""
+    return [Workload(length, length, *heads, head_dim, head_dim, causal) for causal in (False, True)]
+
+
+# ---- anchors: the rows that results are judged by, rows that were behind a peer, other shapes
+
+PREFILL = [
+    w
+    for head_dim, heads in ((64, EVERY), (128, (16, 16)), (128, HEADS), (256, (8, 8)))
+    for batch_size, length in ((1, 16384), (4, 4096), (16, 1024))
+    for w in square(batch_size, length, heads, head_dim)
+]
+DECODE = [
+    equal(batch_size, 1, kv_len, heads, 128, page_size, kv_dtype=kv_dtype)
+    for kv_dtype in KV_DTYPES
+    for heads, page_size in ((HEADS, 16), (GROUPED, 64))
+    for batch_size, kv_len in ((1, 8192), (1, 131072), (8, 8192), (64, 2048), (64, 8192), (256, 1024))
+]
+UNEVEN = (*(622 + 169 * i for i in range(31)), 5856)
+MANY_LENGTHS = tuple(217 + (3946 - 217) * i // 23 for i in range(24))
+BEHIND_PREFILL = [
+    equal(4, 4096, 4096, GROUPED, 64, causal=True, window_left=127, sinks=True),
+    equal(1, 1000, 1000, HEADS, 128, causal=True),
+]
+BEHIND_DECODE = [
+    equal(64, 1, 8192, GROUPED, 64, 16, kv_dtype="e4m3", window_left=127, sinks=True),
+    BatchWorkload((1,) * len(UNEVEN), UNEVEN, 28, 4, 128, 16),
+    equal(1, 1, 2048, HEADS, 128, 16),
+    equal(64, 1, 8192, HEADS, 128, 16, kv_dtype="nvfp4"),
+    equal(64, 1, 8192, GROUPED, 128, 64, kv_dtype="nvfp4"),
+]
+OTHER_PREFILL = [
+    equal(8, 2048, 2048, GROUPED, 128, causal=True),
+    equal(2, 3000, 3000, (40, 8), 128, causal=True),
+    BatchWorkload(MANY_LENGTHS, MANY_LENGTHS, 28, 4, 128, causal=True),
+    equal(1, 65536, 65536, HEADS, 128, causal=True),
+    equal(8, 512, 8192, HEADS, 128, causal=True),
+    equal(4, 4096, 4096, GROUPED, 64, causal=True, sinks=True),
+    equal(2, 4096, 4096, HEADS, 128, causal=True, window_left=1024),
+]
+_SIXTEEN_AND_EIGHT_BITS = [
+    w
+    for kv_dtype in KV_DTYPES
+    for w in (
+        BatchWorkload((1,) * len(UNEVEN), UNEVEN, 28, 4, 128, 16, kv_dtype=kv_dtype),
+        equal(64, 1, 8192, (8, 1), 128, 16, kv_dtype=kv_dtype),
+        equal(1, 1, 2048, HEADS, 128, 16, kv_dtype=kv_dtype),
+        equal(512, 1, 512, HEADS, 128, 16, kv_dtype=kv_dtype),
+        equal(64, 1, 8192, GROUPED, 64, 16, kv_dtype=kv_dtype, window_left=127, sinks=True),
+        equal(64, 1, 8192, GROUPED, 64, 16, kv_dtype=kv_dtype, sinks=True),
+        equal(16, 4, 4096, HEADS, 128, 16, causal=True, kv_dtype=kv_dtype),
+        equal(16, 1, 4096, (16, 8), 256, 32, kv_dtype=kv_dtype),
+        equal(32, 1, 4096, EVERY, 128, 16, kv_dtype=kv_dtype),
+    )
+]
+OTHER_DECODE = [w for w in _SIXTEEN_AND_EIGHT_BITS if w not in BEHIND_DECODE]
+ANCHORS = {
+    "prefill": Section(PREFILL),
+    "decode": Section(DECODE, DECODE_BACKENDS),
+    "behind-prefill": Section(BEHIND_PREFILL),
+    "behind-decode": Section(BEHIND_DECODE, DECODE_BACKENDS),
+    "other-prefill": Section(OTHER_PREFILL),
+    "other-decode": Section(OTHER_DECODE, DECODE_BACKENDS),
+}
+
+# ---- layers of models in use
+
+QWEN_7B, QWEN_14B, LLAMA_TP8, GEMMA_256, GEMMA_512 = (28, 4), (40, 8), (8, 1), (16, 8), (32, 4)
+ENGINE_LENGTHS = tuple(500 + 120 * i for i in range(63))  # of requests in decode, in tokens
+MODELS = {
+    "gpt-oss": Section(
+        [
+            *(equal(4, 4096, 4096, GROUPED, 64, 16, True, window_left=window, sinks=True) for window in (127, -1)),
+            *(
+                equal(64, 1, 8192, GROUPED, 64, 16, kv_dtype=kv_dtype, window_left=window, sinks=True)
+                for kv_dtype in KV_DTYPES
+                for window in (127, -1)
+            ),
+        ]
+    ),
+    "llama-70b-tp8": Section(
+        [
+            equal(4, 4096, 4096, LLAMA_TP8, 128, 16, causal=True),
+            *(equal(64, 1, 4096, LLAMA_TP8, 128, 16, kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES),
+        ]
+    ),
+    "qwen": Section(
+        [
+            w
+            for heads in (QWEN_7B, QWEN_14B)
+            for w in (equal(4, 4096, 4096, heads, 128, 16, causal=True), equal(64, 1, 4096, heads, 128, 16))
+        ]
+    ),
+    "gemma": Section(
+        [
+            *(equal(4, 4096, 4096, GEMMA_256, 256, causal=True, window_left=window) for window in (511, 1023)),
+            equal(4, 4096, 4096, GEMMA_512, 512, causal=True),
+            *(equal(32, 1, 8192, GEMMA_256, 256, 16, window_left=window) for window in (511, 1023)),
+            equal(32, 1, 8192, GEMMA_512, 512, 16),
+        ]
+    ),
+    "deepseek": Section(  # of 128 heads, TP 8; and in a batch
+        [
+            *(Workload(n, n, 16, 16, 192, 128, causal=True) for n in (4096, 16384)),
+            BatchWorkload((4096, 4096), (4096, 4096), *EVERY, 192, causal=True, head_dim_v=128),
+        ]
+    ),
+    "vit": Section([equal(64, 197, 197, (16, 16), head_dim) for head_dim in (64, 72, 80)]),
+    "engine": Section([BatchWorkload((*(1,) * 63, 2048), (*ENGINE_LENGTHS, 2048), *HEADS, 128, 16, causal=True)]),
+    "verification": Section(
+        [equal(64, 5, 4096, HEADS, 128, 16, causal=True, kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES],
+    ),
+}
+
+# ---- speed over length and over batch size, for pictures: few rounds, as the lines matter and not a single point
+
+CURVE_ROUNDS = 7
+CURVE_HEADS = {64: EVERY, 128: (16, 16), 256: (8, 8)}  # by head dim: query and kv heads of equal width
+CURVES = {
+    **{
+        f"curve-d{head_dim}": Section(
+            [
+                equal(max(1, 16384 // length), length, length, heads, head_dim, causal=True)
+                for length in (512 << i for i in range(7))  # up to 32768
+            ]
+        )
+        for head_dim, heads in CURVE_HEADS.items()
+    },
+    **{
+        f"curve-decode-{kv_dtype}": Section(
+            [equal(1 << i, 1, 4096, HEADS, 128, 16, kv_dtype=kv_dtype) for i in range(9)]
+        )
+        for kv_dtype in KV_DTYPES
+    },
+}
+
+# ---- single features
+
+SINGLE_PREFILL = [
+    w
+    for head_dim, heads in ((128, HEADS), (128, (16, 16)), (64, EVERY), (256, (8, 8)))
+    for length in (16384, 4096)
+    for w in single(length, heads, head_dim)
+]
+SINGLE_DECODE = [
+    Workload(1, kv_len, *heads, head_dim, head_dim)
+    for heads, head_dim in ((HEADS, 128), (GROUPED, 128), ((32, 4), 512))
+    for kv_len in (8192, 32768, 131072)
+]
+BATCHES = [
+    *(equal(4, 4096, 4096, HEADS, 128, page, causal=True) for page in (0, 16, 1)),
+    *(equal(4, 512, 16384, HEADS, 128, page, causal=True) for page in (16, 64, 1)),
+    equal(16, 1024, 1024, HEADS, 128, causal=True),
+    BatchWorkload((512,) * 31 + (32768,), (512,) * 31 + (32768,), *HEADS, 128, causal=True),
+]
+_LENGTHS = ((1, 16384, (16, 16)), (4, 4096, HEADS), (16, 1024, HEADS))
+_FP8_EQUAL = [
+    w for page in (0, 16) for batch_size, n, heads in _LENGTHS for w in square(batch_size, n, heads, 128, page, "e4m3")
+]
+_FP8_DIMS = [
+    w
+    for dim in (64, 256)
+    for batch_size, n, heads in _LENGTHS[:2]
+    for w in square(batch_size, n, heads, dim, 0, "e4m3")
+]
+FP8_KV = [
+    *_FP8_EQUAL,
+    *(equal(4, 4096, 4096, HEADS, 128, page, causal=True, kv_dtype="e4m3") for page in (1, 64)),
+    *(equal(4, 512, 16384, HEADS, 128, page, causal=True, kv_dtype="e4m3") for page in (1, 16, 64)),
+    equal(4, 4096, 4096, HEADS, 64, 16, causal=True, kv_dtype="e4m3"),
+    equal(4, 4096, 4096, (16, 8), 256, 16, causal=True, kv_dtype="e4m3"),
+]
+SPREAD = [  # lengths that differ by 256, and as many tokens in equal ones
+    BatchWorkload((1,) * 64, kv_lens, *HEADS, 128, 16, kv_dtype=kv_dtype)
+    for kv_dtype in KV_DTYPES
+    for kv_lens in ((128, 256, 512, 1024, 2048, 4096, 8192, 32768) * 8, (6128,) * 64)
+]
+NVFP4 = [
+    equal(batch_size, 1, kv_len, heads, 128, page_size, kv_dtype="nvfp4")
+    for heads, page_size in ((HEADS, 16), (GROUPED, 64))
+    for batch_size, kv_len in ((1, 8192), (1, 131072), (64, 8192))
+]
+DECODE_DIMS = [  # two warps that share a row, a narrow row, a padded row
+    equal(batch_size, 1, kv_len, heads, head_dim, 64, kv_dtype=kv_dtype)
+    for kv_dtype in KV_DTYPES
+    for head_dim, heads in ((512, (32, 4)), (32, HEADS), (80, HEADS))
+    for batch_size, kv_len in ((1, 8192), (1, 131072), (64, 8192))
+]
+DECODE_WINDOWS = [  # half of gpt-oss's layers; and at head dim 128
+    equal(batch_size, 1, 8192, heads, head_dim, 16, kv_dtype=kv_dtype, window_left=window, sinks=True)
+    for kv_dtype in KV_DTYPES
+    for batch_size, heads, head_dim, window in (
+        *((8, GROUPED, 64, 127), (64, GROUPED, 64, 127), (256, GROUPED, 64, 127)),
+        (32, HEADS, 128, 511),
+    )
+]
+WIDE, NARROW = 512, (72, 80, 112, 160)
+PREFILL_DIMS: list[AnyWorkload] = [
+    *(w for length in (16384, 4096) for w in single(length, (32, 4), WIDE)),
+    *(w for head_dim in NARROW for w in single(4096, (16, 16), head_dim)),
+    *(equal(4, 4096, 4096, (32, 4), WIDE, page, causal=True) for page in (0, 16)),
+    *(equal(4, 512, 16384, (32, 4), WIDE, 16, causal=True, kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES),
+    *(equal(4, 4096, 4096, (16, 16), head_dim, 16, causal=True) for head_dim in (80, 112)),
+]
+# head_dim, heads, window_left, sinks: gpt-oss, Mistral and Gemma 3 with their windows, and shorter and longer ones
+_LAYERS = (
+    *((64, GROUPED, 127, True), (64, GROUPED, 1023, True)),
+    *((128, HEADS, 127, False), (128, HEADS, 383, False), (128, HEADS, 511, False), (128, HEADS, 4095, False)),
+    (256, (16, 8), 1023, False),
+)
+WINDOWS = [
+    equal(batch_size, length, length, heads, head_dim, page_size, causal=True, window_left=window, sinks=sinks)
+    for head_dim, heads, window, sinks in _LAYERS
+    for batch_size, length in ((4, 4096), (1, 16384), (16, 1024))
+    if window < length
+    for page_size in ((0, 64) if length == 4096 else (0,))
+]
+
+# ---- decode between whose backends "auto" chooses: head dim, heads, page size; requests and their keys
+
+_SHAPES = (
+    *((64, HEADS, 16), (64, GROUPED, 16), (128, HEADS, 16), (128, GROUPED, 64), (128, (28, 4), 16)),
+    *((128, (8, 1), 16), (128, EVERY, 16), (256, (16, 4), 16)),
+)
+_PADDED = ((80, HEADS, 16), (96, HEADS, 16), (112, HEADS, 16))  # rows of XQA that are not a power of two
+_RARE = (
+    *((128, (96, 8), 16), (128, HEADS, 1), (512, (32, 4), 16), (512, (32, 2), 16), (32, HEADS, 16)),
+    (256, (8, 1), 16),
+)
+_MANY = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (64, 2048), (256, 1024))
+_FEW = ((1, 8192), (4, 4096), (64, 2048))
+DECODE_CHOICE = [
+    *(
+        equal(batch_size, 1, kv_len, heads, head_dim, page_size, kv_dtype=kv_dtype)
+        for kv_dtype, shapes, lengths in (
+            *(("bfloat16", _SHAPES, _MANY), ("bfloat16", (*_PADDED, *_RARE), _FEW)),
+            *(("e4m3", _PADDED, _MANY), ("e4m3", _RARE, _FEW)),
+        )
+        for head_dim, heads, page_size in shapes
+        for batch_size, kv_len in lengths
+    ),
+    *(
+        equal(batch_size, 1, 8192, heads, head_dim, 16, window_left=window, sinks=True)
+        for head_dim, heads in ((64, GROUPED), (128, HEADS))
+        for batch_size, window in ((8, 127), (64, 127), (1, 1023), (64, 1023), (256, 1023))
+    ),
+]
+# Requests, their query tokens and keys, heads, head dim: 20 to 64 packed rows, which fa3 takes too.
+_DRAFTS = (
+    *((64, 5, 4096, HEADS, 128), (64, 8, 4096, HEADS, 128), (64, 12, 4096, HEADS, 128), (64, 5, 4096, GROUPED, 128)),
+    *((64, 8, 4096, GROUPED, 128), (4, 8, 2048, HEADS, 128), (16, 8, 8192, HEADS, 128), (64, 4, 4096, GROUPED, 64)),
+    *((64, 5, 4096, GROUPED, 64), (64, 8, 4096, GROUPED, 64), (64, 8, 4096, HEADS, 96), (64, 8, 4096, HEADS, 112)),
+    *((32, 5, 4096, HEADS, 256), (32, 12, 4096, HEADS, 256)),
+)
+DRAFTS = [
+    equal(batch_size, tokens, kv_len, heads, head_dim, 16, causal=True, kv_dtype=kv_dtype)
+    for kv_dtype, shapes in (("e4m3", _DRAFTS), ("nvfp4", (_DRAFTS[1],)))
+    for batch_size, tokens, kv_len, heads, head_dim in shapes
+]
+
+SECTIONS: Mapping[str, Section] = {
+    **ANCHORS,
+    **MODELS,
+    **CURVES,
+    "single-prefill": Section(SINGLE_PREFILL),
+    "single-decode": Section(SINGLE_DECODE),
+    "batches": Section(BATCHES),
+    "fp8": Section([dataclasses.replace(w, dtype="e4m3") for w in (*_FP8_EQUAL, *_FP8_DIMS)]),
+    "fp8-kv": Section(FP8_KV),
+    "windows": Section(WINDOWS),
+    "prefill-dims": Section(PREFILL_DIMS),
+    "decode-spread": Section(SPREAD, DECODE_BACKENDS),
+    "decode-nvfp4": Section(NVFP4, DECODE_BACKENDS),
+    "decode-dims": Section(DECODE_DIMS, DECODE_BACKENDS),
+    "decode-windows": Section(DECODE_WINDOWS, DECODE_BACKENDS),
+    "decode-choice": Section(DECODE_CHOICE, DECODE_BACKENDS),
+    "drafts": Section(DRAFTS, (*DECODE_BACKENDS, "fa3")),
+}
+GROUPS: Mapping[str, Sequence[str]] = {"anchors": [*ANCHORS], "models": [*MODELS], "curves": [*CURVES]}

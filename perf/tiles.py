@@ -1,0 +1,172 @@
+"""Tiles of the wgmma kernel that plans are made to take: names, what fits an SM, launches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+from cute_attn.kernels.blocks.tiles import TileProblem
+from cute_attn.kernels.fa3 import tiles
+from cute_attn.kernels.fa3.smem import HopperMemory
+from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.host.persistent import variant
+from cute_attn.kernels.host.persistent.batch import tiling
+from cute_attn.kernels.host.persistent.variant import PersistentKernels
+from cute_attn.kernels.programs import program
+from cute_attn.problem import Settings
+from cute_attn.runtime import artifacts
+from perf import peers
+from perf.harness import Call
+from perf.machine import require
+from perf.workloads import AnyWorkload, BatchWorkload, as_batch
+
+SMEM_LIMIT = 227 << 10  # of a CTA
+SM_SMEM, CTA_RESERVE = 228 << 10, 1 << 10  # of an SM, and what the system takes of it per CTA
+REGISTERS = {2: 212, 3: 132}  # per thread for accumulators and probabilities, by number of MMA warpgroups
+SPEC_DTYPES = {"e4m3": "float8_e4m3fn"}
+FORM = (
+    "ROWSxCOLUMNS STAGES+QUERY_TILES [xCTAS] [ping-pong] [q-registers-COLUMNS] [first-key] "
+    "[packed|unpacked] [sections-of-N-MiB] [whole-tiles]"
+)
+TILE = re.compile(r"(\d+)x(\d+) (\d+)\+(\d+)(?: x(\d+))?( ping-pong)?(?: q-registers-(\d+))?( first-key)?")
+WAY = re.compile(r"(?: ?(packed|unpacked))?(?: ?sections-of-(\d+)-MiB)?(?: ?(whole-tiles))?")
+
+
+class Trial(NamedTuple):
+    """Way to run a row. `tile`: None, that of the table. `packed`: whether the heads of a group share tiles; None: as
+    the family says. `section_mib`: keys and values of an L2 section; None: as ever.
+    `cuts_last_wave`: False, never.
+    """
+
+    tile: HopperTile | None = None
+    packed: bool | None = None
+    section_mib: int | None = None
+    cuts_last_wave: bool = True
+
+    @property
+    def name(self) -> str:
+        """Name that `parse` reads: "128x48 4+2 x2 first-key packed" has 4 stages, 2 query tiles, 2 CTAs an SM;
+        "q-registers-128": of q, 128 columns."""
+        words = []
+        if tile := self.tile:
+            words += [f"{tile.rows}x{tile.cols}", f"{tile.stages}+{tile.q_stages}"]
+            words += [f"x{tile.per_sm}"] * (tile.per_sm > 1) + ["ping-pong"] * tile.ping_pong
+            words += [f"q-registers-{tile.q_registers}"] * (tile.q_registers > 0) + ["first-key"] * tile.from_first_key
+        if self.packed is not None:
+            words.append("packed" if self.packed else "unpacked")
+        if self.section_mib is not None:
+            words.append(f"sections-of-{self.section_mib}-MiB")
+        if not self.cuts_last_wave:
+            words.append("whole-tiles")
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, text: str) -> Trial:
+        """Returns the trial of a name; a part that is left out is that of the table."""
+        found = TILE.match(text)
+        way = WAY.fullmatch(text, found.end() if found else 0)
+        if not text or way is None:
+            raise ValueError(f"a tile is {FORM}, got {text!r}")
+        packed = {None: None, "packed": True, "unpacked": False}[way[1]]
+        return cls(_tile(found) if found else None, packed, int(way[2]) if way[2] else None, not way[3])
+
+
+def _tile(found: re.Match[str]) -> HopperTile:
+    rows, cols, stages, q_stages, per_sm, q_registers = (int(found[i] or 0) for i in (1, 2, 3, 4, 5, 7))
+    return tile(
+        rows, cols, stages, q_stages, max(per_sm, 1), q_registers,
+        ping_pong=bool(found[6]), from_first_key=bool(found[8]),
+    )  # fmt: skip
+
+
+def tile(
+    rows: int, cols: int, stages: int, q_stages: int, per_sm: int = 1, q_registers: int = 0, **fields: bool
+) -> HopperTile:
+    fields = {"ping_pong": False, **fields}
+    return HopperTile(rows, cols, stages, q_stages, per_sm=per_sm, q_registers=q_registers, **fields)
+
+
+# ---- what is tried
+
+
+def of_table(w: BatchWorkload) -> HopperTile:
+    """Returns the tile of the table for long requests of these head dims."""
+    return tiles.choose(TileProblem((w.head_dim, w.head_dim_vo)))
+
+
+def neighbours(head_dim: int, start: HopperTile) -> list[HopperTile]:
+    """Returns the tiles that differ in one field and fit."""
+    steps = -(-head_dim // 16)  # of the sum of a score
+    changes: list[dict[str, int | bool]] = [
+        {"rows": 320 - start.rows},
+        *({"cols": start.cols + step} for step in (-32, -16, 16, 32) if 0 < start.cols + step <= 256),
+        *({"stages": start.stages + step} for step in (-1, 1) if start.stages + step >= 2),
+        {"q_stages": 3 - start.q_stages},
+        {"ping_pong": not start.ping_pong},
+        *({"q_registers": share * steps // 2 * 16} for share in (0, 1, 2)),
+    ]
+    found = [dataclasses.replace(start, **change) for change in changes]  # type: ignore[arg-type]
+    return [other for other in dict.fromkeys(found) if other != start and fits_registers(head_dim, other)]
+
+
+def fits_registers(head_dim: int, shape: HopperTile) -> bool:
+    """Tells whether a tile fits shared memory, and S, P, O and q, where it is there, the registers."""
+    registers = shape.cols // 2 + shape.cols // 4 + head_dim // 2 + min(head_dim, shape.q_registers) // 4
+    return HopperMemory(shape, head_dim, head_dim).bytes <= SMEM_LIMIT and registers <= REGISTERS[shape.mma_warpgroups]
+
+
+def fits(shape: HopperTile, smem_bytes: int) -> bool:
+    """Tells whether as many CTAs of so much shared memory as the tile wants fit an SM."""
+    return smem_bytes <= SMEM_LIMIT and shape.per_sm * (smem_bytes + CTA_RESERVE) <= SM_SMEM
+
+
+def spec(w: BatchWorkload, shape: HopperTile) -> Fa3Spec:
+    """Returns the kernel of a workload with this tile."""
+    dtype, mask = SPEC_DTYPES.get(w.dtype, w.dtype), "band" if w.window_left >= 0 else "stop"
+    return Fa3Spec(dtype, "bfloat16", w.head_dim, w.head_dim_vo, mask=mask, schedule="items", tile=shape)
+
+
+# ---- launches
+
+
+@contextlib.contextmanager
+def force(trial: Trial) -> Iterator[None]:
+    """Makes plans take the tile, the heads, the sections and the waves of a trial; clears the tilings remembered before
+    and afterwards."""
+
+    def heads(_: object, settings: Settings, qo_len: int, rows: int) -> int:
+        group = settings.features.num_qo_heads // settings.features.num_kv_heads
+        return group if trial.packed and rows % group == 0 else 1
+
+    tiling.cache_clear()
+    with contextlib.ExitStack() as stack:
+        stack.callback(tiling.cache_clear)
+        if trial.tile is not None:
+            stack.enter_context(mock.patch.object(PersistentKernels, "tile", return_value=trial.tile))
+        if trial.packed is not None:
+            stack.enter_context(mock.patch.object(PersistentKernels, "heads_per_tile", heads))
+        if trial.section_mib is not None:
+            for name in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
+                stack.enter_context(mock.patch.object(variant, name, trial.section_mib << 20))
+        if not trial.cuts_last_wave:
+            stack.enter_context(mock.patch.object(variant, "has_equal_tiles", return_value=False))
+        yield
+
+
+def bind(trial: Trial, w: AnyWorkload, sets: Sequence[Any], backend: str = "fa3") -> list[Call]:
+    """Binds a trial, unless its kernel needs stack or too much shared memory."""
+    batch = as_batch(w)
+    if trial.tile is not None:
+        made = artifacts.get(spec(batch, trial.tile), tiles.ARCH, program)
+        require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
+        require(fits(trial.tile, made.smem_bytes), f"{trial.tile.per_sm} CTAs of {made.smem_bytes} bytes fit no SM")
+    inputs = sets if batch is w else [batch.of_one(x) for x in sets]
+    with force(trial):
+        calls = peers.ours(backend, batch, inputs)
+        for call in calls:
+            call()  # a first run may plan once more, for what it brings
+    return calls

@@ -1,0 +1,126 @@
+"""Times tiles of the wgmma kernel and rings of the decode kernel that are not in their tables, beside the tables' and
+the peers. GPU only:
+
+    python -m perf.tune prefill --rows d128 h32/8 --around
+    python -m perf.tune prefill --rows d256 --try "128x64 2+1 q-registers-128" sections-of-16-MiB whole-tiles
+    python -m perf.tune decode --rows b1 --try 8x2x16x1c6a16e 4x3x16x1
+
+Prefill rows take tiles (`perf.tiles`), decode rows rings (`perf.rings`). `--around`: tiles that differ from the table's
+in one field, and all rings that fit. Kernels are compiled first, in several processes; those that need stack are left
+out, the others are checked against the reference and timed in random order. What wins is entered by hand into
+`cute_attn/kernels/fa3/tiles.py` and `cute_attn/kernels/xqa/tiles.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.kernels.programs import program
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime import artifacts
+from cute_attn.runtime.arch import Arch
+from perf import rings, run, tiles
+from perf.bench import OURS
+from perf.peers import Bind
+from perf.tiles import Trial
+from perf.workloads import AnyWorkload, BatchWorkload, as_batch
+
+
+class Candidate(NamedTuple):
+    """A kernel of a row, None for the table's, and what launches it."""
+
+    spec: Any
+    bind: Bind
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = run.parser("tune", __doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--try", nargs="+", default=[], dest="texts", metavar="TEXT", help="tiles or rings, as above")
+    parser.add_argument("--around", action="store_true", help="tiles and rings around those of the tables")
+    options = parser.parse_args(argv)
+    for text in options.texts:
+        if not any(_reads(read, text) for read in (Trial.parse, rings.RING.fullmatch)):
+            parser.error(f"--try must name tiles or rings, got {text!r}; a tile is {tiles.FORM}")
+    return options
+
+
+def _reads(read: Any, text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(read(text))
+    return False
+
+
+def candidates(w: AnyWorkload, options: argparse.Namespace, arch: Arch) -> dict[str, Candidate]:
+    """Returns what is tried on a row, by name."""
+    if isinstance(w, BatchWorkload) and w.phase == "batch decode":
+        return _rings(w, options, arch)
+    return _tiles(w, options)
+
+
+def _tiles(w: AnyWorkload, options: argparse.Namespace) -> dict[str, Candidate]:
+    batch = as_batch(w)
+    trials = [Trial.parse(text) for text in options.texts if not rings.RING.fullmatch(text)]
+    if options.around:
+        trials += map(Trial, tiles.neighbours(batch.head_dim, tiles.of_table(batch)))
+    return {
+        f"{OURS} {trial.name}": Candidate(
+            tiles.spec(batch, trial.tile) if trial.tile else None, functools.partial(tiles.bind, trial)
+        )
+        for trial in trials
+    }
+
+
+def _rings(w: BatchWorkload, options: argparse.Namespace, arch: Arch) -> dict[str, Candidate]:
+    start = rings.start_of(w, arch)
+    specs = [rings.ring(text, start) for text in options.texts if rings.RING.fullmatch(text)]
+    specs += rings.around(start, w, arch) if options.around else []
+    kept = [spec for spec in dict.fromkeys(specs) if spec != start and rings.resident(spec, arch)]
+    return {f"{OURS} {rings.title(spec)}": Candidate(spec, functools.partial(rings.bind, spec, arch)) for spec in kept}
+
+
+def compile_all(found: Sequence[Mapping[str, Candidate]], arch: Arch) -> None:
+    """Compiles the kernels of all candidates, in several processes; binds say what went wrong."""
+    specs = [candidate.spec for row in found for candidate in row.values() if candidate.spec is not None]
+    artifacts.get_many({arch.name: list(dict.fromkeys(specs))}, program)
+
+
+def lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the candidates of every row, fastest first: speed, relative to "auto" and to the best peer."""
+    for row in record["rows"]:
+        entries = row["candidates"]
+        speeds = {name: entry["speed"] for name, entry in entries.items() if "speed" in entry}
+        own, peer = speeds.get(OURS), speeds.get(row["best_peer"])
+        yield f"{row['name']} [{row['unit']}, SM {row['sm_clock_mhz']} MHz]"
+        for name in sorted(speeds, key=speeds.__getitem__, reverse=True):
+            ratios = [f"{speeds[name] / base:.3f}" if base else "-" for base in (own, peer)]
+            yield f"  {speeds[name]:7.1f}  {ratios[0]:>5} of auto  {ratios[1]:>5} of the best peer  {name}"
+        yield from (f"        -  {name}: {entry['reason']}" for name, entry in entries.items() if "reason" in entry)
+    yield from (f"{name}: {why}" for name, why in record["failed_rows"].items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns 0, or 2 if nothing can be measured."""
+    options = parse(argv)
+    sections = run.measured_sections(options)
+    if sections is None:
+        return 2
+    arch = archs.for_device(torch.cuda.current_device())
+    rows = {w: candidates(w, options, arch) for section in sections.values() for w in section.workloads}
+    compile_all(list(rows.values()), arch)
+
+    def more(w: AnyWorkload) -> dict[str, Bind]:
+        return {name: candidate.bind for name, candidate in rows[w].items()}
+
+    print("\n".join(lines(run.run("tune", sections, options, more))))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
