@@ -6,6 +6,7 @@ Attention is compared with its formula in fp64, on caches in both of vLLM's memo
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
 import types
@@ -23,7 +24,7 @@ from cute_attn.integrations.vllm import support
 from cute_attn.integrations.vllm.attention import Layer, LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.cache import CacheFormat, views
 from cute_attn.integrations.vllm.encoder import EncoderAttention
-from cute_attn.integrations.vllm.metadata import Batch, Spans, split_decodes
+from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, split_decodes
 from cute_attn.integrations.vllm.support import Asked
 from tests.support.executors import GPU_MARKS, HAS_GPU
 from tests.support.vllm_case import CACHE_DTYPES, UNTOUCHED, Step
@@ -285,6 +286,47 @@ def test_a_graph_writes_the_cache_and_decodes_with_the_lengths_of_its_replay(kv_
     if kv_cache_dtype == "fp8":
         keys, values = ([x.to(torch.float8_e4m3fn).to(BF16) for x in part] for part in (keys, values))
     assert_near(out.cpu(), case.expected(keys, values))
+
+
+PLANNED = {
+    "soft_cap": ({"soft_cap": 3.0}, False),
+    "batch_invariant": ({"sinks": True}, True),
+    "window": ({"window_left": 9}, True),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_graph_plans_its_decodes_again(name: str, q_len: int, device: str) -> None:
+    """Warm-up and capture have metadata of their own; a replay has other lengths, tables and padding requests."""
+    changed, batch_invariant = PLANNED[name]
+    layer = dataclasses.replace(LLAMA, **changed)
+    lengths = ((37, 5, 50), (20, 4, 33), (2, 3, 0))
+    case = Step([(q_len, n) for n in lengths[0]], layer, q_len, batch_invariant=batch_invariant, device=device)
+    attention = case.attention()
+    case.fill(attention)
+    query, tables = torch.cat(case.q).to(device), case.tables.clone().to(device)
+    out, seq_lens = torch.empty_like(query), torch.tensor(lengths[0], dtype=torch.int32, device=device)
+    workspaces = case.metadata().sessions
+
+    def step() -> None:
+        made = case.metadata()
+        batch = dataclasses.replace(made.batch, seq_lens=seq_lens, block_table=tables)
+        attention.run(query, case.cache, StepMetadata(batch, made.decodes, workspaces, for_capture=True), out)
+
+    replay: Callable[[], Any] = captured(step).replay if device == "cuda" else step
+    for now in lengths:
+        order = torch.tensor((1, 2, 0) if now == lengths[1] else (0, 1, 2))
+        seq_lens.copy_(torch.tensor([now[i] for i in order]))
+        tables.copy_(case.tables[order])
+        out.fill_(UNTOUCHED)
+        replay()
+        part = copy.copy(case)
+        used = [(row, i) for row, i in enumerate(order.tolist()) if now[i]]
+        part.q = [query.cpu()[row * q_len : (row + 1) * q_len] for row, _ in used]
+        keys, values = ([x[i][: now[i]] for _, i in used] for x in (case.k, case.v))
+        assert_near(out[: len(used) * q_len].cpu(), part.expected(keys, values))
 
 
 @pytest.mark.gpu

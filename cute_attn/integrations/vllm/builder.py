@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -35,11 +36,19 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return UNIFORM_BATCH: decodes with equally many query tokens. NEVER where decode needs a plan."""
+        """Return UNIFORM_BATCH: decodes with equally many query tokens. NEVER where decode needs a plan and the older
+        model runner of vLLM captures, whose warm-up does not say that a capture follows.
+        """
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            return AttentionCGSupport.UNIFORM_BATCH
         layers = vllm_config.compilation_config.static_forward_context.values()
         impls = [impl for layer in layers if isinstance(impl := getattr(layer, "impl", None), CuteAttnImpl)]
         planned = any(impl.attention.plans_decode for impl in impls)
         return AttentionCGSupport.NEVER if planned else AttentionCGSupport.UNIFORM_BATCH
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepMetadata:
+        """Return the metadata of a step that warms up or captures a CUDA graph."""
+        return dataclasses.replace(self.build(0, common_attn_metadata), for_capture=True)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepMetadata:
         """Return the metadata of a step. `common_prefix_len` is always 0, and `fast_build` makes no difference."""

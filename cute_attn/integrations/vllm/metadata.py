@@ -52,6 +52,15 @@ def shared_workspaces(device: torch.device) -> Workspaces:
     return Workspaces.on(device)
 
 
+class Size(NamedTuple):
+    """What a CUDA graph of decodes fixes."""
+
+    num_reqs: int
+    q_len: int
+    table_width: int
+    device: torch.device
+
+
 class LayerType(NamedTuple):
     """What a plan depends on besides lengths and pages. Layers that differ in scales share a plan."""
 
@@ -77,6 +86,15 @@ class LayerType(NamedTuple):
             workspace, KV_LAYOUT, backend=backend, pos_encoding_mode=self.pos_encoding_mode, q_data_type=self.q_dtype,
             kv_data_type=self.kv_dtype, head_dim_qk=self.head_size, head_dim_vo=self.head_size,
         )  # fmt: skip
+
+    def captured_wrapper(self, workspace: torch.Tensor, backend: str, size: Size) -> Wrapper:
+        """Return a wrapper whose plan and runs a CUDA graph of decodes contains."""
+        count, _, width, device = size
+        lengths = (count + 1, count + 1, count * width + 1, count)
+        qo_indptr, kv_indptr, indices, last = (torch.zeros(n, dtype=torch.int32, device=device) for n in lengths)
+        return BatchPrefillWithPagedKVCacheWrapper(
+            workspace, KV_LAYOUT, True, qo_indptr, kv_indptr, indices, last, backend=backend
+        )
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of its `plan`. Where tokens have ranges, runs say the mask."""
@@ -168,7 +186,7 @@ class Batch:
 
 
 class Pages(NamedTuple):
-    """Index arrays of a plan: all on the host but `indices`."""
+    """Index arrays of a plan: on the host but for `indices`, or all on the device."""
 
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
@@ -197,6 +215,28 @@ def pages(batch: Batch, first: int, page_size: int) -> Pages:
         int32(bounds(counts)),
         indices,
         int32(last_page_len(lengths, counts, page_size)),
+    )
+
+
+def device_pages(batch: Batch, q_len: int, page_size: int) -> Pages:
+    """Return the index arrays of a batch of decodes, `q_len` query tokens each, computed on the device alone. A CUDA
+    graph that contains this computes them from vLLM's tables and lengths in every replay.
+    """
+    count, width = batch.num_reqs, batch.block_table.shape[1]
+    integers: dict[str, Any] = {"dtype": torch.int32, "device": batch.seq_lens.device}
+    counts = (batch.seq_lens[:count] + (page_size - 1)) // page_size
+    kv_indptr = torch.zeros(count + 1, **integers)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=kv_indptr[1:])
+    column = torch.arange(width, **integers)
+    # Entries past a request's pages go to one place behind all others.
+    place = torch.where(column < counts[:, None], kv_indptr[:-1, None] + column, count * width)
+    indices = torch.zeros(count * width + 1, **integers)
+    indices.scatter_(0, place.flatten().long(), batch.block_table[:count].flatten())
+    return Pages(
+        torch.arange(0, count * q_len + 1, q_len, **integers),
+        kv_indptr,
+        indices,
+        batch.seq_lens[:count] - (counts - 1).clamp_min(0) * page_size,
     )
 
 
@@ -241,12 +281,13 @@ class Sessions:
         self.backend = backend
         self._by_type: dict[Any, Session] = {}
 
-    def of(self, layer: Any) -> Session:
-        """Return the session of a layer type, made by its first layer."""
-        session = self._by_type.get(layer)
+    def of(self, layer: Any, size: Size | None = None) -> Session:
+        """Return the session of a layer type, made by its first layer. `size`: of a CUDA graph, which has its own."""
+        session = self._by_type.get((layer, size))
         if session is None:
-            wrapper = layer.wrapper(self.workspaces.planned, self.backend)
-            session = self._by_type[layer] = Session(wrapper)
+            place = self.workspaces.planned, self.backend
+            wrapper = layer.wrapper(*place) if size is None else layer.captured_wrapper(*place, size)
+            session = self._by_type[layer, size] = Session(wrapper)
         return session
 
 
@@ -258,6 +299,7 @@ class StepMetadata:
     decodes: Decodes
     sessions: Sessions
     causal: bool = True  # False: every token sees all keys of its request, as in cross attention
+    for_capture: bool = False  # the step warms up or captures a CUDA graph, which has lengths on the device only
     mm_prefix_range: Spans | None = None  # vLLM's name: models whose layers of full attention ignore images set None
     # Slices that every layer would make.
     decode_tables: torch.Tensor = field(init=False)
@@ -280,8 +322,10 @@ class StepMetadata:
     def planned(self, layer: LayerType) -> Session:
         """Return the session of a layer type, planned for this step: by the first layer of the type.
 
-        NotSupported while a CUDA graph is captured: a plan needs lengths on the host.
+        NotSupported while a CUDA graph is captured, but for uniform decodes: other plans need lengths on the host.
         """
+        if self.for_capture and self.decodes.uniform and not self.has_prefills:
+            return self._planned_in_graph(layer._replace(causal=self.causal))
         first = 0 if layer.decodes_too else self.decodes.num_reqs
         ranges = None if self.mm_prefix_range is None else self._ranges_from(first, self.mm_prefix_range)
         if not self.causal and layer.window_left >= 0:
@@ -293,6 +337,20 @@ class StepMetadata:
             self._plan(session.wrapper, layer, first)
             session.use_for(self, first)
             session.ranges = ranges
+        return session
+
+    def _planned_in_graph(self, layer: LayerType) -> Session:
+        """Return the session of a layer type whose plan becomes a part of the graph."""
+        decodes, batch = self.decodes, self.batch
+        size = Size(decodes.num_reqs, decodes.q_len, batch.block_table.shape[1], batch.seq_lens.device)
+        session = self.sessions.of(layer, size)
+        if session.step is not self:
+            session.step = None
+            key = -1, layer.page_size
+            if key not in self._pages:
+                self._pages[key] = device_pages(batch, decodes.q_len, layer.page_size)
+            session.wrapper.plan(*self._pages[key], **layer.options())
+            session.step, session.rows = self, slice(0, decodes.num_tokens)
         return session
 
     def planned_encoder(self, layer: Any) -> Session:
