@@ -308,12 +308,11 @@ def test_a_graph_plans_its_decodes_again(name: str, q_len: int, device: str) -> 
     case.fill(attention)
     query, tables = torch.cat(case.q).to(device), case.tables.clone().to(device)
     out, seq_lens = torch.empty_like(query), torch.tensor(lengths[0], dtype=torch.int32, device=device)
-    workspaces = case.metadata().sessions
+    made = case.metadata()
+    batch = dataclasses.replace(made.batch, seq_lens=seq_lens, block_table=tables)
 
     def step() -> None:
-        made = case.metadata()
-        batch = dataclasses.replace(made.batch, seq_lens=seq_lens, block_table=tables)
-        attention.run(query, case.cache, StepMetadata(batch, made.decodes, workspaces, for_capture=True), out)
+        attention.run(query, case.cache, StepMetadata(batch, made.decodes, made.sessions, for_capture=True), out)
 
     replay: Callable[[], Any] = captured(step).replay if device == "cuda" else step
     for now in lengths:
