@@ -13,7 +13,9 @@ SOURCES = read_package(PACKAGE)
 FAMILIES = sorted(path.parent.name for path in (PACKAGE / "kernels").glob("*/spec.py"))
 
 # The root: modules under FlashInfer's names, and the types that all stages share.
-PUBLIC_MODULES = ("prefill", "decode", "attention", "cascade", "sparse", "page", "quantization", "utils")
+PUBLIC_MODULES = (
+    *("prefill", "decode", "mla", "attention", "cascade", "sparse", "page", "concat_ops", "quantization", "utils"),
+)
 SHARED_MODULES = ("problem", "errors")
 
 # Files of plain data, which need no DSL: of a kernel family, and of the blocks that families share.

@@ -1,0 +1,221 @@
+"""Latent attention on the reference, against its formula; arguments that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn.errors import ArgumentError, LayoutError, NotPlannedError, NotSupported
+from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
+
+CASES = {
+    "decode": MlaCase(),
+    "fp16": MlaCase(dtype=torch.float16),
+    "one head": MlaCase(heads=1, kv_lens=(1, 3)),
+    "drafts": MlaCase(heads=3, q_lens=(4, 4), kv_lens=(9, 4), page_size=16),
+    "ragged": MlaCase(heads=2, q_lens=(3, 0, 1), kv_lens=(7, 5, 2), page_size=1),
+    "no keys": MlaCase(q_lens=(1, 1, 1), kv_lens=(0, 33, 0), page_size=32),
+    "rows before the keys": MlaCase(q_lens=(5, 5), kv_lens=(3, 64), page_size=64),
+    "sinks": MlaCase(q_lens=(2, 2), kv_lens=(1, 5), sinks=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_function(name: str) -> None:
+    CASES[name].check(CASES[name].trtllm())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_wrapper(name: str, causal: bool) -> None:
+    case = dataclasses.replace(CASES[name], causal=causal, made={})
+    case.check(case.wrapped())
+
+
+def test_packed_tensors_give_what_split_ones_give() -> None:
+    case = CASES["drafts"]
+    wrapper = case.wrapper(query_layout="packed", kv_cache_layout="split")
+    found = wrapper.run(query=case.q, kv_cache=case.parts()[2:], return_lse=True)
+    case.check(found)
+    case.check(case.trtllm(backend="reference"))
+    with pytest.raises(ArgumentError, match="kv_cache must be split, as planned, got it packed"):
+        wrapper.run(query=case.q, kv_cache=case.cache)
+
+
+def test_outputs_of_the_caller() -> None:
+    case = CASES["drafts"]
+    out, lse = torch.empty(2, 4, 3, LATENT, dtype=case.dtype), torch.empty(8, 3)
+    found = case.trtllm(out=out, lse=lse)
+    assert found[0] is out
+    assert found[1] is lse
+    case.check(found)
+    three = torch.empty(2, 4, 3)
+    assert case.trtllm(lse=three, return_lse=False).shape == out.shape
+    torch.testing.assert_close(three.flatten(0, 1), lse)
+
+
+def test_shape_of_new_outputs() -> None:
+    out, lse = CASES["drafts"].trtllm()
+    assert (out.shape, lse.shape) == ((2, 4, 3, LATENT), (8, 3))
+    out, lse = CASES["ragged"].trtllm()
+    assert (out.shape, lse.shape) == ((4, 2, LATENT), (4, 2))
+
+
+def test_units_and_scales() -> None:
+    case = CASES["decode"]
+    out, lse = case.trtllm()
+    torch.testing.assert_close(case.trtllm(return_lse_base="basee")[1], lse * math.log(2))
+    torch.testing.assert_close(case.wrapped(return_lse_base_on_e=True)[1], lse * math.log(2))
+    scales = {"bmm1_scale": torch.tensor([SCALE]), "bmm2_scale": 2.0}
+    torch.testing.assert_close(case.trtllm(**scales)[0], 2 * out)
+    torch.testing.assert_close(case.wrapped(**scales)[0], 2 * out[:, 0])
+    assert not torch.allclose(case.wrapped(bmm1_scale=1.0)[0], out[:, 0])
+
+
+def test_axis_of_one_head_in_the_cache() -> None:
+    case = CASES["decode"]
+    four = dataclasses.replace(case, made={})
+    four.made["cache"] = case.cache[:, None]
+    torch.testing.assert_close(four.trtllm(), case.trtllm())
+
+
+def test_bounds_without_their_maximum() -> None:
+    case = CASES["ragged"]
+    case.check(case.trtllm(max_q_len=None))
+
+
+REFUSED: dict[str, Any] = {
+    "sparse_mla_top_k": 8,
+    "sparse_mla_top_k_lens": torch.zeros(2),
+    "uses_shared_paged_kv_idx": False,
+    "enable_dcp": True,
+    "cp_world": 2,
+    "cp_rank": 1,
+    "causal_seqlens_kv_global": torch.zeros(2),
+    "skip_softmax_threshold_scale_factor": 0.1,
+    "use_fp16_softmax": True,
+    "cute_dsl_impl": "modular",
+    "kv_scale_format": "pow2_fp32",
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 32,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_arguments(name: str) -> None:
+    """The message names the argument, and what to use instead."""
+    case = CASES["decode"]
+    where = {"qk_nope_head_dim": 128, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "block_tables": case.table}
+    options: dict[str, Any] = {**where, "seq_lens": case.seq_lens, "max_seq_len": 9, name: REFUSED[name]}
+    with pytest.raises(NotSupported, match=rf"{name}(.|\n)*Instead: "):
+        cute_attn.trtllm_batch_decode_with_kv_cache_mla(case.q[:, None], case.cache, case.workspace(), **options)
+
+
+@pytest.mark.parametrize("backend", ["cutlass", "cute-dsl", "cake"])
+def test_other_backends(backend: str) -> None:
+    with pytest.raises(NotSupported, match=backend):
+        CASES["decode"].trtllm(backend=backend)
+    with pytest.raises(NotSupported, match=backend):
+        CASES["decode"].wrapper(backend=backend)
+    with pytest.raises(LayoutError, match="backend must be one of 'auto'"):
+        CASES["decode"].trtllm(backend="sparse")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(2, 1, 4, 512)}, r"query must have shape .* the last axis 576"),
+        ({"q": torch.zeros(2, 4, 576, dtype=torch.float32)}, "query must have dtype float16 or bfloat16"),
+        ({"cache": torch.zeros(3, 2, 576, dtype=torch.float16)}, "kv_cache must have dtype bfloat16, got float16"),
+        ({"cache": torch.zeros(3, 2, 2, 576)}, r"kv_cache must have shape \[num_pages, page_size, 576\]"),
+        ({"table": torch.zeros(2, 2)}, "block_tables must have dtype int32"),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, r"seq_lens must have shape \[2\]"),
+        ({"seq_lens": torch.tensor([9, 1000], dtype=torch.int32)}, r"seq_lens must be within 0..*request 1 has 1000"),
+        ({"table": torch.full((2, 5), 99, dtype=torch.int32)}, "page number 0 of request 0.*99"),
+    ],
+)
+def test_errors(changes: dict[str, torch.Tensor], message: str) -> None:
+    case = dataclasses.replace(CASES["decode"], made={})
+    case.made.update(changes)
+    with pytest.raises(ArgumentError, match=message):
+        case.trtllm()
+
+
+def test_outputs_share_no_memory() -> None:
+    case = CASES["decode"]
+    with pytest.raises(ArgumentError, match="out must not share memory with"):
+        case.trtllm(out=case.q[:, None, :, :LATENT])
+
+
+def test_run_before_plan() -> None:
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8))
+    with pytest.raises(NotPlannedError, match="plan"):
+        wrapper.run()
+
+
+def test_runs_agree_with_the_plan() -> None:
+    case = CASES["decode"]
+    wrapper, (nope, rope, ckv, kpe) = case.wrapper(), case.parts()
+    for tensors, message in (
+        ((nope[:1], rope[:1], ckv, kpe), "q_nope must have 2 tokens of 4 heads, as planned"),
+        ((nope, rope, ckv.view(-1, 1, LATENT), kpe.view(-1, 1, ROPE)), "ckv_cache must have the planned page_size 2"),
+        ((nope, rope[:, :1], ckv, kpe), "q_nope and q_pe must have the same first two axes"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            wrapper.run(*tensors)
+    with pytest.raises(ArgumentError, match="sinks must be given exactly where plan has use_sinks"):
+        wrapper.run(nope, rope, ckv, kpe, sinks=torch.zeros(4))
+
+
+def test_plans_of_a_graph_keep_their_buffers() -> None:
+    case, other = CASES["decode"], MlaCase(kv_lens=(5, 2), seed=1)
+    arrays = [case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens]
+    buffers = [torch.empty_like(x) for x in arrays]
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *buffers)
+    options = (4, LATENT, ROPE, 2, False, SCALE, torch.bfloat16, torch.bfloat16)
+    for each in (case, other):
+        given = [each.qo_indptr, each.kv_indptr, each.indices, each.seq_lens]
+        wrapper.plan(*given, *options)
+        each.check(wrapper.run(*each.parts(), return_lse=True))
+        assert torch.equal(buffers[3], each.seq_lens)
+    longer = torch.tensor([0, 2, 4], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="no request more query tokens than the first plan"):
+        wrapper.plan(longer, *arrays[1:], *options)
+
+
+def test_append() -> None:
+    ckv, kpe = torch.randn(5, LATENT).bfloat16(), torch.randn(5, ROPE).bfloat16()
+    cache = torch.zeros(4, 2, LATENT + ROPE).bfloat16()
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 1, 1, 1], [2, 3, 0, 1, 2], [3, 1, 0, 2], [0, 2, 4])]
+    last = torch.tensor([2, 1], dtype=torch.int32)
+    cute_attn.append_paged_mla_kv_cache(ckv, kpe, *ints[:2], cache[..., :LATENT], cache[..., LATENT:], *ints[2:], last)
+    rows = torch.cat((ckv, kpe), dim=1)
+    want = torch.zeros_like(cache)
+    want[1, 0], want[1, 1], want[0, 0], want[0, 1], want[2, 0] = rows
+    assert torch.equal(cache, want)
+    with pytest.raises(ArgumentError, match="append_kpe must have as many rows as append_ckv, 5"):
+        cute_attn.append_paged_mla_kv_cache(
+            ckv, kpe[:4], *ints[:2], cache[..., :LATENT], cache[..., LATENT:], *ints[2:], last
+        )
+    with pytest.raises(ArgumentError, match=r"append_ckv must have shape \[nnz, 512\]"):
+        cute_attn.append_paged_mla_kv_cache(
+            kpe, kpe, *ints[:2], cache[..., :LATENT], cache[..., LATENT:], *ints[2:], last
+        )
+
+
+def test_concat() -> None:
+    nope, rope = torch.randn(3, 2, 128).half(), torch.randn(3, 1, 64).half()
+    k = torch.empty(3, 2, 192).half()
+    cute_attn.concat_mla_k(k, nope, rope)
+    assert torch.equal(k, torch.cat((nope, rope.expand(3, 2, 64)), dim=2))
+    with pytest.raises(ArgumentError, match="k must have nope_dim"):
+        cute_attn.concat_mla_k(k[..., :190], nope, rope)
+    with pytest.raises(ArgumentError, match="k_rope must have shape"):
+        cute_attn.concat_mla_k(k, nope, rope.expand(3, 2, 64))
+    with pytest.raises(NotSupported, match="cake"):
+        cute_attn.concat_mla_k(k, nope, rope, backend="cake")
