@@ -105,7 +105,6 @@ class MlaProgram:
     def __init__(self, spec: MlaSpec, arch: str) -> None:
         self.spec = spec
         self.memory = MlaMemory(spec)
-        self.place = Place(spec)
         self.block = (spec.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.pdl = named(arch).pdl
@@ -152,16 +151,14 @@ class MlaProgram:
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)
         return TileCopies(self.memory, p, table, segment.request.kv_len)
 
-    def softmax(self) -> SharedSoftmax:
-        return SharedSoftmax(self.place, Exchange(self.memory, self.place, shared_memory()))
+    def softmax(self, place: Place) -> SharedSoftmax:
+        return SharedSoftmax(place, Exchange(self.memory, place, shared_memory()))
 
-    def mask(self, p: MlaParams, rows: PackedRows, segment: Segment) -> CausalMask:
+    def mask(self, p: MlaParams, place: Place, rows: PackedRows, segment: Segment) -> CausalMask:
         request = segment.request
         first = request.kv_len - request.qo_len + 1 + p.right  # behind the last key of token 0
-        stops = [
-            ptx.minimum(first + rows.token(self.place.row(slot)), request.kv_len) for slot in self.place.scores.slots
-        ]
-        return CausalMask(self.place, stops, ptx.minimum(first, request.kv_len))
+        stops = [ptx.minimum(first + rows.token(place.row(slot)), request.kv_len) for slot in place.scores.slots]
+        return CausalMask(place, stops, ptx.minimum(first, request.kv_len))
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
@@ -170,11 +167,12 @@ class MlaProgram:
         self, p: MlaParams, merge: UmmaMerge, rows: PackedRows, segment: Segment, split: KvSplit, scale: Float32
     ) -> None:
         """Process the tiles of a segment, and leave their outputs in shared memory."""
-        tiles, softmax = self.tiles(p, segment), self.softmax()
+        place = Place.of_thread(self.spec)
+        tiles, softmax = self.tiles(p, segment), self.softmax(place)
         QueryCopies(self.memory, p).fetch(rows, shared_memory() + Int32(self.memory.q))
         places = self.start_copies(tiles, split)
         state = LoopState(softmax.start(), shared_memory(), places)
-        mask = self.mask(p, rows, segment)
+        mask = self.mask(p, place, rows, segment)
         for tile in cutlass.range(split.begin, split.end, unroll=1):
             state = self.add_tile((tiles, softmax, mask), state, tile, (split.end, scale))
         ptx.cp_async_wait(0)  # queries, where there is no tile
@@ -200,7 +198,7 @@ class MlaProgram:
     ) -> LoopState:
         """Process one tile. `bounds`: the split's end, and the factor from scores to base-2 exponents."""
         (tiles, softmax, mask), (end, scale), ahead = parts, bounds, self.spec.stages - 1
-        products = Products(self.memory, self.place, shared_memory())
+        products = Products(self.memory, softmax.place, shared_memory())
         ptx.cp_async_wait(ahead - 1)
         ptx.sync_threads()  # makes the tile visible; all warps are also done with the slot filled next
         tiles.fetch(state.places, tile + ahead, tile + ahead < end, self.advance(state.slot, ahead))
@@ -216,9 +214,7 @@ class MlaProgram:
         return ptx.select(moved >= shared_memory() + Int32(ring), moved - Int32(ring), moved)
 
     @cute.jit
-    def write_output(
-        self, merge: UmmaMerge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit
-    ) -> None:
+    def write_output(self, merge: UmmaMerge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         merge.sync()
         merge.write(rows, segment, share, split)
         merge.sync()  # before the slots are filled again

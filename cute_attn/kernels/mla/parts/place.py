@@ -19,6 +19,12 @@ class Place:
     """Adjacent warps have other rows, warps `row_groups` apart the same rows and other tokens and columns."""
 
     spec: MlaSpec
+    warp: Int32
+    lane: Int32
+
+    @classmethod
+    def of_thread(cls, spec: MlaSpec) -> "Place":
+        return cls(spec, warp_index(), cute.arch.thread_idx()[0] & 31)
 
     @property
     def group_rows(self) -> int:
@@ -44,16 +50,12 @@ class Place:
         return MmaFragmentLayout(self.group_rows // 16, self.slice_dim // 8)
 
     @property
-    def lane(self) -> Int32:
-        return cute.arch.thread_idx()[0] & 31
-
-    @property
     def row_group(self) -> Int32:
-        return warp_index() % self.spec.row_groups
+        return self.warp % self.spec.row_groups
 
     @property
     def slice(self) -> Int32:
-        return warp_index() // self.spec.row_groups
+        return self.warp // self.spec.row_groups
 
     @property
     def first_row(self) -> Int32:
