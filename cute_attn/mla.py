@@ -10,7 +10,7 @@ from cute_attn.dispatch import mla as dispatch
 from cute_attn.errors import ArgumentError
 from cute_attn.request import checks, trtllm_options
 from cute_attn.request.caches import check_tables
-from cute_attn.request.mla import LATENT, MlaLengths, MlaOptions, Parts, index_array, partials_in, split_rows
+from cute_attn.request.mla import LATENT, MlaLengths, MlaOptions, Names, Parts, index_array, partials_in, split_rows
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla import BatchMLAPagedAttentionWrapper
 
@@ -23,6 +23,7 @@ SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's dense implementations of th
 QUERY_AXES = "[batch_size, q_len, num_heads, 576], or [num_tokens, num_heads, 576] with cum_seq_lens_q"
 CACHE_AXES = "[num_pages, page_size, 576] or [num_pages, 1, page_size, 576]"
 SPARSE = ("keys are all tokens of a request", "sparse_mla_top_k=0 and a page table")
+NAMES = Names("workspace_buffer", "seq_lens", "block_tables", "", "cum_seq_lens_q")
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
 
 
@@ -154,7 +155,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     queries, shape = _rows("query", query, cum_seq_lens_q)
     lengths = _lengths(block_tables, seq_lens, cum_seq_lens_q, max_q_len, shape)
     options = MlaOptions(
-        True, bmm1_scale, bmm2_scale, _flat("out", out, shape), _flat("lse", lse, shape), return_lse,
+        NAMES, True, bmm1_scale, bmm2_scale, _flat("out", out, shape), _flat("lse", lse, shape), return_lse,
         LSE_BASES[base], enable_pdl, trtllm_options.one_sink(sinks),
     )  # fmt: skip
     scratch = partials_in("workspace_buffer", workspace_buffer)

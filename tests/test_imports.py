@@ -82,6 +82,13 @@ for _family in FAMILIES:
         f"{_own}.host": {*_data, "kernels.host", "request", "emulator", *TYPES},
     }
 
+# Latent attention is decode with a kernel of its own: partition, merge and grids are those of XQA.
+for _kind in ("spec", "parts", "kernel", "host"):
+    ALLOWED[f"kernels.mla.{_kind}"] |= {"kernels.xqa.spec"}
+ALLOWED["kernels.mla.parts"] |= {"kernels.xqa.parts"}
+ALLOWED["kernels.mla.kernel"] |= {"kernels.xqa.parts", "kernels.xqa.kernel"}
+ALLOWED["kernels.mla.host"] |= {"kernels.xqa.host"}
+
 
 def folder(module: str) -> str:
     """The name that `ALLOWED` has for the folder of a module."""

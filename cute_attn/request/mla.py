@@ -87,8 +87,20 @@ class Parts(NamedTuple):
     kpe: Part
 
 
+class Names(NamedTuple):
+    """The caller's names of what problems have under others, for messages."""
+
+    workspace: str
+    seq_lens: str
+    pages: str
+    page_starts: str
+    qo_indptr: str
+
+
 class MlaOptions(NamedTuple):
     """Arguments of a call besides tensors of tokens, not checked yet."""
+
+    names: Names
 
     causal: bool
     sm_scale: Any
@@ -174,7 +186,7 @@ def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: Ml
     """Check a call and allocate the outputs that the caller did not pass."""
     parts = _check_parts(parts)
     q, page_size = parts.q_nope.x, parts.ckv.x.shape[1]
-    checks.device("workspace", scratch.partial_buffer, q.device)
+    checks.device(options.names.workspace, scratch.partial_buffer, q.device)
     sm_scale, scale = _scale("bmm1_scale", options.sm_scale, q.device)
     v_number, v_scale = _scale("bmm2_scale", options.v_scale, q.device)
     if options.enable_pdl is not None:
@@ -254,7 +266,15 @@ def index_array(name: str, value: Any, size: int | None, device: torch.device) -
     return value.contiguous()
 
 
-def check_values(problem: MlaProblem) -> None:
+def check_apart(problem: MlaProblem, parts: Parts, options: MlaOptions) -> None:
+    """Refuse outputs and a workspace that share memory with each other or with what the call reads."""
+    names, lengths = options.names, problem.lengths
+    written = (names.workspace, problem.scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)
+    scales = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
+    checks.apart(written, (*parts, *zip(names[1:], lengths[:4], strict=True), *scales))
+
+
+def check_values(problem: MlaProblem, names: Names) -> None:
     """Check lengths and page numbers, which launches trust. On a GPU this synchronises."""
     lengths, page_size, num_pages = problem.lengths, problem.settings.page_size, problem.ckv.shape[0]
     kv_lens = lengths.seq_lens.tolist()
@@ -265,23 +285,24 @@ def check_values(problem: MlaProblem) -> None:
         row = lengths.pages if tables is None else tables[i]
         room = (row.shape[0] - start) * page_size
         if not 0 <= kv_len <= min(room, MAX_KV_LEN):
-            raise ArgumentError(f"seq_lens must be within 0..{room}, the tokens of its pages; request {i} has {kv_len}")
+            raise ArgumentError(
+                f"{names.seq_lens} must be within 0..{room}, the tokens of a request's pages; request {i} has {kv_len}"
+            )
         used = row[start : start + -(-kv_len // page_size)]
         wrong = (used < 0) | (used >= num_pages)
         if bool(wrong.any()):
             j = int(wrong.nonzero()[0])
-            raise page_ids.wrong(f"page number {j} of request {i}", (i, j), used[j], num_pages)
+            raise page_ids.wrong(names.pages, (i, j), used[j], num_pages)
     if lengths.qo_indptr is not None:
-        _check_bounds(lengths.qo_indptr.tolist(), lengths.qo_len, problem.q_nope.shape[0])
+        _check_bounds(names.qo_indptr, lengths.qo_indptr.tolist(), lengths.qo_len, problem.q_nope.shape[0])
 
 
-def _check_bounds(bounds: list[int], most: int, rows: int) -> None:
+def _check_bounds(name: str, bounds: list[int], most: int, rows: int) -> None:
     """Check the bounds of each request's rows of q: from 0 on, not decreasing, within q."""
     if bounds[0] != 0 or bounds[-1] > rows:
-        raise ArgumentError(f"cum_seq_lens_q must go from 0 to at most {rows}, got {bounds[0]} and {bounds[-1]}")
+        raise ArgumentError(f"{name} must go from 0 to at most {rows}, got {bounds[0]} and {bounds[-1]}")
     for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if not 0 <= end - begin <= most:
             raise ArgumentError(
-                f"cum_seq_lens_q must not decrease, nor give a request more than {most} rows; "
-                f"request {i} has {end - begin}"
+                f"{name} must not decrease, nor give a request more than {most} rows; request {i} has {end - begin}"
             )

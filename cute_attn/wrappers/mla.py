@@ -17,8 +17,10 @@ from cute_attn.request.mla import (
     MlaLengths,
     MlaOptions,
     MlaProblem,
+    Names,
     Part,
     Parts,
+    check_apart,
     check_values,
     mla_problem,
     partials_in,
@@ -30,6 +32,7 @@ from cute_attn.runtime import switches
 
 SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one implementation here stands for all
 ARRAYS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+NAMES = Names("float_workspace_buffer", "kv_len_arr", "kv_indices", "kv_indptr", "qo_indptr")
 LAYOUTS = ("packed", "split")
 NO_PROFILER = "no kernel records a profile"
 NARROW = "caches have 16 bits"
@@ -46,11 +49,9 @@ def refuse_dims(names: tuple[str, str], dims: tuple[int, int]) -> None:
 def run(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: MlaOptions, backend: str) -> MlaProblem:
     """Check a call, and run it on a backend. Return it with its outputs."""
     problem = mla_problem(parts, lengths, scratch, options)
-    written = ("workspace", scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)
-    index = zip(("seq_lens", "pages", "page_starts", "qo_indptr"), lengths, strict=False)
-    checks.apart(written, (*parts, *index, ("sinks", options.sinks)))
+    check_apart(problem, parts, options)
     if problem.q_nope.is_cpu or (switches.validates() and not torch.cuda.is_current_stream_capturing()):
-        check_values(problem)
+        check_values(problem, options.names)
     dispatch.run(problem, backend)
     return problem
 
@@ -298,9 +299,10 @@ class BatchMLAPagedAttentionWrapper:
         parts = Parts(*queries, *cache)
         _check_planned(parts, plan)
         natural = checks.boolean("return_lse_base_on_e", return_lse_base_on_e)
+        sm_scale = plan.sm_scale if bmm1_scale is None else bmm1_scale
         options = MlaOptions(
-            plan.causal, plan.sm_scale if bmm1_scale is None else bmm1_scale, 1.0 if bmm2_scale is None else bmm2_scale,
-            out, lse, return_lse, "ln" if natural else "log2", plan.enable_pdl, sinks,
+            NAMES, plan.causal, sm_scale, 1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse,
+            "ln" if natural else "log2", plan.enable_pdl, sinks,
         )  # fmt: skip
         problem = run(parts, plan.lengths, self._scratch, options, self._backend)
         if not return_lse:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Any
 
 import pytest
 import torch
 
-import cute_attn
 from cute_attn import NotSupported, emulator
 from cute_attn.emulator.errors import EmulatorError
 from cute_attn.emulator.machine import Schedule
@@ -32,36 +30,36 @@ CASES = {
     "eight tokens": MlaCase(heads=8, q_lens=(8, 8), kv_lens=(70, 3), page_size=16),
     "ragged": MlaCase(heads=5, q_lens=(3, 0, 1, 7), kv_lens=(65, 9, 0, 130), page_size=16, dtype=torch.float16),
     "sinks": MlaCase(heads=16, q_lens=(1, 1, 1), kv_lens=(0, 40, 65), page_size=1, sinks=True),
-    "more requests than lanes": MlaCase(heads=2, q_lens=(1,) * 40, kv_lens=range(40), page_size=16),
+    "more requests than lanes": MlaCase(heads=1, q_lens=(1,) * 33, kv_lens=(0, 1, 2) * 11, page_size=16),
     "nothing to see": MlaCase(heads=4, q_lens=(1, 2), kv_lens=(0, 0), page_size=16),
 }
 
 
-def solve(case: MlaCase, arch: str, sms: int, schedule: str, **changes: Any) -> None:
-    """Run a case in both forms, with NaN where partial results will be, and compare it with the formula."""
+SMALL = ("drafts at the edges", "one long request", "96 heads", "sinks", "nothing to see")
+
+
+def solve(case: MlaCase, arch: str, sms: int, schedule: str, *, planned: bool) -> None:
+    """Run a case by the wrapper or by the function, and compare it with the formula."""
     with emulator.using(arch, sms=sms, schedule=Schedule(schedule, case.seed)) as emulation:
-        found = [case.wrapped("emulator", **changes)]
-        if case.causal:
-            found.append(case.trtllm(backend="emulator", **changes))
-    assert [record.spec["kernel"] for record in emulation.records] == ["mla"] * len(found)  # one launch each
-    for each in found:
-        case.check(each)
+        found = case.wrapped("emulator") if planned else case.trtllm(backend="emulator")
+    assert [record.spec["kernel"] for record in emulation.records] == ["mla"]  # one launch
+    case.check(found)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", CASES)
-def test_cases(name: str, arch: str) -> None:
-    solve(CASES[name], arch, 3, "eager")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_cases(arch: str, name: str) -> None:
+    solve(CASES[name], arch, 3, "eager", planned=arch in ("sm_80", "sm_90a"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SMALL)
 def test_schedules(name: str, schedule: str) -> None:
-    solve(CASES[name], "sm_90a", 5, schedule)
+    solve(CASES[name], "sm_90a", 5, schedule, planned=False)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random(seed: int, arch: str) -> None:
     r = random.Random(seed)
     requests = r.choice((1, 2, 3, 6))
@@ -69,7 +67,7 @@ def test_random(seed: int, arch: str) -> None:
     case = MlaCase(
         heads=r.choice((1, 4, 8, 12, 16, 32, 64)),
         q_lens=[q_len or r.randrange(4) for _ in range(requests)],
-        kv_lens=[r.choice((0, 1, 64, r.randrange(300))) for _ in range(requests)],
+        kv_lens=[r.choice((0, 1, 64, r.randrange(200))) for _ in range(requests)],
         page_size=r.choice((1, 3, 16, 32, 64)),
         dtype=r.choice((torch.float16, torch.bfloat16)),
         causal=r.random() < 0.8,
@@ -77,7 +75,7 @@ def test_random(seed: int, arch: str) -> None:
         seed=seed,
     )
     if sum(case.q_lens):
-        solve(case, arch, r.choice((1, 2, 3, 7)), r.choice(SCHEDULES))
+        solve(case, arch, r.choice((1, 2, 3, 7)), r.choice(SCHEDULES), planned=not case.causal or seed % 2 == 0)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -124,7 +122,7 @@ def test_a_length_beyond_the_table_is_cut() -> None:
     want = case.trtllm(backend="reference")
     lengths = case.seq_lens.clone()
     with emulator.using("sm_90a", sms=3), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cute_attn.wrappers.mla.check_values", lambda problem: lengths.fill_(1000))
+        patch.setattr("cute_attn.wrappers.mla.check_values", lambda *_: lengths.fill_(1000))
         case.made["seq_lens"] = lengths
         found = case.trtllm(backend="emulator", max_q_len=None)
     torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-2)
@@ -135,12 +133,11 @@ def test_a_page_of_no_cache_is_seen() -> None:
     case = dataclasses.replace(CASES["32 heads"], made={})
     case.table[0, 2] = 1000
     with emulator.using("sm_90a", sms=3), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cute_attn.wrappers.mla.check_values", lambda problem: None)
+        patch.setattr("cute_attn.wrappers.mla.check_values", lambda *_: None)
         with pytest.raises(EmulatorError):
             case.trtllm(backend="emulator")
 
 
 def test_kinds_of_tensors() -> None:
-    with pytest.raises(NotSupported, match='mla refuses cpu tensors.*backend="auto"'):
+    with pytest.raises(NotSupported, match=r'mla refuses cpu tensors.*backend="auto"'):
         CASES["one head"].wrapped("mla")
-    assert "BatchMLAPagedAttentionWrapper" in cute_attn.__all__
