@@ -82,8 +82,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     ----------
     query : `[batch_size, q_len, num_heads, 576]`, or with cum_seq_lens_q `[num_tokens, num_heads, 576]`; float16 or
         bfloat16. Any strides; rows that are not 16-byte aligned on a GPU cost a copy.
-    kv_cache : `[num_pages, page_size, 576]` or `[num_pages, 1, page_size, 576]` of query's dtype; any page size, any
-        strides with 1 on the last axis, rows 16-byte aligned on a GPU.
+    kv_cache : `[num_pages, page_size, 576]` or `[num_pages, 1, page_size, 576]` of query's dtype or float8_e4m3fn,
+        whose scale is a factor of both scales below; any page size, any strides with 1 on the last axis, rows 16-byte
+        aligned on a GPU.
     workspace_buffer : of any dtype, contiguous, on query's device, for partial results; it need not be zero. Where it
         is too small a launch uses memory of its own.
     qk_nope_head_dim : int >= 1, the head dimension before absorption; it changes nothing.

@@ -13,19 +13,21 @@ from cute_attn.request.mla import MlaLengths, MlaProblem
 def run(problem: MlaProblem) -> None:
     """Compute every request of `problem`, after reading the lengths. Rows of q that belong to none are not written."""
     settings, lengths = problem.settings, problem.lengths
-    scale, v_scale = settings.sm_scale, settings.v_scale
+    factor, v_scale = 1.0, settings.v_scale
     if problem.scale is not None:
-        scale *= problem.scale.item()
+        factor = problem.scale.item()
     if problem.v_scale is not None:
         v_scale *= problem.v_scale.item()
-    queries = torch.cat((problem.q_nope, problem.q_pe), dim=-1)
+    queries = torch.cat(
+        (settings.sm_scale * problem.q_nope.double(), settings.rope_scale * problem.q_pe.double()), dim=-1
+    )
     for index, rows in enumerate(_rows(lengths)):
         ckv, kpe = (_tokens(x, lengths, index) for x in (problem.ckv, problem.kpe))
         o, lse = attention(
             queries[rows],
             torch.cat((ckv, kpe), dim=-1)[:, None],
             ckv[:, None],
-            logits=Logits(scale),
+            logits=Logits(factor),
             mask=Mask(settings.causal),
             sinks=problem.sinks,
             v_scale=v_scale,
@@ -44,8 +46,8 @@ def _rows(lengths: MlaLengths) -> list[slice]:
 
 
 def _tokens(cache: torch.Tensor, lengths: MlaLengths, index: int) -> torch.Tensor:
-    """Return the rows of a request `[kv_len, columns]` of one part of the cache."""
+    """Return the rows of a request `[kv_len, columns]` of one part of the cache, in fp64."""
     page_size = cache.shape[1]
     kv_len = min(int(lengths.seq_lens[index]), lengths.capacity(page_size))
     pages = lengths.pages[index] if lengths.page_starts is None else lengths.pages[int(lengths.page_starts[index]) :]
-    return cache[pages[: -(-kv_len // page_size)].long()].flatten(0, 1)[:kv_len]
+    return cache[pages[: -(-kv_len // page_size)].long()].flatten(0, 1)[:kv_len].double()

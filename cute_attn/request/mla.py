@@ -19,6 +19,7 @@ from cute_attn.request import checks, operands, page_ids
 from cute_attn.request.settings import HALF, LSE_BASES, MAX_INDEX, MAX_KV_LEN
 
 LATENT, ROPE = 512, 64
+NARROW = torch.float8_e4m3fn  # of caches, beside the dtype of queries
 INDEX_DTYPES = (torch.int32,)
 
 
@@ -26,11 +27,13 @@ class MlaSettings(NamedTuple):
     """All that repeated calls have in common: hashable, without lengths, addresses and strides."""
 
     device: torch.device
-    dtype: torch.dtype  # of queries, caches and out
+    dtype: torch.dtype  # of queries and out
+    kv_dtype: torch.dtype  # of the cache
     num_heads: int
     page_size: int
     causal: bool  # a query token sees the keys up to its own, else all
-    sm_scale: float
+    sm_scale: float  # of products with latent columns: factors of these are included here, and in v_scale
+    rope_scale: float  # of products with rotated columns
     v_scale: float
     lse_scale: float  # lse is base 2 times this
     enable_pdl: bool | None
@@ -66,7 +69,7 @@ class MlaProblem(NamedTuple):
     out: torch.Tensor  # [num_tokens, num_heads, LATENT]
     lse: torch.Tensor | None  # [num_tokens, num_heads] fp32
     scratch: Scratch
-    scale: torch.Tensor | None = None  # one-element fp32 device tensors: factors of sm_scale and of v_scale
+    scale: torch.Tensor | None = None  # one-element fp32 device tensors: factors of scores and of values
     v_scale: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # [num_heads] fp32, natural-log domain
 
@@ -111,6 +114,8 @@ class MlaOptions(NamedTuple):
     lse_base: str  # a key of LSE_BASES
     enable_pdl: Any
     sinks: Any = None
+    ckv_scale: Any = None  # factors of the cache's parts; None: 1
+    kpe_scale: Any = None
 
 
 # ---- queries and caches
@@ -147,7 +152,9 @@ def _check_parts(parts: Parts) -> Parts:
     for name, x in parts:
         checks.check_grad(name, x)
         checks.device(name, x, q.x.device)
-        checks.dtype(name, x.dtype, (q.x.dtype,))
+    checks.dtype(parts.q_pe.name, parts.q_pe.x.dtype, (q.x.dtype,))
+    checks.dtype(parts.ckv.name, parts.ckv.x.dtype, (q.x.dtype, NARROW))
+    checks.dtype(parts.kpe.name, parts.kpe.x.dtype, (parts.ckv.x.dtype,))
     for one, other in ((q, parts.q_pe), (parts.ckv, parts.kpe)):
         if one.x.shape[:2] != other.x.shape[:2]:
             raise ArgumentError(
@@ -191,14 +198,19 @@ def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: Ml
     v_number, v_scale = _scale("bmm2_scale", options.v_scale, q.device)
     if options.enable_pdl is not None:
         checks.boolean("enable_pdl", options.enable_pdl)
+    ckv_scale, kpe_scale = (
+        checks.real_or(name, x, 1.0) for name, x in (("ckv_scale", options.ckv_scale), ("kpe_scale", options.kpe_scale))
+    )
     settings = MlaSettings(
         q.device,
         q.dtype,
+        parts.ckv.x.dtype,
         q.shape[1],
         page_size,
         checks.boolean("causal", options.causal),
-        sm_scale,
-        v_number,
+        checks.real("sm_scale * ckv_scale", sm_scale * ckv_scale),
+        checks.real("sm_scale * kpe_scale", sm_scale * kpe_scale),
+        checks.real("bmm2_scale * ckv_scale", v_number * ckv_scale),
         LSE_BASES[options.lse_base],
         options.enable_pdl,
     )

@@ -13,6 +13,7 @@ from cute_attn.problem import Scratch, short
 from cute_attn.request import batch_plan, checks, trtllm_options
 from cute_attn.request.mla import (
     LATENT,
+    NARROW,
     ROPE,
     MlaLengths,
     MlaOptions,
@@ -35,7 +36,6 @@ ARRAYS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 NAMES = Names("float_workspace_buffer", "kv_len_arr", "kv_indices", "kv_indptr", "qo_indptr")
 LAYOUTS = ("packed", "split")
 NO_PROFILER = "no kernel records a profile"
-NARROW = "caches have 16 bits"
 
 
 def refuse_dims(names: tuple[str, str], dims: tuple[int, int]) -> None:
@@ -63,7 +63,7 @@ class Planned(NamedTuple):
     rows: int | None  # of q; None: not known on the host
     num_heads: int
     page_size: int
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, torch.dtype]  # of queries and of the cache
     causal: bool
     sm_scale: float
     layouts: tuple[str | None, str | None]  # of queries and of the cache, where the plan says
@@ -166,7 +166,7 @@ class BatchMLAPagedAttentionWrapper:
         page_size : tokens per page, at least 1.
         causal : True: query token r of a request sees keys j <= r + kv_len - qo_len. False: all keys.
         sm_scale : any finite number.
-        q_data_type, kv_data_type : float16 or bfloat16, both the same.
+        q_data_type, kv_data_type : float16 or bfloat16; the cache's the same, or float8_e4m3fn.
         use_profiler, skip_softmax : refused unless False.
         metadata, cum_seq_lens_q, block_tables, seq_lens, max_q_len : refused unless None: pass the arrays above.
         query_layout, kv_cache_layout : "packed" or "split": the form that `run` must get. None (default): either.
@@ -190,7 +190,7 @@ class BatchMLAPagedAttentionWrapper:
         _refuse_results(lse_mode, output_scale, scale_mode, skip_softmax, use_profiler)
         dims = checks.whole("head_dim_ckv", head_dim_ckv), checks.whole("head_dim_kpe", head_dim_kpe)
         refuse_dims(("head_dim_ckv", "head_dim_kpe"), dims)
-        dtype = _dtype(q_data_type, kv_data_type, output_dtype)
+        dtypes = _dtypes(q_data_type, kv_data_type, output_dtype)
         arrays = dict(zip(ARRAYS, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
         lengths, rows = self._lengths({name: _index_array(name, x) for name, x in arrays.items()})
         self._planned = Planned(
@@ -198,7 +198,7 @@ class BatchMLAPagedAttentionWrapper:
             rows,
             checks.at_least("num_heads", num_heads, 1),
             checks.at_least("page_size", page_size, 1),
-            dtype,
+            dtypes,
             checks.boolean("causal", causal),
             checks.real("sm_scale", sm_scale),
             (_layout("query_layout", query_layout), _layout("kv_cache_layout", kv_cache_layout)),
@@ -266,8 +266,8 @@ class BatchMLAPagedAttentionWrapper:
         Parameters
         ----------
         q_nope, q_pe : `[qo_indptr[-1], num_heads, 512]` and `[..., 64]` of the planned dtype.
-        ckv_cache, kpe_cache : `[num_pages, page_size, 512]` and `[..., 64]`; any strides with 1 on the last axis, rows
-            16-byte aligned on a GPU.
+        ckv_cache, kpe_cache : `[num_pages, page_size, 512]` and `[..., 64]` of the planned dtype; any strides with 1
+            on the last axis, rows 16-byte aligned on a GPU.
         query, kv_cache : in place of the four: pairs of the parts, or tensors with 576 columns.
         out : written and returned: `[qo_indptr[-1], num_heads, 512]`. Default: a new tensor.
         lse : written instead of a new tensor: contiguous float32 `[qo_indptr[-1], num_heads]`.
@@ -275,8 +275,9 @@ class BatchMLAPagedAttentionWrapper:
         return_lse_base_on_e : lse is natural, not base 2. Default False.
         sinks : floating-point `[num_heads]`, natural-log domain; only after a plan with use_sinks.
         bmm1_scale, bmm2_scale : in place of the planned sm_scale and of 1: numbers or tensors of one element.
-        profiler_buffer, kv_len, page_table, o_scale, ckv_scale, ckv_scale_arr, kpe_scale,
-            skip_softmax_threshold_scale_factor : refused unless None.
+        ckv_scale, kpe_scale : factors of the cache's parts, numbers. Default 1.
+        profiler_buffer, kv_len, page_table, o_scale, ckv_scale_arr, skip_softmax_threshold_scale_factor : refused
+            unless None.
 
         Returns
         -------
@@ -290,7 +291,7 @@ class BatchMLAPagedAttentionWrapper:
         trtllm_options.refuse_given(NO_PROFILER, profiler_buffer=profiler_buffer)
         trtllm_options.refuse_given("the plan has lengths and pages", kv_len=kv_len, page_table=page_table)
         trtllm_options.refuse_given("outputs have 16 bits", o_scale=o_scale)
-        trtllm_options.refuse_given(NARROW, ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+        trtllm_options.refuse_given("the cache has one scale for each part", ckv_scale_arr=ckv_scale_arr)
         trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
         if (sinks is not None) != plan.use_sinks:
             raise ArgumentError(f"sinks must be given exactly where plan has use_sinks, which is {plan.use_sinks}")
@@ -302,7 +303,7 @@ class BatchMLAPagedAttentionWrapper:
         sm_scale = plan.sm_scale if bmm1_scale is None else bmm1_scale
         options = MlaOptions(
             NAMES, plan.causal, sm_scale, 1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse,
-            "ln" if natural else "log2", plan.enable_pdl, sinks,
+            "ln" if natural else "log2", plan.enable_pdl, sinks, ckv_scale, kpe_scale,
         )  # fmt: skip
         problem = run(parts, plan.lengths, self._scratch, options, self._backend)
         if not return_lse:
@@ -336,13 +337,13 @@ def _copied(buffer: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tenso
     return buffer
 
 
-def _dtype(q: Any, kv: Any, out: Any) -> torch.dtype:
-    """Return the dtype of queries, caches and out."""
+def _dtypes(q: Any, kv: Any, out: Any) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of queries and out, and of the cache."""
     checks.dtype("q_data_type", q, HALF)
-    checks.dtype("kv_data_type", kv, (q,))
+    checks.dtype("kv_data_type", kv, (q, NARROW))
     if out is not None and out != q:
         trtllm_options.refuse(f"output_dtype={out}", "out has the dtype of queries", f"output_dtype={short(q)}")
-    return q
+    return q, kv
 
 
 def _layout(name: str, value: Any) -> str | None:
@@ -386,7 +387,8 @@ def _split(both: tuple[tuple[str, Any], tuple[str, Any]]) -> tuple[Part, Part]:
 def _check_planned(parts: Parts, plan: Planned) -> None:
     """Check that queries and cache are those of the plan."""
     (q_name, q), (ckv_name, ckv) = parts.q_nope, parts.ckv
-    checks.dtype(q_name, q.dtype, (plan.dtype,))
+    checks.dtype(q_name, q.dtype, plan.dtypes[:1])
+    checks.dtype(ckv_name, ckv.dtype, plan.dtypes[1:])
     if q.shape[:2] != (plan.rows, plan.num_heads):
         raise ArgumentError(
             f"{q_name} must have {plan.rows} tokens of {plan.num_heads} heads, as planned, got {checks.describe(q)}"

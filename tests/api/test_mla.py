@@ -11,7 +11,7 @@ import torch
 
 import cute_attn
 from cute_attn.errors import ArgumentError, LayoutError, NotPlannedError, NotSupported
-from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
+from tests.support.mla_case import LATENT, ROPE, SCALE, SCALES, MlaCase
 
 CASES = {
     "decode": MlaCase(),
@@ -22,6 +22,7 @@ CASES = {
     "no keys": MlaCase(q_lens=(1, 1, 1), kv_lens=(0, 33, 0), page_size=32),
     "rows before the keys": MlaCase(q_lens=(5, 5), kv_lens=(3, 64), page_size=64),
     "sinks": MlaCase(q_lens=(2, 2), kv_lens=(1, 5), sinks=True),
+    "e4m3": MlaCase(q_lens=(2, 2), kv_lens=(3, 5), narrow=True),
 }
 
 
@@ -34,7 +35,7 @@ def test_function(name: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_wrapper(name: str, causal: bool) -> None:
     case = dataclasses.replace(CASES[name], causal=causal, made={})
-    case.check(case.wrapped())
+    case.check(case.wrapped(), SCALES if case.narrow else (1.0, 1.0))
 
 
 def test_packed_tensors_give_what_split_ones_give() -> None:
@@ -131,7 +132,10 @@ def test_other_backends(backend: str) -> None:
     [
         ({"q": torch.zeros(2, 1, 4, 512)}, r"query must have shape .* the last axis 576"),
         ({"q": torch.zeros(2, 4, 576, dtype=torch.float32)}, "query must have dtype float16 or bfloat16"),
-        ({"cache": torch.zeros(3, 2, 576, dtype=torch.float16)}, "kv_cache must have dtype bfloat16, got float16"),
+        (
+            {"cache": torch.zeros(3, 2, 576, dtype=torch.float16)},
+            "kv_cache must have dtype bfloat16 or float8_e4m3fn",
+        ),
         ({"cache": torch.zeros(3, 2, 2, 576)}, r"kv_cache must have shape \[num_pages, page_size, 576\]"),
         ({"table": torch.zeros(2, 2)}, "block_tables must have dtype int32"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, r"seq_lens must have shape \[2\]"),

@@ -11,7 +11,7 @@ import torch
 from cute_attn import NotSupported, emulator
 from cute_attn.emulator.errors import EmulatorError
 from cute_attn.emulator.machine import Schedule
-from tests.support.mla_case import MlaCase
+from tests.support.mla_case import SCALES, MlaCase
 
 pytestmark = pytest.mark.emulator
 
@@ -31,11 +31,16 @@ CASES = {
     "ragged": MlaCase(heads=5, q_lens=(3, 0, 1, 7), kv_lens=(65, 9, 0, 130), page_size=16, dtype=torch.float16),
     "sinks": MlaCase(heads=16, q_lens=(1, 1, 1), kv_lens=(0, 40, 65), page_size=1, sinks=True),
     "more requests than lanes": MlaCase(heads=1, q_lens=(1,) * 33, kv_lens=(0, 1, 2) * 11, page_size=16),
+    "e4m3": MlaCase(heads=16, q_lens=(1, 1, 1), kv_lens=(65, 0, 200), page_size=32, narrow=True),
+    "e4m3, fp16, drafts": MlaCase(
+        heads=16, q_lens=(2, 2), kv_lens=(65, 30), page_size=16, dtype=torch.float16, narrow=True
+    ),
+    "e4m3, 64 heads": MlaCase(heads=64, q_lens=(1,), kv_lens=(200,), page_size=1, narrow=True),
     "nothing to see": MlaCase(heads=4, q_lens=(1, 2), kv_lens=(0, 0), page_size=16),
 }
 
 
-SMALL = ("drafts at the edges", "one long request", "96 heads", "sinks", "nothing to see")
+SMALL = ("drafts at the edges", "e4m3", "one long request", "96 heads", "sinks", "nothing to see")
 
 
 def solve(case: MlaCase, arch: str, sms: int, schedule: str, *, planned: bool) -> None:
@@ -43,7 +48,7 @@ def solve(case: MlaCase, arch: str, sms: int, schedule: str, *, planned: bool) -
     with emulator.using(arch, sms=sms, schedule=Schedule(schedule, case.seed)) as emulation:
         found = case.wrapped("emulator") if planned else case.trtllm(backend="emulator")
     assert [record.spec["kernel"] for record in emulation.records] == ["mla"]  # one launch
-    case.check(found)
+    case.check(found, SCALES if case.narrow and planned else (1.0, 1.0))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,6 +77,7 @@ def test_random(seed: int, arch: str) -> None:
         dtype=r.choice((torch.float16, torch.bfloat16)),
         causal=r.random() < 0.8,
         sinks=r.random() < 0.3,
+        narrow=r.random() < 0.4,
         seed=seed,
     )
     if sum(case.q_lens):

@@ -13,6 +13,7 @@ import torch
 import cute_attn
 
 LATENT, ROPE = 512, 64
+SCALES = (0.5, 1.25)  # of the parts of narrow caches, in the wrapper
 SCALE = (128 + ROPE) ** -0.5
 
 
@@ -29,6 +30,7 @@ class MlaCase:
     device: str = "cpu"
     causal: bool = True
     sinks: bool = False
+    narrow: bool = False  # a cache of e4m3
     seed: int = 0
     made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
@@ -49,6 +51,8 @@ class MlaCase:
             for j, page in enumerate(own.tolist()):
                 used = min(self.page_size, kv_len - j * self.page_size)
                 cache[page, :used] = random(used, LATENT + ROPE)
+        if self.narrow:
+            cache = cache.to(torch.float8_e4m3fn)
         self.made.update(
             q=2 * random(sum(self.q_lens), self.heads, LATENT + ROPE),
             cache=cache,
@@ -90,18 +94,21 @@ class MlaCase:
         made = cute_attn.BatchMLAPagedAttentionWrapper(self.workspace(), backend=backend)
         arrays = self.qo_indptr, self.kv_indptr, self.indices, self.seq_lens
         dims = self.heads, LATENT, ROPE, self.page_size
-        made.plan(*arrays, *dims, self.causal, SCALE, self.dtype, self.dtype, use_sinks=self.sinks, **changes)
+        dtypes = self.dtype, self.cache.dtype
+        made.plan(*arrays, *dims, self.causal, SCALE, *dtypes, use_sinks=self.sinks, **changes)
         return made
 
     def wrapped(self, backend: str = "auto", **changes: Any) -> Any:
-        options = {"sinks": self.made.get("sinks"), "return_lse": True, **changes}
+        scales = dict(zip(("ckv_scale", "kpe_scale"), SCALES, strict=True)) if self.narrow else {}
+        options = {"sinks": self.made.get("sinks"), "return_lse": True, **scales, **changes}
         return self.wrapper(backend).run(*self.parts(), **options)
 
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Out and base-2 lse in fp64, row by row."""
+    def expected(self, scales: tuple[float, float] = (1.0, 1.0)) -> tuple[torch.Tensor, torch.Tensor]:
+        """Out and base-2 lse in fp64, row by row. `scales`: factors of latent and of rotated columns of the cache."""
         out, lse = np.zeros((len(self.q), self.heads, LATENT)), np.full((len(self.q), self.heads), -np.inf)
         sinks = self.sinks_or(-np.inf)
         queries, cache = (x.double().cpu().numpy() for x in (self.q, self.cache))
+        cache = cache * np.repeat(scales, (LATENT, ROPE))
         row = 0
         for i, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             places = [(int(self.table[i, j // self.page_size]), j % self.page_size) for j in range(kv_len)]
@@ -121,9 +128,9 @@ class MlaCase:
     def sinks_or(self, none: float) -> np.ndarray:
         return self.made["sinks"].double().cpu().numpy() if self.sinks else np.full(self.heads, none)
 
-    def check(self, found: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def check(self, found: tuple[torch.Tensor, torch.Tensor], scales: tuple[float, float] = (1.0, 1.0)) -> None:
         """Compare a result with the formula, within the rounding of P and of the output."""
-        (out, lse), (want, want_lse) = found, self.expected()
+        (out, lse), (want, want_lse) = found, self.expected(scales)
         out, lse = out.double().cpu().reshape(want.shape), lse.double().cpu().reshape(want_lse.shape)
         epsilon = torch.finfo(self.dtype).eps
         torch.testing.assert_close(out, want, rtol=2 * epsilon, atol=4 * epsilon)

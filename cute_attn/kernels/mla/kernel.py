@@ -3,6 +3,7 @@
     a CTA's share of the work (`xqa.parts.partition`)   segment | segment | segment ...
     all warps                                           row tile of Q once, then per tile of tokens:
         copies                                          rows of 576 columns, one tile or more ahead
+        numbers of 8 bits to 16                         a thread: those that it has copied
         S = Q K^T                                       a warp: its rows, its tokens, all 576 columns
         maxima and P through shared memory              among the warps that have the same rows
         O += P V                                        a warp: its rows, all tokens, its part of 512 columns
@@ -18,9 +19,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.dequant import fp8_converter
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
-from cute_attn.kernels.mla.parts.copies import QueryCopies, TileCopies, TokenPlaces
+from cute_attn.kernels.mla.parts.copies import NarrowTileCopies, QueryCopies, TileCopies, TokenPlaces
 from cute_attn.kernels.mla.parts.exchange import Exchange
 from cute_attn.kernels.mla.parts.place import Place
 from cute_attn.kernels.mla.parts.products import Products
@@ -32,6 +34,8 @@ from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, S
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
 from cute_attn.kernels.xqa.umma.merge import UmmaMerge
 from cute_attn.runtime.arch import named
+
+Scales = tuple[Float32, Float32]
 
 
 class MlaParams(NamedTuple):
@@ -84,7 +88,8 @@ class MlaParams(NamedTuple):
     page_shift: Int32
     overhead: Int32
     min_share: Int32
-    scale: Float32
+    scale: Float32  # of products of latent columns
+    rope_scale: Float32  # of those of rotated ones
     v_scale: Float32
     lse_scale: Float32
 
@@ -107,7 +112,7 @@ class MlaProgram:
         self.memory = MlaMemory(spec)
         self.block = (spec.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
-        self.pdl = named(arch).pdl
+        self.arch = named(arch)
 
     def compile_args(self) -> tuple[Any, ...]:
         return (zeros(MlaParams), Int32(1), Int32(1), Int32(1))
@@ -124,18 +129,19 @@ class MlaProgram:
 
     @cute.kernel
     def kernel(self, params: MlaParams) -> None:
-        if cutlass.const_expr(self.pdl):
+        if cutlass.const_expr(self.arch.pdl):
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
         partition = Partition(params, self.spec)
         share, segment = partition.first_segment()
         merge = self.merge(params)
-        scale = params.scale * device_scale(params.scale_ptr) * Float32(ptx.LOG2E)
+        factor = device_scale(params.scale_ptr) * Float32(ptx.LOG2E)
+        scales = params.scale * factor, params.rope_scale * factor
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.active:
                 rows = partition.rows(segment, self.spec.rows)
-                self.compute(params, merge, rows, segment, split, scale)
+                self.compute(params, merge, rows, segment, split, scales)
                 self.write_output(merge, rows, segment, share, split)
             segment = partition.next_segment(segment, share)
 
@@ -149,7 +155,11 @@ class MlaProgram:
 
     def tiles(self, p: MlaParams, segment: Segment) -> TileCopies:
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-        return TileCopies(self.memory, p, table, segment.request.kv_len)
+        request = table, segment.request.kv_len
+        if self.spec.kv_bits == 8:
+            converter = fp8_converter(self.spec.dtype, self.spec.kv_dtype, self.arch)
+            return NarrowTileCopies(self.memory, p, *request, shared_memory(), converter)
+        return TileCopies(self.memory, p, *request)
 
     def softmax(self, place: Place) -> SharedSoftmax:
         return SharedSoftmax(place, Exchange(self.memory, place, shared_memory()))
@@ -164,7 +174,7 @@ class MlaProgram:
 
     @cute.jit
     def compute(
-        self, p: MlaParams, merge: UmmaMerge, rows: PackedRows, segment: Segment, split: KvSplit, scale: Float32
+        self, p: MlaParams, merge: UmmaMerge, rows: PackedRows, segment: Segment, split: KvSplit, scales: Scales
     ) -> None:
         """Process the tiles of a segment, and leave their outputs in shared memory."""
         place = Place.of_thread(self.spec)
@@ -174,7 +184,7 @@ class MlaProgram:
         state = LoopState(softmax.start(), shared_memory(), places)
         mask = self.mask(p, place, rows, segment)
         for tile in cutlass.range(split.begin, split.end, unroll=1):
-            state = self.add_tile((tiles, softmax, mask), state, tile, (split.end, scale))
+            state = self.add_tile((tiles, softmax, mask), state, tile, (split.end, scales))
         ptx.cp_async_wait(0)  # queries, where there is no tile
         ptx.sync_threads()
         softmax.publish(merge, state.running)
@@ -194,22 +204,23 @@ class MlaProgram:
         parts: tuple[TileCopies, SharedSoftmax, CausalMask],
         state: LoopState,
         tile: Int32,
-        bounds: tuple[Int32, Float32],
+        numbers: tuple[Int32, Scales],
     ) -> LoopState:
-        """Process one tile. `bounds`: the split's end, and the factor from scores to base-2 exponents."""
-        (tiles, softmax, mask), (end, scale), ahead = parts, bounds, self.spec.stages - 1
+        """Process one tile. `numbers`: the split's end, and factors from products to base-2 exponents."""
+        (tiles, softmax, mask), (end, scales), ahead = parts, numbers, self.spec.stages - 1
         products = Products(self.memory, softmax.place, shared_memory())
         ptx.cp_async_wait(ahead - 1)
         ptx.sync_threads()  # makes the tile visible; all warps are also done with the slot filled next
         tiles.fetch(state.places, tile + ahead, tile + ahead < end, self.advance(state.slot, ahead))
         places = tiles.places(tile + ahead + 1, tile + ahead + 1 < end)
-        s = [x * scale for x in products.scores(state.slot)]
+        operand = tiles.operand(state.slot)
+        s = products.scores(operand, scales)
         running = softmax.add_scores(state.running, mask.apply(s, tile * self.spec.cols))
-        running = running._replace(out=products.accumulate(running.out, state.slot))
+        running = running._replace(out=products.accumulate(running.out, operand))
         return LoopState(running, self.advance(state.slot, 1), places)
 
     def advance(self, slot: Int32, steps: int) -> Int32:
-        ring = self.memory.q  # bytes
+        ring = self.memory.tile  # bytes
         moved = slot + Int32(steps * self.memory.slot_bytes)
         return ptx.select(moved >= shared_memory() + Int32(ring), moved - Int32(ring), moved)
 

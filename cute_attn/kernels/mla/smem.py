@@ -12,9 +12,10 @@ PADDING = 16  # bytes behind a row of P: rows of an ldmatrix then differ in bank
 
 @dataclass(frozen=True)
 class MlaMemory:
-    """A ring of tiles, the query rows, P, and numbers per row. Rows of tiles and of queries have whole lines, swizzled.
+    """A ring of tiles as the cache has them; over 8 bits also one tile in 16; the query rows, P, and numbers per row.
+    Rows of 16-bit tiles and of queries have whole lines, swizzled.
 
-    At the end of a segment its outputs, fp32 [rows, LATENT], take the place of the ring and of the query rows.
+    At the end of a segment its outputs, fp32 [rows, LATENT], take the place of tiles and query rows.
     """
 
     spec: MlaSpec
@@ -25,16 +26,22 @@ class MlaMemory:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of a tile, and of a query row."""
+        """Bytes of a row of a 16-bit tile, and of a query row."""
         return (LATENT + ROPE) * ITEM_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        return self.spec.cols * self.row_bytes
+        return self.spec.cols * (LATENT + ROPE) * self.spec.kv_bits // 8
+
+    @property
+    def tile(self) -> int:
+        """Offset of the tile in 16 bits, and end of the ring."""
+        return self.spec.stages * self.slot_bytes
 
     @property
     def q(self) -> int:
-        return self.spec.stages * self.slot_bytes
+        converted = self.spec.cols * self.row_bytes if self.spec.kv_bits == 8 else 0
+        return self.tile + converted
 
     @property
     def p(self) -> int:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from cute_attn.kernels.xqa.spec import DecodeSpec
 
+KV_DTYPES = ("", "float8_e4m3fn")
 LATENT, ROPE = 512, 64  # columns of a row of the cache: keys and values, and keys only
 
 
@@ -25,6 +26,7 @@ class MlaSpec(DecodeSpec):
     def __post_init__(self) -> None:
         rules = {
             f"head_dim must be {LATENT}": self.head_dim == LATENT,
+            f"kv_dtype must be one of {KV_DTYPES}": self.kv_dtype in KV_DTYPES,
             "rows must be 16 or a multiple of 32": self.rows == 16 or self.rows % 32 == 0,
             "each warp of a row group must have tokens in blocks of 8": self.cols % (8 * self.slices) == 0,
             "every thread must copy tokens of a tile": 8 * self.cols % (32 * self.warps) == 0,

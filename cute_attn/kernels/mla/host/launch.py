@@ -50,7 +50,8 @@ class MlaLaunch(NamedTuple):
 def placement(settings: MlaSettings, qo_len: int, arch: Arch, sms: int) -> tuple[MlaSpec, int, Placement]:
     """Return the kernel, the blocks of query rows of a request, and the grid."""
     rows = qo_len * settings.num_heads
-    spec = choose(short(settings.dtype), rows, arch)
+    dtype, kv_dtype = short(settings.dtype), short(settings.kv_dtype)
+    spec = choose(dtype, "" if kv_dtype == dtype else kv_dtype, rows, arch)
     row_blocks = max(1, ceil_div(rows, spec.rows))
     return spec, row_blocks, shares(spec, 1, row_blocks, sms, UNLIMITED)
 
@@ -74,6 +75,7 @@ def prepared(settings: MlaSettings, qo_len: int, gpu: Gpu) -> MlaLaunch:
         "overhead": spec.segment_overhead,
         "min_share": placed.min_share,
         "scale": settings.sm_scale,
+        "rope_scale": settings.rope_scale,
         "v_scale": settings.v_scale,
         "lse_scale": settings.lse_scale,
     }

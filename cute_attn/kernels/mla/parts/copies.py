@@ -1,16 +1,18 @@
 """Copies of query rows and of tiles of the latent cache into shared memory, by all threads of a CTA.
 
-Eight threads copy a row, a line at a time: eight lines of latent columns, then one of rotated columns, which may be in
-a tensor of their own. Rows that do not exist are filled with zeros: a NaN there would survive 0 * V.
+Eight threads copy a row, a line at a time: the lines of latent columns, then the rotated columns, which may be in a
+tensor of their own. Rows that do not exist are filled with zeros: a NaN there would survive 0 * V.
+
+A thread that has copied numbers of 8 bits converts the same ones: its part of a slot is its own, and needs no barrier.
 """
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.dequant import Fp8
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
@@ -43,11 +45,11 @@ class RowCopies:
 
     @property
     def row(self) -> Int32:
-        return cute.arch.thread_idx()[0] // LANES
+        return ptx.thread_index() // LANES
 
     @property
     def chunk(self) -> Int32:
-        return cute.arch.thread_idx()[0] % LANES
+        return ptx.thread_index() % LANES
 
     def copy(self, wanted: Boolean, shared: Int32, row: int, nope: Int64, rope: Int64, exists: Boolean) -> None:
         """Copy a row, `row` rows behind this thread's first, to a tile at `shared`. `nope`, `rope`: its parts."""
@@ -99,6 +101,10 @@ class TileCopies(RowCopies):
             slots.append(token - index * self.p.page_size)
         return TokenPlaces(pages, slots)
 
+    def operand(self, slot: Int32) -> Int32:
+        """Return where the tile in a slot is in 16 bits, for all threads; call it once, behind a barrier."""
+        return slot
+
     def fetch(self, places: TokenPlaces, tile: Int32, wanted: Boolean, shared: Int32) -> None:
         """Start copying a tile into the slot at `shared`, as one group, which is empty for an unwanted tile."""
         p = self.p
@@ -108,3 +114,55 @@ class TileCopies(RowCopies):
             kpe = isa.mad_wide(slot, p.kpe_stride_n, isa.mad_wide(page, p.kpe_stride_page, p.kpe))
             self.copy(wanted, shared, first, ckv, kpe, exists)
         ptx.cp_async_commit()
+
+
+@dataclass(frozen=True)
+class NarrowTileCopies(TileCopies):
+    """Tiles of 8 bits, which become 16 in a tile of their own, behind the ring."""
+
+    base: Int32  # of shared memory
+    converter: Fp8
+
+    @property
+    def lines(self) -> range:
+        return range(LATENT // LINE)
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes that all threads copy of a line at once."""
+        return self.memory.spec.threads * CHUNK
+
+    def own(self, slot: Int32, first: int) -> tuple[Int32, Int32]:
+        """Addresses of this thread's latent chunks and of its rotated columns, of the row `first` behind its first."""
+        thread, latent = ptx.thread_index(), len(self.lines) * self.line_bytes
+        start = slot + Int32(first // self.step * (latent + self.line_bytes // 2))
+        return start + thread * CHUNK, start + Int32(latent) + thread * (CHUNK // 2)
+
+    def copy(self, wanted: Boolean, shared: Int32, row: int, nope: Int64, rope: Int64, exists: Boolean) -> None:
+        latent, rotated = self.own(shared, row)
+        for line in self.lines:
+            size = ptx.select(exists, Int32(CHUNK), Int32(0))
+            isa.copy_if(wanted, latent, line * self.line_bytes, nope + Int64(self.chunk * CHUNK), line * LINE, size)
+        half = CHUNK // 2
+        isa.copy_small_if(
+            wanted, rotated, 0, rope + Int64(self.chunk * half), half, ptx.select(exists, Int32(half), Int32(0))
+        )
+
+    def operand(self, slot: Int32) -> Int32:
+        tile = self.base + Int32(self.memory.tile)
+        for first in self.tokens:
+            latent, rotated = self.own(slot, first)
+            row, at = tile + self.row * self.memory.row_bytes, first * self.memory.row_bytes
+            for line in self.lines:
+                words = self.converter.pairs(ptx.ld_shared_v4(latent, line * self.line_bytes), Int32(0))
+                for half in range(2):
+                    place = row + self.position(self.chunk * 2 + half)
+                    ptx.st_shared_v4(place, at + line * 2 * LINE, words[4 * half : 4 * half + 4])
+            words = self.converter.pairs(ptx.ld_shared_v2(rotated), Int32(0))
+            ptx.st_shared_v4(row + self.position(self.chunk), at + LATENT_LINES * LINE, words)
+        ptx.sync_threads()
+        return tile
+
+    def position(self, chunk: Int32) -> Int32:
+        """Offset in this thread's row of chunk 0 to 15 of a pair of lines."""
+        return (chunk ^ (self.row & 7)) * CHUNK

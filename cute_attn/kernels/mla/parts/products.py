@@ -11,7 +11,9 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled, swizzled_offset
 from cute_attn.kernels.mla.parts.place import Place
 from cute_attn.kernels.mla.smem import MlaMemory
+from cute_attn.kernels.mla.spec import LATENT, ROPE
 
+PAIR = 32  # columns of two steps
 CHAINS = 4  # sums in turn, so that products of few blocks do not wait for one another
 
 
@@ -27,13 +29,19 @@ class Products:
 
     # --- scores ------------------------------------------------------------------------------------------------------
 
-    def scores(self, slot: Int32) -> list[Float32]:
-        """Compute S of the tile at `slot`. One ldmatrix brings 32 columns of 8 tokens, another 16 of 16 query rows."""
-        layout = self.place.scores
+    def scores(self, slot: Int32, scales: tuple[Float32, Float32]) -> list[Float32]:
+        """Compute S of the tile at `slot`. `scales`: of products of latent and of rotated columns."""
+        addresses = self.q_address(), self.k_address(slot)
+        latent = self.partial_scores(addresses, range(LATENT // PAIR))
+        rotated = self.partial_scores(addresses, range(LATENT // PAIR, (LATENT + ROPE) // PAIR))
+        return [ptx.fma(x, scales[0], y * scales[1]) for x, y in zip(latent, rotated, strict=True)]
+
+    def partial_scores(self, addresses: tuple[Int32, Int32], pairs: range) -> list[Float32]:
+        """Multiply some columns of Q and K. One ldmatrix brings 32 of 8 tokens, another 16 of 16 query rows."""
+        layout, (q, k) = self.place.scores, addresses
         chains = max(1, CHAINS // (layout.m_blocks * layout.n_blocks))
         sums = [layout.zeros() for _ in range(chains)]
-        q, k = self.q_address(), self.k_address(slot)
-        for pair in range(self.memory.row_bytes // (4 * CHUNK)):
+        for pair in pairs:
             tokens = [self.rows_at(k, 8 * n, 4 * pair) for n in range(layout.n_blocks)]
             for half in range(2):
                 step = 2 * pair + half
