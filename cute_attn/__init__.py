@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _MODULES = (
-    *("attention", "cascade", "concat_ops", "decode", "mla", "page", "prefill", "quantization", "sparse", "utils"),
-    "xqa",
+    *("attention", "cascade", "concat_ops", "decode", "flash_mla", "mla", "page", "prefill", "quantization", "sparse"),
+    *("utils", "xqa"),
 )
 
 

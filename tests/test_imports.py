@@ -15,6 +15,7 @@ FAMILIES = sorted(path.parent.name for path in (PACKAGE / "kernels").glob("*/spe
 # The root: modules under FlashInfer's names, and the types that all stages share.
 PUBLIC_MODULES = (
     *("prefill", "decode", "mla", "attention", "cascade", "sparse", "page", "concat_ops", "quantization", "utils"),
+    "flash_mla",
 )
 SHARED_MODULES = ("problem", "errors")
 
@@ -86,7 +87,7 @@ for _family in FAMILIES:
 for _kind in ("spec", "parts", "kernel", "host"):
     ALLOWED[f"kernels.mla.{_kind}"] |= {"kernels.xqa.spec"}
 ALLOWED["kernels.mla.parts"] |= {"kernels.xqa.parts"}
-ALLOWED["kernels.mla.kernel"] |= {"kernels.xqa.parts", "kernels.xqa.kernel"}
+ALLOWED["kernels.mla.kernel"] |= {"kernels.xqa.parts"}
 ALLOWED["kernels.mla.host"] |= {"kernels.xqa.host"}
 
 

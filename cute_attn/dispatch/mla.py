@@ -55,7 +55,8 @@ def _emulate(problem: MlaProblem) -> None:
     current = emulation.current()
     gpu = Gpu(named(current.arch), CPU, current.sms or TYPICAL_SMS[current.arch])
     tensors = {name: x for name, x in (problem._asdict() | problem.lengths._asdict()).items() if torch.is_tensor(x)}
-    outputs = {name: tensors.pop(name) for name in ("out", "lse") if name in tensors}
+    written = ("out", "lse")
+    outputs: dict[str, torch.Tensor] = {name: tensors.pop(name) for name in written if name in tensors}
     counted, outputs["partials"] = emulator.scratch_memory(problem.scratch)
     with emulator.shown(tensors, outputs, [counted]):
         launch.run(problem, gpu)

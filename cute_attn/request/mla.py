@@ -194,6 +194,7 @@ def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: Ml
     parts = _check_parts(parts)
     q, page_size = parts.q_nope.x, parts.ckv.x.shape[1]
     checks.device(options.names.workspace, scratch.partial_buffer, q.device)
+    checks.device(options.names.pages, lengths.pages, q.device)
     sm_scale, scale = _scale("bmm1_scale", options.sm_scale, q.device)
     v_number, v_scale = _scale("bmm2_scale", options.v_scale, q.device)
     if options.enable_pdl is not None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import cute_attn
+from cute_attn import flash_mla
 from cute_attn.errors import ArgumentError, LayoutError, NotPlannedError, NotSupported
 from tests.support.mla_case import LATENT, ROPE, SCALE, SCALES, MlaCase
 
@@ -190,6 +191,62 @@ def test_plans_of_a_graph_keep_their_buffers() -> None:
     longer = torch.tensor([0, 2, 4], dtype=torch.int32)
     with pytest.raises(ArgumentError, match="no request more query tokens than the first plan"):
         wrapper.plan(longer, *arrays[1:], *options)
+
+
+# ---- FlashMLA's names
+
+
+def flash_mla_call(case: MlaCase, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    query = case.q.unflatten(0, (len(case.q_lens), -1))
+    options = {"softmax_scale": SCALE, "causal": case.causal, **changes}
+    schedule = flash_mla.get_mla_metadata()
+    cache = case.cache[:, :, None]
+    return flash_mla.flash_mla_with_kvcache(query, cache, case.table, case.seq_lens, LATENT, *schedule, **options)
+
+
+@pytest.mark.parametrize("name", ["decode", "drafts", "rows before the keys"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_mla(name: str, causal: bool) -> None:
+    case = dataclasses.replace(CASES[name], causal=causal, made={})
+    out, lse = flash_mla_call(case)
+    assert out.shape == (2, case.q_lens[0], case.heads, LATENT)
+    assert lse.shape == (2, case.heads, case.q_lens[0])
+    case.check((out, lse.transpose(1, 2) / math.log(2)))
+
+
+def test_scale_of_flash_mla() -> None:
+    case = CASES["decode"]
+    torch.testing.assert_close(flash_mla_call(case, softmax_scale=None), flash_mla_call(case, softmax_scale=1 / 24))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_fp8_kvcache", True),
+        ("indices", torch.zeros(2, 1, 4)),
+        ("attn_sink", torch.zeros(4)),
+        ("extra_k_cache", torch.zeros(2)),
+        ("extra_indices_in_kvcache", torch.zeros(2)),
+        ("topk_length", torch.zeros(2)),
+        ("extra_topk_length", torch.zeros(2)),
+    ],
+)
+def test_refusals_of_flash_mla(name: str, value: Any) -> None:
+    with pytest.raises(NotSupported, match=rf"{name}.*Instead: "):
+        flash_mla_call(CASES["decode"], **{name: value})
+
+
+def test_errors_of_flash_mla() -> None:
+    case = dataclasses.replace(CASES["decode"], made={})
+    case.made["seq_lens"] = torch.tensor([9, 100], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match=r"cache_seqlens must be within 0..10, .*request 1 has 100"):
+        flash_mla_call(case)
+    case.made["table"] = case.table[:1]
+    with pytest.raises(ArgumentError, match=r"block_table must have shape .*a row for each of the 2 requests of q"):
+        flash_mla_call(case)
+
+
+# ---- caches and keys
 
 
 def test_append() -> None:

@@ -32,7 +32,7 @@ from cute_attn.kernels.mla.spec import MlaSpec
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
-from cute_attn.kernels.xqa.umma.merge import UmmaMerge
+from cute_attn.kernels.xqa.parts.state_merge import StateMerge
 from cute_attn.runtime.arch import named
 
 Scales = tuple[Float32, Float32]
@@ -147,9 +147,9 @@ class MlaProgram:
 
     # --- components -------------------------------------------------------------------------------------------------
 
-    def merge(self, p: MlaParams) -> UmmaMerge:
+    def merge(self, p: MlaParams) -> StateMerge:
         """The merge of one state by all threads, at the CTA's barrier."""
-        return UmmaMerge.of(
+        return StateMerge.of(
             self.spec, self.memory, p, shared_memory(), final_epilogue(p, 1.0), barrier=0, threads=self.spec.threads
         )
 
@@ -174,7 +174,7 @@ class MlaProgram:
 
     @cute.jit
     def compute(
-        self, p: MlaParams, merge: UmmaMerge, rows: PackedRows, segment: Segment, split: KvSplit, scales: Scales
+        self, p: MlaParams, merge: StateMerge, rows: PackedRows, segment: Segment, split: KvSplit, scales: Scales
     ) -> None:
         """Process the tiles of a segment, and leave their outputs in shared memory."""
         place = Place.of_thread(self.spec)
@@ -225,7 +225,7 @@ class MlaProgram:
         return ptx.select(moved >= shared_memory() + Int32(ring), moved - Int32(ring), moved)
 
     @cute.jit
-    def write_output(self, merge: UmmaMerge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
+    def write_output(self, merge: StateMerge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         merge.sync()
         merge.write(rows, segment, share, split)
         merge.sync()  # before the slots are filled again

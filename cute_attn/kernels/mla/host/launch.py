@@ -6,7 +6,6 @@ that is too small; counters are those of the stream, or of a captured launch.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from cute_attn.kernels.host.fastdiv import magic
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor
-from cute_attn.kernels.host.prepared import MAX_SETTINGS, Grid
+from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.mla.spec import MlaSpec
 from cute_attn.kernels.mla.tiles import choose
 from cute_attn.kernels.xqa.host.grid import Placement, shares
@@ -56,9 +55,8 @@ def placement(settings: MlaSettings, qo_len: int, arch: Arch, sms: int) -> tuple
     return spec, row_blocks, shares(spec, 1, row_blocks, sms, UNLIMITED)
 
 
-@functools.lru_cache(MAX_SETTINGS)
-def prepared(settings: MlaSettings, qo_len: int, gpu: Gpu) -> MlaLaunch:
-    """Return the launches of problems like this one."""
+def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> MlaLaunch:
+    """Return the launches of problems with these settings and query tokens per request."""
     spec, row_blocks, placed = placement(settings, qo_len, gpu.arch, gpu.sms)
     shares_multiplier, shares_shift = magic(placed.grid[1])
     static: Fields = {
@@ -89,7 +87,7 @@ def run(problem: MlaProblem, gpu: Gpu) -> None:
     lengths, scratch = problem.lengths, problem.scratch
     if not lengths.batch_size or not lengths.qo_len or not problem.q_nope.shape[0]:
         return
-    launch, stream = prepared(problem.settings, lengths.qo_len, gpu), current_stream(gpu.device_index)
+    launch, stream = prepared(loaded, problem.settings, lengths.qo_len, gpu), current_stream(gpu.device_index)
     partials, own = scratch.partials, None
     if scratch.partial_bytes < launch.partial_bytes:
         own = problem.q_nope.new_empty(launch.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
