@@ -50,10 +50,15 @@ def run(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: MlaOptions
     """Check a call, and run it on a backend. Return it with its outputs."""
     problem = mla_problem(parts, lengths, scratch, options)
     check_apart(problem, parts, options)
-    if problem.q_nope.is_cpu or (switches.validates() and not torch.cuda.is_current_stream_capturing()):
+    if looks_at_values(problem.q_nope):
         check_values(problem, options.names)
     dispatch.run(problem, backend)
     return problem
+
+
+def looks_at_values(q: torch.Tensor) -> bool:
+    """Tell whether a call looks at lengths and page numbers: where that costs nothing, or was asked for."""
+    return q.is_cpu or (switches.validates() and not torch.cuda.is_current_stream_capturing())
 
 
 class Planned(NamedTuple):
