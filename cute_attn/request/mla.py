@@ -307,10 +307,10 @@ def check_values(problem: MlaProblem, names: Names) -> None:
             j = int(wrong.nonzero()[0])
             raise page_ids.wrong(names.pages, (i, j), used[j], num_pages)
     if lengths.qo_indptr is not None:
-        _check_bounds(names.qo_indptr, lengths.qo_indptr.tolist(), lengths.qo_len, problem.q_nope.shape[0])
+        check_bounds(names.qo_indptr, lengths.qo_indptr.tolist(), lengths.qo_len, problem.q_nope.shape[0])
 
 
-def _check_bounds(name: str, bounds: list[int], most: int, rows: int) -> None:
+def check_bounds(name: str, bounds: list[int], most: int, rows: int) -> None:
     """Check the bounds of each request's rows of q: from 0 on, not decreasing, within q."""
     if bounds[0] != 0 or bounds[-1] > rows:
         raise ArgumentError(f"{name} must go from 0 to at most {rows}, got {bounds[0]} and {bounds[-1]}")

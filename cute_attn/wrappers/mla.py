@@ -22,6 +22,7 @@ from cute_attn.request.mla import (
     Part,
     Parts,
     check_apart,
+    check_bounds,
     check_values,
     mla_problem,
     partials_in,
@@ -197,12 +198,10 @@ class BatchMLAPagedAttentionWrapper:
         refuse_dims(("head_dim_ckv", "head_dim_kpe"), dims)
         dtypes = _dtypes(q_data_type, kv_data_type, output_dtype)
         arrays = dict(zip(ARRAYS, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
-        lengths, rows = self._lengths({name: _index_array(name, x) for name, x in arrays.items()})
-        self._planned = Planned(
-            lengths,
-            rows,
+        page_size = checks.at_least("page_size", page_size, 1)
+        options = (
             checks.at_least("num_heads", num_heads, 1),
-            checks.at_least("page_size", page_size, 1),
+            page_size,
             dtypes,
             checks.boolean("causal", causal),
             checks.real("sm_scale", sm_scale),
@@ -210,18 +209,24 @@ class BatchMLAPagedAttentionWrapper:
             None if enable_pdl is None else checks.boolean("enable_pdl", enable_pdl),
             checks.boolean("use_sinks", use_sinks),
         )
+        lengths, rows = self._lengths({name: _index_array(name, x) for name, x in arrays.items()}, page_size)
+        self._planned = Planned(lengths, rows, *options)
 
-    def _lengths(self, arrays: dict[str, torch.Tensor]) -> tuple[MlaLengths, int]:
-        """Return lengths on the device, and the rows of q."""
+    def _lengths(self, arrays: dict[str, torch.Tensor], page_size: int) -> tuple[MlaLengths, int]:
+        """Return lengths on the device, and the rows of q. Nothing is written before all is checked."""
         bounds, size = arrays["qo_indptr"], arrays["kv_len_arr"].shape[0]
         for name in ARRAYS[:2]:
             if arrays[name].shape[0] != size + 1:
                 raise ArgumentError(f"{name} must have {size + 1} elements (batch_size + 1), got {len(arrays[name])}")
         ends = bounds.tolist()
         most = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
+        check_bounds("qo_indptr", ends, most, ends[-1])
+        _check_room(arrays, page_size)
         if self._use_cuda_graph:
             most = self._most_queries(most)
-            arrays = {name: _copied(self._buffers[name], name, x) for name, x in arrays.items()}
+            for name, x in arrays.items():
+                _check_buffer(self._buffers[name], name, x.shape[0])
+            arrays = {name: _copied(self._buffers[name], x) for name, x in arrays.items()}
         else:
             arrays = {name: x.to(self.device, non_blocking=True).contiguous() for name, x in arrays.items()}
         starts = arrays["kv_indptr"][:-1]
@@ -333,12 +338,30 @@ def _index_array(name: str, value: Any) -> torch.Tensor:
     return value
 
 
-def _copied(buffer: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
-    """Copy an index array to the buffer that captured launches read."""
-    size = value.shape[0]
+def _check_room(arrays: dict[str, torch.Tensor], page_size: int) -> None:
+    """Check that requests have pages for their tokens, where the host has the numbers."""
+    indptr, lengths = arrays["kv_indptr"], arrays["kv_len_arr"]
+    if not (indptr.is_cpu and lengths.is_cpu):
+        return
+    wrong = (lengths < 0) | (lengths > indptr.diff() * page_size)
+    if bool(wrong.any()):
+        i = int(wrong.nonzero()[0])
+        pages = int(indptr[i + 1] - indptr[i])
+        raise ArgumentError(
+            f"kv_len_arr must be within 0 and the tokens of a request's pages in kv_indptr; "
+            f"request {i} has {int(lengths[i])} tokens and {pages} pages of {page_size}"
+        )
+
+
+def _check_buffer(buffer: torch.Tensor, name: str, size: int) -> None:
+    """Check that an index array fits the buffer that captured launches read."""
     if size > buffer.shape[0] or (name != "kv_indices" and size != buffer.shape[0]):
         raise ArgumentError(f"{name} must fit its buffer of {buffer.shape[0]} elements, got {size}")
-    buffer[:size].copy_(value, non_blocking=True)
+
+
+def _copied(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Copy an index array to the buffer that captured launches read."""
+    buffer[: value.shape[0]].copy_(value, non_blocking=True)
     return buffer
 
 

@@ -11,7 +11,7 @@ import torch
 
 import cute_attn
 from cute_attn import flash_mla
-from cute_attn.errors import ArgumentError, LayoutError, NotPlannedError, NotSupported
+from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotPlannedError, NotSupported
 from tests.support.mla_case import LATENT, ROPE, SCALE, SCALES, MlaCase
 
 CASES = {
@@ -247,6 +247,34 @@ def test_errors_of_flash_mla() -> None:
 
 
 # ---- caches and keys
+
+
+def test_plans_check_all_before_they_write() -> None:
+    case = CASES["decode"]
+    buffers = [torch.zeros_like(x) for x in (case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens)]
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *buffers)
+    given = {"qo_indptr": case.qo_indptr, "kv_indptr": case.kv_indptr, "kv_indices": case.indices}
+    given |= {"kv_len_arr": case.seq_lens, "num_heads": 4, "head_dim_ckv": LATENT, "head_dim_kpe": ROPE}
+    given |= {"page_size": 2, "causal": True, "sm_scale": SCALE}
+    given |= {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    for changes, message in (
+        ({"kv_indices": torch.zeros(99, dtype=torch.int32)}, "kv_indices must fit its buffer"),
+        ({"qo_indptr": torch.tensor([0, 2, 1], dtype=torch.int32)}, "qo_indptr must not decrease"),
+        ({"qo_indptr": torch.tensor([1, 2, 3], dtype=torch.int32)}, "qo_indptr must go from 0"),
+        ({"kv_len_arr": torch.tensor([9, 7], dtype=torch.int32)}, "kv_len_arr must be within 0.*request 1 has 7"),
+        ({"kv_len_arr": case.seq_lens[:1]}, "qo_indptr must have 2 elements"),
+        ({"page_size": 0}, "page_size must be >= 1"),
+        ({"kv_data_type": torch.float32}, "kv_data_type must have dtype"),
+        ({"use_sinks": 1}, "use_sinks must be True or False"),
+        ({"query_layout": "other"}, "query_layout must be one of"),
+    ):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+            wrapper.plan(**{**given, **changes})
+        assert not any(x.any() for x in buffers)
+    with pytest.raises(NotSupported, match="head_dim_ckv=256"):
+        wrapper.plan(**{**given, "head_dim_ckv": 256})
+    wrapper.plan(**given)
+    case.check(wrapper.run(*case.parts(), return_lse=True))
 
 
 def test_append() -> None:

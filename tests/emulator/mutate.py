@@ -49,6 +49,7 @@ from tests.support.batch_case import decode as batch_decode
 from tests.support.case import Case, call, check, make
 from tests.support.fp8_case import Fp8Case
 from tests.support.matrix import decode, prefill
+from tests.support.mla_case import MlaCase
 
 SCHEDULES = (Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2))
 MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those that these do not catch
@@ -68,7 +69,7 @@ class Problems:
     arch: str
     kernels: str
     sms: int
-    cases: tuple[Case | BatchCase | Fp8Case, ...]
+    cases: tuple[Case | BatchCase | Fp8Case | MlaCase, ...]
 
     def mutates(self, ptx: str) -> bool:
         """Whether it is a kernel of the backend, or the merge of partial results beside fa2's."""
@@ -119,6 +120,16 @@ PROBLEMS = {
         ),
     ),
     "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
+    # Latent attention, in both forms of its tiles: segments that are cut, whole and empty, rows of two groups.
+    "latent": Problems(
+        "sm_90a",
+        "mla",
+        2,
+        (
+            MlaCase(heads=3, q_lens=(1, 2, 1), kv_lens=(200, 5, 0), page_size=16),
+            MlaCase(heads=20, q_lens=(1,), kv_lens=(300,), page_size=16, narrow=True),
+        ),
+    ),
     # Of Blackwell's: the same, items without queries, query tiles that begin at different kv tiles, items of one kv
     # tile and of more than a ring has stages, and partial results.
     "tcgen05": Problems(
@@ -233,8 +244,14 @@ def symbol(ptx: str) -> str:
     return found[1]
 
 
-def solve(case: Case | BatchCase | Fp8Case) -> str:
+def solve(case: Case | BatchCase | Fp8Case | MlaCase) -> str:
     """What is wrong, or ""."""
+    if isinstance(case, MlaCase):
+        try:
+            case.check(case.trtllm(backend="emulator"))
+        except AssertionError as wrong:
+            return str(wrong) or "wrong"
+        return ""
     if isinstance(case, Case):
         out, lse = call(case, make(case), backend="emulator")
         return check(case, out, lse).detail
