@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import mla as dispatch
 from cute_attn.errors import ArgumentError
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options
 from cute_attn.request.caches import check_tables
 from cute_attn.request.mla import LATENT, MlaLengths, MlaOptions, Names, Parts, index_array, partials_in, split_rows
@@ -27,6 +29,7 @@ NAMES = Names("workspace_buffer", "seq_lens", "block_tables", "", "cum_seq_lens_
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
 
 
+@declare.operator("trtllm_batch_decode_mla", fakes.latent)
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -140,6 +143,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     >>> found.shape
     torch.Size([2, 1, 16, 512])
     """
+    if is_dynamo_compiling():
+        return trace.operator("trtllm_batch_decode_mla")(locals())
     refuse_other_keys(sparse_mla_top_k, sparse_mla_top_k_lens, uses_shared_paged_kv_idx)
     _refuse_context_parallelism(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)

@@ -82,6 +82,7 @@ def append_paged_kv_cache(
     append.run(request)
 
 
+@declare.operator("append_mla", fakes.nothing, mutates=("ckv_cache", "kpe_cache"), returns="()")
 def append_paged_mla_kv_cache(
     append_ckv: torch.Tensor,
     append_kpe: torch.Tensor,
@@ -108,6 +109,9 @@ def append_paged_mla_kv_cache(
     ------
     The errors of `append_paged_kv_cache`.
     """
+    if is_dynamo_compiling():
+        trace.operator("append_mla")(locals())
+        return
     pairs = (("append_ckv", append_ckv, "ckv_cache", ckv_cache), ("append_kpe", append_kpe, "kpe_cache", kpe_cache))
     rows, caches = zip(*(page_table.latent_rows(*pair) for pair in pairs), strict=True)
     if caches[0].shape[:2] != caches[1].shape[:2] or caches[0].device != caches[1].device:

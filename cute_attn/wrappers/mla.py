@@ -6,9 +6,11 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import mla as dispatch
 from cute_attn.errors import ArgumentError, NotPlannedError
+from cute_attn.ops import declare, fakes, handles, trace
 from cute_attn.problem import Scratch, short
 from cute_attn.request import batch_plan, checks, trtllm_options
 from cute_attn.request.mla import (
@@ -31,6 +33,7 @@ from cute_attn.request.mla import (
 )
 from cute_attn.request.settings import HALF
 from cute_attn.runtime import switches
+from cute_attn.wrappers.not_copied import NotCopied
 
 SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one implementation here stands for all
 ARRAYS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
@@ -77,7 +80,7 @@ class Planned(NamedTuple):
     use_sinks: bool
 
 
-class BatchMLAPagedAttentionWrapper:
+class BatchMLAPagedAttentionWrapper(NotCopied):
     """Latent attention of a batch over a paged latent cache, with absorbed queries; for decode and short prefills.
 
     `plan` keeps lengths and pages on the device; `run` computes. Formulas: `trtllm_batch_decode_with_kv_cache_mla`.
@@ -118,11 +121,22 @@ class BatchMLAPagedAttentionWrapper:
             checks.apart(named.items(), (("float_workspace_buffer", float_workspace_buffer),))
             self._buffers = named
         self._planned: Planned | None = None
+        self._handle = handles.new(self)
 
     @property
     def device(self) -> torch.device:
         """The workspace's device."""
         return self._float_workspace_buffer.device
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether plans copy their arrays to buffers of the caller."""
+        return self._use_cuda_graph
+
+    @property
+    def _o_dtype(self) -> torch.dtype | None:
+        """The dtype of outputs of the latest plan, for traced runs."""
+        return None if self._planned is None else self._planned.dtypes[0]
 
     # ---- plan
 
@@ -246,6 +260,7 @@ class BatchMLAPagedAttentionWrapper:
 
     # ---- run
 
+    @declare.operator("mla_run", fakes.latent_run, is_method=True)
     def run(
         self,
         q_nope: torch.Tensor | None = None,
@@ -297,6 +312,8 @@ class BatchMLAPagedAttentionWrapper:
         ------
         NotPlannedError (a RuntimeError: no plan yet), ArgumentError, ArgumentTypeError, NotSupported.
         """
+        if is_dynamo_compiling():
+            return trace.operator("mla_run")(locals())
         plan = self._in_force()
         trtllm_options.refuse_given(NO_PROFILER, profiler_buffer=profiler_buffer)
         trtllm_options.refuse_given("the plan has lengths and pages", kv_len=kv_len, page_table=page_table)
