@@ -323,6 +323,13 @@ def drains(ptx: str, mutant: Mutant) -> bool:
     return "cta_group::2" in ptx and last - first >= 3
 
 
+def behind_the_tiles(ptx: str, mutant: Mutant) -> bool:
+    """Whether it is the last wait for copies of a kernel, or the barrier behind it."""
+    wait = sites(ptx, r"cp\.async\.wait_group")[-1]
+    barrier = next(found for found in sites(ptx, r"bar\.sync") if found.start() > wait.end())
+    return mutant.line in [ptx[: found.start()].count("\n") + 1 for found in (wait, barrier)]
+
+
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
 
 
@@ -358,6 +365,18 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
             "at the end all groups are empty: the last steps of a segment start no copies",
         )
         for mutation in ("wait for copies removed", "wait for copies one group late")
+    ),
+    (
+        "wait for copies one group late",
+        lambda ptx, mutant: mutant.kernel.startswith("cute_attn_mla") and behind_the_tiles(ptx, mutant),
+        "queries, for which it waits where there is no tile, are in the oldest group: of three stages the second one",
+    ),
+    (
+        "barrier removed",
+        lambda ptx, mutant: (
+            mutant.kernel.startswith("cute_attn_mla") and "e4m3x2" in ptx and behind_the_tiles(ptx, mutant)
+        ),
+        "outputs of 32 rows end before the tile in 16 bits, which slower warps still read",
     ),
     (
         "fence removed",
