@@ -1,8 +1,8 @@
 """Attention kernels in CuTe DSL for NVIDIA GPUs, with FlashInfer's attention API.
 
-Everything that users call is here; `cute_attn.prefill`, `.decode`, `.attention`, `.cascade`, `.sparse`, `.page`,
-`.quantization` and `.utils` hold it under the names of FlashInfer's modules. CPU tensors run the same calls on a torch
-reference.
+Everything that users call is here; `cute_attn.prefill`, `.decode`, `.mla`, `.attention`, `.cascade`, `.sparse`,
+`.page`, `.concat_ops`, `.quantization` and `.utils` hold it under the names of FlashInfer's modules. CPU tensors run
+the same calls on a torch reference.
 
 The first use of a name loads the library: engines import every plug-in that is installed, whether they use it or not.
 """
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_MODULES = ("attention", "cascade", "decode", "page", "prefill", "quantization", "sparse", "utils", "xqa")
+_MODULES = (
+    *("attention", "cascade", "concat_ops", "decode", "flash_mla", "mla", "page", "prefill", "quantization", "sparse"),
+    *("utils", "xqa"),
+)
 
 
 def __getattr__(name: str) -> Any:

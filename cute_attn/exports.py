@@ -13,6 +13,7 @@ from cute_attn.cascade import (
     merge_state_in_place,
     merge_states,
 )
+from cute_attn.concat_ops import concat_mla_k
 from cute_attn.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -31,8 +32,10 @@ from cute_attn.errors import (
     RuntimeArgumentError,
     WorkspaceError,
 )
+from cute_attn.mla import BatchMLAPagedAttentionWrapper, trtllm_batch_decode_with_kv_cache_mla
 from cute_attn.page import (
     append_paged_kv_cache,
+    append_paged_mla_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
     nvfp4_quantize_append_paged_kv_cache,
@@ -78,6 +81,7 @@ __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithCausalBidirectionalRangesWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
@@ -95,6 +99,8 @@ __all__ = [
     "VariableBlockSparseAttentionWrapper",
     "WorkspaceError",
     "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "concat_mla_k",
     "convert_bsr_mask_layout",
     "explain",
     "fast_decode_plan",
@@ -120,6 +126,7 @@ __all__ = [
     "single_prefill_with_kv_cache_return_lse",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "trtllm_fmha_v2_prefill",
     "trtllm_ragged_attention_deepseek",
     "xqa_batch_decode_with_kv_cache",

@@ -21,6 +21,7 @@ from cute_attn.runtime import switches
 
 __all__ = [
     "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
     "get_batch_indices_positions",
     "get_seq_lens",
     "nvfp4_quantize_append_paged_kv_cache",
@@ -79,6 +80,55 @@ def append_paged_kv_cache(
     request = Append((append_key, append_value), (k_cache, v_cache), table)
     _keep_apart(request.rows, request.caches, table)
     append.run(request)
+
+
+@declare.operator("append_mla", fakes.nothing, mutates=("ckv_cache", "kpe_cache"), returns="()")
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor | None,
+    kpe_cache: torch.Tensor | None,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:
+    """Write latent rows and their rotated columns to their slots in a paged latent cache.
+
+    Rows go where those of `append_paged_kv_cache` go.
+
+    Parameters
+    ----------
+    append_ckv, append_kpe : `[nnz, latent_dim]` and `[nnz, rope_dim]`, any strides, in the caches' dtypes.
+    ckv_cache, kpe_cache : `[num_pages, page_size, latent_dim]` and `[num_pages, page_size, rope_dim]`: tensors of their
+        own, or columns of one. Unit stride on the last axis, no two slots in the same memory. Written.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : as for `append_paged_kv_cache`.
+
+    Raises
+    ------
+    The errors of `append_paged_kv_cache`.
+    """
+    if is_dynamo_compiling():
+        trace.operator("append_mla")(locals())
+        return
+    pairs = (("append_ckv", append_ckv, "ckv_cache", ckv_cache), ("append_kpe", append_kpe, "kpe_cache", kpe_cache))
+    rows, caches = zip(*(page_table.latent_rows(*pair) for pair in pairs), strict=True)
+    if caches[0].shape[:2] != caches[1].shape[:2] or caches[0].device != caches[1].device:
+        raise ArgumentError(
+            "ckv_cache and kpe_cache must have the same pages and page size, on one device, "
+            f"got {checks.describe(ckv_cache)} and {checks.describe(kpe_cache)}"
+        )
+    if rows[0].shape[0] != rows[1].shape[0]:
+        raise ArgumentError(
+            f"append_kpe must have as many rows as append_ckv, {rows[0].shape[0]}, got {checks.describe(append_kpe)}"
+        )
+    table = page_table.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    table.check(rows[0].shape[0], caches[0])
+    named = zip(("ckv_cache", "kpe_cache"), caches, strict=True)
+    read = zip(("append_ckv", "append_kpe", *table._fields), (*rows, *table), strict=True)
+    checks.apart(named, read)
+    append.run(Append(rows, caches, table))
 
 
 def get_batch_indices_positions(

@@ -13,7 +13,10 @@ SOURCES = read_package(PACKAGE)
 FAMILIES = sorted(path.parent.name for path in (PACKAGE / "kernels").glob("*/spec.py"))
 
 # The root: modules under FlashInfer's names, and the types that all stages share.
-PUBLIC_MODULES = ("prefill", "decode", "attention", "cascade", "sparse", "page", "quantization", "utils")
+PUBLIC_MODULES = (
+    *("prefill", "decode", "mla", "attention", "cascade", "sparse", "page", "concat_ops", "quantization", "utils"),
+    "flash_mla",
+)
 SHARED_MODULES = ("problem", "errors")
 
 # Files of plain data, which need no DSL: of a kernel family, and of the blocks that families share.
@@ -79,6 +82,13 @@ for _family in FAMILIES:
         f"{_own}.kernel": {*_data, "kernels.blocks", f"{_own}.parts"},
         f"{_own}.host": {*_data, "kernels.host", "request", "emulator", *TYPES},
     }
+
+# Latent attention is decode with a kernel of its own: partition, merge and grids are those of XQA.
+for _kind in ("spec", "parts", "kernel", "host"):
+    ALLOWED[f"kernels.mla.{_kind}"] |= {"kernels.xqa.spec"}
+ALLOWED["kernels.mla.parts"] |= {"kernels.xqa.parts"}
+ALLOWED["kernels.mla.kernel"] |= {"kernels.xqa.parts"}
+ALLOWED["kernels.mla.host"] |= {"kernels.xqa.host"}
 
 
 def folder(module: str) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -214,20 +214,31 @@ def _placed(problem: Placed) -> Placed:
 @contextlib.contextmanager
 def _visible(problem: Request | BatchProblem, run: object) -> Iterator[None]:
     """Makes visible to emulated kernels: the tensors of a problem, the shared counters, and of `run` its `records`,
-    which launches may only read, and its `counters`. Raises a LaunchFault if counters are not zero afterwards.
-    Launches of other threads wait.
+    which launches may only read, and its `counters`.
     """
     inputs, outputs = _roles(problem)
     inputs |= _tensors("records", getattr(run, "records", None))
-    shared = (counters.of_device(CPU, kind).memory for kind in (counters.TILE_COUNTERS, counters.SEMAPHORES))
-    memory = [*shared, *_tensors("", getattr(run, "counters", None)).values()]
+    memory = [*_tensors("", getattr(run, "counters", None)).values()]
     if isinstance(problem, DecodeProblem):
-        in_scratch, outputs["partials"] = _scratch(problem.scratch)
+        in_scratch, outputs["partials"] = scratch_memory(problem.scratch)
         memory.append(in_scratch)
-    counted = {f"counters {i}": counter for i, counter in enumerate(memory)}
+    with shown(inputs, outputs, memory):
+        yield
+
+
+@contextlib.contextmanager
+def shown(
+    inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor], counted: Sequence[torch.Tensor] = ()
+) -> Iterator[None]:
+    """Makes tensors visible to emulated kernels, and the shared counters beside those in `counted`. Raises a
+    LaunchFault if counters are not zero afterwards. Launches of other threads wait.
+    """
+    shared = (counters.of_device(CPU, kind).memory for kind in (counters.TILE_COUNTERS, counters.SEMAPHORES))
+    memory = [*shared, *counted]
+    by_name = {f"counters {i}": counter for i, counter in enumerate(memory)}
     with _emulating:
         try:
-            with adapter.visible({**inputs, **counted}, {**outputs, **counted}):
+            with adapter.visible({**inputs, **by_name}, {**outputs, **by_name}):
                 yield
             for counter in memory:
                 if counter.any():
@@ -250,7 +261,7 @@ def _roles(problem: Request | BatchProblem) -> tuple[dict[str, torch.Tensor], di
     return inputs, outputs
 
 
-def _scratch(scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
+def scratch_memory(scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the memory of counters and of partial results of a decode call."""
     return (
         _bytes_at(scratch.counter_buffer, scratch.counters, scratch.counter_bytes),

@@ -58,6 +58,19 @@ def trtllm(arguments: Arguments) -> Pair:
     return _attention(arguments, query, query.shape[-1], dtype or query.dtype)
 
 
+def latent(arguments: Arguments) -> Pair:
+    """Of `trtllm_batch_decode_with_kv_cache_mla`: out has query's axes, lse one axis for all tokens."""
+    query = arguments["query"]
+    out, lse = _attention(arguments, query, arguments["kv_lora_rank"], query.dtype)
+    return out, lse.flatten(0, -2) if lse.dim() > 2 else lse
+
+
+def latent_run(arguments: Arguments) -> Pair:
+    """Of runs of latent attention, whose queries come in two parts."""
+    q_nope = arguments["q_nope"]
+    return _attention(arguments, q_nope, q_nope.shape[-1], arguments["o_dtype"])
+
+
 def nothing(arguments: Arguments) -> None:
     """Of functions that only write."""
 

@@ -134,6 +134,23 @@ def check_rows(name: str, rows: Any, cache: torch.Tensor, head_dim: int, cache_n
         raise ArgumentError(f"{name} must be on {cache_name}'s device {cache.device}, got {checks.describe(rows)}")
 
 
+def latent_rows(name: str, rows: Any, cache_name: str, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check rows [nnz, n] to be written to a cache [num_pages, page_size, n]; return both with an axis of one head."""
+    cache = checks.tensor(cache_name, cache)
+    if cache.dim() != 3 or cache.shape[1] == 0:
+        raise ArgumentError(f"{cache_name} must have shape [num_pages, page_size, n], got {checks.describe(cache)}")
+    checks.dense(cache_name, cache)
+    checks.check_grad(cache_name, cache)
+    rows = checks.tensor(name, rows)
+    if rows.dim() != 2 or rows.shape[1] != cache.shape[2]:
+        raise ArgumentError(f"{name} must have shape [nnz, {cache.shape[2]}], got {checks.describe(rows)}")
+    checks.dtype(name, rows.dtype, (cache.dtype,))
+    checks.check_grad(name, rows)
+    if rows.device != cache.device:
+        raise ArgumentError(f"{name} must be on {cache_name}'s device {cache.device}, got {checks.describe(rows)}")
+    return rows[:, None], cache[:, :, None]
+
+
 def check_same_rows(append_key: torch.Tensor, append_value: torch.Tensor) -> None:
     """Check that there are as many rows of values as of keys."""
     if append_value.shape[0] != append_key.shape[0]:

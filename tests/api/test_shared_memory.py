@@ -24,7 +24,7 @@ ALIGNMENT = 16
 # What messages call a tensor where the caller's name is another.
 OTHER_NAMES = {
     "the cache": "[kv]|the cache",
-    "kv_cache": "[kv] of kv_cache",
+    "kv_cache": "([kv] of )?kv_cache",
     "query": "q|query",
     "workspace_buffer": "workspace_buffer|the workspace",
     "k of kv_cache": "k( of kv_cache)?",
@@ -138,6 +138,12 @@ UNREAD = {  # refused, or not used, or read before anything is written
         "multi_ctas_kv_counter_buffer",
         "request_order",
     },
+    "trtllm_batch_decode_with_kv_cache_mla": {
+        "causal_seqlens_kv_global",
+        "multi_ctas_kv_counter_buffer",
+        "sparse_mla_top_k_lens",
+    },
+    "BatchMLAPagedAttentionWrapper.run": {"ckv_scale_arr", "kv_len", "page_table", "profiler_buffer"},
     "trtllm_ragged_attention_deepseek": {"q_seq_lens_cpu", "kv_seq_lens_cpu", "sage_attn_sfs"},
 }
 

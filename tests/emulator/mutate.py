@@ -4,7 +4,7 @@
 
 A mutant removes or alters one barrier, wait, fence, arrival or count in the PTX. It is caught if a check raises or the
 result is wrong, on any of the schedules. Survivors are listed with the reason why they are equivalent, where one is
-known (`EQUIVALENT`; these are tried on the eager schedule alone), or as missed.
+known (`equivalents.py`; these are tried on the eager schedule alone), or as missed.
 
 Mutants are tried in an order drawn from a fixed seed, those of all problems by turns, and `--out` is written as they
 are: what a run has tried when it is stopped is a sample. With `--fates`, the next run begins with those mutants of the
@@ -29,18 +29,12 @@ from typing import Any
 from unittest import mock
 
 from cute_attn.emulator import EmulatorError, Schedule, using
+from tests.emulator.equivalents import excuse
 from tests.emulator.mutations import (
-    ACCUMULATES,
     MUTATIONS,
-    P_FULL,
-    Q_FULL,
-    WAIT,
     Mutant,
     applied,
-    arrives_at,
     mutants,
-    sites,
-    waits_for_copied_queries,
 )
 from tests.emulator.patched import sharing
 from tests.support import batch_case, fp8_case
@@ -49,6 +43,7 @@ from tests.support.batch_case import decode as batch_decode
 from tests.support.case import Case, call, check, make
 from tests.support.fp8_case import Fp8Case
 from tests.support.matrix import decode, prefill
+from tests.support.mla_case import MlaCase
 
 SCHEDULES = (Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2))
 MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those that these do not catch
@@ -68,7 +63,7 @@ class Problems:
     arch: str
     kernels: str
     sms: int
-    cases: tuple[Case | BatchCase | Fp8Case, ...]
+    cases: tuple[Case | BatchCase | Fp8Case | MlaCase, ...]
 
     def mutates(self, ptx: str) -> bool:
         """Whether it is a kernel of the backend, or the merge of partial results beside fa2's."""
@@ -119,6 +114,16 @@ PROBLEMS = {
         ),
     ),
     "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
+    # Latent attention, in both forms of its tiles: segments that are cut, whole and empty, rows of two groups.
+    "latent": Problems(
+        "sm_90a",
+        "mla",
+        2,
+        (
+            MlaCase(heads=3, q_lens=(1, 2, 1, 1), kv_lens=(0, 70, 400, 5), page_size=16),
+            MlaCase(heads=20, q_lens=(1, 1, 1), kv_lens=(0, 300, 100), page_size=16, narrow=True),
+        ),
+    ),
     # Of Blackwell's: the same, items without queries, query tiles that begin at different kv tiles, items of one kv
     # tile and of more than a ring has stages, and partial results.
     "tcgen05": Problems(
@@ -233,8 +238,14 @@ def symbol(ptx: str) -> str:
     return found[1]
 
 
-def solve(case: Case | BatchCase | Fp8Case) -> str:
+def solve(case: Case | BatchCase | Fp8Case | MlaCase) -> str:
     """What is wrong, or ""."""
+    if isinstance(case, MlaCase):
+        try:
+            case.check(case.trtllm(backend="emulator"))
+        except AssertionError as wrong:
+            return str(wrong) or "wrong"
+        return ""
     if isinstance(case, Case):
         out, lse = call(case, make(case), backend="emulator")
         return check(case, out, lse).detail
@@ -269,157 +280,6 @@ def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, 
                     return type(err).__name__
             if wrong:
                 return "wrong result"
-    return ""
-
-
-def clears(ptx: str) -> int:
-    """Index of the wait before the loop that clears rows of V in a Blackwell kernel, of all mbarrier waits; or -1."""
-    zeros = r"st\.shared(?:::cluster)?\.v4\.b32 \[[^\]]+\], \{(%\w+), \1, \1, \1\};"
-    found = re.search(zeros + r"(?:(?!mbarrier)[\s\S])*?fence\.proxy\.async", ptx)
-    return -1 if found is None else len(sites(ptx[: found.start()], WAIT)) - 1
-
-
-def waited_again(ptx: str, mutant: Mutant) -> bool:
-    """Whether the warp waits for its stores to tensor memory once more before it arrives anywhere."""
-    waits = sites(ptx, r"tcgen05\.wait::st")[mutant.site :]
-    between = ptx[waits[0].end() : waits[1].start()] if len(waits) > 1 else "mbarrier.arrive"
-    return "mbarrier.arrive" not in between and "griddepcontrol.wait" not in between
-
-
-def keeps_always(ptx: str, mutant: Mutant) -> bool:
-    """Whether the flag of a product that may begin a sum is the constant 1."""
-    at = sites(ptx, ACCUMULATES)[mutant.site]
-    flags = re.findall(r"setp\.ne\.s32 keep, (%\w+), 0;", ptx[: at.start()])
-    return at.group().endswith("keep;") and re.search(rf"mov\.b32\s+{flags[-1]}, 1;", ptx) is not None
-
-
-def drains(ptx: str, mutant: Mutant) -> bool:
-    """Whether a CTA of a pair waits, at its end, for a slot to become free: of all waits that follow on each other at
-    once, those for slots of K and V are the only four or more.
-    """
-    waits = sites(ptx, WAIT)
-    others = re.compile(r"mbarrier|cp\.async|tcgen05|\bld\.|\$L_|@%p")
-    gaps = itertools.pairwise(waits)
-    ends = [i for i, (one, following) in enumerate(gaps) if others.search(ptx, one.end(), following.start())]
-    first = max((i + 1 for i in ends if i < mutant.site), default=0)
-    last = next((i for i in ends if i >= mutant.site), len(waits) - 1)
-    return "cta_group::2" in ptx and last - first >= 3
-
-
-GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
-
-
-def brought_with_v(ptx: str, mutant: Mutant) -> bool:
-    """Whether a Blackwell kernel that gathers waits for K between the products of the V before it."""
-    waits = sites(ptx, WAIT)[max(mutant.site - 1, 0) : mutant.site + 1]
-    between = ptx[waits[0].end() : waits[-1].start()]
-    gathers = mutant.kernel.startswith("cute_attn_fa4") and GATHERS in ptx
-    return gathers and ", keep;" in between and "tcgen05.commit" not in between
-
-
-# Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
-EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
-    (
-        "commit of copies removed",
-        lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa2") and mutant.site == 0,
-        "the copies of q join the group of the first kv tile, which is waited for before either is read",
-    ),
-    (
-        "wait for copies one group late",
-        lambda ptx, mutant: (
-            mutant.kernel.startswith("cute_attn_fa2") and mutant.site == len(sites(ptx, r"cp\.async\.wait_group")) - 1
-        ),
-        "the newest group at the end is empty: the last step starts no copies, and with no step only q is on its way",
-    ),
-    *(
-        (
-            mutation,
-            lambda ptx, mutant: (
-                mutant.kernel.startswith("cute_attn_xqa")
-                and mutant.site == len(sites(ptx, r"cp\.async\.wait_group|cp\.async\.wait_all")) - 1
-            ),
-            "at the end all groups are empty: the last steps of a segment start no copies",
-        )
-        for mutation in ("wait for copies removed", "wait for copies one group late")
-    ),
-    (
-        "fence removed",
-        lambda ptx, mutant: "fence.mbarrier_init" in ptx and mutant.site < 2,
-        "the fence beside it is enough: either makes new mbarriers visible to TMA and to commits",
-    ),
-    (
-        "wgmma fence removed",
-        lambda ptx, mutant: True,
-        "no register of its product was written since the fence before: the emulator reports those that were",
-    ),
-    (
-        "mbarrier wait removed",
-        lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa3") and GATHERS in ptx and mutant.site in (7, 11, 13),
-        "of gathered tiles the threads that bring a V bring the next K with it, for which was waited already; who "
-        "passes over a tile waits for its V",
-    ),
-    (
-        "mbarrier wait removed",
-        lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa4") and clears(ptx) - mutant.site in (1, 2),
-        "Q of a work item is loaded after the products of the item before that read Q; these waited for its cleared "
-        "rows and for all V but the last, so with two stages or more neither can be behind",
-    ),
-    (
-        "mbarrier wait removed",
-        brought_with_v,
-        "the threads that bring a V bring the next K with it, and arrive for both behind the copies of both",
-    ),
-    (
-        "mbarrier wait removed",
-        drains,
-        "commits of one thread arrive in order: of one query tile, O's is the last, and both epilogues wait for it",
-    ),
-    (
-        "first product accumulates",
-        keeps_always,
-        "it does already: of the steps in which both query tiles have an output",
-    ),
-    (
-        "wait for tensor memory stores removed",
-        waited_again,
-        "rescaled outputs: the wait for P, which the warp stores next, covers them",
-    ),
-    (
-        "tensor memory fence removed",
-        lambda ptx, mutant: (
-            (at := sites(ptx, r"tcgen05\.fence")[mutant.site].start()) < ptx.find("griddepcontrol.wait")
-            and "tcgen05.st" not in ptx[:at]
-        ),
-        "no asynchronous operation in tensor memory precedes: the allocation is complete when the warp goes on",
-    ),
-    (
-        "tensor memory fence removed",
-        lambda ptx, mutant: sites(ptx, r"tcgen05\.fence")[mutant.site].start() > ptx.rfind("mbarrier."),
-        "at the end no operation is outstanding: fences and waits of the last hand-overs have ordered all before the "
-        "deallocation, which is not asynchronous",
-    ),
-    (
-        "mbarrier wait removed",
-        waits_for_copied_queries,
-        "the threads that copy Q copy the first K behind it, and copies arrive when all earlier ones of the thread are "
-        "complete: who waits for that K has Q",
-    ),
-    *(
-        (
-            "fence removed",
-            arrives_at(ring, "fence.proxy.async", r"fence\."),
-            "the MMA warp fences between its waits for Q or P and for K or V, and the product, as it must for copies: "
-            "a proxy fence on the path between write and read is enough",
-        )
-        for ring in (P_FULL, Q_FULL)
-    ),
-)
-
-
-def excuse(ptx: str, mutant: Mutant) -> str:
-    for mutation, applies, why in EQUIVALENT:
-        if mutation == mutant.mutation and applies(ptx, mutant):
-            return why
     return ""
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from cute_attn.emulator.program import Program, program
 from cute_attn.emulator.ptx import parse
-from tests.emulator.mutate import PROBLEMS, SCHEDULES, caught, excuse, kernels, report, symbol
+from tests.emulator.equivalents import excuse
+from tests.emulator.mutate import PROBLEMS, SCHEDULES, caught, kernels, report, symbol
 from tests.emulator.mutations import applied, mutants
 from tests.emulator.patched import like
 

@@ -449,6 +449,35 @@ BATCHES_WITHOUT_PLAN = {
     "xqa, low level, ragged": low_level_entry(ROWS, ("q_cu_seq_lens", ints(*QO_INDPTR)), q_seq_len=5),
 }
 
+# ---- latent attention
+
+LATENT = {"query": randn(2, 1, HEADS, 576), "kv_cache": randn(PAGES, PAGE, 576)} | TABLES | BMM_SCALES | SINKS
+LATENT |= {"out": zeros(2, 1, HEADS, 512, dtype=BF16), "workspace_buffer": zeros(WORKSPACE_BYTES), **lse_of(2)}
+LATENT_DIMS = {"qk_nope_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_seq_len": 16}
+RAGGED_LATENT = LATENT | {"query": randn(ROWS, HEADS, 576), "out": zeros(ROWS, HEADS, 512, dtype=BF16), **lse_of(ROWS)}
+RAGGED_LATENT |= {"cum_seq_lens_q": ints(*QO_INDPTR)}
+LATENT_FUNCTION = cute_attn.trtllm_batch_decode_with_kv_cache_mla
+LATENT_PARTS = {"q_nope": randn(2, HEADS, 512), "q_pe": randn(2, HEADS, 64), "ckv_cache": randn(PAGES, PAGE, 512)}
+LATENT_PARTS |= {"kpe_cache": randn(PAGES, PAGE, 64), "out": zeros(2, HEADS, 512, dtype=BF16), **lse_of(2), **SINKS}
+LATENT_PARTS |= {"float_workspace_buffer": zeros(WORKSPACE_BYTES), **BMM_SCALES}
+LATENT_PARTS |= {"kv_indices": INDICES["kv_indices"], "kv_len_arr": ints(*KV_LENS)}
+LATENT_KEPT = ("float_workspace_buffer", "kv_indices", "kv_len_arr")
+
+
+def begin_latent(given: Tensors, backend: str) -> Call:
+    """Plan a batch of latent attention, and return its runs."""
+    made = cute_attn.BatchMLAPagedAttentionWrapper(given["float_workspace_buffer"], backend=backend)
+    arrays = ints(0, 1, 2), ints(*PAGE_INDPTR), given["kv_indices"], given["kv_len_arr"]
+    made.plan(*arrays, HEADS, 512, 64, PAGE, False, 1.0, BF16, BF16, use_sinks=True)
+    return lambda given: made.run(**{name: x for name, x in given.items() if name not in LATENT_KEPT})
+
+
+LATENT_ENTRIES = {
+    "latent": Entry(LATENT, direct(LATENT_FUNCTION, **LATENT_DIMS), WITH_LSE),
+    "latent, ragged": Entry(RAGGED_LATENT, direct(LATENT_FUNCTION, **LATENT_DIMS, max_q_len=5), WITH_LSE),
+    "latent, planned": Entry(LATENT_PARTS, begin_latent, planned=LATENT_KEPT),
+}
+
 # ---- caches and states
 
 PAIR = ("paged_kv_cache", ("paged_kv_cache[0]", "paged_kv_cache[1]"))
@@ -486,8 +515,20 @@ OTHERS = {
         *DEQUANTISED,
         kv_layout="NHD",
     ),
+    "append latent rows": other(
+        cute_attn.append_paged_mla_kv_cache,
+        {"append_ckv": randn(3, 512), "append_kpe": randn(3, 64), "ckv_cache": zeros(PAGES, PAGE, 512, dtype=BF16)}
+        | {"kpe_cache": zeros(PAGES, PAGE, 64, dtype=BF16)}
+        | TABLE,
+        *("ckv_cache", "kpe_cache"),
+    ),
+    "concat": other(
+        cute_attn.concat_mla_k,
+        {"k": zeros(3, HEADS, 192, dtype=BF16), "k_nope": randn(3, HEADS, 128), "k_rope": randn(3, 1, 64)},
+        "k",
+    ),
     "positions": other(cute_attn.get_batch_indices_positions, POSITIONS, "batch_indices", "positions", nnz=3),
     "merge": other(cute_attn.merge_state_in_place, STATES, "v", "s"),
 }
 
-ENTRIES = SINGLE | BATCHES | BATCHES_WITHOUT_PLAN | OTHERS
+ENTRIES = SINGLE | BATCHES | BATCHES_WITHOUT_PLAN | LATENT_ENTRIES | OTHERS

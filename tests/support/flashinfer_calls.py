@@ -10,6 +10,7 @@ import torch
 import cute_attn
 from cute_attn import attention, cascade, decode, prefill, sparse
 from tests.support.engine_case import Batch, Tokens, workspace
+from tests.support.mla_case import MlaCase
 
 FP16, DIM = torch.float16, 64
 NAN = float("nan")
@@ -39,6 +40,7 @@ class Calls:
     def __init__(self, device: str) -> None:
         self.device = device
         self.one, self.many = tokens((1, 9), (1, 6), device=device), tokens((5, 9), (3, 6), device=device)
+        self.latent = MlaCase(q_lens=(2, 2), dtype=FP16, device=device)
         generator = torch.Generator().manual_seed(0)
         self.prefix = torch.randn(2, 7, 2, DIM, generator=generator).to(FP16).to(device)
 
@@ -135,6 +137,20 @@ class Calls:
     def xqa_decode(self, _: str, changes: Changes) -> Results:
         return self._without_plan(decode.xqa_batch_decode_with_kv_cache, "NHD", changes)
 
+    def mla_decode(self, _: str, changes: Changes) -> Results:
+        return as_tuple(self.latent.trtllm(**{"sinks": None, "return_lse": False, **changes}))
+
+    def mla(self, method: str, changes: Changes) -> Results:
+        wrapper = cute_attn.BatchMLAPagedAttentionWrapper(self.scratch(), **of(method, "__init__", changes))
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+        latent = self.latent
+        arrays = zip(names, (latent.qo_indptr, latent.kv_indptr, latent.indices, latent.seq_lens), strict=True)
+        dims = {"num_heads": 4, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": 2}
+        options = {"causal": False, "sm_scale": 0.1, "q_data_type": FP16, "kv_data_type": FP16}
+        wrapper.plan(**{**dict(arrays), **dims, **options, **of(method, "plan", changes)})
+        operands = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), latent.parts(), strict=True))
+        return as_tuple(wrapper.run(**{**operands, "return_lse": True, **of(method, "run", changes)}))
+
     def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.many.qo_indptr.to(self.device), self.many.token_indptr.to(self.device)
 
@@ -185,4 +201,6 @@ class Calls:
             "trtllm_fmha_v2_prefill": self.fmha,
             "trtllm_ragged_attention_deepseek": self.ragged_trtllm,
             "xqa": self.xqa,
+            "trtllm_batch_decode_with_kv_cache_mla": self.mla_decode,
+            "BatchMLAPagedAttentionWrapper": self.mla,
         }

@@ -25,11 +25,13 @@ from unittest import mock
 import torch
 
 from cute_attn.dispatch import append as dispatch_append
+from cute_attn.dispatch import mla as dispatch_mla
 from cute_attn.kernels.append.host import launch as append_launch
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.mla.host import launch as mla_launch
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
-from cute_attn.wrappers import planned_prefill
+from cute_attn.wrappers import mla, planned_prefill
 from cute_attn.xqa import run
 from perf.pretended_gpu import NullDriver, pretended_gpu
 
@@ -134,6 +136,8 @@ def pretended(driver: NullDriver) -> Iterator[None]:
         mock.patch.object(launch, "_function", lambda artifact, index: artifact),
         mock.patch.object(run, "looks_at_values", return_value=False),
         mock.patch.object(dispatch_append, "run", lambda rows: append_launch.run(rows, gpu)),
+        mock.patch.object(dispatch_mla, "run", lambda problem, backend: mla_launch.run(problem, gpu)),
+        mock.patch.object(mla, "looks_at_values", return_value=False),
         mock.patch.object(planned_prefill, "_places", OrderedDict()),
     ):
         run.forget()

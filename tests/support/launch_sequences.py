@@ -242,6 +242,31 @@ sequence("trtllm decode, bf16")(
 )
 
 
+@sequence("latent attention")
+def latent(rec: Recorder) -> None:
+    """Both forms, over 16 and 8 bits: heads of every tile, workspaces that are too small, scales in tensors."""
+    for i, (heads, q_len, dtype) in enumerate(((16, 1, torch.bfloat16), (32, 1, E4M3), (128, 2, torch.bfloat16))):
+        workspace = rec.named(f"workspace{i}", torch.zeros(WORKSPACE_BYTES << i, dtype=torch.uint8))
+        q = rec.randn(f"q{i}", 3, q_len, heads, 576)
+        cache = rec.randn(f"cache{i}", 40, PAGE, 576, dtype=dtype)
+        tables = rec.named(f"tables{i}", torch.randint(40, (3, 8), dtype=torch.int32))
+        lengths = rec.named(f"lengths{i}", torch.randint(1, 100, (3,), dtype=torch.int32))
+        given = (q, cache, workspace, 128, 512, 64, tables, lengths, 8 * PAGE)
+        call = partial(rec.call, bmm1_scale=0.125)
+        call(f"plain {i}", cute_attn.trtllm_batch_decode_with_kv_cache_mla, *given)
+        scale = rec.randn(f"scale{i}", 1, dtype=torch.float32)
+        rec.call(f"scale {i}", cute_attn.trtllm_batch_decode_with_kv_cache_mla, *given, bmm1_scale=scale)
+        sinks = rec.randn(f"sinks{i}", heads, dtype=torch.float32)
+        call(f"lse, sinks {i}", cute_attn.trtllm_batch_decode_with_kv_cache_mla, *given, sinks=sinks, return_lse=True)
+        small = rec.named(f"small workspace{i}", torch.zeros(1 << 10, dtype=torch.uint8))
+        made = cute_attn.BatchMLAPagedAttentionWrapper(small)
+        arrays = {"kv_indptr": ints(0, 8, 16, 24), "kv_indices": tables.flatten()}
+        bounds = ints(0, q_len, 2 * q_len, 3 * q_len)
+        where = bounds, *(rec.named(f"{name}{i}", x.clone()) for name, x in arrays.items()), lengths
+        rec.call(f"plan {i}", made.plan, *where, heads, 512, 64, PAGE, False, 0.1, q.dtype, dtype)
+        rec.call(f"run {i}", made.run, query=q.flatten(0, 1), kv_cache=cache, kpe_scale=0.5, return_lse=True)
+
+
 @sequence("rows appended to a cache")
 def append(rec: Recorder) -> None:
     for i, rows in enumerate((5, 5, 9)):

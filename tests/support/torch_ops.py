@@ -265,6 +265,34 @@ def trtllm_batch_decode(device: str) -> Call:
     return Call(function, (*tensors, *tables(device), scale, random(device, HEADS, dtype=torch.float32)))
 
 
+@case
+def trtllm_batch_decode_mla(device: str) -> Call:
+    def function(q: Any, cache: Any, scratch: Any, tables: Any, lens: Any, scale: Any, sinks: Any) -> Any:
+        dims = 128, 512, 64
+        return cute_attn.trtllm_batch_decode_with_kv_cache_mla(
+            *(q, cache, scratch, *dims, tables, lens, 32), bmm1_scale=scale, sinks=[sinks], return_lse=True
+        )
+
+    tensors = random(device, len(KV_LENS), 1, HEADS, 576), random(device, 40, PAGE, 576), workspace(device)
+    scale = torch.tensor(192**-0.5, device=device)
+    return Call(function, (*tensors, *tables(device), scale, random(device, HEADS, dtype=torch.float32)))
+
+
+@case
+def mla_run(device: str) -> Call:
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(workspace(device))
+    indptr, indices, _ = page_arguments(device)
+    lengths = torch.tensor(KV_LENS, dtype=torch.int32)
+    wrapper.plan(starts(QO_LENS), indptr, indices, lengths, HEADS, 512, 64, PAGE, True, 0.1, BF16, BF16)
+
+    def function(nope: Any, rope: Any, ckv: Any, kpe: Any, scale: Any) -> Any:
+        return wrapper.run(nope, rope, ckv, kpe, return_lse=True, bmm2_scale=scale, kpe_scale=2.0)
+
+    queries = (random(device, sum(QO_LENS), HEADS, width) for width in (512, 64))
+    caches = (random(device, len(pages(device)), PAGE, width) for width in (512, 64))
+    return Call(function, (*queries, *caches, torch.tensor(0.5, device=device)))
+
+
 # ---- writes to caches, quantisation
 
 
@@ -298,6 +326,17 @@ def append(device: str) -> Call:
         return cache.sum()
 
     return Call(function, (*appended(device), pages(device), *on(device)))
+
+
+@case
+def append_mla(device: str) -> Call:
+    def function(ckv: Any, kpe: Any, batch: Any, positions: Any, cache: Any, *pages: Any) -> Any:
+        cute_attn.append_paged_mla_kv_cache(ckv, kpe, batch, positions, cache[..., :512], cache[..., 512:], *pages)
+        return cache.sum()
+
+    _, _, *where = appended(device)
+    rows = random(device, len(where[0]), 512), random(device, len(where[0]), 64)
+    return Call(function, (*rows, *where, random(device, len(pages(device)), PAGE, 576), *on(device)))
 
 
 @case

@@ -23,7 +23,7 @@ Addresses = Callable[[tuple[int, int, int, int, int, int]], Values]
 # ^ from addresses of q, k, v, out and lse, and a stream
 PLAIN: Addresses = operator.itemgetter(0, 1, 2, 3, 4)  # of kernels without tensor maps
 
-K = TypeVar("K", bound="PreparedKernel")
+K = TypeVar("K")
 
 
 class PreparedKernel:
@@ -63,6 +63,6 @@ class PreparedKernel:
 @functools.lru_cache(MAX_SETTINGS)
 def prepared(kernel: Callable[..., K], *arguments: Any) -> K:
     """Returns `kernel(*arguments)`, kept for the layers of a model and for later plans. `kernel`: a subclass of
-    PreparedKernel, or one object that makes its instances.
+    PreparedKernel, or one object that makes its instances or the like.
     """
     return kernel(*arguments)

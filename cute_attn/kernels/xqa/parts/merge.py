@@ -8,7 +8,7 @@ depends on lengths alone, not on timing, so results are deterministic.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -22,10 +22,36 @@ from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import DecodeSpec
-from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 
 VECTOR_WIDTH = 4  # output dims that a thread merges at once
 VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, for two partials
+
+
+class StateMemory(Protocol):
+    """What a merge reads of the map of shared memory with one state per CTA."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def tile_dim(self) -> int:
+        """Columns of an output row."""
+
+    @property
+    def ring_bytes(self) -> int:
+        """Distance of the outputs of two states."""
+
+    @property
+    def outputs(self) -> int:
+        """Offset of the outputs, fp32 [rows, tile_dim]."""
+
+    @property
+    def stats(self) -> int:
+        """Offset of (maximum, sum) per row."""
+
+    @property
+    def ticket(self) -> int:
+        """Offset of one word: the number of CTAs that had written their partials before this one."""
 
 
 class SoftmaxState(NamedTuple):
@@ -58,7 +84,7 @@ class Merge:
     """Merge of one segment's warps and KV splits, and its epilogue."""
 
     spec: DecodeSpec
-    memory: XqaMemory | UmmaMemory
+    memory: XqaMemory | StateMemory
     team: LoneWarp | WarpTeam
     p: Any  # XqaParams
     base: Int32  # shared memory

@@ -20,9 +20,9 @@ from cute_attn.kernels.blocks.softmax import add, tree
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, kv_split
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
+from cute_attn.kernels.xqa.parts.state_merge import StateMerge
 from cute_attn.kernels.xqa.umma.columns import reduce_columns
 from cute_attn.kernels.xqa.umma.masks import TokenMask
-from cute_attn.kernels.xqa.umma.merge import UmmaMerge
 from cute_attn.kernels.xqa.umma.operands import probabilities
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
@@ -111,8 +111,8 @@ class SoftmaxWarps:
                 state = self.next_segment(shared, state, split)
             segment = partition.next_segment(segment)
 
-    def merge(self, p: Any, shared: UmmaShared) -> UmmaMerge:
-        return UmmaMerge.of(self.spec, self.memory, p, shared.base, final_epilogue(p, 1.0), SYNC_BARRIER, THREADS)
+    def merge(self, p: Any, shared: UmmaShared) -> StateMerge:
+        return StateMerge.of(self.spec, self.memory, p, shared.base, final_epilogue(p, 1.0), SYNC_BARRIER, THREADS)
 
     def start(self) -> SoftmaxState:
         totals = [Float32(0.0) for _ in range(self.spec.rows)]

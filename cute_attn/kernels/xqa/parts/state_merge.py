@@ -1,4 +1,4 @@
-"""Merge where all softmax warps of a CTA have one state, which lies in shared memory."""
+"""Merge where all warps of a CTA have one state, which lies in shared memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +8,13 @@ from cutlass import Int32
 
 from cute_attn.kernels.blocks import tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
-from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
+from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge, StateMemory
 from cute_attn.kernels.xqa.parts.team import LoneWarp
-from cute_attn.kernels.xqa.umma.smem import UmmaMemory
-from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
+from cute_attn.kernels.xqa.spec import DecodeSpec
 
 
 @dataclass(frozen=True)
-class UmmaMerge(Merge):
+class StateMerge(Merge):
     """Merge by `threads` threads from the first of the CTA, which meet at a named barrier."""
 
     barrier: int
@@ -24,14 +23,14 @@ class UmmaMerge(Merge):
     @classmethod
     def of(
         cls,
-        spec: XqaUmmaSpec,
-        memory: UmmaMemory,
+        spec: DecodeSpec,
+        memory: StateMemory,
         p: Any,
         base: Int32,
         finish: FinalEpilogue,
         barrier: int,
         threads: int,
-    ) -> "UmmaMerge":
+    ) -> "StateMerge":
         return cls(spec, memory, LoneWarp(), p, base, finish, barrier, threads)
 
     @property

@@ -1,0 +1,62 @@
+"""Runs of multi-head latent attention: by its kernel on CUDA tensors, in torch on others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_attn.dispatch import emulator
+from cute_attn.dispatch.capabilities import ELSEWHERE
+from cute_attn.emulator import settings as emulation
+from cute_attn.errors import LayoutError, NotSupported, Refusal
+from cute_attn.kernels.host import gpu as gpus
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.mla.host import launch
+from cute_attn.reference import mla as reference
+from cute_attn.request.checks import describe
+from cute_attn.request.mla import MlaProblem
+from cute_attn.runtime.arch import TYPICAL_SMS, named
+from cute_attn.runtime.launch import CPU
+
+BACKENDS = ("auto", "mla", "reference", "emulator")
+RUNS_ON = {"cuda": ("auto", "mla", "reference"), "cpu": ("auto", "reference", "emulator")}
+
+
+def checked_name(backend: Any, same: tuple[str, ...]) -> str:
+    """Return the name of a backend here; `same`: FlashInfer's names of what is one implementation here."""
+    if isinstance(backend, str):
+        if backend in same:
+            return "auto"
+        if backend in BACKENDS:
+            return backend
+        if backend in ELSEWHERE:
+            raise NotSupported([Refusal(backend, "every problem", *ELSEWHERE[backend])])
+    choices = ", ".join(map(repr, dict.fromkeys((*same, *BACKENDS))))
+    raise LayoutError(f"backend must be one of {choices}; got {describe(backend)}")
+
+
+def run(problem: MlaProblem, backend: str) -> None:
+    """Compute `out` and `lse` of a problem on a backend of BACKENDS."""
+    kind = problem.settings.device.type
+    if backend not in RUNS_ON[kind]:
+        instead = " or ".join(f'backend="{name}"' for name in RUNS_ON[kind])
+        raise NotSupported([Refusal(backend, f"{kind} tensors", "it runs on tensors of the other kind", instead)])
+    if backend == "emulator":
+        _emulate(problem)
+    elif backend == "reference" or kind == "cpu":
+        reference.run(problem)
+    else:
+        launch.run(problem, gpus.of_device(problem.settings.device.index))
+
+
+def _emulate(problem: MlaProblem) -> None:
+    """Run the kernel for CPU tensors on the architecture that is emulated now."""
+    current = emulation.current()
+    gpu = Gpu(named(current.arch), CPU, current.sms or TYPICAL_SMS[current.arch])
+    tensors = {name: x for name, x in (problem._asdict() | problem.lengths._asdict()).items() if torch.is_tensor(x)}
+    written = ("out", "lse")
+    outputs: dict[str, torch.Tensor] = {name: tensors.pop(name) for name in written if name in tensors}
+    counted, outputs["partials"] = emulator.scratch_memory(problem.scratch)
+    with emulator.shown(tensors, outputs, [counted]):
+        launch.run(problem, gpu)

@@ -1,0 +1,113 @@
+"""Host code of the kernel for latent attention: from a problem to a spec, a grid and parameters.
+
+Lengths and page numbers are read on the device. Partial results are in the caller's scratch memory, or in torch's where
+that is too small; counters are those of the stream, or of a captured launch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_attn.kernels.host.fastdiv import magic
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor
+from cute_attn.kernels.host.prepared import Grid, prepared
+from cute_attn.kernels.mla.spec import MlaSpec
+from cute_attn.kernels.mla.tiles import choose
+from cute_attn.kernels.xqa.host.grid import Placement, shares
+from cute_attn.problem import short
+from cute_attn.request.mla import MlaProblem, MlaSettings
+from cute_attn.runtime import counters
+from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.launch import Bound, current_stream
+from cute_attn.runtime.param_block import Values
+from cute_attn.schedule.batch import UNLIMITED
+from cute_attn.schedule.split_kv import ceil_div
+
+ADDRESSES = (
+    *("q_nope", "q_pe", "ckv", "kpe", "o", "lse", "table", "page_starts", "seq_lens", "q_indptr"),
+    *("scale_ptr", "v_scale_ptr", "sinks", "partials", "counters"),
+)
+STRIDES = (
+    *("q_nope_stride_n", "q_nope_stride_h", "q_pe_stride_n", "q_pe_stride_h", "ckv_stride_page", "ckv_stride_n"),
+    *("kpe_stride_page", "kpe_stride_n", "o_stride_n", "o_stride_h"),
+)
+NUMBERS = ("table_stride", "batch", "capacity")
+
+
+class MlaLaunch(NamedTuple):
+    """A loaded kernel and its grid, for problems of the same settings and number of query tokens per request."""
+
+    bound: Bound
+    grid: Grid
+    partial_bytes: int
+
+
+def placement(settings: MlaSettings, qo_len: int, arch: Arch, sms: int) -> tuple[MlaSpec, int, Placement]:
+    """Return the kernel, the blocks of query rows of a request, and the grid."""
+    rows = qo_len * settings.num_heads
+    dtype, kv_dtype = short(settings.dtype), short(settings.kv_dtype)
+    spec = choose(dtype, "" if kv_dtype == dtype else kv_dtype, rows, arch)
+    row_blocks = max(1, ceil_div(rows, spec.rows))
+    return spec, row_blocks, shares(spec, 1, row_blocks, sms, UNLIMITED)
+
+
+def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> MlaLaunch:
+    """Return the launches of problems with these settings and query tokens per request."""
+    spec, row_blocks, placed = placement(settings, qo_len, gpu.arch, gpu.sms)
+    shares_multiplier, shares_shift = magic(placed.grid[1])
+    static: Fields = {
+        "q_len": qo_len,
+        "right": 0 if settings.causal else UNBOUNDED - 1,
+        "window_left": UNBOUNDED,
+        "num_kv_heads": 1,
+        **divisor("row_blocks", row_blocks),
+        "units_per_cta_group": row_blocks // placed.grid[0],
+        "shares_multiplier": shares_multiplier,
+        "shares_shift": shares_shift,
+        **divisor("group", settings.num_heads),
+        **divisor("page_size", settings.page_size, stem="page"),
+        "overhead": spec.segment_overhead,
+        "min_share": placed.min_share,
+        "scale": settings.sm_scale,
+        "rope_scale": settings.rope_scale,
+        "v_scale": settings.v_scale,
+        "lse_scale": settings.lse_scale,
+    }
+    pdl = gpu.arch.pdl and settings.enable_pdl is not False
+    launch = load(spec, gpu.arch.name, gpu.device_index, pdl)
+    return MlaLaunch(launch.bind(static, ADDRESSES, STRIDES, NUMBERS), placed.grid, placed.partial_bytes)
+
+
+def run(problem: MlaProblem, gpu: Gpu) -> None:
+    """Launch the kernel on the current stream."""
+    lengths, scratch = problem.lengths, problem.scratch
+    if not lengths.batch_size or not lengths.qo_len or not problem.q_nope.shape[0]:
+        return
+    launch, stream = prepared(loaded, problem.settings, lengths.qo_len, gpu), current_stream(gpu.device_index)
+    partials, own = scratch.partials, None
+    if scratch.partial_bytes < launch.partial_bytes:
+        own = problem.q_nope.new_empty(launch.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
+        partials = own.data_ptr()
+    counted = counters.of_device(gpu.device_index, counters.SEMAPHORES).address(stream)
+    optional = (problem.lse, lengths.pages, lengths.page_starts, lengths.seq_lens, lengths.qo_indptr)
+    factors = (problem.scale, problem.v_scale, problem.sinks)
+    tensors = problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out, *optional, *factors
+    addresses = *(0 if x is None else x.data_ptr() for x in tensors), partials, counted
+    launch.bound.fire(stream, addresses, (launch.grid, _strides(problem), _numbers(problem)))
+
+
+def _strides(problem: MlaProblem) -> Values:
+    """Return the values of STRIDES, in bytes."""
+    tensors = problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out
+    return tuple(stride * x.itemsize for x in tensors for stride in x.stride()[:2])
+
+
+def _numbers(problem: MlaProblem) -> Values:
+    """Return the values of NUMBERS."""
+    lengths = problem.lengths
+    table_stride = lengths.pages.stride(0) if lengths.page_starts is None else 0
+    return table_stride, lengths.batch_size, lengths.capacity(problem.settings.page_size)

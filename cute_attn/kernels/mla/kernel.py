@@ -1,0 +1,231 @@
+"""Latent attention (MLA) with absorbed queries over a paged latent cache, on mma.sync, for any GPU since sm_80.
+
+    a CTA's share of the work (`xqa.parts.partition`)   segment | segment | segment ...
+    all warps                                           row tile of Q once, then per tile of tokens:
+        copies                                          rows of 576 columns, one tile or more ahead
+        numbers of 8 bits to 16                         a thread: those that it has copied
+        S = Q K^T                                       a warp: its rows, its tokens, all 576 columns
+        maxima and P through shared memory              among the warps that have the same rows
+        O += P V                                        a warp: its rows, all tokens, its part of 512 columns
+    the end of a segment (`xqa.parts.merge`)            outputs to shared memory; CTAs merge in global memory
+
+A tile is copied once and read twice: V is the first 512 columns of K.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.dequant import fp8_converter
+from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
+from cute_attn.kernels.mla.parts.copies import NarrowTileCopies, QueryCopies, TileCopies, TokenPlaces
+from cute_attn.kernels.mla.parts.exchange import Exchange
+from cute_attn.kernels.mla.parts.place import Place
+from cute_attn.kernels.mla.parts.products import Products
+from cute_attn.kernels.mla.parts.softmax import CausalMask, Running, SharedSoftmax
+from cute_attn.kernels.mla.smem import MlaMemory
+from cute_attn.kernels.mla.spec import MlaSpec
+from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
+from cute_attn.kernels.xqa.parts.scales import final_epilogue
+from cute_attn.kernels.xqa.parts.state_merge import StateMerge
+from cute_attn.runtime.arch import named
+
+Scales = tuple[Float32, Float32]
+
+
+class MlaParams(NamedTuple):
+    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides count bytes. Partition and merge read
+    those that they share with XqaParams by name."""
+
+    q_nope: Int64
+    q_pe: Int64
+    ckv: Int64
+    kpe: Int64
+    o: Int64
+    lse: Int64
+    table: Int64
+    page_starts: Int64
+    seq_lens: Int64
+    q_indptr: Int64
+    sinks: Int64
+    scale_ptr: Int64
+    v_scale_ptr: Int64
+    partials: Int64
+    counters: Int64
+    q_nope_stride_n: Int64
+    q_nope_stride_h: Int64
+    q_pe_stride_n: Int64
+    q_pe_stride_h: Int64
+    o_stride_n: Int64
+    o_stride_h: Int64
+    ckv_stride_page: Int32
+    ckv_stride_n: Int32
+    kpe_stride_page: Int32
+    kpe_stride_n: Int32
+    batch: Int32
+    capacity: Int32
+    table_stride: Int32  # elements, unlike the others
+    q_len: Int32
+    right: Int32  # keys behind its own that a query token sees
+    window_left: Int32
+    num_kv_heads: Int32
+    row_blocks: Int32
+    row_blocks_multiplier: Int32
+    row_blocks_shift: Int32
+    units_per_cta_group: Int32
+    shares_multiplier: Int32
+    shares_shift: Int32
+    group: Int32
+    group_multiplier: Int32
+    group_shift: Int32
+    page_size: Int32
+    page_multiplier: Int32
+    page_shift: Int32
+    overhead: Int32
+    min_share: Int32
+    scale: Float32  # of products of latent columns
+    rope_scale: Float32  # of those of rotated ones
+    v_scale: Float32
+    lse_scale: Float32
+
+
+class LoopState(NamedTuple):
+    """State from tile to tile: accumulators, the slot of the next tile to compute, and places of the next to copy."""
+
+    running: Running
+    slot: Int32
+    places: TokenPlaces
+
+
+class MlaProgram:
+    """The kernel of one spec, for one architecture."""
+
+    params = MlaParams
+
+    def __init__(self, spec: MlaSpec, arch: str) -> None:
+        self.spec = spec
+        self.memory = MlaMemory(spec)
+        self.block = (spec.threads, 1, 1)
+        self.smem_bytes = self.memory.bytes
+        self.arch = named(arch)
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(MlaParams), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: MlaParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        self.kernel(params).launch(
+            grid=[grid_x, grid_y, grid_z],
+            block=list(self.block),
+            smem=self.smem_bytes,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,  # without it the DSL asks a driver
+        )
+
+    @cute.kernel
+    def kernel(self, params: MlaParams) -> None:
+        if cutlass.const_expr(self.arch.pdl):
+            ptx.grid_dependency_wait()
+            ptx.grid_dependency_launch()
+        partition = Partition(params, self.spec)
+        share, segment = partition.first_segment()
+        merge = self.merge(params)
+        factor = device_scale(params.scale_ptr) * Float32(ptx.LOG2E)
+        scales = params.scale * factor, params.rope_scale * factor
+        while partition.overlaps(segment, share):
+            split = partition.split(segment, share)
+            if split.active:
+                rows = partition.rows(segment, self.spec.rows)
+                self.compute(params, merge, rows, segment, split, scales)
+                self.write_output(merge, rows, segment, share, split)
+            segment = partition.next_segment(segment, share)
+
+    # --- components -------------------------------------------------------------------------------------------------
+
+    def merge(self, p: MlaParams) -> StateMerge:
+        """The merge of one state by all threads, at the CTA's barrier."""
+        return StateMerge.of(
+            self.spec, self.memory, p, shared_memory(), final_epilogue(p, 1.0), barrier=0, threads=self.spec.threads
+        )
+
+    def tiles(self, p: MlaParams, segment: Segment) -> TileCopies:
+        table = isa.mad_wide(segment.first_page, Int32(4), p.table)
+        request = table, segment.request.kv_len
+        if self.spec.kv_bits == 8:
+            converter = fp8_converter(self.spec.dtype, self.spec.kv_dtype, self.arch)
+            return NarrowTileCopies(self.memory, p, *request, shared_memory(), converter)
+        return TileCopies(self.memory, p, *request)
+
+    def softmax(self, place: Place) -> SharedSoftmax:
+        return SharedSoftmax(place, Exchange(self.memory, place, shared_memory()))
+
+    def mask(self, p: MlaParams, place: Place, rows: PackedRows, segment: Segment) -> CausalMask:
+        request = segment.request
+        first = request.kv_len - request.qo_len + 1 + p.right  # behind the last key of token 0
+        stops = [ptx.minimum(first + rows.token(place.row(slot)), request.kv_len) for slot in place.scores.slots]
+        return CausalMask(place, stops, ptx.minimum(first, request.kv_len))
+
+    # --- phases -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def compute(
+        self, p: MlaParams, merge: StateMerge, rows: PackedRows, segment: Segment, split: KvSplit, scales: Scales
+    ) -> None:
+        """Process the tiles of a segment, and leave their outputs in shared memory."""
+        place = Place.of_thread(self.spec)
+        tiles, softmax = self.tiles(p, segment), self.softmax(place)
+        QueryCopies(self.memory, p).fetch(rows, shared_memory() + Int32(self.memory.q))
+        places = self.start_copies(tiles, split)
+        state = LoopState(softmax.start(), shared_memory(), places)
+        mask = self.mask(p, place, rows, segment)
+        for tile in cutlass.range(split.begin, split.end, unroll=1):
+            state = self.add_tile((tiles, softmax, mask), state, tile, (split.end, scales))
+        ptx.cp_async_wait(0)  # queries, where there is no tile
+        ptx.sync_threads()
+        softmax.publish(merge, state.running)
+
+    def start_copies(self, tiles: TileCopies, split: KvSplit) -> TokenPlaces:
+        """Start copying the first tiles. Returns the places of the tile that follows. Empty groups are committed too,
+        so that counting groups counts tiles."""
+        ahead = self.spec.stages - 1
+        places = [tiles.places(split.begin + i, split.begin + i < split.end) for i in range(ahead + 1)]
+        for i in range(ahead):
+            tile = split.begin + i
+            tiles.fetch(places[i], tile, tile < split.end, shared_memory() + Int32(i * self.memory.slot_bytes))
+        return places[ahead]
+
+    def add_tile(
+        self,
+        parts: tuple[TileCopies, SharedSoftmax, CausalMask],
+        state: LoopState,
+        tile: Int32,
+        numbers: tuple[Int32, Scales],
+    ) -> LoopState:
+        """Process one tile. `numbers`: the split's end, and factors from products to base-2 exponents."""
+        (tiles, softmax, mask), (end, scales), ahead = parts, numbers, self.spec.stages - 1
+        products = Products(self.memory, softmax.place, shared_memory())
+        ptx.cp_async_wait(ahead - 1)
+        ptx.sync_threads()  # makes the tile visible; all warps are also done with the slot filled next
+        tiles.fetch(state.places, tile + ahead, tile + ahead < end, self.advance(state.slot, ahead))
+        places = tiles.places(tile + ahead + 1, tile + ahead + 1 < end)
+        operand = tiles.operand(state.slot)
+        s = products.scores(operand, scales)
+        running = softmax.add_scores(state.running, mask.apply(s, tile * self.spec.cols))
+        running = running._replace(out=products.accumulate(running.out, operand))
+        return LoopState(running, self.advance(state.slot, 1), places)
+
+    def advance(self, slot: Int32, steps: int) -> Int32:
+        ring = self.memory.tile  # bytes
+        moved = slot + Int32(steps * self.memory.slot_bytes)
+        return ptx.select(moved >= shared_memory() + Int32(ring), moved - Int32(ring), moved)
+
+    @cute.jit
+    def write_output(self, merge: StateMerge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
+        merge.sync()
+        merge.write(rows, segment, share, split)
+        merge.sync()  # before the slots are filled again

@@ -1,0 +1,168 @@
+"""Copies of query rows and of tiles of the latent cache into shared memory, by all threads of a CTA.
+
+Eight threads copy a row, a line at a time: the lines of latent columns, then the rotated columns, which may be in a
+tensor of their own. Rows that do not exist are filled with zeros: a NaN there would survive 0 * V.
+
+A thread that has copied numbers of 8 bits converts the same ones: its part of a slot is its own, and needs no barrier.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cutlass import Boolean, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.mla.smem import ITEM_BYTES, MlaMemory
+from cute_attn.kernels.mla.spec import LATENT
+from cute_attn.kernels.xqa.parts import instructions as isa
+
+LANES = 8  # threads of a row
+LATENT_LINES = LATENT * ITEM_BYTES // LINE
+
+
+class TokenPlaces(NamedTuple):
+    """Pages and slots of the tokens of a tile that this thread copies."""
+
+    pages: list[Int32]
+    slots: list[Int32]
+
+
+@dataclass(frozen=True)
+class RowCopies:
+    """How the threads of a CTA share rows in shared memory."""
+
+    memory: MlaMemory
+    p: Any  # MlaParams
+
+    @property
+    def step(self) -> int:
+        """Rows that all threads copy at once."""
+        return self.memory.spec.threads // LANES
+
+    @property
+    def row(self) -> Int32:
+        return ptx.thread_index() // LANES
+
+    @property
+    def chunk(self) -> Int32:
+        return ptx.thread_index() % LANES
+
+    def copy(self, wanted: Boolean, shared: Int32, row: int, nope: Int64, rope: Int64, exists: Boolean) -> None:
+        """Copy a row, `row` rows behind this thread's first, to a tile at `shared`. `nope`, `rope`: its parts."""
+        target = shared + swizzled(self.row, self.chunk, self.memory.row_bytes)
+        size, column = ptx.select(exists, Int32(CHUNK), Int32(0)), Int64(self.chunk * CHUNK)
+        at = row * self.memory.row_bytes
+        for line in range(LATENT_LINES):
+            isa.copy_if(wanted, target, at + line * LINE, nope + column, line * LINE, size)
+        isa.copy_if(wanted, target, at + LATENT_LINES * LINE, rope + column, 0, size)
+
+
+@dataclass(frozen=True)
+class QueryCopies(RowCopies):
+    def fetch(self, rows: PackedRows, shared: Int32) -> None:
+        """Start copying the query rows of a segment."""
+        p, count = self.p, self.memory.rows
+        for first in range(0, count, self.step):
+            row = self.row + first
+            exists = rows.exists(row)
+            nope = rows.address(p.q_nope, row, p.q_nope_stride_n, p.q_nope_stride_h)
+            rope = rows.address(p.q_pe, row, p.q_pe_stride_n, p.q_pe_stride_h)
+            self.copy(row < count, shared, first, nope, rope, exists)
+
+
+@dataclass(frozen=True)
+class TileCopies(RowCopies):
+    """Tiles of one request. Tokens from `kv_len` on are not read."""
+
+    table: Int64  # page numbers of the request
+    kv_len: Int32
+
+    @property
+    def tokens(self) -> range:
+        """The first token of each step."""
+        return range(0, self.memory.spec.cols, self.step)
+
+    def no_places(self) -> TokenPlaces:
+        return TokenPlaces([Int32(0) for _ in self.tokens], [Int32(0) for _ in self.tokens])
+
+    def places(self, tile: Int32, wanted: Boolean) -> TokenPlaces:
+        """Read the page numbers of a tile's tokens; an unwanted tile reads nothing."""
+        pages, slots = [], []
+        divisor = Divisor(self.p.page_size, self.p.page_multiplier, self.p.page_shift)
+        for first in self.tokens:
+            token = tile * self.memory.spec.cols + (self.row + first)
+            index = divisor.quotient(token)
+            exists = isa.all_of([wanted, token < self.kv_len])
+            pages.append(isa.load_if(exists, self.table + Int64(index) * Int64(4), 0, 1)[0])
+            slots.append(token - index * self.p.page_size)
+        return TokenPlaces(pages, slots)
+
+    def operand(self, slot: Int32) -> Int32:
+        """Return where the tile in a slot is in 16 bits, for all threads; call it once, behind a barrier."""
+        return slot
+
+    def fetch(self, places: TokenPlaces, tile: Int32, wanted: Boolean, shared: Int32) -> None:
+        """Start copying a tile into the slot at `shared`, as one group, which is empty for an unwanted tile."""
+        p = self.p
+        for first, page, slot in zip(self.tokens, *places, strict=True):
+            exists = tile * self.memory.spec.cols + (self.row + first) < self.kv_len
+            ckv = isa.mad_wide(slot, p.ckv_stride_n, isa.mad_wide(page, p.ckv_stride_page, p.ckv))
+            kpe = isa.mad_wide(slot, p.kpe_stride_n, isa.mad_wide(page, p.kpe_stride_page, p.kpe))
+            self.copy(wanted, shared, first, ckv, kpe, exists)
+        ptx.cp_async_commit()
+
+
+@dataclass(frozen=True)
+class NarrowTileCopies(TileCopies):
+    """Tiles of 8 bits, which become 16 in a tile of their own, behind the ring."""
+
+    base: Int32  # of shared memory
+    converter: Fp8
+
+    @property
+    def lines(self) -> range:
+        return range(LATENT // LINE)
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes that all threads copy of a line at once."""
+        return self.memory.spec.threads * CHUNK
+
+    def own(self, slot: Int32, first: int) -> tuple[Int32, Int32]:
+        """Addresses of this thread's latent chunks and of its rotated columns, of the row `first` behind its first."""
+        thread, latent = ptx.thread_index(), len(self.lines) * self.line_bytes
+        start = slot + Int32(first // self.step * (latent + self.line_bytes // 2))
+        return start + thread * CHUNK, start + Int32(latent) + thread * (CHUNK // 2)
+
+    def copy(self, wanted: Boolean, shared: Int32, row: int, nope: Int64, rope: Int64, exists: Boolean) -> None:
+        latent, rotated = self.own(shared, row)
+        for line in self.lines:
+            size = ptx.select(exists, Int32(CHUNK), Int32(0))
+            isa.copy_if(wanted, latent, line * self.line_bytes, nope + Int64(self.chunk * CHUNK), line * LINE, size)
+        half = CHUNK // 2
+        isa.copy_small_if(
+            wanted, rotated, 0, rope + Int64(self.chunk * half), half, ptx.select(exists, Int32(half), Int32(0))
+        )
+
+    def operand(self, slot: Int32) -> Int32:
+        tile = self.base + Int32(self.memory.tile)
+        for first in self.tokens:
+            latent, rotated = self.own(slot, first)
+            row, at = tile + self.row * self.memory.row_bytes, first * self.memory.row_bytes
+            for line in self.lines:
+                words = self.converter.pairs(ptx.ld_shared_v4(latent, line * self.line_bytes), Int32(0))
+                for half in range(2):
+                    place = row + self.position(self.chunk * 2 + half)
+                    ptx.st_shared_v4(place, at + line * 2 * LINE, words[4 * half : 4 * half + 4])
+            words = self.converter.pairs(ptx.ld_shared_v2(rotated), Int32(0))
+            ptx.st_shared_v4(row + self.position(self.chunk), at + LATENT_LINES * LINE, words)
+        ptx.sync_threads()
+        return tile
+
+    def position(self, chunk: Int32) -> Int32:
+        """Offset in this thread's row of chunk 0 to 15 of a pair of lines."""
+        return (chunk ^ (self.row & 7)) * CHUNK

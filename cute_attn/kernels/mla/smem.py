@@ -1,0 +1,91 @@
+"""Shared-memory map of the kernel for latent attention. Plain numbers: the host needs them without the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_attn.kernels.mla.spec import LATENT, ROPE, MlaSpec
+
+ITEM_BYTES = 2
+PADDING = 16  # bytes behind a row of P: rows of an ldmatrix then differ in bank
+
+
+@dataclass(frozen=True)
+class MlaMemory:
+    """A ring of tiles as the cache has them; over 8 bits also one tile in 16; the query rows, P, and numbers per row.
+    Rows of 16-bit tiles and of queries have whole lines, swizzled.
+
+    At the end of a segment its outputs, fp32 [rows, LATENT], take the place of tiles and query rows.
+    """
+
+    spec: MlaSpec
+
+    def __post_init__(self) -> None:
+        if self.rows * LATENT * 4 > self.p:
+            raise ValueError(f"{self.spec}: outputs must fit the memory of tiles and query rows")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a 16-bit tile, and of a query row."""
+        return (LATENT + ROPE) * ITEM_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.spec.cols * (LATENT + ROPE) * self.spec.kv_bits // 8
+
+    @property
+    def tile(self) -> int:
+        """Offset of the tile in 16 bits, and end of the ring."""
+        return self.spec.stages * self.slot_bytes
+
+    @property
+    def q(self) -> int:
+        converted = self.spec.cols * self.row_bytes if self.spec.kv_bits == 8 else 0
+        return self.tile + converted
+
+    @property
+    def p(self) -> int:
+        return self.q + self.rows * self.row_bytes
+
+    @property
+    def p_pitch(self) -> int:
+        return self.spec.cols * ITEM_BYTES + PADDING
+
+    @property
+    def columns(self) -> int:
+        """Offset of a number per row from each warp of a row group."""
+        return self.p + self.rows * self.p_pitch
+
+    @property
+    def stats(self) -> int:
+        """Offset of (maximum, sum) per row."""
+        return self.columns + self.spec.slices * self.rows * 4
+
+    @property
+    def ticket(self) -> int:
+        """Offset of one word: the number of CTAs that had written their partials before this one."""
+        return self.stats + self.rows * 8
+
+    @property
+    def bytes(self) -> int:
+        return self.ticket + 16
+
+    # --- as the merge of XQA reads it: one state ---------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        return self.spec.rows
+
+    @property
+    def tile_dim(self) -> int:
+        """Columns of an output row."""
+        return LATENT
+
+    @property
+    def ring_bytes(self) -> int:
+        """Distance of the outputs of two states."""
+        return 0
+
+    @property
+    def outputs(self) -> int:
+        return 0

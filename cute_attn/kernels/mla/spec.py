@@ -1,0 +1,50 @@
+"""Compile key of the kernel for latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_attn.kernels.xqa.spec import DecodeSpec
+
+KV_DTYPES = ("", "float8_e4m3fn")
+LATENT, ROPE = 512, 64  # columns of a row of the cache: keys and values, and keys only
+
+
+@dataclass(frozen=True)
+class MlaSpec(DecodeSpec):
+    """Compile key. The warps form `row_groups`: those of a group have the same rows, and share the tokens of the
+    scores and the columns of the outputs."""
+
+    kernel: ClassVar[str] = "mla"
+    segment_overhead: ClassVar[int] = 2  # not measured
+    rows: int = 16
+    cols: int = 64
+    stages: int = 2  # slots of a tile each
+    warps: int = 8
+
+    def __post_init__(self) -> None:
+        rules = {
+            f"head_dim must be {LATENT}": self.head_dim == LATENT,
+            f"kv_dtype must be one of {KV_DTYPES}": self.kv_dtype in KV_DTYPES,
+            "rows must be 16 or a multiple of 32": self.rows == 16 or self.rows % 32 == 0,
+            "each warp of a row group must have tokens in blocks of 8": self.cols % (8 * self.slices) == 0,
+            "every thread must copy tokens of a tile": 8 * self.cols % (32 * self.warps) == 0,
+            "there must be 2 stages or more": self.stages >= 2,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(f"{self}: {rule}")
+
+    @property
+    def row_groups(self) -> int:
+        return min(2, self.rows // 16)
+
+    @property
+    def slices(self) -> int:
+        """Warps of a row group."""
+        return self.warps // self.row_groups
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps

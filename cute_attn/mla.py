@@ -1,0 +1,239 @@
+"""Multi-head latent attention (MLA) with absorbed queries over paged latent caches (FlashInfer's `flashinfer.mla`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from cute_attn.dispatch import mla as dispatch
+from cute_attn.errors import ArgumentError
+from cute_attn.ops import declare, fakes, trace
+from cute_attn.request import checks, trtllm_options
+from cute_attn.request.caches import check_tables
+from cute_attn.request.mla import LATENT, MlaLengths, MlaOptions, Names, Parts, index_array, partials_in, split_rows
+from cute_attn.wrappers import mla as calls
+from cute_attn.wrappers.mla import BatchMLAPagedAttentionWrapper
+
+__all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "trtllm_batch_decode_with_kv_cache_mla",
+]
+
+SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's dense implementations of this function; one here stands for all
+QUERY_AXES = "[batch_size, q_len, num_heads, 576], or [num_tokens, num_heads, 576] with cum_seq_lens_q"
+CACHE_AXES = "[num_pages, page_size, 576] or [num_pages, 1, page_size, 576]"
+SPARSE = ("keys are all tokens of a request", "sparse_mla_top_k=0 and a page table")
+NAMES = Names("workspace_buffer", "seq_lens", "block_tables", "", "cum_seq_lens_q")
+LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
+
+
+@declare.operator("trtllm_batch_decode_mla", fakes.latent)
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    out: torch.Tensor | None = None,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    sparse_mla_top_k_lens: torch.Tensor | None = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    return_lse_base: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute latent attention of the newest token or tokens of every request over its paged latent cache.
+
+    Row c_j of the cache has 576 columns: keys; the first 512 are the values too, and all heads share them. Queries are
+    absorbed: the projection from heads to the latent space is multiplied into them. Row r of a request with q_len
+    query tokens has position seq_len - q_len + r and sees the keys up to it. For key j and one head, in the natural-log
+    domain::
+
+        z = bmm1_scale * q.c_j
+        z = -inf                       where row r does not see key j
+        out = bmm2_scale * sum_j exp(z) c_j[:512] / (sum_j exp(z) + exp(sink))
+        lse = log2(sum_j exp(z) + exp(sink))
+
+    A row that sees no key has out 0 and lse -inf (with a sink: lse = sink * log2(e)). Lengths and page tables are read
+    on the device. Values of both are checked for CPU tensors, and on a GPU with `CUTE_ATTN_VALIDATE=1` in the
+    environment. No gradients are computed.
+
+    Parameters
+    ----------
+    query : `[batch_size, q_len, num_heads, 576]`, or with cum_seq_lens_q `[num_tokens, num_heads, 576]`; float16 or
+        bfloat16. Any strides; rows that are not 16-byte aligned on a GPU cost a copy.
+    kv_cache : `[num_pages, page_size, 576]` or `[num_pages, 1, page_size, 576]` of query's dtype or float8_e4m3fn,
+        whose scale is a factor of both scales below; any page size, any strides with 1 on the last axis, rows 16-byte
+        aligned on a GPU.
+    workspace_buffer : of any dtype, contiguous, on query's device, for partial results; it need not be zero. Where it
+        is too small a launch uses memory of its own.
+    qk_nope_head_dim : int >= 1, the head dimension before absorption; it changes nothing.
+    kv_lora_rank, qk_rope_head_dim : 512 and 64; others are refused.
+    block_tables : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
+        last page are not read.
+    seq_lens : int32 `[batch_size]`, keys of each request in tokens, those of the query tokens included.
+    max_seq_len : int >= 0, an upper bound of seq_lens, in tokens. No size depends on it.
+    sparse_mla_top_k, sparse_mla_top_k_lens : refused unless 0 and None.
+    out : written and returned: query's shape with 512 on the last axis, of query's dtype, rows 16-byte aligned on a
+        GPU. Default: a new tensor.
+    bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element, which a GPU reads without
+        synchronisation. Default 1. bmm1_scale must include 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim).
+    sinks : floating-point `[num_heads]`, or a list of one such tensor; natural-log domain, not scaled. Default: none.
+    skip_softmax_threshold_scale_factor : None (default) or 0; others are refused.
+    enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and later).
+    backend : "auto" (default), "xqa" or "trtllm-gen", which mean the same here, or "reference".
+    is_var_seq : bool, changes nothing: lengths are read in any case.
+    uses_shared_paged_kv_idx : False is refused: keys and values are the same rows.
+    lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_heads]`, or `[batch_size, q_len,
+        num_heads]`. Written also without `return_lse`.
+    return_lse : return `(out, lse)`. Default False.
+    cute_dsl_impl, kv_scale_format : "auto"; others are refused: they belong to other kernels.
+    cum_seq_lens_q : int32 `[batch_size + 1]`, from 0, not decreasing: query tokens of request i are rows
+        cum_seq_lens_q[i] to cum_seq_lens_q[i + 1].
+    max_q_len : int >= 1, the most query tokens of a request, with cum_seq_lens_q. Default: read from it, which
+        synchronises on a GPU.
+    multi_ctas_kv_counter_buffer : a tensor, not used: counters are the launch's own.
+    enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global : refused unless False, 1, 0 and None.
+    use_fp16_softmax : True is refused.
+    return_lse_base : "base2" (default, and None) or "basee": the logarithm of lse.
+
+    Returns
+    -------
+    The given out, or a new one: query's shape with 512 on the last axis. With `return_lse` the pair of it and lse,
+    the given one or float32 `[num_tokens, num_heads]`.
+
+    Raises
+    ------
+    ArgumentError (a ValueError: shape, dtype, device or value), ArgumentTypeError (a TypeError), LayoutError (a
+    KeyError: `backend`, `return_lse_base`), NotSupported (a NotImplementedError: all that is refused above).
+
+    Examples
+    --------
+    >>> query = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
+    >>> cache = torch.randn(5, 32, 576, dtype=torch.bfloat16)
+    >>> tables = torch.tensor([[3, 1], [4, 0]], dtype=torch.int32)
+    >>> lengths = torch.tensor([40, 7], dtype=torch.int32)
+    >>> scratch = torch.empty(1 << 20, dtype=torch.uint8)
+    >>> found = trtllm_batch_decode_with_kv_cache_mla(
+    ...     query, cache, scratch, 128, 512, 64, tables, lengths, 64, bmm1_scale=192**-0.5
+    ... )
+    >>> found.shape
+    torch.Size([2, 1, 16, 512])
+    """
+    if is_dynamo_compiling():
+        return trace.operator("trtllm_batch_decode_mla")(locals())
+    refuse_other_keys(sparse_mla_top_k, sparse_mla_top_k_lens, uses_shared_paged_kv_idx)
+    _refuse_context_parallelism(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)
+    trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
+    trtllm_options.refuse_given("softmax is in fp32", use_fp16_softmax=use_fp16_softmax)
+    trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
+    for name, value in (("cute_dsl_impl", cute_dsl_impl), ("kv_scale_format", kv_scale_format)):
+        if value != "auto":
+            trtllm_options.refuse(f"{name}={value!r}", "it chooses among other kernels", f'{name}="auto"')
+    _check_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
+    checks.boolean("is_var_seq", is_var_seq)
+    checks.at_least("max_seq_len", max_seq_len, 0)
+    backend = dispatch.checked_name(backend, SAME)
+    base = checks.choice("return_lse_base", return_lse_base or "base2", ("base2", "basee"))
+    queries, shape = _rows("query", query, cum_seq_lens_q)
+    lengths = _lengths(block_tables, seq_lens, cum_seq_lens_q, max_q_len, shape)
+    options = MlaOptions(
+        NAMES, True, bmm1_scale, bmm2_scale, _flat("out", out, shape), _flat("lse", lse, shape), return_lse,
+        LSE_BASES[base], enable_pdl, trtllm_options.one_sink(sinks),
+    )  # fmt: skip
+    scratch = partials_in("workspace_buffer", workspace_buffer)
+    problem = calls.run(Parts(*queries, *_cache(kv_cache)), lengths, scratch, options, backend)
+    found = problem.out.view(*shape[:-1], LATENT) if out is None else out
+    if not return_lse:
+        return found
+    assert problem.lse is not None
+    return found, problem.lse if lse is None else lse
+
+
+def _rows(name: str, value: Any, bounds: Any) -> tuple[Any, torch.Size]:
+    """Return both parts of the query as rows `[num_tokens, num_heads, ...]`, and the query's shape."""
+    parts = split_rows(name, value, (4,) if bounds is None else (3,), QUERY_AXES)
+    return [part._replace(x=part.x.flatten(0, -3)) for part in parts], value.shape
+
+
+def _cache(kv_cache: Any) -> Any:
+    """Return both parts of the cache as `[num_pages, page_size, ...]`."""
+    parts = split_rows("kv_cache", kv_cache, (3, 4), CACHE_AXES)
+    if kv_cache.dim() == 3:
+        return parts
+    if kv_cache.shape[1] != 1:
+        raise ArgumentError(f"kv_cache must have shape {CACHE_AXES}, got {checks.describe(kv_cache)}")
+    return [part._replace(x=part.x[:, 0]) for part in parts]
+
+
+def _flat(name: str, buffer: Any, shape: torch.Size) -> Any:
+    """Return a buffer for results with its tokens on one axis, as a view."""
+    if not isinstance(buffer, torch.Tensor) or len(shape) == 3 or buffer.shape[:2] != shape[:2]:
+        return buffer
+    if name == "lse" and buffer.dim() == 2:
+        return buffer
+    try:
+        return buffer.view(-1, *buffer.shape[2:])
+    except RuntimeError as error:
+        raise ArgumentError(f"{name} must have tokens at equal distances, got strides {buffer.stride()}") from error
+
+
+def _lengths(block_tables: Any, seq_lens: Any, bounds: Any, max_q_len: Any, shape: torch.Size) -> MlaLengths:
+    """Check lengths and the page table, which must have one batch size."""
+    device = checks.tensor("block_tables", block_tables).device
+    tables = check_tables(block_tables, device).contiguous()
+    seq_lens = index_array("seq_lens", seq_lens, tables.shape[0], device)
+    if bounds is None:
+        if max_q_len is not None:
+            raise ArgumentError(f"max_q_len must come with cum_seq_lens_q, got {checks.describe(max_q_len)} alone")
+        if shape[0] != tables.shape[0]:
+            raise ArgumentError(f"query must have one row for each of the {tables.shape[0]} requests, got {shape[0]}")
+        return MlaLengths(seq_lens, tables, None, None, shape[1])
+    bounds = index_array("cum_seq_lens_q", bounds, tables.shape[0] + 1, device)
+    most = int(bounds.diff().max()) if max_q_len is None and tables.shape[0] else max_q_len or 1
+    return MlaLengths(seq_lens, tables, None, bounds, checks.at_least("max_q_len", most, 0))
+
+
+def _check_dims(nope: Any, rank: Any, rope: Any) -> None:
+    checks.at_least("qk_nope_head_dim", nope, 1)
+    dims = checks.integer("kv_lora_rank", rank), checks.integer("qk_rope_head_dim", rope)
+    calls.refuse_dims(("kv_lora_rank", "qk_rope_head_dim"), dims)
+
+
+def refuse_other_keys(top_k: Any, top_k_lens: Any, shared: Any) -> None:
+    """Refuse calls whose keys are chosen token by token, and tables for keys and for values."""
+    if checks.integer("sparse_mla_top_k", top_k) != 0 or top_k_lens is not None:
+        trtllm_options.refuse("sparse MLA (sparse_mla_top_k, sparse_mla_top_k_lens)", *SPARSE)
+    if not checks.boolean("uses_shared_paged_kv_idx", shared):
+        trtllm_options.refuse("uses_shared_paged_kv_idx=False", "values are columns of the keys", "one page table")
+
+
+def _refuse_context_parallelism(enabled: Any, world: Any, rank: Any, lengths: Any) -> None:
+    ranks = checks.integer("cp_world", world), checks.integer("cp_rank", rank)
+    if checks.boolean("enable_dcp", enabled) or ranks != (1, 0) or lengths is not None:
+        feature = "decode context parallelism (enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)"
+        reason = "positions follow from the keys of this rank"
+        trtllm_options.refuse(feature, reason, "return_lse=True with one query token on every rank, and merge_states")

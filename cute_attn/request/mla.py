@@ -1,0 +1,321 @@
+"""Requests of multi-head latent attention (MLA) with absorbed queries, and the checks of their tensors.
+
+All heads share one row per token: `LATENT` columns, which are keys and values, and `ROPE` columns, which are keys only.
+Queries and caches may hold both parts in one tensor or in two; problems have views of the parts. Lengths and page
+numbers stay on the device: `check_values` looks at them where that was asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.errors import ArgumentError
+from cute_attn.problem import Scratch
+from cute_attn.request import checks, operands, page_ids
+from cute_attn.request.settings import HALF, LSE_BASES, MAX_INDEX, MAX_KV_LEN
+
+LATENT, ROPE = 512, 64
+NARROW = torch.float8_e4m3fn  # of caches, beside the dtype of queries
+INDEX_DTYPES = (torch.int32,)
+
+
+class MlaSettings(NamedTuple):
+    """All that repeated calls have in common: hashable, without lengths, addresses and strides."""
+
+    device: torch.device
+    dtype: torch.dtype  # of queries and out
+    kv_dtype: torch.dtype  # of the cache
+    num_heads: int
+    page_size: int
+    causal: bool  # a query token sees the keys up to its own, else all
+    sm_scale: float  # of products with latent columns: factors of these are included here, and in v_scale
+    rope_scale: float  # of products with rotated columns
+    v_scale: float
+    lse_scale: float  # lse is base 2 times this
+    enable_pdl: bool | None
+
+
+class MlaLengths(NamedTuple):
+    """Where the tokens of each request are: contiguous int32 tensors on the device."""
+
+    seq_lens: torch.Tensor  # [batch_size] keys
+    pages: torch.Tensor  # page numbers: [batch_size, max_pages], or those of all requests one after the other
+    page_starts: torch.Tensor | None  # [batch_size] index of each request's first page; None: `pages` is a table
+    qo_indptr: torch.Tensor | None  # [batch_size + 1] rows of q; None: every request has `qo_len`
+    qo_len: int  # query tokens of every request, or the most of any
+
+    @property
+    def batch_size(self) -> int:
+        return self.seq_lens.shape[0]
+
+    def capacity(self, page_size: int) -> int:
+        """Return the most keys that a request can have."""
+        return min(self.pages.shape[-1] * page_size, MAX_KV_LEN)
+
+
+class MlaProblem(NamedTuple):
+    """One call. Last axes have unit stride; all other strides are free."""
+
+    settings: MlaSettings
+    lengths: MlaLengths
+    q_nope: torch.Tensor  # [num_tokens, num_heads, LATENT]
+    q_pe: torch.Tensor  # [num_tokens, num_heads, ROPE]
+    ckv: torch.Tensor  # [num_pages, page_size, LATENT]
+    kpe: torch.Tensor  # [num_pages, page_size, ROPE]
+    out: torch.Tensor  # [num_tokens, num_heads, LATENT]
+    lse: torch.Tensor | None  # [num_tokens, num_heads] fp32
+    scratch: Scratch
+    scale: torch.Tensor | None = None  # one-element fp32 device tensors: factors of scores and of values
+    v_scale: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None  # [num_heads] fp32, natural-log domain
+
+
+class Part(NamedTuple):
+    """A view of one part of queries or of a cache, and its name in messages."""
+
+    name: str
+    x: torch.Tensor
+
+
+class Parts(NamedTuple):
+    """Queries and cache of a call, part by part."""
+
+    q_nope: Part
+    q_pe: Part
+    ckv: Part
+    kpe: Part
+
+
+class Names(NamedTuple):
+    """The caller's names of what problems have under others, for messages."""
+
+    workspace: str
+    seq_lens: str
+    pages: str
+    page_starts: str
+    qo_indptr: str
+
+
+class MlaOptions(NamedTuple):
+    """Arguments of a call besides tensors of tokens, not checked yet."""
+
+    names: Names
+
+    causal: bool
+    sm_scale: Any
+    v_scale: Any
+    out: Any
+    lse: Any
+    return_lse: Any
+    lse_base: str  # a key of LSE_BASES
+    enable_pdl: Any
+    sinks: Any = None
+    ckv_scale: Any = None  # factors of the cache's parts; None: 1
+    kpe_scale: Any = None
+
+
+# ---- queries and caches
+
+
+def split_rows(name: str, value: Any, dims: tuple[int, ...], axes: str) -> tuple[Part, Part]:
+    """Return both parts of a tensor with `LATENT + ROPE` columns and one of `dims` axes."""
+    value = checks.tensor(name, value)
+    width = LATENT + ROPE
+    if value.dim() not in dims or value.shape[-1] != width:
+        raise ArgumentError(f"{name} must have shape {axes}, the last axis {width}, got {checks.describe(value)}")
+    return Part(name, value[..., :LATENT]), Part(name, value[..., LATENT:])
+
+
+def whole_part(name: str, value: Any, width: int, axes: str) -> Part:
+    """Return a tensor of one part, which has three axes."""
+    value = checks.tensor(name, value)
+    if value.dim() != 3 or value.shape[-1] != width:
+        raise ArgumentError(f"{name} must have shape {axes}, the last axis {width}, got {checks.describe(value)}")
+    return Part(name, value)
+
+
+def _check_parts(parts: Parts) -> Parts:
+    """Check dtypes, devices, shapes and strides. Return the parts as kernels read them: queries may be copies."""
+    q = parts.q_nope
+    checks.dtype(q.name, q.x.dtype, HALF)
+    if q.x.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"{q.name} must be on a cpu or cuda device, got {checks.describe(q.x)}")
+    if not q.x.shape[1] or not parts.ckv.x.shape[1]:
+        raise ArgumentError(
+            f"{q.name} must have at least one head and {parts.ckv.name} a page_size >= 1, "
+            f"got {checks.describe(q.x)} and {checks.describe(parts.ckv.x)}"
+        )
+    for name, x in parts:
+        checks.check_grad(name, x)
+        checks.device(name, x, q.x.device)
+    checks.dtype(parts.q_pe.name, parts.q_pe.x.dtype, (q.x.dtype,))
+    checks.dtype(parts.ckv.name, parts.ckv.x.dtype, (q.x.dtype, NARROW))
+    checks.dtype(parts.kpe.name, parts.kpe.x.dtype, (parts.ckv.x.dtype,))
+    for one, other in ((q, parts.q_pe), (parts.ckv, parts.kpe)):
+        if one.x.shape[:2] != other.x.shape[:2]:
+            raise ArgumentError(
+                f"{one.name} and {other.name} must have the same first two axes, "
+                f"got {checks.describe(one.x)} and {checks.describe(other.x)}"
+            )
+    _check_cache(parts.ckv)
+    _check_cache(parts.kpe)
+    return parts._replace(q_nope=_readable(q), q_pe=_readable(parts.q_pe))
+
+
+def _check_cache(part: Part) -> None:
+    """Refuse a cache that kernels cannot read: copies of caches are never made silently."""
+    name, x = part
+    strides = [stride * x.itemsize for stride in operands.outer_strides(x)]
+    aligned = x.device.type == "cpu" or operands.aligned(x)
+    if x.stride(-1) != 1 or max(strides, default=0) > MAX_INDEX or not aligned:
+        raise ArgumentError(
+            f"{name} must have stride 1 on its last axis, rows that start at multiples of {operands.ALIGNMENT} bytes "
+            f"on a GPU, and strides of at most {MAX_INDEX} bytes; got address % {operands.ALIGNMENT} = "
+            f"{x.data_ptr() % operands.ALIGNMENT} and strides {x.stride()}"
+        )
+
+
+def _readable(part: Part) -> Part:
+    name, x = part
+    if x.stride(-1) == 1 and (x.device.type == "cpu" or operands.aligned(x)):
+        return part
+    return Part(name, x.clone(memory_format=torch.contiguous_format))
+
+
+# ---- problems
+
+
+def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: MlaOptions) -> MlaProblem:
+    """Check a call and allocate the outputs that the caller did not pass."""
+    parts = _check_parts(parts)
+    q, page_size = parts.q_nope.x, parts.ckv.x.shape[1]
+    checks.device(options.names.workspace, scratch.partial_buffer, q.device)
+    checks.device(options.names.pages, lengths.pages, q.device)
+    sm_scale, scale = _scale("bmm1_scale", options.sm_scale, q.device)
+    v_number, v_scale = _scale("bmm2_scale", options.v_scale, q.device)
+    if options.enable_pdl is not None:
+        checks.boolean("enable_pdl", options.enable_pdl)
+    ckv_scale, kpe_scale = (
+        checks.real_or(name, x, 1.0) for name, x in (("ckv_scale", options.ckv_scale), ("kpe_scale", options.kpe_scale))
+    )
+    settings = MlaSettings(
+        q.device,
+        q.dtype,
+        parts.ckv.x.dtype,
+        q.shape[1],
+        page_size,
+        checks.boolean("causal", options.causal),
+        checks.real("sm_scale * ckv_scale", sm_scale * ckv_scale),
+        checks.real("sm_scale * kpe_scale", sm_scale * kpe_scale),
+        checks.real("bmm2_scale * ckv_scale", v_number * ckv_scale),
+        LSE_BASES[options.lse_base],
+        options.enable_pdl,
+    )
+    out, lse = _outputs(q, options)
+    sinks = None if options.sinks is None else _sinks(options.sinks, q)
+    q_nope, q_pe, ckv, kpe = (part.x for part in parts)
+    return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks)
+
+
+def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
+    """Return a scale as a number and a factor on the device."""
+    number, on_device = operands.split_scale(name, value, device)
+    return (1.0, on_device[0]) if on_device else (checks.real(name, number), None)
+
+
+def _outputs(q: torch.Tensor, options: MlaOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rows = tuple(q.shape[:2])
+    out, lse = options.out, options.lse
+    if out is None:
+        out = q.new_empty(*rows, LATENT)
+    else:
+        operands.check_output("out", out, (*rows, LATENT), f"[num_tokens, num_heads, {LATENT}]", q.dtype, q.device)
+        checks.dense("out", out)
+        if q.device.type == "cuda" and not operands.aligned(out):
+            raise ArgumentError(f"out must have rows that start at multiples of {operands.ALIGNMENT} bytes")
+    if lse is not None:
+        operands.check_output("lse", lse, rows, "[num_tokens, num_heads]", torch.float32, q.device)
+        checks.writable("lse", lse)
+        checks.contiguous("lse", lse)
+    elif checks.boolean("return_lse", options.return_lse):
+        lse = q.new_empty(*rows, dtype=torch.float32)
+    return out, lse
+
+
+def _sinks(value: Any, q: torch.Tensor) -> torch.Tensor:
+    value = checks.tensor("sinks", value)
+    checks.shape("sinks", value, (q.shape[1],), "[num_heads]")
+    checks.device("sinks", value, q.device)
+    if not value.dtype.is_floating_point:
+        raise ArgumentError(f"sinks must have a floating-point dtype, got {checks.describe(value)}")
+    if value.is_cpu and not bool((value < math.inf).all()):
+        raise ArgumentError(f"sinks must be finite or -inf (no sink), got {checks.shown(value.tolist())}")
+    return value.to(torch.float32).contiguous()
+
+
+def partials_in(name: str, value: Any) -> Scratch:
+    """Return scratch memory whose partial results are in a buffer of the caller, and counters the launch's own."""
+    buffer = checks.tensor(name, value)
+    checks.contiguous(name, buffer)
+    start = buffer.data_ptr()
+    size = 0 if start % operands.ALIGNMENT else buffer.nbytes
+    return Scratch(buffer, buffer, start, start, 0, size)
+
+
+# ---- lengths
+
+
+def index_array(name: str, value: Any, size: int | None, device: torch.device) -> torch.Tensor:
+    """Check a 1-D int32 tensor on `device`, of `size` elements."""
+    value = checks.tensor(name, value)
+    checks.dtype(name, value.dtype, INDEX_DTYPES)
+    checks.device(name, value, device)
+    if value.dim() != 1 or (size is not None and value.shape[0] != size):
+        raise ArgumentError(f"{name} must have shape [{'n' if size is None else size}], got {checks.describe(value)}")
+    return value.contiguous()
+
+
+def check_apart(problem: MlaProblem, parts: Parts, options: MlaOptions) -> None:
+    """Refuse outputs and a workspace that share memory with each other or with what the call reads."""
+    names, lengths = options.names, problem.lengths
+    written = (names.workspace, problem.scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)
+    scales = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
+    checks.apart(written, (*parts, *zip(names[1:], lengths[:4], strict=True), *scales))
+
+
+def check_values(problem: MlaProblem, names: Names) -> None:
+    """Check lengths and page numbers, which launches trust. On a GPU this synchronises."""
+    lengths, page_size, num_pages = problem.lengths, problem.settings.page_size, problem.ckv.shape[0]
+    kv_lens = lengths.seq_lens.tolist()
+    starts = None if lengths.page_starts is None else lengths.page_starts.tolist()
+    tables = lengths.pages if starts is None else None
+    for i, kv_len in enumerate(kv_lens):
+        start = 0 if starts is None else starts[i]
+        row = lengths.pages if tables is None else tables[i]
+        room = (row.shape[0] - start) * page_size
+        if not 0 <= kv_len <= min(room, MAX_KV_LEN):
+            raise ArgumentError(
+                f"{names.seq_lens} must be within 0..{room}, the tokens of a request's pages; request {i} has {kv_len}"
+            )
+        used = row[start : start + -(-kv_len // page_size)]
+        wrong = (used < 0) | (used >= num_pages)
+        if bool(wrong.any()):
+            j = int(wrong.nonzero()[0])
+            raise page_ids.wrong(names.pages, (i, j), used[j], num_pages)
+    if lengths.qo_indptr is not None:
+        check_bounds(names.qo_indptr, lengths.qo_indptr.tolist(), lengths.qo_len, problem.q_nope.shape[0])
+
+
+def check_bounds(name: str, bounds: list[int], most: int, rows: int) -> None:
+    """Check the bounds of each request's rows of q: from 0 on, not decreasing, within q."""
+    if bounds[0] != 0 or bounds[-1] > rows:
+        raise ArgumentError(f"{name} must go from 0 to at most {rows}, got {bounds[0]} and {bounds[-1]}")
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        if not 0 <= end - begin <= most:
+            raise ArgumentError(
+                f"{name} must not decrease, nor give a request more than {most} rows; request {i} has {end - begin}"
+            )

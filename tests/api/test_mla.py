@@ -1,0 +1,310 @@
+"""Latent attention on the reference, against its formula; arguments that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn import flash_mla
+from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotPlannedError, NotSupported
+from tests.support.mla_case import LATENT, ROPE, SCALE, SCALES, MlaCase
+
+CASES = {
+    "decode": MlaCase(),
+    "fp16": MlaCase(dtype=torch.float16),
+    "one head": MlaCase(heads=1, kv_lens=(1, 3)),
+    "drafts": MlaCase(heads=3, q_lens=(4, 4), kv_lens=(9, 4), page_size=16),
+    "ragged": MlaCase(heads=2, q_lens=(3, 0, 1), kv_lens=(7, 5, 2), page_size=1),
+    "no keys": MlaCase(q_lens=(1, 1, 1), kv_lens=(0, 33, 0), page_size=32),
+    "rows before the keys": MlaCase(q_lens=(5, 5), kv_lens=(3, 64), page_size=64),
+    "sinks": MlaCase(q_lens=(2, 2), kv_lens=(1, 5), sinks=True),
+    "e4m3": MlaCase(q_lens=(2, 2), kv_lens=(3, 5), narrow=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_function(name: str) -> None:
+    CASES[name].check(CASES[name].trtllm())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_wrapper(name: str, causal: bool) -> None:
+    case = dataclasses.replace(CASES[name], causal=causal, made={})
+    case.check(case.wrapped(), SCALES if case.narrow else (1.0, 1.0))
+
+
+def test_packed_tensors_give_what_split_ones_give() -> None:
+    case = CASES["drafts"]
+    wrapper = case.wrapper(query_layout="packed", kv_cache_layout="split")
+    found = wrapper.run(query=case.q, kv_cache=case.parts()[2:], return_lse=True)
+    case.check(found)
+    case.check(case.trtllm(backend="reference"))
+    with pytest.raises(ArgumentError, match="kv_cache must be split, as planned, got it packed"):
+        wrapper.run(query=case.q, kv_cache=case.cache)
+
+
+def test_outputs_of_the_caller() -> None:
+    case = CASES["drafts"]
+    out, lse = torch.empty(2, 4, 3, LATENT, dtype=case.dtype), torch.empty(8, 3)
+    found = case.trtllm(out=out, lse=lse)
+    assert found[0] is out
+    assert found[1] is lse
+    case.check(found)
+    three = torch.empty(2, 4, 3)
+    assert case.trtllm(lse=three, return_lse=False).shape == out.shape
+    torch.testing.assert_close(three.flatten(0, 1), lse)
+
+
+def test_shape_of_new_outputs() -> None:
+    out, lse = CASES["drafts"].trtllm()
+    assert (out.shape, lse.shape) == ((2, 4, 3, LATENT), (8, 3))
+    out, lse = CASES["ragged"].trtllm()
+    assert (out.shape, lse.shape) == ((4, 2, LATENT), (4, 2))
+
+
+def test_units_and_scales() -> None:
+    case = CASES["decode"]
+    out, lse = case.trtllm()
+    torch.testing.assert_close(case.trtllm(return_lse_base="basee")[1], lse * math.log(2))
+    torch.testing.assert_close(case.wrapped(return_lse_base_on_e=True)[1], lse * math.log(2))
+    scales = {"bmm1_scale": torch.tensor([SCALE]), "bmm2_scale": 2.0}
+    torch.testing.assert_close(case.trtllm(**scales)[0], 2 * out)
+    torch.testing.assert_close(case.wrapped(**scales)[0], 2 * out[:, 0])
+    assert not torch.allclose(case.wrapped(bmm1_scale=1.0)[0], out[:, 0])
+
+
+def test_axis_of_one_head_in_the_cache() -> None:
+    case = CASES["decode"]
+    four = dataclasses.replace(case, made={})
+    four.made["cache"] = case.cache[:, None]
+    torch.testing.assert_close(four.trtllm(), case.trtllm())
+
+
+def test_bounds_without_their_maximum() -> None:
+    case = CASES["ragged"]
+    case.check(case.trtllm(max_q_len=None))
+
+
+REFUSED: dict[str, Any] = {
+    "sparse_mla_top_k": 8,
+    "sparse_mla_top_k_lens": torch.zeros(2),
+    "uses_shared_paged_kv_idx": False,
+    "enable_dcp": True,
+    "cp_world": 2,
+    "cp_rank": 1,
+    "causal_seqlens_kv_global": torch.zeros(2),
+    "skip_softmax_threshold_scale_factor": 0.1,
+    "use_fp16_softmax": True,
+    "cute_dsl_impl": "modular",
+    "kv_scale_format": "pow2_fp32",
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 32,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_arguments(name: str) -> None:
+    """The message names the argument, and what to use instead."""
+    case = CASES["decode"]
+    where = {"qk_nope_head_dim": 128, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "block_tables": case.table}
+    options: dict[str, Any] = {**where, "seq_lens": case.seq_lens, "max_seq_len": 9, name: REFUSED[name]}
+    with pytest.raises(NotSupported, match=rf"{name}(.|\n)*Instead: "):
+        cute_attn.trtllm_batch_decode_with_kv_cache_mla(case.q[:, None], case.cache, case.workspace(), **options)
+
+
+@pytest.mark.parametrize("backend", ["cutlass", "cute-dsl", "cake"])
+def test_other_backends(backend: str) -> None:
+    with pytest.raises(NotSupported, match=backend):
+        CASES["decode"].trtllm(backend=backend)
+    with pytest.raises(NotSupported, match=backend):
+        CASES["decode"].wrapper(backend=backend)
+    with pytest.raises(LayoutError, match="backend must be one of 'auto'"):
+        CASES["decode"].trtllm(backend="sparse")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(2, 1, 4, 512)}, r"query must have shape .* the last axis 576"),
+        ({"q": torch.zeros(2, 4, 576, dtype=torch.float32)}, "query must have dtype float16 or bfloat16"),
+        (
+            {"cache": torch.zeros(3, 2, 576, dtype=torch.float16)},
+            "kv_cache must have dtype bfloat16 or float8_e4m3fn",
+        ),
+        ({"cache": torch.zeros(3, 2, 2, 576)}, r"kv_cache must have shape \[num_pages, page_size, 576\]"),
+        ({"table": torch.zeros(2, 2)}, "block_tables must have dtype int32"),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, r"seq_lens must have shape \[2\]"),
+        ({"seq_lens": torch.tensor([9, 1000], dtype=torch.int32)}, r"seq_lens must be within 0..*request 1 has 1000"),
+        ({"table": torch.full((2, 5), 99, dtype=torch.int32)}, "block_tables, page 0 of request 0, is 99"),
+    ],
+)
+def test_errors(changes: dict[str, torch.Tensor], message: str) -> None:
+    case = dataclasses.replace(CASES["decode"], made={})
+    case.made.update(changes)
+    with pytest.raises(ArgumentError, match=message):
+        case.trtllm()
+
+
+def test_outputs_share_no_memory() -> None:
+    case = CASES["decode"]
+    with pytest.raises(ArgumentError, match="out must not share memory with"):
+        case.trtllm(out=case.q[:, None, :, :LATENT])
+
+
+def test_run_before_plan() -> None:
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8))
+    with pytest.raises(NotPlannedError, match="plan"):
+        wrapper.run()
+
+
+def test_runs_agree_with_the_plan() -> None:
+    case = CASES["decode"]
+    wrapper, (nope, rope, ckv, kpe) = case.wrapper(), case.parts()
+    for tensors, message in (
+        ((nope[:1], rope[:1], ckv, kpe), "q_nope must have 2 tokens of 4 heads, as planned"),
+        ((nope, rope, ckv.view(-1, 1, LATENT), kpe.view(-1, 1, ROPE)), "ckv_cache must have the planned page_size 2"),
+        ((nope, rope[:, :1], ckv, kpe), "q_nope and q_pe must have the same first two axes"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            wrapper.run(*tensors)
+    with pytest.raises(ArgumentError, match="sinks must be given exactly where plan has use_sinks"):
+        wrapper.run(nope, rope, ckv, kpe, sinks=torch.zeros(4))
+
+
+def test_plans_of_a_graph_keep_their_buffers() -> None:
+    case, other = CASES["decode"], MlaCase(kv_lens=(5, 2), seed=1)
+    arrays = [case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens]
+    buffers = [torch.empty_like(x) for x in arrays]
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *buffers)
+    options = (4, LATENT, ROPE, 2, False, SCALE, torch.bfloat16, torch.bfloat16)
+    for each in (case, other):
+        given = [each.qo_indptr, each.kv_indptr, each.indices, each.seq_lens]
+        wrapper.plan(*given, *options)
+        each.check(wrapper.run(*each.parts(), return_lse=True))
+        assert torch.equal(buffers[3], each.seq_lens)
+    longer = torch.tensor([0, 2, 4], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="no request more query tokens than the first plan"):
+        wrapper.plan(longer, *arrays[1:], *options)
+
+
+# ---- FlashMLA's names
+
+
+def flash_mla_call(case: MlaCase, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    query = case.q.unflatten(0, (len(case.q_lens), -1))
+    options = {"softmax_scale": SCALE, "causal": case.causal, **changes}
+    schedule = flash_mla.get_mla_metadata()
+    cache = case.cache[:, :, None]
+    return flash_mla.flash_mla_with_kvcache(query, cache, case.table, case.seq_lens, LATENT, *schedule, **options)
+
+
+@pytest.mark.parametrize("name", ["decode", "drafts", "rows before the keys"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_mla(name: str, causal: bool) -> None:
+    case = dataclasses.replace(CASES[name], causal=causal, made={})
+    out, lse = flash_mla_call(case)
+    assert out.shape == (2, case.q_lens[0], case.heads, LATENT)
+    assert lse.shape == (2, case.heads, case.q_lens[0])
+    case.check((out, lse.transpose(1, 2) / math.log(2)))
+
+
+def test_scale_of_flash_mla() -> None:
+    case = CASES["decode"]
+    torch.testing.assert_close(flash_mla_call(case, softmax_scale=None), flash_mla_call(case, softmax_scale=1 / 24))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_fp8_kvcache", True),
+        ("indices", torch.zeros(2, 1, 4)),
+        ("attn_sink", torch.zeros(4)),
+        ("extra_k_cache", torch.zeros(2)),
+        ("extra_indices_in_kvcache", torch.zeros(2)),
+        ("topk_length", torch.zeros(2)),
+        ("extra_topk_length", torch.zeros(2)),
+    ],
+)
+def test_refusals_of_flash_mla(name: str, value: Any) -> None:
+    with pytest.raises(NotSupported, match=rf"{name}.*Instead: "):
+        flash_mla_call(CASES["decode"], **{name: value})
+
+
+def test_errors_of_flash_mla() -> None:
+    case = dataclasses.replace(CASES["decode"], made={})
+    case.made["seq_lens"] = torch.tensor([9, 100], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match=r"cache_seqlens must be within 0..10, .*request 1 has 100"):
+        flash_mla_call(case)
+    case.made["table"] = case.table[:1]
+    with pytest.raises(ArgumentError, match=r"block_table must have shape .*a row for each of the 2 requests of q"):
+        flash_mla_call(case)
+
+
+# ---- caches and keys
+
+
+def test_plans_check_all_before_they_write() -> None:
+    case = CASES["decode"]
+    buffers = [torch.zeros_like(x) for x in (case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens)]
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *buffers)
+    given = {"qo_indptr": case.qo_indptr, "kv_indptr": case.kv_indptr, "kv_indices": case.indices}
+    given |= {"kv_len_arr": case.seq_lens, "num_heads": 4, "head_dim_ckv": LATENT, "head_dim_kpe": ROPE}
+    given |= {"page_size": 2, "causal": True, "sm_scale": SCALE}
+    given |= {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    for changes, message in (
+        ({"kv_indices": torch.zeros(99, dtype=torch.int32)}, "kv_indices must fit its buffer"),
+        ({"qo_indptr": torch.tensor([0, 2, 1], dtype=torch.int32)}, "qo_indptr must not decrease"),
+        ({"qo_indptr": torch.tensor([1, 2, 3], dtype=torch.int32)}, "qo_indptr must go from 0"),
+        ({"kv_len_arr": torch.tensor([9, 7], dtype=torch.int32)}, "kv_len_arr must be within 0.*request 1 has 7"),
+        ({"kv_len_arr": case.seq_lens[:1]}, "qo_indptr must have 2 elements"),
+        ({"page_size": 0}, "page_size must be >= 1"),
+        ({"kv_data_type": torch.float32}, "kv_data_type must have dtype"),
+        ({"use_sinks": 1}, "use_sinks must be True or False"),
+        ({"query_layout": "other"}, "query_layout must be one of"),
+    ):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+            wrapper.plan(**{**given, **changes})
+        assert not any(x.any() for x in buffers)
+    with pytest.raises(NotSupported, match="head_dim_ckv=256"):
+        wrapper.plan(**{**given, "head_dim_ckv": 256})
+    wrapper.plan(**given)
+    case.check(wrapper.run(*case.parts(), return_lse=True))
+
+
+def test_append() -> None:
+    ckv, kpe = torch.randn(5, LATENT).bfloat16(), torch.randn(5, ROPE).bfloat16()
+    cache = torch.zeros(4, 2, LATENT + ROPE).bfloat16()
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 1, 1, 1], [2, 3, 0, 1, 2], [3, 1, 0, 2], [0, 2, 4])]
+    last = torch.tensor([2, 1], dtype=torch.int32)
+    cute_attn.append_paged_mla_kv_cache(ckv, kpe, *ints[:2], cache[..., :LATENT], cache[..., LATENT:], *ints[2:], last)
+    rows = torch.cat((ckv, kpe), dim=1)
+    want = torch.zeros_like(cache)
+    want[1, 0], want[1, 1], want[0, 0], want[0, 1], want[2, 0] = rows
+    assert torch.equal(cache, want)
+    with pytest.raises(ArgumentError, match="append_kpe must have as many rows as append_ckv, 5"):
+        cute_attn.append_paged_mla_kv_cache(
+            ckv, kpe[:4], *ints[:2], cache[..., :LATENT], cache[..., LATENT:], *ints[2:], last
+        )
+    with pytest.raises(ArgumentError, match=r"append_ckv must have shape \[nnz, 512\]"):
+        cute_attn.append_paged_mla_kv_cache(
+            kpe, kpe, *ints[:2], cache[..., :LATENT], cache[..., LATENT:], *ints[2:], last
+        )
+
+
+def test_concat() -> None:
+    nope, rope = torch.randn(3, 2, 128).half(), torch.randn(3, 1, 64).half()
+    k = torch.empty(3, 2, 192).half()
+    cute_attn.concat_mla_k(k, nope, rope)
+    assert torch.equal(k, torch.cat((nope, rope.expand(3, 2, 64)), dim=2))
+    with pytest.raises(ArgumentError, match="k must have nope_dim"):
+        cute_attn.concat_mla_k(k[..., :190], nope, rope)
+    with pytest.raises(ArgumentError, match="k_rope must have shape"):
+        cute_attn.concat_mla_k(k, nope, rope.expand(3, 2, 64))
+    with pytest.raises(NotSupported, match="cake"):
+        cute_attn.concat_mla_k(k, nope, rope, backend="cake")

@@ -1,0 +1,69 @@
+"""Tiles, shared memory and grids of the kernel for latent attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_attn.kernels.mla.host import launch
+from cute_attn.kernels.mla.smem import MlaMemory
+from cute_attn.kernels.mla.spec import KV_DTYPES, LATENT, MlaSpec
+from cute_attn.kernels.mla.tiles import choose
+from cute_attn.request.mla import MlaSettings
+from cute_attn.runtime.arch import ARCHS, Arch, named
+
+# What GPUs of compute capability 8.6 and 8.9 have, which run the cubins of sm_80.
+SMALL_AMPERE = dataclasses.replace(named("sm_80"), smem_limit=named("sm_120a").smem_limit)
+
+
+def settings(heads: int, dtype: torch.dtype = torch.bfloat16) -> MlaSettings:
+    return MlaSettings(torch.device("cuda", 0), torch.bfloat16, dtype, heads, 64, True, 0.1, 0.1, 1.0, 1.0, None)
+
+
+@pytest.mark.parametrize("arch", [*ARCHS.values(), SMALL_AMPERE], ids=lambda arch: f"{arch.name}-{arch.smem_limit}")
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 33, 64, 65, 1024])
+def test_tiles_fit(rows: int, kv_dtype: str, arch: Arch) -> None:
+    spec = choose("bfloat16", kv_dtype, rows, arch)
+    assert MlaMemory(spec).bytes <= arch.smem_limit
+    most = 64 if arch.smem_limit > SMALL_AMPERE.smem_limit else 32
+    assert spec.rows == next((n for n in (16, 32, 64) if n >= min(rows, most)), 64)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_memory_map(kv_dtype: str) -> None:
+    """Regions follow each other; outputs end before what is written while they are there."""
+    memory = MlaMemory(choose("bfloat16", kv_dtype, 64, named("sm_90a")))
+    regions = (0, memory.tile, memory.q, memory.p, memory.columns, memory.stats, memory.ticket, memory.bytes)
+    assert list(regions) == sorted(regions)
+    assert memory.outputs + 64 * LATENT * 4 <= memory.p
+    assert (memory.tile == memory.q) == (kv_dtype == "")
+    assert all(offset % 16 == 0 for offset in regions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"rows": 48}, "rows must be 16 or a multiple of 32"),
+        ({"cols": 32}, "tokens in blocks of 8"),
+        ({"stages": 1}, "2 stages or more"),
+        ({"kv_dtype": "float8_e5m2"}, "kv_dtype must be one of"),
+        ({"head_dim": 256}, "head_dim must be 512"),
+    ],
+)
+def test_wrong_specs(changes: dict[str, int], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        MlaSpec(**{"dtype": "bfloat16", "kv_dtype": "", "out_dtype": "bfloat16", "head_dim": LATENT, **changes})
+
+
+@pytest.mark.parametrize(
+    ("heads", "qo_len", "grid"), [(16, 1, (1, 132, 1)), (128, 1, (2, 66, 1)), (128, 3, (6, 22, 1))]
+)
+def test_grids(heads: int, qo_len: int, grid: tuple[int, int, int]) -> None:
+    """CTA groups divide the blocks of query rows; as many CTAs run as there are SMs."""
+    spec, row_blocks, placed = launch.placement(settings(heads), qo_len, named("sm_90a"), 132)
+    assert row_blocks == -(-heads * qo_len // spec.rows)
+    assert placed.grid == grid
+    assert placed.partial_bytes == 132 * 2 * spec.rows * (LATENT + 2) * 4

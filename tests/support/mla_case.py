@@ -1,0 +1,137 @@
+"""Batches of latent attention in every form that callers have them, and their results by formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import cute_attn
+
+LATENT, ROPE = 512, 64
+SCALES = (0.5, 1.25)  # of the parts of narrow caches, in the wrapper
+SCALE = (128 + ROPE) ** -0.5
+
+
+@dataclass(frozen=True)
+class MlaCase:
+    """A batch whose requests have `kv_lens` keys and `q_lens` query tokens. Pages that no request has are NaN, and so
+    are slots behind the last token of a request."""
+
+    heads: int = 4
+    q_lens: Sequence[int] = (1, 1)
+    kv_lens: Sequence[int] = (9, 6)
+    page_size: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cpu"
+    causal: bool = True
+    sinks: bool = False
+    narrow: bool = False  # a cache of e4m3
+    seed: int = 0
+    made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(self.dtype)
+
+        pages = [-(-kv // self.page_size) for kv in self.kv_lens]
+        order = torch.randperm(sum(pages) + 1, generator=generator).int()
+        cache = torch.full((len(order), self.page_size, LATENT + ROPE), math.nan).to(self.dtype)
+        indptr = np.cumsum([0, *pages])
+        table = torch.full((len(pages), max(1, *pages)), -1, dtype=torch.int32)
+        for i, kv_len in enumerate(self.kv_lens):
+            own = order[indptr[i] : indptr[i + 1]]
+            table[i, : len(own)] = own
+            for j, page in enumerate(own.tolist()):
+                used = min(self.page_size, kv_len - j * self.page_size)
+                cache[page, :used] = random(used, LATENT + ROPE)
+        if self.narrow:
+            cache = cache.to(torch.float8_e4m3fn)
+        self.made.update(
+            q=2 * random(sum(self.q_lens), self.heads, LATENT + ROPE),
+            cache=cache,
+            table=table,
+            indices=order[: sum(pages)].clone(),
+            kv_indptr=torch.tensor(indptr, dtype=torch.int32),
+            qo_indptr=torch.tensor(np.cumsum([0, *self.q_lens]), dtype=torch.int32),
+            seq_lens=torch.tensor(list(self.kv_lens), dtype=torch.int32),
+        )
+        if self.sinks:
+            self.made["sinks"] = torch.randn(self.heads, generator=generator)
+        self.made.update({name: x.to(self.device) for name, x in self.made.items()})
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        try:
+            return self.__dict__["made"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def workspace(self, megabytes: int = 8) -> torch.Tensor:
+        return torch.empty(megabytes << 20, dtype=torch.uint8, device=self.device)
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Queries and cache in tensors of their own."""
+        split = (x.split((LATENT, ROPE), dim=-1) for x in (self.q, self.cache))
+        return tuple(x.contiguous() for pair in split for x in pair)
+
+    def trtllm(self, **changes: Any) -> Any:
+        """Result of the function without a plan; queries of unequal lengths come with their bounds."""
+        query, bounds = self.q, {"cum_seq_lens_q": self.qo_indptr, "max_q_len": max(self.q_lens)}
+        if len(set(self.q_lens)) == 1:
+            query, bounds = self.q.unflatten(0, (len(self.q_lens), -1)), {}
+        options = {"bmm1_scale": SCALE, "sinks": self.made.get("sinks"), "return_lse": True, **bounds, **changes}
+        where = (self.workspace(), 128, LATENT, ROPE, self.table, self.seq_lens, max(self.kv_lens))
+        return cute_attn.trtllm_batch_decode_with_kv_cache_mla(query, self.cache, *where, **options)
+
+    def wrapper(self, backend: str = "auto", **changes: Any) -> cute_attn.BatchMLAPagedAttentionWrapper:
+        """A wrapper with the plan of this batch, by position as engines call it."""
+        made = cute_attn.BatchMLAPagedAttentionWrapper(self.workspace(), backend=backend)
+        arrays = self.qo_indptr, self.kv_indptr, self.indices, self.seq_lens
+        dims = self.heads, LATENT, ROPE, self.page_size
+        dtypes = self.dtype, self.cache.dtype
+        made.plan(*arrays, *dims, self.causal, SCALE, *dtypes, use_sinks=self.sinks, **changes)
+        return made
+
+    def wrapped(self, backend: str = "auto", **changes: Any) -> Any:
+        scales = dict(zip(("ckv_scale", "kpe_scale"), SCALES, strict=True)) if self.narrow else {}
+        options = {"sinks": self.made.get("sinks"), "return_lse": True, **scales, **changes}
+        return self.wrapper(backend).run(*self.parts(), **options)
+
+    def expected(self, scales: tuple[float, float] = (1.0, 1.0)) -> tuple[torch.Tensor, torch.Tensor]:
+        """Out and base-2 lse in fp64, row by row. `scales`: factors of latent and of rotated columns of the cache."""
+        out, lse = np.zeros((len(self.q), self.heads, LATENT)), np.full((len(self.q), self.heads), -np.inf)
+        sinks = self.sinks_or(-np.inf)
+        queries, cache = (x.double().cpu().numpy() for x in (self.q, self.cache))
+        cache = cache * np.repeat(scales, (LATENT, ROPE))
+        row = 0
+        for i, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+            places = [(int(self.table[i, j // self.page_size]), j % self.page_size) for j in range(kv_len)]
+            keys = np.array([cache[place] for place in places]).reshape(kv_len, LATENT + ROPE)
+            for r in range(q_len):
+                seen = kv_len - q_len + r + 1 if self.causal else kv_len
+                z = SCALE * queries[row] @ keys[: max(seen, 0)].T
+                top = np.maximum(z.max(axis=1, initial=-1e300), np.maximum(sinks, -1e300))
+                weights, sink = np.exp(z - top[:, None]), np.exp(sinks - top)
+                total = weights.sum(axis=1) + sink
+                with np.errstate(divide="ignore"):
+                    lse[row] = (np.log(total) + top) / math.log(2)
+                out[row] = weights @ keys[: max(seen, 0), :LATENT] / np.where(total > 0, total, 1)[:, None]
+                row += 1
+        return torch.from_numpy(out), torch.from_numpy(lse)
+
+    def sinks_or(self, none: float) -> np.ndarray:
+        return self.made["sinks"].double().cpu().numpy() if self.sinks else np.full(self.heads, none)
+
+    def check(self, found: tuple[torch.Tensor, torch.Tensor], scales: tuple[float, float] = (1.0, 1.0)) -> None:
+        """Compare a result with the formula, within the rounding of P and of the output."""
+        (out, lse), (want, want_lse) = found, self.expected(scales)
+        out, lse = out.double().cpu().reshape(want.shape), lse.double().cpu().reshape(want_lse.shape)
+        epsilon = torch.finfo(self.dtype).eps
+        torch.testing.assert_close(out, want, rtol=2 * epsilon, atol=4 * epsilon)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=2e-4)
