@@ -62,15 +62,8 @@ def records() -> str:
     return "\n".join(parts)
 
 
-def cold_start() -> str:
-    """Return the cold start on the first GPU that has a record."""
-    made = (tables.cold_start_table(gpu) for gpu in reversed(tables.GPUS))
-    return next((table for table in made if table), "Not measured.\n")
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "readme": tables.readme_table,
-    "cold_start": cold_start,
     "summary": tables.summary_table,
     "tables": speed,
     "records": records,
