@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import key_ranges, plan_arguments, sink_variant
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
@@ -158,6 +160,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
 
     begin_forward = plan
 
+    @declare.operator("ranges_prefill_run", fakes.paged, is_method=True)
     def run(
         self,
         q: torch.Tensor,
@@ -201,6 +204,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.run`; ArgumentError also for ranges of another shape, dtype,
         device, alignment or stride, and ArgumentTypeError for windows that are no integers.
         """
+        if is_dynamo_compiling():
+            return trace.operator("ranges_prefill_run")(locals())
         return self._run(
             RunArguments(
                 q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks,

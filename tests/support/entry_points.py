@@ -234,6 +234,12 @@ def graphed_decode(workspace: torch.Tensor, use_cuda_graph: bool, backend: str =
     return cute_attn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers.values())
 
 
+def ranges_wrapper(*args: Any, **options: Any) -> Any:
+    """Return a wrapper for queries whose keys are in ranges."""
+    made_for = {"head_dim_qk": DIM, "head_dim_vo": DIM}
+    return cute_attn.BatchPrefillWithCausalBidirectionalRangesWrapper(*args, **made_for, **options)
+
+
 def sink_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
     """Return a wrapper made for the sizes here."""
     sizes = {"head_dim_qk": DIM, "head_dim_vo": DIM}
@@ -292,6 +298,9 @@ BATCHES = {
         PAGED,
         plan_paged,
         PREFILL_BUFFERS | MASK_BUFFERS,
+    ),
+    "paged with ranges": batch(
+        PAGES_OF_2 | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, ranges_wrapper, plan_paged
     ),
     "paged with sinks": batch(PAGES_OF_2 | SINKS, sink_wrapper, plan_paged),
     "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, plan_mixed)._replace(emulated=False),

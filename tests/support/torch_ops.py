@@ -154,6 +154,16 @@ def paged_prefill_run_into(device: str) -> Call:
 
 
 @case
+def ranges_prefill_run(device: str) -> Call:
+    made = cute_attn.BatchPrefillWithCausalBidirectionalRangesWrapper(
+        workspace(device), head_dim_qk=DIM, head_dim_vo=DIM
+    )
+    made.plan(starts(QO_LENS), *page_arguments(device), HEADS, KV_HEADS, DIM, PAGE)
+    ranges = ints(device, *[[0, 2]] * sum(QO_LENS))
+    return Call(lambda q, cache, ranges: made.run(q, cache, ranges, 3), (queries(device), pages(device), ranges))
+
+
+@case
 def sink_run(device: str) -> Call:
     made = cute_attn.BatchAttentionWithAttentionSinkWrapper(workspace(device), head_dim_qk=DIM, head_dim_vo=DIM)
     options = {"head_dim_vo": DIM, "q_data_type": BF16, "kv_data_type": BF16, "causal": True}
