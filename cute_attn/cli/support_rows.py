@@ -161,6 +161,7 @@ def _options(q: torch.dtype) -> tuple[Callable[..., Any], Callable[[Features, Ar
         ),
         ("custom masks, boolean and packed", {"custom_mask": True}),
         ("multi-item scoring", {"multi_item": True}),
+        ("causal mask with a range of keys per token", {"key_ranges": True}),
         ("attention sinks", {"sinks": True}),
         ("per-head scales (`scale_q`, `scale_k`, `scale_v`)", {"per_head_scales": True}),
     )

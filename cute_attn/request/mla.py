@@ -250,6 +250,7 @@ def _sinks(value: Any, q: torch.Tensor) -> torch.Tensor:
     value = checks.tensor("sinks", value)
     checks.shape("sinks", value, (q.shape[1],), "[num_heads]")
     checks.device("sinks", value, q.device)
+    checks.check_grad("sinks", value)
     if not value.dtype.is_floating_point:
         raise ArgumentError(f"sinks must have a floating-point dtype, got {checks.describe(value)}")
     if value.is_cpu and not bool((value < math.inf).all()):

@@ -66,9 +66,10 @@ def test_every_capability_has_a_call() -> None:
     fp8_dims = [fp8._replace(head_dim_qk=dim, head_dim_vo=dim) for dim in (72, 512)]
     rotated = fp8._replace(pos_encoding_mode="ROPE_LLAMA")
     items = fp8._replace(multi_item=True)
+    ranges = cases[0]._replace(key_ranges=True)
     rotated_fp8_kv = cases[0]._replace(kv_dtype=torch.float8_e4m3fn, pos_encoding_mode="ROPE_LLAMA")
     narrow = cases[0]._replace(o_dtype=torch.float8_e4m3fn, head_dim_vo=72)
     drafts = cases[0]._replace(device_lengths=True, draft_mask=True, o_dtype=torch.float8_e4m3fn)
-    asked = (*cases, scaled, fp8, *fp8_dims, rotated, rotated_fp8_kv, items, strides, narrow, drafts)
+    asked = (*cases, scaled, fp8, *fp8_dims, rotated, rotated_fp8_kv, items, ranges, strides, narrow, drafts)
     for row in capabilities.CAPABILITIES:
         assert any(row.needed(case) for case in asked), row.feature

@@ -300,7 +300,7 @@ BATCHES = {
         PREFILL_BUFFERS | MASK_BUFFERS,
     ),
     "paged with ranges": batch(
-        PAGES_OF_2 | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, ranges_wrapper, plan_paged
+        PAGES_OF_2 | SINKS | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, ranges_wrapper, plan_paged
     ),
     "paged with sinks": batch(PAGES_OF_2 | SINKS, sink_wrapper, plan_paged),
     "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, plan_mixed)._replace(emulated=False),

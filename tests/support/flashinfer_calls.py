@@ -81,6 +81,16 @@ class Calls:
         sinks = torch.zeros(4, device=self.device)
         return as_tuple(wrapper.run(self.many.q, self.many.caches(), sinks, 0.2, return_lse=True))
 
+    def ranges(self, method: str, changes: Changes) -> Results:
+        dims = {"head_dim_qk": DIM, "head_dim_vo": DIM, "q_data_type": FP16, "kv_data_type": FP16}
+        made = attention.BatchPrefillWithCausalBidirectionalRangesWrapper
+        wrapper = made(self.scratch(), **{**dims, **of(method, "__init__", changes)})
+        where = self.many.qo_indptr, *self.pages(self.many), *HEADS, 2
+        wrapper.plan(*where, **of(method, "plan", changes))
+        ranges = torch.tensor([[0, 3]], dtype=torch.int32, device=self.device).repeat(len(self.many.q), 1)
+        given = {"return_lse": True, "causal_window_left": 1, **of(method, "run", changes)}
+        return as_tuple(wrapper.run(self.many.q, self.many.caches(), ranges, **given))
+
     def mixed(self, method: str, changes: Changes) -> Results:
         many = self.many
         wrapper = attention.BatchAttention(**{"device": self.device, **of(method, "__init__", changes)})
@@ -190,6 +200,7 @@ class Calls:
             "BatchPrefillWithPagedKVCacheWrapper": self.batch_prefill,
             "BatchPrefillWithRaggedKVCacheWrapper": self.ragged_prefill,
             "BatchAttentionWithAttentionSinkWrapper": self.sink,
+            "BatchPrefillWithCausalBidirectionalRangesWrapper": self.ranges,
             "BatchAttention": self.mixed,
             "BlockSparseAttentionWrapper": self.blocks,
             "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": self.shared_decode,

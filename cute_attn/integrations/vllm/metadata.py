@@ -223,21 +223,17 @@ def device_pages(batch: Batch, q_len: int, page_size: int) -> Pages:
     graph that contains this computes them from vLLM's tables and lengths in every replay.
     """
     count, width = batch.num_reqs, batch.block_table.shape[1]
-    integers: dict[str, Any] = {"dtype": torch.int32, "device": batch.seq_lens.device}
-    counts = (batch.seq_lens[:count] + (page_size - 1)) // page_size
-    kv_indptr = torch.zeros(count + 1, **integers)
+    lengths = batch.seq_lens[:count]
+    counts = (lengths + (page_size - 1)) // page_size
+    kv_indptr = lengths.new_zeros(count + 1)
     torch.cumsum(counts, 0, dtype=torch.int32, out=kv_indptr[1:])
-    column = torch.arange(width, **integers)
+    column = torch.arange(width, dtype=torch.int32, device=lengths.device)
     # Entries past a request's pages go to one place behind all others.
     place = torch.where(column < counts[:, None], kv_indptr[:-1, None] + column, count * width)
-    indices = torch.zeros(count * width + 1, **integers)
+    indices = lengths.new_zeros(count * width + 1)
     indices.scatter_(0, place.flatten().long(), batch.block_table[:count].flatten())
-    return Pages(
-        torch.arange(0, count * q_len + 1, q_len, **integers),
-        kv_indptr,
-        indices,
-        batch.seq_lens[:count] - (counts - 1).clamp_min(0) * page_size,
-    )
+    qo_indptr = torch.arange(0, count * q_len + 1, q_len, dtype=torch.int32, device=lengths.device)
+    return Pages(qo_indptr, kv_indptr, indices, lengths - (counts - 1).clamp_min(0) * page_size)
 
 
 def token_ranges(batch: Batch, first: int, spans: Spans) -> torch.Tensor | None:
