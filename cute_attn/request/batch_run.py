@@ -63,7 +63,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
         settings = _run_settings(
             *(plan, scales.q, scales.k, scales.v, run.enable_pdl, bool(scales.of_scores)),
             *(run.sinks is not None, run.head_scales is not None, placed.half_aligned),
-            NO_WINDOWS if run.ranges is None else run.ranges.windows(),
+            *(NO_WINDOWS if run.ranges is None else run.ranges.windows()),
         )
     features = settings.features
     sinks = None if run.sinks is None else operands.check_per_head("sinks", run.sinks, features)
@@ -172,7 +172,7 @@ def _add_run_options(
     sinks: bool,
     per_head: bool,
     half_aligned: bool,
-    range_windows: tuple[int, int],
+    *range_windows: int,
 ) -> Settings:
     """Return the planned settings with what a run adds; None adds nothing.
 
@@ -199,7 +199,7 @@ def _add_run_options(
         sm_scale=sm_scale,
         v_scale=s.v_scale * v_factor,
         enable_pdl=enable_pdl,
-        range_windows=range_windows,
+        range_windows=(range_windows[0], range_windows[1]),
     )
 
 

@@ -87,7 +87,8 @@ class RowProgram:
         ]
         shift = softmax.first_shift(s0)
         p0 = softmax.exponentials(s0, shift, may_be_empty=True)
-        rescale = softmax.rescale_factors(shift, s1)
+        sums = softmax.sums(softmax.exponentials(s1, softmax.finite(shift), may_be_empty=False), softmax.zero_sums())
+        rescale = softmax.rescale_factors(shift, s1, sums)
         total = [x * f for x, f in zip(softmax.sums(p0, softmax.zero_sums()), rescale.factors, strict=True)]
         p1 = softmax.exponentials(s1, rescale.shift, may_be_empty=True)
         store = RowStore(layout, lanes, rows, *self.output(p))

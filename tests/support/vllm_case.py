@@ -103,7 +103,7 @@ class Step:
             workspaces = Workspaces(torch.empty(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8))
         else:
             workspaces = Workspaces.on(torch.device(self.device))
-        return StepMetadata(batch, decodes, Sessions(workspaces, backend), self.causal, self.images)
+        return StepMetadata(batch, decodes, Sessions(workspaces, backend), self.causal, mm_prefix_range=self.images)
 
     def attention(self) -> LayerAttention:
         """The layer."""

@@ -79,4 +79,4 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
             exact,
             gpu_sync_allowed,
         )
-        return StepMetadata(batch, decodes, self._sessions, common.causal, common.mm_req_doc_ranges)
+        return StepMetadata(batch, decodes, self._sessions, common.causal, mm_prefix_range=common.mm_req_doc_ranges)
