@@ -12,7 +12,7 @@ from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support import tiny_transformers as tiny
 
 OURS = "cute_attn"
-CLOSE = 1.1  # times the error of eager bf16
+CLOSE = 1.15  # times the error of eager bf16, whose sums differ from CPU to CPU
 TIE = 0.1  # a margin of logits, of standard deviation 1.2, that rounding to bf16 may turn
 PACKED = (5, 1, 12, 3)
 
