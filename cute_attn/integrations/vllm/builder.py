@@ -9,6 +9,7 @@ import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
+from cute_attn.integrations.vllm.encoder import EncoderAttention
 from cute_attn.integrations.vllm.impl import CuteAttnImpl
 from cute_attn.integrations.vllm.metadata import (
     Batch,
@@ -36,13 +37,16 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return UNIFORM_BATCH: decodes with equally many query tokens. NEVER where decode needs a plan and the older
-        model runner of vLLM captures, whose warm-up does not say that a capture follows.
+        """Return UNIFORM_BATCH: decodes with equally many query tokens. NEVER for encoders, whose plans need lengths on
+        the host, and where decode needs a plan and the older model runner of vLLM captures, whose warm-up does not say
+        that a capture follows.
         """
-        if getattr(vllm_config, "use_v2_model_runner", False):
-            return AttentionCGSupport.UNIFORM_BATCH
         layers = vllm_config.compilation_config.static_forward_context.values()
         impls = [impl for layer in layers if isinstance(impl := getattr(layer, "impl", None), CuteAttnImpl)]
+        if any(isinstance(impl.attention, EncoderAttention) for impl in impls):
+            return AttentionCGSupport.NEVER
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            return AttentionCGSupport.UNIFORM_BATCH
         planned = any(impl.attention.plans_decode for impl in impls)
         return AttentionCGSupport.NEVER if planned else AttentionCGSupport.UNIFORM_BATCH
 
