@@ -47,7 +47,8 @@ def solve(case: MlaCase, arch: str, sms: int, schedule: str, *, planned: bool) -
     """Run a case by the wrapper or by the function, and compare it with the formula."""
     with emulator.using(arch, sms=sms, schedule=Schedule(schedule, case.seed)) as emulation:
         found = case.wrapped("emulator") if planned else case.trtllm(backend="emulator")
-    assert [record.spec["kernel"] for record in emulation.records] == ["mla"]  # one launch
+    kernel = "mla_wgmma" if arch == "sm_90a" else "mla"
+    assert [record.spec["kernel"] for record in emulation.records] == [kernel]  # one launch
     case.check(found, SCALES if case.narrow and planned else (1.0, 1.0))
 
 

@@ -5,16 +5,18 @@ end of a segment.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax, add, any_of, tree
 from cute_attn.kernels.mla.parts.exchange import Exchange
 from cute_attn.kernels.mla.parts.place import Place
 from cute_attn.kernels.xqa.parts.merge import Merge
+from cute_attn.kernels.xqa.parts.partition import Segment
 
 
 class Running(NamedTuple):
@@ -75,9 +77,17 @@ class SharedSoftmax:
 class CausalMask:
     """Keys that the rows of a warp see: token r of a request those before kv_len - qo_len + 1 + r + `right`."""
 
-    place: Place
+    place: Any  # `Place` or one like it
     stops: list[Int32]  # per row slot, behind its last key
     common: Int32  # all rows see the keys before it
+
+    @classmethod
+    def of(cls, p: Any, place: Any, rows: PackedRows, segment: Segment) -> "CausalMask":
+        """Return the mask of a segment's rows; `p`: MlaParams."""
+        request = segment.request
+        first = request.kv_len - request.qo_len + 1 + p.right  # behind the last key of token 0
+        stops = [ptx.minimum(first + rows.token(place.row(slot)), request.kv_len) for slot in place.scores.slots]
+        return cls(place, stops, ptx.minimum(first, request.kv_len))
 
     @cute.jit
     def apply(self, s: list[Float32], start: Int32) -> list[Float32]:
@@ -85,7 +95,7 @@ class CausalMask:
         place, layout = self.place, self.place.scores
         kept = list(s)
         if start + place.spec.cols > self.common:
-            first = start + place.slice * place.slice_cols + layout.lane_col(place.lane)
+            first = start + place.first_score_column()
             for slot in layout.slots:
                 for i, column in layout.places(slot):
                     visible = first + column < self.stops[slot]

@@ -1,0 +1,176 @@
+"""Latent attention (MLA) with absorbed queries over a paged latent cache, on wgmma (sm_90).
+
+    a CTA's share of the work (`xqa.parts.partition`)   segment | segment | segment ...
+    producer warpgroup                                  query rows, then tiles of 64 tokens, half by half
+    MMA warpgroups (`warpgroups`)                       S, P and half of the output columns each
+    the end of a segment                                outputs, or partial results, from registers to global memory
+                                                        CTAs merge segments that were cut (`xqa.parts.merge`)
+
+Any number of query rows takes 64: fewer cost no more than their keys' way through memory.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.dequant import fp8_converter
+from cute_attn.kernels.blocks.epilogue import Target
+from cute_attn.kernels.blocks.pipeline import PipelineState, start
+from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index, zeros
+from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
+from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
+from cute_attn.kernels.mla.hopper.rings import PRODUCERS, Rings
+from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
+from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup, Running, WarpgroupPlace
+from cute_attn.kernels.mla.kernel import MlaParams
+from cute_attn.kernels.mla.parts.softmax import CausalMask
+from cute_attn.kernels.mla.spec import HopperMlaSpec
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
+from cute_attn.kernels.xqa.parts.scales import final_epilogue
+from cute_attn.kernels.xqa.parts.state_merge import StateMerge
+from cute_attn.runtime.arch import named
+
+SLOTS_BARRIER = 4  # named barrier of all threads: slots that held outputs may be filled again
+
+
+class HopperMlaProgram:
+    """The kernel of one spec."""
+
+    params = MlaParams
+
+    def __init__(self, spec: HopperMlaSpec, arch: str) -> None:
+        self.spec = spec
+        self.memory = HopperMlaMemory(spec)
+        self.block = (spec.threads, 1, 1)
+        self.smem_bytes = self.memory.bytes
+        self.arch = named(arch)
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(MlaParams), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: MlaParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        self.kernel(params).launch(
+            grid=[grid_x, grid_y, grid_z],
+            block=list(self.block),
+            smem=self.smem_bytes,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,  # without it the DSL asks a driver
+        )
+
+    @cute.kernel
+    def kernel(self, params: MlaParams) -> None:
+        rings = Rings(self.memory, shared_memory())
+        if cute.arch.thread_idx()[0] == 0:
+            rings.initialise()
+        ptx.grid_dependency_wait()
+        ptx.grid_dependency_launch()
+        ptx.sync_threads()
+        if warp_index() < BOTH // 32:
+            tma.claim_registers(self.spec.registers[1])
+            self.multiply(params, rings)
+        else:
+            tma.release_registers(self.spec.registers[0])
+            self.produce(params, rings)
+
+    # --- producer warpgroup ------------------------------------------------------------------------------------------
+
+    def producer(self, p: MlaParams, rings: Rings) -> Producer:
+        if self.spec.kv_bits == 16:
+            return Producer(self.memory, p, rings)
+        converter = fp8_converter(self.spec.dtype, self.spec.kv_dtype, self.arch)
+        return NarrowProducer(self.memory, p, rings, converter, p.rope_scale * ptx.reciprocal(p.scale))
+
+    @cute.jit
+    def produce(self, p: MlaParams, rings: Rings) -> None:
+        """Copy the query rows and tiles of all segments."""
+        producer, partition = self.producer(p, rings), Partition(p, self.spec)
+        share, segment = partition.first_segment()
+        q, kv = start(), start()
+        while partition.overlaps(segment, share):
+            split = partition.split(segment, share)
+            if split.active:
+                producer.copy_queries(partition.rows(segment, self.spec.rows), q)
+                kv = producer.copy_tiles(segment, split, kv)
+                q = rings.q.next(q)
+                self.wait_for_merge(split)
+            segment = partition.next_segment(segment, share)
+        ptx.cp_async_wait(0)
+
+    @cute.jit
+    def wait_for_merge(self, split: KvSplit) -> None:
+        """Wait until outputs in the place of slots have been merged."""
+        if cutlass.not_(split.whole):
+            tma.named_sync(Int32(SLOTS_BARRIER), self.spec.threads)
+
+    # --- MMA warpgroups ----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def multiply(self, p: MlaParams, rings: Rings) -> None:
+        """Process the tiles of all segments."""
+        partition = Partition(p, self.spec)
+        share, segment = partition.first_segment()
+        scale = p.scale * device_scale(p.scale_ptr) * Float32(ptx.LOG2E)
+        q, kv = start(), start()
+        while partition.overlaps(segment, share):
+            split = partition.split(segment, share)
+            if split.active:
+                rows = partition.rows(segment, self.spec.rows)
+                mma = MmaWarpgroup(self.memory, WarpgroupPlace.of_thread(self.spec), rings, shared_memory())
+                mask = CausalMask.of(p, mma.place, rows, segment)
+                rings.q.wait_full(q)
+                running, kv = mma.add_tiles(mask, split, kv, scale)
+                rings.q.release(q, mma.place.lane)
+                q = rings.q.next(q)
+                self.write(p, mma, running, (rows, segment, share, split))
+                self.wait_for_merge(split)
+            segment = partition.next_segment(segment, share)
+
+    @cute.jit
+    def write(self, p: MlaParams, mma: MmaWarpgroup, running: Running, work: cutlass.Constexpr) -> None:
+        """Write the outputs of a segment, or of its part, which the last CTA merges."""
+        rows, segment, share, split = work
+        total = mma.whole_totals(running)
+        if split.whole:
+            self.store(p, mma, rows, running, total)
+        else:
+            merge = self.merge(p)
+            self.store_partial(merge, mma, rows, split, running._replace(total=total))
+            merge.merge_splits(rows, *merge.splits(segment, share))
+
+    def merge(self, p: MlaParams) -> StateMerge:
+        return StateMerge.of(
+            self.spec, self.memory, p, shared_memory(), final_epilogue(p, 1.0), barrier=TOTALS_BARRIER, threads=BOTH
+        )
+
+    def store(self, p: MlaParams, mma: MmaWarpgroup, rows: PackedRows, running: Running, total: list[Float32]) -> None:
+        """Store the outputs of a whole segment; the first warpgroup stores lse."""
+        place = mma.place
+        columns = Int64(place.warpgroup * (place.dims * 2))
+        lse = ptx.select(place.warpgroup == 0, p.lse, Int64(0))
+        target = Target(self.spec.out_dtype, p.o + columns, p.o_stride_n, p.o_stride_h, lse, p.group)
+        first = place.quad_lane == 0  # the store sums over the lanes of a quad
+        total = [ptx.select(first, x, Float32(0.0)) for x in total]
+        WarpgroupStore(place.outputs, place, rows, target, final_epilogue(p, 1.0)).write(
+            running.out, running.shift, total
+        )
+
+    @cute.jit
+    def store_partial(
+        self, merge: StateMerge, mma: MmaWarpgroup, rows: PackedRows, split: KvSplit, running: Running
+    ) -> None:
+        """Store unnormalised outputs, maxima and sums of this CTA's part of a segment."""
+        place, layout, partial = mma.place, mma.place.outputs, merge.partial_index(split)
+        first = place.warpgroup * place.dims + place.first_score_column()
+        for slot in cutlass.range_constexpr(len(layout.slots)):
+            row = place.row(slot)
+            stats, outputs = merge.partial_address(partial, row)
+            if rows.exists(row):
+                for i, column in layout.pairs(slot):
+                    ptx.st_global_v2_f32(outputs + Int64(first * 4), column * 4, running.out[i : i + 2])
+                if cutlass.and_(place.quad_lane == 0, place.warpgroup == 0):
+                    ptx.st_global_v2_f32(stats, 0, [Float32(0.0) - running.shift[slot], running.total[slot]])

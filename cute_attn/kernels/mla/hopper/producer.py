@@ -1,0 +1,191 @@
+"""Producer warpgroup of the kernel on wgmma: query rows and tiles of the latent cache, into columns of lines.
+
+Eight threads have a row, sixteen bytes of each of its lines. Rows that do not exist are filled with zeros: a NaN there
+would survive 0 * V. Pages may have any size: every thread looks up the page of each of its rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.mla.hopper.rings import PRODUCERS, Rings
+from cute_attn.kernels.mla.hopper.smem import COLUMNS, HALVES, HopperMlaMemory
+from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment
+
+LANES = LINE // CHUNK  # threads of a row
+STEP = PRODUCERS // LANES  # rows that all threads copy at once
+ROTATED = COLUMNS - 1  # the column of lines with rotated numbers
+
+
+class RowPlaces(NamedTuple):
+    """Addresses of the latent and rotated numbers of the rows of a tile that this thread copies, and which exist."""
+
+    latent: list[Int64]
+    rotated: list[Int64]
+    exist: list[Boolean]
+
+
+class Pages(NamedTuple):
+    """Pages and slots of the same rows."""
+
+    pages: list[Int32]
+    slots: list[Int32]
+
+
+@dataclass(frozen=True)
+class Producer:
+    """Copies of 16-bit caches, by cp.async."""
+
+    memory: HopperMlaMemory
+    p: Any  # MlaParams
+    rings: Rings
+
+    @property
+    def row(self) -> Int32:
+        """First row of this thread."""
+        return (ptx.thread_index() & Int32(PRODUCERS - 1)) // LANES
+
+    @property
+    def chunk(self) -> Int32:
+        return ptx.thread_index() % LANES
+
+    @property
+    def steps(self) -> range:
+        return range(0, self.memory.spec.cols, STEP)
+
+    def target(self, tile: Int32) -> Int32:
+        """Address of this thread's chunk of its first row, in the first column of a tile."""
+        return tile + swizzled(self.row, self.chunk, LINE)
+
+    # --- query rows --------------------------------------------------------------------------------------------------
+
+    def copy_queries(self, rows: PackedRows, q: PipelineState) -> None:
+        """Start copying the query rows of a segment."""
+        p, ring = self.p, self.rings.q
+        ring.wait_empty(q)
+        target, column = self.target(ring.data), Int64(self.chunk * CHUNK)
+        for first in self.steps:
+            row = self.row + first
+            nope = rows.address(p.q_nope, row, p.q_nope_stride_n, p.q_nope_stride_h) + column
+            rope = rows.address(p.q_pe, row, p.q_pe_stride_n, p.q_pe_stride_h) + column
+            size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))
+            self.copy_row(target, first, (nope, rope), size, range(COLUMNS))
+        ptx.cp_async_arrive(ring.full(q))
+
+    def copy_row(self, target: Int32, first: int, sources: tuple[Int64, Int64], size: Int32, columns: range) -> None:
+        """Start copying this thread's chunk of some lines of a row, `first` rows behind its first."""
+        for column in columns:
+            offset = column * self.memory.column_bytes + first * LINE
+            if column == ROTATED:
+                ptx.cp_async_16(target, offset, sources[1], 0, size)
+            else:
+                ptx.cp_async_16(target, offset, sources[0], column * LINE, size)
+
+    # --- tiles -------------------------------------------------------------------------------------------------------
+
+    def pages(self, segment: Segment, tile: Int32, wanted: Boolean) -> Pages:
+        """Read the page numbers of a tile's rows; an unwanted tile reads nothing."""
+        p, pages, slots = self.p, [], []
+        table = isa.mad_wide(segment.first_page, Int32(4), p.table)
+        divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
+        for first in self.steps:
+            token = tile * self.memory.spec.cols + (self.row + first)
+            index = divisor.quotient(token)
+            exists = isa.all_of([wanted, token < segment.request.kv_len])
+            pages.append(isa.load_if(exists, table + Int64(index) * Int64(4), 0, 1)[0])
+            slots.append(token - index * p.page_size)
+        return Pages(pages, slots)
+
+    def places(self, segment: Segment, tile: Int32, wanted: Boolean, pages: Pages) -> RowPlaces:
+        p, item = self.p, self.memory.spec.kv_bits // 8
+        latent, rotated, exist = [], [], []
+        column = Int64(self.chunk * (CHUNK // 2 * item))
+        for first, page, slot in zip(self.steps, *pages, strict=True):
+            latent.append(isa.mad_wide(slot, p.ckv_stride_n, isa.mad_wide(page, p.ckv_stride_page, p.ckv)) + column)
+            rotated.append(isa.mad_wide(slot, p.kpe_stride_n, isa.mad_wide(page, p.kpe_stride_page, p.kpe)) + column)
+            token = tile * self.memory.spec.cols + (self.row + first)
+            exist.append(isa.all_of([wanted, token < segment.request.kv_len]))
+        return RowPlaces(latent, rotated, exist)
+
+    @cute.jit
+    def copy_tiles(self, segment: Segment, split: KvSplit, state: PipelineState) -> PipelineState:
+        """Copy the tiles of a segment. Page numbers are read a tile ahead."""
+        pages = self.pages(segment, split.begin, split.begin < split.end)
+        for tile in cutlass.range(split.begin, split.end, unroll=1):
+            places = self.places(segment, tile, Boolean(True), pages)
+            pages = self.pages(segment, tile + 1, tile + 1 < split.end)
+            for index, columns in enumerate(HALVES):
+                self.copy_half(self.rings.half(index), state, places, columns)
+            state = self.rings.half(0).next(state)
+        return state
+
+    def copy_half(self, ring: Ring, state: PipelineState, places: RowPlaces, columns: range) -> None:
+        ring.wait_empty(state)
+        target = self.target(ring.address(state))
+        for first, latent, rotated, exists in zip(self.steps, *places, strict=True):
+            size = ptx.select(exists, Int32(CHUNK), Int32(0))
+            self.copy_row(target, first, (latent, rotated), size, columns)
+        ptx.cp_async_arrive(ring.full(state))
+
+
+@dataclass(frozen=True)
+class NarrowProducer(Producer):
+    """Copies of 8-bit caches through registers, where they become 16-bit numbers. A thread loads its part of half a
+    tile; as soon as a row is converted, its registers receive the same row of the next half."""
+
+    converter: Fp8
+    rotated_factor: Float32  # of rotated numbers, whose scale is not that of the latent ones
+
+    @cute.jit
+    def copy_tiles(self, segment: Segment, split: KvSplit, state: PipelineState) -> PipelineState:
+        left, right = HALVES
+        wanted = split.begin < split.end
+        places = self.places(segment, split.begin, wanted, self.pages(segment, split.begin, wanted))
+        words = [self.load(places, i, left) for i in range(len(self.steps))]
+        for tile in cutlass.range(split.begin, split.end, unroll=1):
+            wanted = tile + 1 < split.end
+            pages = self.pages(segment, tile + 1, wanted)
+            words = self.move(self.rings.half(0), state, words, left, (places, right))
+            places = self.places(segment, tile + 1, wanted, pages)
+            words = self.move(self.rings.half(1), state, words, right, (places, left))
+            state = self.rings.half(0).next(state)
+        return state
+
+    def load(self, places: RowPlaces, i: int, columns: range) -> list[Int32]:
+        """Load eight numbers of each of some columns of this thread's row `i`; zeros where there is no row."""
+        words = []
+        for column in columns:
+            source, offset = (places.rotated, 0) if column == ROTATED else (places.latent, column * LINE // 2)
+            words += isa.load_if(places.exist[i], source[i], offset, 2)
+        return words
+
+    def move(
+        self, ring: Ring, state: PipelineState, words: list[list[Int32]], columns: range, following: Any
+    ) -> list[list[Int32]]:
+        """Convert and store the rows of a half, and load those of the following one."""
+        ring.wait_empty(state)
+        target, loaded = self.target(ring.address(state)), []
+        for i, first in enumerate(self.steps):
+            for j, column in enumerate(columns):
+                pairs = self.converter.pairs(words[i][2 * j : 2 * j + 2], Int32(0))
+                if column == ROTATED:
+                    pairs = [self.scaled(pair) for pair in pairs]
+                ptx.st_shared_v4(target, column * self.memory.column_bytes + first * LINE, pairs)
+            loaded.append(self.load(following[0], i, following[1]))
+        tma.fence_async()
+        tma.barrier_arrive(ring.full(state))
+        return loaded
+
+    def scaled(self, pair: Int32) -> Int32:
+        dtype = self.memory.spec.dtype
+        return ptx.pack_16(dtype, *(x * self.rotated_factor for x in ptx.unpack_16(dtype, pair)))
