@@ -176,7 +176,8 @@ class MlaProgram:
         QueryCopies(self.memory, p).fetch(rows, shared_memory() + Int32(self.memory.q))
         places = self.start_copies(tiles, split)
         state = LoopState(softmax.start(), shared_memory(), places)
-        mask = CausalMask.of(p, place, rows, segment)
+        request = segment.request
+        mask = CausalMask.of(place, rows, request.kv_len, request.kv_len - request.qo_len + 1 + p.right)
         for tile in cutlass.range(split.begin, split.end, unroll=1):
             state = self.add_tile((tiles, softmax, mask), state, tile, (split.end, scales))
         ptx.cp_async_wait(0)  # queries, where there is no tile

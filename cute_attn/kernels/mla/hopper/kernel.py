@@ -13,28 +13,38 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.dequant import fp8_converter
 from cute_attn.kernels.blocks.epilogue import Target
-from cute_attn.kernels.blocks.pipeline import PipelineState, start
+from cute_attn.kernels.blocks.pipeline import start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index, zeros
 from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
 from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
-from cute_attn.kernels.mla.hopper.rings import PRODUCERS, Rings
+from cute_attn.kernels.mla.hopper.rings import Rings
+from cute_attn.kernels.mla.hopper.segments import SegmentRecord
 from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
-from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup, Running, WarpgroupPlace
+from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup, Running
 from cute_attn.kernels.mla.kernel import MlaParams
 from cute_attn.kernels.mla.parts.softmax import CausalMask
 from cute_attn.kernels.mla.spec import HopperMlaSpec
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
+from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
 from cute_attn.kernels.xqa.parts.state_merge import StateMerge
 from cute_attn.runtime.arch import named
 
 SLOTS_BARRIER = 4  # named barrier of all threads: slots that held outputs may be filled again
+
+
+class PartsMerge(StateMerge):
+    """Merge by threads that have fewer registers to spare."""
+
+    @property
+    def vectors_per_lane(self) -> int:
+        return VECTORS_PER_LANE
 
 
 class HopperMlaProgram:
@@ -94,12 +104,13 @@ class HopperMlaProgram:
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.active:
+                producer.hand_over(SegmentRecord.of(partition, segment, share, split), q)
                 producer.copy_queries(partition.rows(segment, self.spec.rows), q)
                 kv = producer.copy_tiles(segment, split, kv)
                 q = rings.q.next(q)
                 self.wait_for_merge(split)
             segment = partition.next_segment(segment, share)
-        ptx.cp_async_wait(0)
+        producer.end(q)
 
     @cute.jit
     def wait_for_merge(self, split: KvSplit) -> None:
@@ -112,38 +123,37 @@ class HopperMlaProgram:
     @cute.jit
     def multiply(self, p: MlaParams, rings: Rings) -> None:
         """Process the tiles of all segments."""
-        partition = Partition(p, self.spec)
-        share, segment = partition.first_segment()
+        mma = MmaWarpgroup(self.memory, rings, shared_memory())
         scale = p.scale * device_scale(p.scale_ptr) * Float32(ptx.LOG2E)
         q, kv = start(), start()
-        while partition.overlaps(segment, share):
-            split = partition.split(segment, share)
-            if split.active:
-                rows = partition.rows(segment, self.spec.rows)
-                mma = MmaWarpgroup(self.memory, WarpgroupPlace.of_thread(self.spec), rings, shared_memory())
-                mask = CausalMask.of(p, mma.place, rows, segment)
-                rings.q.wait_full(q)
-                running, kv = mma.add_tiles(mask, split, kv, scale)
-                rings.q.release(q, mma.place.lane)
-                q = rings.q.next(q)
-                self.write(p, mma, running, (rows, segment, share, split))
-                self.wait_for_merge(split)
-            segment = partition.next_segment(segment, share)
+        rings.q.wait_full(q)
+        work = SegmentRecord.load(rings.record(q))
+        while work.begin >= 0:
+            mask = CausalMask.of(mma.place, work.rows(p), work.kv_len, work.diagonal)
+            running, kv = mma.add_tiles(mask, work.split(), kv, scale)
+            # Read again: nothing of it stayed in registers.
+            work = SegmentRecord.load(rings.record(q))
+            rings.q.release(q, mma.place.lane)
+            self.write(p, mma, running, work)
+            self.wait_for_merge(work.split())
+            q = rings.q.next(q)
+            rings.q.wait_full(q)
+            work = SegmentRecord.load(rings.record(q))
 
     @cute.jit
-    def write(self, p: MlaParams, mma: MmaWarpgroup, running: Running, work: cutlass.Constexpr) -> None:
+    def write(self, p: MlaParams, mma: MmaWarpgroup, running: Running, work: SegmentRecord) -> None:
         """Write the outputs of a segment, or of its part, which the last CTA merges."""
-        rows, segment, share, split = work
+        rows, split = work.rows(p), work.split()
         total = mma.whole_totals(running)
         if split.whole:
             self.store(p, mma, rows, running, total)
         else:
             merge = self.merge(p)
             self.store_partial(merge, mma, rows, split, running._replace(total=total))
-            merge.merge_splits(rows, *merge.splits(segment, share))
+            merge.merge_splits(rows, work.first_share, work.shares)
 
-    def merge(self, p: MlaParams) -> StateMerge:
-        return StateMerge.of(
+    def merge(self, p: MlaParams) -> "PartsMerge":
+        return PartsMerge.of(
             self.spec, self.memory, p, shared_memory(), final_epilogue(p, 1.0), barrier=TOTALS_BARRIER, threads=BOTH
         )
 

@@ -18,6 +18,7 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.hopper.rings import PRODUCERS, Rings
+from cute_attn.kernels.mla.hopper.segments import NO_WORK, SegmentRecord
 from cute_attn.kernels.mla.hopper.smem import COLUMNS, HALVES, HopperMlaMemory
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment
@@ -69,10 +70,18 @@ class Producer:
 
     # --- query rows --------------------------------------------------------------------------------------------------
 
+    @cute.jit
+    def hand_over(self, record: SegmentRecord, q: PipelineState) -> None:
+        """Leave a record to the MMA warpgroups, once there is room for it and for query rows."""
+        self.rings.q.wait_empty(q)
+        if ptx.thread_index() == self.memory.spec.mma_threads:
+            record.store(self.rings.record(q))
+            # Copies arrive when they are complete, which says nothing of this store: its own arrival does.
+            tma.barrier_arrive(self.rings.q.full(q))
+
     def copy_queries(self, rows: PackedRows, q: PipelineState) -> None:
         """Start copying the query rows of a segment."""
         p, ring = self.p, self.rings.q
-        ring.wait_empty(q)
         target, column = self.target(ring.data), Int64(self.chunk * CHUNK)
         for first in self.steps:
             row = self.row + first
@@ -81,6 +90,14 @@ class Producer:
             size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))
             self.copy_row(target, first, (nope, rope), size, range(COLUMNS))
         ptx.cp_async_arrive(ring.full(q))
+
+    @cute.jit
+    def end(self, q: PipelineState) -> None:
+        """Tell the MMA warpgroups that no segments are left."""
+        record = SegmentRecord(*(Int32(NO_WORK) for _ in SegmentRecord._fields))
+        self.hand_over(record, q)
+        tma.barrier_arrive(self.rings.q.full(q))
+        ptx.cp_async_wait(0)
 
     def copy_row(self, target: Int32, first: int, sources: tuple[Int64, Int64], size: Int32, columns: range) -> None:
         """Start copying this thread's chunk of some lines of a row, `first` rows behind its first."""

@@ -13,6 +13,8 @@ COLUMNS = (LATENT + ROPE) * 2 // LINE  # of lines of a tile's rows, in 16 bits
 # columns belong to the second.
 HALVES = (range(4), range(4, COLUMNS))
 
+RECORD_BYTES = 48  # of a segment, as the producers leave it for the MMA warpgroups
+
 
 @dataclass(frozen=True)
 class HopperMlaMemory:
@@ -61,9 +63,14 @@ class HopperMlaMemory:
         return 2 * self.spec.stages * BARRIER_BYTES
 
     @property
+    def records(self) -> int:
+        """Offset of two records of segments, used in turn."""
+        return self.barriers + 2 * BARRIER_BYTES + len(HALVES) * self.half_barrier_bytes
+
+    @property
     def ticket(self) -> int:
         """Offset of one word: the number of CTAs that had written their partials before this one."""
-        return self.barriers + 2 * BARRIER_BYTES + len(HALVES) * self.half_barrier_bytes
+        return self.records + 2 * RECORD_BYTES
 
     @property
     def stats(self) -> int:

@@ -87,9 +87,13 @@ class MmaWarpgroup:
     """One of the warpgroups."""
 
     memory: HopperMlaMemory
-    place: WarpgroupPlace
     rings: Rings
     base: Int32  # of shared memory
+
+    @property
+    def place(self) -> WarpgroupPlace:
+        """Where this thread is, found out at each use, so that nothing of it stays in registers in between."""
+        return WarpgroupPlace.of_thread(self.memory.spec)
 
     @property
     def dtype(self) -> str:

@@ -16,7 +16,6 @@ from cute_attn.kernels.blocks.softmax import OnlineSoftmax, add, any_of, tree
 from cute_attn.kernels.mla.parts.exchange import Exchange
 from cute_attn.kernels.mla.parts.place import Place
 from cute_attn.kernels.xqa.parts.merge import Merge
-from cute_attn.kernels.xqa.parts.partition import Segment
 
 
 class Running(NamedTuple):
@@ -82,12 +81,10 @@ class CausalMask:
     common: Int32  # all rows see the keys before it
 
     @classmethod
-    def of(cls, p: Any, place: Any, rows: PackedRows, segment: Segment) -> "CausalMask":
-        """Return the mask of a segment's rows; `p`: MlaParams."""
-        request = segment.request
-        first = request.kv_len - request.qo_len + 1 + p.right  # behind the last key of token 0
-        stops = [ptx.minimum(first + rows.token(place.row(slot)), request.kv_len) for slot in place.scores.slots]
-        return cls(place, stops, ptx.minimum(first, request.kv_len))
+    def of(cls, place: Any, rows: PackedRows, kv_len: Int32, diagonal: Int32) -> "CausalMask":
+        """Return the mask of a segment's rows. `diagonal`: the keys that token 0 sees."""
+        stops = [ptx.minimum(diagonal + rows.token(place.row(slot)), kv_len) for slot in place.scores.slots]
+        return cls(place, stops, ptx.minimum(diagonal, kv_len))
 
     @cute.jit
     def apply(self, s: list[Float32], start: Int32) -> list[Float32]:

@@ -149,8 +149,10 @@ class Merge:
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write outputs, or this CTA's partial, by all threads. A barrier after `publish` must come before."""
         thread, threads = self.team.thread(), self.lanes * self.spec.teams
+        first = ptx.divide(segment.start, share.size)
+        last = ptx.divide(segment.start + segment.request.tiles - 1, share.size)
         # Computed here, not after the barriers, where every thread would wait for the divisions.
-        first, count = self.splits(segment, share)
+        first, count = ptx.opaque(first), ptx.opaque(last - first + 1)
         for item in cutlass.range(thread, self.num_vectors(rows), threads, unroll=1):
             row, dim = self.row_and_dim(item)
             if self.has_columns(dim):
@@ -161,12 +163,6 @@ class Merge:
                     self.store_partial(self.partial_index(split), row, self.head_dim(dim), result)
         if cutlass.not_(split.whole):
             self.merge_splits(rows, first, count)
-
-    def splits(self, segment: Segment, share: Share) -> tuple[Int32, Int32]:
-        """Return the first of the shares that have a part of a segment, and their number."""
-        first = ptx.divide(segment.start, share.size)
-        last = ptx.divide(segment.start + segment.request.tiles - 1, share.size)
-        return ptx.opaque(first), ptx.opaque(last - first + 1)
 
     def num_vectors(self, rows: PackedRows) -> Int32:
         """Number of vectors of this warp's columns in the rows that exist."""
