@@ -28,19 +28,12 @@ STEP = PRODUCERS // LANES  # rows that all threads copy at once
 ROTATED = COLUMNS - 1  # the column of lines with rotated numbers
 
 
-class RowPlaces(NamedTuple):
-    """Addresses of the latent and rotated numbers of the rows of a tile that this thread copies, and which exist."""
+class Place(NamedTuple):
+    """A row of a tile in the cache."""
 
-    latent: list[Int64]
-    rotated: list[Int64]
-    exist: list[Boolean]
-
-
-class Pages(NamedTuple):
-    """Pages and slots of the same rows."""
-
-    pages: list[Int32]
-    slots: list[Int32]
+    page: Int32
+    slot: Int32
+    exists: Boolean
 
 
 @dataclass(frozen=True)
@@ -110,48 +103,44 @@ class Producer:
 
     # --- tiles -------------------------------------------------------------------------------------------------------
 
-    def pages(self, segment: Segment, tile: Int32, wanted: Boolean) -> Pages:
-        """Read the page numbers of a tile's rows; an unwanted tile reads nothing."""
-        p, pages, slots = self.p, [], []
+    def places(self, segment: Segment, tile: Int32, wanted: Boolean) -> list[Place]:
+        """Read the page numbers of this thread's rows of a tile; an unwanted tile has no rows."""
+        p, places = self.p, []
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)
         divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         for first in self.steps:
             token = tile * self.memory.spec.cols + (self.row + first)
             index = divisor.quotient(token)
             exists = isa.all_of([wanted, token < segment.request.kv_len])
-            pages.append(isa.load_if(exists, table + Int64(index) * Int64(4), 0, 1)[0])
-            slots.append(token - index * p.page_size)
-        return Pages(pages, slots)
+            page = isa.load_if(exists, table + Int64(index) * Int64(4), 0, 1)[0]
+            places.append(Place(page, token - index * p.page_size, exists))
+        return places
 
-    def places(self, segment: Segment, tile: Int32, wanted: Boolean, pages: Pages) -> RowPlaces:
-        p, item = self.p, self.memory.spec.kv_bits // 8
-        latent, rotated, exist = [], [], []
-        column = Int64(self.chunk * (CHUNK // 2 * item))
-        for first, page, slot in zip(self.steps, *pages, strict=True):
-            latent.append(isa.mad_wide(slot, p.ckv_stride_n, isa.mad_wide(page, p.ckv_stride_page, p.ckv)) + column)
-            rotated.append(isa.mad_wide(slot, p.kpe_stride_n, isa.mad_wide(page, p.kpe_stride_page, p.kpe)) + column)
-            token = tile * self.memory.spec.cols + (self.row + first)
-            exist.append(isa.all_of([wanted, token < segment.request.kv_len]))
-        return RowPlaces(latent, rotated, exist)
+    def sources(self, place: Place) -> tuple[Int64, Int64]:
+        """Return the addresses of this thread's chunk of the latent and of the rotated numbers of a row."""
+        p, (page, slot, _) = self.p, place
+        column = Int64(self.chunk * (CHUNK * self.memory.spec.kv_bits // 16))
+        latent = isa.mad_wide(slot, p.ckv_stride_n, isa.mad_wide(page, p.ckv_stride_page, p.ckv))
+        rotated = isa.mad_wide(slot, p.kpe_stride_n, isa.mad_wide(page, p.kpe_stride_page, p.kpe))
+        return latent + column, rotated + column
 
     @cute.jit
     def copy_tiles(self, segment: Segment, split: KvSplit, state: PipelineState) -> PipelineState:
         """Copy the tiles of a segment. Page numbers are read a tile ahead."""
-        pages = self.pages(segment, split.begin, split.begin < split.end)
+        places = self.places(segment, split.begin, split.begin < split.end)
         for tile in cutlass.range(split.begin, split.end, unroll=1):
-            places = self.places(segment, tile, Boolean(True), pages)
-            pages = self.pages(segment, tile + 1, tile + 1 < split.end)
+            following = self.places(segment, tile + 1, tile + 1 < split.end)
             for index, columns in enumerate(HALVES):
                 self.copy_half(self.rings.half(index), state, places, columns)
-            state = self.rings.half(0).next(state)
+            places, state = following, self.rings.half(0).next(state)
         return state
 
-    def copy_half(self, ring: Ring, state: PipelineState, places: RowPlaces, columns: range) -> None:
+    def copy_half(self, ring: Ring, state: PipelineState, places: list[Place], columns: range) -> None:
         ring.wait_empty(state)
         target = self.target(ring.address(state))
-        for first, latent, rotated, exists in zip(self.steps, *places, strict=True):
-            size = ptx.select(exists, Int32(CHUNK), Int32(0))
-            self.copy_row(target, first, (latent, rotated), size, columns)
+        for first, place in zip(self.steps, places, strict=True):
+            size = ptx.select(place.exists, Int32(CHUNK), Int32(0))
+            self.copy_row(target, first, self.sources(place), size, columns)
         ptx.cp_async_arrive(ring.full(state))
 
 
@@ -166,24 +155,21 @@ class NarrowProducer(Producer):
     @cute.jit
     def copy_tiles(self, segment: Segment, split: KvSplit, state: PipelineState) -> PipelineState:
         left, right = HALVES
-        wanted = split.begin < split.end
-        places = self.places(segment, split.begin, wanted, self.pages(segment, split.begin, wanted))
-        words = [self.load(places, i, left) for i in range(len(self.steps))]
+        places = self.places(segment, split.begin, split.begin < split.end)
+        words = [self.load(place, left) for place in places]
         for tile in cutlass.range(split.begin, split.end, unroll=1):
-            wanted = tile + 1 < split.end
-            pages = self.pages(segment, tile + 1, wanted)
+            following = self.places(segment, tile + 1, tile + 1 < split.end)
             words = self.move(self.rings.half(0), state, words, left, (places, right))
-            places = self.places(segment, tile + 1, wanted, pages)
-            words = self.move(self.rings.half(1), state, words, right, (places, left))
-            state = self.rings.half(0).next(state)
+            words = self.move(self.rings.half(1), state, words, right, (following, left))
+            places, state = following, self.rings.half(0).next(state)
         return state
 
-    def load(self, places: RowPlaces, i: int, columns: range) -> list[Int32]:
-        """Load eight numbers of each of some columns of this thread's row `i`; zeros where there is no row."""
-        words = []
+    def load(self, place: Place, columns: range) -> list[Int32]:
+        """Load eight numbers of each of some columns of a row of this thread; zeros where there is no row."""
+        words, (latent, rotated) = [], self.sources(place)
         for column in columns:
-            source, offset = (places.rotated, 0) if column == ROTATED else (places.latent, column * LINE // 2)
-            words += isa.load_if(places.exist[i], source[i], offset, 2)
+            source, offset = (rotated, 0) if column == ROTATED else (latent, column * LINE // 2)
+            words += isa.load_if(place.exists, source, offset, 2)
         return words
 
     def move(
@@ -198,7 +184,7 @@ class NarrowProducer(Producer):
                 if column == ROTATED:
                     pairs = [self.scaled(pair) for pair in pairs]
                 ptx.st_shared_v4(target, column * self.memory.column_bytes + first * LINE, pairs)
-            loaded.append(self.load(following[0], i, following[1]))
+            loaded.append(self.load(following[0][i], following[1]))
         tma.fence_async()
         tma.barrier_arrive(ring.full(state))
         return loaded
