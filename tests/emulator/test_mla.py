@@ -97,6 +97,15 @@ def test_scales_on_the_device(arch: str) -> None:
     torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("heads", [3, 70])
+def test_groups_of_ctas(heads: int, schedule: str) -> None:
+    """More CTAs share a request than merge at once: groups merge, then the last one merges their states."""
+    case = MlaCase(heads=heads, q_lens=(1, 2), kv_lens=(70, 1900), page_size=16, sinks=True)
+    for arch in ("sm_80", "sm_90a"):
+        solve(case, arch, 29 if heads == 3 else 52, schedule, planned=False)
+
+
 def test_strides_of_the_caller() -> None:
     """Rows of queries, caches and outputs with gaps; the workspace is too small for partial results."""
     case = dataclasses.replace(CASES["64 heads"], made={})

@@ -4,7 +4,7 @@
     producer warpgroup                                  query rows, then tiles of 64 tokens, half by half
     MMA warpgroups (`warpgroups`)                       S, P and half of the output columns each
     the end of a segment                                outputs, or partial results, from registers to global memory
-                                                        CTAs merge segments that were cut (`xqa.parts.merge`)
+                                                        CTAs merge segments that were cut (`merge`)
 
 Any number of query rows takes 64: fewer cost no more than their keys' way through memory.
 """
@@ -22,6 +22,7 @@ from cute_attn.kernels.blocks.pipeline import start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index, zeros
 from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
+from cute_attn.kernels.mla.hopper.merge import SegmentMerge
 from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
 from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.hopper.segments import SegmentRecord
@@ -30,21 +31,9 @@ from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWar
 from cute_attn.kernels.mla.kernel import MlaParams
 from cute_attn.kernels.mla.parts.softmax import CausalMask
 from cute_attn.kernels.mla.spec import HopperMlaSpec
-from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition
+from cute_attn.kernels.xqa.parts.partition import Partition
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
-from cute_attn.kernels.xqa.parts.state_merge import StateMerge
 from cute_attn.runtime.arch import named
-
-SLOTS_BARRIER = 4  # named barrier of all threads: slots that held outputs may be filled again
-
-
-class PartsMerge(StateMerge):
-    """Merge by threads that have fewer registers to spare."""
-
-    @property
-    def vectors_per_lane(self) -> int:
-        return VECTORS_PER_LANE
 
 
 class HopperMlaProgram:
@@ -108,15 +97,8 @@ class HopperMlaProgram:
                 producer.copy_queries(partition.rows(segment, self.spec.rows), q)
                 kv = producer.copy_tiles(segment, split, kv)
                 q = rings.q.next(q)
-                self.wait_for_merge(split)
             segment = partition.next_segment(segment, share)
         producer.end(q)
-
-    @cute.jit
-    def wait_for_merge(self, split: KvSplit) -> None:
-        """Wait until outputs in the place of slots have been merged."""
-        if cutlass.not_(split.whole):
-            tma.named_sync(Int32(SLOTS_BARRIER), self.spec.threads)
 
     # --- MMA warpgroups ----------------------------------------------------------------------------------------------
 
@@ -135,7 +117,6 @@ class HopperMlaProgram:
             work = SegmentRecord.load(rings.record(q))
             rings.q.release(q, mma.place.lane)
             self.write(p, mma, running, work)
-            self.wait_for_merge(work.split())
             q = rings.q.next(q)
             rings.q.wait_full(q)
             work = SegmentRecord.load(rings.record(q))
@@ -143,19 +124,15 @@ class HopperMlaProgram:
     @cute.jit
     def write(self, p: MlaParams, mma: MmaWarpgroup, running: Running, work: SegmentRecord) -> None:
         """Write the outputs of a segment, or of its part, which the last CTA merges."""
-        rows, split = work.rows(p), work.split()
-        total = mma.whole_totals(running)
-        if split.whole:
+        rows, total = work.rows(p), mma.whole_totals(running)
+        if work.whole != 0:
             self.store(p, mma, rows, running, total)
         else:
-            merge = self.merge(p)
-            self.store_partial(merge, mma, rows, split, running._replace(total=total))
-            merge.merge_splits(rows, work.first_share, work.shares)
-
-    def merge(self, p: MlaParams) -> "PartsMerge":
-        return PartsMerge.of(
-            self.spec, self.memory, p, shared_memory(), final_epilogue(p, 1.0), barrier=TOTALS_BARRIER, threads=BOTH
-        )
+            ticket = shared_memory() + Int32(self.memory.ticket)
+            parts = work.first_share, work.shares
+            merge = SegmentMerge(self.spec, p, final_epilogue(p, 1.0), rows, *parts, ticket, TOTALS_BARRIER)
+            self.store_state(merge, mma, running._replace(total=total))
+            merge.merge()
 
     def store(self, p: MlaParams, mma: MmaWarpgroup, rows: PackedRows, running: Running, total: list[Float32]) -> None:
         """Store the outputs of a whole segment; the first warpgroup stores lse."""
@@ -170,16 +147,14 @@ class HopperMlaProgram:
         )
 
     @cute.jit
-    def store_partial(
-        self, merge: StateMerge, mma: MmaWarpgroup, rows: PackedRows, split: KvSplit, running: Running
-    ) -> None:
-        """Store unnormalised outputs, maxima and sums of this CTA's part of a segment."""
-        place, layout, partial = mma.place, mma.place.outputs, merge.partial_index(split)
-        first = place.warpgroup * place.dims + place.first_score_column()
+    def store_state(self, merge: SegmentMerge, mma: MmaWarpgroup, running: Running) -> None:
+        """Store the state of this CTA's part of a segment: unnormalised outputs, maxima and sums."""
+        place = mma.place
+        layout, first = place.outputs, place.warpgroup * place.dims + place.first_score_column()
         for slot in cutlass.range_constexpr(len(layout.slots)):
             row = place.row(slot)
-            stats, outputs = merge.partial_address(partial, row)
-            if rows.exists(row):
+            stats, outputs = merge.state(merge.own, row)
+            if merge.rows.exists(row):
                 for i, column in layout.pairs(slot):
                     ptx.st_global_v2_f32(outputs + Int64(first * 4), column * 4, running.out[i : i + 2])
                 if cutlass.and_(place.quad_lane == 0, place.warpgroup == 0):

@@ -20,8 +20,7 @@ RECORD_BYTES = 48  # of a segment, as the producers leave it for the MMA warpgro
 class HopperMlaMemory:
     """Two slots of a tile each, the query rows, P, and numbers per row.
 
-    Tiles, query rows and P have columns of lines, one after the other: 128 bytes of all rows, swizzled. When a segment
-    was cut, outputs to be merged, fp32 [rows, LATENT], take the place of the slots.
+    Tiles, query rows and P have columns of lines, one after the other: 128 bytes of all rows, swizzled.
     """
 
     spec: HopperMlaSpec
@@ -69,34 +68,9 @@ class HopperMlaMemory:
 
     @property
     def ticket(self) -> int:
-        """Offset of one word: the number of CTAs that had written their partials before this one."""
+        """Offset of one word: the number of CTAs that had stored their states before this one."""
         return self.records + 2 * RECORD_BYTES
 
     @property
-    def stats(self) -> int:
-        """Offset of (maximum, sum) per row."""
-        return self.ticket + 16
-
-    @property
     def bytes(self) -> int:
-        return self.stats + self.spec.rows * 8
-
-    # --- as the merge of XQA reads it: one state ---------------------------------------------------------------------
-
-    @property
-    def rows(self) -> int:
-        return self.spec.rows
-
-    @property
-    def tile_dim(self) -> int:
-        """Columns of an output row."""
-        return LATENT
-
-    @property
-    def ring_bytes(self) -> int:
-        """Distance of the outputs of two states."""
-        return 0
-
-    @property
-    def outputs(self) -> int:
-        return 0
+        return self.ticket + 16

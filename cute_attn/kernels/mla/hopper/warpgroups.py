@@ -240,7 +240,7 @@ class MmaWarpgroup:
         return [ptx.ld_shared_f32(column + self.place.row(slot) * 4) for slot in self.place.scores.slots]
 
     def column(self, offset: int, warpgroup: Int32) -> Int32:
-        return self.base + Int32(offset) + warpgroup * (self.memory.rows * 4)
+        return self.base + Int32(offset) + warpgroup * (self.memory.spec.rows * 4)
 
     def whole_totals(self, running: Running) -> list[Float32]:
         """Return the sums of rows over the tiles of both warpgroups."""
