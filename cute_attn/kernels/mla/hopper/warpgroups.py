@@ -27,7 +27,7 @@ from cute_attn.kernels.fa3.parts.wgmma import operand_offset
 from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.hopper.smem import HALVES, HopperMlaMemory
 from cute_attn.kernels.mla.parts.softmax import CausalMask
-from cute_attn.kernels.mla.spec import LATENT, HopperMlaSpec
+from cute_attn.kernels.mla.spec import LATENT, ROPE, HopperMlaSpec
 from cute_attn.kernels.xqa.parts.partition import KvSplit
 
 P_BARRIER = 1  # named barriers: P of warpgroup 0, and of warpgroup 1
@@ -118,33 +118,43 @@ class MmaWarpgroup:
         """Process the tiles of a segment, the first of which is in the slot of `state`."""
         running, tile, ring = self.start(), split.begin, self.half
         if cutlass.and_(self.place.warpgroup == 0, tile < split.end):
-            running = self.add_own(running, mask, tile, state, scale)
+            s = sm90.wgmma_wait(0, self.scores(state))
+            running = self.add_own(running, s, mask, tile, state, scale)
             state, tile = ring.next(state), tile + 1
         for own in cutlass.range(tile + 1, split.end, 2, unroll=1):
-            running = self.add_other(running, state)
-            running = self.add_own(running, mask, own, ring.next(state), scale)
+            running = self.step(running, mask, own, state, scale)
             state = ring.next(ring.next(state))
         # The last tile is the other's, or this warpgroup's own.
         left = (split.end - tile) & 1
         if left == 1:
-            running = self.add_other(running, state)
+            running = self.start_other(running, state)
+            running = running._replace(out=sm90.wgmma_wait(0, running.out))
+            ring.release(state, self.place.lane)
             state = ring.next(state)
         return running, state
 
+    def step(self, running: Running, mask: CausalMask, own: Int32, state: PipelineState, scale: Float32) -> Running:
+        """Add the other warpgroup's tile, in the slot of `state`, and tile `own` behind it, whose scores are issued at
+        once."""
+        following = self.half.next(state)
+        running = self.start_other(running, state)
+        s = self.scores(following)
+        running = running._replace(out=sm90.wgmma_wait(1, running.out))
+        self.half.release(state, self.place.lane)
+        return self.add_own(running, sm90.wgmma_wait(0, s), mask, own, following, scale)
+
     # --- tiles of the other warpgroup --------------------------------------------------------------------------------
 
-    def add_other(self, running: Running, state: PipelineState) -> Running:
-        """Add P V of a tile whose P the other warpgroup makes."""
-        place, ring = self.place, self.half
+    def start_other(self, running: Running, state: PipelineState) -> Running:
+        """Start adding P V of a tile whose P the other warpgroup makes."""
+        place = self.place
+        self.half.wait_full(state)
+        tma.fence_async()
         tma.named_sync(P_BARRIER + (1 - place.warpgroup), BOTH)
         running = self.follow(running, self.read_column(self.memory.shifts, 1 - place.warpgroup))
-        ring.wait_full(state)
-        tma.fence_async()
         p = cute.arch.make_warp_uniform(sm90.descriptor(self.base + Int32(self.memory.p), 0))
         a = sm90.MatrixA([], p, [operand_offset(step, place.spec.rows) for step in range(place.spec.cols // 16)])
-        out = sm90.wgmma_wait(0, self.accumulate(running.out, a, state))
-        ring.release(state, place.lane)
-        return running._replace(out=out)
+        return running._replace(out=self.accumulate(running.out, a, state))
 
     @cute.jit
     def follow(self, running: Running, shift: list[Float32]) -> Running:
@@ -165,11 +175,16 @@ class MmaWarpgroup:
     # --- own tiles ---------------------------------------------------------------------------------------------------
 
     def add_own(
-        self, running: Running, mask: CausalMask, tile: Int32, state: PipelineState, scale: Float32
+        self,
+        running: Running,
+        s: list[Float32],
+        mask: CausalMask,
+        tile: Int32,
+        state: PipelineState,
+        scale: Float32,
     ) -> Running:
-        """Compute scores and P of a tile, hand P over, and add P V."""
+        """Compute P of a tile from its scores, hand it over, and add P V."""
         place, softmax, ring = self.place, self.softmax, self.half
-        s = sm90.wgmma_wait(0, self.scores(state))
         s = mask.apply([x * scale for x in s], tile * place.spec.cols)
         running = self.raise_anchors(running, softmax.row_max(s))
         s = softmax.exponentials(s, running.shift, may_be_empty=True)
@@ -182,19 +197,17 @@ class MmaWarpgroup:
         return running._replace(out=out)
 
     def scores(self, state: PipelineState) -> list[Float32]:
-        """Start S = Q K^T, half of the columns after the other."""
-        spec, s = self.place.spec, list[Float32]()
-        q = cute.arch.make_warp_uniform(sm90.descriptor(self.rings.q.data, 0))
-        for index, columns in enumerate(HALVES):
-            ring = self.rings.half(index)
-            ring.wait_full(state)
-            tma.fence_async()
-            k = cute.arch.make_warp_uniform(sm90.descriptor(ring.address(state), 0))
-            steps = range(4 * columns.start, 4 * columns.stop)
-            a = sm90.MatrixA([], q, [operand_offset(step, spec.rows) for step in steps])
-            offsets = [operand_offset(step, spec.cols) for step in steps]
-            s = sm90.wgmma(self.dtype, self.dtype, spec.cols, a, k, offsets, s, k_major=True)
-        return s
+        """Start S = Q K^T."""
+        spec = self.place.spec
+        for index in range(len(HALVES)):
+            self.rings.half(index).wait_full(state)
+        tma.fence_async()  # once for both: it takes longer than the second wait
+        q, k = (sm90.descriptor(address, 0) for address in (self.rings.q.data, self.half.address(state)))
+        steps = range((LATENT + ROPE) // 16)
+        a = sm90.MatrixA([], cute.arch.make_warp_uniform(q), [operand_offset(step, spec.rows) for step in steps])
+        offsets = [operand_offset(step, spec.cols) for step in steps]
+        k = cute.arch.make_warp_uniform(k)
+        return sm90.wgmma(self.dtype, self.dtype, spec.cols, a, k, offsets, k_major=True)
 
     @cute.jit
     def raise_anchors(self, running: Running, row_max: list[Float32]) -> Running:
