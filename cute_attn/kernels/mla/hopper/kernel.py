@@ -82,7 +82,8 @@ class HopperMlaProgram:
         if self.spec.kv_bits == 16:
             return Producer(self.memory, p, rings)
         converter = fp8_converter(self.spec.dtype, self.spec.kv_dtype, self.arch)
-        return NarrowProducer(self.memory, p, rings, converter, p.rope_scale * ptx.reciprocal(p.scale))
+        factor = ptx.select(p.scale == Float32(0.0), Float32(1.0), p.rope_scale * ptx.reciprocal(p.scale))
+        return NarrowProducer(self.memory, p, rings, converter, factor)
 
     @cute.jit
     def produce(self, p: MlaParams, rings: Rings) -> None:
@@ -105,14 +106,14 @@ class HopperMlaProgram:
     @cute.jit
     def multiply(self, p: MlaParams, rings: Rings) -> None:
         """Process the tiles of all segments."""
-        mma = MmaWarpgroup(self.memory, rings, shared_memory())
         scale = p.scale * device_scale(p.scale_ptr) * Float32(ptx.LOG2E)
+        mma = MmaWarpgroup(self.memory, rings, shared_memory(), scale)
         q, kv = start(), start()
         rings.q.wait_full(q)
         work = SegmentRecord.load(rings.record(q))
         while work.begin >= 0:
             mask = CausalMask.of(mma.place, work.rows(p), work.kv_len, work.diagonal)
-            running, kv = mma.add_tiles(mask, work.split(), kv, scale)
+            running, kv = mma.add_tiles(mask, work.split(), kv)
             # Read again: nothing of it stayed in registers.
             work = SegmentRecord.load(rings.record(q))
             rings.q.release(q, mma.place.lane)

@@ -30,6 +30,7 @@ from cute_attn.kernels.mla.parts.softmax import CausalMask
 from cute_attn.kernels.mla.spec import LATENT, ROPE, HopperMlaSpec
 from cute_attn.kernels.xqa.parts.partition import KvSplit
 
+SMALLEST = 2.0**-126  # normal fp32 number
 P_BARRIER = 1  # named barriers: P of warpgroup 0, and of warpgroup 1
 TOTALS_BARRIER = 3
 BOTH = 256  # threads
@@ -89,6 +90,7 @@ class MmaWarpgroup:
     memory: HopperMlaMemory
     rings: Rings
     base: Int32  # of shared memory
+    scale: Float32  # from scores to base-2 exponents
 
     @property
     def place(self) -> WarpgroupPlace:
@@ -101,9 +103,9 @@ class MmaWarpgroup:
 
     @property
     def softmax(self) -> OnlineSoftmax:
-        """The softmax of scores that are scaled already: in log2 units."""
-        layout = self.place.scores
-        return OnlineSoftmax(layout, [Float32(1.0) for _ in layout.slots])
+        """The softmax of scores that are `oriented`. A scale of 0 becomes one that leaves hidden scores hidden."""
+        layout, scale = self.place.scores, ptx.fmax(ptx.magnitude(self.scale), Float32(SMALLEST))
+        return OnlineSoftmax(layout, [scale for _ in layout.slots])
 
     @property
     def half(self) -> Ring:
@@ -114,15 +116,15 @@ class MmaWarpgroup:
         return Running(self.place.outputs.zeros(), self.softmax.no_anchors(), self.softmax.zero_sums())
 
     @cute.jit
-    def add_tiles(self, mask: CausalMask, split: KvSplit, state: PipelineState, scale: Float32) -> Any:
+    def add_tiles(self, mask: CausalMask, split: KvSplit, state: PipelineState) -> Any:
         """Process the tiles of a segment, the first of which is in the slot of `state`."""
         running, tile, ring = self.start(), split.begin, self.half
         if cutlass.and_(self.place.warpgroup == 0, tile < split.end):
             s = sm90.wgmma_wait(0, self.scores(state))
-            running = self.add_own(running, s, mask, tile, state, scale)
+            running = self.add_own(running, s, mask, tile, state)
             state, tile = ring.next(state), tile + 1
         for own in cutlass.range(tile + 1, split.end, 2, unroll=1):
-            running = self.step(running, mask, own, state, scale)
+            running = self.step(running, mask, own, state)
             state = ring.next(ring.next(state))
         # The last tile is the other's, or this warpgroup's own.
         left = (split.end - tile) & 1
@@ -133,7 +135,7 @@ class MmaWarpgroup:
             state = ring.next(state)
         return running, state
 
-    def step(self, running: Running, mask: CausalMask, own: Int32, state: PipelineState, scale: Float32) -> Running:
+    def step(self, running: Running, mask: CausalMask, own: Int32, state: PipelineState) -> Running:
         """Add the other warpgroup's tile, in the slot of `state`, and tile `own` behind it, whose scores are issued at
         once."""
         following = self.half.next(state)
@@ -141,7 +143,7 @@ class MmaWarpgroup:
         s = self.scores(following)
         running = running._replace(out=sm90.wgmma_wait(1, running.out))
         self.half.release(state, self.place.lane)
-        return self.add_own(running, sm90.wgmma_wait(0, s), mask, own, following, scale)
+        return self.add_own(running, sm90.wgmma_wait(0, s), mask, own, following)
 
     # --- tiles of the other warpgroup --------------------------------------------------------------------------------
 
@@ -181,11 +183,10 @@ class MmaWarpgroup:
         mask: CausalMask,
         tile: Int32,
         state: PipelineState,
-        scale: Float32,
     ) -> Running:
         """Compute P of a tile from its scores, hand it over, and add P V."""
         place, softmax, ring = self.place, self.softmax, self.half
-        s = mask.apply([x * scale for x in s], tile * place.spec.cols)
+        s = mask.apply(self.oriented(s), tile * place.spec.cols)
         running = self.raise_anchors(running, softmax.row_max(s))
         s = softmax.exponentials(s, running.shift, may_be_empty=True)
         p = ptx.pack_pairs(self.dtype, s)
@@ -208,6 +209,13 @@ class MmaWarpgroup:
         offsets = [operand_offset(step, spec.cols) for step in steps]
         k = cute.arch.make_warp_uniform(k)
         return sm90.wgmma(self.dtype, self.dtype, spec.cols, a, k, offsets, k_major=True)
+
+    @cute.jit
+    def oriented(self, s: list[Float32]) -> list[Float32]:
+        """Negate scores under a negative scale: the largest then has the most weight."""
+        if self.scale < Float32(0.0):
+            s = [Float32(0.0) - x for x in s]
+        return s
 
     @cute.jit
     def raise_anchors(self, running: Running, row_max: list[Float32]) -> Running:
