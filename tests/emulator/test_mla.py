@@ -28,6 +28,8 @@ CASES = {
     "96 heads": MlaCase(heads=96, q_lens=(1, 1), kv_lens=(33, 5), page_size=16),
     "128 heads, two tokens": MlaCase(heads=128, q_lens=(2,), kv_lens=(130,), page_size=64),
     "eight tokens": MlaCase(heads=8, q_lens=(8, 8), kv_lens=(70, 3), page_size=16),
+    "equally long": MlaCase(heads=16, q_lens=(1,) * 4, kv_lens=(250, 240, 200, 256), page_size=16),
+    "equally long, two blocks of rows": MlaCase(heads=70, q_lens=(1,) * 3, kv_lens=(120, 128, 100), page_size=32),
     "ragged": MlaCase(heads=5, q_lens=(3, 0, 1, 7), kv_lens=(65, 9, 0, 130), page_size=16, dtype=torch.float16),
     "sinks": MlaCase(heads=16, q_lens=(1, 1, 1), kv_lens=(0, 40, 65), page_size=1, sinks=True),
     "more requests than lanes": MlaCase(heads=1, q_lens=(1,) * 33, kv_lens=(0, 1, 2) * 11, page_size=16),

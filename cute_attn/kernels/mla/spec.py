@@ -74,4 +74,4 @@ class HopperMlaSpec(DecodeSpec):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer thread and of an MMA thread. Producers of 8-bit caches hold half a tile."""
-        return (120, 192) if self.kv_bits == 8 else (56, 216)
+        return (128, 192) if self.kv_bits == 8 else (56, 216)

@@ -23,6 +23,7 @@ from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index, zeros
 from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
 from cute_attn.kernels.mla.hopper.merge import SegmentMerge
+from cute_attn.kernels.mla.hopper.partition import EvenPartition
 from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
 from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.hopper.segments import SegmentRecord
@@ -31,7 +32,6 @@ from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWar
 from cute_attn.kernels.mla.kernel import MlaParams
 from cute_attn.kernels.mla.parts.softmax import CausalMask
 from cute_attn.kernels.mla.spec import HopperMlaSpec
-from cute_attn.kernels.xqa.parts.partition import Partition
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
 from cute_attn.runtime.arch import named
 
@@ -88,7 +88,7 @@ class HopperMlaProgram:
     @cute.jit
     def produce(self, p: MlaParams, rings: Rings) -> None:
         """Copy the query rows and tiles of all segments."""
-        producer, partition = self.producer(p, rings), Partition(p, self.spec)
+        producer, partition = self.producer(p, rings), EvenPartition(p, self.spec)
         share, segment = partition.first_segment()
         q, kv = start(), start()
         while partition.overlaps(segment, share):
