@@ -94,9 +94,10 @@ class HopperMlaProgram:
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.active:
+                places = producer.places(segment, split.begin, split.begin < split.end)
                 producer.hand_over(SegmentRecord.of(partition, segment, share, split), q)
                 producer.copy_queries(partition.rows(segment, self.spec.rows), q)
-                kv = producer.copy_tiles(segment, split, kv)
+                kv = producer.copy_tiles(segment, split, places, kv)
                 q = rings.q.next(q)
             segment = partition.next_segment(segment, share)
         producer.end(q)

@@ -24,7 +24,9 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.merge import rescale_factor
 
 GROUP = 12  # about the root of the number of SMs
-WARP_ROWS = 4  # that a warp merges at once: their loads are in flight together
+# Rows of a warp, and states of each, whose loads are in flight together.
+WARP_ROWS = 2
+WARP_STATES = 3
 VECTOR = 4  # floats of a load
 VECTORS = LATENT // (32 * VECTOR)  # of a row, per lane
 
@@ -126,9 +128,10 @@ class SegmentMerge:
             rows = [row + warps * i for i in range(WARP_ROWS)]
             zeros = [Float32(0.0)] * (VECTORS * VECTOR)
             states = [RowState(Float32(ptx.NEG_INF), Float32(0.0), zeros) for _ in rows]
-            for i in cutlass.range(0, parts.count, unroll=1):
-                loaded = [self.load(parts.begin + i * parts.step, row) for row in rows]
-                states = [self.merged(old, new) for old, new in zip(states, loaded, strict=True)]
+            for i in cutlass.range(0, parts.count, WARP_STATES, unroll=1):
+                loaded = [[self.load(parts, i + j, row) for row in rows] for j in range(WARP_STATES)]
+                for more in loaded:
+                    states = [self.merged(old, new) for old, new in zip(states, more, strict=True)]
             if last:
                 self.store(rows, states)
             else:
@@ -138,10 +141,12 @@ class SegmentMerge:
     def lane(self) -> Int32:
         return cute.arch.thread_idx()[0] & 31
 
-    def load(self, index: Int32, row: Int32) -> RowState:
-        stats, outputs = self.state(index, row)
-        exists = self.rows.exists(row)
+    def load(self, parts: Parts, i: Int32, row: Int32) -> RowState:
+        """Load a row's state from the `i`-th of the parts; an empty one behind the last."""
+        stats, outputs = self.state(parts.begin + i * parts.step, row)
+        exists = isa.all_of([i < parts.count, self.rows.exists(row)])
         maximum, total = isa.ld_l2_if(exists, stats, 2)
+        maximum = ptx.select(exists, maximum, Float32(ptx.NEG_INF))
         lane = outputs + Int64(self.lane * (VECTOR * 4))
         out = [x for i in range(VECTORS) for x in isa.ld_l2_if(exists, lane + Int64(i * 32 * VECTOR * 4), VECTOR)]
         return RowState(maximum, total, out)

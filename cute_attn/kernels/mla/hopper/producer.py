@@ -125,9 +125,10 @@ class Producer:
         return latent + column, rotated + column
 
     @cute.jit
-    def copy_tiles(self, segment: Segment, split: KvSplit, state: PipelineState) -> PipelineState:
-        """Copy the tiles of a segment. Page numbers are read a tile ahead."""
-        places = self.places(segment, split.begin, split.begin < split.end)
+    def copy_tiles(
+        self, segment: Segment, split: KvSplit, places: list[Place], state: PipelineState
+    ) -> PipelineState:
+        """Copy the tiles of a segment; `places`: those of the first one's rows. Page numbers are read a tile ahead."""
         for tile in cutlass.range(split.begin, split.end, unroll=1):
             following = self.places(segment, tile + 1, tile + 1 < split.end)
             for index, columns in enumerate(HALVES):
@@ -153,9 +154,10 @@ class NarrowProducer(Producer):
     rotated_factor: Float32  # of rotated numbers, whose scale is not that of the latent ones
 
     @cute.jit
-    def copy_tiles(self, segment: Segment, split: KvSplit, state: PipelineState) -> PipelineState:
+    def copy_tiles(
+        self, segment: Segment, split: KvSplit, places: list[Place], state: PipelineState
+    ) -> PipelineState:
         left, right = HALVES
-        places = self.places(segment, split.begin, split.begin < split.end)
         words = [self.load(place, left) for place in places]
         for tile in cutlass.range(split.begin, split.end, unroll=1):
             following = self.places(segment, tile + 1, tile + 1 < split.end)
