@@ -13,8 +13,8 @@ LATENT, ROPE = 512, 64  # columns of a row of the cache: keys and values, and ke
 
 @dataclass(frozen=True)
 class MlaSpec(DecodeSpec):
-    """Compile key of the kernel on mma.sync. The warps form `row_groups`: those of a group have the same rows, and share the tokens of the
-    scores and the columns of the outputs."""
+    """Compile key of the kernel on mma.sync. The warps form `row_groups`: those of a group have the same rows, and
+    share the tokens of the scores and the columns of the outputs."""
 
     kernel: ClassVar[str] = "mla"
     segment_overhead: ClassVar[int] = 2  # not measured
@@ -74,4 +74,7 @@ class HopperMlaSpec(DecodeSpec):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer thread and of an MMA thread. Producers of 8-bit caches hold half a tile."""
-        return (128, 192) if self.kv_bits == 8 else (56, 216)
+        return (104, 200) if self.kv_bits == 8 else (56, 216)
+
+
+AnyMlaSpec = MlaSpec | HopperMlaSpec

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cute_attn.kernels.mla.smem import MlaMemory
-from cute_attn.kernels.mla.spec import LATENT, HopperMlaSpec, MlaSpec
+from cute_attn.kernels.mla.spec import LATENT, AnyMlaSpec, HopperMlaSpec, MlaSpec
 from cute_attn.runtime.arch import Arch
-
 
 HOPPER = "sm_90a"  # the architecture with wgmma
 
@@ -37,7 +36,7 @@ TILES = {
 }
 
 
-def choose(dtype: str, kv_dtype: str, rows: int, arch: Arch, one_scale: bool = True) -> MlaSpec | HopperMlaSpec:
+def choose(dtype: str, kv_dtype: str, rows: int, arch: Arch, one_scale: bool = True) -> AnyMlaSpec:
     """Return the kernel for requests of so many packed query rows. `one_scale`: products of latent and of rotated
     columns have the same, which products of 16-bit caches on wgmma need."""
     if arch.name == HOPPER and (one_scale or kv_dtype):

@@ -21,7 +21,7 @@ from cute_attn.kernels.blocks.epilogue import Target
 from cute_attn.kernels.blocks.pipeline import start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index, zeros
-from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
+from cute_attn.kernels.blocks.warpgroup_store import WarpgroupStore
 from cute_attn.kernels.mla.hopper.merge import SegmentMerge
 from cute_attn.kernels.mla.hopper.partition import EvenPartition
 from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
@@ -94,10 +94,10 @@ class HopperMlaProgram:
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.active:
-                places = producer.places(segment, split.begin, split.begin < split.end)
+                tile = producer.tile(segment, split, split.begin)
                 producer.hand_over(SegmentRecord.of(partition, segment, share, split), q)
                 producer.copy_queries(partition.rows(segment, self.spec.rows), q)
-                kv = producer.copy_tiles(segment, split, places, kv)
+                kv = producer.copy_tiles(tile, split, kv)
                 q = rings.q.next(q)
             segment = partition.next_segment(segment, share)
         producer.end(q)

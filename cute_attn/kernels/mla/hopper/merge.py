@@ -161,7 +161,7 @@ class SegmentMerge:
     def store(self, rows: list[Int32], states: list[RowState]) -> None:
         """Store final outputs and lse."""
         p = self.p
-        for row, state in zip(rows, states):
+        for row, state in zip(rows, states, strict=True):
             if self.rows.exists(row):
                 head = self.rows.head(row)
                 factor, lse = self.finish.row(state.maximum, state.total, head)
@@ -177,7 +177,7 @@ class SegmentMerge:
     def store_states(self, index: Int32, rows: list[Int32], states: list[RowState]) -> None:
         """Store merged states in the place of that of part `index`, which all lanes have read."""
         ptx.sync_warp()
-        for row, state in zip(rows, states):
+        for row, state in zip(rows, states, strict=True):
             if self.rows.exists(row):
                 stats, outputs = self.state(index, row)
                 lane = outputs + Int64(self.lane * (VECTOR * 4))

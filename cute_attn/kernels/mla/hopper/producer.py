@@ -28,12 +28,21 @@ STEP = PRODUCERS // LANES  # rows that all threads copy at once
 ROTATED = COLUMNS - 1  # the column of lines with rotated numbers
 
 
-class Place(NamedTuple):
-    """A row of a tile in the cache."""
+class Source(NamedTuple):
+    """Where this thread's chunk of a row is in the cache."""
 
-    page: Int32
-    slot: Int32
+    latent: Int64
+    rotated: Int64
     exists: Boolean
+
+
+class Tile(NamedTuple):
+    """A tile of a segment, and the page numbers of this thread's rows; it has no rows if it is not `wanted`."""
+
+    segment: Segment
+    index: Int32
+    wanted: Boolean
+    pages: list[Int32]
 
 
 @dataclass(frozen=True)
@@ -103,45 +112,53 @@ class Producer:
 
     # --- tiles -------------------------------------------------------------------------------------------------------
 
-    def places(self, segment: Segment, tile: Int32, wanted: Boolean) -> list[Place]:
-        """Read the page numbers of this thread's rows of a tile; an unwanted tile has no rows."""
-        p, places = self.p, []
-        table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-        divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
+    def tile(self, segment: Segment, split: KvSplit, index: Int32) -> Tile:
+        """Read the page numbers of a tile, which has no rows behind the end of the split."""
+        tile, pages = Tile(segment, index, index < split.end, []), []
+        table = isa.mad_wide(segment.first_page, Int32(4), self.p.table)
         for first in self.steps:
-            token = tile * self.memory.spec.cols + (self.row + first)
-            index = divisor.quotient(token)
-            exists = isa.all_of([wanted, token < segment.request.kv_len])
-            page = isa.load_if(exists, table + Int64(index) * Int64(4), 0, 1)[0]
-            places.append(Place(page, token - index * p.page_size, exists))
-        return places
+            page = self.page_size.quotient(self.token(tile, first))
+            pages.append(isa.load_if(self.exists(tile, first), table + Int64(page) * Int64(4), 0, 1)[0])
+        return tile._replace(pages=pages)
 
-    def sources(self, place: Place) -> tuple[Int64, Int64]:
-        """Return the addresses of this thread's chunk of the latent and of the rotated numbers of a row."""
-        p, (page, slot, _) = self.p, place
+    @property
+    def page_size(self) -> Divisor:
+        return Divisor(self.p.page_size, self.p.page_multiplier, self.p.page_shift)
+
+    def token(self, tile: Tile, first: int) -> Int32:
+        return tile.index * self.memory.spec.cols + (self.row + first)
+
+    def exists(self, tile: Tile, first: int) -> Boolean:
+        return isa.all_of([tile.wanted, self.token(tile, first) < tile.segment.request.kv_len])
+
+    def source(self, tile: Tile, i: int) -> Source:
+        """Return where row `i` of this thread is. Found out for each half again: registers for it are lacking."""
+        p, page, first = self.p, tile.pages[i], self.steps[i]
+        token = self.token(tile, first)
+        slot = token - self.page_size.quotient(token) * p.page_size
         column = Int64(self.chunk * (CHUNK * self.memory.spec.kv_bits // 16))
         latent = isa.mad_wide(slot, p.ckv_stride_n, isa.mad_wide(page, p.ckv_stride_page, p.ckv))
         rotated = isa.mad_wide(slot, p.kpe_stride_n, isa.mad_wide(page, p.kpe_stride_page, p.kpe))
-        return latent + column, rotated + column
+        return Source(latent + column, rotated + column, self.exists(tile, first))
 
     @cute.jit
-    def copy_tiles(
-        self, segment: Segment, split: KvSplit, places: list[Place], state: PipelineState
-    ) -> PipelineState:
-        """Copy the tiles of a segment; `places`: those of the first one's rows. Page numbers are read a tile ahead."""
-        for tile in cutlass.range(split.begin, split.end, unroll=1):
-            following = self.places(segment, tile + 1, tile + 1 < split.end)
-            for index, columns in enumerate(HALVES):
-                self.copy_half(self.rings.half(index), state, places, columns)
-            places, state = following, self.rings.half(0).next(state)
+    def copy_tiles(self, tile: Tile, split: KvSplit, state: PipelineState) -> PipelineState:
+        """Copy the tiles of a segment from its first on. Page numbers are read a tile ahead."""
+        segment, pages = tile.segment, tile.pages
+        for index in cutlass.range(split.begin, split.end, unroll=1):
+            tile, following = Tile(segment, index, Boolean(True), pages), self.tile(segment, split, index + 1)
+            for half, columns in enumerate(HALVES):
+                self.copy_half(self.rings.half(half), state, tile, columns)
+            pages, state = following.pages, self.rings.half(0).next(state)
         return state
 
-    def copy_half(self, ring: Ring, state: PipelineState, places: list[Place], columns: range) -> None:
+    def copy_half(self, ring: Ring, state: PipelineState, tile: Tile, columns: range) -> None:
         ring.wait_empty(state)
         target = self.target(ring.address(state))
-        for first, place in zip(self.steps, places, strict=True):
-            size = ptx.select(place.exists, Int32(CHUNK), Int32(0))
-            self.copy_row(target, first, self.sources(place), size, columns)
+        for i, first in enumerate(self.steps):
+            source = self.source(tile, i)
+            size = ptx.select(source.exists, Int32(CHUNK), Int32(0))
+            self.copy_row(target, first, (source.latent, source.rotated), size, columns)
         ptx.cp_async_arrive(ring.full(state))
 
 
@@ -154,24 +171,23 @@ class NarrowProducer(Producer):
     rotated_factor: Float32  # of rotated numbers, whose scale is not that of the latent ones
 
     @cute.jit
-    def copy_tiles(
-        self, segment: Segment, split: KvSplit, places: list[Place], state: PipelineState
-    ) -> PipelineState:
+    def copy_tiles(self, tile: Tile, split: KvSplit, state: PipelineState) -> PipelineState:
         left, right = HALVES
-        words = [self.load(place, left) for place in places]
-        for tile in cutlass.range(split.begin, split.end, unroll=1):
-            following = self.places(segment, tile + 1, tile + 1 < split.end)
-            words = self.move(self.rings.half(0), state, words, left, (places, right))
+        segment, pages = tile.segment, tile.pages
+        words = [self.load(tile, i, left) for i in range(len(self.steps))]
+        for index in cutlass.range(split.begin, split.end, unroll=1):
+            tile, following = Tile(segment, index, Boolean(True), pages), self.tile(segment, split, index + 1)
+            words = self.move(self.rings.half(0), state, words, left, (tile, right))
             words = self.move(self.rings.half(1), state, words, right, (following, left))
-            places, state = following, self.rings.half(0).next(state)
+            pages, state = following.pages, self.rings.half(0).next(state)
         return state
 
-    def load(self, place: Place, columns: range) -> list[Int32]:
-        """Load eight numbers of each of some columns of a row of this thread; zeros where there is no row."""
-        words, (latent, rotated) = [], self.sources(place)
+    def load(self, tile: Tile, i: int, columns: range) -> list[Int32]:
+        """Load eight numbers of each of some columns of row `i` of this thread; zeros where there is no row."""
+        source, words = self.source(tile, i), []
         for column in columns:
-            source, offset = (rotated, 0) if column == ROTATED else (latent, column * LINE // 2)
-            words += isa.load_if(place.exists, source, offset, 2)
+            address, offset = (source.rotated, 0) if column == ROTATED else (source.latent, column * LINE // 2)
+            words += isa.load_if(source.exists, address, offset, 2)
         return words
 
     def move(
@@ -186,7 +202,8 @@ class NarrowProducer(Producer):
                 if column == ROTATED:
                     pairs = [self.scaled(pair) for pair in pairs]
                 ptx.st_shared_v4(target, column * self.memory.column_bytes + first * LINE, pairs)
-            loaded.append(self.load(following[0][i], following[1]))
+            ptx.sync_warp()  # keeps the loads behind the stores: ptxas would need registers for both
+            loaded.append(self.load(following[0], i, following[1]))
         tma.fence_async()
         tma.barrier_arrive(ring.full(state))
         return loaded

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
@@ -23,7 +23,6 @@ from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.smem import swizzled
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax, add, any_of
 from cute_attn.kernels.formats import LINE
-from cute_attn.kernels.fa3.parts.wgmma import operand_offset
 from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.hopper.smem import HALVES, HopperMlaMemory
 from cute_attn.kernels.mla.parts.softmax import CausalMask
@@ -155,7 +154,7 @@ class MmaWarpgroup:
         tma.named_sync(P_BARRIER + (1 - place.warpgroup), BOTH)
         running = self.follow(running, self.read_column(self.memory.shifts, 1 - place.warpgroup))
         p = cute.arch.make_warp_uniform(sm90.descriptor(self.base + Int32(self.memory.p), 0))
-        a = sm90.MatrixA([], p, [operand_offset(step, place.spec.rows) for step in range(place.spec.cols // 16)])
+        a = sm90.MatrixA([], p, [sm90.operand_offset(step, place.spec.rows) for step in range(place.spec.cols // 16)])
         return running._replace(out=self.accumulate(running.out, a, state))
 
     @cute.jit
@@ -205,8 +204,8 @@ class MmaWarpgroup:
         tma.fence_async()  # once for both: it takes longer than the second wait
         q, k = (sm90.descriptor(address, 0) for address in (self.rings.q.data, self.half.address(state)))
         steps = range((LATENT + ROPE) // 16)
-        a = sm90.MatrixA([], cute.arch.make_warp_uniform(q), [operand_offset(step, spec.rows) for step in steps])
-        offsets = [operand_offset(step, spec.cols) for step in steps]
+        a = sm90.MatrixA([], cute.arch.make_warp_uniform(q), [sm90.operand_offset(step, spec.rows) for step in steps])
+        offsets = [sm90.operand_offset(step, spec.cols) for step in steps]
         k = cute.arch.make_warp_uniform(k)
         return sm90.wgmma(self.dtype, self.dtype, spec.cols, a, k, offsets, k_major=True)
 
