@@ -29,12 +29,13 @@ def register() -> None:
     backends.
     """
     try:
-        from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         for name, path in ((NAME, BACKEND), (MLA_NAME, MLA_BACKEND)):
             if name not in AttentionBackendEnum.__members__:
                 register_backend(name, path)
+        from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
+
         if MLA_NAME not in MLAPrefillBackendEnum.__members__:
             register_mla_prefill_backend(MLA_NAME, MLA_PREFILL_BACKEND)
     except Exception:  # whatever it is, it must not end a vLLM that may not even want these backends

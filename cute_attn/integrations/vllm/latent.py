@@ -141,8 +141,8 @@ class LatentPrefills:
             self._wrappers[index] = BatchPrefillWithRaggedKVCacheWrapper(self._workspace, backend=self._backend)
         wrapper = self._wrappers[index]
         if index not in self._planned:
-            indptrs = (self._starts,) * 2 if chunk is None else (chunk.query_start_loc, chunk.cu_seq_lens)
-            wrapper.plan(*indptrs, causal=chunk is None, q_data_type=q.dtype, **self._options)
+            rows_q, rows_k = (self._starts,) * 2 if chunk is None else (chunk.query_start_loc, chunk.cu_seq_lens)
+            wrapper.plan(rows_q, rows_k, causal=chunk is None, q_data_type=q.dtype, **self._options)
             self._planned.add(index)
         if not return_lse:
             return wrapper.run(q, k, v, out=out)
