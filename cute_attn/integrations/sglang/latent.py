@@ -36,7 +36,7 @@ Step = TableStep | ExtendStep
 
 def extend_step(tables: torch.Tensor, seq_lens: torch.Tensor, q_lens: list[int]) -> ExtendStep:
     """Describe a batch of extends; `q_lens`: new tokens of each request, which `seq_lens` counts."""
-    starts = torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    starts = torch.tensor([0, *q_lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
     on_device = starts
     if seq_lens.is_cuda:
         on_device = starts.pin_memory().to(seq_lens.device, non_blocking=True)
