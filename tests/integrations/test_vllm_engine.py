@@ -143,12 +143,14 @@ def test_logprobs_are_as_close_to_fp32_as_those_of_vllms_own_attention(
     assert not own["steps"]
 
 
-def test_drafts_are_verified_as_decodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "options"), [("llama", {}), ("deepseek", WHOLE_PROMPTS)])
+def test_drafts_are_verified_as_decodes(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """With drafts from the prompt, requests verify several tokens at once; greedy tokens have fp32's logprobs."""
-    reference = model("llama", tmp_path)
+    reference = model(name, tmp_path)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    options = {"max_tokens": 24, "prompt_logprobs": None}
-    result = run(tmp_path, ours=True, engine={"speculative_config": drafts}, **options)
+    engine = {**options.get("engine", {}), "speculative_config": drafts}
+    request = {**options, "engine": engine, "max_tokens": 24, "prompt_logprobs": None}
+    result = run(tmp_path, ours=True, **request)
     found = errors(result, reference)
     assert len(found) == 24 * len(PROMPTS)
     assert found.square().mean().sqrt() < 0.15
