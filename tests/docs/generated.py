@@ -14,7 +14,6 @@ from pathlib import Path
 
 from cute_attn.cli import support
 from perf import report, tables
-from perf.rows import MODELS
 from tests.docs.pages import ROOT, pages
 
 OTHERS = ("behind-prefill", "other-prefill", "behind-decode", "other-decode")
@@ -24,7 +23,6 @@ SECTIONS = {  # of docs/performance.md: title and table
     "Prefill": lambda: tables.section_table("prefill"),
     "Decode": lambda: tables.section_table("decode"),
     "Other shapes": lambda: tables.section_table(*OTHERS),
-    "Models": lambda: tables.section_table(*MODELS),
     "Random shapes, lengths on the GPU": lambda: tables.random_table("h100"),
     "Host time": tables.host_table,
     "Cold start": lambda: tables.cold_start_table("h100"),
@@ -32,7 +30,6 @@ SECTIONS = {  # of docs/performance.md: title and table
 RECORDS = {  # title, record in perf/results
     "fp8 attention": "2026-11-21_h200_fp8",
     "Hugging Face transformers": "2026-11-23_h200_transformers",
-    "Several GPUs": "2026-11-23_h200x2_distributed",
 }
 
 
