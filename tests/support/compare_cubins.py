@@ -20,11 +20,11 @@ def cubins(directory: Path) -> dict[str, bytes]:
     return {f"{a.arch} {json.dumps(a.spec, sort_keys=True)}": a.cubin for a in artifacts}
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     before, after = cubins(options.before), cubins(options.after)
     both = sorted(before.keys() & after.keys())
     different = [key for key in both if before[key] != after[key]]
