@@ -1,6 +1,6 @@
 """Markdown tables of documents, made from the committed records by `python -m tests.docs.generated`.
 
-A record is found by its name, `DATE_GPU_NAME.json` in `perf/results/`, whose NAME is "anchors", "models", "curves",
+A record is found by its name, `DATE_GPU_NAME.json` in `perf/results/`, whose NAME is "anchors", "curves",
 "random_rows", "overhead" or "coldstart"; the newest date counts.
 """
 
@@ -55,7 +55,7 @@ def find(gpu: str, name: str, results: Path = RESULTS) -> Record | None:
 
 def rows(gpu: str, section: str, results: Path = RESULTS) -> tuple[Record, list[Row]] | None:
     """Returns the record that has the section's rows on this GPU, and these rows; None if there is none."""
-    for name in ("anchors", "models", "curves"):
+    for name in ("anchors", "curves"):
         record = find(gpu, name, results)
         if record and (own := [row for row in record["rows"] if row["section"] == section]):
             return record, own
