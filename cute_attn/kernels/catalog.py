@@ -18,7 +18,7 @@ from cute_attn.kernels.fa4.default_specs import default_specs as fa4_specs
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
 from cute_attn.kernels.fa4.tiles import ARCHS as FA4_ARCHS
 from cute_attn.kernels.mla.default_specs import default_specs as mla_specs
-from cute_attn.kernels.mla.spec import MlaSpec
+from cute_attn.kernels.mla.spec import HopperMlaSpec, MlaSpec
 from cute_attn.kernels.plan.spec import PlanSpec
 from cute_attn.kernels.plan.spec import default_specs as plan_specs
 from cute_attn.kernels.xqa.default_specs import default_specs as xqa_specs
@@ -28,7 +28,10 @@ from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.spec import KernelSpec
 
-_SPECS = (Fa2Spec, Fa3Spec, Fa4Spec, CombineSpec, XqaSpec, XqaUmmaSpec, MlaSpec, AppendSpec, PlanSpec, LengthsSpec)
+_SPECS = (
+    *(Fa2Spec, Fa3Spec, Fa4Spec, CombineSpec, XqaSpec, XqaUmmaSpec, MlaSpec, HopperMlaSpec),
+    *(AppendSpec, PlanSpec, LengthsSpec),
+)
 SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in _SPECS}
 TILE_TYPES: dict[type[KernelSpec], Callable[..., Any]] = {Fa2Spec: Tile, Fa3Spec: HopperTile, Fa4Spec: BlackwellTile}
 

@@ -7,7 +7,7 @@ from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.mla.spec import MlaSpec
+from cute_attn.kernels.mla.spec import HopperMlaSpec, MlaSpec
 from cute_attn.kernels.plan.spec import PlanSpec
 from cute_attn.kernels.xqa.lengths.spec import LengthsSpec
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -35,6 +35,10 @@ def program(spec: KernelSpec, arch: str) -> Program:
         from cute_attn.kernels.mla.kernel import MlaProgram
 
         return MlaProgram(spec, arch)
+    if isinstance(spec, HopperMlaSpec):
+        from cute_attn.kernels.mla.hopper.kernel import HopperMlaProgram
+
+        return HopperMlaProgram(spec, arch)
     if isinstance(spec, AppendSpec):
         from cute_attn.kernels.append.kernel import AppendProgram
 

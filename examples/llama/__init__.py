@@ -8,5 +8,8 @@ Read the files in this order:
 - `forward.py`  forward passes: chunks of prompts, and decode steps in CUDA graphs.
 - `engine.py`   requests arrive, wait for pages, are prefilled in chunks, decode together, and return their pages.
 - `eager.py`    attention written out, and the check that it gives the engine's tokens.
-- `__main__.py` the command line: `python -m examples.llama`, from the root of a checkout.
+- `command.py`  the command line: options, random prompts, the report.
+- `__main__.py` `python -m examples.llama`, from the root of a checkout.
+
+`examples/deepseek` serves a model with latent attention by the same engine.
 """

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_attn import append_paged_kv_cache
-
-from .model import Config
 
 E4M3 = torch.float8_e4m3fn
 
@@ -37,7 +35,7 @@ class PagedCache:
 
     def __init__(
         self,
-        config: Config,
+        config: Any,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
@@ -46,10 +44,14 @@ class PagedCache:
     ) -> None:
         self.config, self.page_size, self.num_pages, self.dtype = config, page_size, num_pages, dtype
         self.device = torch.device(device)
-        shape = (num_pages, 2, page_size, config.kv_heads, config.head_dim)  # 2: keys and values; "NHD" behind it
+        shape = num_pages, *self.page_shape()
         self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.layers)]
         self.scales = scales or [(1.0, 1.0)] * config.layers
         self._free = list(range(num_pages))
+
+    def page_shape(self) -> tuple[int, ...]:
+        """Return the shape of a page: keys and values, with "NHD" behind them."""
+        return 2, self.page_size, self.config.kv_heads, self.config.head_dim
 
     # ---- pages
 

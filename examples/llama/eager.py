@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,22 +30,27 @@ class Verdict(NamedTuple):
         return self.worst <= self.tolerance
 
 
-@torch.no_grad()
-def check(model: Llama, cache: PagedCache, requests: Sequence[Request]) -> Verdict:
-    """Compare every generated token with the one that eager attention gives for the tokens before it.
-
-    One pass over prompt and output tells eager's next token at every position. If all are those of the output, then
-    eager attention would have generated the same.
-    """
+def attention_of(cache: PagedCache) -> Callable[..., Tensor]:
+    """Return eager attention of a model over what a cache holds of its keys and values."""
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_scale, v_scale = cache.scales[layer]
         return eager(q, stored(k, k_scale, cache.dtype), stored(v, v_scale, cache.dtype))
 
-    gaps = []
+    return attention
+
+
+@torch.no_grad()
+def compare(model: Llama, attention: Callable[..., Tensor], requests: Sequence[Request]) -> Verdict:
+    """Compare every generated token with the one that a model with this attention gives for the tokens before it.
+
+    One pass over prompt and output tells the next token at every position. If all are those of the output, then that
+    model would have generated the same.
+    """
+    gaps, device = [], model.head.weight.device
     for request in requests:
-        tokens = torch.tensor(request.tokens, device=cache.device)
-        hidden = model(tokens[:-1], torch.arange(len(tokens) - 1, device=cache.device), attention)
+        tokens = torch.tensor(request.tokens, device=device)
+        hidden = model(tokens[:-1], torch.arange(len(tokens) - 1, device=device), attention)
         logits = model.logits(hidden[len(request.prompt) - 1 :])
         gaps.append(logits.amax(-1) - logits.gather(1, tokens[len(request.prompt) :, None])[:, 0])
     gap = torch.cat(gaps)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -35,11 +36,15 @@ class Engine:
     Long prompts are cut into chunks, so that a step stays short for the requests that decode beside them.
     """
 
+    prefill_pass: ClassVar[type[Prefill]] = Prefill
+    decode_pass: ClassVar[type[Decode]] = Decode
+
     def __init__(self, model: Llama, cache: PagedCache, max_batch: int, chunk_tokens: int, graphs: bool) -> None:
         self.cache, self.max_batch, self.chunk_tokens = cache, max_batch, chunk_tokens
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)  # passes take turns with it
-        self.prefill = Prefill(model, cache, workspace)
-        self.decodes = [Decode(model, cache, workspace, size, graphs) for size in padded_sizes(max_batch)]  # ascending
+        self.prefill = self.prefill_pass(model, cache, workspace)
+        sizes = padded_sizes(max_batch)  # ascending
+        self.decodes = [self.decode_pass(model, cache, workspace, size, graphs) for size in sizes]
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.prefilled, self.decoded = Speed(), Speed()

@@ -6,7 +6,7 @@ Both plan once for all layers, and both attend through the pages of the cache: a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,8 +44,16 @@ class Prefill:
 
     def __call__(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return the token that follows each chunk."""
-        batch, config, device = Batch.of(chunks, self.cache), self.model.config, self.cache.device
+        batch, device = Batch.of(chunks, self.cache), self.cache.device
         index = PageIndex(*(array.to(device, non_blocking=True) for array in batch.index))
+        attention = self.planned(batch, index)
+        hidden = self.model(batch.tokens.to(device, non_blocking=True), index.positions, attention)
+        last = (batch.qo_indptr[1:] - 1).to(device, non_blocking=True)
+        return self.model.logits(hidden[last]).argmax(-1).tolist()
+
+    def planned(self, batch: Batch, index: PageIndex) -> Callable[..., Tensor]:
+        """Plan a batch, and return its attention."""
+        config = self.model.config
         self.wrapper.plan(  # lengths are read on the CPU, page numbers by the kernels
             batch.qo_indptr,
             batch.index.kv_indptr,
@@ -59,10 +67,7 @@ class Prefill:
             q_data_type=self.model.dtype,
             kv_data_type=self.cache.dtype,
         )
-        attention = PagedAttention(self.cache, self.wrapper, index)
-        hidden = self.model(batch.tokens.to(device, non_blocking=True), index.positions, attention)
-        last = (batch.qo_indptr[1:] - 1).to(device, non_blocking=True)
-        return self.model.logits(hidden[last]).argmax(-1).tolist()
+        return PagedAttention(self.cache, self.wrapper, index)
 
 
 class Decode:
@@ -87,6 +92,16 @@ class Decode:
             kv_indptr=zeros(batch_size + 1),
             last_page_len=zeros(batch_size),
         )
+        self.attention = self.attention_of(workspace)
+        self.graph = torch.cuda.CUDAGraph() if graph else None
+        if self.graph is not None:
+            self._load([])  # all padding: the two passes write nothing to the cache
+            self._forward()  # torch and cuBLAS allocate on their first use, which a capture forbids
+            with torch.cuda.graph(self.graph):
+                self.next_tokens = self._forward()
+
+    def attention_of(self, workspace: Tensor) -> Callable[..., Tensor]:
+        """Return the attention of all passes, and keep the wrapper that plans them."""
         self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             kv_layout="NHD",
@@ -95,13 +110,22 @@ class Decode:
             paged_kv_indices_buffer=self.index.kv_indices,
             paged_kv_last_page_len_buffer=self.index.last_page_len,
         )
-        self.attention = PagedAttention(cache, self.wrapper, self.index)
-        self.graph = torch.cuda.CUDAGraph() if graph else None
-        if self.graph is not None:
-            self._load([])  # all padding: the two passes write nothing to the cache
-            self._forward()  # torch and cuBLAS allocate on their first use, which a capture forbids
-            with torch.cuda.graph(self.graph):
-                self.next_tokens = self._forward()
+        return PagedAttention(self.cache, self.wrapper, self.index)
+
+    def plan(self, batch: Batch) -> None:
+        """Plan a batch: this writes its pages to `index`."""
+        config = self.model.config
+        self.wrapper.plan(
+            batch.index.kv_indptr,
+            batch.index.kv_indices,
+            batch.index.last_page_len,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            self.cache.page_size,
+            q_data_type=self.model.dtype,
+            kv_data_type=self.cache.dtype,
+        )
 
     def __call__(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return the next token of each request."""
@@ -116,19 +140,8 @@ class Decode:
 
     def _load(self, chunks: Sequence[Chunk]) -> None:
         """Write a step to the arrays on the GPU: `plan` those of pages, this function the others."""
-        config = self.model.config
         batch = Batch.of(chunks, self.cache, padding=self.batch_size - len(chunks))
-        self.wrapper.plan(
-            batch.index.kv_indptr,
-            batch.index.kv_indices,
-            batch.index.last_page_len,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            self.cache.page_size,
-            q_data_type=self.model.dtype,
-            kv_data_type=self.cache.dtype,
-        )
+        self.plan(batch)
         self.tokens.copy_(batch.tokens, non_blocking=True)
         self.index.positions.copy_(batch.index.positions, non_blocking=True)
         self.index.batch_indices.copy_(batch.index.batch_indices, non_blocking=True)

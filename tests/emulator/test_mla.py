@@ -28,6 +28,8 @@ CASES = {
     "96 heads": MlaCase(heads=96, q_lens=(1, 1), kv_lens=(33, 5), page_size=16),
     "128 heads, two tokens": MlaCase(heads=128, q_lens=(2,), kv_lens=(130,), page_size=64),
     "eight tokens": MlaCase(heads=8, q_lens=(8, 8), kv_lens=(70, 3), page_size=16),
+    "equally long": MlaCase(heads=16, q_lens=(1,) * 4, kv_lens=(250, 240, 200, 256), page_size=16),
+    "equally long, two blocks of rows": MlaCase(heads=70, q_lens=(1,) * 3, kv_lens=(120, 128, 100), page_size=32),
     "ragged": MlaCase(heads=5, q_lens=(3, 0, 1, 7), kv_lens=(65, 9, 0, 130), page_size=16, dtype=torch.float16),
     "sinks": MlaCase(heads=16, q_lens=(1, 1, 1), kv_lens=(0, 40, 65), page_size=1, sinks=True),
     "more requests than lanes": MlaCase(heads=1, q_lens=(1,) * 33, kv_lens=(0, 1, 2) * 11, page_size=16),
@@ -47,7 +49,8 @@ def solve(case: MlaCase, arch: str, sms: int, schedule: str, *, planned: bool) -
     """Run a case by the wrapper or by the function, and compare it with the formula."""
     with emulator.using(arch, sms=sms, schedule=Schedule(schedule, case.seed)) as emulation:
         found = case.wrapped("emulator") if planned else case.trtllm(backend="emulator")
-    assert [record.spec["kernel"] for record in emulation.records] == ["mla"]  # one launch
+    kernel = "mla_wgmma" if arch == "sm_90a" else "mla"
+    assert [record.spec["kernel"] for record in emulation.records] == [kernel]  # one launch
     case.check(found, SCALES if case.narrow and planned else (1.0, 1.0))
 
 
@@ -94,6 +97,13 @@ def test_scales_on_the_device(arch: str) -> None:
     want, want_lse = case.trtllm(backend="reference", **scales)
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_groups_of_ctas(schedule: str) -> None:
+    """More CTAs share a request than merge at once: groups merge, then the last one merges their states."""
+    case = MlaCase(heads=3, q_lens=(1, 2), kv_lens=(70, 1000), page_size=16, sinks=True)
+    solve(case, "sm_90a", 24, schedule, planned=False)
 
 
 def test_strides_of_the_caller() -> None:

@@ -24,8 +24,10 @@ class Example(NamedTuple):
     stderr: bool = True  # whether it may write there, as other packages do
 
 
+SERVED = Example(("--check",), r"check: \d+ of 128 tokens are those of eager attention.*: ok", stderr=False)
 EXAMPLES = {  # scripts that are not here run without arguments, and must print something
-    "llama": Example(("--check",), r"check: \d+ of 128 tokens are those of eager attention.*: ok", stderr=False),
+    "llama": SERVED,
+    "deepseek": SERVED,
     "vllm_generate": Example(("MODEL",), "this example needs a GPU", code=1),
 }
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from examples.llama.batch import Request
 from examples.llama.cache import E4M3, PagedCache, quantized
-from examples.llama.eager import check, fp8_scales
+from examples.llama.eager import attention_of, compare, fp8_scales
 from examples.llama.engine import Engine, padded_sizes, serve
 from examples.llama.model import Config, Llama
 
@@ -135,7 +135,7 @@ def test_fp8_cache() -> None:
         serve(Engine(model, cache, 1, 64, False), [request])
         found, expected = torch.cat(model.seen), dense_logits(model, request.tokens[:-1])[20:]
         errors.append(float((found - expected).norm() / expected.norm()))
-        assert check(model, cache, [request]).passed  # against what the cache holds
+        assert compare(model, attention_of(cache), [request]).passed  # against what the cache holds
     assert errors[0] < 0.005
     assert 0.02 < errors[1] < 0.2, errors
 
@@ -149,9 +149,9 @@ def test_the_check_notices_other_tokens() -> None:
     model = model_of()
     cache, requests = cache_of(model, 20), requests_of([9, 30], [5, 5])
     serve(Engine(model, cache, 2, 64, False), requests)
-    assert check(model, cache, requests).equal == 10
+    assert compare(model, attention_of(cache), requests).equal == 10
     requests[1].tokens[-2] = (requests[1].tokens[-2] + 1) % CONFIG.vocab
-    verdict = check(model, cache, requests)
+    verdict = compare(model, attention_of(cache), requests)
     assert not verdict.passed
     assert verdict.equal < 10
 
@@ -185,7 +185,7 @@ def test_cuda_graphs_change_no_token(kv_dtype: str) -> None:
         cache = cache_of(model, 40, scales, page_size=16)
         requests = requests_of([1, 16, 200, 33, 64, 129], [20, 3, 12, 30, 7, 9])
         serve(Engine(model, cache, 4, 64, graphs), requests)
-        assert check(model, cache, requests).passed
+        assert compare(model, attention_of(cache), requests).passed
         if scales is None:
             for request in requests:
                 assert_greedy(model, request)

@@ -470,7 +470,7 @@ def test_selected_by_name(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("options", "fields", "reason"),
     [
-        ({"use_mla_backend": True}, {}, "multi-head latent attention"),
+        ({"use_mla_backend": True}, {}, "latent attention with head dimensions"),
         ({"is_draft_worker": True}, {}, "--speculative-draft-attention-backend"),
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, {}, "--enable-unified-memory"),
         ({"dtype": torch.float32}, {}, "queries are 16-bit"),

@@ -291,7 +291,7 @@ def test_a_plain_server_is_served() -> None:
         ({"kv_dtype": torch.float16}, {}, "a KV cache of float16 under bfloat16"),
         ({"kv_dtype": torch.uint8, "quantized_pool": "nvfp4"}, {}, "the KV cache recipe nvfp4"),
         ({"kv_layouts": ("vectorized_5d",)}, {}, "vectorized_5d"),
-        ({"mla": True}, {}, "multi-head latent attention"),
+        ({"mla": True}, {}, "latent attention with head dimensions"),
         ({"encoder_decoder": True}, {}, "encoder-decoder"),
         ({"attention_chunk_size": 8192}, {}, "chunked attention"),
         ({"draft_worker": True}, {}, "--speculative-draft-attention-backend"),
@@ -320,7 +320,7 @@ def test_refusals(server: dict[str, Any], layer: dict[str, Any], reason: str) ->
 
 def test_all_reasons_are_named_at_once() -> None:
     with pytest.raises(NotSupported) as caught:
-        limits.check(SERVER._replace(mla=True, diffusion=True), [LAYER._replace(cross_attention=True)] * 3)
+        limits.check(SERVER._replace(context_parallel=2, diffusion=True), [LAYER._replace(cross_attention=True)] * 3)
     assert len(caught.value.refusals) == 3
 
 

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,39 @@ ROOT = Path(__file__).parents[2]
 GROUP = "sglang.srt.plugins"
 PROMPTS = PROMPT, SHARED, PROMPT[:5]
 
+COMMON = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 2,  # no experts
+    "moe_layer_freq": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
 
 def write_entry_point(folder: Path) -> None:
     """Declare the entry point of pyproject.toml for a checkout that is not installed."""
@@ -34,27 +68,18 @@ def write_entry_point(folder: Path) -> None:
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n{declared[1].replace(chr(34), '')}\n")
 
 
-def test_the_engine_generates(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("DeepseekV3", LATENT)])
+def test_the_engine_generates(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Log-probabilities of its greedy tokens are as close to fp32 as those of eager attention in bfloat16."""
     pytest.importorskip("sglang", reason="needs SGLang: docs/integrations/sglang.md")
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **options})
+    made = getattr(transformers, f"{name}ForCausalLM")
+    made(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     # Loaded again, for the cast has rounded the frequencies of RoPE too, which no checkpoint holds
-    models = [LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=x) for x in (torch.float32, torch.bfloat16)]
+    models = [made.from_pretrained(tmp_path / "model", dtype=x) for x in (torch.float32, torch.bfloat16)]
     write_entry_point(tmp_path)
     result, log = tmp_path / "result.json", tmp_path / "log"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}

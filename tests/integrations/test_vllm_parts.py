@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -481,35 +482,45 @@ def test_slopes() -> None:
 # ---- registration
 
 
-def registry(monkeypatch: pytest.MonkeyPatch, register: Any, names: dict[str, Any]) -> None:
-    """Put a stand-in of vLLM's registry in place."""
-    path = "vllm.v1.attention.backends.registry"
-    for i in range(path.count(".") + 1):
-        name = path.rsplit(".", i)[0]
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    module: Any = sys.modules[path]
-    module.register_backend = register
-    module.AttentionBackendEnum = types.SimpleNamespace(__members__=names)
+REGISTRIES = {  # of backends, and of prefills of latent attention: the function and the names
+    "vllm.v1.attention.backends.registry": ("register_backend", "AttentionBackendEnum"),
+    "vllm.v1.attention.backends.mla.prefill.registry": ("register_mla_prefill_backend", "MLAPrefillBackendEnum"),
+}
+
+
+def registries(monkeypatch: pytest.MonkeyPatch, register: Callable[..., None]) -> dict[str, dict[str, str]]:
+    """Put stand-ins of vLLM's registries in place. Returns what they contain, which `register` gets first."""
+    found: dict[str, dict[str, str]] = {path: {} for path in REGISTRIES}
+    for path, (function, names) in REGISTRIES.items():
+        for i in range(path.count(".") + 1):
+            name = path.rsplit(".", i)[0]
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        module: Any = sys.modules[path]
+        setattr(module, function, functools.partial(register, found[path]))
+        setattr(module, names, types.SimpleNamespace(__members__=found[path]))
+    return found
 
 
 def test_registration_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: dict[str, Any] = {}
-
-    def register(name: str, path: str) -> None:
+    def register(names: dict[str, str], name: str, path: str) -> None:
         assert name not in names
         names[name] = path
 
-    registry(monkeypatch, register, names)
+    found = registries(monkeypatch, register)
     plugin.register()
     plugin.register()
-    assert names == {"CUTE_ATTN": "cute_attn.integrations.vllm.backend.CuteAttnBackend"}
+    folder = "cute_attn.integrations.vllm"
+    assert list(found.values()) == [
+        {"CUTE_ATTN": f"{folder}.backend.CuteAttnBackend", "CUTE_ATTN_MLA": f"{folder}.mla.CuteAttnMLABackend"},
+        {"CUTE_ATTN_MLA": f"{folder}.mla_prefill.CuteAttnMLAPrefillBackend"},
+    ]
 
 
 def test_registration_never_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def register(name: str, path: str) -> None:
+    def register(names: dict[str, str], name: str, path: str) -> None:
         raise ValueError("reserved")
 
-    registry(monkeypatch, register, {})
+    registries(monkeypatch, register)
     plugin.register()
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
     plugin.register()

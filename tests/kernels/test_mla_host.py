@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
+from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
 from cute_attn.kernels.mla.host import launch
 from cute_attn.kernels.mla.smem import MlaMemory
-from cute_attn.kernels.mla.spec import KV_DTYPES, LATENT, MlaSpec
-from cute_attn.kernels.mla.tiles import choose
+from cute_attn.kernels.mla.spec import KV_DTYPES, LATENT, HopperMlaSpec, MlaSpec
+from cute_attn.kernels.mla.tiles import choose, choose_tile
 from cute_attn.request.mla import MlaSettings
 from cute_attn.runtime.arch import ARCHS, Arch, named
 
@@ -26,7 +27,7 @@ def settings(heads: int, dtype: torch.dtype = torch.bfloat16) -> MlaSettings:
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 33, 64, 65, 1024])
 def test_tiles_fit(rows: int, kv_dtype: str, arch: Arch) -> None:
-    spec = choose("bfloat16", kv_dtype, rows, arch)
+    spec = choose_tile("bfloat16", kv_dtype, rows, arch)
     assert MlaMemory(spec).bytes <= arch.smem_limit
     most = 64 if arch.smem_limit > SMALL_AMPERE.smem_limit else 32
     assert spec.rows == next((n for n in (16, 32, 64) if n >= min(rows, most)), 64)
@@ -35,12 +36,31 @@ def test_tiles_fit(rows: int, kv_dtype: str, arch: Arch) -> None:
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_memory_map(kv_dtype: str) -> None:
     """Regions follow each other; outputs end before what is written while they are there."""
-    memory = MlaMemory(choose("bfloat16", kv_dtype, 64, named("sm_90a")))
+    memory = MlaMemory(choose_tile("bfloat16", kv_dtype, 64, named("sm_90a")))
     regions = (0, memory.tile, memory.q, memory.p, memory.columns, memory.stats, memory.ticket, memory.bytes)
     assert list(regions) == sorted(regions)
     assert memory.outputs + 64 * LATENT * 4 <= memory.p
     assert (memory.tile == memory.q) == (kv_dtype == "")
     assert all(offset % 16 == 0 for offset in regions)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_hopper(kv_dtype: str) -> None:
+    """One kernel for all numbers of rows. Its products of 16-bit caches have one scale. The registers of all threads
+    are at most those that a launch of the kernel gets, which ptxas rounds down to a multiple of 8 per thread."""
+    arch = named("sm_90a")
+    spec = choose("bfloat16", kv_dtype, 1, arch)
+    assert isinstance(spec, HopperMlaSpec)
+    assert choose("bfloat16", kv_dtype, 1024, arch) == spec
+    assert isinstance(choose("bfloat16", kv_dtype, 16, arch, one_scale=False), HopperMlaSpec) == (kv_dtype != "")
+    memory = HopperMlaMemory(spec)
+    regions = (0, memory.q, memory.p, memory.shifts, memory.totals, memory.barriers, memory.records, memory.ticket)
+    assert list(regions) == sorted(set(regions))
+    assert memory.q % 1024 == memory.p % 1024 == memory.slot_bytes % 1024 == 0  # the swizzle repeats
+    assert memory.bytes <= arch.smem_limit
+    producers, products = spec.registers
+    at_launch = 65536 // spec.threads // 8 * 8
+    assert producers * (spec.threads - spec.mma_threads) + products * spec.mma_threads <= at_launch * spec.threads
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import vllm
+from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, MLACommonMetadataBuilder
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
@@ -37,8 +40,9 @@ def check_signatures(ours: type, base: type) -> None:
         kind = type(inspect.getattr_static(base, name))
         assert isinstance(inspect.getattr_static(ours, name), kind), f"{name} must be a {kind}"
         given, wanted = inspect.signature(raw).parameters, inspect.signature(theirs).parameters
-        names = [x for x in given if x not in ("self", "cls")]
-        needed = [x for x in wanted if x not in ("self", "cls")]
+        passed_on = any(x.kind is x.VAR_KEYWORD for x in given.values())
+        names = [x for x, kind in given.items() if x not in ("self", "cls") and kind.kind is not kind.VAR_KEYWORD]
+        needed = [x for x in wanted if x not in ("self", "cls")][: len(names) if passed_on else None]
         assert names[: len(needed)] == needed, f"{name}: {names} does not begin with {needed}"
 
 
@@ -81,6 +85,41 @@ def check_validation(backend: Any) -> None:
         found = reasons(backend, **refused)
         assert any(words in reason for reason in found), (refused, found)
     assert any("7.5 is not supported" in reason for reason in reasons(backend, DeviceCapability(7, 5)))
+
+
+def check_latent() -> None:
+    """Check the backend of latent attention, and that of its prefill."""
+    backend: Any = AttentionBackendEnum[plugin.MLA_NAME].get_class()
+    assert backend.get_name() == plugin.MLA_NAME
+    check_signatures(backend, AttentionBackend)
+    check_signatures(backend.get_impl_cls(), MLACommonImpl)
+    builder = backend.get_builder_cls()
+    check_signatures(builder, AttentionMetadataBuilder)
+    built = [inspect.signature(x._build_decode).parameters for x in (builder, MLACommonMetadataBuilder)]
+    assert list(built[0]) == list(built[1])
+    prefill: Any = MLAPrefillBackendEnum[plugin.MLA_NAME].get_class()
+    assert prefill.get_name() == plugin.MLA_NAME
+    check_signatures(prefill, MLAPrefillBackend)
+    assert prefill.supports_compute_capability(HOPPER)
+    assert not prefill.supports_compute_capability(None)
+    latent = {"head_size": 576, "use_mla": True}
+    for taken in ({}, {"kv_cache_dtype": "fp8"}, {"use_dcp": True, "dtype": torch.float16}, {"block_size": 32}):
+        assert reasons(backend, **latent, **taken) == [], taken
+    for refused, words in (
+        ({"use_mla": False}, "non-MLA"),
+        ({"use_sparse": True}, "sparse"),
+        ({"use_pcp": True}, "PCP"),
+        ({"use_batch_invariant": True}, "batch invariance"),
+        ({"use_non_causal": True}, "non-causal"),
+        ({"use_adaptive_verification": True}, "query lens mismatch"),
+        ({"has_sliding_window": True}, "sliding window"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "float16"}, "must have the model's dtype"),
+        ({"head_size": 320}, "head_size"),
+    ):
+        found = reasons(backend, **{**latent, **refused})
+        assert any(words in reason for reason in found), (refused, found)
+    assert backend.get_preferred_block_size(16) == 64
 
 
 def check_caches(backend: Any) -> None:
@@ -136,6 +175,7 @@ def main() -> None:
     check_signatures(backend.get_builder_cls(), AttentionMetadataBuilder)
     check_validation(backend)
     check_caches(backend)
+    check_latent()
 
     check_impl(backend.get_impl_cls())
     layers: dict[str, Any] = {"other": SimpleNamespace(impl=None)}

@@ -2,8 +2,8 @@
 
 `python -m tests.support.vllm_run REQUEST RESULT`, the names of two JSON files.
 
-vLLM's CPU platform ignores `--attention-backend` and looks CPU_ATTN up in its registry: there the backend is put in its
-place, under that name.
+vLLM's CPU platform ignores `--attention-backend` and looks CPU_ATTN up in its registry, or for latent attention CPU_MLA
+and its prefill: there the backends are put in their places, under these names.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def take_the_cpus_place() -> list[tuple[int, int, bool]]:
     """Register the backend, and as CPU_ATTN. Returns a list that will hold, for every step of a KV cache group, its
     decodes, its other requests, and whether decodes have several query tokens.
     """
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from cute_attn.integrations import vllm as plugin
@@ -36,8 +37,10 @@ def take_the_cpus_place() -> list[tuple[int, int, bool]]:
     plugin.register()
     plugin.register()
     assert AttentionBackendEnum[plugin.NAME].get_path() == plugin.BACKEND
+    assert AttentionBackendEnum[plugin.MLA_NAME].get_path() == plugin.MLA_BACKEND
+    assert MLAPrefillBackendEnum[plugin.MLA_NAME].get_path() == plugin.MLA_PREFILL_BACKEND
     assert not [name for name in sys.modules if name.startswith(plugin.__name__ + ".")]
-    from cute_attn.integrations.vllm import backend
+    from cute_attn.integrations.vllm import backend, mla
 
     steps: list[tuple[int, int, bool]] = []
 
@@ -57,9 +60,44 @@ def take_the_cpus_place() -> list[tuple[int, int, bool]]:
         def get_builder_cls() -> type[Builder]:
             return Builder
 
-    globals()[AsCpuAttention.__name__] = AsCpuAttention  # where the registry looks it up
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{AsCpuAttention.__name__}")
+    class MlaBuilder(mla.CuteAttnMLAMetadataBuilder):
+        def build(self, *args: Any, **kwargs: Any) -> Any:
+            step = super().build(*args, **kwargs)
+            steps.append((step.num_decodes, step.num_prefills, step.num_decode_tokens > step.num_decodes))
+            return step
+
+    class AsCpuMla(mla.CuteAttnMLABackend):
+        @staticmethod
+        def get_name() -> str:
+            return "CPU_MLA"
+
+        @staticmethod
+        def get_builder_cls() -> type[MlaBuilder]:
+            return MlaBuilder
+
+    for cls, member in ((AsCpuAttention, AttentionBackendEnum.CPU_ATTN), (AsCpuMla, AttentionBackendEnum.CPU_MLA)):
+        globals()[cls.__name__] = cls  # where the registry looks it up
+        register_backend(member, f"{__name__}.{cls.__name__}")
+    register_mla_prefill_backend(MLAPrefillBackendEnum.CPU, plugin.MLA_PREFILL_BACKEND)
     return steps
+
+
+def supply_missing_operators() -> None:
+    """Write latent caches by indexing where vLLM's compiled files for the CPU, those for AVX2, have no operator."""
+    import torch
+    import vllm._custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla"):
+        return
+
+    def write(kv_c: Any, k_pe: Any, cache: Any, slots: Any, kv_cache_dtype: str, scale: Any) -> None:
+        used = slots >= 0
+        rows = torch.cat((kv_c, k_pe.flatten(1)), dim=-1)[: len(slots)][used].to(cache.dtype)
+        cache[slots[used] // cache.shape[1], slots[used] % cache.shape[1]] = rows
+
+    ops.concat_and_cache_mla = write
 
 
 def main(request_path: str, result_path: str) -> None:
@@ -67,9 +105,10 @@ def main(request_path: str, result_path: str) -> None:
     request = json.loads(Path(request_path).read_text())
     os.environ.update(ENVIRONMENT)
     steps = take_the_cpus_place() if request["ours"] else []
+    supply_missing_operators()
     from vllm import LLM, SamplingParams
 
-    options = {"attention_backend": "CUTE_ATTN"} if request["ours"] else {}
+    options = {"attention_backend": request["backend"]} if request["ours"] else {}
     llm = LLM(
         model=request["model"],
         dtype="bfloat16",

@@ -51,6 +51,10 @@ def build(runner: Any) -> Any:
     ------
     NotSupported (a NotImplementedError) that lists every setting of the server and of the model that is refused.
     """
+    if runner.use_mla_backend:
+        from cute_attn.integrations.sglang.mla_backend import CuteAttnMLABackend
+
+        return CuteAttnMLABackend(runner)
     from cute_attn.integrations.sglang.backend import CuteAttnBackend
 
     return CuteAttnBackend(runner)

@@ -85,7 +85,7 @@ class CuteAttnBackend(AttentionBackend):
         if mode.is_idle() or forward_batch.batch_size == 0:
             self.forward_metadata = None
             return
-        _check_mode(forward_batch)
+        check_mode(forward_batch)
         if self._window_pool is not None and forward_batch.out_cache_loc is not None:
             self._window_loc = self._window_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
         if mode.is_target_verify():
@@ -96,12 +96,12 @@ class CuteAttnBackend(AttentionBackend):
             self._decode.begin(self._decode_step(forward_batch))
             self.forward_metadata = self._decode
         else:
-            longest = _longest(forward_batch)
+            longest = most_keys(forward_batch)
             self.forward_metadata = self._by_table.step(forward_batch.req_pool_indices, forward_batch.seq_lens, longest)
 
     def _verify_step(self, batch: Any) -> TableStep:
         q_len = batch.spec_info.draft_token_num
-        longest = _longest(batch)
+        longest = most_keys(batch)
         step = self._by_table.step(
             batch.req_pool_indices,
             batch.seq_lens + q_len,
@@ -168,7 +168,7 @@ class CuteAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a capture or a replay of decode or of verification: plans, and masks, whose addresses change."""
-        _check_mode(forward_batch)
+        check_mode(forward_batch)
         batch_size, spec_info = forward_batch.batch_size, forward_batch.spec_info
         if self._plans_decode:
             decode = self._graph_decodes.get(batch_size)
@@ -286,7 +286,7 @@ class CuteAttnBackend(AttentionBackend):
         others: dict[str, Any],
     ) -> torch.Tensor:
         if others:
-            _refuse_arguments(others)
+            refuse_arguments(others)
         if save_kv_cache and k is not None:
             location = KVWriteLoc.for_batch(batch, swa_loc=self._window_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
@@ -343,7 +343,7 @@ def server_facts(runner: Any) -> ServerFacts:
     return ServerFacts(
         dtype=runner.dtype,
         kv_dtype=pool.dtype,
-        kv_layouts=tuple(dict.fromkeys(getattr(part, "kv_cache_layout", type(part).__name__) for part in parts)),
+        kv_layouts=tuple(dict.fromkeys(map(_layout, parts))),
         quantized_pool=quantized,
         mla=runner.use_mla_backend,
         encoder_decoder=config.is_encoder_decoder,
@@ -360,23 +360,31 @@ def server_facts(runner: Any) -> ServerFacts:
     )
 
 
+def _layout(pool: Any) -> str:
+    """Return the layout of a pool; latent rows have no axis of heads to speak of."""
+    return "nhd" if type(pool) is MLATokenToKVPool else getattr(pool, "kv_cache_layout", type(pool).__name__)
+
+
 def _own_recipe(pool: Any) -> str | None:
     """Return the name of a pool's quantisation where it is more than a cast, else None."""
     name = getattr(pool.get_kv_cache_quant_method(), "name", "unquantized")
     if name != "unquantized":
         return str(name)
     scaled = getattr(pool, "k_scale_buffer", None) is not None or hasattr(pool, "get_kv_scale_buffer")
+    if type(pool) is MLATokenToKVPool:  # others of its kind have rows of their own
+        return None
     if scaled or isinstance(pool, MLATokenToKVPool | NoOpMHATokenToKVPool):
         return type(pool).__name__
     return None
 
 
-def _longest(batch: Any) -> int | None:
+def most_keys(batch: Any) -> int | None:
     """Return the most keys of a request if the host knows them without asking the device."""
     return None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max())
 
 
-def _check_mode(batch: Any) -> None:
+def check_mode(batch: Any) -> None:
+    """Refuse batches whose mask the backends have not."""
     refused = None
     if batch.forward_mode.is_dllm_extend():
         refused = "diffusion language models", "their block mask is not implemented"
@@ -388,7 +396,8 @@ def _check_mode(batch: Any) -> None:
         raise NotSupported([Refusal(limits.BACKEND, *refused, limits.OTHER_BACKEND)])
 
 
-def _refuse_arguments(given: dict[str, Any]) -> None:
+def refuse_arguments(given: dict[str, Any]) -> None:
+    """Refuse arguments of a layer that are given, whatever they are."""
     asked = [name for name, value in given.items() if value is not None and value is not False]
     if asked:
         reason = "RadixAttention of a model that needs them has other kernels"

@@ -14,6 +14,7 @@ QUERY_DTYPES = (torch.bfloat16, torch.float16)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("nhd", "hnd")
 OTHER_BACKEND = "another --attention-backend"
+ABSORBED, DECOMPRESSED = (576, 512), (192, 128)  # head dimensions of keys and values of latent attention
 
 
 class ServerFacts(NamedTuple):
@@ -85,7 +86,7 @@ def check(server: ServerFacts, layers: Iterable[LayerFacts]) -> None:
     layers = tuple(layers)
     refusals = [*_of_server(server), *_of_pool(server), *_of_speculation(server, layers)]
     for layer in layers:
-        refusals += [refusal for refusal in _of_layer(layer) if refusal not in refusals]
+        refusals += [refusal for refusal in _of_layer(layer, server.mla) if refusal not in refusals]
     if refusals:
         raise NotSupported(refusals)
 
@@ -97,8 +98,12 @@ def _no(feature: str, reason: str, instead: str = OTHER_BACKEND) -> Refusal:
 def _of_server(server: ServerFacts) -> Iterator[Refusal]:
     if server.dtype not in QUERY_DTYPES:
         yield _no(f"--dtype {_name(server.dtype)}", "queries are 16-bit", "--dtype bfloat16 or float16")
-    if server.mla:
-        yield _no("multi-head latent attention", "there is no kernel for it", "flashmla or flashinfer")
+    if server.mla and server.deterministic:
+        yield _no("--enable-deterministic-inference with latent attention", "its splits depend on the batch", "fa3")
+    if server.mla and server.draft_trees:
+        yield _no("draft trees with latent attention", "its mask is causal", "--speculative-eagle-topk 1")
+    if server.mla and server.kv_dtype == torch.float8_e5m2:
+        yield _no("--kv-cache-dtype fp8_e5m2 with latent attention", "no kernel reads it", "--kv-cache-dtype fp8_e4m3")
     if server.encoder_decoder:
         yield _no("encoder-decoder models", "cross attention is not implemented")
     if server.attention_chunk_size is not None:
@@ -160,12 +165,20 @@ def _of_speculation(server: ServerFacts, layers: tuple[LayerFacts, ...]) -> Iter
         )
 
 
-def _of_layer(layer: LayerFacts) -> Iterator[Refusal]:
+def _of_layer(layer: LayerFacts, latent: bool) -> Iterator[Refusal]:
+    dims = layer.head_dim, layer.v_head_dim
+    if latent:
+        if dims not in (ABSORBED, DECOMPRESSED):
+            yield _no(
+                f"latent attention with head dimensions {dims}", f"it has {ABSORBED} and {DECOMPRESSED}", "triton"
+            )
+        if layer.window_left >= 0 or layer.soft_cap:
+            yield _no("a window or a soft cap in latent attention", "its kernel has none", "triton")
     if layer.cross_attention:
         yield _no("cross attention", "it is not implemented")
     if layer.attn_type not in ("decoder", "encoder_only"):
         yield _no(f"attention of type {layer.attn_type}", "its mask depends on the server's mode", "triton")
-    if layer.v_head_dim != layer.head_dim:
+    if not latent and layer.v_head_dim != layer.head_dim:
         yield _no(
             f"value heads of dimension {layer.v_head_dim} under keys of {layer.head_dim}",
             "the decode kernels have one head dimension",

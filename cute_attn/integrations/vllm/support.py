@@ -59,12 +59,18 @@ def compute_capability_reason(major: int, minor: int) -> str | None:
     return str(refusals[0]) if refusals else None
 
 
+def cache_reason(kv_cache_dtype: str, dtype: torch.dtype) -> str | None:
+    """Return why a 16-bit cache is not supported under a model of `dtype`; None if it is, or has fewer bits."""
+    if {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(kv_cache_dtype, dtype) == dtype:
+        return None
+    return f"a 16-bit KV cache must have the model's dtype {dtype}, got kv_cache_dtype {kv_cache_dtype!r}"
+
+
 def reason(asked: Asked, capability: tuple[int, int]) -> str | None:
     """Return why a configuration is not supported on GPUs of a compute capability; None if it is."""
     kv_cache_dtype = asked.kv_cache_dtype or "auto"
-    named = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(kv_cache_dtype, asked.dtype)
-    if named != asked.dtype:
-        return f"a 16-bit KV cache must have the model's dtype {asked.dtype}, got kv_cache_dtype {kv_cache_dtype!r}"
+    if found := cache_reason(kv_cache_dtype, asked.dtype):
+        return found
     if kv_cache_dtype not in STORED:
         return f"kv_cache_dtype must be one of {', '.join(STORED)}, got {kv_cache_dtype!r}"
     if STORED[kv_cache_dtype] != COPY and asked.head_size % 16:

@@ -6,8 +6,18 @@ from typing import NamedTuple
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks.ptx import asm
+from cute_attn.kernels.formats import LINE
 
 _SWIZZLE = {128: 1 << 30, 64: 2 << 30}  # in the upper word of a matrix descriptor, by line bytes
+
+
+STEP_BYTES = 32  # of a row of A and of a column of B, per product
+
+
+def operand_offset(step: int, rows: int) -> int:
+    """Returns the byte offset of a step in a K-major operand: columns of lines of `rows` rows, one after the other."""
+    column, within = divmod(step, LINE // STEP_BYTES)
+    return column * rows * LINE + within * STEP_BYTES
 
 
 def descriptor(address: Int32, leading_bytes: int) -> Int32:

@@ -24,7 +24,7 @@ from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.scores import Scores
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.fa3.parts.epilogue import NarrowStore, WarpgroupStore
+from cute_attn.kernels.blocks.warpgroup_store import NarrowStore, WarpgroupStore
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes, WarpgroupTile
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.formats import FP8_DTYPES, LINE

@@ -164,12 +164,6 @@ class MlaProgram:
     def softmax(self, place: Place) -> SharedSoftmax:
         return SharedSoftmax(place, Exchange(self.memory, place, shared_memory()))
 
-    def mask(self, p: MlaParams, place: Place, rows: PackedRows, segment: Segment) -> CausalMask:
-        request = segment.request
-        first = request.kv_len - request.qo_len + 1 + p.right  # behind the last key of token 0
-        stops = [ptx.minimum(first + rows.token(place.row(slot)), request.kv_len) for slot in place.scores.slots]
-        return CausalMask(place, stops, ptx.minimum(first, request.kv_len))
-
     # --- phases -----------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -182,7 +176,8 @@ class MlaProgram:
         QueryCopies(self.memory, p).fetch(rows, shared_memory() + Int32(self.memory.q))
         places = self.start_copies(tiles, split)
         state = LoopState(softmax.start(), shared_memory(), places)
-        mask = self.mask(p, place, rows, segment)
+        request = segment.request
+        mask = CausalMask.of(place, rows, request.kv_len, request.kv_len - request.qo_len + 1 + p.right)
         for tile in cutlass.range(split.begin, split.end, unroll=1):
             state = self.add_tile((tiles, softmax, mask), state, tile, (split.end, scales))
         ptx.cp_async_wait(0)  # queries, where there is no tile

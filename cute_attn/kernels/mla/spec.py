@@ -1,4 +1,4 @@
-"""Compile key of the kernel for latent attention."""
+"""Compile keys of the kernels for latent attention."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LATENT, ROPE = 512, 64  # columns of a row of the cache: keys and values, and ke
 
 @dataclass(frozen=True)
 class MlaSpec(DecodeSpec):
-    """Compile key. The warps form `row_groups`: those of a group have the same rows, and share the tokens of the
-    scores and the columns of the outputs."""
+    """Compile key of the kernel on mma.sync. The warps form `row_groups`: those of a group have the same rows, and
+    share the tokens of the scores and the columns of the outputs."""
 
     kernel: ClassVar[str] = "mla"
     segment_overhead: ClassVar[int] = 2  # not measured
@@ -48,3 +48,33 @@ class MlaSpec(DecodeSpec):
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+
+@dataclass(frozen=True)
+class HopperMlaSpec(DecodeSpec):
+    """Compile key of the kernel on wgmma: 64 query rows by 64 tokens, two MMA warpgroups and one of producer warps."""
+
+    kernel: ClassVar[str] = "mla_wgmma"
+    segment_overhead: ClassVar[int] = 2  # not measured
+    rows: ClassVar[int] = 64
+    cols: ClassVar[int] = 64
+    stages: ClassVar[int] = 2  # slots of a tile each, as many as shared memory holds
+    mma_threads: ClassVar[int] = 256
+    threads: ClassVar[int] = 384
+
+    def __post_init__(self) -> None:
+        rules = {
+            f"head_dim must be {LATENT}": self.head_dim == LATENT,
+            f"kv_dtype must be one of {KV_DTYPES}": self.kv_dtype in KV_DTYPES,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(f"{self}: {rule}")
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a producer thread and of an MMA thread. Producers of 8-bit caches hold half a tile."""
+        return (104, 200) if self.kv_bits == 8 else (56, 216)
+
+
+AnyMlaSpec = MlaSpec | HopperMlaSpec

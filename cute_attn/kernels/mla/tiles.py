@@ -1,12 +1,14 @@
-"""Tiles of the kernel for latent attention, by query rows and shared memory. None is measured yet."""
+"""Kernels and tiles of latent attention, by architecture, query rows and shared memory."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from cute_attn.kernels.mla.smem import MlaMemory
-from cute_attn.kernels.mla.spec import LATENT, MlaSpec
+from cute_attn.kernels.mla.spec import LATENT, AnyMlaSpec, HopperMlaSpec, MlaSpec
 from cute_attn.runtime.arch import Arch
+
+HOPPER = "sm_90a"  # the architecture with wgmma
 
 
 class Tile(NamedTuple):
@@ -34,8 +36,16 @@ TILES = {
 }
 
 
-def choose(dtype: str, kv_dtype: str, rows: int, arch: Arch) -> MlaSpec:
-    """Return the kernel for requests of so many packed query rows."""
+def choose(dtype: str, kv_dtype: str, rows: int, arch: Arch, one_scale: bool = True) -> AnyMlaSpec:
+    """Return the kernel for requests of so many packed query rows. `one_scale`: products of latent and of rotated
+    columns have the same, which products of 16-bit caches on wgmma need."""
+    if arch.name == HOPPER and (one_scale or kv_dtype):
+        return HopperMlaSpec(dtype, kv_dtype, dtype, LATENT)
+    return choose_tile(dtype, kv_dtype, rows, arch)
+
+
+def choose_tile(dtype: str, kv_dtype: str, rows: int, arch: Arch) -> MlaSpec:
+    """Return the kernel on mma.sync."""
     specs = (MlaSpec(dtype, kv_dtype, dtype, LATENT, **tile._asdict()) for tile in TILES[kv_dtype])
     fitting = [spec for spec in specs if MlaMemory(spec).bytes <= arch.smem_limit]
     most = max(spec.rows for spec in fitting)

@@ -66,7 +66,7 @@ HEAD_DIM_FAULTS = (
     ),
     Fault(
         "all lanes store the last chunks of a row",
-        "fa3/parts/epilogue.py",
+        "blocks/warpgroup_store.py",
         "if self.quad_lane < rest:",
         "if self.quad_lane < 4:",
         chosen("persistent", "fa3 and (test_single and d72)"),

@@ -10,18 +10,12 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.sm90 import STEP_BYTES, operand_offset
 from cute_attn.kernels.blocks.smem import swizzled
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.formats import LINE
 
 WARPGROUP_ROWS = 64
-STEP_BYTES = 32  # of a row of A and of a column of B, per product
-
-
-def operand_offset(step: int, rows: int) -> int:
-    """Returns the byte offset of a step in a K-major operand: columns of lines of `rows` rows, one after the other."""
-    column, within = divmod(step, LINE // STEP_BYTES)
-    return column * rows * LINE + within * STEP_BYTES
 
 
 @dataclass(frozen=True)

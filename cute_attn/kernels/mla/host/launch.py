@@ -15,7 +15,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor
 from cute_attn.kernels.host.prepared import Grid, prepared
-from cute_attn.kernels.mla.spec import MlaSpec
+from cute_attn.kernels.mla.spec import AnyMlaSpec
 from cute_attn.kernels.mla.tiles import choose
 from cute_attn.kernels.xqa.host.grid import Placement, shares
 from cute_attn.problem import short
@@ -46,11 +46,12 @@ class MlaLaunch(NamedTuple):
     partial_bytes: int
 
 
-def placement(settings: MlaSettings, qo_len: int, arch: Arch, sms: int) -> tuple[MlaSpec, int, Placement]:
+def placement(settings: MlaSettings, qo_len: int, arch: Arch, sms: int) -> tuple[AnyMlaSpec, int, Placement]:
     """Return the kernel, the blocks of query rows of a request, and the grid."""
     rows = qo_len * settings.num_heads
     dtype, kv_dtype = short(settings.dtype), short(settings.kv_dtype)
-    spec = choose(dtype, "" if kv_dtype == dtype else kv_dtype, rows, arch)
+    one_scale = settings.rope_scale == settings.sm_scale
+    spec = choose(dtype, "" if kv_dtype == dtype else kv_dtype, rows, arch, one_scale)
     row_blocks = max(1, ceil_div(rows, spec.rows))
     return spec, row_blocks, shares(spec, 1, row_blocks, sms, UNLIMITED)
 

@@ -70,6 +70,10 @@ class Place:
         """Row of a row slot in the CTA's tile."""
         return self.first_row + MmaFragmentLayout.lane_row(self.lane) + MmaFragmentLayout.row(slot)
 
+    def first_score_column(self) -> Int32:
+        """Column of this thread's first score in a tile."""
+        return self.slice * self.slice_cols + MmaFragmentLayout.lane_col(self.lane)
+
     def sync_group(self) -> None:
         """Barrier of the warps that have the same rows."""
         if self.spec.row_groups == 1:

@@ -5,12 +5,13 @@ end of a segment.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax, add, any_of, tree
 from cute_attn.kernels.mla.parts.exchange import Exchange
 from cute_attn.kernels.mla.parts.place import Place
@@ -75,9 +76,15 @@ class SharedSoftmax:
 class CausalMask:
     """Keys that the rows of a warp see: token r of a request those before kv_len - qo_len + 1 + r + `right`."""
 
-    place: Place
+    place: Any  # `Place` or one like it
     stops: list[Int32]  # per row slot, behind its last key
     common: Int32  # all rows see the keys before it
+
+    @classmethod
+    def of(cls, place: Any, rows: PackedRows, kv_len: Int32, diagonal: Int32) -> "CausalMask":
+        """Return the mask of a segment's rows. `diagonal`: the keys that token 0 sees."""
+        stops = [ptx.minimum(diagonal + rows.token(place.row(slot)), kv_len) for slot in place.scores.slots]
+        return cls(place, stops, ptx.minimum(diagonal, kv_len))
 
     @cute.jit
     def apply(self, s: list[Float32], start: Int32) -> list[Float32]:
@@ -85,7 +92,7 @@ class CausalMask:
         place, layout = self.place, self.place.scores
         kept = list(s)
         if start + place.spec.cols > self.common:
-            first = start + place.slice * place.slice_cols + layout.lane_col(place.lane)
+            first = start + place.first_score_column()
             for slot in layout.slots:
                 for i, column in layout.places(slot):
                     visible = first + column < self.stops[slot]

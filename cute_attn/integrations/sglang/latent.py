@@ -1,0 +1,112 @@
+"""Latent attention (MLA) of SGLang's models: over rows of its pool with absorbed queries, and of prompts over keys and
+values that the model has decompressed. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.integrations.sglang.metadata import LayerKind
+from cute_attn.integrations.sglang.tables import Scale, TableStep
+from cute_attn.mla import trtllm_batch_decode_with_kv_cache_mla
+from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.request.mla import LATENT, ROPE
+
+WORKSPACE_BYTES = 128 << 20  # enough for every batch
+NOPE = 128  # columns of keys before absorption, which change nothing
+
+
+class ExtendStep(NamedTuple):
+    """A batch whose requests have different numbers of query tokens."""
+
+    table: TableStep  # its q_len: the most of a request
+    starts: torch.Tensor  # int32 [batch_size + 1] on the device, where the query tokens of each request begin
+    starts_cpu: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the batch."""
+        return int(self.starts_cpu[-1])
+
+
+Step = TableStep | ExtendStep
+
+
+def extend_step(tables: torch.Tensor, seq_lens: torch.Tensor, q_lens: list[int]) -> ExtendStep:
+    """Describe a batch of extends; `q_lens`: new tokens of each request, which `seq_lens` counts."""
+    starts = torch.tensor([0, *q_lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+    on_device = starts
+    if seq_lens.is_cuda:
+        on_device = starts.pin_memory().to(seq_lens.device, non_blocking=True)
+    return ExtendStep(TableStep(tables, None, seq_lens.to(torch.int32), max(q_lens)), on_device, starts)
+
+
+class LatentAttention:
+    """Attention of batches of a model.
+
+    Parameters
+    ----------
+    device : of the pool.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._ragged = BatchPrefillWithRaggedKVCacheWrapper(self._workspace)
+        self._planned: tuple[ExtendStep, LayerKind] | None = None
+
+    def run_rows(
+        self, step: Step, kind: LayerKind, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, scale: Scale
+    ) -> None:
+        """Compute attention over the pool's rows into `out`, `[num_tokens, heads, 512]`.
+
+        `q`: absorbed queries `[num_tokens, heads, 576]`. `cache`: `[pages, page_size, 576]`. `scale`: what rows of 8
+        bits are multiplied by; None: 1.
+        """
+        table, bounds = (step, {}) if isinstance(step, TableStep) else (step.table, self._bounds(step))
+        if not bounds:
+            q, out = (x.unflatten(0, (-1, table.q_len)) for x in (q, out))
+        trtllm_batch_decode_with_kv_cache_mla(
+            q,
+            cache,
+            self._workspace,
+            NOPE,
+            LATENT,
+            ROPE,
+            table.tables,
+            table.seq_lens,
+            table.tables.shape[1] * cache.shape[1],
+            out=out,
+            bmm1_scale=kind.sm_scale if scale is None else kind.sm_scale * scale,
+            bmm2_scale=1.0 if scale is None else scale,
+            **bounds,
+        )
+
+    def _bounds(self, step: ExtendStep) -> dict[str, Any]:
+        return {"cum_seq_lens_q": step.starts, "max_q_len": step.table.q_len}
+
+    def run_new(
+        self, step: Step, kind: LayerKind, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor
+    ) -> None:
+        """Compute causal attention of a batch of prompts over their own keys and values into `out`.
+
+        `rows`: q and k `[num_tokens, heads, 192]`, v `[num_tokens, heads, 128]`. The first layer of a step plans.
+        """
+        assert isinstance(step, ExtendStep), "SGLang decompresses keys in extends only"
+        q, k, v = rows
+        planned = self._planned
+        if planned is None or planned[0] is not step or planned[1] != kind:
+            self._ragged.plan(
+                step.starts_cpu,
+                step.starts_cpu,
+                kind.num_qo_heads,
+                kind.num_qo_heads,
+                q.shape[-1],
+                v.shape[-1],
+                causal=True,
+                sm_scale=kind.sm_scale,
+                q_data_type=q.dtype,
+            )
+            self._planned = step, kind
+        self._ragged.run(q, k, v, out=out)

@@ -1,0 +1,150 @@
+"""Latent attention (MLA) as vLLM computes it: decodes with absorbed queries over the paged latent cache, and prefills
+over decompressed keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.integrations.vllm.metadata import Decodes
+from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.request.index_arrays import bounds, int32
+from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, MlaOptions, Names, Part, Parts, partials_in
+from cute_attn.wrappers import mla
+
+NAMES = Names("workspace", "seq_lens", "block_table", "", "query_start_loc")
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # vLLM's names
+DIMS = (LATENT, ROPE)
+NEW_TOKENS = -1  # beside the numbers of chunks
+
+
+class LatentDecodes(NamedTuple):
+    """The decodes of a step: tensors are vLLM's, on the device. Nothing is planned."""
+
+    decodes: Decodes
+    block_table: torch.Tensor  # int32 [num_reqs, width]
+    seq_lens: torch.Tensor  # int32 [num_reqs]: keys of this rank, those of the step included
+    query_start_loc: torch.Tensor  # int32 [num_reqs + 1]
+    workspace: torch.Tensor
+    backend: str = "auto"
+
+    def lengths(self) -> MlaLengths:
+        """Return the lengths and pages of a call."""
+        decodes = self.decodes
+        starts = None if decodes.uniform else self.query_start_loc
+        return MlaLengths(self.seq_lens, self.block_table, None, starts, decodes.q_len)
+
+
+def decode(
+    query: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    cache: torch.Tensor,
+    step: LatentDecodes,
+    scale: float,
+    cache_scale: float,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the attention of a step's decodes, causal within the query tokens of a request.
+
+    Parameters
+    ----------
+    query : absorbed queries `[tokens, heads, 576]`, or the pair of their parts, `[..., 512]` and `[..., 64]`. Rows past
+        those of the requests are padding.
+    cache : `[blocks, block_size, 576]` of the queries' dtype or e4m3, also viewed as bytes.
+    step : the step's decodes.
+    scale : of the softmax.
+    cache_scale : what an e4m3 cache is multiplied by.
+    return_lse : also return lse, natural-log domain. It is that of the keys of this rank.
+
+    Returns
+    -------
+    out `[tokens, heads, 512]`, 0 in rows of padding, and lse `[tokens, heads]` or None.
+    """
+    q_nope, q_pe = query if isinstance(query, tuple) else query.split(DIMS, dim=-1)
+    if cache.dtype == torch.uint8:
+        cache = cache.view(NARROW)
+    factor = cache_scale if cache.dtype == NARROW else 1.0
+    ckv, kpe = cache.split(DIMS, dim=-1)
+    used = step.decodes.num_tokens
+    out = torch.empty_like(q_nope, memory_format=torch.contiguous_format)
+    lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32) if return_lse else None
+    if used < q_nope.shape[0]:
+        out[used:].zero_()
+    parts = Parts(
+        Part("q_nope", q_nope[:used]), Part("q_pe", q_pe[:used]), Part("kv_cache", ckv), Part("kv_cache", kpe)
+    )
+    options = MlaOptions(
+        names=NAMES, causal=True, sm_scale=scale * factor, v_scale=factor, out=out[:used],
+        lse=None if lse is None else lse[:used], return_lse=return_lse, lse_base="ln", enable_pdl=None,
+    )  # fmt: skip
+    mla.run(parts, step.lengths(), partials_in("workspace", step.workspace), options, step.backend)
+    return out, lse
+
+
+class LatentPrefills:
+    """Attention of prefills over decompressed keys and values: a plan for the new tokens of a step, and one for each
+    chunk of context that vLLM has gathered from the cache. The first layer of a step makes them.
+
+    Parameters
+    ----------
+    num_heads, scale, head_dim_qk, head_dim_vo : of the layers.
+    workspace : for partial results of all plans, which run one after the other.
+    backend : of all calls. Default "auto".
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        scale: float,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        workspace: torch.Tensor,
+        backend: str = "auto",
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "num_qo_heads": num_heads,
+            "num_kv_heads": num_heads,
+            "head_dim_qk": head_dim_qk,
+            "head_dim_vo": head_dim_vo,
+            "sm_scale": scale,
+            "lse_base": "ln",
+        }
+        self._workspace, self._backend = workspace, backend
+        self._wrappers: dict[int, BatchPrefillWithRaggedKVCacheWrapper] = {}  # by the number of the chunk
+        self._planned: set[int] = set()
+
+    def begin(self, query_lens: torch.Tensor) -> None:
+        """Take the new tokens of each request of the next step, integers `[num_reqs]` on the host."""
+        self._planned.clear()
+        self._starts = int32(bounds(query_lens.numpy()))
+
+    def run(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None,
+        return_lse: bool,
+        chunk: Any = None,
+    ) -> Any:
+        """Compute attention over new tokens, causal, or over a chunk of their context, all of which they see.
+
+        Parameters
+        ----------
+        rows : q, k `[tokens, heads, head_dim_qk]` and v `[tokens, heads, head_dim_vo]`; any strides.
+        out : written and returned, or None.
+        return_lse : return the pair of out and lse, `[heads, tokens]`, natural-log domain.
+        chunk : vLLM's description of a chunk, whose arrays are on the device; None: the new tokens.
+        """
+        q, k, v = rows
+        index = NEW_TOKENS if chunk is None else chunk.index
+        if index not in self._wrappers:
+            self._wrappers[index] = BatchPrefillWithRaggedKVCacheWrapper(self._workspace, backend=self._backend)
+        wrapper = self._wrappers[index]
+        if index not in self._planned:
+            rows_q, rows_k = (self._starts,) * 2 if chunk is None else (chunk.query_start_loc, chunk.cu_seq_lens)
+            wrapper.plan(rows_q, rows_k, causal=chunk is None, q_data_type=q.dtype, **self._options)
+            self._planned.add(index)
+        if not return_lse:
+            return wrapper.run(q, k, v, out=out)
+        found, lse = wrapper.run(q, k, v, out=out, return_lse=True)
+        return found, lse.t().contiguous()  # vLLM merges by rows of heads

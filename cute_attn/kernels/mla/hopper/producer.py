@@ -1,0 +1,213 @@
+"""Producer warpgroup of the kernel on wgmma: query rows and tiles of the latent cache, into columns of lines.
+
+Eight threads have a row, sixteen bytes of each of its lines. Rows that do not exist are filled with zeros: a NaN there
+would survive 0 * V. Pages may have any size: every thread looks up the page of each of its rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.mla.hopper.rings import PRODUCERS, Rings
+from cute_attn.kernels.mla.hopper.segments import NO_WORK, SegmentRecord
+from cute_attn.kernels.mla.hopper.smem import COLUMNS, HALVES, HopperMlaMemory
+from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment
+
+LANES = LINE // CHUNK  # threads of a row
+STEP = PRODUCERS // LANES  # rows that all threads copy at once
+ROTATED = COLUMNS - 1  # the column of lines with rotated numbers
+
+
+class Source(NamedTuple):
+    """Where this thread's chunk of a row is in the cache."""
+
+    latent: Int64
+    rotated: Int64
+    exists: Boolean
+
+
+class Tile(NamedTuple):
+    """A tile of a segment, and the page numbers of this thread's rows; it has no rows if it is not `wanted`."""
+
+    segment: Segment
+    index: Int32
+    wanted: Boolean
+    pages: list[Int32]
+
+
+@dataclass(frozen=True)
+class Producer:
+    """Copies of 16-bit caches, by cp.async."""
+
+    memory: HopperMlaMemory
+    p: Any  # MlaParams
+    rings: Rings
+
+    @property
+    def row(self) -> Int32:
+        """First row of this thread."""
+        return (ptx.thread_index() & Int32(PRODUCERS - 1)) // LANES
+
+    @property
+    def chunk(self) -> Int32:
+        return ptx.thread_index() % LANES
+
+    @property
+    def steps(self) -> range:
+        return range(0, self.memory.spec.cols, STEP)
+
+    def target(self, tile: Int32) -> Int32:
+        """Address of this thread's chunk of its first row, in the first column of a tile."""
+        return tile + swizzled(self.row, self.chunk, LINE)
+
+    # --- query rows --------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def hand_over(self, record: SegmentRecord, q: PipelineState) -> None:
+        """Leave a record to the MMA warpgroups, once there is room for it and for query rows."""
+        self.rings.q.wait_empty(q)
+        if ptx.thread_index() == self.memory.spec.mma_threads:
+            record.store(self.rings.record(q))
+            # Copies arrive when they are complete, which says nothing of this store: its own arrival does.
+            tma.barrier_arrive(self.rings.q.full(q))
+
+    def copy_queries(self, rows: PackedRows, q: PipelineState) -> None:
+        """Start copying the query rows of a segment."""
+        p, ring = self.p, self.rings.q
+        target, column = self.target(ring.data), Int64(self.chunk * CHUNK)
+        for first in self.steps:
+            row = self.row + first
+            nope = rows.address(p.q_nope, row, p.q_nope_stride_n, p.q_nope_stride_h) + column
+            rope = rows.address(p.q_pe, row, p.q_pe_stride_n, p.q_pe_stride_h) + column
+            size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))
+            self.copy_row(target, first, (nope, rope), size, range(COLUMNS))
+        ptx.cp_async_arrive(ring.full(q))
+
+    @cute.jit
+    def end(self, q: PipelineState) -> None:
+        """Tell the MMA warpgroups that no segments are left."""
+        record = SegmentRecord(*(Int32(NO_WORK) for _ in SegmentRecord._fields))
+        self.hand_over(record, q)
+        tma.barrier_arrive(self.rings.q.full(q))
+        ptx.cp_async_wait(0)
+
+    def copy_row(self, target: Int32, first: int, sources: tuple[Int64, Int64], size: Int32, columns: range) -> None:
+        """Start copying this thread's chunk of some lines of a row, `first` rows behind its first."""
+        for column in columns:
+            offset = column * self.memory.column_bytes + first * LINE
+            if column == ROTATED:
+                ptx.cp_async_16(target, offset, sources[1], 0, size)
+            else:
+                ptx.cp_async_16(target, offset, sources[0], column * LINE, size)
+
+    # --- tiles -------------------------------------------------------------------------------------------------------
+
+    def tile(self, segment: Segment, split: KvSplit, index: Int32) -> Tile:
+        """Read the page numbers of a tile, which has no rows behind the end of the split."""
+        tile, pages = Tile(segment, index, index < split.end, []), []
+        table = isa.mad_wide(segment.first_page, Int32(4), self.p.table)
+        for first in self.steps:
+            page = self.page_size.quotient(self.token(tile, first))
+            pages.append(isa.load_if(self.exists(tile, first), table + Int64(page) * Int64(4), 0, 1)[0])
+        return tile._replace(pages=pages)
+
+    @property
+    def page_size(self) -> Divisor:
+        return Divisor(self.p.page_size, self.p.page_multiplier, self.p.page_shift)
+
+    def token(self, tile: Tile, first: int) -> Int32:
+        return tile.index * self.memory.spec.cols + (self.row + first)
+
+    def exists(self, tile: Tile, first: int) -> Boolean:
+        return isa.all_of([tile.wanted, self.token(tile, first) < tile.segment.request.kv_len])
+
+    def source(self, tile: Tile, i: int) -> Source:
+        """Return where row `i` of this thread is. Found out for each half again: registers for it are lacking."""
+        p, page, first = self.p, tile.pages[i], self.steps[i]
+        token = self.token(tile, first)
+        slot = token - self.page_size.quotient(token) * p.page_size
+        column = Int64(self.chunk * (CHUNK * self.memory.spec.kv_bits // 16))
+        latent = isa.mad_wide(slot, p.ckv_stride_n, isa.mad_wide(page, p.ckv_stride_page, p.ckv))
+        rotated = isa.mad_wide(slot, p.kpe_stride_n, isa.mad_wide(page, p.kpe_stride_page, p.kpe))
+        return Source(latent + column, rotated + column, self.exists(tile, first))
+
+    @cute.jit
+    def copy_tiles(self, tile: Tile, split: KvSplit, state: PipelineState) -> PipelineState:
+        """Copy the tiles of a segment from its first on. Page numbers are read a tile ahead."""
+        segment, pages = tile.segment, tile.pages
+        for index in cutlass.range(split.begin, split.end, unroll=1):
+            tile, following = Tile(segment, index, Boolean(True), pages), self.tile(segment, split, index + 1)
+            for half, columns in enumerate(HALVES):
+                self.copy_half(self.rings.half(half), state, tile, columns)
+            pages, state = following.pages, self.rings.half(0).next(state)
+        return state
+
+    def copy_half(self, ring: Ring, state: PipelineState, tile: Tile, columns: range) -> None:
+        ring.wait_empty(state)
+        target = self.target(ring.address(state))
+        for i, first in enumerate(self.steps):
+            source = self.source(tile, i)
+            size = ptx.select(source.exists, Int32(CHUNK), Int32(0))
+            self.copy_row(target, first, (source.latent, source.rotated), size, columns)
+        ptx.cp_async_arrive(ring.full(state))
+
+
+@dataclass(frozen=True)
+class NarrowProducer(Producer):
+    """Copies of 8-bit caches through registers, where they become 16-bit numbers. A thread loads its part of half a
+    tile; as soon as a row is converted, its registers receive the same row of the next half."""
+
+    converter: Fp8
+    rotated_factor: Float32  # of rotated numbers, whose scale is not that of the latent ones
+
+    @cute.jit
+    def copy_tiles(self, tile: Tile, split: KvSplit, state: PipelineState) -> PipelineState:
+        left, right = HALVES
+        segment, pages = tile.segment, tile.pages
+        words = [self.load(tile, i, left) for i in range(len(self.steps))]
+        for index in cutlass.range(split.begin, split.end, unroll=1):
+            tile, following = Tile(segment, index, Boolean(True), pages), self.tile(segment, split, index + 1)
+            words = self.move(self.rings.half(0), state, words, left, (tile, right))
+            words = self.move(self.rings.half(1), state, words, right, (following, left))
+            pages, state = following.pages, self.rings.half(0).next(state)
+        return state
+
+    def load(self, tile: Tile, i: int, columns: range) -> list[Int32]:
+        """Load eight numbers of each of some columns of row `i` of this thread; zeros where there is no row."""
+        source, words = self.source(tile, i), []
+        for column in columns:
+            address, offset = (source.rotated, 0) if column == ROTATED else (source.latent, column * LINE // 2)
+            words += isa.load_if(source.exists, address, offset, 2)
+        return words
+
+    def move(
+        self, ring: Ring, state: PipelineState, words: list[list[Int32]], columns: range, following: Any
+    ) -> list[list[Int32]]:
+        """Convert and store the rows of a half, and load those of the following one."""
+        ring.wait_empty(state)
+        target, loaded = self.target(ring.address(state)), []
+        for i, first in enumerate(self.steps):
+            for j, column in enumerate(columns):
+                pairs = self.converter.pairs(words[i][2 * j : 2 * j + 2], Int32(0))
+                if column == ROTATED:
+                    pairs = [self.scaled(pair) for pair in pairs]
+                ptx.st_shared_v4(target, column * self.memory.column_bytes + first * LINE, pairs)
+            ptx.sync_warp()  # keeps the loads behind the stores: ptxas would need registers for both
+            loaded.append(self.load(following[0], i, following[1]))
+        tma.fence_async()
+        tma.barrier_arrive(ring.full(state))
+        return loaded
+
+    def scaled(self, pair: Int32) -> Int32:
+        dtype = self.memory.spec.dtype
+        return ptx.pack_16(dtype, *(x * self.rotated_factor for x in ptx.unpack_16(dtype, pair)))

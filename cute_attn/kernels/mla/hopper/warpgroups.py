@@ -1,0 +1,272 @@
+"""MMA warpgroups of the kernel on wgmma: two, which have the same 64 rows.
+
+They take turns: tile t is of warpgroup t % 2, which computes its scores and its P. Each adds P V of every tile to its
+half of the output columns, those of its own tiles with P in registers, the others with P in shared memory:
+
+    warpgroup of t - 1      ... | S(t-1) | softmax | P to shared memory | O += P V (t-1) | O += P V (t) | S(t+1) | ...
+    warpgroup of t          ...                                         | O += P V (t-1) | S(t) | softmax | ...
+
+While one computes a softmax, the other keeps the tensor cores busy. Anchors go from one to the other beside P: each
+rescales its outputs when it sees that they moved.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from cute_attn.kernels.blocks import ptx, sm90, tma
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
+from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.smem import swizzled
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax, add, any_of
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.mla.hopper.rings import Rings
+from cute_attn.kernels.mla.hopper.smem import HALVES, HopperMlaMemory
+from cute_attn.kernels.mla.parts.softmax import CausalMask
+from cute_attn.kernels.mla.spec import LATENT, ROPE, HopperMlaSpec
+from cute_attn.kernels.xqa.parts.partition import KvSplit
+
+SMALLEST = 2.0**-126  # normal fp32 number
+P_BARRIER = 1  # named barriers: P of warpgroup 0, and of warpgroup 1
+TOTALS_BARRIER = 3
+BOTH = 256  # threads
+
+
+class Running(NamedTuple):
+    """Outputs of this thread; per row slot the negated anchor in log2 units, and the sum of this thread's columns."""
+
+    out: list[Float32]
+    shift: list[Float32]
+    total: list[Float32]
+
+
+@dataclass(frozen=True)
+class WarpgroupPlace:
+    """Where a thread is: its warpgroup has all rows and, of the outputs, half of the columns."""
+
+    spec: HopperMlaSpec
+    warpgroup: Int32
+    warp: Int32  # within the warpgroup
+    lane: Int32
+
+    @classmethod
+    def of_thread(cls, spec: HopperMlaSpec) -> "WarpgroupPlace":
+        thread = ptx.thread_index()
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        return cls(spec, warp >> 2, warp & 3, thread & 31)
+
+    @property
+    def scores(self) -> MmaFragmentLayout:
+        return MmaFragmentLayout(1, self.spec.cols // 8)
+
+    @property
+    def outputs(self) -> MmaFragmentLayout:
+        return MmaFragmentLayout(1, self.dims // 8)
+
+    @property
+    def dims(self) -> int:
+        """Output columns of the warpgroup."""
+        return LATENT // 2
+
+    @property
+    def quad_lane(self) -> Int32:
+        return MmaFragmentLayout.quad_lane(self.lane)
+
+    def row(self, slot: int) -> Int32:
+        return self.warp * 16 + MmaFragmentLayout.lane_row(self.lane) + MmaFragmentLayout.row(slot)
+
+    def first_score_column(self) -> Int32:
+        return MmaFragmentLayout.lane_col(self.lane)
+
+
+@dataclass(frozen=True)
+class MmaWarpgroup:
+    """One of the warpgroups."""
+
+    memory: HopperMlaMemory
+    rings: Rings
+    base: Int32  # of shared memory
+    scale: Float32  # from scores to base-2 exponents
+
+    @property
+    def place(self) -> WarpgroupPlace:
+        """Where this thread is, found out at each use, so that nothing of it stays in registers in between."""
+        return WarpgroupPlace.of_thread(self.memory.spec)
+
+    @property
+    def dtype(self) -> str:
+        return self.memory.spec.dtype
+
+    @property
+    def softmax(self) -> OnlineSoftmax:
+        """The softmax of scores that are `oriented`. A scale of 0 becomes one that leaves hidden scores hidden."""
+        layout, scale = self.place.scores, ptx.fmax(ptx.magnitude(self.scale), Float32(SMALLEST))
+        return OnlineSoftmax(layout, [scale for _ in layout.slots])
+
+    @property
+    def half(self) -> Ring:
+        """Ring of the half of each tile that is this warpgroup's V operand."""
+        return self.rings.half(self.place.warpgroup)
+
+    def start(self) -> Running:
+        return Running(self.place.outputs.zeros(), self.softmax.no_anchors(), self.softmax.zero_sums())
+
+    @cute.jit
+    def add_tiles(self, mask: CausalMask, split: KvSplit, state: PipelineState) -> Any:
+        """Process the tiles of a segment, the first of which is in the slot of `state`."""
+        running, tile, ring = self.start(), split.begin, self.half
+        if cutlass.and_(self.place.warpgroup == 0, tile < split.end):
+            s = sm90.wgmma_wait(0, self.scores(state))
+            running = self.add_own(running, s, mask, tile, state)
+            state, tile = ring.next(state), tile + 1
+        for own in cutlass.range(tile + 1, split.end, 2, unroll=1):
+            running = self.step(running, mask, own, state)
+            state = ring.next(ring.next(state))
+        # The last tile is the other's, or this warpgroup's own.
+        left = (split.end - tile) & 1
+        if left == 1:
+            running = self.start_other(running, state)
+            running = running._replace(out=sm90.wgmma_wait(0, running.out))
+            ring.release(state, self.place.lane)
+            state = ring.next(state)
+        return running, state
+
+    def step(self, running: Running, mask: CausalMask, own: Int32, state: PipelineState) -> Running:
+        """Add the other warpgroup's tile, in the slot of `state`, and tile `own` behind it, whose scores are issued at
+        once."""
+        following = self.half.next(state)
+        running = self.start_other(running, state)
+        s = self.scores(following)
+        running = running._replace(out=sm90.wgmma_wait(1, running.out))
+        self.half.release(state, self.place.lane)
+        return self.add_own(running, sm90.wgmma_wait(0, s), mask, own, following)
+
+    # --- tiles of the other warpgroup --------------------------------------------------------------------------------
+
+    def start_other(self, running: Running, state: PipelineState) -> Running:
+        """Start adding P V of a tile whose P the other warpgroup makes."""
+        place = self.place
+        self.half.wait_full(state)
+        tma.fence_async()
+        tma.named_sync(P_BARRIER + (1 - place.warpgroup), BOTH)
+        running = self.follow(running, self.read_column(self.memory.shifts, 1 - place.warpgroup))
+        p = cute.arch.make_warp_uniform(sm90.descriptor(self.base + Int32(self.memory.p), 0))
+        a = sm90.MatrixA([], p, [sm90.operand_offset(step, place.spec.rows) for step in range(place.spec.cols // 16)])
+        return running._replace(out=self.accumulate(running.out, a, state))
+
+    @cute.jit
+    def follow(self, running: Running, shift: list[Float32]) -> Running:
+        """Rescale outputs and sums where the other warpgroup has moved anchors."""
+        moved = [new != old for new, old in zip(shift, running.shift, strict=True)]
+        if cute.arch.vote_any_sync(any_of(moved)):
+            running = self.rescaled(running, shift, moved)
+        return running
+
+    def rescaled(self, running: Running, shift: list[Float32], moved: list[Boolean]) -> Running:
+        factors = [
+            ptx.select(moves, ptx.exp2(new - old), Float32(1.0))
+            for moves, new, old in zip(moved, shift, running.shift, strict=True)
+        ]
+        total = [x * factor for x, factor in zip(running.total, factors, strict=True)]
+        return Running(self.place.outputs.scale_rows(running.out, factors), shift, total)
+
+    # --- own tiles ---------------------------------------------------------------------------------------------------
+
+    def add_own(
+        self,
+        running: Running,
+        s: list[Float32],
+        mask: CausalMask,
+        tile: Int32,
+        state: PipelineState,
+    ) -> Running:
+        """Compute P of a tile from its scores, hand it over, and add P V."""
+        place, softmax, ring = self.place, self.softmax, self.half
+        s = mask.apply(self.oriented(s), tile * place.spec.cols)
+        running = self.raise_anchors(running, softmax.row_max(s))
+        s = softmax.exponentials(s, running.shift, may_be_empty=True)
+        p = ptx.pack_pairs(self.dtype, s)
+        self.publish(p, running.shift)
+        out = self.accumulate(running.out, sm90.MatrixA(p), state)
+        running = running._replace(total=softmax.sums(s, running.total))
+        out = sm90.wgmma_wait(0, out, p)
+        ring.release(state, place.lane)
+        return running._replace(out=out)
+
+    def scores(self, state: PipelineState) -> list[Float32]:
+        """Start S = Q K^T."""
+        spec = self.place.spec
+        for index in range(len(HALVES)):
+            self.rings.half(index).wait_full(state)
+        tma.fence_async()  # once for both: it takes longer than the second wait
+        q, k = (sm90.descriptor(address, 0) for address in (self.rings.q.data, self.half.address(state)))
+        steps = range((LATENT + ROPE) // 16)
+        a = sm90.MatrixA([], cute.arch.make_warp_uniform(q), [sm90.operand_offset(step, spec.rows) for step in steps])
+        offsets = [sm90.operand_offset(step, spec.cols) for step in steps]
+        k = cute.arch.make_warp_uniform(k)
+        return sm90.wgmma(self.dtype, self.dtype, spec.cols, a, k, offsets, k_major=True)
+
+    @cute.jit
+    def oriented(self, s: list[Float32]) -> list[Float32]:
+        """Negate scores under a negative scale: the largest then has the most weight."""
+        if self.scale < Float32(0.0):
+            s = [Float32(0.0) - x for x in s]
+        return s
+
+    @cute.jit
+    def raise_anchors(self, running: Running, row_max: list[Float32]) -> Running:
+        softmax = self.softmax
+        exceeded = softmax.exceeded(running.shift, row_max)
+        if cute.arch.vote_any_sync(any_of(exceeded)):
+            raised = softmax.raised(running.shift, row_max, exceeded)
+            running = self.rescaled(running, raised.shift, exceeded)
+        return running
+
+    def publish(self, p: list[Int32], shift: list[Float32]) -> None:
+        """Leave P and the anchors for the other warpgroup."""
+        place = self.place
+        row, chunk = place.warp * 16 + (place.lane & 15), place.lane >> 4
+        address = self.base + Int32(self.memory.p) + swizzled(row, chunk, LINE)
+        for i in range(0, len(p), 4):
+            sm90.stmatrix_x4(address ^ Int32(8 * i), 0, p[i : i + 4])
+        self.write_column(self.memory.shifts, shift)
+        tma.fence_async()
+        tma.named_arrive(P_BARRIER + place.warpgroup, BOTH)
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def accumulate(self, out: list[Float32], p: sm90.MatrixA, state: PipelineState) -> list[Float32]:
+        """Start O += P V."""
+        place, memory = self.place, self.memory
+        columns = place.warpgroup * (place.dims * 2 // LINE * memory.column_bytes)
+        v = sm90.descriptor(self.half.address(state) + columns, memory.column_bytes)
+        steps = range(0, place.spec.cols * LINE, 16 * LINE)
+        return sm90.wgmma(self.dtype, self.dtype, place.dims, p, cute.arch.make_warp_uniform(v), steps, out)
+
+    @cute.jit
+    def write_column(self, offset: int, values: list[Float32]) -> None:
+        """Write a number per row slot, the same in all lanes of a quad."""
+        place = self.place
+        if place.quad_lane == 0:
+            column = self.column(offset, place.warpgroup)
+            for slot in cutlass.range_constexpr(len(values)):
+                ptx.st_shared_f32(column + place.row(slot) * 4, values[slot])
+
+    def read_column(self, offset: int, warpgroup: Int32) -> list[Float32]:
+        column = self.column(offset, warpgroup)
+        return [ptx.ld_shared_f32(column + self.place.row(slot) * 4) for slot in self.place.scores.slots]
+
+    def column(self, offset: int, warpgroup: Int32) -> Int32:
+        return self.base + Int32(offset) + warpgroup * (self.memory.spec.rows * 4)
+
+    def whole_totals(self, running: Running) -> list[Float32]:
+        """Return the sums of rows over the tiles of both warpgroups."""
+        mine = [self.place.scores.reduce(add, x) for x in running.total]
+        self.write_column(self.memory.totals, mine)
+        tma.named_sync(Int32(TOTALS_BARRIER), BOTH)
+        others = self.read_column(self.memory.totals, 1 - self.place.warpgroup)
+        tma.named_sync(Int32(TOTALS_BARRIER), BOTH)  # before either writes again
+        return [a + b for a, b in zip(mine, others, strict=True)]

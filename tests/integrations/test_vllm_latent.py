@@ -1,0 +1,193 @@
+"""Latent attention of the vLLM plug-in, without vLLM: decodes over its cache, prefills over chunks, and its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import emulator
+from cute_attn.errors import ArgumentError
+from cute_attn.integrations.vllm import latent, support
+from cute_attn.integrations.vllm.latent import LatentDecodes, LatentPrefills
+from cute_attn.integrations.vllm.metadata import split_decodes
+from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
+from tests.support.executors import GPU_MARKS, HAS_GPU
+from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
+
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
+ENTRIES = [*DEVICES, pytest.param("emulator", marks=pytest.mark.emulator)]
+SCALED = 0.5  # of e4m3 caches
+BATCHES = {
+    "decodes": MlaCase(heads=8, q_lens=(1, 1, 1), kv_lens=(37, 5, 70), page_size=16),
+    "drafts": MlaCase(heads=8, q_lens=(3, 3), kv_lens=(70, 3), page_size=16),
+    "drafts_of_many_lengths": MlaCase(heads=8, q_lens=(2, 1, 3), kv_lens=(40, 9, 33), page_size=16),
+    "e4m3": MlaCase(heads=8, q_lens=(2, 2), kv_lens=(40, 17), page_size=16, narrow=True),
+}
+
+
+def placed(case: MlaCase, device: str) -> MlaCase:
+    return dataclasses.replace(case, device="cuda" if device == "cuda" else "cpu", made={})
+
+
+def described(case: MlaCase, device: str, padding: int = 0, seq_lens: torch.Tensor | None = None) -> LatentDecodes:
+    """The step of a batch, with requests that pad it."""
+    starts = torch.cat((case.qo_indptr, case.qo_indptr[-1:].expand(padding)))
+    rows = len(case.q) + padding * max(case.q_lens)
+    table = torch.cat((case.table.clamp_min(0), case.table.new_zeros(padding, case.table.shape[1])))
+    lengths = case.seq_lens if seq_lens is None else seq_lens
+    lengths = torch.cat((lengths, lengths.new_zeros(padding)))
+    decodes = split_decodes(starts.cpu(), len(lengths), rows, max(case.q_lens), max(case.q_lens))
+    backend = "emulator" if device == "emulator" else "auto"
+    return LatentDecodes(decodes, table, lengths, starts, case.workspace(), backend)
+
+
+def entered(device: str) -> contextlib.AbstractContextManager[Any]:
+    return emulator.using("sm_90a") if device == "emulator" else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("device", ENTRIES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_decodes(name: str, device: str) -> None:
+    """The rotated part of queries is a view of wider rows, as vLLM splits it; caches of 8 bits are bytes."""
+    case = placed(BATCHES[name], device)
+    q_nope = case.q[..., :LATENT].contiguous()
+    q_pe = torch.nn.functional.pad(case.q[..., LATENT:], (128, 0))[..., 128:]
+    cache = case.cache.view(torch.uint8) if case.narrow else case.cache
+    scale = SCALED if case.narrow else 3.0  # which caches of 16 bits do not have
+    with entered(device):
+        found, lse = latent.decode((q_nope, q_pe), cache, described(case, device), SCALE, scale, True)
+    assert lse is not None
+    case.check((found, lse / math.log(2)), (SCALED, SCALED) if case.narrow else (1.0, 1.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["decodes", "drafts", "drafts_of_many_lengths"])
+def test_rows_of_padding_are_0(name: str, device: str) -> None:
+    """A step that is padded for a CUDA graph; queries in one tensor, as ranks gather them."""
+    case = placed(BATCHES[name], device)
+    step = described(case, device, padding=2)
+    query = torch.cat((case.q, torch.full_like(case.q[:1], 9.0).expand(2 * max(case.q_lens), -1, -1)))
+    found, lse = latent.decode(query, case.cache.nan_to_num(), step, SCALE, 1.0, False)
+    assert lse is None
+    assert not found[len(case.q) :].any()
+    case.check((found[: len(case.q)], case.expected()[1]))
+
+
+def test_ranks_are_merged_by_natural_lse() -> None:
+    """Two ranks have a part of each request's keys, one of them none of the second request's."""
+    case = MlaCase(heads=4, q_lens=(1, 1), kv_lens=(48, 16), page_size=16)
+    first = described(case, "cpu", seq_lens=torch.tensor([16, 16], dtype=torch.int32))
+    last = described(case, "cpu", seq_lens=torch.tensor([32, 0], dtype=torch.int32))
+    last = last._replace(block_table=case.table.clamp_min(0)[:, 1:])
+    parts = [latent.decode(case.q, case.cache, step, SCALE, 1.0, True) for step in (first, last)]
+    outs, lses = (
+        torch.stack([x.double() for x, _ in parts]),
+        torch.stack([x.double() for _, x in parts if x is not None]),
+    )
+    assert (lses[1, 1] == -math.inf).all()
+    whole = lses.logsumexp(0)
+    merged = (outs * (lses - whole).exp()[..., None]).sum(0)
+    case.check((merged, whole / math.log(2)))
+
+
+@pytest.mark.gpu
+@pytest.mark.sm80
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_a_graph_decodes_with_the_lengths_of_its_replay(q_len: int) -> None:
+    case = MlaCase(heads=16, q_lens=(q_len,) * 3, kv_lens=(70, 40, 20), page_size=16, device="cuda")
+    step = described(case, "cuda")
+    latent.decode(case.q, case.cache, step, SCALE, 1.0, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = latent.decode(case.q, case.cache, step, SCALE, 1.0, True)
+    shorter = dataclasses.replace(case, kv_lens=(33, 2, 20), made={**case.made})
+    object.__setattr__(shorter, "made", case.made)
+    step.seq_lens.copy_(torch.tensor([33, 2, 20]))
+    graph.replay()
+    assert lse is not None
+    shorter.check((out, lse / math.log(2)))
+
+
+# ---- prefills
+
+
+def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the newest tokens of one request, fp64."""
+    z = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * SCALE
+    hidden = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k))[:, None]
+    return torch.einsum("hij,jhd->ihd", z.masked_fill(hidden, -math.inf).softmax(-1), v.double())
+
+
+def indptr(lengths: Sequence[int], device: str) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefills_merge_new_tokens_and_chunks_of_context(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers share the plans of a step; values are columns of wider rows, as vLLM splits them."""
+    new, chunks, heads = (5, 9), ((20, 4), (7, 30)), 2
+    generator = torch.Generator().manual_seed(0)
+    workspace = torch.empty(8 << 20, dtype=torch.uint8, device=device)
+    prefills = LatentPrefills(heads, SCALE, 128 + ROPE, 128, workspace)
+    plans: list[Any] = []
+    planned = BatchPrefillWithRaggedKVCacheWrapper.plan
+    monkeypatch.setattr(
+        BatchPrefillWithRaggedKVCacheWrapper, "plan", lambda self, *a, **o: (plans.append(o), planned(self, *a, **o))[1]
+    )
+    prefills.begin(torch.tensor(new))
+    for _ in range(2):
+
+        def rows(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+            wide = torch.randn(sum(lengths), heads, 256, generator=generator).bfloat16().to(device)
+            return torch.randn(sum(lengths), heads, 192, generator=generator).bfloat16().to(device), wide[..., 128:]
+
+        (own_k, own_v), parts = rows(new), [rows(lengths) for lengths in chunks]
+        q = torch.randn(sum(new), heads, 192, generator=generator).bfloat16().to(device)
+        results = [prefills.run((q, own_k, own_v), None, True)]
+        for i, (lengths, (k, v)) in enumerate(zip(chunks, parts, strict=True)):
+            described_chunk = SimpleNamespace(
+                index=i, query_start_loc=indptr(new, device), cu_seq_lens=indptr(lengths, device)
+            )
+            results.append(
+                prefills.run((q, k, v), torch.empty_like(v[:0]).new_empty(len(q), heads, 128), True, described_chunk)
+            )
+        lses = torch.stack([lse.double() for _, lse in results])
+        assert all(lse.shape == (heads, len(q)) and lse.is_contiguous() for _, lse in results)
+        weights = (lses - lses.logsumexp(0)).exp()
+        merged = sum(w.T[..., None] * out.double() for w, (out, _) in zip(weights, results, strict=True))
+        for i, own in enumerate(zip(indptr(new, "cpu"), indptr(new, "cpu")[1:], strict=False)):
+            keys, values = (
+                torch.cat([part[x][slice(*indptr(n, "cpu")[i : i + 2])] for n, part in zip(chunks, parts, strict=True)])
+                for x in range(2)
+            )
+            mine = slice(*own)
+            want = formula(q[mine].cpu(), torch.cat((keys, own_k[mine])).cpu(), torch.cat((values, own_v[mine])).cpu())
+            torch.testing.assert_close(merged[mine].cpu(), want, rtol=1e-2, atol=1e-2)
+    assert [plan["causal"] for plan in plans] == [True, False, False]
+    prefills.begin(torch.tensor([3]))
+    q, k, v = q[:3], own_k[:3], own_v[:3]
+    out = torch.empty(3, heads, 128, dtype=q.dtype, device=device)
+    assert prefills.run((q, k, v), out, False) is out  # planned again
+    torch.testing.assert_close(out.double().cpu(), formula(q.cpu(), k.cpu(), v.cpu()), rtol=1e-2, atol=1e-2)
+
+
+# ---- refusals
+
+
+def test_caches_of_another_dtype_are_refused() -> None:
+    case = BATCHES["decodes"]
+    with pytest.raises(ArgumentError, match="kv_cache must have dtype"):
+        latent.decode(case.q, case.cache.half(), described(case, "cpu"), SCALE, 1.0, False)
+    reason = support.cache_reason("float16", torch.bfloat16)
+    assert reason is not None
+    assert "must have the model's dtype" in reason
+    assert all(support.cache_reason(name, torch.bfloat16) is None for name in latent.CACHE_DTYPES if name != "float16")
