@@ -1,13 +1,13 @@
 """Markdown tables of documents, made from the committed records by `python -m tests.docs.generated`.
 
-A record is found by its name, `DATE_GPU_NAME.json` in `perf/results/`, whose NAME is "anchors", "models", "curves",
+A record is found by its name, `DATE_GPU_NAME.json` in `perf/results/`, whose NAME is "anchors", "curves",
 "random_rows", "overhead" or "coldstart"; the newest date counts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,13 @@ README_ROWS = (  # use, section, name of the row
     ("Decode", "decode", "d128 h64/8 page64 b256 q1 kv1024 full bfloat16 kv-e4m3"),
 )
 NONE = "-"
+RANDOM = ("random-prefill", "random-decode")  # sections of "random_rows" that the anchors do not repeat
+FLASHINFER = "FlashInfer fa2"
+HOST_PEERS = ("torch flash", "FlashInfer")
+FLASHINFER_CALLS = {  # single calls, which the record of host times names otherwise
+    "single_prefill_with_kv_cache": "FlashInfer fa2, prefill",
+    "single_decode_with_kv_cache": "FlashInfer decode, decode",
+}
 
 
 def find(gpu: str, name: str, results: Path = RESULTS) -> Record | None:
@@ -48,7 +55,7 @@ def find(gpu: str, name: str, results: Path = RESULTS) -> Record | None:
 
 def rows(gpu: str, section: str, results: Path = RESULTS) -> tuple[Record, list[Row]] | None:
     """Returns the record that has the section's rows on this GPU, and these rows; None if there is none."""
-    for name in ("anchors", "models", "curves"):
+    for name in ("anchors", "curves"):
         record = find(gpu, name, results)
         if record and (own := [row for row in record["rows"] if row["section"] == section]):
             return record, own
@@ -113,73 +120,65 @@ def source(record: Record) -> str:
     return f"{env['gpu']}, {env['date']}, commit {env['commit']}, {', '.join(versions)}; `{record['command']}`"
 
 
-def speed_table(own: Sequence[Row]) -> str:
-    """Returns a table of these rows: ours, each peer that has a kernel, ratio of our best to the best peer."""
-    units = list(dict.fromkeys(row["unit"] for row in own))
-    names = [n for n in PEERS if any("speed" in row["candidates"].get(n, {}) for row in own)]
-    lines = []
-    for row in own:
-        mine = best(row, ours=True)
-        speeds = [row["candidates"].get(name, {}).get("speed") for name in names]
-        unit = [] if len(units) == 1 else [row["unit"]]
-        ratio = f"{row['ratio']:.2f}" if row["ratio"] else NONE
-        lines.append([label(row), *unit, _number(mine[1] if mine else None), *map(_number, speeds), ratio])
-    head = [units[0]] if len(units) == 1 else ["", "unit"]
-    return table([*head, OURS, *(PEERS[name] for name in names), "ratio to the best peer"], lines)
-
-
 def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.0f}"
 
 
-def section_table(gpu: str, *sections: str, results: Path = RESULTS) -> str | None:
-    """Returns where the sections' rows on this GPU come from, and their table; None if there is no record."""
-    shown: dict[str, list[Row]] = {}
-    for section in sections:
-        if found := rows(gpu, section, results):
-            shown.setdefault(source(found[0]), []).extend(found[1])
-    parts = [part for text, own in shown.items() for part in (f"{text}.", speed_table(own))]
-    return "\n\n".join(parts) + "\n" if parts else None
+def sources(gpu_rows: Mapping[str, list[tuple[Record, list[Row]]]]) -> str:
+    """Returns a line for each record that a table is made of."""
+    return "".join(f"{text}.\n" for text in dict.fromkeys(source(r) for found in gpu_rows.values() for r, _ in found))
 
 
-def device_lengths_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the tables of rows drawn at random: what "auto" takes with index arrays on the GPU, beside the same with
-    these on the host; None if there is no record.
+def section_table(*sections: str, results: Path = RESULTS) -> str | None:
+    """Returns the records of the sections, and their rows with the results of all GPUs side by side: ours, the best
+    peer, ratio; None if there is no record.
+    """
+    found = {gpu: [f for section in sections if (f := rows(gpu, section, results))] for gpu in GPUS}
+    measured = {gpu: records for gpu, records in found.items() if records}
+    if not measured:
+        return None
+    by_name = {gpu: {row["name"]: row for _, own in records for row in own} for gpu, records in measured.items()}
+    lines = {}
+    for own in by_name.values():
+        for name, row in own.items():
+            cells = [cell for gpu in by_name for cell in _beside_peer(by_name[gpu].get(name))]
+            lines[name] = [f"{label(row)}, {row['unit']}", *cells]
+    return f"{sources(measured)}\n{table(['', *_heads(measured)], list(lines.values()))}\n"
+
+
+def random_table(gpu: str, results: Path = RESULTS) -> str | None:
+    """Returns the table of rows drawn at random: what "auto" takes with index arrays on the GPU, beside the same with
+    these on the host, and the best peer; None if there is no record.
     """
     record = find(gpu, "random_rows", results)
     if record is None:
         return None
-    parts = [f"{source(record)}."]
-    for unit in dict.fromkeys(row["unit"] for row in record["rows"]):
-        own = [row for row in record["rows"] if row["unit"] == unit]
-        names = {OURS: OURS, HOST_LENGTHS: "lengths on the host", **PEERS}
-        shown = {name: title for name, title in names.items() if any(_speed(row, name) for row in own)}
-        lines = [
-            [
-                label(row),
-                *(_number(_speed(row, name)) for name in shown),
-                f"{row['ratio']:.2f}" if row["ratio"] else NONE,
-            ]
-            for row in own
-        ]
-        parts.append(table([unit, *shown.values(), "ratio to the best peer"], lines))
-    return "\n\n".join(parts) + "\n"
+    lines = []
+    for row in record["rows"]:
+        if row["section"] in RANDOM:
+            ours = (_number(row["candidates"].get(name, {}).get("speed")) for name in (OURS, HOST_LENGTHS))
+            lines.append([f"{label(row)}, {row['unit']}", *ours, *_beside_peer(row)[1:]])
+    return f"{source(record)}.\n\n{table(['', OURS, 'lengths on the host', 'best peer', 'ratio'], lines)}\n"
 
 
-def _speed(row: Row, name: str) -> float | None:
-    """Returns the speed of a candidate; None if it was not timed."""
-    speed: float | None = row["candidates"].get(name, {}).get("speed")
-    return speed
-
-
-def host_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of host microseconds per call; None if there is no record."""
-    record = find(gpu, "overhead", results)
-    if record is None:
+def host_table(results: Path = RESULTS) -> str | None:
+    """Returns the host microseconds per call on every GPU's machine, ours beside FlashInfer's; None without records."""
+    found = {gpu: record for gpu in GPUS if (record := find(gpu, "overhead", results))}
+    if not found:
         return None
-    timed = {name.strip(): entry for name, entry in record["overhead"].items() if "median_us" in entry}
-    lines = [[name, f"{entry['median_us']:.1f}"] for name, entry in timed.items()]
-    return f"{source(record)}, host {record['environment'].get('host', '?')}.\n\n{table(['call', 'host µs'], lines)}\n"
+    text = "".join(f"{source(r)}, host {r['environment'].get('host', '?')}.\n" for r in found.values())
+    timed = {
+        gpu: {name.strip(): f"{e['median_us']:.1f}" for name, e in record["overhead"].items() if "median_us" in e}
+        for gpu, record in found.items()
+    }
+    ours = [name for name in next(iter(timed.values())) if not name.startswith(HOST_PEERS)]
+    lines = []
+    for name in ours:
+        peers = [f"{FLASHINFER}, {name}", FLASHINFER_CALLS.get(name, "")]
+        beside = ((own.get(name, NONE), next((own[p] for p in peers if p in own), NONE)) for own in timed.values())
+        lines.append([name, *(cell for cells in beside for cell in cells)])
+    heads = [f"{GPUS[gpu]}: {what}" for gpu in found for what in (OURS, "FlashInfer")]
+    return f"{text}\n{table(['host µs', *heads], lines)}\n"
 
 
 def cold_start_table(gpu: str, results: Path = RESULTS) -> str | None:
@@ -222,8 +221,11 @@ def readme_table(results: Path = RESULTS) -> str:
             cells += _beside_peer(row)
         if shown is not None:
             lines.append([f"{use}, {label(shown)}, {shown['unit']}", *cells])
-    heads = [f"{GPUS[gpu]}: {what}" for gpu in measured for what in (OURS, "best peer", "ratio")]
-    return table(["", *heads], lines) + "\n"
+    return table(["", *_heads(measured)], lines) + "\n"
+
+
+def _heads(gpus: Iterable[str]) -> list[str]:
+    return [f"{GPUS[gpu]}: {what}" for gpu in gpus for what in (OURS, "best peer", "ratio")]
 
 
 def _beside_peer(row: Row | None) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 import cute_attn
 import cute_attn.flash_mla
 import cute_attn.xqa
+from tests.docs.pages import pages
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
@@ -37,6 +38,8 @@ UNBOUNDED_MEMOS = {
     "runtime/tensormap.py: _encoder",
 }
 MAX_PLAN_ASSIGNMENTS = 1  # of wrappers' `_plan`
+MAX_DOCUMENT_LINES = {"docs/architecture.md": 150}
+MAX_LINES_OF_ALL_DOCUMENTS = 3_600
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -160,6 +163,18 @@ def memos(text: str) -> list[tuple[str, bool]]:
             unbounded = name == "functools.cache" or [ast.unparse(x) for x in size] == ["None"]
             found.append((owners.get(id(call or node), ast.unparse(call or node)), unbounded))
     return found
+
+
+@pytest.mark.parametrize("name", MAX_DOCUMENT_LINES)
+def test_lines_of_a_document(name: str) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= MAX_DOCUMENT_LINES[name]
+
+
+def test_lines_of_all_documents() -> None:
+    lines = {page.relative_to(ROOT).as_posix(): len(page.read_text().splitlines()) for page in pages()}
+    assert {"README.md", "docs/architecture.md", "docs/kernels/fa3.md"} <= set(lines)
+    longest = sorted(lines, key=lines.__getitem__, reverse=True)[:5]
+    assert sum(lines.values()) <= MAX_LINES_OF_ALL_DOCUMENTS, f"{sum(lines.values())} lines; the longest: {longest}"
 
 
 def test_number_of_memos() -> None:

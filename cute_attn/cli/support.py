@@ -129,35 +129,35 @@ def _agreed(label: str, cells: dict[str, set[Cell]]) -> dict[str, Cell]:
 
 
 def markdown() -> str:
-    """Returns one table per group, each with the reasons of its refusals."""
+    """Returns one table per group, and the reasons of all refusals."""
     from cute_attn.dispatch.capabilities import BY_NAME
 
+    shown = groups()
+    notes: dict[str, list[str]] = {}  # backends by reason
+    for name, cell in (item for group in shown for row in group.rows for item in row.cells.items()):
+        if cell.reason and name not in notes.setdefault(cell.reason, []):
+            notes[cell.reason].append(name)
+    number = {reason: index for index, reason in enumerate(notes, 1)}
     lines = [
         "Written by `python -m cute_attn support`, which asks the selection of backends. Rows of a table exclude each",
         "other: find your problem in every table; a backend takes it if no table says no. A dash: it does not run on",
-        "such GPUs.",
+        "such GPUs. Numbers refer to the [reasons](#reasons).",
         "",
         *(f"- `{name}`: {BY_NAME[name].runs_on}" for name in ORDER),
         "",
     ]
-    for group in groups():
-        lines += [f"### {group.title}", "", *_table(group), ""]
-    return "\n".join(lines[:-1]) + "\n"
+    for group in shown:
+        lines += [f"### {group.title}", "", *_table(group, number), ""]
+    reasons = (f"{number[reason]}. {_listed(names)}: {reason}" for reason, names in notes.items())
+    return "\n".join([*lines, "### Reasons", "", *reasons]) + "\n"
 
 
-def _table(group: Group) -> list[str]:
-    notes: dict[str, list[str]] = {}  # backends by reason
-    for row in group.rows:
-        for name, cell in row.cells.items():
-            if cell.reason and name not in notes.setdefault(cell.reason, []):
-                notes[cell.reason].append(name)
-    number = {reason: index for index, reason in enumerate(notes, 1)}
+def _table(group: Group, number: Mapping[str, int]) -> list[str]:
     lines = ["| | " + " | ".join(f"`{name}`" for name in ORDER) + " |", "|---" + "|:---:" * len(ORDER) + "|"]
     for row in group.rows:
         cells = (cell.verdict + (f" ({number[cell.reason]})" if cell.reason else "") for cell in row.cells.values())
         lines.append(f"| {row.feature} | " + " | ".join(cells) + " |")
-    reasons = [f"{number[reason]}. {_listed(names)}: {reason}" for reason, names in notes.items()]
-    return [*lines, "", *reasons] if reasons else lines
+    return lines
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -14,41 +14,28 @@ from pathlib import Path
 
 from cute_attn.cli import support
 from perf import report, tables
-from perf.rows import MODELS
 from tests.docs.pages import ROOT, pages
 
 OTHERS = ("behind-prefill", "other-prefill", "behind-decode", "other-decode")
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
 SPREAD = re.compile(r" \([\d.]+-[\d.]+\)")
-SECTIONS = {  # of docs/performance.md: title and table, for each GPU that has a record
-    "Lengths on the GPU, {}": tables.device_lengths_table,
-    "Prefill, {}": lambda gpu: tables.section_table(gpu, "prefill"),
-    "Decode, {}": lambda gpu: tables.section_table(gpu, "decode"),
-    "Other shapes, {}": lambda gpu: tables.section_table(gpu, *OTHERS),
-    "Models, {}": lambda gpu: tables.section_table(gpu, *MODELS),
-    "Cold start, {}": tables.cold_start_table,
-    "Host time, {}": tables.host_table,
+SECTIONS = {  # of docs/performance.md: title and table
+    "Prefill": lambda: tables.section_table("prefill"),
+    "Decode": lambda: tables.section_table("decode"),
+    "Other shapes": lambda: tables.section_table(*OTHERS),
+    "Random shapes, lengths on the GPU": lambda: tables.random_table("h100"),
+    "Host time": tables.host_table,
+    "Cold start": lambda: tables.cold_start_table("h100"),
 }
 RECORDS = {  # title, record in perf/results
-    "Prefill with kernels of mma.sync": "2026-11-21_h200_prefill",
-    "Decode of single requests": "2026-11-21_h200_decode",
-    "Prefill of batches through the wrappers": "2026-11-21_h200_batch_prefill",
     "fp8 attention": "2026-11-21_h200_fp8",
-    "q in bfloat16 over e4m3 keys and values": "2026-11-21_h200_fp8_kv",
-    "Decode of batches, uneven lengths among them": "2026-11-21_h200_xqa",
-    "NVFP4 caches": "2026-11-21_h200_xqa_nvfp4",
-    "Other head dimensions": "2026-11-22_h200_head_dims",
-    "Decode at head dimension 512": "2026-11-22_h200_xqa_d512",
-    "Sliding windows": "2026-11-23_h200_windows",
     "Hugging Face transformers": "2026-11-23_h200_transformers",
-    "Several GPUs": "2026-11-23_h200x2_distributed",
 }
 
 
 def speed() -> str:
-    """Return a section per GPU and kind of table; no line for what has not been measured."""
-    made = [(title.format(name), table(gpu)) for gpu, name in tables.GPUS.items() for title, table in SECTIONS.items()]
-    return "\n".join(f"## {title}\n\n{table}" for title, table in made if table)
+    """Return a section per kind of table; no line for what has not been measured."""
+    return "\n".join(f"## {title}\n\n{made}" for title, table in SECTIONS.items() if (made := table()))
 
 
 def records() -> str:

@@ -122,14 +122,44 @@ def test_tables_show_the_numbers_of_their_records(results: Path) -> None:
     cells = f"{own:.0f} | {peer:.0f} (FA4) | {row['ratio']:.2f}"
     assert line == f"| Prefill, bf16, 4 x 4096, 32/8 heads, d 128, causal, TFLOP/s | {cells} | {cells} |"
     assert tables.readme_table(results).count("\n") == 10
-    prefill = tables.section_table("h100", "prefill", results=results)
+    prefill = tables.section_table("prefill", results=results)
     assert prefill is not None
     assert prefill.count("\n| bf16") == 24
-    assert tables.section_table("h100", "qwen", results=results) is None
+    assert f"| bf16, 4 x 4096, 32/8 heads, d 128, causal, TFLOP/s | {cells} | {cells} |" in prefill
+    assert tables.section_table("qwen", results=results) is None
     names = [name for name in ANCHORS if "-" in name]
     others = sum(len(ANCHORS[name].workloads) for name in names)
-    assert (tables.section_table("h100", *names, results=results) or "").count("heads, d ") == others
+    assert (tables.section_table(*names, results=results) or "").count("heads, d ") == others
     assert "| cute_attn, cold | 0.25 | 3.00 | 0.88 |" in (tables.cold_start_table("h100", results) or "")
+
+
+def test_host_times_stand_beside_those_of_flashinfer(tmp_path: Path) -> None:
+    environment = json.loads((tables.RESULTS / H200).read_text())["environment"]
+    for gpu, scale in (("h100", 1.0), ("h200", 2.0)):
+        timed = {
+            "single_decode_with_kv_cache": 10 * scale,
+            "batch decode wrapper, run": 20 * scale,
+            "one torch.empty": 2 * scale,
+            "FlashInfer decode, decode": 30 * scale,
+            "FlashInfer fa2, batch decode wrapper, run": 40 * scale,
+        }
+        made = record("overhead", environment, overhead={name: {"median_us": us} for name, us in timed.items()})
+        (tmp_path / f"2026-11-25_{gpu}_overhead.json").write_text(json.dumps(made))
+    shown = tables.host_table(tmp_path) or ""
+    assert "| single_decode_with_kv_cache | 10.0 | 30.0 | 20.0 | 60.0 |" in shown
+    assert "| batch decode wrapper, run | 20.0 | 40.0 | 40.0 | 80.0 |" in shown
+    assert "| one torch.empty | 2.0 | - | 4.0 | - |" in shown
+    assert tables.host_table(tmp_path / "absent") is None
+
+
+def test_random_rows_leave_the_anchors_out() -> None:
+    """From the committed record, by counting its rows."""
+    record = tables.find("h100", "random_rows")
+    assert record is not None
+    drawn = sum(row["section"].startswith("random") for row in record["rows"])
+    assert 0 < drawn < len(record["rows"])
+    assert (tables.random_table("h100") or "").count("heads, d ") == drawn
+    assert tables.random_table("h200") is None
 
 
 def test_the_newest_record_counts(results: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import random
@@ -17,6 +18,7 @@ from cute_attn.errors import ArtifactError
 from cute_attn.runtime import artifact as artifacts
 from cute_attn.runtime import bundle
 from cute_attn.runtime.artifact import Artifact, Param
+from tests.support import compare_cubins
 from tests.support.toy_spec import ToySpec
 
 PARAMS = (Param("out", "i64", 0, 8), Param("count", "i32", 8, 4), Param("maps", "map", 128, 128))
@@ -157,3 +159,15 @@ def test_malformed_manifest(change: Callable[[Any], Any], tmp_path: Path, monkey
     monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path))
     with contextlib.suppress(ArtifactError):
         assert bundle.find(ToySpec(), "sm_90a") is None
+
+
+def test_machine_code_of_two_caches_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, cubin in (("before", WHOLE.cubin), ("same", WHOLE.cubin), ("other", WHOLE.cubin + b"x")):
+        (tmp_path / folder).mkdir()
+        made = dataclasses.replace(WHOLE, cubin=cubin)
+        (tmp_path / folder / "a.artifact").write_bytes(made.to_bytes())
+    before, same, other = (str(tmp_path / folder) for folder in ("before", "same", "other"))
+    assert compare_cubins.main([before, same]) == 0
+    assert compare_cubins.main([before, other]) == 1
+    assert "sm_90a" in capsys.readouterr().out
+    assert compare_cubins.main([before, str(tmp_path)]) == 1, "nothing in common"
