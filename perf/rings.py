@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from cute_attn.dispatch import backends
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.programs import program
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.host import grid
 from cute_attn.kernels.xqa.host.batch import rule_of_batch
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -108,7 +108,7 @@ def force_spec(spec: XqaSpec) -> Iterator[None]:
 
 def forget_kernels() -> None:
     """Forgets which kernel runs which settings."""
-    grid.launch_config.cache_clear()
+    prepared.cache_clear()
     backends._prepared.cache_clear()
 
 

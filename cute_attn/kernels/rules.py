@@ -29,14 +29,6 @@ class Rule(Generic[T]):
     when: Mapping[str, Collection[Any]]  # values by the name of what is known of a launch
     note: str = ""  # what was measured, and on which GPU
 
-    def applies(self, known: Mapping[str, Any]) -> bool:
-        """Tell whether the rule is for a launch of which this is known. None, not known, is among no values."""
-        for name, values in self.when.items():
-            value = known[name]
-            if value is None or value not in values:
-                return False
-        return True
-
     def covers(self, other: Rule[T], given: Collection[str] = ()) -> bool:
         """Tell whether the rule applies to every launch to which another does, which agree in the names `given`."""
         return all(
@@ -53,5 +45,12 @@ def _contains(values: Collection[Any], others: Collection[Any]) -> bool:
 
 
 def first(rules: Iterable[Rule[T]], known: Mapping[str, Any]) -> Rule[T]:
-    """Return the first rule that applies."""
-    return next(rule for rule in rules if rule.applies(known))
+    """Return the first rule for a launch of which this is known. None, not known, is among no values."""
+    for rule in rules:  # one loop, without calls: plans of decode come here
+        for name, values in rule.when.items():
+            value = known[name]
+            if value is None or value not in values:
+                break
+        else:
+            return rule
+    raise LookupError(f"no rule is for {dict(known)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
@@ -68,10 +68,10 @@ class Ring(NamedTuple):
 Rings = tuple[Ring, ...]  # in order of preference
 
 
-def _rule(bits: int, rings: Rings, head_dims: range | None = None, **when: Collection[Any]) -> Rule[Rings]:
+def _rule(bits: int, rings: Rings, head_dims: range | None = None, **when: Collection[Any]) -> tuple[int, Rule[Rings]]:
     """Make a rule of launches over caches of some bits per element."""
     dims = {} if head_dims is None else {"head_dim": head_dims}
-    return Rule(rings, {"bits": (bits,), **dims, **when})
+    return bits, Rule(rings, {**dims, **when})
 
 
 class Table(NamedTuple):
@@ -83,8 +83,15 @@ class Table(NamedTuple):
     their last bytes arrive, and room for a guest lets the next launch start meanwhile.
     """
 
-    rules: tuple[Rule[Rings], ...]
+    rules: Mapping[int, tuple[Rule[Rings], ...]]  # by bits per element of the cache
     in_flight: int = 0
+
+
+def _table(rules: Iterable[tuple[int, Rule[Rings]]], in_flight: int = 0) -> Table:
+    by_bits: dict[int, list[Rule[Rings]]] = {}
+    for bits, rule in rules:
+        by_bits.setdefault(bits, []).append(rule)
+    return Table({bits: tuple(of_bits) for bits, of_bits in by_bits.items()}, in_flight)
 
 
 OTHER_RINGS = (
@@ -118,10 +125,10 @@ _MANY = (
     _rule(8, (Ring(8, 2, 1, 8192), Ring(4, 2, 3, 8192))),
     _rule(4, (Ring(2, 2, 2, 8192), Ring(4, 3, 2, 4096))),
 )
-DEFAULT = Table((*_SHORT, *_FEW, *_MANY))
+DEFAULT = _table((*_SHORT, *_FEW, *_MANY))
 # For 8 TB/s over 148 SMs, of which none has been measured: what arrives in 1 us is 54 KB. At that rate NVFP4 leaves 20
 # issue slots per token. Those that a tile takes whatever its size are spread over more tokens here.
-FAST_MEMORY = Table(
+FAST_MEMORY = _table(
     (
         *_SHORT,
         _rule(16, (Ring(8, 3, 1, 8192), Ring(8, 2, 1, 8192)), pairs=up_to(FEW)),
@@ -184,7 +191,7 @@ _HOPPER_ONE = (
         16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(16),), _MEASURED, requests=_ONE,
         units=_SEVERAL, kv_len=up_to(8192),
     ),
-    _rule(16, _FEW[0].value, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, kv_len=above(LONG)),
+    _rule(16, _FEW[0][1].value, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, kv_len=above(LONG)),
     _rule(16, (Ring(8, 2, 1, 8192).in_clusters(6).to_smem(16),), _MEASURED, requests=_ONE, units=up_to(8)),
     _rule(16, _ONE_16, _CLUSTERED, requests=_ONE, units=up_to(8)),
     _rule(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, requests=_ONE, units=up_to(4)),
@@ -201,13 +208,13 @@ _HOPPER_ONE = (
         units=_SEVERAL, kv_len=up_to(8192),
     ),
     _rule(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED, requests=_ONE, units=up_to(4)),
-    *(Rule(rule.value, {**rule.when, "requests": _ONE}) for rule in _FEW),
+    *((bits, Rule(rule.value, {**rule.when, "requests": _ONE})) for bits, rule in _FEW),
 )  # fmt: skip
 # Keys to L2: what a launch fetches while CTAs of the preceding one end, one after the other, its own would wait for.
 # Tiles to shared memory, relative to that, H100 and H200: clusters over 16 bits, 1 x 2048 and 1 x 8192, 1.01 to 1.07
 # times as fast, over 8 bits 0.94 to 0.98; 64 windows 1.02 and 0.98. Time lies in instructions as much as in latencies
 # there.
-HOPPER = Table(
+HOPPER = _table(
     (
         *_HOPPER_WINDOWS,
         *_SHORT,
@@ -238,15 +245,15 @@ def table_of(arch: Arch) -> Table:
 def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
     pairs = shape.requests * shape.kv_heads
-    return first(table_of(arch).rules, {"bits": bits, "head_dim": head_dim, "pairs": pairs, **shape._asdict()})
+    return first(table_of(arch).rules[bits], {"head_dim": head_dim, "pairs": pairs, **shape._asdict()})
 
 
 def rules(arch: Arch, bits: int, head_dim: int) -> list[Rule[Rings]]:
     """Return every rule that a launch may follow over a cache of `bits` per element."""
     found: list[Rule[Rings]] = []
-    for rule in table_of(arch).rules:
-        of_cache = bits in rule.when["bits"] and head_dim in rule.when.get("head_dim", (head_dim,))
-        if of_cache and not any(earlier.covers(rule, ("bits", "head_dim")) for earlier in found):
+    for rule in table_of(arch).rules[bits]:
+        of_dim = head_dim in rule.when.get("head_dim", (head_dim,))
+        if of_dim and not any(earlier.covers(rule, ("head_dim",)) for earlier in found):
             found.append(rule)
     return found
 

@@ -62,7 +62,7 @@ def schedule(
     batch_size = lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
     rule = rule_of_batch(settings, lengths, limits, arch, sms)
-    config = launch_config(settings, qo_len, rule, arch, sms, limits.workspace_bytes)
+    config = prepared(launch_config, settings, qo_len, rule, arch, sms, limits.workspace_bytes)
     records = allocate(2 * batch_size + config.ctas)
     records[2 * batch_size :] = 0
     if isinstance(lengths, DeviceLengths):
@@ -90,7 +90,7 @@ def rule_of_batch(
     shape = shape_of(batch_size, settings, qo_len, longest, even)
     rule = rule_of(features, arch, shape)
     if "even" in rule.when:
-        config = launch_config(settings, qo_len, rule, arch, sms)
+        config = prepared(launch_config, settings, qo_len, rule, arch, sms)
         at_a_time = sms * config.spec.ctas
         if 0 < config.grid[0] * batch_size % at_a_time < LAST_WAVE * at_a_time:
             return rule_of(features, arch, shape._replace(even=False))

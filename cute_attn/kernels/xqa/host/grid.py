@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cute_attn.kernels.host.prepared import MAX_SETTINGS, Grid
+from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa.host.variant import choose_spec
 from cute_attn.kernels.xqa.spec import DecodeSpec, Work, XqaSpec
@@ -52,7 +51,6 @@ class LaunchConfig(NamedTuple):
         return (self.grid[0], batch_size, 1) if self.spec.whole else self.grid
 
 
-@functools.lru_cache(MAX_SETTINGS)
 def launch_config(
     settings: Settings, qo_len: int, rule: Rule[Rings], arch: Arch, sms: int, workspace_bytes: int = UNLIMITED
 ) -> LaunchConfig:
