@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from cute_attn.dispatch import backends
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.programs import program
+from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.host import grid
 from cute_attn.kernels.xqa.host.batch import rule_of_batch
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.kernels.xqa.tiles import Rule
+from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
@@ -107,7 +108,7 @@ def force_spec(spec: XqaSpec) -> Iterator[None]:
 
 def forget_kernels() -> None:
     """Forgets which kernel runs which settings."""
-    grid.launch_config.cache_clear()
+    prepared.cache_clear()
     backends._prepared.cache_clear()
 
 
@@ -119,7 +120,7 @@ def bind(spec: XqaSpec, arch: Arch, w: BatchWorkload, sets: Sequence[BatchInputs
         return peers.ours(backend, w, sets)
 
 
-def rule_of(w: BatchWorkload, arch: Arch) -> Rule:
+def rule_of(w: BatchWorkload, arch: Arch) -> Rule[Rings]:
     """Return the rule that a plan of the workload follows on a typical GPU of `arch`."""
     features = Features(
         torch.device("cuda"), w.torch_dtype, w.torch_kv_dtype, w.torch_dtype, w.num_qo_heads, w.num_kv_heads,

@@ -51,7 +51,18 @@ ALLOWED: dict[str, set[str]] = {
     "xqa": {"wrappers", "ops", "dispatch", "request", "reference", "runtime", *TYPES},
     "wrappers": {"ops", "dispatch", "kernels.host", "request", "schedule", "runtime", *TYPES},
     "ops": {"request", "runtime", *TYPES},
-    "dispatch": {"kernels.host", *HOSTS, *SPECS, "request", "schedule", "reference", "emulator", "runtime", *TYPES},
+    "dispatch": {
+        "kernels.host",
+        "kernels.rules",
+        *HOSTS,
+        *SPECS,
+        "request",
+        "schedule",
+        "reference",
+        "emulator",
+        "runtime",
+        *TYPES,
+    },
     "kernels.host": {
         "kernels.programs",
         "kernels.formats",
@@ -65,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.blocks": {"kernels.blocks.data", "kernels.formats", "schedule", "runtime"},
     "kernels.blocks.data": {"kernels.formats", "runtime"},
     "kernels.formats": set(),
+    "kernels.rules": set(),
     "request": {"schedule", *TYPES},
     "schedule": {*TYPES},
     "reference": {"request", *TYPES},
@@ -75,7 +87,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 for _family in FAMILIES:
     _own = f"kernels.{_family}"
-    _data = {f"{_own}.spec", "kernels.blocks.data", "kernels.formats", "schedule", "runtime"}
+    _data = {f"{_own}.spec", "kernels.blocks.data", "kernels.formats", "kernels.rules", "schedule", "runtime"}
     ALLOWED |= {
         f"{_own}.spec": _data - {f"{_own}.spec"},
         f"{_own}.parts": {*_data, "kernels.blocks"},

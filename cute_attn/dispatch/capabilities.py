@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_attn.kernels.fa2.tiles import WIDE_HEAD_DIMS, tile_dims
+from cute_attn.kernels.rules import MOST, Rule, above, first, up_to
 from cute_attn.kernels.xqa.spec import is_head_dim
 from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
@@ -22,7 +23,6 @@ XQA_HEAD_DIMS = (
 )
 
 
-NARROW = ("fp8", "nvfp4")  # keys and values under wider q
 ROWS_OF_DECODE = 64  # packed query rows of a request up to which kernels of decode may be the fastest
 
 
@@ -37,31 +37,30 @@ class Load(NamedTuple):
 UNKNOWN_LOAD = Load()
 
 
-class DecodeRule(NamedTuple):
-    """Decode problems for which "auto" considers a backend."""
+Pass = Rule[str]  # why "auto" passes a backend over, with what is known of the problem in braces; empty: it does not
 
-    kv_bytes: int  # per element of k and v
-    head_dims: tuple[int, ...]
-    rows: int  # packed query rows per request, at most
-    arch: str = ""  # the only architecture; empty: all
-    kv_heads_of_one: int = 0  # one request alone, of at most so many kv heads; 0: all problems
-    split: bool = False  # not batches that are known to need no split
 
-    def concerns(self, features: Features, arch: Arch | None) -> bool:
-        """Tell whether the rule is for a cache and an architecture."""
-        cache = features.kv_dtype.itemsize == self.kv_bytes and features.head_dim_qk in self.head_dims
-        return cache and (not self.arch or (arch is not None and arch.name == self.arch))
+def _known(features: Features, load: Load, arch: Arch | None) -> dict[str, Any]:
+    """Return what rules of selection may ask for."""
+    fp8 = features.kv_dtype in FP8 and features.q_dtype not in FP8
+    return {
+        "arch": arch and arch.name,
+        "bits": 8 * features.kv_dtype.itemsize,
+        "chunk_invariant": features.chunk_invariant,
+        "head_dim": features.head_dim_qk,
+        "keys": "nvfp4" if features.kv_block_scales else "fp8" if fp8 else "",
+        "kv_heads": features.num_kv_heads,
+        "rotated": features.pos_encoding_mode == "ROPE_LLAMA",
+        **load._asdict(),
+    }
 
-    def skip_reason(self, features: Features, load: Load) -> str | None:
-        """Return why "auto" prefers other backends for a problem that the rule concerns, or None."""
-        if load.rows is not None and load.rows > self.rows:
-            return f"{load.rows} query rows per kv head are more than {self.rows}"
-        most = self.kv_heads_of_one
-        if most and not (load.one_request and load.rows is not None and features.num_kv_heads <= most):
-            return f"head dimension {features.head_dim_qk}, but for one request of at most {most} kv heads"
-        if self.split and load.unsplit:
-            return "requests as short and many as these need no split"
-        return None
+
+def _at_least(rows: int, **when: Collection[Any]) -> Pass:
+    return Rule(f"{{rows}} query rows per kv head are fewer than {rows}", {**when, "rows": up_to(rows - 1)})
+
+
+def _at_most(rows: int, **when: Collection[Any]) -> Pass:
+    return Rule(f"{{rows}} query rows per kv head are more than {rows}", {**when, "rows": above(rows)})
 
 
 @dataclass(frozen=True)
@@ -73,33 +72,23 @@ class Backend:
     auto_on: tuple[str, ...]  # device types on which "auto" considers it
     capability: tuple[int, int] | None  # minimum compute capability; None: any device
     only: tuple[str, ...] = ()  # the architectures that it is built for; empty: all from `capability` on
-    min_rows: int = 0  # packed query rows per request (qo_len x heads per kv head) from which "auto" considers it
-    # The same where the kernel prepares the keys: by one of NARROW, or by pos_encoding_mode.
-    min_rows_of: Mapping[str, int] = field(default_factory=dict, hash=False)
-    decode: tuple[DecodeRule, ...] = ()  # all that "auto" considers it for; empty: no such limits
-    chunk_invariant: bool = True  # the bits of a query token do not depend on the rows that share its tile
+    passed_over: tuple[Pass, ...] = ()  # the first that applies says whether it is
 
-    def auto_skip_reason(self, features: Features, load: Load, arch: Arch | None) -> str | None:
-        """Return why "auto" prefers others to this backend on `arch` although it supports `features`, or None."""
+    def preference(self, features: Features, load: Load, arch: Arch | None) -> Pass:
+        """Return the rule that says whether "auto" prefers others to this backend on `arch` although it supports
+        `features`, in words that name these.
+        """
         if features.q_dtype in FP8 or features.device_lengths:
-            return None  # only one backend of a GPU supports fp8 q, and only one lengths on the device
-        if features.chunk_invariant and not self.chunk_invariant:
-            return "its results depend on how a prompt is cut into chunks: fixed splits ask that they do not"
-        rows, least = load.rows, self.least_rows(features)
-        if rows is not None and rows < least:
-            return f"{rows} query rows per kv head are fewer than {least}"
-        rule = next((rule for rule in self.decode if rule.concerns(features, arch)), None)
-        if rule is not None:
-            return rule.skip_reason(features, load)
-        bits = 8 * features.kv_dtype.itemsize
-        return f"head dimension {features.head_dim_qk} in {bits} bits" if self.decode else None
+            return TAKEN  # only one backend of a GPU supports fp8 q, and only one lengths on the device
+        known = _known(features, load, arch)
+        rule = first((*self.passed_over, TAKEN), known)
+        return Rule(rule.value.format(**known), rule.when, rule.note)
 
-    def least_rows(self, features: Features) -> int:
-        """Return `min_rows` of problems with these features."""
-        fp8 = features.kv_dtype in FP8 and features.q_dtype not in FP8
-        kinds = ("nvfp4" if features.kv_block_scales else "fp8" if fp8 else "", features.pos_encoding_mode)
-        return max((self.min_rows_of[kind] for kind in kinds if kind in self.min_rows_of), default=self.min_rows)
 
+TAKEN: Pass = Rule("", {})
+# Measured on H100 and H200 (`perf.run decode-choice`) beside fa2. Over bf16 at 256 and 512 0.26 to 1.05.
+_E4M3 = "over e4m3 1.1 to 2.2 times as fast as fa2, but 0.85 for one request of one kv head (H100, H200)"
+_HOPPER: dict[str, Collection[Any]] = {"bits": (16,), "arch": ("sm_90a",)}
 
 BACKENDS = (  # in the order in which "auto" considers them
     Backend(
@@ -108,8 +97,14 @@ BACKENDS = (  # in the order in which "auto" considers them
         ("cuda",),
         (10, 0),
         ("sm_100a", "sm_103a"),
-        min_rows=65,  # as fa3
-        chunk_invariant=False,  # masked tiles use fewer polynomials for exp2 than others
+        passed_over=(
+            Rule(
+                "its results depend on how a prompt is cut into chunks: fixed splits ask that they do not",
+                {"chunk_invariant": (True,)},
+                "masked tiles use fewer polynomials for exp2 than others",
+            ),
+            _at_least(65),  # as fa3
+        ),
     ),
     Backend(
         "fa3",
@@ -117,31 +112,44 @@ BACKENDS = (  # in the order in which "auto" considers them
         ("cuda",),
         (9, 0),
         ("sm_90a",),
-        min_rows=65,
         # Measured on an H100 at 4096 tokens (docs/kernels/fa3.md, fp8.md): 1.2 to 2.6 times as fast as fa2. Tiles of 33
         # to 64 rows take as long: over e4m3 1.1 to 1.9 times as fast, docs/kernels/xqa.md.
-        min_rows_of={"fp8": 33, "nvfp4": 33, "ROPE_LLAMA": 65},
+        passed_over=(_at_least(65, rotated=(True,)), _at_least(33, keys=("fp8", "nvfp4")), _at_least(65, keys=("",))),
     ),
-    # Measured on H100 and H200 (`perf.run decode-choice`) beside fa2. Over e4m3 1.1 to 2.2 times as fast, but 0.85 for
-    # one request of one kv head. Over bf16 1.1 to 1.2 times at head dimension 32, 0.97 to 1.2 at 64, 0.97 to 1.17 at 96
-    # and 112. At 128 on Hopper, with lengths on the GPU, 1.03 in the mean of 48 batches, 0.91 (2 requests of one kv
-    # head) to 1.23; at 256 and 512 0.26 to 1.05.
     Backend(
         "xqa",
         "NVIDIA GPUs from compute capability 8.0, decode",
         ("cuda",),
         (8, 0),
-        decode=(
+        passed_over=(
             # Rows that share one read of the keys, but for 16 at head dimension 512; over 8 and 4 bits also those of
             # two reads, three at 256: 1.3 to 2 times as fast as fa2 (docs/kernels/xqa.md).
-            DecodeRule(1, (32, 80, 112), 16),
-            DecodeRule(1, (64, 96, 128), 32),
-            DecodeRule(1, (256,), 24),
-            DecodeRule(1, (512,), 16),
-            DecodeRule(2, (32, 64, 96, 112), 16),
-            DecodeRule(2, (128,), 16, arch="sm_90a", split=True),
-            # Clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.run anchors`; docs/kernels/xqa.md).
-            DecodeRule(2, (256,), 16, arch="sm_90a", kv_heads_of_one=4),
+            _at_most(16, bits=(8,), head_dim=(32, 80, 112, 512)),
+            _at_most(32, bits=(8,), head_dim=(64, 96, 128)),
+            _at_most(24, bits=(8,), head_dim=(256,)),
+            Rule("", {"bits": (8,), "head_dim": (32, 64, 80, 96, 112, 128, 256, 512)}, _E4M3),
+            _at_most(16, bits=(16,), head_dim=(32, 64, 96, 112)),
+            Rule("", {"bits": (16,), "head_dim": (32, 64, 96, 112)}, "0.97 to 1.2 times as fast as fa2 (H100, H200)"),
+            _at_most(16, **_HOPPER, head_dim=(128, 256)),
+            Rule(
+                "requests as short and many as these need no split",
+                {**_HOPPER, "head_dim": (128,), "unsplit": (True,)},
+                "fa2 is 0.95 to 1.3 times as fast there (H100)",
+            ),
+            Rule(
+                "",
+                {**_HOPPER, "head_dim": (128,)},
+                "1.03 times as fast as fa2 in the mean of 48 batches, 0.91 (2 requests, one kv head) to 1.23 (H100)",
+            ),
+            Rule(
+                "",
+                {**_HOPPER, "head_dim": (256,), "rows": above(-1), "one_request": (True,), "kv_heads": up_to(4)},
+                "clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.run anchors`, H100)",
+            ),
+            Rule(
+                "head dimension {head_dim}, but for one request of at most 4 kv heads", {**_HOPPER, "head_dim": (256,)}
+            ),
+            Rule("head dimension {head_dim} in {bits} bits", {}),
         ),
     ),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
@@ -149,30 +157,17 @@ BACKENDS = (  # in the order in which "auto" considers them
 )
 
 
-def _rows_classes(kv_bytes: int) -> list[int]:
-    """Return the numbers of rows from which on selection may differ over k and v of so many bytes per element."""
-    kinds = {kind for backend in BACKENDS for kind in backend.min_rows_of if kv_bytes == 1 or kind not in NARROW}
-    least = {backend.min_rows for backend in BACKENDS}
-    least |= {backend.min_rows_of[kind] for backend in BACKENDS for kind in kinds & backend.min_rows_of.keys()}
-    return sorted(
-        least | {rule.rows + 1 for backend in BACKENDS for rule in backend.decode if rule.kv_bytes == kv_bytes}
-    )
-
-
-_ROWS_CLASSES = {kv_bytes: _rows_classes(kv_bytes) for kv_bytes in (1, 2)}
-
-
-def rows_classes(kv_dtype: torch.dtype) -> list[int]:
-    """Return the numbers of rows from which on selection may differ over k and v of a dtype."""
-    return _ROWS_CLASSES[1 if kv_dtype.itemsize == 1 else 2]
+_RULES = [rule for backend in BACKENDS for rule in backend.passed_over]
+# Packed query rows from which on selection may differ.
+_ROWS = (rule.when["rows"] for rule in _RULES if "rows" in rule.when)
+ROWS_CLASSES = sorted({n for rows in _ROWS if isinstance(rows, range) for n in (rows.start, rows.stop) if n < MOST})
 
 
 def counts_splits(features: Features) -> bool:
     """Tell whether selection depends on `Load.unsplit` over such a cache."""
+    known = _known(features, UNKNOWN_LOAD, None)
     return any(
-        rule.split and rule.kv_bytes == features.kv_dtype.itemsize and features.head_dim_qk in rule.head_dims
-        for backend in BACKENDS
-        for rule in backend.decode
+        "unsplit" in rule.when and all(known[x] in rule.when[x] for x in ("bits", "head_dim")) for rule in _RULES
     )
 
 

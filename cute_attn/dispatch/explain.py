@@ -10,6 +10,7 @@ import torch
 from cute_attn.dispatch import select
 from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, Backend, Load
 from cute_attn.errors import ArgumentError, Refusal
+from cute_attn.kernels.rules import Rule
 from cute_attn.problem import DecodeProblem, Features, Problem, Request
 from cute_attn.request import checks, nvfp4, single
 from cute_attn.request.settings import Call
@@ -235,7 +236,8 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
     """Return what selection says of every backend. `arch` None: that of the features' device."""
     arch = select.arch_for(features.device, arch)
     candidates = select.candidates(features, "auto", load, arch)
-    skipped = {b.name: b.auto_skip_reason(features, load, arch) for b in candidates}
+    rules = {b.name: b.preference(features, load, arch) for b in candidates}
+    skipped = {name: rule.value for name, rule in rules.items()}
     able = [b for b in candidates if not select.reasons_against(b, features, arch)]
     found = []
     for backend in BACKENDS if arch else (*BACKENDS, EMULATOR):
@@ -243,15 +245,23 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
         elif backend in able[:1]:
             reason = _why_chosen(backend, features, skipped, able) + _without_lengths(backend, features, load, arch)
-            found.append(Verdict(backend.name, CHOSEN, reason))
+            found.append(Verdict(backend.name, CHOSEN, reason + _note(rules[backend.name])))
         elif why := skipped.get(backend.name):
-            found.append(Verdict(backend.name, PASSED_OVER, f"{why}: another backend is faster there"))
+            found.append(
+                Verdict(
+                    backend.name, PASSED_OVER, f"{why}: another backend is faster there{_note(rules[backend.name])}"
+                )
+            )
         else:
             found.append(Verdict(backend.name, ABLE, f'taken only with backend="{backend.name}"'))
     return found
 
 
-def _why_chosen(backend: Backend, features: Features, skipped: Mapping[str, str | None], able: list[Backend]) -> str:
+def _note(rule: Rule[str]) -> str:
+    return f" ({rule.note})" if rule.note else ""
+
+
+def _why_chosen(backend: Backend, features: Features, skipped: Mapping[str, str], able: list[Backend]) -> str:
     if len(able) == 1:
         return "CPU tensors run on it" if features.device.type == "cpu" else "no other backend of this GPU takes it"
     if skipped[backend.name]:

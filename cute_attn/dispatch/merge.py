@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from cute_attn.emulator import adapter, settings
@@ -13,13 +11,13 @@ from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.combine import NO_MERGES
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import short
 from cute_attn.request.settings import HALF
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import TYPICAL_SMS, named
 from cute_attn.runtime.launch import CPU, Bound, current_stream
 
-MAX_LAYOUTS = 256
 OUT_DTYPES = (*HALF, torch.float32)
 FIELDS = ("o_partial", "lse_partial", "o", "lse")
 
@@ -82,10 +80,9 @@ def _launch(
         return
     layout = (num_states, lse.stride(0), head_dim, lse_scale)
     addresses = tuple([0 if x is None else x.data_ptr() for x in (o, lse, out, merged)])
-    _bound(layout, short(out.dtype), gpu).fire(current_stream(gpu.device_index), addresses, ((rows, 1, 1),))
+    prepared(_bound, layout, short(out.dtype), gpu).fire(current_stream(gpu.device_index), addresses, ((rows, 1, 1),))
 
 
-@functools.lru_cache(MAX_LAYOUTS)
 def _bound(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> Bound:
     """Returns launches of the kernel by values of FIELDS. Every row counts as a token with one head: rows of `out` are
     contiguous, and nothing depends on the head.

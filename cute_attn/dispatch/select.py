@@ -19,12 +19,12 @@ from cute_attn.dispatch.capabilities import (
     CAPABILITIES,
     ELSEWHERE,
     EMULATOR,
+    ROWS_CLASSES,
     ROWS_OF_DECODE,
     UNKNOWN_LOAD,
     Backend,
     Load,
     counts_splits,
-    rows_classes,
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
@@ -91,15 +91,15 @@ def load_of(features: Features, qo_len: int, one_request: bool, unsplit: bool = 
 
 
 def load_class(features: Features, qo_len: int, one_request: bool, unsplit: bool = False) -> Load:
-    """Return `load_of` with its rows lowered to the largest of `rows_classes` that they reach: selection
+    """Return `load_of` with its rows lowered to the largest of `ROWS_CLASSES` that they reach: selection
     depends on nothing finer, and the cache of `chosen` stays small.
     """
     if features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
     if features.chunk_invariant:
         return UNKNOWN_LOAD
-    rows, classes = qo_len * (features.num_qo_heads // features.num_kv_heads), rows_classes(features.kv_dtype)
-    return Load(classes[bisect.bisect(classes, rows) - 1], one_request, unsplit)
+    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
+    return Load(ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, rows) - 1], one_request, unsplit)
 
 
 def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
@@ -220,7 +220,7 @@ def candidates(features: Features, backend: Any, load: Load, arch: Arch | None) 
     """Return the backends that may run `features`, best first."""
     if checked_name(backend) == "auto":
         automatic = [b for b in BACKENDS if features.device.type in b.auto_on]
-        return tuple(sorted(automatic, key=lambda b: b.auto_skip_reason(features, load, arch) is not None))
+        return tuple(sorted(automatic, key=lambda b: b.preference(features, load, arch).value != ""))
     return (_named(backend),)
 
 

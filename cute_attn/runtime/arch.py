@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 from dataclasses import dataclass
 
 from cute_attn.errors import ArgumentError
@@ -114,7 +113,6 @@ def for_capability(capability: tuple[int, int]) -> Arch:
     return _BY_CAPABILITY[(major, minor)]
 
 
-@functools.lru_cache(MAX_DEVICES)
 def for_device(index: int) -> Arch:
     """Returns the architecture of CUDA device `index` in torch's numbering, independent of the current device."""
     import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -69,7 +68,6 @@ def _checked(what: str, value: int) -> int:
     return value
 
 
-@functools.cache
 def _encoder() -> Callable[..., int]:
     """Returns the driver's C function: the map object of the Python binding is not aligned."""
     status, address, *_ = load_driver().cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0)

@@ -415,7 +415,10 @@ def _write_merges(merges: np.ndarray, requests: np.ndarray, tiles: QueryTiles, s
 
 def _request_records(lengths: BatchLengths) -> np.ndarray:
     """Returns one item record per request, with the fields that all items of the request share, and no partial."""
-    records = _blank_records(len(lengths.kv_len)).copy()
+    batch_size = len(lengths.kv_len)
+    records = np.zeros((batch_size, ITEM_INTS), np.int32)
+    records[:, _PARTIAL] = NO_PARTIAL
+    records[:, _REQUEST] = np.arange(batch_size)
     records[:, _QO_START] = lengths.qo_indptr[:-1]
     records[:, _QO_LEN] = lengths.qo_len
     records[:, _KV_START] = lengths.kv_start
@@ -423,16 +426,6 @@ def _request_records(lengths: BatchLengths) -> np.ndarray:
     if lengths.mask_offset is not None:
         records[:, _MASK_LOW] = lengths.mask_offset & 0xFFFFFFFF
         records[:, _MASK_HIGH] = lengths.mask_offset >> 32
-    return records
-
-
-@functools.lru_cache(64)  # batch sizes
-def _blank_records(batch_size: int) -> np.ndarray:
-    """Returns the records of requests of which nothing is known."""
-    records = np.zeros((batch_size, ITEM_INTS), np.int32)
-    records[:, _PARTIAL] = NO_PARTIAL
-    records[:, _REQUEST] = np.arange(batch_size)
-    records.flags.writeable = False
     return records
 
 
@@ -500,7 +493,6 @@ def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
 # --- launches of a fixed size (CUDA graphs) --------------------------------------------------------------------------
 
 
-@functools.lru_cache(64)  # tiles and limits
 def record_capacity(params: SchedulerParams, limits: BatchLimits) -> Capacity:
     """Returns how many records a schedule may have. With `limits.graph`, every schedule within the limits fits."""
     partials = limits.workspace_bytes // params.partial_bytes

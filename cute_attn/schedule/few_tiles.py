@@ -6,7 +6,6 @@ is that of all batches, whose results are remembered.
 
 from __future__ import annotations
 
-import functools
 import struct
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -109,11 +108,6 @@ def write(ordered: list[tuple[int, tuple[int, ...]]], merges: list[int], ints: n
     for _, item in ordered:
         numbers += item
     numbers += merges
-    records = _records(len(ordered), item_capacity - len(ordered), len(merges) // _MERGE_FIELDS)
-    records.pack_into(ints.data, 0, *numbers)
-
-
-@functools.lru_cache(256)
-def _records(items: int, unused: int, merges: int) -> struct.Struct:
-    """Returns the layout of items, records of zeros, and merge records."""
-    return struct.Struct(_ITEM * items + f"{4 * ITEM_INTS * unused}x" + _MERGE * merges)
+    unused = 4 * ITEM_INTS * (item_capacity - len(ordered))
+    layout = _ITEM * len(ordered) + f"{unused}x" + _MERGE * (len(merges) // _MERGE_FIELDS)
+    struct.pack_into(layout, ints.data, 0, *numbers)  # the module keeps what it makes of layouts

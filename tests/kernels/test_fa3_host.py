@@ -76,11 +76,11 @@ def test_tiles_follow_the_size_of_the_launch() -> None:
         assert launch_of(rows, 132, tokens, tokens) == launch
     assert set(launches.values()) == set(LAUNCHES)
     for rule in fa3_tiles.SIZED:
-        usual = TileProblem(rule.head_dims)
-        assert rule.launch
-        sized = usual._replace(launch=rule.launch)
-        assert fa3_tiles.choose(sized) == rule.tile != fa3_tiles.choose(usual)
-        assert (fa3_tiles.choose(sized._replace(full=True)) == fa3_tiles.choose(usual)) == rule.causal
+        (dims,), (launch, *_), of = (rule.when[name] for name in ("head_dims", "launch", "full"))
+        usual = TileProblem(dims)
+        sized = usual._replace(launch=launch)
+        assert fa3_tiles.choose(sized) == rule.value != fa3_tiles.choose(usual)
+        assert (fa3_tiles.choose(sized._replace(full=True)) == fa3_tiles.choose(usual)) == (True not in of)
         for change in ({"kv": "paged"}, {"kv": "gathered"}, {"plain": False}):
             assert fa3_tiles.choose(sized._replace(**change)) == fa3_tiles.choose(usual._replace(**change))
 

@@ -15,6 +15,7 @@ from cute_attn.emulator import using
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
+from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import prepared, variant
 from cute_attn.kernels.xqa.host.batch import rule_of_batch
@@ -113,7 +114,7 @@ def test_clusters_of_one_request_of_eight_kv_heads(kv_len: int, graph: bool, clu
     settings = even_settings(BF16, 8)
     lengths = BatchLengths(np.array([0, 1]), np.array([0]), np.array([kv_len]))
     limits = BatchLimits(0, max_qo_len=1, graph=GraphLimits(1, 1, 1 << 20) if graph else None, keeps_address=graph)
-    (ring,) = rule_of_batch(settings, lengths, limits, GPU.arch, 132).rings
+    (ring,) = rule_of_batch(settings, lengths, limits, GPU.arch, 132).value
     assert (ring.cluster_size, ring.prefetch_keys) == (cluster, keys)
 
 
@@ -246,7 +247,7 @@ def test_short_windows_are_distinguished_by_their_number(
 ) -> None:
     settings = even_settings(torch.float8_e4m3fn, 8)._replace(window_left=window)
     features = settings.features._replace(head_dim_qk=head_dim, head_dim_vo=head_dim)
-    found = variant.rule_of(features, GPU.arch, variant.shape_of(requests, settings, 2)).rings[0]
+    found = variant.rule_of(features, GPU.arch, variant.shape_of(requests, settings, 2)).value[0]
     assert (found.warps, found.work, found.prefetch) == ring
 
 
@@ -254,10 +255,10 @@ def test_short_windows_are_distinguished_by_their_number(
 def test_every_rule_is_followed_and_every_launch_has_one(table: tiles.Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "table_of", lambda arch: table)
     followed = {rule for bits in (16, 8, 4) for dim in range(8, 513, 8) for rule in tiles.rules(GPU.arch, bits, dim)}
-    assert followed == set(table.rules)
-    every = tiles.Rule(16, ())
+    assert followed == {rule for rules in table.rules.values() for rule in rules}
+    every: Rule[tiles.Rings] = Rule((), {})
     for bits in (16, 8, 4):
-        assert all(tiles.rules(GPU.arch, bits, dim)[-1].covers(every) for dim in range(8, 513, 8))
+        assert all(tiles.rules(GPU.arch, bits, dim)[-1].covers(every, ("head_dim",)) for dim in range(8, 513, 8))
 
 
 def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:
@@ -265,7 +266,7 @@ def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:
     return Settings(FEATURES._replace(kv_dtype=kv_dtype, head_dim_qk=128, head_dim_vo=128, **heads), page_size=16)
 
 
-def even_rule(settings: Settings, qo_len: int = 1) -> tiles.Rule:
+def even_rule(settings: Settings, qo_len: int = 1) -> Rule[tiles.Rings]:
     shape = variant.shape_of(512, settings, qo_len, 1024, even=True)
     return variant.rule_of(settings.features, GPU.arch, shape)
 
@@ -285,7 +286,7 @@ def test_warps_take_a_kv_head_each_where_they_divide_the_heads(
     settings = even_settings(kv_dtype, num_kv_heads)
     rule = even_rule(settings, qo_len)
     config = launch_config(settings, qo_len, rule, GPU.arch, 132)
-    assert (rule.even, config.spec.whole, config.spec.heads > 1) == (True, True, warp_heads)
+    assert ("even" in rule.when, config.spec.whole, config.spec.heads > 1) == (True, True, warp_heads)
     assert config.grid_of(512) == (ctas, 512, 1)
     assert config.partial_bytes == config.counter_bytes == config.ctas == 0
 

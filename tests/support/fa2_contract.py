@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from cute_attn.kernels.combine.spec import CombineSpec
-from cute_attn.kernels.fa2.host import batch as fa2_batch
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host import batch as host_batch
@@ -172,7 +171,6 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 def forget_kernels() -> None:
     """Clear the caches of loaded and prepared kernels, which hold those of other tests."""
     loading.load.cache_clear()
-    fa2_batch.tiling.cache_clear()
     prepared_kernel.cache_clear()
 
 

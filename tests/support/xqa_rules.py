@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
+from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 
 TABLES = {**tiles.TABLES, 0: tiles.DEFAULT}
@@ -14,23 +13,28 @@ TABLES = {**tiles.TABLES, 0: tiles.DEFAULT}
 def move_steps(monkeypatch: pytest.MonkeyPatch, **steps: dict[int, int]) -> None:
     """Moves bounds of the ranges in all rules: by field, where a range begins, or ends (the first number beyond)."""
     for field, to in steps.items():
-        bounds = {n for table in TABLES.values() for rule in table.rules for n in _bounds(getattr(rule, field))}
+        bounds = {
+            n
+            for table in TABLES.values()
+            for rules in table.rules.values()
+            for rule in rules
+            for n in _bounds(rule, field)
+        }
         assert to.keys() <= bounds, f"{field} has no step at {to.keys() - bounds}"
     for major, table in TABLES.items():
-        moved = table._replace(rules=tuple(_moved(rule, steps) for rule in table.rules))
+        moved = table._replace(rules={bits: tuple(_moved(x, steps) for x in of) for bits, of in table.rules.items()})
         if major:
             monkeypatch.setitem(tiles.TABLES, major, moved)
         else:
             monkeypatch.setattr(tiles, "DEFAULT", moved)
 
 
-def _bounds(numbers: range) -> tuple[int, int]:
-    return numbers.start, numbers.stop
+def _bounds(rule: Rule[tiles.Rings], field: str) -> tuple[int, ...]:
+    numbers = rule.when.get(field)
+    return (numbers.start, numbers.stop) if isinstance(numbers, range) else ()
 
 
-def _moved(rule: tiles.Rule, steps: dict[str, dict[int, int]]) -> tiles.Rule:
-    changes = {}
-    for field, to in steps.items():
-        numbers = getattr(rule, field)
-        changes[field] = range(to.get(numbers.start, numbers.start), to.get(numbers.stop, numbers.stop))
-    return dataclasses.replace(rule, **changes)
+def _moved(rule: Rule[tiles.Rings], steps: dict[str, dict[int, int]]) -> Rule[tiles.Rings]:
+    bounds = {field: _bounds(rule, field) for field in steps}
+    changes = {field: range(*(steps[field].get(n, n) for n in ends)) for field, ends in bounds.items() if ends}
+    return Rule(rule.value, {**rule.when, **changes})

@@ -8,10 +8,12 @@ of the kernel, on an H200, d 128, 32/8 heads, 16384 tokens, made 390 and 382 TFL
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from cute_attn.kernels.fa2.smem import SharedMemory
 from cute_attn.kernels.fa2.spec import Tile
+from cute_attn.kernels.rules import Rule, first, up_to
 from cute_attn.runtime.arch import Arch
 
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
@@ -23,62 +25,83 @@ DECODE_ROWS = 16  # up to this many packed rows, warps divide the kv columns bet
 IN_FLIGHT = 32 * 1024  # bytes of K and V per SM: 1 us of latency at its share of an H200's 4.8 TB/s
 APPEND_ROWS = 64  # up to this many, a tile of 64 rows wastes less than one of 128
 
-# Columns of the prefill tile by head dims: (plain, modified) of single requests. Rows x warps are in `_prefill`.
-_COLS_227K = {
-    (64, 64): (112, 64),
-    (80, 80): (48, 48),
-    (96, 96): (48, 48),
-    (112, 112): (64, 32),
-    (128, 128): (64, 32),
-    (192, 128): (48, 32),
-    (256, 256): (64, 32),
-}
-_COLS_163K = {
-    (64, 64): (96, 64),
-    (80, 80): (48, 48),
-    (96, 96): (48, 32),
-    (112, 112): (32, 32),
-    (128, 128): (32, 32),
-    (192, 128): (32, 32),
-    (256, 256): (32, 32),
-}
-_COLS_99K = {
-    (64, 64): (64, 64),
-    (80, 80): (64, 64),
-    (96, 96): (64, 32),
-    (112, 112): (64, 64),
-    (128, 128): (64, 64),
-    (192, 128): (48, 48),
-    (256, 256): (32, 32),
-}
-# The same for batches, where lengths and addresses take registers that parameters do not; 0: the tile of 64 rows.
-_BATCH_COLS_227K = {
-    (64, 64): (112, 64),
-    (80, 80): (48, 48),
-    (96, 96): (48, 32),
-    (112, 112): (64, 32),
-    (128, 128): (48, 0),
-    (192, 128): (48, 32),
-    (256, 256): (64, 0),
-}
-_BATCH_COLS_163K = {
-    (64, 64): (96, 64),
-    (80, 80): (48, 48),
-    (96, 96): (48, 32),
-    (112, 112): (32, 32),
-    (128, 128): (32, 0),
-    (192, 128): (0, 0),
-    (256, 256): (32, 32),
-}
-_BATCH_COLS_99K = {
-    (64, 64): (64, 32),
-    (80, 80): (64, 64),
-    (96, 96): (64, 64),
-    (112, 112): (64, 64),
-    (128, 128): (64, 64),
-    (192, 128): (48, 32),
-    (256, 256): (32, 32),
-}
+# Columns of the prefill tile by head dims: (plain, modified). Rows x warps are in `_prefill`.
+_COLS = (
+    # Single requests.
+    Rule(
+        {
+            (64, 64): (64, 64),
+            (80, 80): (64, 64),
+            (96, 96): (64, 32),
+            (112, 112): (64, 64),
+            (128, 128): (64, 64),
+            (192, 128): (48, 48),
+            (256, 256): (32, 32),
+        },
+        {"smem": up_to(128 * 1024 - 1), "batch": (False,)},
+    ),
+    Rule(
+        {
+            (64, 64): (96, 64),
+            (80, 80): (48, 48),
+            (96, 96): (48, 32),
+            (112, 112): (32, 32),
+            (128, 128): (32, 32),
+            (192, 128): (32, 32),
+            (256, 256): (32, 32),
+        },
+        {"smem": up_to(200 * 1024 - 1), "batch": (False,)},
+    ),
+    Rule(
+        {
+            (64, 64): (112, 64),
+            (80, 80): (48, 48),
+            (96, 96): (48, 48),
+            (112, 112): (64, 32),
+            (128, 128): (64, 32),
+            (192, 128): (48, 32),
+            (256, 256): (64, 32),
+        },
+        {"batch": (False,)},
+    ),
+    # Batches, where lengths and addresses take registers that parameters do not; 0: the tile of 64 rows.
+    Rule(
+        {
+            (64, 64): (64, 32),
+            (80, 80): (64, 64),
+            (96, 96): (64, 64),
+            (112, 112): (64, 64),
+            (128, 128): (64, 64),
+            (192, 128): (48, 32),
+            (256, 256): (32, 32),
+        },
+        {"smem": up_to(128 * 1024 - 1), "batch": (True,)},
+    ),
+    Rule(
+        {
+            (64, 64): (96, 64),
+            (80, 80): (48, 48),
+            (96, 96): (48, 32),
+            (112, 112): (32, 32),
+            (128, 128): (32, 0),
+            (192, 128): (0, 0),
+            (256, 256): (32, 32),
+        },
+        {"smem": up_to(200 * 1024 - 1), "batch": (True,)},
+    ),
+    Rule(
+        {
+            (64, 64): (112, 64),
+            (80, 80): (48, 48),
+            (96, 96): (48, 32),
+            (112, 112): (64, 32),
+            (128, 128): (48, 0),
+            (192, 128): (48, 32),
+            (256, 256): (64, 0),
+        },
+        {"batch": (True,)},
+    ),
+)
 
 
 class Variant(NamedTuple):
@@ -112,15 +135,8 @@ def tile_dims(head_dims: tuple[int, int]) -> tuple[int, int] | None:
 
 def choose(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     """Returns the tile for `packed_rows` = qo_len * group rows."""
-    if variant.fp8:
-        return _fp8(variant, packed_rows, arch)
-    if variant.head_dims == WIDE_HEAD_DIMS:
-        return _wide(variant, packed_rows, arch)
-    if packed_rows <= DECODE_ROWS:
-        return _decode_converted(variant, arch) if variant.kv_dtype else _decode(variant.head_dims, arch)
-    if packed_rows <= APPEND_ROWS or variant.kv_dtype:  # conversion needs registers: 128 rows leave none
-        return _append(variant, arch)
-    return _prefill(variant, arch)
+    known = {"packed_rows": packed_rows, **variant._asdict()}
+    return first(RULES, known).value(variant, packed_rows, arch)
 
 
 def candidates(variant: Variant, arch: Arch) -> list[Tile]:
@@ -137,19 +153,14 @@ def resident_ctas(tile: Tile, variant: Variant, arch: Arch) -> int:
     return max(1, min(by_smem, by_registers))
 
 
-def _prefill(variant: Variant, arch: Arch) -> Tile:
+def _prefill(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     head_dims, small = variant.head_dims, arch.smem_limit < 128 * 1024
-    if small:
-        cols = _BATCH_COLS_99K if variant.batch else _COLS_99K
-    elif arch.smem_limit < 200 * 1024:
-        cols = _BATCH_COLS_163K if variant.batch else _COLS_163K
-    else:
-        cols = _BATCH_COLS_227K if variant.batch else _COLS_227K
+    cols = first(_COLS, {"smem": arch.smem_limit, "batch": variant.batch}).value
     dims = tile_dims(head_dims)
     assert dims is not None
     n = cols[dims][0 if variant.plain else 1]
     if n == 0:
-        return _append(variant, arch)
+        return _append(variant, packed_rows, arch)
     if small and dims[0] > 128:
         return Tile(64, n, 4, 1, 2)
     # Eight warps of 16 rows where 32 rows would need 256 registers for the output alone, and where, with 99 KB, only
@@ -157,7 +168,7 @@ def _prefill(variant: Variant, arch: Arch) -> Tile:
     return Tile(128, n, 8 if small or dims == (256, 256) else 4, 1, 2)
 
 
-def _append(variant: Variant, arch: Arch) -> Tile:
+def _append(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     """Returns the tile of 64 rows with the most columns that spill in no variant; ptxas leaves 8 bytes at some
     narrower.
     """
@@ -172,19 +183,19 @@ def _append(variant: Variant, arch: Arch) -> Tile:
     return Tile(64, 32 if narrow else 48, 4, 1, 2)
 
 
-def _decode(head_dims: tuple[int, int], arch: Arch) -> Tile:
+def _decode(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     """Returns a tile with about 100 KB in flight per CTA and two CTAs per SM: 4250 of 4420 GB/s at d 128 and 131072
     tokens on an H200.
     """
     line = 64  # elements of a 128-byte line, to which rows are padded
-    token_bytes = sum(-(-dim // line) * line * 2 for dim in head_dims)
+    token_bytes = sum(-(-dim // line) * line * 2 for dim in variant.head_dims)
     if arch.smem_limit < 128 * 1024:
         return Tile(DECODE_ROWS, 32, 1, 2, 3 if token_bytes <= 512 else 2)
     stages = {256: 5, 512: 3}.get(token_bytes, 2)
     return Tile(DECODE_ROWS, 64, 1, 4, stages)
 
 
-def _decode_converted(variant: Variant, arch: Arch) -> Tile:
+def _decode_converted(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     """Returns a tile for two CTAs per SM if their rings then keep enough in flight beside the 16-bit tile; with four
     warps if possible.
     """
@@ -230,3 +241,14 @@ def _wide(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
         if memory.bytes <= arch.smem_limit:
             return tile
     raise AssertionError(f"no tile for {variant} on {arch}")
+
+
+RULES: tuple[Rule[Callable[[Variant, int, Arch], Tile]], ...] = (
+    Rule(_fp8, {"fp8": (True,)}),
+    Rule(_wide, {"head_dims": (WIDE_HEAD_DIMS,)}),
+    Rule(_decode, {"packed_rows": up_to(DECODE_ROWS), "kv_dtype": ("",)}),
+    Rule(_decode_converted, {"packed_rows": up_to(DECODE_ROWS)}),
+    Rule(_append, {"packed_rows": up_to(APPEND_ROWS)}),
+    Rule(_prefill, {"kv_dtype": ("",)}),
+    Rule(_append, {}, "conversion needs registers: 128 rows leave none"),
+)

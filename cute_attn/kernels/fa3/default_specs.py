@@ -29,7 +29,7 @@ def default_specs() -> list[KernelSpec]:
     shared: dict[str, Any] = {"mask": "band", "schedule": "items", "group": 8}
     specs += [_spec((64, 64), window_left=window_left, **shared) for window_left in (127, 1023)]
     specs.append(_spec(llama, dtype=FP8_DTYPES[0], window_left=511, **shared))
-    for dims, launch in ((rule.head_dims, rule.launch) for rule in SIZED):
+    for (dims,), (launch, *_) in ((rule.when["head_dims"], rule.when["launch"]) for rule in SIZED):
         specs += [_spec(dims, launch=launch), _spec(dims, launch=launch, schedule="items")]
         specs.append(_spec(dims, launch=launch, split=True, out_dtype="float32"))
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]

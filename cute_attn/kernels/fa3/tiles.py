@@ -7,7 +7,8 @@ windows, mask bits, slopes and caps. Proposals: `python -m perf.tune`.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any
 
 from cute_attn.kernels.blocks.tiles import (
     FP8_HEAD_DIMS,
@@ -22,51 +23,29 @@ from cute_attn.kernels.blocks.tiles import (
     tile_dims,
 )
 from cute_attn.kernels.fa3.spec import HopperTile
+from cute_attn.kernels.rules import Rule, above, first, up_to
 
 ARCH = "sm_90a"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-MAX_WINDOW = 1 << 30  # keys: no `window_left` is larger
+WINDOWS = above(-1)  # of `window_left`; -1: none
+
+TileRule = Rule[HopperTile]
 
 
-class Rule(NamedTuple):
-    """A tile, and the problems that take it. The fields are those of `TileProblem`, unless said otherwise."""
+def _rule(dims: tuple[int, int], tile: HopperTile, operands: Operands = "", **when: Collection[Any]) -> TileRule:
+    """Make a rule of problems with these head dims and operands."""
+    return Rule(tile, {"head_dims": (dims,), "operands": (operands,), **when})
 
-    head_dims: tuple[int, int]
-    tile: HopperTile
-    operands: Operands = ""
-    plain: bool = False  # True: not where scores are modified or masked
-    causal: bool = False  # True: not where all rows see all keys
-    window: range = range(-1, MAX_WINDOW + 1)  # of `window_left`
-    group: int = 1  # query heads per kv head from which it pays, as these share the tile
-    dense: bool = False  # True: not where keys are in pages
-    launch: Launch | None = None  # least qo_len, most kv_len, and whether there are few rows
 
-    def applies(self, problem: TileProblem) -> bool:
-        """Tell whether a problem whose head dims and operands are those of the rule takes the tile."""
-        return (
-            (problem.plain or not self.plain)
-            and not (self.causal and problem.full)
-            and problem.window_left in self.window
-            and not (self.tile.from_first_key and problem.chunk_invariant)
-            and (self.group == 1 or (problem.group >= self.group and self.tile.q_box_rows % problem.group == 0))
-            and (self.launch is None or self._sized(problem.launch))
-            and (problem.kv == "dense" or (not self.dense and self._reads(problem)))
-        )
-
-    def _sized(self, launch: Launch) -> bool:
-        least = self.launch
-        assert least
-        return launch.qo_len >= least.qo_len and launch.kv_len <= least.kv_len and launch.few == least.few
-
-    def _reads(self, problem: TileProblem) -> bool:
-        """Tell whether the tile's keys may be in pages. Threads that gather rows need registers, which neither three
-        MMA warpgroups leave nor those that hold q nor several CTAs.
-        """
-        tile = self.tile
-        if problem.kv == "gathered":
-            return tile.mma_warpgroups == 2 and not tile.q_registers
-        aligned = tile.cols % PAGE_ALIGNED == 0 or problem.operands in ("fp8", "fp8_kv")
-        return aligned and not tile.from_first_key
+def _serves(tile: HopperTile, problem: TileProblem) -> bool:
+    """Tell whether a tile has kernels for a problem. Threads that gather rows of pages need registers, which neither
+    three MMA warpgroups leave nor those that hold q nor several CTAs.
+    """
+    if tile.from_first_key and (problem.chunk_invariant or problem.kv == "paged" or tile.q_box_rows % problem.group):
+        return False
+    if problem.kv == "gathered":
+        return tile.mma_warpgroups == 2 and not tile.q_registers
+    return problem.kv == "dense" or tile.cols % PAGE_ALIGNED == 0 or problem.operands in ("fp8", "fp8_kv")
 
 
 # Beside 128 x 128, 192 x 96 at head dim 96 makes 1.05 of its speed from 2048 tokens on, 1.07 to 1.11 from 4096; at 72,
@@ -92,18 +71,19 @@ _MODIFIED = {
 # Rows of few tokens compute the fewest scores that the window hides; several CTAs hide each other's first and last
 # steps. H100, 4 x 4096 tokens: d 64, 64/8 heads, window 128 202 TFLOP/s (160 with the last row's tile, 118 with that of
 # _MODIFIED), window 1024 412 (364, 355); d 128, window 128 214 instead of 183, window 1024 480 instead of 533.
+_SHARED = above(3)  # query heads per kv head from which it pays, as these share the tile
 _NARROW = (  # shortest windows first
-    Rule(
+    _rule(
         (64, 64), HopperTile(64, 48, 3, 2, ping_pong=False, per_sm=4, from_first_key=True),
-        window=range(192), group=4,
+        window_left=up_to(191), group=_SHARED,
     ),
-    Rule((64, 64), HopperTile(192, 96, 4, 2, from_first_key=True), window=range(1025), group=4),
-    Rule((64, 64), HopperTile(64, 64, 3, 2, ping_pong=False, per_sm=3), window=range(MAX_WINDOW + 1)),
-    Rule((128, 128), HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), window=range(385)),
+    _rule((64, 64), HopperTile(192, 96, 4, 2, from_first_key=True), window_left=up_to(1024), group=_SHARED),
+    _rule((64, 64), HopperTile(64, 64, 3, 2, ping_pong=False, per_sm=3), window_left=WINDOWS),
+    _rule((128, 128), HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), window_left=up_to(384)),
     # H100, 4 x 4096 tokens, 32/8 heads, window 512: 539 TFLOP/s instead of 440.
-    Rule(
+    _rule(
         (128, 128), HopperTile(192, 64, 3, 2, ping_pong=False, from_first_key=True), "fp8",
-        window=range(513), group=4,
+        window_left=up_to(512), group=_SHARED,
     ),
 )  # fmt: skip
 
@@ -119,19 +99,21 @@ PACKED_WINDOWS = {(64, 16): 1024, (128, 8): 512, (256, 16): 1024}
 # 16 x 1024 full 427 and 443. d 256, 8/8 heads, relative to _PLAIN: 1 x 16384 1.012, full 1.006, but 4 x 4096 full
 # 0.992: hence not in "long" launches. 64 x 197 tokens of 16 heads, full: d 64 173 and 142, d 72 136 and 106.
 _SHORT_64 = HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=64, per_sm=3)
-_LONG, _LONGEST, _FEW = Launch(LONG_TOKENS), Launch(LONGEST_TOKENS), Launch(kv_len=SHORT_KEYS, few=True)
-_SHORT, _SHORTEST = Launch(kv_len=SHORT_KEYS), Launch(kv_len=SHORTEST_KEYS)
+_ANY, _CAUSAL = (True, False), (False,)  # values of `full`
+_LONGEST, _FEW = (Launch(LONGEST_TOKENS),), (Launch(kv_len=SHORT_KEYS, few=True),)
+_LONG, _SHORTEST = (Launch(LONG_TOKENS), *_LONGEST), (Launch(kv_len=SHORTEST_KEYS),)
+_SHORT = (Launch(kv_len=SHORT_KEYS), *_SHORTEST)
 SIZED = tuple(
-    Rule(dims, tile, plain=True, causal=causal, dense=True, launch=launch)
-    for launch, dims, tile, causal in (
-        (_LONG, (128, 128), HopperTile(192, 80, 3, 1), False),
-        (_LONGEST, (256, 256), HopperTile(128, 64, 2, 1, ping_pong=False, q_registers=128), False),
-        (_FEW, (96, 96), HopperTile(128, 128, 2, 2), False),
-        (_FEW, (128, 128), HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), True),
-        (_SHORTEST, (64, 64), _SHORT_64, False),
-        (_SHORTEST, (96, 96), HopperTile(128, 112, 2, 1), False),
-        (_SHORT, (64, 64), _SHORT_64, True),
-        (_SHORT, (96, 96), HopperTile(128, 128, 2, 2), True),
+    _rule(dims, tile, plain=(True,), full=full, kv=("dense",), launch=launches)
+    for launches, dims, tile, full in (
+        (_LONG, (128, 128), HopperTile(192, 80, 3, 1), _ANY),
+        (_LONGEST, (256, 256), HopperTile(128, 64, 2, 1, ping_pong=False, q_registers=128), _ANY),
+        (_FEW, (96, 96), HopperTile(128, 128, 2, 2), _ANY),
+        (_FEW, (128, 128), HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), _CAUSAL),
+        (_SHORTEST, (64, 64), _SHORT_64, _ANY),
+        (_SHORTEST, (96, 96), HopperTile(128, 112, 2, 1), _ANY),
+        (_SHORT, (64, 64), _SHORT_64, _CAUSAL),
+        (_SHORT, (96, 96), HopperTile(128, 128, 2, 2), _CAUSAL),
     )
 )
 
@@ -180,8 +162,8 @@ _ANY_OF: dict[Operands, dict[tuple[int, int], HopperTile]] = {
 RULES = (  # the first that applies
     *_NARROW,
     *SIZED,
-    *(Rule(dims, tile, of, plain=True) for of, tiles in _PLAIN_OF.items() for dims, tile in tiles.items()),
-    *(Rule(dims, tile, of) for of, tiles in _ANY_OF.items() for dims, tile in tiles.items()),
+    *(_rule(dims, tile, of, plain=(True,)) for of, tiles in _PLAIN_OF.items() for dims, tile in tiles.items()),
+    *(_rule(dims, tile, of) for of, tiles in _ANY_OF.items() for dims, tile in tiles.items()),
 )
 
 # Minimum tokens per box with which pages are loaded by TMA instead of gathered by a warpgroup. A box costs TMA some 45
@@ -202,14 +184,15 @@ def choose(problem: TileProblem) -> HopperTile:
     """Return the tile of a problem."""
     operands = problem.operands
     dims = tile_dims(problem.head_dims, FP8_HEAD_DIMS if operands == "fp8" else HEAD_DIMS)
-    of_dims = (rule for rule in RULES if rule.head_dims == dims and rule.operands == operands)
-    return next(rule.tile for rule in of_dims if rule.applies(problem))
+    serving = (rule for rule in RULES if _serves(rule.value, problem))
+    return first(serving, {**problem._asdict(), "head_dims": dims}).value
 
 
 def candidates(operands: Operands = "") -> dict[tuple[int, int], list[HopperTile]]:
     """List every tile that `choose` may return, by head dims."""
     found: dict[tuple[int, int], dict[HopperTile, None]] = {}
     for rule in RULES:
-        if rule.operands == operands:
-            found.setdefault(rule.head_dims, {})[rule.tile] = None
+        if operands in rule.when["operands"]:
+            for dims in rule.when["head_dims"]:
+                found.setdefault(dims, {})[rule.value] = None
     return {dims: list(tiles) for dims, tiles in found.items()}

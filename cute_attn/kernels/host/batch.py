@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -23,7 +22,6 @@ Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; 
 # ^ force
 
 COMBINE_CTAS = 16  # CTAs of 128 threads resident per SM: a larger grid only starts and ends where few rows are merged
-MAX_LAUNCHES = 1024  # numbers of records, for which sizes of launches are kept
 
 T_co = TypeVar("T_co", covariant=True)  # a family's tile
 
@@ -126,7 +124,6 @@ def sized(
     return BatchSchedule(tiling, work, launches, limits.keeps_address)
 
 
-@functools.lru_cache(MAX_LAUNCHES)
 def _launches(
     tiling: Tiling[Any], items: int, merges: int, rows_per_merge: int, limits: BatchLimits, sms: int
 ) -> Launches:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 
-
-@functools.lru_cache(1024)  # divisors
 def magic(divisor: int) -> tuple[int, int]:
     """Returns (multiplier as a signed 32-bit integer, shift): n // divisor = (n * multiplier >> 32) >> shift for 0 <= n
     < 2^31.

@@ -16,7 +16,7 @@ from cute_attn.kernels.host.params import Fields
 from cute_attn.runtime.launch import Launch
 from cute_attn.runtime.param_block import Values
 
-MAX_SETTINGS = 256  # settings of the layers of a model, for which tilings and prepared kernels are kept
+MAX_SETTINGS = 512  # of the layers of a model, for which tilings and prepared kernels are kept
 
 Grid = tuple[int, int, int]
 Addresses = Callable[[tuple[int, int, int, int, int, int]], Values]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from cute_attn.kernels.blocks.tiles import UNKNOWN
 from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.rules import Rule, above, first, up_to
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import (
-    MAX_HEAD_DIM,
     PAIRED_ROWS,
     SCALE_BLOCK,
     WARP_DIM,
@@ -31,13 +30,13 @@ LONG = 65536  # keys of one request of 5 to 8 kv heads of 16 bits that clusters 
 
 
 class Shape(NamedTuple):
-    """What is known of a launch when its kernel is chosen."""
+    """What is known of a launch when its kernel is chosen. None: not known."""
 
     requests: int
     kv_heads: int = 1
     units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
-    kv_len: int = UNKNOWN  # most keys of a request, in all launches; UNKNOWN: it may grow
-    window: int = -1  # `window_left`, if no row sees more than SHORT keys; else -1
+    kv_len: int | None = None  # most keys of a request, in all launches
+    window: int | None = None  # `window_left`, if no row sees more than SHORT keys
     even: bool = False  # requests are about equally long, and stay so
 
 
@@ -66,52 +65,13 @@ class Ring(NamedTuple):
         return self._replace(prefetch="smem", prefetch_keys=keys)
 
 
-def up_to(most: int) -> range:
-    """Numbers from 0 to `most`."""
-    return range(most + 1)
+Rings = tuple[Ring, ...]  # in order of preference
 
 
-def above(most: int) -> range:
-    """Numbers larger than `most` that are known."""
-    return range(most + 1, UNKNOWN)
-
-
-ANY = up_to(UNKNOWN)
-
-
-@dataclass(frozen=True, eq=False)
-class Rule:
-    """Rings, in order of preference, of launches over caches of some bits per element. Compared by identity: it is part
-    of keys. The fields after `rings` say of which launches.
-    """
-
-    bits: int
-    rings: tuple[Ring, ...]
-    head_dims: range = range(1, MAX_HEAD_DIM + 1)
-    requests: range = ANY
-    pairs: range = ANY  # of a request and a kv head
-    units: range = ANY
-    kv_len: range = ANY
-    window: range = range(-1, SHORT + 1)
-    even: bool = False  # only these
-
-    def applies(self, head_dim: int, shape: Shape) -> bool:
-        """Tell whether the rule is for a launch over a cache of as many bits."""
-        return (
-            head_dim in self.head_dims
-            and shape.window in self.window
-            and shape.requests in self.requests
-            and shape.requests * shape.kv_heads in self.pairs
-            and shape.units in self.units
-            and shape.kv_len in self.kv_len
-            and (shape.even or not self.even)
-        )
-
-    def covers(self, other: Rule) -> bool:
-        """Tell whether the rule applies to every launch to which another does."""
-        fields = ("window", "requests", "pairs", "units", "kv_len")
-        ranges = ((getattr(self, name), getattr(other, name)) for name in fields)
-        return all(a.start <= b.start and b.stop <= a.stop for a, b in ranges) and (other.even or not self.even)
+def _rule(bits: int, rings: Rings, head_dims: range | None = None, **when: Collection[Any]) -> tuple[int, Rule[Rings]]:
+    """Make a rule of launches over caches of some bits per element."""
+    dims = {} if head_dims is None else {"head_dim": head_dims}
+    return bits, Rule(rings, {**dims, **when})
 
 
 class Table(NamedTuple):
@@ -123,8 +83,15 @@ class Table(NamedTuple):
     their last bytes arrive, and room for a guest lets the next launch start meanwhile.
     """
 
-    rules: tuple[Rule, ...]
+    rules: Mapping[int, tuple[Rule[Rings], ...]]  # by bits per element of the cache
     in_flight: int = 0
+
+
+def _table(rules: Iterable[tuple[int, Rule[Rings]]], in_flight: int = 0) -> Table:
+    by_bits: dict[int, list[Rule[Rings]]] = {}
+    for bits, rule in rules:
+        by_bits.setdefault(bits, []).append(rule)
+    return Table({bits: tuple(of_bits) for bits, of_bits in by_bits.items()}, in_flight)
 
 
 OTHER_RINGS = (
@@ -143,33 +110,33 @@ _SHORT_RINGS = {
     1024: Ring(4, 3, 2, 8192, work="whole"),
 }
 _SHORT = tuple(
-    Rule(bits, (ring,), range(1, size * 8 // bits + 1), window=SHORT_WINDOWS)
+    _rule(bits, (ring,), range(1, size * 8 // bits + 1), window=SHORT_WINDOWS)
     for bits in (16, 8, 4)
     for size, ring in _SHORT_RINGS.items()
 )
 # Measured on H100 and H200 (`python -m perf.tune decode`).
 _FEW = (
-    Rule(16, (Ring(8, 2, 1, 8192),), pairs=up_to(FEW)),
-    Rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
-    Rule(4, (Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
+    _rule(16, (Ring(8, 2, 1, 8192),), pairs=up_to(FEW)),
+    _rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
+    _rule(4, (Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
 )
 _MANY = (
-    Rule(16, (Ring(4, 3, 1, 8192),)),
-    Rule(8, (Ring(8, 2, 1, 8192), Ring(4, 2, 3, 8192))),
-    Rule(4, (Ring(2, 2, 2, 8192), Ring(4, 3, 2, 4096))),
+    _rule(16, (Ring(4, 3, 1, 8192),)),
+    _rule(8, (Ring(8, 2, 1, 8192), Ring(4, 2, 3, 8192))),
+    _rule(4, (Ring(2, 2, 2, 8192), Ring(4, 3, 2, 4096))),
 )
-DEFAULT = Table((*_SHORT, *_FEW, *_MANY))
+DEFAULT = _table((*_SHORT, *_FEW, *_MANY))
 # For 8 TB/s over 148 SMs, of which none has been measured: what arrives in 1 us is 54 KB. At that rate NVFP4 leaves 20
 # issue slots per token. Those that a tile takes whatever its size are spread over more tokens here.
-FAST_MEMORY = Table(
+FAST_MEMORY = _table(
     (
         *_SHORT,
-        Rule(16, (Ring(8, 3, 1, 8192), Ring(8, 2, 1, 8192)), pairs=up_to(FEW)),
-        Rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192)), pairs=up_to(FEW)),
-        Rule(4, (Ring(8, 3, 1, 8192), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
-        Rule(16, (Ring(4, 3, 2, 8192),)),
-        Rule(8, (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192))),
-        Rule(4, (Ring(4, 3, 2, 8192, most=128),)),
+        _rule(16, (Ring(8, 3, 1, 8192), Ring(8, 2, 1, 8192)), pairs=up_to(FEW)),
+        _rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192)), pairs=up_to(FEW)),
+        _rule(4, (Ring(8, 3, 1, 8192), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
+        _rule(16, (Ring(4, 3, 2, 8192),)),
+        _rule(8, (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192))),
+        _rule(4, (Ring(4, 3, 2, 8192, most=128),)),
     ),
     in_flight=64 << 10,
 )
@@ -193,17 +160,17 @@ _ONE_16 = (Ring(4, 3, 1, 8192, guests=1).in_clusters(6), Ring(4, 3, 1, 8192).in_
 # _SHORT: 8 requests 1.33 and 1.39, 256 1.04 and 1.07; of 32 all rings with keys ahead are slower, 0.96 and less.
 _SHORTEST = up_to(127)  # windows that CTAs fetch ahead whole; 512 keys may take 1.7 times as long then (H100)
 _HOPPER_WINDOWS = (
-    Rule(8, (_FEW_OF_128,), _NARROW, window=_SHORTEST, pairs=up_to(FEW)),
-    Rule(8, _HEADS_OF_128, _NARROW, window=_SHORTEST, pairs=up_to(512)),
-    Rule(
+    _rule(8, (_FEW_OF_128,), _NARROW, window=_SHORTEST, pairs=up_to(FEW)),
+    _rule(8, _HEADS_OF_128, _NARROW, window=_SHORTEST, pairs=up_to(512)),
+    _rule(
         8, (Ring(2, 5, 4, 4096, work="heads").to_l2(SHORT), _SHORT_RINGS[64]), _NARROW,
         window=_SHORTEST, pairs=above(EVEN - 1),
     ),
-    Rule(16, (_FEW_OF_128._replace(slot=4096),), _NARROW, window=_SHORTEST, pairs=up_to(256)),
-    Rule(
+    _rule(16, (_FEW_OF_128._replace(slot=4096),), _NARROW, window=_SHORTEST, pairs=up_to(256)),
+    _rule(
         8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED, window=range(128, SHORT + 1), pairs=up_to(FEW)
     ),
-    Rule(8, _WHOLE_HEADS, _MEASURED, window=range(128, SHORT + 1), pairs=above(EVEN - 1)),
+    _rule(8, _WHOLE_HEADS, _MEASURED, window=range(128, SHORT + 1), pairs=above(EVEN - 1)),
 )  # fmt: skip
 # One request, whose units have clusters of their own. Of 6 CTAs more clusters run at once than of 8, whose GPC leaves
 # SMs over. us without and with keys ahead or a guest: 1 x 8192, 8/1 heads, bf16 6.9 and 6.5, 8 bits 6.6 and 5.8; 28/4
@@ -214,52 +181,55 @@ _HOPPER_WINDOWS = (
 _ONE = range(1, 2)  # requests, and units
 _SEVERAL = range(5, 9)  # units
 _HOPPER_ONE = (
-    Rule(16, (Ring(8, 2, 1, 8192).in_clusters(8).to_smem(16),), _MEASURED, _ONE, units=_ONE),
-    Rule(16, _ALONE_16, _CLUSTERED, _ONE, units=_ONE),
-    Rule(
-        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64),), _MEASURED, _ONE,
+    _rule(16, (Ring(8, 2, 1, 8192).in_clusters(8).to_smem(16),), _MEASURED, requests=_ONE, units=_ONE),
+    _rule(16, _ALONE_16, _CLUSTERED, requests=_ONE, units=_ONE),
+    _rule(
+        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64),), _MEASURED, requests=_ONE,
         units=_SEVERAL, kv_len=up_to(2048),
     ),
-    Rule(
-        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(16),), _MEASURED, _ONE,
+    _rule(
+        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(16),), _MEASURED, requests=_ONE,
         units=_SEVERAL, kv_len=up_to(8192),
     ),
-    Rule(16, _FEW[0].rings, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, kv_len=above(LONG)),
-    Rule(16, (Ring(8, 2, 1, 8192).in_clusters(6).to_smem(16),), _MEASURED, _ONE, units=up_to(8)),
-    Rule(16, _ONE_16, _CLUSTERED, _ONE, units=up_to(8)),
-    Rule(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, _ONE, units=up_to(4)),
-    Rule(8, (Ring(8, 4, 1, 4096).in_clusters(8), Ring(8, 3, 1, 4096).in_clusters(8)), _CLUSTERED, _ONE, units=up_to(4)),
-    Rule(
-        8, (Ring(8, 2, 1, 4096, guests=1).in_clusters(8).to_l2(128),), _MEASURED, _ONE,
+    _rule(16, _FEW[0][1].value, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, kv_len=above(LONG)),
+    _rule(16, (Ring(8, 2, 1, 8192).in_clusters(6).to_smem(16),), _MEASURED, requests=_ONE, units=up_to(8)),
+    _rule(16, _ONE_16, _CLUSTERED, requests=_ONE, units=up_to(8)),
+    _rule(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, requests=_ONE, units=up_to(4)),
+    _rule(
+        8, (Ring(8, 4, 1, 4096).in_clusters(8), Ring(8, 3, 1, 4096).in_clusters(8)), _CLUSTERED,
+        requests=_ONE, units=up_to(4),
+    ),
+    _rule(
+        8, (Ring(8, 2, 1, 4096, guests=1).in_clusters(8).to_l2(128),), _MEASURED, requests=_ONE,
         units=_SEVERAL, kv_len=up_to(2048),
     ),
-    Rule(
-        8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, _ONE,
+    _rule(
+        8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, requests=_ONE,
         units=_SEVERAL, kv_len=up_to(8192),
     ),
-    Rule(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED, _ONE, units=up_to(4)),
-    *(replace(rule, requests=_ONE) for rule in _FEW),
+    _rule(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED, requests=_ONE, units=up_to(4)),
+    *((bits, Rule(rule.value, {**rule.when, "requests": _ONE})) for bits, rule in _FEW),
 )  # fmt: skip
 # Keys to L2: what a launch fetches while CTAs of the preceding one end, one after the other, its own would wait for.
 # Tiles to shared memory, relative to that, H100 and H200: clusters over 16 bits, 1 x 2048 and 1 x 8192, 1.01 to 1.07
 # times as fast, over 8 bits 0.94 to 0.98; 64 windows 1.02 and 0.98. Time lies in instructions as much as in latencies
 # there.
-HOPPER = Table(
+HOPPER = _table(
     (
         *_HOPPER_WINDOWS,
         *_SHORT,
         *_HOPPER_ONE,
         # 8 x 8192: 1.01 to 1.02 times as fast as the rings of long requests, 1 x 131072 0.98 (8 bits, H100).
-        Rule(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED, pairs=up_to(FEW)),
-        Rule(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED, pairs=up_to(FEW)),
+        _rule(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED, pairs=up_to(FEW)),
+        _rule(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED, pairs=up_to(FEW)),
         *_FEW,
         # 1.02 to 1.03 times as fast as CTAs that cut segments (H100, 256 x 1024 and 512 x 512; H200 1.07), but of 64 x
         # 8192, 8 bits, 1.01 on an H100 and 0.95 on an H200. With a kv head for each warp, 1.03 to 1.04 times as fast
         # again over 8 bits, 1.002 over 16 (H100).
-        Rule(8, _WHOLE_HEADS, _MEASURED, pairs=above(EVEN - 1), even=True),
-        Rule(16, (Ring(2, 3, 4, 8192, work="whole"),), _MEASURED, pairs=above(EVEN - 1), even=True),
+        _rule(8, _WHOLE_HEADS, _MEASURED, pairs=above(EVEN - 1), even=(True,)),
+        _rule(16, (Ring(2, 3, 4, 8192, work="whole"),), _MEASURED, pairs=above(EVEN - 1), even=(True,)),
         # 64 x 2048: 1.02 (H100) and 1.00 (H200).
-        Rule(8, (Ring(8, 2, 1, 8192).to_l2(128),), _MEASURED),
+        _rule(8, (Ring(8, 2, 1, 8192).to_l2(128),), _MEASURED),
         *_MANY,
     )
 )
@@ -272,23 +242,25 @@ def table_of(arch: Arch) -> Table:
     return TABLES.get(arch.capability[0], DEFAULT)
 
 
-def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule:
+def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
-    return next(rule for rule in table_of(arch).rules if rule.bits == bits and rule.applies(head_dim, shape))
+    pairs = shape.requests * shape.kv_heads
+    return first(table_of(arch).rules[bits], {"head_dim": head_dim, "pairs": pairs, **shape._asdict()})
 
 
-def rules(arch: Arch, bits: int, head_dim: int) -> list[Rule]:
+def rules(arch: Arch, bits: int, head_dim: int) -> list[Rule[Rings]]:
     """Return every rule that a launch may follow over a cache of `bits` per element."""
-    found: list[Rule] = []
-    for rule in table_of(arch).rules:
-        if rule.bits == bits and head_dim in rule.head_dims and not any(earlier.covers(rule) for earlier in found):
+    found: list[Rule[Rings]] = []
+    for rule in table_of(arch).rules[bits]:
+        of_dim = head_dim in rule.when.get("head_dim", (head_dim,))
+        if of_dim and not any(earlier.covers(rule, ("head_dim",)) for earlier in found):
             found.append(rule)
     return found
 
 
 def choose(
     q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool,
-    rule: Rule, arch: Arch, num_kv_heads: int = 1,
+    rule: Rule[Rings], arch: Arch, num_kv_heads: int = 1,
 ) -> XqaSpec:  # fmt: skip
     """Choose the kernel for `packed_rows` = q_len * group rows by a rule for the cache. Rings whose warps have a head
     each are for multiples of so many."""
@@ -296,13 +268,13 @@ def choose(
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
     # Blocks that lanes read whole take fewer instructions than pairs.
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS and not (arch.converts_e2m1 and head_dim >= 128)
-    work: Work = "whole" if rule.rings[0].work in WHOLE else "shares"
+    work: Work = "whole" if rule.value[0].work in WHOLE else "shares"
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),
             r.warps, r.stages, r.ctas, paired, r.guests, r.work, r.cluster_size, r.prefetch, r.prefetch_keys,
         )
-        for r in (*rule.rings, *(ring._replace(work=work) for ring in OTHER_RINGS))
+        for r in (*rule.value, *(ring._replace(work=work) for ring in OTHER_RINGS))
     ]  # fmt: skip
     fitting = [spec for spec in specs if _fits(spec, arch) and num_kv_heads % spec.heads == 0]
     return next((spec for spec in fitting if in_flight(spec) >= table_of(arch).in_flight), max(fitting, key=in_flight))

@@ -5,7 +5,6 @@ Everything but addresses and scales is memoised by the tensors' layouts.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -15,12 +14,12 @@ from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, A
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import Fields, divisor
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.request.append import NO_SCALES, Append, Scale
 from cute_attn.request.page_table import OwnRows, PageTable, SlotMapping
 from cute_attn.runtime.launch import Bound, Settled, current_stream
 
 LARGEST = (1 << 31) - THREADS  # units of a launch, slots and indices: the kernel counts in 32 bits
-MAX_LAYOUTS = 256
 KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 INDEX_DTYPES = (torch.int32, torch.int64)
 SLOTS = {PageTable: "pages", SlotMapping: "mapped", OwnRows: "rows"}
@@ -72,10 +71,10 @@ def run(append: Append, gpu: Gpu) -> bool:
     tensors = *append.rows, *append.caches, *append.block_scales, *indices
     addresses = [x.data_ptr() for x in tensors]
     layouts = tuple([(x.shape, x.stride(), x.dtype, a & 15) for x, a in zip(tensors, addresses, strict=True)])
-    prepared = _prepared(append.stored, slots, layouts, gpu)
-    if prepared is None:
+    found = prepared(_launches, append.stored, slots, layouts, gpu)
+    if found is None:
         return False
-    launch, settled = prepared
+    launch, settled = found
     numbers, places = _numbers(append.scales)
     launch.fire(current_stream(gpu.device_index), (*addresses, *numbers, *places), settled)
     return True
@@ -140,8 +139,7 @@ def _copy_access(rows: Layout, cache: Layout) -> int:
     return min(rows.alignment, cache.alignment, row_bytes & -row_bytes or VECTOR)
 
 
-@functools.lru_cache(MAX_LAYOUTS)
-def _prepared(stored: str, slots: str, layouts: tuple[Any, ...], gpu: Gpu) -> tuple[Bound, Settled] | None:
+def _launches(stored: str, slots: str, layouts: tuple[Any, ...], gpu: Gpu) -> tuple[Bound, Settled] | None:
     """Returns launches of the kernel by the addresses of rows, caches, block scales and indices, then numbers and
     addresses of scales, and their grid. None: the kernel cannot run the request, or there is nothing to write.
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 from cute_attn.kernels.fa2 import tiles
 from cute_attn.kernels.fa2.host.variant import variant
 from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.host.batch import Tiling
-from cute_attn.kernels.host.prepared import MAX_SETTINGS
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.schedule.batch import SchedulerParams, typical_qo_len
@@ -23,10 +21,9 @@ def batch_tiling(settings: Settings, lengths: BatchLengths, limits: BatchLimits,
     rows = MANY_ROWS  # with which a decode step has the bits of a prefill
     if not features.chunk_invariant:
         rows = min(typical_qo_len(lengths, limits) * features.num_qo_heads // features.num_kv_heads, MANY_ROWS)
-    return tiling(settings, rows, arch, sms)
+    return prepared(tiling, settings, rows, arch, sms)
 
 
-@functools.lru_cache(MAX_SETTINGS)
 def tiling(settings: Settings, rows: int, arch: Arch, sms: int) -> Tiling[Tile]:
     """Returns the tiling for requests of `rows` packed rows."""
     features = settings.features

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cute_attn.kernels.fa2.host.batch import MANY_ROWS, tiling
 from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.host.params import UNBOUNDED
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.host.single import SingleSchedule
 from cute_attn.problem import Settings
 from cute_attn.runtime.arch import Arch
@@ -23,7 +24,7 @@ class Scheduler:
         """Returns the schedule of a request with these lengths."""
         causal, window_left = self.settings.causal, self.settings.window_left
         rows, position = qo_len * self.group_size, kv_len - qo_len  # of query row 0
-        chosen = tiling(self.settings, min(rows, MANY_ROWS), self.arch, self.sms)
+        chosen = prepared(tiling, self.settings, min(rows, MANY_ROWS), self.arch, self.sms)
         tile, params = chosen.tile, chosen.params
         ctas = -(-rows // tile.rows) * params.num_kv_heads
         kv_tiles = visible_tiles = -(-kv_len // tile.cols)

@@ -13,11 +13,12 @@ from cute_attn.kernels.host.batch import BatchRun
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
+from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa.host import lengths as device_lengths
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
 from cute_attn.kernels.xqa.host.prepared import XqaKernel
 from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
-from cute_attn.kernels.xqa.tiles import Rule
+from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.param_block import Values
@@ -32,7 +33,7 @@ LAST_WAVE = 1 / 4
 class XqaBatchSchedule(NamedTuple):
     """Kernel, grid and records of a plan."""
 
-    rule: Rule
+    rule: Rule[Rings]
     config: LaunchConfig
     batch_size: int
     records: np.ndarray  # keys of every request, index of its first page, and a counter of zero for every CTA
@@ -61,7 +62,7 @@ def schedule(
     batch_size = lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
     rule = rule_of_batch(settings, lengths, limits, arch, sms)
-    config = launch_config(settings, qo_len, rule, arch, sms, limits.workspace_bytes)
+    config = prepared(launch_config, settings, qo_len, rule, arch, sms, limits.workspace_bytes)
     records = allocate(2 * batch_size + config.ctas)
     records[2 * batch_size :] = 0
     if isinstance(lengths, DeviceLengths):
@@ -73,7 +74,7 @@ def schedule(
 
 def rule_of_batch(
     settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, sms: int
-) -> Rule:
+) -> Rule[Rings]:
     """Return the rule that a batch follows. It depends on lengths only where launches are not captured; lengths on the
     device have the bound that kv_indices has room for.
     """
@@ -88,8 +89,8 @@ def rule_of_batch(
         even = longest * batch_size <= MOST_UNEVEN * lengths.total_kv
     shape = shape_of(batch_size, settings, qo_len, longest, even)
     rule = rule_of(features, arch, shape)
-    if rule.even:
-        config = launch_config(settings, qo_len, rule, arch, sms)
+    if "even" in rule.when:
+        config = prepared(launch_config, settings, qo_len, rule, arch, sms)
         at_a_time = sms * config.spec.ctas
         if 0 < config.grid[0] * batch_size % at_a_time < LAST_WAVE * at_a_time:
             return rule_of(features, arch, shape._replace(even=False))

@@ -48,7 +48,7 @@ class DecodeRun:
         tables, scratch, index = problem.block_tables, problem.scratch, gpu.device_index
         rows, width = tables.shape
         rule = rule_of(settings.features, gpu.arch, shape_of_call(problem))
-        kernel = prepared(XqaKernel, settings, launch_config(settings, qo_len, rule, gpu.arch, gpu.sms), gpu)
+        kernel = prepared(XqaKernel, settings, prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms), gpu)
         config, longest, step = kernel.config, problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = kernel.request((step, 0, rows), (rows - 1) * step + width)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cute_attn.kernels.host.prepared import MAX_SETTINGS, Grid
+from cute_attn.kernels.host.prepared import Grid
+from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa.host.variant import choose_spec
 from cute_attn.kernels.xqa.spec import DecodeSpec, Work, XqaSpec
-from cute_attn.kernels.xqa.tiles import Rule
+from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import Settings
 from cute_attn.runtime.arch import Arch
@@ -51,9 +51,8 @@ class LaunchConfig(NamedTuple):
         return (self.grid[0], batch_size, 1) if self.spec.whole else self.grid
 
 
-@functools.lru_cache(MAX_SETTINGS)
 def launch_config(
-    settings: Settings, qo_len: int, rule: Rule, arch: Arch, sms: int, workspace_bytes: int = UNLIMITED
+    settings: Settings, qo_len: int, rule: Rule[Rings], arch: Arch, sms: int, workspace_bytes: int = UNLIMITED
 ) -> LaunchConfig:
     """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for the
     settings' features. `workspace_bytes`: room for partial results; fewer CTAs, down to one, need less.

@@ -20,10 +20,11 @@ from cute_attn.kernels.host.operands import (
 )
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.host.single import Tensors
+from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, XqaKernel
 from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
-from cute_attn.kernels.xqa.tiles import Rule
+from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime import capture, counters
 from cute_attn.runtime.arch import MAX_DEVICES
@@ -76,7 +77,7 @@ class SingleRun:
             return launch_nothing
         settings, block_scales = self.settings, block_scale_strides(problem)
         roles, _ = optional_tensors(problem)
-        bound: dict[Rule, SingleLaunches] = {}
+        bound: dict[Rule[Rings], SingleLaunches] = {}
         latest: tuple[int, SingleLaunches] | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:

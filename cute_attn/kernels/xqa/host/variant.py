@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cute_attn.kernels.blocks.tiles import UNKNOWN
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.features import kv_dtype
+from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.kernels.xqa.tiles import Rule, Shape
+from cute_attn.kernels.xqa.tiles import Rings, Shape
 from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import DecodeProblem, Features, Request, Settings, short
@@ -18,7 +18,7 @@ from cute_attn.schedule.split_kv import ceil_div
 MAX_GRID_Y = 65535  # CTAs along the second axis of a grid: requests of which each has some of its own
 
 
-def shape_of(batch_size: int, settings: Settings, qo_len: int, longest: int = UNKNOWN, even: bool = False) -> Shape:
+def shape_of(batch_size: int, settings: Settings, qo_len: int, longest: int | None = None, even: bool = False) -> Shape:
     """Return what is known of a launch. `longest`: most keys of a request, in all launches; `even`: requests are about
     equally long, and stay so.
     """
@@ -26,7 +26,7 @@ def shape_of(batch_size: int, settings: Settings, qo_len: int, longest: int = UN
     blocks = ceil_div(qo_len * (settings.features.num_qo_heads // kv_heads), tiles.MOST_ROWS)
     in_grid = batch_size <= MAX_GRID_Y
     short = in_grid and 0 <= window <= tiles.SHORT - qo_len
-    return Shape(batch_size, kv_heads, kv_heads * blocks, longest, window if short else -1, even and in_grid)
+    return Shape(batch_size, kv_heads, kv_heads * blocks, longest, window if short else None, even and in_grid)
 
 
 def shape_of_call(problem: Request) -> Shape:
@@ -35,20 +35,20 @@ def shape_of_call(problem: Request) -> Shape:
     if not isinstance(problem, DecodeProblem):
         return shape_of(1, settings, qo_len, problem.kv_len)
     most = problem.max_kv_len  # engines pass what their model allows, which says little if it is much
-    return shape_of(len(problem.seq_lens), settings, qo_len, most if most <= tiles.LONG else UNKNOWN)
+    return shape_of(len(problem.seq_lens), settings, qo_len, most if most <= tiles.LONG else None)
 
 
-def rule_of(features: Features, arch: Arch, shape: Shape) -> Rule:
+def rule_of(features: Features, arch: Arch, shape: Shape) -> Rule[Rings]:
     """Return the rule by which a launch over these caches takes a kernel."""
     return tiles.find(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, shape)
 
 
-def rules(features: Features, arch: Arch) -> list[Rule]:
+def rules(features: Features, arch: Arch) -> list[Rule[Rings]]:
     """Return every rule that launches over these caches may follow."""
     return tiles.rules(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk)
 
 
-def choose_spec(features: Features, qo_len: int, rule: Rule, arch: Arch) -> XqaSpec | XqaUmmaSpec:
+def choose_spec(features: Features, qo_len: int, rule: Rule[Rings], arch: Arch) -> XqaSpec | XqaUmmaSpec:
     """Return the kernel for `qo_len` query tokens per request."""
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     dtypes = short(features.q_dtype), kv_dtype(features), short(features.o_dtype)

@@ -1,0 +1,56 @@
+"""Rules of choice: of tiles, rings and backends. Of several, the first that applies decides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+MOST = 1 << 62  # beyond every length and number
+
+
+def up_to(most: int) -> range:
+    """Return the numbers from 0 to `most`."""
+    return range(most + 1)
+
+
+def above(most: int) -> range:
+    """Return the numbers larger than `most`."""
+    return range(most + 1, MOST)
+
+
+@dataclass(frozen=True, eq=False)
+class Rule(Generic[T]):
+    """A choice, and what it is for. Compared by identity: it is part of keys."""
+
+    value: T
+    when: Mapping[str, Collection[Any]]  # values by the name of what is known of a launch
+    note: str = ""  # what was measured, and on which GPU
+
+    def covers(self, other: Rule[T], given: Collection[str] = ()) -> bool:
+        """Tell whether the rule applies to every launch to which another does, which agree in the names `given`."""
+        return all(
+            name in other.when and _contains(values, other.when[name])
+            for name, values in self.when.items()
+            if name not in given
+        )
+
+
+def _contains(values: Collection[Any], others: Collection[Any]) -> bool:
+    if isinstance(values, range) and isinstance(others, range):
+        return values.start <= others.start and others.stop <= values.stop
+    return all(value in values for value in others)
+
+
+def first(rules: Iterable[Rule[T]], known: Mapping[str, Any]) -> Rule[T]:
+    """Return the first rule for a launch of which this is known. None, not known, is among no values."""
+    for rule in rules:  # one loop, without calls: plans of decode come here
+        for name, values in rule.when.items():
+            value = known[name]
+            if value is None or value not in values:
+                break
+        else:
+            return rule
+    raise LookupError(f"no rule is for {dict(known)}")
