@@ -1,8 +1,8 @@
 """Latent attention (MLA) decode beside FlashInfer and FlashMLA: `python -m perf.latent --out perf/results/X.json`.
 
 Lengths and page tables are on the GPU; pages have 64 tokens. Launches are timed in CUDA graphs (`perf.harness`) that
-cycle through copies of the cache. Peers have no e4m3 caches of one scale on Hopper: there, they are timed with the conversion
-of the cache to bf16 that engines make in each layer. Outputs are compared with the formula first.
+cycle through copies of the cache. Peers have no e4m3 caches of one scale on Hopper: over these they are timed with the
+conversion of the cache to bf16 that engines make in each layer. Outputs are compared with the formula first.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class LatentWorkload:
         return 2.0 * self.requests * self.heads * pairs * (2 * LATENT + ROPE)
 
 
-SHAPES: tuple[tuple[int, ...], ...] = (  # requests, keys, heads, query tokens
-    *((1, 1024, 16), (32, 1024, 16), (128, 1024, 16), (64, 4096, 16), (1, 131072, 16), (64, 8192, 8)),
-    *((128, 4096, 128), (128, 4096, 128, 2), (128, 4096, 64)),
+WIDE = (
+    *(LatentWorkload(1, 1024, 16), LatentWorkload(32, 1024, 16), LatentWorkload(128, 1024, 16)),
+    *(LatentWorkload(64, 4096, 16), LatentWorkload(1, 131072, 16), LatentWorkload(64, 8192, 8)),
+    *(LatentWorkload(128, 4096, 128), LatentWorkload(128, 4096, 128, q_len=2), LatentWorkload(128, 4096, 64)),
 )
-WORKLOADS = [replace(LatentWorkload(*shape), narrow=narrow) for narrow in (False, True) for shape in SHAPES]
+WORKLOADS = [*WIDE, *(replace(w, narrow=True) for w in WIDE)]
 
 
 @dataclass(frozen=True)

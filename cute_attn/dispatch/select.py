@@ -19,12 +19,12 @@ from cute_attn.dispatch.capabilities import (
     CAPABILITIES,
     ELSEWHERE,
     EMULATOR,
-    ROWS_CLASSES,
     ROWS_OF_DECODE,
     UNKNOWN_LOAD,
     Backend,
     Load,
     counts_splits,
+    rows_classes,
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
@@ -91,7 +91,7 @@ def load_of(features: Features, qo_len: int, one_request: bool, unsplit: bool = 
 
 
 def load_class(features: Features, qo_len: int, one_request: bool, unsplit: bool = False) -> Load:
-    """Return `load_of` with its rows lowered to the largest of `ROWS_CLASSES` that they reach: selection
+    """Return `load_of` with its rows lowered to the largest of `rows_classes` that they reach: selection
     depends on nothing finer, and the cache of `chosen` stays small.
     """
     if features.device_lengths:
@@ -99,7 +99,8 @@ def load_class(features: Features, qo_len: int, one_request: bool, unsplit: bool
     if features.chunk_invariant:
         return UNKNOWN_LOAD
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return Load(ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, rows) - 1], one_request, unsplit)
+    classes = rows_classes(features.kv_dtype)
+    return Load(classes[bisect.bisect(classes, rows) - 1], one_request, unsplit)
 
 
 def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:

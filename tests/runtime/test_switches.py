@@ -39,7 +39,7 @@ def test_every_variable_of_the_sources_is_in_the_table() -> None:
     """And none is there that no source reads."""
     texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
     named = {name for text in texts.values() for name in re.findall(r"CUTE_ATTN_[A-Z_]*[A-Z]", text)}
-    named -= {"CUTE_ATTN_TEST", *switches.OF_TESTS}
+    named -= {"CUTE_ATTN_TEST", *switches.OF_TESTS, "CUTE_ATTN_MLA"}  # the last is the name of a backend in vLLM
     assert named == set(switches.VARIABLES)
     for name in switches.VARIABLES:
         symbol = name.removeprefix(switches.PREFIX)
