@@ -116,16 +116,17 @@ def overhead_tables(record: Record) -> list[str]:
     return [table(["host µs per call", "median (p20-p80)"], calls)]
 
 
-def append_tables(record: Record) -> list[str]:
-    """Returns the table of `perf.append`: microseconds of each candidate, then why some have none."""
-    names = list(record["append"][0]["candidates"])
+def call_tables(record: Record) -> list[str]:
+    """Returns the table of `perf.append` or `perf.latent`: microseconds of each candidate, then why some have none."""
+    rows = record["append"] if "append" in record else record["latent"]
+    names = list(rows[0]["candidates"])
     lines = []
-    for row in record["append"]:
+    for row in rows:
         found = row["candidates"]
         lines.append(
             (row["name"], *(f"{found[n]['median_us']:.2f}" if "median_us" in found[n] else "-" for n in names))
         )
-    reasons = _reasons(record["append"], {})
+    reasons = _reasons(rows, {})
     return [table(("us", *names), lines), *([reasons] if reasons else [])]
 
 
@@ -176,7 +177,8 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only records of one program have
     "overhead": overhead_tables,
-    "append": append_tables,
+    "append": call_tables,
+    "latent": call_tables,
     "transformers": transformers_tables,
     "distributed": distributed_tables,
     "summary": summary_tables,

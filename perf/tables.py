@@ -54,10 +54,12 @@ def find(gpu: str, name: str, results: Path = RESULTS) -> Record | None:
 
 
 def rows(gpu: str, section: str, results: Path = RESULTS) -> tuple[Record, list[Row]] | None:
-    """Returns the record that has the section's rows on this GPU, and these rows; None if there is none."""
-    for name in ("anchors", "curves"):
-        record = find(gpu, name, results)
-        if record and (own := [row for row in record["rows"] if row["section"] == section]):
+    """Returns the newest record that has the section's rows on this GPU, and these rows; None if there is none."""
+    names = [gpu, "anchors"], [gpu, "curves"]
+    paths = (path for path in results.glob("*.json") if path.stem.split("_", 2)[1:] in names)
+    for path in sorted(paths, reverse=True):
+        record = json.loads(path.read_text())
+        if own := [row for row in record["rows"] if row["section"] == section]:
             return record, own
     return None
 
@@ -103,13 +105,30 @@ def _length(qo_lens: Sequence[int], kv_lens: Sequence[int]) -> str:
 
 
 def best(row: Row, ours: bool) -> tuple[str, float] | None:
-    """Returns name and speed of our fastest candidate, or of the fastest peer; None if none was timed."""
+    """Returns name and speed of what `auto` ran, or of the fastest peer; None if none was timed."""
     speeds = {
         name: entry["speed"]
         for name, entry in row["candidates"].items()
-        if "speed" in entry and name.startswith(OURS) == ours
+        if "speed" in entry and (name == OURS if ours else not name.startswith(OURS))
     }
     return max(speeds.items(), key=lambda item: item[1]) if speeds else None
+
+
+def latent_table(gpu: str, results: Path = RESULTS) -> str:
+    """Returns the newest record of `perf.latent` on a GPU: microseconds, ours also as GB/s and TFLOP/s."""
+    record = find(gpu, "latent", results)
+    if record is None:
+        return ""
+    names = list(record["latent"][0]["candidates"])
+    lines = []
+    for row in record["latent"]:
+        found = {name: entry for name, entry in row["candidates"].items() if "median_us" in entry}
+        mine, peers = found[OURS], [entry["median_us"] for name, entry in found.items() if name != OURS]
+        cells = (f"{found[name]['median_us']:.1f}" if name in found else NONE for name in names)
+        ratio = f"{min(peers) / mine['median_us']:.2f}" if peers else NONE
+        lines.append([row["name"], *cells, ratio, f"{mine['gb_per_s']:.0f}", f"{mine['tflops']:.0f}"])
+    head = ["us", *names, "to the best peer", "GB/s", "TFLOP/s"]
+    return f"{source(record)}.\n\n{table(head, lines)}\n"
 
 
 def source(record: Record) -> str:

@@ -54,6 +54,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "summary": tables.summary_table,
     "tables": speed,
     "records": records,
+    "latent": lambda: tables.latent_table("h100"),
     "support": support.markdown,
 }
 
