@@ -12,86 +12,30 @@
 A tile is copied once and read twice: V is the first 512 columns of K.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import fp8_converter
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
 from cute_attn.kernels.mla.parts.copies import NarrowTileCopies, QueryCopies, TileCopies, TokenPlaces
 from cute_attn.kernels.mla.parts.exchange import Exchange
 from cute_attn.kernels.mla.parts.place import Place
 from cute_attn.kernels.mla.parts.products import Products
 from cute_attn.kernels.mla.parts.softmax import CausalMask, Running, SharedSoftmax
+from cute_attn.kernels.mla.program import LatentProgram, MlaParams
 from cute_attn.kernels.mla.smem import MlaMemory
 from cute_attn.kernels.mla.spec import MlaSpec
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
 from cute_attn.kernels.xqa.parts.state_merge import StateMerge
-from cute_attn.runtime.arch import named
 
 Scales = tuple[Float32, Float32]
-
-
-class MlaParams(NamedTuple):
-    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides count bytes. Partition and merge read
-    those that they share with XqaParams by name."""
-
-    q_nope: Int64
-    q_pe: Int64
-    ckv: Int64
-    kpe: Int64
-    o: Int64
-    lse: Int64
-    table: Int64
-    page_starts: Int64
-    seq_lens: Int64
-    q_indptr: Int64
-    sinks: Int64
-    scale_ptr: Int64
-    v_scale_ptr: Int64
-    partials: Int64
-    counters: Int64
-    q_nope_stride_n: Int64
-    q_nope_stride_h: Int64
-    q_pe_stride_n: Int64
-    q_pe_stride_h: Int64
-    o_stride_n: Int64
-    o_stride_h: Int64
-    ckv_stride_page: Int32
-    ckv_stride_n: Int32
-    kpe_stride_page: Int32
-    kpe_stride_n: Int32
-    batch: Int32
-    capacity: Int32
-    table_stride: Int32  # elements, unlike the others
-    q_len: Int32
-    right: Int32  # keys behind its own that a query token sees
-    window_left: Int32
-    num_kv_heads: Int32
-    row_blocks: Int32
-    row_blocks_multiplier: Int32
-    row_blocks_shift: Int32
-    units_per_cta_group: Int32
-    shares_multiplier: Int32
-    shares_shift: Int32
-    group: Int32
-    group_multiplier: Int32
-    group_shift: Int32
-    page_size: Int32
-    page_multiplier: Int32
-    page_shift: Int32
-    overhead: Int32
-    min_share: Int32
-    scale: Float32  # of products of latent columns
-    rope_scale: Float32  # of those of rotated ones
-    v_scale: Float32
-    lse_scale: Float32
 
 
 class LoopState(NamedTuple):
@@ -102,30 +46,11 @@ class LoopState(NamedTuple):
     places: TokenPlaces
 
 
-class MlaProgram:
+class MlaProgram(LatentProgram):
     """The kernel of one spec, for one architecture."""
 
-    params = MlaParams
-
-    def __init__(self, spec: MlaSpec, arch: str) -> None:
-        self.spec = spec
-        self.memory = MlaMemory(spec)
-        self.block = (spec.threads, 1, 1)
-        self.smem_bytes = self.memory.bytes
-        self.arch = named(arch)
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(MlaParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: MlaParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # without it the DSL asks a driver
-        )
+    memory_type = MlaMemory
+    spec: MlaSpec
 
     @cute.kernel
     def kernel(self, params: MlaParams) -> None:

@@ -9,8 +9,6 @@
 Any number of query rows takes 64: fewer cost no more than their keys' way through memory.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -20,7 +18,7 @@ from cute_attn.kernels.blocks.dequant import fp8_converter
 from cute_attn.kernels.blocks.epilogue import Target
 from cute_attn.kernels.blocks.pipeline import start
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index, zeros
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index
 from cute_attn.kernels.blocks.warpgroup_store import WarpgroupStore
 from cute_attn.kernels.mla.hopper.merge import SegmentMerge
 from cute_attn.kernels.mla.hopper.partition import EvenPartition
@@ -29,37 +27,17 @@ from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.hopper.segments import SegmentRecord
 from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
 from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup, Running
-from cute_attn.kernels.mla.kernel import MlaParams
 from cute_attn.kernels.mla.parts.softmax import CausalMask
+from cute_attn.kernels.mla.program import LatentProgram, MlaParams
 from cute_attn.kernels.mla.spec import HopperMlaSpec
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
-from cute_attn.runtime.arch import named
 
 
-class HopperMlaProgram:
+class HopperMlaProgram(LatentProgram):
     """The kernel of one spec."""
 
-    params = MlaParams
-
-    def __init__(self, spec: HopperMlaSpec, arch: str) -> None:
-        self.spec = spec
-        self.memory = HopperMlaMemory(spec)
-        self.block = (spec.threads, 1, 1)
-        self.smem_bytes = self.memory.bytes
-        self.arch = named(arch)
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(MlaParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: MlaParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # without it the DSL asks a driver
-        )
+    memory_type = HopperMlaMemory
+    spec: HopperMlaSpec
 
     @cute.kernel
     def kernel(self, params: MlaParams) -> None:
