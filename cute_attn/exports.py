@@ -32,7 +32,12 @@ from cute_attn.errors import (
     RuntimeArgumentError,
     WorkspaceError,
 )
-from cute_attn.mla import BatchMLAPagedAttentionWrapper, trtllm_batch_decode_with_kv_cache_mla
+from cute_attn.mla import (
+    BatchMLAPagedAttentionWrapper,
+    MLAPlanMetadata,
+    trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
 from cute_attn.page import (
     append_paged_kv_cache,
     append_paged_mla_kv_cache,
@@ -91,6 +96,7 @@ __all__ = [
     "FP4Tensor",
     "Features",
     "LayoutError",
+    "MLAPlanMetadata",
     "MultiLevelCascadeAttentionWrapper",
     "NotPlannedError",
     "NotSupported",
@@ -130,4 +136,5 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
     "trtllm_ragged_attention_deepseek",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]

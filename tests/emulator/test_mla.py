@@ -11,7 +11,7 @@ import torch
 from cute_attn import NotSupported, emulator
 from cute_attn.emulator.errors import EmulatorError
 from cute_attn.emulator.machine import Schedule
-from tests.support.mla_case import SCALES, MlaCase
+from tests.support.mla_case import ONE, MlaCase
 
 pytestmark = pytest.mark.emulator
 
@@ -38,20 +38,35 @@ CASES = {
         heads=16, q_lens=(2, 2), kv_lens=(65, 30), page_size=16, dtype=torch.float16, narrow=True
     ),
     "e4m3, 64 heads": MlaCase(heads=64, q_lens=(1,), kv_lens=(200,), page_size=1, narrow=True),
+    "no rotated columns": MlaCase(heads=16, q_lens=(1, 2), kv_lens=(65, 130), page_size=16, rope=0),
+    "e4m3, no rotated columns": MlaCase(
+        heads=32, q_lens=(1, 1), kv_lens=(65, 20), page_size=1, dtype=torch.float16, narrow=True, rope=0
+    ),
+    "scales of groups": MlaCase(
+        heads=16, q_lens=(1, 1, 1), kv_lens=(200, 0, 65), page_size=16, narrow=True, grouped=True
+    ),
+    "scales of groups alone": MlaCase(
+        heads=64, q_lens=(2, 1), kv_lens=(70, 33), page_size=32, narrow=True, rope=0, grouped=True
+    ),
+    "rows of 656 bytes": MlaCase(
+        heads=12, q_lens=(1, 3), kv_lens=(130, 64), page_size=64, narrow=True, grouped=True, wide=True
+    ),
     "nothing to see": MlaCase(heads=4, q_lens=(1, 2), kv_lens=(0, 0), page_size=16),
 }
 
 
 SMALL = ("drafts at the edges", "e4m3", "one long request", "96 heads", "sinks", "nothing to see")
+PLANNED = [name for name, case in CASES.items() if case.grouped]  # scales of groups come with runs only
 
 
 def solve(case: MlaCase, arch: str, sms: int, schedule: str, *, planned: bool) -> None:
     """Run a case by the wrapper or by the function, and compare it with the formula."""
     with emulator.using(arch, sms=sms, schedule=Schedule(schedule, case.seed)) as emulation:
+        planned = planned or case.grouped
         found = case.wrapped("emulator") if planned else case.trtllm(backend="emulator")
     kernel = "mla_wgmma" if arch == "sm_90a" else "mla"
     assert [record.spec["kernel"] for record in emulation.records] == [kernel]  # one launch
-    case.check(found, SCALES if case.narrow and planned else (1.0, 1.0))
+    case.check(found, case.scales if planned else ONE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,7 +76,7 @@ def test_cases(arch: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", (*SMALL, *PLANNED))
 def test_schedules(name: str, schedule: str) -> None:
     solve(CASES[name], "sm_90a", 5, schedule, planned=False)
 
@@ -81,6 +96,7 @@ def test_random(seed: int, arch: str) -> None:
         causal=r.random() < 0.8,
         sinks=r.random() < 0.3,
         narrow=r.random() < 0.4,
+        rope=r.choice((0, 64, 64)),
         seed=seed,
     )
     if sum(case.q_lens):
