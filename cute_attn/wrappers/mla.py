@@ -394,7 +394,9 @@ def _check_scales(plan: Planned, cache: tuple[Any, Any, Any], products: tuple[An
         tensors = plan.scale_mode == "bmm-tensor"
         if any(x is None or isinstance(x, torch.Tensor) != tensors for x in products):
             found = ", ".join(map(checks.describe, products))
-            raise ArgumentError(f"bmm1_scale and bmm2_scale must be as planned, {plan.scale_mode!r}, got {found}")
+            raise ArgumentError(
+                f"bmm1_scale and bmm2_scale must be as planned with scale_mode={plan.scale_mode!r}, got {found}"
+            )
 
 
 Named = tuple[str, Any]

@@ -157,7 +157,9 @@ def index_arrays(metadata: Any, flat: dict[str, Any], page_size: int) -> Arrays:
 
 
 def _form(names: tuple[str, ...], values: dict[str, Any]) -> Arrays:
-    most = values["max_q_len"]
+    most, missing = values["max_q_len"], [name for name in names if values[name] is None]
+    if missing:
+        raise ArgumentError(f"{', '.join(names)} must be given together; missing: {', '.join(missing)}")
     if most is not None:
         checks.at_least("max_q_len", most, 0)
     if names is CSR:

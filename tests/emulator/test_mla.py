@@ -76,7 +76,7 @@ def test_cases(arch: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
-@pytest.mark.parametrize("name", (*SMALL, *PLANNED))
+@pytest.mark.parametrize("name", [*SMALL, *PLANNED])
 def test_schedules(name: str, schedule: str) -> None:
     solve(CASES[name], "sm_90a", 5, schedule, planned=False)
 
