@@ -424,8 +424,10 @@ def _operand(whole: Named, nope: Named, rope: Named, planned: str | None, dim: i
 def _check_planned(parts: Parts, plan: Planned) -> None:
     """Check that queries and cache are those of the plan."""
     (q_name, q), (ckv_name, ckv) = parts.q_nope, parts.ckv
-    for name, x, planned in ((q_name, q, plan.dtypes[0]), (ckv_name, ckv, plan.dtypes[1])):
-        if x.dtype != planned:
+    dtypes = zip(parts[:4], (plan.dtypes[0], plan.dtypes[0], plan.dtypes[1], plan.dtypes[1]), strict=True)
+    for (name, x), planned in dtypes:
+        rotated = x is parts.kpe.x and parts.ckv_scales is not None  # may be wider, see `mla_problem`
+        if x.dtype != planned and not rotated:
             raise ArgumentError(f"{name}.dtype must be as planned, {short(planned)}, got {short(x.dtype)}")
     tokens = q.shape[0] if plan.rows is None else plan.rows
     if q.shape[:2] != (tokens, plan.num_heads):
