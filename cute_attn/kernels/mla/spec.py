@@ -54,6 +54,7 @@ class MlaSpec(LatentSpec):
     share the tokens of the scores and the columns of the outputs."""
 
     kernel: ClassVar[str] = "mla"
+    instructions: ClassVar[str] = "mma.sync"
     segment_overhead: ClassVar[int] = 2  # not measured
     rows: int = 16
     cols: int = 64
@@ -87,6 +88,7 @@ class HopperMlaSpec(LatentSpec):
     """Compile key of the kernel on wgmma: 64 query rows by 64 tokens, two MMA warpgroups and one of producer warps."""
 
     kernel: ClassVar[str] = "mla_wgmma"
+    instructions: ClassVar[str] = "wgmma"
     segment_overhead: ClassVar[int] = 2  # not measured
     rows: ClassVar[int] = 64
     cols: ClassVar[int] = 64
