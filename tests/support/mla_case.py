@@ -31,6 +31,7 @@ class MlaCase:
     causal: bool = True
     sinks: bool = False
     narrow: bool = False  # a cache of e4m3
+    rising: bool = False  # keys grow from tile to tile, and the largest scores with them
     seed: int = 0
     made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
@@ -50,7 +51,8 @@ class MlaCase:
             table[i, : len(own)] = own
             for j, page in enumerate(own.tolist()):
                 used = min(self.page_size, kv_len - j * self.page_size)
-                cache[page, :used] = random(used, LATENT + ROPE)
+                growth = 1 + (j * self.page_size + torch.arange(used)[:, None]) // 64 if self.rising else 1
+                cache[page, :used] = random(used, LATENT + ROPE) * growth
         if self.narrow:
             cache = cache.to(torch.float8_e4m3fn)
         self.made.update(
