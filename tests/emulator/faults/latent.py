@@ -6,7 +6,6 @@ from tests.emulator.faults.fault import Fault, chosen
 
 EDGES = chosen("mla", "test_cases and sm_90a and edges")
 LONG = chosen("mla", "test_cases and sm_90a and long")
-WIDE = chosen("mla", "test_cases and sm_90a and heads")
 NARROW = chosen("mla", "test_cases and sm_90a and e4m3")
 RISING = chosen("mla", "test_cases and sm_90a and rise")
 ORDER = chosen("mla", "test_schedules and (edges or long)")
@@ -88,13 +87,6 @@ RINGS = (
         "        tma.barrier_arrive(ring.full(state))\n",
         ORDER,
     ),
-    Fault(
-        "converted numbers are not fenced",
-        "mla/hopper/producer.py",
-        "        tma.fence_async()\n        tma.barrier_arrive(ring.full(state))\n",
-        "        tma.barrier_arrive(ring.full(state))\n",
-        NARROW,
-    ),
 )
 
 PRODUCTS = (
@@ -127,13 +119,6 @@ PRODUCTS = (
         LONG,
     ),
     Fault(
-        "both warpgroups announce P at one barrier",
-        "mla/hopper/warpgroups.py",
-        "P_BARRIER + (1 - place.warpgroup), BOTH)\n        running",
-        "P_BARRIER + place.warpgroup, BOTH)\n        running",
-        LONG,
-    ),
-    Fault(
         "P is not fenced",
         "mla/hopper/warpgroups.py",
         "        tma.fence_async()\n        tma.named_arrive(",
@@ -157,25 +142,11 @@ PRODUCTS = (
         EDGES,
     ),
     Fault(
-        "a warpgroup writes the other's columns",
-        "mla/hopper/kernel.py",
-        "columns = Int64(place.warpgroup * (place.dims * 2))",
-        "columns = Int64((1 - place.warpgroup) * (place.dims * 2))",
-        EDGES,
-    ),
-    Fault(
         "a step takes one slot",
         "mla/hopper/warpgroups.py",
         "state = ring.next(ring.next(state))",
         "state = ring.next(state)",
         LONG,
-    ),
-    Fault(
-        "the last tile of the other warpgroup is left out",
-        "mla/hopper/warpgroups.py",
-        "left = (split.end - tile) & 1",
-        "left = (split.end - tile) & 0",
-        EDGES,
     ),
     Fault(
         "the last token of a tile is masked with the next tile",
@@ -185,24 +156,10 @@ PRODUCTS = (
         EDGES,
     ),
     Fault(
-        "tokens are masked by the tile's number",
-        "mla/hopper/warpgroups.py",
-        "mask.apply(self.oriented(s), tile * place.spec.cols)",
-        "mask.apply(self.oriented(s), tile)",
-        EDGES,
-    ),
-    Fault(
         "hidden scores have no sign under a scale of zero",
         "mla/hopper/warpgroups.py",
         "ptx.fmax(ptx.magnitude(self.scale), Float32(SMALLEST))",
         "ptx.magnitude(self.scale)",
-        SCALES,
-    ),
-    Fault(
-        "a negative scale leaves the order of scores",
-        "mla/hopper/warpgroups.py",
-        "s = [Float32(0.0) - x for x in s]",
-        "s = list(s)",
         SCALES,
     ),
 )
@@ -230,27 +187,6 @@ ANCHORS = (
         RISING,
     ),
     Fault(
-        "sums of latent attention are not rescaled",
-        "mla/hopper/warpgroups.py",
-        "total = [x * factor for x, factor in zip(running.total, factors, strict=True)]",
-        "total = list(running.total)",
-        RISING,
-    ),
-    Fault(
-        "each warpgroup reads its own anchors",
-        "mla/hopper/warpgroups.py",
-        "self.read_column(self.memory.shifts, 1 - place.warpgroup)",
-        "self.read_column(self.memory.shifts, place.warpgroup)",
-        EDGES,
-    ),
-    Fault(
-        "sums of the other warpgroup are left out",
-        "mla/hopper/warpgroups.py",
-        "return [a + b for a, b in zip(mine, others, strict=True)]",
-        "return mine",
-        EDGES,
-    ),
-    Fault(
         "sums are overwritten before both have read them",
         "mla/hopper/warpgroups.py",
         "        tma.named_sync(Int32(TOTALS_BARRIER), BOTH)  # before either writes again\n",
@@ -265,13 +201,6 @@ SHARING = (
         "mla/hopper/partition.py",
         "longest * p.batch == total",
         "longest * p.batch >= total",
-        SHARES,
-    ),
-    Fault(
-        "requests of equal lengths are cut like unequal ones",
-        "mla/hopper/partition.py",
-        "if size <= share.size + SWITCH:",
-        "if size < share.size:",
         SHARES,
     ),
     Fault(
@@ -310,20 +239,6 @@ SHARING = (
         GROUPS,
     ),
     Fault(
-        "groups are merged from the first CTAs' states",
-        "mla/hopper/merge.py",
-        "Parts(Int32(0), Int32(GROUP), groups)",
-        "Parts(Int32(0), Int32(1), groups)",
-        GROUPS,
-    ),
-    Fault(
-        "the last CTA of a group takes it for the last of all",
-        "mla/hopper/merge.py",
-        "Parts(begin, Int32(1), size), self.shares <= GROUP",
-        "Parts(begin, Int32(1), size), self.shares > 0",
-        GROUPS,
-    ),
-    Fault(
         "counters of merged segments are not reset",
         "mla/hopper/merge.py",
         "                ptx.st_global_b32(counter, Int32(0))\n",
@@ -335,27 +250,6 @@ SHARING = (
         "mla/hopper/merge.py",
         "        self.sync()\n        if cute.arch.thread_idx()[0] == 0:\n            arrived",
         "        if cute.arch.thread_idx()[0] == 0:\n            arrived",
-        LONG,
-    ),
-    Fault(
-        "warps read the ticket before it is there",
-        "mla/hopper/merge.py",
-        "        self.sync()\n        return ptx.ld_shared_b32",
-        "        return ptx.ld_shared_b32",
-        LONG,
-    ),
-    Fault(
-        "two states of a CTA have one place",
-        "mla/hopper/merge.py",
-        "self.cta(index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))",
-        "self.cta(index) * 2",
-        EDGES,
-    ),
-    Fault(
-        "all parts are stored as whole segments",
-        "mla/hopper/segments.py",
-        "whole=ptx.select(split.whole, Int32(1), Int32(0))",
-        "whole=Int32(1)",
         LONG,
     ),
 )
@@ -376,30 +270,9 @@ PAGES_AND_SCALES = (
         LONG,
     ),
     Fault(
-        "rows keep their number in the tile within a page",
-        "mla/hopper/producer.py",
-        "slot = token - self.page_size.quotient(token) * p.page_size",
-        "slot = token - token // 64 * 64",
-        EDGES,
-    ),
-    Fault(
         "latent rows behind the last token are copied",
         "mla/hopper/producer.py",
         "size = ptx.select(source.exists, Int32(CHUNK), Int32(0))",
-        "size = Int32(CHUNK)",
-        EDGES,
-    ),
-    Fault(
-        "narrow rows behind the last token are loaded",
-        "mla/hopper/producer.py",
-        "isa.load_if(source.exists, address, offset, 2)",
-        "isa.load_if(Boolean(True), address, offset, 2)",
-        NARROW,
-    ),
-    Fault(
-        "query rows behind the last are copied",
-        "mla/hopper/producer.py",
-        "size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))",
         "size = Int32(CHUNK)",
         EDGES,
     ),
@@ -416,13 +289,6 @@ PAGES_AND_SCALES = (
         "scale = p.scale * device_scale(p.scale_ptr)",
         "scale = p.rope_scale * device_scale(p.scale_ptr)",
         NARROW,
-    ),
-    Fault(
-        "a scale on the device is ignored",
-        "mla/hopper/kernel.py",
-        "scale = p.scale * device_scale(p.scale_ptr)",
-        "scale = p.scale",
-        SCALES,
     ),
 )
 
