@@ -65,11 +65,12 @@ def behind_the_tiles(ptx: str, mutant: Mutant) -> bool:
 
 
 def before(ptx: str, mutant: Mutant, pattern: str) -> bool:
-    """Whether `pattern` is the next step behind a wait or fence of latent attention on wgmma."""
+    """Whether `pattern` is what comes next, of barriers, products, copies and loads, behind a wait or fence of latent
+    attention on wgmma."""
     if not mutant.kernel.startswith("cute_attn_mla_wgmma"):
         return False
     found = sites(ptx, WAIT if mutant.mutation == "mbarrier wait removed" else r"fence\.")[mutant.site]
-    step = re.compile(r"(?<![\w.])(?:mbarrier|wgmma|bar)\.[\w.:]+").search(ptx, found.end())
+    step = re.compile(r"(?<![\w.])(?:mbarrier|wgmma|bar|cp|ld)\.[\w.:]+").search(ptx, found.end())
     return step is not None and re.match(pattern, step[0]) is not None
 
 
@@ -128,6 +129,11 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         "wgmma fence removed",
         lambda ptx, mutant: True,
         "no register of its product was written since the fence before: the emulator reports those that were",
+    ),
+    (
+        "mbarrier wait removed",
+        lambda ptx, mutant: before(ptx, mutant, WAIT),
+        "of the first half of a tile: producers bring it before the second one, and arrive there behind both",
     ),
     *(
         (
