@@ -38,6 +38,7 @@ class MlaCase:
     rope: int = ROPE  # rotated columns
     grouped: bool = False  # scales for each GROUP latent columns of a token: `ckv_scales`
     wide: bool = False  # rotated columns have the queries' dtype nevertheless
+    rising: bool = False  # keys grow from tile to tile, and the largest scores with them
     seed: int = 0
     made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
@@ -57,7 +58,8 @@ class MlaCase:
             table[i, : len(own)] = own
             for j, page in enumerate(own.tolist()):
                 used = min(self.page_size, kv_len - j * self.page_size)
-                cache[page, :used] = random(used, self.columns)
+                growth = 1 + (j * self.page_size + torch.arange(used)[:, None]) // 64 if self.rising else 1
+                cache[page, :used] = random(used, self.columns) * growth
         if self.wide:
             self.made["kpe"] = cache[..., LATENT:].clone()
         if self.grouped:

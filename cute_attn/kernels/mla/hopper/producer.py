@@ -106,11 +106,10 @@ class Producer:
 
     @cute.jit
     def end(self, q: PipelineState) -> None:
-        """Tell the MMA warpgroups that no segments are left."""
+        """Tell the MMA warpgroups that no segments are left. Q is free, so they have waited for all copies."""
         record = SegmentRecord(*(Int32(NO_WORK) for _ in SegmentRecord._fields))
         self.hand_over(record, q)
         tma.barrier_arrive(self.rings.q.full(q))
-        ptx.cp_async_wait(0)
 
     def copy_row(self, target: Int32, first: int, sources: tuple[Int64, Int64], size: Int32, columns: range) -> None:
         """Start copying this thread's chunk of some lines of a row, `first` rows behind its first."""
