@@ -52,6 +52,9 @@ class EvenPartition(Partition):
         begin = ptx.opaque(cute.arch.block_idx()[1]) * share.size  # computed again: no register holds it meanwhile
         return super().split(segment, share._replace(begin=begin))
 
-    def length(self, request: Request, share: Share | None) -> Int32:
-        assert share is not None
+    def length(self, request: Request, share: Share) -> Int32:
         return ptx.select(share.pitch > 0, share.pitch, super().length(request, share))
+
+    def next_start(self, segment: Segment, share: Share | None) -> Int32:
+        assert share is not None
+        return segment.start + self.length(segment.request, share)

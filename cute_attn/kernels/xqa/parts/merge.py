@@ -206,16 +206,16 @@ class Merge:
 
     def partial_index(self, split: KvSplit) -> Int32:
         """Index of a split's partial."""
-        return self.partial_of(cute.arch.block_idx()[1], split.begin == 0)
+        return self.partial_of(cute.arch.block_idx()[1], split.begin)
 
-    def partial_of(self, share: Int32, begins: Boolean) -> Int32:
+    def partial_of(self, share: Int32, before: Int32) -> Int32:
         """Index of a partial of the CTA that has share number `share` in this CTA's group, of this warp's unit where
-        each has its own. There are two: one for a segment that the CTA begins and another CTA ends, one for a segment
-        that another CTA began."""
+        each has its own. There are two: one for a segment that the CTA begins and another CTA ends, which has nothing
+        `before`, one for a segment that another CTA began."""
         index = self.cta_index(share)
         if self.spec.heads > 1:
             index = index * self.spec.heads + warp_index()
-        return index * 2 + ptx.select(begins, Int32(1), Int32(0))
+        return index * 2 + ptx.select(before == 0, Int32(1), Int32(0))
 
     def cta_index(self, share: Int32) -> Int32:
         """Linear index of the CTA that has share number `share` in this CTA's group."""
@@ -281,7 +281,7 @@ class Merge:
         sums = [empty for _ in range(self.vectors_per_lane)]
         positions = [self.row_and_dim(start + (lane + self.lanes * i)) for i in range(self.vectors_per_lane)]
         for index in cutlass.range(self.team.number(state), count, self.spec.teams, unroll=2):
-            partial = self.partial_of(first + index, index == 0)
+            partial = self.partial_of(first + index, index)
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in positions]
             sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
         stats = self.base + self.memory.stats + state * (self.memory.rows * 8)

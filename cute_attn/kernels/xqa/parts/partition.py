@@ -261,8 +261,8 @@ class Partition:
         """`count` divided by the number of CTAs of the group."""
         return Divisor(cute.arch.grid_dim()[1], self.p.shares_multiplier, self.p.shares_shift).quotient(count)
 
-    def length(self, request: Request, share: Share | None) -> Int32:
-        """Positions from a segment of a request to the next one."""
+    def length(self, request: Request, share: Share) -> Int32:
+        """Positions of a segment of a request."""
         return request.tiles + self.p.overhead
 
     @property
@@ -276,11 +276,15 @@ class Partition:
     def split(self, segment: Segment, share: Share) -> KvSplit:
         return kv_split(segment, share)
 
+    def next_start(self, segment: Segment, share: Share | None) -> Int32:
+        """Position of the first tile of the next segment."""
+        return segment.start + segment.request.tiles + self.p.overhead
+
     @cute.jit
     def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
         """The next segment in the sequence of the CTA group. Beyond `share` it is of no request, so that no length is
         read: the outputs of this one would wait for it. (Kernels on tcgen05 have no registers left for that.)"""
-        start = segment.start + self.length(segment.request, share)
+        start = self.next_start(segment, share)
         unit = segment.unit + self.unit_step
         following = Segment(segment.index, unit, start, segment.first_page, segment.request)
         if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
@@ -313,7 +317,7 @@ class WholeSegments(Partition):
 
     def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
         """A segment beyond the share."""
-        return segment._replace(start=segment.start + segment.request.tiles + self.p.overhead)
+        return segment._replace(start=self.next_start(segment, share))
 
 
 BEYOND = 1 << 30  # position of no tile
