@@ -8,7 +8,7 @@ import torch
 from cute_attn import emulator, xqa_batch_decode_with_kv_cache
 from cute_attn.emulator.machine import Schedule
 from cute_attn.kernels.formats import KV_BITS
-from cute_attn.kernels.xqa.tiles import LONE, Shape, choose, find
+from cute_attn.kernels.xqa.tiles import EVEN, Shape, choose, find
 from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.runtime.arch import named
 from perf import rings
@@ -66,7 +66,7 @@ def test_shares_of_warps(name: str, schedule: str) -> None:
     built = build(case)
     q_dtype = str(DTYPES[case.q]).removeprefix("torch.")
     rows = min(16, -(-case.q_len * case.heads[0] // case.heads[1] // 8) * 8) if case.kv == "bf16" else 8
-    rule = find(HOPPER, KV_BITS[FORMATS[case.kv]], case.head_dim, Shape(LONE))
+    rule = find(HOPPER, KV_BITS[FORMATS[case.kv]], case.head_dim, Shape(EVEN))
     out_dtype = "float8_e4m3fn" if case.out else q_dtype
     start = choose(q_dtype, FORMATS[case.kv], out_dtype, case.head_dim, rows, case.mask, rule, HOPPER)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)

@@ -7,7 +7,7 @@ import pytest
 from cute_attn import emulator
 from cute_attn.emulator.machine import Schedule
 from cute_attn.kernels.formats import KV_BITS
-from cute_attn.kernels.xqa.tiles import LONE, Shape, choose, find
+from cute_attn.kernels.xqa.tiles import EVEN, Shape, choose, find
 from cute_attn.runtime.arch import named
 from perf import rings
 from tests.emulator.test_xqa import SCHEDULES, decode
@@ -70,7 +70,7 @@ def test_a_warp_for_every_head(name: str, schedule: str) -> None:
     built = build(case)
     q_dtype = str(DTYPES[case.q]).removeprefix("torch.")
     out_dtype = "float8_e4m3fn" if case.out else q_dtype
-    rule = find(HOPPER, KV_BITS[FORMATS[case.kv]], case.head_dim, Shape(LONE))
+    rule = find(HOPPER, KV_BITS[FORMATS[case.kv]], case.head_dim, Shape(EVEN))
     start = choose(q_dtype, FORMATS[case.kv], out_dtype, case.head_dim, rows, case.mask, rule, HOPPER)
     gpu = emulator.using("sm_90a", sms=2, schedule=Schedule(schedule, 1))
     with rings.force_spec(rings.ring(ring, start)), gpu as emulation:

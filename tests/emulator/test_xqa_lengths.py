@@ -26,7 +26,7 @@ DTYPES: dict[str, dict[str, Any]] = {"16 bits": {"dtype": "bfloat16"}, "8 bits":
 @pytest.fixture(autouse=True)
 def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator is slow."""
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.LONE: PAIRS})
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS})
 
 
 def case(kv_lens: tuple[int, ...], num_heads: tuple[int, int] = (8, 2), dim: int = 128, **rest: Any) -> BatchCase:
@@ -70,7 +70,7 @@ def test_other_batches_have_shares_of_a_cta(dtype: str, num_heads: tuple[int, in
 
 
 def test_fewer_pairs_have_shares_of_a_cta(monkeypatch: pytest.MonkeyPatch) -> None:
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.LONE: PAIRS + 1})
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS + 1})
     with using("sm_90a", kernels="xqa", sms=1) as emulation:
         assert work(batch_case.wrapper(case(EVEN), backend="emulator"), case(EVEN), emulation) == "shares"
 
@@ -95,7 +95,7 @@ SHORT_WINDOWS = {
 
 @pytest.mark.parametrize(("dtype", "requests"), [(dtype, n) for dtype, found in SHORT_WINDOWS.items() for n in found])
 def test_kernels_follow_the_number_of_short_windows(dtype: str, requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, 257: 5, 513: 7, tiles.LONE: 10})
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, 257: 5, 513: 7, tiles.EVEN: 10})
     batch = windows(requests, 2, **DTYPES[dtype])
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 2)) as emulation:
         solve_once(batch)
@@ -106,7 +106,7 @@ def test_kernels_follow_the_number_of_short_windows(dtype: str, requests: int, m
 @pytest.mark.parametrize(("num_heads", "own"), [(4, True), (6, False)])
 def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where four divide the kv heads."""
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, tiles.LONE: PAIRS})
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, tiles.EVEN: PAIRS})
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("delayed", 2)) as emulation:
         solve_once(windows(5, num_heads, **DTYPES["8 bits"]))
     (record,) = emulation.records
@@ -118,7 +118,7 @@ def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, mo
     [(1, (8, 2, 16, "whole", "l2")), (2, (4, 2, 16, "whole", "none")), (3, (2, 2, 16, "even", "none"))],
 )
 def test_kernels_of_longer_windows(requests: int, ring: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, tiles.LONE: PAIRS})
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, tiles.EVEN: PAIRS})
     batch = decode((500, 40, 301)[:requests], window_left=299, **heads(8, 2), **dims(128), **DTYPES["8 bits"])
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 3)) as emulation:
         solve_once(batch)

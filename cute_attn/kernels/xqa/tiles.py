@@ -25,7 +25,7 @@ RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 MOST_ROWS = 16  # of a unit
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 FEW = 128  # (request, kv head) pairs: about one per SM
-LONE = 2048  # pairs: about one for each of the warps that run at a time
+EVEN = 2048  # pairs, about one for each warp that runs at a time, from which warps have shares of their own
 LONG = 65536  # keys of one request of 5 to 8 kv heads of 16 bits that clusters do not read faster
 
 
@@ -164,13 +164,13 @@ _HOPPER_WINDOWS = (
     _rule(8, _HEADS_OF_128, _NARROW, window=_SHORTEST, pairs=up_to(512)),
     _rule(
         8, (Ring(2, 5, 4, 4096, work="heads").to_l2(SHORT), _SHORT_RINGS[64]), _NARROW,
-        window=_SHORTEST, pairs=above(LONE - 1),
+        window=_SHORTEST, pairs=above(EVEN - 1),
     ),
     _rule(16, (_FEW_OF_128._replace(slot=4096),), _NARROW, window=_SHORTEST, pairs=up_to(256)),
     _rule(
         8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED, window=range(128, SHORT + 1), pairs=up_to(FEW)
     ),
-    _rule(8, (_EVEN, _SHORT_RINGS[128]), _MEASURED, window=range(128, SHORT + 1), pairs=above(LONE - 1)),
+    _rule(8, (_EVEN, _SHORT_RINGS[128]), _MEASURED, window=range(128, SHORT + 1), pairs=above(EVEN - 1)),
 )  # fmt: skip
 # One request, whose units have clusters of their own. Of 6 CTAs more clusters run at once than of 8, whose GPC leaves
 # SMs over. us without and with keys ahead or a guest: 1 x 8192, 8/1 heads, bf16 6.9 and 6.5, 8 bits 6.6 and 5.8; 28/4
@@ -226,8 +226,8 @@ HOPPER = _table(
         # Requests that were known to be equally long, a CTA for each segment: 1.02 to 1.03 times as fast as shares of
         # large CTAs (H100, 256 x 1024 and 512 x 512; H200 1.07), but of 64 x 8192, 8 bits, 1.01 on an H100 and 0.95 on
         # an H200. With a kv head for each warp, 1.03 to 1.04 times as fast again over 8 bits, 1.002 over 16 (H100).
-        _rule(8, (_EVEN, _MANY_8), _MEASURED, pairs=above(LONE - 1)),
-        _rule(16, (Ring(2, 3, 4, 8192, work="even"), _MANY[0][1].value[0]), _MEASURED, pairs=above(LONE - 1)),
+        _rule(8, (_EVEN, _MANY_8), _MEASURED, pairs=above(EVEN - 1)),
+        _rule(16, (Ring(2, 3, 4, 8192, work="even"), _MANY[0][1].value[0]), _MEASURED, pairs=above(EVEN - 1)),
         # 64 x 2048: 1.02 (H100) and 1.00 (H200).
         _rule(8, (_MANY_8,), _MEASURED),
         *_MANY,

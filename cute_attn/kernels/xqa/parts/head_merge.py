@@ -85,8 +85,8 @@ class HeadMerge(WholeMerge):
 
 @dataclass(frozen=True)
 class EvenMerge(HeadMerge):
-    """Merge where other CTAs may have parts of a warp's segment. All warps of a CTA have the same part of theirs, so that
-    the CTA counts its arrivals once."""
+    """Merge where other CTAs may have parts of a warp's segment. All warps of a CTA have the same part of theirs: it
+    counts arrivals once."""
 
     def sync_cta(self) -> None:
         ptx.sync_threads()
