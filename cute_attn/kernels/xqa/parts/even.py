@@ -23,7 +23,7 @@ class EvenPartition(Partition):
         return size >> 2
 
     def share(self, costs: Costs) -> Share:
-        p, ctas = self.p, cute.arch.grid_dim()[1]
+        p, ctas, cta = self.p, cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
         total = isa.shuffle(costs.reach, Int32(31))
         equal = self.equal_share(total)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), p.units_per_cta_group)
@@ -34,7 +34,7 @@ class EvenPartition(Partition):
         even = isa.all_of([size >= equal.size, size <= equal.size + self.spare(equal.size)])
         pitch = ptx.select(even, parts * part, Int32(0))
         total = ptx.select(even, segments * pitch, total)
-        return self.share_of(total, ptx.select(even, size, equal.size), pitch)
+        return self.share_of(cta, total, ptx.select(even, size, equal.size), pitch)
 
     @cute.jit
     def find(self, costs: Costs, share: Share) -> tuple[Int32, Int32]:

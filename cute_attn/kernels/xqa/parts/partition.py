@@ -249,12 +249,12 @@ class Partition:
         return self.equal_share(isa.shuffle(costs.reach, Int32(31)))
 
     def equal_share(self, total: Int32) -> Share:
-        ctas = cute.arch.grid_dim()[1]
-        return self.share_of(total, ptx.maximum(self.p.min_share, self.per_cta(total + ctas - 1)))
+        ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
+        return self.share_of(cta, total, ptx.maximum(self.p.min_share, self.per_cta(total + ctas - 1)))
 
-    def share_of(self, total: Int32, size: Int32, pitch: Int32 | int = 0) -> Share:
-        """This CTA's share of a sequence of `total` positions."""
-        begin = cute.arch.block_idx()[1] * size
+    def share_of(self, cta: Int32, total: Int32, size: Int32, pitch: Int32 | int = 0) -> Share:
+        """Share number `cta` of a sequence of `total` positions."""
+        begin = cta * size
         return Share(begin, ptx.select(begin < total, ptx.minimum(begin + size, total), Int32(0)), size, pitch)
 
     def per_cta(self, count: Int32) -> Int32:
