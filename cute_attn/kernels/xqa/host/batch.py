@@ -78,8 +78,7 @@ def rule_of_batch(
     assert qo_len is not None  # given by decode wrappers
     if limits.keeps_address:
         return rule_of(features, arch, shape_of(batch_size, settings, qo_len))
-    on_device = isinstance(lengths, DeviceLengths)
-    longest = lengths.max_kv * settings.page_size if on_device else lengths.longest_kv
+    longest = lengths.max_kv * settings.page_size if isinstance(lengths, DeviceLengths) else lengths.longest_kv
     return rule_of(features, arch, shape_of(batch_size, settings, qo_len, longest))
 
 

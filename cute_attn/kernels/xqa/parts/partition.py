@@ -180,7 +180,8 @@ class Partition:
             else:
                 isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
             if p.sinks != Int64(0):
-                isa.prefetch_l2(isa.mad_wide(self.head_of(self.first_unit) * p.group, Int32(4), p.sinks))
+                head = self.head_of(self.cta_group * self.spec.heads)  # of the CTA: the number of a warp needs all lanes
+                isa.prefetch_l2(isa.mad_wide(head * p.group, Int32(4), p.sinks))
 
     def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
         """The keys of a share's first segment that this CTA reads first, at most `most`; none of a CTA that cannot
