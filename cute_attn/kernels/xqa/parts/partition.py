@@ -180,7 +180,7 @@ class Partition:
             else:
                 isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
             if p.sinks != Int64(0):
-                head = self.head_of(self.cta_group * self.spec.heads)  # of the CTA: the number of a warp needs all lanes
+                head = self.head_of(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
                 isa.prefetch_l2(isa.mad_wide(head * p.group, Int32(4), p.sinks))
 
     def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
