@@ -238,7 +238,7 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fi
         ),
         *(
             (128, 510, 255, (4, "whole", "none")),
-            (128, 510, 256, (2, "even", "none")),
+            (128, 510, 256, (2, "heads", "none")),
             (128, 511, 16, (8, "shares", "l2")),
         ),
     ],
@@ -278,8 +278,7 @@ def many(settings: Settings, qo_len: int = 1) -> Rule[tiles.Rings]:
         (torch.float8_e4m3fn, 16, 2, (8, 132, 1), "even"),
         (torch.float8_e4m3fn, 16, 4, (16, 8, 1), "shares"),
         (torch.float8_e4m3fn, 5, 1, (5, 26, 1), "shares"),
-        (BF16, 8, 1, (4, 132, 1), "even"),
-        (BF16, 8, 4, (4, 132, 1), "even"),
+        (BF16, 8, 1, (8, 16, 1), "shares"),
     ],
 )
 def test_warps_have_units_of_their_own_where_they_divide_the_heads(

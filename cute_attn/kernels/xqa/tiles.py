@@ -142,6 +142,8 @@ FAST_MEMORY = _table(
 _CLUSTERED = range(1, WARP_DIM + 1)  # head dims
 _MEASURED = range(128, 129)  # head dims of rings that were measured at one
 _NARROW = range(64, 65)
+# A kv head for each warp, or a CTA.
+_WHOLE_HEADS = Ring(2, 2, 8, 4096, work="heads"), Ring(2, 2, 8, 4096, work="whole")
 # A share of a kv head's keys for each warp.
 _EVEN = Ring(2, 2, 8, 4096, work="even")
 _MANY_8 = Ring(8, 2, 1, 8192).to_l2(128)
@@ -170,7 +172,7 @@ _HOPPER_WINDOWS = (
     _rule(
         8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED, window=range(128, SHORT + 1), pairs=up_to(FEW)
     ),
-    _rule(8, (_EVEN, _SHORT_RINGS[128]), _MEASURED, window=range(128, SHORT + 1), pairs=above(EVEN - 1)),
+    _rule(8, _WHOLE_HEADS, _MEASURED, window=range(128, SHORT + 1), pairs=above(EVEN - 1)),
 )  # fmt: skip
 # One request, whose units have clusters of their own. Of 6 CTAs more clusters run at once than of 8, whose GPC leaves
 # SMs over. us without and with keys ahead or a guest: 1 x 8192, 8/1 heads, bf16 6.9 and 6.5, 8 bits 6.6 and 5.8; 28/4
@@ -223,11 +225,9 @@ HOPPER = _table(
         _rule(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED, pairs=up_to(FEW)),
         _rule(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED, pairs=up_to(FEW)),
         *_FEW,
-        # Requests that were known to be equally long, a CTA for each segment: 1.02 to 1.03 times as fast as shares of
-        # large CTAs (H100, 256 x 1024 and 512 x 512; H200 1.07), but of 64 x 8192, 8 bits, 1.01 on an H100 and 0.95 on
-        # an H200. With a kv head for each warp, 1.03 to 1.04 times as fast again over 8 bits, 1.002 over 16 (H100).
+        # To shares of large CTAs, lengths on the GPU, H100: 256 x 1024 1.066 (32/8 heads) and 1.075 (64/8), 512 x 512
+        # 1.09, 256 x 8192 1.04, 256 x 200 to 1800 1.03, 256 x 64 to 4096 1.04. Over 16 bits 0.99 to 1.00.
         _rule(8, (_EVEN, _MANY_8), _MEASURED, pairs=above(EVEN - 1)),
-        _rule(16, (Ring(2, 3, 4, 8192, work="even"), _MANY[0][1].value[0]), _MEASURED, pairs=above(EVEN - 1)),
         # 64 x 2048: 1.02 (H100) and 1.00 (H200).
         _rule(8, (_MANY_8,), _MEASURED),
         *_MANY,
