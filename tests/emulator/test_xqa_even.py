@@ -52,15 +52,15 @@ CASES = {
     "pages of 64, heads first": (
         XqaCase((130, 150, 141, 127), kv="e4m3", sinks=True, page_size=64, kv_layout="HND"), 2, True,
     ),
-    "one tensor, unequal": (
-        XqaCase((240, 50, 1, 0, 127), kv="e4m3", form="tensor", heads=(32, 4), q_len=2), 2, False,
+    "one tensor": (
+        XqaCase((240, 50, 1, 0, 127), kv="e4m3", form="tensor", heads=(32, 4), q_len=2), 2, True,
     ),
     "padded rows": (XqaCase((190, 41), kv="e4m3", head_dim=80, out="e4m3"), 2, False),
 }  # fmt: skip
 
 
 # Cases that other schedules run too: of each way to divide the work.
-CORE = ("two segments a share", "three parts of a segment", "unequal", "windows of some", "one tensor, unequal")
+CORE = ("two segments a share", "three parts of a segment", "unequal", "windows of some", "one tensor")
 RUNS = [(name, schedule) for schedule in SCHEDULES for name in (CASES if schedule == "adversarial" else CORE)]
 
 
