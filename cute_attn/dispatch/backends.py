@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Protocol
 
 from cute_attn.dispatch import emulator, reference
 from cute_attn.dispatch.capabilities import Backend, Load
 from cute_attn.dispatch.families import FAMILIES
-from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, load_class
+from cute_attn.dispatch.select import choose, chosen, load_class
 from cute_attn.kernels.host import gpu
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import (
     BatchLengths,
     BatchLimits,
@@ -80,11 +80,10 @@ def run(problem: Request, backend: str = "auto") -> Fire | None:
     if not isinstance(backend, str):
         choose(problem.features, backend)
     load = load_class(problem.features, problem.qo_len, isinstance(problem, Problem))
-    return _prepared(problem.settings, backend, load)(problem)
+    return prepared(_runner, problem.settings, backend, load)(problem)
 
 
-@functools.lru_cache(CACHE_SIZE)
-def _prepared(settings: Settings, backend: str, load: Load) -> RequestRunner:
+def _runner(settings: Settings, backend: str, load: Load) -> RequestRunner:
     return prepare(chosen(settings.features, backend, load), settings)
 
 

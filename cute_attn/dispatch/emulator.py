@@ -20,6 +20,7 @@ from cute_attn.kernels.host.device_batch import NO_LENGTHS
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Roles, optional_tensors, with_optional
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.host.single import Tensors
 from cute_attn.problem import (
     BatchLengths,
@@ -43,7 +44,6 @@ OUTPUTS = ("out", "lse", "workspace")
 BATCH_TENSORS = ("q", "k", "v", "out", "lse", "kv_indices", "workspace")
 NO_TENSORS: Any = dict.fromkeys(("q", "k", "v", "out", "lse"))  # of a Problem that keeps none alive
 _emulating = threading.RLock()  # emulated launches share counters, as those of one stream do: one runs after the other
-MAX_GPUS = 16  # that requests of the same settings are emulated on in turn
 
 Placed = TypeVar("Placed", Request, BatchProblem)
 
@@ -120,7 +120,6 @@ class EmulatedRun:
 
     def __init__(self, request_settings: Settings) -> None:
         self.settings = request_settings
-        self.run_on = functools.lru_cache(MAX_GPUS)(self._prepare)
 
     def __call__(self, problem: Request) -> Fire | None:
         """Emulates the launches of `problem`. Returns what emulates requests that differ in the number of keys and in
@@ -154,11 +153,8 @@ class EmulatedRun:
     def _run_of(self, problem: Request) -> RequestRunner:
         """Returns what runs a request on the GPU that is emulated now."""
         gpu = _gpu()
-        return self.run_on(gpu, _family(self.settings, gpu.arch, problem.qo_len, isinstance(problem, Problem)).name)
-
-    def _prepare(self, gpu: Gpu, family_name: str) -> RequestRunner:
-        """Returns what runs the requests on a GPU; `run_on` memoises it."""
-        return FAMILIES[family_name].prepare(self.settings, gpu)
+        family = _family(self.settings, gpu.arch, problem.qo_len, isinstance(problem, Problem))
+        return prepared(family.prepare, self.settings, gpu)
 
 
 class EmulatedBatchRun:

@@ -15,7 +15,6 @@ from cute_attn.problem import DeviceTokens, Settings, Tokens
 from cute_attn.request import checks, index_arrays
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.names import rename
-from cute_attn.request.once import once
 from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import (
     MAX_INDEX,
@@ -83,7 +82,6 @@ PLAN_NAMES = {  # what a single request says of dtypes, and what a plan says
 }
 
 
-@once(trusted=1)
 def plan_settings(context: PlanContext, *fields: Any) -> Settings:
     """Check the fields of `PlanOptions`, in order, and return the settings they decide."""
     options = PlanOptions(*fields)

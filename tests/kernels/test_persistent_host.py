@@ -226,10 +226,10 @@ def test_sections_of_a_batch(
     """Of as many heads as L2 holds the keys of, where there are waves enough; every tile belongs to one."""
     for name in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
         monkeypatch.setattr(variant, name, 5 * 1024 * 2 * 64 * 2)
-    persistent_batch.tiling.cache_clear()
+    prepared_kernel.cache_clear()
     built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
     plan = target.family.schedule(built.problem.settings, built.lengths, built.limits, target.arch, sms)
-    persistent_batch.tiling.cache_clear()
+    prepared_kernel.cache_clear()
     tiles, found = persistent_batch.sections(plan.params, plan.work.item_capacity, plan.work.merge_capacity)
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
