@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
-from cute_attn.problem import DeviceTokens, Settings, Tokens
+from cute_attn.problem import DeviceTokens, Features, Settings, Tokens
 from cute_attn.request import checks, index_arrays
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.names import rename
@@ -21,7 +21,7 @@ from cute_attn.request.settings import (
     MAX_ROWS,
     NOT_OPTIONS,
     Call,
-    Structure,
+    Stored,
     call_settings,
 )
 
@@ -92,28 +92,20 @@ def plan_settings(context: PlanContext, *fields: Any) -> Settings:
     head_dim_vo = head_dim_qk if options.head_dim_vo is None else count("head_dim_vo", options.head_dim_vo)
     packing = 2 if kv_dtype == torch.uint8 else 1
     _check_packing(packing, head_dim_qk, head_dim_vo)
-    structure = Structure(
-        device=context.device,
-        q_dtype=q_dtype,
-        k_dtype=kv_dtype,
-        v_dtype=kv_dtype,
-        num_qo_heads=count("num_qo_heads", options.num_qo_heads),
-        num_kv_heads=count("num_kv_heads", options.num_kv_heads),
-        head_dim_q=head_dim_qk,
-        head_dim_k=head_dim_qk // packing,
-        head_dim_v=head_dim_vo // packing,
+    given = Features(
+        *(context.device, q_dtype, kv_dtype, q_dtype),
+        count("num_qo_heads", options.num_qo_heads),
+        count("num_kv_heads", options.num_kv_heads),
+        *(head_dim_qk, head_dim_vo),
         custom_mask=context.custom_mask,
-        head_scales=False,
         kv_block_scales=packing == 2,
-        sinks=False,
-        device_scale=False,
         decode=context.decode,
         kv_source=context.kv_source,
-        page_size=context.page_size,
         own_splits=context.own_splits,
         multi_item=context.multi_item,
         key_ranges=context.key_ranges,
     )
+    stored = Stored(kv_dtype, head_dim_qk // packing, head_dim_vo // packing, page_size=context.page_size)
     call = Call(
         *(None, None, None),
         kv_layout=context.kv_layout,
@@ -128,7 +120,7 @@ def plan_settings(context: PlanContext, *fields: Any) -> Settings:
         lse_base=options.lse_base,
     )
     try:
-        return call_settings(structure, *call[len(NOT_OPTIONS) :])
+        return call_settings(given, stored, *call[len(NOT_OPTIONS) :])
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, PLAN_NAMES)
         raise
