@@ -62,7 +62,7 @@ def plan(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, s
     """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
     if another one is emulated later.
     """
-    gpu = _gpu()
+    gpu = emulated_gpu()
     family = _batch_family(batch_settings, gpu.arch, lengths, limits)
     return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name), staging)
 
@@ -80,8 +80,8 @@ def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
 def plan_on_device(
     batch_settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
 ) -> EmulatedBatchRun | None:
-    """Returns what runs batches whose lengths only kernels read, or None: `backends.plan_on_device`."""
-    gpu = _gpu()
+    """Returns what runs batches whose lengths only kernels read, or None: `KernelFamily.plan_on_device`."""
+    gpu = emulated_gpu()
     family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits), lengths.batch_size == 1)
     planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
     staging.write_within(functools.partial(_written, lengths, staging))
@@ -90,12 +90,12 @@ def plan_on_device(
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
-    gpu = _gpu()
+    gpu = emulated_gpu()
     family = _batch_family(batch_settings, gpu.arch, lengths, limits)
     return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
 
 
-def _gpu() -> Gpu:
+def emulated_gpu() -> Gpu:
     """Returns the GPU that is emulated."""
     emulation = settings.current()
     return Gpu(named(emulation.arch), CPU, emulation.sms or TYPICAL_SMS[emulation.arch])
@@ -152,7 +152,7 @@ class EmulatedRun:
 
     def _run_of(self, problem: Request) -> RequestRunner:
         """Returns what runs a request on the GPU that is emulated now."""
-        gpu = _gpu()
+        gpu = emulated_gpu()
         family = _family(self.settings, gpu.arch, problem.qo_len, isinstance(problem, Problem))
         return prepared(family.prepare, self.settings, gpu)
 
@@ -168,7 +168,7 @@ class EmulatedBatchRun:
         launches are the same otherwise; else returns None.
         """
         replace, (gpu, name) = self.planned.again, self.on
-        if _gpu() != gpu or settings.current().kernels not in ("auto", name):
+        if emulated_gpu() != gpu or settings.current().kernels not in ("auto", name):
             return None
         if isinstance(lengths, DeviceLengths):
             same = replace(lengths)

@@ -190,14 +190,15 @@ class Plan:
                 return batch
             tokens = tokens.host
         choice = self._choice(tokens, features)
-        launch = backends.plan(choice.backend, self.settings, tokens.lengths, choice.limits, self.staging)
+        launch = backends.of(choice.backend).plan(self.settings, tokens.lengths, choice.limits, self.staging)
         return self._batch(tokens, choice, launch)
 
     def _scheduled_on_device(self, tokens: DeviceTokens, features: Features | None) -> BatchPlan | None:
         """Return the batch; None if the backend needs the lengths on the host."""
         choice = self._choice(tokens, features)
         tokens.check_unchanged()
-        launch = backends.plan_on_device(choice.backend, self.settings, tokens.device, choice.limits, self.staging)
+        backend = backends.of(choice.backend)
+        launch = backend.plan_on_device(self.settings, tokens.device, choice.limits, self.staging)
         if launch is not None:
             return self._batch(tokens, choice, launch)
         if is_capturing(self.place.device):
@@ -240,7 +241,7 @@ class Plan:
         tokens = self.request.tokens
         assert isinstance(tokens, Tokens)
         choice = self._choice(tokens)
-        return backends.workspace(choice.backend, self.settings, tokens.lengths, choice.limits)
+        return backends.of(choice.backend).workspace(self.settings, tokens.lengths, choice.limits)
 
 
 # ---- plans of requests

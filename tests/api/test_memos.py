@@ -104,8 +104,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     monkeypatch.setattr(loading, "artifacts", SimpleNamespace(get=get))
     monkeypatch.setattr(host_single, "current_stream", lambda index: 7)
     monkeypatch.setattr(select, "choose", lambda features, backend_name="auto", **known: capabilities.BY_NAME["fa2"])
-    prepare = lambda backend, settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132))  # noqa: E731
-    monkeypatch.setattr(backends, "prepare", prepare)
+    on_gpu = SimpleNamespace(prepare=lambda settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132)))
+    monkeypatch.setitem(backends.IMPLEMENTATIONS, "fa2", on_gpu)
     memos = select.chosen, loading.load, prepared_kernel
     for forget in (single_calls.forget, forget_loaded, *(memo.cache_clear for memo in memos)):
         forget()
