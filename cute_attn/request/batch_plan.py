@@ -367,6 +367,5 @@ def graph_buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device
     checks.dtype(name, value.dtype, (dtype,))
     if value.dim() != 1 or not value.is_contiguous():
         raise ArgumentError(f"{name} must be contiguous with 1 dimension, got {checks.describe(value)}")
-    if value.device != device:
-        raise ArgumentError(f"{name} must be on the workspace's device {device}, got {checks.describe(value)}")
+    checks.device(name, value, device, "the workspace's device")
     return value

@@ -260,8 +260,7 @@ def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.
 def _refuse_kinds(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     f, device = plan.settings.features, plan.workspace.device
     for name, x, dtype in (("q", q, f.q_dtype), ("k", k, f.kv_dtype), ("v", v, f.kv_dtype)):
-        if x.device != device:
-            raise ArgumentError(f"{name} must be on the workspace's device {device}, got {checks.describe(x)}")
+        checks.device(name, x, device, "the workspace's device")
         if x.dtype != dtype:
             raise ArgumentError(
                 f"{name} must have the planned dtype {checks.short(dtype)} "
