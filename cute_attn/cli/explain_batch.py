@@ -56,7 +56,7 @@ def schedule(plan: BatchSchedule[object]) -> str:
     """Tile, work items, cuts and workspace of a plan."""
     from cute_attn.schedule.records import Item, Merge
 
-    work, params = plan.work, plan.params
+    work, params = plan.work, plan.tiling.params
     begin, end = (work.items[:, Item._fields.index(name)] for name in ("kv_begin", "kv_end"))
     splits = work.merges[:, Merge._fields.index("num_splits")]
     longest = int((end - begin).max(initial=0))

@@ -210,8 +210,10 @@ def test_batches_in_sections(
     assert result.ok, result.detail
     assert_ran(target, emulation)
     plan = planned._planned().launch.planned.schedule
-    _, heads_per_section = persistent_batch.sections(plan.params, plan.work.item_capacity, plan.work.merge_capacity)
-    assert heads_per_section < plan.params.num_kv_heads
+    _, heads_per_section = persistent_batch.sections(
+        plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity
+    )
+    assert heads_per_section < plan.tiling.params.num_kv_heads
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=name)

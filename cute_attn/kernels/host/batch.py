@@ -15,7 +15,7 @@ from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLen
 from cute_attn.runtime.launch import Settled, current_stream
 from cute_attn.runtime.param_block import Values
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, schedule
+from cute_attn.schedule.batch import SchedulerParams, WorkList, max_qo_len
 from cute_attn.schedule.records import ITEM_INTS
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; kv_indices and workspace of the plan in
@@ -41,9 +41,6 @@ class Schedule(Protocol):
     def keeps_address(self) -> bool:
         """True if later plans must write their records to the same address (CUDA graphs)."""
 
-    def workspace(self) -> tuple[int, int]:
-        """Returns the bytes of the workspace in use, and the bytes of the records."""
-
 
 @dataclass(frozen=True, eq=False)  # families keep them: equal ones are one object
 class Tiling(Generic[T_co]):
@@ -56,41 +53,44 @@ class Tiling(Generic[T_co]):
     order: Callable[[SchedulerParams, int, int], Values] | None = None  # tile order fields, from work and merge items
 
 
-class Launches(NamedTuple):
-    """What launches of a schedule have in common with those of others that have as many records."""
-
-    total_tiles: int  # work items times blocks of heads
-    grid: Grid
-    combine_grid: Grid
-    rows_per_merge: int
-    rows_to_merge: int  # of all merge records and blocks of heads
-    partial_o_bytes: int  # of all partials that the workspace has room for
-    order: Values  # of the kernel's tile order fields
-
-
 @dataclass
 class BatchSchedule(Generic[T_co]):
     """Schedule of a batch with one work item per query tile and split: fa2, fa3 and fa4."""
 
     tiling: Tiling[T_co]
     work: WorkList
-    launches: Launches
     keeps_address: bool
+    total_tiles: int  # work items times blocks of heads
+    grid: Grid  # of the attention kernel
+    combine_grid: Grid
+    rows_per_merge: int
+    rows_to_merge: int  # of all merge records and blocks of heads
+    partial_o_bytes: int  # of all partials that the workspace has room for
+    order: Values  # of the kernel's tile order fields
 
-    @property
-    def params(self) -> SchedulerParams:
-        """Parameters of the scheduler."""
-        return self.tiling.params
-
-    @property
-    def grid(self) -> Grid:
-        """Grid of the attention kernel."""
-        return self.launches.grid
-
-    @property
-    def combine_grid(self) -> Grid:
-        """Grid of the combine kernel."""
-        return self.launches.combine_grid
+    @classmethod
+    def of(
+        cls, tiling: Tiling[T_co], work: WorkList, lengths: BatchLengths, limits: BatchLimits, sms: int
+    ) -> BatchSchedule[T_co]:
+        """Returns the schedule with the launches of a work list. `lengths` are read only without `limits.graph`."""
+        params, merges = tiling.params, work.merge_capacity
+        rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
+        total = work.item_capacity * params.num_kv_heads
+        groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
+        to_merge = merges * params.num_kv_heads * rows_per_merge
+        partial_o_bytes = params.num_kv_heads * params.rows * (params.partial_row_bytes - 4)  # without lse
+        return cls(
+            tiling,
+            work,
+            limits.keeps_address,
+            total_tiles=total,
+            grid=(tiling.ctas * groups, 1, 1),
+            combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
+            rows_per_merge=rows_per_merge,
+            rows_to_merge=to_merge,
+            partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
+            order=tiling.order(params, work.item_capacity, merges) if tiling.order else (),
+        )
 
     @property
     def records(self) -> np.ndarray:
@@ -100,48 +100,11 @@ class BatchSchedule(Generic[T_co]):
     @property
     def merges(self) -> bool:
         """True if a combine launch follows."""
-        return bool(self.launches.combine_grid[0])
+        return bool(self.combine_grid[0])
 
     def workspace(self) -> tuple[int, int]:
         """Returns the bytes of the workspace in use, and the bytes of the records."""
-        return self.work.num_partials * self.params.partial_bytes, self.work.ints.nbytes
-
-
-def schedule_batch(
-    tiling: Tiling[T_co], lengths: BatchLengths, limits: BatchLimits, sms: int, allocate: AllocateInts
-) -> BatchSchedule[T_co]:
-    """Returns the schedule of a batch for a GPU with `sms` multiprocessors, with records from `allocate`."""
-    return sized(tiling, schedule(lengths, tiling.params, limits, allocate), lengths, limits, sms)
-
-
-def sized(
-    tiling: Tiling[T_co], work: WorkList, lengths: BatchLengths, limits: BatchLimits, sms: int
-) -> BatchSchedule[T_co]:
-    """Returns the schedule with the launches of a work list. `lengths` are read only without `limits.graph`."""
-    params = tiling.params
-    rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
-    launches = _launches(tiling, work.item_capacity, work.merge_capacity, rows_per_merge, limits, sms)
-    return BatchSchedule(tiling, work, launches, limits.keeps_address)
-
-
-def _launches(
-    tiling: Tiling[Any], items: int, merges: int, rows_per_merge: int, limits: BatchLimits, sms: int
-) -> Launches:
-    """Returns the launches of schedules with so many records."""
-    params = tiling.params
-    total = items * params.num_kv_heads
-    groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
-    to_merge = merges * params.num_kv_heads * rows_per_merge
-    partial_o_bytes = params.num_kv_heads * params.rows * (params.partial_row_bytes - 4)  # without lse
-    return Launches(
-        total_tiles=total,
-        grid=(tiling.ctas * groups, 1, 1),
-        combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
-        rows_per_merge=rows_per_merge,
-        rows_to_merge=to_merge,
-        partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
-        order=tiling.order(params, items, merges) if tiling.order else (),
-    )
+        return self.work.num_partials * self.tiling.params.partial_bytes, self.work.ints.nbytes
 
 
 Memory = tuple[int, int, int]  # address and number of page indices, and address of the workspace
@@ -271,26 +234,26 @@ class SplitKvBatchRun(BatchRun):
 
     def follow(self, schedule: BatchSchedule[object]) -> None:
         """Makes the launches those of a schedule whose records are uploaded."""
-        work, launches = schedule.work, schedule.launches
+        work = schedule.work
         self.schedule = self.version = schedule
-        self.grid, self.combine_grid = launches.grid, launches.combine_grid
+        self.grid, self.combine_grid = schedule.grid, schedule.combine_grid
         self.items = self.records.data_ptr()
         self.merges = (
             self.items + 4 * ITEM_INTS * work.item_capacity,
-            launches.rows_per_merge,
+            schedule.rows_per_merge,
             schedule.tiling.params.rows,
-            launches.rows_to_merge,
+            schedule.rows_to_merge,
         )
         self.key_bounds: Values = () if work.key_bounds is None else (self.items + 4 * work.key_bounds,)
 
     def partials(self, workspace: int) -> Values:
         """Returns the addresses of partial outputs and lse."""
         o = workspace if self.combine_grid[0] else 0
-        return o, o + self.schedule.launches.partial_o_bytes
+        return o, o + self.schedule.partial_o_bytes
 
     def numbers(self, pages: int, entries: int, partials: Values) -> Values:
         """Returns the values of the tile order fields and `params.batch_fields`."""
-        return *self.schedule.launches.order, self.items, *partials, pages, *self.key_bounds
+        return *self.schedule.order, self.items, *partials, pages, *self.key_bounds
 
 
 class HostPlannedRun(SplitKvBatchRun):
