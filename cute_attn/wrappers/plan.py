@@ -35,7 +35,6 @@ from cute_attn.problem import (
     Tokens,
 )
 from cute_attn.request import batch_plan, checks, page_ids
-from cute_attn.request.batch_plan import PlanContext
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, is_capturing
@@ -293,18 +292,18 @@ def _checked(
 def _settings(place: Place, request: PlanRequest) -> Settings:
     """Return the settings that the options of a request decide. Raises what is wrong with them."""
     tokens, splits = request.tokens, request.splits
-    context = PlanContext(
-        place.device,
+    return batch_plan.plan_settings(
+        request.options,
         place.kv_layout,
-        place.kv_source,
-        request.mask.packed is not None,
         request.page_size,
-        request.newest or tokens.q_len is not None,
-        splits.fixed_split_size is not None or splits.disable_split_kv,
-        tokens.multi_item,
-        place.key_ranges,
+        device=place.device,
+        kv_source=place.kv_source,
+        custom_mask=request.mask.packed is not None,
+        decode=request.newest or tokens.q_len is not None,
+        own_splits=splits.fixed_split_size is not None or splits.disable_split_kv,
+        multi_item=tokens.multi_item,
+        key_ranges=place.key_ranges,
     )
-    return batch_plan.plan_settings(context, *request.options)
 
 
 def _placed(place: Place, request: PlanRequest) -> tuple[PlanRequest, Copies]:
