@@ -225,7 +225,6 @@ class Plan:
             choice.limits,
             launch,
             check_supported=functools.partial(_check_supported, choice.backend),
-            kv_indices=tokens.kv_indices,
             packed_mask=self.request.mask.packed,
             workspace=self.place.workspace,
             staging=self.staging,
