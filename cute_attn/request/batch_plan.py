@@ -71,7 +71,8 @@ def plan_settings(options: PlanOptions, kv_layout: str, page_size: int, **featur
     head_dim_qk = count("head_dim_qk", options.head_dim_qk)
     head_dim_vo = head_dim_qk if options.head_dim_vo is None else count("head_dim_vo", options.head_dim_vo)
     packing = 2 if kv_dtype == torch.uint8 else 1
-    _check_packing(packing, head_dim_qk, head_dim_vo)
+    if packing == 2 and (head_dim_qk % 2 or head_dim_vo % 2):  # two values per byte
+        raise ArgumentError(f"NVFP4 (uint8) k and v need even head dimensions, got {head_dim_qk} and {head_dim_vo}")
     given = Features(
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
@@ -111,12 +112,6 @@ def count(name: str, value: Any) -> int:
     if value > MAX_INDEX:
         raise ArgumentError(f"{name} must be at most {MAX_INDEX}, got {checks.shown(value)}")
     return value
-
-
-def _check_packing(packing: int, head_dim_qk: int, head_dim_vo: int) -> None:
-    """Refuse odd head dimensions of NVFP4, which packs two values per byte."""
-    if packing == 2 and (head_dim_qk % 2 or head_dim_vo % 2):
-        raise ArgumentError(f"NVFP4 (uint8) k and v need even head dimensions, got {head_dim_qk} and {head_dim_vo}")
 
 
 class Splits(NamedTuple):
