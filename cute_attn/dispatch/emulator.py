@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from cute_attn.dispatch.capabilities import Load
 from cute_attn.dispatch.families import FAMILIES
-from cute_attn.dispatch.select import emulated, load_of, needs_no_split
+from cute_attn.dispatch.select import emulated, load_class, load_of_batch
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
@@ -38,7 +39,6 @@ from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import typical_qo_len
 
 OUTPUTS = ("out", "lse", "workspace")
 BATCH_TENSORS = ("q", "k", "v", "out", "lse", "kv_indices", "workspace")
@@ -50,7 +50,7 @@ Placed = TypeVar("Placed", Request, BatchProblem)
 
 def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
     """Returns kernels and grids of `problem` on the emulated backend."""
-    return _family(problem.settings, arch, problem.qo_len, isinstance(problem, Problem)).launches(problem, arch, sms)
+    return _family(problem.settings, arch, _load(problem)).launches(problem, arch, sms)
 
 
 def prepare(request_settings: Settings) -> EmulatedRun:
@@ -63,7 +63,7 @@ def plan(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, s
     if another one is emulated later.
     """
     gpu = emulated_gpu()
-    family = _batch_family(batch_settings, gpu.arch, lengths, limits)
+    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, lengths.batch_size, limits))
     return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name), staging)
 
 
@@ -82,7 +82,7 @@ def plan_on_device(
 ) -> EmulatedBatchRun | None:
     """Returns what runs batches whose lengths only kernels read, or None: `KernelFamily.plan_on_device`."""
     gpu = emulated_gpu()
-    family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits), lengths.batch_size == 1)
+    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, NO_LENGTHS, lengths.batch_size, limits))
     planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
     staging.write_within(functools.partial(_written, lengths, staging))
     return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name), staging)
@@ -91,7 +91,7 @@ def plan_on_device(
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
     gpu = emulated_gpu()
-    family = _batch_family(batch_settings, gpu.arch, lengths, limits)
+    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, lengths.batch_size, limits))
     return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
 
 
@@ -101,18 +101,13 @@ def emulated_gpu() -> Gpu:
     return Gpu(named(emulation.arch), CPU, emulation.sms or TYPICAL_SMS[emulation.arch])
 
 
-def _family(
-    request_settings: Settings, arch: Arch, qo_len: int, one_request: bool, unsplit: bool = False
-) -> KernelFamily:
-    """Returns the family whose kernels run requests of `qo_len` query tokens. `unsplit`: result of `needs_no_split`."""
-    features = request_settings.features
-    return FAMILIES[emulated(features, arch, load_of(features, qo_len, one_request, unsplit)).name]
+def _family(asked: Settings, arch: Arch, load: Load) -> KernelFamily:
+    """Returns the family whose kernels run requests of these settings and this load."""
+    return FAMILIES[emulated(asked.features, arch, load).name]
 
 
-def _batch_family(batch_settings: Settings, arch: Arch, lengths: BatchLengths, limits: BatchLimits) -> KernelFamily:
-    """Returns the family whose kernels run a batch of these lengths."""
-    unsplit = limits.graph is None and needs_no_split(batch_settings, lengths)
-    return _family(batch_settings, arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1, unsplit)
+def _load(problem: Request) -> Load:
+    return load_class(problem.features, problem.qo_len, isinstance(problem, Problem))
 
 
 class EmulatedRun:
@@ -153,8 +148,7 @@ class EmulatedRun:
     def _run_of(self, problem: Request) -> RequestRunner:
         """Returns what runs a request on the GPU that is emulated now."""
         gpu = emulated_gpu()
-        family = _family(self.settings, gpu.arch, problem.qo_len, isinstance(problem, Problem))
-        return prepared(family.prepare, self.settings, gpu)
+        return prepared(_family(self.settings, gpu.arch, _load(problem)).prepare, self.settings, gpu)
 
 
 class EmulatedBatchRun:

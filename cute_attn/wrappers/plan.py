@@ -38,7 +38,6 @@ from cute_attn.request import batch_plan, checks, page_ids
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, is_capturing
-from cute_attn.schedule import batch as batch_schedule
 from cute_attn.wrappers.graph import Copies, GraphInvariants
 from cute_attn.wrappers.plan_request import Place
 
@@ -421,13 +420,8 @@ def _left_open(place: Place, request: PlanRequest, settings: Settings) -> PlanRe
 
 
 def _load(settings: Settings, tokens: Tokens | DeviceTokens, limits: BatchLimits) -> Load:
-    """Return what selection knows of a batch. Lengths of keys count where the host knows them, unless a captured launch
-    serves others too.
-    """
     lengths = NO_LENGTHS if isinstance(tokens, DeviceTokens) else tokens.lengths
-    qo_len = batch_schedule.typical_qo_len(lengths, limits)
-    unsplit = limits.graph is None and select.needs_no_split(settings, lengths)
-    return select.load_class(settings.features, qo_len, tokens.batch_size == 1, unsplit)
+    return select.load_of_batch(settings, lengths, tokens.batch_size, limits)
 
 
 def _check_supported(backend: Backend, features: Features) -> None:
