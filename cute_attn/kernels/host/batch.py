@@ -30,10 +30,6 @@ class Schedule(Protocol):
     """Part of a plan's schedule that is the same in every family."""
 
     @property
-    def grid(self) -> Grid:
-        """Grid of the attention kernel; (0, 1, 1) where there is nothing to launch."""
-
-    @property
     def records(self) -> np.ndarray:
         """Array of int32 that the attention kernel reads in device memory."""
 
@@ -124,14 +120,12 @@ class Launched(NamedTuple):
 
 
 class BatchRun:
-    """Runs batches of one plan; subclasses define `partials` and `numbers`.
+    """Runs batches of one plan; subclasses define `decided`.
 
     Settings of a run may differ from the planned ones in numbers and in the score steps that follow from these:
     `kernel` returns the prepared kernel of such settings.
     """
 
-    merges: Values = ()  # values of the combine kernel's MERGE_FIELDS
-    combine_grid: Grid = (0, 1, 1)
     version: object = None  # another one where a later plan changes grids or numbers
 
     def __init__(
@@ -142,7 +136,7 @@ class BatchRun:
         staging: Staging,
         device_index: int,
     ) -> None:
-        self.grid, self.kernel, self.device_index = schedule.grid, kernel, device_index
+        self.kernel, self.device_index = kernel, device_index
         kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
         self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), (), (), ())
         self.records = self.placed(schedule, staging)
@@ -153,17 +147,9 @@ class BatchRun:
             staging.fix_capacity(schedule.records.size)
         return staging.upload(schedule.records)
 
-    def partials(self, workspace: int) -> Values:
-        """Returns the addresses of partial results."""
+    def decided(self, memory: Memory) -> Launched:
+        """Returns what the plan in force decides of launches."""
         raise NotImplementedError
-
-    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
-        """Returns the values of the schedule's fields. `pages`, `entries`: address and number of page indices."""
-        raise NotImplementedError
-
-    def more(self, pages: int, partials: Values) -> Values:
-        """Returns addresses that the kernel takes after those of tensors."""
-        return ()
 
     def __call__(self, problem: BatchProblem) -> Fire:
         """Launches the attention kernel, and the combine kernel where keys are split."""
@@ -188,7 +174,7 @@ class BatchRun:
             nonlocal latest
             launched, memory = self.launched, memory_of(*tensors[6:])
             if launched.version is not self.version or launched.memory != memory:
-                launched = self._launch(memory)
+                launched = self.launched = self.decided(memory)
             work = latest  # once: threads share this
             if work is None or work[0] is not launched:
                 settled = launched.grid, strides, launched.numbers
@@ -208,15 +194,6 @@ class BatchRun:
         """Returns None: other lengths need another run."""
         return None
 
-    def _launch(self, memory: Memory) -> Launched:
-        """Returns what the plan in force decides of launches."""
-        pages, entries, workspace = memory
-        partials = self.partials(workspace)
-        numbers, more = self.numbers(pages, entries, partials), self.more(pages, partials)
-        launches = self.grid, numbers, self.combine_grid, self.merges
-        self.launched = Launched(self.version, memory, *launches, partials, more)
-        return self.launched
-
 
 class SplitKvBatchRun(BatchRun):
     """Runs batches whose keys are split by the schedule, with a combine launch after the attention launch."""
@@ -234,26 +211,22 @@ class SplitKvBatchRun(BatchRun):
 
     def follow(self, schedule: BatchSchedule[object]) -> None:
         """Makes the launches those of a schedule whose records are uploaded."""
-        work = schedule.work
         self.schedule = self.version = schedule
-        self.grid, self.combine_grid = schedule.grid, schedule.combine_grid
         self.items = self.records.data_ptr()
-        self.merges = (
-            self.items + 4 * ITEM_INTS * work.item_capacity,
-            schedule.rows_per_merge,
-            schedule.tiling.params.rows,
-            schedule.rows_to_merge,
-        )
-        self.key_bounds: Values = () if work.key_bounds is None else (self.items + 4 * work.key_bounds,)
 
-    def partials(self, workspace: int) -> Values:
-        """Returns the addresses of partial outputs and lse."""
-        o = workspace if self.combine_grid[0] else 0
-        return o, o + self.schedule.partial_o_bytes
-
-    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
-        """Returns the values of the tile order fields and `params.batch_fields`."""
-        return *self.schedule.order, self.items, *partials, pages, *self.key_bounds
+    def decided(self, memory: Memory) -> Launched:
+        """Returns grids, and values of the tile order fields, `params.batch_fields` and the combine kernel's
+        MERGE_FIELDS.
+        """
+        pages, _, workspace = memory
+        schedule, work, items = self.schedule, self.schedule.work, self.items
+        o = workspace if schedule.merges else 0
+        partials = o, o + schedule.partial_o_bytes
+        key_bounds = () if work.key_bounds is None else (items + 4 * work.key_bounds,)
+        numbers = *schedule.order, items, *partials, pages, *key_bounds
+        merge_items = items + 4 * ITEM_INTS * work.item_capacity
+        merges = merge_items, schedule.rows_per_merge, schedule.tiling.params.rows, schedule.rows_to_merge
+        return Launched(schedule, memory, schedule.grid, numbers, schedule.combine_grid, merges, partials, ())
 
 
 class HostPlannedRun(SplitKvBatchRun):
