@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.mla import trtllm_batch_decode_with_kv_cache_mla
+from cute_attn.mla import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks
 from cute_attn.request.settings import Call
@@ -25,6 +25,7 @@ __all__ = [
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]
 
 

@@ -10,23 +10,30 @@ from cute_attn.errors import ArgumentError
 from cute_attn.mla import SPARSE
 from cute_attn.request import checks, trtllm_options
 from cute_attn.request.mla import (
+    GROUP,
     LATENT,
+    NARROW,
     ROPE,
     MlaLengths,
     MlaOptions,
     Names,
+    Part,
     Parts,
     index_array,
     partials_in,
     split_rows,
 )
 from cute_attn.wrappers import mla as calls
+from cute_attn.wrappers.mla_plan import refuse_dims
 
 __all__ = ["SchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
 NAMES = Names("the workspace", "cache_seqlens", "block_table", "", "")
-CACHE_AXES = "[num_pages, page_size, 1, 576]"
+QUERY_AXES = "[batch_size, q_len, num_heads, 576 or 512]"
+CACHE_AXES = "[num_pages, page_size, 1, 576], or 512 without rotated columns"
+# Bytes of a row of an 8-bit cache: latent e4m3 numbers, fp32 scales of their groups, rotated bfloat16 numbers.
+SCALES_AT, ROPE_AT, ROW_BYTES = LATENT, LATENT + 4 * LATENT // GROUP, LATENT + 4 * LATENT // GROUP + 2 * ROPE
 
 
 class SchedMeta:
@@ -60,15 +67,17 @@ def flash_mla_with_kvcache(
 
     Parameters
     ----------
-    q : `[batch_size, q_len, num_heads, 576]`, float16 or bfloat16.
-    k_cache : `[num_pages, page_size, 1, 576]` of q's dtype; any page size.
+    q : `[batch_size, q_len, num_heads, 576]`, or 512 without rotated columns; float16 or bfloat16.
+    k_cache : `[num_pages, page_size, 1, 576]` (or 512) of q's dtype; any page size. With is_fp8_kvcache `[num_pages,
+        page_size, 1, 656]` of one byte each (uint8, int8 or float8_e4m3fn): 512 e4m3 numbers, four float32 scales,
+        one for each 128 of them, and 64 bfloat16 numbers; q must be bfloat16.
     block_table : int32 `[batch_size, max_pages]`.
     cache_seqlens : int32 `[batch_size]`, keys of each request in tokens, those of the query tokens included.
     head_dim_v : 512; others are refused.
     tile_scheduler_metadata, num_splits : not read, whatever they are.
-    softmax_scale : any finite number. Default 1 / sqrt(576).
+    softmax_scale : any finite number. Default 1 / sqrt(columns of q).
     causal : True: query token r of a request sees keys j <= r + seq_len - q_len. False (default): all keys.
-    is_fp8_kvcache : True is refused: rows of 656 bytes.
+    is_fp8_kvcache : rows of the cache have 656 bytes. Default False.
     indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length : refused unless None.
 
     Returns
@@ -89,8 +98,6 @@ def flash_mla_with_kvcache(
     >>> out.shape, lse.shape
     (torch.Size([2, 1, 16, 512]), torch.Size([2, 16, 1]))
     """
-    if checks.boolean("is_fp8_kvcache", is_fp8_kvcache):
-        trtllm_options.refuse("is_fp8_kvcache=True", "rows of 656 bytes have no kernel here", "a cache of q's dtype")
     for name, value in (
         *(("indices", indices), ("topk_length", topk_length), ("extra_k_cache", extra_k_cache)),
         *(("extra_indices_in_kvcache", extra_indices_in_kvcache), ("extra_topk_length", extra_topk_length)),
@@ -100,12 +107,14 @@ def flash_mla_with_kvcache(
     if attn_sink is not None:
         instead = "sinks of trtllm_batch_decode_with_kv_cache_mla"
         trtllm_options.refuse("attn_sink", "lse would have to leave out what out has", instead)
-    calls.refuse_dims(("head_dim_v", "rotated columns"), (checks.integer("head_dim_v", head_dim_v), ROPE))
-    queries = split_rows("q", q, (4,), "[batch_size, q_len, num_heads, 576]")
-    cache = split_rows("k_cache", k_cache, (4,), CACHE_AXES)
+    rope = 0 if isinstance(q, torch.Tensor) and q.shape[-1:] == (LATENT,) else ROPE
+    refuse_dims(("head_dim_v", "rotated columns"), (checks.integer("head_dim_v", head_dim_v), rope))
+    queries = split_rows("q", q, (4,), QUERY_AXES, rope)
+    narrow = checks.boolean("is_fp8_kvcache", is_fp8_kvcache)
+    cache = _byte_rows(k_cache) if narrow else split_rows("k_cache", k_cache, (4,), CACHE_AXES, rope)
     if k_cache.shape[2] != 1:
         raise ArgumentError(f"k_cache must have shape {CACHE_AXES}, got {checks.describe(k_cache)}")
-    scale = checks.real_or("softmax_scale", softmax_scale, (LATENT + ROPE) ** -0.5)
+    scale = checks.real_or("softmax_scale", softmax_scale, (LATENT + rope) ** -0.5)
     options = MlaOptions(NAMES, causal, scale, 1.0, None, None, True, "ln", None)
     parts = Parts(
         *(part._replace(x=part.x.flatten(0, 1)) for part in queries),
@@ -117,6 +126,22 @@ def flash_mla_with_kvcache(
     batch_size, q_len = q.shape[:2]
     out, lse = (x.unflatten(0, (batch_size, q_len)) for x in (problem.out, problem.lse))
     return out, lse.transpose(1, 2)
+
+
+def _byte_rows(k_cache: Any) -> tuple[Part, ...]:
+    """Return latent and rotated columns and scales of a cache with rows of bytes."""
+    name, x = "k_cache", checks.tensor("k_cache", k_cache)
+    if x.dim() != 4 or x.shape[-1] != ROW_BYTES or x.dtype not in (torch.uint8, torch.int8, NARROW):
+        raise ArgumentError(
+            f"{name} must have shape [num_pages, page_size, 1, {ROW_BYTES}] and a dtype of one byte (uint8, int8 or "
+            f"float8_e4m3fn) with is_fp8_kvcache, got {checks.describe(x)}"
+        )
+    latent, scales, rotated = x.split((SCALES_AT, ROPE_AT - SCALES_AT, ROW_BYTES - ROPE_AT), dim=-1)
+    try:
+        views = latent.view(NARROW), rotated.view(torch.bfloat16), scales.view(torch.float32)
+    except RuntimeError as error:
+        raise ArgumentError(f"{name} must have rows at multiples of 16 bytes, got strides {x.stride()}") from error
+    return tuple(Part(name, view) for view in views)
 
 
 def _lengths(q: torch.Tensor, block_table: Any, cache_seqlens: Any) -> MlaLengths:

@@ -12,18 +12,31 @@ from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options
 from cute_attn.request.caches import check_tables
-from cute_attn.request.mla import LATENT, MlaLengths, MlaOptions, Names, Parts, index_array, partials_in, split_rows
+from cute_attn.request.mla import (
+    LATENT,
+    NARROW,
+    MlaLengths,
+    MlaOptions,
+    Names,
+    Parts,
+    index_array,
+    partials_in,
+    split_rows,
+)
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla import BatchMLAPagedAttentionWrapper
+from cute_attn.wrappers.mla_plan import MLAPlanMetadata, refuse_dims
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
+    "MLAPlanMetadata",
     "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]
 
 SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's dense implementations of this function; one here stands for all
-QUERY_AXES = "[batch_size, q_len, num_heads, 576], or [num_tokens, num_heads, 576] with cum_seq_lens_q"
-CACHE_AXES = "[num_pages, page_size, 576] or [num_pages, 1, page_size, 576]"
+QUERY_AXES = "[batch_size, q_len, num_heads, columns], or [num_tokens, num_heads, columns] with cum_seq_lens_q"
+CACHE_AXES = "[num_pages, page_size, columns] or [num_pages, 1, page_size, columns]"
 SPARSE = ("keys are all tokens of a request", "sparse_mla_top_k=0 and a page table")
 NAMES = Names("workspace_buffer", "seq_lens", "block_tables", "", "cum_seq_lens_q")
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
@@ -67,10 +80,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute latent attention of the newest token or tokens of every request over its paged latent cache.
 
-    Row c_j of the cache has 576 columns: keys; the first 512 are the values too, and all heads share them. Queries are
-    absorbed: the projection from heads to the latent space is multiplied into them. Row r of a request with q_len
-    query tokens has position seq_len - q_len + r and sees the keys up to it. For key j and one head, in the natural-log
-    domain::
+    Row c_j of the cache has 576 columns (512 with qk_rope_head_dim=0): keys. The first 512 are the values too, and all
+    heads share them. Queries are absorbed: the projection from heads to the latent space is multiplied into them. Row r
+    of a request with q_len query tokens has position seq_len - q_len + r and sees the keys up to it. For key j and one
+    head, in the natural-log domain::
 
         z = bmm1_scale * q.c_j
         z = -inf                       where row r does not see key j
@@ -84,14 +97,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Parameters
     ----------
     query : `[batch_size, q_len, num_heads, 576]`, or with cum_seq_lens_q `[num_tokens, num_heads, 576]`; float16 or
-        bfloat16. Any strides; rows that are not 16-byte aligned on a GPU cost a copy.
+        bfloat16 (float8_e4m3fn is refused). Any strides; rows that are not 16-byte aligned on a GPU cost a copy.
     kv_cache : `[num_pages, page_size, 576]` or `[num_pages, 1, page_size, 576]` of query's dtype or float8_e4m3fn,
         whose scale is a factor of both scales below; any page size, any strides with 1 on the last axis, rows 16-byte
         aligned on a GPU.
     workspace_buffer : of any dtype, contiguous, on query's device, for partial results; it need not be zero. Where it
         is too small a launch uses memory of its own.
     qk_nope_head_dim : int >= 1, the head dimension before absorption; it changes nothing.
-    kv_lora_rank, qk_rope_head_dim : 512 and 64; others are refused.
+    kv_lora_rank, qk_rope_head_dim : 512 and 64, or 512 and 0 for models without rotated columns; others are refused.
     block_tables : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
         last page are not read.
     seq_lens : int32 `[batch_size]`, keys of each request in tokens, those of the query tokens included.
@@ -153,19 +166,19 @@ def trtllm_batch_decode_with_kv_cache_mla(
     for name, value in (("cute_dsl_impl", cute_dsl_impl), ("kv_scale_format", kv_scale_format)):
         if value != "auto":
             trtllm_options.refuse(f"{name}={value!r}", "it chooses among other kernels", f'{name}="auto"')
-    _check_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
+    rope = _rotated(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
     checks.boolean("is_var_seq", is_var_seq)
     checks.at_least("max_seq_len", max_seq_len, 0)
     backend = dispatch.checked_name(backend, SAME)
     base = checks.choice("return_lse_base", return_lse_base or "base2", ("base2", "basee"))
-    queries, shape = _rows("query", query, cum_seq_lens_q)
+    queries, shape = _rows(query, cum_seq_lens_q, rope)
     lengths = _lengths(block_tables, seq_lens, cum_seq_lens_q, max_q_len, shape)
     options = MlaOptions(
         NAMES, True, bmm1_scale, bmm2_scale, _flat("out", out, shape), _flat("lse", lse, shape), return_lse,
         LSE_BASES[base], enable_pdl, trtllm_options.one_sink(sinks),
     )  # fmt: skip
     scratch = partials_in("workspace_buffer", workspace_buffer)
-    problem = calls.run(Parts(*queries, *_cache(kv_cache)), lengths, scratch, options, backend)
+    problem = calls.run(Parts(*queries, *_cache(kv_cache, rope)), lengths, scratch, options, backend)
     found = problem.out.view(*shape[:-1], LATENT) if out is None else out
     if not return_lse:
         return found
@@ -173,15 +186,73 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return found, problem.lse if lse is None else lse
 
 
-def _rows(name: str, value: Any, bounds: Any) -> tuple[Any, torch.Size]:
+def xqa_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    out: torch.Tensor | None = None,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor:
+    """Compute latent attention of the newest tokens of every request: `trtllm_batch_decode_with_kv_cache_mla` with
+    these arguments alone, on any GPU that has its kernels.
+
+    Parameters
+    ----------
+    query : `[batch_size, q_len, num_heads, 576]`, as there. FlashInfer's has q_len 1.
+    out : written and returned: query's shape with 512 on the last axis; with q_len 1 also `[batch_size, num_heads,
+        512]`, the shape that FlashInfer names. Default: a new tensor.
+
+    The others are those of `trtllm_batch_decode_with_kv_cache_mla`.
+
+    Returns
+    -------
+    The given out, or a new one: query's shape with 512 on the last axis, of query's dtype.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, NotSupported, as there.
+
+    Examples
+    --------
+    >>> query = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
+    >>> cache = torch.randn(5, 32, 576, dtype=torch.bfloat16)
+    >>> tables = torch.tensor([[3, 1], [4, 0]], dtype=torch.int32)
+    >>> lengths = torch.tensor([40, 7], dtype=torch.int32)
+    >>> scratch = torch.empty(1 << 20, dtype=torch.uint8)
+    >>> xqa_batch_decode_with_kv_cache_mla(query, cache, scratch, 128, 512, 64, tables, lengths, 64).shape
+    torch.Size([2, 1, 16, 512])
+    """
+    whole = out
+    if isinstance(out, torch.Tensor) and isinstance(query, torch.Tensor) and out.dim() == query.dim() - 1:
+        whole = out.unsqueeze(1)
+    found = trtllm_batch_decode_with_kv_cache_mla(
+        query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
+        max_seq_len, out=whole, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks, enable_pdl=enable_pdl,
+    )  # fmt: skip
+    assert isinstance(found, torch.Tensor)
+    return found if out is None else out
+
+
+def _rows(value: Any, bounds: Any, rope: int) -> tuple[Any, torch.Size]:
     """Return both parts of the query as rows `[num_tokens, num_heads, ...]`, and the query's shape."""
-    parts = split_rows(name, value, (4,) if bounds is None else (3,), QUERY_AXES)
+    parts = split_rows("query", value, (4,) if bounds is None else (3,), QUERY_AXES, rope)
+    if value.dtype == NARROW:
+        trtllm_options.refuse("query of float8_e4m3fn", "products have 16 bits", "query.to(torch.bfloat16)")
     return [part._replace(x=part.x.flatten(0, -3)) for part in parts], value.shape
 
 
-def _cache(kv_cache: Any) -> Any:
+def _cache(kv_cache: Any, rope: int) -> Any:
     """Return both parts of the cache as `[num_pages, page_size, ...]`."""
-    parts = split_rows("kv_cache", kv_cache, (3, 4), CACHE_AXES)
+    parts = split_rows("kv_cache", kv_cache, (3, 4), CACHE_AXES, rope)
     if kv_cache.dim() == 3:
         return parts
     if kv_cache.shape[1] != 1:
@@ -217,10 +288,12 @@ def _lengths(block_tables: Any, seq_lens: Any, bounds: Any, max_q_len: Any, shap
     return MlaLengths(seq_lens, tables, None, bounds, checks.at_least("max_q_len", most, 0))
 
 
-def _check_dims(nope: Any, rank: Any, rope: Any) -> None:
+def _rotated(nope: Any, rank: Any, rope: Any) -> int:
+    """Check head dimensions, and return the number of rotated columns."""
     checks.at_least("qk_nope_head_dim", nope, 1)
     dims = checks.integer("kv_lora_rank", rank), checks.integer("qk_rope_head_dim", rope)
-    calls.refuse_dims(("kv_lora_rank", "qk_rope_head_dim"), dims)
+    refuse_dims(("kv_lora_rank", "qk_rope_head_dim"), dims)
+    return dims[1]
 
 
 def refuse_other_keys(top_k: Any, top_k_lens: Any, shared: Any) -> None:

@@ -22,7 +22,6 @@ from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings
-from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch
 from perf import peers
@@ -36,12 +35,12 @@ WARPS_PER_SM = (4, 24)
 FEW = (1, 2), (0, 1)  # CTAs per SM, and guests, of launches of few pairs of a request and a kv head
 MANY = (1, 2, 3, 4, 6, 8), (0,)
 SHORT = (2, 3, 4, 6, 8, 12, 16), (0,)  # of windows that one CTA reads alone
-RING = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\+(\d+))?(?:c(\d+)|([wh]))?(?:a(\d+)(e?))?")
+RING = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\+(\d+))?(?:c(\d+)|([weh]))?(?:a(\d+)(e?))?")
 
 
 def title(spec: XqaSpec) -> str:
     """Returns the text that `ring` reads."""
-    work = {"shares": "", "whole": "w", "heads": "h", "cluster": f"c{spec.cluster_size}"}[spec.work]
+    work = {"shares": "", "even": "e", "whole": "w", "heads": "h", "cluster": f"c{spec.cluster_size}"}[spec.work]
     ahead = {"none": "", "l2": f"a{spec.prefetch_keys}", "smem": f"a{spec.prefetch_keys}e"}[spec.prefetch]
     guests = f"+{spec.guests}" if spec.guests else ""
     return f"{spec.warps}x{spec.stages}x{spec.cols}x{spec.ctas}{guests}{work}{ahead}"
@@ -51,14 +50,15 @@ def ring(text: str, start: XqaSpec) -> XqaSpec:
     """Returns `start` with the ring "WARPSxSTAGESxTOKENSxCTAS", as in "4x2x32x3": tokens of a tile, CTAs per SM.
 
     Behind it may stand "+1", guests; "c6", CTAs of a cluster, or "w", a CTA for every segment, or "h", a warp for every
-    segment, those of a CTA of adjacent kv heads; "a512", keys of a CTA that are fetched before the preceding kernel has
+    segment, those of a CTA of adjacent kv heads, or "e", shares for such warps, of whole segments where these are about
+    equally long; "a512", keys of a CTA that are fetched before the preceding kernel has
     ended, and "e" behind that, first tiles that are copied early.
     """
     if not (found := RING.fullmatch(text)):
-        raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER|w|h][aKEYS[e]], got {text!r}")
+        raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER|w|e|h][aKEYS[e]], got {text!r}")
     warps, stages, cols, ctas, guests = (int(number or 0) for number in found.groups()[:5])
     shape: dict[str, Any] = {"warps": warps, "stages": stages, "cols": cols, "ctas": ctas, "guests": guests}
-    work = "cluster" if found[6] else {None: "shares", "w": "whole", "h": "heads"}[found[7]]
+    work = "cluster" if found[6] else {None: "shares", "w": "whole", "e": "even", "h": "heads"}[found[7]]
     prefetch = "none" if not found[8] else "smem" if found[9] else "l2"
     shape |= {"work": work, "cluster_size": int(found[6] or 1)}
     return dataclasses.replace(start, **shape | {"prefetch": prefetch, "prefetch_keys": int(found[8] or 0)})
@@ -127,7 +127,7 @@ def rule_of(w: BatchWorkload, arch: Arch) -> Rule[Rings]:
     starts = np.arange(len(w.kv_lens) + 1)
     lengths = BatchLengths(starts, starts[:-1], np.array(w.kv_lens))
     settings = Settings(features, window_left=w.window_left, page_size=w.page_size)
-    return rule_of_batch(settings, lengths, BatchLimits(0, max_qo_len=1), arch, archs.TYPICAL_SMS[arch.name])
+    return rule_of_batch(settings, lengths, BatchLimits(0, max_qo_len=1), arch)
 
 
 def start_of(w: BatchWorkload, arch: Arch) -> XqaSpec:

@@ -148,6 +148,7 @@ def markdown() -> str:
     ]
     for group in shown:
         lines += [f"### {group.title}", "", *_table(group, number), ""]
+    lines += ["### Latent attention (MLA)", "", *_latent_table(), ""]
     reasons = (f"{number[reason]}. {_listed(names)}: {reason}" for reason, names in notes.items())
     return "\n".join([*lines, "### Reasons", "", *reasons]) + "\n"
 
@@ -158,6 +159,23 @@ def _table(group: Group, number: Mapping[str, int]) -> list[str]:
         cells = (cell.verdict + (f" ({number[cell.reason]})" if cell.reason else "") for cell in row.cells.values())
         lines.append(f"| {row.feature} | " + " | ".join(cells) + " |")
     return lines
+
+
+def latent() -> dict[str, dict[str, str]]:
+    """Return the kernel for each form of a latent cache, by architecture."""
+    from cute_attn.cli.support_rows import LATENT_FORMS
+    from cute_attn.kernels.mla.tiles import choose
+
+    return {
+        label: {name: choose("bfloat16", form, 1, arch).instructions for name, arch in archs.ARCHS.items()}
+        for label, form in LATENT_FORMS.items()
+    }
+
+
+def _latent_table() -> list[str]:
+    found = latent()
+    lines = ["| rows of the cache | " + " | ".join(ALL_ARCHS) + " |", "|---" + "|:---:" * len(ALL_ARCHS) + "|"]
+    return [*lines, *(f"| {label} | " + " | ".join(row.values()) + " |" for label, row in found.items())]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -175,4 +193,9 @@ def document() -> list[dict[str, Any]]:
             ],
         }
         for group in groups()
+    ] + [
+        {
+            "title": "Latent attention (MLA)",
+            "rows": [{"feature": label, "kernels": kernels} for label, kernels in latent().items()],
+        }
     ]

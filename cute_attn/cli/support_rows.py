@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cute_attn.cli.support import Division, Sample
+from cute_attn.kernels.mla.spec import CacheForm
 from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
 from cute_attn.runtime.arch import Arch
@@ -222,3 +223,14 @@ DIVISIONS = (
     Division("Lengths and page tables on the device, without a plan", _device_outputs, _row_of_device_outputs),
     Division("Draft tokens of calls without a plan", *_DRAFTS),
 )
+
+_E4M3_NAME = "float8_e4m3fn"
+LATENT_FORMS = {
+    "512 latent and 64 rotated columns of 16 bits": CacheForm(),
+    "512 latent columns of 16 bits": CacheForm(rope_bits=0),
+    "e4m3, a scale for each part": CacheForm(_E4M3_NAME, 8),
+    "e4m3 without rotated columns": CacheForm(_E4M3_NAME, 0),
+    "e4m3, scales of groups of 128 latent columns": CacheForm(_E4M3_NAME, 8, grouped=True),
+    "the same without rotated columns": CacheForm(_E4M3_NAME, 0, grouped=True),
+    "656 bytes: scales of groups, 16-bit rotated columns": CacheForm(_E4M3_NAME, 16, grouped=True),
+}

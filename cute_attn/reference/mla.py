@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from cute_attn.reference.attention import Logits, Mask, attention
-from cute_attn.request.mla import MlaLengths, MlaProblem
+from cute_attn.request.mla import GROUP, MlaLengths, MlaProblem
 
 
 def run(problem: MlaProblem) -> None:
@@ -23,6 +23,9 @@ def run(problem: MlaProblem) -> None:
     )
     for index, rows in enumerate(_rows(lengths)):
         ckv, kpe = (_tokens(x, lengths, index) for x in (problem.ckv, problem.kpe))
+        if problem.ckv_scales is not None:
+            factors = _tokens(problem.ckv_scales, lengths, index).repeat_interleave(GROUP, dim=-1)
+            ckv = (ckv.float() * factors.float()).to(settings.dtype).double()  # as kernels multiply
         o, lse = attention(
             queries[rows],
             torch.cat((ckv, kpe), dim=-1)[:, None],

@@ -1,8 +1,8 @@
 """Requests of multi-head latent attention (MLA) with absorbed queries, and the checks of their tensors.
 
-All heads share one row per token: `LATENT` columns, which are keys and values, and `ROPE` columns, which are keys only.
-Queries and caches may hold both parts in one tensor or in two; problems have views of the parts. Lengths and page
-numbers stay on the device: `check_values` looks at them where that was asked for.
+All heads share one row per token: `LATENT` columns, which are keys and values, and `ROPE` columns, which are keys only;
+some models have none of these. Queries and caches may hold both parts in one tensor or in two; problems have views of
+the parts. Lengths and page numbers stay on the device: `check_values` looks at them where that was asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cute_attn.request import checks, operands, page_ids
 from cute_attn.request.settings import HALF, LSE_BASES, MAX_INDEX, MAX_KV_LEN
 
 LATENT, ROPE = 512, 64
+GROUP = 128  # latent columns with one scale, where groups have their own
 NARROW = torch.float8_e4m3fn  # of caches, beside the dtype of queries
 INDEX_DTYPES = (torch.int32,)
 
@@ -28,7 +29,9 @@ class MlaSettings(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype  # of queries and out
-    kv_dtype: torch.dtype  # of the cache
+    kv_dtype: torch.dtype  # of latent numbers in the cache
+    rope_bits: int  # of rotated ones; 0: there are none
+    grouped: bool  # each GROUP latent numbers have a scale of their own
     num_heads: int
     page_size: int
     causal: bool  # a query token sees the keys up to its own, else all
@@ -63,15 +66,16 @@ class MlaProblem(NamedTuple):
     settings: MlaSettings
     lengths: MlaLengths
     q_nope: torch.Tensor  # [num_tokens, num_heads, LATENT]
-    q_pe: torch.Tensor  # [num_tokens, num_heads, ROPE]
+    q_pe: torch.Tensor  # [num_tokens, num_heads, ROPE], or [..., 0]
     ckv: torch.Tensor  # [num_pages, page_size, LATENT]
-    kpe: torch.Tensor  # [num_pages, page_size, ROPE]
+    kpe: torch.Tensor  # [num_pages, page_size, ROPE], or [..., 0]
     out: torch.Tensor  # [num_tokens, num_heads, LATENT]
     lse: torch.Tensor | None  # [num_tokens, num_heads] fp32
     scratch: Scratch
     scale: torch.Tensor | None = None  # one-element fp32 device tensors: factors of scores and of values
     v_scale: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # [num_heads] fp32, natural-log domain
+    ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, LATENT / GROUP] fp32, factors of groups of ckv
 
 
 class Part(NamedTuple):
@@ -88,6 +92,10 @@ class Parts(NamedTuple):
     q_pe: Part
     ckv: Part
     kpe: Part
+    ckv_scales: Part | None = None  # of groups of latent columns
+
+    def given(self) -> list[Part]:
+        return [part for part in self if part is not None]
 
 
 class Names(NamedTuple):
@@ -121,10 +129,10 @@ class MlaOptions(NamedTuple):
 # ---- queries and caches
 
 
-def split_rows(name: str, value: Any, dims: tuple[int, ...], axes: str) -> tuple[Part, Part]:
-    """Return both parts of a tensor with `LATENT + ROPE` columns and one of `dims` axes."""
+def split_rows(name: str, value: Any, dims: tuple[int, ...], axes: str, rope: int = ROPE) -> tuple[Part, Part]:
+    """Return both parts of a tensor with `LATENT + rope` columns and one of `dims` axes."""
     value = checks.tensor(name, value)
-    width = LATENT + ROPE
+    width = LATENT + rope
     if value.dim() not in dims or value.shape[-1] != width:
         raise ArgumentError(f"{name} must have shape {axes}, the last axis {width}, got {checks.describe(value)}")
     return Part(name, value[..., :LATENT]), Part(name, value[..., LATENT:])
@@ -149,21 +157,38 @@ def _check_parts(parts: Parts) -> Parts:
             f"{q.name} must have at least one head and {parts.ckv.name} a page_size >= 1, "
             f"got {checks.describe(q.x)} and {checks.describe(parts.ckv.x)}"
         )
-    for name, x in parts:
+    for name, x in parts.given():
         checks.check_grad(name, x)
         checks.device(name, x, q.x.device)
     checks.dtype(parts.q_pe.name, parts.q_pe.x.dtype, (q.x.dtype,))
     checks.dtype(parts.ckv.name, parts.ckv.x.dtype, (q.x.dtype, NARROW))
-    checks.dtype(parts.kpe.name, parts.kpe.x.dtype, (parts.ckv.x.dtype,))
+    # Rows with scales of groups may keep their rotated numbers in the queries' dtype, which kernels have for bfloat16.
+    wide = parts.ckv_scales is not None and q.x.dtype == torch.bfloat16
+    checks.dtype(parts.kpe.name, parts.kpe.x.dtype, (parts.ckv.x.dtype, *((torch.bfloat16,) if wide else ())))
     for one, other in ((q, parts.q_pe), (parts.ckv, parts.kpe)):
         if one.x.shape[:2] != other.x.shape[:2]:
             raise ArgumentError(
                 f"{one.name} and {other.name} must have the same first two axes, "
                 f"got {checks.describe(one.x)} and {checks.describe(other.x)}"
             )
-    _check_cache(parts.ckv)
-    _check_cache(parts.kpe)
+    if parts.ckv_scales is not None:
+        _check_scales(parts.ckv_scales, parts.ckv)
+    for part in parts[2:]:
+        if part is not None and part.x.shape[-1]:
+            _check_cache(part)
     return parts._replace(q_nope=_readable(q), q_pe=_readable(parts.q_pe))
+
+
+def _check_scales(scales: Part, ckv: Part) -> None:
+    """Check the scales of groups of an 8-bit cache."""
+    checks.dtype(ckv.name, ckv.x.dtype, (NARROW,))
+    checks.dtype(scales.name, scales.x.dtype, (torch.float32,))
+    shape = (*ckv.x.shape[:2], LATENT // GROUP)
+    if scales.x.shape != shape:
+        raise ArgumentError(
+            f"Invalid shape of {scales.name}: it must be [num_pages, page_size, {LATENT // GROUP}], here {shape}; "
+            f"got {checks.describe(scales.x)}"
+        )
 
 
 def _check_cache(part: Part) -> None:
@@ -181,7 +206,7 @@ def _check_cache(part: Part) -> None:
 
 def _readable(part: Part) -> Part:
     name, x = part
-    if x.stride(-1) == 1 and (x.device.type == "cpu" or operands.aligned(x)):
+    if not x.shape[-1] or (x.stride(-1) == 1 and (x.device.type == "cpu" or operands.aligned(x))):
         return part
     return Part(name, x.clone(memory_format=torch.contiguous_format))
 
@@ -202,10 +227,14 @@ def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: Ml
     ckv_scale, kpe_scale = (
         checks.real_or(name, x, 1.0) for name, x in (("ckv_scale", options.ckv_scale), ("kpe_scale", options.kpe_scale))
     )
+    if parts.ckv.x.dtype == NARROW != parts.kpe.x.dtype and kpe_scale != 1.0:
+        raise ArgumentError(f"kpe_scale must be 1 for rotated columns of 16 bits, got {kpe_scale}")
     settings = MlaSettings(
         q.device,
         q.dtype,
         parts.ckv.x.dtype,
+        8 * parts.kpe.x.itemsize if parts.kpe.x.shape[-1] else 0,
+        parts.ckv_scales is not None,
         q.shape[1],
         page_size,
         checks.boolean("causal", options.causal),
@@ -217,8 +246,9 @@ def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: Ml
     )
     out, lse = _outputs(q, options)
     sinks = None if options.sinks is None else _sinks(options.sinks, q)
-    q_nope, q_pe, ckv, kpe = (part.x for part in parts)
-    return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks)
+    q_nope, q_pe, ckv, kpe = (part.x for part in parts[:4])
+    ckv_scales = None if parts.ckv_scales is None else parts.ckv_scales.x
+    return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks, ckv_scales)
 
 
 def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
@@ -285,7 +315,7 @@ def check_apart(problem: MlaProblem, parts: Parts, options: MlaOptions) -> None:
     names, lengths = options.names, problem.lengths
     written = (names.workspace, problem.scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)
     scales = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
-    checks.apart(written, (*parts, *zip(names[1:], lengths[:4], strict=True), *scales))
+    checks.apart(written, (*parts.given(), *zip(names[1:], lengths[:4], strict=True), *scales))
 
 
 def check_values(problem: MlaProblem, names: Names) -> None:

@@ -26,7 +26,8 @@ class PoolSize(NamedTuple):
 
 
 TILE_COUNTERS = PoolSize(8, 1 << 12, 1 << 16)  # int32 tile counter and CTA counter of the dynamic tile scheduler
-SEMAPHORES = PoolSize(4096, 1 << 8, 1 << 12)  # one int32 semaphore per CTA: splits that have arrived
+# One int32 semaphore per CTA: splits that have arrived. Up to 8 CTAs on each of 144 SMs.
+SEMAPHORES = PoolSize(4608, 1 << 8, 1 << 12)
 
 
 class DeviceCounters:

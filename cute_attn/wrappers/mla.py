@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -16,7 +15,6 @@ from cute_attn.request import batch_plan, checks, trtllm_options
 from cute_attn.request.mla import (
     LATENT,
     NARROW,
-    ROPE,
     MlaLengths,
     MlaOptions,
     MlaProblem,
@@ -24,30 +22,20 @@ from cute_attn.request.mla import (
     Part,
     Parts,
     check_apart,
-    check_bounds,
     check_values,
     mla_problem,
     partials_in,
     split_rows,
     whole_part,
 )
-from cute_attn.request.settings import HALF
 from cute_attn.runtime import switches
+from cute_attn.wrappers import mla_plan
+from cute_attn.wrappers.mla_plan import CSR, NO_PROFILER, Arrays, Planned
 from cute_attn.wrappers.not_copied import NotCopied
 
 SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one implementation here stands for all
-ARRAYS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 NAMES = Names("float_workspace_buffer", "kv_len_arr", "kv_indices", "kv_indptr", "qo_indptr")
-LAYOUTS = ("packed", "split")
-NO_PROFILER = "no kernel records a profile"
-
-
-def refuse_dims(names: tuple[str, str], dims: tuple[int, int]) -> None:
-    """Refuse head dimensions that no kernel has."""
-    if dims != (LATENT, ROPE):
-        feature = f"{names[0]}={dims[0]}, {names[1]}={dims[1]}"
-        reason = f"rows of the cache have {LATENT} latent and {ROPE} rotated columns"
-        trtllm_options.refuse(feature, reason, "zeros in the columns that a model does not have")
+DENSE_NAMES = Names("float_workspace_buffer", "seq_lens", "block_tables", "", "cum_seq_lens_q")
 
 
 def run(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: MlaOptions, backend: str) -> MlaProblem:
@@ -65,21 +53,6 @@ def looks_at_values(q: torch.Tensor) -> bool:
     return q.is_cpu or (switches.validates() and not torch.cuda.is_current_stream_capturing())
 
 
-class Planned(NamedTuple):
-    """A plan: lengths on the device, and what `run` must agree with."""
-
-    lengths: MlaLengths
-    rows: int | None  # of q; None: not known on the host
-    num_heads: int
-    page_size: int
-    dtypes: tuple[torch.dtype, torch.dtype]  # of queries and of the cache
-    causal: bool
-    sm_scale: float
-    layouts: tuple[str | None, str | None]  # of queries and of the cache, where the plan says
-    enable_pdl: bool | None
-    use_sinks: bool
-
-
 class BatchMLAPagedAttentionWrapper(NotCopied):
     """Latent attention of a batch over a paged latent cache, with absorbed queries; for decode and short prefills.
 
@@ -89,7 +62,8 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
     ----------
     float_workspace_buffer : contiguous tensor of any dtype for partial results; its device is that of all tensors.
     use_cuda_graph : default False. True: plans copy their arrays to the four buffers below, which captured launches
-        read, and have the same batch size and no longer queries than the first one.
+        read, and have the same batch size and no longer queries than the first one. Without the buffers plans must have
+        a table of pages and its lengths on the device; captured launches read these, so that later plans have the same.
     qo_indptr, kv_indptr : int32 `[batch_size + 1]`.
     kv_indices : int32, as many pages as any plan has.
     kv_len_arr : int32 `[batch_size]`.
@@ -114,9 +88,9 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         self._float_workspace_buffer = float_workspace_buffer  # serving engines read it
         self._backend = dispatch.checked_name(backend, SAME)
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
-        buffers = dict(zip(ARRAYS, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
+        buffers = dict(zip(CSR, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
         self._buffers: dict[str, torch.Tensor] = {}
-        if self._use_cuda_graph:
+        if self._use_cuda_graph and any(x is not None for x in buffers.values()):
             named = {name: batch_plan.graph_buffer(name, x, torch.int32, self.device) for name, x in buffers.items()}
             checks.apart(named.items(), (("float_workspace_buffer", float_workspace_buffer),))
             self._buffers = named
@@ -173,26 +147,30 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
     ) -> None:
         """Keep where the tokens of a batch are. Request i has the query tokens `qo_indptr[i]:qo_indptr[i + 1]`.
 
-        Index arrays are int32, on the wrapper's device or on the CPU. `qo_indptr` on a GPU costs a synchronisation.
+        Index arrays are int32, on the wrapper's device or on the CPU. Bounds of queries on a GPU cost a synchronisation
+        without max_q_len. Arrays that are on the wrapper's device are not copied without CUDA graphs: those besides
+        `kv_indptr` must not change until the last run.
 
         Parameters
         ----------
-        qo_indptr, kv_indptr : `[batch_size + 1]`, from 0, not decreasing.
-        kv_indices : 1-D, page numbers; those of request i start at `kv_indptr[i]`. An int32 tensor on the wrapper's
-            device is not copied without CUDA graphs: it must not change until the last run. So it is for `kv_len_arr`.
-        kv_len_arr : `[batch_size]`, tokens of each request, at most those of its pages.
+        metadata : `MLAPlanMetadata`, in place of all index arrays and of max_q_len.
+        qo_indptr, kv_indptr, kv_indices, kv_len_arr : its fields: pages of all requests one after the other.
+        cum_seq_lens_q, block_tables, seq_lens : its fields: a table of pages.
+        max_q_len : its field: the most query tokens of a request.
         num_heads : at least 1.
-        head_dim_ckv, head_dim_kpe : 512 and 64; others are refused.
+        head_dim_ckv, head_dim_kpe : 512 and 64, or 512 and 0 for models without rotated columns; others are refused.
         page_size : tokens per page, at least 1.
         causal : True: query token r of a request sees keys j <= r + kv_len - qo_len. False: all keys.
         sm_scale : any finite number.
         q_data_type, kv_data_type : float16 or bfloat16; the cache's the same, or float8_e4m3fn.
         use_profiler, skip_softmax : refused unless False.
-        metadata, cum_seq_lens_q, block_tables, seq_lens, max_q_len : refused unless None: pass the arrays above.
         query_layout, kv_cache_layout : "packed" or "split": the form that `run` must get. None (default): either.
-        lse_mode : refused unless "none" (default): `run` has return_lse.
+        lse_mode : "base2" or "basee": `run` must ask for lse to this base. "none" (default): it must not, after a plan
+            from `metadata`; after others, it may.
         output_dtype : None (default) or q_data_type; others are refused.
-        output_scale, scale_mode : refused unless "none" and "default".
+        output_scale : refused unless "none".
+        scale_mode : "kv-per-tensor": over float8_e4m3fn, whose scales `run` must get. "bmm-scalar" or "bmm-tensor":
+            `run` must get bmm1_scale and bmm2_scale as numbers or as tensors. "default": what `run` gets.
         enable_pdl : as for `trtllm_batch_decode_with_kv_cache_mla`.
         use_sinks : default False. True: `run` must get sinks.
 
@@ -200,63 +178,86 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         ------
         ArgumentError, ArgumentTypeError, LayoutError, NotSupported. After an error the previous plan is in force.
         """
-        instead = "qo_indptr, kv_indptr, kv_indices and kv_len_arr, or trtllm_batch_decode_with_kv_cache_mla"
-        for name, value in (
-            *(("metadata", metadata), ("cum_seq_lens_q", cum_seq_lens_q), ("block_tables", block_tables)),
-            *(("seq_lens", seq_lens), ("max_q_len", max_q_len)),
-        ):
-            if value is not None:
-                trtllm_options.refuse(f"{name} in plan", "plans take arrays of all requests", instead)
-        _refuse_results(lse_mode, output_scale, scale_mode, skip_softmax, use_profiler)
+        mla_plan.refuse_results(output_scale, skip_softmax, use_profiler)
         dims = checks.whole("head_dim_ckv", head_dim_ckv), checks.whole("head_dim_kpe", head_dim_kpe)
-        refuse_dims(("head_dim_ckv", "head_dim_kpe"), dims)
-        dtypes = _dtypes(q_data_type, kv_data_type, output_dtype)
-        arrays = dict(zip(ARRAYS, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
+        mla_plan.refuse_dims(("head_dim_ckv", "head_dim_kpe"), dims)
+        dtypes = mla_plan.plan_dtypes(q_data_type, kv_data_type, output_dtype)
         page_size = checks.at_least("page_size", page_size, 1)
+        flat = {
+            "qo_indptr": qo_indptr,
+            "kv_indptr": kv_indptr,
+            "kv_indices": kv_indices,
+            "kv_len_arr": kv_len_arr,
+            "cum_seq_lens_q": cum_seq_lens_q,
+            "block_tables": block_tables,
+            "seq_lens": seq_lens,
+            "max_q_len": max_q_len,
+        }
         options = (
             checks.at_least("num_heads", num_heads, 1),
+            dims[1],
             page_size,
             dtypes,
             checks.boolean("causal", causal),
             checks.real("sm_scale", sm_scale),
-            (_layout("query_layout", query_layout), _layout("kv_cache_layout", kv_cache_layout)),
+            (
+                mla_plan.plan_layout("query_layout", query_layout),
+                mla_plan.plan_layout("kv_cache_layout", kv_cache_layout),
+            ),
+            *mla_plan.plan_modes(lse_mode, scale_mode, dtypes[1], dynamic=metadata is None),
             None if enable_pdl is None else checks.boolean("enable_pdl", enable_pdl),
             checks.boolean("use_sinks", use_sinks),
         )
-        lengths, rows = self._lengths({name: _index_array(name, x) for name, x in arrays.items()}, page_size)
+        lengths, rows = self._lengths(mla_plan.index_arrays(metadata, flat, page_size))
         self._planned = Planned(lengths, rows, *options)
 
-    def _lengths(self, arrays: dict[str, torch.Tensor], page_size: int) -> tuple[MlaLengths, int]:
+    def _lengths(self, arrays: Arrays) -> tuple[MlaLengths, int | None]:
         """Return lengths on the device, and the rows of q. Nothing is written before all is checked."""
-        bounds, size = arrays["qo_indptr"], arrays["kv_len_arr"].shape[0]
-        for name in ARRAYS[:2]:
-            if arrays[name].shape[0] != size + 1:
-                raise ArgumentError(f"{name} must have {size + 1} elements (batch_size + 1), got {len(arrays[name])}")
-        ends = bounds.tolist()
-        most = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
-        check_bounds("qo_indptr", ends, most, ends[-1])
-        _check_room(arrays, page_size)
-        if self._use_cuda_graph:
-            most = self._most_queries(most)
-            for name, x in arrays.items():
-                _check_buffer(self._buffers[name], name, x.shape[0])
-            arrays = {name: _copied(self._buffers[name], x) for name, x in arrays.items()}
+        most, rows = mla_plan.most_queries(arrays)
+        if not self._use_cuda_graph:
+            arrays = arrays.moved(lambda _, x: x.to(self.device, non_blocking=True).contiguous())
+            return arrays.lengths(most), rows
+        most = self._most_queries(arrays.names[0], most)
+        for name, x in arrays.by_name().items():
+            self._check_captured(name, x, table=arrays.starts is None)
+        if arrays.starts is None:
+            self._buffers = arrays.by_name()
         else:
-            arrays = {name: x.to(self.device, non_blocking=True).contiguous() for name, x in arrays.items()}
-        starts = arrays["kv_indptr"][:-1]
-        return MlaLengths(arrays["kv_len_arr"], arrays["kv_indices"], starts, arrays["qo_indptr"], most), ends[-1]
+            arrays = arrays.moved(lambda name, x: _copied(self._buffers[name], x))
+        return arrays.lengths(most), rows
 
-    def _most_queries(self, most: int) -> int:
+    def _most_queries(self, name: str, most: int) -> int:
         """Return the most query tokens of a request that captured launches have room for."""
         if self._planned is None:
             return most
         room = self._planned.lengths.qo_len
         if most > room:
             raise ArgumentError(
-                f"qo_indptr must give no request more query tokens than the first plan of a CUDA graph, {room}; "
-                f"got {most}"
+                f"{name} must give no request more query tokens than the first plan of a CUDA graph, {room}; got {most}"
             )
         return room
+
+    def _check_captured(self, name: str, x: torch.Tensor, *, table: bool) -> None:
+        """Check that an array fits what captured launches read: a buffer, or the same array of a form with a table."""
+        buffer = self._buffers.get(name)
+        if table:
+            self._check_kept(name, x, buffer)
+        elif buffer is None:
+            raise ArgumentError(
+                f"{name} must have a buffer from the construction of a wrapper with use_cuda_graph=True; "
+                f"without buffers plans must get {', '.join(mla_plan.DENSE)}"
+            )
+        elif x.shape[0] > buffer.shape[0] or (name != "kv_indices" and x.shape[0] != buffer.shape[0]):
+            raise ArgumentError(f"{name} must fit its buffer of {buffer.shape[0]} elements, got {x.shape[0]}")
+
+    def _check_kept(self, name: str, x: torch.Tensor, kept: torch.Tensor | None) -> None:
+        checks.device(name, x, self.device)
+        checks.contiguous(name, x)
+        if self._buffers and (kept is None or (kept.data_ptr(), kept.shape) != (x.data_ptr(), x.shape)):
+            raise ArgumentError(
+                f"{name} must be the array of the first plan of a CUDA graph, which captured launches read: "
+                "change its numbers in place"
+            )
 
     # ---- run
 
@@ -290,19 +291,24 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
 
         Parameters
         ----------
-        q_nope, q_pe : `[qo_indptr[-1], num_heads, 512]` and `[..., 64]` of the planned dtype.
+        q_nope, q_pe : `[tokens, num_heads, 512]` and `[..., 64]` of the planned dtype, tokens being `qo_indptr[-1]`.
         ckv_cache, kpe_cache : `[num_pages, page_size, 512]` and `[..., 64]` of the planned dtype; any strides with 1
-            on the last axis, rows 16-byte aligned on a GPU.
-        query, kv_cache : in place of the four: pairs of the parts, or tensors with 576 columns.
-        out : written and returned: `[qo_indptr[-1], num_heads, 512]`. Default: a new tensor.
-        lse : written instead of a new tensor: contiguous float32 `[qo_indptr[-1], num_heads]`.
+            on the last axis, rows 16-byte aligned on a GPU. With ckv_scale_arr kpe_cache may have bfloat16 queries'
+            dtype. After a plan with head_dim_kpe=0 q_pe and kpe_cache have no columns.
+        query, kv_cache : in place of the four: pairs of the parts, or tensors with 576 columns (512 without rotated
+            ones).
+        out : written and returned: `[tokens, num_heads, 512]`. Default: a new tensor.
+        lse : written instead of a new tensor: contiguous float32 `[tokens, num_heads]`.
         return_lse : return `(out, lse)`. Default False.
         return_lse_base_on_e : lse is natural, not base 2. Default False.
         sinks : floating-point `[num_heads]`, natural-log domain; only after a plan with use_sinks.
         bmm1_scale, bmm2_scale : in place of the planned sm_scale and of 1: numbers or tensors of one element.
-        ckv_scale, kpe_scale : factors of the cache's parts, numbers. Default 1.
-        profiler_buffer, kv_len, page_table, o_scale, ckv_scale_arr, skip_softmax_threshold_scale_factor : refused
-            unless None.
+        ckv_scale, kpe_scale : over float8_e4m3fn only: factors of the cache's parts, numbers, besides those below. They
+            must be given unless bmm1_scale is. kpe_scale must be 1 for rotated columns of 16 bits.
+        ckv_scale_arr : in place of ckv_scale: float32 `[num_pages, page_size, 4]`, factors of each 128 latent columns
+            of each token; any strides with 1 on the last axis, rows 16-byte aligned on a GPU. Products are rounded to
+            the queries' dtype.
+        profiler_buffer, kv_len, page_table, o_scale, skip_softmax_threshold_scale_factor : refused unless None.
 
         Returns
         -------
@@ -318,19 +324,26 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         trtllm_options.refuse_given(NO_PROFILER, profiler_buffer=profiler_buffer)
         trtllm_options.refuse_given("the plan has lengths and pages", kv_len=kv_len, page_table=page_table)
         trtllm_options.refuse_given("outputs have 16 bits", o_scale=o_scale)
-        trtllm_options.refuse_given("the cache has one scale for each part", ckv_scale_arr=ckv_scale_arr)
         trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
         if (sinks is not None) != plan.use_sinks:
             raise ArgumentError(f"sinks must be given exactly where plan has use_sinks, which is {plan.use_sinks}")
-        queries = _operand(("query", query), ("q_nope", q_nope), ("q_pe", q_pe), plan.layouts[0])
-        cache = _operand(("kv_cache", kv_cache), ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache), plan.layouts[1])
-        parts = Parts(*queries, *cache)
-        _check_planned(parts, plan)
         natural = checks.boolean("return_lse_base_on_e", return_lse_base_on_e)
+        _check_lse_mode(plan.lse_mode, bool(return_lse) or lse is not None or natural, natural)
+        _check_scales(plan, (ckv_scale, ckv_scale_arr, kpe_scale), (bmm1_scale, bmm2_scale))
+        queries = _operand(("query", query), ("q_nope", q_nope), ("q_pe", q_pe), plan.layouts[0], plan.rope)
+        cache = _operand(
+            ("kv_cache", kv_cache), ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache), plan.layouts[1], plan.rope
+        )
+        groups = None
+        if ckv_scale_arr is not None:
+            groups = Part("ckv_scale_arr", checks.tensor("ckv_scale_arr", ckv_scale_arr))
+        parts = Parts(*queries, *cache, groups)
+        _check_planned(parts, plan)
         sm_scale = plan.sm_scale if bmm1_scale is None else bmm1_scale
         options = MlaOptions(
-            NAMES, plan.causal, sm_scale, 1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse,
-            "ln" if natural else "log2", plan.enable_pdl, sinks, ckv_scale, kpe_scale,
+            DENSE_NAMES if plan.lengths.page_starts is None else NAMES, plan.causal, sm_scale,
+            1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse, "ln" if natural else "log2",
+            plan.enable_pdl, sinks, ckv_scale, kpe_scale,
         )  # fmt: skip
         problem = run(parts, plan.lengths, self._scratch, options, self._backend)
         if not return_lse:
@@ -347,96 +360,79 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
 # ---- arguments
 
 
-def _index_array(name: str, value: Any) -> torch.Tensor:
-    value = checks.tensor(name, value)
-    checks.dtype(name, value.dtype, (torch.int32,))
-    if value.dim() != 1:
-        raise ArgumentError(f"{name} must have one axis, got {checks.describe(value)}")
-    return value
-
-
-def _check_room(arrays: dict[str, torch.Tensor], page_size: int) -> None:
-    """Check that requests have pages for their tokens, where the host has the numbers."""
-    indptr, lengths = arrays["kv_indptr"], arrays["kv_len_arr"]
-    if not (indptr.is_cpu and lengths.is_cpu):
-        return
-    wrong = (lengths < 0) | (lengths > indptr.diff() * page_size)
-    if bool(wrong.any()):
-        i = int(wrong.nonzero()[0])
-        pages = int(indptr[i + 1] - indptr[i])
-        raise ArgumentError(
-            f"kv_len_arr must be within 0 and the tokens of a request's pages in kv_indptr; "
-            f"request {i} has {int(lengths[i])} tokens and {pages} pages of {page_size}"
-        )
-
-
-def _check_buffer(buffer: torch.Tensor, name: str, size: int) -> None:
-    """Check that an index array fits the buffer that captured launches read."""
-    if size > buffer.shape[0] or (name != "kv_indices" and size != buffer.shape[0]):
-        raise ArgumentError(f"{name} must fit its buffer of {buffer.shape[0]} elements, got {size}")
-
-
 def _copied(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy an index array to the buffer that captured launches read."""
     buffer[: value.shape[0]].copy_(value, non_blocking=True)
     return buffer
 
 
-def _dtypes(q: Any, kv: Any, out: Any) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of queries and out, and of the cache."""
-    checks.dtype("q_data_type", q, HALF)
-    checks.dtype("kv_data_type", kv, (q, NARROW))
-    if out is not None and out != q:
-        trtllm_options.refuse(f"output_dtype={out}", "out has the dtype of queries", f"output_dtype={short(q)}")
-    return q, kv
+def _check_lse_mode(planned: str | None, asked: bool, natural: bool) -> None:
+    found = ("basee" if natural else "base2") if asked else "none"
+    if planned not in (None, found):
+        raise ArgumentError(
+            f"return_lse, lse and return_lse_base_on_e must ask for the planned lse_mode {planned!r}, got {found!r}"
+        )
 
 
-def _layout(name: str, value: Any) -> str | None:
-    return None if value is None else checks.choice(name, value, LAYOUTS)
+def _check_scales(plan: Planned, cache: tuple[Any, Any, Any], products: tuple[Any, Any]) -> None:
+    """Check which scales a run gets. `cache`: ckv_scale, ckv_scale_arr and kpe_scale; `products`: those of bmm1 and
+    bmm2."""
+    (ckv, groups, kpe), dtype = cache, plan.dtypes[1]
+    if dtype != NARROW and any(x is not None for x in cache):
+        raise ArgumentError(
+            f"ckv_scale, ckv_scale_arr and kpe_scale must come with a cache of float8_e4m3fn, got one of {short(dtype)}"
+        )
+    both, neither = ckv is not None and groups is not None, ckv is None and groups is None
+    if dtype == NARROW and (both or (neither and products[0] is None)):
+        raise ArgumentError(
+            "Exactly one of ckv_scale or ckv_scale_arr must be given with a cache of float8_e4m3fn, "
+            f"got {'both' if both else 'neither'}"
+        )
+    if dtype == NARROW and kpe is None and products[0] is None:
+        raise ArgumentError("kpe_scale must be given with a cache of float8_e4m3fn, got None")
+    if plan.scale_mode.startswith("bmm"):
+        tensors = plan.scale_mode == "bmm-tensor"
+        if any(x is None or isinstance(x, torch.Tensor) != tensors for x in products):
+            found = ", ".join(map(checks.describe, products))
+            raise ArgumentError(
+                f"bmm1_scale and bmm2_scale must be as planned with scale_mode={plan.scale_mode!r}, got {found}"
+            )
 
 
-def _refuse_results(lse_mode: Any, output_scale: Any, scale_mode: Any, skip_softmax: Any, profiler: Any) -> None:
-    for name, value, usual, instead in (
-        ("lse_mode", lse_mode, "none", "return_lse of run"),
-        ("output_scale", output_scale, "none", "bmm2_scale of run"),
-        ("scale_mode", scale_mode, "default", "bmm1_scale and bmm2_scale of run"),
-    ):
-        if value != usual:
-            trtllm_options.refuse(f"{name}={value!r}", "plans do not fix what runs return or scale", instead)
-    trtllm_options.refuse_given("no weight is dropped from the softmax", skip_softmax=skip_softmax)
-    trtllm_options.refuse_given(NO_PROFILER, use_profiler=profiler)
+Named = tuple[str, Any]
 
 
-def _operand(whole: tuple[str, Any], nope: tuple[str, Any], rope: tuple[str, Any], planned: str | None) -> Any:
-    """Return both parts of queries or of a cache, from one argument or two."""
+def _operand(whole: Named, nope: Named, rope: Named, planned: str | None, dim: int) -> tuple[Part, Part]:
+    """Return both parts of queries or of a cache, from one argument or two. `dim`: rotated columns."""
     name, value = whole
     if value is not None and not nope[1] is rope[1] is None:
         raise ArgumentError(f"{name} must not come with {nope[0]} and {rope[0]}")
     if isinstance(value, torch.Tensor):
-        layout, parts = "packed", split_rows(name, value, (3,), f"[..., {LATENT + ROPE}]")
+        layout, parts = "packed", split_rows(name, value, (3,), f"[..., {LATENT + dim}]", dim)
     else:
-        layout, both = "split", (nope, rope)
-        if isinstance(value, tuple | list) and len(value) == 2:
-            both = (f"{name}[0]", value[0]), (f"{name}[1]", value[1])
-        parts = _split(both)
+        layout = "split"
+        both = value if isinstance(value, tuple | list) and len(value) == 2 else (nope[1], rope[1])
+        parts = (
+            whole_part(nope[0], both[0], LATENT, f"[..., {LATENT}]"),
+            whole_part(rope[0], both[1], dim, f"[..., {dim}]"),
+        )
     if planned not in (None, layout):
         raise ArgumentError(f"{name} must be {planned}, as planned, got it {layout}")
     return parts
 
 
-def _split(both: tuple[tuple[str, Any], tuple[str, Any]]) -> tuple[Part, Part]:
-    (nope, x), (rope, y) = both
-    return whole_part(nope, x, LATENT, f"[..., {LATENT}]"), whole_part(rope, y, ROPE, f"[..., {ROPE}]")
-
-
 def _check_planned(parts: Parts, plan: Planned) -> None:
     """Check that queries and cache are those of the plan."""
     (q_name, q), (ckv_name, ckv) = parts.q_nope, parts.ckv
-    checks.dtype(q_name, q.dtype, plan.dtypes[:1])
-    checks.dtype(ckv_name, ckv.dtype, plan.dtypes[1:])
-    if q.shape[:2] != (plan.rows, plan.num_heads):
+    dtypes = zip(parts[:4], (plan.dtypes[0], plan.dtypes[0], plan.dtypes[1], plan.dtypes[1]), strict=True)
+    for (name, x), planned in dtypes:
+        rotated = x is parts.kpe.x and parts.ckv_scales is not None  # may be wider, see `mla_problem`
+        if x.dtype != planned and not rotated:
+            raise ArgumentError(f"{name}.dtype must be as planned, {short(planned)}, got {short(x.dtype)}")
+    tokens = q.shape[0] if plan.rows is None else plan.rows
+    if q.shape[:2] != (tokens, plan.num_heads):
         raise ArgumentError(
-            f"{q_name} must have {plan.rows} tokens of {plan.num_heads} heads, as planned, got {checks.describe(q)}"
+            f"{q_name} must have {tokens} tokens of {plan.num_heads} heads, as planned, got {checks.describe(q)}"
         )
     if ckv.shape[1] != plan.page_size:
         raise ArgumentError(f"{ckv_name} must have the planned page_size {plan.page_size}, got {checks.describe(ckv)}")

@@ -22,7 +22,7 @@ DATA = json.loads((Path(__file__).parents[1] / "support/data/flashinfer_0_7_2.js
 SIGNATURES = [(m, name, text) for m, names in DATA["signatures"].items() for name, text in names.items()]
 OTHERS = [f"{module}.{name}" for module, names in DATA["other_names"].items() for name in names]
 
-MLA = "multi-head latent attention is not part of this library"
+MLA = "of FlashInfer's latent attention a part that is not here: sparse tokens, NVFP4 caches, or its low-level calls"
 JIT = "FlashInfer compiles these modules on first use; kernels here are artifacts, and compilation has its own module"
 OTHER_BACKENDS = "a form of cuDNN's, Cake's or another library's kernels"
 NOT_ATTENTION = "quantisation of activations and weights, or layouts of their scales, for matrix products"
@@ -110,7 +110,7 @@ def ours(module: str, name: str) -> Any:
     found: Any = importlib.import_module(f"cute_attn.{module}")
     for part in name.split("."):
         found = inspect.getattr_static(found, part, None) if inspect.isclass(found) else getattr(found, part, None)
-    return found
+    return found.__func__ if isinstance(found, classmethod) else found
 
 
 # ---- names

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import flash_mla
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotPlannedError, NotSupported
-from tests.support.mla_case import LATENT, ROPE, SCALE, SCALES, MlaCase
+from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
 
 CASES = {
     "decode": MlaCase(),
@@ -24,6 +23,14 @@ CASES = {
     "rows before the keys": MlaCase(q_lens=(5, 5), kv_lens=(3, 64), page_size=64),
     "sinks": MlaCase(q_lens=(2, 2), kv_lens=(1, 5), sinks=True),
     "e4m3": MlaCase(q_lens=(2, 2), kv_lens=(3, 5), narrow=True),
+    "no rotated columns": MlaCase(rope=0),
+    "e4m3, no rotated columns": MlaCase(narrow=True, rope=0, dtype=torch.float16),
+}
+GROUPED = {
+    "scales of groups": MlaCase(narrow=True, grouped=True),
+    "scales of groups, fp16": MlaCase(narrow=True, grouped=True, dtype=torch.float16, sinks=True),
+    "scales of groups alone": MlaCase(q_lens=(3, 1), narrow=True, grouped=True, rope=0),
+    "rows of 656 bytes": MlaCase(q_lens=(2, 2), kv_lens=(9, 1), narrow=True, grouped=True, wide=True),
 }
 
 
@@ -32,11 +39,24 @@ def test_function(name: str) -> None:
     CASES[name].check(CASES[name].trtllm())
 
 
-@pytest.mark.parametrize("name", CASES)
+def test_fewer_arguments() -> None:
+    """The function of XQA's name; its out may be without the axis of query tokens."""
+    case = CASES["decode"]
+    query, where = case.q[:, None], (case.workspace(), 128, LATENT, ROPE, case.table, case.seq_lens, 9)
+    out = torch.empty(2, 4, LATENT, dtype=case.dtype)
+    xqa = cute_attn.xqa_batch_decode_with_kv_cache_mla
+    assert xqa(query, case.cache, *where, out=out, bmm1_scale=SCALE) is out
+    case.check((out, case.trtllm()[1]))
+    assert torch.equal(xqa(query, case.cache, *where, bmm1_scale=SCALE), out[:, None])
+    with pytest.raises(NotSupported, match=r"query of float8_e4m3fn.*Instead: query.to"):
+        xqa(query.to(torch.float8_e4m3fn), case.cache, *where)
+
+
+@pytest.mark.parametrize("name", CASES | GROUPED)
 @pytest.mark.parametrize("causal", [False, True])
 def test_wrapper(name: str, causal: bool) -> None:
-    case = dataclasses.replace(CASES[name], causal=causal, made={})
-    case.check(case.wrapped(), SCALES if case.narrow else (1.0, 1.0))
+    case = dataclasses.replace((CASES | GROUPED)[name], causal=causal, made={})
+    case.check(case.wrapped(), case.scales)
 
 
 def test_packed_tensors_give_what_split_ones_give() -> None:
@@ -132,12 +152,13 @@ def test_other_backends(backend: str) -> None:
     ("changes", "message"),
     [
         ({"q": torch.zeros(2, 1, 4, 512)}, r"query must have shape .* the last axis 576"),
+        ({"q": torch.zeros(2, 4, 512)}, r"query must have shape .* the last axis 576"),
         ({"q": torch.zeros(2, 4, 576, dtype=torch.float32)}, "query must have dtype float16 or bfloat16"),
         (
             {"cache": torch.zeros(3, 2, 576, dtype=torch.float16)},
             "kv_cache must have dtype bfloat16 or float8_e4m3fn",
         ),
-        ({"cache": torch.zeros(3, 2, 2, 576)}, r"kv_cache must have shape \[num_pages, page_size, 576\]"),
+        ({"cache": torch.zeros(3, 2, 2, 576)}, r"kv_cache must have shape \[num_pages, page_size, columns\]"),
         ({"table": torch.zeros(2, 2)}, "block_tables must have dtype int32"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, r"seq_lens must have shape \[2\]"),
         ({"seq_lens": torch.tensor([9, 1000], dtype=torch.int32)}, r"seq_lens must be within 0..*request 1 has 1000"),
@@ -196,19 +217,13 @@ def test_plans_of_a_graph_keep_their_buffers() -> None:
 # ---- FlashMLA's names
 
 
-def flash_mla_call(case: MlaCase, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    query = case.q.unflatten(0, (len(case.q_lens), -1))
-    options = {"softmax_scale": SCALE, "causal": case.causal, **changes}
-    schedule = flash_mla.get_mla_metadata()
-    cache = case.cache[:, :, None]
-    return flash_mla.flash_mla_with_kvcache(query, cache, case.table, case.seq_lens, LATENT, *schedule, **options)
-
-
-@pytest.mark.parametrize("name", ["decode", "drafts", "rows before the keys"])
+@pytest.mark.parametrize(
+    "name", ["decode", "drafts", "rows before the keys", "no rotated columns", "rows of 656 bytes"]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_flash_mla(name: str, causal: bool) -> None:
-    case = dataclasses.replace(CASES[name], causal=causal, made={})
-    out, lse = flash_mla_call(case)
+    case = dataclasses.replace((CASES | GROUPED)[name], causal=causal, made={})
+    out, lse = case.flash_mla()
     assert out.shape == (2, case.q_lens[0], case.heads, LATENT)
     assert lse.shape == (2, case.heads, case.q_lens[0])
     case.check((out, lse.transpose(1, 2) / math.log(2)))
@@ -216,13 +231,12 @@ def test_flash_mla(name: str, causal: bool) -> None:
 
 def test_scale_of_flash_mla() -> None:
     case = CASES["decode"]
-    torch.testing.assert_close(flash_mla_call(case, softmax_scale=None), flash_mla_call(case, softmax_scale=1 / 24))
+    torch.testing.assert_close(case.flash_mla(softmax_scale=None), case.flash_mla(softmax_scale=1 / 24))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("is_fp8_kvcache", True),
         ("indices", torch.zeros(2, 1, 4)),
         ("attn_sink", torch.zeros(4)),
         ("extra_k_cache", torch.zeros(2)),
@@ -233,17 +247,124 @@ def test_scale_of_flash_mla() -> None:
 )
 def test_refusals_of_flash_mla(name: str, value: Any) -> None:
     with pytest.raises(NotSupported, match=rf"{name}.*Instead: "):
-        flash_mla_call(CASES["decode"], **{name: value})
+        CASES["decode"].flash_mla(**{name: value})
 
 
 def test_errors_of_flash_mla() -> None:
     case = dataclasses.replace(CASES["decode"], made={})
     case.made["seq_lens"] = torch.tensor([9, 100], dtype=torch.int32)
     with pytest.raises(ArgumentError, match=r"cache_seqlens must be within 0..10, .*request 1 has 100"):
-        flash_mla_call(case)
+        case.flash_mla()
     case.made["table"] = case.table[:1]
     with pytest.raises(ArgumentError, match=r"block_table must have shape .*a row for each of the 2 requests of q"):
-        flash_mla_call(case)
+        case.flash_mla()
+    with pytest.raises(ArgumentError, match=r"k_cache must have shape \[num_pages, page_size, 1, 656\]"):
+        case.flash_mla(is_fp8_kvcache=True)
+
+
+# ---- plans
+
+
+def plan_options(case: MlaCase, **changes: Any) -> dict[str, Any]:
+    """Options of a plan besides where its tokens are."""
+    dims = {"num_heads": case.heads, "head_dim_ckv": LATENT, "head_dim_kpe": case.rope, "page_size": case.page_size}
+    dtypes = {"q_data_type": case.dtype, "kv_data_type": case.cache.dtype}
+    return {**dims, **dtypes, "causal": case.causal, "sm_scale": SCALE, **changes}
+
+
+def metadata(case: MlaCase, form: str, **changes: Any) -> cute_attn.MLAPlanMetadata:
+    csr = {"qo_indptr": case.qo_indptr, "kv_indptr": case.kv_indptr, "kv_indices": case.indices}
+    csr |= {"kv_len_arr": case.seq_lens}
+    dense = {"cum_seq_lens_q": case.qo_indptr, "block_tables": case.table, "seq_lens": case.seq_lens}
+    arrays = {"csr": csr, "dense": dense, "dual": csr | dense}[form]
+    return getattr(cute_attn.MLAPlanMetadata, form)(**{**arrays, **changes})
+
+
+@pytest.mark.parametrize("form", ["csr", "dense", "dual"])
+@pytest.mark.parametrize("name", ["drafts", "ragged", "no keys"])
+def test_metadata(name: str, form: str) -> None:
+    case = CASES[name]
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace())
+    wrapper.plan(metadata=metadata(case, form), lse_mode="base2", **plan_options(case))
+    case.check(wrapper.run(*case.parts(), return_lse=True))
+    if form == "dense":
+        flat = {"cum_seq_lens_q": case.qo_indptr, "block_tables": case.table, "seq_lens": case.seq_lens}
+        wrapper.plan(**flat, max_q_len=7, **plan_options(case))
+        case.check(wrapper.run(*case.parts(), return_lse=True))
+
+
+def test_wrong_metadata() -> None:
+    case = CASES["drafts"]
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace())
+    dense, short = metadata(case, "dense"), torch.tensor([3, 4], dtype=torch.int32)
+    other = case.indices.flip(0)
+    for arguments, message in (
+        ({}, "plan must get metadata, or qo_indptr"),
+        ({"metadata": (1, 2)}, "metadata must be an MLAPlanMetadata"),
+        ({"metadata": dense, "seq_lens": case.seq_lens}, "metadata must come without seq_lens"),
+        ({"seq_lens": case.seq_lens}, "must be given together; missing: cum_seq_lens_q, block_tables"),
+        ({"metadata": metadata(case, "dense", max_q_len=3)}, "give a request more than 3 rows"),
+        ({"metadata": metadata(case, "dense", block_tables=case.table[:1])}, "block_tables must have 2 elements"),
+        ({"metadata": metadata(case, "dense", seq_lens=99 * short)}, "seq_lens must be within 0 .* in block_tables"),
+        ({"metadata": metadata(case, "dual", seq_lens=short)}, "kv_len_arr and seq_lens must be equal"),
+        ({"metadata": metadata(case, "dual", kv_indices=other)}, "must have the same pages; those of request 0 differ"),
+    ):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+            wrapper.plan(**arguments, **plan_options(case))
+
+
+def test_runs_keep_to_planned_modes() -> None:
+    """What a plan says of lse and scales is what runs must ask for."""
+    case, narrow = CASES["decode"], CASES["e4m3"]
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace())
+    lse, base_e = {"return_lse": True}, {"return_lse": True, "return_lse_base_on_e": True}
+    numbers, tensors = ({"bmm1_scale": x, "bmm2_scale": x} for x in (1.0, torch.ones(1)))
+    for options, right, wrong in (
+        ({}, {}, lse),
+        ({"lse_mode": "base2"}, lse, base_e),
+        ({"lse_mode": "basee"}, base_e, {}),
+        ({"scale_mode": "bmm-scalar"}, numbers, tensors),
+        ({"scale_mode": "bmm-tensor"}, tensors, {"bmm1_scale": torch.ones(1)}),
+    ):
+        wrapper.plan(metadata=metadata(case, "csr"), **plan_options(case, **options))
+        wrapper.run(*case.parts(), **right)
+        with pytest.raises(ArgumentError, match=r"as planned with scale_mode|the planned lse_mode"):
+            wrapper.run(*case.parts(), **wrong)
+    with pytest.raises(ArgumentError, match="scale_mode='kv-per-tensor' needs kv_data_type=float8_e4m3fn"):
+        wrapper.plan(metadata=metadata(case, "csr"), **plan_options(case, scale_mode="kv-per-tensor"))
+    with pytest.raises(ArgumentError, match="must come with a cache of float8_e4m3fn"):
+        case.wrapped(kpe_scale=2.0)
+    for scales, message in (
+        ({"ckv_scale": None}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
+        ({"ckv_scale_arr": torch.ones(7, 2, 4)}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
+        ({"kpe_scale": None}, "kpe_scale must be given"),
+        ({"ckv_scale": None, "ckv_scale_arr": torch.ones(7, 2, 3)}, "Invalid shape of ckv_scale_arr"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            narrow.wrapped(**scales)
+    with pytest.raises(ArgumentError, match="kpe_scale must be 1 for rotated columns of 16 bits"):
+        GROUPED["rows of 656 bytes"].wrapped(kpe_scale=2.0)
+
+
+def test_graphs_over_tables() -> None:
+    """Plans of a graph keep the table and lengths of the caller, who changes their numbers in place."""
+    case = MlaCase(q_lens=(2, 2), kv_lens=(9, 6))
+    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), use_cuda_graph=True)
+    wrapper.plan(metadata=metadata(case, "dense"), **plan_options(case))
+    assert wrapper._planned is not None
+    assert wrapper._planned.lengths.pages.data_ptr() == case.table.data_ptr()
+    case.check((wrapper.run(*case.parts()), case.trtllm()[1]))
+    case.seq_lens.copy_(torch.tensor([5, 2]))
+    wrapper.plan(metadata=metadata(case, "dense"), **plan_options(case))
+    shorter = dataclasses.replace(case, kv_lens=(5, 2), made={})
+    shorter.made.update(case.made)
+    shorter.check((wrapper.run(*case.parts()), shorter.trtllm()[1]))
+    with pytest.raises(ArgumentError, match="seq_lens must be the array of the first plan of a CUDA graph"):
+        wrapper.plan(metadata=metadata(case, "dense", seq_lens=case.seq_lens.clone()), **plan_options(case))
+    with pytest.raises(ArgumentError, match="qo_indptr must have a buffer from the construction"):
+        cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), use_cuda_graph=True).plan(
+            metadata=metadata(case, "csr"), **plan_options(case)
+        )
 
 
 # ---- caches and keys

@@ -143,7 +143,7 @@ UNREAD = {  # refused, or not used, or read before anything is written
         "multi_ctas_kv_counter_buffer",
         "sparse_mla_top_k_lens",
     },
-    "BatchMLAPagedAttentionWrapper.run": {"ckv_scale_arr", "kv_len", "page_table", "profiler_buffer"},
+    "BatchMLAPagedAttentionWrapper.run": {"kv_len", "page_table", "profiler_buffer"},
     "trtllm_ragged_attention_deepseek": {"q_seq_lens_cpu", "kv_seq_lens_cpu", "sage_attn_sfs"},
 }
 

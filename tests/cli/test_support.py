@@ -77,10 +77,13 @@ def test_markdown_and_json(capsys: Output) -> None:
     text = capsys.readouterr().out
     assert text == support.markdown()
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == sum(len(group.rows) + 2 for group in GROUPS.values())
+    forms = support.latent()
+    assert len(lines) == sum(len(group.rows) + 2 for group in GROUPS.values()) + len(forms) + 2
+    assert {row["sm_90a"] for row in forms.values()} == {"wgmma"}
+    assert {kernel for row in forms.values() for arch, kernel in row.items() if arch != "sm_90a"} == {"mma.sync"}
     assert main(["support", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [group["title"] for group in document] == list(GROUPS)
+    assert [group["title"] for group in document] == [*GROUPS, "Latent attention (MLA)"]
     row = next(row for row in document[1]["rows"] if "NVFP4" in row["feature"])
     assert row["backends"]["fa4"]["verdict"] == "no"
     assert row["backends"]["fa4"]["reason"].startswith("it widens keys and values of 8 bits")

@@ -52,11 +52,26 @@ def drains(ptx: str, mutant: Mutant) -> bool:
     return "cta_group::2" in ptx and last - first >= 3
 
 
+LATENT_SYNC = re.compile(r"cute_attn_mla_\d")  # latent attention on mma.sync
+
+
 def behind_the_tiles(ptx: str, mutant: Mutant) -> bool:
-    """Whether it is the last wait for copies of a kernel, or the barrier behind it."""
+    """Whether it is the last wait for copies of latent attention on mma.sync, or the barrier behind it."""
+    if not LATENT_SYNC.match(mutant.kernel):
+        return False
     wait = sites(ptx, r"cp\.async\.wait_group")[-1]
     barrier = next(found for found in sites(ptx, r"bar\.sync") if found.start() > wait.end())
     return mutant.line in [ptx[: found.start()].count("\n") + 1 for found in (wait, barrier)]
+
+
+def before(ptx: str, mutant: Mutant, pattern: str) -> bool:
+    """Whether `pattern` is what comes next, of barriers, products, copies and loads, behind a wait or fence of latent
+    attention on wgmma."""
+    if not mutant.kernel.startswith("cute_attn_mla_wgmma"):
+        return False
+    found = sites(ptx, WAIT if mutant.mutation == "mbarrier wait removed" else r"fence\.")[mutant.site]
+    step = re.compile(r"(?<![\w.])(?:mbarrier|wgmma|bar|cp|ld)\.[\w.:]+").search(ptx, found.end())
+    return step is not None and re.match(pattern, step[0]) is not None
 
 
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
@@ -97,14 +112,12 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     ),
     (
         "wait for copies one group late",
-        lambda ptx, mutant: mutant.kernel.startswith("cute_attn_mla") and behind_the_tiles(ptx, mutant),
+        behind_the_tiles,
         "queries, for which it waits where there is no tile, are in the oldest group: of three stages the second one",
     ),
     (
         "barrier removed",
-        lambda ptx, mutant: (
-            mutant.kernel.startswith("cute_attn_mla") and "e4m3x2" in ptx and behind_the_tiles(ptx, mutant)
-        ),
+        lambda ptx, mutant: "e4m3x2" in ptx and behind_the_tiles(ptx, mutant),
         "outputs of 32 rows end before the tile in 16 bits, which slower warps still read",
     ),
     (
@@ -116,6 +129,26 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         "wgmma fence removed",
         lambda ptx, mutant: True,
         "no register of its product was written since the fence before: the emulator reports those that were",
+    ),
+    (
+        "mbarrier wait removed",
+        lambda ptx, mutant: before(ptx, mutant, WAIT),
+        "of the first half of a tile: producers bring it before the second one, and arrive there behind both",
+    ),
+    *(
+        (
+            mutation,
+            lambda ptx, mutant: before(ptx, mutant, r"bar\.sync"),
+            "of the other warpgroup's tile: that one waited for both halves, and fenced, before it left the P for "
+            "which this one waits next",
+        )
+        for mutation in ("mbarrier wait removed", "fence removed")
+    ),
+    (
+        "fence removed",
+        lambda ptx, mutant: "e4m3x2" in ptx and before(ptx, mutant, r"mbarrier\.arrive"),
+        "the warpgroup that computes scores fences between its wait and the product, as it must for queries: a proxy "
+        "fence on the path between write and read is enough",
     ),
     (
         "mbarrier wait removed",

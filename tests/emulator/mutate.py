@@ -52,18 +52,25 @@ LAGGING = Schedule("lagging", 12)  # the producer of the second CTA of a pair
 
 # --- problems ---------------------------------------------------------------------------------------------------------
 
+AnyCase = Case | BatchCase | Fp8Case | MlaCase
+
 
 @dataclass(frozen=True)
 class Problems:
     """Problems of one kernel, on few multiprocessors, so that keys are not split where they need not be: long enough
     to reuse every stage of every ring, some with tiles that see no key; the cheapest first. `kernels`: the backend that
-    is mutated.
+    is mutated; `sms`: multiprocessors for all cases, or for each.
     """
 
     arch: str
     kernels: str
-    sms: int
-    cases: tuple[Case | BatchCase | Fp8Case | MlaCase, ...]
+    sms: int | tuple[int, ...]
+    cases: tuple[AnyCase, ...]
+
+    def launches(self) -> list[tuple[int, AnyCase]]:
+        """Multiprocessors and case of each launch."""
+        sms = self.sms if isinstance(self.sms, tuple) else (self.sms,) * len(self.cases)
+        return list(zip(sms, self.cases, strict=True))
 
     def mutates(self, ptx: str) -> bool:
         """Whether it is a kernel of the backend, or the merge of partial results beside fa2's."""
@@ -114,14 +121,23 @@ PROBLEMS = {
         ),
     ),
     "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
-    # Latent attention, in both forms of its tiles: segments that are cut, whole and empty, rows of two groups.
+    # Latent attention: segments that are cut, whole and empty, rows of two groups; one of more CTAs than merge at once.
     "latent": Problems(
         "sm_90a",
         "mla",
-        2,
+        (2, 16),
         (
             MlaCase(heads=3, q_lens=(1, 2, 1, 1), kv_lens=(0, 70, 400, 5), page_size=16),
+            MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16),
+        ),
+    ),
+    "latent fp8": Problems(
+        "sm_90a",
+        "mla",
+        (2, 16),
+        (
             MlaCase(heads=20, q_lens=(1, 1, 1), kv_lens=(0, 300, 100), page_size=16, narrow=True),
+            MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16, narrow=True),
         ),
     ),
     # Of Blackwell's: the same, items without queries, query tiles that begin at different kv tiles, items of one kv
@@ -225,9 +241,9 @@ def kernels(name: str, schedules: tuple[Schedule, ...] = SCHEDULES, cases: int |
         return ptx
 
     asked = PROBLEMS[name]
-    for schedule in schedules:
-        with using(asked.arch, schedule=schedule, rewrite=remember, sms=asked.sms, kernels=asked.kernels):
-            result = "".join(solve(case) for case in asked.cases[:cases])
+    for schedule, (sms, case) in itertools.product(schedules, asked.launches()[:cases]):
+        with using(asked.arch, schedule=schedule, rewrite=remember, sms=sms, kernels=asked.kernels):
+            result = solve(case)
         assert result == "", f"the kernels themselves: {result}"
     return [ptx for ptx in seen if asked.mutates(ptx)]
 
@@ -238,7 +254,7 @@ def symbol(ptx: str) -> str:
     return found[1]
 
 
-def solve(case: Case | BatchCase | Fp8Case | MlaCase) -> str:
+def solve(case: AnyCase) -> str:
     """What is wrong, or ""."""
     if isinstance(case, MlaCase):
         try:
@@ -272,8 +288,8 @@ def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, 
         return changed if ptx == original else ptx
 
     with sharing(original, changed):
-        for schedule, case in itertools.product(schedules, asked.cases):
-            with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
+        for schedule, (sms, case) in itertools.product(schedules, asked.launches()):
+            with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=sms, kernels=asked.kernels):
                 try:
                     wrong = solve(case)
                 except EmulatorError as err:

@@ -11,7 +11,7 @@ import torch
 from cute_attn import NotSupported, emulator
 from cute_attn.emulator.errors import EmulatorError
 from cute_attn.emulator.machine import Schedule
-from tests.support.mla_case import SCALES, MlaCase
+from tests.support.mla_case import ONE, MlaCase
 
 pytestmark = pytest.mark.emulator
 
@@ -31,6 +31,7 @@ CASES = {
     "equally long": MlaCase(heads=16, q_lens=(1,) * 4, kv_lens=(250, 240, 200, 256), page_size=16),
     "equally long, two blocks of rows": MlaCase(heads=70, q_lens=(1,) * 3, kv_lens=(120, 128, 100), page_size=32),
     "ragged": MlaCase(heads=5, q_lens=(3, 0, 1, 7), kv_lens=(65, 9, 0, 130), page_size=16, dtype=torch.float16),
+    "scores that rise": MlaCase(heads=6, q_lens=(2,), kv_lens=(390,), page_size=16, rising=True),
     "sinks": MlaCase(heads=16, q_lens=(1, 1, 1), kv_lens=(0, 40, 65), page_size=1, sinks=True),
     "more requests than lanes": MlaCase(heads=1, q_lens=(1,) * 33, kv_lens=(0, 1, 2) * 11, page_size=16),
     "e4m3": MlaCase(heads=16, q_lens=(1, 1, 1), kv_lens=(65, 0, 200), page_size=32, narrow=True),
@@ -38,20 +39,35 @@ CASES = {
         heads=16, q_lens=(2, 2), kv_lens=(65, 30), page_size=16, dtype=torch.float16, narrow=True
     ),
     "e4m3, 64 heads": MlaCase(heads=64, q_lens=(1,), kv_lens=(200,), page_size=1, narrow=True),
+    "no rotated columns": MlaCase(heads=16, q_lens=(1, 2), kv_lens=(65, 130), page_size=16, rope=0),
+    "e4m3, no rotated columns": MlaCase(
+        heads=32, q_lens=(1, 1), kv_lens=(65, 20), page_size=1, dtype=torch.float16, narrow=True, rope=0
+    ),
+    "scales of groups": MlaCase(
+        heads=16, q_lens=(1, 1, 1), kv_lens=(200, 0, 65), page_size=16, narrow=True, grouped=True
+    ),
+    "scales of groups alone": MlaCase(
+        heads=64, q_lens=(2, 1), kv_lens=(70, 33), page_size=32, narrow=True, rope=0, grouped=True
+    ),
+    "rows of 656 bytes": MlaCase(
+        heads=12, q_lens=(1, 3), kv_lens=(130, 64), page_size=64, narrow=True, grouped=True, wide=True
+    ),
     "nothing to see": MlaCase(heads=4, q_lens=(1, 2), kv_lens=(0, 0), page_size=16),
 }
 
 
 SMALL = ("drafts at the edges", "e4m3", "one long request", "96 heads", "sinks", "nothing to see")
+PLANNED = [name for name, case in CASES.items() if case.grouped]  # scales of groups come with runs only
 
 
 def solve(case: MlaCase, arch: str, sms: int, schedule: str, *, planned: bool) -> None:
     """Run a case by the wrapper or by the function, and compare it with the formula."""
     with emulator.using(arch, sms=sms, schedule=Schedule(schedule, case.seed)) as emulation:
+        planned = planned or case.grouped
         found = case.wrapped("emulator") if planned else case.trtllm(backend="emulator")
     kernel = "mla_wgmma" if arch == "sm_90a" else "mla"
     assert [record.spec["kernel"] for record in emulation.records] == [kernel]  # one launch
-    case.check(found, SCALES if case.narrow and planned else (1.0, 1.0))
+    case.check(found, case.scales if planned else ONE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,7 +77,7 @@ def test_cases(arch: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *PLANNED])
 def test_schedules(name: str, schedule: str) -> None:
     solve(CASES[name], "sm_90a", 5, schedule, planned=False)
 
@@ -81,18 +97,20 @@ def test_random(seed: int, arch: str) -> None:
         causal=r.random() < 0.8,
         sinks=r.random() < 0.3,
         narrow=r.random() < 0.4,
+        rope=r.choice((0, 64, 64)),
         seed=seed,
     )
     if sum(case.q_lens):
         solve(case, arch, r.choice((1, 2, 3, 7)), r.choice(SCHEDULES), planned=not case.causal or seed % 2 == 0)
 
 
+@pytest.mark.parametrize("scale", [-0.1, 0.0])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_scales_on_the_device(arch: str) -> None:
-    """Also a negative one, which turns the order of scores around."""
+def test_scales_on_the_device(arch: str, scale: float) -> None:
+    """A negative one turns the order of scores around; under 0 hidden tokens stay hidden."""
     case = CASES["drafts at the edges"]
     with emulator.using(arch, sms=3):
-        scales = {"bmm1_scale": torch.tensor([-0.1]), "bmm2_scale": torch.tensor([0.5])}
+        scales = {"bmm1_scale": torch.tensor([scale]), "bmm2_scale": torch.tensor([0.5])}
         out, lse = case.trtllm(backend="emulator", **scales)
     want, want_lse = case.trtllm(backend="reference", **scales)
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
@@ -104,6 +122,29 @@ def test_groups_of_ctas(schedule: str) -> None:
     """More CTAs share a request than merge at once: groups merge, then the last one merges their states."""
     case = MlaCase(heads=3, q_lens=(1, 2), kv_lens=(70, 1000), page_size=16, sinks=True)
     solve(case, "sm_90a", 24, schedule, planned=False)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "sms", "states"),
+    [
+        ((3, 3), 3, set()),  # shares of 4 positions would cut both; two CTAs take a whole one each
+        ((6, 6), 6, {(0, 1), (1, 0), (2, 1), (3, 0)}),  # of 3 would cut both twice; they are cut in half
+        ((3, 2), 3, {(0, 1), (1, 0)}),  # shares of 3, wherever they end
+        ((8,), 2, {(0, 1), (1, 0)}),
+    ],
+)
+def test_where_requests_are_cut(tiles: tuple[int, ...], sms: int, states: set[tuple[int, int]]) -> None:
+    """A segment takes two positions and one per tile. A CTA with a part of one leaves a state in one of its two places:
+    that for a segment which it begins is the second."""
+    case = MlaCase(heads=4, q_lens=(1,) * len(tiles), kv_lens=[64 * n for n in tiles], page_size=64)
+    workspace = torch.full((8 << 20,), 0xFF, dtype=torch.uint8)
+    with emulator.using("sm_90a", sms=sms), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MlaCase, "workspace", lambda _: workspace)
+        case.check(case.trtllm(backend="emulator"))
+    sums = workspace[: sms * 2 * 64 * 8].view(torch.float32).reshape(sms, 2, 64, 2)[..., :4, 1]
+    written = ~sums.isnan()
+    assert (written.any(-1) == written.all(-1)).all()
+    assert {(cta, place) for cta, place in written.any(-1).nonzero().tolist()} == states
 
 
 def test_strides_of_the_caller() -> None:

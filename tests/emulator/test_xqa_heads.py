@@ -1,4 +1,4 @@
-"""Warps of the decode kernel that have a kv head each (`partition.HeadSegments`), on the emulator."""
+"""Warps of the decode kernel that have a whole segment each, on the emulator."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_warp_for_every_head(name: str, schedule: str) -> None:
     built = build(case)
     q_dtype = str(DTYPES[case.q]).removeprefix("torch.")
     out_dtype = "float8_e4m3fn" if case.out else q_dtype
-    rule = find(HOPPER, KV_BITS[FORMATS[case.kv]], case.head_dim, Shape(EVEN, even=True))
+    rule = find(HOPPER, KV_BITS[FORMATS[case.kv]], case.head_dim, Shape(EVEN))
     start = choose(q_dtype, FORMATS[case.kv], out_dtype, case.head_dim, rows, case.mask, rule, HOPPER)
     gpu = emulator.using("sm_90a", sms=2, schedule=Schedule(schedule, 1))
     with rings.force_spec(rings.ring(ring, start)), gpu as emulation:

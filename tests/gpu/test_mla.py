@@ -10,7 +10,7 @@ import torch
 
 from tests.gpu import marks
 from tests.support.matrix import poisoned_memory
-from tests.support.mla_case import SCALES, MlaCase
+from tests.support.mla_case import MlaCase
 
 pytestmark = marks.SM80
 
@@ -23,16 +23,21 @@ LONGEST = 3000
 def random_case(seed: int) -> MlaCase:
     r = random.Random(seed)
     requests, q_len = r.choice((1, 2, 5, 40)), r.choice((0, 1, 1, 2, 8))
+    narrow, rope, dtype = r.random() < 0.5, r.choice((0, 64, 64)), r.choice((torch.float16, torch.bfloat16))
+    grouped = narrow and r.random() < 0.5
     return MlaCase(
         heads=r.choice((1, 8, 12, 16, 32, 64, 96, 128)),
         q_lens=[q_len or r.randrange(1, 5) for _ in range(requests)],
         kv_lens=[r.choice((0, 1, 64, r.randrange(LONGEST // requests))) for _ in range(requests)],
         page_size=r.choice((1, 7, 16, 32, 64)),
-        dtype=r.choice((torch.float16, torch.bfloat16)),
+        dtype=dtype,
         device=DEVICE,
         causal=r.random() < 0.8,
         sinks=r.random() < 0.3,
-        narrow=r.random() < 0.4,
+        narrow=narrow,
+        rope=rope,
+        grouped=grouped,
+        wide=grouped and rope > 0 and dtype == torch.bfloat16 and r.random() < 0.5,
         seed=seed,
     )
 
@@ -43,10 +48,10 @@ def test_random(seed: int) -> None:
     case = random_case(seed)
     with poisoned_memory():
         found = case.wrapped()
-    case.check(found, SCALES if case.narrow else (1.0, 1.0))
+    case.check(found, case.scales)
     again = case.wrapped()
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(found, again, strict=True))
-    if case.causal:
+    if case.causal and not case.grouped:
         case.check(case.trtllm())
 
 

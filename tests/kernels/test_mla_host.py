@@ -10,49 +10,54 @@ import torch
 from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
 from cute_attn.kernels.mla.host import launch
 from cute_attn.kernels.mla.smem import MlaMemory
-from cute_attn.kernels.mla.spec import KV_DTYPES, LATENT, HopperMlaSpec, MlaSpec
+from cute_attn.kernels.mla.spec import LATENT, CacheForm, HopperMlaSpec, MlaSpec
 from cute_attn.kernels.mla.tiles import choose, choose_tile
 from cute_attn.request.mla import MlaSettings
 from cute_attn.runtime.arch import ARCHS, Arch, named
 
+NARROW = "float8_e4m3fn"
+FORMS = (
+    *(CacheForm(), CacheForm(rope_bits=0), CacheForm(NARROW, 8), CacheForm(NARROW, 0)),
+    *(CacheForm(NARROW, 8, True), CacheForm(NARROW, 0, True), CacheForm(NARROW, 16, True)),
+)
 # What GPUs of compute capability 8.6 and 8.9 have, which run the cubins of sm_80.
 SMALL_AMPERE = dataclasses.replace(named("sm_80"), smem_limit=named("sm_120a").smem_limit)
 
 
 def settings(heads: int, dtype: torch.dtype = torch.bfloat16) -> MlaSettings:
-    return MlaSettings(torch.device("cuda", 0), torch.bfloat16, dtype, heads, 64, True, 0.1, 0.1, 1.0, 1.0, None)
+    form = torch.bfloat16, dtype, 16, False
+    return MlaSettings(torch.device("cuda", 0), *form, heads, 64, True, 0.1, 0.1, 1.0, 1.0, None)
 
 
 @pytest.mark.parametrize("arch", [*ARCHS.values(), SMALL_AMPERE], ids=lambda arch: f"{arch.name}-{arch.smem_limit}")
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 33, 64, 65, 1024])
-def test_tiles_fit(rows: int, kv_dtype: str, arch: Arch) -> None:
-    spec = choose_tile("bfloat16", kv_dtype, rows, arch)
+def test_tiles_fit(rows: int, form: CacheForm, arch: Arch) -> None:
+    spec = choose_tile("bfloat16", form, rows, arch)
     assert MlaMemory(spec).bytes <= arch.smem_limit
     most = 64 if arch.smem_limit > SMALL_AMPERE.smem_limit else 32
     assert spec.rows == next((n for n in (16, 32, 64) if n >= min(rows, most)), 64)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_memory_map(kv_dtype: str) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_memory_map(form: CacheForm) -> None:
     """Regions follow each other; outputs end before what is written while they are there."""
-    memory = MlaMemory(choose_tile("bfloat16", kv_dtype, 64, named("sm_90a")))
+    memory = MlaMemory(choose_tile("bfloat16", form, 64, named("sm_90a")))
     regions = (0, memory.tile, memory.q, memory.p, memory.columns, memory.stats, memory.ticket, memory.bytes)
     assert list(regions) == sorted(regions)
     assert memory.outputs + 64 * LATENT * 4 <= memory.p
-    assert (memory.tile == memory.q) == (kv_dtype == "")
+    assert (memory.tile == memory.q) == (form.kv_dtype == "")
     assert all(offset % 16 == 0 for offset in regions)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_hopper(kv_dtype: str) -> None:
-    """One kernel for all numbers of rows. Its products of 16-bit caches have one scale. The registers of all threads
-    are at most those that a launch of the kernel gets, which ptxas rounds down to a multiple of 8 per thread."""
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_hopper(form: CacheForm) -> None:
+    """One kernel for all numbers of rows. The registers of all threads are at most those that a launch of the kernel
+    gets, which ptxas rounds down to a multiple of 8 per thread."""
     arch = named("sm_90a")
-    spec = choose("bfloat16", kv_dtype, 1, arch)
+    spec = choose("bfloat16", form, 1, arch)
     assert isinstance(spec, HopperMlaSpec)
-    assert choose("bfloat16", kv_dtype, 1024, arch) == spec
-    assert isinstance(choose("bfloat16", kv_dtype, 16, arch, one_scale=False), HopperMlaSpec) == (kv_dtype != "")
+    assert choose("bfloat16", form, 1024, arch) == spec
     memory = HopperMlaMemory(spec)
     regions = (0, memory.q, memory.p, memory.shifts, memory.totals, memory.barriers, memory.records, memory.ticket)
     assert list(regions) == sorted(set(regions))
@@ -71,6 +76,9 @@ def test_hopper(kv_dtype: str) -> None:
         ({"stages": 1}, "2 stages or more"),
         ({"kv_dtype": "float8_e5m2"}, "kv_dtype must be one of"),
         ({"head_dim": 256}, "head_dim must be 512"),
+        ({"rope_bits": 8}, "rope_bits must be those of latent numbers"),
+        ({"kv_dtype": "float8_e4m3fn"}, "rope_bits must be those of latent numbers"),
+        ({"grouped": True}, "scales of groups need numbers of 8 bits"),
     ],
 )
 def test_wrong_specs(changes: dict[str, int], rule: str) -> None:

@@ -39,6 +39,7 @@ GPU = Gpu(named("sm_90a"), CPU, 2)
 FEATURES = Features(
     *(torch.device("cpu"), BF16, BF16, BF16, 4, 2, 64, 64), kv_source="paged", decode=True, device_lengths=True
 )
+MOST_SMS = {"sm_90a": 144, "sm_100a": 160, "sm_103a": 160, "sm_120a": 192}
 BATCH = decode((40, 3), page_size=4, **heads(4, 2))
 
 
@@ -114,7 +115,7 @@ def test_clusters_of_one_request_of_eight_kv_heads(kv_len: int, graph: bool, clu
     settings = even_settings(BF16, 8)
     lengths = BatchLengths(np.array([0, 1]), np.array([0]), np.array([kv_len]))
     limits = BatchLimits(0, max_qo_len=1, graph=GraphLimits(1, 1, 1 << 20) if graph else None, keeps_address=graph)
-    (ring,) = rule_of_batch(settings, lengths, limits, GPU.arch, 132).value
+    (ring,) = rule_of_batch(settings, lengths, limits, GPU.arch).value
     assert (ring.cluster_size, ring.prefetch_keys) == (cluster, keys)
 
 
@@ -193,11 +194,11 @@ def test_a_buffer_that_is_too_small_is_not_used(fired: Fired, short: str, field:
 
 @pytest.mark.parametrize("arch", TYPICAL_SMS)
 def test_counters_of_a_launch_fit_those_of_a_stream(arch: str) -> None:
-    """Also on the GPU with the most multiprocessors."""
-    specs = FAMILY.specs(FEATURES, named(arch))
-    assert all(
-        4 * max(TYPICAL_SMS.values()) * spec.ctas <= SEMAPHORES.bytes_per_launch for spec in specs if not spec.whole
-    )
+    """Also on the GPU of that architecture with the most multiprocessors."""
+    sms = MOST_SMS.get(arch, TYPICAL_SMS[arch])
+    caches = FEATURES, even_settings(torch.float8_e4m3fn, 8).features, even_settings(BF16, 8).features
+    specs = [spec for features in caches for spec in FAMILY.specs(features, named(arch))]
+    assert all(4 * sms * spec.ctas <= SEMAPHORES.bytes_per_launch for spec in specs if not spec.whole)
 
 
 def test_launches_of_a_call_without_a_plan() -> None:
@@ -237,7 +238,7 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fi
         ),
         *(
             (128, 510, 255, (4, "whole", "none")),
-            (128, 510, 256, (2, "heads", "none")),
+            (128, 510, 256, (2, "even", "none")),
             (128, 511, 16, (8, "shares", "l2")),
         ),
     ],
@@ -266,43 +267,52 @@ def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:
     return Settings(FEATURES._replace(kv_dtype=kv_dtype, head_dim_qk=128, head_dim_vo=128, **heads), page_size=16)
 
 
-def even_rule(settings: Settings, qo_len: int = 1) -> Rule[tiles.Rings]:
-    shape = variant.shape_of(512, settings, qo_len, 1024, even=True)
-    return variant.rule_of(settings.features, GPU.arch, shape)
+def many(settings: Settings, qo_len: int = 1) -> Rule[tiles.Rings]:
+    return variant.rule_of(settings.features, GPU.arch, variant.shape_of(512, settings, qo_len, 1024))
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "num_kv_heads", "qo_len", "ctas", "warp_heads"),
+    ("kv_dtype", "num_kv_heads", "qo_len", "grid", "work"),
     [
-        (torch.float8_e4m3fn, 8, 1, 4, True),
-        (torch.float8_e4m3fn, 16, 2, 8, True),
-        (torch.float8_e4m3fn, 5, 1, 5, False),
-        (BF16, 8, 1, 8, False),
+        (torch.float8_e4m3fn, 8, 1, (4, 264, 1), "even"),
+        (torch.float8_e4m3fn, 16, 2, (8, 132, 1), "even"),
+        (torch.float8_e4m3fn, 16, 4, (16, 8, 1), "shares"),
+        (torch.float8_e4m3fn, 5, 1, (5, 26, 1), "shares"),
+        (BF16, 8, 1, (4, 132, 1), "even"),
+        (BF16, 8, 4, (4, 132, 1), "even"),
     ],
 )
-def test_warps_take_a_kv_head_each_where_they_divide_the_heads(
-    kv_dtype: torch.dtype, num_kv_heads: int, qo_len: int, ctas: int, warp_heads: bool
+def test_warps_have_units_of_their_own_where_they_divide_the_heads(
+    kv_dtype: torch.dtype, num_kv_heads: int, qo_len: int, grid: tuple[int, int, int], work: str
 ) -> None:
     settings = even_settings(kv_dtype, num_kv_heads)
-    rule = even_rule(settings, qo_len)
-    config = launch_config(settings, qo_len, rule, GPU.arch, 132)
-    assert ("even" in rule.when, config.spec.whole, config.spec.heads > 1) == (True, True, warp_heads)
-    assert config.grid_of(512) == (ctas, 512, 1)
-    assert config.partial_bytes == config.counter_bytes == config.ctas == 0
+    config = launch_config(settings, qo_len, many(settings, qo_len), GPU.arch, 132)
+    assert config.spec.work == work
+    assert config.grid_of(512) == config.grid == grid
+    states = 2 * config.spec.heads * config.spec.rows
+    assert config.partial_bytes == config.ctas * states * (128 + 2) * 4
+
+
+def test_a_small_workspace_has_fewer_warps() -> None:
+    settings = even_settings(torch.float8_e4m3fn, 8)
+    config = launch_config(settings, 1, many(settings), GPU.arch, 132, 100 << 10)
+    assert (config.spec.work, config.grid) == ("even", (2, 3, 1))
+    assert config.partial_bytes <= 100 << 10
 
 
 def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
     eight, five = (even_settings(torch.float8_e4m3fn, n) for n in (8, 5))
-    spec = launch_config(eight, 1, even_rule(eight), GPU.arch, 132).spec
+    spec = launch_config(eight, 1, many(eight), GPU.arch, 132).spec
     assert isinstance(spec, XqaSpec)
     with rings.force_spec(spec), pytest.raises(ValueError, match="2 kv heads a CTA, which do not divide 5"):
-        launch_config(five, 1, even_rule(five), GPU.arch, 132)
+        launch_config(five, 1, many(five), GPU.arch, 132)
 
 
 @pytest.mark.parametrize(
     ("rule", "fields"),
     [
         ("columns that a warp holds", {"head_dim": 512, "work": "heads"}),
+        ("columns that a warp holds", {"head_dim": 512, "work": "even"}),
         ("columns that a warp holds", {"head_dim": 512, "work": "cluster", "cluster_size": 2}),
         ("they alone", {"work": "cluster"}),
         ("they alone", {"work": "whole", "cluster_size": 2}),
@@ -320,9 +330,9 @@ def test_specs_of_no_kernel(rule: str, fields: dict[str, Any]) -> None:
         XqaSpec(**(operands | fields))
 
 
-SHAPES = [  # one request of 1, 4 and 8 units, of few keys and more; few pairs and many, equally long ones too; windows
+SHAPES = [  # one request of 1, 4 and 8 units, of few keys and more; few pairs and many, windows
     *(tiles.Shape(1, units, units, kv_len) for units in (1, 4, 8) for kv_len in (2048, 8192, 1 << 17)),
-    *(tiles.Shape(2, 8, 8), tiles.Shape(512, 8, 8), tiles.Shape(512, 8, 8, 1024, even=True)),
+    *(tiles.Shape(2, 8, 8), tiles.Shape(255, 8, 8), tiles.Shape(512, 8, 8)),
     *(tiles.Shape(requests, 8, 8, window=window) for requests in (16, 32, 64, 65, 256) for window in (127, 500)),
 ]
 

@@ -473,18 +473,34 @@ LATENT_PARTS |= {"kv_indices": INDICES["kv_indices"], "kv_len_arr": ints(*KV_LEN
 LATENT_KEPT = ("float_workspace_buffer", "kv_indices", "kv_len_arr")
 
 
+SCALED_PARTS = {name: x for name, x in LATENT_PARTS.items() if name not in BMM_SCALES}
+SCALED_PARTS |= {
+    "ckv_cache": zeros(PAGES, PAGE, 512, dtype=torch.float8_e4m3fn),
+    "ckv_scale_arr": torch.ones(PAGES, PAGE, 4),
+}
+
+
 def begin_latent(given: Tensors, backend: str) -> Call:
     """Plan a batch of latent attention, and return its runs."""
     made = cute_attn.BatchMLAPagedAttentionWrapper(given["float_workspace_buffer"], backend=backend)
     arrays = ints(0, 1, 2), ints(*PAGE_INDPTR), given["kv_indices"], given["kv_len_arr"]
-    made.plan(*arrays, HEADS, 512, 64, PAGE, False, 1.0, BF16, BF16, use_sinks=True)
-    return lambda given: made.run(**{name: x for name, x in given.items() if name not in LATENT_KEPT})
+    dtype = given["ckv_cache"].dtype
+    made.plan(*arrays, HEADS, 512, 64, PAGE, False, 1.0, BF16, dtype, use_sinks=True)
+    scale = {"kpe_scale": 1.0} if dtype == torch.float8_e4m3fn else {}
+    return lambda given: made.run(**scale, **{name: x for name, x in given.items() if name not in LATENT_KEPT})
 
 
 LATENT_ENTRIES = {
     "latent": Entry(LATENT, direct(LATENT_FUNCTION, **LATENT_DIMS), WITH_LSE),
     "latent, ragged": Entry(RAGGED_LATENT, direct(LATENT_FUNCTION, **LATENT_DIMS, max_q_len=5), WITH_LSE),
     "latent, planned": Entry(LATENT_PARTS, begin_latent, planned=LATENT_KEPT),
+    "latent, scales of groups": Entry(SCALED_PARTS, begin_latent, planned=LATENT_KEPT),
+    "latent, xqa": Entry(
+        {name: x for name, x in LATENT.items() if name != "lse"},
+        direct(cute_attn.xqa_batch_decode_with_kv_cache_mla, **LATENT_DIMS),
+        WRITTEN,
+        emulated=False,
+    ),
 }
 
 # ---- caches and states

@@ -150,6 +150,12 @@ class Calls:
     def mla_decode(self, _: str, changes: Changes) -> Results:
         return as_tuple(self.latent.trtllm(**{"sinks": None, "return_lse": False, **changes}))
 
+    def xqa_mla(self, _: str, changes: Changes) -> Results:
+        case = self.latent
+        query = case.q.unflatten(0, (len(case.q_lens), -1))
+        where = (self.scratch(), 128, 512, 64, case.table, case.seq_lens, 9)
+        return as_tuple(cute_attn.xqa_batch_decode_with_kv_cache_mla(query, case.cache, *where, **changes))
+
     def mla(self, method: str, changes: Changes) -> Results:
         wrapper = cute_attn.BatchMLAPagedAttentionWrapper(self.scratch(), **of(method, "__init__", changes))
         names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
@@ -213,5 +219,6 @@ class Calls:
             "trtllm_ragged_attention_deepseek": self.ragged_trtllm,
             "xqa": self.xqa,
             "trtllm_batch_decode_with_kv_cache_mla": self.mla_decode,
+            "xqa_batch_decode_with_kv_cache_mla": self.xqa_mla,
             "BatchMLAPagedAttentionWrapper": self.mla,
         }

@@ -264,7 +264,7 @@ def latent(rec: Recorder) -> None:
         bounds = ints(0, q_len, 2 * q_len, 3 * q_len)
         where = bounds, *(rec.named(f"{name}{i}", x.clone()) for name, x in arrays.items()), lengths
         rec.call(f"plan {i}", made.plan, *where, heads, 512, 64, PAGE, False, 0.1, q.dtype, dtype)
-        rec.call(f"run {i}", made.run, query=q.flatten(0, 1), kv_cache=cache, kpe_scale=0.5, return_lse=True)
+        rec.call(f"run {i}", made.run, query=q.flatten(0, 1), kv_cache=cache, bmm2_scale=0.5, return_lse=True)
 
 
 @sequence("rows appended to a cache")

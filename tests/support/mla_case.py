@@ -11,16 +11,20 @@ import numpy as np
 import torch
 
 import cute_attn
+from cute_attn import flash_mla
 
-LATENT, ROPE = 512, 64
-SCALES = (0.5, 1.25)  # of the parts of narrow caches, in the wrapper
+LATENT, ROPE, GROUP = 512, 64, 128
+Scales = tuple[float, float]
+SCALES: Scales = (0.5, 1.25)  # of the parts of narrow caches, in the wrapper
+ONE: Scales = (1.0, 1.0)
 SCALE = (128 + ROPE) ** -0.5
 
 
 @dataclass(frozen=True)
 class MlaCase:
     """A batch whose requests have `kv_lens` keys and `q_lens` query tokens. Pages that no request has are NaN, and so
-    are slots behind the last token of a request."""
+    are slots behind the last token of a request. `cache` has latent and rotated columns; `kpe` rotated ones that are
+    wider than latent ones."""
 
     heads: int = 4
     q_lens: Sequence[int] = (1, 1)
@@ -31,6 +35,10 @@ class MlaCase:
     causal: bool = True
     sinks: bool = False
     narrow: bool = False  # a cache of e4m3
+    rope: int = ROPE  # rotated columns
+    grouped: bool = False  # scales for each GROUP latent columns of a token: `ckv_scales`
+    wide: bool = False  # rotated columns have the queries' dtype nevertheless
+    rising: bool = False  # keys grow from tile to tile, and the largest scores with them
     seed: int = 0
     made: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
@@ -42,7 +50,7 @@ class MlaCase:
 
         pages = [-(-kv // self.page_size) for kv in self.kv_lens]
         order = torch.randperm(sum(pages) + 1, generator=generator).int()
-        cache = torch.full((len(order), self.page_size, LATENT + ROPE), math.nan).to(self.dtype)
+        cache = torch.full((len(order), self.page_size, self.columns), math.nan).to(self.dtype)
         indptr = np.cumsum([0, *pages])
         table = torch.full((len(pages), max(1, *pages)), -1, dtype=torch.int32)
         for i, kv_len in enumerate(self.kv_lens):
@@ -50,11 +58,17 @@ class MlaCase:
             table[i, : len(own)] = own
             for j, page in enumerate(own.tolist()):
                 used = min(self.page_size, kv_len - j * self.page_size)
-                cache[page, :used] = random(used, LATENT + ROPE)
+                growth = 1 + (j * self.page_size + torch.arange(used)[:, None]) // 64 if self.rising else 1
+                cache[page, :used] = random(used, self.columns) * growth
+        if self.wide:
+            self.made["kpe"] = cache[..., LATENT:].clone()
+        if self.grouped:
+            scales = torch.rand(*cache.shape[:2], LATENT // GROUP, generator=generator) + 0.25
+            self.made["ckv_scales"] = scales.masked_fill(cache[..., :1].isnan(), math.nan)
         if self.narrow:
             cache = cache.to(torch.float8_e4m3fn)
         self.made.update(
-            q=2 * random(sum(self.q_lens), self.heads, LATENT + ROPE),
+            q=2 * random(sum(self.q_lens), self.heads, self.columns),
             cache=cache,
             table=table,
             indices=order[: sum(pages)].clone(),
@@ -72,13 +86,29 @@ class MlaCase:
         except KeyError:
             raise AttributeError(name) from None
 
+    @property
+    def columns(self) -> int:
+        return LATENT + self.rope
+
+    @property
+    def scales(self) -> Scales:
+        """Factors of latent and of rotated columns in planned runs, besides scales of groups."""
+        if not self.narrow:
+            return ONE
+        return (1.0 if self.grouped else SCALES[0], 1.0 if self.wide else SCALES[1])
+
     def workspace(self, megabytes: int = 8) -> torch.Tensor:
         return torch.empty(megabytes << 20, dtype=torch.uint8, device=self.device)
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Queries and cache in tensors of their own."""
-        split = (x.split((LATENT, ROPE), dim=-1) for x in (self.q, self.cache))
-        return tuple(x.contiguous() for pair in split for x in pair)
+        split = [x.contiguous() for whole in (self.q, self.cache) for x in whole.split((LATENT, self.rope), dim=-1)]
+        return (*split[:3], self.kpe if self.wide else split[3])
+
+    def byte_rows(self) -> torch.Tensor:
+        """A cache of e4m3 with scales of groups as FlashMLA keeps it: latent numbers, scales, rotated numbers."""
+        rows = (x.contiguous().view(torch.uint8) for x in (self.cache[..., :LATENT], self.ckv_scales, self.kpe))
+        return torch.cat(tuple(rows), dim=-1)[:, :, None]
 
     def trtllm(self, **changes: Any) -> Any:
         """Result of the function without a plan; queries of unequal lengths come with their bounds."""
@@ -86,33 +116,56 @@ class MlaCase:
         if len(set(self.q_lens)) == 1:
             query, bounds = self.q.unflatten(0, (len(self.q_lens), -1)), {}
         options = {"bmm1_scale": SCALE, "sinks": self.made.get("sinks"), "return_lse": True, **bounds, **changes}
-        where = (self.workspace(), 128, LATENT, ROPE, self.table, self.seq_lens, max(self.kv_lens))
+        where = (self.workspace(), 128, LATENT, self.rope, self.table, self.seq_lens, max(self.kv_lens))
         return cute_attn.trtllm_batch_decode_with_kv_cache_mla(query, self.cache, *where, **options)
 
     def wrapper(self, backend: str = "auto", **changes: Any) -> cute_attn.BatchMLAPagedAttentionWrapper:
         """A wrapper with the plan of this batch, by position as engines call it."""
         made = cute_attn.BatchMLAPagedAttentionWrapper(self.workspace(), backend=backend)
         arrays = self.qo_indptr, self.kv_indptr, self.indices, self.seq_lens
-        dims = self.heads, LATENT, ROPE, self.page_size
+        dims = self.heads, LATENT, self.rope, self.page_size
         dtypes = self.dtype, self.cache.dtype
         made.plan(*arrays, *dims, self.causal, SCALE, *dtypes, use_sinks=self.sinks, **changes)
         return made
 
     def wrapped(self, backend: str = "auto", **changes: Any) -> Any:
-        scales = dict(zip(("ckv_scale", "kpe_scale"), SCALES, strict=True)) if self.narrow else {}
-        options = {"sinks": self.made.get("sinks"), "return_lse": True, **scales, **changes}
+        options = {"sinks": self.made.get("sinks"), "return_lse": True, **self.scale_options(), **changes}
         return self.wrapper(backend).run(*self.parts(), **options)
 
-    def expected(self, scales: tuple[float, float] = (1.0, 1.0)) -> tuple[torch.Tensor, torch.Tensor]:
+    def scale_options(self) -> dict[str, Any]:
+        """The scales that planned runs over narrow caches get."""
+        if not self.narrow:
+            return {}
+        latent = {"ckv_scale_arr": self.ckv_scales} if self.grouped else {"ckv_scale": self.scales[0]}
+        return {**latent, "kpe_scale": self.scales[1]}
+
+    def flash_mla(self, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Result under FlashMLA's names; narrow caches have rows of bytes."""
+        query = self.q.unflatten(0, (len(self.q_lens), -1))
+        cache = self.byte_rows() if self.narrow else self.cache[:, :, None]
+        options = {"softmax_scale": SCALE, "causal": self.causal, "is_fp8_kvcache": self.narrow, **changes}
+        schedule = flash_mla.get_mla_metadata()
+        return flash_mla.flash_mla_with_kvcache(query, cache, self.table, self.seq_lens, LATENT, *schedule, **options)
+
+    def keys(self, scales: Scales) -> np.ndarray:
+        """The cache in fp64, times its scales; products with scales of groups are rounded to the queries' dtype."""
+        latent, rotated = self.cache.double().split((LATENT, self.rope), dim=-1)
+        if self.grouped:
+            factors = self.ckv_scales.repeat_interleave(GROUP, dim=-1)
+            latent = (latent.float() * factors).to(self.dtype).double()
+        if self.wide:
+            rotated = self.kpe.double()
+        return torch.cat((latent * scales[0], rotated * scales[1]), dim=-1).cpu().numpy()
+
+    def expected(self, scales: Scales = ONE) -> tuple[torch.Tensor, torch.Tensor]:
         """Out and base-2 lse in fp64, row by row. `scales`: factors of latent and of rotated columns of the cache."""
         out, lse = np.zeros((len(self.q), self.heads, LATENT)), np.full((len(self.q), self.heads), -np.inf)
         sinks = self.sinks_or(-np.inf)
-        queries, cache = (x.double().cpu().numpy() for x in (self.q, self.cache))
-        cache = cache * np.repeat(scales, (LATENT, ROPE))
+        queries, cache = self.q.double().cpu().numpy(), self.keys(scales)
         row = 0
         for i, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             places = [(int(self.table[i, j // self.page_size]), j % self.page_size) for j in range(kv_len)]
-            keys = np.array([cache[place] for place in places]).reshape(kv_len, LATENT + ROPE)
+            keys = np.array([cache[place] for place in places]).reshape(kv_len, self.columns)
             for r in range(q_len):
                 seen = kv_len - q_len + r + 1 if self.causal else kv_len
                 z = SCALE * queries[row] @ keys[: max(seen, 0)].T
@@ -128,7 +181,7 @@ class MlaCase:
     def sinks_or(self, none: float) -> np.ndarray:
         return self.made["sinks"].double().cpu().numpy() if self.sinks else np.full(self.heads, none)
 
-    def check(self, found: tuple[torch.Tensor, torch.Tensor], scales: tuple[float, float] = (1.0, 1.0)) -> None:
+    def check(self, found: tuple[torch.Tensor, torch.Tensor], scales: Scales = ONE) -> None:
         """Compare a result with the formula, within the rounding of P and of the output."""
         (out, lse), (want, want_lse) = found, self.expected(scales)
         out, lse = out.double().cpu().reshape(want.shape), lse.double().cpu().reshape(want_lse.shape)

@@ -296,7 +296,7 @@ def mla_run(device: str) -> Call:
     wrapper.plan(starts(QO_LENS), indptr, indices, lengths, HEADS, 512, 64, PAGE, True, 0.1, BF16, BF16)
 
     def function(nope: Any, rope: Any, ckv: Any, kpe: Any, scale: Any) -> Any:
-        return wrapper.run(nope, rope, ckv, kpe, return_lse=True, bmm2_scale=scale, kpe_scale=2.0)
+        return wrapper.run(nope, rope, ckv, kpe, return_lse=True, bmm2_scale=scale)
 
     queries = (random(device, sum(QO_LENS), HEADS, width) for width in (512, 64))
     caches = (random(device, len(pages(device)), PAGE, width) for width in (512, 64))

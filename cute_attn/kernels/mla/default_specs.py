@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 
 from cute_attn.kernels.formats import DTYPES
-from cute_attn.kernels.mla.spec import KV_DTYPES, AnyMlaSpec
+from cute_attn.kernels.mla.spec import AnyMlaSpec, CacheForm
 from cute_attn.kernels.mla.tiles import choose
 from cute_attn.runtime.arch import Arch
 
+NARROW = "float8_e4m3fn"
+COMMON = CacheForm(), CacheForm(NARROW, 8)
+OTHERS = CacheForm("", 0), CacheForm(NARROW, 0, True), CacheForm(NARROW, 16, True)
+
 
 def default_specs(arch: Arch) -> list[AnyMlaSpec]:
-    """Kernels of all tiles that an architecture has room for."""
-    keys = itertools.product(DTYPES, KV_DTYPES, (16, 32, 64))
-    specs = (choose(*key, arch, one_scale) for key in keys for one_scale in (True, False))
-    return list(dict.fromkeys(specs))
+    """Kernels of all tiles that an architecture has room for; of forms of caches that are rare, one tile each."""
+    keys = (*itertools.product(DTYPES, COMMON, (16, 32, 64)), *itertools.product(("bfloat16",), OTHERS, (16,)))
+    return list(dict.fromkeys(choose(*key, arch) for key in keys))

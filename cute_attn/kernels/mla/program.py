@@ -18,6 +18,7 @@ class MlaParams(NamedTuple):
     q_pe: Int64
     ckv: Int64
     kpe: Int64
+    ckv_scales: Int64  # of groups of latent columns
     o: Int64
     lse: Int64
     table: Int64
@@ -39,6 +40,8 @@ class MlaParams(NamedTuple):
     ckv_stride_n: Int32
     kpe_stride_page: Int32
     kpe_stride_n: Int32
+    ckv_scales_stride_page: Int32
+    ckv_scales_stride_n: Int32
     batch: Int32
     capacity: Int32
     table_stride: Int32  # elements, unlike the others

@@ -8,6 +8,8 @@ from cute_attn.kernels.mla.spec import LATENT, ROPE, MlaSpec
 
 ITEM_BYTES = 2
 PADDING = 16  # bytes behind a row of P: rows of an ldmatrix then differ in bank
+LANES = 8  # threads of a row in copies
+SCALE_BYTES = 4  # of the scale of a group
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,21 @@ class MlaMemory:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of a 16-bit tile, and of a query row."""
-        return (LATENT + ROPE) * ITEM_BYTES
+        return self.spec.columns * ITEM_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        return self.spec.cols * (LATENT + ROPE) * self.spec.kv_bits // 8
+        return self.spec.cols * (self.token_bytes + self.scale_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a row of the cache, without scales."""
+        return (LATENT * self.spec.kv_bits + ROPE * self.spec.rope_bits) // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of a row in a slot: each of its threads has a place for one."""
+        return LANES * SCALE_BYTES if self.spec.grouped else 0
 
     @property
     def tile(self) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cute_attn.kernels.mla.smem import MlaMemory
-from cute_attn.kernels.mla.spec import LATENT, AnyMlaSpec, HopperMlaSpec, MlaSpec
+from cute_attn.kernels.mla.spec import LATENT, AnyMlaSpec, CacheForm, HopperMlaSpec, MlaSpec
 from cute_attn.runtime.arch import Arch
 
 HOPPER = "sm_90a"  # the architecture with wgmma
@@ -36,17 +36,20 @@ TILES = {
 }
 
 
-def choose(dtype: str, kv_dtype: str, rows: int, arch: Arch, one_scale: bool = True) -> AnyMlaSpec:
-    """Return the kernel for requests of so many packed query rows. `one_scale`: products of latent and of rotated
-    columns have the same, which products of 16-bit caches on wgmma need."""
-    if arch.name == HOPPER and (one_scale or kv_dtype):
-        return HopperMlaSpec(dtype, kv_dtype, dtype, LATENT)
-    return choose_tile(dtype, kv_dtype, rows, arch)
+def choose(dtype: str, form: CacheForm, rows: int, arch: Arch) -> AnyMlaSpec:
+    """Return the kernel for requests of so many packed query rows."""
+    if arch.name == HOPPER:
+        return HopperMlaSpec(**_key(dtype, form))
+    return choose_tile(dtype, form, rows, arch)
 
 
-def choose_tile(dtype: str, kv_dtype: str, rows: int, arch: Arch) -> MlaSpec:
+def choose_tile(dtype: str, form: CacheForm, rows: int, arch: Arch) -> MlaSpec:
     """Return the kernel on mma.sync."""
-    specs = (MlaSpec(dtype, kv_dtype, dtype, LATENT, **tile._asdict()) for tile in TILES[kv_dtype])
+    specs = (MlaSpec(**_key(dtype, form), **tile._asdict()) for tile in TILES[form.kv_dtype])
     fitting = [spec for spec in specs if MlaMemory(spec).bytes <= arch.smem_limit]
     most = max(spec.rows for spec in fitting)
     return next(spec for spec in fitting if spec.rows >= min(rows, most))
+
+
+def _key(dtype: str, form: CacheForm) -> dict[str, Any]:
+    return {"dtype": dtype, "out_dtype": dtype, "head_dim": LATENT, **form._asdict()}

@@ -9,10 +9,12 @@ from cute_attn.kernels.formats import KV_BITS
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
-# How the CTAs of a launch divide segments, each of a request and a unit (`parts.kinds`): equal shares of all; a segment
-# for every CTA, or for every warp, those of a CTA of adjacent kv heads; one request among clusters.
-Work = Literal["shares", "whole", "heads", "cluster"]
+# How the CTAs of a launch divide segments, each of a request and a unit (`parts.kinds`): equal shares of all; equal
+# shares for every warp, those of a CTA of adjacent units, or whole segments where that is as even; a segment for every
+# CTA, or for every warp as before; one request among clusters.
+Work = Literal["shares", "even", "whole", "heads", "cluster"]
 WHOLE = ("whole", "heads")  # cut no segment
+LONE_WARPS = ("even", "heads")  # whose warps have a unit each
 # Where a CTA's first keys are fetched to before the preceding kernel has ended (`parts.ahead`); to shared memory, where
 # they were before that, as soon as it has ended.
 Prefetch = Literal["none", "l2", "smem"]
@@ -72,6 +74,11 @@ class DecodeSpec(KernelSpec):
     @property
     def teams(self) -> int:
         """Tiles of a segment that a CTA processes at once."""
+        return 1
+
+    @property
+    def heads(self) -> int:
+        """Units that a CTA has at a time: one, or one for each warp. They divide the kv heads."""
         return 1
 
     @property
@@ -139,12 +146,11 @@ class XqaSpec(DecodeSpec):
 
     @property
     def teams(self) -> int:
-        return 1 if self.work == "heads" else self.warps // self.team
+        return 1 if self.work in LONE_WARPS else self.warps // self.team
 
     @property
     def heads(self) -> int:
-        """Kv heads of a CTA."""
-        return self.warps if self.work == "heads" else 1
+        return self.warps if self.work in LONE_WARPS else 1
 
     @property
     def warp_dim(self) -> int:

@@ -25,7 +25,7 @@ RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 MOST_ROWS = 16  # of a unit
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 FEW = 128  # (request, kv head) pairs: about one per SM
-EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
+EVEN = 2048  # pairs, about one for each warp that runs at a time, from which warps have shares of their own
 LONG = 65536  # keys of one request of 5 to 8 kv heads of 16 bits that clusters do not read faster
 
 
@@ -37,7 +37,6 @@ class Shape(NamedTuple):
     units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
     kv_len: int | None = None  # most keys of a request, in all launches
     window: int | None = None  # `window_left`, if no row sees more than SHORT keys
-    even: bool = False  # requests are about equally long, and stay so
 
 
 class Ring(NamedTuple):
@@ -143,8 +142,9 @@ FAST_MEMORY = _table(
 _CLUSTERED = range(1, WARP_DIM + 1)  # head dims
 _MEASURED = range(128, 129)  # head dims of rings that were measured at one
 _NARROW = range(64, 65)
-# A kv head for each warp, or a CTA.
-_WHOLE_HEADS = Ring(2, 2, 8, 4096, work="heads"), Ring(2, 2, 8, 4096, work="whole")
+# A share of a kv head's keys for each warp.
+_EVEN = Ring(2, 2, 8, 4096, work="even")
+_MANY_8 = Ring(8, 2, 1, 8192).to_l2(128)
 # A tile of a window of 128 keys for each of its warps: whatever is read arrives at once.
 _FEW_OF_128 = Ring(4, 2, 4, 2048, work="whole").to_smem(SHORT)
 # All tiles of such a window but one on their way, and no barrier behind them.
@@ -170,7 +170,7 @@ _HOPPER_WINDOWS = (
     _rule(
         8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED, window=range(128, SHORT + 1), pairs=up_to(FEW)
     ),
-    _rule(8, _WHOLE_HEADS, _MEASURED, window=range(128, SHORT + 1), pairs=above(EVEN - 1)),
+    _rule(8, (_EVEN, _SHORT_RINGS[128]), _MEASURED, window=range(128, SHORT + 1), pairs=above(EVEN - 1)),
 )  # fmt: skip
 # One request, whose units have clusters of their own. Of 6 CTAs more clusters run at once than of 8, whose GPC leaves
 # SMs over. us without and with keys ahead or a guest: 1 x 8192, 8/1 heads, bf16 6.9 and 6.5, 8 bits 6.6 and 5.8; 28/4
@@ -223,13 +223,13 @@ HOPPER = _table(
         _rule(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED, pairs=up_to(FEW)),
         _rule(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED, pairs=up_to(FEW)),
         *_FEW,
-        # 1.02 to 1.03 times as fast as CTAs that cut segments (H100, 256 x 1024 and 512 x 512; H200 1.07), but of 64 x
-        # 8192, 8 bits, 1.01 on an H100 and 0.95 on an H200. With a kv head for each warp, 1.03 to 1.04 times as fast
-        # again over 8 bits, 1.002 over 16 (H100).
-        _rule(8, _WHOLE_HEADS, _MEASURED, pairs=above(EVEN - 1), even=(True,)),
-        _rule(16, (Ring(2, 3, 4, 8192, work="whole"),), _MEASURED, pairs=above(EVEN - 1), even=(True,)),
+        # Requests that were known to be equally long, a CTA for each segment: 1.02 to 1.03 times as fast as shares of
+        # large CTAs (H100, 256 x 1024 and 512 x 512; H200 1.07), but of 64 x 8192, 8 bits, 1.01 on an H100 and 0.95 on
+        # an H200. With a kv head for each warp, 1.03 to 1.04 times as fast again over 8 bits, 1.002 over 16 (H100).
+        _rule(8, (_EVEN, _MANY_8), _MEASURED, pairs=above(EVEN - 1)),
+        _rule(16, (Ring(2, 3, 4, 8192, work="even"), _MANY[0][1].value[0]), _MEASURED, pairs=above(EVEN - 1)),
         # 64 x 2048: 1.02 (H100) and 1.00 (H200).
-        _rule(8, (Ring(8, 2, 1, 8192).to_l2(128),), _MEASURED),
+        _rule(8, (_MANY_8,), _MEASURED),
         *_MANY,
     )
 )
@@ -262,13 +262,13 @@ def choose(
     q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool,
     rule: Rule[Rings], arch: Arch, num_kv_heads: int = 1,
 ) -> XqaSpec:  # fmt: skip
-    """Choose the kernel for `packed_rows` = q_len * group rows by a rule for the cache. Rings whose warps have a head
-    each are for multiples of so many."""
+    """Choose the kernel for `packed_rows` = q_len * group rows by a rule for the cache. Rings whose warps have a unit
+    each are for multiples of so many kv heads."""
     software = KV_BITS[kv_dtype] == 4 and not arch.converts_e4m3  # scales: software takes registers too
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
     # Blocks that lanes read whole take fewer instructions than pairs.
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS and not (arch.converts_e2m1 and head_dim >= 128)
-    work: Work = "whole" if rule.value[0].work in WHOLE else "shares"
+    work: Work = "whole" if rule.value[-1].work in WHOLE else "shares"
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),

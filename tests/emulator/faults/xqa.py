@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.emulator.faults.fault import IN_STEP, Fault, chosen
 
+EVEN = chosen("xqa_even", "adversarial")
 HEADS = chosen("xqa_heads", "adversarial or eager")
 MANY = chosen("xqa", "test_case and (long or more or edges or begin)")
 HEAD_DIMS = chosen("xqa", "test_head_dims")
@@ -47,14 +48,14 @@ XQA_FAULTS = (
     Fault(
         "a partial is announced before all of it is written",
         "xqa/parts/merge.py",
-        "        self.sync()\n        if cute.arch.thread_idx()[0] == 0:\n            ptx.st_shared_b32(ticket",
+        "        self.sync_cta()\n        if cute.arch.thread_idx()[0] == 0:\n            ptx.st_shared_b32(ticket",
         "        if cute.arch.thread_idx()[0] == 0:\n            ptx.st_shared_b32(ticket",
         MANY,
     ),
     Fault(
         "the ticket is read before it is written",
         "xqa/parts/merge.py",
-        "            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))\n        self.sync()\n",
+        "            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))\n        self.sync_cta()\n",
         "            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))\n",
         MANY,
     ),
@@ -68,8 +69,8 @@ XQA_FAULTS = (
     Fault(
         "a CTA's two partials share one index",
         "xqa/parts/merge.py",
-        "return self.cta_index(cute.arch.block_idx()[1]) * 2 + ptx.select(split.begin == 0, Int32(1), Int32(0))",
-        "return self.cta_index(cute.arch.block_idx()[1]) * 2",
+        "return index * 2 + ptx.select(before == 0, Int32(1), Int32(0))",
+        "return index * 2",
         MANY,
     ),
     Fault(
@@ -159,18 +160,32 @@ XQA_FAULTS = (
         IN_STEP,
     ),
     Fault(
-        "warps with a head each take the first warp's",
+        "warps with a unit each take the first warp's",
         "xqa/parts/partition.py",
-        "(group * self.spec.heads + warp_index()) * p.row_blocks + block",
-        "(group * self.spec.heads) * p.row_blocks + block",
+        "self.cta_group * units + warp_index()",
+        "self.cta_group * units",
         HEADS,
     ),
     Fault(
-        "CTAs of the same heads have the same rows",
-        "xqa/parts/partition.py",
-        "(group * self.spec.heads + warp_index()) * p.row_blocks + block",
-        "(group * self.spec.heads + warp_index()) * p.row_blocks",
-        HEADS,
+        "warps with a unit each store the same partial",
+        "xqa/parts/merge.py",
+        "index = index * self.spec.heads + warp_index()",
+        "index = index * self.spec.heads",
+        EVEN,
+    ),
+    Fault(
+        "a segment begins where a shorter one than the longest ends",
+        "xqa/parts/even.py",
+        "return segment.start + self.length(segment.request, share)",
+        "return super().next_start(segment, share)",
+        EVEN,
+    ),
+    Fault(
+        "shares are whole segments however long one is",
+        "xqa/parts/even.py",
+        "size <= equal.size + self.spare(equal.size)",
+        "size <= equal.size * 99",
+        EVEN,
     ),
     Fault(
         "outputs of rows have the factor of the lane",

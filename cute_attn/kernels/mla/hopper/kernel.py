@@ -21,7 +21,7 @@ from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index
 from cute_attn.kernels.blocks.warpgroup_store import WarpgroupStore
 from cute_attn.kernels.mla.hopper.merge import SegmentMerge
-from cute_attn.kernels.mla.hopper.partition import EvenPartition
+from cute_attn.kernels.mla.hopper.partition import LatentPartition
 from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
 from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.hopper.segments import SegmentRecord
@@ -66,7 +66,7 @@ class HopperMlaProgram(LatentProgram):
     @cute.jit
     def produce(self, p: MlaParams, rings: Rings) -> None:
         """Copy the query rows and tiles of all segments."""
-        producer, partition = self.producer(p, rings), EvenPartition(p, self.spec)
+        producer, partition = self.producer(p, rings), LatentPartition(p, self.spec)
         share, segment = partition.first_segment()
         q, kv = start(), start()
         while partition.overlaps(segment, share):

@@ -19,21 +19,29 @@ from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.hopper.rings import PRODUCERS, Rings
 from cute_attn.kernels.mla.hopper.segments import NO_WORK, SegmentRecord
-from cute_attn.kernels.mla.hopper.smem import COLUMNS, HALVES, HopperMlaMemory
+from cute_attn.kernels.mla.hopper.smem import ROTATED, HopperMlaMemory
+from cute_attn.kernels.mla.spec import GROUP
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment
 
 LANES = LINE // CHUNK  # threads of a row
 STEP = PRODUCERS // LANES  # rows that all threads copy at once
-ROTATED = COLUMNS - 1  # the column of lines with rotated numbers
 
 
 class Source(NamedTuple):
-    """Where this thread's chunk of a row is in the cache."""
+    """Where this thread's chunk of a row is in the cache, and the row's scales."""
 
     latent: Int64
     rotated: Int64
+    scales: Int64
     exists: Boolean
+
+
+class Ahead(NamedTuple):
+    """Numbers of half a tile on their way: words of each row and column of lines, and the scales of the first row."""
+
+    words: list[list[list[Int32]]]
+    scales: list[Float32]
 
 
 class Tile(NamedTuple):
@@ -43,6 +51,9 @@ class Tile(NamedTuple):
     index: Int32
     wanted: Boolean
     pages: list[Int32]
+
+
+Half = tuple[Tile, range]  # and its columns of lines
 
 
 @dataclass(frozen=True)
@@ -90,16 +101,15 @@ class Producer:
             nope = rows.address(p.q_nope, row, p.q_nope_stride_n, p.q_nope_stride_h) + column
             rope = rows.address(p.q_pe, row, p.q_pe_stride_n, p.q_pe_stride_h) + column
             size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))
-            self.copy_row(target, first, (nope, rope), size, range(COLUMNS))
+            self.copy_row(target, first, (nope, rope), size, range(self.memory.columns))
         ptx.cp_async_arrive(ring.full(q))
 
     @cute.jit
     def end(self, q: PipelineState) -> None:
-        """Tell the MMA warpgroups that no segments are left."""
+        """Tell the MMA warpgroups that no segments are left. Q is free, so they have waited for all copies."""
         record = SegmentRecord(*(Int32(NO_WORK) for _ in SegmentRecord._fields))
         self.hand_over(record, q)
         tma.barrier_arrive(self.rings.q.full(q))
-        ptx.cp_async_wait(0)
 
     def copy_row(self, target: Int32, first: int, sources: tuple[Int64, Int64], size: Int32, columns: range) -> None:
         """Start copying this thread's chunk of some lines of a row, `first` rows behind its first."""
@@ -136,10 +146,18 @@ class Producer:
         p, page, first = self.p, tile.pages[i], self.steps[i]
         token = self.token(tile, first)
         slot = token - self.page_size.quotient(token) * p.page_size
-        column = Int64(self.chunk * (CHUNK * self.memory.spec.kv_bits // 16))
         latent = isa.mad_wide(slot, p.ckv_stride_n, isa.mad_wide(page, p.ckv_stride_page, p.ckv))
         rotated = isa.mad_wide(slot, p.kpe_stride_n, isa.mad_wide(page, p.kpe_stride_page, p.kpe))
-        return Source(latent + column, rotated + column, self.exists(tile, first))
+        spec, scales = self.memory.spec, Int64(0)
+        if spec.grouped:
+            start = isa.mad_wide(page, p.ckv_scales_stride_page, p.ckv_scales)
+            scales = isa.mad_wide(slot, p.ckv_scales_stride_n, start)
+        latent, rotated = latent + self.column(spec.kv_bits), rotated + self.column(spec.rope_bits)
+        return Source(latent, rotated, scales, self.exists(tile, first))
+
+    def column(self, bits: int) -> Int64:
+        """Return the offset of this thread's eight numbers in a line of its row."""
+        return Int64(self.chunk * bits)
 
     @cute.jit
     def copy_tiles(self, tile: Tile, split: KvSplit, state: PipelineState) -> PipelineState:
@@ -147,7 +165,7 @@ class Producer:
         segment, pages = tile.segment, tile.pages
         for index in cutlass.range(split.begin, split.end, unroll=1):
             tile, following = Tile(segment, index, Boolean(True), pages), self.tile(segment, split, index + 1)
-            for half, columns in enumerate(HALVES):
+            for half, columns in enumerate(self.memory.halves):
                 self.copy_half(self.rings.half(half), state, tile, columns)
             pages, state = following.pages, self.rings.half(0).next(state)
         return state
@@ -172,42 +190,62 @@ class NarrowProducer(Producer):
 
     @cute.jit
     def copy_tiles(self, tile: Tile, split: KvSplit, state: PipelineState) -> PipelineState:
-        left, right = HALVES
+        left, right = self.memory.halves
         segment, pages = tile.segment, tile.pages
-        words = [self.load(tile, i, left) for i in range(len(self.steps))]
+        ahead = Ahead([self.load(tile, i, left) for i in range(len(self.steps))], self.load_scales(tile, 0, left))
         for index in cutlass.range(split.begin, split.end, unroll=1):
             tile, following = Tile(segment, index, Boolean(True), pages), self.tile(segment, split, index + 1)
-            words = self.move(self.rings.half(0), state, words, left, (tile, right))
-            words = self.move(self.rings.half(1), state, words, right, (following, left))
+            ahead = self.move(self.rings.half(0), state, ahead, (tile, left), (tile, right))
+            ahead = self.move(self.rings.half(1), state, ahead, (tile, right), (following, left))
             pages, state = following.pages, self.rings.half(0).next(state)
         return state
 
-    def load(self, tile: Tile, i: int, columns: range) -> list[Int32]:
+    def load(self, tile: Tile, i: int, columns: range) -> list[list[Int32]]:
         """Load eight numbers of each of some columns of row `i` of this thread; zeros where there is no row."""
         source, words = self.source(tile, i), []
         for column in columns:
-            address, offset = (source.rotated, 0) if column == ROTATED else (source.latent, column * LINE // 2)
-            words += isa.load_if(source.exists, address, offset, 2)
+            if column == ROTATED:
+                words.append(isa.load_if(source.exists, source.rotated, 0, self.memory.spec.rope_bits // 4))
+            else:
+                words.append(isa.load_if(source.exists, source.latent, column * LINE // 2, 2))
         return words
 
-    def move(
-        self, ring: Ring, state: PipelineState, words: list[list[Int32]], columns: range, following: Any
-    ) -> list[list[Int32]]:
-        """Convert and store the rows of a half, and load those of the following one."""
+    def load_scales(self, tile: Tile, i: int, columns: range) -> list[Float32]:
+        """Load the scales of half of row `i`, if groups have their own."""
+        if not self.memory.spec.grouped:
+            return []
+        source, first = self.source(tile, i), columns.start * LINE // 2 // GROUP
+        return [ptx.from_bits(x) for x in isa.load_if(source.exists, source.scales, 4 * first, 2)]
+
+    def move(self, ring: Ring, state: PipelineState, ahead: Ahead, half: Half, following: Half) -> Ahead:
+        """Convert and store the rows of a half, and load those of the following one. Registers hold the scales of one
+        row ahead."""
         ring.wait_empty(state)
-        target, loaded = self.target(ring.address(state)), []
+        target, loaded, scales = self.target(ring.address(state)), [], ahead.scales
         for i, first in enumerate(self.steps):
-            for j, column in enumerate(columns):
-                pairs = self.converter.pairs(words[i][2 * j : 2 * j + 2], Int32(0))
-                if column == ROTATED:
-                    pairs = [self.scaled(pair) for pair in pairs]
+            next_row = (half[0], i + 1, half[1]) if i + 1 < len(self.steps) else (following[0], 0, following[1])
+            for j, column in enumerate(half[1]):
+                if j == 1:
+                    next_scales = self.load_scales(*next_row)
+                pairs = self.converted(ahead.words[i][j], column, scales)
                 ptx.st_shared_v4(target, column * self.memory.column_bytes + first * LINE, pairs)
             ptx.sync_warp()  # keeps the loads behind the stores: ptxas would need registers for both
             loaded.append(self.load(following[0], i, following[1]))
+            scales = next_scales
         tma.fence_async()
         tma.barrier_arrive(ring.full(state))
-        return loaded
+        return Ahead(loaded, scales)
 
-    def scaled(self, pair: Int32) -> Int32:
+    def converted(self, words: list[Int32], column: int, scales: list[Float32]) -> list[Int32]:
+        """Return eight numbers of a column of lines in 16 bits. `scales`: of the groups of its half."""
+        spec = self.memory.spec
+        if column == ROTATED and spec.rope_bits == 16:
+            return words
+        pairs = self.converter.pairs(words, Int32(0))
+        if column == ROTATED:
+            return self.scaled(pairs, self.rotated_factor)
+        return self.scaled(pairs, scales[column * LINE // 2 // GROUP % len(scales)]) if spec.grouped else pairs
+
+    def scaled(self, pairs: list[Int32], factor: Float32) -> list[Int32]:
         dtype = self.memory.spec.dtype
-        return ptx.pack_16(dtype, *(x * self.rotated_factor for x in ptx.unpack_16(dtype, pair)))
+        return [ptx.pack_16(dtype, *(x * factor for x in ptx.unpack_16(dtype, pair))) for pair in pairs]

@@ -37,6 +37,6 @@ class Rings:
         """For one thread; a CTA barrier must follow. A half is released by the warpgroup whose V operand it is, which
         has then seen P, and so all scores, of the tile."""
         self.q.initialise(PRODUCERS + 1, 2 * WARPS)  # and the record
-        for index in range(len(HALVES)):
+        for index in range(HALVES):
             self.half(index).initialise(PRODUCERS, WARPS)
         tma.fence_barrier_init()

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES
 from cute_attn.kernels.formats import LINE
-from cute_attn.kernels.mla.spec import LATENT, ROPE, HopperMlaSpec
+from cute_attn.kernels.mla.spec import HopperMlaSpec
 
-COLUMNS = (LATENT + ROPE) * 2 // LINE  # of lines of a tile's rows, in 16 bits
-# Each half is filled and released on its own: its latent columns are the V operand of one MMA warpgroup. The rotated
-# columns belong to the second.
-HALVES = (range(4), range(4, COLUMNS))
-
+HALVES = 2  # of a tile
+ROTATED = 8  # the column of lines with rotated numbers
 RECORD_BYTES = 48  # of a segment, as the producers leave it for the MMA warpgroups
 
 
@@ -26,12 +23,23 @@ class HopperMlaMemory:
     spec: HopperMlaSpec
 
     @property
+    def columns(self) -> int:
+        """Columns of lines of a tile's rows, in 16 bits."""
+        return self.spec.columns * 2 // LINE
+
+    @property
+    def halves(self) -> tuple[range, ...]:
+        """Columns of lines that are filled and released on their own: the latent ones of each half are the V operand of
+        one MMA warpgroup. The rotated columns belong to the second."""
+        return range(4), range(4, self.columns)
+
+    @property
     def column_bytes(self) -> int:
         return self.spec.cols * LINE
 
     @property
     def slot_bytes(self) -> int:
-        return COLUMNS * self.column_bytes
+        return self.columns * self.column_bytes
 
     @property
     def q(self) -> int:
@@ -39,7 +47,7 @@ class HopperMlaMemory:
 
     @property
     def p(self) -> int:
-        return self.q + COLUMNS * self.spec.rows * LINE
+        return self.q + self.columns * self.spec.rows * LINE
 
     @property
     def shifts(self) -> int:
@@ -64,7 +72,7 @@ class HopperMlaMemory:
     @property
     def records(self) -> int:
         """Offset of two records of segments, used in turn."""
-        return self.barriers + 2 * BARRIER_BYTES + len(HALVES) * self.half_barrier_bytes
+        return self.barriers + 2 * BARRIER_BYTES + HALVES * self.half_barrier_bytes
 
     @property
     def ticket(self) -> int:

@@ -26,7 +26,7 @@ from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.hopper.smem import HALVES, HopperMlaMemory
 from cute_attn.kernels.mla.parts.softmax import CausalMask
-from cute_attn.kernels.mla.spec import LATENT, ROPE, HopperMlaSpec
+from cute_attn.kernels.mla.spec import LATENT, HopperMlaSpec
 from cute_attn.kernels.xqa.parts.partition import KvSplit
 
 SMALLEST = 2.0**-126  # normal fp32 number
@@ -199,11 +199,11 @@ class MmaWarpgroup:
     def scores(self, state: PipelineState) -> list[Float32]:
         """Start S = Q K^T."""
         spec = self.place.spec
-        for index in range(len(HALVES)):
+        for index in range(HALVES):
             self.rings.half(index).wait_full(state)
         tma.fence_async()  # once for both: it takes longer than the second wait
         q, k = (sm90.descriptor(address, 0) for address in (self.rings.q.data, self.half.address(state)))
-        steps = range((LATENT + ROPE) // 16)
+        steps = range(spec.columns // 16)
         a = sm90.MatrixA([], cute.arch.make_warp_uniform(q), [sm90.operand_offset(step, spec.rows) for step in steps])
         offsets = [sm90.operand_offset(step, spec.cols) for step in steps]
         k = cute.arch.make_warp_uniform(k)

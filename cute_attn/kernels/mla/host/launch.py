@@ -6,6 +6,7 @@ that is too small; counters are those of the stream, or of a captured launch.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor
 from cute_attn.kernels.host.prepared import Grid, prepared
-from cute_attn.kernels.mla.spec import AnyMlaSpec
+from cute_attn.kernels.mla.spec import AnyMlaSpec, CacheForm
 from cute_attn.kernels.mla.tiles import choose
 from cute_attn.kernels.xqa.host.grid import Placement, shares
 from cute_attn.problem import short
@@ -29,11 +30,11 @@ from cute_attn.schedule.split_kv import ceil_div
 
 ADDRESSES = (
     *("q_nope", "q_pe", "ckv", "kpe", "o", "lse", "table", "page_starts", "seq_lens", "q_indptr"),
-    *("scale_ptr", "v_scale_ptr", "sinks", "partials", "counters"),
+    *("scale_ptr", "v_scale_ptr", "sinks", "ckv_scales", "partials", "counters"),
 )
 STRIDES = (
     *("q_nope_stride_n", "q_nope_stride_h", "q_pe_stride_n", "q_pe_stride_h", "ckv_stride_page", "ckv_stride_n"),
-    *("kpe_stride_page", "kpe_stride_n", "o_stride_n", "o_stride_h"),
+    *("kpe_stride_page", "kpe_stride_n", "o_stride_n", "o_stride_h", "ckv_scales_stride_page", "ckv_scales_stride_n"),
 )
 NUMBERS = ("table_stride", "batch", "capacity")
 
@@ -49,9 +50,9 @@ class MlaLaunch(NamedTuple):
 def placement(settings: MlaSettings, qo_len: int, arch: Arch, sms: int) -> tuple[AnyMlaSpec, int, Placement]:
     """Return the kernel, the blocks of query rows of a request, and the grid."""
     rows = qo_len * settings.num_heads
-    dtype, kv_dtype = short(settings.dtype), short(settings.kv_dtype)
-    one_scale = settings.rope_scale == settings.sm_scale
-    spec = choose(dtype, "" if kv_dtype == dtype else kv_dtype, rows, arch, one_scale)
+    kv_dtype = "" if settings.kv_dtype == settings.dtype else short(settings.kv_dtype)
+    form = CacheForm(kv_dtype, settings.rope_bits, settings.grouped)
+    spec = choose(short(settings.dtype), form, rows, arch)
     row_blocks = max(1, ceil_div(rows, spec.rows))
     return spec, row_blocks, shares(spec, 1, row_blocks, sms, UNLIMITED)
 
@@ -95,7 +96,7 @@ def run(problem: MlaProblem, gpu: Gpu) -> None:
         partials = own.data_ptr()
     counted = counters.of_device(gpu.device_index, counters.SEMAPHORES).address(stream)
     optional = (problem.lse, lengths.pages, lengths.page_starts, lengths.seq_lens, lengths.qo_indptr)
-    factors = (problem.scale, problem.v_scale, problem.sinks)
+    factors = (problem.scale, problem.v_scale, problem.sinks, problem.ckv_scales)
     tensors = problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out, *optional, *factors
     addresses = *(0 if x is None else x.data_ptr() for x in tensors), partials, counted
     launch.bound.fire(stream, addresses, (launch.grid, _strides(problem), _numbers(problem)))
@@ -103,8 +104,10 @@ def run(problem: MlaProblem, gpu: Gpu) -> None:
 
 def _strides(problem: MlaProblem) -> Values:
     """Return the values of STRIDES, in bytes."""
-    tensors = problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out
-    return tuple(stride * x.itemsize for x in tensors for stride in x.stride()[:2])
+    tensors = problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out, problem.ckv_scales
+    none = (0, 0)
+    strides = (none if x is None else [stride * x.itemsize for stride in x.stride()[:2]] for x in tensors)
+    return tuple(itertools.chain.from_iterable(strides))
 
 
 def _numbers(problem: MlaProblem) -> Values:

@@ -9,18 +9,17 @@ A thread that has copied numbers of 8 bits converts the same ones: its part of a
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import Fp8
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
-from cute_attn.kernels.mla.smem import ITEM_BYTES, MlaMemory
-from cute_attn.kernels.mla.spec import LATENT
+from cute_attn.kernels.mla.smem import ITEM_BYTES, LANES, SCALE_BYTES, MlaMemory
+from cute_attn.kernels.mla.spec import GROUP, LATENT
 from cute_attn.kernels.xqa.parts import instructions as isa
 
-LANES = 8  # threads of a row
 LATENT_LINES = LATENT * ITEM_BYTES // LINE
 
 
@@ -58,7 +57,8 @@ class RowCopies:
         at = row * self.memory.row_bytes
         for line in range(LATENT_LINES):
             isa.copy_if(wanted, target, at + line * LINE, nope + column, line * LINE, size)
-        isa.copy_if(wanted, target, at + LATENT_LINES * LINE, rope + column, 0, size)
+        if self.memory.spec.rope_bits:
+            isa.copy_if(wanted, target, at + LATENT_LINES * LINE, rope + column, 0, size)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,13 @@ class TileCopies(RowCopies):
             ckv = isa.mad_wide(slot, p.ckv_stride_n, isa.mad_wide(page, p.ckv_stride_page, p.ckv))
             kpe = isa.mad_wide(slot, p.kpe_stride_n, isa.mad_wide(page, p.kpe_stride_page, p.kpe))
             self.copy(wanted, shared, first, ckv, kpe, exists)
+            self.copy_scales(wanted, shared, first, (page, slot), exists)
         ptx.cp_async_commit()
+
+    def copy_scales(
+        self, wanted: Boolean, shared: Int32, row: int, place: tuple[Int32, Int32], exists: Boolean
+    ) -> None:
+        """Start copying the scales of a row, where it has them."""
 
 
 @dataclass(frozen=True)
@@ -132,36 +138,78 @@ class NarrowTileCopies(TileCopies):
         """Bytes that all threads copy of a line at once."""
         return self.memory.spec.threads * CHUNK
 
-    def own(self, slot: Int32, first: int) -> tuple[Int32, Int32]:
-        """Addresses of this thread's latent chunks and of its rotated columns, of the row `first` behind its first."""
-        thread, latent = ptx.thread_index(), len(self.lines) * self.line_bytes
-        start = slot + Int32(first // self.step * (latent + self.line_bytes // 2))
-        return start + thread * CHUNK, start + Int32(latent) + thread * (CHUNK // 2)
+    @property
+    def rotated_chunk(self) -> int:
+        """Bytes of a thread's rotated numbers."""
+        return self.memory.spec.rope_bits
+
+    def own(self, slot: Int32, first: int) -> tuple[Int32, Int32, Int32]:
+        """Addresses of this thread's latent chunks, of its rotated numbers and of its scale, of the row `first` behind
+        its first."""
+        thread, threads = ptx.thread_index(), self.memory.spec.threads
+        rotated = len(self.lines) * self.line_bytes
+        scales = rotated + threads * self.rotated_chunk
+        step = scales + (threads * SCALE_BYTES if self.memory.spec.grouped else 0)
+        start = slot + Int32(first // self.step * step)
+        return (
+            start + thread * CHUNK,
+            start + Int32(rotated) + thread * self.rotated_chunk,
+            start + Int32(scales) + thread * SCALE_BYTES,
+        )
 
     def copy(self, wanted: Boolean, shared: Int32, row: int, nope: Int64, rope: Int64, exists: Boolean) -> None:
-        latent, rotated = self.own(shared, row)
+        latent, rotated, _ = self.own(shared, row)
         for line in self.lines:
             size = ptx.select(exists, Int32(CHUNK), Int32(0))
             isa.copy_if(wanted, latent, line * self.line_bytes, nope + Int64(self.chunk * CHUNK), line * LINE, size)
-        half = CHUNK // 2
-        isa.copy_small_if(
-            wanted, rotated, 0, rope + Int64(self.chunk * half), half, ptx.select(exists, Int32(half), Int32(0))
-        )
+        if self.rotated_chunk:
+            size = ptx.select(exists, Int32(self.rotated_chunk), Int32(0))
+            source = rope + Int64(self.chunk * self.rotated_chunk)
+            isa.copy_small_if(wanted, rotated, 0, source, self.rotated_chunk, size)
+
+    def copy_scales(
+        self, wanted: Boolean, shared: Int32, row: int, place: tuple[Int32, Int32], exists: Boolean
+    ) -> None:
+        """Start copying the scales of a row: a thread copies one, of the group of its number."""
+        if not self.memory.spec.grouped:
+            return
+        p, (page, slot), group = self.p, place, self.chunk & (LATENT // GROUP - 1)
+        scales = isa.mad_wide(page, p.ckv_scales_stride_page, p.ckv_scales + Int64(group * SCALE_BYTES))
+        scales = isa.mad_wide(slot, p.ckv_scales_stride_n, scales)
+        size = ptx.select(exists, Int32(SCALE_BYTES), Int32(0))
+        isa.copy_small_if(wanted, self.own(shared, row)[2], 0, scales, SCALE_BYTES, size)
 
     def operand(self, slot: Int32) -> Int32:
         tile = self.base + Int32(self.memory.tile)
         for first in self.tokens:
-            latent, rotated = self.own(slot, first)
+            latent, rotated, scale = self.own(slot, first)
             row, at = tile + self.row * self.memory.row_bytes, first * self.memory.row_bytes
             for line in self.lines:
                 words = self.converter.pairs(ptx.ld_shared_v4(latent, line * self.line_bytes), Int32(0))
+                if self.memory.spec.grouped:
+                    words = self.scaled(words, self.scale_of(line, scale))
                 for half in range(2):
                     place = row + self.position(self.chunk * 2 + half)
                     ptx.st_shared_v4(place, at + line * 2 * LINE, words[4 * half : 4 * half + 4])
-            words = self.converter.pairs(ptx.ld_shared_v2(rotated), Int32(0))
-            ptx.st_shared_v4(row + self.position(self.chunk), at + LATENT_LINES * LINE, words)
+            if self.rotated_chunk:
+                ptx.st_shared_v4(row + self.position(self.chunk), at + LATENT_LINES * LINE, self.rotated(rotated))
         ptx.sync_threads()
         return tile
+
+    def rotated(self, address: Int32) -> list[Int32]:
+        """Return this thread's eight rotated numbers in 16 bits."""
+        if self.rotated_chunk == CHUNK:
+            return ptx.ld_shared_v4(address)
+        return self.converter.pairs(ptx.ld_shared_v2(address), Int32(0))
+
+    def scale_of(self, group: int, address: Int32) -> Float32:
+        """Return a scale of this thread's row, which the row's thread of that number has copied."""
+        row_lane = ptx.thread_index() & Int32(32 - LANES)
+        return ptx.from_bits(isa.shuffle(ptx.ld_shared_b32(address), row_lane + group))
+
+    def scaled(self, pairs: list[Int32], factor: Float32) -> list[Int32]:
+        dtype = self.memory.spec.dtype
+        return ptx.pack_pairs(dtype, [x * factor for x in ptx.unpack_pairs(dtype, pairs)])
 
     def position(self, chunk: Int32) -> Int32:
         """Offset in this thread's row of chunk 0 to 15 of a pair of lines."""

@@ -11,7 +11,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled, swizzled_offset
 from cute_attn.kernels.mla.parts.place import Place
 from cute_attn.kernels.mla.smem import MlaMemory
-from cute_attn.kernels.mla.spec import LATENT, ROPE
+from cute_attn.kernels.mla.spec import LATENT
 
 PAIR = 32  # columns of two steps
 CHAINS = 4  # sums in turn, so that products of few blocks do not wait for one another
@@ -33,7 +33,9 @@ class Products:
         """Compute S of the tile at `slot`. `scales`: of products of latent and of rotated columns."""
         addresses = self.q_address(), self.k_address(slot)
         latent = self.partial_scores(addresses, range(LATENT // PAIR))
-        rotated = self.partial_scores(addresses, range(LATENT // PAIR, (LATENT + ROPE) // PAIR))
+        if not self.memory.spec.rope_bits:
+            return [x * scales[0] for x in latent]
+        rotated = self.partial_scores(addresses, range(LATENT // PAIR, self.memory.spec.columns // PAIR))
         return [ptx.fma(x, scales[0], y * scales[1]) for x, y in zip(latent, rotated, strict=True)]
 
     def partial_scores(self, addresses: tuple[Int32, Int32], pairs: range) -> list[Float32]:

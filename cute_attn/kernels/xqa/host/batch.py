@@ -24,10 +24,6 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, allocate_ints
 
-MOST_UNEVEN = 1.25  # longest request of an even batch, in means of all
-# Of the CTAs that run at a time: fewer than so many in the last wave of an even batch leave the memory idle.
-LAST_WAVE = 1 / 4
-
 
 class XqaBatchSchedule(NamedTuple):
     """Kernel, grid and records of a plan."""
@@ -60,7 +56,7 @@ def schedule(
     qo_len = limits.max_qo_len
     batch_size = lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
-    rule = rule_of_batch(settings, lengths, limits, arch, sms)
+    rule = rule_of_batch(settings, lengths, limits, arch)
     config = prepared(launch_config, settings, qo_len, rule, arch, sms, limits.workspace_bytes)
     records = allocate(2 * batch_size + config.ctas)
     records[2 * batch_size :] = 0
@@ -72,7 +68,7 @@ def schedule(
 
 
 def rule_of_batch(
-    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, sms: int
+    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch
 ) -> Rule[Rings]:
     """Return the rule that a batch follows. It depends on lengths only where launches are not captured; lengths on the
     device have the bound that kv_indices has room for.
@@ -81,19 +77,8 @@ def rule_of_batch(
     assert qo_len is not None  # given by decode wrappers
     if limits.keeps_address:
         return rule_of(features, arch, shape_of(batch_size, settings, qo_len))
-    if isinstance(lengths, DeviceLengths):
-        longest, even = lengths.max_kv * settings.page_size, False
-    else:
-        longest = lengths.longest_kv
-        even = longest * batch_size <= MOST_UNEVEN * lengths.total_kv
-    shape = shape_of(batch_size, settings, qo_len, longest, even)
-    rule = rule_of(features, arch, shape)
-    if "even" in rule.when:
-        config = prepared(launch_config, settings, qo_len, rule, arch, sms)
-        at_a_time = sms * config.spec.ctas
-        if 0 < config.grid[0] * batch_size % at_a_time < LAST_WAVE * at_a_time:
-            return rule_of(features, arch, shape._replace(even=False))
-    return rule
+    longest = lengths.max_kv * settings.page_size if isinstance(lengths, DeviceLengths) else lengths.longest_kv
+    return rule_of(features, arch, shape_of(batch_size, settings, qo_len, longest))
 
 
 class XqaBatchRun(BatchRun):
@@ -129,7 +114,7 @@ class XqaBatchRun(BatchRun):
         """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;
         None, and nothing is replaced, if another kernel is to run them.
         """
-        if rule_of_batch(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms) is not self.rule:
+        if rule_of_batch(self.settings, lengths, self.limits, self.gpu.arch) is not self.rule:
             return None
         if isinstance(lengths, DeviceLengths):
             addresses = self.seq_lens, self.request[1]

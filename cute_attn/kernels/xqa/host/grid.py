@@ -25,7 +25,7 @@ CLUSTERED = 3 / 4
 class Placement(NamedTuple):
     """Grid of a launch, and what its CTAs leave in device memory."""
 
-    grid: Grid  # (CTA groups, CTAs per group, 1); of whole segments (units / heads of a CTA, 1, 1), for one request
+    grid: Grid  # (CTA groups, CTAs per group, 1); of whole segments (units / units of a CTA, 1, 1), for one request
     ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
     partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
     min_share: int = 1  # tiles of a CTA
@@ -59,6 +59,8 @@ def launch_config(
     """
     features = settings.features
     spec = choose_spec(features, qo_len, rule, arch)
+    if features.num_kv_heads % spec.heads:
+        raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
     row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
     placement = PLACEMENTS[spec.work](spec, features.num_kv_heads, row_blocks, sms, workspace_bytes)
     return LaunchConfig(spec, qo_len, row_blocks, *placement)
@@ -67,16 +69,14 @@ def launch_config(
 def shares(spec: DecodeSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
     """Places as many CTAs as run at a time."""
     ctas = max(1, min(sms * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec)))
-    groups = cta_group_count(num_kv_heads * row_blocks, ctas)
+    groups = cta_group_count(num_kv_heads // spec.heads * row_blocks, ctas)
     size = ctas // groups
     partial_bytes = 0 if ctas == 1 else ctas * partial_bytes_per_cta(spec)
     return Placement((groups, size, 1), ctas, partial_bytes, 1 if size == 1 else spec.teams)
 
 
 def whole(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
-    """Places a CTA for every unit, or for those of as many kv heads as a CTA has."""
-    if num_kv_heads % spec.heads:
-        raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {num_kv_heads}")
+    """Places a CTA for every unit, or for as many as a CTA has."""
     return Placement((num_kv_heads // spec.heads * row_blocks, 1, 1))
 
 
@@ -93,6 +93,7 @@ def clusters(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, worksp
 
 PLACEMENTS: dict[Work, Callable[[Any, int, int, int, int], Placement]] = {
     "shares": shares,
+    "even": shares,
     "whole": whole,
     "heads": whole,
     "cluster": clusters,
@@ -100,8 +101,8 @@ PLACEMENTS: dict[Work, Callable[[Any, int, int, int, int], Placement]] = {
 
 
 def partial_bytes_per_cta(spec: DecodeSpec) -> int:
-    """Returns the bytes of two partial results: a CTA may end one segment and begin another."""
-    return 2 * spec.rows * (spec.head_dim + 2) * 4
+    """Returns the bytes of two partial results of each of its units: a CTA may end one segment and begin another."""
+    return 2 * spec.heads * spec.rows * (spec.head_dim + 2) * 4
 
 
 def cta_group_count(units: int, ctas: int) -> int:

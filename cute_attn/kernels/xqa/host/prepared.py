@@ -52,7 +52,7 @@ class XqaKernel(PreparedKernel):
             "window_left": UNBOUNDED if settings.window_left < 0 else min(settings.window_left, UNBOUNDED),
             "num_kv_heads": features.num_kv_heads,
             **divisor("row_blocks", config.row_blocks),
-            "units_per_cta_group": features.num_kv_heads * config.row_blocks // grid[0],
+            "units_per_cta_group": features.num_kv_heads // spec.heads * config.row_blocks // grid[0],
             "shares_multiplier": shares_multiplier,
             "shares_shift": shares_shift,
             **divisor("group", features.num_qo_heads // features.num_kv_heads),

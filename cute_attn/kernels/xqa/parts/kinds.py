@@ -3,15 +3,9 @@
 from typing import Any, NamedTuple
 
 from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
-from cute_attn.kernels.xqa.parts.head_merge import HeadMerge
-from cute_attn.kernels.xqa.parts.partition import (
-    ClusterSegments,
-    HeadSegments,
-    Load,
-    Partition,
-    WholeSegments,
-    load_word,
-)
+from cute_attn.kernels.xqa.parts.even import EvenPartition
+from cute_attn.kernels.xqa.parts.head_merge import EvenMerge, HeadMerge
+from cute_attn.kernels.xqa.parts.partition import ClusterSegments, Load, Partition, WholeSegments, load_word
 from cute_attn.kernels.xqa.parts.team import HeadWarp, LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge, WholeMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -26,8 +20,9 @@ class Kind(NamedTuple):
 
 KINDS: dict[Work, Kind] = {
     "shares": Kind(Partition, WarpMerge),
+    "even": Kind(EvenPartition, EvenMerge, HeadWarp),
     "whole": Kind(WholeSegments, WholeMerge),
-    "heads": Kind(HeadSegments, HeadMerge, HeadWarp),
+    "heads": Kind(WholeSegments, HeadMerge, HeadWarp),
     "cluster": Kind(ClusterSegments, ClusterMerge),
 }
 

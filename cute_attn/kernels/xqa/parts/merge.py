@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
@@ -116,8 +117,12 @@ class Merge:
         """What must precede the tiles of a segment."""
 
     def sync(self) -> None:
-        """Barrier of all threads that merge."""
+        """Barrier of all threads that merge a segment."""
         ptx.sync_threads()
+
+    def sync_cta(self) -> None:
+        """Barrier of all threads that merge at the same time."""
+        self.sync()
 
     def swizzled_dim(self, dim: Int32, row: Int32) -> Int32:
         """XOR dims with bits of the row: the lanes of a quad store rows 2t, 2t + 1 and must differ in bank."""
@@ -164,6 +169,15 @@ class Merge:
         if cutlass.not_(split.whole):
             self.merge_splits(rows, first, count)
 
+    @cute.jit
+    def store_rows(self, rows: PackedRows) -> None:
+        """Write the outputs of the CTA's states, by all threads."""
+        threads = self.lanes * self.spec.teams
+        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), threads, unroll=1):
+            row, dim = self.row_and_dim(item)
+            if self.has_columns(dim):
+                self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
+
     def num_vectors(self, rows: PackedRows) -> Int32:
         """Number of vectors of this warp's columns in the rows that exist."""
         return ptx.minimum(rows.count - rows.first, Int32(self.spec.rows)) * self.vectors_per_row
@@ -191,9 +205,17 @@ class Merge:
     # --- KV splits of a segment -------------------------------------------------------------------------------------
 
     def partial_index(self, split: KvSplit) -> Int32:
-        """Index of a split's partial. A CTA has two: one for a segment that it begins and another CTA ends, one for a
-        segment that another CTA began."""
-        return self.cta_index(cute.arch.block_idx()[1]) * 2 + ptx.select(split.begin == 0, Int32(1), Int32(0))
+        """Index of a split's partial."""
+        return self.partial_of(cute.arch.block_idx()[1], split.begin)
+
+    def partial_of(self, share: Int32, before: Int32) -> Int32:
+        """Index of a partial of the CTA that has share number `share` in this CTA's group, of this warp's unit where
+        each has its own. There are two: one for a segment that the CTA begins and another CTA ends, which has nothing
+        `before`, one for a segment that another CTA began."""
+        index = self.cta_index(share)
+        if self.spec.heads > 1:
+            index = index * self.spec.heads + warp_index()
+        return index * 2 + ptx.select(before == 0, Int32(1), Int32(0))
 
     def cta_index(self, share: Int32) -> Int32:
         """Linear index of the CTA that has share number `share` in this CTA's group."""
@@ -203,7 +225,7 @@ class Merge:
         """Addresses of a partial's (maximum, sum) and outputs for one row."""
         index = Int64(partial) * Int64(self.spec.rows) + Int64(row)
         ctas = cute.arch.grid_dim()[0] * cute.arch.grid_dim()[1]
-        outputs = self.p.partials + Int64(ctas * (2 * self.spec.rows * 8))
+        outputs = self.p.partials + Int64(ctas * (2 * self.spec.heads * self.spec.rows * 8))
         return self.p.partials + index * Int64(8), outputs + index * Int64(self.spec.head_dim * 4)
 
     @cute.jit
@@ -221,10 +243,10 @@ class Merge:
     def arrive(self, counter: Int64) -> Int32:
         """Count this CTA as done, by all threads that merge; return how many were before it."""
         ticket = self.base + Int32(self.memory.ticket)
-        self.sync()
+        self.sync_cta()
         if cute.arch.thread_idx()[0] == 0:
             ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))
-        self.sync()
+        self.sync_cta()
         return ptx.ld_shared_b32(ticket)
 
     @cute.jit
@@ -243,11 +265,7 @@ class Merge:
             for start in cutlass.range(0, self.num_vectors(rows), self.lanes * self.vectors_per_lane, unroll=1):
                 self.reduce_partials(rows, first, count, start)
             self.sync()
-            threads = self.lanes * self.spec.teams
-            for item in cutlass.range(self.team.thread(), self.num_vectors(rows), threads, unroll=1):
-                row, dim = self.row_and_dim(item)
-                if self.has_columns(dim):
-                    self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
+            self.store_rows(rows)
 
     @property
     def vectors_per_lane(self) -> int:
@@ -263,7 +281,7 @@ class Merge:
         sums = [empty for _ in range(self.vectors_per_lane)]
         positions = [self.row_and_dim(start + (lane + self.lanes * i)) for i in range(self.vectors_per_lane)]
         for index in cutlass.range(self.team.number(state), count, self.spec.teams, unroll=2):
-            partial = self.cta_index(first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
+            partial = self.partial_of(first + index, index)
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in positions]
             sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
         stats = self.base + self.memory.stats + state * (self.memory.rows * 8)

@@ -34,6 +34,16 @@ class Share(NamedTuple):
     begin: Int32
     end: Int32
     size: Int32
+    pitch: Int32 | int = 0  # positions of every segment, see `even`; 0: a segment has those that it needs
+
+
+class Costs(NamedTuple):
+    """Positions of the requests in the sequence of the CTA group, counted by a warp: each lane has a run of them."""
+
+    run: Int32  # requests of a lane
+    own: Int32  # positions of this lane's requests
+    reach: Int32  # of these and of all before them
+    longest: Int32  # most positions of one of this lane's requests
 
 
 class Request(NamedTuple):
@@ -106,9 +116,11 @@ class Partition:
         return cute.arch.block_idx()[0]
 
     @property
-    def first_head(self) -> Int32:
-        """First kv head of this CTA."""
-        return self.head_of(self.cta_group)
+    def first_unit(self) -> Int32:
+        """First unit of this warp. Where each has its own, the warps of a CTA read the same tokens of adjacent units,
+        which lie side by side in the cache: all of a token is read at about the same time."""
+        units = self.spec.heads
+        return self.cta_group if units == 1 else self.cta_group * units + warp_index()
 
     @cute.jit
     def request(self, index: Int32) -> Request:
@@ -168,7 +180,8 @@ class Partition:
             else:
                 isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
             if p.sinks != Int64(0):
-                isa.prefetch_l2(isa.mad_wide(self.first_head * p.group, Int32(4), p.sinks))
+                head = self.head_of(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
+                isa.prefetch_l2(isa.mad_wide(head * p.group, Int32(4), p.sinks))
 
     def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
         """The keys of a share's first segment that this CTA reads first, at most `most`; none of a CTA that cannot
@@ -189,42 +202,74 @@ class Partition:
 
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
-        """This CTA's share, and the segment in which it begins. Every warp computes both on its own: lane l sums the
-        costs of a run of requests, then the warp finds the run and, within it, the request."""
+        """This CTA's share, and the segment in which it begins. Every warp computes both on its own."""
+        p = self.p
+        costs = self.costs()
+        share = self.share(costs)
+        index, before = self.find(costs, share)
+        request, first_page = self.request(index), self.first_page(index)
+        length = self.length(request, share)
+        passed = Int32(0)
+        if p.units_per_cta_group > 1:
+            passed = ptx.divide(share.begin - before, length)
+        unit = passed * self.unit_step + self.first_unit
+        return share, Segment(index, unit, before + passed * length + p.overhead, first_page, request)
+
+    @cute.jit
+    def costs(self) -> Costs:
+        """The costs of all requests: lane l sums those of a run of them."""
         p, lane = self.p, cute.arch.thread_idx()[0] & 31
         run = (p.batch + 31) >> 5
-        cost = Int32(0)
+        own, longest = Int32(0), Int32(0)
         for i in cutlass.range(0, run, unroll=4):
-            cost = cost + self.cost(lane * run + i)
-        reach = cost
+            cost = self.cost(lane * run + i)
+            own, longest = own + cost, ptx.maximum(longest, cost)
+        reach = own
         for delta in cutlass.range_constexpr(5):
             other = isa.shuffle_up(reach, 1 << delta)
             reach = reach + ptx.select(lane >= 1 << delta, other, Int32(0))
-        total = isa.shuffle(reach, Int32(31))
-        share = self.share(total)
+        return Costs(run, own, reach, longest)
+
+    @cute.jit
+    def find(self, costs: Costs, share: Share) -> tuple[Int32, Int32]:
+        """The request in which a share begins, and its first position: the warp finds the run and, within it, the
+        request."""
+        run, reach = costs.run, costs.reach
         ended = ptx.count_ones(isa.ballot(reach <= share.begin))  # 32 for a share past the last request
         holder = ptx.minimum(ended, Int32(31))
-        before = isa.shuffle(reach - cost, holder)
+        before = isa.shuffle(reach - costs.own, holder)
         index, passed = ptx.select(run == 1, ended, holder * run), before
         for i in cutlass.range(0, ptx.select(run == 1, Int32(0), run), unroll=4):
             passed = passed + self.cost(holder * run + i)
             behind = passed <= share.begin
             index = index + ptx.select(behind, Int32(1), Int32(0))
             before = ptx.select(behind, passed, before)
-        request, first_page = self.request(index), self.first_page(index)
-        length = request.tiles + p.overhead
-        passed = Int32(0)
-        if p.units_per_cta_group > 1:
-            passed = ptx.divide(share.begin - before, length)
-        unit = passed * cute.arch.grid_dim()[0] + self.cta_group
-        return share, Segment(index, unit, before + passed * length + p.overhead, first_page, request)
+        return index, before
 
-    def share(self, total: Int32) -> Share:
+    def share(self, costs: Costs) -> Share:
+        return self.equal_share(isa.shuffle(costs.reach, Int32(31)))
+
+    def equal_share(self, total: Int32) -> Share:
         ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
-        divisor = Divisor(ctas, self.p.shares_multiplier, self.p.shares_shift)
-        size = ptx.maximum(self.p.min_share, divisor.quotient(total + ctas - 1))
+        return self.share_of(cta, total, ptx.maximum(self.p.min_share, self.per_cta(total + ctas - 1)))
+
+    def share_of(self, cta: Int32, total: Int32, size: Int32, pitch: Int32 | int = 0) -> Share:
+        """Share number `cta` of a sequence of `total` positions."""
         begin = cta * size
-        return Share(begin, ptx.select(begin < total, ptx.minimum(begin + size, total), Int32(0)), size)
+        return Share(begin, ptx.select(begin < total, ptx.minimum(begin + size, total), Int32(0)), size, pitch)
+
+    def per_cta(self, count: Int32) -> Int32:
+        """`count` divided by the number of CTAs of the group."""
+        return Divisor(cute.arch.grid_dim()[1], self.p.shares_multiplier, self.p.shares_shift).quotient(count)
+
+    def length(self, request: Request, share: Share) -> Int32:
+        """Positions of a segment of a request."""
+        return request.tiles + self.p.overhead
+
+    @property
+    def unit_step(self) -> Int32:
+        """Distance of a warp's units."""
+        return cute.arch.grid_dim()[0] * self.spec.heads
 
     def overlaps(self, segment: Segment, share: Share) -> Boolean:
         return segment.start - self.p.overhead < share.end
@@ -232,16 +277,20 @@ class Partition:
     def split(self, segment: Segment, share: Share) -> KvSplit:
         return kv_split(segment, share)
 
+    def next_start(self, segment: Segment, share: Share | None) -> Int32:
+        """Position of the first tile of the next segment."""
+        return segment.start + segment.request.tiles + self.p.overhead
+
     @cute.jit
     def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
         """The next segment in the sequence of the CTA group. Beyond `share` it is of no request, so that no length is
         read: the outputs of this one would wait for it. (Kernels on tcgen05 have no registers left for that.)"""
-        start = segment.start + segment.request.tiles + self.p.overhead
-        unit = segment.unit + cute.arch.grid_dim()[0]
+        start = self.next_start(segment, share)
+        unit = segment.unit + self.unit_step
         following = Segment(segment.index, unit, start, segment.first_page, segment.request)
         if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
             index = self.next_request(following, share)
-            following = Segment(index, self.cta_group, start, self.first_page(index), self.request(index))
+            following = Segment(index, self.first_unit, start, self.first_page(index), self.request(index))
         return following
 
     def next_request(self, following: Segment, share: Share | None) -> Int32:
@@ -252,13 +301,8 @@ class Partition:
 
 @dataclass(frozen=True)
 class WholeSegments(Partition):
-    """Partition where every segment is short: a CTA for each, which needs neither the other requests' lengths nor a
-    merge in global memory. The grid is [units, requests]."""
-
-    @property
-    def unit(self) -> Int32:
-        """Unit of this warp's segment."""
-        return cute.arch.block_idx()[0]
+    """Partition where every segment is short: a CTA or a warp for each, which needs neither the other requests' lengths
+    nor a merge in global memory. The grid is [units / units of a CTA, requests]."""
 
     def prefetch_lengths(self) -> None:
         self.prefetch_request(cute.arch.block_idx()[1])
@@ -266,7 +310,7 @@ class WholeSegments(Partition):
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         """The only segment of this warp, and a share that is its own."""
-        unit, index = self.unit, cute.arch.block_idx()[1]
+        unit, index = self.first_unit, cute.arch.block_idx()[1]
         # In flight together: ptxas waits for the length before the branch to the second load.
         first_page, request = self.first_page(index), self.request(index)
         positions = request.tiles + self.p.overhead
@@ -274,28 +318,7 @@ class WholeSegments(Partition):
 
     def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
         """A segment beyond the share."""
-        return segment._replace(start=segment.start + segment.request.tiles + self.p.overhead)
-
-
-@dataclass(frozen=True)
-class HeadSegments(WholeSegments):
-    """Partition where every warp has a segment of its own: the warps of a CTA read the same tokens of adjacent kv
-    heads, which lie side by side in the cache, and so all of a token is read at about the same time. Warps do not wait
-    for each other. The number of kv heads is a multiple of those of a CTA. The grid is [units / heads of a CTA,
-    requests]; CTAs that follow each other have the row blocks of the same heads."""
-
-    spec: XqaSpec
-
-    @property
-    def first_head(self) -> Int32:
-        return self.head_of(cute.arch.block_idx()[0]) * self.spec.heads
-
-    @property
-    def unit(self) -> Int32:
-        p, cta = self.p, cute.arch.block_idx()[0]
-        group = self.head_of(cta)
-        block = cta - group * p.row_blocks
-        return (group * self.spec.heads + warp_index()) * p.row_blocks + block
+        return segment._replace(start=self.next_start(segment, share))
 
 
 BEYOND = 1 << 30  # position of no tile
@@ -317,9 +340,7 @@ class ClusterSegments(Partition):
         p, cta = self.p, cute.arch.block_idx()[1]
         # In flight together, as in `WholeSegments`.
         first_page, request = self.first_page(Int32(0)), self.request(Int32(0))
-        ctas = cute.arch.grid_dim()[1]
-        divisor = Divisor(ctas, p.shares_multiplier, p.shares_shift)
-        size = ptx.maximum(p.min_share, divisor.quotient(request.tiles + ctas - 1))
+        size = ptx.maximum(p.min_share, self.per_cta(request.tiles + cute.arch.grid_dim()[1] - 1))
         begin = cta * size
         share = Share(begin, ptx.minimum(begin + size, request.tiles), size)
         return share, Segment(Int32(0), cute.arch.block_idx()[0], Int32(0), first_page, request)

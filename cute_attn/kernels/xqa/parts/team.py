@@ -48,7 +48,7 @@ class LoneWarp:
 
 
 class HeadWarp(LoneWarp):
-    """A warp that alone has a kv head (`partition.HeadSegments`): all tiles of a segment, and all its outputs."""
+    """A warp that alone has a unit: all tiles of a segment that its CTA has, and all their outputs."""
 
     def number(self, warp: Int32) -> Int32:
         return Int32(0)

@@ -79,7 +79,8 @@ class WarpMerge(Merge):
     @property
     def vectors_per_lane(self) -> int:
         crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # leaves fewer registers per thread
-        vectors = VECTORS_PER_LANE if crowded or self.team.size > 1 else 2 * VECTORS_PER_LANE
+        shared = self.team.size > 1 or self.spec.heads > 1
+        vectors = VECTORS_PER_LANE if crowded or shared else 2 * VECTORS_PER_LANE
         return min(vectors, self.spec.rows * self.vectors_per_row // self.lanes)
 
 
@@ -90,8 +91,4 @@ class WholeMerge(WarpMerge):
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write outputs, by all threads. A barrier after `publish` must come before."""
-        threads = self.lanes * self.spec.teams
-        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), threads, unroll=1):
-            row, dim = self.row_and_dim(item)
-            if self.has_columns(dim):
-                self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
+        self.store_rows(rows)

@@ -1,0 +1,81 @@
+"""Shares of a warp's own unit (`parts.even`) on the emulator: requests of about equal lengths, and of any others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_attn import emulator, xqa_batch_decode_with_kv_cache
+from cute_attn.emulator.machine import Schedule
+from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.xqa.tiles import EVEN, Shape, choose, find
+from cute_attn.request.decode import COUNTER_BYTES
+from cute_attn.runtime.arch import named
+from perf import rings
+from tests.emulator.test_xqa import SCHEDULES
+from tests.emulator.test_xqa_heads import FORMATS
+from tests.support.xqa_case import DTYPES, XqaCase, build
+
+pytestmark = pytest.mark.emulator
+HOPPER = named("sm_90a")
+WORKSPACE_BYTES = COUNTER_BYTES + (1 << 20)
+RING = "2x2x16x2e"  # two CTAs of two warps per SM
+
+# (case, SMs, whether CTAs leave no partial results)
+CASES = {
+    "a segment a share": (XqaCase((130, 150, 141, 127), kv="e4m3"), 2, True),
+    "shorter than the longest by a quarter": (XqaCase((160, 128, 160, 128), kv="e4m3"), 2, True),
+    "two segments a share": (XqaCase((33, 40, 48, 34, 48, 40, 33, 41), kv="e4m3", sinks=True), 2, True),
+    "two segments a share, one in the last": (XqaCase((60,) * 7, kv="e4m3"), 2, True),
+    "a share more than segments": (XqaCase((200,) * 3, kv="e4m3", sinks=True), 2, False),
+    "two parts of a segment": (XqaCase((220, 250), kv="e4m3"), 2, False),
+    "three parts of a segment": (XqaCase((220, 250), kv="e4m3"), 3, False),
+    "one request": (XqaCase((300,), kv="e4m3", sinks=True), 2, False),
+    "unequal": (XqaCase((40, 300, 77, 0, 5, 120), kv="e4m3", sinks=True), 2, False),
+    "a long one among short ones": (XqaCase((3, 700, 0, 5), kv="e5m2", heads=(16, 4)), 3, False),
+    "one more segment than shares": (XqaCase((100,) * 5, kv="e4m3"), 2, False),
+    "no keys": (XqaCase((0, 0, 0, 0), kv="e4m3", sinks=True), 2, True),
+    "some without keys": (XqaCase((0, 250, 0), kv="e4m3"), 1, False),
+    "no requests": (XqaCase((), kv="e4m3"), 2, True),
+    "more requests than lanes": (XqaCase((20,) * 36, kv="e4m3", heads=(4, 2)), 2, True),
+    "more requests than lanes, unequal": (XqaCase((*range(0, 70, 2), 500), kv="e4m3", heads=(4, 2)), 2, False),
+    "windows": (XqaCase((500, 300, 401, 120), kv="e4m3", window_left=99, sinks=True), 2, True),
+    "windows of some": (XqaCase((500, 20, 401, 1), kv="e4m3", window_left=199), 2, False),
+    "several units of a CTA group": (XqaCase((90, 96, 81, 83), kv="e4m3", heads=(16, 8)), 3, True),
+    "several units of a CTA group, unequal": (XqaCase((90, 6, 181), kv="e4m3", heads=(16, 8)), 3, False),
+    "several CTA groups": (XqaCase((90, 96), kv="e4m3", heads=(16, 8)), 4, True),
+    "blocks of rows": (XqaCase((140, 133, 150, 139), kv="e4m3", heads=(16, 2), q_len=3), 2, True),
+    "blocks of rows, unequal": (XqaCase((160, 33, 0), kv="e4m3", heads=(16, 2), q_len=3, sinks=True), 2, False),
+    "a tree, queries of unequal length": (
+        XqaCase((300, 40, 77), kv="e4m3", heads=(8, 2), q_len=4, q_lens=(4, 2, 0), mask=True, out="e4m3"), 2, False,
+    ),
+    "16 bits": (XqaCase((130, 150, 141, 127), sinks=True, page_size=64, kv_layout="HND"), 2, True),
+    "16 bits, unequal": (XqaCase((240, 50, 1, 0, 127), form="tensor", heads=(32, 4), q_len=2), 2, False),
+    "padded rows": (XqaCase((190, 41), kv="e4m3", head_dim=80, out="e4m3"), 2, False),
+}  # fmt: skip
+
+
+# Cases that other schedules run too: of each way to divide the work, and of 16 bits.
+CORE = ("two segments a share", "three parts of a segment", "unequal", "windows of some", "16 bits, unequal")
+RUNS = [(name, schedule) for schedule in SCHEDULES for name in (CASES if schedule == "adversarial" else CORE)]
+
+
+@pytest.mark.parametrize(("name", "schedule"), RUNS)
+def test_shares_of_warps(name: str, schedule: str) -> None:
+    case, sms, whole = CASES[name]
+    built = build(case)
+    q_dtype = str(DTYPES[case.q]).removeprefix("torch.")
+    rows = min(16, -(-case.q_len * case.heads[0] // case.heads[1] // 8) * 8) if case.kv == "bf16" else 8
+    rule = find(HOPPER, KV_BITS[FORMATS[case.kv]], case.head_dim, Shape(EVEN))
+    out_dtype = "float8_e4m3fn" if case.out else q_dtype
+    start = choose(q_dtype, FORMATS[case.kv], out_dtype, case.head_dim, rows, case.mask, rule, HOPPER)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
+    workspace[COUNTER_BYTES:] = 0xFF  # NaN
+    gpu = emulator.using("sm_90a", sms=sms, schedule=Schedule(schedule, 1))
+    with rings.force_spec(rings.ring(RING, start)), gpu as emulation:
+        arguments = built.arguments | {"workspace_buffer": workspace, "backend": "emulator"}
+        found = xqa_batch_decode_with_kv_cache(**arguments)
+    assert all(record.spec["work"] == "even" for record in emulation.records)
+    assert built.check(*found) == ""
+    assert not workspace[:COUNTER_BYTES].any()
+    assert bool((workspace[COUNTER_BYTES:] == 0xFF).all()) == whole
