@@ -48,8 +48,7 @@ def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, *,
                 f"{name} must have shape [num_tokens, num_heads of k or 1, columns] = [{tokens}, {shared}, ...] and "
                 f"k's dtype, got {checks.describe(x)} and k {checks.describe(k)}"
             )
-        if x.device != k.device:
-            raise ArgumentError(f"{name} must be on k's device {k.device}, got {checks.describe(x)}")
+        checks.device(name, x, k.device, "k's device")
         checks.check_grad(name, x)
     nope = k_nope.shape[2]
     if nope + k_rope.shape[2] != width:

@@ -377,7 +377,6 @@ class BatchPlan:
     limits: BatchLimits
     launch: Any  # `kernels.host.family.BatchRunner`
     check_supported: Callable[[Features], None]  # raises if the planned backend refuses features that a run adds
-    kv_indices: torch.Tensor | None
     packed_mask: torch.Tensor | None
     workspace: torch.Tensor
     validate: bool  # check page numbers before every launch
@@ -388,26 +387,20 @@ class BatchPlan:
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.calls.Entry` by key
     run_settings: Callable[..., Settings] | None = None  # `request.batch_run` keeps the settings of runs here
     protected: list[MemoryRange] | None = None  # memory of the plan that runs must not write, once a run asks for it
-    rows: int = field(init=False)  # of q, out and lse
-    first_row: int = field(init=False)  # rows before it belong to no request
 
-    def __post_init__(self) -> None:
+    @property
+    def rows(self) -> int:
+        """Rows of q, out and lse."""
         assert self.tokens.rows is not None  # a plan is made once they are known
-        self.rows, self.first_row = self.tokens.rows, self.tokens.first_row
+        return self.tokens.rows
 
     def follow(self, tokens: Tokens | DeviceTokens, same_launches: bool) -> None:
         """Take other tokens, whose schedule `launch` has. Earlier runs may be repeated if their tensors have the shapes
         that these tokens need, and their launches differ only in what the plan decides (`same_launches`).
         """
-        rows, before = tokens.rows, self.tokens
-        assert rows is not None
-        same_shapes = rows == self.rows
-        self.tokens, self.rows, self.first_row, self.protected = tokens, rows, tokens.first_row, None
-        if tokens.kv_indices is None:
-            same_shapes = same_shapes and before.kv_end == tokens.kv_end
-        else:
-            self.kv_indices = tokens.kv_indices
-        if self.cached_runs and not (same_launches and same_shapes and not self.first_row):
+        before, self.tokens, self.protected = self.tokens, tokens, None
+        same_shapes = before.rows == tokens.rows and (tokens.kv_indices is not None or before.kv_end == tokens.kv_end)
+        if self.cached_runs and not (same_launches and same_shapes and not tokens.first_row):
             self.cached_runs.clear()
 
 

@@ -39,7 +39,6 @@ from cute_attn.request.nvfp4 import (
     Pair,
     cache_pairs,
     e2m1_values,
-    same_device,
     scale_of,
 )
 from cute_attn.request.page_table import OwnRows, integers
@@ -125,7 +124,7 @@ def nvfp4_kv_dequantize(
     checks.dtype("block_scales", scales.dtype, (E4M3, torch.uint8))
     expected = (*fp4_data.shape[:-1], fp4_data.shape[-1] * 2 // BLOCK)
     checks.shape("block_scales", scales, expected, "[..., K / 16]")
-    same_device("block_scales", scales, fp4_data.device)
+    checks.device("block_scales", scales, fp4_data.device, "device")
     checks.dtype("output_dtype", output_dtype, INPUTS)
     checks.tensor("global_scale", global_scale)
     scale = scale_of("global_scale", global_scale, fp4_data.device)
@@ -185,7 +184,7 @@ def nvfp4_kv_dequantize_paged(
             f"block_tables column count insufficient: max_pages * page_size must be >= {max_seq_len}, the outputs' "
             f"max_seq_len; the page_size is {page_size}, got {checks.describe(tables)}"
         )
-    same_device("block_tables", tables, device)
+    checks.device("block_tables", tables, device, "device")
     lens = integers("seq_lens", seq_lens, batch_size, device)
     if device.type == "cpu" and batch_size and not 0 <= int(lens.min()) <= int(lens.max()) <= max_seq_len:
         raise ArgumentError(
@@ -343,6 +342,6 @@ def _check_dequantized(caches: Pair, output_k: Any, output_v: Any) -> Pair:
             )
         checks.dtype(name, output.dtype, INPUTS)
         checks.dtype(name, output.dtype, (outputs[0].dtype,))
-        same_device(name, output, cache.device)
+        checks.device(name, output, cache.device, "device")
         checks.dense(name, output)
     return outputs

@@ -61,7 +61,7 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
 
     patches = (
         mock.patch.object(launch, "load_driver", return_value=driver),
-        mock.patch.object(launch, "_primary_context", return_value=CONTEXT),
+        mock.patch.object(launch, "primary_context", return_value=CONTEXT),
         mock.patch.object(launch, "_function", return_value=1),
         mock.patch.object(launch, "_config", side_effect=lambda *_: SimpleNamespace()),
         mock.patch.object(archs, "for_device", return_value=arch),
@@ -75,7 +75,7 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
             stack.enter_context(patch)
         single_calls.forget()
         stack.callback(single_calls.forget)
-        for memo in (backends._prepared, select.chosen, loader.load, prepared):
+        for memo in (select.chosen, loader.load, prepared):
             memo.cache_clear()
             stack.callback(memo.cache_clear)
         yield driver

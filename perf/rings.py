@@ -13,7 +13,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from cute_attn.dispatch import backends
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.programs import program
 from cute_attn.kernels.rules import Rule
@@ -109,7 +108,6 @@ def force_spec(spec: XqaSpec) -> Iterator[None]:
 def forget_kernels() -> None:
     """Forgets which kernel runs which settings."""
     prepared.cache_clear()
-    backends._prepared.cache_clear()
 
 
 def bind(spec: XqaSpec, arch: Arch, w: BatchWorkload, sets: Sequence[BatchInputs], backend: str = "xqa") -> list[Call]:

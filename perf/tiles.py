@@ -14,8 +14,8 @@ from cute_attn.kernels.fa3 import tiles
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.host.persistent import variant
-from cute_attn.kernels.host.persistent.batch import tiling
 from cute_attn.kernels.host.persistent.variant import PersistentKernels
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.programs import program
 from cute_attn.problem import Settings
 from cute_attn.runtime import artifacts
@@ -142,9 +142,9 @@ def force(trial: Trial) -> Iterator[None]:
         group = settings.features.num_qo_heads // settings.features.num_kv_heads
         return group if trial.packed and rows % group == 0 else 1
 
-    tiling.cache_clear()
+    prepared.cache_clear()
     with contextlib.ExitStack() as stack:
-        stack.callback(tiling.cache_clear)
+        stack.callback(prepared.cache_clear)
         if trial.tile is not None:
             stack.enter_context(mock.patch.object(PersistentKernels, "tile", return_value=trial.tile))
         if trial.packed is not None:

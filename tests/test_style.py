@@ -24,9 +24,9 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 PACKAGE = [path for path in FILES if ROOT / "cute_attn" in path.parents]
 
 # Numbers of today as limits: they fall and never rise.
-MAX_HOST_LINES = 22_638
+MAX_HOST_LINES = 22_278
 HOST_FOLDERS = ("wrappers", "request", "dispatch", "schedule", "xqa", "runtime", "ops")  # with the root and every host/
-MAX_MEMOS = 36  # functions that `lru_cache`, `cache` or `once` keeps the results of
+MAX_MEMOS = 30  # functions that `lru_cache`, `cache` or `once` keeps the results of
 UNBOUNDED_MEMOS = {
     "emulator/isa/tmem.py: fragment",
     "integrations/transformers/patterns.py: _packed_templates",

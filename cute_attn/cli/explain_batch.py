@@ -56,7 +56,7 @@ def schedule(plan: BatchSchedule[object]) -> str:
     """Tile, work items, cuts and workspace of a plan."""
     from cute_attn.schedule.records import Item, Merge
 
-    work, params = plan.work, plan.params
+    work, params = plan.work, plan.tiling.params
     begin, end = (work.items[:, Item._fields.index(name)] for name in ("kv_begin", "kv_end"))
     splits = work.merges[:, Merge._fields.index("num_splits")]
     longest = int((end - begin).max(initial=0))
@@ -133,20 +133,19 @@ def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settin
     from cute_attn.request import batch_plan
 
     kv_dtype = "uint8" if options.kv_dtype == "nvfp4" else options.kv_dtype
-    context = batch_plan.PlanContext(
-        torch.device("cpu"),
-        options.kv_layout,
-        "ragged" if options.page_size is None else "paged",
-        options.custom_mask,
-        options.page_size or 1,
-        decode,
-        own_splits=False,
-    )
     planned = batch_plan.PlanOptions(
         *(options.num_qo_heads, options.num_kv_heads, options.head_dim, options.head_dim_vo),
         *(options.dtype, kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
         *(options.window_left, options.logits_soft_cap),
     )
-    settings = batch_plan.plan_settings(context, *planned)
+    settings = batch_plan.plan_settings(
+        planned,
+        options.kv_layout,
+        options.page_size or 1,
+        device=torch.device("cpu"),
+        kv_source="ragged" if options.page_size is None else "paged",
+        custom_mask=options.custom_mask,
+        decode=decode,
+    )
     device = torch.device("cuda" if on_gpu else "cpu")
     return settings._replace(features=settings.features._replace(device=device, sinks=options.sinks))

@@ -23,4 +23,4 @@ def on_gpu(call: single_request.Call) -> Problem:
 def launches(problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
     """Kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
     load = select.load_of(problem.features, problem.qo_len, one_request=True)
-    return backends.launches(select.choose(problem.features, "auto", arch, load), problem, arch, sms)
+    return backends.of(select.choose(problem.features, "auto", arch, load)).launches(problem, arch, sms)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Protocol
 
 from cute_attn.dispatch import emulator, reference
 from cute_attn.dispatch.capabilities import Backend, Load
 from cute_attn.dispatch.families import FAMILIES
-from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, load_class
+from cute_attn.dispatch.select import choose, chosen, load_class
 from cute_attn.kernels.host import gpu
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import (
     BatchLengths,
     BatchLimits,
@@ -27,13 +27,17 @@ from cute_attn.runtime.staging import Staging
 
 
 class Implementation(Protocol):
-    """Interface of every backend: see the functions of this module with the same names."""
+    """Interface of every backend: that of a `KernelFamily` on the device of the settings."""
 
     def prepare(self, settings: Settings) -> RequestRunner: ...
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]: ...
 
     def plan(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> BatchRunner: ...
+
+    def plan_on_device(
+        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
+    ) -> BatchRunner | None: ...
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]: ...
 
@@ -45,19 +49,20 @@ class OnGpu:
     family: KernelFamily
 
     def prepare(self, settings: Settings) -> RequestRunner:
-        """Returns what runs single requests of these settings."""
         return self.family.prepare(settings, _gpu_of(settings))
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-        """Returns the kernels and grids of `problem`."""
         return self.family.launches(problem, arch, sms)
 
     def plan(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> BatchRunner:
-        """Returns what runs batches of these settings and lengths."""
         return self.family.plan(settings, lengths, limits, staging, _gpu_of(settings))
 
+    def plan_on_device(
+        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
+    ) -> BatchRunner | None:
+        return self.family.plan_on_device(settings, lengths, limits, staging, _gpu_of(settings))
+
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-        """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
         arch, _, sms = _gpu_of(settings)
         return self.family.workspace(settings, lengths, limits, arch, sms)
 
@@ -80,47 +85,13 @@ def run(problem: Request, backend: str = "auto") -> Fire | None:
     if not isinstance(backend, str):
         choose(problem.features, backend)
     load = load_class(problem.features, problem.qo_len, isinstance(problem, Problem))
-    return _prepared(problem.settings, backend, load)(problem)
+    return prepared(_runner, problem.settings, backend, load)(problem)
 
 
-@functools.lru_cache(CACHE_SIZE)
-def _prepared(settings: Settings, backend: str, load: Load) -> RequestRunner:
-    return prepare(chosen(settings.features, backend, load), settings)
+def _runner(settings: Settings, backend: str, load: Load) -> RequestRunner:
+    return of(chosen(settings.features, backend, load)).prepare(settings)
 
 
-def prepare(backend: Backend, settings: Settings) -> RequestRunner:
-    """Returns what runs single requests of these settings."""
-    return IMPLEMENTATIONS[backend.name].prepare(settings)
-
-
-def plan(
-    backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
-) -> BatchRunner:
-    """Returns what runs batches of these settings and lengths. `staging` copies the plan's records to the
-    device.
-    """
-    return IMPLEMENTATIONS[backend.name].plan(settings, lengths, limits, staging)
-
-
-def plan_on_device(
-    backend: Backend, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
-) -> BatchRunner | None:
-    """Returns what runs batches whose lengths the host does not read; None where the backend needs them
-    there, for all batches or within these limits.
-    """
-    if backend.name == "emulator":
-        return emulator.plan_on_device(settings, lengths, limits, staging)
-    family = FAMILIES.get(backend.name)
-    if family is None:
-        return None
-    return family.plan_on_device(settings, lengths, limits, staging, _gpu_of(settings))
-
-
-def workspace(backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
-    return IMPLEMENTATIONS[backend.name].workspace(settings, lengths, limits)
-
-
-def launches(backend: Backend, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-    """Returns the kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
-    return IMPLEMENTATIONS[backend.name].launches(problem, arch, sms)
+def of(backend: Backend) -> Implementation:
+    """Returns what runs and plans on a backend."""
+    return IMPLEMENTATIONS[backend.name]

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from cute_attn.dispatch.capabilities import Load
 from cute_attn.dispatch.families import FAMILIES
-from cute_attn.dispatch.select import emulated, load_of, needs_no_split
+from cute_attn.dispatch.select import emulated, load_class, load_of_batch
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
@@ -20,6 +21,7 @@ from cute_attn.kernels.host.device_batch import NO_LENGTHS
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Roles, optional_tensors, with_optional
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.host.single import Tensors
 from cute_attn.problem import (
     BatchLengths,
@@ -37,20 +39,18 @@ from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import typical_qo_len
 
 OUTPUTS = ("out", "lse", "workspace")
 BATCH_TENSORS = ("q", "k", "v", "out", "lse", "kv_indices", "workspace")
 NO_TENSORS: Any = dict.fromkeys(("q", "k", "v", "out", "lse"))  # of a Problem that keeps none alive
 _emulating = threading.RLock()  # emulated launches share counters, as those of one stream do: one runs after the other
-MAX_GPUS = 16  # that requests of the same settings are emulated on in turn
 
 Placed = TypeVar("Placed", Request, BatchProblem)
 
 
 def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
     """Returns kernels and grids of `problem` on the emulated backend."""
-    return _family(problem.settings, arch, problem.qo_len, isinstance(problem, Problem)).launches(problem, arch, sms)
+    return _family(problem.settings, arch, _load(problem)).launches(problem, arch, sms)
 
 
 def prepare(request_settings: Settings) -> EmulatedRun:
@@ -62,8 +62,8 @@ def plan(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, s
     """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
     if another one is emulated later.
     """
-    gpu = _gpu()
-    family = _batch_family(batch_settings, gpu.arch, lengths, limits)
+    gpu = emulated_gpu()
+    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, lengths.batch_size, limits))
     return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name), staging)
 
 
@@ -80,9 +80,9 @@ def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
 def plan_on_device(
     batch_settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
 ) -> EmulatedBatchRun | None:
-    """Returns what runs batches whose lengths only kernels read, or None: `backends.plan_on_device`."""
-    gpu = _gpu()
-    family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits), lengths.batch_size == 1)
+    """Returns what runs batches whose lengths only kernels read, or None: `KernelFamily.plan_on_device`."""
+    gpu = emulated_gpu()
+    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, NO_LENGTHS, lengths.batch_size, limits))
     planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
     staging.write_within(functools.partial(_written, lengths, staging))
     return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name), staging)
@@ -90,29 +90,24 @@ def plan_on_device(
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
-    gpu = _gpu()
-    family = _batch_family(batch_settings, gpu.arch, lengths, limits)
+    gpu = emulated_gpu()
+    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, lengths.batch_size, limits))
     return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
 
 
-def _gpu() -> Gpu:
+def emulated_gpu() -> Gpu:
     """Returns the GPU that is emulated."""
     emulation = settings.current()
     return Gpu(named(emulation.arch), CPU, emulation.sms or TYPICAL_SMS[emulation.arch])
 
 
-def _family(
-    request_settings: Settings, arch: Arch, qo_len: int, one_request: bool, unsplit: bool = False
-) -> KernelFamily:
-    """Returns the family whose kernels run requests of `qo_len` query tokens. `unsplit`: result of `needs_no_split`."""
-    features = request_settings.features
-    return FAMILIES[emulated(features, arch, load_of(features, qo_len, one_request, unsplit)).name]
+def _family(asked: Settings, arch: Arch, load: Load) -> KernelFamily:
+    """Returns the family whose kernels run requests of these settings and this load."""
+    return FAMILIES[emulated(asked.features, arch, load).name]
 
 
-def _batch_family(batch_settings: Settings, arch: Arch, lengths: BatchLengths, limits: BatchLimits) -> KernelFamily:
-    """Returns the family whose kernels run a batch of these lengths."""
-    unsplit = limits.graph is None and needs_no_split(batch_settings, lengths)
-    return _family(batch_settings, arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1, unsplit)
+def _load(problem: Request) -> Load:
+    return load_class(problem.features, problem.qo_len, isinstance(problem, Problem))
 
 
 class EmulatedRun:
@@ -120,7 +115,6 @@ class EmulatedRun:
 
     def __init__(self, request_settings: Settings) -> None:
         self.settings = request_settings
-        self.run_on = functools.lru_cache(MAX_GPUS)(self._prepare)
 
     def __call__(self, problem: Request) -> Fire | None:
         """Emulates the launches of `problem`. Returns what emulates requests that differ in the number of keys and in
@@ -153,12 +147,8 @@ class EmulatedRun:
 
     def _run_of(self, problem: Request) -> RequestRunner:
         """Returns what runs a request on the GPU that is emulated now."""
-        gpu = _gpu()
-        return self.run_on(gpu, _family(self.settings, gpu.arch, problem.qo_len, isinstance(problem, Problem)).name)
-
-    def _prepare(self, gpu: Gpu, family_name: str) -> RequestRunner:
-        """Returns what runs the requests on a GPU; `run_on` memoises it."""
-        return FAMILIES[family_name].prepare(self.settings, gpu)
+        gpu = emulated_gpu()
+        return prepared(_family(self.settings, gpu.arch, _load(problem)).prepare, self.settings, gpu)
 
 
 class EmulatedBatchRun:
@@ -172,7 +162,7 @@ class EmulatedBatchRun:
         launches are the same otherwise; else returns None.
         """
         replace, (gpu, name) = self.planned.again, self.on
-        if _gpu() != gpu or settings.current().kernels not in ("auto", name):
+        if emulated_gpu() != gpu or settings.current().kernels not in ("auto", name):
             return None
         if isinstance(lengths, DeviceLengths):
             same = replace(lengths)

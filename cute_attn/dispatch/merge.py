@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from cute_attn.emulator import adapter, settings
-from cute_attn.errors import ArgumentError, ArtifactError
+from cute_attn.dispatch import emulator
+from cute_attn.emulator import adapter
+from cute_attn.errors import ArgumentError
 from cute_attn.kernels.combine.spec import CombineSpec
-from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.combine import NO_MERGES
-from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.gpu import Gpu, has_run
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import short
 from cute_attn.request.settings import HALF
-from cute_attn.runtime import artifacts
-from cute_attn.runtime.arch import TYPICAL_SMS, named
-from cute_attn.runtime.launch import CPU, Bound, current_stream
+from cute_attn.runtime.launch import Bound, current_stream
 
 OUT_DTYPES = (*HALF, torch.float32)
 FIELDS = ("o_partial", "lse_partial", "o", "lse")
@@ -30,16 +30,7 @@ def run(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Ten
     states of both as many rows apart. `out`: contiguous `[rows, head_dim]` of 16 or 32 bits. `merged`: contiguous fp32
     `[rows]`, written as base-2 lse times `lse_scale`, or None.
     """
-    gpu = gpus.supported(out.device.index) if out.device.type == "cuda" and fits(o, lse, out) else None
-    if gpu is None:
-        return False
-    try:
-        _launch(o, lse, out, merged, lse_scale, gpu)
-    except ArtifactError:
-        if artifacts.can_compile():
-            raise
-        return False
-    return True
+    return fits(o, lse, out) and has_run(out.device, functools.partial(_launch, o, lse, out, merged, lse_scale))
 
 
 def emulate(
@@ -51,10 +42,9 @@ def emulate(
     """
     if not fits(o, lse, out):
         raise ArgumentError(f"the combine kernel cannot merge states of shape {tuple(o.shape)}")
-    arch = settings.current().arch
     outputs = {"out": out} if merged is None else {"out": out, "merged": merged}
     with adapter.visible({"o": o, "lse": lse}, outputs):
-        _launch(o, lse, out, merged, lse_scale, Gpu(named(arch), CPU, TYPICAL_SMS[arch]))
+        _launch(o, lse, out, merged, lse_scale, emulator.emulated_gpu())
 
 
 def fits(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> bool:
@@ -74,13 +64,14 @@ def fits(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> bool:
 
 def _launch(
     o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Tensor | None, lse_scale: float, gpu: Gpu
-) -> None:
+) -> bool:
     num_states, rows, head_dim = o.shape
     if rows == 0:
-        return
+        return True
     layout = (num_states, lse.stride(0), head_dim, lse_scale)
     addresses = tuple([0 if x is None else x.data_ptr() for x in (o, lse, out, merged)])
     prepared(_bound, layout, short(out.dtype), gpu).fire(current_stream(gpu.device_index), addresses, ((rows, 1, 1),))
+    return True
 
 
 def _bound(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> Bound:

@@ -11,20 +11,12 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
-from cute_attn.problem import DeviceTokens, Settings, Tokens
+from cute_attn.problem import DeviceTokens, Features, Settings, Tokens
 from cute_attn.request import checks, index_arrays
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.names import rename
-from cute_attn.request.once import once
 from cute_attn.request.operands import check_workspace
-from cute_attn.request.settings import (
-    MAX_INDEX,
-    MAX_ROWS,
-    NOT_OPTIONS,
-    Call,
-    Structure,
-    call_settings,
-)
+from cute_attn.request.settings import MAX_INDEX, MAX_ROWS, Stored, call_settings
 
 UNSET = -1  # FlashInfer's number for a `fixed_split_size` that is not given
 JIT_REASON = "variants written in CUDA are not part of this library"
@@ -51,20 +43,6 @@ class PlanOptions(NamedTuple):
     lse_base: Any = "log2"
 
 
-class PlanContext(NamedTuple):
-    """What decides a plan's settings besides its options."""
-
-    device: torch.device
-    kv_layout: str
-    kv_source: str  # ragged | paged
-    custom_mask: bool
-    page_size: int
-    decode: bool
-    own_splits: bool
-    multi_item: bool = False
-    key_ranges: bool = False
-
-
 class Mask(NamedTuple):
     """The packed masks of a batch."""
 
@@ -83,54 +61,33 @@ PLAN_NAMES = {  # what a single request says of dtypes, and what a plan says
 }
 
 
-@once(trusted=1)
-def plan_settings(context: PlanContext, *fields: Any) -> Settings:
-    """Check the fields of `PlanOptions`, in order, and return the settings they decide."""
-    options = PlanOptions(*fields)
+def plan_settings(options: PlanOptions, kv_layout: str, page_size: int, **features: Any) -> Settings:
+    """Check the options of a plan and return the settings they decide. `features`: those that do not follow from them,
+    the device and the source of keys among them.
+    """
     q_dtype = _data_type("q_data_type", options.q_data_type)
     kv_dtype = q_dtype if options.kv_data_type is None else _data_type("kv_data_type", options.kv_data_type)
     o_dtype = None if options.o_data_type is None else _data_type("o_data_type", options.o_data_type)
     head_dim_qk = count("head_dim_qk", options.head_dim_qk)
     head_dim_vo = head_dim_qk if options.head_dim_vo is None else count("head_dim_vo", options.head_dim_vo)
     packing = 2 if kv_dtype == torch.uint8 else 1
-    _check_packing(packing, head_dim_qk, head_dim_vo)
-    structure = Structure(
-        device=context.device,
+    if packing == 2 and (head_dim_qk % 2 or head_dim_vo % 2):  # two values per byte
+        raise ArgumentError(f"NVFP4 (uint8) k and v need even head dimensions, got {head_dim_qk} and {head_dim_vo}")
+    given = Features(
         q_dtype=q_dtype,
-        k_dtype=kv_dtype,
-        v_dtype=kv_dtype,
+        kv_dtype=kv_dtype,
+        o_dtype=q_dtype,
         num_qo_heads=count("num_qo_heads", options.num_qo_heads),
         num_kv_heads=count("num_kv_heads", options.num_kv_heads),
-        head_dim_q=head_dim_qk,
-        head_dim_k=head_dim_qk // packing,
-        head_dim_v=head_dim_vo // packing,
-        custom_mask=context.custom_mask,
-        head_scales=False,
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=head_dim_vo,
         kv_block_scales=packing == 2,
-        sinks=False,
-        device_scale=False,
-        decode=context.decode,
-        kv_source=context.kv_source,
-        page_size=context.page_size,
-        own_splits=context.own_splits,
-        multi_item=context.multi_item,
-        key_ranges=context.key_ranges,
+        **features,
     )
-    call = Call(
-        *(None, None, None),
-        kv_layout=context.kv_layout,
-        pos_encoding_mode=options.pos_encoding_mode,
-        causal=options.causal,
-        window_left=options.window_left,
-        logits_soft_cap=options.logits_soft_cap,
-        sm_scale=options.sm_scale,
-        rope_scale=options.rope_scale,
-        rope_theta=options.rope_theta,
-        o_dtype=o_dtype,
-        lse_base=options.lse_base,
-    )
+    stored = Stored(kv_dtype, head_dim_qk // packing, head_dim_vo // packing, page_size=page_size)
+    *first, lse_base = options[PlanOptions._fields.index("pos_encoding_mode") :]  # in the order of `Call`
     try:
-        return call_settings(structure, *call[len(NOT_OPTIONS) :])
+        return call_settings(given, stored, kv_layout, *first, None, None, None, o_dtype, False, None, lse_base)
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, PLAN_NAMES)
         raise
@@ -155,12 +112,6 @@ def count(name: str, value: Any) -> int:
     if value > MAX_INDEX:
         raise ArgumentError(f"{name} must be at most {MAX_INDEX}, got {checks.shown(value)}")
     return value
-
-
-def _check_packing(packing: int, head_dim_qk: int, head_dim_vo: int) -> None:
-    """Refuse odd head dimensions of NVFP4, which packs two values per byte."""
-    if packing == 2 and (head_dim_qk % 2 or head_dim_vo % 2):
-        raise ArgumentError(f"NVFP4 (uint8) k and v need even head dimensions, got {head_dim_qk} and {head_dim_vo}")
 
 
 class Splits(NamedTuple):
@@ -377,6 +328,5 @@ def graph_buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device
     checks.dtype(name, value.dtype, (dtype,))
     if value.dim() != 1 or not value.is_contiguous():
         raise ArgumentError(f"{name} must be contiguous with 1 dimension, got {checks.describe(value)}")
-    if value.device != device:
-        raise ArgumentError(f"{name} must be on the workspace's device {device}, got {checks.describe(value)}")
+    checks.device(name, value, device, "the workspace's device")
     return value

@@ -75,11 +75,11 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
     out, lse = operands.outputs(q, (run.out, run.lse, run.return_lse), features, rows, "rows")
     if run.out is not None or run.lse is not None:
         _keep_apart(plan, run, (k, v))
-    if plan.first_row:
+    if first := plan.tokens.first_row:
         if run.out is None:
-            out[: plan.first_row] = 0
+            out[:first] = 0
         if lse is not None and run.lse is None:
-            lse[: plan.first_row] = -torch.inf
+            lse[:first] = -torch.inf
     return BatchProblem(
         settings,
         q,
@@ -87,7 +87,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
         v,
         out,
         lse,
-        plan.kv_indices,
+        plan.tokens.kv_indices,
         plan.packed_mask if run.ranges is None else run.ranges.tensor(plan.rows, q.device),
         scales.of_scores,
         scales.of_v,
@@ -260,8 +260,7 @@ def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.
 def _refuse_kinds(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     f, device = plan.settings.features, plan.workspace.device
     for name, x, dtype in (("q", q, f.q_dtype), ("k", k, f.kv_dtype), ("v", v, f.kv_dtype)):
-        if x.device != device:
-            raise ArgumentError(f"{name} must be on the workspace's device {device}, got {checks.describe(x)}")
+        checks.device(name, x, device, "the workspace's device")
         if x.dtype != dtype:
             raise ArgumentError(
                 f"{name} must have the planned dtype {checks.short(dtype)} "
@@ -366,7 +365,7 @@ def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
     if plan.protected is None:
         on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
         kept = [
-            ("kv_indices", plan.kv_indices),
+            ("kv_indices", plan.tokens.kv_indices),
             ("packed_mask", plan.packed_mask),
             ("the workspace", plan.workspace),
             ("the schedule", plan.staging and plan.staging.memory),

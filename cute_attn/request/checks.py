@@ -204,10 +204,10 @@ def shape(name: str, value: torch.Tensor, expected: tuple[int, ...], meaning: st
         raise ArgumentError(f"{name} must have shape {meaning} = {expected}, got {describe(value)}")
 
 
-def device(name: str, value: torch.Tensor, expected: torch.device) -> None:
-    """Check that a tensor is on q's device."""
+def device(name: str, value: torch.Tensor, expected: torch.device, of: str = "q's device") -> None:
+    """Check that a tensor is on a device. `of`: what the message calls that."""
     if value.device != expected:
-        raise ArgumentError(f"{name} must be on q's device {expected}, got {describe(value)}")
+        raise ArgumentError(f"{name} must be on {of} {expected}, got {describe(value)}")
 
 
 def dtype(name: str, value: torch.dtype, accepted: Sequence[torch.dtype]) -> None:

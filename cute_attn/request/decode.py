@@ -16,7 +16,7 @@ from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_
 from cute_attn.request import checks, operands, page_ids
 from cute_attn.request.caches import cache_views, check_tables, is_large
 from cute_attn.request.operands import ALIGNMENT, BLOCK_SCALES, Placement, Scales
-from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Structure, call_settings
+from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Stored, call_settings
 
 COUNTER_BYTES = 8 << 20  # of the workspace: zero before its first use, and left zero
 INDEX_DTYPES = (torch.int32, torch.uint32)
@@ -153,25 +153,14 @@ def _settings(
         checks.boolean("enable_pdl", call.enable_pdl)
     window_left = checks.whole("window_left", call.window_left)
     checks.dtype("out", o_dtype, OUT_DTYPES)
-    structure = Structure(
-        query.device,
-        query.dtype,
-        k.dtype,
-        v.dtype,
-        query.shape[1],
-        k.shape[2],
-        query.shape[2],
-        k.shape[3],
-        v.shape[3],
-        custom_mask=False,
-        head_scales=False,
+    given = Features(
+        *(query.device, query.dtype, k.dtype, query.dtype),
+        *(query.shape[1], k.shape[2], query.shape[2], v.shape[3]),
         kv_block_scales=block_scales is not None,
         sinks=call.sinks is not None,
-        device_scale=bool(found.of_scores),
         expanded=placed.expanded,
         decode=True,
         kv_source="paged",
-        page_size=k.shape[1],
         large_cache=is_large(k) or is_large(v),
         loose_scales=block_scales is not None and operands.has_loose_scales(*block_scales),
         device_lengths=True,
@@ -186,7 +175,8 @@ def _settings(
         o_dtype=o_dtype,
         enable_pdl=call.enable_pdl,
     )
-    return call_settings(structure, *options[len(NOT_OPTIONS) :])
+    stored = Stored(v.dtype, k.shape[3], v.shape[3], bool(found.of_scores), k.shape[1])
+    return call_settings(given, stored, *options[len(NOT_OPTIONS) :])
 
 
 def positive_or_one(name: str, value: Any) -> float:

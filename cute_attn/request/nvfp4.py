@@ -96,7 +96,7 @@ def cache_pairs(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any, views: Vi
             raise ArgumentError(f"paged_kv_cache[{i}] must have head_dim % {BLOCK} == 0, got {checks.describe(cache)}")
         expected = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
         checks.shape(f"kv_cache_sf[{i}]", scale, expected, "the cache's with head_dim / 16 (as NHD)")
-        same_device(f"kv_cache_sf[{i}]", scale, cache.device)
+        checks.device(f"kv_cache_sf[{i}]", scale, cache.device, "device")
     return caches, (scales[0].view(torch.uint8), scales[1].view(torch.uint8))
 
 
@@ -109,7 +109,7 @@ def scale_of(name: str, value: Any, device: torch.device) -> float | torch.Tenso
         raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
     checks.check_grad(name, value)
     checks.dtype(name, value.dtype, (torch.float32,))
-    same_device(name, value, device)
+    checks.device(name, value, device, "device")
     if device.type == "cpu":
         checks.positive(name, value.item())
     return value.reshape(())
@@ -127,7 +127,7 @@ def decode_scale(name: str, value: Any, device: torch.device, read: bool) -> flo
         checks.dtype(name, value.dtype, (torch.float32,))
         on_host = value.device.type == "cpu"
         if not on_host:
-            same_device(name, value, device)
+            checks.device(name, value, device, "device")
         if on_host or read:
             _check_decode_scale(name, value.item())
         return value.item() if on_host else value.reshape(())
@@ -150,9 +150,3 @@ def refuse_temporary_scales(device: torch.device, **scales: Any) -> None:
             raise ArgumentError(
                 f"{name} must be a float32 tensor on {device} during CUDA graph capture, got {checks.describe(value)}"
             )
-
-
-def same_device(name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Check that a tensor is on `device`."""
-    if value.device != device:
-        raise ArgumentError(f"{name} must be on device {device}, got {checks.describe(value)}")

@@ -130,8 +130,7 @@ def check_rows(name: str, rows: Any, cache: torch.Tensor, head_dim: int, cache_n
             f"got {checks.describe(rows)}"
         )
     checks.check_grad(name, rows)
-    if rows.device != cache.device:
-        raise ArgumentError(f"{name} must be on {cache_name}'s device {cache.device}, got {checks.describe(rows)}")
+    checks.device(name, rows, cache.device, f"{cache_name}'s device")
 
 
 def latent_rows(name: str, rows: Any, cache_name: str, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,8 +145,7 @@ def latent_rows(name: str, rows: Any, cache_name: str, cache: Any) -> tuple[torc
         raise ArgumentError(f"{name} must have shape [nnz, {cache.shape[2]}], got {checks.describe(rows)}")
     checks.dtype(name, rows.dtype, (cache.dtype,))
     checks.check_grad(name, rows)
-    if rows.device != cache.device:
-        raise ArgumentError(f"{name} must be on {cache_name}'s device {cache.device}, got {checks.describe(rows)}")
+    checks.device(name, rows, cache.device, f"{cache_name}'s device")
     return rows[:, None], cache[:, :, None]
 
 
@@ -167,8 +165,8 @@ def check_integers(name: str, value: Any, size: int | None = None, device: torch
         raise ArgumentError(f"{name} must have shape [{'n' if size is None else size}], got {checks.describe(value)}")
     if value.dtype not in INTEGERS:
         raise ArgumentError(f"{name} must be of an integer dtype, got {checks.describe(value)}")
-    if device is not None and value.device != device:
-        raise ArgumentError(f"{name} must be on device {device}, got {checks.describe(value)}")
+    if device is not None:
+        checks.device(name, value, device, "device")
     return value
 
 

@@ -68,54 +68,34 @@ class Call(NamedTuple):
 NOT_OPTIONS = (None,) * Call._fields.index("kv_layout")
 
 
-class Structure(NamedTuple):
-    """What the tensors of a call decide, without lengths and addresses.
-
-    Head dimensions count elements of storage; one element of NVFP4 holds two values.
+class Stored(NamedTuple):
+    """What the tensors of a call decide besides features, without lengths and addresses. An element of NVFP4 holds two
+    values.
     """
 
-    device: torch.device
-    q_dtype: torch.dtype
-    k_dtype: torch.dtype
     v_dtype: torch.dtype
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_q: int
-    head_dim_k: int
+    head_dim_k: int  # elements of a row of k
     head_dim_v: int
-    custom_mask: bool
-    head_scales: bool
-    kv_block_scales: bool
-    sinks: bool
-    device_scale: bool  # a factor of the scores is a tensor on the device
-    expanded: bool = False  # this and the following but `page_size`: see `Features`
-    decode: bool = False
-    half_aligned_kv: bool = False
-    kv_source: str = "dense"
+    device_scale: bool = False  # a factor of the scores is a tensor on the device
     page_size: int = 1
-    own_splits: bool = False
-    large_cache: bool = False
-    loose_scales: bool = False
-    device_lengths: bool = False
-    draft_mask: bool = False
-    multi_item: bool = False
-    key_ranges: bool = False
 
 
-@once(trusted=1)
-def call_settings(fields: tuple[Any, ...], *options: Any) -> Settings:
-    """Check the fields of a `Structure` and the options of a `Call`, in order, and return the settings they decide."""
-    structure, call = Structure(*fields), Call._make((*NOT_OPTIONS, *options))
-    _check_structure(structure)
+@once(trusted=2)
+def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Settings:
+    """Check the fields of a `Stored` and the options of a `Call`, in order, and return the settings they decide.
+    `given`: the features that tensors decide; options decide the others, and `Stored` the head dimension of v.
+    """
+    stored, call = Stored(*fields), Call._make((*NOT_OPTIONS, *options))
+    _check_structure(given, stored)
     soft_cap = _soft_cap(call)
-    sm_scale = _score_scale(call, structure)
+    sm_scale = _score_scale(call, given)
     checks.boolean("return_lse", call.return_lse)
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
     return Settings(
-        _features(structure, call, soft_cap > 0, sm_scale >= MIN_SCALE and not structure.device_scale),
+        _features(given, stored, call, soft_cap > 0, sm_scale >= MIN_SCALE and not stored.device_scale),
         checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS),
-        (checks.boolean("causal", call.causal) and not structure.custom_mask) or structure.multi_item,
+        (checks.boolean("causal", call.causal) and not given.custom_mask) or given.multi_item,
         max(-1, min(checks.whole("window_left", call.window_left), MAX_KV_LEN)),
         soft_cap,
         sm_scale,
@@ -124,7 +104,7 @@ def call_settings(fields: tuple[Any, ...], *options: Any) -> Settings:
         1e4 if call.rope_theta is None else checks.positive("rope_theta", call.rope_theta),
         call.enable_pdl,
         LSE_BASES[checks.choice("lse_base", call.lse_base, tuple(LSE_BASES))],
-        structure.page_size,
+        stored.page_size,
     )
 
 
@@ -134,48 +114,27 @@ def _soft_cap(call: Call) -> float:
     return min(max(cap, 1 / MAX_SOFT_CAP), MAX_SOFT_CAP) if cap > 0 else 0.0
 
 
-def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: bool) -> Features:
-    s = structure
-    packing = 2 if s.k_dtype == torch.uint8 else 1  # values per element of storage
-    if s.head_dim_k * packing != s.head_dim_q:
+def _features(given: Features, stored: Stored, call: Call, soft_cap: bool, positive_scale: bool) -> Features:
+    packing = 2 if given.kv_dtype == torch.uint8 else 1  # values per element of storage
+    head_dim_qk, head_dim_vo = given.head_dim_qk, stored.head_dim_v * packing
+    if stored.head_dim_k * packing != head_dim_qk:
         raise RuntimeArgumentError(
-            f"q and k must have the same head dimension, got {s.head_dim_q} and {s.head_dim_k * packing}"
+            f"q and k must have the same head dimension, got {head_dim_qk} and {stored.head_dim_k * packing}"
         )
-    if packing == 2 and (s.head_dim_q % NVFP4_BLOCK or 2 * s.head_dim_v % NVFP4_BLOCK):
+    if packing == 2 and (head_dim_qk % NVFP4_BLOCK or head_dim_vo % NVFP4_BLOCK):
         raise ArgumentError(
             f"NVFP4 (uint8) k and v need head dimensions that are multiples of {NVFP4_BLOCK}, "
-            f"got {s.head_dim_q} and {2 * s.head_dim_v}"
+            f"got {head_dim_qk} and {head_dim_vo}"
         )
     pos_encoding_mode = checks.choice("pos_encoding_mode", call.pos_encoding_mode, POS_ENCODING_MODES)
-    if pos_encoding_mode == "ROPE_LLAMA" and s.head_dim_q % 2:
-        raise ArgumentError(f"pos_encoding_mode 'ROPE_LLAMA' needs an even head dimension, got {s.head_dim_q}")
-    return Features(
-        s.device,
-        s.q_dtype,
-        s.k_dtype,
-        _out_dtype(call.o_dtype, s.q_dtype),
-        s.num_qo_heads,
-        s.num_kv_heads,
-        s.head_dim_q,
-        s.head_dim_v * packing,
-        s.custom_mask,
-        soft_cap,
-        pos_encoding_mode,
-        positive_scale,
-        s.head_scales,
-        s.kv_block_scales,
-        s.sinks,
-        s.kv_source,
-        s.expanded,
-        s.decode,
-        s.own_splits,
-        s.large_cache,
-        s.loose_scales,
-        s.device_lengths,
-        s.draft_mask,
-        s.multi_item,
-        s.half_aligned_kv,
-        s.key_ranges,
+    if pos_encoding_mode == "ROPE_LLAMA" and head_dim_qk % 2:
+        raise ArgumentError(f"pos_encoding_mode 'ROPE_LLAMA' needs an even head dimension, got {head_dim_qk}")
+    return given._replace(
+        o_dtype=_out_dtype(call.o_dtype, given.q_dtype),
+        head_dim_vo=head_dim_vo,
+        soft_cap=soft_cap,
+        pos_encoding_mode=pos_encoding_mode,
+        positive_scale=positive_scale,
     )
 
 
@@ -185,30 +144,25 @@ def check_device(device: torch.device) -> None:
         raise ArgumentError(f"q must be on a {' or '.join(DEVICES)} device, got {device}")
 
 
-def _check_structure(structure: Structure) -> None:
-    s = structure
-    check_device(s.device)
-    _check_dtypes(s)
-    counts = {
-        "num_qo_heads": s.num_qo_heads,
-        "num_kv_heads": s.num_kv_heads,
-        "head_dim_qk": s.head_dim_q,
-        "head_dim_vo": s.head_dim_v,
-    }
+def _check_structure(given: Features, stored: Stored) -> None:
+    check_device(given.device)
+    _check_dtypes(given, stored.v_dtype)
+    counts = {name: getattr(given, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk")}
+    counts["head_dim_vo"] = stored.head_dim_v
     if min(counts.values()) < 1:
         raise ArgumentError(
             "q, k and v must have at least one head and head dimension 1, got "
             + ", ".join(f"{name} {value}" for name, value in counts.items())
         )
-    if s.num_qo_heads % s.num_kv_heads:
+    if given.num_qo_heads % given.num_kv_heads:
         raise RuntimeArgumentError(
             f"num_qo_heads of q must be a multiple of num_kv_heads of k and v, "
-            f"got {s.num_qo_heads} and {s.num_kv_heads}"
+            f"got {given.num_qo_heads} and {given.num_kv_heads}"
         )
 
 
-def _check_dtypes(structure: Structure) -> None:
-    q, k, v = structure.q_dtype, structure.k_dtype, structure.v_dtype
+def _check_dtypes(given: Features, v: torch.dtype) -> None:
+    q, k = given.q_dtype, given.kv_dtype
     if k != v:
         raise ArgumentError(f"k and v must have the same dtype, got {checks.short(k)} and {checks.short(v)}")
     checks.dtype("q", q, Q_DTYPES)
@@ -216,15 +170,15 @@ def _check_dtypes(structure: Structure) -> None:
     if k != q and (k in HALF or q in FP8):
         accepted = checks.short(q) if q in FP8 else f"{checks.short(q)}, an fp8 dtype or uint8 (NVFP4)"
         raise ArgumentError(f"k and v must have dtype {accepted} for q of {checks.short(q)}, got {checks.short(k)}")
-    if (k == torch.uint8) != structure.kv_block_scales:
+    if (k == torch.uint8) != given.kv_block_scales:
         raise ArgumentError(
             "kv_cache_sf (k_sf, v_sf) must come with uint8 (NVFP4) k and v, and only with them; "
-            f"got kv_cache_sf {'given' if structure.kv_block_scales else 'None'} and k of {checks.short(k)}"
+            f"got kv_cache_sf {'given' if given.kv_block_scales else 'None'} and k of {checks.short(k)}"
         )
 
 
-def _score_scale(call: Call, structure: Structure) -> float:
-    sm_scale = checks.real_or("sm_scale", call.sm_scale, structure.head_dim_q**-0.5)
+def _score_scale(call: Call, given: Features) -> float:
+    sm_scale = checks.real_or("sm_scale", call.sm_scale, given.head_dim_qk**-0.5)
     q_scale, k_scale = checks.real_or("q_scale", call.q_scale, 1.0), checks.real_or("k_scale", call.k_scale, 1.0)
     return checks.real("sm_scale * q_scale * k_scale", sm_scale * q_scale * k_scale)
 

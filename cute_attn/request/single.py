@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import Problem
+from cute_attn.problem import Features, Problem
 from cute_attn.request import checks, operands
 from cute_attn.request.bit_packing import packbits
 from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NAMES, NO_SCALES, SCALES, KvLayout
@@ -47,26 +47,18 @@ def problem(call: Call) -> Problem:
     except RuntimeError:  # sparse tensors have no memory
         _refuse_operands(call)
         raise
-    structure = (
-        device,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_q,
-        k_shape[2],
-        v_shape[2],
-        mask is not None or packed_mask is not None,
-        not (scale_q is scale_k is scale_v is None),
-        kv_cache_sf is not None,
-        sinks is not None,
-        bool(scales.of_scores),
-        placed.expanded,
-        decode,
-        placed.half_aligned,
+    features = Features(
+        *(device, q.dtype, k.dtype, q.dtype),
+        *(num_qo_heads, num_kv_heads, head_dim_q, v_shape[2]),
+        custom_mask=mask is not None or packed_mask is not None,
+        per_head_scales=not (scale_q is scale_k is scale_v is None),
+        kv_block_scales=kv_cache_sf is not None,
+        sinks=sinks is not None,
+        expanded=placed.expanded,
+        decode=decode,
+        half_aligned_kv=placed.half_aligned,
     )
-    settings = call_settings(structure, *options)
+    settings = call_settings(features, (v.dtype, k_shape[2], v_shape[2], bool(scales.of_scores)), *options)
     features = settings.features
     q = operands.readable(q, k, v, placed)
     rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)

@@ -67,7 +67,7 @@ class Launch:
         self.pdl = pdl
         self.driver = load_driver()
         _check_driver(artifact, checked("cuDriverGetVersion", self.driver.cuDriverGetVersion()))
-        self.context = _primary_context(device_index)
+        self.context = primary_context(device_index)
         self.function = _function(artifact, device_index)
         self.layout = ParamLayout(artifact.params)
 
@@ -119,7 +119,7 @@ class Bound:
             if driver.cuCtxGetCurrent()[1] == context:
                 status = driver.cuLaunchKernelEx(config, function, address, 0)[0]
             else:  # another device is current, or this thread has not used CUDA yet
-                with _current(context):
+                with entered(context):
                     status = driver.cuLaunchKernelEx(config, function, address, 0)[0]
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {settled[0]} failed: {status.name}")
@@ -186,26 +186,21 @@ def checked(what: str, result: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
-@functools.lru_cache(archs.MAX_DEVICES)
-def _primary_context(device_index: int) -> Any:
+def primary_context(device_index: int) -> Any:
     """Returns the context that torch uses on a device, retained for the life of the process as torch does."""
     driver = load_driver()
     device = checked("cuDeviceGet", driver.cuDeviceGet(device_index))
     return checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
 
 
-def is_current(device_index: int) -> bool:
-    """Tells whether this thread uses the context of a device: another device may be current, or none yet."""
-    return bool(load_driver().cuCtxGetCurrent()[1] == _primary_context(device_index))
-
-
-def entered(device_index: int) -> contextlib.AbstractContextManager[None]:
-    """Makes the context of a device current meanwhile."""
-    return _current(_primary_context(device_index))
+def is_current(context: Any) -> bool:
+    """Tells whether this thread uses a context: another device may be current, or none yet."""
+    return bool(load_driver().cuCtxGetCurrent()[1] == context)
 
 
 @contextlib.contextmanager
-def _current(context: Any) -> Iterator[None]:
+def entered(context: Any) -> Iterator[None]:
+    """Makes a context current meanwhile."""
     driver = load_driver()
     checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(context))
     try:
@@ -261,7 +256,7 @@ def _load_function(library: Any, artifact: Artifact, device_index: int) -> Any:
     smem_limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     device = checked("cuDeviceGet", driver.cuDeviceGet(device_index))
     checked("cuKernelSetAttribute", driver.cuKernelSetAttribute(smem_limit, artifact.smem_bytes, kernel, device))
-    with _current(_primary_context(device_index)):
+    with entered(primary_context(device_index)):
         function = checked("cuKernelGetFunction", driver.cuKernelGetFunction(kernel))
         checked("cuFuncLoad", driver.cuFuncLoad(function))
     return function

@@ -64,6 +64,7 @@ class CudaCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._events: dict[int, _CopyEnd] = {}  # by address of the host buffer: two, and those of smaller ones
+        self._context: Any = None  # of the device, from the first copy on
 
     def buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
@@ -77,9 +78,11 @@ class CudaCopies:
 
     def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        if launch.is_current(index):
+        if self._context is None:
+            self._context = launch.primary_context(index)
+        if launch.is_current(self._context):
             return self._start(target, source, ints, index)
-        with torch.cuda.device(index), launch.entered(index):
+        with torch.cuda.device(index), launch.entered(self._context):
             return self._start(target, source, ints, index)
 
     def _start(self, target: torch.Tensor, source: torch.Tensor, ints: int, index: int) -> Event:

@@ -283,12 +283,8 @@ class BatchWrapper(EngineHooks, NotCopied):
                 f"float_workspace_buffer must be on the index buffers' device {self.device}, got {workspace.device}"
             )
         if int_workspace_buffer is not None:
-            checks.tensor("int_workspace_buffer", int_workspace_buffer)
-            if int_workspace_buffer.device != workspace.device:
-                raise ArgumentError(
-                    f"int_workspace_buffer must be on the workspace's device {workspace.device}, "
-                    f"got {checks.describe(int_workspace_buffer)}"
-                )
+            buffer = checks.tensor("int_workspace_buffer", int_workspace_buffer)
+            checks.device("int_workspace_buffer", buffer, workspace.device, "the workspace's device")
         if graph is not None:
             checks.apart((("float_workspace_buffer", workspace),), graph.index.items())
         if self._plan is not None and self._plan.fixed is not None:

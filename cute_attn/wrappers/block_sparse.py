@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cute_attn.request import batch_plan, block_sparse, checks
@@ -14,7 +16,22 @@ BSR_INSTEAD = "indptr and indices, or VariableBlockSparseAttentionWrapper"
 ONE_KERNEL = "it belongs to a kernel of FlashInfer's that is not part of this library"
 
 
-class BlockSparseAttentionWrapper(BatchWrapper):
+class BlocksWrapper(BatchWrapper):
+    """What the wrappers of block-sparse masks share: each row of blocks is a request of a paged batch."""
+
+    kv_source = "paged"
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        super().__init__(float_workspace_buffer, "NHD", False, backend)
+
+    def _run_with(self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, **options: Any) -> None:
+        """Check what changes nothing, and replace options of the plan."""
+        block_sparse.refuse_positions(pos_encoding_mode)
+        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
+        self._replan(pos_encoding_mode=pos_encoding_mode, window_left=-1, **options)
+
+
+class BlockSparseAttentionWrapper(BlocksWrapper):
     """Attention of one sequence under a block-sparse mask `[M, N]`, stored as SciPy's `bsr_matrix` stores one.
 
     The mask has blocks of R rows (query tokens) and C columns (keys); a query token sees the keys of the blocks that
@@ -30,11 +47,6 @@ class BlockSparseAttentionWrapper(BatchWrapper):
     ------
     The errors of `BatchPrefillWithPagedKVCacheWrapper`.
     """
-
-    kv_source = "paged"
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        super().__init__(float_workspace_buffer, "NHD", False, backend)
 
     @makes_plan
     def plan(
@@ -199,14 +211,6 @@ class BlockSparseAttentionWrapper(BatchWrapper):
         ------
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
-        block_sparse.refuse_positions(pos_encoding_mode)
-        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        self._replan(
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=-1,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
+        scales = {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta}
+        self._run_with(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap=logits_soft_cap, **scales)
         return self.run(q, k, v, scale_q, scale_k, scale_v)

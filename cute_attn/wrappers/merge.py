@@ -82,7 +82,7 @@ def merge_state_in_place(
         checks.tensor("mask", mask)
         checks.shape("mask", mask, tuple(v.shape[:1]), "[n]")
         checks.dtype("mask", mask.dtype, (torch.bool, torch.uint8))
-        _same_device("mask", mask, "v", v)
+        checks.device("mask", mask, v.device, "v's device")
     checks.apart((("v", v), ("s", s)), (("v_other", v_other), ("s_other", s_other), ("mask", mask)))
     merged_v, merged_s = merge_state(v, s, v_other, s_other)
     if mask is not None:
@@ -141,7 +141,7 @@ def _check(a: tuple[str, object], s_a: tuple[str, object], b: tuple[str, object]
     _check_state(a[0], v, s_a[0], s_a[1], ("n", "num_heads"))
     checks.shape(b[0], other, tuple(v.shape), f"{a[0]}'s")
     checks.dtype(b[0], other.dtype, (v.dtype,))
-    _same_device(b[0], other, a[0], v)
+    checks.device(b[0], other, v.device, f"{a[0]}'s device")
     _check_state(b[0], other, s_b[0], s_b[1], ("n", "num_heads"))
 
 
@@ -152,9 +152,4 @@ def _check_state(v_name: str, v: object, s_name: str, s: object, axes: tuple[str
     checks.dtype(v_name, v.dtype, V_DTYPES)
     checks.shape(s_name, s, tuple(v.shape[:-1]), f"[{', '.join(axes)}]")
     checks.dtype(s_name, s.dtype, S_DTYPES)
-    _same_device(s_name, s, v_name, v)
-
-
-def _same_device(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    if value.device != other.device:
-        raise ArgumentError(f"{name} must be on {other_name}'s device {other.device}, got {checks.describe(value)}")
+    checks.device(s_name, s, v.device, f"{v_name}'s device")

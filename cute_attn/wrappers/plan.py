@@ -35,11 +35,9 @@ from cute_attn.problem import (
     Tokens,
 )
 from cute_attn.request import batch_plan, checks, page_ids
-from cute_attn.request.batch_plan import PlanContext
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, is_capturing
-from cute_attn.schedule import batch as batch_schedule
 from cute_attn.wrappers.graph import Copies, GraphInvariants
 from cute_attn.wrappers.plan_request import Place
 
@@ -190,14 +188,15 @@ class Plan:
                 return batch
             tokens = tokens.host
         choice = self._choice(tokens, features)
-        launch = backends.plan(choice.backend, self.settings, tokens.lengths, choice.limits, self.staging)
+        launch = backends.of(choice.backend).plan(self.settings, tokens.lengths, choice.limits, self.staging)
         return self._batch(tokens, choice, launch)
 
     def _scheduled_on_device(self, tokens: DeviceTokens, features: Features | None) -> BatchPlan | None:
         """Return the batch; None if the backend needs the lengths on the host."""
         choice = self._choice(tokens, features)
         tokens.check_unchanged()
-        launch = backends.plan_on_device(choice.backend, self.settings, tokens.device, choice.limits, self.staging)
+        backend = backends.of(choice.backend)
+        launch = backend.plan_on_device(self.settings, tokens.device, choice.limits, self.staging)
         if launch is not None:
             return self._batch(tokens, choice, launch)
         if is_capturing(self.place.device):
@@ -225,7 +224,6 @@ class Plan:
             choice.limits,
             launch,
             check_supported=functools.partial(_check_supported, choice.backend),
-            kv_indices=tokens.kv_indices,
             packed_mask=self.request.mask.packed,
             workspace=self.place.workspace,
             staging=self.staging,
@@ -240,7 +238,7 @@ class Plan:
         tokens = self.request.tokens
         assert isinstance(tokens, Tokens)
         choice = self._choice(tokens)
-        return backends.workspace(choice.backend, self.settings, tokens.lengths, choice.limits)
+        return backends.of(choice.backend).workspace(self.settings, tokens.lengths, choice.limits)
 
 
 # ---- plans of requests
@@ -292,18 +290,18 @@ def _checked(
 def _settings(place: Place, request: PlanRequest) -> Settings:
     """Return the settings that the options of a request decide. Raises what is wrong with them."""
     tokens, splits = request.tokens, request.splits
-    context = PlanContext(
-        place.device,
+    return batch_plan.plan_settings(
+        request.options,
         place.kv_layout,
-        place.kv_source,
-        request.mask.packed is not None,
         request.page_size,
-        request.newest or tokens.q_len is not None,
-        splits.fixed_split_size is not None or splits.disable_split_kv,
-        tokens.multi_item,
-        place.key_ranges,
+        device=place.device,
+        kv_source=place.kv_source,
+        custom_mask=request.mask.packed is not None,
+        decode=request.newest or tokens.q_len is not None,
+        own_splits=splits.fixed_split_size is not None or splits.disable_split_kv,
+        multi_item=tokens.multi_item,
+        key_ranges=place.key_ranges,
     )
-    return batch_plan.plan_settings(context, *request.options)
 
 
 def _placed(place: Place, request: PlanRequest) -> tuple[PlanRequest, Copies]:
@@ -422,13 +420,8 @@ def _left_open(place: Place, request: PlanRequest, settings: Settings) -> PlanRe
 
 
 def _load(settings: Settings, tokens: Tokens | DeviceTokens, limits: BatchLimits) -> Load:
-    """Return what selection knows of a batch. Lengths of keys count where the host knows them, unless a captured launch
-    serves others too.
-    """
     lengths = NO_LENGTHS if isinstance(tokens, DeviceTokens) else tokens.lengths
-    qo_len = batch_schedule.typical_qo_len(lengths, limits)
-    unsplit = limits.graph is None and select.needs_no_split(settings, lengths)
-    return select.load_class(settings.features, qo_len, tokens.batch_size == 1, unsplit)
+    return select.load_of_batch(settings, lengths, tokens.batch_size, limits)
 
 
 def _check_supported(backend: Backend, features: Features) -> None:

@@ -9,10 +9,11 @@ from cute_attn.request import batch_plan, block_sparse, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
-from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
+from cute_attn.wrappers.base import DType, Result, makes_plan
+from cute_attn.wrappers.block_sparse import BlocksWrapper
 
 
-class VariableBlockSparseAttentionWrapper(BatchWrapper):
+class VariableBlockSparseAttentionWrapper(BlocksWrapper):
     """Attention of one sequence under a mask of blocks whose sizes vary, each kv head with blocks of its own.
 
     A row of blocks of a kv head is one request of a paged batch; its pages are the keys of the blocks that it sees, so
@@ -28,11 +29,6 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
     ------
     The errors of `BatchPrefillWithPagedKVCacheWrapper`.
     """
-
-    kv_source = "paged"
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        super().__init__(float_workspace_buffer, "NHD", False, backend)
 
     @makes_plan
     def plan(
@@ -168,14 +164,6 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
         ------
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
-        block_sparse.refuse_positions(pos_encoding_mode)
-        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        self._replan(
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=-1,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
+        scales = {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta}
+        self._run_with(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap=logits_soft_cap, **scales)
         return self.run(q, k, v)

@@ -17,6 +17,7 @@ from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.host import load as loading
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.prepared import MAX_PREPARED
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.host.single import SingleRun
 from cute_attn.runtime import arch as archs
@@ -103,9 +104,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     monkeypatch.setattr(loading, "artifacts", SimpleNamespace(get=get))
     monkeypatch.setattr(host_single, "current_stream", lambda index: 7)
     monkeypatch.setattr(select, "choose", lambda features, backend_name="auto", **known: capabilities.BY_NAME["fa2"])
-    prepare = lambda backend, settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132))  # noqa: E731
-    monkeypatch.setattr(backends, "prepare", prepare)
-    memos = backends._prepared, select.chosen, loading.load, prepared_kernel
+    on_gpu = SimpleNamespace(prepare=lambda settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132)))
+    monkeypatch.setitem(backends.IMPLEMENTATIONS, "fa2", on_gpu)
+    memos = select.chosen, loading.load, prepared_kernel
     for forget in (single_calls.forget, forget_loaded, *(memo.cache_clear for memo in memos)):
         forget()
     yield driver
@@ -123,10 +124,10 @@ def test_calls_on_a_gpu(call: Call, stub: StubDriver) -> None:
     assert growth(fire) < SLACK
     gc.collect()
     counts = collections.Counter(map(type, gc.get_objects()))
-    assert counts[SingleRun] <= select.CACHE_SIZE
+    assert counts[SingleRun] <= MAX_PREPARED
     assert counts[launch.Launch] <= loading.MAX_KERNELS
     assert len([call for call in stub.calls if call[0] == "load"]) == len(launch._libraries)
-    for forget in (single_calls.forget, backends._prepared.cache_clear, prepared_kernel.cache_clear):
+    for forget in (single_calls.forget, prepared_kernel.cache_clear):
         forget()
     gc.collect()
     assert SingleRun not in set(map(type, gc.get_objects()))
@@ -136,6 +137,6 @@ def test_a_dropped_kernel_is_not_loaded_again(stub: StubDriver) -> None:
     """The driver never unloads a kernel, which captured graphs may hold: loading it again would leak."""
     for _ in range(3):
         with_scale(0)
-        for memo in (loading.load, prepared_kernel, backends._prepared):
+        for memo in (loading.load, prepared_kernel):
             memo.cache_clear()
     assert [call[0] for call in stub.calls].count("load") == 1

@@ -6,9 +6,9 @@ import gc
 import inspect
 import math
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -22,6 +22,7 @@ from cute_attn.kernels.host import load as loading
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED
+from cute_attn.kernels.host.prepared import MAX_PREPARED
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.problem import Problem
 from cute_attn.request import once, operands
@@ -42,7 +43,7 @@ HALF, FLOAT = torch.float16, torch.float32
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Empty memos before and after each test."""
-    caches = (request_settings.call_settings.kept, backends._prepared, select.chosen, loading.load, prepared_kernel)
+    caches = (request_settings.call_settings.kept, select.chosen, loading.load, prepared_kernel)
     for forget in (single_calls.forget, *(cache.cache_clear for cache in caches)):
         forget()
     yield
@@ -60,8 +61,8 @@ def aligned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with CPU tensors go to fa2 on a pretended H200."""
     monkeypatch.setattr(select, "choose", lambda features, backend_name="auto", **known: capabilities.BY_NAME["fa2"])
-    prepare = lambda backend, settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132))  # noqa: E731
-    monkeypatch.setattr(backends, "prepare", prepare)
+    on_gpu = SimpleNamespace(prepare=lambda settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132)))
+    monkeypatch.setitem(backends.IMPLEMENTATIONS, "fa2", on_gpu)
 
 
 def tensors(qo_len: int = 3, kv_len: int = 7, heads: tuple[int, int] = (4, 2), dim: int = 16) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def test_arguments_reach_the_field_of_their_name(function: Callable[..., Any], m
 
     def record(call: Call) -> Any:
         seen.append(call)
-        return types.SimpleNamespace(out=None, lse=0)
+        return SimpleNamespace(out=None, lse=0)
 
     monkeypatch.setattr(single_request, "problem", record)
     monkeypatch.setattr(backends, "run", lambda problem, backend: None)
@@ -396,7 +397,7 @@ def test_a_growing_cache_decides_its_settings_once(monkeypatch: pytest.MonkeyPat
                 on_reference.setattr(select, "choose", lambda *args: capabilities.BY_NAME["reference"])
                 call = Call(q, k[:kv_len], v[:kv_len], decode=True, window_left=window_left, return_lse=True)
                 expected = single_request.problem(call)
-                backends.prepare(capabilities.BY_NAME["reference"], expected.settings)(expected)
+                backends.of(capabilities.BY_NAME["reference"]).prepare(expected.settings)(expected)
             torch.testing.assert_close(out, expected.out, rtol=2e-3, atol=2e-3)
             torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
     assert request_settings.call_settings.kept.cache_info().currsize == 2
@@ -413,7 +414,7 @@ def test_threads_and_streams_share_memos(monkeypatch: pytest.MonkeyPatch) -> Non
     driver.launch_seconds = 1e-4
     monkeypatch.setattr(launch, "load_driver", lambda: driver)
     monkeypatch.setattr(archs, "for_device", lambda index: archs.named("sm_90a"))
-    monkeypatch.setattr(loading, "artifacts", types.SimpleNamespace(get=lambda spec, arch, program_of: artifact))
+    monkeypatch.setattr(loading, "artifacts", SimpleNamespace(get=lambda spec, arch, program_of: artifact))
     monkeypatch.setattr(host_single, "current_stream", lambda index: own.stream)
     forget_loaded()
     calls: dict[int, tuple[int, int, int]] = {}  # by address of q
@@ -476,7 +477,7 @@ def test_what_is_remembered_is_bounded() -> None:
     for i in range(2 * once.CACHE_SIZE + 10):
         single_prefill_with_kv_cache(**given, sm_scale=1.0 + i / 1024)
     assert request_settings.call_settings.kept.cache_info().currsize == once.CACHE_SIZE
-    assert backends._prepared.cache_info().currsize == select.CACHE_SIZE
+    assert prepared_kernel.cache_info().currsize <= MAX_PREPARED
 
 
 @pytest.mark.usefixtures("on_fa2")

@@ -20,6 +20,7 @@ from cute_attn import (
 )
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.dispatch.capabilities import Load
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.request.settings import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
 from cute_attn.runtime.arch import ARCHS, Arch, named
@@ -289,7 +290,7 @@ def test_unknown_backend() -> None:
 
 
 def test_decisions_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    backends._prepared.cache_clear()
+    prepared.cache_clear()
     select.chosen.cache_clear()
     q, kv = torch.zeros(3, 4, 16).half(), torch.zeros(7, 2, 16).half()
     out = torch.empty_like(q)

@@ -10,7 +10,6 @@ import pytest
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.fa4.host.family import KERNELS
-from cute_attn.kernels.host.persistent import batch as tilings
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from tests.support import batch_case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
@@ -70,7 +69,6 @@ def source(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def clear() -> None:
     prepared_kernel.cache_clear()
-    tilings.tiling.cache_clear()
 
 
 @pytest.mark.parametrize("source", ["gathered"], indirect=True)

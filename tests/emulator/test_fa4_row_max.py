@@ -10,12 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cute_attn.dispatch import backends
 from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.fa4 import tiles
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
-from cute_attn.kernels.host.persistent import batch
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.wrappers import single_calls
 from tests.emulator.test_fa4_adversarial import HIDDEN, TILE, keeping, levels, loads, normal, solve, with_scores
 from tests.support.batch_case import dims, heads, paged, ragged
@@ -49,9 +48,8 @@ def row_max(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget_tiles() -> None:
-    backends._prepared.cache_clear()
+    prepared.cache_clear()
     single_calls.forget()
-    batch.tiling.cache_clear()
 
 
 def assert_row_max(emulation: Emulation) -> None:

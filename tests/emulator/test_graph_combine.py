@@ -38,5 +38,5 @@ def test_fewer_ctas_than_rows(kernels: str, case: BatchCase, schedule: str) -> N
     cut = int((merges[:, Merge._fields.index("qo_len")] > 0).sum())
     grids = [record.grid for record in emulation.records if record.spec["kernel"] == CombineSpec.kernel]
     assert grids == [(ROWS, 1, 1)]
-    assert plan.launches.rows_to_merge > ROWS
-    assert (cut * plan.launches.rows_per_merge > ROWS) == (case is CASES[0])
+    assert plan.rows_to_merge > ROWS
+    assert (cut * plan.rows_per_merge > ROWS) == (case is CASES[0])

@@ -14,6 +14,7 @@ from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, LayoutError, NotSupp
 from cute_attn.emulator import Schedule, using
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import variant
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.schedule import batch as batch_schedule
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
@@ -198,19 +199,21 @@ def test_batches_in_sections(
     for name_of_bytes in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
         monkeypatch.setattr(variant, name_of_bytes, 1 << 11)  # keys of a few tokens
     monkeypatch.setattr(batch_schedule, "L2_ORDER_MIN_WAVES", 1)
-    persistent_batch.tiling.cache_clear()
+    prepared.cache_clear()
     inputs = batch_case.make(batch)
     with using(target.arch, kernels=target.kernels, schedule=schedule, sms=2) as emulation:
         planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
         planned.plan(**batch_case.plan_arguments(batch, inputs))
         out, lse = batch_case.call(batch, inputs, planned)
-    persistent_batch.tiling.cache_clear()
+    prepared.cache_clear()
     result = batch_case.check(batch, inputs, out, lse)
     assert result.ok, result.detail
     assert_ran(target, emulation)
     plan = planned._planned().launch.planned.schedule
-    _, heads_per_section = persistent_batch.sections(plan.params, plan.work.item_capacity, plan.work.merge_capacity)
-    assert heads_per_section < plan.params.num_kv_heads
+    _, heads_per_section = persistent_batch.sections(
+        plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity
+    )
+    assert heads_per_section < plan.tiling.params.num_kv_heads
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=name)

@@ -17,7 +17,7 @@ from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.prepared import MAX_SETTINGS
+from cute_attn.kernels.host.prepared import MAX_PREPARED
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.problem import Problem
 from cute_attn.reference import attention as reference
@@ -240,7 +240,7 @@ def test_lengths_do_not_grow_the_memo_without_bound() -> None:
     for length in range(1, 3 * host_single.MAX_LENGTHS):
         runner.launch(length, 2 * length)
     assert runner.launch.cache_info().currsize == host_single.MAX_LENGTHS
-    assert prepared_kernel.cache_info().currsize <= MAX_SETTINGS
+    assert prepared_kernel.cache_info().currsize <= MAX_PREPARED
 
 
 @pytest.mark.parametrize(

@@ -226,14 +226,14 @@ def test_sections_of_a_batch(
     """Of as many heads as L2 holds the keys of, where there are waves enough; every tile belongs to one."""
     for name in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
         monkeypatch.setattr(variant, name, 5 * 1024 * 2 * 64 * 2)
-    persistent_batch.tiling.cache_clear()
+    prepared_kernel.cache_clear()
     built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
     plan = target.family.schedule(built.problem.settings, built.lengths, built.limits, target.arch, sms)
-    persistent_batch.tiling.cache_clear()
-    tiles, found = persistent_batch.sections(plan.params, plan.work.item_capacity, plan.work.merge_capacity)
+    prepared_kernel.cache_clear()
+    tiles, found = persistent_batch.sections(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
-    for index in range(plan.launches.total_tiles):
+    for index in range(plan.total_tiles):
         section, within = divmod(index, tiles)
         item, head = divmod(within, found)
         places.add((item, section * found + head))

@@ -226,7 +226,7 @@ def test_cuda_copies_are_followed_by_an_event_on_the_stream_of_their_device(capt
     device, driver, source, target = torch.device("cuda", 1), EventDriver(current), torch.arange(5), torch.zeros(5)
     with (
         mock.patch.object(launch, "load_driver", return_value=driver),
-        mock.patch.object(launch, "_primary_context", lambda index: f"context {index}"),
+        mock.patch.object(launch, "primary_context", lambda index: f"context {index}"),
         mock.patch.object(launch, "current_stream", lambda index: 70 + index),
         mock.patch.multiple(torch.cuda, Event=driver.new_event, current_stream=str, device=driver.make_current),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
@@ -249,7 +249,7 @@ def test_a_wait_for_a_copy_spares_the_captures_of_other_threads() -> None:
     driver, source, target = EventDriver(0), torch.arange(5), torch.zeros(5)
     with (
         mock.patch.object(launch, "load_driver", return_value=driver),
-        mock.patch.object(launch, "_primary_context", lambda index: f"context {index}"),
+        mock.patch.object(launch, "primary_context", lambda index: f"context {index}"),
         mock.patch.object(launch, "current_stream", return_value=70),
         mock.patch.multiple(torch.cuda, Event=driver.new_event, current_stream=str),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),

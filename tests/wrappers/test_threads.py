@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn.kernels.host.batch import BatchRun
+from cute_attn.kernels.host.batch import BatchRun, Launched, Memory
 from cute_attn.problem import BatchProblem
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
@@ -89,14 +89,11 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
         )
 
     class Run(BatchRun):
-        def partials(self, workspace: int) -> tuple[int, ...]:
-            return ()
-
-        def numbers(self, pages: int, entries: int, partials: tuple[Any, ...]) -> Any:
-            return ()
+        def decided(self, memory: Memory) -> Launched:
+            return Launched(self.version, memory, (1, 1, 1), (), (0, 1, 1), (), (), ())
 
     tensors = (torch.zeros(1),) * 3
-    schedule = types.SimpleNamespace(grid=(1, 1, 1), records=np.zeros(4, np.int32), keeps_address=False)
+    schedule = types.SimpleNamespace(records=np.zeros(4, np.int32), keeps_address=False)
     run = Run("planned", schedule, kernel, Staging(torch.device("cpu")), CPU)  # type: ignore[arg-type]
 
     def work(i: int) -> None:

@@ -15,7 +15,7 @@ from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLen
 from cute_attn.runtime.launch import Settled, current_stream
 from cute_attn.runtime.param_block import Values
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, schedule
+from cute_attn.schedule.batch import SchedulerParams, WorkList, max_qo_len
 from cute_attn.schedule.records import ITEM_INTS
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; kv_indices and workspace of the plan in
@@ -30,19 +30,12 @@ class Schedule(Protocol):
     """Part of a plan's schedule that is the same in every family."""
 
     @property
-    def grid(self) -> Grid:
-        """Grid of the attention kernel; (0, 1, 1) where there is nothing to launch."""
-
-    @property
     def records(self) -> np.ndarray:
         """Array of int32 that the attention kernel reads in device memory."""
 
     @property
     def keeps_address(self) -> bool:
         """True if later plans must write their records to the same address (CUDA graphs)."""
-
-    def workspace(self) -> tuple[int, int]:
-        """Returns the bytes of the workspace in use, and the bytes of the records."""
 
 
 @dataclass(frozen=True, eq=False)  # families keep them: equal ones are one object
@@ -56,41 +49,44 @@ class Tiling(Generic[T_co]):
     order: Callable[[SchedulerParams, int, int], Values] | None = None  # tile order fields, from work and merge items
 
 
-class Launches(NamedTuple):
-    """What launches of a schedule have in common with those of others that have as many records."""
-
-    total_tiles: int  # work items times blocks of heads
-    grid: Grid
-    combine_grid: Grid
-    rows_per_merge: int
-    rows_to_merge: int  # of all merge records and blocks of heads
-    partial_o_bytes: int  # of all partials that the workspace has room for
-    order: Values  # of the kernel's tile order fields
-
-
 @dataclass
 class BatchSchedule(Generic[T_co]):
     """Schedule of a batch with one work item per query tile and split: fa2, fa3 and fa4."""
 
     tiling: Tiling[T_co]
     work: WorkList
-    launches: Launches
     keeps_address: bool
+    total_tiles: int  # work items times blocks of heads
+    grid: Grid  # of the attention kernel
+    combine_grid: Grid
+    rows_per_merge: int
+    rows_to_merge: int  # of all merge records and blocks of heads
+    partial_o_bytes: int  # of all partials that the workspace has room for
+    order: Values  # of the kernel's tile order fields
 
-    @property
-    def params(self) -> SchedulerParams:
-        """Parameters of the scheduler."""
-        return self.tiling.params
-
-    @property
-    def grid(self) -> Grid:
-        """Grid of the attention kernel."""
-        return self.launches.grid
-
-    @property
-    def combine_grid(self) -> Grid:
-        """Grid of the combine kernel."""
-        return self.launches.combine_grid
+    @classmethod
+    def of(
+        cls, tiling: Tiling[T_co], work: WorkList, lengths: BatchLengths, limits: BatchLimits, sms: int
+    ) -> BatchSchedule[T_co]:
+        """Returns the schedule with the launches of a work list. `lengths` are read only without `limits.graph`."""
+        params, merges = tiling.params, work.merge_capacity
+        rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
+        total = work.item_capacity * params.num_kv_heads
+        groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
+        to_merge = merges * params.num_kv_heads * rows_per_merge
+        partial_o_bytes = params.num_kv_heads * params.rows * (params.partial_row_bytes - 4)  # without lse
+        return cls(
+            tiling,
+            work,
+            limits.keeps_address,
+            total_tiles=total,
+            grid=(tiling.ctas * groups, 1, 1),
+            combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
+            rows_per_merge=rows_per_merge,
+            rows_to_merge=to_merge,
+            partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
+            order=tiling.order(params, work.item_capacity, merges) if tiling.order else (),
+        )
 
     @property
     def records(self) -> np.ndarray:
@@ -100,48 +96,11 @@ class BatchSchedule(Generic[T_co]):
     @property
     def merges(self) -> bool:
         """True if a combine launch follows."""
-        return bool(self.launches.combine_grid[0])
+        return bool(self.combine_grid[0])
 
     def workspace(self) -> tuple[int, int]:
         """Returns the bytes of the workspace in use, and the bytes of the records."""
-        return self.work.num_partials * self.params.partial_bytes, self.work.ints.nbytes
-
-
-def schedule_batch(
-    tiling: Tiling[T_co], lengths: BatchLengths, limits: BatchLimits, sms: int, allocate: AllocateInts
-) -> BatchSchedule[T_co]:
-    """Returns the schedule of a batch for a GPU with `sms` multiprocessors, with records from `allocate`."""
-    return sized(tiling, schedule(lengths, tiling.params, limits, allocate), lengths, limits, sms)
-
-
-def sized(
-    tiling: Tiling[T_co], work: WorkList, lengths: BatchLengths, limits: BatchLimits, sms: int
-) -> BatchSchedule[T_co]:
-    """Returns the schedule with the launches of a work list. `lengths` are read only without `limits.graph`."""
-    params = tiling.params
-    rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
-    launches = _launches(tiling, work.item_capacity, work.merge_capacity, rows_per_merge, limits, sms)
-    return BatchSchedule(tiling, work, launches, limits.keeps_address)
-
-
-def _launches(
-    tiling: Tiling[Any], items: int, merges: int, rows_per_merge: int, limits: BatchLimits, sms: int
-) -> Launches:
-    """Returns the launches of schedules with so many records."""
-    params = tiling.params
-    total = items * params.num_kv_heads
-    groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
-    to_merge = merges * params.num_kv_heads * rows_per_merge
-    partial_o_bytes = params.num_kv_heads * params.rows * (params.partial_row_bytes - 4)  # without lse
-    return Launches(
-        total_tiles=total,
-        grid=(tiling.ctas * groups, 1, 1),
-        combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
-        rows_per_merge=rows_per_merge,
-        rows_to_merge=to_merge,
-        partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
-        order=tiling.order(params, items, merges) if tiling.order else (),
-    )
+        return self.work.num_partials * self.tiling.params.partial_bytes, self.work.ints.nbytes
 
 
 Memory = tuple[int, int, int]  # address and number of page indices, and address of the workspace
@@ -161,14 +120,12 @@ class Launched(NamedTuple):
 
 
 class BatchRun:
-    """Runs batches of one plan; subclasses define `partials` and `numbers`.
+    """Runs batches of one plan; subclasses define `decided`.
 
     Settings of a run may differ from the planned ones in numbers and in the score steps that follow from these:
     `kernel` returns the prepared kernel of such settings.
     """
 
-    merges: Values = ()  # values of the combine kernel's MERGE_FIELDS
-    combine_grid: Grid = (0, 1, 1)
     version: object = None  # another one where a later plan changes grids or numbers
 
     def __init__(
@@ -179,7 +136,7 @@ class BatchRun:
         staging: Staging,
         device_index: int,
     ) -> None:
-        self.grid, self.kernel, self.device_index = schedule.grid, kernel, device_index
+        self.kernel, self.device_index = kernel, device_index
         kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
         self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), (), (), ())
         self.records = self.placed(schedule, staging)
@@ -190,17 +147,9 @@ class BatchRun:
             staging.fix_capacity(schedule.records.size)
         return staging.upload(schedule.records)
 
-    def partials(self, workspace: int) -> Values:
-        """Returns the addresses of partial results."""
+    def decided(self, memory: Memory) -> Launched:
+        """Returns what the plan in force decides of launches."""
         raise NotImplementedError
-
-    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
-        """Returns the values of the schedule's fields. `pages`, `entries`: address and number of page indices."""
-        raise NotImplementedError
-
-    def more(self, pages: int, partials: Values) -> Values:
-        """Returns addresses that the kernel takes after those of tensors."""
-        return ()
 
     def __call__(self, problem: BatchProblem) -> Fire:
         """Launches the attention kernel, and the combine kernel where keys are split."""
@@ -225,7 +174,7 @@ class BatchRun:
             nonlocal latest
             launched, memory = self.launched, memory_of(*tensors[6:])
             if launched.version is not self.version or launched.memory != memory:
-                launched = self._launch(memory)
+                launched = self.launched = self.decided(memory)
             work = latest  # once: threads share this
             if work is None or work[0] is not launched:
                 settled = launched.grid, strides, launched.numbers
@@ -245,15 +194,6 @@ class BatchRun:
         """Returns None: other lengths need another run."""
         return None
 
-    def _launch(self, memory: Memory) -> Launched:
-        """Returns what the plan in force decides of launches."""
-        pages, entries, workspace = memory
-        partials = self.partials(workspace)
-        numbers, more = self.numbers(pages, entries, partials), self.more(pages, partials)
-        launches = self.grid, numbers, self.combine_grid, self.merges
-        self.launched = Launched(self.version, memory, *launches, partials, more)
-        return self.launched
-
 
 class SplitKvBatchRun(BatchRun):
     """Runs batches whose keys are split by the schedule, with a combine launch after the attention launch."""
@@ -271,26 +211,22 @@ class SplitKvBatchRun(BatchRun):
 
     def follow(self, schedule: BatchSchedule[object]) -> None:
         """Makes the launches those of a schedule whose records are uploaded."""
-        work, launches = schedule.work, schedule.launches
         self.schedule = self.version = schedule
-        self.grid, self.combine_grid = launches.grid, launches.combine_grid
         self.items = self.records.data_ptr()
-        self.merges = (
-            self.items + 4 * ITEM_INTS * work.item_capacity,
-            launches.rows_per_merge,
-            schedule.tiling.params.rows,
-            launches.rows_to_merge,
-        )
-        self.key_bounds: Values = () if work.key_bounds is None else (self.items + 4 * work.key_bounds,)
 
-    def partials(self, workspace: int) -> Values:
-        """Returns the addresses of partial outputs and lse."""
-        o = workspace if self.combine_grid[0] else 0
-        return o, o + self.schedule.launches.partial_o_bytes
-
-    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
-        """Returns the values of the tile order fields and `params.batch_fields`."""
-        return *self.schedule.launches.order, self.items, *partials, pages, *self.key_bounds
+    def decided(self, memory: Memory) -> Launched:
+        """Returns grids, and values of the tile order fields, `params.batch_fields` and the combine kernel's
+        MERGE_FIELDS.
+        """
+        pages, _, workspace = memory
+        schedule, work, items = self.schedule, self.schedule.work, self.items
+        o = workspace if schedule.merges else 0
+        partials = o, o + schedule.partial_o_bytes
+        key_bounds = () if work.key_bounds is None else (items + 4 * work.key_bounds,)
+        numbers = *schedule.order, items, *partials, pages, *key_bounds
+        merge_items = items + 4 * ITEM_INTS * work.item_capacity
+        merges = merge_items, schedule.rows_per_merge, schedule.tiling.params.rows, schedule.rows_to_merge
+        return Launched(schedule, memory, schedule.grid, numbers, schedule.combine_grid, merges, partials, ())
 
 
 class HostPlannedRun(SplitKvBatchRun):

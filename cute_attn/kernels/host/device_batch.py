@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from cute_attn.kernels.host.batch import BatchSchedule, Schedule, SplitKvBatchRun, T_co, Tiling, sized
+from cute_attn.kernels.host.batch import BatchSchedule, Schedule, SplitKvBatchRun, T_co, Tiling
 from cute_attn.kernels.host.planner import Planner
 from cute_attn.kernels.host.prepared import PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, Settings
@@ -23,7 +23,7 @@ def schedule_on_device(tiling: Tiling[T_co], limits: BatchLimits, sms: int) -> B
     """Returns the launches of any batch within `limits.graph`; its records are made on the device."""
     capacity = record_capacity(tiling.params, limits)
     work = WorkList(0, capacity.items, capacity.merges, np.empty(0, np.int32))
-    return sized(tiling, work, NO_LENGTHS, limits, sms)
+    return BatchSchedule.of(tiling, work, NO_LENGTHS, limits, sms)
 
 
 class DevicePlannedRun(SplitKvBatchRun):

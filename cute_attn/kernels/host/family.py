@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from cute_attn.kernels.host.batch import BatchSchedule, HostPlannedRun, Tiling, schedule_batch
+from cute_attn.kernels.host.batch import BatchSchedule, HostPlannedRun, Tiling
 from cute_attn.kernels.host.device_batch import NO_LENGTHS, DevicePlannedRun, schedule_on_device
 from cute_attn.kernels.host.features import combine_spec
 from cute_attn.kernels.host.gpu import Gpu
@@ -28,6 +28,7 @@ from cute_attn.problem import (
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
+from cute_attn.schedule import batch as batch_schedule
 from cute_attn.schedule.batch import UNLIMITED, AllocateInts, allocate_ints
 
 KernelLaunch = tuple[KernelSpec, Grid]
@@ -142,7 +143,9 @@ class TiledFamily(Generic[T]):
         allocate: AllocateInts = allocate_ints,
     ) -> BatchSchedule[T]:
         """Returns the schedule of a batch, with records from `allocate`."""
-        return schedule_batch(self.tiling(settings, lengths, limits, arch, sms), lengths, limits, sms, allocate)
+        tiling = self.tiling(settings, lengths, limits, arch, sms)
+        work = batch_schedule.schedule(lengths, tiling.params, limits, allocate)
+        return BatchSchedule.of(tiling, work, lengths, limits, sms)
 
     def plan(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
@@ -157,7 +160,7 @@ class TiledFamily(Generic[T]):
 
     def _kernel_of(self, gpu: Gpu, schedule: BatchSchedule[T]) -> Callable[[Settings], PreparedKernel]:
         """Returns the prepared kernel of a schedule, by settings."""
-        tile, heads, merges = schedule.tiling.tile, schedule.params.group_size, schedule.merges
+        tile, heads, merges = schedule.tiling.tile, schedule.tiling.params.group_size, schedule.merges
 
         def kernel(settings: Settings) -> PreparedKernel:
             return prepared(self.kernel, settings, tile, heads, merges, gpu)

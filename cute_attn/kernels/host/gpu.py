@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
-from cute_attn.errors import ArgumentError
+import torch
+
+from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.problem import Settings
+from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import MAX_DEVICES, Arch, for_device, multiprocessors
 
 
@@ -28,9 +32,19 @@ def of_device(index: int) -> Gpu:
     return Gpu(for_device(index), index, multiprocessors(index))
 
 
-def supported(index: int) -> Gpu | None:
-    """Returns the GPU of CUDA device `index`; None for one that no kernel runs on."""
+def has_run(device: torch.device, run: Callable[[Gpu], bool]) -> bool:
+    """Tells whether `run` says so of the GPU of a device. False too, having done nothing, for a device that no kernel
+    runs on, and where none is compiled and there is no DSL.
+    """
+    if device.type != "cuda":
+        return False
     try:
-        return of_device(index)
+        gpu = of_device(device.index)
     except ArgumentError:
-        return None
+        return False
+    try:
+        return run(gpu)
+    except ArtifactError:
+        if artifacts.can_compile():
+            raise
+        return False

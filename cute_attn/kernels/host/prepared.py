@@ -16,7 +16,7 @@ from cute_attn.kernels.host.params import Fields
 from cute_attn.runtime.launch import Launch
 from cute_attn.runtime.param_block import Values
 
-MAX_SETTINGS = 512  # of the layers of a model, for which tilings and prepared kernels are kept
+MAX_PREPARED = 1024  # of the layers of a model: what runs their calls, kernels, tilings and layouts of tensor maps
 
 Grid = tuple[int, int, int]
 Addresses = Callable[[tuple[int, int, int, int, int, int]], Values]
@@ -60,9 +60,9 @@ class PreparedKernel:
         raise NotImplementedError
 
 
-@functools.lru_cache(MAX_SETTINGS)
-def prepared(kernel: Callable[..., K], *arguments: Any) -> K:
-    """Returns `kernel(*arguments)`, kept for the layers of a model and for later plans. `kernel`: a subclass of
-    PreparedKernel, or one object that makes its instances or the like.
+@functools.lru_cache(MAX_PREPARED)
+def prepared(make: Callable[..., K], *arguments: Any) -> K:
+    """Returns `make(*arguments)`, kept for the layers of a model and for later plans: the one memo of what launches are
+    prepared of.
     """
-    return kernel(*arguments)
+    return make(*arguments)

@@ -27,11 +27,9 @@ class Scheduler:
         chosen = prepared(tiling, self.settings, min(rows, MANY_ROWS), self.arch, self.sms)
         tile, params = chosen.tile, chosen.params
         ctas = -(-rows // tile.rows) * params.num_kv_heads
-        kv_tiles = visible_tiles = -(-kv_len // tile.cols)
-        if window_left >= 0:
-            tokens = (tile.rows - 1) // self.group_size + 2  # that one query tile can touch
-            visible = visible_tokens(qo_len, kv_len, tokens, causal, window_left)
-            visible_tiles = ceil_div(visible, tile.cols)
+        tokens = (tile.rows - 1) // self.group_size + 2  # that one query tile can touch
+        visible = visible_tokens(qo_len, kv_len, tokens, causal, window_left)
+        kv_tiles, visible_tiles = ceil_div(kv_len, tile.cols), ceil_div(visible, tile.cols)
         num_splits, tiles_per_split = split_kv(
             kv_tiles, visible_tiles, ctas, params.resident_ctas, params.min_split_tiles
         )

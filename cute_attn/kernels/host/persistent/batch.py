@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 from cute_attn.kernels.blocks.tiles import LONGEST_TOKENS, Launch
 from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.prepared import order_values
-from cute_attn.kernels.host.prepared import MAX_SETTINGS
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.param_block import Values
@@ -34,10 +32,9 @@ def batch_tiling(
     # A blank item, which launches of a fixed size may have, ends a CTA's work: behind it must be no other section.
     longest = 0 if limits.graph else lengths.longest_kv
     section = 1 << (longest - 1).bit_length() if longest else 0
-    return tiling(kernels, settings, min(qo_len, variant.PACKED_TOKENS), section, arch.name, sms, launch)
+    return prepared(tiling, kernels, settings, min(qo_len, variant.PACKED_TOKENS), section, arch.name, sms, launch)
 
 
-@functools.lru_cache(MAX_SETTINGS)
 def tiling(
     kernels: variant.PersistentKernels[variant.T],
     settings: Settings,

@@ -48,10 +48,8 @@ class Scheduler(Generic[variant.T]):
     def split(self, tile: variant.T, lengths: tuple[int, int], heads: int, query_tiles: int, groups: int) -> Split:
         """Returns the split of the keys. `groups`: of CTAs that run at a time."""
         features, settings, (qo_len, kv_len) = self.features, self.settings, lengths
-        kv_tiles = visible_tiles = ceil_div(kv_len, tile.cols)
-        if settings.window_left >= 0:
-            tokens = (tile.rows - 1) // heads + 2  # that one query tile can touch
-            visible = visible_tokens(qo_len, kv_len, tokens, settings.causal, settings.window_left)
-            visible_tiles = ceil_div(visible, tile.cols)
+        tokens = (tile.rows - 1) // heads + 2  # that one query tile can touch
+        visible = visible_tokens(qo_len, kv_len, tokens, settings.causal, settings.window_left)
+        kv_tiles, visible_tiles = ceil_div(kv_len, tile.cols), ceil_div(visible, tile.cols)
         least = min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo)
         return split_kv(kv_tiles, visible_tiles, query_tiles, groups, least)

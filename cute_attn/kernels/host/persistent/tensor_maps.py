@@ -12,10 +12,11 @@ import torch
 from cute_attn.kernels.blocks.smem_map import TileShape
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.host.params import kv_axes
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Settings
 from cute_attn.runtime import tensormap
 
-MAX_LAYOUTS, MAX_MAPS = 256, 256  # layers share layouts, and allocators repeat addresses
+MAX_MAPS = 256  # of a layout: allocators repeat addresses
 OUTPUT_ROWS = 128  # packed rows that fa4 stores at a time
 
 Map = Callable[[int], bytes]  # from an address to a tensor map
@@ -43,7 +44,8 @@ class TensorMaps:
         """
         tokens, head = (1 if q.dim() == 2 else q.shape[0]), q.stride(-2) * self.itemsize
         token = 16 if q.dim() == 2 else q.stride(0) * self.itemsize
-        maps = tensor_maps(
+        maps = prepared(
+            tensor_maps,
             self.encoder,
             self.dtype,
             (q.shape[-1], self.heads, 0, self.head_blocks),
@@ -60,7 +62,8 @@ class TensorMaps:
         """
         tokens, head = (1 if out.dim() == 2 else out.shape[0]), out.stride(-2) * out.itemsize
         token = 16 if out.dim() == 2 else out.stride(0) * out.itemsize
-        maps = tensor_maps(
+        maps = prepared(
+            tensor_maps,
             self.encoder,
             map_dtype(out.dtype),
             (out.shape[-1], self.heads, 0, self.head_blocks),
@@ -84,7 +87,8 @@ class TensorMaps:
         if self.kv_itemsize < self.itemsize:  # rows to be converted
             columns, swizzle = -(-shape[-1] // self.line_items), tensormap.SWIZZLE_NONE
         pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
-        maps = tensor_maps(
+        maps = prepared(
+            tensor_maps,
             self.encoder,
             self.kv_dtype,
             (shape[-1], 0, shape[self.head], pages),
@@ -121,7 +125,6 @@ def emulated(
     return encode
 
 
-@functools.lru_cache(MAX_LAYOUTS)
 def tensor_maps(encoder: Callable[..., Callable[[int, int], bytes]], *layout: Any) -> Callable[[int, int], bytes]:
     """Returns the maps of tensors of one layout by their number of tokens and address, memoised. `layout`: arguments of
     `tensormap.Encoder`.

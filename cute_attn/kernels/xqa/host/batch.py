@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cute_attn.kernels.host.batch import BatchRun
+from cute_attn.kernels.host.batch import BatchRun, Launched, Memory
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
@@ -21,7 +21,6 @@ from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
 from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, Settings
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.param_block import Values
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, allocate_ints
 
@@ -103,7 +102,7 @@ class XqaBatchRun(BatchRun):
         super().__init__(settings, schedule, kernel, staging, gpu.device_index)
         self.staging, self.batch_size, self.gpu = staging, schedule.batch_size, gpu
         self.settings, self.limits, self.rule = settings, limits, schedule.rule
-        self.page_size = settings.page_size
+        self.page_size, self.grid = settings.page_size, schedule.grid
         uploaded, size = self.records, schedule.batch_size
         self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size : 2 * size + schedule.config.ctas]
         seq_lens, page_starts = self.records.data_ptr(), self.records[size:].data_ptr()
@@ -127,14 +126,9 @@ class XqaBatchRun(BatchRun):
         self.staging.upload(records)
         return True
 
-    def partials(self, workspace: int) -> Values:
-        """Returns the address of partial results."""
-        return (workspace,)
-
-    def numbers(self, pages: int, entries: int, partials: Values) -> Values:
-        """Returns the values of `XqaKernel.request`."""
-        return self.planned.request(self.request, entries, (pages, self.seq_lens, 0, 0))
-
-    def more(self, pages: int, partials: Values) -> Values:
-        """Returns the last values of ADDRESS_FIELDS."""
-        return self.counters.data_ptr(), *partials, UNBOUNDED
+    def decided(self, memory: Memory) -> Launched:
+        """Returns the grid, values of `XqaKernel.request`, and the last ones of ADDRESS_FIELDS."""
+        pages, entries, workspace = memory
+        numbers = self.planned.request(self.request, entries, (pages, self.seq_lens, 0, 0))
+        more = self.counters.data_ptr(), workspace, UNBOUNDED
+        return Launched(self.version, memory, self.grid, numbers, (0, 1, 1), (), (), more)
