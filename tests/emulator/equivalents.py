@@ -151,6 +151,16 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         "fence on the path between write and read is enough",
     ),
     (
+        "fence removed",
+        lambda ptx, mutant: (
+            "e4m3x2" in ptx
+            and before(ptx, mutant, r"wgmma\.fence")
+            and "wgmma.mma" in ptx[: sites(ptx, r"fence\.")[mutant.site].start()]
+        ),
+        "of scores that are not a segment's first: who converts keys fences them, and the first scores' fence, before "
+        "P, covers the queries",
+    ),
+    (
         "mbarrier wait removed",
         lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa3") and GATHERS in ptx and mutant.site in (7, 11, 13),
         "of gathered tiles the threads that bring a V bring the next K with it, for which was waited already; who "

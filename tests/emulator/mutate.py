@@ -127,7 +127,7 @@ PROBLEMS = {
         "mla",
         (2, 16),
         (
-            MlaCase(heads=3, q_lens=(1, 2, 1, 1), kv_lens=(0, 70, 400, 5), page_size=16),
+            MlaCase(heads=3, q_lens=(1, 2, 1, 1), kv_lens=(0, 70, 500, 5), page_size=16),
             MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16),
         ),
     ),
@@ -136,7 +136,7 @@ PROBLEMS = {
         "mla",
         (2, 16),
         (
-            MlaCase(heads=20, q_lens=(1, 1, 1), kv_lens=(0, 300, 100), page_size=16, narrow=True),
+            MlaCase(heads=20, q_lens=(1, 1, 1, 1), kv_lens=(0, 300, 100, 5), page_size=16, narrow=True),
             MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16, narrow=True),
         ),
     ),
