@@ -27,6 +27,7 @@ CASES = {
     "shorter than the longest by a quarter": (XqaCase((160, 128, 160, 128), kv="e4m3"), 2, True),
     "two segments a share": (XqaCase((33, 40, 48, 34, 48, 40, 33, 41), kv="e4m3", sinks=True), 2, True),
     "two segments a share, one in the last": (XqaCase((60,) * 7, kv="e4m3"), 2, True),
+    "three segments a share, one of them short": (XqaCase((160, 48, 160, 160, 160, 155), kv="e4m3"), 1, True),
     "a share more than segments": (XqaCase((200,) * 3, kv="e4m3", sinks=True), 2, False),
     "two parts of a segment": (XqaCase((220, 250), kv="e4m3"), 2, False),
     "three parts of a segment": (XqaCase((220, 250), kv="e4m3"), 3, False),

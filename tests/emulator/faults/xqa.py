@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.emulator.faults.fault import IN_STEP, Fault, chosen
 
-EVEN = chosen("xqa_even", "adversarial and (shorter or unequal)")
+EVEN = chosen("xqa_even", "adversarial and (three or unequal)")
 HEADS = chosen("xqa_heads", "adversarial or eager")
 MANY = chosen("xqa", "test_case and (long or more or edges or begin)")
 HEAD_DIMS = chosen("xqa", "test_head_dims")
