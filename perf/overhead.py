@@ -9,14 +9,12 @@ because clocks of the host drift. The parts of our own calls are timed in the sa
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,6 +24,7 @@ from cute_attn.dispatch import backends
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.launch import Bound, current_stream
+from perf import program
 from perf.bench import publish
 from perf.harness import Call, Timing, reason, timing
 from perf.host_calls import (
@@ -41,7 +40,7 @@ from perf.host_calls import (
     unplanned_calls,
     unplanned_optional_calls,
 )
-from perf.machine import command_line, environment, flashinfer, why_no_gpu
+from perf.machine import flashinfer
 from perf.peers import PEERS, Peer
 from perf.pretended_gpu import pretended_gpu
 from perf.workloads import BatchWorkload, Workload
@@ -172,22 +171,16 @@ def pretend(arch: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.overhead", description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the record")
+    parser = program.parser("overhead", __doc__)
     parser.add_argument("--pretend", choices=ARCHS, metavar="ARCH", help="time our calls without a GPU")
     options = parser.parse_args(argv)
     if options.pretend:
         pretend(options.pretend)
         return 0
-    if absent := why_no_gpu():
-        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
+    device = program.gpu()
+    if device is None:
         return 2
-    record = {
-        "command": command_line("overhead", sys.argv[1:]),
-        "environment": environment(),
-        "overhead": measure_all(torch.device("cuda", torch.cuda.current_device())),
-    }
-    publish(record, options.out)
+    publish({**program.head("overhead"), "overhead": measure_all(device)}, options.out)
     return 0
 
 

@@ -17,14 +17,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from perf import program
 from perf.bench import save
 from perf.harness import reason
-from perf.machine import command_line, environment, why_no_gpu
 from perf.report import markdown
 
 OURS = "cute_attn"
@@ -282,10 +281,8 @@ def _say(text: str) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog=f"python -m perf.{PROGRAM}", description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every model")
+    parser = program.parser(PROGRAM, __doc__, ROUNDS)
     parser.add_argument("--only", nargs="+", default=list(FAMILIES), metavar="MODEL", help="models (default: all)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed calls per number (default {ROUNDS})")
     return parser.parse_args(argv)
 
 
@@ -293,20 +290,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns 0, or 2 if nothing can be measured."""
     options = parse(argv)
-    absent = why_no_gpu()
-    if absent is None and importlib.util.find_spec("transformers") is None:
-        absent = "transformers is not installed"
-    if absent:
-        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
+    installed = importlib.util.find_spec("transformers") is not None
+    device = program.gpu(None if installed else "transformers is not installed")
+    if device is None:
         return 2
     from cute_attn.integrations.transformers import register
 
     register()
-    device = torch.device("cuda", torch.cuda.current_device())
-    versions = {"transformers": importlib.metadata.version("transformers")}
     record: dict[str, Any] = {
-        "command": command_line(PROGRAM, sys.argv[1:] if argv is None else argv),
-        "environment": {**environment(), **versions},
+        **program.head(PROGRAM, argv, transformers=importlib.metadata.version("transformers")),
         "transformers": [],
         "failed_rows": {},
     }
