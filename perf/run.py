@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from cute_attn.cli.terminal import ProgressBar
-from perf import program, random_rows
+from perf import program
 from perf.bench import OURS, candidates, progress, run_row, save, summary
 from perf.harness import ROUNDS, Call, CudaGraphTimer, ceilings, reason
 from perf.machine import UnavailableError, flashinfer, module, why_no_gpu
 from perf.peers import PEERS, Bind
 from perf.report import markdown
-from perf.rows import GROUPS, SECTIONS, Section
+from perf.rows import GROUPS, RANDOM_NAMES, SECTIONS, Section, random_sections
 from perf.warm import built, compile_ours, warm
 from perf.workloads import AnyWorkload
 
@@ -100,8 +100,8 @@ def chosen_binds(w: AnyWorkload, backends: Sequence[str], peers: Sequence[str]) 
 
 def chosen_sections(names: Sequence[str], words: Sequence[str], seed: int) -> dict[str, Section]:
     """Returns the sections that are named, alone or in groups, with the rows whose names contain all of the words."""
-    every = {**SECTIONS, **(random_rows.sections(seed) if RANDOM in names else {})}
-    groups = {**GROUPS, RANDOM: random_rows.NAMES}
+    every = {**SECTIONS, **(random_sections(seed) if RANDOM in names else {})}
+    groups = {**GROUPS, RANDOM: RANDOM_NAMES}
     flat = dict.fromkeys(section for name in names for section in groups.get(name, [name]))
     return {name: every[name]._replace(workloads=select(every[name].workloads, words)) for name in flat}
 
