@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from perf import bench, harness, peers, report, rows, run, warm
+from perf import bench, harness, peers, program, report, rows, run, warm
 from perf.machine import UnavailableError
 from perf.rows import ANCHORS, GROUPS, SECTIONS, Section
 from perf.run import Pace
@@ -177,13 +177,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, value in {
         "compile_ours": lambda jobs, meanwhile: None,
         "ceilings": lambda *a: {"read": 1.0, "copy": 1.0, "gemm": 1.0},
-        "environment": lambda: dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?"),
         "run_row": run_row,
         "Pace": lambda *a: pace,
         "context_is_broken": lambda: state["broken"],
         "start_again": start_again,
     }.items():
         monkeypatch.setattr(run, name, value)
+    known = dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?")
+    monkeypatch.setattr(program, "environment", lambda: known)
     save = run.save
     monkeypatch.setattr(run, "save", lambda r, path: (state["written"].append(len(r["rows"])), save(r, path)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
