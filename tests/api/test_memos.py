@@ -26,7 +26,7 @@ from cute_attn.wrappers import single_calls
 from tests.support.fa2_contract import Fa2Params
 from tests.support.stub_driver import StubDriver, forget_loaded
 
-WARM, CALLS = 1_000, 10_000
+WARM, CALLS = 1_000, 5_000
 SLACK = 4_000  # memos that few of these calls fill; a leak of one object per call is more
 
 Call = Callable[[int], Any]
