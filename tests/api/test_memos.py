@@ -26,7 +26,7 @@ from cute_attn.wrappers import single_calls
 from tests.support.fa2_contract import Fa2Params
 from tests.support.stub_driver import StubDriver, forget_loaded
 
-WARM, CALLS = 1_000, 5_000
+WARM, CALLS = 1_000, 10_000
 SLACK = 4_000  # memos that few of these calls fill; a leak of one object per call is more
 
 Call = Callable[[int], Any]
@@ -71,7 +71,7 @@ def growth(call: Call, warm: int = WARM, calls: int = CALLS) -> int:
 
 @pytest.mark.parametrize("call", [with_scale, with_v_scale, with_lengths, with_heads])
 def test_calls_on_the_reference(call: Call) -> None:
-    assert growth(call) < SLACK
+    assert growth(call, calls=5_000) < SLACK  # 1.4 ms each; a leak of one object per call is more than SLACK, too
 
 
 def test_plans_and_runs_on_the_reference() -> None:
