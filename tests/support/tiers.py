@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-QUICK_CASES = 4  # per test function that runs kernels, over all executors
+QUICK_CASES = 3  # per test function that runs kernels, over all executors
 ALL = 1 << 20
 
 # Test functions of which the quick tier takes more or fewer cases.
