@@ -7,11 +7,8 @@ operations write: in every byte for ours, dequantised for a peer, which may roun
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -20,11 +17,10 @@ import torch
 import cute_attn
 from cute_attn.dispatch import append
 from cute_attn.request.append import reference
-from perf.bench import save
-from perf.harness import ROUNDS, Call, CudaGraphTimer, Timing, measure, reason
-from perf.machine import command_line, environment, flashinfer, require, why_no_gpu
+from perf import program
+from perf.harness import Call
+from perf.machine import flashinfer, require
 
-CACHED_BYTES = 160 << 20  # of all copies together: beyond twice an H200's L2 of 50 MiB, and B200's of 126 MB
 MAX_COPIES = 64
 NVFP4_TOLERANCE = 0.02  # relative difference of dequantised rows: a peer rounds by fp32 quotients
 SCALE = 0.01
@@ -56,6 +52,10 @@ class AppendWorkload:
         """Returns the bytes of rows read and slots written, of keys and values together."""
         written = 2 * 16 if self.stored == "bf16" else 8 + 1  # per 16 elements
         return 2 * self.nnz * self.heads * self.head_dim // 16 * (2 * 16 + written)
+
+    @property
+    def work(self) -> dict[str, float]:
+        return {"gb_per_s": self.num_bytes * 1e-3}
 
 
 WORKLOADS = [
@@ -147,59 +147,20 @@ def why_wrong(name: str, x: Inputs, want: torch.Tensor) -> str | None:
 
 
 def measured(w: AppendWorkload, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Returns the record of a row: microseconds and GB/s, or why there are none."""
-    copies = min(max(-(-CACHED_BYTES // w.num_bytes), 2), MAX_COPIES)
-    sets = [inputs(w, device, seed) for seed in range(copies)]
+    sets = [inputs(w, device, seed) for seed in range(min(program.copies(w), MAX_COPIES))]
     by_torch(sets[0])()
     want = values(sets[0])
-    calls: dict[str, Sequence[Call]] = {}
-    entries: dict[str, dict[str, Any]] = {name: {} for name in CANDIDATES}
-    for name, make in CANDIDATES.items():
-        try:
-            made = [make(x) for x in sets]
-            for half in (*sets[0].cache, *(sets[0].scales or ())):
-                half.view(torch.uint8).zero_()
-            made[0]()
-            wrong = why_wrong(name, sets[0], want)
-            require(wrong is None, wrong or "")
-        except Exception as failure:  # a failing peer must not end the run
-            entries[name]["reason"] = reason(failure)
-        else:
-            calls[name] = made
-    measurement = measure(calls, CudaGraphTimer(), rounds)
-    for name, timing in measurement.timings.items():
-        if isinstance(timing, Timing):
-            entries[name] |= timing._asdict() | {"gb_per_s": w.num_bytes / timing.median_us * 1e-3}
-        else:
-            entries[name]["reason"] = timing
-    row = {"name": w.name, "workload": asdict(w), "bytes": w.num_bytes, "copies": copies}
-    return row | {"sm_clock_mhz": measurement.sm_clock_mhz, "candidates": entries}
 
+    def check(name: str, call: Call) -> dict[str, Any]:
+        for half in (*sets[0].cache, *(sets[0].scales or ())):
+            half.view(torch.uint8).zero_()
+        call()
+        wrong = why_wrong(name, sets[0], want)
+        require(wrong is None, wrong or "")
+        return {}
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.append", description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"number of timed rounds (default {ROUNDS})")
-    options = parser.parse_args()
-    if absent := why_no_gpu():
-        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
-    rows: list[dict[str, Any]] = []
-    record = {"command": command_line("append", sys.argv[1:]), "environment": environment(), "append": rows}
-    for w in WORKLOADS:
-        rows.append(measured(w, device, options.rounds))
-        cells = [
-            f"{name} {entry['median_us']:.2f} us, {entry['gb_per_s']:.0f} GB/s"
-            if "median_us" in entry
-            else f"{name} - ({entry['reason']})"
-            for name, entry in rows[-1]["candidates"].items()
-        ]
-        print(f"{w.name}: {'; '.join(cells)}", flush=True)
-        if options.out:
-            save(record, options.out)
-    return 0
+    return {**program.beside(w, CANDIDATES, sets, check, rounds), "bytes": w.num_bytes}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(program.measure_rows("append", __doc__, WORKLOADS, measured))

@@ -131,14 +131,11 @@ def run_row(
     """Measures one workload and returns the record of its row."""
     sets = [w.inputs(device, seed) for seed in range(w.num_sets(l2_bytes))]
     calls, entries = prepare(w, binds, sets)
-    measured = measure(calls, timer, rounds)
-    metric = w.metric
-    for name, timing in measured.timings.items():
-        if isinstance(timing, str):
-            entries[name]["reason"] = timing
-            continue
-        speed = metric.value(timing.median_us)
-        entries[name].update(timing._asdict(), speed=speed, share=speed / ceiling[metric.ceiling])
+    clock, metric = add_times(entries, calls, timer, rounds), w.metric
+    for entry in entries.values():
+        if "median_us" in entry:
+            speed = metric.value(entry["median_us"])
+            entry |= {"speed": speed, "share": speed / ceiling[metric.ceiling]}
     return {
         "name": w.name,
         "workload": asdict(w),
@@ -146,10 +143,20 @@ def run_row(
         "work": metric.work,
         "ceiling": metric.ceiling,
         "input_sets": len(sets),
-        "sm_clock_mhz": measured.sm_clock_mhz,
+        "sm_clock_mhz": clock,
         "candidates": entries,
         **compare_with_peers(entries),
     }
+
+
+def add_times(
+    entries: Mapping[str, dict[str, Any]], calls: Mapping[str, Sequence[Call]], timer: Timer, rounds: int
+) -> int | None:
+    """Adds to the entries of all calls their times, or why there are none. Returns the SM clock in MHz."""
+    measured = measure(calls, timer, rounds)
+    for name, timing in measured.timings.items():
+        entries[name].update({"reason": timing} if isinstance(timing, str) else timing._asdict())
+    return measured.sm_clock_mhz
 
 
 def prepare(

@@ -14,7 +14,6 @@ in time; ours alone starts 10 processes of 4 to 9 s (H100).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -31,9 +30,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from perf import program
 from perf.bench import save
 from perf.first_calls import BUNDLE, IMPORTS, LIBRARIES
-from perf.machine import command_line, environment, why_no_gpu
+from perf.machine import why_no_gpu
 from perf.report import cold_start_tables
 
 REPEATS = 3
@@ -180,8 +180,7 @@ def _bytes_of(distribution: str) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.coldstart", description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every library")
+    parser = program.parser("coldstart", __doc__)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"processes per condition (default {REPEATS})")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of one process (default {LIMIT:.0f})")
@@ -189,8 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the process that runs, too
     record: dict[str, Any] = {
-        "command": command_line("coldstart", sys.argv[1:]),
-        "environment": environment(),
+        **program.head("coldstart"),
         "bytecode": "on disk",  # records without this entry were made without byte code
         "install": install_sizes(),
         "coldstart": {},

@@ -12,12 +12,10 @@ import argparse
 import datetime
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,16 +25,16 @@ import cute_attn
 from cute_attn.integrations import distributed
 from cute_attn.integrations.distributed import ring, travel
 from cute_attn.integrations.distributed.ranks import Ranks
+from perf import program
 from perf.bench import TOLERANCE, Oracle, save
 from perf.harness import Call, Timing, timing
-from perf.machine import command_line, environment, why_no_gpu
 from perf.workloads import Inputs, Workload
 
 ONE = "one GPU"
 WORKSPACE_BYTES = 128 << 20
 GRAPH_LAUNCHES = 20
 PAGE_SIZE = 16
-WARM_ROUNDS = 3
+ROUNDS, WARM_ROUNDS = 11, 3
 TIMEOUT = datetime.timedelta(seconds=150)  # that a rank waits for another one
 
 
@@ -270,7 +268,7 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{row['name']}: {', '.join(cells)}"
 
 
-def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace, command: str) -> None:
+def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
     """Measures all cases on one rank; rank 0 prints and records them."""
     start = time.perf_counter()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not to be had on every host, and not needed
@@ -284,8 +282,7 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
         timeout=TIMEOUT,
         device_id=device,
     )
-    rows: list[dict[str, Any]] = []
-    record = {"command": command, "environment": environment() | {"gpus": str(world_size)}, "distributed": rows}
+    rows = record["distributed"]
     for case in CASES:
         if not all(word in case.name for word in options.only):
             continue
@@ -300,21 +297,16 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.distributed", description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
+    parser = program.parser("distributed", __doc__, ROUNDS)
     parser.add_argument("--gpus", type=int, default=2, help="number of GPUs (default 2)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only rows whose names contain these")
-    parser.add_argument("--rounds", type=int, default=11, help="number of timed rounds (default 11)")
     options = parser.parse_args()
-    absent = why_no_gpu()
-    if absent is None and torch.cuda.device_count() < options.gpus:
-        absent = f"torch sees {torch.cuda.device_count()} of {options.gpus} GPUs"
-    if absent:
-        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
+    found = torch.cuda.device_count()
+    if program.gpu(f"torch sees {found} of {options.gpus} GPUs" if found < options.gpus else None) is None:
         return 2
-    command = command_line("distributed", sys.argv[1:])
+    record = {**program.head("distributed", gpus=str(options.gpus)), "distributed": []}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (options.gpus, folder, options, command)
+        arguments = (options.gpus, folder, options, record)
         torch.multiprocessing.spawn(run_rank, args=arguments, nprocs=options.gpus)
     return 0
 

@@ -7,24 +7,20 @@ conversion of the cache to bf16 that engines make in each layer. Outputs are com
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import cute_attn
-from perf.bench import save
-from perf.harness import ROUNDS, Call, CudaGraphTimer, Timing, ceilings, measure, reason
-from perf.machine import command_line, environment, flashinfer, module, require, why_no_gpu
+from perf import program
+from perf.harness import Call, CudaGraphTimer, ceilings
+from perf.machine import flashinfer, module, require
 
 LATENT, ROPE, PAGE = 512, 64, 64
 SCALE = (128 + ROPE) ** -0.5
-CACHED_BYTES = 160 << 20  # of all copies of the cache together, beyond twice the L2
 TOLERANCE = 1e-2  # relative difference to the formula in norm
 E4M3 = torch.float8_e4m3fn
 
@@ -50,9 +46,10 @@ class LatentWorkload:
         return self.requests * self.kv_len * (LATENT + ROPE) * (1 if self.narrow else 2)
 
     @property
-    def flops(self) -> float:
+    def work(self) -> dict[str, float]:
         pairs = self.q_len * self.kv_len - self.q_len * (self.q_len - 1) // 2  # of a query token and a key
-        return 2.0 * self.requests * self.heads * pairs * (2 * LATENT + ROPE)
+        flops = 2.0 * self.requests * self.heads * pairs * (2 * LATENT + ROPE)
+        return {"gb_per_s": self.num_bytes * 1e-3, "tflops": flops * 1e-6}
 
 
 WIDE = (
@@ -141,60 +138,21 @@ def formula(x: Inputs, request: int) -> torch.Tensor:
 
 
 def measured(w: LatentWorkload, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Returns the record of a row: microseconds, GB/s and TFLOP/s, or why there are none."""
-    sets = inputs(w, device, max(2, -(-CACHED_BYTES // w.num_bytes)))
+    sets = inputs(w, device, program.copies(w))
     checked = sorted({0, w.requests - 1})
     want = torch.stack([formula(sets[0], request) for request in checked])
-    calls: dict[str, Sequence[Call]] = {}
-    entries: dict[str, dict[str, Any]] = {name: {} for name in CANDIDATES}
-    for name, make in CANDIDATES.items():
-        try:
-            made = [make(x) for x in sets]
-            error = float((made[0]()[checked].double() - want).norm() / want.norm())
-            require(error <= TOLERANCE, f"wrong: relative difference {error:.2e} to the formula")
-        except Exception as failure:  # a failing peer must not end the run
-            entries[name]["reason"] = reason(failure)
-        else:
-            calls[name], entries[name]["error"] = made, error
-    measurement = measure(calls, CudaGraphTimer(), rounds)
-    for name, timing in measurement.timings.items():
-        if isinstance(timing, Timing):
-            speeds = {"gb_per_s": w.num_bytes / timing.median_us * 1e-3, "tflops": w.flops / timing.median_us * 1e-6}
-            entries[name] |= timing._asdict() | speeds
-        else:
-            entries[name]["reason"] = timing
-    return {"name": w.name, "workload": asdict(w), "candidates": entries, "sm_clock_mhz": measurement.sm_clock_mhz}
+
+    def check(name: str, call: Call) -> dict[str, float]:
+        error = float((call()[checked].double() - want).norm() / want.norm())
+        require(error <= TOLERANCE, f"wrong: relative difference {error:.2e} to the formula")
+        return {"error": error}
+
+    return program.beside(w, CANDIDATES, sets, check, rounds)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.latent", description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"number of timed rounds (default {ROUNDS})")
-    options = parser.parse_args()
-    if absent := why_no_gpu():
-        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
-        return 2
-    device = torch.device("cuda", torch.cuda.current_device())
-    rows: list[dict[str, Any]] = []
-    record = {
-        "command": command_line("latent", sys.argv[1:]),
-        "environment": environment(),
-        "ceilings": ceilings(CudaGraphTimer(), device),
-        "latent": rows,
-    }
-    for w in WORKLOADS:
-        rows.append(measured(w, device, options.rounds))
-        cells = [
-            f"{name} {entry['median_us']:.1f} us, {entry['gb_per_s']:.0f} GB/s, {entry['tflops']:.0f} TFLOP/s"
-            if "median_us" in entry
-            else f"{name} - ({entry['reason']})"
-            for name, entry in rows[-1]["candidates"].items()
-        ]
-        print(f"{w.name}: {'; '.join(cells)}", flush=True)
-        if options.out:
-            save(record, options.out)
-    return 0
+def ceilings_of(device: torch.device) -> dict[str, Any]:
+    return {"ceilings": ceilings(CudaGraphTimer(), device)}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(program.measure_rows("latent", __doc__, WORKLOADS, measured, ceilings_of))

@@ -9,47 +9,61 @@ because clocks of the host drift. The parts of our own calls are timed in the sa
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import functools
 import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 
+import cute_attn
 from cute_attn.dispatch import backends
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.launch import Bound, current_stream
+from perf import peers, program
 from perf.bench import publish
 from perf.harness import Call, Timing, reason, timing
-from perf.host_calls import (
-    BATCHES,
-    DECODE,
-    LONG,
-    PREFILL,
-    GrowingCache,
-    batch_calls,
-    calls,
-    optional_calls,
-    plan_calls,
-    unplanned_calls,
-    unplanned_optional_calls,
-)
-from perf.machine import command_line, environment, flashinfer, why_no_gpu
+from perf.machine import flashinfer
 from perf.peers import PEERS, Peer
 from perf.pretended_gpu import pretended_gpu
-from perf.workloads import BatchWorkload, Workload
+from perf.workloads import BatchWorkload, Inputs, Workload, equal
 
 CALLS = 200  # of at most two kernels: the launch queue holds about 1000
 REPEATS = 31
 PLANS = 40  # of a round: an upload waits for the second before it
 PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc", "FlashInfer XQA")
+
+
+PREFILL = Workload(64, 64, 32, 8, 128, 128, causal=True)
+DECODE = Workload(1, 256, 32, 8, 128, 128)
+LONG = Workload(1, 8192, 32, 8, 128, 128)  # split-KV: two launches and a workspace, 13 us on an H200
+BATCHES = (
+    equal(2, 64, 64, (32, 8), 128, causal=True),
+    equal(2, 64, 64, (32, 8), 128, 16),
+    equal(4, 1, 64, (32, 8), 128, 16),
+)
+# Of plans.
+BATCH_SIZES = (2, 256)
+PLAN_HEADS, HEAD_DIM, PAGE_SIZE, QO_LEN = (32, 8), 128, 16, 100
+MOST_PAGES = 500  # of a request
+STEPS = 300  # batches that plans take in turn: more than a library remembers schedules of
+KV_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+# Of calls with optional tensors.
+SINGLE = Workload(128, 512, 32, 8, 128, 128)
+OPTIONAL_DECODE = equal(16, 1, 117, (32, 8), 128, 16)
+OPTIONAL_PREFILL = equal(16, 32, 117, (32, 8), 128, 16, causal=True)
+UNPLANNED = {  # without a plan
+    "batch 16": OPTIONAL_DECODE,
+    "sinks": dataclasses.replace(OPTIONAL_DECODE, sinks=True),
+    "mask of drafts": equal(16, 2, 117, (32, 8), 128, 16, causal=True),
+    "NVFP4": equal(16, 1, 117, (32, 8), 128, 16, kv_dtype="nvfp4"),
+}
 
 
 def host_times(
@@ -108,7 +122,7 @@ def recorded_launches(call: Call) -> list[tuple[Bound, tuple[Any, ...]]]:
     return fired
 
 
-def peers(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]:
+def peer_calls(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]:
     """Returns the same problems for peers; bound later, since binding may fail."""
 
     def bind(peer: Peer, w: Workload | BatchWorkload, name: str) -> dict[str, Call]:
@@ -134,12 +148,204 @@ def peers(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]:
     return {**found, "FlashInfer decode, growing cache": growing, "FlashInfer fa2, plan": plans}
 
 
+# ---- calls of ours: single ones, runs and plans of wrappers
+
+
+class GrowingCache:
+    """Decode with one more token of the cache in each call, as a serving loop does, including its two slices."""
+
+    def __init__(self, x: Inputs, decode: Callable[..., Any]) -> None:
+        self.x, self.decode, self.kv_len = x, decode, 1
+
+    def __call__(self) -> None:
+        x, n = self.x, self.kv_len
+        self.decode(x.q[0], x.k[:n], x.v[:n])
+        self.kv_len = n % x.k.shape[0] + 1
+
+
+def batch_calls(device: torch.device) -> dict[str, Call]:
+    """Returns a run of each wrapper, and plans."""
+    runs = {f"{w.phase} wrapper, run": peers.ours("auto", w, [w.inputs(device)])[0] for w in BATCHES}
+    return runs | plan_calls(cute_attn, device, {}, {})
+
+
+def unplanned_calls(device: torch.device) -> dict[str, Call]:
+    """Returns decode over pages without a plan: one request, as `FlashInfer XQA` decodes it, and 4 into a buffer."""
+    calls: dict[str, Call] = {}
+    for requests in (1, 4):
+        q = torch.randn(requests, 32, 128, dtype=torch.bfloat16, device=device)
+        cache = torch.randn(requests * 4, 2, 16, 8, 128, dtype=torch.bfloat16, device=device)
+        tables = torch.arange(requests * 4, dtype=torch.int32, device=device).view(requests, 4)
+        lengths = torch.full((requests,), 64, dtype=torch.int32, device=device)
+        workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        out = None if requests == 1 else torch.empty_like(q)
+        operands = q, cache, workspace, tables, lengths, 64
+        decode = functools.partial(cute_attn.xqa_batch_decode_with_kv_cache, *operands, bmm1_scale=128**-0.5, out=out)
+        calls[f"xqa_batch_decode_with_kv_cache, batch {requests}"] = decode
+    return calls
+
+
+def calls(device: torch.device) -> dict[str, Call]:
+    """Returns the calls of single requests that users make."""
+    prefill, decode, long = (w.inputs(device) for w in (PREFILL, DECODE, LONG))
+    single_decode = cute_attn.single_decode_with_kv_cache
+    return {
+        "single_prefill_with_kv_cache": lambda: cute_attn.single_prefill_with_kv_cache(*prefill, causal=True),
+        "single_decode_with_kv_cache": lambda: single_decode(decode.q[0], decode.k, decode.v),
+        "single_decode_with_kv_cache, split": lambda: single_decode(long.q[0], long.k, long.v),
+        "single_decode_with_kv_cache, growing cache": GrowingCache(long, single_decode),
+        "  of that, slicing k and v": GrowingCache(long, lambda q, k, v: None),
+    }
+
+
+# ---- plans
+
+
+def plan_calls(library: Any, device: torch.device, decode: dict[str, Any], prefill: dict[str, Any]) -> dict[str, Call]:
+    """Returns plans of few and of many requests, with index arrays on the host and on the device. `decode`, `prefill`:
+    options of the wrappers. Lengths differ from call to call: decode requests grow, prompts are others.
+    """
+    calls: dict[str, Call] = {}
+    workspace = torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    for n in BATCH_SIZES:
+        indices = torch.zeros(n * MOST_PAGES, dtype=torch.int32, device=device)
+        qo_indptr = torch.arange(n + 1, dtype=torch.int32) * QO_LEN
+        for place, on in {"host": torch.device("cpu"), "GPU": device}.items():
+            growing, others = ([tuple(x.to(on) for x in step) for step in steps] for steps in (grow(n), prompts(n)))
+            for name, dtype in KV_DTYPES.items():
+                wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **decode)
+                turns = [paged(step, indices) for step in growing]
+                calls[f"plan, decode of {n} requests, {name}, lengths on the {place}"] = _plan(wrapper, turns, dtype)
+            wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **prefill)
+            starts = qo_indptr.to(on)
+            turns = [(starts, *paged(step, indices)) for step in others]
+            name = f"plan, prefill of {n} requests, lengths on the {place}"
+            calls[name] = _plan(wrapper, turns, torch.bfloat16, causal=True)
+            if device.type == "cpu":
+                break
+    return calls
+
+
+def grow(requests: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields indptr and last_page_len of decode steps, each with one token more per request."""
+    most = MOST_PAGES * PAGE_SIZE - STEPS
+    lengths = torch.randint(100, most, (requests,), generator=torch.Generator().manual_seed(0))
+    for step in range(STEPS):
+        yield pages_of(lengths + step)
+
+
+def prompts(requests: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields indptr and last_page_len of batches that have nothing in common."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        yield pages_of(torch.randint(QO_LEN, MOST_PAGES * PAGE_SIZE, (requests,), generator=generator))
+
+
+def pages_of(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns indptr and last_page_len of requests."""
+    pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
+    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), pages.cumsum(0)))
+    return indptr.int(), (lengths - (pages - 1) * PAGE_SIZE).int()
+
+
+def paged(step: tuple[torch.Tensor, ...], indices: torch.Tensor) -> tuple[Any, ...]:
+    """Returns the positional arguments of a plan over pages."""
+    indptr, last = step
+    return indptr, indices, last, *PLAN_HEADS, HEAD_DIM, PAGE_SIZE
+
+
+def _plan(wrapper: Any, turns: list[tuple[Any, ...]], kv: torch.dtype, **options: Any) -> Call:
+    turn = itertools.cycle(turns)
+    return lambda: wrapper.plan(*next(turn), q_data_type=torch.bfloat16, kv_data_type=kv, **options)
+
+
+# ---- calls with tensors that most calls lack (masks, sinks, scales, outputs), and with other lengths every time
+
+
+def optional_calls(device: torch.device) -> dict[str, Call]:
+    """Returns single calls and runs of wrappers, each kind also without such tensors."""
+    sinks, scale = torch.zeros(SINGLE.num_qo_heads, device=device), torch.full((), 0.5, device=device)
+    tensors: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "sinks": {"sinks": sinks},
+        "scale tensors": {"k_scale": scale, "v_scale": scale},
+    }
+    q, k, v = SINGLE.inputs(device)
+    kinds: dict[str, Any] = {
+        "single_prefill": functools.partial(cute_attn.single_prefill_with_kv_cache, q, k, v, causal=True),
+        "single_decode": functools.partial(cute_attn.single_decode_with_kv_cache, q[0], k, v),
+        "decode run": run(OPTIONAL_DECODE, device),
+        "paged prefill run": run(OPTIONAL_PREFILL, device),
+    }
+    calls = {f"{kind}, {n}": functools.partial(kinds[kind], **tensors[n]) for kind in kinds for n in tensors}
+    bits = torch.full((SINGLE.qo_len * SINGLE.kv_len // 8,), 0x5F, dtype=torch.uint8, device=device)
+    calls["single_prefill, packed mask"] = functools.partial(kinds["single_prefill"], packed_custom_mask=bits)
+    lengths = itertools.cycle(range(2, SINGLE.kv_len))
+
+    def other_length() -> None:
+        n = next(lengths)
+        cute_attn.single_prefill_with_kv_cache(q, k[:n], v[:n])
+
+    rows = sum(OPTIONAL_DECODE.qo_lens), OPTIONAL_DECODE.num_qo_heads, OPTIONAL_DECODE.head_dim
+    out = torch.empty(rows, dtype=OPTIONAL_DECODE.torch_dtype, device=device)
+    return {
+        **calls,
+        "single_prefill, another kv_len each": other_length,
+        "decode run, out": functools.partial(kinds["decode run"], out=out),
+        "paged prefill run, custom mask": masked_run(OPTIONAL_PREFILL, device),
+    }
+
+
+def run(w: BatchWorkload, device: torch.device) -> Call:
+    return peers.ours("auto", w, [w.inputs(device)])[0]
+
+
+def masked_run(w: BatchWorkload, device: torch.device) -> Call:
+    """Returns a run of a plan with a custom mask."""
+    x = w.inputs(device)
+    mask = torch.arange(sum(n * m for n, m in zip(w.qo_lens, w.kv_lens, strict=True)), device=device) % 5 > 0
+    wrapper = cute_attn.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    )
+    qo_indptr, kv_indptr, last = (
+        torch.tensor(n, dtype=torch.int32) for n in (w.qo_indptr, w.kv_indptr, w.last_page_len)
+    )
+    sizes = w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size
+    assert x.indices is not None
+    wrapper.plan(qo_indptr, kv_indptr, x.indices, last, *sizes, custom_mask=mask, q_data_type=w.torch_dtype)
+    return functools.partial(wrapper.run, x.q, (x.k, x.v))
+
+
+def unplanned_optional_calls(device: torch.device) -> dict[str, Call]:
+    """Returns decode calls without a plan."""
+    calls = {f"xqa, {name}": peers.our_xqa(w, [w.inputs(device)])[0] for name, w in UNPLANNED.items()}
+    x, scale = OPTIONAL_DECODE.inputs(device), torch.full((), 0.1, device=device)
+    table = peers.block_table(OPTIONAL_DECODE, x)
+    lengths = torch.tensor(OPTIONAL_DECODE.kv_lens, dtype=torch.int32, device=device)
+    workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    scaled = functools.partial(
+        cute_attn.xqa_batch_decode_with_kv_cache,
+        x.q,
+        (x.k, x.v),
+        workspace,
+        table,
+        lengths,
+        max(OPTIONAL_DECODE.kv_lens),
+    )
+    lse = torch.empty(len(OPTIONAL_DECODE.kv_lens), OPTIONAL_DECODE.num_qo_heads, device=device)
+    more = {"bmm1_scale": scale, "bmm2_scale": scale, "lse": lse, "return_lse": True}
+    return {**calls, "xqa, scale tensors and lse": functools.partial(scaled, **more)}
+
+
+# ---- the program
+
+
 def measure_all(device: torch.device) -> dict[str, Any]:
     """Returns the timing, or the reason why there is none, by name."""
     bindings: dict[str, Callable[[], dict[str, Call]]] = {
         "ours": lambda: {**calls(device), **unplanned_calls(device), **batch_calls(device), **parts(device)},
         "ours, optional tensors": lambda: optional_calls(device) | unplanned_optional_calls(device),
-        **peers(device),
+        **peer_calls(device),
     }
     ready: dict[str, Call] = {}
     failed: dict[str, Any] = {}
@@ -172,22 +378,16 @@ def pretend(arch: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.overhead", description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the record")
+    parser = program.parser("overhead", __doc__)
     parser.add_argument("--pretend", choices=ARCHS, metavar="ARCH", help="time our calls without a GPU")
     options = parser.parse_args(argv)
     if options.pretend:
         pretend(options.pretend)
         return 0
-    if absent := why_no_gpu():
-        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
+    device = program.gpu()
+    if device is None:
         return 2
-    record = {
-        "command": command_line("overhead", sys.argv[1:]),
-        "environment": environment(),
-        "overhead": measure_all(torch.device("cuda", torch.cuda.current_device())),
-    }
-    publish(record, options.out)
+    publish({**program.head("overhead"), "overhead": measure_all(device)}, options.out)
     return 0
 
 

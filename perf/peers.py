@@ -185,16 +185,16 @@ def extras(x: BatchInputs) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def flashinfer_ragged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    require(w.head_dim in FLASHINFER_DIMS, "its kernels of other head dims than 64, 128, 256 end in illegal accesses")
-    require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
-    return ragged_prefill(flashinfer("flashinfer"), backend, w, sets)
+def batch_prefill(
+    library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False
+) -> list[Call]:
+    return (paged_prefill if w.page_size else ragged_prefill)(library, backend, w, sets, on_host)
 
 
-def flashinfer_paged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+def flashinfer_prefill(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     require(w.head_dim in FLASHINFER_DIMS, "its kernels of other head dims than 64, 128, 256 end in illegal accesses")
     require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
-    return paged_prefill(flashinfer("flashinfer"), backend, w, sets)
+    return batch_prefill(flashinfer("flashinfer"), backend, w, sets)
 
 
 def flashinfer_decode(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
@@ -249,7 +249,7 @@ def ours(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: b
     """Binds our wrapper for the phase of the workload; that of prefill also for speculative decoding."""
     if w.phase == "batch decode":
         return paged_decode(cute_attn, w, sets, on_host, backend=backend)
-    return (paged_prefill if w.page_size else ragged_prefill)(cute_attn, backend, w, sets, on_host)
+    return batch_prefill(cute_attn, backend, w, sets, on_host)
 
 
 def _index_arrays(x: BatchInputs, on_host: bool, *arrays: Sequence[int]) -> list[torch.Tensor]:
@@ -317,10 +317,8 @@ def _peers() -> tuple[Peer, ...]:
         Peer("FlashInfer XQA", partial(single, flashinfer_xqa, page_size=PAGE_SIZE), ("decode",), builds=True),
         Peer("torch cuDNN", cudnn, ("ragged prefill",)),
         Peer("flash-attn-4", flash_attention_4, ("ragged prefill", *PAGED)),
-        Peer("FlashInfer fa2", partial(flashinfer_ragged, "fa2"), ("ragged prefill",), builds=True),
-        Peer("FlashInfer fa3", partial(flashinfer_ragged, "fa3"), ("ragged prefill",), builds=True),
-        Peer("FlashInfer fa2", partial(flashinfer_paged, "fa2"), PAGED[:2], builds=True),
-        Peer("FlashInfer fa3", partial(flashinfer_paged, "fa3"), PAGED[:2], builds=True),
+        Peer("FlashInfer fa2", partial(flashinfer_prefill, "fa2"), ("ragged prefill", *PAGED[:2]), builds=True),
+        Peer("FlashInfer fa3", partial(flashinfer_prefill, "fa3"), ("ragged prefill", *PAGED[:2]), builds=True),
         Peer("FlashInfer fa2", flashinfer_decode, ("batch decode",), builds=True),
         Peer("FlashInfer XQA", flashinfer_xqa, PAGED[1:], builds=True),
     )

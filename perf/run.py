@@ -19,19 +19,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from cute_attn.cli.terminal import ProgressBar
-from perf import random_rows
+from perf import program
 from perf.bench import OURS, candidates, progress, run_row, save, summary
 from perf.harness import ROUNDS, Call, CudaGraphTimer, ceilings, reason
-from perf.machine import UnavailableError, command_line, environment, flashinfer, module, why_no_gpu
+from perf.machine import UnavailableError, flashinfer, module, why_no_gpu
 from perf.peers import PEERS, Bind
 from perf.report import markdown
-from perf.rows import GROUPS, SECTIONS, Section
+from perf.rows import GROUPS, RANDOM_NAMES, SECTIONS, Section, random_sections
 from perf.warm import built, compile_ours, warm
 from perf.workloads import AnyWorkload
 
@@ -101,8 +100,8 @@ def chosen_binds(w: AnyWorkload, backends: Sequence[str], peers: Sequence[str]) 
 
 def chosen_sections(names: Sequence[str], words: Sequence[str], seed: int) -> dict[str, Section]:
     """Returns the sections that are named, alone or in groups, with the rows whose names contain all of the words."""
-    every = {**SECTIONS, **(random_rows.sections(seed) if RANDOM in names else {})}
-    groups = {**GROUPS, RANDOM: random_rows.NAMES}
+    every = {**SECTIONS, **(random_sections(seed) if RANDOM in names else {})}
+    groups = {**GROUPS, RANDOM: RANDOM_NAMES}
     flat = dict.fromkeys(section for name in names for section in groups.get(name, [name]))
     return {name: every[name]._replace(workloads=select(every[name].workloads, words)) for name in flat}
 
@@ -112,18 +111,16 @@ def select(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWo
     return [w for w in workloads if all(word in w.name.split() for text in words for word in text.split())]
 
 
-def parser(program: str, about: str | None) -> argparse.ArgumentParser:
+def parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """Returns the options of a program that measures rows."""
-    names = [*GROUPS, RANDOM, *SECTIONS]
-    found = argparse.ArgumentParser(prog=f"python -m perf.{program}", description=about)
-    found.add_argument("sections", nargs="+", choices=names, metavar="SECTION", help=f"rows to run: {', '.join(names)}")
+    sections = [*GROUPS, RANDOM, *SECTIONS]
+    found = program.parser(name, about, ROUNDS)
+    found.add_argument("sections", nargs="+", choices=sections, metavar="SECTION", help=f"rows: {', '.join(sections)}")
     found.add_argument("--rows", nargs="+", default=[], metavar="WORD", help="rows whose names contain these words")
     found.add_argument("--backends", nargs="+", help="our backends to measure (default: those of the section)")
     found.add_argument("--peers", nargs="*", default=PEER_NAMES, help=f"default: {', '.join(PEER_NAMES)}")
-    found.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed rounds of a row (default {ROUNDS})")
     found.add_argument("--budget", type=float, metavar="SECONDS", help="fewer rounds where time gets short")
     found.add_argument("--seed", type=int, default=0, help="of the rows that are drawn (default 0)")
-    found.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
     found.add_argument("--resume", action="store_true", help="continue the record of --out, after a run was stopped")
     found.add_argument("--warm-peers", action="store_true", help="only build FlashInfer's modules, measure nothing")
     return found
@@ -156,14 +153,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(program: str, sections: Mapping[str, Section], options: argparse.Namespace, more: More = lambda w: {}) -> Row:
+def run(name: str, sections: Mapping[str, Section], options: argparse.Namespace, more: More = lambda w: {}) -> Row:
     """Measures the ceilings and every row on the current device, and returns the record. `more`: candidates besides
     ours and the peers.
     """
     began = time.monotonic()
     warnings.filterwarnings("ignore", message="Argument aux_data")  # flash-attn-4's, at every compile
     device = torch.device("cuda", torch.cuda.current_device())
-    jobs = [(name, section.backends, w) for name, section in sections.items() for w in section.workloads]
+    jobs = [(key, section.backends, w) for key, section in sections.items() for w in section.workloads]
     if options.resume and options.out.exists():
         record: Row = json.loads(options.out.read_text())
         record["failed_rows"] = {key: why for key, why in record["failed_rows"].items() if not why.endswith(SPENT)}
@@ -171,8 +168,7 @@ def run(program: str, sections: Mapping[str, Section], options: argparse.Namespa
     else:
         compile_ours([(w, backends) for _, backends, w in jobs], meanwhile=import_peers)
         record = {
-            "command": command_line(program, sys.argv[1:]),
-            "environment": environment(),
+            **program.head(name),
             "ceilings": ceilings(CudaGraphTimer(), device),
             "summary": {},
             "rows": [],
@@ -188,14 +184,14 @@ def run(program: str, sections: Mapping[str, Section], options: argparse.Namespa
         len(jobs), options.rounds, None if options.budget is None else options.budget + began - time.monotonic()
     )
     with ProgressBar(len(jobs)) as bar:
-        for name, backends, w in jobs:
+        for section, backends, w in jobs:
             if rounds := pace.next():
                 start = time.monotonic()
                 binds = {**chosen_binds(w, backends, options.peers), **more(w)}
-                row = _measured(record, name, w, binds, rounds)
+                row = _measured(record, section, w, binds, rounds)
                 pace.finished(time.monotonic() - start, rounds, seconds_of_round(row) if row else 0.0)
             else:
-                record["failed_rows"][key_of(name, w)] = f"the budget of {options.budget:.0f} s {SPENT}"
+                record["failed_rows"][key_of(section, w)] = f"the budget of {options.budget:.0f} s {SPENT}"
             record["seconds"] = round(time.monotonic() - began, 1)
             if options.out:
                 save(record, options.out)

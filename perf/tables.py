@@ -13,6 +13,7 @@ from typing import Any
 
 from perf.bench import HOST_LENGTHS, OURS, summary
 from perf.report import cold_start_tables, table
+from perf.rows import RANDOM_NAMES
 
 Record = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -38,7 +39,6 @@ README_ROWS = (  # use, section, name of the row
     ("Decode", "decode", "d128 h64/8 page64 b256 q1 kv1024 full bfloat16 kv-e4m3"),
 )
 NONE = "-"
-RANDOM = ("random-prefill", "random-decode")  # sections of "random_rows" that the anchors do not repeat
 FLASHINFER = "FlashInfer fa2"
 HOST_PEERS = ("torch flash", "FlashInfer")
 FLASHINFER_CALLS = {  # single calls, which the record of host times names otherwise
@@ -174,7 +174,7 @@ def random_table(gpu: str, results: Path = RESULTS) -> str | None:
         return None
     lines = []
     for row in record["rows"]:
-        if row["section"] in RANDOM:
+        if row["section"] in RANDOM_NAMES:  # the anchors have the others
             ours = (_number(row["candidates"].get(name, {}).get("speed")) for name in (OURS, HOST_LENGTHS))
             lines.append([f"{label(row)}, {row['unit']}", *ours, *_beside_peer(row)[1:]])
     return f"{source(record)}.\n\n{table(['', OURS, 'lengths on the host', 'best peer', 'ratio'], lines)}\n"

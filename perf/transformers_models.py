@@ -17,14 +17,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from perf import program
 from perf.bench import save
 from perf.harness import reason
-from perf.machine import command_line, environment, why_no_gpu
 from perf.report import markdown
 
 OURS = "cute_attn"
@@ -52,49 +51,21 @@ class Sizes(NamedTuple):
     check: tuple[int, int] = (4, 300)
 
 
+def shape(*sizes: int, **others: Any) -> dict[str, Any]:
+    names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+    return {**dict(zip(names, sizes, strict=True)), "num_hidden_layers": LAYERS, **others}
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Of gpt-oss, 4 experts are active of 32: here there are 4.
+GPT_OSS = shape(2880, 2880, 64, 8, head_dim=64, sliding_window=128, layer_types=[SLIDING, FULL] * (LAYERS // 2))
+GEMMA = shape(3840, 15360, 16, 8, head_dim=256, sliding_window=1024, layer_types=[SLIDING] * (LAYERS - 1) + [FULL])
 FAMILIES = {
-    "Llama-3-8B": Family(
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_hidden_layers": LAYERS,
-        },
-    ),
+    "Llama-3-8B": Family("LlamaForCausalLM", "LlamaConfig", shape(4096, 14336, 32, 8)),
     "gpt-oss-20b, 4 experts": Family(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "sliding_window": 128,
-            "num_hidden_layers": LAYERS,
-            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
-            "num_local_experts": 4,  # all of them active, as many as are active of the model's 32
-            "num_experts_per_tok": 4,
-        },
+        "GptOssForCausalLM", "GptOssConfig", {**GPT_OSS, "num_local_experts": 4, "num_experts_per_tok": 4}
     ),
-    "Gemma-3-12B": Family(
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        {
-            "hidden_size": 3840,
-            "intermediate_size": 15360,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 1024,
-            "num_hidden_layers": LAYERS,
-            "layer_types": ["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
-        },
-    ),
+    "Gemma-3-12B": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, "query_pre_attn_scalar": 256}),
 }
 COMMON = {"vocab_size": 4096, "max_position_embeddings": 16384, "pad_token_id": 0}
 
@@ -282,10 +253,8 @@ def _say(text: str) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog=f"python -m perf.{PROGRAM}", description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every model")
+    parser = program.parser(PROGRAM, __doc__, ROUNDS)
     parser.add_argument("--only", nargs="+", default=list(FAMILIES), metavar="MODEL", help="models (default: all)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed calls per number (default {ROUNDS})")
     return parser.parse_args(argv)
 
 
@@ -293,20 +262,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns 0, or 2 if nothing can be measured."""
     options = parse(argv)
-    absent = why_no_gpu()
-    if absent is None and importlib.util.find_spec("transformers") is None:
-        absent = "transformers is not installed"
-    if absent:
-        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
+    installed = importlib.util.find_spec("transformers") is not None
+    device = program.gpu(None if installed else "transformers is not installed")
+    if device is None:
         return 2
     from cute_attn.integrations.transformers import register
 
     register()
-    device = torch.device("cuda", torch.cuda.current_device())
-    versions = {"transformers": importlib.metadata.version("transformers")}
     record: dict[str, Any] = {
-        "command": command_line(PROGRAM, sys.argv[1:] if argv is None else argv),
-        "environment": {**environment(), **versions},
+        **program.head(PROGRAM, argv, transformers=importlib.metadata.version("transformers")),
         "transformers": [],
         "failed_rows": {},
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +35,23 @@ class Metric(NamedTuple):
         return self.work / (microseconds * 1e-6)
 
 
+class Measured:
+    """What single requests and batches have: a speed, and copies of their inputs."""
+
+    @property
+    def metric(self: Any) -> Metric:
+        """Speed and its ceiling: read bandwidth for decode, the bf16 GEMM for prefill."""
+        if self.phase.endswith("decode"):
+            return Metric("GB/s", self.bytes / 1e9, "read")
+        return Metric("TFLOP/s", self.flops / 1e12, "gemm")
+
+    def num_sets(self: Any, l2_bytes: int) -> int:
+        """Returns how many copies of the inputs exceed twice the L2, so that a set has left it before its next use."""
+        return int(2 * l2_bytes // self.bytes + 1)
+
+
 @dataclass(frozen=True)
-class Workload:
+class Workload(Measured):
     """One request of dense attention. Lengths are in tokens; causal is bottom-right aligned. `window_left` (-1: none)
     bounds causal rows.
     """
@@ -93,13 +108,6 @@ class Workload:
         elements = (self.qo_len * self.num_qo_heads + self.kv_len * self.num_kv_heads) * dims
         return elements * self.torch_dtype.itemsize
 
-    @property
-    def metric(self) -> Metric:
-        """Speed and its ceiling: read bandwidth for decode, the bf16 GEMM for prefill."""
-        if self.phase == "decode":
-            return Metric("GB/s", self.bytes / 1e9, "read")
-        return Metric("TFLOP/s", self.flops / 1e12, "gemm")
-
     def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
         """Returns normally distributed q, k, v."""
         generator = torch.Generator(device).manual_seed(seed)
@@ -112,10 +120,6 @@ class Workload:
             normal(self.kv_len, self.num_kv_heads, self.head_dim_qk),
             normal(self.kv_len, self.num_kv_heads, self.head_dim_vo),
         )
-
-    def num_sets(self, l2_bytes: int) -> int:
-        """Returns how many copies of the inputs exceed twice the L2, so that a set has left it before its next use."""
-        return 2 * l2_bytes // self.bytes + 1
 
     def short(self, length: int) -> Workload:
         """Returns a short problem that needs the same kernels."""
@@ -148,7 +152,7 @@ class BatchInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BatchWorkload:
+class BatchWorkload(Measured):
     """Batch of requests of `qo_lens` and `kv_lens` tokens; causal is bottom-right aligned. `page_size` 0: ragged.
     `window_left`: -1, none, or the bound of decode and of causal prefill.
     """
@@ -227,13 +231,6 @@ class BatchWorkload:
         return kv + dims * sum(self.qo_lens) * self.num_qo_heads * self.torch_dtype.itemsize
 
     @property
-    def metric(self) -> Metric:
-        """Speed and its ceiling: read bandwidth for decode, the bf16 GEMM for prefill."""
-        if self.phase.endswith("decode"):
-            return Metric("GB/s", self.bytes / 1e9, "read")
-        return Metric("TFLOP/s", self.flops / 1e12, "gemm")
-
-    @property
     def qo_indptr(self) -> list[int]:
         return list(accumulate(self.qo_lens, initial=0))
 
@@ -299,10 +296,6 @@ class BatchWorkload:
         if x.block_scales is not None:
             k, v = (reference.nvfp4_values(t, rows(s)) for t, s in zip((k, v), x.block_scales, strict=True))
         return k.double(), v.double()
-
-    def num_sets(self, l2_bytes: int) -> int:
-        """Returns how many copies of the inputs exceed twice the L2, so that a set has left it before its next use."""
-        return 2 * l2_bytes // self.bytes + 1
 
     def short(self, length: int) -> BatchWorkload:
         """Returns a batch of two short requests that needs the same kernels."""

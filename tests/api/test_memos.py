@@ -72,7 +72,7 @@ def growth(call: Call, warm: int = WARM, calls: int = CALLS) -> int:
 
 @pytest.mark.parametrize("call", [with_scale, with_v_scale, with_lengths, with_heads])
 def test_calls_on_the_reference(call: Call) -> None:
-    assert growth(call) < SLACK
+    assert growth(call, calls=5_000) < SLACK  # 1.4 ms each; a leak of one object per call is more than SLACK, too
 
 
 def test_plans_and_runs_on_the_reference() -> None:

@@ -21,7 +21,7 @@ from cute_attn.integrations.sglang import limits, planned, tables
 from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
-from cute_attn.integrations.sglang.tables import GraphTables, TableAttention
+from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, table_step
 from tests.support.executors import GPU_MARKS
 from tests.support.sglang_case import (
     BF16,
@@ -184,10 +184,10 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
     scales = [numbers.get(x) for x in ("k_scale", "v_scale")]
     if as_tensor:
         scales = [torch.tensor(x, device=device) for x in scales]
-    attention = TableAttention(device, "NHD", PageTables(server.slots, 16), None, MAX_CONTEXT)
+    attention = TableAttention(device, "NHD", MAX_CONTEXT)
     sinks = torch.randn(HEADS, device=device)
     for longest in (None, 90):
-        step = attention.step(server.requests, server.seq_lens, longest)
+        step = table_step(PageTables(server.slots, 16), None, server.requests, server.seq_lens, longest)
         assert step.num_tokens == 3
         q = queries(3, device)
         out = torch.empty_like(q)
@@ -202,8 +202,9 @@ def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> 
     decode = functools.partial(tables.xqa_batch_decode_with_kv_cache, backend="emulator")
     monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", decode)
     server, kind = Server(page_size, [37, 5]), KINDS["window"]
-    attention = TableAttention("cpu", "NHD", PageTables(server.slots, page_size), None, MAX_CONTEXT)
-    step = attention.step(server.requests, server.seq_lens, longest=None)
+    attention = TableAttention("cpu", "NHD", MAX_CONTEXT)
+    pages = PageTables(server.slots, page_size)
+    step = table_step(pages, None, server.requests, server.seq_lens, longest=None)
     q = queries(2)
     out = torch.empty_like(q)
     with emulator.using("sm_90a"):
@@ -227,7 +228,7 @@ def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     """A captured batch keeps its addresses; a request that pads it has few keys."""
     server = Server(16, [37, 5], device)
     pages = PageTables(server.slots.clamp_min(0), 16)
-    attention = TableAttention(device, "NHD", pages, None, MAX_CONTEXT)
+    attention = TableAttention(device, "NHD", MAX_CONTEXT)
     graph = GraphTables(4, pages, None, device)
     first = graph.view(3, DRAFTS, with_mask=True)
     requests = torch.cat((server.requests, torch.zeros_like(server.requests[:1])))
@@ -250,7 +251,7 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
     servers = [Server(16, kv_lens, device, seed=i) for i, kv_lens in enumerate(([37, 5], [4, 90]))]
     slots = servers[0].slots.clone()
     pages = PageTables(slots, 16)
-    attention = TableAttention(device, "NHD", pages, None, MAX_CONTEXT)
+    attention = TableAttention(device, "NHD", MAX_CONTEXT)
     buffers, kind = GraphTables(2, pages, None, device), KINDS["full"]
     requests, seq_lens = servers[0].requests.clone(), servers[0].seq_lens.clone()
     keys, values = (torch.zeros_like(buffer) for buffer in servers[0].buffers)

@@ -1,4 +1,7 @@
-"""Every default kernel, compiled for every architecture: no stack, shared memory that fits, matrix instructions."""
+"""Every default kernel, compiled for every architecture: no stack, shared memory that fits, matrix instructions.
+
+A kernel that two architectures compile to the same machine code is compiled for one of them.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
+from cute_attn.runtime import cubin as cubins
 from cute_attn.runtime.arch import ARCHS
+from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.spec import KernelSpec
 from tests.support.tiers import spread
 
-SAMPLED = 3  # kernels of a family per architecture that the quick tier compiles
+SAMPLED = 2  # kernels of a family per architecture that the quick tier compiles
+SIBLINGS = {"sm_121a": "sm_120a"}  # whose machine code it has; that of sm_103a differs from sm_100a's
 CHUNK = 20  # kernels per test of the others: a kernel takes 1.6 s
 
 
@@ -30,6 +36,12 @@ def family(spec: KernelSpec) -> str:
     return f"{spec.kernel} fp8" if spec.fp8 else f"{spec.kernel} fp8-kv" if spec.kv_dtype else spec.kernel
 
 
+def own_specs(arch: str) -> list[KernelSpec]:
+    """The default kernels of an architecture, without those that its sibling compiles."""
+    of_sibling = set(catalog.default_specs(SIBLINGS[arch])) if arch in SIBLINGS else set()
+    return [spec for spec in catalog.default_specs(arch) if spec not in of_sibling]
+
+
 def sample(specs: list[KernelSpec]) -> list[KernelSpec]:
     """A few kernels of each family."""
     families = {name: [spec for spec in specs if family(spec) == name] for name in map(family, specs)}
@@ -39,7 +51,7 @@ def sample(specs: list[KernelSpec]) -> list[KernelSpec]:
 def chunks() -> Iterator[tuple[str, str, list[KernelSpec]]]:
     """Architecture, name and kernels of each test: per architecture the sample, then the others."""
     for arch in ARCHS:
-        specs = catalog.default_specs(arch)
+        specs = own_specs(arch)
         sampled = sample(specs)
         yield arch, "sample", sampled
         others = [spec for spec in specs if spec not in set(sampled)]
@@ -50,13 +62,31 @@ def chunks() -> Iterator[tuple[str, str, list[KernelSpec]]]:
 PARAMS = [
     pytest.param(arch, specs, id=f"{arch}-{name}", marks=() if name == "sample" else pytest.mark.long)
     for arch, name, specs in chunks()
+    if specs
 ]
 
 
 def test_chunks_hold_every_default_kernel_once() -> None:
     found = Counter((arch, spec) for arch, _, specs in chunks() for spec in specs)
-    assert found == Counter((arch, spec) for arch in ARCHS for spec in catalog.default_specs(arch))
+    assert found == Counter((arch, spec) for arch in ARCHS for spec in own_specs(arch))
     assert min(Counter(arch for arch, _ in found).values()) > 50
+    assert {arch for arch, _ in found} == set(ARCHS) - set(SIBLINGS)
+    for arch, sibling in SIBLINGS.items():
+        assert {spec for own, spec in found if own in (arch, sibling)} >= set(catalog.default_specs(arch))
+
+
+@pytest.mark.parametrize("arch", SIBLINGS)
+def test_siblings_have_the_same_machine_code(arch: str) -> None:
+    sibling = SIBLINGS[arch]
+    for spec in sample([spec for spec in catalog.default_specs(arch) if spec not in own_specs(arch)]):
+        first, second = (artifacts.get(spec, name, program) for name in (arch, sibling))
+        assert code(first) == code(second), label(spec)
+
+
+def code(artifact: Artifact) -> dict[str, bytes]:
+    """Instructions, and what the driver is told of them: registers, stack, barriers."""
+    sections = cubins._sections(artifact.cubin)
+    return {name: bytes(found.data) for name, found in sections.items() if name.startswith((".text.", ".nv.info"))}
 
 
 @pytest.mark.parametrize(("arch", "specs"), PARAMS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from perf import bench, distributed, report
+from perf import bench, distributed, program, report
 from perf.harness import Call
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def test_cases_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
         assert 0 < entry["error"] < 1e-2
         assert "speedup" not in one
         assert name in distributed.line(row)
-    record = {"command": "", "environment": distributed.environment() | {"gpus": "1"}, "distributed": rows}
+    record = {**program.head("distributed", gpus="1"), "distributed": rows}
     bench.save(record, tmp_path / "record.json")
     shown = report.markdown(json.loads((tmp_path / "record.json").read_text()))
     assert "| us on 1 GPUs | one GPU | sharded | sharded, no graph | ring | ulysses | merge |" in shown

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
-from perf import bench, harness, host_calls, overhead, peers, report, run, warm
+from perf import bench, harness, overhead, peers, report, run, warm
 from perf.harness import ceilings
 from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
@@ -398,15 +398,15 @@ def test_host_times_divide_wall_time_by_calls() -> None:
 def test_growing_cache_takes_every_length() -> None:
     seen: list[tuple[int, int]] = []
     w = Workload(1, 5, 2, 1, 64, 64)
-    grow = host_calls.GrowingCache(w.inputs(CPU), lambda q, k, v: seen.append((len(k), len(v))))
+    grow = overhead.GrowingCache(w.inputs(CPU), lambda q, k, v: seen.append((len(k), len(v))))
     for _ in range(6):
         grow()
     assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (1, 1)]
 
 
 def test_overhead_calls_run() -> None:
-    kinds = host_calls.calls, host_calls.unplanned_calls, host_calls.batch_calls
-    for calls in (*kinds, host_calls.optional_calls, host_calls.unplanned_optional_calls):
+    kinds = overhead.calls, overhead.unplanned_calls, overhead.batch_calls
+    for calls in (*kinds, overhead.optional_calls, overhead.unplanned_optional_calls):
         for call in calls(CPU).values():
             call()
     stages = overhead.parts(CPU)

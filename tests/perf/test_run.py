@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from perf import bench, harness, peers, random_rows, report, run, warm
+from perf import bench, harness, peers, program, report, rows, run, warm
 from perf.machine import UnavailableError
 from perf.rows import ANCHORS, GROUPS, SECTIONS, Section
 from perf.run import Pace
@@ -177,13 +177,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, value in {
         "compile_ours": lambda jobs, meanwhile: None,
         "ceilings": lambda *a: {"read": 1.0, "copy": 1.0, "gemm": 1.0},
-        "environment": lambda: dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?"),
         "run_row": run_row,
         "Pace": lambda *a: pace,
         "context_is_broken": lambda: state["broken"],
         "start_again": start_again,
     }.items():
         monkeypatch.setattr(run, name, value)
+    known = dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?")
+    monkeypatch.setattr(program, "environment", lambda: known)
     save = run.save
     monkeypatch.setattr(run, "save", lambda r, path: (state["written"].append(len(r["rows"])), save(r, path)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -235,7 +236,7 @@ def test_sections_of_the_anchors() -> None:
 def test_groups_and_sections_are_chosen_by_name() -> None:
     assert all(name in SECTIONS for names in GROUPS.values() for name in names)
     chosen = run.chosen_sections(["anchors", "vit", "prefill", "random"], ["d64"], seed=3)
-    assert list(chosen) == [*ANCHORS, "vit", *random_rows.NAMES]
+    assert list(chosen) == [*ANCHORS, "vit", *rows.RANDOM_NAMES]
     assert {w.name.split()[0] for w in chosen["prefill"].workloads} == {"d64"}
     assert "random-decode" not in run.chosen_sections(["decode"], [], seed=3)
 
@@ -265,13 +266,13 @@ def test_a_run_measures_further_candidates(machine: dict[str, Any], monkeypatch:
 
 
 def test_random_rows_are_those_of_their_seed() -> None:
-    rows = random_rows.drawn(3)
-    assert rows == random_rows.drawn(3) != random_rows.drawn(4)
-    assert len(rows) == random_rows.ROWS
-    assert len({w.name for w in rows}) == len(rows)
-    chosen = random_rows.sections(3)
-    assert [len(chosen[name].workloads) for name in ("random-prefill", "random-decode")] == [len(rows) // 2] * 2
-    for w in rows:
+    drawn = rows.drawn(3)
+    assert drawn == rows.drawn(3) != rows.drawn(4)
+    assert len(drawn) == rows.RANDOM_ROWS
+    assert len({w.name for w in drawn}) == len(drawn)
+    chosen = rows.random_sections(3)
+    assert [len(chosen[name].workloads) for name in ("random-prefill", "random-decode")] == [len(drawn) // 2] * 2
+    for w in drawn:
         assert 8 <= w.num_qo_heads <= 64
         assert w.num_qo_heads % w.num_kv_heads == 0
         assert all(qo_len <= kv_len for qo_len, kv_len in zip(w.qo_lens, w.kv_lens, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-QUICK_CASES = 8  # per test function that runs kernels
+QUICK_CASES = 3  # per test function that runs kernels, over all executors
 ALL = 1 << 20
 
 # Test functions of which the quick tier takes more or fewer cases.
@@ -14,28 +14,29 @@ EXCEPTIONS: dict[str, int] = {
     "tests/emulator/test_faults.py::test_it_is_noticed": 0,
     "tests/emulator/test_faults.py::test_there_is_one_place_for_it": ALL,  # reads sources, runs nothing
     "tests/emulator/test_mutations.py::test_mutants_are_caught": 0,
+    "tests/kernels/test_compile_gate.py::test_siblings_have_the_same_machine_code": 0,
     "tests/test_release.py::test_the_wheel_works_in_an_environment_of_its_own": 0,  # makes an environment: 20 s
     "tests/test_release.py::test_the_wheel_works_with_the_oldest_requirements": 0,
 }
 
 
 def spread(count: int, kept: int) -> list[int]:
-    """`kept` indices at even distances below `count`; all where there are no more."""
-    return [i * count // kept for i in range(kept)] if kept < count else list(range(count))
+    """`kept` indices at even distances below `count`, with the first and the last; all where there are no more."""
+    kept = min(kept, count)
+    return [i * (count - 1) // max(kept - 1, 1) for i in range(kept)]
 
 
-def runs_kernels(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) is not None for name in ("emulator", "gpu"))
+def runs_on(item: pytest.Item) -> str:
+    """The mark of what runs an item's kernels; "" for what runs none, as on the reference."""
+    return next((name for name in ("gpu", "emulator") if item.get_closest_marker(name) is not None), "")
 
 
 def long_items(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Cases beyond those of the quick tier, which are spread evenly over a function's cases on one executor."""
+    """Cases beyond those of the quick tier, which are spread evenly over a function's cases that run kernels."""
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        executor = getattr(getattr(item, "callspec", None), "params", {}).get("executor")
-        function = item.nodeid.partition("[")[0]
-        groups.setdefault((function, getattr(executor, "name", "")), []).append(item)
-    for (function, _), cases in groups.items():
-        kept = EXCEPTIONS.get(function, QUICK_CASES if runs_kernels(cases[0]) else ALL)
+        groups.setdefault((item.nodeid.partition("[")[0], runs_on(item)), []).append(item)
+    for (function, where), cases in groups.items():
+        kept = EXCEPTIONS.get(function, QUICK_CASES if where else ALL)
         quick = set(spread(len(cases), kept))
         yield from (case for i, case in enumerate(cases) if i not in quick)

@@ -6,112 +6,73 @@ in deterministic mode, are planned once per step and kind of layer. Nothing of a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool, NoOpMHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.sglang import limits, planned
-from cute_attn.integrations.sglang.limits import FP8_DTYPES, ServerFacts, layer_facts
+from cute_attn.integrations.sglang.base import PagedBackend, drafts_of, refuse_arguments
+from cute_attn.integrations.sglang.limits import ServerFacts, layer_facts
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention, Step
-from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, TableStep
+from cute_attn.integrations.sglang.tables import TableAttention, TableStep
 from cute_attn.runtime import capture
 
-Attention = TableStep | PlannedAttention
 
-
-class CuteAttnBackend(AttentionBackend):
-    """Attention on cute_attn's kernels over SGLang's token pools.
-
-    Parameters
-    ----------
-    model_runner : SGLang's ModelRunner, its model loaded and its pools allocated.
-
-    Raises
-    ------
-    NotSupported (a NotImplementedError) that lists every setting of the server and of the model that is refused.
-    """
+class CuteAttnBackend(PagedBackend):
+    __doc__ = PagedBackend.__doc__
 
     def __init__(self, model_runner: Any) -> None:
-        super().__init__()
-        self.req_to_token_pool = model_runner.req_to_token_pool
-        self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.page_size: int = model_runner.page_size
-        self.device = model_runner.device
-        self.max_context_len: int = self.req_to_token_pool.req_to_token.shape[1]
-        pool = self.token_to_kv_pool
-        self._window_pool = pool if isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0 else None
-        facts = server_facts(model_runner)
-        layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
-        limits.check(facts, map(layer_facts, layers))
-        self._kinds: dict[RadixAttention, LayerKind] = {layer: self._kind(layer) for layer in layers}
+        super().__init__(model_runner)
+        facts, rows = self._facts, model_runner.req_to_token_pool.req_to_token
+        self.max_context_len: int = rows.shape[1]
         layout = facts.kv_layouts[0].upper()
         self._format = CacheFormat(facts.dtype, facts.kv_dtype, layout, self.page_size, facts.deterministic)
-        self._scaled = facts.kv_dtype in FP8_DTYPES
         self._branching = facts.draft_trees
         self._plans_decode = facts.deterministic or any(kind.soft_cap for kind in self._kinds.values())
         self.needs_cpu_seq_lens = self._plans_decode
-        rows = self.req_to_token_pool.req_to_token
-        self._pages = PageTables(rows, self.page_size)
-        self._window_pages = None
         if self._window_pool is not None:
             self._window_pages = PageTables(rows, self.page_size, self._window_pool.translate_loc_from_full_to_swa)
-        self._by_table = TableAttention(self.device, layout, self._pages, self._window_pages, self.max_context_len)
+        self._by_table = TableAttention(self.device, layout, self.max_context_len)
         self._workspace = torch.empty(planned.WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._extend = PlannedAttention(self._workspace, self._format, decode=False)
         self._decode = PlannedAttention(self._workspace, self._format, decode=True)
         self._graph_decodes: dict[int, PlannedAttention] = {}  # by batch size
-        self._graph_tables: GraphTables | None = None
         self._graph_indices: dict[bool, torch.Tensor] = {}
         self._verify_mask: VerifyMask | None = None
         self._window_loc: torch.Tensor | None = None  # where the step writes keys of sliding-window layers
-        self.forward_metadata: Attention | None = None
+
+    @functools.cached_property
+    def _window_pool(self) -> Any:
+        pool = self.token_to_kv_pool
+        return pool if isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0 else None
 
     # ---- a step without a CUDA graph
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Describe the batch of the next forward pass."""
-        mode = forward_batch.forward_mode
-        if mode.is_idle() or forward_batch.batch_size == 0:
-            self.forward_metadata = None
-            return
-        check_mode(forward_batch)
-        if self._window_pool is not None and forward_batch.out_cache_loc is not None:
-            self._window_loc = self._window_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
+    def _describe(self, batch: Any) -> TableStep | PlannedAttention:
+        mode = batch.forward_mode
+        if self._window_pool is not None and batch.out_cache_loc is not None:
+            self._window_loc = self._window_pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
         if mode.is_target_verify():
-            self.forward_metadata = self._verify_step(forward_batch)
-        elif not mode.is_decode():
-            self.forward_metadata = self._begin_extend(forward_batch)
-        elif self._plans_decode:
-            self._decode.begin(self._decode_step(forward_batch))
-            self.forward_metadata = self._decode
-        else:
-            longest = most_keys(forward_batch)
-            self.forward_metadata = self._by_table.step(forward_batch.req_pool_indices, forward_batch.seq_lens, longest)
-
-    def _verify_step(self, batch: Any) -> TableStep:
-        q_len = batch.spec_info.draft_token_num
-        longest = most_keys(batch)
-        step = self._by_table.step(
-            batch.req_pool_indices,
-            batch.seq_lens + q_len,
-            None if longest is None else longest + q_len,
-            q_len,
-        )
-        visible = batch.spec_info.custom_mask
-        if not self._branching or visible is None:
-            return step
-        return step.with_mask(visible, batch.seq_lens, self._mask_has_prefix(batch.spec_info))
+            step, visible = self._table_step(batch), batch.spec_info.custom_mask
+            if not self._branching or visible is None:
+                return step
+            return step.with_mask(visible, batch.seq_lens, self._mask_has_prefix(batch.spec_info))
+        if not mode.is_decode():
+            return self._begin_extend(batch)
+        if self._plans_decode:
+            self._decode.begin(self._decode_step(batch))
+            return self._decode
+        return self._table_step(batch)
 
     def _begin_extend(self, batch: Any) -> PlannedAttention:
         extended, cached = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
@@ -147,7 +108,7 @@ class CuteAttnBackend(AttentionBackend):
             for in_window_pool in {kind.in_window_pool for kind in self._kinds.values()}:
                 self._graph_indices[in_window_pool] = torch.zeros(most, dtype=torch.int32, device=self.device)
         else:
-            self._graph_tables = GraphTables(max_bs, self._pages, self._window_pages, self.device)
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
         if self._window_pool is not None:
             self._graph_window_loc = torch.zeros(max_num_tokens, dtype=torch.int64, device=self.device)
         drafts = get_spec().speculative_num_draft_tokens
@@ -157,44 +118,31 @@ class CuteAttnBackend(AttentionBackend):
             buffer = torch.zeros(cells, dtype=torch.bool, device=self.device)
             self._verify_mask = VerifyMask(buffer, mode, max_bs, is_read=self._branching)
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the length of requests that pad a captured batch."""
-        return 1
-
     @property
     def verify_mask(self) -> VerifyMask | None:
         """Where SGLang writes masks of drafts, with which layout."""
         return self._verify_mask
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare a capture or a replay of decode or of verification: plans, and masks, whose addresses change."""
-        check_mode(forward_batch)
-        batch_size, spec_info = forward_batch.batch_size, forward_batch.spec_info
+    def _graph_step(self, batch: Any) -> TableStep | PlannedAttention:
+        """Return the description of a captured batch: with plans, and masks, whose addresses change."""
+        batch_size, q_len = batch.batch_size, max(drafts_of(batch), 1)
         if self._plans_decode:
             decode = self._graph_decodes.get(batch_size)
             if decode is None:
                 decode = PlannedAttention(self._workspace, self._format, True, self._graph_buffers(batch_size))
                 self._graph_decodes[batch_size] = decode
-            decode.begin(self._decode_step(forward_batch), kinds=set(self._kinds.values()))
-            self.forward_metadata = decode
-            return
+            decode.begin(self._decode_step(batch), kinds=set(self._kinds.values()))
+            return decode
         assert self._graph_tables is not None
-        q_len = spec_info.draft_token_num if forward_batch.forward_mode.is_target_verify() else 1
         branching = q_len > 1 and self._branching
         if branching:
-            self._set_graph_mask(spec_info, forward_batch.seq_lens)
-        self.forward_metadata = self._graph_tables.view(batch_size, q_len, branching)
+            visible, has_prefix = batch.spec_info.custom_mask, self._mask_has_prefix(batch.spec_info)
+            self._graph_tables.set_mask(visible, batch.seq_lens, q_len, has_prefix)
+        return self._graph_tables.view(batch_size, q_len, branching)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Write page tables, lengths and slots on the device; captured and replayed with the model."""
-        batch_size = forward_batch.batch_size
-        if self._graph_tables is not None:
-            verifies = forward_batch.forward_mode.is_target_verify()
-            self._graph_tables.fill(
-                forward_batch.req_pool_indices[:batch_size],
-                forward_batch.seq_lens[:batch_size],
-                forward_batch.spec_info.draft_token_num if verifies else 0,
-            )
+        super().init_forward_metadata_in_graph(forward_batch)
         if self._window_pool is not None:
             loc = forward_batch.out_cache_loc
             self._window_loc = self._graph_window_loc[: len(loc)]
@@ -219,11 +167,6 @@ class CuteAttnBackend(AttentionBackend):
             )
 
         return buffers
-
-    def _set_graph_mask(self, spec_info: Any, seq_lens: torch.Tensor) -> None:
-        assert self._graph_tables is not None
-        visible, q_len = spec_info.custom_mask, spec_info.draft_token_num
-        self._graph_tables.set_mask(visible, seq_lens, q_len, self._mask_has_prefix(spec_info))
 
     def _mask_has_prefix(self, spec_info: Any) -> bool:
         """Tell whether rows of a mask begin with the keys before the drafts: n-gram drafts ignore `verify_mask`."""
@@ -258,65 +201,25 @@ class CuteAttnBackend(AttentionBackend):
         -------
         `[tokens, heads * head_dim]` of the server's dtype.
         """
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, kwargs)
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Compute attention of one new token of each request; arguments and result as of `forward_extend`."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, kwargs)
-
-    def _forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        batch: Any,
-        save_kv_cache: bool,
-        sinks: torch.Tensor | None,
-        others: dict[str, Any],
-    ) -> torch.Tensor:
-        if others:
-            refuse_arguments(others)
+        refuse_arguments(kwargs)
         if save_kv_cache and k is not None:
-            location = KVWriteLoc.for_batch(batch, swa_loc=self._window_loc)
+            location = KVWriteLoc.for_batch(forward_batch, swa_loc=self._window_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
         kind = self._kinds.get(layer)
         if kind is None:
             kind = self._kinds[layer] = self._checked_kind(layer)
-        step = self.forward_metadata
-        assert step is not None, "init_forward_metadata describes a batch before its first layer"
         q = q.reshape(-1, kind.num_qo_heads, kind.head_dim)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        rows, tokens = len(q), step.num_tokens
-        if tokens < rows:
-            out[tokens:].zero_()
-        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        layout = self._format.layout
-        cache = as_pages(keys, self.page_size, layout), as_pages(values, self.page_size, layout)
-        k_scale, v_scale = self._scales(layer)
+        out, step = self._outputs(q, kind.head_dim), self.forward_metadata
+        tokens, layout = step.num_tokens, self._format.layout
+        cache = [as_pages(x, self.page_size, layout) for x in self.token_to_kv_pool.get_kv_buffer(layer.layer_id)]
+        operands = kind, q[:tokens], (cache[0], cache[1]), out[:tokens], *self._scales(layer), sinks
         if isinstance(step, TableStep):
-            self._by_table.run(step, kind, q[:tokens], cache, out[:tokens], k_scale, v_scale, sinks)
+            self._by_table.run(step, *operands)
         else:
-            step.run(kind, q[:tokens], cache, out[:tokens], k_scale, v_scale, sinks)
-        return out.view(rows, -1)
+            step.run(*operands)
+        return out.view(len(q), -1)
 
-    def _scales(self, layer: RadixAttention) -> tuple[Any, Any]:
-        """Return the scales of an fp8 pool: numbers where SGLang has them."""
-        if not self._scaled:
-            return None, None
-        k_scale = layer.k_scale if layer.k_scale_float is None else layer.k_scale_float
-        v_scale = layer.v_scale if layer.v_scale_float is None else layer.v_scale_float
-        return k_scale, v_scale
+    forward_decode = forward_extend
 
     def _kind(self, layer: RadixAttention) -> LayerKind:
         pool = self._window_pool
@@ -331,74 +234,3 @@ class CuteAttnBackend(AttentionBackend):
                 [Refusal(limits.BACKEND, "a soft cap", "the model's modules did not show it", limits.OTHER_BACKEND)]
             )
         return kind
-
-
-def server_facts(runner: Any) -> ServerFacts:
-    """Read from a runner and SGLang's settings what decides whether the backend can serve."""
-    pool, config, parallel, spec = runner.token_to_kv_pool, runner.model_config, get_parallel(), get_spec()
-    parts = [getattr(pool, name) for name in ("full_kv_pool", "swa_kv_pool") if hasattr(pool, name)] or [pool]
-    quantized = next((name for name in map(_own_recipe, parts) if name), None)
-    translator = runner.kv_index_translator
-    algorithm = spec.speculative_algorithm
-    return ServerFacts(
-        dtype=runner.dtype,
-        kv_dtype=pool.dtype,
-        kv_layouts=tuple(dict.fromkeys(map(_layout, parts))),
-        quantized_pool=quantized,
-        mla=runner.use_mla_backend,
-        encoder_decoder=config.is_encoder_decoder,
-        attention_chunk_size=config.attention_chunk_size,
-        draft_worker=runner.is_draft_worker,
-        context_parallel=parallel.attn_cp_size,
-        decode_context_parallel=parallel.attn_dcp_size,
-        translated_slots=translator is not None and translator.is_translating,
-        diffusion=get_exec().dllm.dllm_algorithm is not None,
-        full_prefill_graphs=check_cuda_graph_backend(Phase.PREFILL, Backend.FULL),
-        deterministic=get_exec().deterministic.enable_deterministic_inference,
-        speculative=None if algorithm is None else str(algorithm),
-        draft_trees=algorithm is not None and (spec.speculative_eagle_topk or 0) > 1,
-    )
-
-
-def _layout(pool: Any) -> str:
-    """Return the layout of a pool; latent rows have no axis of heads to speak of."""
-    return "nhd" if type(pool) is MLATokenToKVPool else getattr(pool, "kv_cache_layout", type(pool).__name__)
-
-
-def _own_recipe(pool: Any) -> str | None:
-    """Return the name of a pool's quantisation where it is more than a cast, else None."""
-    name = getattr(pool.get_kv_cache_quant_method(), "name", "unquantized")
-    if name != "unquantized":
-        return str(name)
-    scaled = getattr(pool, "k_scale_buffer", None) is not None or hasattr(pool, "get_kv_scale_buffer")
-    if type(pool) is MLATokenToKVPool:  # others of its kind have rows of their own
-        return None
-    if scaled or isinstance(pool, MLATokenToKVPool | NoOpMHATokenToKVPool):
-        return type(pool).__name__
-    return None
-
-
-def most_keys(batch: Any) -> int | None:
-    """Return the most keys of a request if the host knows them without asking the device."""
-    return None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max())
-
-
-def check_mode(batch: Any) -> None:
-    """Refuse batches whose mask the backends have not."""
-    refused = None
-    if batch.forward_mode.is_dllm_extend():
-        refused = "diffusion language models", "their block mask is not implemented"
-    elif getattr(batch, "multi_item_delimiter_indices", None) is not None:
-        refused = "multi-item scoring", "the backend does not pass its mask on"
-    elif getattr(batch.spec_info, "ragged_verify_layout", None) is not None:
-        refused = "ragged verification of drafts", "every request must have the same number of drafts"
-    if refused is not None:
-        raise NotSupported([Refusal(limits.BACKEND, *refused, limits.OTHER_BACKEND)])
-
-
-def refuse_arguments(given: dict[str, Any]) -> None:
-    """Refuse arguments of a layer that are given, whatever they are."""
-    asked = [name for name, value in given.items() if value is not None and value is not False]
-    if asked:
-        reason = "RadixAttention of a model that needs them has other kernels"
-        raise NotSupported([Refusal(limits.BACKEND, ", ".join(asked), reason, limits.OTHER_BACKEND)])

@@ -38,6 +38,25 @@ class TableStep(NamedTuple):
         draft_mask(visible, seq_lens, self.q_len, with_prefix, out=self.mask)
 
 
+def table_step(
+    tables: PageTables,
+    window_tables: PageTables | None,
+    requests: torch.Tensor,
+    seq_lens: torch.Tensor,
+    longest: int | None,
+    q_len: int = 1,
+) -> TableStep:
+    """Describe a batch in new tensors.
+
+    `tables`, `window_tables`: of the pool, and of that of sliding-window layers. `requests`: rows of the token table.
+    `seq_lens`: keys of each request, those of its q_len query tokens included. `longest`: the most of them if the host
+    knows it, which makes tables narrower.
+    """
+    pages = None if longest is None else -(-longest // tables.page_size)
+    window = None if window_tables is None else window_tables.block_tables(requests, pages)
+    return TableStep(tables.block_tables(requests, pages), window, seq_lens.to(torch.int32), q_len)
+
+
 class TableAttention:
     """Attention of batches that are described by block tables.
 
@@ -45,34 +64,13 @@ class TableAttention:
     ----------
     device : of the pool.
     layout : "NHD" or "HND", of the pool.
-    tables : page tables of the pool.
-    window_tables : None, or those of the pool of sliding-window layers.
     max_context : an upper bound of the keys of a request.
     """
 
-    def __init__(
-        self,
-        device: torch.device | str,
-        layout: str,
-        tables: PageTables,
-        window_tables: PageTables | None,
-        max_context: int,
-    ) -> None:
+    def __init__(self, device: torch.device | str, layout: str, max_context: int) -> None:
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._layout = layout
-        self._tables = tables
-        self._window_tables = window_tables
         self._max_context = max_context
-
-    def step(self, requests: torch.Tensor, seq_lens: torch.Tensor, longest: int | None, q_len: int = 1) -> TableStep:
-        """Describe a batch in new tensors.
-
-        `requests`: rows of the token table. `seq_lens`: keys of each request, those of its q_len query tokens included.
-        `longest`: the most of them if the host knows it, which makes tables narrower.
-        """
-        pages = None if longest is None else -(-longest // self._tables.page_size)
-        window = None if self._window_tables is None else self._window_tables.block_tables(requests, pages)
-        return TableStep(self._tables.block_tables(requests, pages), window, seq_lens.to(torch.int32), q_len)
 
     def run(
         self,

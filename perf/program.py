@@ -1,0 +1,105 @@
+"""What the programs of `perf` share: options, the GPU, the head of a record, rows of calls beside peers'."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perf.bench import add_times, save
+from perf.harness import ROUNDS, Call, CudaGraphTimer, reason
+from perf.machine import command_line, environment, why_no_gpu
+
+CACHED_BYTES = 160 << 20  # of all copies together: beyond twice an H200's L2 of 50 MiB, and B200's of 126 MB
+UNITS = {"gb_per_s": "GB/s", "tflops": "TFLOP/s"}
+Row = dict[str, Any]
+
+
+def parser(name: str, about: str | None, rounds: int = 0) -> argparse.ArgumentParser:
+    """Returns the options that a program has besides its own; `rounds`: the default, 0 where nothing has rounds."""
+    found = argparse.ArgumentParser(prog=f"python -m perf.{name}", description=about)
+    found.add_argument("--out", type=Path, help="JSON file for the record, written whenever there is more of it")
+    if rounds:
+        found.add_argument("--rounds", type=int, default=rounds, help=f"number of timed rounds (default {rounds})")
+    return found
+
+
+def gpu(absent: str | None = None) -> torch.device | None:
+    """Returns the current GPU; None, with the reason on stderr, without one or if something else is `absent`."""
+    if absent := why_no_gpu() or absent:
+        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def head(name: str, argv: Sequence[str] | None = None, **more: str) -> Row:
+    """Returns what a record begins with: its command and environment, with `more` of that."""
+    command = command_line(name, sys.argv[1:] if argv is None else argv)
+    return {"command": command, "environment": environment() | more}
+
+
+# ---- rows of calls, for problems that `perf.bench` has no words for
+
+
+def copies(w: Any) -> int:
+    """Returns how many copies of the inputs exceed the L2."""
+    return max(2, -(-CACHED_BYTES // w.num_bytes))
+
+
+def beside(
+    w: Any, makes: Mapping[str, Callable[[Any], Call]], sets: Sequence[Any], check: Callable[..., Row], rounds: int
+) -> Row:
+    """Returns the record of a row: the times of all candidates, or why there are none.
+
+    `w`: a dataclass with `name`, `num_bytes`, and `work`: by unit what a call that takes 1 us reaches. `check(name,
+    call)` runs a call on the first set; it returns entries of the record, or raises.
+    """
+    calls: dict[str, Sequence[Call]] = {}
+    entries: dict[str, Row] = {}
+    for name, make in makes.items():
+        try:
+            made = [make(x) for x in sets]
+            entries[name], calls[name] = check(name, made[0]), made
+        except Exception as failure:  # a failing peer must not end the run
+            entries[name] = {"reason": reason(failure)}
+    clock = add_times(entries, calls, CudaGraphTimer(), rounds)
+    for entry in entries.values():
+        if "median_us" in entry:
+            entry |= {unit: work / entry["median_us"] for unit, work in w.work.items()}
+    row = {"name": w.name, "workload": asdict(w), "copies": len(sets)}
+    return {**row, "candidates": entries, "sm_clock_mhz": clock}
+
+
+def line(row: Row) -> str:
+    """Returns one row as a line of text."""
+    cells = []
+    for name, entry in row["candidates"].items():
+        speeds = "".join(f", {entry[unit]:.0f} {text}" for unit, text in UNITS.items() if unit in entry)
+        cells.append(f"{name} {entry['median_us']:.2f} us{speeds}" if speeds else f"{name} - ({entry['reason']})")
+    return f"{row['name']}: {'; '.join(cells)}"
+
+
+def measure_rows(
+    name: str,
+    about: str | None,
+    workloads: Sequence[Any],
+    measured: Callable[[Any, torch.device, int], Row],
+    more: Callable[[torch.device], Row] = lambda device: {},
+) -> int:
+    """Runs a command line that measures rows of calls. `more`: what the record has besides them."""
+    options = parser(name, about, ROUNDS).parse_args()
+    device = gpu()
+    if device is None:
+        return 2
+    record: Row = {**head(name), **more(device), name: []}
+    for w in workloads:
+        record[name].append(measured(w, device, options.rounds))
+        print(line(record[name][-1]), flush=True)
+        if options.out:
+            save(record, options.out)
+    return 0
