@@ -173,9 +173,11 @@ def latent() -> dict[str, dict[str, str]]:
 
 
 def _latent_table() -> list[str]:
-    found = latent()
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for label, kernels in latent().items():
+        rows.setdefault(tuple(kernels.values()), []).append(label)
     lines = ["| rows of the cache | " + " | ".join(ALL_ARCHS) + " |", "|---" + "|:---:" * len(ALL_ARCHS) + "|"]
-    return [*lines, *(f"| {label} | " + " | ".join(row.values()) + " |" for label, row in found.items())]
+    return [*lines, *(f"| {'; '.join(labels)} | " + " | ".join(cells) + " |" for cells, labels in rows.items())]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -224,9 +224,8 @@ def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: Ml
     v_number, v_scale = _scale("bmm2_scale", options.v_scale, q.device)
     if options.enable_pdl is not None:
         checks.boolean("enable_pdl", options.enable_pdl)
-    ckv_scale, kpe_scale = (
-        checks.real_or(name, x, 1.0) for name, x in (("ckv_scale", options.ckv_scale), ("kpe_scale", options.kpe_scale))
-    )
+    scales = ("ckv_scale", options.ckv_scale), ("kpe_scale", options.kpe_scale)
+    ckv_scale, kpe_scale = (1.0 if x is None else checks.positive(name, x) for name, x in scales)
     if parts.ckv.x.dtype == NARROW != parts.kpe.x.dtype and kpe_scale != 1.0:
         raise ArgumentError(f"kpe_scale must be 1 for rotated columns of 16 bits, got {kpe_scale}")
     settings = MlaSettings(

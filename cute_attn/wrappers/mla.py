@@ -303,8 +303,8 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         return_lse_base_on_e : lse is natural, not base 2. Default False.
         sinks : floating-point `[num_heads]`, natural-log domain; only after a plan with use_sinks.
         bmm1_scale, bmm2_scale : in place of the planned sm_scale and of 1: numbers or tensors of one element.
-        ckv_scale, kpe_scale : over float8_e4m3fn only: factors of the cache's parts, numbers, besides those below. They
-            must be given unless bmm1_scale is. kpe_scale must be 1 for rotated columns of 16 bits.
+        ckv_scale, kpe_scale : over float8_e4m3fn only: factors of the cache's parts, numbers > 0, besides those below.
+            They must be given unless bmm1_scale is. kpe_scale must be 1 for rotated columns of 16 bits.
         ckv_scale_arr : in place of ckv_scale: float32 `[num_pages, page_size, 4]`, factors of each 128 latent columns
             of each token; any strides with 1 on the last axis, rows 16-byte aligned on a GPU. Products are rounded to
             the queries' dtype.

@@ -338,6 +338,7 @@ def test_runs_keep_to_planned_modes() -> None:
         ({"ckv_scale": None}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
         ({"ckv_scale_arr": torch.ones(7, 2, 4)}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
         ({"kpe_scale": None}, "kpe_scale must be given"),
+        ({"ckv_scale": 0.0}, "ckv_scale must be > 0"),
         ({"ckv_scale": None, "ckv_scale_arr": torch.ones(7, 2, 3)}, "Invalid shape of ckv_scale_arr"),
     ):
         with pytest.raises(ArgumentError, match=message):

@@ -78,7 +78,7 @@ def test_markdown_and_json(capsys: Output) -> None:
     assert text == support.markdown()
     lines = [line for line in text.splitlines() if line.startswith("|")]
     forms = support.latent()
-    assert len(lines) == sum(len(group.rows) + 2 for group in GROUPS.values()) + len(forms) + 2
+    assert len(lines) == sum(len(group.rows) + 2 for group in GROUPS.values()) + 3
     assert {row["sm_90a"] for row in forms.values()} == {"wgmma"}
     assert {kernel for row in forms.values() for arch, kernel in row.items() if arch != "sm_90a"} == {"mma.sync"}
     assert main(["support", "--json"]) == 0
