@@ -58,6 +58,8 @@ CASES = {
 
 SMALL = ("drafts at the edges", "e4m3", "one long request", "96 heads", "sinks", "nothing to see")
 PLANNED = [name for name, case in CASES.items() if case.grouped]  # scales of groups come with runs only
+# The kernel on wgmma has all cases. Those on mma.sync are one program with other tiles, which share them.
+DEALT = [(arch, name) for i, name in enumerate(CASES) for arch in ("sm_90a", ("sm_80", "sm_120a", "sm_100a")[i % 3])]
 
 
 def solve(case: MlaCase, arch: str, sms: int, schedule: str, *, planned: bool) -> None:
@@ -70,8 +72,7 @@ def solve(case: MlaCase, arch: str, sms: int, schedule: str, *, planned: bool) -
     case.check(found, case.scales if planned else ONE)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("arch", "name"), DEALT)
 def test_cases(arch: str, name: str) -> None:
     solve(CASES[name], arch, 3, "eager", planned=arch in ("sm_80", "sm_90a"))
 
