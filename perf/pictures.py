@@ -87,18 +87,18 @@ def style(theme: Theme) -> Iterator[Any]:
 
 def family(name: str) -> str:
     """Returns the library that a candidate belongs to."""
-    return OURS if name.startswith(OURS) else FAMILIES.get(name, "FlashInfer")
+    return name if name.startswith(OURS) else FAMILIES.get(name, "FlashInfer")
 
 
 def lines_of(chosen: Sequence[Row], x: Callable[[Mapping[str, Any]], float]) -> dict[str, Points]:
-    """Returns for each library its points: the fastest of its kernels in every row. A library of which a kernel was not
-    built for the run has none there: that may be its fastest.
+    """Returns for each library its points: of ours what "auto" ran, of others the fastest kernel in every row. A library
+    of which a kernel was not built for the run has none there: that may be its fastest.
     """
     found: dict[str, Points] = {}
     for row in sorted(chosen, key=lambda row: x(row["workload"])):
         speeds: dict[str, float] = {}
         for name, entry in row["candidates"].items():
-            if "speed" in entry:
+            if "speed" in entry and (name == OURS or not name.startswith(OURS)):
                 speeds[family(name)] = max(speeds.get(family(name), 0.0), entry["speed"])
         unbuilt = {family(name) for name, entry in row["candidates"].items() if "not built" in entry.get("reason", "")}
         for name, speed in speeds.items():
