@@ -91,8 +91,8 @@ def family(name: str) -> str:
 
 
 def lines_of(chosen: Sequence[Row], x: Callable[[Mapping[str, Any]], float]) -> dict[str, Points]:
-    """Returns for each library its points: of ours what "auto" ran, of others the fastest kernel in every row. A library
-    of which a kernel was not built for the run has none there: that may be its fastest.
+    """Returns for each library its points: of ours what "auto" ran, of others the fastest kernel in every row. Where a
+    kernel of a library was not built for the run it has none: that may be its fastest.
     """
     found: dict[str, Points] = {}
     for row in sorted(chosen, key=lambda row: x(row["workload"])):
