@@ -210,8 +210,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     query : `[batch_size, q_len, num_heads, 576]`, as there. FlashInfer's has q_len 1.
     out : written and returned: query's shape with 512 on the last axis; with q_len 1 also `[batch_size, num_heads,
         512]`, the shape that FlashInfer names. Default: a new tensor.
-
-    The others are those of `trtllm_batch_decode_with_kv_cache_mla`.
+    kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, max_seq_len,
+        bmm1_scale, bmm2_scale, sinks, enable_pdl : as there.
 
     Returns
     -------

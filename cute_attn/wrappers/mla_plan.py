@@ -37,6 +37,10 @@ class MLAPlanMetadata:
     block_tables : int32 `[batch_size, max_pages]`, the page numbers of each request in order.
     seq_lens : what kv_len_arr is.
     max_q_len : the most query tokens of a request. Default: read from the bounds, which synchronises on a GPU.
+
+    Raises
+    ------
+    Nothing: plans check the arrays.
     """
 
     qo_indptr: torch.Tensor | None = None
