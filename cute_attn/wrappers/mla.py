@@ -35,6 +35,7 @@ from cute_attn.wrappers.not_copied import NotCopied
 
 SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one implementation here stands for all
 NAMES = Names("float_workspace_buffer", "kv_len_arr", "kv_indices", "kv_indptr", "qo_indptr")
+Named = tuple[str, Any]  # of an argument
 DENSE_NAMES = Names("float_workspace_buffer", "seq_lens", "block_tables", "", "cum_seq_lens_q")
 
 
@@ -397,9 +398,6 @@ def _check_scales(plan: Planned, cache: tuple[Any, Any, Any], products: tuple[An
             raise ArgumentError(
                 f"bmm1_scale and bmm2_scale must be as planned with scale_mode={plan.scale_mode!r}, got {found}"
             )
-
-
-Named = tuple[str, Any]
 
 
 def _operand(whole: Named, nope: Named, rope: Named, planned: str | None, dim: int) -> tuple[Part, Part]:

@@ -267,7 +267,6 @@ def plan_modes(lse_mode: Any, scale_mode: Any, kv_dtype: torch.dtype, *, dynamic
 
 def refuse_results(output_scale: Any, skip_softmax: Any, profiler: Any) -> None:
     if output_scale != "none":
-        instead = "bmm2_scale of run"
-        trtllm_options.refuse(f"output_scale={output_scale!r}", "outputs have 16 bits", instead)
+        trtllm_options.refuse(f"output_scale={output_scale!r}", "outputs have 16 bits", "bmm2_scale of run")
     trtllm_options.refuse_given("no weight is dropped from the softmax", skip_softmax=skip_softmax)
     trtllm_options.refuse_given(NO_PROFILER, use_profiler=profiler)
