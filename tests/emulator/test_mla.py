@@ -129,8 +129,9 @@ def test_groups_of_ctas(schedule: str) -> None:
     ("tiles", "sms", "states"),
     [
         ((3, 3), 3, set()),  # shares of 4 positions would cut both; two CTAs take a whole one each
-        ((6, 6), 6, {(0, 1), (1, 0), (2, 1), (3, 0)}),  # of 3 would cut both twice; they are cut in half
-        ((3, 2), 3, {(0, 1), (1, 0)}),  # shares of 3, wherever they end
+        ((6, 6), 6, {(0, 1), (1, 0), (2, 0), (3, 1), (4, 0), (5, 0)}),  # thirds of each
+        ((3, 2), 3, set()),  # shares of 3 would cut the first; two CTAs take a whole one each
+        ((20, 1), 3, {(0, 1), (1, 0), (2, 0)}),  # shares of 9, wherever they end
         ((8,), 2, {(0, 1), (1, 0)}),
     ],
 )

@@ -172,5 +172,6 @@ def test_captured_plans(kernels: str, arch: str) -> None:
             out, lse = call(case, inputs, made)
             result = check(case, inputs, out, lse)
             assert result.ok, result.detail
-            addresses.add(made._planned().launch.planned.key_bounds)
+            run = made._planned().launch.planned
+            addresses.add(run.items + 4 * run.schedule.work.key_bounds)
     assert len(addresses) == 1

@@ -43,18 +43,16 @@ def work(planned: Any, batch: BatchCase, emulation: Any) -> str:
 
 
 @pytest.mark.parametrize("schedule", ["eager", "delayed", "adversarial"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_kernel_takes_requests_of_any_lengths(dtype: str, schedule: str) -> None:
-    batches = [case(lens, **DTYPES[dtype]) for lens in (EVEN, UNEVEN, OTHER_EVEN)]
+def test_one_kernel_takes_requests_of_any_lengths(schedule: str) -> None:
+    batches = [case(lens, **DTYPES["8 bits"]) for lens in (EVEN, UNEVEN, OTHER_EVEN)]
     with using("sm_90a", kernels="xqa", sms=1, schedule=Schedule(schedule, 1)) as emulation:
         planned = batch_case.wrapper(batches[0], backend="emulator")
         assert [work(planned, batch, emulation) for batch in batches] == ["even"] * 3
     assert len({(str(record.spec), record.grid) for record in emulation.records}) == 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_captured_launches_take_any_lengths(dtype: str) -> None:
-    first, second = (case(lens, **DTYPES[dtype]) for lens in (EVEN, UNEVEN))
+def test_captured_launches_take_any_lengths() -> None:
+    first, second = (case(lens, **DTYPES["8 bits"]) for lens in (EVEN, UNEVEN))
     with using("sm_90a", kernels="xqa", sms=2) as emulation:
         planned, _ = graph_wrapper(first, "cpu", 40, 0, backend="emulator")
         assert [work(planned, batch, emulation) for batch in (first, second)] == ["even"] * 2
@@ -115,7 +113,7 @@ def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, mo
 
 @pytest.mark.parametrize(
     ("requests", "ring"),
-    [(1, (8, 2, 16, "whole", "l2")), (2, (4, 2, 16, "whole", "none")), (3, (2, 2, 16, "even", "none"))],
+    [(1, (8, 2, 16, "whole", "l2")), (2, (4, 2, 16, "whole", "none")), (3, (2, 2, 16, "heads", "none"))],
 )
 def test_kernels_of_longer_windows(requests: int, ring: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, tiles.EVEN: PAIRS})

@@ -74,8 +74,8 @@ RINGS = (
     Fault(
         "converted numbers overwrite a half that is read",
         "mla/hopper/producer.py",
-        "        ring.wait_empty(state)\n        target, loaded = ",
-        "        target, loaded = ",
+        "        ring.wait_empty(state)\n        target, loaded, scales = ",
+        "        target, loaded, scales = ",
         NARROW_ORDER,
     ),
     Fault(
@@ -93,7 +93,7 @@ PRODUCTS = (
     Fault(
         "scores do not wait for the second half",
         "mla/hopper/warpgroups.py",
-        "for index in range(len(HALVES)):",
+        "for index in range(HALVES):",
         "for index in range(1):",
         ORDER,
     ),
@@ -197,27 +197,6 @@ ANCHORS = (
 
 SHARING = (
     Fault(
-        "requests of unequal lengths are cut like equal ones",
-        "mla/hopper/partition.py",
-        "longest * p.batch == total",
-        "longest * p.batch >= total",
-        SHARES,
-    ),
-    Fault(
-        "equal parts are rounded down",
-        "mla/hopper/partition.py",
-        "part = ptx.divide(segment + parts - 1, parts)",
-        "part = ptx.divide(segment, parts) - 1",
-        SHARES,
-    ),
-    Fault(
-        "the last whole segments belong to no share",
-        "mla/hopper/partition.py",
-        "whole = ptx.divide(size + segment - 1, segment) * segment",
-        "whole = ptx.divide(size, segment) * segment",
-        LONG,
-    ),
-    Fault(
         "a segment that ends with a share reaches into the next",
         "mla/hopper/segments.py",
         "ptx.divide(segment.start + request.tiles - 1, share.size)",
@@ -279,8 +258,8 @@ PAGES_AND_SCALES = (
     Fault(
         "rotated columns have the scale of latent ones",
         "mla/hopper/producer.py",
-        "                    pairs = [self.scaled(pair) for pair in pairs]\n",
-        "                    pass\n",
+        "            return self.scaled(pairs, self.rotated_factor)\n",
+        "            return pairs\n",
         NARROW,
     ),
     Fault(
