@@ -10,7 +10,7 @@ import torch
 
 from cute_attn.cli.support import Division, Sample
 from cute_attn.kernels.mla.spec import CacheForm
-from cute_attn.problem import Features
+from cute_attn.problem import Features, short
 from cute_attn.request.settings import FP8, HALF
 from cute_attn.runtime.arch import Arch
 
@@ -224,7 +224,7 @@ DIVISIONS = (
     Division("Draft tokens of calls without a plan", *_DRAFTS),
 )
 
-_E4M3_NAME = "float8_e4m3fn"
+_E4M3_NAME = short(E4M3)
 LATENT_FORMS = {
     "512 latent and 64 rotated columns of 16 bits": CacheForm(),
     "512 latent columns of 16 bits": CacheForm(rope_bits=0),

@@ -184,16 +184,8 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         mla_plan.refuse_dims(("head_dim_ckv", "head_dim_kpe"), dims)
         dtypes = mla_plan.plan_dtypes(q_data_type, kv_data_type, output_dtype)
         page_size = checks.at_least("page_size", page_size, 1)
-        flat = {
-            "qo_indptr": qo_indptr,
-            "kv_indptr": kv_indptr,
-            "kv_indices": kv_indices,
-            "kv_len_arr": kv_len_arr,
-            "cum_seq_lens_q": cum_seq_lens_q,
-            "block_tables": block_tables,
-            "seq_lens": seq_lens,
-            "max_q_len": max_q_len,
-        }
+        arrays = qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens
+        flat = dict(zip((*CSR, *mla_plan.DENSE, "max_q_len"), (*arrays, max_q_len), strict=True))
         options = (
             checks.at_least("num_heads", num_heads, 1),
             dims[1],
@@ -254,7 +246,10 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
     def _check_kept(self, name: str, x: torch.Tensor, kept: torch.Tensor | None) -> None:
         checks.device(name, x, self.device)
         checks.contiguous(name, x)
-        if self._buffers and (kept is None or (kept.data_ptr(), kept.shape) != (x.data_ptr(), x.shape)):
+        if kept is None and self._buffers:
+            names = ", ".join(self._buffers)
+            raise ArgumentError(f"{name} must not be given to a wrapper whose captured launches read {names}")
+        if kept is not None and (kept.data_ptr(), kept.shape) != (x.data_ptr(), x.shape):
             raise ArgumentError(
                 f"{name} must be the array of the first plan of a CUDA graph, which captured launches read: "
                 "change its numbers in place"
@@ -305,7 +300,8 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         sinks : floating-point `[num_heads]`, natural-log domain; only after a plan with use_sinks.
         bmm1_scale, bmm2_scale : in place of the planned sm_scale and of 1: numbers or tensors of one element.
         ckv_scale, kpe_scale : over float8_e4m3fn only: factors of the cache's parts, numbers > 0, besides those below.
-            They must be given unless bmm1_scale is. kpe_scale must be 1 for rotated columns of 16 bits.
+            They must be given unless bmm1_scale is. kpe_scale must be 1 for rotated columns of 16 bits, and changes
+            nothing without any.
         ckv_scale_arr : in place of ckv_scale: float32 `[num_pages, page_size, 4]`, factors of each 128 latent columns
             of each token; any strides with 1 on the last axis, rows 16-byte aligned on a GPU. Products are rounded to
             the queries' dtype.
@@ -384,12 +380,13 @@ def _check_scales(plan: Planned, cache: tuple[Any, Any, Any], products: tuple[An
             f"ckv_scale, ckv_scale_arr and kpe_scale must come with a cache of float8_e4m3fn, got one of {short(dtype)}"
         )
     both, neither = ckv is not None and groups is not None, ckv is None and groups is None
-    if dtype == NARROW and (both or (neither and products[0] is None)):
+    needed = dtype == NARROW and (products[0] is None or plan.scale_mode == "kv-per-tensor")
+    if both or (neither and needed):
         raise ArgumentError(
             "Exactly one of ckv_scale or ckv_scale_arr must be given with a cache of float8_e4m3fn, "
             f"got {'both' if both else 'neither'}"
         )
-    if dtype == NARROW and kpe is None and products[0] is None:
+    if kpe is None and needed:
         raise ArgumentError("kpe_scale must be given with a cache of float8_e4m3fn, got None")
     if plan.scale_mode.startswith("bmm"):
         tensors = plan.scale_mode == "bmm-tensor"

@@ -334,6 +334,11 @@ def test_runs_keep_to_planned_modes() -> None:
         wrapper.plan(metadata=metadata(case, "csr"), **plan_options(case, scale_mode="kv-per-tensor"))
     with pytest.raises(ArgumentError, match="must come with a cache of float8_e4m3fn"):
         case.wrapped(kpe_scale=2.0)
+    planned = {"scale_mode": "kv-per-tensor"}
+    wrapper.plan(metadata=metadata(narrow, "csr"), **plan_options(narrow, **planned))
+    wrapper.run(*narrow.parts(), **narrow.scale_options())
+    with pytest.raises(ArgumentError, match="Exactly one of ckv_scale or ckv_scale_arr must be given"):
+        wrapper.run(*narrow.parts(), **numbers)
     for scales, message in (
         ({"ckv_scale": None}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
         ({"ckv_scale_arr": torch.ones(7, 2, 4)}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
@@ -362,6 +367,10 @@ def test_graphs_over_tables() -> None:
     shorter.check((wrapper.run(*case.parts()), shorter.trtllm()[1]))
     with pytest.raises(ArgumentError, match="seq_lens must be the array of the first plan of a CUDA graph"):
         wrapper.plan(metadata=metadata(case, "dense", seq_lens=case.seq_lens.clone()), **plan_options(case))
+    buffers = (case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens)
+    buffered = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *(x.clone() for x in buffers))
+    with pytest.raises(ArgumentError, match="cum_seq_lens_q must not be given to a wrapper whose"):
+        buffered.plan(metadata=metadata(case, "dense"), **plan_options(case))
     with pytest.raises(ArgumentError, match="qo_indptr must have a buffer from the construction"):
         cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), use_cuda_graph=True).plan(
             metadata=metadata(case, "csr"), **plan_options(case)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.runtime import dsl
@@ -35,6 +35,11 @@ class Fp8ToBf16(Fp8):
 
     def word(self, word: Int32) -> list[Int32]:
         return ptx.fp8x4_to_bf16(self.stored, word)
+
+
+def scaled(dtype: str, pairs: list[Int32], factor: Float32) -> list[Int32]:
+    """Multiplies pairs of 16-bit numbers in fp32, and rounds."""
+    return [ptx.pack_16(dtype, *(x * factor for x in ptx.unpack_16(dtype, pair))) for pair in pairs]
 
 
 @dataclass(frozen=True)

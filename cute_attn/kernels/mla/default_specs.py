@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 from cute_attn.kernels.formats import DTYPES
-from cute_attn.kernels.mla.spec import AnyMlaSpec, CacheForm
+from cute_attn.kernels.mla.spec import KV_DTYPES, AnyMlaSpec, CacheForm
 from cute_attn.kernels.mla.tiles import choose
 from cute_attn.runtime.arch import Arch
 
-NARROW = "float8_e4m3fn"
+NARROW = KV_DTYPES[1]
 COMMON = CacheForm(), CacheForm(NARROW, 8)
 OTHERS = CacheForm("", 0), CacheForm(NARROW, 0, True), CacheForm(NARROW, 16, True)
 

@@ -258,7 +258,7 @@ PAGES_AND_SCALES = (
     Fault(
         "rotated columns have the scale of latent ones",
         "mla/hopper/producer.py",
-        "            return self.scaled(pairs, self.rotated_factor)\n",
+        "            return scaled(spec.dtype, pairs, self.rotated_factor)\n",
         "            return pairs\n",
         NARROW,
     ),

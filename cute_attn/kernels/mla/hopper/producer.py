@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.dequant import Fp8, scaled
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
@@ -243,9 +243,5 @@ class NarrowProducer(Producer):
             return words
         pairs = self.converter.pairs(words, Int32(0))
         if column == ROTATED:
-            return self.scaled(pairs, self.rotated_factor)
-        return self.scaled(pairs, scales[column * LINE // 2 // GROUP % len(scales)]) if spec.grouped else pairs
-
-    def scaled(self, pairs: list[Int32], factor: Float32) -> list[Int32]:
-        dtype = self.memory.spec.dtype
-        return [ptx.pack_16(dtype, *(x * factor for x in ptx.unpack_16(dtype, pair))) for pair in pairs]
+            return scaled(spec.dtype, pairs, self.rotated_factor)
+        return scaled(spec.dtype, pairs, scales[column * LINE // 2 // GROUP % len(scales)]) if spec.grouped else pairs

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.dequant import Fp8, scaled
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
@@ -187,7 +187,7 @@ class NarrowTileCopies(TileCopies):
             for line in self.lines:
                 words = self.converter.pairs(ptx.ld_shared_v4(latent, line * self.line_bytes), Int32(0))
                 if self.memory.spec.grouped:
-                    words = self.scaled(words, self.scale_of(line, scale))
+                    words = scaled(self.memory.spec.dtype, words, self.scale_of(line, scale))
                 for half in range(2):
                     place = row + self.position(self.chunk * 2 + half)
                     ptx.st_shared_v4(place, at + line * 2 * LINE, words[4 * half : 4 * half + 4])
@@ -206,10 +206,6 @@ class NarrowTileCopies(TileCopies):
         """Return a scale of this thread's row, which the row's thread of that number has copied."""
         row_lane = ptx.thread_index() & Int32(32 - LANES)
         return ptx.from_bits(isa.shuffle(ptx.ld_shared_b32(address), row_lane + group))
-
-    def scaled(self, pairs: list[Int32], factor: Float32) -> list[Int32]:
-        dtype = self.memory.spec.dtype
-        return ptx.pack_pairs(dtype, [x * factor for x in ptx.unpack_pairs(dtype, pairs)])
 
     def position(self, chunk: Int32) -> Int32:
         """Offset in this thread's row of chunk 0 to 15 of a pair of lines."""
