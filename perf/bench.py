@@ -65,13 +65,16 @@ class Oracle:
         tolerance = FP8_TOLERANCE if w.torch_kv_dtype.itemsize == 1 else TOLERANCE[w.dtype]
         return cls(torch.cat(rows), torch.cat(answers), tolerance)
 
-    def error(self, o: torch.Tensor) -> float:
+    def error(self, output: torch.Tensor | tuple[torch.Tensor, float]) -> float:
         """Returns the root mean square of the difference relative to that of the output; NaN if o contains NaN.
+        `output`: o, or o and a factor of it.
 
         A difference counts only relative to the output, because outputs of long rows are small.
         """
+        o, factor = output if isinstance(output, tuple) else (output, 1.0)
         o = o.reshape(-1, *o.shape[-2:])  # some peers have a batch axis
-        return float(torch.linalg.vector_norm(o[self.rows].double() - self.o) / torch.linalg.vector_norm(self.o))
+        difference = o[self.rows].double() * factor - self.o
+        return float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(self.o))
 
     def rejection(self, error: float) -> str | None:
         """Returns why a candidate with this error is rejected, or None."""

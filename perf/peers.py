@@ -1,8 +1,8 @@
 """Libraries that we compare with, each behind adapters and used only if it can be imported; and ours.
 
-An adapter turns a workload and its input sets into one call per set, which returns o
-`[..., num_qo_heads, head_dim_vo]` with the tokens of all requests in order, or raises `UnavailableError` with the
-reason why it cannot. Any other exception counts as a reason, too.
+An adapter turns a workload and its input sets into one call per set, or raises `UnavailableError` with the reason why
+it cannot. Any other exception counts as a reason, too. A call returns o `[..., num_qo_heads, head_dim_vo]` with the
+tokens of all requests in order; where o was scaled, with the factor that undoes it.
 """
 
 from __future__ import annotations
@@ -65,6 +65,46 @@ def sdpa(backend: SDPBackend, w: BatchWorkload, sets: Sequence[BatchInputs]) -> 
         return o.transpose(1, 2)
 
     return [functools.partial(call, *x) for x in bound]
+
+
+# Factors of what cuDNN rounds to e4m3: probabilities, at most 1, and outputs, which are about 0.01 in long rows.
+P_SCALE, O_SCALE = 256.0, 64.0
+
+
+def cudnn_fp8(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    """Binds cuDNN's graph of fp8 attention. On Hopper its output is fp8 too: calls return it with the factor that
+    undoes its scale.
+    """
+    require(w.dtype == "e4m3", "its graph is for fp8 q, k and v")
+    require(not w.causal or w.qo_lens == w.kv_lens, "on Hopper its causal mask is aligned top-left")
+    require(w.window_left < 0 and not w.sinks, "it is bound without window and sinks")
+    cudnn = module("cudnn")
+    graph = cudnn.pygraph(io_data_type=cudnn.data_type.FP8_E4M3, compute_data_type=cudnn.data_type.FLOAT)
+    q, k, v = (t.transpose(1, 2) for t in dense(w, sets[0]))
+    operands = [graph.tensor(dim=t.shape, stride=t.stride(), data_type=cudnn.data_type.FP8_E4M3) for t in (q, k, v)]
+    number = {"dim": (1, 1, 1, 1), "stride": (1, 1, 1, 1), "data_type": cudnn.data_type.FLOAT}
+    scales = {
+        graph.tensor(**number): torch.full((1, 1, 1, 1), value, device=q.device)
+        for value in (1.0, 1.0, 1.0, 1 / P_SCALE, P_SCALE, O_SCALE)  # of q, k, v, probabilities (twice), o
+    }
+    options = {"generate_stats": False, "attn_scale": w.head_dim**-0.5, "use_causal_mask": w.causal}
+    o, _, *maxima = graph.sdpa_fp8(*operands, *scales, **options)
+    o.set_output(True).set_dim(q.shape).set_stride(q.stride())
+    for maximum in maxima:
+        maximum.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(cudnn.data_type.FLOAT)
+        scales[maximum] = torch.empty((1, 1, 1, 1), device=q.device)
+    graph.build([cudnn.heur_mode.A])
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=q.device)
+    handle = cudnn.create_handle()
+
+    def call(x: BatchInputs) -> tuple[torch.Tensor, float]:
+        result = torch.empty_like(x.q)
+        tensors = {**dict(zip(operands, (x.q, x.k, x.v), strict=True)), **scales, o: result}
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        graph.execute(tensors, workspace, handle=handle)
+        return result, 1 / O_SCALE
+
+    return [functools.partial(call, x) for x in sets]
 
 
 def flash_attention_4(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
@@ -316,6 +356,7 @@ def _peers() -> tuple[Peer, ...]:
         Peer("FlashInfer paged fa2", partial(single, flashinfer_decode, page_size=PAGE_SIZE), ("decode",), builds=True),
         Peer("FlashInfer XQA", partial(single, flashinfer_xqa, page_size=PAGE_SIZE), ("decode",), builds=True),
         Peer("torch cuDNN", cudnn, ("ragged prefill",)),
+        Peer("cuDNN fp8", cudnn_fp8, ("ragged prefill",)),
         Peer("flash-attn-4", flash_attention_4, ("ragged prefill", *PAGED)),
         Peer("FlashInfer fa2", partial(flashinfer_prefill, "fa2"), ("ragged prefill", *PAGED[:2]), builds=True),
         Peer("FlashInfer fa3", partial(flashinfer_prefill, "fa3"), ("ragged prefill", *PAGED[:2]), builds=True),

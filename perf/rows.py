@@ -58,6 +58,7 @@ MANY_LENGTHS = tuple(217 + (3946 - 217) * i // 23 for i in range(24))
 BEHIND_PREFILL = [
     equal(4, 4096, 4096, GROUPED, 64, causal=True, window_left=127, sinks=True),
     equal(1, 1000, 1000, HEADS, 128, causal=True),
+    BatchWorkload((4096,) * 2, (4096,) * 2, *EVERY, 192, causal=True, head_dim_v=128),
 ]
 BEHIND_DECODE = [
     equal(64, 1, 8192, GROUPED, 64, 16, kv_dtype="e4m3", window_left=127, sinks=True),

@@ -35,7 +35,7 @@ from perf.warm import built, compile_ours, warm
 from perf.workloads import AnyWorkload
 
 # Without the slower of two kernels of one library: torch's flash-attention 2 and FlashInfer's decode of one request.
-PEER_NAMES = ("torch cuDNN", "flash-attn-4", "FlashInfer fa2", "FlashInfer fa3", "FlashInfer XQA")
+PEER_NAMES = ("torch cuDNN", "cuDNN fp8", "flash-attn-4", "FlashInfer fa2", "FlashInfer fa3", "FlashInfer XQA")
 FEWEST_ROUNDS = 5
 SPENT = "was spent"
 RANDOM = "random"
