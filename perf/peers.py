@@ -79,10 +79,11 @@ def cudnn_fp8(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     require(not w.causal or w.qo_lens == w.kv_lens, "on Hopper its causal mask is aligned top-left")
     require(w.window_left < 0 and not w.sinks, "it is bound without window and sinks")
     cudnn = module("cudnn")
-    graph = cudnn.pygraph(io_data_type=cudnn.data_type.FP8_E4M3, compute_data_type=cudnn.data_type.FLOAT)
+    fp32, fp8 = cudnn.data_type.FLOAT, cudnn.data_type.FP8_E4M3
+    graph = cudnn.pygraph(io_data_type=fp8, intermediate_data_type=fp32, compute_data_type=fp32)
     q, k, v = (t.transpose(1, 2) for t in dense(w, sets[0]))
-    operands = [graph.tensor(dim=t.shape, stride=t.stride(), data_type=cudnn.data_type.FP8_E4M3) for t in (q, k, v)]
-    number = {"dim": (1, 1, 1, 1), "stride": (1, 1, 1, 1), "data_type": cudnn.data_type.FLOAT}
+    operands = [graph.tensor(dim=t.shape, stride=t.stride(), data_type=fp8) for t in (q, k, v)]
+    number = {"dim": (1, 1, 1, 1), "stride": (1, 1, 1, 1), "data_type": fp32}
     scales = {
         graph.tensor(**number): torch.full((1, 1, 1, 1), value, device=q.device)
         for value in (1.0, 1.0, 1.0, 1 / P_SCALE, P_SCALE, O_SCALE)  # of q, k, v, probabilities (twice), o
@@ -91,7 +92,7 @@ def cudnn_fp8(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     o, _, *maxima = graph.sdpa_fp8(*operands, *scales, **options)
     o.set_output(True).set_dim(q.shape).set_stride(q.stride())
     for maximum in maxima:
-        maximum.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(cudnn.data_type.FLOAT)
+        maximum.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(fp32)
         scales[maximum] = torch.empty((1, 1, 1, 1), device=q.device)
     graph.build([cudnn.heur_mode.A])
     workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=q.device)
