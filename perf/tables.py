@@ -19,6 +19,7 @@ Record = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
+LOWEST_ROWS, LOWEST_TITLE = 5, "lowest ratios"  # of a phase, in the table of random rows
 GPUS = {"h100": "H100", "h200": "H200"}
 PEERS = {  # by the names of candidates
     "flash-attn-4": "FA4",
@@ -165,19 +166,25 @@ def section_table(*sections: str, results: Path = RESULTS) -> str | None:
     return f"{sources(measured)}\n{table(['', *_heads(measured)], list(lines.values()))}\n"
 
 
-def random_table(gpu: str, results: Path = RESULTS) -> str | None:
-    """Returns the table of rows drawn at random: what "auto" takes with index arrays on the GPU, beside the same with
-    these on the host, and the best peer; None if there is no record.
+def random_table(results: Path = RESULTS) -> str | None:
+    """Returns, of rows drawn at random on every GPU, the summary of each phase and the rows with the lowest ratios:
+    what "auto" takes with index arrays on the GPU, beside the same with these on the host, and the best peer; None
+    without records.
     """
-    record = find(gpu, "random_rows", results)
-    if record is None:
-        return None
-    lines = []
-    for row in record["rows"]:
-        if row["section"] in RANDOM_NAMES:  # the anchors have the others
+    tables = [_lowest(record) for gpu in GPUS if (record := find(gpu, "random_rows", results))]
+    return "\n".join(tables) or None
+
+
+def _lowest(record: Record) -> str:
+    found, lines = [f"{source(record)}."], []
+    for section in RANDOM_NAMES:
+        compared = [row for row in record["rows"] if row["section"] == section and row["ratio"]]
+        numbers = summary(compared)
+        found.append(f"{section}: {len(compared)} rows, geometric mean {numbers['mean']:.2f}.")
+        for row in sorted(compared, key=lambda row: float(row["ratio"]))[:LOWEST_ROWS]:
             ours = (_number(row["candidates"].get(name, {}).get("speed")) for name in (OURS, HOST_LENGTHS))
             lines.append([f"{label(row)}, {row['unit']}", *ours, *_beside_peer(row)[1:]])
-    return f"{source(record)}.\n\n{table(['', OURS, 'lengths on the host', 'best peer', 'ratio'], lines)}\n"
+    return f"{' '.join(found)}\n\n{table([LOWEST_TITLE, OURS, 'lengths on the host', 'best peer', 'ratio'], lines)}\n"
 
 
 def host_table(results: Path = RESULTS) -> str | None:

@@ -19,7 +19,8 @@ from tests.support.xqa_case import DTYPES, XqaCase, build
 pytestmark = pytest.mark.emulator
 HOPPER = named("sm_90a")
 WORKSPACE_BYTES = COUNTER_BYTES + (1 << 20)
-RING = "2x2x16x2e"  # two CTAs of two warps per SM
+WARP_SHARES = "2x2x16x2e"  # two CTAs of two warps per SM, a unit for each warp
+CTA_SHARES = "2x2x16x1"  # a CTA of two warps per SM, a unit for both
 
 # (case, SMs, whether CTAs leave no partial results)
 CASES = {
@@ -68,18 +69,47 @@ RUNS = [(name, schedule) for schedule in SCHEDULES for name in (CASES if schedul
 @pytest.mark.parametrize(("name", "schedule"), RUNS)
 def test_shares_of_warps(name: str, schedule: str) -> None:
     case, sms, whole = CASES[name]
+    works, left_none = decode(case, sms, WARP_SHARES, schedule)
+    assert works <= {"even"}
+    assert left_none == whole
+
+
+# The same for CTAs of two warps; two rounds of these are four tiles.
+OF_CTAS = {
+    "four tiles more than equal shares": (XqaCase((200, 193, 208), kv="bf16", heads=(4, 1)), 4, True),
+    "five more": (XqaCase((300, 290, 304), kv="bf16", heads=(4, 1), sinks=True), 4, False),
+    "two segments a share": (XqaCase((60, 49, 64, 50, 64, 64, 55), kv="e4m3", heads=(4, 1), sinks=True), 4, True),
+    "whole segments rather than parts": (XqaCase((40, 48), kv="e4m3", heads=(4, 1)), 4, True),
+    "two parts of a segment": (XqaCase((220, 250), kv="bf16", heads=(4, 1)), 4, False),
+    "unequal": (XqaCase((40, 300, 77, 0, 5, 120), kv="e5m2", heads=(4, 1), sinks=True), 3, False),
+    "several CTA groups, windows": (XqaCase((500, 300, 401), kv="bf16", heads=(8, 2), window_left=99), 8, True),
+    "blocks of rows": (XqaCase((90, 6, 96, 90), kv="e4m3", heads=(16, 2), q_len=3), 8, True),
+    "a pair of warps a tile": (XqaCase((70, 96, 81), kv="e4m3", heads=(4, 1), head_dim=256), 4, True),
+}
+
+
+@pytest.mark.parametrize("name", OF_CTAS)
+def test_shares_of_ctas(name: str) -> None:
+    case, sms, whole = OF_CTAS[name]
+    assert decode(case, sms, CTA_SHARES, "adversarial") == ({"shares"}, whole)
+
+
+def decode(case: XqaCase, sms: int, text: str, schedule: str) -> tuple[set[str], bool]:
+    """Compare the outputs of a ring with the reference; return the launches' kinds of work, and whether they left no
+    partial."""
     built = build(case)
     q_dtype = str(DTYPES[case.q]).removeprefix("torch.")
-    rule = find(HOPPER, KV_BITS[FORMATS[case.kv]], case.head_dim, Shape(EVEN))
+    kv_dtype = FORMATS[case.kv]
+    rule = find(HOPPER, KV_BITS[kv_dtype], case.head_dim, Shape(EVEN))
     out_dtype = "float8_e4m3fn" if case.out else q_dtype
-    start = choose(q_dtype, FORMATS[case.kv], out_dtype, case.head_dim, 8, case.mask, rule, HOPPER)
+    start = choose(q_dtype, kv_dtype, out_dtype, case.head_dim, 8, case.mask, rule, HOPPER)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
     workspace[COUNTER_BYTES:] = 0xFF  # NaN
     gpu = emulator.using("sm_90a", sms=sms, schedule=Schedule(schedule, 1))
-    with rings.force_spec(rings.ring(RING, start)), gpu as emulation:
+    with rings.force_spec(rings.ring(text, start)), gpu as emulation:
         arguments = built.arguments | {"workspace_buffer": workspace, "backend": "emulator"}
         found = xqa_batch_decode_with_kv_cache(**arguments)
-    assert all(record.spec["work"] == "even" for record in emulation.records)
     assert built.check(*found) == ""
     assert not workspace[:COUNTER_BYTES].any()
-    assert bool((workspace[COUNTER_BYTES:] == 0xFF).all()) == whole
+    works = {record.spec["work"] for record in emulation.records}
+    return works, bool((workspace[COUNTER_BYTES:] == 0xFF).all())

@@ -129,7 +129,7 @@ def test_tables_show_the_numbers_of_their_records(results: Path) -> None:
     assert f"| bf16, 4 x 4096, 32/8 heads, d 128, causal, TFLOP/s | {cells} | {cells} |" in prefill
     assert tables.section_table("qwen", results=results) is None
     names = [name for name in ANCHORS if "-" in name]
-    others = sum(len(ANCHORS[name].workloads) for name in names)
+    others = sum(len(tables.rows("h200", name, results)[1]) for name in names)
     assert (tables.section_table(*names, results=results) or "").count("heads, d ") == others
     assert "| cute_attn, cold | 0.25 | 3.00 | 0.88 |" in (tables.cold_start_table("h100", results) or "")
 
@@ -153,14 +153,16 @@ def test_host_times_stand_beside_those_of_flashinfer(tmp_path: Path) -> None:
     assert tables.host_table(tmp_path / "absent") is None
 
 
-def test_random_rows_leave_the_anchors_out() -> None:
-    """From the committed record, by counting its rows."""
-    record = tables.find("h100", "random_rows")
+@pytest.mark.parametrize("gpu", tables.GPUS)
+def test_the_lowest_of_the_random_rows_are_shown(gpu: str) -> None:
+    """From the committed records."""
+    record, shown = tables.find(gpu, "random_rows"), tables.random_table() or ""
     assert record is not None
-    drawn = sum(row["section"].startswith("random") for row in record["rows"])
-    assert 0 < drawn < len(record["rows"])
-    assert (tables.random_table("h100") or "").count("heads, d ") == drawn
-    assert tables.random_table("h200") is None
+    for section in ("random-prefill", "random-decode"):
+        rows = sorted((r for r in record["rows"] if r["section"] == section), key=lambda row: float(row["ratio"]))
+        assert f"{section}: {len(rows)} rows, geometric mean" in shown
+        shows = [f"| {tables.label(row)}, {row['unit']} |" in shown for row in rows]
+        assert shows == [True] * tables.LOWEST_ROWS + [False] * (len(rows) - tables.LOWEST_ROWS)
 
 
 def test_the_newest_record_counts(results: Path) -> None:

@@ -183,8 +183,8 @@ XQA_FAULTS = (
     Fault(
         "shares are whole segments however long one is",
         "xqa/parts/even.py",
-        "size <= equal.size + self.spare(equal.size)",
-        "size <= equal.size * 99",
+        "most = equal.size + self.spare(equal.size)",
+        "most = equal.size * 99",
         EVEN,
     ),
     Fault(

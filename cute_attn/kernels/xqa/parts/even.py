@@ -17,21 +17,23 @@ class EvenPartition(Partition):
     longest one then (`Share.pitch`). Other requests are cut as they are by `Partition`."""
 
     def spare(self, size: Int32) -> Int32:
-        """Positions by which the largest share may exceed equal shares of `size`. While the CTAs with longer segments
-        are alone, half of them keep enough bytes in flight; a cut costs a partial result, which is written, read and
-        merged."""
-        return size >> 2
+        """Positions by which the largest share may exceed equal shares of `size`: two rounds of the CTA's warps take
+        less time than a partial result, which is written, read and merged."""
+        return Int32(2 * self.spec.teams)
 
     def share(self, costs: Costs) -> Share:
         p, ctas, cta = self.p, cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
         total = isa.shuffle(costs.reach, Int32(31))
         equal = self.equal_share(total)
+        most = equal.size + self.spare(equal.size)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), p.units_per_cta_group)
         segments = p.batch * p.units_per_cta_group
+        of_cta = self.per_cta(segments + ctas - 1)  # segments
         parts = ptx.maximum(ptx.divide(ctas, ptx.maximum(segments, Int32(1))), Int32(1))  # of a segment
+        parts = ptx.select(of_cta * longest <= most, Int32(1), parts)
         part = ptx.divide(longest + parts - 1, parts)
-        size = self.per_cta(segments + ctas - 1) * part
-        even = isa.all_of([size >= equal.size, size <= equal.size + self.spare(equal.size)])
+        size = of_cta * part
+        even = isa.all_of([size >= equal.size, size <= most])
         pitch = ptx.select(even, parts * part, Int32(0))
         total = ptx.select(even, segments * pitch, total)
         return self.share_of(cta, total, ptx.select(even, size, equal.size), pitch)
@@ -57,3 +59,12 @@ class EvenPartition(Partition):
     def next_start(self, segment: Segment, share: Share | None) -> Int32:
         assert share is not None
         return segment.start + self.length(segment.request, share)
+
+
+@dataclass(frozen=True)
+class WarpShares(EvenPartition):
+    """Partition of small CTAs, many of which run on an SM: while those with longer segments are alone, half of them
+    keep enough bytes in flight."""
+
+    def spare(self, size: Int32) -> Int32:
+        return size >> 2
