@@ -8,7 +8,7 @@ import ctypes
 import numpy as np
 
 from cute_attn.emulator.clocks import ORDER, Clocks, Op, Shadow
-from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import BarrierFault, MemoryFault, ProxyFault, Race, Uninitialised
 
 RANK_SHIFT = 24  # shared addresses: CTA rank in the cluster above the offset, as hardware has it
@@ -68,7 +68,7 @@ class SharedMemory:
                 f"is outside {SHARED_START:#x}..{self.size:#x}",
                 lane,
             )
-        if (offsets & (align - 1)).any():
+        if some(offsets & (align - 1)):
             lane = int(np.flatnonzero(offsets & (align - 1))[0])
             raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {align} bytes", lane)
 
@@ -84,7 +84,7 @@ class SharedMemory:
 
     def store(self, offsets: Array, values: Array, nbytes: int, agents: Array, what: str) -> None:
         state = self.valid.windows(nbytes)[offsets].view(np.uint8)
-        if (state == MBARRIER).any():
+        if some(state == MBARRIER):
             raise BarrierFault(f"{what} overwrites an mbarrier")
         if self.shadow is not None:
             race = self.shadow.write(cells_of(offsets, nbytes), agents)

@@ -93,7 +93,7 @@ class Product:
     def _narrow(self, w: WarpBatch, a: Array, b: Array) -> list[Array]:
         old = np.zeros((len(w.warps), 16, self.n), np.float32)
         if self.old is not None:
-            current = np.stack([w.full(_value_of(x)).view(np.float32) for x in self.old])
+            current = np.array([w.full(_value_of(x)).view(np.float32) for x in self.old])
             old = self._gathered(w, current)
         return list(self._spread(w, narrow_sums.multiply_add(a, b, old)))
 
