@@ -128,7 +128,8 @@ class Shadow:
         self.writer = np.zeros(cells, np.int32)
         self.written = np.zeros(cells, np.int32)  # epoch; 0: never
         self.generic = np.zeros(cells, np.bool_)  # the last write went through the generic proxy
-        self.reads = np.zeros((1 + clocks.warps, cells), np.int32)  # by agent; it grows by those of operations
+        self.warp_reads = np.zeros((1 + clocks.warps, cells), np.int32)  # epochs by warp
+        self.reads: dict[int, Array] = dict(enumerate(self.warp_reads))  # by agent: those of operations are added
         self.last_read = np.zeros(clocks.capacity, np.int32)  # epoch of each agent's last read; 0: none
 
     def read(self, cells: Array, agents: Array) -> tuple[int, int] | None:
@@ -138,7 +139,7 @@ class Shadow:
         rows = agents[:, None]
         late = self.written[cells] > order[rows, writer]
         now = order[agents, agents]
-        self.reads[rows, cells] = now[:, None]
+        self.warp_reads[rows, cells] = now[:, None]
         self.last_read[agents] = now
         return _first(late, writer)
 
@@ -151,15 +152,11 @@ class Shadow:
         if late is not None:
             return *late, "write"
         warps = np.flatnonzero(np.bincount(agents))
-        readers = self._unobserved(order[warps])
-        if len(readers):
-            flat = cells.ravel()
-            owners = np.repeat(agents, cells.shape[1])
-            ahead = self.reads[readers[:, None], flat] > order[owners, readers[:, None]]
+        for reader in self._unobserved(order[warps]):
+            ahead = self.reads[reader][cells] > order[rows, reader]
             if some(ahead):
-                agent, position = np.argwhere(ahead)[0]
-                return int(position) // cells.shape[1], int(readers[agent]), "read"
-            self.reads[readers[:, None], flat] = 0
+                return int(np.argwhere(ahead)[0][0]), reader, "read"
+            self.reads[reader][cells] = 0
         self.writer[cells] = rows
         if len(warps) > 1:
             both = self.writer[cells] != rows  # another warp of the batch wrote it in the same instruction
@@ -178,10 +175,9 @@ class Shadow:
         unfenced = self.generic[cells] & (written > op.clock[PROXY, writer])
         if some(unfenced):
             return "proxy", int(writer[unfenced][0])
-        if op.agent >= len(self.reads):
-            more = np.zeros((op.agent, len(self.written)), np.int32)
-            self.reads = np.concatenate([self.reads, more])
-        self.reads[op.agent, cells] = op.epoch
+        if op.agent not in self.reads:
+            self.reads[op.agent] = np.zeros(len(self.written), np.int32)
+        self.reads[op.agent][cells] = op.epoch
         self.last_read[op.agent] = max(self.last_read[op.agent], op.epoch)
         return None
 
@@ -191,21 +187,19 @@ class Shadow:
         late = self.written[cells] > op.clock[self.row, writer]
         if some(late):
             return "write", int(writer[late][0])
-        readers = self._unobserved(op.clock[self.row][None])
-        if len(readers):
-            ahead = self.reads[readers[:, None], cells].max(axis=1) > op.clock[self.row, readers]
-            if some(ahead):
-                return "read", int(readers[np.argmax(ahead)])
-            self.reads[readers[:, None], cells] = 0
+        for reader in self._unobserved(op.clock[self.row][None]):
+            if self.reads[reader][cells].max() > op.clock[self.row, reader]:
+                return "read", reader
+            self.reads[reader][cells] = 0
         self.writer[cells] = op.agent
         self.written[cells] = op.epoch
         self.generic[cells] = generic
         return None
 
-    def _unobserved(self, clocks: Array) -> Array:
+    def _unobserved(self, clocks: Array) -> list[int]:
         """The agents whose last read one of these clocks has not observed."""
         used = self.clocks.used
-        found: Array = np.flatnonzero((self.last_read[:used] > clocks[:, :used]).any(axis=0))
+        found: list[int] = np.flatnonzero(self.last_read[:used] > clocks[:, :used].min(axis=0)).tolist()
         return found
 
 

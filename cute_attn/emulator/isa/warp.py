@@ -101,8 +101,8 @@ def _vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) 
     members(w, mask, member, "vote.sync")
     active = w.active(mask).reshape(-1, 32)
     yes = w.full(p).reshape(-1, 32)
-    some, every = (yes & active).any(axis=1), (yes | ~active).all(axis=1)
-    results: dict[str, Array] = {".any": np.asarray(some), ".all": np.asarray(every), ".uni": np.asarray(every | ~some)}
+    one, every = (yes & active).any(axis=1), (yes | ~active).all(axis=1)
+    results: dict[str, Array] = {".any": np.asarray(one), ".all": np.asarray(every), ".uni": np.asarray(every | ~one)}
     found: Array = results[mode][w.row]
     return found
 
