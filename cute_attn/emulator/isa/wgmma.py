@@ -239,7 +239,9 @@ def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], it
     if len(indices) != (n // 4 if half else n // 2):
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
     decoders = (DECODERS[kinds[0]], DECODERS[kinds[1]])
-    how = e.bind((n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices, fragments, inst), "wgmma")
+    how = e.bind(
+        (n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices, fragments, inst), "wgmma"
+    )
     words = [e.get(x, "u4") for x in e.items(a)] if from_registers else []
     left = f"({', '.join(words)})" if from_registers else e.get(a, "u8")
     keep = e.get(scale_d, "p")
