@@ -37,11 +37,8 @@ class Bytes:
         return view
 
 
-_SET = np.full(16, INITIALISED, np.uint8)  # the flags of the longest word
-
-
 class Flags(Bytes):
-    """One flag byte per byte of a memory. While all are set, all words are one: no flag is ever taken back."""
+    """One flag byte per byte of a memory. Where all are set, all words are one: no flag is ever taken back."""
 
     def __init__(self, size: int, on: bool) -> None:
         super().__init__(np.zeros(size, np.uint8))
@@ -53,8 +50,13 @@ class Flags(Bytes):
         return self.stride == 0
 
     def set_all(self) -> None:
-        self.data, self.stride = _SET, 0
+        self.data, self.stride = np.full(1, INITIALISED, np.uint8), 0
         self._windows.clear()
+
+    def windows(self, nbytes: int) -> Array:
+        if self.all and len(self.data) < nbytes:
+            self.data = np.full(nbytes, INITIALISED, np.uint8)
+        return super().windows(nbytes)
 
 
 def cells_of(offsets: Array, nbytes: int) -> Array:
