@@ -176,7 +176,6 @@ def _relinquish(w: WarpBatch, mask: Array | None, group: int) -> None:
 # --- loads and stores -------------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def fragment(shape: str, num: int) -> tuple[Array, Array, Array]:
     """Lane, column and half (1: past the split of .16x32bx2) of each thread and register of a warp; [32, n]."""
     per = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}[shape]
