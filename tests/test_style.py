@@ -28,7 +28,6 @@ MAX_HOST_LINES = 22_278
 HOST_FOLDERS = ("wrappers", "request", "dispatch", "schedule", "xqa", "runtime", "ops")  # with the root and every host/
 MAX_MEMOS = 30  # functions that `lru_cache`, `cache` or `once` keeps the results of
 UNBOUNDED_MEMOS = {
-    "emulator/isa/tmem.py: fragment",
     "integrations/transformers/patterns.py: _packed_templates",
     "integrations/transformers/patterns.py: _templates",
     "integrations/vllm/metadata.py: shared_workspaces",

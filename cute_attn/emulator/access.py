@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cute_attn.emulator.clocks import BEFORE, ORDER, PROXY, Op
-from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import MemoryFault, ProxyFault, Race
 from cute_attn.emulator.memory import (
     GENERIC_PARAM,
@@ -32,8 +32,8 @@ def shared_of(
     """Shared memories that 32-bit addresses refer to, each with the positions that fall in it (None: all)."""
     ranks = addresses >> np.uint32(RANK_SHIFT)
     own = batch.cta.rank
-    if not cluster or (ranks == own).all():
-        if (ranks != own).any():
+    if not cluster or not some(ranks != own):
+        if some(ranks != own):
             lane = int(np.flatnonzero(ranks != own)[0])
             raise MemoryFault(f"{what} at {int(addresses[lane]):#x}: outside shared memory of the CTA", lane)
         return [(batch.cta.smem, None)]
@@ -135,7 +135,7 @@ def write_region(
 
 
 def _aligned(addresses: Array, nbytes: int, what: str) -> None:
-    if len(addresses) and (addresses & np.uint64(nbytes - 1)).any():
+    if len(addresses) and some(addresses & np.uint64(nbytes - 1)):
         lane = int(np.flatnonzero(addresses & np.uint64(nbytes - 1))[0])
         raise MemoryFault(f"{what} at {int(addresses[lane]):#x} is not aligned to {nbytes} bytes", lane)
 
@@ -156,7 +156,7 @@ def _order_global(
         _compare(cluster, region, cells, rows, *region.last_reads(cells), what, "read")
         region.write(cells, own, order[rows, rows])
         lost = region.last_writes(cells)[0] != own
-        if lost.any():
+        if some(lost):
             raise Race(f"{what} of {region.name}: two warps write one address", int(np.argwhere(lost)[0][0]))
     else:
         region.read(cells, own, order[rows, rows])
@@ -165,7 +165,7 @@ def _order_global(
 def _compare(
     cluster: Cluster, region: Region, cells: Array, rows: Array, other: Array, epoch: Array, what: str, kind: str
 ) -> None:
-    if not epoch.any():
+    if not some(epoch):
         return
     assert cluster.clocks is not None
     order = cluster.clocks.v[:, ORDER]
@@ -174,12 +174,12 @@ def _compare(
     agent = np.where(local, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
     late = local & (epoch > order[rows, agent])
     foreign = ~local & (epoch > 0)
-    if foreign.any():
+    if some(foreign):
         seen = cluster.cross
         for lane, column in np.argwhere(foreign):
             epoch_seen = seen.get(int(rows[lane, 0]), {}).get(int(other[lane, column]), 0)
             late[lane, column] = epoch[lane, column] > epoch_seen
-    if late.any():
+    if some(late):
         lane, column = map(int, np.argwhere(late)[0])
         who = int(other[lane, column])
         name = (
@@ -196,7 +196,7 @@ def generic_spaces(batch: WarpBatch, mask: Array | None, addresses: Array) -> tu
     """Masks of the lanes whose generic address is shared, and of the others."""
     full = batch.full(addresses)
     space = full >> np.uint64(56)
-    if (space == GENERIC_PARAM >> 56).any():
+    if some(space == GENERIC_PARAM >> 56):
         raise MemoryFault("a generic load from the parameter space is not supported")
     active = batch.active(mask)
     shared = space == GENERIC_SHARED >> 56
@@ -243,10 +243,10 @@ def _order_op(cluster: Cluster, region: Region, offsets: Array, nbytes: int, op:
         here = (other >> CLUSTER_SHIFT == cluster.number + 1) | (other == 0)
         agent = np.where(here, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
         late = here & (epoch > op.clock[ORDER, agent])
-        if late.any():
+        if some(late):
             raise Race(f"{what} of {region.name} races with a {kind} by {clocks.name(int(agent[late][0]))}")
         unfenced = here & (agent != BEFORE) & (agent <= clocks.warps) & (epoch > op.clock[PROXY, agent])
-        if kind == "write" and unfenced.any():
+        if kind == "write" and some(unfenced):
             raise ProxyFault(
                 f"{what} of {region.name} meets an ordinary write by {clocks.name(int(agent[unfenced][0]))}: "
                 "no fence.proxy.async lies between"

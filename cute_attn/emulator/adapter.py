@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn.emulator import settings
-from cute_attn.emulator.memory import GlobalMemory, Region
+from cute_attn.emulator.memory import Flags, GlobalMemory, Region
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.launch import CPU, Bound, Launch, Settled, describe
 from cute_attn.runtime.param_block import ParamBlock, ParamLayout, Value, Values
@@ -74,9 +74,9 @@ def visible(inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -
     for name, tensor in (*inputs.items(), *outputs.items()):
         _expose(memory, storages, name, tensor)
     for tensor in inputs.values():
-        _mark(storages[_key(tensor)].valid.data, tensor)
+        _mark(storages[_key(tensor)].valid, tensor)
     for tensor in outputs.values():
-        _mark(storages[_key(tensor)].writable.data, tensor)
+        _mark(storages[_key(tensor)].writable, tensor)
     token = _memory.set(memory)
     try:
         with _Watch(memory, storages):
@@ -122,14 +122,17 @@ def _expose(memory: GlobalMemory, storages: dict[int, Region], name: str, tensor
         storages[_key(tensor)] = region
     else:
         region.name += f", {name}"
-    _mark(region.exists.data, tensor)
+    _mark(region.exists, tensor)
 
 
-def _mark(flags: np.ndarray[Any, Any], tensor: torch.Tensor) -> None:
+def _mark(region: Flags, tensor: torch.Tensor) -> None:
     """Set the flags of all bytes that belong to a tensor's elements."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or region.all:
         return
-    size = tensor.itemsize
+    if tensor.is_contiguous() and tensor.nbytes == region.size:
+        region.set_all()
+        return
+    flags, size = region.data, tensor.itemsize
     start, whole = tensor.storage_offset() * size, len(flags) & ~3
     # Kernels read bits and bytes in aligned words, which GPU allocations consist of.
     if tensor.is_contiguous():

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import EmulatorError
 
 ORDER, PROXY, FENCED, TMEM = range(4)
@@ -116,7 +116,11 @@ class Clocks:
 
 
 class Shadow:
-    """Shadow state of a memory: last writer and readers of every 4-byte cell. `row` of the clocks orders accesses."""
+    """Shadow state of a memory: last writer and readers of every 4-byte cell. `row` of the clocks orders accesses.
+
+    A writer that has observed an agent's last read of all has observed each of them, and whoever observes the write
+    has too: only the other readers are compared cell by cell, and only their reads are forgotten.
+    """
 
     def __init__(self, nbytes: int, clocks: Clocks, row: int = ORDER) -> None:
         cells = (nbytes + 3) // 4
@@ -124,8 +128,9 @@ class Shadow:
         self.writer = np.zeros(cells, np.int32)
         self.written = np.zeros(cells, np.int32)  # epoch; 0: never
         self.generic = np.zeros(cells, np.bool_)  # the last write went through the generic proxy
-        self.reads = np.zeros((clocks.capacity, cells), np.int32)
-        self.readers = np.zeros(clocks.capacity, np.bool_)  # agents whose row of `reads` is not 0 throughout
+        self.warp_reads = np.zeros((1 + clocks.warps, cells), np.int32)  # epochs by warp
+        self.reads: dict[int, Array] = dict(enumerate(self.warp_reads))  # by agent: those of operations are added
+        self.last_read = np.zeros(clocks.capacity, np.int32)  # epoch of each agent's last read; 0: none
 
     def read(self, cells: Array, agents: Array) -> tuple[int, int] | None:
         """Record generic reads, row i of `cells` by warp agents[i]. Returns position and writer of a race, or None."""
@@ -133,8 +138,9 @@ class Shadow:
         writer = self.writer[cells]
         rows = agents[:, None]
         late = self.written[cells] > order[rows, writer]
-        self.reads[rows, cells] = order[rows, rows]
-        self.readers[agents] = True
+        now = order[agents, agents]
+        self.warp_reads[rows, cells] = now[:, None]
+        self.last_read[agents] = now
         return _first(late, writer)
 
     def write(self, cells: Array, agents: Array) -> tuple[int, int, str] | None:
@@ -145,54 +151,60 @@ class Shadow:
         late = _first(self.written[cells] > order[rows, writer], writer)
         if late is not None:
             return *late, "write"
-        readers = np.flatnonzero(self.readers)[:, None]
-        flat = cells.ravel()
-        owners = np.repeat(agents, cells.shape[1])
-        ahead = self.reads[readers, flat] > order[owners, readers]
-        if ahead.any():
-            agent, position = np.argwhere(ahead)[0]
-            return int(position) // cells.shape[1], int(readers[agent, 0]), "read"
+        warps = np.flatnonzero(np.bincount(agents))
+        for reader in self._unobserved(order[warps]):
+            ahead = self.reads[reader][cells] > order[rows, reader]
+            if some(ahead):
+                return int(np.argwhere(ahead)[0][0]), reader, "read"
+            self.reads[reader][cells] = 0
         self.writer[cells] = rows
-        both = self.writer[cells] != rows  # another warp of the batch wrote it in the same instruction
-        if both.any():
-            return *_somewhere(both, self.writer[cells]), "write"
-        self.written[cells] = order[rows, rows]
+        if len(warps) > 1:
+            both = self.writer[cells] != rows  # another warp of the batch wrote it in the same instruction
+            if some(both):
+                return *_somewhere(both, self.writer[cells]), "write"
+        self.written[cells] = order[agents, agents][:, None]
         self.generic[cells] = True
-        self.reads[readers, flat] = 0
         return None
 
     def op_read(self, cells: Array, op: Op) -> tuple[str, int] | None:
         """Record a read through the async proxy. Returns the fault ("race" or "proxy") and the other agent, or None."""
         writer, written = self.writer[cells], self.written[cells]
         late = written > op.clock[self.row, writer]
-        if late.any():
+        if some(late):
             return "race", int(writer[late][0])
         unfenced = self.generic[cells] & (written > op.clock[PROXY, writer])
-        if unfenced.any():
+        if some(unfenced):
             return "proxy", int(writer[unfenced][0])
-        self.reads[op.agent, cells] = op.epoch
-        self.readers[op.agent] = True
+        if op.agent not in self.reads:
+            self.reads[op.agent] = np.zeros(len(self.written), np.int32)
+        self.reads[op.agent][cells] = op.epoch
+        self.last_read[op.agent] = max(self.last_read[op.agent], op.epoch)
         return None
 
     def op_write(self, cells: Array, op: Op, generic: bool = False) -> tuple[str, int] | None:
         """Record a write by an asynchronous operation. `generic`: it uses the generic proxy, as cp.async does."""
         writer = self.writer[cells]
         late = self.written[cells] > op.clock[self.row, writer]
-        if late.any():
+        if some(late):
             return "write", int(writer[late][0])
-        readers = np.flatnonzero(self.readers)
-        ahead = self.reads[readers[:, None], cells].max(axis=1) > op.clock[self.row, readers]
-        if ahead.any():
-            return "read", int(readers[np.argmax(ahead)])
+        for reader in self._unobserved(op.clock[self.row][None]):
+            if self.reads[reader][cells].max() > op.clock[self.row, reader]:
+                return "read", reader
+            self.reads[reader][cells] = 0
         self.writer[cells] = op.agent
         self.written[cells] = op.epoch
         self.generic[cells] = generic
-        self.reads[readers[:, None], cells] = 0
         return None
+
+    def _unobserved(self, clocks: Array) -> list[int]:
+        """The agents whose last read one of these clocks has not observed."""
+        used = self.clocks.used
+        found: list[int] = np.flatnonzero(self.last_read[:used] > clocks[:, :used].min(axis=0)).tolist()
+        return found
 
 
 def _first(late: Array, writer: Array) -> tuple[int, int] | None:
-    return _somewhere(late, writer) if late.any() else None
+    return _somewhere(late, writer) if some(late) else None
 
 
 def _somewhere(late: Array, writer: Array) -> tuple[int, int]:

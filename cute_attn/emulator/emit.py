@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.dtypes import DTYPES, OF_PTX, WIDTH, bits_to
+from cute_attn.emulator.dtypes import DTYPES, OF_PTX, WIDTH, bits_to, some
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.ptx import Addr, Imm, Inst, Not, Operand, Reg, Special, Sym, Vec
 
@@ -171,5 +171,5 @@ def _convert(expression: str, have: str, want: str) -> str:
     return narrow if want[0] == ("i" if have[0] == "i" else "u") else f"{narrow}.view({want})"
 
 
-NAMES: dict[str, Any] = {**dict(DTYPES.items()), "where": np.where, "np": np}
+NAMES: dict[str, Any] = {**dict(DTYPES.items()), "where": np.where, "some": some, "np": np}
 """Globals of generated code."""

@@ -259,7 +259,7 @@ class Grid:
         self.stats.blocks[block.index] += warps
         clocks = batch.cta.clocks
         if clocks is not None:
-            clocks.time[batch.agents] += block.count
+            clocks.time[batch.clock_rows] += block.count
 
     def _origins(self) -> Iterator[tuple[int, Dim3]]:
         """Yield number and first CTA of every cluster."""

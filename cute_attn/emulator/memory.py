@@ -8,7 +8,7 @@ import ctypes
 import numpy as np
 
 from cute_attn.emulator.clocks import ORDER, Clocks, Op, Shadow
-from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import BarrierFault, MemoryFault, ProxyFault, Race, Uninitialised
 
 RANK_SHIFT = 24  # shared addresses: CTA rank in the cluster above the offset, as hardware has it
@@ -24,7 +24,7 @@ class Bytes:
     """Byte array that can be read and written in words at any offset."""
 
     def __init__(self, data: Array) -> None:
-        self.data = data
+        self.data, self.size, self.stride = data, len(data), 1
         self._windows: dict[int, Array] = {}
 
     def windows(self, nbytes: int) -> Array:
@@ -32,9 +32,31 @@ class Bytes:
         view = self._windows.get(nbytes)
         if view is None:
             kind = f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
-            count = max(len(self.data) - nbytes + 1, 0)
-            view = self._windows[nbytes] = np.ndarray((count,), kind, self.data, strides=(1,))  # type: ignore[arg-type]
+            shape = (max(self.size - nbytes + 1, 0),)
+            view = self._windows[nbytes] = np.ndarray(shape, kind, self.data, strides=(self.stride,))  # type: ignore[arg-type]
         return view
+
+
+class Flags(Bytes):
+    """One flag byte per byte of a memory. Where all are set, all words are one: no flag is ever taken back."""
+
+    def __init__(self, size: int, on: bool) -> None:
+        super().__init__(np.zeros(size, np.uint8))
+        if on:
+            self.set_all()
+
+    @property
+    def all(self) -> bool:
+        return self.stride == 0
+
+    def set_all(self) -> None:
+        self.data, self.stride = np.full(1, INITIALISED, np.uint8), 0
+        self._windows.clear()
+
+    def windows(self, nbytes: int) -> Array:
+        if self.all and len(self.data) < nbytes:
+            self.data = np.full(nbytes, INITIALISED, np.uint8)
+        return super().windows(nbytes)
 
 
 def cells_of(offsets: Array, nbytes: int) -> Array:
@@ -68,7 +90,7 @@ class SharedMemory:
                 f"is outside {SHARED_START:#x}..{self.size:#x}",
                 lane,
             )
-        if (offsets & (align - 1)).any():
+        if some(offsets & (align - 1)):
             lane = int(np.flatnonzero(offsets & (align - 1))[0])
             raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {align} bytes", lane)
 
@@ -84,7 +106,7 @@ class SharedMemory:
 
     def store(self, offsets: Array, values: Array, nbytes: int, agents: Array, what: str) -> None:
         state = self.valid.windows(nbytes)[offsets].view(np.uint8)
-        if (state == MBARRIER).any():
+        if some(state == MBARRIER):
             raise BarrierFault(f"{what} overwrites an mbarrier")
         if self.shadow is not None:
             race = self.shadow.write(cells_of(offsets, nbytes), agents)
@@ -154,9 +176,9 @@ class Region:
     def __init__(self, name: str, base: int, data: Array, writable: bool, valid: bool, exists: bool = True) -> None:
         self.name, self.base, self.size = name, base, len(data)
         self.bytes = Bytes(data)
-        self.valid = Bytes(_flags(len(data), valid))
-        self.exists = Bytes(_flags(len(data), exists))
-        self.writable = Bytes(_flags(len(data), writable))
+        self.valid = Flags(len(data), valid)
+        self.exists = Flags(len(data), exists)
+        self.writable = Flags(len(data), writable)
         self.contested = False  # whether races are possible at all, in this launch
         self._earliest = 0  # epoch of cells that no one accessed yet: 0 stands for it in the arrays of epochs
         self._forget()
@@ -194,10 +216,6 @@ class Region:
         self._writer, self._reader = np.zeros(cells, np.int64), np.zeros(cells, np.int64)
         self._written, self._read_at = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
         self._accessed = False
-
-
-def _flags(count: int, on: bool) -> Array:
-    return np.full(count, INITIALISED, np.uint8) if on else np.zeros(count, np.uint8)
 
 
 class GlobalMemory:

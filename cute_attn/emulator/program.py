@@ -130,7 +130,7 @@ class Program:
             return
         guard = emitter.get(Not(inst.guard) if inst.negated else inst.guard, "p")
         emitter.line(f"q = w.full({guard}){' & m' if emitter.masked else ''}")
-        emitter.line("if q.any():")
+        emitter.line("if some(q):")
         outer = emitter.mask, emitter.indent
         emitter.mask, emitter.indent = "q", emitter.indent + "  "
         self._tested(emitter, inst, entry, choices)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cute_attn.emulator.clocks import FENCED, ORDER, PROXY, TMEM, Clocks, Op, Shadow
-from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import MemoryFault, Race, Uninitialised
 
 LANES, COLUMNS = 128, 512
@@ -144,15 +144,15 @@ class TensorMemory:
         if high >= COLUMNS or low < 0:
             raise MemoryFault(f"{what} at columns {low}..{high} of tensor memory, which has {COLUMNS}")
         owners = self.owner[columns]
-        if not owners.all():
+        if some(owners) < owners.size:
             missing = int(np.asarray(columns)[owners == 0].flat[0])
             raise MemoryFault(f"{what} at column {missing} of tensor memory, which is not allocated")
-        if (owners != owners.flat[0]).any():
+        if some(owners != owners.flat[0]):
             raise MemoryFault(f"{what} at columns {low}..{high} of tensor memory, of more than one allocation")
 
     def check_valid(self, lanes: Array, columns: Array, what: str) -> None:
         seen = self.valid[lanes, columns]
-        if not seen.all():
+        if some(seen) < seen.size:
             at = np.argwhere(~seen)[0]
             lane, column = (int(np.broadcast_to(x, seen.shape)[tuple(at)]) for x in (lanes, columns))
             raise Uninitialised(f"{what} reads uninitialised tensor memory, lane {lane} column {column}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.emit import NAMES, Emitter
 from cute_attn.emulator.errors import EmulatorError, RegisterFault
 from cute_attn.emulator.isa.registry import Form
@@ -202,7 +202,7 @@ def overwrite(w: WarpBatch, mask: Array | None, *registers: int) -> None:
     """Note that the active lanes have other values in these registers, or have waited for them."""
     for register in registers:
         lanes = w.unwaited.pop(register, None)
-        if lanes is not None and mask is not None and (lanes & ~mask).any():
+        if lanes is not None and mask is not None and some(lanes & ~mask):
             w.unwaited[register] = lanes & ~mask
 
 
@@ -211,7 +211,7 @@ def move(w: WarpBatch, mask: Array | None, target: int, *sources: int) -> None:
     held = [w.unwaited[source] for source in sources if source in w.unwaited]
     lanes: Any = np.any(held, axis=0) & w.active(mask) if held else np.False_
     overwrite(w, mask, target)
-    if lanes.any():
+    if some(lanes):
         w.unwaited[target] = lanes | w.unwaited.get(target, np.False_)
 
 
@@ -219,6 +219,6 @@ def refuse(w: WarpBatch, mask: Array | None, *registers: int) -> None:
     """Raise if an active lane has not waited for one of these registers."""
     for register in registers:
         lanes = w.unwaited.get(register)
-        if lanes is not None and (lanes & w.active(mask)).any():
+        if lanes is not None and some(lanes & w.active(mask)):
             lane = int((lanes & w.active(mask)).argmax()) % 32
             raise RegisterFault("a register of tcgen05.ld is used before tcgen05.wait::ld", lane)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cute_attn.emulator.clocks import Op
-from cute_attn.emulator.dtypes import DTYPES, Array
+from cute_attn.emulator.dtypes import DTYPES, Array, some
 from cute_attn.emulator.errors import Deadlock, EmulatorError, FaultLocation, UnknownForm
 from cute_attn.emulator.program import EXIT, Block
 
@@ -42,6 +42,12 @@ class Wait:
 
     def ready(self) -> bool:
         return self.done
+
+
+def span(positions: Array) -> Any:
+    """Ascending positions, as a slice where none is left out: what it selects is not copied."""
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1) if last - first == len(positions) - 1 else positions
 
 
 class WarpBatch:
@@ -74,6 +80,7 @@ class WarpBatch:
         self.lane_agents = self.agents[self.row]
         self._lanes = np.arange(self.size)
         self._lanes.flags.writeable = False
+        self.clock_rows = span(self.agents)
         self._special: dict[str, Array] = {}
         self.shuffles: dict[tuple[str, int, int], tuple[Array, Array]] = {}  # by mode and constant operands
 
@@ -111,7 +118,7 @@ class WarpBatch:
             return int(x[0])
         lanes = self.lanes(mask)
         values = x[lanes]
-        if (values == values[0]).all():
+        if not some(values != values[0]):
             return int(values[0])
         per_warp = x[self.first_lanes(mask)]
         rows = self.row[self.first_lanes(mask)]
@@ -222,9 +229,10 @@ class WarpBatch:
             self.pc = following
         else:
             taken, yes, no = following
-            if taken.all():
+            count = some(taken)
+            if count == len(taken):
                 self.pc = yes
-            elif not taken.any():
+            elif not count:
                 self.pc = no
             else:
                 self.pcs = np.where(taken, yes, no)
@@ -243,7 +251,7 @@ class WarpBatch:
         alive = pcs[pcs != EXIT]
         if len(alive) == 0:
             self.finished = True
-        elif len(alive) == len(pcs) and (alive == alive[0]).all():
+        elif len(alive) == len(pcs) and not some(alive != alive[0]):
             self.pc, self.pcs = int(alive[0]), None
 
     def _part(self, mask: Array) -> bool:
@@ -251,7 +259,7 @@ class WarpBatch:
         assert self.pcs is not None
         here = mask.reshape(-1, 32).any(axis=1)
         alive = (self.pcs != EXIT).reshape(-1, 32).any(axis=1)
-        if not (alive & ~here).any():
+        if not some(alive & ~here):
             return False
         self._split([np.flatnonzero(here)])
         return True
@@ -271,7 +279,7 @@ class WarpBatch:
         self.cta.adopt([batch for batch in others if not batch.finished])
 
     def _piece(self, rows: Array) -> WarpBatch:
-        lanes = (rows[:, None] * 32 + np.arange(32)).ravel()
+        lanes = span((rows[:, None] * 32 + np.arange(32)).ravel())
         registers = [r if r.shape[0] == 1 else r[lanes] for r in self.R]
         piece = WarpBatch(self.cta, self.warps[rows], registers)
         piece.pc = self.pc
@@ -280,7 +288,7 @@ class WarpBatch:
             pcs = self.pcs[lanes]
             alive = pcs[pcs != EXIT]
             piece.finished = len(alive) == 0
-            if len(alive) == len(pcs) and (alive == alive[0]).all():
+            if len(alive) == len(pcs) and not some(alive != alive[0]):
                 piece.pc = int(alive[0])
             else:
                 piece.pcs = pcs

@@ -47,7 +47,7 @@ def _pack(e: Emitter, inst: Inst, a: Vec) -> None:
 
 
 def _pack4(whole: np.dtype, *parts: Array) -> Array:  # type: ignore[type-arg]
-    packed: Array = np.ascontiguousarray(np.stack(np.broadcast_arrays(*parts), axis=1)).view(whole)[:, 0]
+    packed: Array = floats.interleaved(*parts).view(whole)
     return packed
 
 
@@ -135,12 +135,12 @@ def prmt(e: Emitter, inst: Inst) -> None:
 
 def _prmt(a: Array, b: Array, selector: Array) -> Array:
     constant = int(selector[0]) if len(selector) == 1 else 0x8888
-    a, b, selector = np.broadcast_arrays(a, b, selector)
-    pool = np.stack([np.ascontiguousarray(a), np.ascontiguousarray(b)], axis=1).view(np.uint8)  # [n, 8]
     if not constant & 0x8888:  # the same bytes in all lanes, none by its sign
         chosen = [constant >> 4 * i & 7 for i in range(4)]
-        packed: Array = np.ascontiguousarray(pool[:, chosen]).view(np.uint32)[:, 0]
-        return packed
+        packed: Array = np.ascontiguousarray(floats.interleaved(a, b).view(np.uint8).reshape(-1, 8)[:, chosen])
+        return packed.view(np.uint32)[:, 0]
+    a, b, selector = np.broadcast_arrays(a, b, selector)
+    pool = floats.interleaved(a, b).view(np.uint8).reshape(-1, 8)
     result = np.zeros(len(a), np.uint32)
     rows = np.arange(len(a))
     for i in range(4):

@@ -122,8 +122,7 @@ def narrow_pair(e: Emitter, inst: Inst, mode: str, relu: str, to: str) -> None:
 
 
 def _narrow_pair(low: Array, high: Array, to: str, mode: str) -> Array:
-    low, high = np.broadcast_arrays(low, high)
-    both = np.stack([low, high], axis=1).ravel()
+    both = floats.interleaved(low, high)
     half = floats.f32_to_f16(both, mode).view(np.uint16) if to == ".f16x2" else floats.f32_to_bf16(both, mode)
     packed: Array = half.view(np.uint32)
     return packed

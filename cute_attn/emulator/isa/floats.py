@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.dtypes import Array, some
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _ZERO = np.float32(0)
@@ -17,8 +17,7 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     product = a.astype(np.float64) * b  # exact: 48 bits
     addend = c.astype(np.float64)
     total = product + addend
-    tie = (total.view(np.int64) & _LOW) == _HALF
-    if tie.any() or np.abs(total).min() < _SMALLEST_NORMAL:
+    if some((total.view(np.int64) & _LOW) == _HALF) or _has_subnormals(total):
         total = _to_odd(total, product, addend)
     rounded: Array = total.astype(np.float32)
     return rounded
@@ -74,9 +73,15 @@ def directed(value: Array, error: Array, mode: str) -> Array:
 
 def flush(x: Array) -> Array:
     """Flush subnormals to zeros of their sign."""
-    small = np.abs(x) < _SMALLEST_NORMAL
-    flushed: Array = np.where(small, np.copysign(_ZERO, x), x) if small.any() else x
+    if not _has_subnormals(x):
+        return x
+    flushed: Array = np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(_ZERO, x), x)
     return flushed
+
+
+def _has_subnormals(x: Array) -> bool:
+    """Whether any item is one of float32: zeros, which are many, are small too."""
+    return some(np.abs(x) < _SMALLEST_NORMAL) + some(x) > x.size
 
 
 def maximum(a: Array, b: Array) -> Array:
@@ -99,7 +104,7 @@ def minimum_nan(a: Array, b: Array) -> Array:
 
 def _pick(a: Array, b: Array, found: Array, prefer_b: Array) -> Array:
     zeros = (a == 0) & (b == 0)
-    return np.where(zeros, np.where(prefer_b, b, a), found) if zeros.any() else found
+    return np.where(zeros, np.where(prefer_b, b, a), found) if some(zeros) else found
 
 
 def extreme(x: Array, largest: bool, nan: bool, taken: Array | None = None) -> Array:
@@ -127,8 +132,9 @@ def f32_to_bf16(x: Array, mode: str = "rn") -> Array:
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     if mode == "rn":
         bits = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
-    found: Array = np.where(np.isnan(x), np.uint16(0x7FFF), (bits >> np.uint32(16)).astype(np.uint16))
-    return found
+    found: Array = (bits >> np.uint32(16)).astype(np.uint16)
+    missing = np.isnan(x)
+    return np.where(missing, np.uint16(0x7FFF), found) if some(missing) else found
 
 
 def f32_to_f16(x: Array, mode: str = "rn") -> Array:
@@ -137,17 +143,22 @@ def f32_to_f16(x: Array, mode: str = "rn") -> Array:
     if mode == "rz":
         beyond = np.abs(half.astype(np.float32)) > np.abs(x)
         half = np.where(beyond, np.nextafter(half, np.float16(0)), half)
-    found: Array = np.where(np.isnan(half), np.array([0x7FFF], np.uint16).view(np.float16), half)
-    return found
+    missing = np.isnan(half)
+    return np.where(missing, np.array([0x7FFF], np.uint16).view(np.float16), half) if some(missing) else half
 
 
 def pack16(low: Array, high: Array) -> Array:
     """Pack two arrays of 16-bit items into one of 32-bit words."""
-    low, high = np.broadcast_arrays(low, high)
-    pair = np.empty((low.shape[0], 2), np.uint16)
-    pair[:, 0], pair[:, 1] = low.view(np.uint16), high.view(np.uint16)
-    packed: Array = pair.view(np.uint32)[:, 0]
+    packed: Array = interleaved(low.view(np.uint16), high.view(np.uint16)).view(np.uint32)
     return packed
+
+
+def interleaved(*parts: Array) -> Array:
+    """Items of arrays by turns; one item stands for as many as the other arrays have."""
+    rows = np.empty((max(map(len, parts)), len(parts)), parts[0].dtype)
+    for i, part in enumerate(parts):
+        rows[:, i] = part
+    return rows.ravel()
 
 
 def unpack16(x: Array) -> Array:
@@ -157,10 +168,7 @@ def unpack16(x: Array) -> Array:
 
 
 def pack32(low: Array, high: Array) -> Array:
-    low, high = np.broadcast_arrays(low, high)
-    pair = np.empty((low.shape[0], 2), np.uint32)
-    pair[:, 0], pair[:, 1] = low.view(np.uint32), high.view(np.uint32)
-    packed: Array = pair.view(np.uint64)[:, 0]
+    packed: Array = interleaved(low.view(np.uint32), high.view(np.uint32)).view(np.uint64)
     return packed
 
 

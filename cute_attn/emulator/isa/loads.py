@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cute_attn.emulator import access
-from cute_attn.emulator.dtypes import Array, tag
+from cute_attn.emulator.dtypes import Array, some, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault, PtxError
 from cute_attn.emulator.isa import order
@@ -109,16 +109,16 @@ def _ld_generic(w: WarpBatch, mask: Array | None, address: Array, width: int, co
     shared, others = access.generic_spaces(w, mask, address)
     _check_wide(shared, width * count)
     rows: Array = np.zeros((w.size, width * count), np.uint8)
-    if others.any():
+    if some(others):
         rows = access.load_global(w, others, address, width * count, "ld")
-    if shared.any():
+    if some(shared):
         low = w.full(address).astype(np.uint32)
         rows = np.where(shared[:, None], access.load_shared(w, shared, low, width * count, "ld", True), rows)
     return _columns(rows, width)
 
 
 def _check_wide(shared: Array, nbytes: int) -> None:
-    if nbytes > 16 and shared.any():
+    if nbytes > 16 and some(shared):
         raise MemoryFault(f"{nbytes} bytes at a generic address of shared memory: only global memory takes 32 at once")
 
 
@@ -220,9 +220,9 @@ def _st_generic(w: WarpBatch, mask: Array | None, address: Array, sources: tuple
     shared, others = access.generic_spaces(w, mask, address)
     rows = _rows(w, sources)
     _check_wide(shared, rows.shape[1])
-    if others.any():
+    if some(others):
         access.store_global(w, others, address, rows, "st")
-    if shared.any():
+    if some(shared):
         access.store_shared(w, shared, w.full(address).astype(np.uint32), rows, "st", True)
 
 

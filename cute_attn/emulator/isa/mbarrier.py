@@ -377,16 +377,19 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
     from cute_attn.emulator.isa.copies import outstanding
 
     where, lanes, clocks = w.full(address), w.lanes(mask), w.cta.clocks
-    copies = {int(row): outstanding(w, int(row)) for row in np.unique(w.row[lanes])}
+    copies = {}
+    for row in np.unique(w.row[lanes]):
+        ops = outstanding(w, int(row))
+        copies[int(row)] = np.maximum.reduce([op.clock for op in ops]) if ops else None
     first: _Phases = {}
     for lane in lanes:
         barrier = at(w.cta, int(where[lane]))
         _check_straddling(w, int(lane), barrier, first)
         agent = int(w.lane_agents[lane])
         barrier.seen(agent)
-        for op in copies[int(w.row[lane])]:
-            if barrier.clock is not None:
-                np.maximum(barrier.clock, op.clock, out=barrier.clock)
+        landed = copies[int(w.row[lane])]
+        if barrier.clock is not None and landed is not None:
+            np.maximum(barrier.clock, landed, out=barrier.clock)
         if not noinc:
             barrier.pending += 1
         barrier.arrive(agent, 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cute_attn.emulator import formats
-from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence
 from cute_attn.emulator.isa import floats
@@ -81,7 +81,7 @@ def whole(w: WarpBatch, mask: Array | None, what: str) -> None:
         return
     rows = mask.reshape(-1, 32)
     partial = rows.any(axis=1) & ~rows.all(axis=1)
-    if partial.any():
+    if some(partial):
         raise Divergence(f"{what} with lanes of warp {int(w.warps[partial.argmax()])} missing")
 
 
@@ -99,8 +99,7 @@ def _b_matrix(w: WarpBatch, registers: tuple[Array, ...], decode: Decode) -> Arr
 
 
 def _stack(w: WarpBatch, registers: tuple[Array, ...]) -> Array:
-    size = w.size
-    return np.stack([r if r.shape[0] == size else np.broadcast_to(r, (size,)) for r in registers])
+    return np.array([w.full(r) for r in registers])
 
 
 def _mma(

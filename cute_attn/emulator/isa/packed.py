@@ -46,7 +46,7 @@ def _pairwise(e: Emitter, inst: Inst, function: Callable[..., Array], mode: str,
 
 def _equal(pairs: tuple[Array, ...]) -> list[Array]:
     size = max(len(x) for x in pairs)
-    return [np.ascontiguousarray(x if len(x) == size else np.broadcast_to(x, (size,))) for x in pairs]
+    return [np.ascontiguousarray(x if len(x) == size else x.repeat(size)) for x in pairs]
 
 
 def _add(a: Array, b: Array, mode: str) -> Array:

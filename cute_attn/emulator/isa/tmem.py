@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -176,7 +176,6 @@ def _relinquish(w: WarpBatch, mask: Array | None, group: int) -> None:
 # --- loads and stores -------------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def fragment(shape: str, num: int) -> tuple[Array, Array, Array]:
     """Lane, column and half (1: past the split of .16x32bx2) of each thread and register of a warp; [32, n]."""
     per = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}[shape]
@@ -195,6 +194,16 @@ def fragment(shape: str, num: int) -> tuple[Array, Array, Array]:
     return lane, column, half
 
 
+class Places(NamedTuple):
+    """Places in tensor memory: lanes and columns [warps, 32, registers, 1 or 2]. Of each warp: its columns, and its
+    cells of the shadow state."""
+
+    lanes: Array
+    columns: Array
+    distinct: list[Array]
+    cells: list[Array]
+
+
 @dataclass(frozen=True)
 class _Move:
     """An ld or st form with its immediates."""
@@ -204,10 +213,11 @@ class _Move:
     packed: bool
     split: int
 
-    def places(self, warps: Array, addresses: Array, what: str) -> tuple[Array, Array]:
-        """(lanes, columns) of each warp: [warps, 32, registers, 1 or 2 columns]."""
+    @functools.lru_cache(512)  # noqa: B019 (moves are values)
+    def places(self, warps: tuple[int, ...], addresses: tuple[int, ...], what: str) -> Places:
+        """The places that each warp moves, at its address."""
         lane, column, half = fragment(self.shape, self.num)
-        bases = np.array([split_address(int(a)) for a in addresses])
+        bases = np.array([split_address(a) for a in addresses])
         allowed = [0] if self.shape == "32x32b" else [0, 16]
         for warp, (at, _) in zip(warps, bases, strict=True):
             if at - 32 * (warp % 4) not in allowed:
@@ -216,7 +226,10 @@ class _Move:
         wide = 2 if self.packed else 1
         columns = (column * wide + half * self.split)[..., None] + np.arange(wide)
         lanes = bases[:, 0, None, None, None] + lane[None, ..., None]
-        return np.broadcast_to(lanes, (len(warps), *columns.shape)), bases[:, 1, None, None, None] + columns[None]
+        lanes = np.broadcast_to(lanes, (len(warps), *columns.shape))
+        columns = bases[:, 1, None, None, None] + columns[None]
+        distinct = [np.unique(one) for one in columns]
+        return Places(lanes, columns, distinct, [cells(*pair) for pair in zip(lanes, distinct, strict=True)])
 
 
 def _form_of(inst: Inst, shape: str, num: str, packed: str) -> _Move:
@@ -270,27 +283,28 @@ def _check_registers(inst: Inst, move: _Move, count: int) -> None:
         raise PtxError(f"{inst.op} with {count} registers, it has {min(wanted, MAX_REGISTERS)}")
 
 
-def _present(w: WarpBatch, mask: Array | None, address: Array, what: str) -> tuple[Array, Array]:
-    """Positions of the active warps, and their addresses."""
+def _present(w: WarpBatch, mask: Array | None, move: _Move, address: Array, what: str) -> tuple[Array, Places]:
+    """Positions of the active warps, and the places that they move."""
     whole(w, mask, what)
     first = w.first_lanes(mask)
     at = w.full(address)
     active = w.lanes(mask)
     if (at[active] != at[w.row[active] * 32 + first[0] % 32]).any():
         raise PtxError(f"{what}: the address differs within a warp")
-    return w.row[first], at[first]
+    rows = w.row[first]
+    return rows, move.places(tuple(w.warps[rows].tolist()), tuple(at[first].tolist()), what)
 
 
 def _load(w: WarpBatch, mask: Array | None, move: _Move, address: Array) -> Array:
     what = f"tcgen05.ld.{move.shape}"
     memory = memory_of(w.cta)
-    rows, addresses = _present(w, mask, address, what)
-    lanes, columns = move.places(w.warps[rows], addresses, what)
-    for row, at_lanes, at_columns in zip(rows, lanes, columns, strict=True):
-        memory.check(at_columns, what)
-        memory.check_valid(at_lanes, at_columns, what)
-        _note_read(w, memory, int(w.agents[row]), at_lanes, at_columns, what)
-    words = memory.words[lanes, columns]
+    rows, places = _present(w, mask, move, address, what)
+    for columns in places.distinct:
+        memory.check(columns, what)
+    memory.check_valid(places.lanes, places.columns, what)
+    for row, columns, touched in zip(rows, places.distinct, places.cells, strict=True):
+        _note_read(w, memory, int(w.agents[row]), columns, touched, what)
+    words = memory.words[places.lanes, places.columns]
     found = words[..., 0] & np.uint32(0xFFFF) | words[..., 1] << np.uint32(16) if move.packed else words[..., 0]
     result = np.ascontiguousarray(found.reshape(-1, found.shape[2]).T)
     if len(rows) == len(w.warps):
@@ -300,11 +314,10 @@ def _load(w: WarpBatch, mask: Array | None, move: _Move, address: Array) -> Arra
     return out.reshape(found.shape[2], -1)
 
 
-def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, lanes: Array, columns: Array, what: str) -> None:
+def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, touched: Array, what: str) -> None:
     """Record a read for race checks. With `strict` it lasts until it is waited for, otherwise it is over at once."""
     if memory.shadow is None:
         return
-    touched = cells(lanes, np.unique(columns))
     if w.cta.grid.strict:
         op = memory.begin(agent, "tcgen05.ld")
         assert op is not None
@@ -320,20 +333,19 @@ def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, lanes: Array, col
 def _store(w: WarpBatch, mask: Array | None, move: _Move, address: Array, values: tuple[Array, ...]) -> None:
     what = f"tcgen05.st.{move.shape}"
     memory = memory_of(w.cta)
-    rows, addresses = _present(w, mask, address, what)
-    lanes, columns = move.places(w.warps[rows], addresses, what)
-    words = np.stack([w.full(v) for v in values]).reshape(len(values), -1, 32)[:, rows].transpose(1, 2, 0)[..., None]
+    rows, places = _present(w, mask, move, address, what)
+    words = np.array([w.full(v) for v in values]).reshape(len(values), -1, 32)[:, rows].transpose(1, 2, 0)[..., None]
     if move.packed:
         words = np.concatenate([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1)
-    for row, at_lanes, at_columns in zip(rows, lanes, columns, strict=True):
-        memory.check(at_columns, what)
+    for row, columns, touched in zip(rows, places.distinct, places.cells, strict=True):
+        memory.check(columns, what)
         op = memory.begin(int(w.agents[row]), "tcgen05.st")
         if op is not None and memory.shadow is not None:
-            wrong = memory.shadow.op_write(cells(at_lanes, np.unique(at_columns)), op)
+            wrong = memory.shadow.op_write(touched, op)
             if wrong is not None:
-                memory.complain(what, at_columns, *wrong)
-    memory.words[lanes, columns] = words
-    memory.valid[lanes, columns] = True
+                memory.complain(what, columns, *wrong)
+    memory.words[places.lanes, places.columns] = words
+    memory.valid[places.lanes, places.columns] = True
 
 
 @form("tcgen05.wait::{ld|st}.sync.aligned", since=100, only=ARCHS, converges=True, conformance="unverified")

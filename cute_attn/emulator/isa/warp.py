@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cute_attn.emulator.dtypes import Array, tag
+from cute_attn.emulator.dtypes import Array, some, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence
 from cute_attn.emulator.isa import floats
@@ -31,7 +31,7 @@ def members(w: WarpBatch, mask: Array | None, member_mask: Array, what: str) -> 
     named = w.full(member_mask)
     own = np.uint32(1) << w.lane.astype(np.uint32)
     wrong = active & (((named & ~here) != 0) | ((named & own) == 0))
-    if wrong.any():
+    if some(wrong):
         lane = int(np.flatnonzero(wrong)[0])
         raise Divergence(
             f"{what} names lanes {int(named[lane]):#010x} of warp {int(w.warps[w.row[lane]])}, "
@@ -65,7 +65,7 @@ def _shfl_pair(
         found = w.shuffles.get(key)
         if found is None:
             source, valid = _sources(w, mode, b, c)
-            one = (source == source[0]).all()  # a single warp that reads one lane: what follows is the same in all
+            one = not some(source != source[0])  # a single warp that reads one lane: what follows is the same in all
             found = w.shuffles[key] = (source[:1] if one else source), valid
         source, valid = found
     return (a.copy() if len(a) == 1 else a[source]), valid
@@ -101,8 +101,8 @@ def _vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) 
     members(w, mask, member, "vote.sync")
     active = w.active(mask).reshape(-1, 32)
     yes = w.full(p).reshape(-1, 32)
-    some, every = (yes & active).any(axis=1), (yes | ~active).all(axis=1)
-    results: dict[str, Array] = {".any": np.asarray(some), ".all": np.asarray(every), ".uni": np.asarray(every | ~some)}
+    one, every = (yes & active).any(axis=1), (yes | ~active).all(axis=1)
+    results: dict[str, Array] = {".any": np.asarray(one), ".all": np.asarray(every), ".uni": np.asarray(every | ~one)}
     found: Array = results[mode][w.row]
     return found
 

@@ -93,7 +93,7 @@ class Product:
     def _narrow(self, w: WarpBatch, a: Array, b: Array) -> list[Array]:
         old = np.zeros((len(w.warps), 16, self.n), np.float32)
         if self.old is not None:
-            current = np.stack([w.full(_value_of(x)).view(np.float32) for x in self.old])
+            current = np.array([w.full(_value_of(x)).view(np.float32) for x in self.old])
             old = self._gathered(w, current)
         return list(self._spread(w, narrow_sums.multiply_add(a, b, old)))
 
@@ -234,11 +234,14 @@ def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], it
     else:
         major_a = major_b = 0
     indices = [x.index for x in e.items(d) if isinstance(x, Reg)]
+    fragments = [x.index for x in e.items(a) if isinstance(x, Reg)] if from_registers else []
     half = to == ".f16"
     if len(indices) != (n // 4 if half else n // 2):
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
     decoders = (DECODERS[kinds[0]], DECODERS[kinds[1]])
-    how = e.bind((n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices, inst), "wgmma")
+    how = e.bind(
+        (n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices, fragments, inst), "wgmma"
+    )
     words = [e.get(x, "u4") for x in e.items(a)] if from_registers else []
     left = f"({', '.join(words)})" if from_registers else e.get(a, "u8")
     keep = e.get(scale_d, "p")
@@ -246,15 +249,15 @@ def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], it
 
 
 def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
-    n, decoders, item_bytes, signs, majors, half, indices, inst = how
+    n, decoders, item_bytes, signs, majors, half, indices, fragments, inst = how
     whole(w, mask, "wgmma")
     if w.wgmma_fenced is None:
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
     _warpgroup(w).issue(w.warps[w.row[w.first_lanes(mask)]], inst)
     R: list[Any] = w.R  # noqa: N806
-    _check_fenced(w, [R[i] for i in indices])
+    _check_fenced(w, _changed(w, indices))
     if isinstance(a, tuple):
-        _check_fenced(w, [x.base if x.base is not None else x for x in a])
+        _check_fenced(w, [x if x.base is None else x.base for x in _changed(w, fragments)])
         left: Any = a_matrix(w, a, decoders[0])
     else:
         left = smem_matrix.hopper(w.uniform(a, mask, "matrix descriptor"), majors[0])
@@ -275,11 +278,16 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
     w.wgmma_groups[-1].append(product)
 
 
-def _check_fenced(w: WarpBatch, values: list[Any]) -> None:
-    """Check that the registers of a product were last written before the last wgmma.fence, or by products."""
-    assert w.wgmma_fenced is not None
-    unknown = [x for x in values if not isinstance(x, InFlight) and id(x) not in _ids(w)]
-    if unknown:
+def _changed(w: WarpBatch, registers: list[int]) -> list[Array]:
+    """Values of those registers that hold others than at the last wgmma.fence, if not of a product."""
+    R, fenced = w.R, w.wgmma_fenced  # noqa: N806
+    assert fenced is not None
+    return [R[i] for i in registers if R[i] is not fenced[i] and type(R[i]) is not InFlight]
+
+
+def _check_fenced(w: WarpBatch, values: list[Array]) -> None:
+    """Check that some register held each of these values at the last wgmma.fence."""
+    if any(id(x) not in _ids(w) for x in values):
         raise RegisterFault("a register of wgmma.mma_async was changed after the last wgmma.fence")
 
 
