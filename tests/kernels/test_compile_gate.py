@@ -24,7 +24,7 @@ from tests.support.tiers import spread
 
 SAMPLED = 2  # kernels of a family per architecture that the quick tier compiles
 SIBLINGS = {"sm_121a": "sm_120a"}  # whose machine code it has; that of sm_103a differs from sm_100a's
-CHUNK = 20  # kernels per test of the others: a kernel takes 1.6 s
+CHUNK = 20  # kernels per test of the others, at most: a kernel takes 1.6 s of CPU time, one of fa4 3 s
 
 
 def family(spec: KernelSpec) -> str:
@@ -49,14 +49,17 @@ def sample(specs: list[KernelSpec]) -> list[KernelSpec]:
 
 
 def chunks() -> Iterator[tuple[str, str, list[KernelSpec]]]:
-    """Architecture, name and kernels of each test: per architecture the sample, then the others."""
+    """Architecture, name and kernels of each test: per architecture the sample, then the others, dealt in turn so that
+    slow families are spread over the tests and workers end together.
+    """
     for arch in ARCHS:
         specs = own_specs(arch)
         sampled = sample(specs)
         yield arch, "sample", sampled
         others = [spec for spec in specs if spec not in set(sampled)]
-        for i in range(0, len(others), CHUNK):
-            yield arch, f"{i}", others[i : i + CHUNK]
+        tests = -(-len(others) // CHUNK)
+        for i in range(tests):
+            yield arch, f"{i}", others[i::tests]
 
 
 PARAMS = [
