@@ -20,7 +20,7 @@ from cute_attn.runtime import cubin as cubins
 from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.spec import KernelSpec
-from tests.support.tiers import spread
+from tests.support.tiers import GATE_KERNELS, spread
 
 SAMPLED = 2  # kernels of a family per architecture that the quick tier compiles
 SIBLINGS = {"sm_121a": "sm_120a"}  # whose machine code it has; that of sm_103a differs from sm_100a's
@@ -76,6 +76,10 @@ def test_chunks_hold_every_default_kernel_once() -> None:
     assert {arch for arch, _ in found} == set(ARCHS) - set(SIBLINGS)
     for arch, sibling in SIBLINGS.items():
         assert {spec for own, spec in found if own in (arch, sibling)} >= set(catalog.default_specs(arch))
+
+
+def test_the_gate_stays_within_its_budget() -> None:
+    assert sum(len(specs) for _, _, specs in chunks()) <= GATE_KERNELS
 
 
 @pytest.mark.parametrize("arch", SIBLINGS)
