@@ -86,7 +86,8 @@ def _compile(program: Program, symbol: str, arch: str) -> tuple[str, bytes]:
     # The DSL passes PTX through a file whose name is not unique, hence a private directory.
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as directory:
         options = (GPUArch(arch), OptLevel(3), KeepPTX(True), KeepCUBIN(True), DumpDir(directory))
-        compiled = cute.compile[options](program, *program.compile_args())
+        # Without an engine for the host function, which nothing calls: launches go through the driver.
+        compiled = cute.compile[options](program, *program.compile_args(), no_jit_engine=True)
         ptx, cubin = compiled.__ptx__, compiled.__cubin__
     return ptx, cubin
 
