@@ -33,10 +33,8 @@ class Implementation(Protocol):
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]: ...
 
-    def plan(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> BatchRunner: ...
-
-    def plan_on_device(
-        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
+    def plan(
+        self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
     ) -> BatchRunner | None: ...
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]: ...
@@ -54,13 +52,10 @@ class OnGpu:
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
         return self.family.launches(problem, arch, sms)
 
-    def plan(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> BatchRunner:
-        return self.family.plan(settings, lengths, limits, staging, _gpu_of(settings))
-
-    def plan_on_device(
-        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
+    def plan(
+        self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
     ) -> BatchRunner | None:
-        return self.family.plan_on_device(settings, lengths, limits, staging, _gpu_of(settings))
+        return self.family.plan(settings, lengths, limits, staging, _gpu_of(settings))
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
         arch, _, sms = _gpu_of(settings)

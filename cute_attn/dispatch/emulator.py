@@ -17,7 +17,6 @@ from cute_attn.dispatch.select import emulated, load_class, load_of_batch
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.device_batch import NO_LENGTHS
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Roles, optional_tensors, with_optional
@@ -58,15 +57,6 @@ def prepare(request_settings: Settings) -> EmulatedRun:
     return EmulatedRun(request_settings)
 
 
-def plan(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> EmulatedBatchRun:
-    """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
-    if another one is emulated later.
-    """
-    gpu = emulated_gpu()
-    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, lengths.batch_size, limits))
-    return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name), staging)
-
-
 @contextlib.contextmanager
 def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
     """Makes visible to emulated kernels: lengths, and the records that are made of them."""
@@ -77,21 +67,24 @@ def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
         yield
 
 
-def plan_on_device(
-    batch_settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
+def plan(
+    batch_settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
 ) -> EmulatedBatchRun | None:
-    """Returns what runs batches whose lengths only kernels read, or None: `KernelFamily.plan_on_device`."""
+    """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
+    if another one is emulated later; None: `KernelFamily.plan`.
+    """
     gpu = emulated_gpu()
-    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, NO_LENGTHS, lengths.batch_size, limits))
-    planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
-    staging.write_within(functools.partial(_written, lengths, staging))
+    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, limits))
+    planned = family.plan(batch_settings, lengths, limits, staging, gpu)
+    if isinstance(lengths, DeviceLengths):
+        staging.write_within(functools.partial(_written, lengths, staging))
     return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name), staging)
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
     gpu = emulated_gpu()
-    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, lengths.batch_size, limits))
+    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, limits))
     return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
 
 

@@ -28,7 +28,7 @@ from cute_attn.dispatch.capabilities import (
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
-from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings, short
+from cute_attn.problem import NO_LENGTHS, BatchLengths, BatchLimits, DeviceLengths, Features, Settings, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -104,13 +104,13 @@ def load_class(features: Features, qo_len: int, one_request: bool, unsplit: bool
     return Load(classes[bisect.bisect(classes, rows) - 1], one_request, unsplit)
 
 
-def load_of_batch(settings: Settings, lengths: BatchLengths, batch_size: int, limits: BatchLimits) -> Load:
+def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:
     """Return `load_class` of a batch. Lengths of keys count where the host knows them, unless a captured launch serves
     others too.
     """
-    qo_len = typical_qo_len(lengths, limits)
-    unsplit = limits.graph is None and needs_no_split(settings, lengths)
-    return load_class(settings.features, qo_len, batch_size == 1, unsplit)
+    known = NO_LENGTHS if isinstance(lengths, DeviceLengths) else lengths
+    unsplit = limits.graph is None and needs_no_split(settings, known)
+    return load_class(settings.features, typical_qo_len(known, limits), lengths.batch_size == 1, unsplit)
 
 
 def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:

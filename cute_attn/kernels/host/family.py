@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from cute_attn.kernels.host.batch import BatchSchedule, HostPlannedRun, Tiling
-from cute_attn.kernels.host.device_batch import NO_LENGTHS, DevicePlannedRun, schedule_on_device
+import numpy as np
+import torch
+
+from cute_attn.kernels.host.batch import BatchSchedule, SplitKvBatchRun, Tiling, uploaded
 from cute_attn.kernels.host.features import combine_spec
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire
@@ -16,6 +18,7 @@ from cute_attn.kernels.host.planner import Planner, refusal
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun
 from cute_attn.problem import (
+    NO_LENGTHS,
     BatchLengths,
     BatchLimits,
     BatchProblem,
@@ -29,7 +32,7 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import batch as batch_schedule
-from cute_attn.schedule.batch import UNLIMITED, AllocateInts, allocate_ints
+from cute_attn.schedule.batch import UNLIMITED, AllocateInts, WorkList, allocate_ints
 
 KernelLaunch = tuple[KernelSpec, Grid]
 
@@ -78,17 +81,15 @@ class KernelFamily(Protocol):
         """Returns kernels and grids of a single request."""
 
     def plan(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> BatchRunner:
-        """Returns a callable that runs batches of these settings and lengths. `staging` copies the records to the
-        device.
-        """
-
-    def plan_on_device(
-        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
+        self,
+        settings: Settings,
+        lengths: BatchLengths | DeviceLengths,
+        limits: BatchLimits,
+        staging: Staging,
+        gpu: Gpu,
     ) -> BatchRunner | None:
-        """Returns a callable that runs batches of these settings, whose lengths stay on the device; None where the
-        host must know them.
+        """Returns a callable that runs batches of these settings and lengths. `staging` brings the records to the
+        device. None where the host must know lengths that are on the device.
         """
 
     def workspace(
@@ -148,15 +149,34 @@ class TiledFamily(Generic[T]):
         return BatchSchedule.of(tiling, work, lengths, limits, sms)
 
     def plan(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> HostPlannedRun:
-        """Returns a callable that runs batches of these settings and lengths."""
+        self,
+        settings: Settings,
+        lengths: BatchLengths | DeviceLengths,
+        limits: BatchLimits,
+        staging: Staging,
+        gpu: Gpu,
+    ) -> SplitKvBatchRun | None:
+        """Returns a callable that runs batches of these settings and lengths; None where the planner kernel cannot
+        schedule every batch within `limits.graph`, and the lengths are on the device.
+        """
+        kernel_of = functools.partial(self._kernel_of, gpu)
+        if isinstance(lengths, DeviceLengths):
+            tiling = self.tiling(settings, NO_LENGTHS, limits, gpu.arch, gpu.sms)
+            if refusal(tiling.params, limits) is not None:
+                return None
+            planner = Planner(tiling.params, limits, settings.page_size, gpu)
+            work = WorkList(0, planner.capacity.items, planner.capacity.merges, np.empty(0, np.int32))
+            schedule = BatchSchedule.of(tiling, work, NO_LENGTHS, limits, gpu.sms)
+            planned = lambda _: schedule, kernel_of, lambda _: planner.placed(lengths, staging)
+            return SplitKvBatchRun(settings, lengths, *planned, gpu.device_index)
 
         def scheduled(lengths: BatchLengths) -> BatchSchedule[T]:
             return self.schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
 
-        kernel_of = functools.partial(self._kernel_of, gpu)
-        return HostPlannedRun(settings, scheduled, kernel_of, lengths, staging, gpu.device_index)
+        def placed(schedule: BatchSchedule[T]) -> torch.Tensor:
+            return uploaded(schedule.work.ints, limits, staging)
+
+        return SplitKvBatchRun(settings, lengths, scheduled, kernel_of, placed, gpu.device_index)
 
     def _kernel_of(self, gpu: Gpu, schedule: BatchSchedule[T]) -> Callable[[Settings], PreparedKernel]:
         """Returns the prepared kernel of a schedule, by settings."""
@@ -166,20 +186,6 @@ class TiledFamily(Generic[T]):
             return prepared(self.kernel, settings, tile, heads, merges, gpu)
 
         return kernel
-
-    def plan_on_device(
-        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> DevicePlannedRun | None:
-        """Returns a callable that runs batches of these settings, whose lengths stay on the device; None where the
-        planner kernel cannot schedule every batch within `limits.graph`.
-        """
-        tiling = self.tiling(settings, NO_LENGTHS, limits, gpu.arch, gpu.sms)
-        if refusal(tiling.params, limits) is not None:
-            return None
-        schedule = schedule_on_device(tiling, limits, gpu.sms)
-        kernel = self._kernel_of(gpu, schedule)
-        planner = Planner(tiling.params, limits, settings.page_size, gpu)
-        return DevicePlannedRun(settings, schedule, kernel, staging, gpu.device_index, planner, lengths)
 
     def workspace(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cute_attn.kernels.host.batch import BatchRun, Launched, Memory
+from cute_attn.kernels.host.batch import BatchRun, Launched, Memory, uploaded
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
@@ -32,7 +32,6 @@ class XqaBatchSchedule(NamedTuple):
     config: LaunchConfig
     batch_size: int
     records: np.ndarray  # keys of every request, index of its first page, and a counter of zero for every CTA
-    keeps_address: bool
 
     @property
     def grid(self) -> Grid:
@@ -64,7 +63,7 @@ def schedule(
         records[: 2 * batch_size] = 0  # until `XqaBatchRun.again`
     else:
         records[batch_size : 2 * batch_size], records[:batch_size] = lengths.kv_ranges
-    return XqaBatchSchedule(rule, config, batch_size, records, limits.keeps_address)
+    return XqaBatchSchedule(rule, config, batch_size, records)
 
 
 def rule_of_batch(
@@ -87,28 +86,27 @@ class XqaBatchRun(BatchRun):
     def __init__(
         self,
         settings: Settings,
+        lengths: BatchLengths | DeviceLengths,
         limits: BatchLimits,
-        schedule: XqaBatchSchedule,
         staging: Staging,
         gpu: Gpu,
-        on_device: DeviceLengths | None = None,
     ) -> None:
-        """`on_device`: lengths that the schedule's records do not contain."""
+        planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
 
         def kernel(settings: Settings) -> XqaKernel:
-            return prepared(XqaKernel, settings, schedule.config, gpu)
+            return prepared(XqaKernel, settings, planned.config, gpu)
 
         self.planned = kernel(settings)
-        super().__init__(settings, schedule, kernel, staging, gpu.device_index)
-        self.staging, self.batch_size, self.gpu = staging, schedule.batch_size, gpu
-        self.settings, self.limits, self.rule = settings, limits, schedule.rule
-        self.page_size, self.grid = settings.page_size, schedule.grid
-        uploaded, size = self.records, schedule.batch_size
-        self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size : 2 * size + schedule.config.ctas]
+        super().__init__(settings, kernel, gpu.device_index)
+        self.staging, self.batch_size, self.gpu = staging, planned.batch_size, gpu
+        self.settings, self.limits, self.rule = settings, limits, planned.rule
+        self.page_size, self.grid = settings.page_size, planned.grid
+        memory, size = uploaded(planned.records, limits, staging), planned.batch_size
+        self.records, self.counters = memory[: 2 * size], memory[2 * size : 2 * size + planned.config.ctas]
         seq_lens, page_starts = self.records.data_ptr(), self.records[size:].data_ptr()
         self.request, self.seq_lens = (0, page_starts, size), seq_lens  # values of REQUEST_FIELDS
-        if on_device is not None:
-            self.again(on_device)
+        if isinstance(lengths, DeviceLengths):  # the records do not have them
+            self.again(lengths)
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
         """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;

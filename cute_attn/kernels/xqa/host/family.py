@@ -39,18 +39,15 @@ class XqaFamily:
         return [(config.spec, config.grid_of(batch_size))]
 
     def plan(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
+        self,
+        settings: Settings,
+        lengths: BatchLengths | DeviceLengths,
+        limits: BatchLimits,
+        staging: Staging,
+        gpu: Gpu,
     ) -> XqaBatchRun:
         """Returns a callable that runs batches of these settings and lengths."""
-        planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        return XqaBatchRun(settings, limits, planned, staging, gpu)
-
-    def plan_on_device(
-        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> XqaBatchRun:
-        """Returns a callable that runs batches of these settings, whose lengths stay on the device."""
-        planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        return XqaBatchRun(settings, limits, planned, staging, gpu, lengths)
+        return XqaBatchRun(settings, lengths, limits, staging, gpu)
 
     def workspace(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
