@@ -22,11 +22,10 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import optional_tensors
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import prepared, variant
-from cute_attn.kernels.host.persistent.single import Scheduler
 from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
 from cute_attn.kernels.host.persistent.variant import launch_of
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
-from cute_attn.kernels.host.single import SingleRun
+from cute_attn.kernels.host.single import Scheduler, SingleRun
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime import counters, tensormap
@@ -77,7 +76,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 
 def scheduler(target: Target, problem: Problem, sms: int = 132) -> Scheduler[Any]:
-    return Scheduler(target.kernels, problem.settings, target.arch, sms)
+    return target.family.scheduler(problem.settings, target.arch, sms)
 
 
 def tile_of(target: Target, problem: Problem) -> Any:

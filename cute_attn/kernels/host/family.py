@@ -16,7 +16,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire
 from cute_attn.kernels.host.planner import Planner, refusal
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
-from cute_attn.kernels.host.single import Scheduler, SingleRun
+from cute_attn.kernels.host.single import RequestLaunch, Scheduler, SingleRun, SingleSchedule, schedule_request
 from cute_attn.problem import (
     NO_LENGTHS,
     BatchLengths,
@@ -110,10 +110,20 @@ class TiledFamily(Generic[T]):
     name: str
     specs: Callable[[Features, Arch], list[KernelSpec]]
     spec: Callable[[Settings, T, bool], KernelSpec]  # from a tile, and whether a single request's keys are split
-    scheduler: Callable[[Settings, Arch, int], Scheduler[T]]
+    request_tiling: Callable[[Settings, int, int, Arch, int], Tiling[T]]  # from qo_len and kv_len
+    request_launch: RequestLaunch[T]
     tiling: Callable[[Settings, BatchLengths, BatchLimits, Arch, int], Tiling[T]]
     kernel: Callable[[Settings, T, int, bool, Gpu], PreparedKernel]
     # ^ loaded, for a tile, its heads, and whether partials are combined
+
+    def scheduler(self, settings: Settings, arch: Arch, sms: int) -> Scheduler[T]:
+        """Returns what schedules single requests of these settings."""
+
+        def scheduled(qo_len: int, kv_len: int) -> SingleSchedule[T]:
+            tiling = self.request_tiling(settings, qo_len, kv_len, arch, sms)
+            return schedule_request(settings, tiling, self.request_launch, qo_len, kv_len)
+
+        return scheduled
 
     def prepare(self, settings: Settings, gpu: Gpu) -> SingleRun[T]:
         """Returns a callable that runs single requests of these settings."""

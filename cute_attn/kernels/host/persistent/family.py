@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 
 from cute_attn.kernels.host.family import TiledFamily
-from cute_attn.kernels.host.persistent.batch import batch_tiling
+from cute_attn.kernels.host.persistent.batch import batch_tiling, request_launch, request_tiling
 from cute_attn.kernels.host.persistent.prepared import PersistentKernel
-from cute_attn.kernels.host.persistent.single import Scheduler
 from cute_attn.kernels.host.persistent.variant import PersistentKernels, T
 
 
@@ -17,7 +16,8 @@ def family(kernels: PersistentKernels[T]) -> TiledFamily[T]:
         kernels.name,
         kernels.specs,
         kernels.spec_of,
-        functools.partial(Scheduler, kernels),
+        functools.partial(request_tiling, kernels),
+        request_launch,
         functools.partial(batch_tiling, kernels),
         functools.partial(PersistentKernel, kernels),
     )
