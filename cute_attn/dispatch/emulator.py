@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 
 from cute_attn.dispatch.capabilities import Load
-from cute_attn.dispatch.families import FAMILIES
+from cute_attn.dispatch.families import FAMILIES, KernelFamily
 from cute_attn.dispatch.select import emulated, load_class, load_of_batch
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
+from cute_attn.kernels.host.family import BatchRunner, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, optional_tensors, with_optional
 from cute_attn.kernels.host.prepared import prepared
@@ -37,6 +37,7 @@ from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
+from cute_attn.schedule.batch import UNLIMITED
 
 OUTPUTS = ("out", "lse", "workspace")
 TENSORS = ("q", "k", "v", "out", "lse")  # of every problem, in the order of what a `Fire` takes
@@ -76,7 +77,7 @@ def plan(
     batch_settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
 ) -> EmulatedBatchRun | None:
     """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
-    if another one is emulated later; None: `KernelFamily.plan`.
+    if another one is emulated later; None: `TiledFamily.plan`.
     """
     gpu = emulated_gpu()
     family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, limits))
@@ -90,7 +91,8 @@ def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimi
     """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
     gpu = emulated_gpu()
     family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, limits))
-    return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
+    unlimited = limits._replace(workspace_bytes=UNLIMITED)
+    return family.schedule(batch_settings, lengths, unlimited, gpu.arch, gpu.sms).workspace()
 
 
 def emulated_gpu() -> Gpu:

@@ -1,4 +1,4 @@
-"""Interface of a kernel family to dispatch: fa2, fa3, fa4 and xqa offer the same functions."""
+"""Interface of a kernel family to dispatch: fa2, fa3 and fa4 are a `TiledFamily`, and xqa has the same methods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import batch as batch_schedule
-from cute_attn.schedule.batch import UNLIMITED, AllocateInts, WorkList, allocate_ints
+from cute_attn.schedule.batch import AllocateInts, WorkList, allocate_ints
 
 KernelLaunch = tuple[KernelSpec, Grid]
 
@@ -62,53 +62,14 @@ class BatchRunner(Protocol):
         """
 
 
-class KernelFamily(Protocol):
-    """Host code of the kernels behind one backend. Methods that take `arch` and `sms`, the number of multiprocessors,
-    instead of a `Gpu` work on machines without a GPU.
-    """
-
-    @property
-    def name(self) -> str:
-        """Name of the backend."""
-
-    def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
-        """Returns every kernel that calls of these features may need, whatever their lengths."""
-
-    def prepare(self, settings: Settings, gpu: Gpu) -> RequestRunner:
-        """Returns what runs single requests of these settings."""
-
-    def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-        """Returns kernels and grids of a single request."""
-
-    def plan(
-        self,
-        settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
-        limits: BatchLimits,
-        staging: Staging,
-        gpu: Gpu,
-    ) -> BatchRunner | None:
-        """Returns a callable that runs batches of these settings and lengths. `staging` brings the records to the
-        device. None where the host must know lengths that are on the device.
-        """
-
-    def workspace(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-    ) -> tuple[int, int]:
-        """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
-
-    def batch_launches(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-    ) -> tuple[BatchSchedule[object] | None, list[KernelLaunch]]:
-        """Returns the schedule of a batch (None: CTAs share all keys equally), and kernels and grids."""
-
-
 @dataclass(frozen=True)
 class TiledFamily(Generic[T]):
-    """A family with one attention kernel per tile, and a combine kernel where keys are split: fa2, fa3 and fa4."""
+    """A family with one attention kernel per tile, and a combine kernel where keys are split: fa2, fa3 and fa4. Methods
+    that take `arch` and `sms`, the number of multiprocessors, instead of a `Gpu` work on machines without a GPU.
+    """
 
     name: str
-    specs: Callable[[Features, Arch], list[KernelSpec]]
+    specs: Callable[[Features, Arch], list[KernelSpec]]  # all that calls of these features may need
     spec: Callable[[Settings, T, bool], KernelSpec]  # from a tile, and whether a single request's keys are split
     request_tiling: Callable[[Settings, int, int, Arch, int], Tiling[T]]  # from qo_len and kv_len
     request_launch: RequestLaunch[T]
@@ -196,13 +157,6 @@ class TiledFamily(Generic[T]):
             return prepared(self.kernel, settings, tile, heads, merges, gpu)
 
         return kernel
-
-    def workspace(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-    ) -> tuple[int, int]:
-        """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
-        limits = limits._replace(workspace_bytes=UNLIMITED)
-        return self.schedule(settings, lengths, limits, arch, sms).workspace()
 
     def batch_launches(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
