@@ -262,6 +262,10 @@ class Tokens(NamedTuple):
         return self.lengths
 
     @property
+    def qo_indptr(self) -> np.ndarray:
+        return self.lengths.qo_indptr
+
+    @property
     def kv_indptr(self) -> np.ndarray:
         """`kv_bounds` as an int64 array."""
         return np.asarray(self.kv_bounds, np.int64)
@@ -341,14 +345,6 @@ class DeviceTokens:
     @property
     def lengths(self) -> BatchLengths:
         return self.host.lengths
-
-    @property
-    def kv_indptr(self) -> np.ndarray:
-        return self.host.kv_indptr
-
-    @property
-    def last_page_len(self) -> np.ndarray | None:
-        return self.host.last_page_len
 
     @property
     def kv_end(self) -> int:

@@ -97,11 +97,8 @@ def load_class(features: Features, qo_len: int, one_request: bool, unsplit: bool
     """
     if features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
-    if features.chunk_invariant:
-        return UNKNOWN_LOAD
-    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    classes = rows_classes(features.kv_dtype)
-    return Load(classes[bisect.bisect(classes, rows) - 1], one_request, unsplit)
+    load, classes = load_of(features, qo_len, one_request, unsplit), rows_classes(features.kv_dtype)
+    return load if load.rows is None else load._replace(rows=classes[bisect.bisect(classes, load.rows) - 1])
 
 
 def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:

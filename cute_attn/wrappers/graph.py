@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
-from cute_attn.problem import DeviceLengths, DeviceTokens, Features, GraphLimits, Settings, Tokens
+from cute_attn.problem import DeviceTokens, Features, GraphLimits, Settings, Tokens
 from cute_attn.request import batch_plan, checks, page_ids
 from cute_attn.request.batch_plan import Mask, Splits
 from cute_attn.request.index_arrays import int32
@@ -135,9 +135,9 @@ class GraphBuffers:
         copies: list[Callable[[], Any]] = []
         for name, staging in self._lengths.items():
             if isinstance(tokens, DeviceTokens):
-                copies += self._copy(self.index[name], _planned(name, tokens), True)
+                copies += self._copy(self.index[name], planned(name, tokens), True)
             else:
-                staging.upload(_planned(name, tokens))
+                staging.upload(planned(name, tokens))
                 copies.append(staging.send)
         if tokens.kv_indices is not None:
             used, buffer = tokens.kv_indices[: tokens.kv_end], self.page_indices
@@ -181,14 +181,10 @@ class GraphBuffers:
 _LENGTHS = ("qo_indptr", "kv_indptr", "last_page_len")  # parts of the buffers' names
 
 
-def _planned(name: str, tokens: Tokens | DeviceTokens) -> Any:
+def planned(name: str, tokens: Tokens | DeviceTokens) -> Any:
     """Return what a buffer of lengths receives, where the lengths are."""
     of = tokens.device if isinstance(tokens, DeviceTokens) else tokens
-    if "last_page_len" in name:
-        return of.last_page_len
-    if name.startswith("qo"):
-        return of.qo_indptr if isinstance(of, DeviceLengths) else of.lengths.qo_indptr
-    return of.kv_indptr
+    return getattr(of, next(part for part in _LENGTHS if part in name))
 
 
 def _check_sizes(limits: GraphLimits, tokens: Tokens | DeviceTokens, q_len: int | None) -> None:

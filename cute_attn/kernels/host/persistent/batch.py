@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 from cute_attn.kernels.blocks.tiles import LONGEST_TOKENS, Launch
 from cute_attn.kernels.host.batch import Tiling
+from cute_attn.kernels.host.family import TiledFamily
 from cute_attn.kernels.host.fastdiv import magic
 from cute_attn.kernels.host.persistent import variant
-from cute_attn.kernels.host.persistent.prepared import order_values
+from cute_attn.kernels.host.persistent.prepared import PersistentKernel, order_values
 from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
@@ -101,3 +104,16 @@ def sections(params: SchedulerParams, items: int, merges: int) -> tuple[int, int
 def batch_order(params: SchedulerParams, items: int, merges: int) -> Values:
     """Returns the values of the kernel's ORDER_FIELDS."""
     return order_values(items * params.num_kv_heads, *sections(params, items, merges))
+
+
+def family(kernels: variant.PersistentKernels[variant.T]) -> TiledFamily[variant.T]:
+    """Returns the family of these kernels."""
+    return TiledFamily(
+        kernels.name,
+        kernels.specs,
+        kernels.spec_of,
+        functools.partial(request_tiling, kernels),
+        request_launch,
+        functools.partial(batch_tiling, kernels),
+        functools.partial(PersistentKernel, kernels),
+    )

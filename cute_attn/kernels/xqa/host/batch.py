@@ -11,18 +11,22 @@ import numpy as np
 
 from cute_attn.kernels.host.batch import BatchRun, Launched, Memory, uploaded
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.rules import Rule
-from cute_attn.kernels.xqa.host import lengths as device_lengths
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
 from cute_attn.kernels.xqa.host.prepared import XqaKernel
 from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
+from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, Settings
 from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.launch import Bound, current_stream
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, allocate_ints
+
+LENGTHS_FIELDS = ("indptr", "last_page_len", "seq_lens", "page_starts", "batch", "page_size", "num_indices")
 
 
 class XqaBatchSchedule(NamedTuple):
@@ -116,7 +120,7 @@ class XqaBatchRun(BatchRun):
             return None
         if isinstance(lengths, DeviceLengths):
             addresses = self.seq_lens, self.request[1]
-            self.staging.write(functools.partial(device_lengths.write, lengths, self.page_size, addresses, self.gpu))
+            self.staging.write(functools.partial(write_lengths, lengths, self.page_size, addresses, self.gpu))
             return True
         size = self.batch_size
         records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero
@@ -130,3 +134,18 @@ class XqaBatchRun(BatchRun):
         numbers = self.planned.request(self.request, entries, (pages, self.seq_lens, 0, 0))
         more = self.counters.data_ptr(), workspace, UNBOUNDED
         return Launched(self.version, memory, self.grid, numbers, (0, 1, 1), (), (), more)
+
+
+def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int], gpu: Gpu) -> None:
+    """Launches the lengths kernel. `addresses`: of keys and first pages, an int32 number per request."""
+    batch, last = lengths.batch_size, lengths.last_page_len
+    assert last is not None  # of paged requests
+    if not batch:
+        return
+    values = lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.max_kv
+    prepared(_lengths_kernel, gpu).fire(current_stream(gpu.device_index), values, ((-(-batch // THREADS), 1, 1),))
+
+
+def _lengths_kernel(gpu: Gpu) -> Bound:
+    """Returns launches of the kernel by values of LENGTHS_FIELDS."""
+    return load(LengthsSpec(), gpu.arch.name, gpu.device_index, gpu.arch.pdl).bind({}, LENGTHS_FIELDS)
