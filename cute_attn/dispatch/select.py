@@ -98,7 +98,7 @@ def load_class(features: Features, qo_len: int, one_request: bool, unsplit: bool
     if features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
     load, classes = load_of(features, qo_len, one_request, unsplit), rows_classes(features.kv_dtype)
-    return load if load.rows is None else load._replace(rows=classes[bisect.bisect(classes, load.rows) - 1])
+    return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], *load[1:])
 
 
 def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:

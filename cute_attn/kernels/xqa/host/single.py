@@ -113,7 +113,8 @@ def longest_kv(kernel: XqaKernel, *tensors: torch.Tensor) -> int:
     """Returns the most keys in which the kernel, which counts chunks in 32 bits, can address a head of k and v with the
     strides of these.
     """
-    steps = [x.stride(kernel.token) * kernel.kv_itemsize for x in tensors]
+    of = kernel.plain_strides
+    steps = [x.stride(of.token) * of.kv_itemsize for x in tensors]
     return ((CHUNK << 32) - 1) // max(1, *steps)
 
 
