@@ -97,7 +97,7 @@ class Plan:
         base = self.base
         request = base.request.with_options(overrides)
         settings = _settings(self.place, request)
-        plan = _with_settings(self.variants, settings)
+        plan = next((other for other in self.variants if other.settings == settings), None)
         if plan is None:
             self._make_room()
             others = self.fixed, self.variants, self.by_options
@@ -332,10 +332,6 @@ def _alone(
     plan = Plan(place, request, settings, fixed, [], {}, staging)
     plan.variants.append(plan)
     return plan
-
-
-def _with_settings(plans: Iterable[Plan], settings: Settings) -> Plan | None:
-    return next((plan for plan in plans if plan.settings == settings), None)
 
 
 def _renewed(plans: Iterable[Plan], request: PlanRequest, fixed: GraphInvariants | None) -> list[Plan]:

@@ -230,7 +230,7 @@ def test_sections_of_a_batch(
     tiles, found = persistent_batch.sections(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
-    for index in range(plan.total_tiles):
+    for index in range(plan.work.item_capacity * plan.tiling.params.num_kv_heads):
         section, within = divmod(index, tiles)
         item, head = divmod(within, found)
         places.add((item, section * found + head))

@@ -43,7 +43,6 @@ class BatchSchedule(Generic[T_co]):
 
     tiling: Tiling[T_co]
     work: WorkList
-    total_tiles: int  # work items times blocks of heads
     grid: Grid  # of the attention kernel
     combine_grid: Grid
     rows_per_merge: int
@@ -65,7 +64,6 @@ class BatchSchedule(Generic[T_co]):
         return cls(
             tiling,
             work,
-            total_tiles=total,
             grid=(tiling.ctas * groups, 1, 1),
             combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
             rows_per_merge=rows_per_merge,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from cute_attn.kernels.host.family import KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.xqa.host.batch import XqaBatchRun, schedule
-from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.grid import launch_config
-from cute_attn.kernels.xqa.host.single import SingleRun
+from cute_attn.kernels.xqa.host.unplanned import DecodeRun, SingleRun
 from cute_attn.kernels.xqa.host.variant import rule_of, shape_of_call, specs
 from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Request, Settings
 from cute_attn.runtime.arch import Arch
