@@ -10,6 +10,7 @@ from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.operands import PlainStrides
 from cute_attn.kernels.host.output import FinalOutput, PartialOutput
 from cute_attn.kernels.host.params import (
     NO_BATCH,
@@ -21,7 +22,7 @@ from cute_attn.kernels.host.params import (
     rope_fields,
     score_fields,
 )
-from cute_attn.kernels.host.prepared import PlainStrides, PreparedKernel
+from cute_attn.kernels.host.prepared import PreparedKernel
 from cute_attn.problem import Settings
 from cute_attn.runtime.param_block import Values
 

@@ -7,9 +7,10 @@ import torch
 from cute_attn.kernels.host.fastdiv import magic
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.operands import PlainStrides
 from cute_attn.kernels.host.output import FinalOutput
 from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor
-from cute_attn.kernels.host.prepared import PlainStrides, PreparedKernel
+from cute_attn.kernels.host.prepared import PreparedKernel
 from cute_attn.kernels.xqa.host.grid import LaunchConfig
 from cute_attn.problem import Settings, draft_mask_bytes
 from cute_attn.runtime.param_block import Values
