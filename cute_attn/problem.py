@@ -228,6 +228,11 @@ class BatchLengths:
         return int(np.add.reduce(self.kv_len))  # a third of the time of an array's `sum`
 
 
+_NO_REQUESTS = np.zeros(0, np.int64)
+NO_LENGTHS = BatchLengths(np.zeros(1, np.int64), _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS)
+# ^ in place of those on the device, where `BatchLimits.graph` decides
+
+
 class DeviceLengths(NamedTuple):
     """Where the tokens of each request are: contiguous int32 tensors on the device, which the host does not read."""
 
@@ -250,6 +255,15 @@ class Tokens(NamedTuple):
     last: np.ndarray | list[int] | None = None  # paged: [batch_size], tokens in each request's last page
     kv_indices: torch.Tensor | None = None  # paged: int32 on the device once the wrapper has copied it there
     q_len: int | None = None  # query tokens of every request, where the plan fixes them (decode)
+
+    @property
+    def where(self) -> BatchLengths:
+        """The lengths, where they are."""
+        return self.lengths
+
+    @property
+    def qo_indptr(self) -> np.ndarray:
+        return self.lengths.qo_indptr
 
     @property
     def kv_indptr(self) -> np.ndarray:
@@ -324,16 +338,13 @@ class DeviceTokens:
         return self.read(self.device)._replace(kv_indices=self.kv_indices, q_len=self.q_len)
 
     @property
+    def where(self) -> DeviceLengths:
+        """The lengths, where they are."""
+        return self.device
+
+    @property
     def lengths(self) -> BatchLengths:
         return self.host.lengths
-
-    @property
-    def kv_indptr(self) -> np.ndarray:
-        return self.host.kv_indptr
-
-    @property
-    def last_page_len(self) -> np.ndarray | None:
-        return self.host.last_page_len
 
     @property
     def kv_end(self) -> int:

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from cute_attn.dispatch import emulator, reference
 from cute_attn.dispatch.capabilities import Backend, Load
-from cute_attn.dispatch.families import FAMILIES
+from cute_attn.dispatch.families import FAMILIES, KernelFamily
 from cute_attn.dispatch.select import choose, chosen, load_class
 from cute_attn.kernels.host import gpu
-from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
+from cute_attn.kernels.host.family import BatchRunner, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire
 from cute_attn.kernels.host.prepared import prepared
@@ -24,6 +24,7 @@ from cute_attn.problem import (
 )
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
+from cute_attn.schedule.batch import UNLIMITED
 
 
 class Implementation(Protocol):
@@ -33,10 +34,8 @@ class Implementation(Protocol):
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]: ...
 
-    def plan(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> BatchRunner: ...
-
-    def plan_on_device(
-        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
+    def plan(
+        self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
     ) -> BatchRunner | None: ...
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]: ...
@@ -54,17 +53,15 @@ class OnGpu:
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
         return self.family.launches(problem, arch, sms)
 
-    def plan(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> BatchRunner:
-        return self.family.plan(settings, lengths, limits, staging, _gpu_of(settings))
-
-    def plan_on_device(
-        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
+    def plan(
+        self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
     ) -> BatchRunner | None:
-        return self.family.plan_on_device(settings, lengths, limits, staging, _gpu_of(settings))
+        return self.family.plan(settings, lengths, limits, staging, _gpu_of(settings))
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
         arch, _, sms = _gpu_of(settings)
-        return self.family.workspace(settings, lengths, limits, arch, sms)
+        unlimited = limits._replace(workspace_bytes=UNLIMITED)
+        return self.family.schedule(settings, lengths, unlimited, arch, sms).workspace()
 
 
 def _gpu_of(settings: Settings) -> Gpu:

@@ -6,23 +6,21 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from cute_attn.dispatch.capabilities import Load
-from cute_attn.dispatch.families import FAMILIES
+from cute_attn.dispatch.families import FAMILIES, KernelFamily
 from cute_attn.dispatch.select import emulated, load_class, load_of_batch
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.device_batch import NO_LENGTHS
-from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, RequestRunner
+from cute_attn.kernels.host.family import BatchRunner, KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import Fire, Roles, optional_tensors, with_optional
+from cute_attn.kernels.host.operands import Fire, optional_tensors, with_optional
 from cute_attn.kernels.host.prepared import prepared
-from cute_attn.kernels.host.single import Tensors
 from cute_attn.problem import (
     BatchLengths,
     BatchLimits,
@@ -39,12 +37,14 @@ from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
+from cute_attn.schedule.batch import UNLIMITED
 
 OUTPUTS = ("out", "lse", "workspace")
-BATCH_TENSORS = ("q", "k", "v", "out", "lse", "kv_indices", "workspace")
-NO_TENSORS: Any = dict.fromkeys(("q", "k", "v", "out", "lse"))  # of a Problem that keeps none alive
+TENSORS = ("q", "k", "v", "out", "lse")  # of every problem, in the order of what a `Fire` takes
+REST_OF_REQUEST, REST_OF_BATCH = ("kv_len",), ("kv_indices", "workspace")  # behind the optional ones
 _emulating = threading.RLock()  # emulated launches share counters, as those of one stream do: one runs after the other
 
+Runner = Callable[[Any], Fire | None]  # of requests or batches
 Placed = TypeVar("Placed", Request, BatchProblem)
 
 
@@ -55,16 +55,12 @@ def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
 
 def prepare(request_settings: Settings) -> EmulatedRun:
     """Returns what runs single requests of these settings."""
-    return EmulatedRun(request_settings)
 
+    def run_of(problem: Request) -> RequestRunner:
+        gpu = emulated_gpu()
+        return prepared(_family(request_settings, gpu.arch, _load(problem)).prepare, request_settings, gpu)
 
-def plan(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> EmulatedBatchRun:
-    """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
-    if another one is emulated later.
-    """
-    gpu = emulated_gpu()
-    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, lengths.batch_size, limits))
-    return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name), staging)
+    return EmulatedRun(run_of)
 
 
 @contextlib.contextmanager
@@ -77,22 +73,26 @@ def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
         yield
 
 
-def plan_on_device(
-    batch_settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
+def plan(
+    batch_settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
 ) -> EmulatedBatchRun | None:
-    """Returns what runs batches whose lengths only kernels read, or None: `KernelFamily.plan_on_device`."""
+    """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
+    if another one is emulated later; None: `TiledFamily.plan`.
+    """
     gpu = emulated_gpu()
-    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, NO_LENGTHS, lengths.batch_size, limits))
-    planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
-    staging.write_within(functools.partial(_written, lengths, staging))
+    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, limits))
+    planned = family.plan(batch_settings, lengths, limits, staging, gpu)
+    if isinstance(lengths, DeviceLengths):
+        staging.write_within(functools.partial(_written, lengths, staging))
     return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name), staging)
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
     gpu = emulated_gpu()
-    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, lengths.batch_size, limits))
-    return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
+    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, limits))
+    unlimited = limits._replace(workspace_bytes=UNLIMITED)
+    return family.schedule(batch_settings, lengths, unlimited, gpu.arch, gpu.sms).workspace()
 
 
 def emulated_gpu() -> Gpu:
@@ -111,32 +111,31 @@ def _load(problem: Request) -> Load:
 
 
 class EmulatedRun:
-    """Runs requests of the same settings on the architecture that is emulated at the time of the call."""
+    """Runs requests or batches in the emulated global memory. `run_of`: what launches the kernels of a problem on the
+    GPU that is emulated at the time of the call.
+    """
 
-    def __init__(self, request_settings: Settings) -> None:
-        self.settings = request_settings
+    def __init__(self, run_of: Callable[[Any], Runner]) -> None:
+        self.run_of = run_of
 
-    def __call__(self, problem: Request) -> Fire | None:
-        """Emulates the launches of `problem`. Returns what emulates requests that differ in the number of keys and in
-        addresses, on the GPU emulated then; None for decode calls, whose values every call looks at.
+    def __call__(self, problem: Any) -> Fire | None:
+        """Emulates the launches of a problem. Returns what emulates those of problems that differ in addresses, and of
+        single requests in the number of keys and in the GPU; None for decode calls, whose values every call looks at.
         """
-        run, problem = self._run_of(problem), _placed(problem)
+        run, problem = self.run_of(problem), _placed(problem)
         with _visible(problem, run):
             fire = run(problem)
         if fire is None or isinstance(problem, DecodeProblem):
             return None
-        others = with_optional(problem, (), ())._replace(**NO_TENSORS)
-        return self._repeated(others, optional_tensors(problem)[0], weakref.WeakKeyDictionary({run: fire}))
+        names = TENSORS + (REST_OF_BATCH if isinstance(problem, BatchProblem) else REST_OF_REQUEST)
+        (roles, _), bare = optional_tensors(problem), with_optional(problem, (), ())
+        others = bare._replace(**dict.fromkeys(TENSORS))  # keeps none alive
+        fires: MutableMapping[Runner, Fire] = weakref.WeakKeyDictionary({run: fire})
 
-    def _repeated(self, others: Problem, roles: Roles, fires: MutableMapping[RequestRunner, Fire]) -> Fire:
-        """Returns a function that emulates requests like `others`. `roles`: their optional tensors; `fires`: what does
-        so on a GPU, by its runner.
-        """
-
-        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
-            given = others._replace(kv_len=tensors[6], **dict(zip(NO_TENSORS, tensors, strict=False)))
+        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: tuple[Any, ...]) -> None:
+            given: Any = others._replace(**dict(zip(names, tensors[:5] + tensors[6:], strict=True)))
             now = _placed(with_optional(given, roles, tensors[5]))
-            run = self._run_of(now)
+            run = self.run_of(now)
             with _visible(now, run):
                 if run in fires:
                     fires[run](now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
@@ -145,47 +144,25 @@ class EmulatedRun:
 
         return shown
 
-    def _run_of(self, problem: Request) -> RequestRunner:
-        """Returns what runs a request on the GPU that is emulated now."""
-        gpu = emulated_gpu()
-        return prepared(_family(self.settings, gpu.arch, _load(problem)).prepare, self.settings, gpu)
 
-
-class EmulatedBatchRun:
-    """Runs batches of one plan, with the plan's records in the emulated global memory."""
+class EmulatedBatchRun(EmulatedRun):
+    """Runs batches of one plan."""
 
     def __init__(self, planned: BatchRunner, on: tuple[Gpu, str], staging: Staging) -> None:
+        super().__init__(lambda _: planned)
         self.planned, self.on, self.staging = planned, on, staging
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
         """Replaces the lengths of the requests, if the kernels can, and the same GPU is emulated, and tells whether
         launches are the same otherwise; else returns None.
         """
-        replace, (gpu, name) = self.planned.again, self.on
+        gpu, name = self.on
         if emulated_gpu() != gpu or settings.current().kernels not in ("auto", name):
             return None
+        same = self.planned.again(lengths)
         if isinstance(lengths, DeviceLengths):
-            same = replace(lengths)
             self.staging.write_within(functools.partial(_written, lengths, self.staging))
-            return same
-        return replace(lengths)
-
-    def __call__(self, problem: BatchProblem) -> Fire | None:
-        """Emulates the launches of one run. Returns what emulates runs that differ in addresses."""
-        problem = _placed(problem)
-        with _visible(problem, self.planned):
-            fire = self.planned(problem)
-        if fire is None:
-            return None
-        roles, _ = optional_tensors(problem)
-
-        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
-            now = problem._replace(**dict(zip(BATCH_TENSORS, (*tensors[:5], *tensors[6:]), strict=True)))
-            now = _placed(with_optional(now, roles, tensors[5]))
-            with _visible(now, self.planned):
-                fire(now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
-
-        return shown
+        return same
 
 
 def _placed(problem: Placed) -> Placed:

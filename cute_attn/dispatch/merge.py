@@ -6,9 +6,6 @@ import functools
 
 import torch
 
-from cute_attn.dispatch import emulator
-from cute_attn.emulator import adapter
-from cute_attn.errors import ArgumentError
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.host.combine import NO_MERGES
 from cute_attn.kernels.host.gpu import Gpu, has_run
@@ -30,21 +27,7 @@ def run(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Ten
     states of both as many rows apart. `out`: contiguous `[rows, head_dim]` of 16 or 32 bits. `merged`: contiguous fp32
     `[rows]`, written as base-2 lse times `lse_scale`, or None.
     """
-    return fits(o, lse, out) and has_run(out.device, functools.partial(_launch, o, lse, out, merged, lse_scale))
-
-
-def emulate(
-    o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Tensor | None, lse_scale: float
-) -> None:
-    """Runs the kernel for CPU tensors on the architecture that is emulated now. For tests.
-
-    Raises ArgumentError for states that do not fit the kernel.
-    """
-    if not fits(o, lse, out):
-        raise ArgumentError(f"the combine kernel cannot merge states of shape {tuple(o.shape)}")
-    outputs = {"out": out} if merged is None else {"out": out, "merged": merged}
-    with adapter.visible({"o": o, "lse": lse}, outputs):
-        _launch(o, lse, out, merged, lse_scale, emulator.emulated_gpu())
+    return fits(o, lse, out) and has_run(out.device, functools.partial(launch, o, lse, out, merged, lse_scale))
 
 
 def fits(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> bool:
@@ -62,9 +45,10 @@ def fits(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> bool:
     )
 
 
-def _launch(
+def launch(
     o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Tensor | None, lse_scale: float, gpu: Gpu
 ) -> bool:
+    """Merges states that fit, on a GPU or on the emulator in its place. Returns True."""
     num_states, rows, head_dim = o.shape
     if rows == 0:
         return True
@@ -79,7 +63,7 @@ def _bound(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> Bou
     contiguous, and nothing depends on the head.
     """
     num_states, step, head_dim, lse_scale = layout
-    launch = load(CombineSpec(out_dtype, head_dim), gpu.arch.name, gpu.device_index, gpu.arch.pdl)
+    loaded = load(CombineSpec(out_dtype, head_dim), gpu.arch.name, gpu.device_index, gpu.arch.pdl)
     row_bytes = head_dim * getattr(torch, out_dtype).itemsize
     static: dict[str, int | float] = {
         "qo_len": step,
@@ -95,4 +79,4 @@ def _bound(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> Bou
         "group": 1,
         **NO_MERGES,
     }
-    return launch.bind(static, FIELDS)
+    return loaded.bind(static, FIELDS)

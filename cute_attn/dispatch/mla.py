@@ -8,16 +8,12 @@ import torch
 
 from cute_attn.dispatch import emulator
 from cute_attn.dispatch.capabilities import ELSEWHERE
-from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
 from cute_attn.kernels.host import gpu as gpus
-from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.mla.host import launch
 from cute_attn.reference import mla as reference
 from cute_attn.request.checks import describe
 from cute_attn.request.mla import MlaProblem
-from cute_attn.runtime.arch import TYPICAL_SMS, named
-from cute_attn.runtime.launch import CPU
 
 BACKENDS = ("auto", "mla", "reference", "emulator")
 RUNS_ON = {"cuda": ("auto", "mla", "reference"), "cpu": ("auto", "reference", "emulator")}
@@ -52,11 +48,9 @@ def run(problem: MlaProblem, backend: str) -> None:
 
 def _emulate(problem: MlaProblem) -> None:
     """Run the kernel for CPU tensors on the architecture that is emulated now."""
-    current = emulation.current()
-    gpu = Gpu(named(current.arch), CPU, current.sms or TYPICAL_SMS[current.arch])
     tensors = {name: x for name, x in (problem._asdict() | problem.lengths._asdict()).items() if torch.is_tensor(x)}
     written = ("out", "lse")
     outputs: dict[str, torch.Tensor] = {name: tensors.pop(name) for name in written if name in tensors}
     counted, outputs["partials"] = emulator.scratch_memory(problem.scratch)
     with emulator.shown(tensors, outputs, [counted]):
-        launch.run(problem, gpu)
+        launch.run(problem, emulator.emulated_gpu())

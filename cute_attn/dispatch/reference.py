@@ -41,10 +41,10 @@ def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) ->
     return 0, 0
 
 
-def plan_on_device(settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging) -> None:
-    """Returns None: the lengths are read on the host."""
-
-
-def plan(settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> ReferenceRun:
-    """Returns what computes the requests of a batch one after the other."""
+def plan(
+    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
+) -> ReferenceRun | None:
+    """Returns what computes the requests of a batch one after the other, whose lengths are read on the host."""
+    if isinstance(lengths, DeviceLengths):
+        return None
     return ReferenceRun(functools.partial(attention.run_batch, lengths=lengths))

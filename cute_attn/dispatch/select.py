@@ -28,7 +28,7 @@ from cute_attn.dispatch.capabilities import (
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
-from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings, short
+from cute_attn.problem import NO_LENGTHS, BatchLengths, BatchLimits, DeviceLengths, Features, Settings, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -97,20 +97,17 @@ def load_class(features: Features, qo_len: int, one_request: bool, unsplit: bool
     """
     if features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
-    if features.chunk_invariant:
-        return UNKNOWN_LOAD
-    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    classes = rows_classes(features.kv_dtype)
-    return Load(classes[bisect.bisect(classes, rows) - 1], one_request, unsplit)
+    load, classes = load_of(features, qo_len, one_request, unsplit), rows_classes(features.kv_dtype)
+    return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], *load[1:])
 
 
-def load_of_batch(settings: Settings, lengths: BatchLengths, batch_size: int, limits: BatchLimits) -> Load:
+def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:
     """Return `load_class` of a batch. Lengths of keys count where the host knows them, unless a captured launch serves
     others too.
     """
-    qo_len = typical_qo_len(lengths, limits)
-    unsplit = limits.graph is None and needs_no_split(settings, lengths)
-    return load_class(settings.features, qo_len, batch_size == 1, unsplit)
+    known = NO_LENGTHS if isinstance(lengths, DeviceLengths) else lengths
+    unsplit = limits.graph is None and needs_no_split(settings, known)
+    return load_class(settings.features, typical_qo_len(known, limits), lengths.batch_size == 1, unsplit)
 
 
 def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:

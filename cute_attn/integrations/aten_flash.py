@@ -21,7 +21,7 @@ from cute_attn.request import checks, unplanned
 from cute_attn.request.unplanned import NOWHERE, Keys, Lengths
 from cute_attn.runtime import capture
 from cute_attn.wrappers import planned_prefill
-from cute_attn.wrappers.planned_prefill import RunOptions, Structure
+from cute_attn.wrappers.planned_prefill import Structure
 from cute_attn.xqa import xqa_batch_decode_with_kv_cache
 
 WORKSPACE_BYTES = 128 << 20  # enough for every batch
@@ -319,7 +319,7 @@ def _planned(
         page_size=page_size,
     )
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    options = RunOptions(q.shape[2] ** -0.5 if scale is None else scale, None, out, lse)
+    options = {"q_scale": q.shape[2] ** -0.5 if scale is None else scale, "out": out, "lse": lse}
     planned_prefill.run(_workspace_of(q.device), structure, q, keys, lengths, options)
     return lse
 

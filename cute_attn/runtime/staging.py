@@ -158,27 +158,6 @@ class _HostBuffer:
         self.copy_done = self.copies.start(target, self.memory, ints)
 
 
-def _copies_for(device: torch.device) -> Copies:
-    return CudaCopies(device) if device.type == "cuda" else HostCopies()
-
-
-class Uploads:
-    """Copies of numbers into an int32 tensor, on the device's current stream. Double-buffered like `Staging`, so that
-    the caller's array is read before `copy` returns and only a third copy waits for the first.
-    """
-
-    def __init__(self, target: torch.Tensor, copies: Copies | None = None) -> None:
-        copies = copies or _copies_for(target.device)
-        self.target, self._buffers = target, [_HostBuffer(copies), _HostBuffer(copies)]
-
-    def copy(self, numbers: np.ndarray) -> None:
-        """Starts to copy numbers, at most as many as the tensor has, to its beginning."""
-        if numbers.size:
-            self._buffers[0].reserve(numbers.size)[:] = numbers
-            self._buffers[0].send(self.target, numbers.size)
-            self._buffers.reverse()
-
-
 class Memory(NamedTuple):
     """Device memory of the numbers of a plan."""
 
@@ -200,13 +179,14 @@ class Staging:
     for the copy of the first.
     """
 
-    def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
-        copies = copies or _copies_for(device)
+    def __init__(self, device: torch.device, copies: Copies | None = None, target: torch.Tensor | None = None) -> None:
+        """`target`: device memory of the caller, where the numbers of all plans are to be."""
+        copies = copies or (CudaCopies(device) if device.type == "cuda" else HostCopies())
         self.device, self._copies = device, copies
         self._buffers = [_HostBuffer(copies), _HostBuffer(copies)]
         with capture.lasting():
             empty = torch.empty(0, dtype=torch.int32, device=device)
-        self._sent = self._next = Memory(empty, empty)
+        self._sent = self._next = Memory(empty if target is None else target, empty, fixed=target is not None)
         self._writes: list[Callable[[], Any]] = []  # that `send` makes
         self._reserved: np.ndarray | None = None
 
@@ -241,7 +221,7 @@ class Staging:
     def upload(self, ints: np.ndarray) -> torch.Tensor:
         """Prepares a copy of a flat int32 array to the front of the device memory, and returns that memory.
 
-        The caller may change `ints` afterwards, unless it comes from `reserve`.
+        The caller may change `ints` afterwards, unless it comes from `reserve`. Numbers of 64 bits become 32.
         """
         size, memory = ints.size, self._next
         if size > memory.records.numel():

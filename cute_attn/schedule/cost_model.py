@@ -134,16 +134,11 @@ def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, c
 
 def candidates(longest: int, total: int, device: Device) -> list[int]:
     """Returns the split sizes that are compared, in kv tiles, each once: of equal estimates the first wins."""
-    least = _least(longest, device.min_split_tiles)
+    least = max(device.min_split_tiles, -(-longest // MAX_SPLITS))  # below the longest query tile: `_may_pay`
     debt, whole = -total * device.ctas_per_item, device.resident_ctas * SHARE_DENOMINATOR  # below 0: this rounds up
     sizes = [-(-longest // divisor) for divisor in LONGEST_DIVISORS]
     sizes += [-(debt * factor // whole) for factor in SHARE_FACTORS]
     return list(dict.fromkeys(least if size < least else longest if size > longest else size for size in sizes))
-
-
-def _least(longest: int, min_split_tiles: int) -> int:
-    """Returns the smallest split size, which is below the longest query tile: `_may_pay`."""
-    return max(min_split_tiles, -(-longest // MAX_SPLITS))
 
 
 def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,6 +16,8 @@ from cute_attn.wrappers.paged_prefill import PAGED_NAMES
 from cute_attn.wrappers.plan_request import prefill_request, tokens_of
 from cute_attn.wrappers.signatures import with_return_lse
 
+MADE_FOR = ("q_data_type", "kv_data_type", "o_data_type", "head_dim_qk", "head_dim_vo", "pos_encoding_mode")
+
 
 class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
     """Prefill of a batch over a paged cache whose tokens see causal keys and those of a range of their own.
@@ -69,14 +71,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
             }
         )
         self._place = self._place._replace(key_ranges=True)
-        self._made_for = {
-            "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type,
-            "o_data_type": o_data_type,
-            "head_dim_qk": head_dim_qk,
-            "head_dim_vo": head_dim_vo,
-            "pos_encoding_mode": pos_encoding_mode,
-        }
+        made_for = q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode
+        self._made_for = dict(zip(MADE_FOR, made_for, strict=True))
 
     @makes_plan
     def plan(
@@ -138,15 +134,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
             token_pos_in_items_len=(token_pos_in_items_len, 0),
             max_item_len_ptr=(max_item_len_ptr, None),
         )
-        named = {
-            "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type,
-            "o_data_type": o_data_type,
-            "head_dim_qk": head_dim_qk,
-            "head_dim_vo": head_dim_vo,
-            "pos_encoding_mode": pos_encoding_mode,
-        }
-        key_ranges.check_made_for(self._made_for, named)
+        named = q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode
+        key_ranges.check_made_for(self._made_for, dict(zip(MADE_FOR, named, strict=True)))
         made = self._made_for
         given = plan_arguments.prefill(
             page_size, use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, num_qo_heads,

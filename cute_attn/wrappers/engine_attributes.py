@@ -19,7 +19,7 @@ from cute_attn.request.index_arrays import IndexArrays, int32
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import capture
 from cute_attn.runtime.staging import is_capturing
-from cute_attn.wrappers.graph import GraphBuffers
+from cute_attn.wrappers.graph import GraphBuffers, planned
 from cute_attn.wrappers.plan import Plan
 from cute_attn.wrappers.plan_request import Place
 
@@ -215,12 +215,10 @@ def written_lengths(request: PlanRequest, copies: dict[str, IndexCopy], device: 
 
 def _planned_lengths(name: str, tokens: Tokens | DeviceTokens) -> np.ndarray | None:
     """Return what a buffer holds; None for a buffer that wrappers of this kind do not have."""
-    if name == "_qo_indptr_buf":
-        return tokens.lengths.qo_indptr
-    paged = tokens.kv_indices is not None
-    if name == "_paged_kv_last_page_len_buf":
-        return tokens.last_page_len
-    return tokens.kv_indptr if paged == (name == "_paged_kv_indptr_buf") else None
+    if name != "_qo_indptr_buf" and (tokens.kv_indices is not None) != name.startswith("_paged"):
+        return None
+    numbers: np.ndarray = planned(name, tokens.host if isinstance(tokens, DeviceTokens) else tokens)
+    return numbers
 
 
 def _on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:

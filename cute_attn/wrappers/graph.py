@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
-from cute_attn.problem import DeviceLengths, DeviceTokens, Features, GraphLimits, Settings, Tokens
+from cute_attn.problem import DeviceTokens, Features, GraphLimits, Settings, Tokens
 from cute_attn.request import batch_plan, checks, page_ids
 from cute_attn.request.batch_plan import Mask, Splits
 from cute_attn.request.index_arrays import int32
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import MAX_INDEX
-from cute_attn.runtime.staging import Uploads
+from cute_attn.runtime.staging import Staging
 
 Copies = Sequence[Callable[[], Any]]
 
@@ -56,7 +56,8 @@ class GraphBuffers:
                 )
             self._check_apart(workspace, (name, buffer))
             self.index[name] = buffer
-        self._uploads = {name: Uploads(buffer) for name, buffer in self.index.items() if "indices" not in name}
+        own = {name: buffer for name, buffer in self.index.items() if "indices" not in name}
+        self._lengths = {name: Staging(buffer.device, target=buffer) for name, buffer in own.items()}
         if not custom_mask_buf is mask_indptr_buf is None:
             self._set_mask(custom_mask_buf, mask_indptr_buf, workspace)
 
@@ -132,11 +133,12 @@ class GraphBuffers:
         """
         tokens, mask = request.tokens, request.mask
         copies: list[Callable[[], Any]] = []
-        for name, uploads in self._uploads.items():
+        for name, staging in self._lengths.items():
             if isinstance(tokens, DeviceTokens):
-                copies += self._copy(uploads.target, _planned(name, tokens), True)
+                copies += self._copy(self.index[name], planned(name, tokens), True)
             else:
-                copies.append(functools.partial(uploads.copy, _planned(name, tokens)))
+                staging.upload(planned(name, tokens))
+                copies.append(staging.send)
         if tokens.kv_indices is not None:
             used, buffer = tokens.kv_indices[: tokens.kv_end], self.page_indices
             # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
@@ -179,14 +181,10 @@ class GraphBuffers:
 _LENGTHS = ("qo_indptr", "kv_indptr", "last_page_len")  # parts of the buffers' names
 
 
-def _planned(name: str, tokens: Tokens | DeviceTokens) -> Any:
+def planned(name: str, tokens: Tokens | DeviceTokens) -> Any:
     """Return what a buffer of lengths receives, where the lengths are."""
     of = tokens.device if isinstance(tokens, DeviceTokens) else tokens
-    if "last_page_len" in name:
-        return of.last_page_len
-    if name.startswith("qo"):
-        return of.qo_indptr if isinstance(of, DeviceLengths) else of.lengths.qo_indptr
-    return of.kv_indptr
+    return getattr(of, next(part for part in _LENGTHS if part in name))
 
 
 def _check_sizes(limits: GraphLimits, tokens: Tokens | DeviceTokens, q_len: int | None) -> None:

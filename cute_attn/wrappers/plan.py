@@ -23,7 +23,6 @@ import torch
 from cute_attn.dispatch import backends, select
 from cute_attn.dispatch.capabilities import Backend, Load
 from cute_attn.errors import NotSupported, Refusal, RuntimeArgumentError
-from cute_attn.kernels.host.device_batch import NO_LENGTHS
 from cute_attn.problem import (
     BatchLimits,
     BatchPlan,
@@ -98,7 +97,7 @@ class Plan:
         base = self.base
         request = base.request.with_options(overrides)
         settings = _settings(self.place, request)
-        plan = _with_settings(self.variants, settings)
+        plan = next((other for other in self.variants if other.settings == settings), None)
         if plan is None:
             self._make_room()
             others = self.fixed, self.variants, self.by_options
@@ -142,10 +141,10 @@ class Plan:
             return None
         if batch.validate != _validates(self.place):
             return None
-        if batch.load != _load(batch.settings, tokens, batch.limits):
+        if batch.load != select.load_of_batch(batch.settings, tokens.where, batch.limits):
             return None
         batch_plan.check_rows(tokens, batch.settings.features.num_qo_heads)
-        same_launches = batch.launch.again(tokens.device if isinstance(tokens, DeviceTokens) else tokens.lengths)
+        same_launches = batch.launch.again(tokens.where)
         if same_launches is None:
             return None
         try:
@@ -183,28 +182,19 @@ class Plan:
 
     def scheduled(self, tokens: Tokens | DeviceTokens, features: Features | None = None) -> BatchPlan:
         """Return the batch with a schedule, which `staging.send` writes."""
+        choice = self._choice(tokens, features)
         if isinstance(tokens, DeviceTokens):
-            if (batch := self._scheduled_on_device(tokens, features)) is not None:
-                return batch
-            tokens = tokens.host
-        choice = self._choice(tokens, features)
-        launch = backends.of(choice.backend).plan(self.settings, tokens.lengths, choice.limits, self.staging)
-        return self._batch(tokens, choice, launch)
-
-    def _scheduled_on_device(self, tokens: DeviceTokens, features: Features | None) -> BatchPlan | None:
-        """Return the batch; None if the backend needs the lengths on the host."""
-        choice = self._choice(tokens, features)
-        tokens.check_unchanged()
-        backend = backends.of(choice.backend)
-        launch = backend.plan_on_device(self.settings, tokens.device, choice.limits, self.staging)
+            tokens.check_unchanged()
+        launch = backends.of(choice.backend).plan(self.settings, tokens.where, choice.limits, self.staging)
         if launch is not None:
             return self._batch(tokens, choice, launch)
+        assert isinstance(tokens, DeviceTokens)  # the backend needs the lengths on the host
         if is_capturing(self.place.device):
             raise RuntimeArgumentError(
                 f"a plan of the {choice.backend.name} backend with these options reads the index arrays, which the "
                 "capture of a CUDA graph cannot: call plan() before the capture"
             )
-        return None
+        return self.scheduled(tokens.host, features)
 
     def _choice(self, tokens: Tokens | DeviceTokens, features: Features | None = None) -> Choice:
         settings, request, place = self.settings, self.request, self.place
@@ -213,7 +203,7 @@ class Plan:
         limits = BatchLimits(
             place.workspace.numel(), *request.splits, room, request.q_len, keeps_address=place.graph is not None
         )
-        load = _load(settings, tokens, limits)
+        load = select.load_of_batch(settings, tokens.where, limits)
         backend = select.chosen(features or settings.features, self.backend or place.backend, load)
         return Choice(backend, limits, load if features is None else None)
 
@@ -344,10 +334,6 @@ def _alone(
     return plan
 
 
-def _with_settings(plans: Iterable[Plan], settings: Settings) -> Plan | None:
-    return next((plan for plan in plans if plan.settings == settings), None)
-
-
 def _renewed(plans: Iterable[Plan], request: PlanRequest, fixed: GraphInvariants | None) -> list[Plan]:
     """Return the plans of another request with the options of these, not scheduled."""
     variants: list[Plan] = []
@@ -417,11 +403,6 @@ def _left_open(place: Place, request: PlanRequest, settings: Settings) -> PlanRe
 
 
 # ---- selection
-
-
-def _load(settings: Settings, tokens: Tokens | DeviceTokens, limits: BatchLimits) -> Load:
-    lengths = NO_LENGTHS if isinstance(tokens, DeviceTokens) else tokens.lengths
-    return select.load_of_batch(settings, lengths, tokens.batch_size, limits)
 
 
 def _check_supported(backend: Backend, features: Features) -> None:

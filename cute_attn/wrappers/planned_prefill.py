@@ -55,18 +55,6 @@ class Structure(NamedTuple):
         return {**fields, "sm_scale": 1.0}
 
 
-class RunOptions(NamedTuple):
-    """The arguments of a run beside its operands."""
-
-    q_scale: Any
-    v_scale: Any
-    out: Any = None
-    lse: Any = None
-    return_lse: bool = False
-    enable_pdl: Any = None
-    sinks: Any = None
-
-
 class Session:
     """A wrapper, the lengths that it is planned for, and where it reads page numbers."""
 
@@ -80,7 +68,7 @@ class Session:
         self.positions: torch.Tensor
         self.indices: torch.Tensor  # page numbers, filled again before every run: they may change without a new plan
 
-    def run(self, query: torch.Tensor, keys: Keys, lengths: Lengths, options: RunOptions) -> Any:
+    def run(self, query: torch.Tensor, keys: Keys, lengths: Lengths, options: dict[str, Any]) -> Any:
         """Compute a batch, after a plan where its lengths differ from those before."""
         k, v, tables = keys
         shape = None if tables is None else tables.shape
@@ -92,7 +80,7 @@ class Session:
         if not planned:
             self._plan(lengths)
             self.lengths, self.shape = lengths, shape
-        return self.wrapper.run(query, *((k, v) if tables is None else ((k, v),)), **options._asdict())
+        return self.wrapper.run(query, *((k, v) if tables is None else ((k, v),)), **options)
 
     def _fill(self, keys: Keys, lengths: Lengths, planned: bool) -> None:
         """Write the page numbers of a batch to where its plan reads them."""
@@ -147,9 +135,11 @@ def run(
     query: torch.Tensor,
     keys: Keys,
     lengths: Lengths,
-    options: RunOptions,
+    options: dict[str, Any],
 ) -> Any:
-    """Compute a batch on the current stream of query's device. Returns what a wrapper's `run` returns."""
+    """Compute a batch on the current stream of query's device. Returns what a wrapper's `run` returns, to which
+    `options` go.
+    """
     device = query.device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     with _places_lock:

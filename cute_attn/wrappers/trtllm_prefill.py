@@ -18,7 +18,7 @@ from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import KV_LAYOUTS
 from cute_attn.request.unplanned import Bounds, Keys
 from cute_attn.wrappers import planned_prefill
-from cute_attn.wrappers.planned_prefill import RunOptions, Structure
+from cute_attn.wrappers.planned_prefill import Structure
 
 PAGED_LAYOUTS = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
 INPUT_LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", *PAGED_LAYOUTS)
@@ -539,15 +539,15 @@ def _checked(call: Call, **options: Any) -> Any:
     for name in ("bmm1_scale", "bmm2_scale"):  # None stands for 1 in runs, which check all else
         if getattr(call, name) is None:
             raise ArgumentTypeError(f"{name} must be a number or a floating-point tensor of one element, got None")
-    run_options = RunOptions(
-        call.bmm1_scale,
-        call.bmm2_scale,
-        None if out is None else out[:rows],
-        None if lse is None else lse[:rows],
-        call.return_lse,
-        call.enable_pdl,
-        trtllm_options.one_sink(call.sinks),
-    )
+    run_options = {
+        "q_scale": call.bmm1_scale,
+        "v_scale": call.bmm2_scale,
+        "out": None if out is None else out[:rows],
+        "lse": None if lse is None else lse[:rows],
+        "return_lse": call.return_lse,
+        "enable_pdl": call.enable_pdl,
+        "sinks": trtllm_options.one_sink(call.sinks),
+    }
     result = planned_prefill.run(workspace, structure, query[:rows], keys, lengths, run_options)
     made, made_lse = result if call.return_lse else (result, None)
     out = made if out is None else out

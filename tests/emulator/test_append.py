@@ -14,6 +14,7 @@ from cute_attn.request.append import Append, reference
 from cute_attn.request.page_table import PageTable
 from tests.support import append_case
 from tests.support.append_case import CASES, DTYPES, SCALES, AppendCase, adversarial_blocks, quantised, special_blocks
+from tests.support.emulated_calls import emulated_append
 
 pytestmark = pytest.mark.emulator
 
@@ -29,7 +30,7 @@ def test_nvfp4_decides_every_tie_as_the_reference(arch: str, dtype: str) -> None
             rows = adversarial_blocks(DTYPES[dtype], scale, 384, seed).view(-1, 2, 64)
             want = quantised(rows, "nvfp4", scale, reference)
             assert len(want[1].unique()) > 1 or dtype == "fp16"
-            for found, expected in zip(quantised(rows, "nvfp4", scale, append.emulate), want, strict=True):
+            for found, expected in zip(quantised(rows, "nvfp4", scale, emulated_append), want, strict=True):
                 assert torch.equal(found, expected)
 
 
@@ -43,7 +44,7 @@ def test_fp8_decides_every_tie_as_the_reference(arch: str, stored: str) -> None:
                 ties = append_case.near((numbers[1:] + numbers[:-1]) / 2 * scale, dtype)
                 noise = adversarial_blocks(dtype, scale, 48, seed).flatten()
                 rows = torch.cat([ties, noise])[: (len(ties) + len(noise)) // 16 * 16].view(-1, 1, 16)
-                (found,), (want,) = (quantised(rows, stored, scale, run) for run in (append.emulate, reference))
+                (found,), (want,) = (quantised(rows, stored, scale, run) for run in (emulated_append, reference))
                 assert torch.equal(found, want)
 
 
@@ -53,7 +54,7 @@ def test_infinities_and_nan_become_what_the_reference_makes_of_them(arch: str, s
     with emulator.using(arch):
         for dtype in DTYPES.values():
             rows = special_blocks(dtype).unsqueeze(1)
-            results = zip(*(quantised(rows, stored, 0.5, run) for run in (append.emulate, reference)), strict=True)
+            results = zip(*(quantised(rows, stored, 0.5, run) for run in (emulated_append, reference)), strict=True)
             assert all(torch.equal(found, want) for found, want in results)
 
 
@@ -72,7 +73,7 @@ def test_calls_write_what_the_reference_writes(arch: str, case: AppendCase) -> N
     want = written(case, reference)
     # Races are kept by words of 4 bytes: two warps that write bytes of one word would count as one.
     with emulator.using(arch, checks=False) as emulation:
-        found = written(case, append.emulate)
+        found = written(case, emulated_append)
     assert len(emulation.records) == 1
     for before, expected, result in zip(nothing, want, found, strict=True):
         assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
@@ -94,7 +95,7 @@ def test_rows_without_a_page_go_nowhere(arch: str, dtype: torch.dtype) -> None:
     want = cache.clone()
     want[:, 2, 1] = rows[:, 0]
     with emulator.using(arch):
-        append.emulate(Append(tuple(rows), tuple(cache), table))
+        emulated_append(Append(tuple(rows), tuple(cache), table))
     assert torch.equal(cache, want)
 
 
@@ -112,7 +113,7 @@ def test_whole_tensors_are_quantised_as_by_torch(arch: str) -> None:
         return found
 
     want = results()
-    with emulator.using(arch) as emulation, mock.patch.object(append, "run", append.emulate):
+    with emulator.using(arch) as emulation, mock.patch.object(append, "run", emulated_append):
         found = results()
     assert len(emulation.records) == 9
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, want, strict=True))
@@ -123,4 +124,4 @@ def test_other_architectures_run_the_same_code() -> None:
     want = written(case, reference)
     for arch in ("sm_103a", "sm_121a"):
         with emulator.using(arch):
-            assert all(map(torch.equal, written(case, append.emulate), want))
+            assert all(map(torch.equal, written(case, emulated_append), want))

@@ -11,7 +11,7 @@ import torch
 from cute_attn import emulator
 from cute_attn.emulator import Schedule
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.host.persistent import single
+from cute_attn.kernels.host import single
 from cute_attn.schedule.split_kv import Split
 from perf import peers
 from perf.bench import oracle

@@ -12,6 +12,7 @@ from cute_attn import ArgumentError, emulator
 from cute_attn.dispatch import merge
 from cute_attn.integrations.distributed.partials import Partials
 from cute_attn.integrations.distributed.ranks import Ranks
+from tests.support.emulated_calls import emulated_merge
 
 pytestmark = pytest.mark.emulator
 
@@ -49,7 +50,7 @@ def test_states_a_step_apart(arch: str, num_states: int, head_dim: int, dtype: t
     o, lse = states(num_states, 6, head_dim)
     out, merged = torch.empty(6, head_dim, dtype=dtype), torch.empty(6)
     with emulator.using(arch):
-        merge.emulate(padded(o, 8), padded(lse, 8), out, merged, math.log(2))
+        emulated_merge(padded(o, 8), padded(lse, 8), out, merged, math.log(2))
     want, s = expected(o, lse)
     torch.testing.assert_close(out.double(), want, rtol=ROUNDING[dtype], atol=2**-20)
     torch.testing.assert_close(merged.double(), s * math.log(2), rtol=2**-20, atol=2**-20)
@@ -86,7 +87,7 @@ def test_partials_of_ranks(dtype: torch.dtype) -> None:
 
 
 def emulated(*arguments: object) -> bool:
-    merge.emulate(*arguments)  # type: ignore[arg-type]
+    emulated_merge(*arguments)  # type: ignore[arg-type]
     return True
 
 
@@ -100,4 +101,4 @@ def test_states_that_do_not_fit() -> None:
     assert not merge.fits(o, lse, torch.empty(64, 4).t())
     assert not merge.run(o, lse, out, None, 1.0)  # not on a GPU
     with pytest.raises(ArgumentError, match="cannot merge states of shape"):
-        merge.emulate(o, padded(lse, 5), out, None, 1.0)
+        emulated_merge(o, padded(lse, 5), out, None, 1.0)

@@ -27,6 +27,7 @@ from cute_attn.integrations.vllm.cache import CacheFormat, views
 from cute_attn.integrations.vllm.encoder import EncoderAttention
 from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, split_decodes
 from cute_attn.integrations.vllm.support import Asked
+from tests.support.emulated_calls import emulated_append
 from tests.support.executors import GPU_MARKS, HAS_GPU
 from tests.support.vllm_case import CACHE_DTYPES, UNTOUCHED, Step
 
@@ -173,7 +174,7 @@ def test_kernels_read_and_write_the_cache(
     kv_cache_dtype: str, images: Spans | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XQA, fa3 or (NVFP4) fa2, and the append kernel take the strides of vLLM's cache."""
-    monkeypatch.setattr(append, "run", append.emulate)
+    monkeypatch.setattr(append, "run", emulated_append)
     layer = Layer(4, 64, 0.125, 2, kv_cache_dtype=kv_cache_dtype)
     scales = (1.0, 1.0) if kv_cache_dtype == "auto" else (0.5, 0.25)
     case = Step([(1, 20), (3, 19) if kv_cache_dtype == "nvfp4" else (33, 33)], layer, scales=scales)

@@ -292,7 +292,7 @@ def test_workspace_size_is_enough(splits: dict[str, Any], graph: bool) -> None:
     launch = made._planned().launch
     records = launch.records[: int_bytes // 4].clone()
     if not graph:  # the room of captured launches follows from the workspace
-        assert launch.schedule.records.nbytes == int_bytes
+        assert launch.schedule.work.ints.nbytes == int_bytes
     made.reset_workspace_buffer(torch.empty(float_bytes, dtype=torch.uint8))
     made.plan(**arguments)
     if not graph:

@@ -7,7 +7,6 @@ import pytest
 from cute_attn.emulator.tensormap import decode
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
-from cute_attn.kernels.host.persistent.single import Scheduler
 from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, paged
@@ -49,7 +48,7 @@ def test_boxes_of_pages_do_not_leave_half_of_a_tile(page_size: int, box: int) ->
 @pytest.mark.parametrize(("qo_len", "sms", "grid"), [(200, 132, 16), (5000, 132, 132), (5000, 9, 8), (5000, 1, 2)])
 def test_grids_are_whole_pairs(qo_len: int, sms: int, grid: int) -> None:
     problem = single(dim=256)
-    schedule = Scheduler(FA4.kernels, problem.settings, FA4.arch, sms)(qo_len, 128)
+    schedule = FA4.family.scheduler(problem.settings, FA4.arch, sms)(qo_len, 128)
     assert schedule.tile.ctas == 2
     assert schedule.grid == (grid, 1, 1)
 

@@ -22,11 +22,10 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import optional_tensors
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import prepared, variant
-from cute_attn.kernels.host.persistent.single import Scheduler
 from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
 from cute_attn.kernels.host.persistent.variant import launch_of
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
-from cute_attn.kernels.host.single import SingleRun
+from cute_attn.kernels.host.single import Scheduler, SingleRun
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime import counters, tensormap
@@ -77,7 +76,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 
 def scheduler(target: Target, problem: Problem, sms: int = 132) -> Scheduler[Any]:
-    return Scheduler(target.kernels, problem.settings, target.arch, sms)
+    return target.family.scheduler(problem.settings, target.arch, sms)
 
 
 def tile_of(target: Target, problem: Problem) -> Any:
@@ -213,10 +212,8 @@ def test_launches_of_batches(target: Target, page_size: int) -> None:
     assert (main.schedule, main.kv) == ("items", "paged" if page_size else "dense")
     assert grid[0] <= 132
     assert merge == CombineSpec("float16", 64, "items")
-    partials, records = target.family.workspace(settings, built.lengths, built.limits, target.arch, 132)
-    small = built.limits._replace(workspace_bytes=0)
-    assert target.family.workspace(settings, built.lengths, small, target.arch, 132) == (partials, records)
-    assert partials > 0
+    partials, _ = target.family.schedule(settings, built.lengths, built.limits, target.arch, 132).workspace()
+    assert 0 < partials <= built.limits.workspace_bytes
 
 
 @pytest.mark.parametrize(("sms", "kv_len", "resident"), [(4, 6000, 1), (4, 900, 5), (132, 6000, 16), (4, 0, 16)])
@@ -233,7 +230,7 @@ def test_sections_of_a_batch(
     tiles, found = persistent_batch.sections(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
-    for index in range(plan.total_tiles):
+    for index in range(plan.work.item_capacity * plan.tiling.params.num_kv_heads):
         section, within = divmod(index, tiles)
         item, head = divmod(within, found)
         places.add((item, section * found + head))

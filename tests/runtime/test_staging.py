@@ -13,7 +13,7 @@ import torch
 
 from cute_attn.errors import RuntimeArgumentError
 from cute_attn.runtime import launch
-from cute_attn.runtime.staging import MIN_CAPACITY, CudaCopies, Staging, Uploads
+from cute_attn.runtime.staging import MIN_CAPACITY, CudaCopies, Staging
 
 CPU = torch.device("cpu")
 
@@ -262,13 +262,13 @@ def test_a_wait_for_a_copy_spares_the_captures_of_other_threads() -> None:
 
 def test_uploads_into_buffers_of_callers_do_not_overwrite_what_is_being_copied() -> None:
     copies, target = LateCopies(), torch.zeros(12, dtype=torch.int32)
-    uploads = Uploads(target, copies)
+    staging = Staging(CPU, copies, target)
     for seed in range(5):
         lengths = numbers(100 * seed).astype(np.int64)
-        uploads.copy(lengths)
+        uploaded(staging, lengths)
         lengths[:] = -1  # the caller's array is free again
         assert copies.waits == max(0, seed - 1)
-    uploads.copy(numbers(0, 0))
+    uploaded(staging, numbers(0, 0))
     copies.finish()
     assert copies.arrived == [numbers(100 * seed).tolist() for seed in range(5)]
     assert target.tolist() == [*range(400, 410), 0, 0]

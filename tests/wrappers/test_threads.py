@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from cute_attn.kernels.host.batch import BatchRun, Launched, Memory
 from cute_attn.problem import BatchProblem
 from cute_attn.runtime.launch import CPU
-from cute_attn.runtime.staging import Staging
 from tests.support.batch_case import call, decode, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.engine_graphs import sliced
 from tests.support.formula import assert_batch_right
@@ -93,8 +91,7 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
             return Launched(self.version, memory, (1, 1, 1), (), (0, 1, 1), (), (), ())
 
     tensors = (torch.zeros(1),) * 3
-    schedule = types.SimpleNamespace(records=np.zeros(4, np.int32), keeps_address=False)
-    run = Run("planned", schedule, kernel, Staging(torch.device("cpu")), CPU)  # type: ignore[arg-type]
+    run = Run("planned", kernel, CPU)  # type: ignore[arg-type]
 
     def work(i: int) -> None:
         for _ in range(400):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,18 +26,6 @@ COMBINE_CTAS = 16  # CTAs of 128 threads resident per SM: a larger grid only sta
 T_co = TypeVar("T_co", covariant=True)  # a family's tile
 
 
-class Schedule(Protocol):
-    """Part of a plan's schedule that is the same in every family."""
-
-    @property
-    def records(self) -> np.ndarray:
-        """Array of int32 that the attention kernel reads in device memory."""
-
-    @property
-    def keeps_address(self) -> bool:
-        """True if later plans must write their records to the same address (CUDA graphs)."""
-
-
 @dataclass(frozen=True, eq=False)  # families keep them: equal ones are one object
 class Tiling(Generic[T_co]):
     """A family's tile for a batch, the parameters of the scheduler, and how the kernel takes its tiles."""
@@ -55,8 +43,6 @@ class BatchSchedule(Generic[T_co]):
 
     tiling: Tiling[T_co]
     work: WorkList
-    keeps_address: bool
-    total_tiles: int  # work items times blocks of heads
     grid: Grid  # of the attention kernel
     combine_grid: Grid
     rows_per_merge: int
@@ -78,8 +64,6 @@ class BatchSchedule(Generic[T_co]):
         return cls(
             tiling,
             work,
-            limits.keeps_address,
-            total_tiles=total,
             grid=(tiling.ctas * groups, 1, 1),
             combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
             rows_per_merge=rows_per_merge,
@@ -87,11 +71,6 @@ class BatchSchedule(Generic[T_co]):
             partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
             order=tiling.order(params, work.item_capacity, merges) if tiling.order else (),
         )
-
-    @property
-    def records(self) -> np.ndarray:
-        """Work items, then merge records."""
-        return self.work.ints
 
     @property
     def merges(self) -> bool:
@@ -128,24 +107,12 @@ class BatchRun:
 
     version: object = None  # another one where a later plan changes grids or numbers
 
-    def __init__(
-        self,
-        settings: Settings,
-        schedule: Schedule,
-        kernel: Callable[[Settings], PreparedKernel],
-        staging: Staging,
-        device_index: int,
-    ) -> None:
+    records: torch.Tensor  # in device memory
+
+    def __init__(self, settings: Settings, kernel: Callable[[Settings], PreparedKernel], device_index: int) -> None:
         self.kernel, self.device_index = kernel, device_index
         kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
         self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), (), (), ())
-        self.records = self.placed(schedule, staging)
-
-    def placed(self, schedule: Schedule, staging: Staging) -> torch.Tensor:
-        """Returns device memory that starts with the records."""
-        if schedule.keeps_address:
-            staging.fix_capacity(schedule.records.size)
-        return staging.upload(schedule.records)
 
     def decided(self, memory: Memory) -> Launched:
         """Returns what the plan in force decides of launches."""
@@ -190,10 +157,6 @@ class BatchRun:
 
         return fire
 
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
-        """Returns None: other lengths need another run."""
-        return None
-
 
 class SplitKvBatchRun(BatchRun):
     """Runs batches whose keys are split by the schedule, with a combine launch after the attention launch."""
@@ -201,18 +164,39 @@ class SplitKvBatchRun(BatchRun):
     def __init__(
         self,
         settings: Settings,
-        schedule: BatchSchedule[object],
-        kernel: Callable[[Settings], PreparedKernel],
-        staging: Staging,
+        lengths: BatchLengths | DeviceLengths,
+        scheduled: Callable[[Any], BatchSchedule[Any]],
+        kernel_of: Callable[[BatchSchedule[Any]], Callable[[Settings], PreparedKernel]],
+        placed: Callable[[BatchSchedule[Any]], torch.Tensor],
         device_index: int,
     ) -> None:
-        super().__init__(settings, schedule, kernel, staging, device_index)
-        self.follow(schedule)
+        """`scheduled` returns the schedule of lengths, and `placed` the device memory where its records will be."""
+        schedule = scheduled(lengths)
+        super().__init__(settings, kernel_of(schedule), device_index)
+        self.settings, self.scheduled, self.kernel_of, self.placed = settings, scheduled, kernel_of, placed
+        self.on_device = isinstance(lengths, DeviceLengths)
+        self._follow(schedule)
 
-    def follow(self, schedule: BatchSchedule[object]) -> None:
-        """Makes the launches those of a schedule whose records are uploaded."""
+    def _follow(self, schedule: BatchSchedule[Any]) -> None:
+        """Makes the launches those of a schedule."""
+        self.records = self.placed(schedule)
         self.schedule = self.version = schedule
         self.items = self.records.data_ptr()
+
+    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+        """Replaces the lengths of the requests. Returns whether the kernels are the same; None, and nothing is
+        replaced, if the host does not know the lengths.
+        """
+        if self.on_device or isinstance(lengths, DeviceLengths):
+            return None
+        before, now = self.schedule, self.scheduled(lengths)
+        same_kernel = now.tiling is before.tiling and now.merges == before.merges
+        if not same_kernel:
+            kernel = self.kernel_of(now)
+            kernel(self.settings)  # before records are replaced: it may be missing
+            self.kernel = kernel
+        self._follow(now)
+        return same_kernel
 
     def decided(self, memory: Memory) -> Launched:
         """Returns grids, and values of the tile order fields, `params.batch_fields` and the combine kernel's
@@ -229,38 +213,11 @@ class SplitKvBatchRun(BatchRun):
         return Launched(schedule, memory, schedule.grid, numbers, schedule.combine_grid, merges, partials, ())
 
 
-class HostPlannedRun(SplitKvBatchRun):
-    """Runs batches of one plan, which the host schedules."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        scheduled: Callable[[BatchLengths], BatchSchedule[Any]],
-        kernel_of: Callable[[BatchSchedule[Any]], Callable[[Settings], PreparedKernel]],
-        lengths: BatchLengths,
-        staging: Staging,
-        device_index: int,
-    ) -> None:
-        """`scheduled` returns the schedule of lengths, with records from `staging.reserve`."""
-        schedule = scheduled(lengths)
-        super().__init__(settings, schedule, kernel_of(schedule), staging, device_index)
-        self.settings, self.scheduled, self.kernel_of, self.staging = settings, scheduled, kernel_of, staging
-
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
-        """Replaces the lengths of the requests. Returns whether the kernels are the same; None, and nothing is
-        replaced, if the host does not know the lengths.
-        """
-        if isinstance(lengths, DeviceLengths):
-            return None
-        before, now = self.schedule, self.scheduled(lengths)
-        same_kernel = now.tiling is before.tiling and now.merges == before.merges
-        if not same_kernel:
-            kernel = self.kernel_of(now)
-            kernel(self.settings)  # before records are replaced: it may be missing
-            self.kernel = kernel
-        self.records = self.placed(now, self.staging)
-        self.follow(now)
-        return same_kernel
+def uploaded(records: np.ndarray, limits: BatchLimits, staging: Staging) -> torch.Tensor:
+    """Returns device memory that will start with the records of a schedule."""
+    if limits.keeps_address:
+        staging.fix_capacity(records.size)
+    return staging.upload(records)
 
 
 def memory_of(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Memory:

@@ -1,4 +1,4 @@
-"""Interface of a kernel family to dispatch: fa2, fa3, fa4 and xqa offer the same functions."""
+"""Interface of a kernel family to dispatch: fa2, fa3 and fa4 are a `TiledFamily`, and xqa has the same methods."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from cute_attn.kernels.host.batch import BatchSchedule, HostPlannedRun, Tiling
-from cute_attn.kernels.host.device_batch import NO_LENGTHS, DevicePlannedRun, schedule_on_device
+import numpy as np
+import torch
+
+from cute_attn.kernels.host.batch import BatchSchedule, SplitKvBatchRun, Tiling, uploaded
 from cute_attn.kernels.host.features import combine_spec
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire
 from cute_attn.kernels.host.planner import Planner, refusal
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
-from cute_attn.kernels.host.single import Scheduler, SingleRun
+from cute_attn.kernels.host.single import RequestLaunch, Scheduler, SingleRun, SingleSchedule, schedule_request
 from cute_attn.problem import (
+    NO_LENGTHS,
     BatchLengths,
     BatchLimits,
     BatchProblem,
@@ -29,7 +32,7 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import batch as batch_schedule
-from cute_attn.schedule.batch import UNLIMITED, AllocateInts, allocate_ints
+from cute_attn.schedule.batch import AllocateInts, WorkList, allocate_ints
 
 KernelLaunch = tuple[KernelSpec, Grid]
 
@@ -59,60 +62,29 @@ class BatchRunner(Protocol):
         """
 
 
-class KernelFamily(Protocol):
-    """Host code of the kernels behind one backend. Methods that take `arch` and `sms`, the number of multiprocessors,
-    instead of a `Gpu` work on machines without a GPU.
-    """
-
-    @property
-    def name(self) -> str:
-        """Name of the backend."""
-
-    def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
-        """Returns every kernel that calls of these features may need, whatever their lengths."""
-
-    def prepare(self, settings: Settings, gpu: Gpu) -> RequestRunner:
-        """Returns what runs single requests of these settings."""
-
-    def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-        """Returns kernels and grids of a single request."""
-
-    def plan(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> BatchRunner:
-        """Returns a callable that runs batches of these settings and lengths. `staging` copies the records to the
-        device.
-        """
-
-    def plan_on_device(
-        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> BatchRunner | None:
-        """Returns a callable that runs batches of these settings, whose lengths stay on the device; None where the
-        host must know them.
-        """
-
-    def workspace(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-    ) -> tuple[int, int]:
-        """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
-
-    def batch_launches(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-    ) -> tuple[BatchSchedule[object] | None, list[KernelLaunch]]:
-        """Returns the schedule of a batch (None: CTAs share all keys equally), and kernels and grids."""
-
-
 @dataclass(frozen=True)
 class TiledFamily(Generic[T]):
-    """A family with one attention kernel per tile, and a combine kernel where keys are split: fa2, fa3 and fa4."""
+    """A family with one attention kernel per tile, and a combine kernel where keys are split: fa2, fa3 and fa4. Methods
+    that take `arch` and `sms`, the number of multiprocessors, instead of a `Gpu` work on machines without a GPU.
+    """
 
     name: str
-    specs: Callable[[Features, Arch], list[KernelSpec]]
+    specs: Callable[[Features, Arch], list[KernelSpec]]  # all that calls of these features may need
     spec: Callable[[Settings, T, bool], KernelSpec]  # from a tile, and whether a single request's keys are split
-    scheduler: Callable[[Settings, Arch, int], Scheduler[T]]
+    request_tiling: Callable[[Settings, int, int, Arch, int], Tiling[T]]  # from qo_len and kv_len
+    request_launch: RequestLaunch[T]
     tiling: Callable[[Settings, BatchLengths, BatchLimits, Arch, int], Tiling[T]]
     kernel: Callable[[Settings, T, int, bool, Gpu], PreparedKernel]
     # ^ loaded, for a tile, its heads, and whether partials are combined
+
+    def scheduler(self, settings: Settings, arch: Arch, sms: int) -> Scheduler[T]:
+        """Returns what schedules single requests of these settings."""
+
+        def scheduled(qo_len: int, kv_len: int) -> SingleSchedule[T]:
+            tiling = self.request_tiling(settings, qo_len, kv_len, arch, sms)
+            return schedule_request(settings, tiling, self.request_launch, qo_len, kv_len)
+
+        return scheduled
 
     def prepare(self, settings: Settings, gpu: Gpu) -> SingleRun[T]:
         """Returns a callable that runs single requests of these settings."""
@@ -148,15 +120,34 @@ class TiledFamily(Generic[T]):
         return BatchSchedule.of(tiling, work, lengths, limits, sms)
 
     def plan(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> HostPlannedRun:
-        """Returns a callable that runs batches of these settings and lengths."""
+        self,
+        settings: Settings,
+        lengths: BatchLengths | DeviceLengths,
+        limits: BatchLimits,
+        staging: Staging,
+        gpu: Gpu,
+    ) -> SplitKvBatchRun | None:
+        """Returns a callable that runs batches of these settings and lengths; None where the planner kernel cannot
+        schedule every batch within `limits.graph`, and the lengths are on the device.
+        """
+        kernel_of = functools.partial(self._kernel_of, gpu)
+        if isinstance(lengths, DeviceLengths):
+            tiling = self.tiling(settings, NO_LENGTHS, limits, gpu.arch, gpu.sms)
+            if refusal(tiling.params, limits) is not None:
+                return None
+            planner = Planner(tiling.params, limits, settings.page_size, gpu)
+            work = WorkList(0, planner.capacity.items, planner.capacity.merges, np.empty(0, np.int32))
+            schedule = BatchSchedule.of(tiling, work, NO_LENGTHS, limits, gpu.sms)
+            planned = lambda _: schedule, kernel_of, lambda _: planner.placed(lengths, staging)
+            return SplitKvBatchRun(settings, lengths, *planned, gpu.device_index)
 
         def scheduled(lengths: BatchLengths) -> BatchSchedule[T]:
             return self.schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
 
-        kernel_of = functools.partial(self._kernel_of, gpu)
-        return HostPlannedRun(settings, scheduled, kernel_of, lengths, staging, gpu.device_index)
+        def placed(schedule: BatchSchedule[T]) -> torch.Tensor:
+            return uploaded(schedule.work.ints, limits, staging)
+
+        return SplitKvBatchRun(settings, lengths, scheduled, kernel_of, placed, gpu.device_index)
 
     def _kernel_of(self, gpu: Gpu, schedule: BatchSchedule[T]) -> Callable[[Settings], PreparedKernel]:
         """Returns the prepared kernel of a schedule, by settings."""
@@ -166,27 +157,6 @@ class TiledFamily(Generic[T]):
             return prepared(self.kernel, settings, tile, heads, merges, gpu)
 
         return kernel
-
-    def plan_on_device(
-        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> DevicePlannedRun | None:
-        """Returns a callable that runs batches of these settings, whose lengths stay on the device; None where the
-        planner kernel cannot schedule every batch within `limits.graph`.
-        """
-        tiling = self.tiling(settings, NO_LENGTHS, limits, gpu.arch, gpu.sms)
-        if refusal(tiling.params, limits) is not None:
-            return None
-        schedule = schedule_on_device(tiling, limits, gpu.sms)
-        kernel = self._kernel_of(gpu, schedule)
-        planner = Planner(tiling.params, limits, settings.page_size, gpu)
-        return DevicePlannedRun(settings, schedule, kernel, staging, gpu.device_index, planner, lengths)
-
-    def workspace(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-    ) -> tuple[int, int]:
-        """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
-        limits = limits._replace(workspace_bytes=UNLIMITED)
-        return self.schedule(settings, lengths, limits, arch, sms).workspace()
 
     def batch_launches(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from cute_attn.kernels.host.params import Fields, kv_axes
-from cute_attn.problem import BatchProblem, DecodeProblem, Problem, Request
+from cute_attn.problem import BatchProblem, DecodeProblem, Problem, Request, Settings
 from cute_attn.runtime.launch import Bound, Launch
 from cute_attn.runtime.param_block import Values
 
@@ -120,6 +120,28 @@ def block_scale_strides(problem: Request | BatchProblem) -> Values:
     paged = not isinstance(problem, Problem) and problem.features.kv_source == "paged"
     strides = [x.stride() for x in problem.block_scales]
     return tuple(n for of in strides for n in (of[0] if paged else 0, of[token], of[head]))
+
+
+class PlainStrides:
+    """Strides in bytes of q, k and v; those of tokens and pages of k and v in chunks of so many bytes."""
+
+    fields = (
+        *("q_stride_n", "q_stride_h", "k_stride_n", "k_stride_h", "v_stride_n", "v_stride_h"),
+        *("k_stride_page", "v_stride_page"),
+    )
+
+    def __init__(self, settings: Settings, chunk: int = 1) -> None:
+        self.token, self.head = kv_axes(settings)
+        self.itemsize, self.kv_itemsize = settings.features.q_dtype.itemsize, settings.features.kv_dtype.itemsize
+        self.paged, self.chunk = settings.features.kv_source == "paged", chunk
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Values:
+        """Returns the values of `fields`."""
+        of_q, size, kv_size, chunk = q.stride(), self.itemsize, self.kv_itemsize, self.chunk
+        strides = [x.stride() for x in (k, v)]
+        of_kv = [n for of in strides for n in (of[self.token] * kv_size // chunk, of[self.head] * kv_size)]
+        pages = [of[0] * kv_size // chunk if self.paged else 0 for of in strides]
+        return of_q[0] * size, of_q[-2] * size, *of_kv, *pages
 
 
 def fire_first(fire: Fire, problem: Request | BatchProblem, rest: tuple[Any, ...]) -> Fire:

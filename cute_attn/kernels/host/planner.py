@@ -6,6 +6,7 @@ schedule may be any that fits.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from cute_attn.kernels.plan.spec import PlanSpec
 from cute_attn.problem import BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.request.settings import MAX_KV_LEN
 from cute_attn.runtime.launch import current_stream
+from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import (
     SchedulerParams,
     max_fixed_size_splits,
@@ -99,7 +101,7 @@ class Planner:
         self.capacity = record_capacity(params, limits)
         max_tiles = max_query_tiles(graph, params)
         self.layout = Layout.of(self.capacity, max_tiles, graph.batch_size)
-        self.device_index = gpu.device_index
+        self.device_index, self.keeps_address = gpu.device_index, limits.keeps_address
         fixed = limits.fixed_split_size if not limits.disable_split_kv else None
         kv_tiles = ceil_div(_longest(graph), params.cols)
         static: Fields = {
@@ -126,6 +128,15 @@ class Planner:
         }
         launch = load(PlanSpec(), gpu.arch.name, gpu.device_index, False)
         self.launch = launch.bind(static, LENGTH_FIELDS, MEMORY_FIELDS)
+
+    def placed(self, lengths: DeviceLengths, staging: Staging) -> torch.Tensor:
+        """Prepares a launch, and returns the device memory of the records."""
+        size, scratch_size = self.layout.records, self.layout.end
+        if self.keeps_address:
+            staging.fix_capacity(size)
+        records, scratch = staging.written_on_device(size, scratch_size, self.layout)
+        staging.write(functools.partial(self, lengths, records, scratch))
+        return records
 
     def __call__(self, lengths: DeviceLengths, records: torch.Tensor, scratch: torch.Tensor) -> None:
         """Launches the kernel on the current stream. `records`, `scratch`: `layout.records` and `layout.end` numbers,

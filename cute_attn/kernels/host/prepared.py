@@ -56,8 +56,10 @@ class PreparedKernel:
         raise NotImplementedError
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
-        """Returns a function that computes the values of the addresses' fields for tensors of these layouts."""
-        raise NotImplementedError
+        """Returns a function that computes the values of the addresses' fields, or of the first ones, for tensors of
+        these layouts.
+        """
+        return PLAIN
 
 
 @functools.lru_cache(MAX_PREPARED)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from cute_attn.kernels.fa2.host.batch import batch_tiling
+from cute_attn.kernels.fa2.host.batch import batch_tiling, request_launch, request_tiling
 from cute_attn.kernels.fa2.host.prepared import Fa2Kernel
-from cute_attn.kernels.fa2.host.single import Scheduler
 from cute_attn.kernels.fa2.host.variant import spec_of, specs
 from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.host.family import TiledFamily
 
-FAMILY: TiledFamily[Tile] = TiledFamily("fa2", specs, spec_of, Scheduler, batch_tiling, Fa2Kernel)
+FAMILY: TiledFamily[Tile] = TiledFamily("fa2", specs, spec_of, request_tiling, request_launch, batch_tiling, Fa2Kernel)

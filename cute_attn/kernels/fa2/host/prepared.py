@@ -10,13 +10,13 @@ from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.operands import PlainStrides
 from cute_attn.kernels.host.output import FinalOutput, PartialOutput
 from cute_attn.kernels.host.params import (
     NO_BATCH,
     Fields,
     batch_fields,
     divisor,
-    kv_axes,
     mask_bounds,
     range_bounds,
     rope_fields,
@@ -27,8 +27,7 @@ from cute_attn.problem import Settings
 from cute_attn.runtime.param_block import Values
 
 STRIDE_FIELDS = (
-    *("q_stride_n", "q_stride_h", "k_stride_n", "k_stride_h", "v_stride_n", "v_stride_h"),
-    *("k_stride_page", "v_stride_page"),
+    *PlainStrides.fields,
     *("k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h"),
     *("v_scales_stride_page", "v_scales_stride_n", "v_scales_stride_h"),
 )
@@ -46,9 +45,7 @@ class Fa2Kernel(PreparedKernel):
         batch = batched(features)
         split = combine and not batch
         launch = load(spec(features, tile, split=split), gpu.arch.name, gpu.device_index, gpu.pdl(settings))
-        self.paged = features.kv_source == "paged"
-        self.token, self.head = kv_axes(settings)
-        self.itemsize, self.kv_itemsize = features.q_dtype.itemsize, features.kv_dtype.itemsize
+        self.plain_strides = PlainStrides(settings)
         static: Fields = {
             **divisor("group", heads),
             "num_qo_heads": features.num_qo_heads,
@@ -71,21 +68,7 @@ class Fa2Kernel(PreparedKernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
     ) -> Values:
         """Returns the values of STRIDE_FIELDS, then the output's."""
-        of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
-        itemsize, kv_itemsize, token, head = self.itemsize, self.kv_itemsize, self.token, self.head
-        return (
-            of_q[0] * itemsize,
-            of_q[-2] * itemsize,
-            of_k[token] * kv_itemsize,
-            of_k[head] * kv_itemsize,
-            of_v[token] * kv_itemsize,
-            of_v[head] * kv_itemsize,
-            of_k[0] * kv_itemsize if self.paged else 0,
-            of_v[0] * kv_itemsize if self.paged else 0,
-            *block_scales,
-            *self.output.strides(out),
-        )
+        return *self.plain_strides(q, k, v), *block_scales, *self.output.strides(out)
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
-        """Returns a function that returns the addresses of tensors."""
         return PLAIN

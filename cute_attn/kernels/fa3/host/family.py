@@ -6,7 +6,7 @@ from cute_attn.kernels.blocks.tiles import TileProblem
 from cute_attn.kernels.fa3 import tiles
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.host.family import TiledFamily
-from cute_attn.kernels.host.persistent.family import family
+from cute_attn.kernels.host.persistent.batch import family
 from cute_attn.kernels.host.persistent.variant import PersistentKernels
 
 

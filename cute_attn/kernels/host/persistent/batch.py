@@ -1,17 +1,21 @@
-"""Tiles of batches for persistent kernels, and the order in which a launch takes them."""
+"""Tiles for persistent kernels, of batches and of single requests, and the order in which a launch takes them."""
 
 from __future__ import annotations
 
+import functools
+
 from cute_attn.kernels.blocks.tiles import LONGEST_TOKENS, Launch
 from cute_attn.kernels.host.batch import Tiling
+from cute_attn.kernels.host.family import TiledFamily
+from cute_attn.kernels.host.fastdiv import magic
 from cute_attn.kernels.host.persistent import variant
-from cute_attn.kernels.host.persistent.prepared import order_values
-from cute_attn.kernels.host.prepared import prepared
+from cute_attn.kernels.host.persistent.prepared import PersistentKernel, order_values
+from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.param_block import Values
 from cute_attn.schedule.batch import SchedulerParams, orders_by_l2, typical_kv_len, typical_qo_len
-from cute_attn.schedule.split_kv import min_split_tiles
+from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 
 
 def batch_tiling(
@@ -33,6 +37,27 @@ def batch_tiling(
     longest = 0 if limits.graph else lengths.longest_kv
     section = 1 << (longest - 1).bit_length() if longest else 0
     return prepared(tiling, kernels, settings, min(qo_len, variant.PACKED_TOKENS), section, arch.name, sms, launch)
+
+
+def request_tiling(
+    kernels: variant.PersistentKernels[variant.T], settings: Settings, qo_len: int, kv_len: int, arch: Arch, sms: int
+) -> Tiling[variant.T]:
+    """Returns the tiling of a single request."""
+    launch = variant.launch_of(qo_len * settings.features.num_qo_heads, sms, qo_len, kv_len)
+    return prepared(tiling, kernels, settings, min(qo_len, variant.PACKED_TOKENS), 0, arch.name, sms, launch)
+
+
+def request_launch(
+    settings: Settings, tiling: Tiling[variant.T], split: Split, qo_len: int, kv_len: int
+) -> tuple[Grid, Values]:
+    """Returns the grid of a single request, and the values of ORDER_FIELDS and LENGTH_FIELDS."""
+    heads, tile = tiling.params.group_size, tiling.tile
+    blocks = ceil_div(qo_len * heads, tile.rows)
+    query_tiles = blocks * tiling.params.num_kv_heads
+    total, section = split.num_splits * query_tiles, variant.section_heads(settings.features, heads, kv_len)
+    order = order_values(total, section * blocks, section)
+    lengths = qo_len, kv_len, blocks - 1, split.tiles_per_split * tile.cols, query_tiles, *magic(query_tiles)
+    return (tile.ctas * min(total, tiling.params.resident_ctas), 1, 1), order + lengths
 
 
 def tiling(
@@ -79,3 +104,16 @@ def sections(params: SchedulerParams, items: int, merges: int) -> tuple[int, int
 def batch_order(params: SchedulerParams, items: int, merges: int) -> Values:
     """Returns the values of the kernel's ORDER_FIELDS."""
     return order_values(items * params.num_kv_heads, *sections(params, items, merges))
+
+
+def family(kernels: variant.PersistentKernels[variant.T]) -> TiledFamily[variant.T]:
+    """Returns the family of these kernels."""
+    return TiledFamily(
+        kernels.name,
+        kernels.specs,
+        kernels.spec_of,
+        functools.partial(request_tiling, kernels),
+        request_launch,
+        functools.partial(batch_tiling, kernels),
+        functools.partial(PersistentKernel, kernels),
+    )

@@ -39,39 +39,21 @@ class TensorMaps:
             self.box_rows = math.gcd(settings.page_size, tile.k_box_rows)
 
     def q(self, q: torch.Tensor) -> Map:
-        """Returns the map [d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one
-        token.
-        """
-        tokens, head = (1 if q.dim() == 2 else q.shape[0]), q.stride(-2) * self.itemsize
-        token = 16 if q.dim() == 2 else q.stride(0) * self.itemsize
-        maps = prepared(
-            tensor_maps,
-            self.encoder,
-            self.dtype,
-            (q.shape[-1], self.heads, 0, self.head_blocks),
-            (head, token, head * self.heads),
-            (self.line_items, self.heads, self.tile.q_box_rows // self.heads, 1),
-            tensormap.SWIZZLE_128B,
-            2,
-        )
-        return functools.partial(maps, tokens)
+        return self.rows(q, self.dtype, (self.line_items, self.heads, self.tile.q_box_rows // self.heads, 1))
 
     def o(self, out: torch.Tensor) -> Map:
-        """Returns the map [d, heads of a tile, tokens, blocks of heads] of `out`, with boxes of OUTPUT_ROWS rows:
-        whole tokens, or heads of one token.
+        """Returns the map of `out`, with boxes of OUTPUT_ROWS rows: whole tokens, or heads of one token."""
+        box = LINE // out.itemsize, min(self.heads, OUTPUT_ROWS), max(OUTPUT_ROWS // self.heads, 1), 1
+        return self.rows(out, map_dtype(out.dtype), box)
+
+    def rows(self, x: torch.Tensor, dtype: str, box: tuple[int, int, int, int]) -> Map:
+        """Returns the map [d, heads of a tile, tokens, blocks of heads] of x [tokens, heads, d], or [heads, d] of one
+        token.
         """
-        tokens, head = (1 if out.dim() == 2 else out.shape[0]), out.stride(-2) * out.itemsize
-        token = 16 if out.dim() == 2 else out.stride(0) * out.itemsize
-        maps = prepared(
-            tensor_maps,
-            self.encoder,
-            map_dtype(out.dtype),
-            (out.shape[-1], self.heads, 0, self.head_blocks),
-            (head, token, head * self.heads),
-            (LINE // out.itemsize, min(self.heads, OUTPUT_ROWS), max(OUTPUT_ROWS // self.heads, 1), 1),
-            tensormap.SWIZZLE_128B,
-            2,
-        )
+        tokens, head = (1 if x.dim() == 2 else x.shape[0]), x.stride(-2) * x.itemsize
+        token = 16 if x.dim() == 2 else x.stride(0) * x.itemsize
+        sizes, strides = (x.shape[-1], self.heads, 0, self.head_blocks), (head, token, head * self.heads)
+        maps = prepared(tensor_maps, self.encoder, dtype, sizes, strides, box, tensormap.SWIZZLE_128B, 2)
         return functools.partial(maps, tokens)
 
     def k(self, k: torch.Tensor) -> Map:
@@ -87,16 +69,9 @@ class TensorMaps:
         if self.kv_itemsize < self.itemsize:  # rows to be converted
             columns, swizzle = -(-shape[-1] // self.line_items), tensormap.SWIZZLE_NONE
         pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
-        maps = prepared(
-            tensor_maps,
-            self.encoder,
-            self.kv_dtype,
-            (shape[-1], 0, shape[self.head], pages),
-            (strides[self.token], strides[self.head], page),
-            (columns * self.line_items, box_rows, 1, 1),
-            swizzle,
-            1,
-        )
+        sizes, steps = (shape[-1], 0, shape[self.head], pages), (strides[self.token], strides[self.head], page)
+        box = columns * self.line_items, box_rows, 1, 1
+        maps = prepared(tensor_maps, self.encoder, self.kv_dtype, sizes, steps, box, swizzle, 1)
         return functools.partial(maps, shape[self.token])
 
     def strides(self, x: torch.Tensor) -> tuple[int, int, int]:

@@ -9,20 +9,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cute_attn.kernels.host.batch import BatchRun, Launched, Memory
+from cute_attn.kernels.host.batch import BatchRun, Launched, Memory, uploaded
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.rules import Rule
-from cute_attn.kernels.xqa.host import lengths as device_lengths
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
 from cute_attn.kernels.xqa.host.prepared import XqaKernel
 from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
+from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, Settings
 from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.launch import Bound, current_stream
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, allocate_ints
+
+LENGTHS_FIELDS = ("indptr", "last_page_len", "seq_lens", "page_starts", "batch", "page_size", "num_indices")
 
 
 class XqaBatchSchedule(NamedTuple):
@@ -32,7 +36,6 @@ class XqaBatchSchedule(NamedTuple):
     config: LaunchConfig
     batch_size: int
     records: np.ndarray  # keys of every request, index of its first page, and a counter of zero for every CTA
-    keeps_address: bool
 
     @property
     def grid(self) -> Grid:
@@ -64,7 +67,7 @@ def schedule(
         records[: 2 * batch_size] = 0  # until `XqaBatchRun.again`
     else:
         records[batch_size : 2 * batch_size], records[:batch_size] = lengths.kv_ranges
-    return XqaBatchSchedule(rule, config, batch_size, records, limits.keeps_address)
+    return XqaBatchSchedule(rule, config, batch_size, records)
 
 
 def rule_of_batch(
@@ -87,28 +90,27 @@ class XqaBatchRun(BatchRun):
     def __init__(
         self,
         settings: Settings,
+        lengths: BatchLengths | DeviceLengths,
         limits: BatchLimits,
-        schedule: XqaBatchSchedule,
         staging: Staging,
         gpu: Gpu,
-        on_device: DeviceLengths | None = None,
     ) -> None:
-        """`on_device`: lengths that the schedule's records do not contain."""
+        planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
 
         def kernel(settings: Settings) -> XqaKernel:
-            return prepared(XqaKernel, settings, schedule.config, gpu)
+            return prepared(XqaKernel, settings, planned.config, gpu)
 
         self.planned = kernel(settings)
-        super().__init__(settings, schedule, kernel, staging, gpu.device_index)
-        self.staging, self.batch_size, self.gpu = staging, schedule.batch_size, gpu
-        self.settings, self.limits, self.rule = settings, limits, schedule.rule
-        self.page_size, self.grid = settings.page_size, schedule.grid
-        uploaded, size = self.records, schedule.batch_size
-        self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size : 2 * size + schedule.config.ctas]
+        super().__init__(settings, kernel, gpu.device_index)
+        self.staging, self.batch_size, self.gpu = staging, planned.batch_size, gpu
+        self.settings, self.limits, self.rule = settings, limits, planned.rule
+        self.page_size, self.grid = settings.page_size, planned.grid
+        memory, size = uploaded(planned.records, limits, staging), planned.batch_size
+        self.records, self.counters = memory[: 2 * size], memory[2 * size : 2 * size + planned.config.ctas]
         seq_lens, page_starts = self.records.data_ptr(), self.records[size:].data_ptr()
         self.request, self.seq_lens = (0, page_starts, size), seq_lens  # values of REQUEST_FIELDS
-        if on_device is not None:
-            self.again(on_device)
+        if isinstance(lengths, DeviceLengths):  # the records do not have them
+            self.again(lengths)
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
         """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;
@@ -118,7 +120,7 @@ class XqaBatchRun(BatchRun):
             return None
         if isinstance(lengths, DeviceLengths):
             addresses = self.seq_lens, self.request[1]
-            self.staging.write(functools.partial(device_lengths.write, lengths, self.page_size, addresses, self.gpu))
+            self.staging.write(functools.partial(write_lengths, lengths, self.page_size, addresses, self.gpu))
             return True
         size = self.batch_size
         records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero
@@ -132,3 +134,18 @@ class XqaBatchRun(BatchRun):
         numbers = self.planned.request(self.request, entries, (pages, self.seq_lens, 0, 0))
         more = self.counters.data_ptr(), workspace, UNBOUNDED
         return Launched(self.version, memory, self.grid, numbers, (0, 1, 1), (), (), more)
+
+
+def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int], gpu: Gpu) -> None:
+    """Launches the lengths kernel. `addresses`: of keys and first pages, an int32 number per request."""
+    batch, last = lengths.batch_size, lengths.last_page_len
+    assert last is not None  # of paged requests
+    if not batch:
+        return
+    values = lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.max_kv
+    prepared(_lengths_kernel, gpu).fire(current_stream(gpu.device_index), values, ((-(-batch // THREADS), 1, 1),))
+
+
+def _lengths_kernel(gpu: Gpu) -> Bound:
+    """Returns launches of the kernel by values of LENGTHS_FIELDS."""
+    return load(LengthsSpec(), gpu.arch.name, gpu.device_index, gpu.arch.pdl).bind({}, LENGTHS_FIELDS)

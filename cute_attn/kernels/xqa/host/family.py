@@ -5,32 +5,24 @@ from __future__ import annotations
 from cute_attn.kernels.host.family import KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.xqa.host.batch import XqaBatchRun, schedule
-from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.grid import launch_config
-from cute_attn.kernels.xqa.host.single import SingleRun
+from cute_attn.kernels.xqa.host.unplanned import DecodeRun, SingleRun
 from cute_attn.kernels.xqa.host.variant import rule_of, shape_of_call, specs
-from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Features, Request, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Request, Settings
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import UNLIMITED
 
 
 class XqaFamily:
-    """The decode kernel's implementation of `KernelFamily`."""
+    """The decode kernel with the methods of a `TiledFamily`."""
 
     name = "xqa"
-
-    def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
-        """Returns every kernel that calls of one query token and of these features may need."""
-        return specs(features, arch)
+    specs, schedule = staticmethod(specs), staticmethod(schedule)
 
     def prepare(self, settings: Settings, gpu: Gpu) -> RequestRunner:
-        """Returns what runs requests of these settings without a plan."""
         return DecodeRun(settings, gpu) if settings.features.device_lengths else SingleRun(settings, gpu)
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-        """Returns the kernel and grid of a request."""
         batch_size = len(problem.seq_lens) if isinstance(problem, DecodeProblem) else 1
         if not problem.qo_len or not batch_size:
             return []
@@ -39,24 +31,14 @@ class XqaFamily:
         return [(config.spec, config.grid_of(batch_size))]
 
     def plan(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
+        self,
+        settings: Settings,
+        lengths: BatchLengths | DeviceLengths,
+        limits: BatchLimits,
+        staging: Staging,
+        gpu: Gpu,
     ) -> XqaBatchRun:
-        """Returns a callable that runs batches of these settings and lengths."""
-        planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        return XqaBatchRun(settings, limits, planned, staging, gpu)
-
-    def plan_on_device(
-        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> XqaBatchRun:
-        """Returns a callable that runs batches of these settings, whose lengths stay on the device."""
-        planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        return XqaBatchRun(settings, limits, planned, staging, gpu, lengths)
-
-    def workspace(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-    ) -> tuple[int, int]:
-        """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
-        return schedule(settings, lengths, limits._replace(workspace_bytes=UNLIMITED), arch, sms).workspace()
+        return XqaBatchRun(settings, lengths, limits, staging, gpu)
 
     def batch_launches(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int

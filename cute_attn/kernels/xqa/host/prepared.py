@@ -7,9 +7,10 @@ import torch
 from cute_attn.kernels.host.fastdiv import magic
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.operands import PlainStrides
 from cute_attn.kernels.host.output import FinalOutput
-from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor, kv_axes
-from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
+from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor
+from cute_attn.kernels.host.prepared import PreparedKernel
 from cute_attn.kernels.xqa.host.grid import LaunchConfig
 from cute_attn.problem import Settings, draft_mask_bytes
 from cute_attn.runtime.param_block import Values
@@ -18,8 +19,7 @@ CHUNK = 16  # bytes; page and token strides of k and v count chunks
 ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has
 
 STRIDE_FIELDS = (
-    *("q_stride_n", "q_stride_h", "k_stride_n", "k_stride_h", "v_stride_n", "v_stride_h"),
-    *("k_stride_page", "v_stride_page"),
+    *PlainStrides.fields,
     *("k_sf_stride_page", "k_sf_stride_n", "k_sf_stride_h", "v_sf_stride_page", "v_sf_stride_n", "v_sf_stride_h"),
 )
 # A field that a launch does not use is 0: of `table_stride` and `page_starts` one is, and without draft tokens
@@ -42,9 +42,7 @@ class XqaKernel(PreparedKernel):
         launch = load(spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
         self.config, self.ahead = config, spec.prefetch != "none"
         self.paged = features.kv_source == "paged"
-        self.token, self.head = kv_axes(settings)
-        self.itemsize = features.q_dtype.itemsize
-        self.kv_itemsize = features.kv_dtype.itemsize  # of NVFP4: one byte, which holds two elements
+        self.plain_strides = PlainStrides(settings, CHUNK)
         shares_multiplier, shares_shift = magic(grid[1])
         static: Fields = {
             "mask_row_bytes": draft_mask_bytes(config.qo_len),
@@ -74,25 +72,8 @@ class XqaKernel(PreparedKernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
     ) -> Values:
         """Returns the values of STRIDE_FIELDS and PAGES, then the output's."""
-        of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
-        size, token, head = self.kv_itemsize, self.token, self.head
-        return (
-            of_q[0] * self.itemsize,
-            of_q[-2] * self.itemsize,
-            of_k[token] * size // CHUNK,
-            of_k[head] * size,
-            of_v[token] * size // CHUNK,
-            of_v[head] * size,
-            of_k[0] * size // CHUNK if self.paged else 0,
-            of_v[0] * size // CHUNK if self.paged else 0,
-            *block_scales,
-            *((k.shape[0] if self.paged else 1,) if self.ahead else ()),
-            *self.output.strides(out),
-        )
-
-    def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
-        """Returns a function that returns the addresses of tensors, the first ones of ADDRESS_FIELDS."""
-        return PLAIN
+        pages = ((k.shape[0] if self.paged else 1),) if self.ahead else ()
+        return *self.plain_strides(q, k, v), *block_scales, *pages, *self.output.strides(out)
 
     def request(self, values: Values, entries: int, tables: Values = ()) -> Values:
         """Returns the values of REQUEST_FIELDS and ENTRIES, and of TABLE_FIELDS where these do not move."""

@@ -1,9 +1,12 @@
-"""Runs of single requests on the decode kernel: their keys are one page."""
+"""Runs of the decode kernel without a plan: of single requests, whose keys are one page, and of calls whose lengths and
+page tables are on the device.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,13 +26,18 @@ from cute_attn.kernels.host.single import Tensors
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, XqaKernel
-from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
+from cute_attn.kernels.xqa.host.variant import rule_of, shape_of, shape_of_call
 from cute_attn.kernels.xqa.tiles import Rings
-from cute_attn.problem import Problem, Request, Settings
+from cute_attn.problem import DecodeProblem, Problem, Request, Settings
 from cute_attn.runtime import capture, counters
 from cute_attn.runtime.arch import MAX_DEVICES
 from cute_attn.runtime.launch import CPU, Bound, Settled, current_stream
 from cute_attn.runtime.param_block import Values
+
+
+def _kernel(settings: Settings, qo_len: int, rule: Rule[Rings], gpu: Gpu) -> XqaKernel:
+    """Returns the kernel of requests with `qo_len` query tokens."""
+    return prepared(XqaKernel, settings, prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms), gpu)
 
 
 @functools.lru_cache(MAX_DEVICES)
@@ -86,11 +94,13 @@ class SingleRun:
             if work is None or work[0] != kv_len:
                 rule = rule_of(settings.features, gpu.arch, shape_of(1, settings, qo_len, kv_len))
                 if rule not in bound:
-                    config = launch_config(settings, qo_len, rule, gpu.arch, gpu.sms)
-                    kernel = prepared(XqaKernel, settings, config, gpu)
+                    kernel = _kernel(settings, qo_len, rule, gpu)
                     bound[rule] = _bound(kernel, tensors, roles, block_scales, tables)
                 if kv_len > bound[rule].longest:
-                    raise _too_long(*tensors[1:3])
+                    k_shape, v_shape = (tuple(x.shape) for x in tensors[1:3])
+                    raise ArgumentError(
+                        f"k and v must span less than {CHUNK << 32} bytes each, got {k_shape} and {v_shape}"
+                    )
                 work = latest = kv_len, bound[rule]
             (attention, pick), settled, num_bytes, _ = work[1]
             stream = current_stream(index)
@@ -113,11 +123,59 @@ def longest_kv(kernel: XqaKernel, *tensors: torch.Tensor) -> int:
     """Returns the most keys in which the kernel, which counts chunks in 32 bits, can address a head of k and v with the
     strides of these.
     """
-    steps = [x.stride(kernel.token) * kernel.kv_itemsize for x in tensors]
+    of = kernel.plain_strides
+    steps = [x.stride(of.token) * of.kv_itemsize for x in tensors]
     return ((CHUNK << 32) - 1) // max(1, *steps)
 
 
-def _too_long(k: torch.Tensor, v: torch.Tensor) -> ArgumentError:
-    return ArgumentError(
-        f"k and v must span less than {CHUNK << 32} bytes each, got {tuple(k.shape)} and {tuple(v.shape)}"
-    )
+class DecodeRun:
+    """Runs decode calls of the same settings in the scratch memory of their callers. Nothing is copied to the device:
+    the first call may be one that is captured.
+
+    Where the caller's scratch is too small, counters are those of the stream, or of the captured launch, and partial
+    results in memory of torch's allocator, which a graph keeps. The first call that needs such counters allocates them,
+    and must not be one that is captured.
+    """
+
+    def __init__(self, settings: Settings, gpu: Gpu) -> None:
+        self.settings, self.gpu = settings, gpu
+
+    def __call__(self, problem: Request) -> Fire:
+        """Launches the kernel."""
+        assert isinstance(problem, DecodeProblem)  # `SingleRun` runs single requests
+        lengths = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
+        read = [0 if x is None else x.data_ptr() for x in lengths]
+        return fire_first(self.bind(problem), problem, (problem.scratch.counters, problem.scratch.partials, *read))
+
+    def bind(self, problem: DecodeProblem) -> Fire:
+        """Returns a function that runs calls which differ from `problem` in addresses."""
+        if problem.q.shape[0] == 0:
+            return launch_nothing
+        settings, gpu, qo_len = self.settings, self.gpu, problem.qo_len
+        tables, scratch, index = problem.block_tables, problem.scratch, gpu.device_index
+        rows, width = tables.shape
+        rule = rule_of(settings.features, gpu.arch, shape_of_call(problem))
+        kernel = _kernel(settings, qo_len, rule, gpu)
+        config, longest, step = kernel.config, problem.max_kv_len, tables.stride(0)
+        strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
+        numbers = kernel.request((step, 0, rows), (rows - 1) * step + width)
+        settled = config.grid_of(rows), strides, numbers
+        attention, pick = kernel.attention.of(optional_tensors(problem)[0])
+        own_partials = scratch.partial_bytes < config.partial_bytes
+        of_stream: Callable[[int], int] | None = None
+        if scratch.counter_bytes < config.counter_bytes:
+            of_stream = counters.of_device(index, counters.SEMAPHORES).address
+
+        def fire(q: int, k: int, v: int, out: int, lse: int, tensors: tuple[Any, ...]) -> None:
+            # query, k, v, out, lse, `operands.Optional`; addresses of counters, partial results, and so on
+            query, _, _, _, _, optional, counted_at, partials_at, table, seq_lens, q_indptr, mask = tensors
+            stream = current_stream(index)
+            if of_stream is not None:
+                counted_at = of_stream(stream)
+            if own_partials:
+                partials = query.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
+                partials_at = partials.data_ptr()
+            moving = q, k, v, out, lse, counted_at, partials_at, longest, table, seq_lens, q_indptr, mask
+            attention.fire(stream, moving + pick(optional) if optional else moving, settled)
+
+        return fire
