@@ -86,8 +86,7 @@ def _compile(program: Program, symbol: str, arch: str) -> tuple[str, bytes]:
     # The DSL passes PTX through a file whose name is not unique, hence a private directory.
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as directory:
         options = (GPUArch(arch), OptLevel(3), KeepPTX(True), KeepCUBIN(True), DumpDir(directory))
-        # Without an engine for the host function, which nothing calls: launches go through the driver.
-        compiled = cute.compile[options](program, *program.compile_args(), no_jit_engine=True)
+        compiled = cute.compile[options](program, *program.compile_args(), no_jit_engine=True)  # launched by the driver
         ptx, cubin = compiled.__ptx__, compiled.__cubin__
     return ptx, cubin
 
