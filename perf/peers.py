@@ -75,10 +75,10 @@ def cudnn_fp8(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     """Binds cuDNN's graph of fp8 attention. On Hopper its output is fp8 too: calls return it with the factor that
     undoes its scale.
     """
+    cudnn = module("cudnn")
     require(w.dtype == "e4m3", "its graph is for fp8 q, k and v")
     require(not w.causal or w.qo_lens == w.kv_lens, "on Hopper its causal mask is aligned top-left")
     require(w.window_left < 0 and not w.sinks, "it is bound without window and sinks")
-    cudnn = module("cudnn")
     fp32, fp8 = cudnn.data_type.FLOAT, cudnn.data_type.FP8_E4M3
     graph = cudnn.pygraph(io_data_type=fp8, intermediate_data_type=fp32, compute_data_type=fp32)
     q, k, v = (t.transpose(1, 2) for t in dense(w, sets[0]))

@@ -224,7 +224,7 @@ def test_sections_of_the_anchors() -> None:
     assert {name: len(section.workloads) for name, section in ANCHORS.items()} == {
         "prefill": 24,
         "decode": 24,
-        "behind-prefill": 2,
+        "behind-prefill": 3,
         "behind-decode": 5,
         "other-prefill": 7,
         "other-decode": 15,
