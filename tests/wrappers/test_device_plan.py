@@ -158,7 +158,7 @@ def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], mo
                 captured = planned._plan.with_options(num_qo_heads=case.num_qo_heads // 2)
                 captured.schedule_for_run()
         run = captured.batch.launch.planned
-        places = {x.data_ptr() for x in run.lengths if isinstance(x, torch.Tensor)}
+        places = {x.data_ptr() for x in run.device_lengths if isinstance(x, torch.Tensor)}
         assert places == {x.data_ptr() for name, x in buffers.items() if "indices" not in name}
         planned.plan(**moved(other, later, "cpu"))
         compare(other, later, planned)

@@ -174,7 +174,7 @@ class SplitKvBatchRun(BatchRun):
         schedule = scheduled(lengths)
         super().__init__(settings, kernel_of(schedule), device_index)
         self.settings, self.scheduled, self.kernel_of, self.placed = settings, scheduled, kernel_of, placed
-        self.on_device = isinstance(lengths, DeviceLengths)
+        self.device_lengths = lengths if isinstance(lengths, DeviceLengths) else None  # a captured graph reads them
         self._follow(schedule)
 
     def _follow(self, schedule: BatchSchedule[Any]) -> None:
@@ -187,7 +187,7 @@ class SplitKvBatchRun(BatchRun):
         """Replaces the lengths of the requests. Returns whether the kernels are the same; None, and nothing is
         replaced, if the host does not know the lengths.
         """
-        if self.on_device or isinstance(lengths, DeviceLengths):
+        if self.device_lengths is not None or isinstance(lengths, DeviceLengths):
             return None
         before, now = self.schedule, self.scheduled(lengths)
         same_kernel = now.tiling is before.tiling and now.merges == before.merges
