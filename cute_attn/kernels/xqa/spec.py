@@ -9,9 +9,9 @@ from cute_attn.kernels.formats import KV_BITS
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
-# How the CTAs of a launch divide segments, each of a request and a unit (`parts.kinds`): equal shares of all; equal
-# shares for every warp, those of a CTA of adjacent units, or whole segments where that is as even; a segment for every
-# CTA, or for every warp as before; one request among clusters.
+# How the CTAs of a launch divide segments, each of a request and a unit (`parts.kinds`): about equal shares, whole
+# segments where those are as even; the same for every warp, those of a CTA of adjacent units; a segment for every CTA,
+# or for every warp as before; one request among clusters.
 Work = Literal["shares", "even", "whole", "heads", "cluster"]
 WHOLE = ("whole", "heads")  # cut no segment
 LONE_WARPS = ("even", "heads")  # whose warps have a unit each

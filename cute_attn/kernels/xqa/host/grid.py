@@ -11,9 +11,8 @@ from cute_attn.kernels.xqa.host.variant import choose_spec
 from cute_attn.kernels.xqa.spec import DecodeSpec, Work, XqaSpec
 from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
-from cute_attn.problem import Settings
+from cute_attn.problem import UNLIMITED, Settings
 from cute_attn.runtime.arch import Arch
-from cute_attn.schedule.batch import UNLIMITED
 from cute_attn.schedule.split_kv import ceil_div
 
 MAX_IDLE = 1 / 32  # of all CTAs

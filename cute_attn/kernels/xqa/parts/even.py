@@ -1,4 +1,4 @@
-"""Partition of requests that are about equally long: equal shares would cut each of them somewhere else."""
+"""Partition into whole segments, or equal parts of them, where equal shares would cut each one somewhere else."""
 
 from dataclasses import dataclass
 
