@@ -228,6 +228,7 @@ class BatchLengths:
         return int(np.add.reduce(self.kv_len))  # a third of the time of an array's `sum`
 
 
+UNLIMITED = 1 << 62  # bytes or records
 _NO_REQUESTS = np.zeros(0, np.int64)
 NO_LENGTHS = BatchLengths(np.zeros(1, np.int64), _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS)
 # ^ in place of those on the device, where `BatchLimits.graph` decides
@@ -377,6 +378,10 @@ class BatchLimits(NamedTuple):
     graph: GraphLimits | None = None  # sizes that launches have room for; None: those that the lengths need
     max_qo_len: int | None = None  # query tokens of one request, where known (decode)
     keeps_address: bool = False  # later plans write their records to the same address, as CUDA graphs need it
+
+    def unlimited(self) -> BatchLimits:
+        """The same with a workspace of any size."""
+        return self._replace(workspace_bytes=UNLIMITED)
 
 
 @dataclass

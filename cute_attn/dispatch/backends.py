@@ -24,7 +24,6 @@ from cute_attn.problem import (
 )
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import UNLIMITED
 
 
 class Implementation(Protocol):
@@ -60,8 +59,7 @@ class OnGpu:
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
         arch, _, sms = _gpu_of(settings)
-        unlimited = limits._replace(workspace_bytes=UNLIMITED)
-        return self.family.schedule(settings, lengths, unlimited, arch, sms).workspace()
+        return self.family.schedule(settings, lengths, limits.unlimited(), arch, sms).workspace()
 
 
 def _gpu_of(settings: Settings) -> Gpu:

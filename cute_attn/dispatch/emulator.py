@@ -37,7 +37,6 @@ from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import UNLIMITED
 
 OUTPUTS = ("out", "lse", "workspace")
 TENSORS = ("q", "k", "v", "out", "lse")  # of every problem, in the order of what a `Fire` takes
@@ -91,8 +90,7 @@ def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimi
     """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
     gpu = emulated_gpu()
     family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, limits))
-    unlimited = limits._replace(workspace_bytes=UNLIMITED)
-    return family.schedule(batch_settings, lengths, unlimited, gpu.arch, gpu.sms).workspace()
+    return family.schedule(batch_settings, lengths, limits.unlimited(), gpu.arch, gpu.sms).workspace()
 
 
 def emulated_gpu() -> Gpu:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
-from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits, largest, smallest
+from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, GraphLimits, largest, smallest
 from cute_attn.schedule import cost_model, few_tiles
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.cost_model import Capacity
@@ -26,7 +26,6 @@ from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
 AllocateInts = Callable[[int], np.ndarray]  # allocates a flat int32 array of the given size
 
-UNLIMITED = 1 << 62
 EXTRA_WAVES = 2  # waves of items that splits may add to a launch of fixed size
 MOST_PREFILL_KEYS = 2  # keys per query token of a batch that counts as prefill: a request has few tiles or few keys
 MERGE_ROWS = 16384  # rows of a combine launch of fixed size, unless one wave of items needs more

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError
+from cute_attn.dispatch import emulator
 from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
@@ -212,8 +213,11 @@ def test_launches_of_batches(target: Target, page_size: int) -> None:
     assert (main.schedule, main.kv) == ("items", "paged" if page_size else "dense")
     assert grid[0] <= 132
     assert merge == CombineSpec("float16", 64, "items")
-    partials, _ = target.family.schedule(settings, built.lengths, built.limits, target.arch, 132).workspace()
-    assert 0 < partials <= built.limits.workspace_bytes
+    with using(target.arch.name, kernels=target.name, sms=132):
+        partials, records = emulator.workspace(settings, built.lengths, built.limits)
+        small = built.limits._replace(workspace_bytes=0)
+        assert emulator.workspace(settings, built.lengths, small) == (partials, records)
+    assert partials > 0
 
 
 @pytest.mark.parametrize(("sms", "kv_len", "resident"), [(4, 6000, 1), (4, 900, 5), (132, 6000, 16), (4, 0, 16)])

@@ -19,13 +19,12 @@ from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.mla.spec import AnyMlaSpec, CacheForm
 from cute_attn.kernels.mla.tiles import choose
 from cute_attn.kernels.xqa.host.grid import Placement, shares
-from cute_attn.problem import short
+from cute_attn.problem import UNLIMITED, short
 from cute_attn.request.mla import MlaProblem, MlaSettings
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Bound, current_stream
 from cute_attn.runtime.param_block import Values
-from cute_attn.schedule.batch import UNLIMITED
 from cute_attn.schedule.split_kv import ceil_div
 
 ADDRESSES = (
