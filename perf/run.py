@@ -100,7 +100,7 @@ def chosen_binds(w: AnyWorkload, backends: Sequence[str], peers: Sequence[str]) 
 
 def chosen_sections(names: Sequence[str], words: Sequence[str], seed: int) -> dict[str, Section]:
     """Returns the sections that are named, alone or in groups, with the rows whose names contain all of the words."""
-    every = {**SECTIONS, **(random_sections(seed) if RANDOM in names else {})}
+    every = {**SECTIONS, **(random_sections(seed) if {RANDOM, *RANDOM_NAMES} & {*names} else {})}
     groups = {**GROUPS, RANDOM: RANDOM_NAMES}
     flat = dict.fromkeys(section for name in names for section in groups.get(name, [name]))
     return {name: every[name]._replace(workloads=select(every[name].workloads, words)) for name in flat}
@@ -113,7 +113,7 @@ def select(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWo
 
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """Returns the options of a program that measures rows."""
-    sections = [*GROUPS, RANDOM, *SECTIONS]
+    sections = [*GROUPS, RANDOM, *RANDOM_NAMES, *SECTIONS]
     found = program.parser(name, about, ROUNDS)
     found.add_argument("sections", nargs="+", choices=sections, metavar="SECTION", help=f"rows: {', '.join(sections)}")
     found.add_argument("--rows", nargs="+", default=[], metavar="WORD", help="rows whose names contain these words")

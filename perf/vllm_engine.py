@@ -1,0 +1,249 @@
+"""Tokens per second of vLLM's engine with our attention backend and with vLLM's own:
+`python -m perf.vllm_engine --model Llama-3-8B --out perf/results/vllm.json`.
+
+Models have all layers of the published ones and random weights. Each engine is a process of its own, one after the
+other, so that no two share the host's processors or the GPU. Prompts are random and differ between repetitions, so that
+no prefix is known, but for "long", whose prompts are in the prefix cache before its decode steps are timed. Whether the
+tokens are right is not asked here: tests/integrations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from perf import program
+from perf.bench import save
+
+NAME = "vllm_engine"
+OURS = "CUTE_ATTN"
+BACKENDS = (OURS, "FLASH_ATTN", "TRITON_ATTN")
+LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
+EXPERTS = {"head_dim": 64, "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class in transformers, configuration
+    "Llama-3-8B": ("Llama", {**LLAMA, "head_dim": 128, "num_hidden_layers": 32, "vocab_size": 128256}),
+    "gpt-oss-20b": ("GptOss", {**GPT_OSS, **EXPERTS, "num_hidden_layers": 24, "vocab_size": 201088}),
+}
+GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+MODES: dict[str, dict[str, Any]] = {
+    "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", **GRAPHS}},
+    "eager": {"enforce_eager": True},
+    "compile": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE", **GRAPHS}},  # vLLM's default
+}
+ENGINE = {
+    "dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True, "seed": 0, "max_model_len": 8192,
+    "max_num_batched_tokens": 8192, "max_num_seqs": 256, "gpu_memory_utilization": 0.85,
+}  # fmt: skip
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "cute_attn",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}  # fmt: skip
+PREFILL = 32, 2048  # requests, tokens of a prompt
+DECODE = 256, 128, 256  # the same, tokens to generate
+LONG = 64, 4096, 128
+HOST = 256, 128, 32
+WARM = 8  # tokens
+TOKENS = 3, 32000  # of prompts: from, below
+REPETITIONS = 2
+COLUMNS = ("prefill", "decode", "long")
+
+
+# ---- one engine, in a process of its own
+
+
+class Engine:
+    """vLLM's engine and a supply of prompts."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        import numpy as np
+        from vllm import LLM
+
+        self.llm = LLM(**options)
+        self._random = np.random.default_rng(0)
+
+    def prompts(self, requests: int, tokens: int) -> list[dict[str, Any]]:
+        """Return prompts that no engine has seen."""
+        return [{"prompt_token_ids": self._random.integers(*TOKENS, tokens).tolist()} for _ in range(requests)]
+
+    def seconds(self, prompts: Sequence[Mapping[str, Any]], tokens: int) -> float:
+        """Return the time in which every prompt got so many tokens."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+        start = time.perf_counter()
+        self.llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - start
+
+    def prefill(self, requests: int, tokens: int) -> list[float]:
+        self.seconds(self.prompts(requests, tokens), 1)  # compiles what is left
+        return [requests * tokens / self.seconds(self.prompts(requests, tokens), 1) for _ in range(REPETITIONS)]
+
+    def decode(self, requests: int, tokens: int, new: int) -> list[float]:
+        self.seconds(self.prompts(requests, tokens), WARM)
+        return [requests * new / self.seconds(self.prompts(requests, tokens), new) for _ in range(REPETITIONS)]
+
+    def long(self, requests: int, tokens: int, new: int) -> list[float]:
+        """Return tokens per second of the decode steps alone."""
+        prompts = self.prompts(requests, tokens)
+        self.seconds(prompts, WARM)
+        first = min(self.seconds(prompts, 1) for _ in range(REPETITIONS))
+        return [requests * (new - 1) / (self.seconds(prompts, new) - first) for _ in range(REPETITIONS)]
+
+
+def measure(asked: Mapping[str, Any]) -> program.Row:
+    """Return the tokens per second of a cell, or the host times of its layers."""
+    times = host_times() if asked["host"] else {}
+    start = time.perf_counter()
+    engine = Engine(asked["engine"])
+    found: program.Row = {"start_s": time.perf_counter() - start}
+    if asked["host"]:
+        engine.seconds(engine.prompts(*HOST[:2]), WARM)
+        for of_calls in times.values():
+            of_calls.clear()
+        engine.seconds(engine.prompts(*HOST[:2]), HOST[2])
+        calls = {name: sorted(of_calls) for name, of_calls in times.items()}
+        return {**found, "host_us": {name: statistics.median(values) for name, values in calls.items() if values}}
+    return {
+        **found,
+        "prefill": engine.prefill(*PREFILL),
+        "decode": engine.decode(*DECODE),
+        "long": engine.long(*LONG),
+    }
+
+
+def host_times() -> dict[str, list[float]]:
+    """Have a layer's calls of every backend note their microseconds on the host; steps of few tokens are decodes."""
+    from vllm.v1.attention.backends import flash_attn, triton_attn
+
+    from cute_attn.integrations.vllm import builder, impl
+
+    times: dict[str, list[float]] = {}
+
+    def noted(owner: type, name: str) -> None:
+        call, of_calls = getattr(owner, name), times.setdefault(name, [])
+
+        def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter_ns()
+            result = call(self, *args, **kwargs)
+            of_calls.append((time.perf_counter_ns() - start) / 1e3)
+            return result
+
+        setattr(owner, name, timed)
+
+    for owner in (impl.CuteAttnImpl, flash_attn.FlashAttentionImpl, triton_attn.TritonAttentionImpl):
+        for name in ("forward", "do_kv_cache_update"):
+            noted(owner, name)
+    for owner in (
+        builder.CuteAttnMetadataBuilder,
+        flash_attn.FlashAttentionMetadataBuilder,
+        triton_attn.TritonAttentionMetadataBuilder,
+    ):
+        noted(owner, "build")
+    return times
+
+
+# ---- all engines
+
+
+def cell(model: Path, backend: str, mode: str, host: bool) -> program.Row:
+    """Return what a process is asked to measure."""
+    options = {**ENGINE, **MODES[mode], "model": str(model), "attention_backend": backend}
+    return {"engine": options, "host": host}
+
+
+def in_process(asked: program.Row, limit: float) -> program.Row:
+    """Return what a process of its own measures, or the reason why it has not."""
+    apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if asked["host"] else {}
+    environment = {**os.environ, **ENVIRONMENT, **apart}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cell.json"
+        path.write_text(json.dumps(asked))
+        command = [sys.executable, "-m", f"perf.{NAME}", "--cell", str(path)]
+        with (Path(folder) / "log").open("w+") as log:
+            child = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(limit)
+            with contextlib.suppress(ProcessLookupError):  # the engine's own processes too
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            found = json.loads(path.read_text())
+            if found == asked:
+                log.seek(0)
+                return {"reason": f"no result in {limit:.0f} s: {log.read()[-2000:]}"}
+            return found
+
+
+def save_model(name: str, folder: Path) -> Path:
+    """Write the configuration of a model; its weights are made up by vLLM."""
+    import transformers
+
+    family, options = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(
+        **options, max_position_embeddings=16384, tie_word_embeddings=False
+    )
+    config.architectures, config.dtype = [f"{family}ForCausalLM"], "bfloat16"
+    config.save_pretrained(folder / name)
+    return folder / name
+
+
+def table(record: program.Row) -> Iterator[str]:
+    """Yield the lines of a table: tokens per second, and ours relative to the fastest other backend."""
+    yield "| mode | backend | prefill | decode | long decode |"
+    yield "|---|---|---:|---:|---:|"
+    for mode in dict.fromkeys(row["mode"] for row in record[NAME]):
+        rows = {row["backend"]: row for row in record[NAME] if row["mode"] == mode and "decode" in row}
+        best = {name: {column: max(row[column]) for column in COLUMNS} for name, row in rows.items()}
+        for name, speeds in best.items():
+            yield f"| {mode} | {name} | " + " | ".join(f"{speed:,.0f}" for speed in speeds.values()) + " |"
+        others = [speeds for name, speeds in best.items() if name != OURS]
+        if OURS in best and others:
+            ratios = [best[OURS][column] / max(speeds[column] for speeds in others) for column in COLUMNS]
+            yield f"| {mode} | ours / best other | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |"
+
+
+def main() -> int:
+    """Run the command line. Return 0, or 2 if nothing can be measured."""
+    parser = program.parser(NAME, __doc__)
+    parser.add_argument("--model", choices=MODELS, default="Llama-3-8B")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, metavar="NAME", help="vLLM's names of backends")
+    parser.add_argument("--host", action="store_true", help="microseconds on the host per layer of an eager decode")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for an engine (default 300)")
+    parser.add_argument("--cell", type=Path, help="used by itself: file that says what this process measures")
+    options = parser.parse_args()
+    if options.cell:
+        options.cell.write_text(json.dumps(measure(json.loads(options.cell.read_text()))))
+        sys.stdout.flush()
+        os._exit(0)  # nothing may hang in the engine's end
+    absent = None if importlib.util.find_spec("vllm") else "vllm is not installed"
+    if program.gpu(absent) is None:
+        return 2
+    record: program.Row = {**program.head(NAME), "model": options.model, NAME: []}
+    modes = ["eager"] if options.host else options.modes
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(options.model, Path(folder))
+        for mode in modes:
+            for backend in options.backends:
+                found = in_process(cell(model, backend, mode, options.host), options.limit)
+                record[NAME].append({"mode": mode, "backend": backend, **found})
+                print(json.dumps(record[NAME][-1]), flush=True)
+                if options.out:
+                    save(record, options.out)
+    print("\n".join(table(record)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
