@@ -56,7 +56,7 @@ LONG = 64, 4096, 128
 HOST = 256, 128, 32
 WARM = 8  # tokens
 TOKENS = 3, 32000  # of prompts: from, below
-REPETITIONS = 2
+REPETITIONS = 3
 COLUMNS = ("prefill", "decode", "long")
 
 
