@@ -2,7 +2,7 @@
 `python -m perf.vllm_engine --model Llama-3-8B --out perf/results/vllm.json`.
 
 Models have all layers of the published ones and random weights. Each engine is a process of its own, one after the
-other, so that no two share the host's processors or the GPU. Prompts are random and differ between repetitions, so that
+other, so that no two share the host's processors or the GPU; a round starts each of them once, in turn. Prompts are random and differ between repetitions, so that
 no prefix is known, but for "long", whose prompts are in the prefix cache before its decode steps are timed. Whether the
 tokens are right is not asked here: tests/integrations.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -203,8 +204,11 @@ def table(record: program.Row) -> Iterator[str]:
     yield "| mode | backend | prefill | decode | long decode |"
     yield "|---|---|---:|---:|---:|"
     for mode in dict.fromkeys(row["mode"] for row in record[NAME]):
-        rows = {row["backend"]: row for row in record[NAME] if row["mode"] == mode and "decode" in row}
-        best = {name: {column: max(row[column]) for column in COLUMNS} for name, row in rows.items()}
+        best: dict[str, dict[str, float]] = {}
+        for row in record[NAME]:
+            if row["mode"] == mode and "decode" in row:
+                speeds = best.setdefault(row["backend"], dict.fromkeys(COLUMNS, 0.0))
+                speeds |= {column: max(speeds[column], *row[column]) for column in COLUMNS}
         for name, speeds in best.items():
             yield f"| {mode} | {name} | " + " | ".join(f"{speed:,.0f}" for speed in speeds.values()) + " |"
         others = [speeds for name, speeds in best.items() if name != OURS]
@@ -215,7 +219,7 @@ def table(record: program.Row) -> Iterator[str]:
 
 def main() -> int:
     """Run the command line. Return 0, or 2 if nothing can be measured."""
-    parser = program.parser(NAME, __doc__)
+    parser = program.parser(NAME, __doc__, rounds=1)
     parser.add_argument("--model", choices=MODELS, default="Llama-3-8B")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--backends", nargs="+", default=BACKENDS, metavar="NAME", help="vLLM's names of backends")
@@ -234,13 +238,13 @@ def main() -> int:
     modes = ["eager"] if options.host else options.modes
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(options.model, Path(folder))
-        for mode in modes:
-            for backend in options.backends:
-                found = in_process(cell(model, backend, mode, options.host), options.limit)
-                record[NAME].append({"mode": mode, "backend": backend, **found})
-                print(json.dumps(record[NAME][-1]), flush=True)
-                if options.out:
-                    save(record, options.out)
+        for mode, round_, i in itertools.product(modes, range(options.rounds), range(len(options.backends))):
+            backend = options.backends[(round_ + i) % len(options.backends)]
+            found = in_process(cell(model, backend, mode, options.host), options.limit)
+            record[NAME].append({"mode": mode, "backend": backend, **found})
+            print(json.dumps(record[NAME][-1]), flush=True)
+            if options.out:
+                save(record, options.out)
     print("\n".join(table(record)))
     return 0
 
