@@ -2,9 +2,9 @@
 `python -m perf.vllm_engine --model Llama-3-8B --out perf/results/vllm.json`.
 
 Models have all layers of the published ones and random weights. Each engine is a process of its own, one after the
-other, so that no two share the host's processors or the GPU; a round starts each of them once, in turn. Prompts are random and differ between repetitions, so that
-no prefix is known, but for "long", whose prompts are in the prefix cache before its decode steps are timed. Whether the
-tokens are right is not asked here: tests/integrations.
+other, so that no two share the host's processors or the GPU; a round starts each of them once, in turn. Prompts are
+random and differ between repetitions, so that no prefix is known, but for "long", whose prompts are in the prefix cache
+before its decode steps are timed. Whether the tokens are right is not asked here: tests/integrations.
 """
 
 from __future__ import annotations
