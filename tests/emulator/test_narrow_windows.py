@@ -9,12 +9,14 @@ import pytest
 
 from cute_attn.emulator import Schedule
 from cute_attn.kernels.fa3.host.family import KERNELS
+from cute_attn.kernels.fa3.spec import HopperTile
 from tests.support.backend_problems import build
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_batch
 
 pytestmark = pytest.mark.emulator
 
+TILE = HopperTile(128, 64, 2, 1)
 FA3 = next(target for target in TARGETS if target.kernels == "fa3")
 LENGTHS = (70, 3, 0, 200), (150, 40, 9, 200)
 SHARED = ragged(*LENGTHS, mask="causal", window_left=40, sinks=True, **heads(8, 1), **dims(64))
@@ -46,6 +48,6 @@ def test_heads_of_a_group_share_tiles_under_windows() -> None:
     batch = ragged((70, 3), (100, 40), mask="causal", window_left=30, sinks=True, **heads(4, 2), **dims(256))
     solve_batch(FA3, batch, Schedule("adversarial", seed=1), sms=2)
     settings = build(batch).problem.settings
-    assert [KERNELS.heads_per_tile(settings, qo_len, 128) for qo_len in (3, 70)] == [2, 2]
+    assert [KERNELS.heads_per_tile(settings, qo_len, TILE) for qo_len in (3, 70)] == [2, 2]
     for change in ({"window_left": -1}, {"window_left": 4095}, {"causal": False}):
-        assert KERNELS.heads_per_tile(settings._replace(**change), 70, 128) == 1
+        assert KERNELS.heads_per_tile(settings._replace(**change), 70, TILE) == 1

@@ -53,7 +53,7 @@ class PersistentProgram:
 
     def tiles(self) -> TileSchedule:
         """Returns the query tiles of a launch, by index."""
-        return (GridTiles if self.spec.schedule == "grid" else ItemTiles)(self.spec.tile.rows)
+        return (GridTiles if self.spec.schedule == "grid" else ItemTiles)()
 
     def run_warps(self, params: PersistentParams, maps: Any, rings: SmemRings, thread: Int32) -> None:
         """Runs the role of this thread's warp."""
@@ -171,7 +171,7 @@ class PersistentProgram:
                 write(whole, final_epilogue)
             else:
                 slot = Int64(work.partial) * Int64(p.head_blocks) + Int64(work.head_block)
-                first = slot * Int64(self.spec.tile.rows)
+                first = slot * Int64(p.tile_rows)
                 write(Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo), partial_epilogue)
         elif cutlass.const_expr(self.spec.split):
             slab = Int64(work.partial) * Int64(p.qo_len) * Int64(p.num_qo_heads)

@@ -30,6 +30,7 @@ class PersistentParams(NamedTuple):
     group: Int32  # heads that share a tile's rows
     group_multiplier: Int32
     group_shift: Int32
+    tile_rows: Int32  # packed rows of a query tile: whole tokens of the heads that share it
     kv_group: Int32  # blocks of such heads per kv head
     kv_group_multiplier: Int32
     kv_group_shift: Int32

@@ -37,8 +37,10 @@ class QueryTile(NamedTuple):
         return Band(self.kv_end, position + p.left, position + p.right)
 
     def rows(self, p: Any) -> PackedRows:
-        group = Divisor(p.group, p.group_multiplier, p.group_shift)
-        return PackedRows(self.first_row, self.qo_len * p.group, group, self.head_block * p.group, self.qo_start)
+        """Rows of the tile; those behind `p.tile_rows` belong to the next one and count as if they did not exist."""
+        group, end = Divisor(p.group, p.group_multiplier, p.group_shift), self.first_row + p.tile_rows
+        count = ptx.minimum(self.qo_len * p.group, end)
+        return PackedRows(self.first_row, count, group, self.head_block * p.group, self.qo_start)
 
     def from_first_key(self, p: Any) -> "QueryTile":
         """Returns the same work with the first key that its rows see as token 0 of the request's keys."""
@@ -90,8 +92,6 @@ class SectionPosition(NamedTuple):
 class TileSchedule:
     """Query tiles by index; `NO_TILE` from `p.total_tiles`."""
 
-    rows: int
-
     @cute.jit
     def at(self, p: Any, index: Int32) -> Any:
         tile = QueryTile(*(Int32(x) for x in NO_TILE))
@@ -118,7 +118,7 @@ class GridTiles(TileSchedule):
             qo_len=p.qo_len,
             kv_start=Int32(0),
             kv_len=p.kv_len,
-            first_row=(p.last_block - position.number) * self.rows,
+            first_row=(p.last_block - position.number) * p.tile_rows,
             kv_begin=begin,
             kv_end=ptx.minimum(begin + p.split_tokens, p.kv_len),
             partial=split,

@@ -46,7 +46,7 @@ class Fa3Program(PersistentProgram):
 
     def tiles(self) -> TileSchedule:
         tiles, shape = super().tiles(), self.spec.tile
-        return FirstKeyTiles(shape.rows, tiles) if shape.from_first_key else tiles
+        return FirstKeyTiles(tiles) if shape.from_first_key else tiles
 
     @property
     def roles(self) -> list[WarpRole]:

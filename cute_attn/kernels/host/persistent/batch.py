@@ -52,7 +52,7 @@ def request_launch(
 ) -> tuple[Grid, Values]:
     """Returns the grid of a single request, and the values of ORDER_FIELDS and LENGTH_FIELDS."""
     heads, tile = tiling.params.group_size, tiling.tile
-    blocks = ceil_div(qo_len * heads, tile.rows)
+    blocks = ceil_div(qo_len * heads, tiling.params.rows)
     query_tiles = blocks * tiling.params.num_kv_heads
     total, section = split.num_splits * query_tiles, variant.section_heads(settings.features, heads, kv_len)
     order = order_values(total, section * blocks, section)
@@ -74,12 +74,12 @@ def tiling(
     """
     features = settings.features
     tile = kernels.tile_of(settings, arch, launch, settings.page_size)
-    heads = kernels.heads_per_tile(settings, qo_len, tile.q_box_rows)
+    heads = kernels.heads_per_tile(settings, qo_len, tile)
     section = variant.section_heads(features, heads, kv_len, launch)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
     groups = max(1, sms * tile.per_sm // tile.ctas)  # of CTAs that share work items
     params = SchedulerParams(
-        rows=tile.rows,
+        rows=variant.tile_rows(tile, heads),
         cols=tile.cols,
         group_size=heads,
         num_kv_heads=features.num_qo_heads // heads,

@@ -71,6 +71,7 @@ class PersistentKernel(PreparedKernel):
             **mask_bounds(settings),
             "num_qo_heads": features.num_qo_heads,
             **divisor("group", heads),
+            "tile_rows": variant.tile_rows(tile, heads),
             **divisor("kv_group", head_blocks // features.num_kv_heads),
             **score_fields(settings, variant.scores(features)),
             "lse_scale": settings.lse_scale,

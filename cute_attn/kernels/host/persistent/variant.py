@@ -68,6 +68,7 @@ class PersistentKernels(Generic[T]):
     choose_tile: ChooseTile[T]
     # By head dim and bits of q: `window_left` up to which heads share tiles of long causal requests too.
     packed_windows: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    packs_any_group: bool = False  # whether heads share tiles whose rows their number does not divide
     cuts_last_wave: bool = False  # of launches of requests of LONGEST_TOKENS that have equal tiles
 
     def spec(
@@ -138,16 +139,17 @@ class PersistentKernels(Generic[T]):
         """Return the tile of these settings for a launch."""
         return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal, launch)
 
-    def heads_per_tile(self, settings: Settings, qo_len: int, rows: int) -> int:
+    def heads_per_tile(self, settings: Settings, qo_len: int, tile: T) -> int:
         """Returns the number of query heads whose rows share a tile: a whole GQA group where requests are short, or see
-        few keys, and the group size divides the tile's rows, else 1.
+        few keys, and the tile has room for their rows, else 1.
         """
         features = settings.features
         group = features.num_qo_heads // features.num_kv_heads
         of = features.head_dim_qk, 8 * features.q_dtype.itemsize
         widest = self.packed_windows.get(of, -1) if settings.causal else -1
         few_keys = 0 <= settings.window_left <= widest
-        return group if (qo_len < PACKED_TOKENS or few_keys) and rows % group == 0 else 1
+        fits = group <= tile.rows if self.packs_any_group else tile.q_box_rows % group == 0
+        return group if (qo_len < PACKED_TOKENS or few_keys) and fits else 1
 
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
         """Returns every kernel that calls of these features may need, whatever their lengths."""
@@ -161,6 +163,11 @@ class PersistentKernels(Generic[T]):
             for split in ((False,) if batched(features) else (False, True))
         ]
         return [*dict.fromkeys(kernels), combine_spec(features)]
+
+
+def tile_rows(tile: PersistentTile, heads: int) -> int:
+    """Returns the rows of a query tile that are used: those of whole tokens, which one box of TMA brings."""
+    return tile.rows // heads * heads
 
 
 def launch_of(rows: int, sms: int, qo_len: int, kv_len: int) -> Launch:

@@ -1,0 +1,49 @@
+"""Heads of groups whose size divides no tile share tiles of the wgmma kernel: rows of whole tokens, then unused ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_attn.emulator import Schedule
+from cute_attn.kernels.fa3.host.family import KERNELS
+from cute_attn.kernels.fa3.spec import HopperTile
+from cute_attn.kernels.host.persistent.variant import tile_rows
+from tests.support.backend_problems import build
+from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
+from tests.support.matrix import CAUSAL
+from tests.support.matrix import prefill as request
+from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_batch, solve_single
+
+pytestmark = pytest.mark.emulator
+
+FA3 = next(target for target in TARGETS if target.kernels == "fa3")
+LENGTHS = (47, 0, 3, 30), (150, 40, 9, 200)
+BATCHES = {
+    "groups of 5": paged(*LENGTHS, 16, **heads(10, 2), **dims(256), dtype="bfloat16"),
+    "of 7, causal, split": paged((40, 9), (700, 500), 16, mask="causal", **heads(7, 1), **dims(128)),
+    "of 3, window, sinks": ragged(*LENGTHS, mask="causal", window_left=40, sinks=True, **heads(6, 2), **dims(64)),
+    "of 6, custom masks, gathered": paged(*LENGTHS, 3, mask="packed", **heads(6, 1), **dims(64)),
+    "of 5, fp8": ragged(*LENGTHS, mask="causal", dtype=E4M3, o_dtype="bfloat16", **heads(5, 1), **dims(128)),
+    "of 12, rotated": ragged(*LENGTHS, pos_encoding_mode="ROPE_LLAMA", **heads(12, 1), **dims(64)),
+}
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_groups_of_any_size_share_tiles(name: str, schedule: Schedule) -> None:
+    batch: BatchCase = BATCHES[name]
+    solve_batch(FA3, batch, schedule, sms=3)
+    settings, group = build(batch).problem.settings, batch.num_qo_heads // batch.num_kv_heads
+    assert KERNELS.heads_per_tile(settings, 47, HopperTile(128, 64, 2, 1)) == group
+
+
+@pytest.mark.parametrize("options", [CAUSAL, {}], ids=("causal", "split"))
+def test_single_requests(options: dict[str, object]) -> None:
+    solve_single(FA3, request(60, 900, (7, 1), 64, **options), Schedule("adversarial", 1), sms=4)
+
+
+def test_rows_of_whole_tokens() -> None:
+    tile = HopperTile(128, 64, 2, 1)
+    assert {heads: tile_rows(tile, heads) for heads in (1, 3, 5, 7, 8, 12, 128)} == {
+        1: 128, 3: 126, 5: 125, 7: 126, 8: 128, 12: 120, 128: 128,
+    }  # fmt: skip
