@@ -1,4 +1,4 @@
-"""Heads of groups whose size divides no tile share tiles of the wgmma kernel: rows of whole tokens, then unused ones."""
+"""Heads of groups whose size divides no tile share tiles of the wgmma kernel: whole tokens, then unused rows."""
 
 from __future__ import annotations
 
