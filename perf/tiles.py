@@ -138,9 +138,8 @@ def force(trial: Trial) -> Iterator[None]:
     """Makes plans take the tile, the heads, the sections and the waves of a trial; clears the tilings remembered before
     and afterwards."""
 
-    def heads(_: object, settings: Settings, qo_len: int, rows: int) -> int:
-        group = settings.features.num_qo_heads // settings.features.num_kv_heads
-        return group if trial.packed and rows % group == 0 else 1
+    def heads(_: object, settings: Settings, qo_len: int, tile: HopperTile) -> int:
+        return settings.features.num_qo_heads // settings.features.num_kv_heads if trial.packed else 1
 
     prepared.cache_clear()
     with contextlib.ExitStack() as stack:

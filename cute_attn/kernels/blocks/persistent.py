@@ -99,21 +99,21 @@ class PersistentProgram:
                 tma.prefetch_tensor_map(tensor_map)
             rings.initialise(self.roles)
             tma.fence_barrier_init()
-        self.allocate(rings, thread)
+        self.prologue(params, rings, thread)
         self.cta.sync()
         self.prepare()
         ptx.grid_dependency_wait()
         self.run_warps(params, maps, rings, thread)
         self.deallocate(rings, thread)
 
-    def allocate(self, rings: SmemRings, thread: Int32) -> None:
-        """Allocates what else a family needs, before the barrier behind the prologue."""
+    def prologue(self, p: AnyParams, rings: SmemRings, thread: Int32) -> None:
+        """Does what else a family needs before the barrier that ends the prologue, in all threads."""
 
     def prepare(self) -> None:
         """Follows that barrier, in all threads."""
 
     def deallocate(self, rings: SmemRings, thread: Int32) -> None:
-        """Frees what `allocate` allocated, at the end of all roles."""
+        """Frees what `prologue` allocated, at the end of all roles."""
 
     # --- composition ------------------------------------------------------------------------------------------------
 

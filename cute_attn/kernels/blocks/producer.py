@@ -61,8 +61,6 @@ class Producer:
             if self.role.warps > 1
             else self.cta.scheduler(p.counters, thread, rings)
         )
-        if p.tile_rows < self.spec.tile.rows:
-            self.clear_unused_rows(p, rings, thread)
         q, k, v = start(), start(), start()
         work = self.tiles.at(p, scheduler.first())
         while work.head_block >= 0:
@@ -96,18 +94,6 @@ class Producer:
             tma.barrier_arrive(rings.q.full(q))
         self.cta.drain(rings.staged_k, k)
         self.cta.drain(rings.staged_v, v)
-
-    @cute.jit
-    def clear_unused_rows(self, p: AnyParams, rings: SmemRings, thread: Int32) -> None:
-        """Set the rows of q that no copy fills to zero, once, by the first warp: products read them."""
-        rows, zeros = self.spec.tile.rows, [Int32(0) for _ in range(4)]
-        if thread < 32:
-            for column in cutlass.range(rings.q.stages * self.memory.qk_columns, unroll=1):
-                unused = rings.q.data + (column * rows + p.tile_rows) * LINE
-                for at in cutlass.range(thread * CHUNK, (rows - p.tile_rows) * LINE, 32 * CHUNK, unroll=1):
-                    ptx.st_shared_v4(unused + at, 0, zeros)
-            tma.fence_async()
-            ptx.sync_warp()
 
     @cute.jit
     def load_q(

@@ -14,17 +14,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_attn.kernels.blocks import tma
+from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.tile_scheduler import FirstKeyTiles, TileSchedule
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.formats import LINE
 
 
 class Fa3Program(PersistentProgram):
@@ -47,6 +49,18 @@ class Fa3Program(PersistentProgram):
     def tiles(self) -> TileSchedule:
         tiles, shape = super().tiles(), self.spec.tile
         return FirstKeyTiles(tiles) if shape.from_first_key else tiles
+
+    @cute.jit
+    def prologue(self, p: AnyParams, rings: SmemRings, thread: Int32) -> None:
+        """Sets the rows of q to zero that no copy fills, because a tile holds whole tokens: products read them."""
+        rows = self.spec.tile.rows
+        if p.tile_rows < rows:
+            zeros = [Int32(0) for _ in range(4)]
+            for column in cutlass.range(rings.q.stages * self.memory.qk_columns, unroll=1):
+                unused = rings.q.data + (column * rows + p.tile_rows) * LINE
+                for at in cutlass.range(thread * CHUNK, (rows - p.tile_rows) * LINE, self.block[0] * CHUNK, unroll=1):
+                    ptx.st_shared_v4(unused + at, 0, zeros)
+            tma.fence_async()
 
     @property
     def roles(self) -> list[WarpRole]:

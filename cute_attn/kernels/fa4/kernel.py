@@ -130,7 +130,7 @@ class Fa4Program(PersistentProgram):
                 self.tail.run(params, rings)
 
     @cute.jit
-    def allocate(self, rings: SmemRings, thread: Int32) -> None:
+    def prologue(self, p: PersistentParams, rings: SmemRings, thread: Int32) -> None:
         if cute.arch.make_warp_uniform(thread >> 5) == MMA_WARP:
             sm100.allocate(rings.scratch["tmem"], sm100.TMEM_COLUMNS, self.spec.tile.ctas)
         sm100.fence_before_sync()

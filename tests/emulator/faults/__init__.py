@@ -11,12 +11,12 @@ from tests.emulator.faults.combine import COMBINING
 from tests.emulator.faults.fault import Fault
 from tests.emulator.faults.fp8 import FP8_FAULTS
 from tests.emulator.faults.head_dims import HEAD_DIM_FAULTS
-from tests.emulator.faults.hopper import PERSISTENT, RECOMPUTE, TILES
+from tests.emulator.faults.hopper import PERSISTENT, RECOMPUTE, SHARED_TILES, TILES
 from tests.emulator.faults.latent import LATENT_FAULTS
 from tests.emulator.faults.pages import GATHERED
 from tests.emulator.faults.xqa import XQA_FAULTS
 
 __all__ = ["FAULTS", "Fault"]
 
-HOPPER = (*RECOMPUTE, *TILES, *PERSISTENT, *GATHERED, *FP8_FAULTS)
+HOPPER = (*RECOMPUTE, *TILES, *SHARED_TILES, *PERSISTENT, *GATHERED, *FP8_FAULTS)
 FAULTS = (*HOPPER, *BLACKWELL, *XQA_FAULTS, *LATENT_FAULTS, *COMBINING, *HEAD_DIM_FAULTS)

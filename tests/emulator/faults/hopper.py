@@ -10,6 +10,7 @@ RAGGED = chosen("persistent", "fa3 and (test_long_batches and ragged)")
 GATHER = chosen("persistent", "fa3 and (test_gathered_pages and (70x260 or slack))")
 CUTS = chosen("persistent", "fa3 and (test_cut)")
 SECTIONS = chosen("persistent", "fa3 and (test_batches_in_sections)")
+SHARED = chosen("any_group", "share_tiles and adversarial and (sinks or split)")
 
 RECOMPUTE = (
     Fault(
@@ -271,5 +272,58 @@ PERSISTENT = (
         "                state = self.mainloop(rings, mma, k)\n                rings.q.release(q, lanes.lane)\n",
         "                rings.q.release(q, lanes.lane)\n                state = self.mainloop(rings, mma, k)\n",
         MIXED,
+    ),
+)
+
+SHARED_TILES = (
+    Fault(
+        "unused rows of q are not cleared",
+        "fa3/kernel.py",
+        "if p.tile_rows < rows:",
+        "if p.tile_rows < Int32(0):",
+        SHARED,
+    ),
+    Fault(
+        "only the first slot of q is cleared",
+        "fa3/kernel.py",
+        "cutlass.range(rings.q.stages * self.memory.qk_columns, unroll=1)",
+        "cutlass.range(self.memory.qk_columns, unroll=1)",
+        SHARED,
+    ),
+    Fault(
+        "zeros are not fenced against products",
+        "fa3/kernel.py",
+        "                    ptx.st_shared_v4(unused + at, 0, zeros)\n            tma.fence_async()\n",
+        "                    ptx.st_shared_v4(unused + at, 0, zeros)\n",
+        SHARED,
+    ),
+    Fault(
+        "used rows are cleared too",
+        "fa3/kernel.py",
+        "unused = rings.q.data + (column * rows + p.tile_rows) * LINE",
+        "unused = rings.q.data + (column * rows + p.tile_rows - 8) * LINE",
+        SHARED,
+        "copies write the used rows after the barrier, which ends the prologue",
+    ),
+    Fault(
+        "copies of q are expected to fill unused rows",
+        "blocks/producer.py",
+        "loads.expect(barrier, rings.q.slot_bytes - unused)",
+        "loads.expect(barrier, rings.q.slot_bytes)",
+        SHARED,
+    ),
+    Fault(
+        "unused rows hold the next tile's",
+        "blocks/tile_scheduler.py",
+        "count = ptx.minimum(self.qo_len * p.group, end)",
+        "count = self.qo_len * p.group",
+        SHARED,
+    ),
+    Fault(
+        "tiles of a single request begin after unused rows",
+        "blocks/tile_scheduler.py",
+        "first_row=(p.last_block - position.number) * p.tile_rows,",
+        "first_row=(p.last_block - position.number) * ((p.tile_rows + 63) // 64 * 64),",
+        chosen("any_group", "single_requests"),
     ),
 )
