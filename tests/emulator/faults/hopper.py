@@ -298,14 +298,6 @@ SHARED_TILES = (
         SHARED,
     ),
     Fault(
-        "used rows are cleared too",
-        "fa3/kernel.py",
-        "unused = rings.q.data + (column * rows + p.tile_rows) * LINE",
-        "unused = rings.q.data + (column * rows + p.tile_rows - 8) * LINE",
-        SHARED,
-        "copies write the used rows after the barrier, which ends the prologue",
-    ),
-    Fault(
         "copies of q are expected to fill unused rows",
         "blocks/producer.py",
         "loads.expect(barrier, rings.q.slot_bytes - unused)",
