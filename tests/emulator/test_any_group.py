@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cute_attn.emulator import Schedule
+from cute_attn.kernels.blocks.tiles import tile_rows
 from cute_attn.kernels.fa3.host.family import KERNELS
 from cute_attn.kernels.fa3.spec import HopperTile
-from cute_attn.kernels.host.persistent.variant import tile_rows
 from tests.support.backend_problems import build
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.matrix import CAUSAL
@@ -44,6 +44,6 @@ def test_single_requests(options: dict[str, object]) -> None:
 
 def test_rows_of_whole_tokens() -> None:
     tile = HopperTile(128, 64, 2, 1)
-    assert {heads: tile_rows(tile, heads) for heads in (1, 3, 5, 7, 8, 12, 128)} == {
+    assert {heads: tile_rows(tile.rows, heads) for heads in (1, 3, 5, 7, 8, 12, 128)} == {
         1: 128, 3: 126, 5: 125, 7: 126, 8: 128, 12: 120, 128: 128,
     }  # fmt: skip

@@ -18,6 +18,11 @@ def tile_dims(head_dims: tuple[int, int], table: tuple[tuple[int, int], ...] = H
     return next(dims for dims in table if head_dims[0] <= dims[0] and head_dims[1] <= dims[1])
 
 
+def tile_rows(rows: int, heads: int) -> int:
+    """Returns the rows of a query tile that are used: those of whole tokens, which one box of TMA brings."""
+    return rows // heads * heads
+
+
 UNKNOWN = 1 << 62  # keys of a request: no bound
 # Steps of the size of a launch.
 LONG_TOKENS = 4096  # query tokens per request, of more keys than SHORT_KEYS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from cute_attn.kernels.blocks.tiles import LONGEST_TOKENS, Launch
+from cute_attn.kernels.blocks.tiles import LONGEST_TOKENS, Launch, tile_rows
 from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.family import TiledFamily
 from cute_attn.kernels.host.fastdiv import magic
@@ -79,7 +79,7 @@ def tiling(
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
     groups = max(1, sms * tile.per_sm // tile.ctas)  # of CTAs that share work items
     params = SchedulerParams(
-        rows=variant.tile_rows(tile, heads),
+        rows=tile_rows(tile.rows, heads),
         cols=tile.cols,
         group_size=heads,
         num_kv_heads=features.num_qo_heads // heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cute_attn.kernels.blocks.tiles import tile_rows
 from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.fastdiv import magic
 from cute_attn.kernels.host.features import batched
@@ -71,7 +72,7 @@ class PersistentKernel(PreparedKernel):
             **mask_bounds(settings),
             "num_qo_heads": features.num_qo_heads,
             **divisor("group", heads),
-            "tile_rows": variant.tile_rows(tile, heads),
+            "tile_rows": tile_rows(tile.rows, heads),
             **divisor("kv_group", head_blocks // features.num_kv_heads),
             **score_fields(settings, variant.scores(features)),
             "lse_scale": settings.lse_scale,

@@ -140,14 +140,11 @@ class PersistentKernels(Generic[T]):
         return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal, launch)
 
     def heads_per_tile(self, settings: Settings, qo_len: int, tile: T) -> int:
-        """Returns the number of query heads whose rows share a tile: a whole GQA group where requests are short, or see
-        few keys, and the tile has room for their rows, else 1.
-        """
+        """Returns how many query heads share a tile: a GQA group that fits where requests are short or see few keys."""
         features = settings.features
         group = features.num_qo_heads // features.num_kv_heads
         of = features.head_dim_qk, 8 * features.q_dtype.itemsize
-        widest = self.packed_windows.get(of, -1) if settings.causal else -1
-        few_keys = 0 <= settings.window_left <= widest
+        few_keys = settings.causal and 0 <= settings.window_left <= self.packed_windows.get(of, -1)
         fits = group <= tile.rows if self.packs_any_group else tile.q_box_rows % group == 0
         return group if (qo_len < PACKED_TOKENS or few_keys) and fits else 1
 
@@ -163,11 +160,6 @@ class PersistentKernels(Generic[T]):
             for split in ((False,) if batched(features) else (False, True))
         ]
         return [*dict.fromkeys(kernels), combine_spec(features)]
-
-
-def tile_rows(tile: PersistentTile, heads: int) -> int:
-    """Returns the rows of a query tile that are used: those of whole tokens, which one box of TMA brings."""
-    return tile.rows // heads * heads
 
 
 def launch_of(rows: int, sms: int, qo_len: int, kv_len: int) -> Launch:
