@@ -17,7 +17,7 @@ from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.variant import PersistentKernels
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.programs import program
-from cute_attn.problem import Settings
+from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from perf import peers
 from perf.harness import Call
@@ -138,8 +138,8 @@ def force(trial: Trial) -> Iterator[None]:
     """Makes plans take the tile, the heads, the sections and the waves of a trial; clears the tilings remembered before
     and afterwards."""
 
-    def heads(_: object, settings: Settings, qo_len: int, tile: HopperTile) -> int:
-        return settings.features.num_qo_heads // settings.features.num_kv_heads if trial.packed else 1
+    def heads(_: object, features: Features, qo_len: int, tile: HopperTile) -> int:
+        return features.num_qo_heads // features.num_kv_heads if trial.packed else 1
 
     prepared.cache_clear()
     with contextlib.ExitStack() as stack:

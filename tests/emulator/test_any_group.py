@@ -34,7 +34,7 @@ def test_groups_of_any_size_share_tiles(name: str, schedule: Schedule) -> None:
     batch: BatchCase = BATCHES[name]
     solve_batch(FA3, batch, schedule, sms=3)
     settings, group = build(batch).problem.settings, batch.num_qo_heads // batch.num_kv_heads
-    assert KERNELS.heads_per_tile(settings, 47, HopperTile(128, 64, 2, 1)) == group
+    assert KERNELS.heads_per_tile(settings.features, 47, HopperTile(128, 64, 2, 1)) == group
 
 
 @pytest.mark.parametrize("options", [CAUSAL, {}], ids=("causal", "split"))
@@ -47,3 +47,23 @@ def test_rows_of_whole_tokens() -> None:
     assert {heads: tile_rows(tile.rows, heads) for heads in (1, 3, 5, 7, 8, 12, 128)} == {
         1: 128, 3: 126, 5: 125, 7: 126, 8: 128, 12: 120, 128: 128,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("group", "qo_len", "expected"),
+    [
+        ((32, 8), 4, 4),
+        ((32, 8), 16384, 4),  # a group that divides the rows never has more tiles
+        ((40, 8), 199, 5),  # 8 tiles instead of 10
+        ((40, 8), 1000, 1),  # 40 either way
+        ((40, 8), 4096, 1),  # 164 instead of 160
+        ((40, 1), 100, 40),  # 34 instead of 40
+        ((40, 1), 128, 1),  # 43 instead of 40
+        ((256, 1), 1, 1),  # more than a tile's rows
+    ],
+)
+def test_a_group_that_does_not_divide_the_rows_shares_tiles_where_it_has_fewer(
+    group: tuple[int, int], qo_len: int, expected: int
+) -> None:
+    of = build(ragged((qo_len,), (qo_len,), **heads(*group), **dims(128))).problem.settings.features
+    assert KERNELS.heads_per_tile(of, qo_len, HopperTile(128, 64, 2, 1)) == expected

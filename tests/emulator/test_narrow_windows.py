@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 
 from cute_attn.emulator import Schedule
-from cute_attn.kernels.fa3.host.family import KERNELS
-from cute_attn.kernels.fa3.spec import HopperTile
-from tests.support.backend_problems import build
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_batch
 
 pytestmark = pytest.mark.emulator
 
-TILE = HopperTile(128, 64, 2, 1)
 FA3 = next(target for target in TARGETS if target.kernels == "fa3")
 LENGTHS = (70, 3, 0, 200), (150, 40, 9, 200)
 SHARED = ragged(*LENGTHS, mask="causal", window_left=40, sinks=True, **heads(8, 1), **dims(64))
@@ -32,6 +28,7 @@ BATCHES = [  # and rows and CTAs per SM of their tiles
         paged((65, 130), (300, 130), 64, mask="causal", window_left=127, kv_layout="HND", **heads(2, 1), **dims(64)),
         (64, 3),
     ),
+    (ragged((70, 3), (100, 40), mask="causal", window_left=30, sinks=True, **heads(4, 2), **dims(256)), (128, 1)),
 ]
 
 
@@ -41,13 +38,3 @@ def test_narrow_windows(batch: BatchCase, tile: tuple[int, int], schedule: Sched
     emulation = solve_batch(FA3, batch, schedule, sms=2)
     (record,) = (record for record in emulation.records if record.spec["kernel"] == "fa3")
     assert (record.spec["tile"]["rows"], record.spec["tile"]["per_sm"]) == tile
-
-
-def test_heads_of_a_group_share_tiles_under_windows() -> None:
-    """At head dim 256, whatever the number of query tokens: their rows are packed token by token."""
-    batch = ragged((70, 3), (100, 40), mask="causal", window_left=30, sinks=True, **heads(4, 2), **dims(256))
-    solve_batch(FA3, batch, Schedule("adversarial", seed=1), sms=2)
-    settings = build(batch).problem.settings
-    assert [KERNELS.heads_per_tile(settings, qo_len, TILE) for qo_len in (3, 70)] == [2, 2]
-    for change in ({"window_left": -1}, {"window_left": 4095}, {"causal": False}):
-        assert KERNELS.heads_per_tile(settings._replace(**change), 70, TILE) == 1

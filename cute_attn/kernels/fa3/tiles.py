@@ -87,12 +87,6 @@ _NARROW = (  # shortest windows first
     ),
 )  # fmt: skip
 
-# Widest windows under which the heads of a group share a tile, by head dim and bits of q. At head dim 256, where tiles
-# stay those of other masks: 1.02 to 1.09 times as fast under windows of 512 and 1024, the same under 4096 (H100, 4 x
-# 4096 and 1 x 16384 tokens).
-PACKED_WINDOWS = {(64, 16): 1024, (128, 8): 512, (256, 16): 1024}
-
-
 # Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that in _PLAIN,
 # causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
 # d 64, 32/32 heads, 16 x 1024 337 and 323; d 96, 32/8 heads, 16 x 1024 399 and 367, 1 x 1000 329 and 293, but at d 80

@@ -36,7 +36,7 @@ def batch_tiling(
     # A blank item, which launches of a fixed size may have, ends a CTA's work: behind it must be no other section.
     longest = 0 if limits.graph else lengths.longest_kv
     section = 1 << (longest - 1).bit_length() if longest else 0
-    return prepared(tiling, kernels, settings, min(qo_len, variant.PACKED_TOKENS), section, arch.name, sms, launch)
+    return _tiling(kernels, settings, qo_len, section, arch.name, sms, launch)
 
 
 def request_tiling(
@@ -44,7 +44,22 @@ def request_tiling(
 ) -> Tiling[variant.T]:
     """Returns the tiling of a single request."""
     launch = variant.launch_of(qo_len * settings.features.num_qo_heads, sms, qo_len, kv_len)
-    return prepared(tiling, kernels, settings, min(qo_len, variant.PACKED_TOKENS), 0, arch.name, sms, launch)
+    return _tiling(kernels, settings, qo_len, 0, arch.name, sms, launch)
+
+
+def _tiling(
+    kernels: variant.PersistentKernels[variant.T],
+    settings: Settings,
+    qo_len: int,
+    kv_len: int,
+    arch: str,
+    sms: int,
+    launch: Launch,
+) -> Tiling[variant.T]:
+    """Returns the tiling of a launch by what of its lengths decides: few tilings serve all lengths."""
+    tile = prepared(kernels.tile_of, settings, arch, launch, settings.page_size)
+    heads = kernels.heads_per_tile(settings.features, qo_len, tile)
+    return prepared(tiling, kernels, settings, tile, heads, kv_len, sms, launch)
 
 
 def request_launch(
@@ -63,18 +78,16 @@ def request_launch(
 def tiling(
     kernels: variant.PersistentKernels[variant.T],
     settings: Settings,
-    qo_len: int,
+    tile: variant.T,
+    heads: int,
     kv_len: int,
-    arch: str,
     sms: int,
-    launch: Launch = variant.UNKNOWN_LAUNCH,
+    launch: Launch,
 ) -> Tiling[variant.T]:
-    """Returns the tiling for a launch with requests of `qo_len` query tokens and up to `kv_len` keys. To the
-    scheduler, heads that share a tile are one group.
+    """Returns the tiling for a launch with requests of up to `kv_len` keys. To the scheduler, `heads` that share a tile
+    are one group.
     """
     features = settings.features
-    tile = kernels.tile_of(settings, arch, launch, settings.page_size)
-    heads = kernels.heads_per_tile(settings, qo_len, tile)
     section = variant.section_heads(features, heads, kv_len, launch)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
     groups = max(1, sms * tile.per_sm // tile.ctas)  # of CTAs that share work items

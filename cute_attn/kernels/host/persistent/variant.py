@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from cute_attn.kernels.blocks.tiles import (
     Launch,
     Operands,
     TileProblem,
+    tile_rows,
 )
 from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
 from cute_attn.problem import Features, Settings, short
@@ -32,7 +34,6 @@ SECTION_BYTES = 32 << 20  # keys and values of an L2 section
 SHORT_SECTION_BYTES = 16 << 20
 NVFP4_SECTION_BYTES = 18 << 20  # the same with their block scales: as many tokens as of 8 bits, which was measured
 WINDOWS = (-1, 0, MAX_KV_LEN)  # none, the shortest and the longest: every window has the tile of one of them
-PACKED_TOKENS = 64  # below so many query tokens per request, the heads of a group share tiles
 FEW_ROWS = 2 * 128  # query rows per SM up to which a launch of short requests has few
 UNKNOWN_LAUNCH = Launch()
 LAUNCHES = (  # all that `launch_of` tells
@@ -66,8 +67,6 @@ class PersistentKernels(Generic[T]):
     spec_type: Callable[..., PersistentSpec]
     page_source: PageSource
     choose_tile: ChooseTile[T]
-    # By head dim and bits of q: `window_left` up to which heads share tiles of long causal requests too.
-    packed_windows: Mapping[tuple[int, int], int] = field(default_factory=dict)
     packs_any_group: bool = False  # whether heads share tiles whose rows their number does not divide
     cuts_last_wave: bool = False  # of launches of requests of LONGEST_TOKENS that have equal tiles
 
@@ -139,14 +138,20 @@ class PersistentKernels(Generic[T]):
         """Return the tile of these settings for a launch."""
         return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal, launch)
 
-    def heads_per_tile(self, settings: Settings, qo_len: int, tile: T) -> int:
-        """Returns how many query heads share a tile: a GQA group that fits where requests are short or see few keys."""
-        features = settings.features
+    def heads_per_tile(self, features: Features, qo_len: int, tile: T) -> int:
+        """Return the number of query heads whose rows share a tile: a whole GQA group, or 1.
+
+        A group that divides the tile's rows always shares them: it never has more tiles, and causal tiles of fewer
+        tokens see fewer hidden keys. Another group leaves rows unused, and shares a tile where requests of `qo_len`
+        query tokens then have fewer.
+        """
         group = features.num_qo_heads // features.num_kv_heads
-        of = features.head_dim_qk, 8 * features.q_dtype.itemsize
-        few_keys = settings.causal and 0 <= settings.window_left <= self.packed_windows.get(of, -1)
-        fits = group <= tile.rows if self.packs_any_group else tile.q_box_rows % group == 0
-        return group if (qo_len < PACKED_TOKENS or few_keys) and fits else 1
+        if tile.q_box_rows % group == 0:
+            return group
+        if group > tile.rows or not self.packs_any_group:
+            return 1
+        packed, alone = math.ceil(qo_len * group / tile_rows(tile.rows, group)), group * math.ceil(qo_len / tile.rows)
+        return group if packed < alone else 1
 
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
         """Returns every kernel that calls of these features may need, whatever their lengths."""
