@@ -200,21 +200,20 @@ def save_model(name: str, folder: Path) -> Path:
 
 
 def table(record: program.Row) -> Iterator[str]:
-    """Yield the lines of a table: tokens per second, and ours relative to the fastest other backend."""
-    yield "| mode | backend | prefill | decode | long decode |"
-    yield "|---|---|---:|---:|---:|"
-    for mode in dict.fromkeys(row["mode"] for row in record[NAME]):
-        best: dict[str, dict[str, float]] = {}
-        for row in record[NAME]:
-            if row["mode"] == mode and "decode" in row:
-                speeds = best.setdefault(row["backend"], dict.fromkeys(COLUMNS, 0.0))
-                speeds |= {column: max(speeds[column], *row[column]) for column in COLUMNS}
-        for name, speeds in best.items():
-            yield f"| {mode} | {name} | " + " | ".join(f"{speed:,.0f}" for speed in speeds.values()) + " |"
-        others = [speeds for name, speeds in best.items() if name != OURS]
-        if OURS in best and others:
-            ratios = [best[OURS][column] / max(speeds[column] for speeds in others) for column in COLUMNS]
-            yield f"| {mode} | ours / best other | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |"
+    """Yield the lines of a table: the fastest tokens per second of each backend, and ours relative to the others."""
+    best: dict[tuple[str, str], dict[str, float]] = {}
+    for row in record[NAME]:
+        for column in COLUMNS if "decode" in row else ():
+            speeds = best.setdefault((row["mode"], column), {})
+            speeds[row["backend"]] = max(speeds.get(row["backend"], 0.0), *row[column])
+    others = list(dict.fromkeys(row["backend"] for row in record[NAME] if row["backend"] != OURS))
+    yield f"| mode | | {' | '.join((OURS, *others))} | ratio to the best other |"
+    yield f"|---|---|{'---:|' * (2 + len(others))}"
+    for (mode, column), speeds in best.items():
+        cells = [f"{speeds[name]:,.0f}" if name in speeds else "-" for name in (OURS, *others)]
+        fastest = max((speeds.get(name, 0.0) for name in others), default=0.0)
+        ratio = f"{speeds[OURS] / fastest:.2f}" if OURS in speeds and fastest else "-"
+        yield f"| {mode} | {column} | {' | '.join(cells)} | {ratio} |"
 
 
 def main() -> int:

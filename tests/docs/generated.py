@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cute_attn.cli import support
-from perf import report, tables
+from perf import report, tables, vllm_engine
 from tests.docs.pages import ROOT, pages
 
 OTHERS = ("behind-prefill", "other-prefill", "behind-decode", "other-decode")
@@ -32,6 +32,8 @@ RECORDS = {  # title, record in perf/results
     "Hugging Face transformers": "2026-11-23_h200_transformers",
 }
 
+ENGINE = "2026-11-28_h200_vllm"  # record in perf/results
+
 
 def speed() -> str:
     """Return a section per kind of table; no line for what has not been measured."""
@@ -49,12 +51,20 @@ def records() -> str:
     return "\n".join(parts)
 
 
+def engine(rows: str) -> str:
+    """Return the table of tokens per second in vLLM from these rows of its record."""
+    record = json.loads((tables.RESULTS / f"{ENGINE}.json").read_text())
+    return "\n".join(vllm_engine.table({vllm_engine.NAME: record[rows]}))
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "readme": tables.readme_table,
     "summary": tables.summary_table,
     "tables": speed,
     "records": records,
     "latent": lambda: tables.latent_table("h100"),
+    "vllm": lambda: engine("vllm_engine"),
+    "gptoss": lambda: engine("gpt-oss-20b"),
     "support": support.markdown,
 }
 
