@@ -35,6 +35,9 @@ def heading(record: Record) -> str:
     return text
 
 
+ENGINE_OURS, ENGINE_COLUMNS = "CUTE_ATTN", ("prefill", "decode", "long")  # of vLLM
+
+
 def speed_tables(record: Record) -> list[str]:
     """Returns one table per unit with one column per candidate, then the reasons why candidates are missing."""
     rows = record["rows"]
@@ -156,6 +159,28 @@ def distributed_tables(record: Record) -> list[str]:
     return [table((f"us on {record['environment']['gpus']} GPUs", *names), lines)]
 
 
+def engine_tables(record: Record) -> list[str]:
+    """Returns a table per model of `perf.vllm_engine`: the fastest tokens per second of each backend, in each mode."""
+    return [_engine_table(rows) for key, rows in record.items() if key.startswith("vllm_engine")]
+
+
+def _engine_table(rows: Sequence[Record]) -> str:
+    best: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        for column in ENGINE_COLUMNS if "decode" in row else ():
+            speeds = best.setdefault((row["mode"], column), {})
+            speeds[row["backend"]] = max(speeds.get(row["backend"], 0.0), *row[column])
+    ours, *others = sorted(dict.fromkeys(row["backend"] for row in rows), key=lambda name: name != ENGINE_OURS)
+    lines = []
+    for (mode, column), speeds in best.items():
+        cells = [f"{speeds[name]:,.0f}" if name in speeds else "-" for name in (ours, *others)]
+        fastest = max((speeds.get(name, 0.0) for name in others), default=0.0)
+        lines.append(
+            (f"{mode}, {column}", *cells, f"{speeds[ours] / fastest:.2f}" if ours in speeds and fastest else "-")
+        )
+    return table(("tokens/s", ours, *others, "to the best other"), lines)
+
+
 def _beside_one_gpu(entry: Record) -> str:
     if not entry:
         return "-"
@@ -181,6 +206,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only recor
     "latent": call_tables,
     "transformers": transformers_tables,
     "distributed": distributed_tables,
+    "vllm_engine": engine_tables,
     "summary": summary_tables,
     "coldstart": cold_start_tables,
 }

@@ -20,12 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from perf import program
 from perf.bench import save
+from perf.report import markdown
 
 NAME = "vllm_engine"
 OURS = "CUTE_ATTN"
@@ -58,7 +59,6 @@ HOST = 256, 128, 32
 WARM = 8  # tokens
 TOKENS = 3, 32000  # of prompts: from, below
 REPETITIONS = 3
-COLUMNS = ("prefill", "decode", "long")
 
 
 # ---- one engine, in a process of its own
@@ -199,23 +199,6 @@ def save_model(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def table(record: program.Row) -> Iterator[str]:
-    """Yield the lines of a table: the fastest tokens per second of each backend, and ours relative to the others."""
-    best: dict[tuple[str, str], dict[str, float]] = {}
-    for row in record[NAME]:
-        for column in COLUMNS if "decode" in row else ():
-            speeds = best.setdefault((row["mode"], column), {})
-            speeds[row["backend"]] = max(speeds.get(row["backend"], 0.0), *row[column])
-    others = list(dict.fromkeys(row["backend"] for row in record[NAME] if row["backend"] != OURS))
-    yield f"| mode | | {' | '.join((OURS, *others))} | ratio to the best other |"
-    yield f"|---|---|{'---:|' * (2 + len(others))}"
-    for (mode, column), speeds in best.items():
-        cells = [f"{speeds[name]:,.0f}" if name in speeds else "-" for name in (OURS, *others)]
-        fastest = max((speeds.get(name, 0.0) for name in others), default=0.0)
-        ratio = f"{speeds[OURS] / fastest:.2f}" if OURS in speeds and fastest else "-"
-        yield f"| {mode} | {column} | {' | '.join(cells)} | {ratio} |"
-
-
 def main() -> int:
     """Run the command line. Return 0, or 2 if nothing can be measured."""
     parser = program.parser(NAME, __doc__, rounds=1)
@@ -244,7 +227,7 @@ def main() -> int:
             print(json.dumps(record[NAME][-1]), flush=True)
             if options.out:
                 save(record, options.out)
-    print("\n".join(table(record)))
+    print(markdown(record))
     return 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cute_attn.cli import support
-from perf import report, tables, vllm_engine
+from perf import report, tables
 from tests.docs.pages import ROOT, pages
 
 OTHERS = ("behind-prefill", "other-prefill", "behind-decode", "other-decode")
@@ -51,10 +51,15 @@ def records() -> str:
     return "\n".join(parts)
 
 
-def engine(rows: str) -> str:
-    """Return the table of tokens per second in vLLM from these rows of its record."""
-    record = json.loads((tables.RESULTS / f"{ENGINE}.json").read_text())
-    return "\n".join(vllm_engine.table({vllm_engine.NAME: record[rows]}))
+def engine(model: int) -> str:
+    """Return the table of tokens per second in vLLM of a model of the record."""
+    return report.engine_tables(json.loads((tables.RESULTS / f"{ENGINE}.json").read_text()))[model]
+
+
+def engine_graphs() -> str:
+    """Return the rows of CUDA graphs of the table of the first model."""
+    header, rule, *rows = engine(0).splitlines()
+    return "\n".join([header, rule, *(row for row in rows if row.startswith("| graphs"))])
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -63,8 +68,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "tables": speed,
     "records": records,
     "latent": lambda: tables.latent_table("h100"),
-    "vllm": lambda: engine("vllm_engine"),
-    "gptoss": lambda: engine("gpt-oss-20b"),
+    "engine": engine_graphs,
+    "vllm": lambda: engine(0),
+    "gptoss": lambda: engine(1),
     "support": support.markdown,
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perf import program, vllm_engine
+from perf import program, report, vllm_engine
 
 ENGINE = """
 class SamplingParams:
@@ -44,17 +44,18 @@ def test_every_engine_is_measured_or_says_why_not(
     assert vllm_engine.main() == 0
     rows = json.loads(out.read_text())["vllm_engine"]
     assert [row["backend"] for row in rows] == ["CUTE_ATTN", "BROKEN", "BROKEN", "CUTE_ATTN"]
-    assert all(len(rows[i][column]) == 3 for i in (0, 3) for column in vllm_engine.COLUMNS)
+    assert all(len(rows[i][column]) == 3 for i in (0, 3) for column in report.ENGINE_COLUMNS)
     assert "no such backend" in rows[1]["reason"]
-    assert "| eager | decode |" in capsys.readouterr().out
+    assert "| eager, decode |" in capsys.readouterr().out
 
 
 def test_the_table_has_the_fastest_of_all_processes() -> None:
     def row(backend: str, *speeds: float) -> program.Row:
-        return {"mode": "eager", "backend": backend, **{column: [*speeds] for column in vllm_engine.COLUMNS}}
+        return {"mode": "eager", "backend": backend, **{column: [*speeds] for column in report.ENGINE_COLUMNS}}
 
-    rows = [row("B", 100.0, 90.0), row("CUTE_ATTN", 80.0), row("CUTE_ATTN", 110.0, 70.0), {**row("C", 50.0)}]
-    lines = list(vllm_engine.table({"vllm_engine": [*rows, {"mode": "eager", "backend": "D", "reason": "none"}]}))
-    assert lines[0] == "| mode | | CUTE_ATTN | B | C | D | ratio to the best other |"
-    assert lines[2] == "| eager | prefill | 110 | 100 | 50 | - | 1.10 |"
+    rows = [row("B", 100.0, 90.0), row("CUTE_ATTN", 80.0), row("CUTE_ATTN", 110.0, 70.0), row("C", 50.0)]
+    rows.append({"mode": "eager", "backend": "D", "reason": "none"})
+    lines = report.engine_tables({"vllm_engine": rows})[0].splitlines()
+    assert lines[0] == "| tokens/s | CUTE_ATTN | B | C | D | to the best other |"
+    assert lines[2] == "| eager, prefill | 110 | 100 | 50 | - | 1.10 |"
     assert len(lines) == 5

@@ -36,7 +36,7 @@ def batch_tiling(
     # A blank item, which launches of a fixed size may have, ends a CTA's work: behind it must be no other section.
     longest = 0 if limits.graph else lengths.longest_kv
     section = 1 << (longest - 1).bit_length() if longest else 0
-    return _tiling(kernels, settings, qo_len, section, arch.name, sms, launch)
+    return tiling(kernels, settings, qo_len, section, arch.name, sms, launch)
 
 
 def request_tiling(
@@ -44,22 +44,22 @@ def request_tiling(
 ) -> Tiling[variant.T]:
     """Returns the tiling of a single request."""
     launch = variant.launch_of(qo_len * settings.features.num_qo_heads, sms, qo_len, kv_len)
-    return _tiling(kernels, settings, qo_len, 0, arch.name, sms, launch)
+    return tiling(kernels, settings, qo_len, 0, arch.name, sms, launch)
 
 
-def _tiling(
+def tiling(
     kernels: variant.PersistentKernels[variant.T],
     settings: Settings,
     qo_len: int,
     kv_len: int,
     arch: str,
     sms: int,
-    launch: Launch,
+    launch: Launch = variant.UNKNOWN_LAUNCH,
 ) -> Tiling[variant.T]:
     """Returns the tiling of a launch by what of its lengths decides: few tilings serve all lengths."""
     tile = prepared(kernels.tile_of, settings, arch, launch, settings.page_size)
     heads = kernels.heads_per_tile(settings.features, qo_len, tile)
-    return prepared(tiling, kernels, settings, tile, heads, kv_len, sms, launch)
+    return prepared(_of_tile, kernels, settings, tile, heads, kv_len, sms, launch)
 
 
 def request_launch(
@@ -75,7 +75,7 @@ def request_launch(
     return (tile.ctas * min(total, tiling.params.resident_ctas), 1, 1), order + lengths
 
 
-def tiling(
+def _of_tile(
     kernels: variant.PersistentKernels[variant.T],
     settings: Settings,
     tile: variant.T,
