@@ -7,13 +7,15 @@ import pytest
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 
+RULES = dict(tiles.RULES)
+
 
 def move_steps(monkeypatch: pytest.MonkeyPatch, **steps: dict[int, int]) -> None:
     """Moves bounds of the ranges in all rules: by field, where a range begins, or ends (the first number beyond)."""
     for field, to in steps.items():
-        bounds = {n for rules in tiles.RULES.values() for rule in rules for n in _bounds(rule, field)}
+        bounds = {n for rules in RULES.values() for rule in rules for n in _bounds(rule, field)}
         assert to.keys() <= bounds, f"{field} has no step at {to.keys() - bounds}"
-    for of, rules in tiles.RULES.items():
+    for of, rules in RULES.items():
         monkeypatch.setitem(tiles.RULES, of, tuple(_moved(rule, steps) for rule in rules))
 
 
