@@ -67,10 +67,10 @@ class Ring(NamedTuple):
 Rings = tuple[Ring, ...]  # in order of preference
 
 
-def _rule(bits: int, rings: Rings, head_dims: range | None = None, **when: Collection[Any]) -> Rule[Rings]:
+def _rule(bits: int, rings: Rings, head_dims: range | None = None, **when: Collection[Any]) -> tuple[int, Rule[Rings]]:
     """Make a rule of launches over caches of some bits per element."""
     dims = {} if head_dims is None else {"head_dim": head_dims}
-    return Rule(rings, {"bits": (bits,), **dims, **when})
+    return bits, Rule(rings, {**dims, **when})
 
 
 # A launch takes the first ring of its rule that fits shared memory and registers, and keeps enough bytes on their way
@@ -174,7 +174,7 @@ _HOPPER_ONE = (
         16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(16),), _MEASURED, requests=_ONE,
         units=_SEVERAL, kv_len=up_to(8192),
     ),
-    _rule(16, _FEW[0].value, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, kv_len=above(LONG)),
+    _rule(16, _FEW[0][1].value, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, kv_len=above(LONG)),
     _rule(16, (Ring(8, 2, 1, 8192).in_clusters(6).to_smem(16),), _MEASURED, requests=_ONE, units=up_to(8)),
     _rule(16, _ONE_16, _CLUSTERED, requests=_ONE, units=up_to(8)),
     _rule(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, requests=_ONE, units=up_to(4)),
@@ -214,7 +214,7 @@ HOPPER = (
 # By major compute capability (0: others), which tells memory bandwidth and shared memory of an SM, and bits per element
 # of the cache.
 RULES = {
-    (major, bits): tuple(rule for rule in rules if bits in rule.when["bits"])
+    (major, bits): tuple(rule for of, rule in rules if of == bits)
     for major, rules in {9: HOPPER, 10: FAST_MEMORY, 0: DEFAULT}.items()
     for bits in (16, 8, 4)
 }
@@ -229,7 +229,7 @@ def rules_of(arch: Arch, bits: int) -> tuple[Rule[Rings], ...]:
 def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
     pairs = shape.requests * shape.kv_heads
-    return first(rules_of(arch, bits), {"bits": bits, "head_dim": head_dim, "pairs": pairs, **shape._asdict()})
+    return first(rules_of(arch, bits), {"head_dim": head_dim, "pairs": pairs, **shape._asdict()})
 
 
 def rules(arch: Arch, bits: int, head_dim: int) -> list[Rule[Rings]]:
