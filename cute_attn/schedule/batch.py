@@ -90,42 +90,46 @@ class WorkList(NamedTuple):
         return self.ints[start : start + self.merge_capacity * MERGE_INTS].reshape(-1, MERGE_INTS)
 
 
-class Gap(NamedTuple):
-    """Kv tiles [begin, end) of every query tile that are hidden by multi-item scoring."""
+class Items(NamedTuple):
+    """Query tiles that have rows, in the order of requests, or the work items that they are split into."""
 
-    begin: np.ndarray
-    end: np.ndarray
-
-    def within(self, begin: np.ndarray, end: np.ndarray, tile: np.ndarray | None) -> np.ndarray:
-        """Returns the number of hidden tiles in [begin, end) of the query tiles `tile` (None: all)."""
-        first, last = self if tile is None else (self.begin[tile], self.end[tile])
-        return np.maximum(np.minimum(last, end) - np.maximum(first, begin), 0)
-
-
-class QueryTiles(NamedTuple):
-    """One entry per query tile that has rows, in the order of requests."""
-
-    request: np.ndarray | None  # intp: numpy indexes with it; None: every request has one tile
+    request: np.ndarray  # intp: numpy indexes with it
     first_row: np.ndarray
-    begin: np.ndarray  # kv tiles [begin, end) are visible; both are 0 where none is; begin is 0 without a window
+    begin: np.ndarray  # kv tiles [begin, end) are seen; both are 0 where none is; begin is 0 without a window
     end: np.ndarray
-    gap: Gap | None = None  # tiles between that are hidden
+    visible: np.ndarray  # their number, without those of `gap`
+    gap: np.ndarray | None = None  # [2, items]: first and end of the kv tiles that multi-item scoring hides
+    partial: np.ndarray | int = NO_PARTIAL  # index of the item's partial; an array, unless no item has one
 
-    def requests_of(self, tile: np.ndarray) -> np.ndarray:
-        """Returns the requests of query tiles."""
-        return tile if self.request is None else self.request.take(tile)
+    def take(self, which: np.ndarray) -> Items:
+        """Returns some query tiles."""
+        request, first_row, begin, end, visible = (x.take(which) for x in self[:5])
+        return Items(request, first_row, begin, end, visible, None if self.gap is None else self.gap.take(which, 1))
+
+    def seen(self, index: np.ndarray) -> np.ndarray:
+        """Returns the kv tile that is number `index` of those that each one sees."""
+        kv_tile = index + self.begin
+        if self.gap is None:
+            return kv_tile
+        first = np.maximum(self.gap[0], self.begin)
+        return kv_tile + np.maximum(self.gap[1] - first, 0) * (kv_tile >= first)
 
 
 class Splits(NamedTuple):
-    """Kv tiles of every work item, in the order of query tiles, and the query tiles that need a merge."""
+    """Work items in the order of query tiles, and the query tiles that need a merge."""
 
-    tile: np.ndarray | None  # query tile of the item; None: every query tile has one item
-    begin: np.ndarray
-    end: np.ndarray
-    partial: np.ndarray | None  # index of the item's partial, or NO_PARTIAL; None: no item has one
-    merge_tile: np.ndarray  # query tiles with several splits
-    first_partial: np.ndarray  # index of the first partial of each `merge_tile`
-    num_splits: np.ndarray  # number of splits of each `merge_tile`
+    items: Items
+    merged: Items  # query tiles with several splits
+    first_partial: np.ndarray  # index of the first partial of each of these
+    num_splits: np.ndarray  # number of splits of each of these
+
+    @property
+    def num_partials(self) -> int:
+        """Partials that items write."""
+        return self.first_partial.item(-1) + self.num_splits.item(-1) if len(self.num_splits) else 0
+
+
+_NO_ITEMS = Items(_NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 def allocate_ints(size: int) -> np.ndarray:
@@ -145,34 +149,57 @@ def schedule(
     capacity = record_capacity(params, limits)
     few = few_tiles.covers(lengths, params) and not params.cuts_last_wave
     if few and (limits.fixed_split_size is None or limits.disable_split_kv):
-        return _few_tiles(lengths, params, capacity, limits.graph is not None, allocate)
+        return _few_tiles(lengths, params, capacity, limits, allocate)
     tiles = query_tiles(lengths, params)
     if limits.fixed_split_size is not None and not limits.disable_split_kv:
         splits = _fixed_size_splits(tiles, params, limits)
     else:
         splits = _balanced_splits(tiles, params, capacity)
-    order = _item_order(lengths, params, tiles, splits)
-    bounds = _key_bounds(lengths, params, limits)
-    return _work(lengths, params, tiles, splits, order, capacity if limits.graph else None, bounds, allocate)
+    needed = Capacity(len(splits.items.end), len(splits.num_splits), splits.num_partials)
+    work = _work_list(needed, capacity, limits, allocate, _key_bounds(lengths, params, limits))
+    requests = _request_records(lengths)
+    records = _item_records(requests, params, splits.items)
+    records.take(_item_order(lengths, params, splits), 0, out=work.items[: needed.items], mode="clip")
+    # ^ "clip" spares numpy a copy of `out`
+    if needed.merges:
+        _write_merges(work.merges[: needed.merges], requests, splits)
+    return work
 
 
 def _few_tiles(
-    lengths: BatchLengths, params: SchedulerParams, capacity: Capacity, padded: bool, allocate: AllocateInts
+    lengths: BatchLengths, params: SchedulerParams, capacity: Capacity, limits: BatchLimits, allocate: AllocateInts
 ) -> WorkList:
-    """Returns the work list of a batch of few query tiles, `padded` to the capacity or not."""
+    """Returns the work list of a batch of few query tiles."""
     found, merges, num_partials = few_tiles.items(lengths, params, capacity)
     ordered, num_items = few_tiles.longest_first(found), len(found)
     if orders_by_l2(params, num_items, len(merges)) and lengths.total_kv > params.l2_kv_tokens:
         groups = l2_groups(lengths, params).tolist()
         ordered.sort(key=lambda item: groups[item[1][-1]])
-    item_capacity, merge_capacity = num_items, len(merges) // len(Merge._fields)
-    if padded:
-        item_capacity, merge_capacity, _ = capacity
-    ints = allocate(item_capacity * ITEM_INTS + merge_capacity * MERGE_INTS)
-    if padded:
-        ints[:] = 0
-    few_tiles.write(ordered, merges, ints, item_capacity)
-    return WorkList(num_partials, item_capacity, merge_capacity, ints)
+    needed = Capacity(num_items, len(merges) // len(Merge._fields), num_partials)
+    work = _work_list(needed, capacity, limits, allocate)
+    few_tiles.write(ordered, merges, work.ints, work.item_capacity)
+    return work
+
+
+def _work_list(
+    needed: Capacity,
+    capacity: Capacity,
+    limits: BatchLimits,
+    allocate: AllocateInts,
+    key_bounds: np.ndarray | None = None,
+) -> WorkList:
+    """Returns a work list with room for the records that are needed, in captured launches for all that may be, and with
+    the key bounds.
+    """
+    items, merges, _ = needed if limits.graph is None else capacity
+    record_ints = items * ITEM_INTS + merges * MERGE_INTS
+    ints = allocate(record_ints + (0 if key_bounds is None else len(key_bounds)))
+    if limits.graph is not None:
+        ints[:record_ints] = 0
+    if key_bounds is None:
+        return WorkList(needed.partials, items, merges, ints)
+    ints[record_ints:] = key_bounds
+    return WorkList(needed.partials, items, merges, ints, record_ints)
 
 
 def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray | None:
@@ -185,117 +212,90 @@ def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLim
     return np.pad(lengths.key_bounds.ravel(), (0, 2 * (rows - len(lengths.key_bounds) + params.rows)))
 
 
-def query_tiles(lengths: BatchLengths, params: SchedulerParams) -> QueryTiles:
+def query_tiles(lengths: BatchLengths, params: SchedulerParams) -> Items:
     """Returns the query tiles of all requests, each with the kv tiles that it sees."""
-    qo_len, group = lengths.qo_len, params.group_size
+    group, causal, cols = params.group_size, params.causal, params.cols
+    qo_len, kv_len, request = lengths.qo_len, lengths.kv_len, np.arange(lengths.batch_size)
     if lengths.longest_qo * group <= params.rows and lengths.with_queries == len(qo_len):
-        return _one_tile_each(lengths, params, qo_len)
-    tiles = (qo_len * group + (params.rows - 1)) // params.rows
-    qo_len, kv_len = qo_len.astype(np.int32), lengths.kv_len.astype(np.int32)
-    ends = tiles.cumsum()
-    first_row = np.arange(ends.item(-1) if len(ends) else 0, dtype=np.int32)
-    first_row -= (ends - tiles).astype(np.int32).repeat(tiles)  # several times faster than indexing
-    first_row *= np.int32(params.rows)
-    begin, end = _visible_kv_tiles(first_row, tiles, qo_len, kv_len, params)
-    request = np.arange(len(tiles)).repeat(tiles)
-    return QueryTiles(request, first_row, begin, end, _gap(lengths, params, request, first_row))
-
-
-def _one_tile_each(lengths: BatchLengths, params: SchedulerParams, qo_len: np.ndarray) -> QueryTiles:
-    """Returns the query tiles of a batch of which every request has one. Its last token sees all keys."""
-    begin = first_row = np.zeros(len(qo_len), np.int64)
-    if params.window_left >= 0:
-        begin = np.maximum(lengths.kv_len - qo_len - params.window_left, 0) // params.cols
-    end = -(-lengths.kv_len // params.cols)
-    gap = None if lengths.key_bounds is None else _gap(lengths, params, np.arange(len(qo_len)), first_row)
-    return QueryTiles(None, first_row, begin, end, gap)
-
-
-def _gap(lengths: BatchLengths, params: SchedulerParams, request: np.ndarray, first_row: np.ndarray) -> Gap | None:
-    """Returns the tiles that `kernels.blocks.multi_item.KeyBounds` leaves out in a CTA."""
+        first_row, causal = np.zeros(len(qo_len), np.int64), False  # one tile each, whose last token sees all keys
+    else:
+        tiles = (qo_len * group + (params.rows - 1)) // params.rows
+        request = request.repeat(tiles)  # faster than indexing
+        qo_len, kv_len = qo_len.astype(np.int32).repeat(tiles), kv_len.astype(np.int32).repeat(tiles)
+        first_row = np.arange(len(request), dtype=np.int32)
+        first_row -= (tiles.cumsum() - tiles).astype(np.int32).repeat(tiles)
+        first_row *= params.rows
+    begin, end = _visible_kv_tiles(first_row, qo_len, kv_len, causal, params)
     if lengths.key_bounds is None:
-        return None
-    prefix_end, item_start = lengths.key_bounds[lengths.qo_indptr[request] + first_row // params.group_size].T
-    begin = -(-prefix_end // params.cols)
-    return Gap(begin, np.maximum(item_start // params.cols, begin))
+        return Items(request, first_row, begin, end, end if params.window_left < 0 else end - begin)
+    # `kernels.blocks.multi_item.KeyBounds` leaves the same tiles out in a CTA.
+    prefix_end, item_start = lengths.key_bounds[lengths.qo_indptr[request] + first_row // group].T
+    hidden = -(-prefix_end // cols)
+    gap = np.stack((hidden, np.maximum(item_start // cols, hidden)))
+    return Items(request, first_row, begin, end, _visible(begin, end, gap), gap)
+
+
+def _visible(begin: np.ndarray, end: np.ndarray, gap: np.ndarray | None) -> np.ndarray:
+    """Returns the number of kv tiles in [begin, end) that multi-item scoring does not hide."""
+    if gap is None:
+        return end - begin
+    return end - begin - np.maximum(np.minimum(gap[1], end) - np.maximum(gap[0], begin), 0)
 
 
 def _visible_kv_tiles(
-    first_row: np.ndarray, tiles: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray, params: SchedulerParams
+    first_row: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray, causal: bool, params: SchedulerParams
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the range of kv tiles that some row of each query tile sees; request i has `tiles[i]` query tiles.
+    """Returns the range of kv tiles that some row of each query tile sees, of a request of these lengths.
 
     Query token i has position i + kv_len - qo_len; `kernels.blocks.masks.Band` computes the same bounds in a CTA.
     """
-    group, cols = np.int32(params.group_size), np.int32(params.cols)
-    if params.causal:
-        stop = (first_row + np.int32(params.rows - 1)) // group  # the last token, if it exists
-        stop += (kv_len - qo_len + np.int32(1)).repeat(tiles)
-        np.minimum(stop, kv_len.repeat(tiles), out=stop)
-        np.maximum(stop, np.int32(0), out=stop)
-        end = (stop + (cols - np.int32(1))) // cols
-    else:
-        end = ((kv_len + (cols - np.int32(1))) // cols).repeat(tiles)
+    group, cols, stop = params.group_size, params.cols, kv_len
+    if causal:
+        stop = (first_row + (params.rows - 1)) // group  # the last token, if it exists
+        stop += kv_len - qo_len + 1
+        np.minimum(stop, kv_len, out=stop)
+        np.maximum(stop, 0, out=stop)
+    end = -(-stop // cols)
     if params.window_left < 0:
-        return np.zeros(len(end), np.int32), end
-    position = kv_len - qo_len - np.int32(min(params.window_left, 1 << 30))
-    return np.maximum(first_row // group + position.repeat(tiles), np.int32(0)) // cols, end
+        return np.zeros(len(end), end.dtype), end
+    start = first_row // group + (kv_len - qo_len - min(params.window_left, 1 << 30))
+    return np.maximum(start, 0) // cols, end
 
 
-def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capacity) -> Splits:
+def _balanced_splits(tiles: Items, params: SchedulerParams, capacity: Capacity) -> Splits:
     """Splits the longest query tiles evenly where the cost model expects a shorter launch."""
-    visible = tiles.end if params.window_left < 0 else tiles.end - tiles.begin
-    if tiles.gap is not None:
-        visible = visible - tiles.gap.within(tiles.begin, tiles.end, None)
-    num_splits = cost_model.num_splits(visible, params.cost_device, capacity)
+    num_splits = cost_model.num_splits(tiles.visible, params.cost_device, capacity)
     if num_splits is None:
-        return _last_wave_splits(tiles, params, capacity) if params.cuts_last_wave else _unsplit(tiles)
-    if smallest(num_splits) == 0:  # a tile that sees no keys is one item too
-        num_splits = np.maximum(num_splits, 1)
-    tile, index, partial, *merges = _enumerate(num_splits)
-    end = visible.take(tile)
-    begin = index * end // num_splits.take(tile)  # of the tiles that are visible, as long as `end` is their number
-    end[:-1] = np.where(index[1:], begin[1:], end[:-1])  # where the next split of the tile begins
-    if params.window_left >= 0:
-        first = tiles.begin.take(tile)
-        begin, end = begin + first, end + first
-    if tiles.gap is not None:  # both count visible tiles
-        first = tiles.begin.take(tile)
-        gap_begin, gap_end = np.maximum(tiles.gap.begin[tile], first), tiles.gap.end[tile]
-        hidden = np.maximum(gap_end - gap_begin, 0)
-        begin, end = begin + hidden * (begin >= gap_begin), end + hidden * (end > gap_begin)
-    return Splits(tile, begin, end, partial, *merges)
+        return _last_wave_splits(tiles, params, capacity)
+    num_splits = np.maximum(num_splits, 1)  # a tile that sees no keys is one item too
+    splits, index = _repeated(tiles, num_splits)
+    items, of = splits.items, num_splits.repeat(num_splits)
+    begin, end = index * items.visible // of, (index + 1) * items.visible // of
+    parts = items._replace(begin=items.seen(begin), end=items.seen(end - 1) + 1, visible=end - begin)
+    return splits._replace(items=parts)
 
 
-def _last_wave_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capacity) -> Splits:
+def _last_wave_splits(tiles: Items, params: SchedulerParams, capacity: Capacity) -> Splits:
     """Cuts the last query tiles where all see the same number of kv tiles, from 0 on, and that pays."""
-    num_tiles = len(tiles.end)
-    if not num_tiles or params.window_left >= 0 or tiles.gap is not None:
-        return _unsplit(tiles)
-    end = smallest(tiles.end)
-    cut = last_wave(num_tiles, end, params.cost_device, capacity) if end == largest(tiles.end) else None
-    if cut is None:
-        return _unsplit(tiles)
-    num_splits = np.ones(num_tiles, np.int64)
-    num_splits[-cut.items :] = cut.long_parts + 1
-    tile, index, partial, *merges = _enumerate(num_splits)
-    is_cut = num_splits.take(tile) > 1
-    begin = index * cut.kv_tiles
-    return Splits(tile, begin, np.where(is_cut, np.minimum(begin + cut.kv_tiles, end), end), partial, *merges)
+    if params.cuts_last_wave and len(tiles.end) and params.window_left < 0 and tiles.gap is None:
+        end = smallest(tiles.end)
+        cut = last_wave(len(tiles.end), end, params.cost_device, capacity) if end == largest(tiles.end) else None
+        if cut is not None:
+            size = np.full(len(tiles.end), end)
+            size[-cut.items :] = cut.kv_tiles
+            return _splits_at(tiles, size, -(-end // size))
+    return Splits(tiles, _NO_ITEMS, _NONE, _NONE)
 
 
-def _fixed_size_splits(tiles: QueryTiles, params: SchedulerParams, limits: BatchLimits) -> Splits:
+def _fixed_size_splits(tiles: Items, params: SchedulerParams, limits: BatchLimits) -> Splits:
     """Splits at multiples of `fixed_split_size` from token 0, regardless of what a tile sees or other requests need."""
     size = limits.fixed_split_size
     assert size is not None
     if size < 1:
         raise RuntimeArgumentError(f"fixed_split_size must be at least 1 token, got {size}")
     chunk = min(ceil_div(size, params.cols), 1 << 30)
-    first = tiles.begin // chunk
-    num_splits = np.maximum(-(-tiles.end // chunk) - first, 1)
+    num_splits = np.maximum(-(-tiles.end // chunk) - tiles.begin // chunk, 1)
     most_splits = int(num_splits.max(initial=1))
-    if most_splits == 1:
-        return _unsplit(tiles)
     if most_splits > MAX_SPLITS:
         smallest_size = ceil_div(int(tiles.end.max()), MAX_SPLITS) * params.cols
         raise RuntimeArgumentError(
@@ -308,116 +308,67 @@ def _fixed_size_splits(tiles: QueryTiles, params: SchedulerParams, limits: Batch
             f"float_workspace_buffer must have {needed} bytes for fixed_split_size={size} in this batch, "
             f"got {limits.workspace_bytes}"
         )
-    tile, index, partial, *merges = _enumerate(num_splits)
-    start = (first[tile] + index) * chunk
-    begin, end = np.maximum(start, tiles.begin[tile]), np.minimum(start + chunk, tiles.end[tile])
-    return Splits(tile, begin, end, partial, *merges)
+    return _splits_at(tiles, np.full(len(num_splits), chunk), num_splits)
 
 
-def _unsplit(tiles: QueryTiles) -> Splits:
-    return Splits(None, tiles.begin, tiles.end, None, _NONE, _NONE, _NONE)
+def _splits_at(tiles: Items, size: np.ndarray, num_splits: np.ndarray) -> Splits:
+    """Splits every query tile at the multiples of so many kv tiles that it sees, which make so many splits."""
+    splits, index = _repeated(tiles, num_splits)
+    items, size = splits.items, size.repeat(num_splits)
+    start = (items.begin // size + index) * size
+    begin, end = np.maximum(start, items.begin), np.minimum(start + size, items.end)
+    parts = items._replace(begin=begin, end=end, visible=_visible(begin, end, items.gap))
+    return splits._replace(items=parts)
 
 
-def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Returns query tile, index within it and partial of every split; then the query tiles with several splits, their
-    first partials and their numbers of splits.
-    """
-    tiles = np.arange(len(num_splits))
-    tile, start = tiles.repeat(num_splits), num_splits.cumsum() - num_splits
-    every = np.arange(len(tile))
-    index = every - start.take(tile)
-    if smallest(num_splits) > 1:
-        return tile, index, every, tiles, start, num_splits
+def _repeated(tiles: Items, num_splits: np.ndarray) -> tuple[Splits, np.ndarray]:
+    """Returns every query tile as often as it has splits, and the index of each among those of its tile."""
+    start = num_splits.cumsum() - num_splits
+    tile = np.arange(len(num_splits)).repeat(num_splits)
+    index = np.arange(len(tile)) - start.take(tile)
     several = num_splits > 1
     partials = num_splits * several
     first_partial = partials.cumsum() - partials
     partial = np.where(several.take(tile), first_partial.take(tile) + index, NO_PARTIAL)
-    merge_tile = several.nonzero()[0]
-    return tile, index, partial, merge_tile, first_partial.take(merge_tile), num_splits.take(merge_tile)
+    merged = several.nonzero()[0]
+    items = tiles.take(tile)._replace(partial=partial)
+    return Splits(items, tiles.take(merged), first_partial.take(merged), num_splits.take(merged)), index
 
 
-def _item_order(lengths: BatchLengths, params: SchedulerParams, tiles: QueryTiles, splits: Splits) -> np.ndarray:
+def _item_order(lengths: BatchLengths, params: SchedulerParams, splits: Splits) -> np.ndarray:
     """Returns the order of items: longest first, within groups of requests that share L2 where these matter."""
-    cost = splits.end if splits.tile is None and params.window_left < 0 else splits.end - splits.begin
-    if tiles.gap is not None:
-        cost = cost - tiles.gap.within(splits.begin, splits.end, splits.tile)
-    order = longest_first(cost)
-    if orders_by_l2(params, len(order), len(splits.merge_tile)) and lengths.total_kv > params.l2_kv_tokens:
-        request = tiles.requests_of(order if splits.tile is None else splits.tile.take(order))
+    order = longest_first(splits.items.visible)
+    if orders_by_l2(params, len(order), len(splits.num_splits)) and lengths.total_kv > params.l2_kv_tokens:
+        request = splits.items.request.take(order)
         order = order.take(l2_groups(lengths, params).take(request).argsort(kind="stable"))
     return order
 
 
-def _work(
-    lengths: BatchLengths,
-    params: SchedulerParams,
-    tiles: QueryTiles,
-    splits: Splits,
-    order: np.ndarray,
-    capacity: Capacity | None,
-    key_bounds: np.ndarray | None,
-    allocate: AllocateInts,
-) -> WorkList:
-    """Returns the records in `order`, padded to `capacity` if that is given, and the key bounds."""
-    num_items, num_merges = len(order), len(splits.merge_tile)
-    item_capacity, merge_capacity = (num_items, num_merges) if capacity is None else (capacity.items, capacity.merges)
-    item_ints = item_capacity * ITEM_INTS
-    record_ints = item_ints + merge_capacity * MERGE_INTS
-    ints = allocate(record_ints + (0 if key_bounds is None else len(key_bounds)))
-    items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:record_ints].reshape(-1, MERGE_INTS)
-    if key_bounds is not None:
-        ints[record_ints:] = key_bounds
-    requests = _request_records(lengths)
-    if num_merges:
-        _write_merges(merges[:num_merges], requests, tiles, splits)
-    _write_items(items[:num_items], requests, params, tiles, splits, order)
-    if capacity is not None:
-        items[num_items:] = 0
-        merges[num_merges:] = 0
-    num_partials = splits.first_partial.item(-1) + splits.num_splits.item(-1) if num_merges else 0
-    bounds_at = None if key_bounds is None else record_ints
-    return WorkList(num_partials, item_capacity, merge_capacity, ints, bounds_at)
-
-
-def _write_items(
-    items: np.ndarray,
-    records: np.ndarray,
-    params: SchedulerParams,
-    tiles: QueryTiles,
-    splits: Splits,
-    order: np.ndarray,
-) -> None:
-    """Writes the items in `order`. `records`: of requests, which are overwritten."""
-    if splits.tile is not None:
-        records = records.take(tiles.requests_of(splits.tile), 0)
-    elif tiles.request is not None:
-        records = records.take(tiles.request, 0)
-    if tiles.request is not None:  # else all begin at 0
-        records[:, _FIRST_ROW] = tiles.first_row if splits.tile is None else tiles.first_row.take(splits.tile)
-    if splits.tile is not None or params.window_left >= 0:  # else all begin at 0
-        np.multiply(splits.begin, params.cols, out=records[:, _KV_BEGIN], casting="unsafe")
+def _item_records(requests: np.ndarray, params: SchedulerParams, items: Items) -> np.ndarray:
+    """Returns the records of items, given those of requests."""
+    records = requests.take(items.request, 0)
+    records[:, _FIRST_ROW] = items.first_row
+    if params.window_left >= 0 or items.partial is not NO_PARTIAL:  # else all begin at 0
+        np.multiply(items.begin, params.cols, out=records[:, _KV_BEGIN], casting="unsafe")
     end = records[:, _KV_END]
-    np.multiply(splits.end, params.cols, out=end, casting="unsafe")
+    np.multiply(items.end, params.cols, out=end, casting="unsafe")
     np.minimum(end, records[:, _KV_LEN], out=end)
-    if splits.partial is not None:
-        records[:, _PARTIAL] = splits.partial
-    records.take(order, 0, out=items, mode="clip")  # "clip" spares numpy a copy of `out`
+    records[:, _PARTIAL] = items.partial
+    records[:, _REQUEST] = items.request
+    return records
 
 
-def _write_merges(merges: np.ndarray, requests: np.ndarray, tiles: QueryTiles, splits: Splits) -> None:
-    merges[:, :2] = requests[:, :2].take(tiles.requests_of(splits.merge_tile), 0)  # qo_start, qo_len
-    merges[:, 2] = tiles.first_row.take(splits.merge_tile)
-    merges[:, 3] = splits.first_partial
-    merges[:, 4] = splits.num_splits
-    merges[:, len(Merge._fields) :] = 0
+def _write_merges(records: np.ndarray, requests: np.ndarray, splits: Splits) -> None:
+    records[:, :2] = requests[:, :2].take(splits.merged.request, 0)  # qo_start, qo_len
+    records[:, 2] = splits.merged.first_row
+    records[:, 3] = splits.first_partial
+    records[:, 4] = splits.num_splits
+    records[:, len(Merge._fields) :] = 0
 
 
 def _request_records(lengths: BatchLengths) -> np.ndarray:
-    """Returns one item record per request, with the fields that all items of the request share, and no partial."""
-    batch_size = len(lengths.kv_len)
-    records = np.zeros((batch_size, ITEM_INTS), np.int32)
-    records[:, _PARTIAL] = NO_PARTIAL
-    records[:, _REQUEST] = np.arange(batch_size)
+    """Returns one item record per request, with the fields that all items of the request share."""
+    records = np.zeros((lengths.batch_size, ITEM_INTS), np.int32)
     records[:, _QO_START] = lengths.qo_indptr[:-1]
     records[:, _QO_LEN] = lengths.qo_len
     records[:, _KV_START] = lengths.kv_start

@@ -77,18 +77,12 @@ class Tiles(NamedTuple):
 
 def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.ndarray | None:
     """Returns the number of splits of each query tile, given the kv tiles that it sees; None where no split pays."""
-    if not len(visible):
-        return None
-    longest, total = largest(visible), int(np.add.reduce(visible, dtype=np.int64))
-    if not _may_pay(longest, total, device, capacity):
-        return None
     if len(visible) <= FEW_TILES:
         size = split_size(tuple(visible.tolist()), device, capacity)
     else:
-        size = _split_size(visible, longest, total, device, capacity)
-    if size is None:
-        return None
-    return -(-visible // size)
+        total = int(np.add.reduce(visible, dtype=np.int64))
+        size = _split_size(visible, largest(visible), total, device, capacity)
+    return None if size is None else -(-visible // size)
 
 
 @functools.lru_cache(REMEMBERED)
@@ -96,25 +90,20 @@ def split_size(visible: tuple[int, ...], device: Device, capacity: Capacity) -> 
     """Returns the kv tiles of the longest split of few query tiles, by which `num_splits` divides; None where no split
     pays. The steps of an engine differ in kv tiles once in 64 tokens of a request or so.
     """
-    longest, total = max(visible) if visible else 0, sum(visible)  # `default` takes longer than all of it
-    if not _may_pay(longest, total, device, capacity):
-        return None
-    return _split_size(np.array(visible, np.int32), longest, total, device, capacity)
+    longest = max(visible) if visible else 0  # `default` takes longer than all of it
+    return _split_size(visible, longest, sum(visible), device, capacity)
 
 
-def _may_pay(longest: int, total: int, device: Device, capacity: Capacity) -> bool:
-    """Tells whether a search is worth its time. `longest`, `total`: kv tiles that a query tile sees, and all."""
-    resident, ctas, min_split_tiles, _ = device
-    if longest < 2 * min_split_tiles or capacity.merges < 1 or capacity.partials < 2:
-        return False
-    more, of = BALANCED  # of so many waves that longest-first order fills the last one well, no split pays
-    return longest * resident * of > (more - of) * total * ctas
-
-
-def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, capacity: Capacity) -> int | None:
+def _split_size(
+    visible: np.ndarray | tuple[int, ...], longest: int, total: int, device: Device, capacity: Capacity
+) -> int | None:
     """Returns the best split size in kv tiles; None where no split pays. `longest`, `total`: of `visible`."""
-    more, of = BALANCED
-    sizes, costs, counts = _histogram(visible, longest)
+    more, of = BALANCED  # of so many waves that longest-first order fills the last one well, no split pays
+    if longest < 2 * device.min_split_tiles or capacity.merges < 1 or capacity.partials < 2:
+        return None
+    if longest * device.resident_ctas * of <= (more - of) * total * device.ctas_per_item:
+        return None
+    sizes, costs, counts = _histogram(np.asarray(visible), longest)
     work = int(costs.dot(counts))
     share = work * device.ctas_per_item // device.resident_ctas
     unsplit = max(share, _fullest_unsplit(costs, counts, len(visible), device))
@@ -134,7 +123,7 @@ def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, c
 
 def candidates(longest: int, total: int, device: Device) -> list[int]:
     """Returns the split sizes that are compared, in kv tiles, each once: of equal estimates the first wins."""
-    least = max(device.min_split_tiles, -(-longest // MAX_SPLITS))  # below the longest query tile: `_may_pay`
+    least = max(device.min_split_tiles, -(-longest // MAX_SPLITS))  # below the longest query tile: `_split_size`
     debt, whole = -total * device.ctas_per_item, device.resident_ctas * SHARE_DENOMINATOR  # below 0: this rounds up
     sizes = [-(-longest // divisor) for divisor in LONGEST_DIVISORS]
     sizes += [-(debt * factor // whole) for factor in SHARE_FACTORS]

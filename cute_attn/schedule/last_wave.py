@@ -24,8 +24,7 @@ class LastWave(NamedTuple):
     """How the last work items of a launch are cut, those of every block of heads."""
 
     items: int
-    long_parts: int  # of an item; what remains is one more part
-    kv_tiles: int  # of a long part
+    kv_tiles: int  # of a long part; what remains of an item is one more part
 
 
 def last_wave(items: int, kv_tiles: int, device: Device, capacity: Capacity) -> LastWave | None:
@@ -43,7 +42,7 @@ def last_wave(items: int, kv_tiles: int, device: Device, capacity: Capacity) -> 
         return None
     rests, start = -(-tiles // idle), ITEM_TIME + device.partial_cost  # rests that one CTA takes; time besides kv tiles
     long = -(-(rests * (kv_tiles * UNIT + start) - start) // ((parts * rests + 1) * UNIT))
-    cut = LastWave(-(-tiles // device.ctas_per_item), parts, long)
+    cut = LastWave(-(-tiles // device.ctas_per_item), long)
     fits = cut.items <= capacity.merges and cut.items * (parts + 1) <= capacity.partials
     fits = fits and items + cut.items * parts <= capacity.items
     before = (waves + 1) * (kv_tiles * UNIT + ITEM_TIME)

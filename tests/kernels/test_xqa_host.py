@@ -251,14 +251,15 @@ def test_short_windows_are_distinguished_by_their_number(
     assert (found.warps, found.work, found.prefetch) == ring
 
 
-@pytest.mark.parametrize("table", [tiles.DEFAULT, tiles.FAST_MEMORY, tiles.HOPPER], ids=["", "fast", "hopper"])
-def test_every_rule_is_followed_and_every_launch_has_one(table: tiles.Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "table_of", lambda arch: table)
-    followed = {rule for bits in (16, 8, 4) for dim in range(8, 513, 8) for rule in tiles.rules(GPU.arch, bits, dim)}
-    assert followed == {rule for rules in table.rules.values() for rule in rules}
+@pytest.mark.parametrize(
+    "arch", [for_capability((8, 6)), named("sm_90a"), named("sm_100a")], ids=lambda arch: arch.name
+)
+def test_every_rule_is_followed_and_every_launch_has_one(arch: Arch) -> None:
     every: Rule[tiles.Rings] = Rule((), {})
     for bits in (16, 8, 4):
-        assert all(tiles.rules(GPU.arch, bits, dim)[-1].covers(every, ("head_dim",)) for dim in range(8, 513, 8))
+        of_dims = [tiles.rules(arch, bits, dim) for dim in range(8, 513, 8)]
+        assert {rule for rules in of_dims for rule in rules} == {*tiles.rules_of(arch, bits)}
+        assert all(rules[-1].covers(every, ("head_dim",)) for rules in of_dims)
 
 
 def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:

@@ -7,26 +7,16 @@ import pytest
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 
-TABLES = {**tiles.TABLES, 0: tiles.DEFAULT}
+RULES = dict(tiles.RULES)
 
 
 def move_steps(monkeypatch: pytest.MonkeyPatch, **steps: dict[int, int]) -> None:
     """Moves bounds of the ranges in all rules: by field, where a range begins, or ends (the first number beyond)."""
     for field, to in steps.items():
-        bounds = {
-            n
-            for table in TABLES.values()
-            for rules in table.rules.values()
-            for rule in rules
-            for n in _bounds(rule, field)
-        }
+        bounds = {n for rules in RULES.values() for rule in rules for n in _bounds(rule, field)}
         assert to.keys() <= bounds, f"{field} has no step at {to.keys() - bounds}"
-    for major, table in TABLES.items():
-        moved = table._replace(rules={bits: tuple(_moved(x, steps) for x in of) for bits, of in table.rules.items()})
-        if major:
-            monkeypatch.setitem(tiles.TABLES, major, moved)
-        else:
-            monkeypatch.setattr(tiles, "DEFAULT", moved)
+    for of, rules in RULES.items():
+        monkeypatch.setitem(tiles.RULES, of, tuple(_moved(rule, steps) for rule in rules))
 
 
 def _bounds(rule: Rule[tiles.Rings], field: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Tile tables of the wgmma kernel: the tile of a problem by head dims and score modifications.
 
-Every row must compile to 0 bytes of stack and fit 227 KB of shared memory. "modified" rows leave registers for
-windows, mask bits, slopes and caps. Proposals: `python -m perf.tune`.
+Every row must compile to 0 bytes of stack and fit 227 KB of shared memory. Those that are not "plain" leave
+registers for windows, mask bits, slopes and caps. Proposals: `python -m perf.tune`.
 """
 
 from __future__ import annotations
@@ -53,12 +53,8 @@ def _serves(tile: HopperTile, problem: TileProblem) -> bool:
 _PLAIN = {
     (64, 64): HopperTile(192, 128, 3, 2),
     (96, 96): HopperTile(192, 96, 3, 1),
-    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
-    (192, 128): HopperTile(128, 128, 2, 1),
-    (192, 192): HopperTile(128, 64, 3, 1, ping_pong=False),
-    (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
-_MODIFIED = {
+_16_BIT = {
     (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False),
     (96, 96): HopperTile(128, 128, 2, 2),
     (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
@@ -70,7 +66,7 @@ _MODIFIED = {
 
 # Rows of few tokens compute the fewest scores that the window hides; several CTAs hide each other's first and last
 # steps. H100, 4 x 4096 tokens: d 64, 64/8 heads, window 128 202 TFLOP/s (160 with the last row's tile, 118 with that of
-# _MODIFIED), window 1024 412 (364, 355); d 128, window 128 214 instead of 183, window 1024 480 instead of 533.
+# _16_BIT), window 1024 412 (364, 355); d 128, window 128 214 instead of 183, window 1024 480 instead of 533.
 _SHARED = above(3)  # query heads per kv head from which it pays, as these share the tile
 _NARROW = (  # shortest windows first
     _rule(
@@ -87,10 +83,10 @@ _NARROW = (  # shortest windows first
     ),
 )  # fmt: skip
 
-# Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that in _PLAIN,
+# Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that for others,
 # causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
 # d 64, 32/32 heads, 16 x 1024 337 and 323; d 96, 32/8 heads, 16 x 1024 399 and 367, 1 x 1000 329 and 293, but at d 80
-# 16 x 1024 full 427 and 443. d 256, 8/8 heads, relative to _PLAIN: 1 x 16384 1.012, full 1.006, but 4 x 4096 full
+# 16 x 1024 full 427 and 443. d 256, 8/8 heads, relative to that: 1 x 16384 1.012, full 1.006, but 4 x 4096 full
 # 0.992: hence not in "long" launches. 64 x 197 tokens of 16 heads, full: d 64 173 and 142, d 72 136 and 106.
 _SHORT_64 = HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=64, per_sm=3)
 _ANY, _CAUSAL = (True, False), (False,)  # values of `full`
@@ -111,12 +107,11 @@ SIZED = tuple(
     )
 )
 
-_FP8 = {
+_FP8_PLAIN = {
     (64, 64): HopperTile(192, 128, 2, 2, ping_pong=False),
     (128, 128): HopperTile(192, 96, 2, 2, ping_pong=False),
-    (256, 256): HopperTile(128, 64, 2, 2, ping_pong=False),
 }
-_FP8_MODIFIED = {
+_FP8 = {
     (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False),
     (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
     (256, 256): HopperTile(128, 64, 2, 2, ping_pong=False),
@@ -124,19 +119,18 @@ _FP8_MODIFIED = {
 
 # fp8 K and V under 16-bit q. Seven transform warps are up to 20 % faster than three at d 128 (H200). At d 256 ptxas
 # wants more registers at launch than four warpgroups leave.
-_FP8_KV = {
+_FP8_KV_PLAIN = {
     (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False, staged=2),
     (96, 96): HopperTile(128, 128, 2, 1, staged=2, transform_warps=7, q_registers=96),
     (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=2, transform_warps=7, q_registers=128),
-    (192, 128): HopperTile(128, 112, 2, 1, staged=1, transform_warps=7),
-    (192, 192): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
-    (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }
-_FP8_KV_MODIFIED = {
-    **_FP8_KV,
+_FP8_KV = {
     (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False, staged=2, transform_warps=7),
     (96, 96): HopperTile(128, 128, 2, 1, staged=2, transform_warps=7),
     (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=2, transform_warps=7),
+    (192, 128): HopperTile(128, 112, 2, 1, staged=1, transform_warps=7),
+    (192, 192): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
+    (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }
 
 # Rotated q and k, whatever the mask and the scores.
@@ -149,9 +143,9 @@ _ROPE = {
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }
 
-_PLAIN_OF: dict[Operands, dict[tuple[int, int], HopperTile]] = {"": _PLAIN, "fp8": _FP8, "fp8_kv": _FP8_KV}
+_PLAIN_OF: dict[Operands, dict[tuple[int, int], HopperTile]] = {"": _PLAIN, "fp8": _FP8_PLAIN, "fp8_kv": _FP8_KV_PLAIN}
 _ANY_OF: dict[Operands, dict[tuple[int, int], HopperTile]] = {
-    "": _MODIFIED, "fp8": _FP8_MODIFIED, "fp8_kv": _FP8_KV_MODIFIED, "rope": _ROPE,
+    "": _16_BIT, "fp8": _FP8, "fp8_kv": _FP8_KV, "rope": _ROPE,
 }  # fmt: skip
 RULES = (  # the first that applies
     *_NARROW,
@@ -166,12 +160,13 @@ _MIN_BOX_ROWS = {dims: 16 if dims == (64, 64) else 32 for dims in HEAD_DIMS}
 _MIN_FP8_BOX_ROWS = 8  # of 8-bit rows, which one warp gathers
 
 
-def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False, fp8_kv: bool = False) -> str:
-    """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa3Spec`. With fp8 q, the warps that would gather
-    rows transpose V.
+def page_source(head_dims: tuple[int, int], page_size: int, operands: Operands = "") -> str:
+    """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa3Spec`. The warps that would gather rows transpose
+    V of fp8, and rotate.
     """
-    min_rows = _MIN_FP8_BOX_ROWS if fp8_kv else _MIN_BOX_ROWS[tile_dims(head_dims, HEAD_DIMS)]
-    return "paged" if fp8 or math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
+    min_rows = _MIN_FP8_BOX_ROWS if operands == "fp8_kv" else _MIN_BOX_ROWS[tile_dims(head_dims, HEAD_DIMS)]
+    boxes = operands in ("fp8", "rope") or math.gcd(page_size, PAGE_ALIGNED) >= min_rows
+    return "paged" if boxes else "gathered"
 
 
 def choose(problem: TileProblem) -> HopperTile:

@@ -61,11 +61,9 @@ _MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (25
 _MIN_FP8_BOX_ROWS = 8  # of 8-bit rows under 16-bit q
 
 
-def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False, fp8_kv: bool = False) -> str:
-    """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa4Spec`. `fp8`: q, k and v are; `fp8_kv`: only k
-    and v are.
-    """
-    min_rows = _MIN_FP8_BOX_ROWS if fp8_kv else _MIN_BOX_ROWS[tile_dims(head_dims)]
+def page_source(head_dims: tuple[int, int], page_size: int, operands: Operands = "") -> str:
+    """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa4Spec`."""
+    min_rows = _MIN_FP8_BOX_ROWS if operands == "fp8_kv" else _MIN_BOX_ROWS[tile_dims(head_dims)]
     return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
 
 

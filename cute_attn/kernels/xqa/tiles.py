@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
@@ -73,26 +73,10 @@ def _rule(bits: int, rings: Rings, head_dims: range | None = None, **when: Colle
     return bits, Rule(rings, {**dims, **when})
 
 
-class Table(NamedTuple):
-    """Rules of an architecture, of which the first that applies says what a launch takes: the first of its rings that
-    fits shared memory and registers, and keeps `in_flight` bytes on their way to an SM.
-
-    One CTA per SM has the fewest segments to cut and to merge; several hide each other's prologues and epilogues, which
-    pays for NVFP4, whose warps compute longest. Few pairs are split many ways: many warps have the least to do after
-    their last bytes arrive, and room for a guest lets the next launch start meanwhile.
-    """
-
-    rules: Mapping[int, tuple[Rule[Rings], ...]]  # by bits per element of the cache
-    in_flight: int = 0
-
-
-def _table(rules: Iterable[tuple[int, Rule[Rings]]], in_flight: int = 0) -> Table:
-    by_bits: dict[int, list[Rule[Rings]]] = {}
-    for bits, rule in rules:
-        by_bits.setdefault(bits, []).append(rule)
-    return Table({bits: tuple(of_bits) for bits, of_bits in by_bits.items()}, in_flight)
-
-
+# A launch takes the first ring of its rule that fits shared memory and registers, and keeps enough bytes on their way
+# to an SM. One CTA per SM has the fewest segments to cut and to merge; several hide each other's prologues and
+# epilogues, which pays for NVFP4, whose warps compute longest. Few pairs are split many ways: many warps have the least
+# to do after their last bytes arrive, and room for a guest lets the next launch start meanwhile.
 OTHER_RINGS = (
     Ring(4, 3, 2, 8192),
     Ring(4, 2, 2, 8192),
@@ -121,23 +105,20 @@ _FEW = (
 )
 _MANY = (
     _rule(16, (Ring(4, 3, 1, 8192),)),
-    _rule(8, (Ring(8, 2, 1, 8192), Ring(4, 2, 3, 8192))),
-    _rule(4, (Ring(2, 2, 2, 8192), Ring(4, 3, 2, 4096))),
+    _rule(8, (Ring(8, 2, 1, 8192),)),
+    _rule(4, (Ring(2, 2, 2, 8192),)),
 )
-DEFAULT = _table((*_SHORT, *_FEW, *_MANY))
+DEFAULT = (*_SHORT, *_FEW, *_MANY)
 # For 8 TB/s over 148 SMs, of which none has been measured: what arrives in 1 us is 54 KB. At that rate NVFP4 leaves 20
 # issue slots per token. Those that a tile takes whatever its size are spread over more tokens here.
-FAST_MEMORY = _table(
-    (
-        *_SHORT,
-        _rule(16, (Ring(8, 3, 1, 8192), Ring(8, 2, 1, 8192)), pairs=up_to(FEW)),
-        _rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192)), pairs=up_to(FEW)),
-        _rule(4, (Ring(8, 3, 1, 8192), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
-        _rule(16, (Ring(4, 3, 2, 8192),)),
-        _rule(8, (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192))),
-        _rule(4, (Ring(4, 3, 2, 8192, most=128),)),
-    ),
-    in_flight=64 << 10,
+FAST_MEMORY = (
+    *_SHORT,
+    _rule(16, (Ring(8, 3, 1, 8192),), pairs=up_to(FEW)),
+    _rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192)), pairs=up_to(FEW)),
+    _rule(4, (Ring(8, 3, 1, 8192),), pairs=up_to(FEW)),
+    _rule(16, (Ring(4, 3, 2, 8192),)),
+    _rule(8, (Ring(8, 3, 1, 8192),)),
+    _rule(4, (Ring(4, 3, 2, 8192, most=128),)),
 )
 _CLUSTERED = range(1, WARP_DIM + 1)  # head dims
 _MEASURED = range(128, 129)  # head dims of rings that were measured at one
@@ -210,48 +191,51 @@ _HOPPER_ONE = (
         units=_SEVERAL, kv_len=up_to(8192),
     ),
     _rule(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED, requests=_ONE, units=up_to(4)),
-    *((bits, Rule(rule.value, {**rule.when, "requests": _ONE})) for bits, rule in _FEW),
 )  # fmt: skip
 # Keys to L2: what a launch fetches while CTAs of the preceding one end, one after the other, its own would wait for.
 # Tiles to shared memory, relative to that, H100 and H200: clusters over 16 bits, 1 x 2048 and 1 x 8192, 1.01 to 1.07
 # times as fast, over 8 bits 0.94 to 0.98; 64 windows 1.02 and 0.98. Time lies in instructions as much as in latencies
 # there.
-HOPPER = _table(
-    (
-        *_HOPPER_WINDOWS,
-        *_SHORT,
-        *_HOPPER_ONE,
-        # 8 x 8192: 1.01 to 1.02 times as fast as the rings of long requests, 1 x 131072 0.98 (8 bits, H100).
-        _rule(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED, pairs=up_to(FEW)),
-        _rule(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED, pairs=up_to(FEW)),
-        *_FEW,
-        # To shares of large CTAs, lengths on the GPU, H100: 256 x 1024 1.066 (32/8 heads) and 1.075 (64/8), 512 x 512
-        # 1.09, 256 x 8192 1.04, 256 x 200 to 1800 1.03, 256 x 64 to 4096 1.04. Over 16 bits 0.99 to 1.00.
-        _rule(8, (_EVEN, _MANY_8), _MEASURED, pairs=above(EVEN - 1)),
-        # 64 x 2048: 1.02 (H100) and 1.00 (H200).
-        _rule(8, (_MANY_8,), _MEASURED),
-        *_MANY,
-    )
+HOPPER = (
+    *_HOPPER_WINDOWS,
+    *_SHORT,
+    *_HOPPER_ONE,
+    # 8 x 8192: 1.01 to 1.02 times as fast as the rings of long requests, 1 x 131072 0.98 (8 bits, H100).
+    _rule(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
+    _rule(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
+    *_FEW,
+    # To shares of large CTAs, lengths on the GPU, H100: 256 x 1024 1.066 (32/8 heads) and 1.075 (64/8), 512 x 512 1.09,
+    # 256 x 8192 1.04, 256 x 200 to 1800 1.03, 256 x 64 to 4096 1.04. Over 16 bits 0.99 to 1.00.
+    _rule(8, (_EVEN, _MANY_8), _MEASURED, pairs=above(EVEN - 1)),
+    # 64 x 2048: 1.02 (H100) and 1.00 (H200).
+    _rule(8, (_MANY_8,), _MEASURED),
+    *_MANY,
 )
-# By major compute capability, which tells memory bandwidth and shared memory of an SM.
-TABLES = {9: HOPPER, 10: FAST_MEMORY}
+# By major compute capability (0: others), which tells memory bandwidth and shared memory of an SM, and bits per element
+# of the cache.
+RULES = {
+    (major, bits): tuple(rule for of, rule in rules if of == bits)
+    for major, rules in {9: HOPPER, 10: FAST_MEMORY, 0: DEFAULT}.items()
+    for bits in (16, 8, 4)
+}
+IN_FLIGHT = {10: 64 << 10}  # bytes that a ring keeps on their way to an SM, likewise
 
 
-def table_of(arch: Arch) -> Table:
-    """Return the table of an architecture."""
-    return TABLES.get(arch.capability[0], DEFAULT)
+def rules_of(arch: Arch, bits: int) -> tuple[Rule[Rings], ...]:
+    """Return the rules for a cache of `bits` per element, of which the first that applies decides."""
+    return RULES.get((arch.capability[0], bits), RULES[0, bits])
 
 
 def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
     pairs = shape.requests * shape.kv_heads
-    return first(table_of(arch).rules[bits], {"head_dim": head_dim, "pairs": pairs, **shape._asdict()})
+    return first(rules_of(arch, bits), {"head_dim": head_dim, "pairs": pairs, **shape._asdict()})
 
 
 def rules(arch: Arch, bits: int, head_dim: int) -> list[Rule[Rings]]:
     """Return every rule that a launch may follow over a cache of `bits` per element."""
     found: list[Rule[Rings]] = []
-    for rule in table_of(arch).rules[bits]:
+    for rule in rules_of(arch, bits):
         of_dim = head_dim in rule.when.get("head_dim", (head_dim,))
         if of_dim and not any(earlier.covers(rule, ("head_dim",)) for earlier in found):
             found.append(rule)
@@ -277,7 +261,8 @@ def choose(
         for r in (*rule.value, *(ring._replace(work=work) for ring in OTHER_RINGS))
     ]  # fmt: skip
     fitting = [spec for spec in specs if _fits(spec, arch) and num_kv_heads % spec.heads == 0]
-    return next((spec for spec in fitting if in_flight(spec) >= table_of(arch).in_flight), max(fitting, key=in_flight))
+    enough = IN_FLIGHT.get(arch.capability[0], 0)
+    return next((spec for spec in fitting if in_flight(spec) >= enough), max(fitting, key=in_flight))
 
 
 def in_flight(spec: XqaSpec) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -42,21 +42,6 @@ LAUNCHES = (  # all that `launch_of` tells
 )
 
 T = TypeVar("T", bound=PersistentTile)
-T_co = TypeVar("T_co", bound=PersistentTile, covariant=True)
-
-
-class PageSource(Protocol):
-    """Chooses how pages are loaded."""
-
-    def __call__(self, head_dims: tuple[int, int], page_size: int, *, fp8: bool, fp8_kv: bool) -> str:
-        """Returns `kv` of a spec. `fp8`: q, k and v are; `fp8_kv`: only k and v are."""
-
-
-class ChooseTile(Protocol[T_co]):
-    """Chooses tiles."""
-
-    def __call__(self, arch: str, problem: TileProblem) -> T_co:
-        """Return the tile of a problem on an architecture."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +50,8 @@ class PersistentKernels(Generic[T]):
 
     name: str
     spec_type: Callable[..., PersistentSpec]
-    page_source: PageSource
-    choose_tile: ChooseTile[T]
+    page_source: Callable[[tuple[int, int], int, Operands], str]  # from head dims and page size to `kv` of a spec
+    choose_tile: Callable[[str, TileProblem], T]  # from an architecture
     packs_any_group: bool = False  # whether heads share tiles whose rows their number does not divide
     cuts_last_wave: bool = False  # of launches of requests of LONGEST_TOKENS that have equal tiles
 
@@ -101,11 +86,9 @@ class PersistentKernels(Generic[T]):
         """Returns `kv` of a spec."""
         if features.kv_source != "paged":
             return "dense"
-        if rotates(features):  # the warps that would gather rows rotate them
-            return "paged"
         if features.kv_block_scales:  # with boxes of TMA as well as copies of scales the producer spills registers
             return "gathered"
-        return self.page_source(head_dims(features), page_size, fp8=features.q_dtype in FP8, fp8_kv=fp8_kv(features))
+        return self.page_source(head_dims(features), page_size, operands(features))
 
     def tile(
         self,
@@ -203,16 +186,11 @@ def operands(features: Features) -> Operands:
     """Return what q, k and v are."""
     if rotates(features):
         return "rope"
-    return "fp8" if features.q_dtype in FP8 else "fp8_kv" if fp8_kv(features) else ""
+    return "fp8" if features.q_dtype in FP8 else "fp8_kv" if features.kv_dtype != features.q_dtype else ""
 
 
 def head_dims(features: Features) -> tuple[int, int]:
     return features.head_dim_qk, features.head_dim_vo
-
-
-def fp8_kv(features: Features) -> bool:
-    """Tells whether keys and values have fewer bits than q."""
-    return features.kv_dtype != features.q_dtype
 
 
 def section_heads(features: Features, heads: int, kv_len: int, launch: Launch = UNKNOWN_LAUNCH) -> int:
