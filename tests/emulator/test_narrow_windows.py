@@ -11,7 +11,8 @@ from cute_attn.emulator import Schedule
 from cute_attn.kernels.fa3.host.family import KERNELS
 from tests.support.backend_problems import build
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
-from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_batch
+from tests.support.persistent_emulated import TARGETS, solve_batch
+from tests.support.schedules import ALL_SCHEDULES
 
 pytestmark = pytest.mark.emulator
 
