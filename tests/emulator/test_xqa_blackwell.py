@@ -59,13 +59,15 @@ CASES = {
 }  # fmt: skip
 
 
+def kernel_of(case: tuple[str, str]) -> tuple[str, str]:
+    return CASES[case[0]].kv, case[1]
+
+
 @pytest.mark.parametrize(
-    ("case", "schedule"),
-    in_turn(itertools.product(CASES, ARCHS), KINDS, lambda case: (CASES[case[0]].kv, case[1])),
-    ids=str,
+    ("name", "arch", "schedule"),
+    [(*case, schedule) for case, schedule in in_turn(itertools.product(CASES, ARCHS), KINDS, kernel_of)],
 )
-def test_case(case: tuple[str, str], schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, arch = case
+def test_case(name: str, arch: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(CASES[name], arch, 3, schedule, monkeypatch) == ""
 
 
