@@ -77,7 +77,9 @@ def test_pages(source: str, batch: BatchCase, schedule: Schedule, sms: int) -> N
     assert {record.spec["kv"] for record in emulation.records if record.spec["kernel"] == "fa4"} == {source}
 
 
-@pytest.mark.parametrize(("batch", "schedule"), in_turn(BOXES), ids=name)
+@pytest.mark.parametrize(
+    ("batch", "schedule"), list(zip(BOXES, (*ALL_SCHEDULES, ALL_SCHEDULES[-1]), strict=True)), ids=name
+)
 def test_boxes(batch: BatchCase, schedule: Schedule) -> None:
     assert solve(batch, schedule, 2).records[0].spec["kv"] == "paged"
 
