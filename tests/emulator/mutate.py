@@ -44,8 +44,8 @@ from tests.support.case import Case, call, check, make
 from tests.support.fp8_case import Fp8Case
 from tests.support.matrix import decode, prefill
 from tests.support.mla_case import MlaCase
+from tests.support.schedules import ALL_SCHEDULES
 
-SCHEDULES = (Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2))
 MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those that these do not catch
 LAGGING = Schedule("lagging", 12)  # the producer of the second CTA of a pair
 
@@ -232,7 +232,7 @@ PROBLEMS = {
 WORKSPACE = 1 << 20  # enough for these problems; every launch marks each byte of it
 
 
-def kernels(name: str, schedules: tuple[Schedule, ...] = SCHEDULES, cases: int | None = None) -> list[str]:
+def kernels(name: str, schedules: tuple[Schedule, ...] = ALL_SCHEDULES, cases: int | None = None) -> list[str]:
     """PTX of the kernels that the problems of a name launch, or the first `cases` of them, which must be right."""
     seen: dict[str, None] = {}
 
@@ -280,7 +280,7 @@ def solve(case: AnyCase) -> str:
     return ""
 
 
-def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, ...] = SCHEDULES) -> str:
+def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, ...] = ALL_SCHEDULES) -> str:
     """What noticed the mutant of a kernel, or "" if it survived all schedules."""
     changed, asked = applied(mutant, original), PROBLEMS[name]
 
@@ -340,12 +340,12 @@ _Task = tuple[str, str, Mutant]  # problem, PTX of the kernel, mutant
 def _try(task: _Task) -> tuple[_Task, str]:
     name, ptx, mutant = task
     return task, caught(
-        name, ptx, mutant, schedules=SCHEDULES[:1] if excuse(ptx, mutant) else (*SCHEDULES, *MORE, LAGGING)
+        name, ptx, mutant, schedules=ALL_SCHEDULES[:1] if excuse(ptx, mutant) else (*ALL_SCHEDULES, *MORE, LAGGING)
     )
 
 
 def _prove(name: str) -> list[str]:
-    return kernels(name, SCHEDULES[1:])
+    return kernels(name, ALL_SCHEDULES[1:])
 
 
 def fates(tasks: list[_Task], known: Fates, jobs: int) -> Iterator[Fate]:
@@ -377,7 +377,7 @@ def report(
     chosen: list[list[_Task]] = []
     counts: dict[str, int] = {}
     for name in names:
-        for ptx in kernels(name, SCHEDULES[:1]):
+        for ptx in kernels(name, ALL_SCHEDULES[:1]):
             found = [(name, ptx, mutant) for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
             counts[name] = counts.get(name, 0) + len(found)
             random.Random(0).shuffle(found)

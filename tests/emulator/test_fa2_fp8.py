@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,8 @@ from cute_attn.emulator.settings import Emulation
 from cute_attn.emulator.warp_batch import WarpBatch
 from tests.support import fp8_case, multi_item
 from tests.support.fp8_case import CUT, E4M3, LONG, SMALL, VARIED, Fp8Case
-from tests.support.persistent_emulated import ALL_SCHEDULES, name
+from tests.support.persistent_emulated import name
+from tests.support.schedules import ALL_SCHEDULES, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -45,7 +45,7 @@ def kernels(emulation: Emulation) -> list[object]:
 
 @pytest.mark.parametrize(
     ("case", "schedule"),
-    list(zip((*DECODE, *SMALL, *VARIED), itertools.cycle(ALL_SCHEDULES), strict=False)),
+    in_turn((*DECODE, *SMALL, *VARIED)),
     ids=name,
 )
 def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
@@ -57,7 +57,7 @@ def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
     assert all(".m16n8k32." in form for form in forms)
 
 
-@pytest.mark.parametrize(("case", "schedule"), list(zip(CUT, ALL_SCHEDULES, strict=True)), ids=name)
+@pytest.mark.parametrize(("case", "schedule"), in_turn(CUT), ids=name)
 def test_cut_keys(case: Fp8Case, schedule: Schedule) -> None:
     """Partial outputs hold the scale of their head; their merge applies what is left."""
     assert kernels(solve(case, schedule, sms=16)) == ["fa2", "combine"]

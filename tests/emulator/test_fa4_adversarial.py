@@ -4,7 +4,6 @@ unequal length that overlap on one CTA. Against the reference, on every schedule
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -16,7 +15,8 @@ from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.matrix import BF16, CAUSAL, prefill
-from tests.support.persistent_emulated import ALL_SCHEDULES, FA4, SCHEDULES, name, solve_batch, solve_single
+from tests.support.persistent_emulated import FA4, name, solve_batch, solve_single
+from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -26,10 +26,6 @@ HEAD_DIMS = (64, 128, (192, 128), 256)
 SEEDS = tuple(Schedule("adversarial", seed) for seed in range(3, 9))
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def by_turns(values: Any, schedules: tuple[Schedule, ...] = ALL_SCHEDULES) -> list[tuple[Any, Schedule]]:
-    return list(zip(values, itertools.cycle(schedules), strict=False))
 
 
 def normal(qo_len: int, kv_len: int, head_dim: int = 64, num_heads: int = 1, seed: int = 0) -> Tensors:
@@ -62,7 +58,7 @@ def loads(emulation: Emulation) -> int:
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
-@pytest.mark.parametrize(("kv_len", "schedule"), by_turns((1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384)), ids=name)
+@pytest.mark.parametrize(("kv_len", "schedule"), in_turn((1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384)), ids=name)
 def test_few_kv_tiles(kv_len: int, schedule: Schedule, mask: str) -> None:
     solve_single(FA4, prefill(200, kv_len, (1, 1), 128, **BF16, mask=mask), schedule, sms=1)
 
@@ -101,20 +97,19 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize(("hidden", "schedule"), in_turn(HIDDEN, structure=all_alike), ids=name)
 def test_hidden_tiles(hidden: str, schedule: Schedule) -> None:
     q, k, v = normal(256, 3 * TILE)
     solve(q, k, v, schedule, custom_mask=keeping(*HIDDEN[hidden], 256, 3 * TILE))
 
 
-@pytest.mark.parametrize(("lengths", "schedule"), by_turns(((256, 128), (256, 100), (300, 20), (512, 300))), ids=name)
+@pytest.mark.parametrize(("lengths", "schedule"), in_turn(((256, 128), (256, 100), (300, 20), (512, 300))), ids=name)
 def test_causal_rows_before_the_first_key(lengths: tuple[int, int], schedule: Schedule) -> None:
     """A query tile of which no row, or only the last rows, see a key, beside a full one."""
     solve_single(FA4, prefill(*lengths, (2, 1), 128, **BF16, **CAUSAL), schedule, sms=1)
 
 
-@pytest.mark.parametrize(("window", "schedule"), by_turns((0, 1, 31, 127, 128, 300)), ids=name)
+@pytest.mark.parametrize(("window", "schedule"), in_turn((0, 1, 31, 127, 128, 300)), ids=name)
 def test_windows(window: int, schedule: Schedule) -> None:
     """Query tiles of one item begin and end at different kv tiles."""
     solve_single(FA4, prefill(256, 700, (1, 1), 64, **CAUSAL, window_left=window), schedule, sms=1)
@@ -140,15 +135,14 @@ def with_scores(qo_len: int, scores: torch.Tensor, rows: slice = slice(None), se
     return q, k, v
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("rise", [3, 9, 14, 40, 200])
+@pytest.mark.parametrize(("rise", "schedule"), in_turn((40, 3, 9, 14, 200), structure=all_alike), ids=name)
 def test_scores_rise_in_every_chunk(rise: int, schedule: Schedule) -> None:
     flat = loads(solve(*with_scores(200, torch.zeros(4 * TILE)), schedule))
     risen = loads(solve(*with_scores(200, rise * levels(4 * TILE, CHUNK)), schedule))
     assert risen > flat
 
 
-@pytest.mark.parametrize(("chunk", "schedule"), by_turns((0, 1, 2, 3), SCHEDULES), ids=name)
+@pytest.mark.parametrize(("chunk", "schedule"), in_turn((0, 1, 2, 3), SCHEDULES), ids=name)
 @pytest.mark.parametrize("rise", [10, 100])
 def test_scores_rise_in_one_chunk(rise: int, chunk: int, schedule: Schedule) -> None:
     """Of every tile: what the tile stored of P before is stored again."""
@@ -165,7 +159,7 @@ def test_one_tile_rises(tile: int) -> None:
     solve(*with_scores(200, scores), SCHEDULES[1])
 
 
-@pytest.mark.parametrize(("row", "schedule"), by_turns((0, 31, 37, 127, 128, 199), SCHEDULES), ids=name)
+@pytest.mark.parametrize(("row", "schedule"), in_turn((0, 31, 37, 127, 128, 199), SCHEDULES), ids=name)
 @pytest.mark.parametrize("rise", [12, 60, 1000])
 def test_a_rise_in_one_lane(rise: int, row: int, schedule: Schedule) -> None:
     """Of one warp, which rescales all its rows, by 1 but for this one."""
@@ -174,16 +168,15 @@ def test_a_rise_in_one_lane(rise: int, row: int, schedule: Schedule) -> None:
     assert ran[0] < ran[1]
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize(("value", "schedule"), in_turn((torch.nan, torch.inf, -torch.inf)), ids=name)
 def test_numbers_that_are_none_stay_in_their_row(value: float, masked: bool, schedule: Schedule) -> None:
     q, k, v = normal(200, 300)
     q[77] = value
     solve(q, k, v, schedule, causal=masked)
 
 
-@pytest.mark.parametrize(("key", "schedule"), by_turns((3, 40, 130, 299)), ids=name)
+@pytest.mark.parametrize(("key", "schedule"), in_turn((3, 40, 130, 299)), ids=name)
 def test_keys_of_infinite_score(key: int, schedule: Schedule) -> None:
     """+inf for some rows and -inf for the others, seen first, in the middle, or last."""
     q, k, v = normal(200, 300)
@@ -192,7 +185,7 @@ def test_keys_of_infinite_score(key: int, schedule: Schedule) -> None:
     solve(q, k, v, schedule)
 
 
-@pytest.mark.parametrize(("tile", "schedule"), by_turns((0, 1, 2)), ids=name)
+@pytest.mark.parametrize(("tile", "schedule"), in_turn((0, 1, 2)), ids=name)
 def test_an_infinite_anchor_above_scores_of_minus_infinity(tile: int, schedule: Schedule) -> None:
     """One score of +inf, and -inf in all other tiles."""
     q, k, v = normal(200, 3 * TILE)
@@ -203,7 +196,7 @@ def test_an_infinite_anchor_above_scores_of_minus_infinity(tile: int, schedule: 
     solve(q, k, v, schedule)
 
 
-@pytest.mark.parametrize(("tile", "schedule"), by_turns((0, 1, 2)), ids=name)
+@pytest.mark.parametrize(("tile", "schedule"), in_turn((0, 1, 2)), ids=name)
 def test_scores_of_minus_infinity(tile: int, schedule: Schedule) -> None:
     """In a whole tile, without a mask."""
     q, k, v = normal(200, 3 * TILE)

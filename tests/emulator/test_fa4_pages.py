@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +12,8 @@ from cute_attn.kernels.fa4.host.family import KERNELS
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from tests.support import batch_case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
-from tests.support.persistent_emulated import ALL_SCHEDULES, name
+from tests.support.persistent_emulated import name
+from tests.support.schedules import ALL_SCHEDULES, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -39,12 +39,11 @@ OUTPUTS: tuple[tuple[BatchCase, bool], ...] = (  # and whether query tiles are s
     (ragged((130, 9), (200, 60), o_dtype="float32", **heads(2, 2)), False),
     (ragged((130, 9), (200, 60), **heads(2, 2), **dims(192, 128)), False),  # no room for staging
 )
-CTAS = itertools.cycle((1, 2))
 
 
 def by_turns(values: tuple[BatchCase, ...]) -> list[tuple[BatchCase, Schedule, int]]:
     """Gives every case one of the schedules, and several work items to a CTA."""
-    return list(zip(values, itertools.cycle(ALL_SCHEDULES), CTAS, strict=False))
+    return [(batch, schedule, 1 + i % 2) for i, (batch, schedule) in enumerate(in_turn(values))]
 
 
 def solve(batch: BatchCase, schedule: Schedule, sms: int) -> Emulation:

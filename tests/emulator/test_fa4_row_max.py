@@ -20,7 +20,8 @@ from tests.emulator.test_fa4_adversarial import HIDDEN, TILE, keeping, levels, l
 from tests.support.batch_case import dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, PACKED, prefill
-from tests.support.persistent_emulated import ALL_SCHEDULES, FA4, SCHEDULES, name, solve_batch, solve_single
+from tests.support.persistent_emulated import FA4, name, solve_batch, solve_single
+from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -57,8 +58,7 @@ def assert_row_max(emulation: Emulation) -> None:
     assert set(ran) == {"row_max"}
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("request_", REQUESTS, ids=name)
+@pytest.mark.parametrize(("request_", "schedule"), in_turn(REQUESTS, structure=all_alike), ids=name)
 def test_requests(request_: Case, schedule: Schedule) -> None:
     assert_row_max(solve_single(FA4, request_, schedule, sms=1))
 
@@ -71,15 +71,13 @@ def test_items_on_one_cta(schedule: Schedule) -> None:
     assert_row_max(solve_batch(FA4, pages, schedule, sms=1))
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize(("hidden", "schedule"), in_turn(HIDDEN, structure=all_alike), ids=name)
 def test_rows_that_see_nothing(hidden: str, schedule: Schedule) -> None:
     q, k, v = normal(256, 3 * TILE)
     assert_row_max(solve(q, k, v, schedule, custom_mask=keeping(*HIDDEN[hidden], 256, 3 * TILE)))
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("rise", [3, 9, 40, 200])
+@pytest.mark.parametrize(("rise", "schedule"), in_turn((40, 3, 9, 200), structure=all_alike), ids=name)
 def test_scores_that_leap(rise: int, schedule: Schedule) -> None:
     """O is loaded in the steps after a leap only: those of less than the slack move no anchor."""
     flat = loads(solve(*with_scores(200, torch.zeros(4 * TILE)), schedule))
@@ -93,9 +91,8 @@ def test_a_leap_in_one_lane(row: int) -> None:
     assert_row_max(solve(*with_scores(200, scores, rows), SCHEDULES[1]))
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize(("value", "schedule"), in_turn((torch.nan, torch.inf, -torch.inf)), ids=name)
 def test_numbers_that_are_none_stay_in_their_row(value: float, masked: bool, schedule: Schedule) -> None:
     q, k, v = normal(200, 300)
     q[77] = value

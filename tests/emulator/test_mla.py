@@ -12,11 +12,11 @@ from cute_attn import NotSupported, emulator
 from cute_attn.emulator.errors import EmulatorError
 from cute_attn.emulator.machine import Schedule
 from tests.support.mla_case import ONE, MlaCase
+from tests.support.schedules import KINDS
 
 pytestmark = pytest.mark.emulator
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
-SCHEDULES = ("eager", "delayed", "adversarial")
 EDGES = (0, 1, 31, 32, 33, 63, 64, 65, 128, 0)
 CASES = {
     "lengths at the edges": MlaCase(heads=8, q_lens=(1,) * 10, kv_lens=EDGES, page_size=16),
@@ -77,7 +77,7 @@ def test_cases(arch: str, name: str) -> None:
     solve(CASES[name], arch, 3, "eager", planned=arch in ("sm_80", "sm_90a"))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+@pytest.mark.parametrize("schedule", KINDS[1:])
 @pytest.mark.parametrize("name", [*SMALL, *PLANNED])
 def test_schedules(name: str, schedule: str) -> None:
     solve(CASES[name], "sm_90a", 5, schedule, planned=False)
@@ -102,7 +102,7 @@ def test_random(seed: int, arch: str) -> None:
         seed=seed,
     )
     if sum(case.q_lens):
-        solve(case, arch, r.choice((1, 2, 3, 7)), r.choice(SCHEDULES), planned=not case.causal or seed % 2 == 0)
+        solve(case, arch, r.choice((1, 2, 3, 7)), r.choice(KINDS), planned=not case.causal or seed % 2 == 0)
 
 
 @pytest.mark.parametrize("scale", [-0.1, 0.0])
@@ -118,7 +118,7 @@ def test_scales_on_the_device(arch: str, scale: float) -> None:
     torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", KINDS)
 def test_groups_of_ctas(schedule: str) -> None:
     """More CTAs share a request than merge at once: groups merge, then the last one merges their states."""
     case = MlaCase(heads=3, q_lens=(1, 2), kv_lens=(70, 1000), page_size=16, sinks=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,8 @@ from tests.support.batch_case import (
 )
 from tests.support.graphs import graph_wrapper
 from tests.support.matrix import BF16
-from tests.support.persistent_emulated import ALL_SCHEDULES, CUDA, SCHEDULES, TARGETS, Target, name
+from tests.support.persistent_emulated import CUDA, TARGETS, Target, name
+from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -63,8 +63,7 @@ def products(emulation: Emulation) -> int:
     return sum(count for form, count in counts if form.startswith(("wgmma.mma_async", "tcgen05.mma", "mma.sync")))
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("case", GAPS[:3], ids=name)
+@pytest.mark.parametrize(("case", "schedule"), in_turn(GAPS[:3], structure=all_alike), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_persistent(target: Target, case: BatchCase, schedule: Schedule) -> None:
     solve(case, target.arch, target.kernels, schedule)
@@ -73,7 +72,7 @@ def test_persistent(target: Target, case: BatchCase, schedule: Schedule) -> None
 OTHERS = [
     (target, case, schedule)
     for target in TARGETS
-    for case, schedule in zip(GAPS[3:], itertools.cycle(SCHEDULES), strict=False)
+    for case, schedule in in_turn(GAPS[3:], SCHEDULES)
     if target.takes(features(case, CUDA))
 ]
 
@@ -83,7 +82,7 @@ def test_other_persistent_kernels(target: Target, case: BatchCase, schedule: Sch
     solve(case, target.arch, target.kernels, schedule)
 
 
-@pytest.mark.parametrize(("case", "schedule"), list(zip(GAPS, itertools.cycle(ALL_SCHEDULES), strict=False)), ids=name)
+@pytest.mark.parametrize(("case", "schedule"), in_turn(GAPS), ids=name)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_fa2(arch: str, case: BatchCase, schedule: Schedule) -> None:
     solve(case, arch, "fa2", schedule)
@@ -149,7 +148,7 @@ EDGES: dict[str, tuple[int, int, int, Sequence[int]]] = {  # qo_len, kv_len, pre
 
 
 @pytest.mark.parametrize(("kernels", "arch"), KERNELS)
-@pytest.mark.parametrize(("edge", "schedule"), list(zip(EDGES, itertools.cycle(SCHEDULES), strict=False)), ids=str)
+@pytest.mark.parametrize(("edge", "schedule"), in_turn(EDGES, SCHEDULES), ids=str)
 def test_edges(edge: str, schedule: Schedule, kernels: str, arch: str) -> None:
     qo_len, kv_len, prefix_len, positions = EDGES[edge]
     keep = multi_item.visible(qo_len, kv_len, prefix_len, positions)

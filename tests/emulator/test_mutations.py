@@ -10,7 +10,7 @@ import pytest
 from cute_attn.emulator.program import Program, program
 from cute_attn.emulator.ptx import parse
 from tests.emulator.equivalents import excuse
-from tests.emulator.mutate import PROBLEMS, SCHEDULES, caught, kernels, report, symbol
+from tests.emulator.mutate import ALL_SCHEDULES, PROBLEMS, caught, kernels, report, symbol
 from tests.emulator.mutations import applied, mutants
 from tests.emulator.patched import like
 
@@ -33,14 +33,14 @@ def test_mutants_are_caught(name: str, sample: int | None) -> None:
 
 @pytest.mark.parametrize("mutation", ORDER)
 def test_order_in_tensor_memory_is_needed(mutation: str) -> None:
-    (ptx,) = kernels("tcgen05", SCHEDULES[:1], cases=1)
+    (ptx,) = kernels("tcgen05", ALL_SCHEDULES[:1], cases=1)
     mutant = next(found for found in mutants(symbol(ptx), ptx) if found.mutation == mutation and not excuse(ptx, found))
-    assert caught("tcgen05", ptx, mutant, SCHEDULES)
+    assert caught("tcgen05", ptx, mutant, ALL_SCHEDULES)
 
 
 def test_programs_of_mutants() -> None:
     """With the code of another program they are those of their own texts: instructions, and tests of registers."""
-    (ptx,) = kernels("tcgen05", SCHEDULES[:1], cases=1)
+    (ptx,) = kernels("tcgen05", ALL_SCHEDULES[:1], cases=1)
     name, found = symbol(ptx), list(mutants(symbol(ptx), ptx))
     for mutation in ("wait for tensor memory loads removed", "mbarrier wait removed", "16 columns off"):
         kernel = parse(applied(next(mutant for mutant in found if mutant.mutation == mutation), ptx))[name]

@@ -10,15 +10,15 @@ from cute_attn.emulator import Schedule, using
 from tests.support import narrow_outputs
 from tests.support.batch_case import BatchCase
 from tests.support.case import Case
-from tests.support.persistent_emulated import ALL_SCHEDULES, name
+from tests.support.persistent_emulated import name
+from tests.support.schedules import ALL_SCHEDULES, in_turn
 
 pytestmark = pytest.mark.emulator
 
 PROBLEMS = [*narrow_outputs.SINGLES, *narrow_outputs.BATCHES]
-SCHEDULED = [(problem, ALL_SCHEDULES[i % 3]) for i, problem in enumerate(PROBLEMS)]
 
 
-@pytest.mark.parametrize(("problem", "schedule"), SCHEDULED, ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(PROBLEMS), ids=name)
 def test_rounded_once(problem: Case | BatchCase, schedule: Schedule) -> None:
     with using("sm_90a", kernels="fa3", schedule=schedule, sms=8):
         narrow_outputs.assert_rounded(problem, "cpu", "emulator")

@@ -9,7 +9,8 @@ import pytest
 
 from cute_attn.emulator import Schedule
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
-from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_batch
+from tests.support.persistent_emulated import TARGETS, solve_batch
+from tests.support.schedules import ALL_SCHEDULES
 
 pytestmark = pytest.mark.emulator
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +20,10 @@ from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, SMALL, prefill
 from tests.support.persistent_emulated import (
-    ALL_SCHEDULES,
     BATCHES,
     CUDA,
     GATHERED,
     LONG,
-    SCHEDULES,
     TARGETS,
     Target,
     assert_auto_runs,
@@ -36,6 +33,7 @@ from tests.support.persistent_emulated import (
     solve_batch,
     solve_single,
 )
+from tests.support.schedules import SCHEDULES, in_turn, structure, way_of_keys
 
 pytestmark = pytest.mark.emulator
 
@@ -43,23 +41,24 @@ KERNELS = (("fa2", "sm_90a"), *((target.kernels, target.arch) for target in TARG
 SINGLE = [
     (target, problem, schedule)
     for target in TARGETS
-    for problem in SMALL
-    for schedule in target.schedules
-    if target.takes(case.features(problem, CUDA))
+    for problem, schedule in in_turn(
+        [problem for problem in SMALL if target.takes(case.features(problem, CUDA))], target.schedules, structure
+    )
 ]
 BATCH = [
     (target, batch, schedule)
     for target in TARGETS
-    for batch in batch_case.SMALL
-    for schedule in target.schedules
-    if target.takes(batch_case.features(batch, CUDA))
+    for batch, schedule in in_turn(
+        [batch for batch in batch_case.SMALL if target.takes(batch_case.features(batch, CUDA))],
+        target.schedules,
+        structure,
+    )
 ]
 
 
 def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
     """Every problem on every target, with asynchronous schedules in turn."""
-    turns = list(zip(problems, itertools.cycle(SCHEDULES), strict=False))
-    return [(target, problem, schedule) for target in TARGETS for problem, schedule in turns]
+    return [(target, problem, schedule) for target in TARGETS for problem, schedule in in_turn(problems, SCHEDULES)]
 
 
 @pytest.mark.parametrize(("target", "problem", "schedule"), SINGLE, ids=name)
@@ -82,8 +81,7 @@ def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> N
     assert solve_batch(target, batch, schedule, sms=3).records
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("batch", GATHERED, ids=name)
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(GATHERED, structure=way_of_keys), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_gathered_pages(target: Target, batch: BatchCase, schedule: Schedule) -> None:
     emulation = solve_batch(target, batch, schedule, sms=3)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from cute_attn.emulator import Schedule, using
 from tests.support import fp8_case
 from tests.support.fp8_case import CUT, LONG, SMALL, VARIED, Fp8Case
-from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, Target, name
+from tests.support.persistent_emulated import TARGETS, Target, name
+from tests.support.schedules import in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -23,11 +22,7 @@ def solve(target: Target, case: Fp8Case, schedule: Schedule, sms: int) -> list[s
     return [str(record.spec["kernel"]) for record in emulation.records]
 
 
-@pytest.mark.parametrize(
-    ("case", "schedule"),
-    list(zip((*SMALL, *VARIED), itertools.cycle(ALL_SCHEDULES), strict=False)),
-    ids=name,
-)
+@pytest.mark.parametrize(("case", "schedule"), in_turn((*SMALL, *VARIED)), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_fp8(target: Target, case: Fp8Case, schedule: Schedule) -> None:
     assert solve(target, case, schedule, sms=3) == [target.kernels]
@@ -39,11 +34,7 @@ def test_many_tiles(target: Target, case: Fp8Case) -> None:
     assert solve(target, case, Schedule(), sms=1) == [target.kernels]
 
 
-@pytest.mark.parametrize(
-    ("case", "schedule"),
-    list(zip(CUT, ALL_SCHEDULES, strict=True)),
-    ids=name,
-)
+@pytest.mark.parametrize(("case", "schedule"), in_turn(CUT), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_cut_keys(target: Target, case: Fp8Case, schedule: Schedule) -> None:
     """Partial outputs hold the scale of their head; their merge applies what is left."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -14,11 +12,9 @@ from tests.support.batch_case import BatchCase
 from tests.support.case import LOG2E, Case
 from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 from tests.support.persistent_emulated import (
-    ALL_SCHEDULES,
     BATCHES,
     GATHERED,
     LONG,
-    SCHEDULES,
     Target,
     assert_auto_runs,
     assert_cut,
@@ -26,8 +22,11 @@ from tests.support.persistent_emulated import (
     solve_batch,
     solve_single,
 )
+from tests.support.schedules import SCHEDULES, in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
+
+LONG_BATCHES = fp8_kv_cases.batches([*BATCHES, *GATHERED])
 
 
 @pytest.fixture(params=fp8_kv_cases.TARGETS, ids=name)
@@ -35,28 +34,23 @@ def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
-def scheduled(problems: list[Case] | list[BatchCase]) -> list[tuple[Case | BatchCase, Schedule]]:
-    return list(zip(problems, itertools.cycle(ALL_SCHEDULES), strict=False))
-
-
-@pytest.mark.parametrize(("problem", "schedule"), scheduled(fp8_kv_cases.singles(SMALL)), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(fp8_kv_cases.singles(SMALL)), ids=name)
 def test_single(target: Target, problem: Case, schedule: Schedule) -> None:
     solve_single(target, problem, schedule)
 
 
-@pytest.mark.parametrize(("batch", "schedule"), scheduled(fp8_kv_cases.batches(batch_case.SMALL)), ids=name)
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(fp8_kv_cases.batches(batch_case.SMALL)), ids=name)
 def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
     solve_batch(target, batch, schedule)
 
 
-@pytest.mark.parametrize(("problem", "schedule"), scheduled(fp8_kv_cases.singles(LONG)), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(fp8_kv_cases.singles(LONG)), ids=name)
 def test_long(target: Target, problem: Case, schedule: Schedule) -> None:
     emulation = solve_single(target, problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("batch", fp8_kv_cases.batches([*BATCHES, *GATHERED]), ids=name)
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(LONG_BATCHES, structure=way_of_keys), ids=name)
 def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> None:
     """Ragged keys, boxes of pages, and small pages gathered by one warp."""
     emulation = solve_batch(target, batch, schedule, sms=3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -13,24 +11,19 @@ from cute_attn.reference import attention as reference
 from tests.support import transformed_kv
 from tests.support.batch_case import BatchCase
 from tests.support.case import LOG2E
-from tests.support.persistent_emulated import ALL_SCHEDULES, FA3, name, solve_batch
+from tests.support.persistent_emulated import FA3, name, solve_batch
+from tests.support.schedules import all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
 
-def scheduled(batches: list[BatchCase]) -> list[tuple[BatchCase, Schedule]]:
-    """The first on all schedules, the others on one each."""
-    in_turn = zip(batches[1:], itertools.cycle(ALL_SCHEDULES), strict=False)
-    return [*((batches[0], schedule) for schedule in ALL_SCHEDULES), *in_turn]
-
-
-@pytest.mark.parametrize(("batch", "schedule"), scheduled(transformed_kv.NVFP4_BATCHES), ids=name)
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(transformed_kv.NVFP4_BATCHES, structure=all_alike), ids=name)
 def test_nvfp4(batch: BatchCase, schedule: Schedule) -> None:
     emulation = solve_batch(FA3, batch, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records if "kv_dtype" in record.spec} == {"nvfp4"}
 
 
-@pytest.mark.parametrize(("batch", "schedule"), scheduled(transformed_kv.ROPE_BATCHES), ids=name)
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(transformed_kv.ROPE_BATCHES, structure=all_alike), ids=name)
 def test_rope(batch: BatchCase, schedule: Schedule) -> None:
     emulation = solve_batch(FA3, batch, schedule, sms=3)
     specs = [record.spec for record in emulation.records]

@@ -16,7 +16,8 @@ from cute_attn.schedule import few_tiles, last_wave
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, prefill
-from tests.support.persistent_emulated import ALL_SCHEDULES, FA3, solve_batch, solve_single
+from tests.support.persistent_emulated import FA3, solve_batch, solve_single
+from tests.support.schedules import ALL_SCHEDULES
 
 pytestmark = pytest.mark.emulator
 

@@ -11,10 +11,10 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, EmulatorError, Race, RegisterFault
 from tests.emulator.tcgen05_kernel import AFTER, BEFORE, Kernel
 from tests.emulator.test_tcgen05_mma import Case, Setup
+from tests.support.schedules import KINDS
 
 pytestmark = pytest.mark.emulator
 
-SCHEDULES = ("eager", "delayed", "adversarial")
 GROUPS = {1: Case(a_in_tmem=True, n=32), 2: Case(a_in_tmem=True, m=256, n=32, group=2)}
 ORDERING = r"tcgen05\.(?:fence|wait)::[^;]*;|tcgen05\.commit[^;]*;"
 
@@ -53,7 +53,7 @@ def test_the_list_of_steps(group: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", KINDS)
 @pytest.mark.parametrize("site", range(len(STEPS)), ids=lambda i: f"{i}-{STEPS[i][0]}")
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_step_is_needed(group: int, site: int, schedule: str) -> None:
@@ -62,7 +62,7 @@ def test_every_step_is_needed(group: int, site: int, schedule: str) -> None:
         _kernel(GROUPS[group]).run(schedule, rewrite=_without(site))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", KINDS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_together_they_are_enough(group: int, schedule: str) -> None:
     setup = Setup(GROUPS[group])
@@ -185,7 +185,7 @@ def _committed_by(lane: int) -> Kernel:
     return setup.kernel(setup.code(), commit=False, warps=warps)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", KINDS)
 def test_a_commit_is_about_the_products_of_its_thread(schedule: str) -> None:
     _committed_by(0).run(schedule)
     with pytest.raises(Race, match=r"a write by tcgen05\.mma of warp 0, lane 0|a read by tcgen05\.ld"):

@@ -20,12 +20,12 @@ from cute_attn.kernels.xqa.host.unplanned import DecodeRun
 from cute_attn.problem import DecodeProblem
 from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.xqa import xqa
+from tests.support.schedules import KINDS
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import Producer
 from tests.support.xqa_rules import move_steps
 
 WORKSPACE_BYTES = 10 << 20
-SCHEDULES = ("eager", "delayed", "adversarial")
 MANY = 1 << 30
 
 
@@ -57,7 +57,7 @@ def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest
 @pytest.mark.parametrize("seed", range(6))
 def test_random(arch: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     r = random.Random(seed)
-    sms, schedule = r.choice([1, 2, 3, 5, 11]), r.choice(SCHEDULES)
+    sms, schedule = r.choice([1, 2, 3, 5, 11]), r.choice(KINDS)
     case = random_case(seed, longest=400)
     if arch == "sm_80":
         case = dataclasses.replace(case, out=None)  # fp8 is not written there
@@ -108,7 +108,7 @@ HEAD_DIMS = {
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", KINDS)
 @pytest.mark.parametrize("name", HEAD_DIMS)
 def test_head_dims(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of a row that two warps share, and columns that pad it; beyond a row's end is another head's, or NaN."""

@@ -13,9 +13,10 @@ from cute_attn.kernels.programs import program
 from cute_attn.kernels.xqa.tiles import Shape, choose, find
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import named
-from tests.emulator.test_xqa import SCHEDULES, solve
+from tests.emulator.test_xqa import solve
 from tests.support import batch_case
 from tests.support.batch_case import E5M2, BatchCase, decode, dims, heads
+from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_case import XqaCase
 
 pytestmark = pytest.mark.emulator
@@ -58,9 +59,14 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", CASES)
+def kernel_of(case: tuple[str, str]) -> tuple[str, str]:
+    return CASES[case[0]].kv, case[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "schedule"),
+    [(*case, schedule) for case, schedule in in_turn(itertools.product(CASES, ARCHS), KINDS, kernel_of)],
+)
 def test_case(name: str, arch: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(CASES[name], arch, 3, schedule, monkeypatch) == ""
 
@@ -74,7 +80,7 @@ BATCHES = (
 
 @pytest.mark.parametrize(
     ("batch", "arch", "schedule"),
-    [(*case, schedule) for case, schedule in zip(itertools.product(BATCHES, ARCHS), SCHEDULES * 2, strict=True)],
+    [(*case, schedule) for case, schedule in in_turn(itertools.product(BATCHES, ARCHS), KINDS)],
     ids=lambda x: getattr(x, "id", x),
 )
 def test_wrappers(batch: BatchCase, arch: str, schedule: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from cute_attn import emulator
 from cute_attn.emulator.machine import Schedule
-from tests.emulator.test_xqa import SCHEDULES, decode
+from tests.emulator.test_xqa import decode
+from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_case import XqaCase, build
 
 pytestmark = pytest.mark.emulator
@@ -29,7 +28,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "schedule"), list(zip(CASES, itertools.cycle(SCHEDULES), strict=False)))
+@pytest.mark.parametrize(("name", "schedule"), in_turn(CASES, KINDS))
 def test_one_request(name: str, schedule: str) -> None:
     case, sms, cluster, grid = CASES[name]
     built = build(case)

@@ -12,8 +12,8 @@ from cute_attn.kernels.xqa.tiles import EVEN, Shape, choose, find
 from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.runtime.arch import named
 from perf import rings
-from tests.emulator.test_xqa import SCHEDULES
 from tests.emulator.test_xqa_heads import FORMATS
+from tests.support.schedules import KINDS
 from tests.support.xqa_case import DTYPES, XqaCase, build
 
 pytestmark = pytest.mark.emulator
@@ -63,7 +63,7 @@ CASES = {
 
 # Cases that other schedules run too: of each way to divide the work.
 CORE = ("two segments a share", "three parts of a segment", "unequal", "windows of some", "one tensor")
-RUNS = [(name, schedule) for schedule in SCHEDULES for name in (CASES if schedule == "adversarial" else CORE)]
+RUNS = [(name, schedule) for schedule in KINDS for name in (CASES if schedule == "adversarial" else CORE)]
 
 
 @pytest.mark.parametrize(("name", "schedule"), RUNS)

@@ -10,7 +10,8 @@ from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.tiles import EVEN, Shape, choose, find
 from cute_attn.runtime.arch import named
 from perf import rings
-from tests.emulator.test_xqa import SCHEDULES, decode
+from tests.emulator.test_xqa import decode
+from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_case import DTYPES, XqaCase, build
 
 pytestmark = pytest.mark.emulator
@@ -63,8 +64,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "schedule"), in_turn(CASES, KINDS, lambda name: CASES[name][0].kv))
 def test_a_warp_for_every_head(name: str, schedule: str) -> None:
     case, ring, rows, grid = CASES[name]
     built = build(case)

@@ -13,9 +13,10 @@ from cute_attn.emulator import EmulatorError
 from cute_attn.emulator.machine import Schedule
 from cute_attn.kernels.xqa.umma import tiles
 from cute_attn.runtime.arch import named
-from tests.emulator.test_xqa import SCHEDULES, decode
+from tests.emulator.test_xqa import decode
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, heads
+from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_case import Built, XqaCase, build
 
 ARCH = "sm_100a"
@@ -65,16 +66,14 @@ CASES = {
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(
-    ("name", "schedule"), [(name, SCHEDULES[(i + j) % 3]) for i, name in enumerate(CASES) for j in (0, 1)]
-)
+@pytest.mark.parametrize(("name", "schedule"), in_turn(CASES, KINDS, lambda name: CASES[name][1].kv))
 def test_case(name: str, schedule: str) -> None:
     sms, case = CASES[name]
     assert solve(build(case), sms, schedule) == ""
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", KINDS)
 def test_keys_that_no_row_sees(schedule: str) -> None:
     """K of a draft token that a tree hides from all rows may hold anything."""
     case = XqaCase((300,), heads=(8, 1), q_len=4, mask=True, page_size=1, seed=2)

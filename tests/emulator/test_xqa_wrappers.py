@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import pytest
@@ -19,11 +18,11 @@ from tests.support.case import Case
 from tests.support.graphs import Captured, emulated_graph
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
+from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_batches import GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
 
 pytestmark = pytest.mark.emulator
 
-SCHEDULES = ("eager", "delayed", "adversarial")
 DECODE_CALLS = {name: call for name, call in zip(IDS, CALLS, strict=True) if "decode" in call[0]}
 SINGLE = [problem for problem in MATRIX if problem.kind == "decode" and is_taken(problem)]
 SINGLE += [Case("decode", 1, 150, 4, 1, dim, dim, storage="padded") for dim in (512, 32)]
@@ -47,9 +46,7 @@ def solve(batch: BatchCase, sms: int, schedule: Schedule) -> Emulation:
     return emulation
 
 
-@pytest.mark.parametrize(
-    ("batch", "schedule"), list(zip(SMALL, itertools.cycle(SCHEDULES), strict=False)), ids=lambda x: getattr(x, "id", x)
-)
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(SMALL, KINDS), ids=lambda x: getattr(x, "id", x))
 def test_batch(batch: BatchCase, schedule: str) -> None:
     assert len(solve(batch, 2, Schedule(schedule, 1)).records) == 2 * bool(batch.rows)
 
@@ -57,7 +54,7 @@ def test_batch(batch: BatchCase, schedule: str) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batch(seed: int) -> None:
     batch = next(random_batches(seed, 120, 4))
-    solve(batch, (1, 2, 5, 3)[seed], Schedule(SCHEDULES[seed % 3], seed))
+    solve(batch, (1, 2, 5, 3)[seed], Schedule(KINDS[seed % 3], seed))
 
 
 @pytest.mark.parametrize(("kind", "perturbation"), [*DECODE_CALLS.values()], ids=[*DECODE_CALLS])
@@ -88,7 +85,7 @@ def test_single_request_of_fp8(kv_len: int, kv_layout: str) -> None:
     assert [record.spec["kernel"] for record in emulation.records] == ["xqa"]  # auto's choice
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", KINDS)
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str) -> None:
     """Tile after tile above the anchors of those before, of one query head more than of the others."""

@@ -16,10 +16,9 @@ from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, prefill
+from tests.support.schedules import ALL_SCHEDULES
 
 CUDA = torch.device("cuda")
-SCHEDULES = (Schedule("delayed", 1), Schedule("adversarial", 2))
-ALL_SCHEDULES = (Schedule(), *SCHEDULES)
 
 
 class Target(NamedTuple):
