@@ -41,24 +41,24 @@ def speed() -> str:
 
 
 def records() -> str:
-    """Return the tables of single records, without spread and without the reasons why candidates are missing."""
+    """Return the longest table of single records, without spread and the reasons why candidates are missing."""
     parts = []
     for title, name in RECORDS.items():
         record = json.loads((tables.RESULTS / f"{name}.json").read_text())
         made = next((table for key, table in report.TABLES.items() if key in record), report.speed_tables)(record)
-        shown = [SPREAD.sub("", table) for table in made if table.startswith("|")]
-        parts.append(f"### {title}\n\n{tables.source(record)}.\n\n" + "\n\n".join(shown) + "\n")
+        longest = max((table for table in made if table.startswith("|")), key=len)
+        parts.append(f"### {title}\n\n{tables.source(record)}.\n\n{SPREAD.sub('', longest)}\n")
     return "\n".join(parts)
 
 
-def engine(model: int) -> str:
-    """Return the table of tokens per second in vLLM of a model of the record."""
-    return report.engine_tables(json.loads((tables.RESULTS / f"{ENGINE}.json").read_text()))[model]
+def engine() -> str:
+    """Return the table of tokens per second in vLLM of the first model of the record."""
+    return report.engine_tables(json.loads((tables.RESULTS / f"{ENGINE}.json").read_text()))[0]
 
 
 def engine_graphs() -> str:
-    """Return the rows of CUDA graphs of the table of the first model."""
-    header, rule, *rows = engine(0).splitlines()
+    """Return the rows of CUDA graphs of that table."""
+    header, rule, *rows = engine().splitlines()
     return "\n".join([header, rule, *(row for row in rows if row.startswith("| graphs"))])
 
 
@@ -69,8 +69,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "records": records,
     "latent": lambda: tables.latent_table("h100"),
     "engine": engine_graphs,
-    "vllm": lambda: engine(0),
-    "gptoss": lambda: engine(1),
+    "vllm": engine,
     "support": support.markdown,
 }
 

@@ -30,7 +30,7 @@ from tests.support.batch_case import (
 from tests.support.graphs import graph_wrapper
 from tests.support.matrix import BF16
 from tests.support.persistent_emulated import CUDA, TARGETS, Target, name
-from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, all_alike, in_turn
+from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, in_turn, structure
 
 pytestmark = pytest.mark.emulator
 
@@ -63,7 +63,7 @@ def products(emulation: Emulation) -> int:
     return sum(count for form, count in counts if form.startswith(("wgmma.mma_async", "tcgen05.mma", "mma.sync")))
 
 
-@pytest.mark.parametrize(("case", "schedule"), in_turn(GAPS[:3], structure=all_alike), ids=name)
+@pytest.mark.parametrize(("case", "schedule"), in_turn(GAPS[:3], structure=structure), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_persistent(target: Target, case: BatchCase, schedule: Schedule) -> None:
     solve(case, target.arch, target.kernels, schedule)

@@ -12,7 +12,7 @@ from tests.support.batch_case import BatchCase, dims, heads, paged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, ROPE, decode, prefill
 from tests.support.persistent_emulated import name
-from tests.support.schedules import ALL_SCHEDULES, all_alike, in_turn
+from tests.support.schedules import ALL_SCHEDULES, in_turn, structure
 from tests.support.xqa_case import XqaCase, build
 
 pytestmark = pytest.mark.emulator
@@ -36,7 +36,7 @@ DECODE: tuple[XqaCase, ...] = (
 )
 
 
-@pytest.mark.parametrize(("problem", "schedule"), in_turn(SINGLE, structure=all_alike), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(SINGLE, structure=structure), ids=name)
 def test_single(problem: Case, schedule: Schedule) -> None:
     with using(ARCH, kernels="fa2", schedule=schedule, sms=4):
         out, lse = case.call(problem, case.make(problem), backend="emulator")
@@ -44,7 +44,7 @@ def test_single(problem: Case, schedule: Schedule) -> None:
     assert result.ok, result.detail
 
 
-@pytest.mark.parametrize(("problem", "schedule"), in_turn(BATCHES, structure=all_alike), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(BATCHES, structure=structure), ids=name)
 def test_batch(problem: BatchCase, schedule: Schedule) -> None:
     inputs = batch_case.make(problem)
     with using(ARCH, kernels="fa2", schedule=schedule, sms=4):

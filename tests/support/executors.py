@@ -43,6 +43,6 @@ GPU_MARKS = (pytest.mark.gpu, pytest.mark.sm80, pytest.mark.skipif(not HAS_GPU, 
 
 PARAMS = [
     pytest.param(REFERENCE, id=REFERENCE.name),
-    pytest.param(emulated("sm_90a"), id="emulator-sm_90a", marks=pytest.mark.emulator),
+    *(pytest.param(emulated(a), id=emulated(a).name, marks=pytest.mark.emulator) for a in ("sm_80", "sm_90a")),
     pytest.param(CUDA, id=CUDA.name, marks=GPU_MARKS),
 ]
