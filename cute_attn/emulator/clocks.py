@@ -82,7 +82,9 @@ class Clocks:
             self.v[agents, TMEM] = np.maximum(self.v[agents, FENCED], self.v[agents, TMEM])
 
     def proxy_fence(self, agents: Array) -> None:
+        """Extend to the async proxy what these warps have observed and done, but not what they do from now on."""
         self.v[agents, PROXY] = self.v[agents, ORDER]
+        self.v[agents, ORDER, agents] += 1
 
     def begin(self, agent: int, what: str, generic: bool = False) -> Op:
         """Begin an operation that is ordered after everything that warp `agent` has observed and done so far. A warp

@@ -75,6 +75,11 @@ WRONG: dict[str, tuple[type[EmulatorError], str, tuple[str, ...]]] = {
     ),
     "two writers": (faults.Race, "races with a write", ("st.shared.b32 [%r8], %me;",)),
     "generic write, async read": (faults.ProxyFault, "fence.proxy.async", (STORE, "bar.sync 0;", *BULK)),
+    "fence, generic write, async read": (
+        faults.ProxyFault,
+        "no fence.proxy.async",
+        (FENCE, STORE, "bar.sync 0;", *BULK),
+    ),
     "async read, then write": (
         faults.Race,
         "races",

@@ -467,3 +467,4 @@ def _fence_init(w: WarpBatch, mask: Array | None) -> None:
     if w.cta.clocks is not None:
         agents = w.active_agents(mask)
         w.cta.clocks.v[agents, PROXY, agents] = w.cta.clocks.v[agents, ORDER, agents]
+        w.cta.clocks.v[agents, ORDER, agents] += 1
