@@ -157,17 +157,34 @@ BACKENDS = (  # in the order in which "auto" considers them
 )
 
 
-# Packed query rows from which on selection may differ.
-ROWS_CLASSES = sorted(
-    {
-        n
-        for backend in BACKENDS
-        for rule in backend.passed_over
-        if isinstance(rows := rule.when.get("rows"), range)
-        for n in (rows.start, rows.stop)
-        if n < MOST
-    }
-)
+_RULES = [rule for backend in BACKENDS for rule in backend.passed_over]
+
+
+def _rows_classes(bits: int) -> list[int]:
+    """Return the packed query rows from which on selection may differ over k and v of so many bits per element."""
+    ranges = (rule.when["rows"] for rule in _RULES if "rows" in rule.when and _concerns(rule, bits))
+    return sorted({n for rows in ranges if isinstance(rows, range) for n in (rows.start, rows.stop) if n < MOST})
+
+
+def _concerns(rule: Pass, bits: int) -> bool:
+    """Tell whether a rule may apply to k and v of so many bits. Only those of 8 bits are prepared by the kernel."""
+    return bits in rule.when.get("bits", (bits,)) and (bits == 8 or "" in rule.when.get("keys", ("",)))
+
+
+_ROWS_CLASSES = {bits: _rows_classes(bits) for bits in (8, 16)}
+
+
+def rows_classes(kv_dtype: torch.dtype) -> list[int]:
+    """Return the packed query rows from which on selection may differ over k and v of a dtype."""
+    return _ROWS_CLASSES[8 * kv_dtype.itemsize]
+
+
+def counts_splits(features: Features) -> bool:
+    """Tell whether selection depends on `Load.unsplit` over such a cache."""
+    known = _known(features, UNKNOWN_LOAD, None)
+    return any(
+        "unsplit" in rule.when and all(known[x] in rule.when[x] for x in ("bits", "head_dim")) for rule in _RULES
+    )
 
 
 # Not in the support table: it supports what the GPU backend supports whose kernels it runs.

@@ -19,11 +19,12 @@ from cute_attn.dispatch.capabilities import (
     CAPABILITIES,
     ELSEWHERE,
     EMULATOR,
-    ROWS_CLASSES,
     ROWS_OF_DECODE,
     UNKNOWN_LOAD,
     Backend,
     Load,
+    counts_splits,
+    rows_classes,
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
@@ -91,13 +92,13 @@ def load_of(features: Features, qo_len: int, one_request: bool, unsplit: bool = 
 
 
 def load_class(features: Features, qo_len: int, one_request: bool, unsplit: bool = False) -> Load:
-    """Return `load_of` with its rows lowered to the largest of `ROWS_CLASSES` that they reach: selection
+    """Return `load_of` with its rows lowered to the largest of `rows_classes` that they reach: selection
     depends on nothing finer, and the cache of `chosen` stays small.
     """
     if features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
-    load = load_of(features, qo_len, one_request, unsplit)
-    return load if load.rows is None else Load(ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, load.rows) - 1], *load[1:])
+    load, classes = load_of(features, qo_len, one_request, unsplit), rows_classes(features.kv_dtype)
+    return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], *load[1:])
 
 
 def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:
@@ -121,12 +122,12 @@ def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
 
 def needs_no_split(settings: Settings, lengths: BatchLengths) -> bool:
     """Tell whether a decode batch, whose lengths the host knows, has so many pairs of a request and a kv head for its
-    keys that a CTA for each pair fills the GPU.
+    keys that a CTA for each pair fills the GPU; False where selection does not depend on it.
 
     Over 16 bits at head dim 128 fa2 without splits is 0.95 to 1.3 times as fast as XQA there, 0.7 to 1 beyond (H100).
     """
     features = settings.features
-    if not features.decode or lengths.batch_size == 0:
+    if not features.decode or lengths.batch_size == 0 or not counts_splits(features):
         return False
     seen = lengths.total_kv // lengths.batch_size
     if settings.window_left >= 0:
