@@ -315,9 +315,9 @@ def test_explain_of_a_batch(capsys: Output) -> None:
     assert cut
     splits, partials = int(cut[1]), int(cut[2])
     assert partials == splits > 1
-    assert int(work[1]) == 1 + splits + 4  # 512 tokens are 4 tiles of 128 rows
+    assert int(work[1]) == 1 + splits + 16  # 512 tokens of 4 heads are 16 tiles of 128 rows
     assert -(-2000 // splits) <= int(work[3]) < 2000
-    assert float(cut[3]) == round(partials * 32 * 128 * (128 + 1) * 4 / 2**20, 1)
+    assert float(cut[3]) == round(partials * 8 * 128 * (128 + 1) * 4 / 2**20, 1)
 
 
 def test_explain_of_equal_requests(capsys: Output) -> None:
