@@ -170,15 +170,14 @@ def _engine_table(rows: Sequence[Record]) -> str:
         for column in ENGINE_COLUMNS if "decode" in row else ():
             speeds = best.setdefault((row["mode"], column), {})
             speeds[row["backend"]] = max(speeds.get(row["backend"], 0.0), *row[column])
-    ours, *others = sorted(dict.fromkeys(row["backend"] for row in rows), key=lambda name: name != ENGINE_OURS)
+    names = sorted(dict.fromkeys(row["backend"] for row in rows), key=lambda name: name != ENGINE_OURS)
     lines = []
     for (mode, column), speeds in best.items():
-        cells = [f"{speeds[name]:,.0f}" if name in speeds else "-" for name in (ours, *others)]
-        fastest = max((speeds.get(name, 0.0) for name in others), default=0.0)
-        lines.append(
-            (f"{mode}, {column}", *cells, f"{speeds[ours] / fastest:.2f}" if ours in speeds and fastest else "-")
-        )
-    return table(("tokens/s", ours, *others, "to the best other"), lines)
+        cells = [f"{speeds[name]:,.0f}" if name in speeds else "-" for name in names]
+        fastest = max((speed for name, speed in speeds.items() if name != ENGINE_OURS), default=0.0)
+        ratio = f"{speeds[ENGINE_OURS] / fastest:.2f}" if ENGINE_OURS in speeds and fastest else "-"
+        lines.append((f"{mode}, {column}", *cells, ratio))
+    return table(("tokens/s", *names, f"{ENGINE_OURS} to the best other"), lines)
 
 
 def _beside_one_gpu(entry: Record) -> str:

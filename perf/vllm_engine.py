@@ -26,11 +26,10 @@ from typing import Any
 
 from perf import program
 from perf.bench import save
-from perf.report import markdown
+from perf.report import ENGINE_OURS, markdown
 
 NAME = "vllm_engine"
-OURS = "CUTE_ATTN"
-BACKENDS = (OURS, "FLASH_ATTN", "TRITON_ATTN")
+BACKENDS = (ENGINE_OURS, "FLASH_ATTN", "TRITON_ATTN")
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
 EXPERTS = {"head_dim": 64, "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4}
@@ -114,8 +113,7 @@ def measure(asked: Mapping[str, Any]) -> program.Row:
         for of_calls in times.values():
             of_calls.clear()
         engine.seconds(engine.prompts(*HOST[:2]), HOST[2])
-        calls = {name: sorted(of_calls) for name, of_calls in times.items()}
-        return {**found, "host_us": {name: statistics.median(values) for name, values in calls.items() if values}}
+        return {**found, "host_us": {name: statistics.median(calls) for name, calls in times.items() if calls}}
     return {
         **found,
         "prefill": engine.prefill(*PREFILL),
@@ -125,7 +123,7 @@ def measure(asked: Mapping[str, Any]) -> program.Row:
 
 
 def host_times() -> dict[str, list[float]]:
-    """Have a layer's calls of every backend note their microseconds on the host; steps of few tokens are decodes."""
+    """Have every backend note the microseconds of its calls on the host. Most steps are decodes: so are the medians."""
     from vllm.v1.attention.backends import flash_attn, triton_attn
 
     from cute_attn.integrations.vllm import builder, impl
@@ -182,7 +180,8 @@ def in_process(asked: program.Row, limit: float) -> program.Row:
             found = json.loads(path.read_text())
             if found == asked:
                 log.seek(0)
-                return {"reason": f"no result in {limit:.0f} s: {log.read()[-2000:]}"}
+                why = f"no result within {limit:.0f} s, exit status {child.returncode}"
+                return {"reason": f"{why}: {log.read()[-2000:]}"}
             return found
 
 
@@ -227,7 +226,8 @@ def main() -> int:
             print(json.dumps(record[NAME][-1]), flush=True)
             if options.out:
                 save(record, options.out)
-    print(markdown(record))
+    if not options.host:  # whose rows are printed above
+        print(markdown(record))
     return 0
 
 

@@ -56,6 +56,12 @@ def test_the_table_has_the_fastest_of_all_processes() -> None:
     rows = [row("B", 100.0, 90.0), row("CUTE_ATTN", 80.0), row("CUTE_ATTN", 110.0, 70.0), row("C", 50.0)]
     rows.append({"mode": "eager", "backend": "D", "reason": "none"})
     lines = report.engine_tables({"vllm_engine": rows})[0].splitlines()
-    assert lines[0] == "| tokens/s | CUTE_ATTN | B | C | D | to the best other |"
+    assert lines[0] == "| tokens/s | CUTE_ATTN | B | C | D | CUTE_ATTN to the best other |"
     assert lines[2] == "| eager, prefill | 110 | 100 | 50 | - | 1.10 |"
     assert len(lines) == 5
+
+
+def test_a_table_without_ours_has_no_ratios() -> None:
+    row = {"mode": "eager", "backend": "B", **{column: [100.0] for column in report.ENGINE_COLUMNS}}
+    other = {**row, "backend": "C"}
+    assert "| eager, prefill | 100 | 100 | - |" in report.engine_tables({"vllm_engine": [row, other]})[0]

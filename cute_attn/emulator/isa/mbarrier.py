@@ -463,7 +463,7 @@ def fence_init(e: Emitter, inst: Inst) -> None:
 
 
 def _fence_init(w: WarpBatch, mask: Array | None) -> None:
-    """Make the warp's own writes visible to the async proxy."""
+    """Make the warp's own writes so far visible to the async proxy."""
     if w.cta.clocks is not None:
         agents = w.active_agents(mask)
         w.cta.clocks.v[agents, PROXY, agents] = w.cta.clocks.v[agents, ORDER, agents]
