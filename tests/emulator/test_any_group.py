@@ -20,7 +20,7 @@ FA3 = next(target for target in TARGETS if target.kernels == "fa3")
 LENGTHS = (47, 0, 3, 30), (150, 40, 9, 200)
 BATCHES = {
     "groups of 5": paged(*LENGTHS, 16, **heads(10, 2), **dims(256), dtype="bfloat16"),
-    "of 7, causal, split": paged((40, 9), (700, 500), 16, mask="causal", **heads(7, 1), **dims(128)),
+    "of 7, causal": paged((40, 9), (700, 500), 16, mask="causal", **heads(7, 1), **dims(128)),
     "of 3, window, sinks": ragged(*LENGTHS, mask="causal", window_left=40, sinks=True, **heads(6, 2), **dims(64)),
     "of 6, custom masks, gathered": paged(*LENGTHS, 3, mask="packed", **heads(6, 1), **dims(64)),
     "of 5, fp8": ragged(*LENGTHS, mask="causal", dtype=E4M3, o_dtype="bfloat16", **heads(5, 1), **dims(128)),
@@ -37,9 +37,18 @@ def test_groups_of_any_size_share_tiles(name: str, schedule: Schedule) -> None:
     assert KERNELS.heads_per_tile(settings.features, 47, HopperTile(128, 64, 2, 1)) == group
 
 
-@pytest.mark.parametrize("options", [CAUSAL, {}], ids=("causal", "split"))
-def test_single_requests(options: dict[str, object]) -> None:
-    solve_single(FA3, request(60, 900, (7, 1), 64, **options), Schedule("adversarial", 1), sms=4)
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+def test_split_groups_share_tiles(schedule: Schedule) -> None:
+    """Slots of partial results have as many rows as are used."""
+    batch = paged((20, 9), (2100, 300), 16, mask="causal", **heads(7, 1), **dims(128))
+    emulation = solve_batch(FA3, batch, schedule, sms=16)
+    assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
+
+
+def test_single_requests() -> None:
+    solve_single(FA3, request(60, 900, (7, 1), 64, **CAUSAL), Schedule("adversarial", 1), sms=4)
+    split = solve_single(FA3, request(20, 2100, (7, 1), 64), Schedule("adversarial", 1), sms=16)
+    assert [record.spec["kernel"] for record in split.records] == ["fa3", "combine"]
 
 
 def test_rows_of_whole_tokens() -> None:

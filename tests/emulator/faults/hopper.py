@@ -312,6 +312,13 @@ SHARED_TILES = (
         SHARED,
     ),
     Fault(
+        "partial results leave room for unused rows",
+        "blocks/persistent.py",
+        "first = slot * Int64(p.tile_rows)",
+        "first = slot * Int64(self.spec.tile.rows)",
+        SHARED,
+    ),
+    Fault(
         "tiles of a single request begin after unused rows",
         "blocks/tile_scheduler.py",
         "first_row=(p.last_block - position.number) * p.tile_rows,",
