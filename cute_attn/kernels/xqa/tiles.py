@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     kv_heads: int = 1
     units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
     kv_len: int | None = None  # most keys of a request, in all launches
-    window: int | None = None  # `window_left`, if no row sees more than SHORT keys
+    window: int | None = None  # `window_left`
 
 
 class Ring(NamedTuple):
@@ -84,7 +84,7 @@ OTHER_RINGS = (
     Ring(4, 2, 1, 8192),
     Ring(2, 2, 1, 8192),
 )
-SHORT_WINDOWS = up_to(SHORT)
+SHORT_WINDOWS = up_to(SHORT - 1)
 # Of short segments, by the most bytes of a row of K (`python -m perf.tune decode-windows`).
 _SHORT_RINGS = {
     32: Ring(2, 2, 8, 2048, work="whole"),
@@ -151,9 +151,9 @@ _HOPPER_WINDOWS = (
     ),
     _rule(16, (_FEW_OF_128._replace(slot=4096),), _NARROW, window=_SHORTEST, pairs=up_to(256)),
     _rule(
-        8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED, window=range(128, SHORT + 1), pairs=up_to(FEW)
+        8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED, window=range(128, SHORT), pairs=up_to(FEW)
     ),
-    _rule(8, _WHOLE_HEADS, _MEASURED, window=range(128, SHORT + 1), pairs=above(EVEN - 1)),
+    _rule(8, _WHOLE_HEADS, _MEASURED, window=range(128, SHORT), pairs=above(EVEN - 1)),
 )  # fmt: skip
 # One request, whose units have clusters of their own. Of 6 CTAs more clusters run at once than of 8, whose GPC leaves
 # SMs over. us without and with keys ahead or a guest: 1 x 8192, 8/1 heads, bf16 6.9 and 6.5, 8 bits 6.6 and 5.8; 28/4

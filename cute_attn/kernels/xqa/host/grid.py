@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa.host.variant import choose_spec
-from cute_attn.kernels.xqa.spec import DecodeSpec, Work, XqaSpec
+from cute_attn.kernels.xqa.spec import ONE_SEGMENT, DecodeSpec, Work, XqaSpec
 from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import UNLIMITED, Settings
@@ -24,7 +24,7 @@ CLUSTERED = 3 / 4
 class Placement(NamedTuple):
     """Grid of a launch, and what its CTAs leave in device memory."""
 
-    grid: Grid  # (CTA groups, CTAs per group, 1); of whole segments (units / units of a CTA, 1, 1), for one request
+    grid: Grid  # (CTA groups, CTAs per group, 1), or of one request (units / units of a CTA, CTAs of a segment, 1)
     ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
     partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
     min_share: int = 1  # tiles of a CTA
@@ -47,21 +47,29 @@ class LaunchConfig(NamedTuple):
 
     def grid_of(self, batch_size: int) -> Grid:
         """Returns the grid of a launch of `batch_size` requests."""
-        return (self.grid[0], batch_size, 1) if self.spec.whole else self.grid
+        return (*self.grid[:2], batch_size) if self.spec.work in ONE_SEGMENT else self.grid
 
 
 def launch_config(
-    settings: Settings, qo_len: int, rule: Rule[Rings], arch: Arch, sms: int, workspace_bytes: int = UNLIMITED
+    settings: Settings,
+    qo_len: int,
+    rule: Rule[Rings],
+    arch: Arch,
+    sms: int,
+    alone: bool = True,
+    workspace_bytes: int = UNLIMITED,
 ) -> LaunchConfig:
     """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for the
-    settings' features. `workspace_bytes`: room for partial results; fewer CTAs, down to one, need less.
+    settings' features. `alone`: launches are of one request. `workspace_bytes`: room for partial results; fewer CTAs,
+    down to one, need less.
     """
     features = settings.features
     spec = choose_spec(features, qo_len, rule, arch)
     if features.num_kv_heads % spec.heads:
         raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
     row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
-    placement = PLACEMENTS[spec.work](spec, features.num_kv_heads, row_blocks, sms, workspace_bytes)
+    place = PLACEMENTS["whole" if spec.work == "cluster" and not alone else spec.work]
+    placement = place(spec, features.num_kv_heads, row_blocks, sms, workspace_bytes)
     return LaunchConfig(spec, qo_len, row_blocks, *placement)
 
 
@@ -75,8 +83,8 @@ def shares(spec: DecodeSpec, num_kv_heads: int, row_blocks: int, sms: int, works
 
 
 def whole(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
-    """Places a CTA for every unit, or for as many as a CTA has."""
-    return Placement((num_kv_heads // spec.heads * row_blocks, 1, 1))
+    """Places a CTA for every unit, or for as many as a CTA has, or a cluster."""
+    return Placement((num_kv_heads // spec.heads * row_blocks, spec.cluster_size, 1))
 
 
 def clusters(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:

@@ -35,9 +35,10 @@ from cute_attn.runtime.launch import CPU, Bound, Settled, current_stream
 from cute_attn.runtime.param_block import Values
 
 
-def _kernel(settings: Settings, qo_len: int, rule: Rule[Rings], gpu: Gpu) -> XqaKernel:
-    """Returns the kernel of requests with `qo_len` query tokens."""
-    return prepared(XqaKernel, settings, prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms), gpu)
+def _kernel(settings: Settings, qo_len: int, rule: Rule[Rings], gpu: Gpu, alone: bool = True) -> XqaKernel:
+    """Returns the kernel of one request, or several, with `qo_len` query tokens."""
+    config = prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms, alone)
+    return prepared(XqaKernel, settings, config, gpu)
 
 
 @functools.lru_cache(MAX_DEVICES)
@@ -155,7 +156,7 @@ class DecodeRun:
         tables, scratch, index = problem.block_tables, problem.scratch, gpu.device_index
         rows, width = tables.shape
         rule = rule_of(settings.features, gpu.arch, shape_of_call(problem))
-        kernel = _kernel(settings, qo_len, rule, gpu)
+        kernel = _kernel(settings, qo_len, rule, gpu, rows == 1)
         config, longest, step = kernel.config, problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = kernel.request((step, 0, rows), (rows - 1) * step + width)

@@ -15,15 +15,15 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.split_kv import ceil_div
 
-MAX_GRID_Y = 65535  # CTAs along the second axis of a grid: requests of which each has some of its own
+MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
 
 def shape_of(batch_size: int, settings: Settings, qo_len: int, longest: int | None = None) -> Shape:
     """Return what is known of a launch. `longest`: most keys of a request, in all launches."""
     window, kv_heads = settings.window_left, settings.features.num_kv_heads
     blocks = ceil_div(qo_len * (settings.features.num_qo_heads // kv_heads), tiles.MOST_ROWS)
-    short = batch_size <= MAX_GRID_Y and 0 <= window <= tiles.SHORT - qo_len
-    return Shape(batch_size, kv_heads, kv_heads * blocks, longest, window if short else None)
+    known = 0 <= window and batch_size <= MAX_GRID_Z
+    return Shape(batch_size, kv_heads, kv_heads * blocks, longest, window if known else None)
 
 
 def shape_of_call(problem: Request) -> Shape:

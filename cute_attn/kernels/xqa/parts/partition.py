@@ -116,6 +116,12 @@ class Partition:
         return cute.arch.block_idx()[0]
 
     @property
+    def launched_before(self) -> Int32:
+        """Number of CTAs of the launch that start before this one."""
+        x, y, _ = cute.arch.block_idx()
+        return y * cute.arch.grid_dim()[0] + x
+
+    @property
     def first_unit(self) -> Int32:
         """First unit of this warp. Where each has its own, the warps of a CTA read the same tokens of adjacent units,
         which lie side by side in the cache: all of a token is read at about the same time."""
@@ -191,8 +197,7 @@ class Partition:
         first_tile = request.first_token // cols
         begin = ptx.maximum((first_tile + split.begin) * cols, request.first_token)
         end = ptx.minimum(ptx.minimum((first_tile + split.end) * cols, request.kv_len), begin + most)
-        x, y, _ = cute.arch.block_idx()
-        end = ptx.select(y * cute.arch.grid_dim()[0] + x < p.resident, end, Int32(0))
+        end = ptx.select(self.launched_before < p.resident, end, Int32(0))
         return FirstKeys(segment.first_page, self.head(segment), begin, end)
 
     def cost(self, index: Int32) -> Int32:
@@ -300,21 +305,39 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class WholeSegments(Partition):
-    """Partition where every segment is short: a CTA or a warp for each, which needs neither the other requests' lengths
-    nor a merge in global memory. The grid is [units / units of a CTA, requests]."""
+class OneSegment(Partition):
+    """Partition that gives a CTA or a warp one segment, or a part of one, which needs no other request's lengths. The
+    grid is [units / units of a CTA, CTAs of a segment, requests]."""
+
+    @property
+    def index(self) -> Int32:
+        """Index of this CTA's request."""
+        return cute.arch.block_idx()[2]
+
+    @property
+    def launched_before(self) -> Int32:
+        width, height, _ = cute.arch.grid_dim()
+        return super().launched_before + self.index * height * width
 
     def prefetch_lengths(self) -> None:
-        self.prefetch_request(cute.arch.block_idx()[1])
+        self.prefetch_request(self.index)
+
+    def first_page_and_request(self) -> tuple[Int32, Request]:
+        """In flight together: ptxas waits for the length before the branch to the second load."""
+        return self.first_page(self.index), self.request(self.index)
+
+
+@dataclass(frozen=True)
+class WholeSegments(OneSegment):
+    """Partition where every segment is short: a CTA or a warp for each, which needs no merge in global memory."""
 
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         """The only segment of this warp, and a share that is its own."""
-        unit, index = self.first_unit, cute.arch.block_idx()[1]
-        # In flight together: ptxas waits for the length before the branch to the second load.
-        first_page, request = self.first_page(index), self.request(index)
+        first_page, request = self.first_page_and_request()
         positions = request.tiles + self.p.overhead
-        return Share(Int32(0), positions, positions), Segment(index, unit, self.p.overhead, first_page, request)
+        segment = Segment(self.index, self.first_unit, self.p.overhead, first_page, request)
+        return Share(Int32(0), positions, positions), segment
 
     def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
         """A segment beyond the share."""
@@ -325,25 +348,21 @@ BEYOND = 1 << 30  # position of no tile
 
 
 @dataclass(frozen=True)
-class ClusterSegments(Partition):
-    """Partition of one request: all CTAs of a unit share its tiles equally, and each cluster of them merges its partial
-    results in shared memory. The grid is [units, clusters of a unit x CTAs of a cluster]. Positions are tiles; clusters
-    behind the last tile are idle."""
+class ClusterSegments(OneSegment):
+    """Partition for few segments: all CTAs of one share its tiles equally, and each cluster of them merges its partial
+    results in shared memory. A launch of several requests has one cluster for every segment. Positions are tiles;
+    clusters behind the last tile are idle."""
 
     spec: XqaSpec
-
-    def prefetch_lengths(self) -> None:
-        self.prefetch_request(Int32(0))
 
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         p, cta = self.p, cute.arch.block_idx()[1]
-        # In flight together, as in `WholeSegments`.
-        first_page, request = self.first_page(Int32(0)), self.request(Int32(0))
+        first_page, request = self.first_page_and_request()
         size = ptx.maximum(p.min_share, self.per_cta(request.tiles + cute.arch.grid_dim()[1] - 1))
         begin = cta * size
         share = Share(begin, ptx.minimum(begin + size, request.tiles), size)
-        return share, Segment(Int32(0), cute.arch.block_idx()[0], Int32(0), first_page, request)
+        return share, Segment(self.index, cute.arch.block_idx()[0], Int32(0), first_page, request)
 
     def overlaps(self, segment: Segment, share: Share) -> Boolean:
         size = self.spec.cluster_size
