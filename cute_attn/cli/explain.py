@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     call = make_call(options)
     problem = single_request.problem(call) if arch is None else planned.on_gpu(call)
     features = problem.features
-    load = select.load_of(features, problem.qo_len, one_request=True)
+    load = select.load_of(problem.settings, problem.qo_len)
     title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len} on {sms} multiprocessors of {arch and arch.name}"
 
     def launches() -> Planned:

@@ -35,8 +35,7 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=q_len)
     features = settings.features
     qo_len = batch_schedule.typical_qo_len(batch.lengths, limits)
-    unsplit = select.needs_no_split(settings, batch.lengths)
-    load = select.load_of(features, qo_len, batch.batch_size == 1, unsplit)
+    load = select.load_of(settings, qo_len, batch.batch_size)
     keys = f"{int(batch.lengths.kv_len.sum())} keys"
     where = f"{keys} in pages of {options.page_size}" if options.page_size else keys
     on = f"on {sms} multiprocessors of {arch and arch.name}"

@@ -22,5 +22,5 @@ def on_gpu(call: single_request.Call) -> Problem:
 
 def launches(problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
     """Kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
-    load = select.load_of(problem.features, problem.qo_len, one_request=True)
+    load = select.load_of(problem.settings, problem.qo_len)
     return backends.of(select.choose(problem.features, "auto", arch, load)).launches(problem, arch, sms)

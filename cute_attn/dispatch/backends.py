@@ -18,7 +18,6 @@ from cute_attn.problem import (
     BatchLengths,
     BatchLimits,
     DeviceLengths,
-    Problem,
     Request,
     Settings,
 )
@@ -79,7 +78,7 @@ def run(problem: Request, backend: str = "auto") -> Fire | None:
     """
     if not isinstance(backend, str):
         choose(problem.features, backend)
-    load = load_class(problem.features, problem.qo_len, isinstance(problem, Problem))
+    load = load_class(problem.settings, problem.qo_len)
     return prepared(_runner, problem.settings, backend, load)(problem)
 
 

@@ -30,8 +30,7 @@ class Load(NamedTuple):
     """What selection knows of the size of a problem beside its features; by default nothing."""
 
     rows: int | None = None  # packed query rows per request (qo_len x heads per kv head); None: not known
-    one_request: bool = False  # whether there is one request alone
-    unsplit: bool = False  # whether a decode batch is known to need no split of its keys
+    clustered: bool = False  # whether XQA has a cluster for every request and kv head on Hopper
 
 
 UNKNOWN_LOAD = Load()
@@ -49,7 +48,6 @@ def _known(features: Features, load: Load, arch: Arch | None) -> dict[str, Any]:
         "chunk_invariant": features.chunk_invariant,
         "head_dim": features.head_dim_qk,
         "keys": "nvfp4" if features.kv_block_scales else "fp8" if fp8 else "",
-        "kv_heads": features.num_kv_heads,
         "rotated": features.pos_encoding_mode == "ROPE_LLAMA",
         **load._asdict(),
     }
@@ -132,23 +130,16 @@ BACKENDS = (  # in the order in which "auto" considers them
             Rule("", {"bits": (16,), "head_dim": (32, 64, 96, 112)}, "0.97 to 1.2 times as fast as fa2 (H100, H200)"),
             _at_most(16, **_HOPPER, head_dim=(128, 256)),
             Rule(
-                "requests as short and many as these need no split",
-                {**_HOPPER, "head_dim": (128,), "unsplit": (True,)},
-                "fa2 is 0.95 to 1.3 times as fast there (H100)",
-            ),
-            Rule(
                 "",
                 {**_HOPPER, "head_dim": (128,)},
                 "1.03 times as fast as fa2 in the mean of 48 batches, 0.91 (2 requests, one kv head) to 1.23 (H100)",
             ),
             Rule(
                 "",
-                {**_HOPPER, "head_dim": (256,), "rows": above(-1), "one_request": (True,), "kv_heads": up_to(4)},
-                "clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.run anchors`, H100)",
+                {**_HOPPER, "head_dim": (256,), "rows": above(-1), "clustered": (True,)},
+                "one request 1.08 to 1.9 times as fast as fa2 (H100), few with windows 1.16 to 1.5 (H200)",
             ),
-            Rule(
-                "head dimension {head_dim}, but for one request of at most 4 kv heads", {**_HOPPER, "head_dim": (256,)}
-            ),
+            Rule("head dimension {head_dim}, but for what clusters share", {**_HOPPER, "head_dim": (256,)}),
             Rule("head dimension {head_dim} in {bits} bits", {}),
         ),
     ),
@@ -179,11 +170,11 @@ def rows_classes(kv_dtype: torch.dtype) -> list[int]:
     return _ROWS_CLASSES[8 * kv_dtype.itemsize]
 
 
-def counts_splits(features: Features) -> bool:
-    """Tell whether selection depends on `Load.unsplit` over such a cache."""
+def counts_clusters(features: Features) -> bool:
+    """Tell whether selection depends on `Load.clustered` over such a cache."""
     known = _known(features, UNKNOWN_LOAD, None)
     return any(
-        "unsplit" in rule.when and all(known[x] in rule.when[x] for x in ("bits", "head_dim")) for rule in _RULES
+        "clustered" in rule.when and all(known[x] in rule.when[x] for x in ("bits", "head_dim")) for rule in _RULES
     )
 
 

@@ -27,7 +27,6 @@ from cute_attn.problem import (
     BatchProblem,
     DecodeProblem,
     DeviceLengths,
-    Problem,
     Request,
     Scratch,
     Settings,
@@ -105,7 +104,7 @@ def _family(asked: Settings, arch: Arch, load: Load) -> KernelFamily:
 
 
 def _load(problem: Request) -> Load:
-    return load_class(problem.features, problem.qo_len, isinstance(problem, Problem))
+    return load_class(problem.settings, problem.qo_len)
 
 
 class EmulatedRun:

@@ -127,12 +127,12 @@ def explain(
     if isinstance(asked, (Features, Problem, DecodeProblem)):
         _refuse_keywords(options.changed(), "Features")
         features = asked if isinstance(asked, Features) else asked.features
-        load = Load(rows) if isinstance(asked, Features) else select.load_of(features, asked.qo_len, one_request=True)
+        load = Load(rows) if isinstance(asked, Features) else select.load_of(asked.settings, asked.qo_len)
     else:
         call = described(options) if asked is None else _with_tensors(asked, options)
         problem = single.problem(call)
         features = problem.features
-        load = select.load_of(features, problem.qo_len, one_request=True)
+        load = select.load_of(problem.settings, problem.qo_len)
         if asked is None and arch is None:
             found = archs.for_device(torch.cuda.current_device()) if torch.cuda.is_available() else _arch("sm_90a")
     if found is not None:
@@ -244,7 +244,7 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
         if refusals := select.reasons_against(backend, features, arch):
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
         elif backend in able[:1]:
-            reason = _why_chosen(backend, features, skipped, able) + _without_lengths(backend, features, load, arch)
+            reason = _why_chosen(backend, features, skipped, able)
             found.append(Verdict(backend.name, CHOSEN, reason + _note(rules[backend.name])))
         elif why := skipped.get(backend.name):
             found.append(
@@ -268,17 +268,6 @@ def _why_chosen(backend: Backend, features: Features, skipped: Mapping[str, str]
         return "all that take it are passed over for others where they can, and it comes first"
     order = ", ".join(b.name for b in BACKENDS if features.device.type in b.auto_on)
     return f"the first of {order} that takes it and is not passed over"
-
-
-def _without_lengths(chosen: Backend, features: Features, load: Load, arch: Arch | None) -> str:
-    """Return which backend a plan takes that does not know the lengths of requests, if it is another."""
-    if not load.unsplit:
-        return ""
-    candidates = select.candidates(features, "auto", load._replace(unsplit=False), arch)
-    other = next(b.name for b in candidates if not select.reasons_against(b, features, arch))
-    if other == chosen.name:
-        return ""
-    return f"; with use_cuda_graph=True, or index arrays on the GPU, lengths do not count: {other}"
 
 
 def text(features: Features, arch: Arch | None, load: Load) -> str:

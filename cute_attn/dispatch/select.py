@@ -23,11 +23,12 @@ from cute_attn.dispatch.capabilities import (
     UNKNOWN_LOAD,
     Backend,
     Load,
-    counts_splits,
+    counts_clusters,
     rows_classes,
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
+from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
 from cute_attn.problem import NO_LENGTHS, BatchLengths, BatchLimits, DeviceLengths, Features, Settings, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 CACHE_SIZE = 256  # settings: more than the layers of a model have
-UNSPLIT_KEYS = 4  # keys per request, in pairs of the batch, below which none needs a split
+HOPPER = archs.named("sm_90a")
 MOST_NEWEST = ROWS_OF_DECODE  # query tokens of a request: of more, `are_newest` says no whatever the heads
 
 
@@ -84,30 +85,34 @@ def _refusal_of_gpus(features: Features) -> Refusal | None:
     return reason
 
 
-def load_of(features: Features, qo_len: int, one_request: bool, unsplit: bool = False) -> Load:
-    """Return the load of requests of `qo_len` query tokens. `unsplit`: result of `needs_no_split`."""
+def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
+    """Return the load of so many requests of `qo_len` query tokens. It does not depend on their keys."""
+    features = settings.features
     if features.chunk_invariant:
         return UNKNOWN_LOAD
-    return Load(qo_len * (features.num_qo_heads // features.num_kv_heads), one_request, unsplit)
+    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
+    return Load(rows, counts_clusters(features) and _clustered(settings, qo_len, batch_size))
 
 
-def load_class(features: Features, qo_len: int, one_request: bool, unsplit: bool = False) -> Load:
+def _clustered(settings: Settings, qo_len: int, batch_size: int) -> bool:
+    """Tell whether XQA has a cluster for every request and kv head on Hopper, whatever the number of keys."""
+    return rule_of(settings.features, HOPPER, shape_of(batch_size, settings, qo_len)).value[0].work == "cluster"
+
+
+def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     """Return `load_of` with its rows lowered to the largest of `rows_classes` that they reach: selection
     depends on nothing finer, and the cache of `chosen` stays small.
     """
-    if features.device_lengths:
+    if settings.features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
-    load, classes = load_of(features, qo_len, one_request, unsplit), rows_classes(features.kv_dtype)
-    return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], *load[1:])
+    load, classes = load_of(settings, qo_len, batch_size), rows_classes(settings.features.kv_dtype)
+    return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], load.clustered)
 
 
 def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:
-    """Return `load_class` of a batch. Lengths of keys count where the host knows them, unless a captured launch serves
-    others too.
-    """
+    """Return `load_class` of a batch."""
     known = NO_LENGTHS if isinstance(lengths, DeviceLengths) else lengths
-    unsplit = limits.graph is None and needs_no_split(settings, known)
-    return load_class(settings.features, typical_qo_len(known, limits), lengths.batch_size == 1, unsplit)
+    return load_class(settings, typical_qo_len(known, limits), lengths.batch_size)
 
 
 def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
@@ -118,21 +123,6 @@ def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
     """
     num_qo_heads, num_kv_heads = heads
     return (causal or q_len == 1) and q_len * num_qo_heads <= ROWS_OF_DECODE * num_kv_heads
-
-
-def needs_no_split(settings: Settings, lengths: BatchLengths) -> bool:
-    """Tell whether a decode batch, whose lengths the host knows, has so many pairs of a request and a kv head for its
-    keys that a CTA for each pair fills the GPU; False where selection does not depend on it.
-
-    Over 16 bits at head dim 128 fa2 without splits is 0.95 to 1.3 times as fast as XQA there, 0.7 to 1 beyond (H100).
-    """
-    features = settings.features
-    if not features.decode or lengths.batch_size == 0 or not counts_splits(features):
-        return False
-    seen = lengths.total_kv // lengths.batch_size
-    if settings.window_left >= 0:
-        seen = min(seen, settings.window_left + 1)
-    return seen < UNSPLIT_KEYS * lengths.batch_size * features.num_kv_heads
 
 
 def checked_name(backend: Any) -> str:

@@ -397,7 +397,7 @@ def _left_open(place: Place, request: PlanRequest, settings: Settings) -> PlanRe
         raise RuntimeArgumentError(
             "plan() must come before the capture of a CUDA graph, and a run, which tells the number of rows"
         )
-    select.chosen(settings.features, place.backend, select.load_class(settings.features, 1, False))
+    select.chosen(settings.features, place.backend, select.load_class(settings, 1, tokens.batch_size))
     copies: Any = (x.clone() if isinstance(x, torch.Tensor) else x for x in tokens.device)
     return request._replace(tokens=tokens._replace(device=DeviceLengths(*copies)))
 

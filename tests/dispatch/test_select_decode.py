@@ -10,9 +10,10 @@ import torch
 
 from cute_attn import NotSupported, explain
 from cute_attn.dispatch import select
-from cute_attn.dispatch.capabilities import Load
+from cute_attn.dispatch.capabilities import Backend, Load
+from cute_attn.problem import Settings
 from cute_attn.request.settings import FP8
-from cute_attn.runtime.arch import ARCHS, named
+from cute_attn.runtime.arch import ARCHS, Arch, named
 from tests.dispatch.test_select import AMPERE, BF16, CUDA, E4M3, FA2, FA3, HOPPER, REFERENCE, XQA
 
 DECODE = CUDA._replace(decode=True, kv_source="paged", kv_dtype=E4M3)
@@ -86,31 +87,45 @@ def test_auto_takes_a_backend_that_it_passes_over_if_no_other_is_able(monkeypatc
     assert "  xqa: chosen" in explain(features, AMPERE, rows=100)
 
 
-def test_one_request_of_few_kv_heads_is_for_clusters() -> None:
-    """On Hopper, where the kernel has clusters of CTAs, and with rows that share one read of the keys."""
-    features = DECODE._replace(kv_dtype=BF16, num_qo_heads=32, num_kv_heads=4, head_dim_qk=256, head_dim_vo=256)
-    for changes, arch, rows, taken in (
-        ({}, HOPPER, 8, XQA),
-        ({}, HOPPER, 17, FA2),
-        ({}, named("sm_80"), 8, FA2),
-        ({"num_kv_heads": 8}, HOPPER, 4, FA2),
-        ({"head_dim_qk": 80, "head_dim_vo": 80}, HOPPER, 4, FA2),
-    ):
-        asked = features._replace(**changes)
-        assert select.choose(asked, arch=arch, load=Load(rows, True)) is taken, (changes, arch.name, rows)
-        assert select.choose(asked, arch=arch, load=Load(rows)) is FA2
+WIDE = DECODE._replace(kv_dtype=BF16, num_qo_heads=32, num_kv_heads=4, head_dim_qk=256, head_dim_vo=256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arch", "q_len", "requests", "window", "taken"),
+    [
+        ({}, HOPPER, 1, 1, -1, XQA),
+        ({}, HOPPER, 3, 1, -1, FA2),  # 24 rows
+        ({}, named("sm_80"), 1, 1, -1, FA2),
+        ({"num_kv_heads": 8}, HOPPER, 1, 1, -1, XQA),
+        ({"num_kv_heads": 16}, HOPPER, 1, 1, -1, FA2),
+        ({"head_dim_qk": 80, "head_dim_vo": 80}, HOPPER, 1, 1, -1, FA2),
+        ({}, HOPPER, 1, 2, -1, FA2),
+        ({}, HOPPER, 1, 12, 4095, XQA),
+        ({}, HOPPER, 1, 12, 4096, FA2),
+        ({}, HOPPER, 1, 13, 4095, FA2),
+        ({"head_dim_qk": 128, "head_dim_vo": 128}, HOPPER, 1, 256, -1, XQA),
+    ],
+)
+def test_what_clusters_share_is_for_xqa(
+    changes: dict[str, Any], arch: Arch, q_len: int, requests: int, window: int, taken: Backend
+) -> None:
+    """Over 16 bits at head dimension 256, on Hopper, where the kernel has clusters of CTAs: one request, or few with
+    windows, whose rows share one read of the keys."""
+    settings = Settings(WIDE._replace(**changes), window_left=window)
+    load = select.load_of(settings, q_len, requests)
+    assert select.choose(settings.features, arch=arch, load=load) is taken
 
 
 def test_classes_of_rows_tell_what_auto_tells() -> None:
     wide = DECODE._replace(head_dim_qk=256, head_dim_vo=256)
-    for features, alone in itertools.product((CUDA, DECODE, wide, wide._replace(kv_dtype=BF16)), (False, True)):
-        group = features.num_qo_heads // features.num_kv_heads
+    for features, requests in itertools.product((CUDA, DECODE, wide, wide._replace(kv_dtype=BF16)), (1, 2)):
+        settings = Settings(features)
         for qo_len in range(1, 70):
-            load = select.load_class(features, qo_len, alone)
+            load, exact = select.load_class(settings, qo_len, requests), select.load_of(settings, qo_len, requests)
             assert load.rows is not None
-            assert load.rows <= qo_len * group
-            exact = select.choose(features, arch=HOPPER, load=Load(qo_len * group, alone))
-            assert select.choose(features, arch=HOPPER, load=load) is exact
+            assert exact.rows is not None
+            assert load.rows <= exact.rows
+            assert select.choose(features, arch=HOPPER, load=load) is select.choose(features, arch=HOPPER, load=exact)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +158,7 @@ def test_lengths_on_the_device_are_for_xqa(asked: dict[str, Any]) -> None:
     for arch in map(named, ARCHS):
         assert select.choose(features, arch=arch) is select.choose(features, "xqa", arch) is XQA
         assert select.choose(features, arch=arch, load=Load(1000)) is XQA
-    assert select.load_class(features, 1000, True) == Load(0)
+    assert select.load_class(Settings(features), 1000) == Load(0)
     assert select.choose(features._replace(device=torch.device("cpu"))) is REFERENCE
     for name in ("fa2", "fa3", "fa4"):
         with pytest.raises(

@@ -218,10 +218,10 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fi
         config = launch_config(settings, qo_len, rule, GPU.arch, 132, 0)
         assert config.spec.whole == whole
         if config.spec.whole:
-            assert config.grid_of(2) == (2, 2, 1)
+            assert config.grid_of(2) == (2, 1, 2)
             assert config.partial_bytes == config.counter_bytes == 0
             ((_, grid),) = FAMILY.launches(problem._replace(settings=settings), GPU.arch, 132)
-            assert grid == (2, 2, 1)
+            assert grid == (2, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -229,11 +229,11 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fi
     [
         *((64, 127, 16, (4, "whole", "smem")), (64, 127, 17, (4, "heads", "l2")), (64, 127, 64, (4, "heads", "l2"))),
         *((64, 127, 65, (2, "whole", "none")), (64, 127, 255, (2, "whole", "none")), (64, 0, 33, (4, "heads", "l2"))),
-        *((64, 127, 256, (2, "heads", "l2")), (64, 128, 16, (2, "whole", "none"))),
+        *((64, 127, 256, (2, "heads", "l2")), (64, 143, 16, (2, "whole", "none"))),
         *(
-            (128, 127, 16, (4, "whole", "none")),
-            (128, 128, 16, (8, "whole", "l2")),
-            (128, 128, 17, (4, "whole", "none")),
+            (128, 142, 16, (4, "whole", "none")),
+            (128, 143, 16, (8, "whole", "l2")),
+            (128, 143, 17, (4, "whole", "none")),
         ),
         *(
             (128, 510, 255, (4, "whole", "none")),
@@ -268,7 +268,7 @@ def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:
 
 
 def many(settings: Settings, qo_len: int = 1) -> Rule[tiles.Rings]:
-    return variant.rule_of(settings.features, GPU.arch, variant.shape_of(512, settings, qo_len, 1024))
+    return variant.rule_of(settings.features, GPU.arch, variant.shape_of(512, settings, qo_len, 2048))
 
 
 @pytest.mark.parametrize(
@@ -330,9 +330,10 @@ def test_specs_of_no_kernel(rule: str, fields: dict[str, Any]) -> None:
 
 
 SHAPES = [  # one request of 1, 4 and 8 units, of few keys and more; few pairs and many, windows
-    *(tiles.Shape(1, units, units, kv_len) for units in (1, 4, 8) for kv_len in (2048, 8192, 1 << 17)),
+    *(tiles.Shape(1, units, units, keys) for units in (1, 4, 8) for keys in (2048, 8192, 1 << 17)),
+    *(tiles.Shape(requests, 4, 4, 1024) for requests in (2, 4, 8, 16)),
     *(tiles.Shape(2, 8, 8), tiles.Shape(255, 8, 8), tiles.Shape(512, 8, 8)),
-    *(tiles.Shape(requests, 8, 8, window=window) for requests in (16, 32, 64, 65, 256) for window in (127, 500)),
+    *(tiles.Shape(requests, 8, 8, keys) for requests in (16, 32, 64, 65, 256) for keys in (128, 501)),
 ]
 
 

@@ -22,8 +22,8 @@ from cute_attn.runtime.arch import Arch
 
 REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and queries exceed a thread's registers
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
-MOST_ROWS = 16  # of a unit
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
+CLUSTERED_KEYS = 4096  # keys of a segment that has a cluster, where there are few
 FEW = 128  # (request, kv head) pairs: about one per SM
 EVEN = 2048  # pairs, about one for each warp that runs at a time, from which warps have shares of their own
 LONG = 65536  # keys of one request of 5 to 8 kv heads of 16 bits that clusters do not read faster
@@ -34,9 +34,17 @@ class Shape(NamedTuple):
 
     requests: int
     kv_heads: int = 1
-    units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
-    kv_len: int | None = None  # most keys of a request, in all launches
-    window: int | None = None  # `window_left`
+    units: int = 1  # of one request: blocks of at most `most_rows` rows of a kv head
+    keys: int | None = None  # most keys of a segment, in all launches: of a request, or within its window
+
+
+def most_rows(head_dim: int) -> int:
+    """Return the most packed query rows of a unit."""
+    return 8 * _row_blocks(head_dim, REGISTER_DIMS)
+
+
+def _row_blocks(head_dim: int, register_dims: int) -> int:
+    return max(1, min(2, register_dims // padded_dim(head_dim)))
 
 
 class Ring(NamedTuple):
@@ -84,7 +92,6 @@ OTHER_RINGS = (
     Ring(4, 2, 1, 8192),
     Ring(2, 2, 1, 8192),
 )
-SHORT_WINDOWS = up_to(SHORT - 1)
 # Of short segments, by the most bytes of a row of K (`python -m perf.tune decode-windows`).
 _SHORT_RINGS = {
     32: Ring(2, 2, 8, 2048, work="whole"),
@@ -93,7 +100,7 @@ _SHORT_RINGS = {
     1024: Ring(4, 3, 2, 8192, work="whole"),
 }
 _SHORT = tuple(
-    _rule(bits, (ring,), range(1, size * 8 // bits + 1), window=SHORT_WINDOWS)
+    _rule(bits, (ring,), range(1, size * 8 // bits + 1), keys=up_to(SHORT))
     for bits in (16, 8, 4)
     for size, ring in _SHORT_RINGS.items()
 )
@@ -123,6 +130,7 @@ FAST_MEMORY = (
 _CLUSTERED = range(1, WARP_DIM + 1)  # head dims
 _MEASURED = range(128, 129)  # head dims of rings that were measured at one
 _NARROW = range(64, 65)
+_WIDE = range(129, WARP_DIM + 1)
 # A kv head for each warp, or a CTA.
 _WHOLE_HEADS = Ring(2, 2, 8, 4096, work="heads"), Ring(2, 2, 8, 4096, work="whole")
 # A share of a kv head's keys for each warp.
@@ -141,19 +149,18 @@ _ONE_16 = (Ring(4, 3, 1, 8192, guests=1).in_clusters(6), Ring(4, 3, 1, 8192).in_
 # 64 requests) or to _SHORT. 8 bits: 8 requests 1.09 and 1.09, 16 0.99 and 1.02; 32 1.03 and 0.99, 64 1.07 and 1.05; 256
 # 1.08 and 1.07. 16 bits: 8 requests 1.32 and 1.30, 16 1.18 and 1.15, 32 1.07 and 1.02. Windows of 512 keys, relative to
 # _SHORT: 8 requests 1.33 and 1.39, 256 1.04 and 1.07; of 32 all rings with keys ahead are slower, 0.96 and less.
-_SHORTEST = up_to(127)  # windows that CTAs fetch ahead whole; 512 keys may take 1.7 times as long then (H100)
+# Keys of a window of 128 and of drafts, which CTAs fetch ahead, all; of 512 keys that takes 1.7 times as long (H100).
+_SHORTEST, _LONGER = up_to(144), range(145, SHORT + 1)
 _HOPPER_WINDOWS = (
-    _rule(8, (_FEW_OF_128,), _NARROW, window=_SHORTEST, pairs=up_to(FEW)),
-    _rule(8, _HEADS_OF_128, _NARROW, window=_SHORTEST, pairs=up_to(512)),
+    _rule(8, (_FEW_OF_128,), _NARROW, keys=_SHORTEST, pairs=up_to(FEW)),
+    _rule(8, _HEADS_OF_128, _NARROW, keys=_SHORTEST, pairs=up_to(512)),
     _rule(
         8, (Ring(2, 5, 4, 4096, work="heads").to_l2(SHORT), _SHORT_RINGS[64]), _NARROW,
-        window=_SHORTEST, pairs=above(EVEN - 1),
+        keys=_SHORTEST, pairs=above(EVEN - 1),
     ),
-    _rule(16, (_FEW_OF_128._replace(slot=4096),), _NARROW, window=_SHORTEST, pairs=up_to(256)),
-    _rule(
-        8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED, window=range(128, SHORT), pairs=up_to(FEW)
-    ),
-    _rule(8, _WHOLE_HEADS, _MEASURED, window=range(128, SHORT), pairs=above(EVEN - 1)),
+    _rule(16, (_FEW_OF_128._replace(slot=4096),), _NARROW, keys=_SHORTEST, pairs=up_to(256)),
+    _rule(8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED, keys=_LONGER, pairs=up_to(FEW)),
+    _rule(8, _WHOLE_HEADS, _MEASURED, keys=_LONGER, pairs=above(EVEN - 1)),
 )  # fmt: skip
 # One request, whose units have clusters of their own. Of 6 CTAs more clusters run at once than of 8, whose GPC leaves
 # SMs over. us without and with keys ahead or a guest: 1 x 8192, 8/1 heads, bf16 6.9 and 6.5, 8 bits 6.6 and 5.8; 28/4
@@ -168,13 +175,13 @@ _HOPPER_ONE = (
     _rule(16, _ALONE_16, _CLUSTERED, requests=_ONE, units=_ONE),
     _rule(
         16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64),), _MEASURED, requests=_ONE,
-        units=_SEVERAL, kv_len=up_to(2048),
+        units=_SEVERAL, keys=up_to(2048),
     ),
     _rule(
         16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(16),), _MEASURED, requests=_ONE,
-        units=_SEVERAL, kv_len=up_to(8192),
+        units=_SEVERAL, keys=up_to(8192),
     ),
-    _rule(16, _FEW[0][1].value, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, kv_len=above(LONG)),
+    _rule(16, _FEW[0][1].value, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, keys=above(LONG)),
     _rule(16, (Ring(8, 2, 1, 8192).in_clusters(6).to_smem(16),), _MEASURED, requests=_ONE, units=up_to(8)),
     _rule(16, _ONE_16, _CLUSTERED, requests=_ONE, units=up_to(8)),
     _rule(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, requests=_ONE, units=up_to(4)),
@@ -184,13 +191,43 @@ _HOPPER_ONE = (
     ),
     _rule(
         8, (Ring(8, 2, 1, 4096, guests=1).in_clusters(8).to_l2(128),), _MEASURED, requests=_ONE,
-        units=_SEVERAL, kv_len=up_to(2048),
+        units=_SEVERAL, keys=up_to(2048),
     ),
     _rule(
         8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, requests=_ONE,
-        units=_SEVERAL, kv_len=up_to(8192),
+        units=_SEVERAL, keys=up_to(8192),
     ),
     _rule(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED, requests=_ONE, units=up_to(4)),
+)  # fmt: skip
+# Few segments, none of them long (mostly windows): a cluster each, of as many CTAs as leave none waiting. H200, windows
+# of 1024 and 4096 keys, times as fast as shares (head dim 256 over 16 bits: as fa2): 8 bits, 8 to 16 segments 1.17 to
+# 1.80, 64 1.24; 16 bits, 10 to 16 1.24 to 1.71, 64 1.16; head dim 256, 8 to 16 1.16 to 1.62, 24 and 32 1.24 and 1.19. A
+# merge in global memory, and finding one's share, take 3 us.
+_FEW_KEYS = range(_SHORTEST.stop, CLUSTERED_KEYS + 1)
+_HOPPER_FEW = (
+    _rule(
+        8, (Ring(4, 3, 1, 4096, guests=1).in_clusters(8).to_smem(64),), _MEASURED, keys=_FEW_KEYS, segments=up_to(16)
+    ),
+    _rule(
+        8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(4).to_l2(128), Ring(4, 3, 1, 4096).in_clusters(4)), _MEASURED,
+        keys=_FEW_KEYS, segments=up_to(32),
+    ),
+    _rule(
+        8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(2), Ring(4, 3, 1, 4096).in_clusters(2)), _MEASURED,
+        keys=range(SHORT + 1, CLUSTERED_KEYS + 1), segments=up_to(64),
+    ),
+    _rule(8, (Ring(4, 2, 1, 8192, guests=1).in_clusters(8),), _WIDE, keys=_FEW_KEYS, segments=up_to(12)),
+    _rule(
+        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64),), _MEASURED, keys=_FEW_KEYS, segments=up_to(10)
+    ),
+    _rule(
+        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(4).to_l2(64),), _MEASURED, keys=_FEW_KEYS, segments=up_to(32)
+    ),
+    _rule(16, (Ring(8, 2, 1, 8192).in_clusters(2),), _MEASURED, keys=_FEW_KEYS, segments=up_to(64)),
+    *(
+        _rule(16, (Ring(4, stages, 1, 8192).in_clusters(ctas),), _WIDE, keys=_FEW_KEYS, segments=up_to(segments))
+        for segments, ctas, stages in ((12, 8, 2), (16, 6, 3), (24, 4, 3), (48, 2, 3))
+    ),
 )  # fmt: skip
 # Keys to L2: what a launch fetches while CTAs of the preceding one end, one after the other, its own would wait for.
 # Tiles to shared memory, relative to that, H100 and H200: clusters over 16 bits, 1 x 2048 and 1 x 8192, 1.01 to 1.07
@@ -198,11 +235,17 @@ _HOPPER_ONE = (
 # there.
 HOPPER = (
     *_HOPPER_WINDOWS,
-    *_SHORT,
     *_HOPPER_ONE,
+    *_HOPPER_FEW,
+    *_SHORT,
+    # Windows of 1024 keys, 688 segments, H200: 1.21 times as fast as shares, 1.06 as fa2; 512 of 1024 keys 1.03.
+    _rule(16, (_SHORT_RINGS[1024],), _MEASURED, keys=up_to(2 * SHORT), segments=above(4 * FEW - 1)),
     # 8 x 8192: 1.01 to 1.02 times as fast as the rings of long requests, 1 x 131072 0.98 (8 bits, H100).
     _rule(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
     _rule(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
+    # H200, times as fast as three stages and none ahead: 120 pairs of two units 1.31; 8 to 88 segments 1.03 to 1.21.
+    _rule(8, (Ring(4, 2, 2, 8192).to_l2(128),), _WIDE, segments=above(FEW), pairs=up_to(FEW)),
+    _rule(8, (Ring(8, 2, 1, 8192).to_l2(128),), _WIDE, pairs=up_to(FEW)),
     *_FEW,
     # To shares of large CTAs, lengths on the GPU, H100: 256 x 1024 1.066 (32/8 heads) and 1.075 (64/8), 512 x 512 1.09,
     # 256 x 8192 1.04, 256 x 200 to 1800 1.03, 256 x 64 to 4096 1.04. Over 16 bits 0.99 to 1.00.
@@ -228,8 +271,9 @@ def rules_of(arch: Arch, bits: int) -> tuple[Rule[Rings], ...]:
 
 def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
-    pairs = shape.requests * shape.kv_heads
-    return first(rules_of(arch, bits), {"head_dim": head_dim, "pairs": pairs, **shape._asdict()})
+    pairs, segments = shape.requests * shape.kv_heads, shape.requests * shape.units
+    known = {"head_dim": head_dim, "pairs": pairs, "segments": segments, **shape._asdict()}
+    return first(rules_of(arch, bits), known)
 
 
 def rules(arch: Arch, bits: int, head_dim: int) -> list[Rule[Rings]]:
@@ -249,7 +293,7 @@ def choose(
     """Choose the kernel for `packed_rows` = q_len * group rows by a rule for the cache. Rings whose warps have a unit
     each are for multiples of so many kv heads."""
     software = KV_BITS[kv_dtype] == 4 and not arch.converts_e4m3  # scales: software takes registers too
-    row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
+    row_blocks = min(_row_blocks(head_dim, REGISTER_DIMS // (2 if software else 1)), -(-packed_rows // 8))
     # Blocks that lanes read whole take fewer instructions than pairs.
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS and not (arch.converts_e2m1 and head_dim >= 128)
     work: Work = "whole" if rule.value[-1].work in WHOLE else "shares"

@@ -60,7 +60,7 @@ def schedule(
     batch_size = lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
     rule = rule_of_batch(settings, lengths, limits, arch)
-    config = prepared(launch_config, settings, qo_len, rule, arch, sms, batch_size == 1, limits.workspace_bytes)
+    config = prepared(launch_config, settings, qo_len, rule, arch, sms, limits.workspace_bytes, batch_size == 1)
     records = allocate(2 * batch_size + config.ctas)
     records[2 * batch_size :] = 0
     if isinstance(lengths, DeviceLengths):

@@ -27,7 +27,7 @@ class XqaFamily:
         if not problem.qo_len or not batch_size:
             return []
         rule = rule_of(problem.settings.features, arch, shape_of_call(problem))
-        config = launch_config(problem.settings, problem.qo_len, rule, arch, sms, batch_size == 1)
+        config = launch_config(problem.settings, problem.qo_len, rule, arch, sms, alone=batch_size == 1)
         return [(config.spec, config.grid_of(batch_size))]
 
     def plan(

@@ -56,12 +56,12 @@ def launch_config(
     rule: Rule[Rings],
     arch: Arch,
     sms: int,
-    alone: bool = True,
     workspace_bytes: int = UNLIMITED,
+    alone: bool = True,
 ) -> LaunchConfig:
     """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for the
-    settings' features. `alone`: launches are of one request. `workspace_bytes`: room for partial results; fewer CTAs,
-    down to one, need less.
+    settings' features. `workspace_bytes`: room for partial results; fewer CTAs, down to one, need less. `alone`:
+    launches are of one request.
     """
     features = settings.features
     spec = choose_spec(features, qo_len, rule, arch)

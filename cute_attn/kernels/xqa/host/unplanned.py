@@ -28,7 +28,7 @@ from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, XqaKernel
 from cute_attn.kernels.xqa.host.variant import rule_of, shape_of, shape_of_call
 from cute_attn.kernels.xqa.tiles import Rings
-from cute_attn.problem import DecodeProblem, Problem, Request, Settings
+from cute_attn.problem import UNLIMITED, DecodeProblem, Problem, Request, Settings
 from cute_attn.runtime import capture, counters
 from cute_attn.runtime.arch import MAX_DEVICES
 from cute_attn.runtime.launch import CPU, Bound, Settled, current_stream
@@ -37,7 +37,7 @@ from cute_attn.runtime.param_block import Values
 
 def _kernel(settings: Settings, qo_len: int, rule: Rule[Rings], gpu: Gpu, alone: bool = True) -> XqaKernel:
     """Returns the kernel of one request, or several, with `qo_len` query tokens."""
-    config = prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms, alone)
+    config = prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms, UNLIMITED, alone)
     return prepared(XqaKernel, settings, config, gpu)
 
 

@@ -20,10 +20,11 @@ MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which eac
 
 def shape_of(batch_size: int, settings: Settings, qo_len: int, longest: int | None = None) -> Shape:
     """Return what is known of a launch. `longest`: most keys of a request, in all launches."""
-    window, kv_heads = settings.window_left, settings.features.num_kv_heads
-    blocks = ceil_div(qo_len * (settings.features.num_qo_heads // kv_heads), tiles.MOST_ROWS)
-    known = 0 <= window and batch_size <= MAX_GRID_Z
-    return Shape(batch_size, kv_heads, kv_heads * blocks, longest, window if known else None)
+    window, features = settings.window_left, settings.features
+    kv_heads = features.num_kv_heads
+    blocks = ceil_div(qo_len * (features.num_qo_heads // kv_heads), tiles.most_rows(features.head_dim_qk))
+    keys = longest if window < 0 else min(window + qo_len, longest or window + qo_len)
+    return Shape(batch_size, kv_heads, kv_heads * blocks, keys if batch_size <= MAX_GRID_Z else None)
 
 
 def shape_of_call(problem: Request) -> Shape:
