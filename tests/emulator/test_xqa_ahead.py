@@ -89,7 +89,7 @@ def reads(name: str, built: Built, rewrite: Any, schedule: str, monkeypatch: pyt
     case, ring, _ = CASES[name]
     kv_dtype = "float8_e4m3fn" if case.kv == "e4m3" else ""
     hopper = named("sm_90a")
-    rule = find(hopper, KV_BITS[kv_dtype], case.head_dim, Shape(200, window=200))
+    rule = find(hopper, KV_BITS[kv_dtype], case.head_dim, Shape(200, keys=201))
     start = choose("bfloat16", kv_dtype, "bfloat16", case.head_dim, 8, False, rule, hopper)
     spans = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in built.arguments["kv_cache"]]
     found = Reads(set(), Counter())
