@@ -209,8 +209,7 @@ _HOPPER_FEW = (
         8, (Ring(4, 3, 1, 4096, guests=1).in_clusters(8).to_smem(64),), _MEASURED, keys=_FEW_KEYS, segments=up_to(16)
     ),
     _rule(
-        8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(4).to_l2(128), Ring(4, 3, 1, 4096).in_clusters(4)), _MEASURED,
-        keys=_FEW_KEYS, segments=up_to(32),
+        8, (Ring(4, 3, 1, 4096, guests=1).in_clusters(4).to_smem(64),), _MEASURED, keys=_FEW_KEYS, segments=up_to(32)
     ),
     _rule(
         8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(2), Ring(4, 3, 1, 4096).in_clusters(2)), _MEASURED,
@@ -243,15 +242,17 @@ HOPPER = (
     # 8 x 8192: 1.01 to 1.02 times as fast as the rings of long requests, 1 x 131072 0.98 (8 bits, H100).
     _rule(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
     _rule(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
-    # H200, times as fast as three stages and none ahead: 120 pairs of two units 1.31; 8 to 88 segments 1.03 to 1.21.
-    _rule(8, (Ring(4, 2, 2, 8192).to_l2(128),), _WIDE, segments=above(FEW), pairs=up_to(FEW)),
-    _rule(8, (Ring(8, 2, 1, 8192).to_l2(128),), _WIDE, pairs=up_to(FEW)),
+    # H200, times as fast as one CTA per SM and none ahead: 8 to 88 segments 1.03 to 1.21; 240 1.31, 512 1.01.
+    _rule(8, (Ring(8, 2, 1, 8192).to_l2(128),), _WIDE, segments=up_to(FEW)),
+    _rule(8, (Ring(4, 2, 2, 8192).to_l2(128),), _WIDE),
     *_FEW,
     # To shares of large CTAs, lengths on the GPU, H100: 256 x 1024 1.066 (32/8 heads) and 1.075 (64/8), 512 x 512 1.09,
     # 256 x 8192 1.04, 256 x 200 to 1800 1.03, 256 x 64 to 4096 1.04. Over 16 bits 0.99 to 1.00.
     _rule(8, (_EVEN, _MANY_8), _MEASURED, pairs=above(EVEN - 1)),
     # 64 x 2048: 1.02 (H100) and 1.00 (H200).
     _rule(8, (_MANY_8,), _MEASURED),
+    # 13 batches of 384 to 2048 pairs, to one CTA per SM: 0.94 (48 x 500, 16/8 heads), others 1.00 to 1.15 (H200).
+    _rule(16, (Ring(4, 3, 2, 8192),), _MEASURED, pairs=above(FEW)),
     *_MANY,
 )
 # By major compute capability (0: others), which tells memory bandwidth and shared memory of an SM, and bits per element
