@@ -212,7 +212,7 @@ def test_launches_of_a_call_without_a_plan() -> None:
 def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fired: Fired) -> None:
     """And no memory for partial results: a workspace of no bytes will do."""
     problem = decode_problem(qo_len=qo_len)
-    for window, whole in ((tiles.SHORT - qo_len, True), (tiles.SHORT - qo_len + 1, False), (-1, False)):
+    for window, whole in ((144 - qo_len, True), (145 - qo_len, False), (-1, False)):
         settings = problem.settings._replace(window_left=window)
         rule = variant.rule_of(settings.features, GPU.arch, variant.shape_of(2, settings, qo_len))
         config = launch_config(settings, qo_len, rule, GPU.arch, 132, 0)

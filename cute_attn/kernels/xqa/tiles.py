@@ -199,34 +199,35 @@ _HOPPER_ONE = (
     ),
     _rule(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED, requests=_ONE, units=up_to(4)),
 )  # fmt: skip
-# Few segments, none of them long (mostly windows): a cluster each, of as many CTAs as leave none waiting. H200, windows
-# of 1024 and 4096 keys, times as fast as shares (head dim 256 over 16 bits: as fa2): 8 bits, 8 to 16 segments 1.17 to
-# 1.80, 64 1.24; 16 bits, 10 to 16 1.24 to 1.71, 64 1.16; head dim 256, 8 to 16 1.16 to 1.62, 24 and 32 1.24 and 1.19. A
-# merge in global memory, and finding one's share, take 3 us.
-_FEW_KEYS = range(_SHORTEST.stop, CLUSTERED_KEYS + 1)
-_HOPPER_FEW = (
+# Few segments, none of them long (mostly windows): a cluster each, of as many CTAs as leave none waiting. A merge in
+# global memory, and finding one's share, take 3 us. Windows of 1024 and 4096 keys, times as fast as shares (head dim
+# 256 over 16 bits: as fa2): 8 bits, 8 to 16 segments 1.17 to 1.80, 64 1.24; 16 bits, 10 to 16 1.24 to 1.71, 64 1.16; head
+# dim 256, 8 to 16 1.16 to 1.62, 24 and 32 1.24 and 1.19 (H200); head dim 64, 16 1.16 to 1.64, 32 and 64 1.26 and 1.29;
+# 32 segments of head dim 128 over 16 bits 1.33, 1.0 in clusters of 4 (H100).
+_FEW_RINGS = (  # bits, head dims, most segments, ring
+    (8, _NARROW, 16, Ring(4, 3, 1, 2048, guests=1).in_clusters(8).to_smem(64)),
+    (8, _NARROW, 64, Ring(8, 3, 1, 2048, guests=1).in_clusters(2)),
+    (8, _MEASURED, 16, Ring(4, 3, 1, 4096, guests=1).in_clusters(8).to_smem(64)),
+    (8, _MEASURED, 32, Ring(4, 3, 1, 4096, guests=1).in_clusters(4).to_smem(64)),
+    (8, _MEASURED, 64, Ring(8, 3, 1, 4096, guests=1).in_clusters(2)),
+    (8, _WIDE, 12, Ring(4, 2, 1, 8192, guests=1).in_clusters(8)),
+    (16, _NARROW, 16, Ring(4, 3, 1, 4096, guests=1).in_clusters(8).to_smem(64)),
+    (16, _NARROW, 64, Ring(8, 3, 1, 4096, guests=1).in_clusters(2)),
+    (16, _MEASURED, 10, Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64)),
+    (16, _MEASURED, 24, Ring(4, 3, 1, 8192, guests=1).in_clusters(4).to_l2(64)),
+    (16, _MEASURED, 32, Ring(4, 3, 1, 8192, guests=1).in_clusters(6).to_smem(64)),
+    (16, _MEASURED, 64, Ring(8, 2, 1, 8192).in_clusters(2)),
+    (16, _WIDE, 12, Ring(4, 2, 1, 8192).in_clusters(8)),
+    (16, _WIDE, 16, Ring(4, 3, 1, 8192).in_clusters(6)),
+    (16, _WIDE, 24, Ring(4, 3, 1, 8192).in_clusters(4)),
+    (16, _WIDE, 48, Ring(4, 3, 1, 8192).in_clusters(2)),
+)
+_HOPPER_FEW = tuple(
     _rule(
-        8, (Ring(4, 3, 1, 4096, guests=1).in_clusters(8).to_smem(64),), _MEASURED, keys=_FEW_KEYS, segments=up_to(16)
-    ),
-    _rule(
-        8, (Ring(4, 3, 1, 4096, guests=1).in_clusters(4).to_smem(64),), _MEASURED, keys=_FEW_KEYS, segments=up_to(32)
-    ),
-    _rule(
-        8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(2), Ring(4, 3, 1, 4096).in_clusters(2)), _MEASURED,
-        keys=range(SHORT + 1, CLUSTERED_KEYS + 1), segments=up_to(64),
-    ),
-    _rule(8, (Ring(4, 2, 1, 8192, guests=1).in_clusters(8),), _WIDE, keys=_FEW_KEYS, segments=up_to(12)),
-    _rule(
-        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64),), _MEASURED, keys=_FEW_KEYS, segments=up_to(10)
-    ),
-    _rule(
-        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(4).to_l2(64),), _MEASURED, keys=_FEW_KEYS, segments=up_to(32)
-    ),
-    _rule(16, (Ring(8, 2, 1, 8192).in_clusters(2),), _MEASURED, keys=_FEW_KEYS, segments=up_to(64)),
-    *(
-        _rule(16, (Ring(4, stages, 1, 8192).in_clusters(ctas),), _WIDE, keys=_FEW_KEYS, segments=up_to(segments))
-        for segments, ctas, stages in ((12, 8, 2), (16, 6, 3), (24, 4, 3), (48, 2, 3))
-    ),
+        bits, (ring, ring._replace(warps=4, guests=0)), dims,
+        keys=range(SHORT + 1 if ring.cluster_size == 2 else _LONGER.start, CLUSTERED_KEYS + 1), segments=up_to(most),
+    )
+    for bits, dims, most, ring in _FEW_RINGS
 )  # fmt: skip
 # Keys to L2: what a launch fetches while CTAs of the preceding one end, one after the other, its own would wait for.
 # Tiles to shared memory, relative to that, H100 and H200: clusters over 16 bits, 1 x 2048 and 1 x 8192, 1.01 to 1.07
