@@ -201,9 +201,9 @@ _HOPPER_ONE = (
 )  # fmt: skip
 # Few segments, none of them long (mostly windows): a cluster each, of as many CTAs as leave none waiting. A merge in
 # global memory, and finding one's share, take 3 us. Windows of 1024 and 4096 keys, times as fast as shares (head dim
-# 256 over 16 bits: as fa2): 8 bits, 8 to 16 segments 1.17 to 1.80, 64 1.24; 16 bits, 10 to 16 1.24 to 1.71, 64 1.16; head
-# dim 256, 8 to 16 1.16 to 1.62, 24 and 32 1.24 and 1.19 (H200); head dim 64, 16 1.16 to 1.64, 32 and 64 1.26 and 1.29;
-# 32 segments of head dim 128 over 16 bits 1.33, 1.0 in clusters of 4 (H100).
+# 256 over 16 bits: as fa2). H200: 8 bits, 8 to 16 segments 1.17 to 1.80, 64 1.24; 16 bits, 10 to 16 1.24 to 1.71, 64
+# 1.16; head dim 256, 8 to 16 1.16 to 1.62, 24 and 32 1.24 and 1.19. H100: head dim 64, 16 1.16 to 1.64, 32 and 64 1.26
+# and 1.29; 32 segments of head dim 128 over 16 bits 1.33, but 0.90 in clusters of 4.
 _FEW_RINGS = (  # bits, head dims, most segments, ring
     (8, _NARROW, 16, Ring(4, 3, 1, 2048, guests=1).in_clusters(8).to_smem(64)),
     (8, _NARROW, 64, Ring(8, 3, 1, 2048, guests=1).in_clusters(2)),
