@@ -243,14 +243,15 @@ def progress(row: Mapping[str, Any]) -> str:
     return f"{row['name']} [{row['unit']}]: " + ", ".join(cells)
 
 
-def save(record: Mapping[str, Any], path: Path) -> None:
-    """Writes a record as JSON."""
+def save(record: Mapping[str, Any], path: Path | None) -> None:
+    """Writes a record as JSON, if there is a path."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def publish(record: Mapping[str, Any], path: Path | None) -> None:
     """Writes a record to `path`, if that is given, and prints its tables."""
-    if path:
-        save(record, path)
+    save(record, path)
     print(markdown(record))

@@ -290,8 +290,7 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
         torch.cuda.empty_cache()
         if rank == 0:
             print(f"{line(rows[-1])} [{time.perf_counter() - start:.0f} s]", flush=True)
-            if options.out:
-                save(record, options.out)
+            save(record, options.out)
     dist.barrier()
     dist.destroy_process_group()
 

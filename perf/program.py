@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +47,33 @@ def head(name: str, argv: Sequence[str] | None = None, **more: str) -> Row:
     """Returns what a record begins with: its command and environment, with `more` of that."""
     command = command_line(name, sys.argv[1:] if argv is None else argv)
     return {"command": command, "environment": environment() | more}
+
+
+def in_process(module: str, asked: Any, env: Mapping[str, str], limit: float, lines: int = 40) -> Row:
+    """Returns what `measure(asked)` of a module of `perf` returns in a fresh process; or the reason why there is none,
+    with the last `lines` that it printed.
+
+    The process leaves it in a file: others that it starts may hold its pipes. They end with it.
+    """
+    with tempfile.TemporaryDirectory(prefix="cute_attn-perf-") as name:
+        found, log = Path(name) / "found.json", Path(name) / "log"
+        leave = f"pathlib.Path({str(found)!r}).write_text(json.dumps({module}.measure({asked!r})))"
+        code = f"import json, os, pathlib; from perf import {module}; {leave}; os._exit(0)"  # an engine's end may hang
+        with log.open("w") as out, subprocess.Popen(
+            [sys.executable, "-c", code], stdout=out, stderr=out, env={**os.environ, **env}, start_new_session=True
+        ) as process:  # fmt: skip
+            try:
+                process.wait(limit)
+                why = f"exit status {process.returncode}"
+            except subprocess.TimeoutExpired:
+                why = f"not finished after {limit:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # nvcc, an engine: not beside the next process
+                    os.killpg(process.pid, signal.SIGKILL)
+        if found.exists():
+            return dict(json.loads(found.read_text()))
+        told = "\n".join(log.read_text().splitlines()[-lines:])
+        return {"reason": f"{why}: {told}"}
 
 
 # ---- rows of calls, for problems that `perf.bench` has no words for
@@ -100,6 +133,5 @@ def measure_rows(
     for w in workloads:
         record[name].append(measured(w, device, options.rounds))
         print(line(record[name][-1]), flush=True)
-        if options.out:
-            save(record, options.out)
+        save(record, options.out)
     return 0

@@ -281,8 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             record["failed_rows"][label] = reason(error)
             _say(f"{label}: {record['failed_rows'][label]}")
         torch.cuda.empty_cache()
-        if options.out:
-            save(record, options.out)
+        save(record, options.out)
     print(markdown(record))
     return 0
 

@@ -16,7 +16,7 @@ import torch
 from cute_attn.cli import bench as cli
 from cute_attn.cli import main
 from cute_attn.errors import ArgumentError, ArtifactError
-from perf import coldstart, command, first_calls, machine
+from perf import coldstart, command, machine
 from perf.workloads import BatchWorkload, Workload, equal
 
 ROOT = Path(__file__).parents[2]
@@ -127,11 +127,11 @@ def test_outputs_have_the_numbers(tmp_path: Path) -> None:
 
 def test_a_fresh_process_times_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: torch and the import, nothing else; the module itself loads no library before the clock starts."""
-    code = "import sys, perf.first_calls; print([m for m in ('torch', 'numpy', 'cute_attn') if m in sys.modules])"
+    code = "import sys, perf.coldstart; print([m for m in ('torch', 'numpy', 'cute_attn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert list(first_calls.measure("cute_attn")) == ["torch_s", "import_s"]
+    assert list(coldstart.measure("cute_attn")) == ["torch_s", "import_s"]
 
 
 class Processes:
@@ -142,7 +142,7 @@ class Processes:
         self.started: list[tuple[str, str]] = []
 
     def __call__(self, library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
-        kind = "cold" if first_calls.BUNDLE in env else "later"
+        kind = "cold" if coldstart.BUNDLE in env else "later"
         self.started.append((env["CUTE_ATTN_CACHE_DIR"], kind))
         assert env["PYTHONPYCACHEPREFIX"]
         assert not env["PYTHONDONTWRITEBYTECODE"]
