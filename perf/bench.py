@@ -7,9 +7,9 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from perf.harness import ROUNDS, Call, Timer, measure, reason
 from perf.machine import require
 from perf.peers import PEERS, Bind
 from perf.report import markdown
-from perf.workloads import AnyInputs, AnyWorkload, BatchInputs, BatchWorkload, Inputs, Workload
+from perf.workloads import AnyInputs, AnyWorkload, Inputs, Workload, as_batch
 
 OURS = "cute_attn"  # prefix of the names of our candidates
 HOST_LENGTHS = f"{OURS} host lengths"
@@ -41,29 +41,13 @@ def checked_rows(qo_len: int) -> list[int]:
     return [*range(edge), *middle, *range(qo_len - edge, qo_len)]
 
 
+@dataclass(frozen=True)
 class Oracle:
     """Reference output `o` in fp64 for the rows `rows` of a candidate's output."""
 
-    def __init__(self, rows: torch.Tensor, o: torch.Tensor, tolerance: float) -> None:
-        self.rows, self.o, self.tolerance = rows, o, tolerance
-
-    @classmethod
-    def of(cls, w: Workload, x: Inputs) -> Oracle:
-        rows, o = _expected(w, x.q, x.k, x.v)
-        return cls(rows, o, TOLERANCE[w.dtype])
-
-    @classmethod
-    def of_batch(cls, w: BatchWorkload, x: BatchInputs) -> Oracle:
-        """Returns an oracle for the first, the middle, the last and the longest request."""
-        longest = max(range(len(w.kv_lens)), key=w.kv_lens.__getitem__)
-        rows, answers = [], []
-        for request in sorted({0, len(w.kv_lens) // 2, longest, len(w.kv_lens) - 1}):
-            start, stop = w.qo_indptr[request], w.qo_indptr[request + 1]
-            own, o = _expected(w.requests[request], x.q[start:stop], *w.tokens(x, request), x.sinks)
-            rows.append(own + start)
-            answers.append(o)
-        tolerance = FP8_TOLERANCE if w.torch_kv_dtype.itemsize == 1 else TOLERANCE[w.dtype]
-        return cls(torch.cat(rows), torch.cat(answers), tolerance)
+    rows: torch.Tensor
+    o: torch.Tensor
+    tolerance: float
 
     def error(self, output: torch.Tensor | tuple[torch.Tensor, float]) -> float:
         """Returns the root mean square of the difference relative to that of the output; NaN if o contains NaN.
@@ -84,7 +68,7 @@ class Oracle:
 
 
 def _expected(
-    w: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    w: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the checked rows of one request, and the reference's output for them."""
     rows = torch.tensor(checked_rows(w.qo_len), device=q.device)
@@ -100,10 +84,19 @@ def _expected(
 
 
 def oracle(w: AnyWorkload, x: AnyInputs) -> Oracle:
-    """Returns the oracle of a workload with these inputs."""
-    if isinstance(w, BatchWorkload):
-        return Oracle.of_batch(w, cast(BatchInputs, x))
-    return Oracle.of(w, cast(Inputs, x))
+    """Returns an oracle for the first, the middle, the last and the longest request."""
+    batch = as_batch(w)
+    inputs = batch.of_one(x) if isinstance(x, Inputs) else x
+    longest = max(range(len(batch.kv_lens)), key=batch.kv_lens.__getitem__)
+    rows, answers = [], []
+    for request in sorted({0, len(batch.kv_lens) // 2, longest, len(batch.kv_lens) - 1}):
+        start, stop = batch.qo_indptr[request], batch.qo_indptr[request + 1]
+        tokens = batch.tokens(inputs, request)
+        own, o = _expected(batch.requests[request], inputs.q[start:stop], *tokens, inputs.sinks)
+        rows.append(own + start)
+        answers.append(o)
+    tolerance = FP8_TOLERANCE if batch.torch_kv_dtype.itemsize == 1 else TOLERANCE[w.dtype]
+    return Oracle(torch.cat(rows), torch.cat(answers), tolerance)
 
 
 # ---- rows

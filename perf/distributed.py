@@ -26,7 +26,7 @@ from cute_attn.integrations import distributed
 from cute_attn.integrations.distributed import ring, travel
 from cute_attn.integrations.distributed.ranks import Ranks
 from perf import program
-from perf.bench import TOLERANCE, Oracle, save
+from perf.bench import TOLERANCE, oracle, save
 from perf.harness import Call, Timing, timing
 from perf.workloads import Inputs, Workload
 
@@ -151,7 +151,7 @@ CASES = [
 def decode(case: Case, device: torch.device) -> tuple[Candidates, dict[str, float]]:
     """Returns the candidates of a decode case, and the errors of their results."""
     inputs = [case.request.inputs(device, seed) for seed in range(case.requests)]
-    oracles = [Oracle.of(case.request, x) for x in inputs]
+    oracles = [oracle(case.request, x) for x in inputs]
     q = torch.cat([x.q for x in inputs])
     rank, ranks = dist.get_rank(), dist.get_world_size()
     lens = torch.full((case.requests,), case.tokens)
@@ -166,7 +166,7 @@ def decode(case: Case, device: torch.device) -> tuple[Candidates, dict[str, floa
     errors = {}
     for name, call in calls.items():
         o = call()
-        errors[name] = max(oracle.error(o[i : i + 1]) for i, oracle in enumerate(oracles))
+        errors[name] = max(truth.error(o[i : i + 1]) for i, truth in enumerate(oracles))
     candidates = {
         ONE: Candidate(calls[ONE], GRAPH_LAUNCHES, graph=True, of_ranks=min),
         "sharded": Candidate(calls["sharded"], GRAPH_LAUNCHES, graph=True),
@@ -197,7 +197,7 @@ def _planned(
 def prefill(case: Case, device: torch.device) -> tuple[Candidates, dict[str, float]]:
     """Returns the candidates of a prefill case and the parts of a ring step, and the errors of results."""
     x = case.request.inputs(device)
-    oracle = Oracle.of(case.request, x)
+    truth = oracle(case.request, x)
     zigzag = [distributed.shard_zigzag(part) for part in x]
     tokens = case.tokens // dist.get_world_size()
     consecutive = [part[dist.get_rank() * tokens :][:tokens] for part in x]
@@ -207,9 +207,9 @@ def prefill(case: Case, device: torch.device) -> tuple[Candidates, dict[str, flo
         "ulysses": lambda: distributed.ulysses_attention(*consecutive),
     }
     errors = {
-        ONE: oracle.error(calls[ONE]()),
-        "ring": oracle.error(distributed.unshard_zigzag(calls["ring"]())),
-        "ulysses": oracle.error(_in_order(calls["ulysses"]())),
+        ONE: truth.error(calls[ONE]()),
+        "ring": truth.error(distributed.unshard_zigzag(calls["ring"]())),
+        "ulysses": truth.error(_in_order(calls["ulysses"]())),
     }
     candidates = {name: Candidate(call, of_ranks=min if name == ONE else max) for name, call in calls.items()}
     return candidates | _parts(zigzag), errors

@@ -165,7 +165,7 @@ class GrowingCache:
 
 def batch_calls(device: torch.device) -> dict[str, Call]:
     """Returns a run of each wrapper, and plans."""
-    runs = {f"{w.phase} wrapper, run": peers.ours("auto", w, [w.inputs(device)])[0] for w in BATCHES}
+    runs = {f"{w.phase} wrapper, run": run(w, device) for w in BATCHES}
     return runs | plan_calls(cute_attn, device, {}, {})
 
 
@@ -302,18 +302,9 @@ def run(w: BatchWorkload, device: torch.device) -> Call:
 
 def masked_run(w: BatchWorkload, device: torch.device) -> Call:
     """Returns a run of a plan with a custom mask."""
-    x = w.inputs(device)
     mask = torch.arange(sum(n * m for n, m in zip(w.qo_lens, w.kv_lens, strict=True)), device=device) % 5 > 0
-    wrapper = cute_attn.BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    )
-    qo_indptr, kv_indptr, last = (
-        torch.tensor(n, dtype=torch.int32) for n in (w.qo_indptr, w.kv_indptr, w.last_page_len)
-    )
-    sizes = w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size
-    assert x.indices is not None
-    wrapper.plan(qo_indptr, kv_indptr, x.indices, last, *sizes, custom_mask=mask, q_data_type=w.torch_dtype)
-    return functools.partial(wrapper.run, x.q, (x.k, x.v))
+    plain = dataclasses.replace(w, causal=False)
+    return peers.planned(cute_attn, plain, [w.inputs(device)], True, {"custom_mask": mask})[0]
 
 
 def unplanned_optional_calls(device: torch.device) -> dict[str, Call]:
