@@ -20,8 +20,8 @@ from perf import run as runner
 from perf.bench import save
 from perf.harness import ROUNDS
 from perf.machine import module, why_no_gpu
+from perf.report import markdown
 from perf.rows import ANCHORS, CURVE_ROUNDS, CURVES, Section
-from perf.tables import label
 from perf.warm import warm
 from perf.workloads import AnyWorkload, BatchWorkload, Workload
 
@@ -137,36 +137,14 @@ def merge(record: dict[str, Any], part: Mapping[str, Any]) -> None:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Returns the tables of a run, for a terminal: one per unit, and the means of its sections."""
-    ceilings = f"read {record['ceilings']['read']:.0f} GB/s, bf16 GEMM {record['ceilings']['gemm']:.0f} TFLOP/s"
-    parts = [f"{record['environment']['gpu']}, {ceilings}; speeds are medians"]
-    for unit in dict.fromkeys(row["unit"] for row in record["rows"]):
-        rows = [row for row in record["rows"] if row["unit"] == unit]
-        names = list(dict.fromkeys(n for row in rows for n, e in row["candidates"].items() if "speed" in e))
-        lines = [[label(row), *(_speed(row["candidates"].get(n, {})) for n in names), _ratio(row)] for row in rows]
-        parts.append(table([unit, *names, "to best peer"], lines))
-    means = [
-        [name, found["compared"], f"{found['mean']:.3f}", f"{found['lowest']:.3f}"]
-        for name, found in record["summary"].items()
-        if "mean" in found
-    ]
-    if means:
-        parts.append(table(["to the best peer", "rows", "geometric mean", "lowest"], means))
-    parts += [f"{name}: {why}" for name, why in record["failed_rows"].items()]
-    return "\n\n".join([*parts, *_reasons(record["rows"])])
+    """Returns the tables of a run, their columns aligned for a terminal."""
+    parts = markdown(record).strip().split("\n\n")
+    return "\n\n".join(_aligned(part) if part.startswith("|") else part for part in parts)
 
 
-def _speed(entry: Mapping[str, Any]) -> str:
-    return f"{entry['speed']:.0f}" if "speed" in entry else "-"
-
-
-def _ratio(row: Mapping[str, Any]) -> str:
-    return f"{row['ratio']:.2f}" if row["ratio"] else "-"
-
-
-def _reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = {(n, e["reason"]) for row in rows for n, e in row["candidates"].items() if "reason" in e}
-    return ["\n".join(f"- {name}: {why}" for name, why in sorted(found))] if found else []
+def _aligned(text: str) -> str:
+    header, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
+    return table(header, lines)
 
 
 def write(record: Mapping[str, Any], path: Path, tag: str, routine: str) -> None:

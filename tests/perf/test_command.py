@@ -94,7 +94,7 @@ def test_without_a_gpu_it_says_what_is_missing(capsys: pytest.CaptureFixture[str
 
 
 def record() -> dict[str, Any]:
-    entry = {"median_us": 500.0, "speed": 1234.4, "share": 0.5, "error": 1e-3}
+    entry = {"median_us": 500.0, "p20_us": 499.0, "p80_us": 501.0, "speed": 1234.4, "share": 0.5, "error": 1e-3}
     w = equal(2, 1, 64, (4, 2), 64, 16)
     row = {
         "name": w.name,
@@ -102,24 +102,35 @@ def record() -> dict[str, Any]:
         "workload": {**vars(w)},
         "unit": "GB/s",
         "ratio": 1.5,
-        "candidates": {"cute_attn": entry, "FlashInfer XQA": {"reason": "not built"}},
+        "best_peer": "FlashInfer fa2",
+        "sm_clock_mhz": 1755,
+        "candidates": {"cute_attn": entry, "cute_attn xqa function": entry, "FlashInfer XQA": {"reason": "not built"}},
     }
-    environment = {"gpu": "some GPU"}
+    environment = {"gpu": "some GPU", **dict.fromkeys(("date", "commit", "driver", "torch", "cuda", "cudnn"), "?")}
     summary = {"bench": {"compared": 1, "rows": 1, "mean": 1.5, "lowest": 1.5}}
-    ceilings = {"read": 3000.0, "gemm": 700.0}
-    return {"environment": environment, "ceilings": ceilings, "rows": [row], "failed_rows": {}, "summary": summary}
+    ceilings = {"read": 3000.0, "copy": 2900.0, "gemm": 700.0}
+    return {
+        "command": "bench",
+        "environment": environment,
+        "ceilings": ceilings,
+        "rows": [row],
+        "failed_rows": {},
+        "summary": summary,
+    }
 
 
 def test_outputs_have_the_numbers(tmp_path: Path) -> None:
     text = command.text(record())
-    assert "1234" in text
     assert "some GPU" in text
     assert "FlashInfer XQA: not built" in text
+    head, _, line = text.split("\n\n")[2].splitlines()
+    assert line.split()[-3:] == ["fa2)", "1.0e-03", "1755"]
+    assert line.index(")") + 1 == head.index("cute_attn") + len("cute_attn"), "columns are aligned"
     for name in ("a.json", "a.csv", "a.png"):
         command.write(record(), tmp_path / name, "tag", DECODE)
     assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["ratio"] == 1.5
     with (tmp_path / "a.csv").open() as file:
-        ours, peer = csv.DictReader(file)
+        ours, _, peer = csv.DictReader(file)
     assert (ours["routine"], ours["case_tag"], ours["median_ms"], ours["gb_per_s"]) == (DECODE, "tag", "0.5", "1234.4")
     assert (peer["backend"], peer["reason"], peer["gb_per_s"]) == ("FlashInfer XQA", "not built", "")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
