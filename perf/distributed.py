@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from cute_attn.integrations.distributed import ring, travel
 from cute_attn.integrations.distributed.ranks import Ranks
 from perf import program
 from perf.bench import TOLERANCE, oracle, save
-from perf.harness import Call, Timing, timing
+from perf.harness import Call, Timing, interleaved, timing
 from perf.workloads import Inputs, Workload
 
 ONE = "one GPU"
@@ -84,13 +83,11 @@ class CudaStopwatch:
 def measure(candidates: Mapping[str, Candidate], stopwatch: Stopwatch, rounds: int) -> dict[str, Timing]:
     """Times every candidate; the same result on all ranks. An error on one rank ends the run: others wait for it."""
     calls = {name: _repeated(candidate, stopwatch) for name, candidate in candidates.items()}
-    names, shuffled = list(calls), random.Random(0)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(WARM_ROUNDS + rounds):
-        for name in shuffled.sample(names, len(names)):
-            microseconds = stopwatch.microseconds(calls[name]) / candidates[name].launches
-            if i >= WARM_ROUNDS:
-                samples[name].append(microseconds)
+
+    def one_round(order: Sequence[str]) -> list[float]:
+        return [stopwatch.microseconds(calls[name]) / candidates[name].launches for name in order]
+
+    samples = interleaved(list(calls), rounds, one_round, WARM_ROUNDS)
     return {
         name: timing(_gathered(values, candidates[name]), candidates[name].launches) for name, values in samples.items()
     }
@@ -259,15 +256,6 @@ def _entry(name: str, timings: Mapping[str, Timing], errors: Mapping[str, float]
     return entry
 
 
-def line(row: Mapping[str, Any]) -> str:
-    """Returns one row as a line of text."""
-    cells = []
-    for name, entry in row["candidates"].items():
-        speedup = f" ({entry['speedup']:.2f}x)" if "speedup" in entry else ""
-        cells.append(f"{name} {entry['median_us']:.1f} us{speedup}")
-    return f"{row['name']}: {', '.join(cells)}"
-
-
 def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
     """Measures all cases on one rank; rank 0 prints and records them."""
     start = time.perf_counter()
@@ -289,7 +277,7 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
         rows.append(measured(case, device, CudaStopwatch(), options.rounds))
         torch.cuda.empty_cache()
         if rank == 0:
-            print(f"{line(rows[-1])} [{time.perf_counter() - start:.0f} s]", flush=True)
+            print(f"{program.line(rows[-1])} [{time.perf_counter() - start:.0f} s]", flush=True)
             save(record, options.out)
     dist.barrier()
     dist.destroy_process_group()

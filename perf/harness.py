@@ -122,16 +122,27 @@ def measure(candidates: Mapping[str, Sequence[Call]], timer: Timer, rounds: int 
     if not replays:
         return Measurement(results, None)
     _warm_up(list(replays.values()), timer)
-    samples: dict[str, list[float]] = {name: [] for name in replays}
-    names, shuffled = list(replays), random.Random(0)
-    for _ in range(rounds):
-        # Not in fixed order: a candidate that always follows a slow one finds a cooler GPU, worth up to 9 %.
+    samples = interleaved(list(replays), rounds, lambda order: timer.run([replays[name] for name in order]))
+    for name, milliseconds in samples.items():
+        launches = replays[name].launches
+        results[name] = timing([ms * 1e3 / launches for ms in milliseconds], launches)
+    return Measurement(results, timer.sm_clock_mhz(next(iter(replays.values()))))
+
+
+def interleaved(
+    names: Sequence[str], rounds: int, run: Callable[[Sequence[str]], Sequence[float]], warm: int = 0
+) -> dict[str, list[float]]:
+    """Returns what rounds of all names gave for each; `warm` rounds before them do not count. `run`: a round.
+
+    Not in fixed order: a candidate that always follows a slow one finds a cooler GPU, worth up to 9 %.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    shuffled = random.Random(0)
+    for i in range(warm + rounds):
         order = shuffled.sample(names, len(names))
-        for name, milliseconds in zip(order, timer.run([replays[n] for n in order]), strict=True):
-            samples[name].append(milliseconds * 1e3 / replays[name].launches)
-    for name, values in samples.items():
-        results[name] = timing(values, replays[name].launches)
-    return Measurement(results, timer.sm_clock_mhz(replays[names[0]]))
+        for name, value in zip(order, run(order), strict=True):
+            samples[name] += [value] * (i >= warm)
+    return samples
 
 
 def _sized_capture(calls: Sequence[Call], timer: Timer) -> Replay:

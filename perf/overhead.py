@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,11 +27,11 @@ from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.launch import Bound, current_stream
 from perf import peers, program
 from perf.bench import publish
-from perf.harness import Call, Timing, reason, timing
+from perf.harness import Call, Timing, interleaved, reason, timing
 from perf.machine import flashinfer
 from perf.peers import PEERS, Peer
 from perf.pretended_gpu import pretended_gpu
-from perf.workloads import BatchWorkload, Inputs, Workload, equal
+from perf.workloads import BatchInputs, BatchWorkload, Inputs, Workload, equal
 
 CALLS = 200  # of at most two kernels: the launch queue holds about 1000
 REPEATS = 31
@@ -73,19 +72,20 @@ def host_times(
     repeats: int = REPEATS,
 ) -> dict[str, Timing]:
     """Returns the microseconds of host time per call, rounds of all calls in random order. `wait` empties the queue."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    order, generator = list(calls), random.Random(0)
-    for _ in range(repeats + 1):
-        generator.shuffle(order)
-        for name in order:
-            call, number = calls[name], PLANS if "plan" in name else CALLS
-            wait()
-            start = clock()
-            for _ in range(number):
-                call()
-            samples[name].append((clock() - start) / 1e3 / number)
+
+    def number(name: str) -> int:
+        return PLANS if "plan" in name else CALLS
+
+    def microseconds(name: str) -> float:
+        wait()
+        start = clock()
+        for _ in range(number(name)):
+            calls[name]()
+        return (clock() - start) / 1e3 / number(name)
+
+    samples = interleaved(list(calls), repeats, lambda order: [microseconds(name) for name in order], warm=1)
     wait()
-    return {name: timing(found[1:], PLANS if "plan" in name else CALLS) for name, found in samples.items()}
+    return {name: timing(found, number(name)) for name, found in samples.items()}
 
 
 def parts(device: torch.device) -> dict[str, Call]:
@@ -169,19 +169,23 @@ def batch_calls(device: torch.device) -> dict[str, Call]:
     return runs | plan_calls(cute_attn, device, {}, {})
 
 
+def unplanned(w: BatchWorkload, x: BatchInputs, cache: Any, **options: Any) -> Call:
+    """Returns decode over pages without a plan."""
+    workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=x.q.device)
+    lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=x.q.device)
+    operands = x.q, cache, workspace, peers.block_table(w, x), lengths, max(w.kv_lens)
+    return functools.partial(cute_attn.xqa_batch_decode_with_kv_cache, *operands, **options)
+
+
 def unplanned_calls(device: torch.device) -> dict[str, Call]:
-    """Returns decode over pages without a plan: one request, as `FlashInfer XQA` decodes it, and 4 into a buffer."""
+    """Returns decode of one request, as `FlashInfer XQA` decodes it, and of 4 into a buffer."""
     calls: dict[str, Call] = {}
     for requests in (1, 4):
-        q = torch.randn(requests, 32, 128, dtype=torch.bfloat16, device=device)
-        cache = torch.randn(requests * 4, 2, 16, 8, 128, dtype=torch.bfloat16, device=device)
-        tables = torch.arange(requests * 4, dtype=torch.int32, device=device).view(requests, 4)
-        lengths = torch.full((requests,), 64, dtype=torch.int32, device=device)
-        workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        out = None if requests == 1 else torch.empty_like(q)
-        operands = q, cache, workspace, tables, lengths, 64
-        decode = functools.partial(cute_attn.xqa_batch_decode_with_kv_cache, *operands, bmm1_scale=128**-0.5, out=out)
-        calls[f"xqa_batch_decode_with_kv_cache, batch {requests}"] = decode
+        w = equal(requests, 1, 64, (32, 8), 128, 16)
+        x = w.inputs(device)
+        options = {"bmm1_scale": 128**-0.5, "out": None if requests == 1 else torch.empty_like(x.q)}
+        name = f"xqa_batch_decode_with_kv_cache, batch {requests}"
+        calls[name] = unplanned(w, x, torch.stack((x.k, x.v), 1), **options)
     return calls
 
 
@@ -311,21 +315,9 @@ def unplanned_optional_calls(device: torch.device) -> dict[str, Call]:
     """Returns decode calls without a plan."""
     calls = {f"xqa, {name}": peers.our_xqa(w, [w.inputs(device)])[0] for name, w in UNPLANNED.items()}
     x, scale = OPTIONAL_DECODE.inputs(device), torch.full((), 0.1, device=device)
-    table = peers.block_table(OPTIONAL_DECODE, x)
-    lengths = torch.tensor(OPTIONAL_DECODE.kv_lens, dtype=torch.int32, device=device)
-    workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    scaled = functools.partial(
-        cute_attn.xqa_batch_decode_with_kv_cache,
-        x.q,
-        (x.k, x.v),
-        workspace,
-        table,
-        lengths,
-        max(OPTIONAL_DECODE.kv_lens),
-    )
     lse = torch.empty(len(OPTIONAL_DECODE.kv_lens), OPTIONAL_DECODE.num_qo_heads, device=device)
     more = {"bmm1_scale": scale, "bmm2_scale": scale, "lse": lse, "return_lse": True}
-    return {**calls, "xqa, scale tensors and lse": functools.partial(scaled, **more)}
+    return {**calls, "xqa, scale tensors and lse": unplanned(OPTIONAL_DECODE, x, (x.k, x.v), **more)}
 
 
 # ---- the program

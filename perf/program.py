@@ -22,7 +22,7 @@ from perf.harness import ROUNDS, Call, CudaGraphTimer, reason
 from perf.machine import command_line, environment, why_no_gpu
 
 CACHED_BYTES = 160 << 20  # of all copies together: beyond twice an H200's L2 of 50 MiB, and B200's of 126 MB
-UNITS = {"gb_per_s": "GB/s", "tflops": "TFLOP/s"}
+UNITS = {"gb_per_s": "{:.0f} GB/s", "tflops": "{:.0f} TFLOP/s", "speedup": "{:.2f}x"}
 Row = dict[str, Any]
 
 
@@ -112,8 +112,9 @@ def line(row: Row) -> str:
     """Returns one row as a line of text."""
     cells = []
     for name, entry in row["candidates"].items():
-        speeds = "".join(f", {entry[unit]:.0f} {text}" for unit, text in UNITS.items() if unit in entry)
-        cells.append(f"{name} {entry['median_us']:.2f} us{speeds}" if speeds else f"{name} - ({entry['reason']})")
+        speeds = "".join(f", {text.format(entry[unit])}" for unit, text in UNITS.items() if unit in entry)
+        timed = "median_us" in entry
+        cells.append(f"{name} {entry['median_us']:.2f} us{speeds}" if timed else f"{name} - ({entry['reason']})")
     return f"{row['name']}: {'; '.join(cells)}"
 
 

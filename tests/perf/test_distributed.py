@@ -50,7 +50,7 @@ def test_cases_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
         assert entry["speedup"] == one["median_us"] / entry["median_us"]
         assert 0 < entry["error"] < 1e-2
         assert "speedup" not in one
-        assert name in distributed.line(row)
+        assert name in program.line(row)
     record = {**program.head("distributed", gpus="1"), "distributed": rows}
     bench.save(record, tmp_path / "record.json")
     shown = report.markdown(json.loads((tmp_path / "record.json").read_text()))
