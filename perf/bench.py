@@ -19,7 +19,7 @@ from perf.harness import ROUNDS, Call, Timer, measure, reason
 from perf.machine import require
 from perf.peers import PEERS, Bind
 from perf.report import markdown
-from perf.workloads import AnyInputs, AnyWorkload, Inputs, Workload, as_batch
+from perf.workloads import BatchInputs, BatchWorkload
 
 OURS = "cute_attn"  # prefix of the names of our candidates
 HOST_LENGTHS = f"{OURS} host lengths"
@@ -67,36 +67,32 @@ class Oracle:
         return f"wrong: relative error {error:.2e} against the reference (allowed {self.tolerance:.1e})"
 
 
-def _expected(
-    w: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def oracle(w: BatchWorkload, x: BatchInputs) -> Oracle:
+    """Returns an oracle for the first, the middle, the last and the longest request."""
+    longest = max(range(len(w.kv_lens)), key=w.kv_lens.__getitem__)
+    rows, answers = [], []
+    for request in sorted({0, len(w.kv_lens) // 2, longest, len(w.kv_lens) - 1}):
+        own, o = _expected(w, x, request)
+        rows.append(own + w.qo_indptr[request])
+        answers.append(o)
+    tolerance = FP8_TOLERANCE if w.torch_kv_dtype.itemsize == 1 else TOLERANCE[w.dtype]
+    return Oracle(torch.cat(rows), torch.cat(answers), tolerance)
+
+
+def _expected(w: BatchWorkload, x: BatchInputs, request: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the checked rows of one request, and the reference's output for them."""
-    rows = torch.tensor(checked_rows(w.qo_len), device=q.device)
+    qo_len, kv_len = w.qo_lens[request], w.kv_lens[request]
+    q, (k, v) = x.q[w.qo_indptr[request] :][:qo_len], w.tokens(x, request)
+    rows = torch.tensor(checked_rows(qo_len), device=q.device)
     keep = None
     if w.causal:
-        last_key = rows[:, None] + w.kv_len - w.qo_len
+        last_key = rows[:, None] + kv_len - qo_len
         keys = torch.arange(len(k), device=q.device)
         keep = keys <= last_key
         if w.window_left >= 0:
             keep &= keys >= last_key - w.window_left
-    o, _ = reference.attention(q[rows], k, v, mask=reference.Mask(keep=keep), sinks=sinks)
+    o, _ = reference.attention(q[rows], k, v, mask=reference.Mask(keep=keep), sinks=x.sinks)
     return rows, o
-
-
-def oracle(w: AnyWorkload, x: AnyInputs) -> Oracle:
-    """Returns an oracle for the first, the middle, the last and the longest request."""
-    batch = as_batch(w)
-    inputs = batch.of_one(x) if isinstance(x, Inputs) else x
-    longest = max(range(len(batch.kv_lens)), key=batch.kv_lens.__getitem__)
-    rows, answers = [], []
-    for request in sorted({0, len(batch.kv_lens) // 2, longest, len(batch.kv_lens) - 1}):
-        start, stop = batch.qo_indptr[request], batch.qo_indptr[request + 1]
-        tokens = batch.tokens(inputs, request)
-        own, o = _expected(batch.requests[request], inputs.q[start:stop], *tokens, inputs.sinks)
-        rows.append(own + start)
-        answers.append(o)
-    tolerance = FP8_TOLERANCE if batch.torch_kv_dtype.itemsize == 1 else TOLERANCE[w.dtype]
-    return Oracle(torch.cat(rows), torch.cat(answers), tolerance)
 
 
 # ---- rows
@@ -116,7 +112,7 @@ def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
 
 
 def run_row(
-    w: AnyWorkload,
+    w: BatchWorkload,
     binds: Mapping[str, Bind],
     timer: Timer,
     ceiling: Mapping[str, float],
@@ -156,7 +152,7 @@ def add_times(
 
 
 def prepare(
-    w: AnyWorkload, binds: Mapping[str, Bind], sets: Sequence[AnyInputs]
+    w: BatchWorkload, binds: Mapping[str, Bind], sets: Sequence[BatchInputs]
 ) -> tuple[dict[str, list[Call]], dict[str, dict[str, Any]]]:
     """Returns the calls of the candidates with correct results, and every candidate's error or reason for exclusion."""
     truth = oracle(w, sets[0])

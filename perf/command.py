@@ -23,7 +23,7 @@ from perf.machine import module, why_no_gpu
 from perf.report import markdown
 from perf.rows import ANCHORS, CURVE_ROUNDS, CURVES, Section
 from perf.warm import warm
-from perf.workloads import AnyWorkload, BatchWorkload, Workload
+from perf.workloads import BatchWorkload, one_request
 
 SUMMARY_SECONDS = 400.0
 CURVES_SECONDS = 60.0
@@ -63,10 +63,10 @@ def chosen_sections(options: argparse.Namespace) -> list[tuple[str, Section, str
     return [*whole, *((name, section, "curves") for name, section in CURVES.items())]
 
 
-def workloads(options: argparse.Namespace) -> list[AnyWorkload]:
+def workloads(options: argparse.Namespace) -> list[BatchWorkload]:
     """Returns a problem for every batch size and length of the options."""
     decode = ROUTINES[options.routine] == "decode"
-    found: list[AnyWorkload] = []
+    found: list[BatchWorkload] = []
     for batch_size, s_kv in itertools.product(options.batch_size, options.s_kv):
         for s_qo in options.s_qo or ([1] if decode else [s_kv]):
             if min(batch_size, s_kv, s_qo) < 1:
@@ -75,7 +75,7 @@ def workloads(options: argparse.Namespace) -> list[AnyWorkload]:
     return found
 
 
-def _workload(options: argparse.Namespace, batch_size: int, s_qo: int, s_kv: int) -> AnyWorkload:
+def _workload(options: argparse.Namespace, batch_size: int, s_qo: int, s_kv: int) -> BatchWorkload:
     decode, ragged = ROUTINES[options.routine] == "decode", "Ragged" in options.routine
     q_dtype, kv_dtype = DTYPES[options.q_dtype], DTYPES[options.kv_dtype or options.q_dtype]
     heads = options.num_qo_heads, options.num_kv_heads
@@ -83,7 +83,7 @@ def _workload(options: argparse.Namespace, batch_size: int, s_qo: int, s_kv: int
     if qk != vo:
         if batch_size > 1 or not ragged or kv_dtype != q_dtype or options.window_left >= 0 or options.sinks:
             raise ArgumentError("--head_dim_vo other than --head_dim_qk is measured for one plain ragged request")
-        return Workload(s_qo, s_kv, *heads, qk, vo, options.causal, q_dtype)
+        return one_request(s_qo, s_kv, *heads, qk, vo, options.causal, q_dtype)
     lengths = (s_qo,) * batch_size, (s_kv,) * batch_size
     if options.random_actual_seq_len:
         lengths = _random_lengths(options.random_seed, batch_size, s_qo, s_kv)

@@ -27,7 +27,7 @@ from cute_attn.integrations.distributed.ranks import Ranks
 from perf import program
 from perf.bench import TOLERANCE, oracle, save
 from perf.harness import Call, Timing, interleaved, timing
-from perf.workloads import Inputs, Workload
+from perf.workloads import BatchInputs, BatchWorkload, one_request
 
 ONE = "one GPU"
 WORKSPACE_BYTES = 128 << 20
@@ -130,11 +130,11 @@ class Case:
         return f"{self.kind} {self.requests}x{self.tokens} h{self.num_qo_heads}/{self.num_kv_heads} d{self.head_dim}"
 
     @property
-    def request(self) -> Workload:
+    def request(self) -> BatchWorkload:
         """Returns the problem of one request."""
         prefill = self.kind == "prefill"
         heads = self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim
-        return Workload(self.tokens if prefill else 1, self.tokens, *heads, causal=prefill)
+        return one_request(self.tokens if prefill else 1, self.tokens, *heads, causal=prefill)
 
 
 CASES = [
@@ -171,7 +171,7 @@ def decode(case: Case, device: torch.device) -> tuple[Candidates, dict[str, floa
     return {**candidates, "sharded, no graph": Candidate(calls["sharded"], GRAPH_LAUNCHES)}, errors
 
 
-def _cache(inputs: Sequence[Inputs], rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cache(inputs: Sequence[BatchInputs], rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the pages of a rank, those of request 0 first."""
 
     def pages(x: torch.Tensor) -> torch.Tensor:
@@ -194,12 +194,12 @@ def _planned(
 def prefill(case: Case, device: torch.device) -> tuple[Candidates, dict[str, float]]:
     """Returns the candidates of a prefill case and the parts of a ring step, and the errors of results."""
     x = case.request.inputs(device)
-    truth = oracle(case.request, x)
-    zigzag = [distributed.shard_zigzag(part) for part in x]
+    qkv, truth = (x.q, x.k, x.v), oracle(case.request, x)
+    zigzag = [distributed.shard_zigzag(part) for part in qkv]
     tokens = case.tokens // dist.get_world_size()
-    consecutive = [part[dist.get_rank() * tokens :][:tokens] for part in x]
+    consecutive = [part[dist.get_rank() * tokens :][:tokens] for part in qkv]
     calls: dict[str, Callable[[], Any]] = {
-        ONE: lambda: cute_attn.single_prefill_with_kv_cache(*x, causal=True),
+        ONE: lambda: cute_attn.single_prefill_with_kv_cache(*qkv, causal=True),
         "ring": lambda: distributed.ring_prefill(*zigzag),
         "ulysses": lambda: distributed.ulysses_attention(*consecutive),
     }

@@ -31,7 +31,7 @@ from perf.harness import Call, Timing, interleaved, reason, timing
 from perf.machine import flashinfer
 from perf.peers import PEERS, Peer
 from perf.pretended_gpu import pretended_gpu
-from perf.workloads import BatchInputs, BatchWorkload, Inputs, Workload, equal
+from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
 
 CALLS = 200  # of at most two kernels: the launch queue holds about 1000
 REPEATS = 31
@@ -39,9 +39,9 @@ PLANS = 40  # of a round: an upload waits for the second before it
 PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc", "FlashInfer XQA")
 
 
-PREFILL = Workload(64, 64, 32, 8, 128, 128, causal=True)
-DECODE = Workload(1, 256, 32, 8, 128, 128)
-LONG = Workload(1, 8192, 32, 8, 128, 128)  # split-KV: two launches and a workspace, 13 us on an H200
+PREFILL = one_request(64, 64, 32, 8, 128, 128, causal=True)
+DECODE = one_request(1, 256, 32, 8, 128, 128)
+LONG = one_request(1, 8192, 32, 8, 128, 128)  # split-KV: two launches and a workspace, 13 us on an H200
 BATCHES = (
     equal(2, 64, 64, (32, 8), 128, causal=True),
     equal(2, 64, 64, (32, 8), 128, 16),
@@ -54,7 +54,7 @@ MOST_PAGES = 500  # of a request
 STEPS = 300  # batches that plans take in turn: more than a library remembers schedules of
 KV_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 # Of calls with optional tensors.
-SINGLE = Workload(128, 512, 32, 8, 128, 128)
+SINGLE = one_request(128, 512, 32, 8, 128, 128)
 OPTIONAL_DECODE = equal(16, 1, 117, (32, 8), 128, 16)
 OPTIONAL_PREFILL = equal(16, 32, 117, (32, 8), 128, 16, causal=True)
 UNPLANNED = {  # without a plan
@@ -125,12 +125,12 @@ def recorded_launches(call: Call) -> list[tuple[Bound, tuple[Any, ...]]]:
 def peer_calls(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]:
     """Returns the same problems for peers; bound later, since binding may fail."""
 
-    def bind(peer: Peer, w: Workload | BatchWorkload, name: str) -> dict[str, Call]:
+    def bind(peer: Peer, w: BatchWorkload, name: str) -> dict[str, Call]:
         bound: Any = peer.bind
         return {name: bound(w, [w.inputs(device)])[0]}
 
     found: dict[str, Callable[[], dict[str, Call]]] = {}
-    workloads: tuple[Workload | BatchWorkload, ...] = PREFILL, DECODE, *BATCHES
+    workloads: tuple[BatchWorkload, ...] = PREFILL, DECODE, *BATCHES
     for peer, w in itertools.product(PEERS, workloads):
         if peer.name in PEER_NAMES and w.phase in peer.phases:
             name = f"{peer.name}, {w.phase}{' wrapper, run' if w in BATCHES else ''}"
@@ -154,7 +154,7 @@ def peer_calls(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]
 class GrowingCache:
     """Decode with one more token of the cache in each call, as a serving loop does, including its two slices."""
 
-    def __init__(self, x: Inputs, decode: Callable[..., Any]) -> None:
+    def __init__(self, x: BatchInputs, decode: Callable[..., Any]) -> None:
         self.x, self.decode, self.kv_len = x, decode, 1
 
     def __call__(self) -> None:
@@ -194,7 +194,7 @@ def calls(device: torch.device) -> dict[str, Call]:
     prefill, decode, long = (w.inputs(device) for w in (PREFILL, DECODE, LONG))
     single_decode = cute_attn.single_decode_with_kv_cache
     return {
-        "single_prefill_with_kv_cache": lambda: cute_attn.single_prefill_with_kv_cache(*prefill, causal=True),
+        "single_prefill_with_kv_cache": lambda: cute_attn.single_prefill_with_kv_cache(*prefill[:3], causal=True),
         "single_decode_with_kv_cache": lambda: single_decode(decode.q[0], decode.k, decode.v),
         "single_decode_with_kv_cache, split": lambda: single_decode(long.q[0], long.k, long.v),
         "single_decode_with_kv_cache, growing cache": GrowingCache(long, single_decode),
@@ -274,7 +274,7 @@ def optional_calls(device: torch.device) -> dict[str, Call]:
         "sinks": {"sinks": sinks},
         "scale tensors": {"k_scale": scale, "v_scale": scale},
     }
-    q, k, v = SINGLE.inputs(device)
+    q, k, v, *_ = SINGLE.inputs(device)
     kinds: dict[str, Any] = {
         "single_prefill": functools.partial(cute_attn.single_prefill_with_kv_cache, q, k, v, causal=True),
         "single_decode": functools.partial(cute_attn.single_decode_with_kv_cache, q[0], k, v),
@@ -282,9 +282,9 @@ def optional_calls(device: torch.device) -> dict[str, Call]:
         "paged prefill run": run(OPTIONAL_PREFILL, device),
     }
     calls = {f"{kind}, {n}": functools.partial(kinds[kind], **tensors[n]) for kind in kinds for n in tensors}
-    bits = torch.full((SINGLE.qo_len * SINGLE.kv_len // 8,), 0x5F, dtype=torch.uint8, device=device)
+    bits = torch.full((SINGLE.qo_lens[0] * SINGLE.kv_lens[0] // 8,), 0x5F, dtype=torch.uint8, device=device)
     calls["single_prefill, packed mask"] = functools.partial(kinds["single_prefill"], packed_custom_mask=bits)
-    lengths = itertools.cycle(range(2, SINGLE.kv_len))
+    lengths = itertools.cycle(range(2, SINGLE.kv_lens[0]))
 
     def other_length() -> None:
         n = next(lengths)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cute_attn
 from perf.harness import Call
 from perf.machine import flashinfer, module, require
-from perf.workloads import BatchInputs, BatchWorkload, Inputs, Workload, as_batch
+from perf.workloads import BatchInputs, BatchWorkload, as_batch
 
 WORKSPACE_BYTES = 512 << 20
 FLASHINFER_DIMS = (64, 128, 256)  # of prefill; dense fa2 of 80, 112 and 160 broke the CUDA context of an H200
@@ -277,31 +277,35 @@ def _workspace(sets: Sequence[BatchInputs]) -> torch.Tensor:
 # ---- single requests: the functions for them, or those for batches
 
 
-def single(bind: Bind, w: Workload, sets: Sequence[Inputs], page_size: int = 0) -> list[Call]:
-    """Binds an adapter for batches, for a batch of one."""
-    require(w.kv_len % (page_size or 1) == 0, f"kv_len must be a multiple of the page size {page_size}, got {w.kv_len}")
-    batch = as_batch(w, page_size)
-    return bind(batch, [batch.of_one(x) for x in sets])
+def single(bind: Bind, w: BatchWorkload, sets: Sequence[BatchInputs], page_size: int = 0) -> list[Call]:
+    """Binds an adapter for batches, for a batch of one, whose pages are in order."""
+    kv_len = w.kv_lens[0]
+    require(kv_len % (page_size or 1) == 0, f"kv_len must be a multiple of the page size {page_size}, got {kv_len}")
+    if page_size:
+        pages = torch.arange(kv_len // page_size, dtype=torch.int32, device=sets[0].q.device)
+        kv = ([t.unflatten(0, (-1, page_size)) for t in (x.k, x.v)] for x in sets)
+        sets = [BatchInputs(x.q, k, v, pages) for x, (k, v) in zip(sets, kv, strict=True)]
+    return bind(as_batch(w, page_size), sets)
 
 
-def of_library(library: Any, w: Workload, sets: Sequence[Inputs], **chosen: Any) -> list[Call]:
+def of_library(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:
     """Binds the functions of `library`, FlashInfer or ours, for single requests."""
     if w.phase == "prefill":
         prefill = library.single_prefill_with_kv_cache
-        return [functools.partial(prefill, *x, causal=w.causal, **chosen) for x in sets]
+        return [functools.partial(prefill, x.q, x.k, x.v, causal=w.causal, **chosen) for x in sets]
 
-    def decode(x: Inputs) -> torch.Tensor:
+    def decode(x: BatchInputs) -> torch.Tensor:
         o = library.single_decode_with_kv_cache(x.q[0], x.k, x.v, **chosen)
         return cast(torch.Tensor, o)[None]
 
     return [functools.partial(decode, x) for x in sets]
 
 
-def our_single(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
+def our_single(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     return of_library(cute_attn, w, sets, backend=backend)
 
 
-def flashinfer_single(w: Workload, sets: Sequence[Inputs], **chosen: Any) -> list[Call]:
+def flashinfer_single(w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:
     return of_library(flashinfer("flashinfer"), w, sets, **chosen)
 
 

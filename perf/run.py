@@ -32,7 +32,7 @@ from perf.peers import PEERS, Bind
 from perf.report import markdown
 from perf.rows import GROUPS, RANDOM_NAMES, SECTIONS, Section, random_sections
 from perf.warm import built, compile_ours, warm
-from perf.workloads import AnyWorkload
+from perf.workloads import BatchWorkload
 
 # Without the slower of two kernels of one library: torch's flash-attention 2 and FlashInfer's decode of one request.
 PEER_NAMES = ("torch cuDNN", "cuDNN fp8", "flash-attn-4", "FlashInfer fa2", "FlashInfer fa3", "FlashInfer XQA")
@@ -40,7 +40,7 @@ FEWEST_ROUNDS = 5
 SPENT = "was spent"
 RANDOM = "random"
 Row = dict[str, Any]
-More = Callable[[AnyWorkload], Mapping[str, Bind]]  # further candidates of a row, by name
+More = Callable[[BatchWorkload], Mapping[str, Bind]]  # further candidates of a row, by name
 
 
 class Pace:
@@ -82,7 +82,7 @@ def seconds_of_round(row: Mapping[str, Any]) -> float:
 def _without_builds(name: str, bind: Bind) -> Bind:
     """Returns a bind that refuses a workload for which this peer's module has not been built."""
 
-    def bound(w: AnyWorkload, sets: Sequence[Any]) -> list[Call]:
+    def bound(w: BatchWorkload, sets: Sequence[Any]) -> list[Call]:
         if not built(name, w):
             raise UnavailableError("not built; --warm-peers builds it")
         return bind(w, sets)
@@ -90,7 +90,7 @@ def _without_builds(name: str, bind: Bind) -> Bind:
     return bound
 
 
-def chosen_binds(w: AnyWorkload, backends: Sequence[str], peers: Sequence[str]) -> dict[str, Bind]:
+def chosen_binds(w: BatchWorkload, backends: Sequence[str], peers: Sequence[str]) -> dict[str, Bind]:
     """Returns ours and the named peers that have a kernel for the workload's phase."""
     builders = {peer.name for peer in PEERS if peer.builds}
     found = candidates(w.phase, backends)
@@ -106,7 +106,7 @@ def chosen_sections(names: Sequence[str], words: Sequence[str], seed: int) -> di
     return {name: every[name]._replace(workloads=select(every[name].workloads, words)) for name in flat}
 
 
-def select(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWorkload]:
+def select(workloads: Sequence[BatchWorkload], words: Sequence[str]) -> list[BatchWorkload]:
     """Returns the workloads whose names contain all of these words."""
     return [w for w in workloads if all(word in w.name.split() for text in words for word in text.split())]
 
@@ -201,7 +201,7 @@ def run(name: str, sections: Mapping[str, Section], options: argparse.Namespace,
     return record
 
 
-def key_of(section: str, w: AnyWorkload) -> str:
+def key_of(section: str, w: BatchWorkload) -> str:
     return f"{section}: {w.name}"
 
 
@@ -212,7 +212,7 @@ def import_peers() -> None:
             load(name)
 
 
-def _measured(record: Row, section: str, w: AnyWorkload, binds: Mapping[str, Bind], rounds: int) -> Row | None:
+def _measured(record: Row, section: str, w: BatchWorkload, binds: Mapping[str, Bind], rounds: int) -> Row | None:
     """Adds the row, or the reason why there is none, and the summary of its section. Returns the row."""
     key, device = key_of(section, w), torch.device("cuda", torch.cuda.current_device())
     broke = record["broke"].get(key, [])

@@ -68,15 +68,10 @@ def rows(gpu: str, section: str, results: Path = RESULTS) -> tuple[Record, list[
 def label(row: Row) -> str:
     """Returns the problem of a row as a reader would say it."""
     w = row["workload"]
-    if "qo_lens" not in w:
-        lengths, dims = f"1 x {_length([w['qo_len']], [w['kv_len']])}", _dims(w["head_dim_qk"], w["head_dim_vo"])
-    else:
-        lengths, dims = (
-            f"{len(w['qo_lens'])} x {_length(w['qo_lens'], w['kv_lens'])}",
-            _dims(w["head_dim"], w.get("head_dim_v") or None),
-        )
+    lengths = f"{len(w['qo_lens'])} x {_length(w['qo_lens'], w['kv_lens'])}"
+    dims = f"d {w['head_dim']}" + (f"/{w['head_dim_v']}" if w.get("head_dim_v") else "")
     parts = [lengths, f"{w['num_qo_heads']}/{w['num_kv_heads']} heads", dims]
-    if max(w.get("qo_lens", [w.get("qo_len", 1)])) > 1:
+    if max(w["qo_lens"]) > 1:
         parts.append("causal" if w["causal"] else "full")
     if w.get("window_left", -1) >= 0:
         parts.append(f"window {w['window_left'] + 1}")
@@ -85,10 +80,6 @@ def label(row: Row) -> str:
     if w.get("page_size"):
         parts.append(f"page {w['page_size']}")
     return f"{_dtype(w)}, {', '.join(parts)}"
-
-
-def _dims(qk: int, vo: int | None = None) -> str:
-    return f"d {qk}" if vo in (None, qk) else f"d {qk}/{vo}"
 
 
 def _dtype(w: Mapping[str, Any]) -> str:

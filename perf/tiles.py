@@ -22,7 +22,7 @@ from cute_attn.runtime import artifacts
 from perf import peers
 from perf.harness import Call
 from perf.machine import require
-from perf.workloads import AnyWorkload, BatchWorkload, as_batch
+from perf.workloads import BatchWorkload, as_batch
 
 SMEM_LIMIT = 227 << 10  # of a CTA
 SM_SMEM, CTA_RESERVE = 228 << 10, 1 << 10  # of an SM, and what the system takes of it per CTA
@@ -156,16 +156,15 @@ def force(trial: Trial) -> Iterator[None]:
         yield
 
 
-def bind(trial: Trial, w: AnyWorkload, sets: Sequence[Any], backend: str = "fa3") -> list[Call]:
+def bind(trial: Trial, w: BatchWorkload, sets: Sequence[Any], backend: str = "fa3") -> list[Call]:
     """Binds a trial, unless its kernel needs stack or too much shared memory."""
     batch = as_batch(w)
     if trial.tile is not None:
         made = artifacts.get(spec(batch, trial.tile), tiles.ARCH, program)
         require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
         require(fits(trial.tile, made.smem_bytes), f"{trial.tile.per_sm} CTAs of {made.smem_bytes} bytes fit no SM")
-    inputs = sets if batch is w else [batch.of_one(x) for x in sets]
     with force(trial):
-        calls = peers.ours(backend, batch, inputs)
+        calls = peers.ours(backend, batch, sets)
         for call in calls:
             call()  # a first run may plan once more, for what it brings
     return calls

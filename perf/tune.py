@@ -29,7 +29,7 @@ from perf import rings, run, tiles
 from perf.bench import OURS
 from perf.peers import Bind
 from perf.tiles import Trial
-from perf.workloads import AnyWorkload, BatchWorkload, as_batch
+from perf.workloads import BatchWorkload, as_batch
 
 
 class Candidate(NamedTuple):
@@ -57,14 +57,14 @@ def _reads(read: Any, text: str) -> bool:
     return False
 
 
-def candidates(w: AnyWorkload, options: argparse.Namespace, arch: Arch) -> dict[str, Candidate]:
+def candidates(w: BatchWorkload, options: argparse.Namespace, arch: Arch) -> dict[str, Candidate]:
     """Returns what is tried on a row, by name."""
-    if isinstance(w, BatchWorkload) and w.phase == "batch decode":
+    if w.phase == "batch decode":
         return _rings(w, options, arch)
     return _tiles(w, options)
 
 
-def _tiles(w: AnyWorkload, options: argparse.Namespace) -> dict[str, Candidate]:
+def _tiles(w: BatchWorkload, options: argparse.Namespace) -> dict[str, Candidate]:
     batch = as_batch(w)
     trials = [Trial.parse(text) for text in options.texts if not rings.RING.fullmatch(text)]
     if options.around:
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = {w: candidates(w, options, arch) for section in sections.values() for w in section.workloads}
     compile_all(list(rows.values()), arch)
 
-    def more(w: AnyWorkload) -> dict[str, Bind]:
+    def more(w: BatchWorkload) -> dict[str, Bind]:
         return {name: candidate.bind for name, candidate in rows[w].items()}
 
     print("\n".join(lines(run.run("tune", sections, options, more))))

@@ -17,7 +17,7 @@ from cute_attn.cli import bench as cli
 from cute_attn.cli import main
 from cute_attn.errors import ArgumentError, ArtifactError
 from perf import coldstart, command, machine
-from perf.workloads import BatchWorkload, Workload, equal
+from perf.workloads import BatchWorkload, equal, one_request
 
 ROOT = Path(__file__).parents[2]
 DECODE, RAGGED, PAGED = (
@@ -49,7 +49,7 @@ def test_flags_become_the_problem() -> None:
     (w,) = asked(DECODE, "--s_qo", "3", "--s_kv", "64")
     assert w.phase == "speculative decode"
     (w,) = asked(RAGGED, "--s_kv", "64", "--head_dim_qk", "192", "--head_dim_vo", "128", "--causal")
-    assert w == Workload(64, 64, 32, 8, 192, 128, causal=True)
+    assert w == one_request(64, 64, 32, 8, 192, 128, causal=True)
 
 
 def test_several_values_make_several_rows() -> None:

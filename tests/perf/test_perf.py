@@ -21,12 +21,12 @@ from perf.harness import ceilings
 from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
 from perf.rows import DECODE, SECTIONS, SPREAD
-from perf.workloads import BatchWorkload, Inputs, Workload, equal
+from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
 
 DTYPES = ("bfloat16", "e4m3")
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-SMALL = Workload(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
+SMALL = one_request(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
 BATCHES = [
     equal(2, 40, 40, (4, 2), 64, causal=True),
     BatchWorkload((3, 20), (50, 20), 4, 2, 64, 16, causal=True),
@@ -38,22 +38,22 @@ CEILINGS = {"read": 4000.0, "copy": 4000.0, "gemm": 700.0}
 
 @given(st.integers(1, 40), st.integers(1, 40), st.booleans())
 def test_pairs_are_counted_exactly(qo_len: int, kv_len: int, causal: bool) -> None:
-    w = Workload(qo_len, kv_len, 1, 1, 64, 64, causal)
+    w = one_request(qo_len, kv_len, 1, 1, 64, 64, causal)
     visible = [
         (i, j) for i, j in itertools.product(range(qo_len), range(kv_len)) if not causal or j <= i + kv_len - qo_len
     ]
-    assert w.pairs == len(visible)
+    assert w.pairs(0) == len(visible)
 
 
 def test_work_of_known_problems() -> None:
-    prefill = Workload(4096, 4096, 32, 8, 128, 128, causal=True)
+    prefill = one_request(4096, 4096, 32, 8, 128, 128, causal=True)
     assert prefill.flops == 2 * (4096 * 4097 // 2) * 256 * 32
     assert prefill.metric.unit == "TFLOP/s"
     assert prefill.metric.value(1000.0) == pytest.approx(prefill.flops / 1e-3 / 1e12)
-    two_sizes = Workload(100, 200, 16, 16, 192, 128)
+    two_sizes = one_request(100, 200, 16, 16, 192, 128)
     assert two_sizes.flops == 2 * 100 * 200 * (192 + 128) * 16
 
-    decode = Workload(1, 131072, 32, 8, 128, 128)
+    decode = one_request(1, 131072, 32, 8, 128, 128)
     assert decode.bytes == 2 * 131072 * 8 * 128 * 2 + 2 * 32 * 128 * 2
     assert decode.metric.unit == "GB/s"
     assert decode.metric.value(130.7) == pytest.approx(4107.6, rel=1e-3)  # bytes over microseconds, by hand
@@ -65,7 +65,7 @@ def test_work_of_known_problems() -> None:
 
 
 def test_input_sets_exceed_twice_the_l2() -> None:
-    w = Workload(1, 8192, 32, 8, 128, 128)
+    w = one_request(1, 8192, 32, 8, 128, 128)
     for l2_bytes in (50 << 20, 126 << 20):
         assert w.num_sets(l2_bytes) * w.bytes > 2 * l2_bytes >= (w.num_sets(l2_bytes) - 1) * w.bytes
 
@@ -138,22 +138,22 @@ def test_a_candidate_that_cannot_be_captured_is_a_reason() -> None:
     assert isinstance(measured.timings["good"], harness.Timing)
 
 
-def sdpa(w: Workload, x: Inputs) -> torch.Tensor:
-    q, k, v = (t.transpose(0, 1).float() for t in x)
-    last_key = torch.arange(w.qo_len)[:, None] + w.kv_len - w.qo_len
-    mask = torch.arange(w.kv_len) <= last_key if w.causal else None
+def sdpa(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
+    q, k, v = (t.transpose(0, 1).float() for t in x[:3])
+    last_key = torch.arange(w.qo_lens[0])[:, None] + w.kv_lens[0] - w.qo_lens[0]
+    mask = torch.arange(w.kv_lens[0]) <= last_key if w.causal else None
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return o.transpose(0, 1)
 
 
 def test_oracle_accepts_correct_and_rejects_wrong_outputs() -> None:
-    w = Workload(150, 170, 4, 2, 64, 64, causal=True, dtype="float16")
+    w = one_request(150, 170, 4, 2, 64, 64, causal=True, dtype="float16")
     x = w.inputs(CPU)
     oracle = bench.oracle(w, x)
     right = sdpa(w, x)
     assert oracle.error(right) < 1e-4
     assert oracle.rejection(oracle.error(right)) is None
-    for row in (0, w.qo_len - 1):  # both ends are checked
+    for row in (0, w.qo_lens[0] - 1):  # both ends are checked
         wrong = right.clone()
         wrong[row] += 1.0
         assert oracle.rejection(oracle.error(wrong))
@@ -190,9 +190,9 @@ def test_ceilings_from_times() -> None:
 
 
 @pytest.mark.parametrize(
-    "w", [dataclasses.replace(SMALL, kv_len=96), Workload(1, 100, 4, 2, 64, 64, dtype="float16")], ids=str
+    "w", [dataclasses.replace(SMALL, kv_lens=(96,)), one_request(1, 100, 4, 2, 64, 64, dtype="float16")], ids=str
 )
-def test_sdpa_adapter_is_correct(w: Workload) -> None:
+def test_sdpa_adapter_is_correct(w: BatchWorkload) -> None:
     (adapter,) = [peer for peer in PEERS if peer.name == "torch flash"]
     sets = [w.inputs(CPU, seed) for seed in range(2)]
     for x, call in zip(sets, adapter.bind(w, sets), strict=True):
@@ -211,7 +211,7 @@ def test_absent_peers_are_reasons(peer: Peer, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     for package in ("flashinfer", "flash_attn"):
         monkeypatch.setitem(sys.modules, package, None)
-    w = next(w for w in (SMALL, *BATCHES, Workload(1, 128, 4, 2, 64, 64)) if w.phase in peer.phases)
+    w = next(w for w in (SMALL, *BATCHES, one_request(1, 128, 4, 2, 64, 64)) if w.phase in peer.phases)
     with pytest.raises(UnavailableError, match="cannot be imported"):
         peer.bind(w, [w.inputs(CPU)])
 
@@ -260,8 +260,8 @@ def test_work_of_batches() -> None:
     stored = sum(t.nbytes for t in (x.k, x.v, *x.block_scales))  # of whole pages
     assert narrow.bytes - x.q.nbytes * 2 == stored * 133 // (16 * narrow.kv_indptr[-1])
     prefill = BatchWorkload((10, 5), (10, 9), 4, 2, 64, causal=True)
-    assert prefill.flops == sum(one.flops for one in prefill.requests)
-    assert prefill.requests[1].pairs == 5 + 6 + 7 + 8 + 9
+    assert prefill.pairs(1) == 5 + 6 + 7 + 8 + 9
+    assert prefill.flops == (55 + 35) * 4 * 64 * 4
 
 
 def test_pages_of_a_request_lie_in_any_order() -> None:
@@ -290,20 +290,20 @@ def test_sdpa_of_a_dense_batch_is_correct() -> None:
 
 
 def test_a_single_request_is_a_batch_of_one_whose_pages_are_in_order() -> None:
-    w = Workload(1, 64, 4, 2, 64, 64)
+    w = one_request(1, 64, 4, 2, 64, 64)
     sets = [w.inputs(CPU, seed) for seed in range(2)]
     for x, call in zip(sets, peers.single(peers.our_xqa, w, sets, page_size=16), strict=True):
         truth = bench.oracle(w, x)
         assert truth.rejection(truth.error(call())) is None
     with pytest.raises(UnavailableError, match="multiple of the page size 16, got 70"):
-        peers.single(peers.our_xqa, dataclasses.replace(w, kv_len=70), sets, page_size=16)
+        peers.single(peers.our_xqa, dataclasses.replace(w, kv_lens=(70,)), sets, page_size=16)
 
 
 def row_of_fakes() -> dict[str, Any]:
-    def bind(offset: float) -> Callable[[Workload, Sequence[Inputs]], list[harness.Call]]:
+    def bind(offset: float) -> Callable[[BatchWorkload, Sequence[BatchInputs]], list[harness.Call]]:
         return lambda w, sets: [lambda x=x: sdpa(w, x) + offset for x in sets]  # type: ignore[misc]
 
-    def absent(w: Workload, sets: Sequence[Inputs]) -> list[harness.Call]:
+    def absent(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[harness.Call]:
         raise UnavailableError("it is not installed")
 
     binds = {
@@ -397,7 +397,7 @@ def test_host_times_divide_wall_time_by_calls() -> None:
 
 def test_growing_cache_takes_every_length() -> None:
     seen: list[tuple[int, int]] = []
-    w = Workload(1, 5, 2, 1, 64, 64)
+    w = one_request(1, 5, 2, 1, 64, 64)
     grow = overhead.GrowingCache(w.inputs(CPU), lambda q, k, v: seen.append((len(k), len(v))))
     for _ in range(6):
         grow()
@@ -429,7 +429,7 @@ def test_builds_are_distinct_and_of_the_right_phase() -> None:
     assert {name for name, _ in warm.builds(SECTIONS["single-prefill"].workloads, ["FlashInfer fa2"])} == {
         "FlashInfer fa2"
     }
-    assert all(w.qo_len == 1 for _, w in warm.builds(SECTIONS["single-decode"].workloads))
+    assert all(w.qo_lens == (1,) for _, w in warm.builds(SECTIONS["single-decode"].workloads))
 
 
 def test_rows_are_selected_by_words_and_have_names_of_their_own() -> None:

@@ -21,7 +21,7 @@ from cute_attn.runtime import arch as archs
 from perf import rings, run, tiles, tune
 from perf.rows import SECTIONS, Section
 from perf.tiles import Trial, tile
-from perf.workloads import AnyWorkload, BatchWorkload, Workload, as_batch, equal
+from perf.workloads import BatchWorkload, as_batch, equal, one_request
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, ragged
 
@@ -109,10 +109,10 @@ def test_plans_leave_the_last_wave_whole() -> None:
 
 
 def test_a_single_request_is_a_batch_of_one() -> None:
-    w = Workload(50, 90, 16, 8, 192, 128, causal=True)
+    w = one_request(50, 90, 16, 8, 192, 128, causal=True)
     batch = as_batch(w)
-    assert batch.requests == [w]
-    assert batch.flops == w.flops
+    assert (w.phase, batch.phase) == ("prefill", "ragged prefill")
+    assert batch.flops == w.flops == 2 * (41 * 50 + 49 * 25) * (192 + 128) * 16
     assert tiles.spec(batch, tile(128, 96, 2, 1)).head_dim_vo == 128
 
 
@@ -211,7 +211,7 @@ def test_a_run_measures_the_candidates_of_its_rows(
         compiled.extend(wanted["sm_90a"])
 
     def chosen(options: Any) -> dict[str, Section]:
-        one: list[AnyWorkload] = [SECTIONS["prefill"].workloads[0]]
+        one: list[BatchWorkload] = [SECTIONS["prefill"].workloads[0]]
         return {"prefill": Section(one)}
 
     monkeypatch.setattr(run, "measured_sections", chosen)
