@@ -18,7 +18,6 @@ from perf import peers
 from perf.harness import ROUNDS, Call, Timer, measure, reason
 from perf.machine import require
 from perf.peers import PEERS, Bind
-from perf.report import markdown
 from perf.workloads import BatchInputs, BatchWorkload
 
 OURS = "cute_attn"  # prefix of the names of our candidates
@@ -238,9 +237,3 @@ def save(record: Mapping[str, Any], path: Path | None) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def publish(record: Mapping[str, Any], path: Path | None) -> None:
-    """Writes a record to `path`, if that is given, and prints its tables."""
-    save(record, path)
-    print(markdown(record))

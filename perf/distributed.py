@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from cute_attn.integrations.distributed.ranks import Ranks
 from perf import program
 from perf.bench import TOLERANCE, oracle, save
 from perf.harness import Call, Timing, interleaved, timing
-from perf.workloads import BatchInputs, BatchWorkload, one_request
+from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
 
 ONE = "one GPU"
 WORKSPACE_BYTES = 128 << 20
@@ -114,89 +114,50 @@ def _gathered(values: list[float], candidate: Candidate) -> list[float]:
 Candidates = dict[str, Candidate]
 
 
-@dataclass(frozen=True)
-class Case:
-    """Requests of one length, of one query token each or causal prefill of all tokens."""
-
-    kind: str  # "decode" or "prefill"
-    requests: int
-    tokens: int  # of each request
-    num_qo_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind} {self.requests}x{self.tokens} h{self.num_qo_heads}/{self.num_kv_heads} d{self.head_dim}"
-
-    @property
-    def request(self) -> BatchWorkload:
-        """Returns the problem of one request."""
-        prefill = self.kind == "prefill"
-        heads = self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim
-        return one_request(self.tokens if prefill else 1, self.tokens, *heads, causal=prefill)
-
-
 CASES = [
-    Case("decode", 1, 262144),
-    Case("decode", 2, 131072),
-    Case("decode", 1, 131072),
-    Case("prefill", 1, 65536),
+    *(equal(*sizes, (32, 8), 128, PAGE_SIZE) for sizes in ((1, 1, 262144), (2, 1, 131072), (1, 1, 131072))),
+    one_request(65536, 65536, 32, 8, 128, 128, causal=True),
 ]
 
 
-def decode(case: Case, device: torch.device) -> tuple[Candidates, dict[str, float]]:
-    """Returns the candidates of a decode case, and the errors of their results."""
-    inputs = [case.request.inputs(device, seed) for seed in range(case.requests)]
-    oracles = [oracle(case.request, x) for x in inputs]
-    q = torch.cat([x.q for x in inputs])
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    lens = torch.full((case.requests,), case.tokens)
+def decode(w: BatchWorkload, device: torch.device) -> tuple[Candidates, dict[str, float]]:
+    """Returns the candidates of decode, and the errors of their results. Pages are in order."""
+    indices = torch.arange(w.kv_indptr[-1], dtype=torch.int32, device=device)
+    x = w.inputs(device)._replace(indices=indices)
+    truth, rank, ranks = oracle(w, x), dist.get_rank(), dist.get_world_size()
+    own = indices.view(len(w.kv_lens), -1)[:, rank::ranks].flatten()
+    lens = torch.tensor(w.kv_lens)
     own_lens = distributed.shard_kv_lens(lens, PAGE_SIZE, rank, ranks)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     whole = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace)
     sharded = distributed.ShardedBatchDecodeWithPagedKVCacheWrapper(workspace)
-    calls = {
-        ONE: _planned(whole, case, q, lens, _cache(inputs, 0, 1)),
-        "sharded": _planned(sharded, case, q, own_lens, _cache(inputs, rank, ranks)),
-    }
-    errors = {}
-    for name, call in calls.items():
-        o = call()
-        errors[name] = max(truth.error(o[i : i + 1]) for i, truth in enumerate(oracles))
+    one, some = _planned(whole, w, x, lens, (x.k, x.v)), _planned(sharded, w, x, own_lens, (x.k[own], x.v[own]))
+    errors = {ONE: truth.error(one()), "sharded": truth.error(some())}
     candidates = {
-        ONE: Candidate(calls[ONE], GRAPH_LAUNCHES, graph=True, of_ranks=min),
-        "sharded": Candidate(calls["sharded"], GRAPH_LAUNCHES, graph=True),
+        ONE: Candidate(one, GRAPH_LAUNCHES, graph=True, of_ranks=min),
+        "sharded": Candidate(some, GRAPH_LAUNCHES, graph=True),
+        "sharded, no graph": Candidate(some, GRAPH_LAUNCHES),
     }
-    return {**candidates, "sharded, no graph": Candidate(calls["sharded"], GRAPH_LAUNCHES)}, errors
-
-
-def _cache(inputs: Sequence[BatchInputs], rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the pages of a rank, those of request 0 first."""
-
-    def pages(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(0, (-1, PAGE_SIZE))[rank::ranks]
-
-    return torch.cat([pages(x.k) for x in inputs]), torch.cat([pages(x.v) for x in inputs])
+    return candidates, errors
 
 
 def _planned(
-    wrapper: Any, case: Case, q: torch.Tensor, lens: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]
+    wrapper: Any, w: BatchWorkload, x: BatchInputs, lens: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
     pages = -(-lens // PAGE_SIZE)
     indptr = torch.cat((torch.zeros(1, dtype=lens.dtype), pages.cumsum(0))).int()
-    indices = torch.arange(int(indptr[-1]), dtype=torch.int32, device=q.device)
-    heads = case.num_qo_heads, case.num_kv_heads, case.head_dim
-    wrapper.plan(indptr, indices, ((lens - 1) % PAGE_SIZE + 1).int(), *heads, PAGE_SIZE, data_type=q.dtype)
-    return lambda: wrapper.run(q, cache)
+    indices = torch.arange(int(indptr[-1]), dtype=torch.int32, device=x.q.device)
+    heads = w.num_qo_heads, w.num_kv_heads, w.head_dim
+    wrapper.plan(indptr, indices, ((lens - 1) % PAGE_SIZE + 1).int(), *heads, PAGE_SIZE, data_type=x.q.dtype)
+    return lambda: wrapper.run(x.q, cache)
 
 
-def prefill(case: Case, device: torch.device) -> tuple[Candidates, dict[str, float]]:
-    """Returns the candidates of a prefill case and the parts of a ring step, and the errors of results."""
-    x = case.request.inputs(device)
-    qkv, truth = (x.q, x.k, x.v), oracle(case.request, x)
+def prefill(w: BatchWorkload, device: torch.device) -> tuple[Candidates, dict[str, float]]:
+    """Returns the candidates of prefill and the parts of a ring step, and the errors of results."""
+    x = w.inputs(device)
+    qkv, truth = (x.q, x.k, x.v), oracle(w, x)
     zigzag = [distributed.shard_zigzag(part) for part in qkv]
-    tokens = case.tokens // dist.get_world_size()
+    tokens = w.kv_lens[0] // dist.get_world_size()
     consecutive = [part[dist.get_rank() * tokens :][:tokens] for part in qkv]
     calls: dict[str, Callable[[], Any]] = {
         ONE: lambda: cute_attn.single_prefill_with_kv_cache(*qkv, causal=True),
@@ -233,18 +194,18 @@ def _parts(own: Sequence[torch.Tensor]) -> Candidates:
     return {"merge": merge, **({"exchange": Candidate(exchange)} if dist.get_world_size() > 1 else {})}
 
 
-def measured(case: Case, device: torch.device, stopwatch: Stopwatch, rounds: int) -> dict[str, Any]:
+def measured(w: BatchWorkload, device: torch.device, stopwatch: Stopwatch, rounds: int) -> dict[str, Any]:
     """Returns the record of a case. Raises if a result is wrong."""
-    candidates, errors = (decode if case.kind == "decode" else prefill)(case, device)
-    tolerance = TOLERANCE[case.request.dtype]
+    candidates, errors = (prefill if w.single else decode)(w, device)
+    tolerance = TOLERANCE[w.dtype]
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     if wrong:
-        raise RuntimeError(f"{case.name}: errors against the reference above {tolerance:.1e}: {wrong}")
+        raise RuntimeError(f"{w.name}: errors against the reference above {tolerance:.1e}: {wrong}")
     if dist.get_rank() == 0:
-        print(f"{case.name}: errors {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}", flush=True)
+        print(f"{w.name}: errors {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}", flush=True)
     timings = measure(candidates, stopwatch, rounds)
     entries = {name: _entry(name, timings, errors) for name in timings}
-    return {"name": case.name, "workload": asdict(case), "candidates": entries}
+    return {"name": w.name, "workload": asdict(w), "candidates": entries}
 
 
 def _entry(name: str, timings: Mapping[str, Timing], errors: Mapping[str, float]) -> dict[str, Any]:
@@ -272,7 +233,7 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
     )
     rows = record["distributed"]
     for case in CASES:
-        if not all(word in case.name for word in options.only):
+        if not all(word in f"{case.phase} {case.name}" for word in options.only):
             continue
         rows.append(measured(case, device, CudaStopwatch(), options.rounds))
         torch.cuda.empty_cache()
@@ -286,7 +247,7 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
 def main() -> int:
     parser = program.parser("distributed", __doc__, ROUNDS)
     parser.add_argument("--gpus", type=int, default=2, help="number of GPUs (default 2)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only rows whose names contain these")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose phase and name contain these")
     options = parser.parse_args()
     found = torch.cuda.device_count()
     if program.gpu(f"torch sees {found} of {options.gpus} GPUs" if found < options.gpus else None) is None:

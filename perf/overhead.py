@@ -26,11 +26,12 @@ from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.launch import Bound, current_stream
 from perf import peers, program
-from perf.bench import publish
+from perf.bench import save
 from perf.harness import Call, Timing, interleaved, reason, timing
 from perf.machine import flashinfer
 from perf.peers import PEERS, Peer
 from perf.pretended_gpu import pretended_gpu
+from perf.report import markdown
 from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
 
 CALLS = 200  # of at most two kernels: the launch queue holds about 1000
@@ -370,7 +371,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = program.gpu()
     if device is None:
         return 2
-    publish({**program.head("overhead"), "overhead": measure_all(device)}, options.out)
+    record = {**program.head("overhead"), "overhead": measure_all(device)}
+    save(record, options.out)
+    print(markdown(record))
     return 0
 
 

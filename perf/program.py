@@ -19,7 +19,7 @@ import torch
 
 from perf.bench import add_times, save
 from perf.harness import ROUNDS, Call, CudaGraphTimer, reason
-from perf.machine import command_line, environment, why_no_gpu
+from perf.machine import environment, why_no_gpu
 
 CACHED_BYTES = 160 << 20  # of all copies together: beyond twice an H200's L2 of 50 MiB, and B200's of 126 MB
 UNITS = {"gb_per_s": "{:.0f} GB/s", "tflops": "{:.0f} TFLOP/s", "speedup": "{:.2f}x"}
@@ -45,8 +45,8 @@ def gpu(absent: str | None = None) -> torch.device | None:
 
 def head(name: str, argv: Sequence[str] | None = None, **more: str) -> Row:
     """Returns what a record begins with: its command and environment, with `more` of that."""
-    command = command_line(name, sys.argv[1:] if argv is None else argv)
-    return {"command": command, "environment": environment() | more}
+    command = ["python -m", f"perf.{name}", *(sys.argv[1:] if argv is None else argv)]
+    return {"command": " ".join(command), "environment": environment() | more}
 
 
 def in_process(module: str, asked: Any, env: Mapping[str, str], limit: float, lines: int = 40) -> Row:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,13 +15,13 @@ from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.variant import PersistentKernels
-from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.programs import program
 from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from perf import peers
 from perf.harness import Call
 from perf.machine import require
+from perf.rings import forced
 from perf.workloads import BatchWorkload, as_batch
 
 SMEM_LIMIT = 227 << 10  # of a CTA
@@ -133,27 +133,23 @@ def spec(w: BatchWorkload, shape: HopperTile) -> Fa3Spec:
 # ---- launches
 
 
-@contextlib.contextmanager
-def force(trial: Trial) -> Iterator[None]:
-    """Makes plans take the tile, the heads, the sections and the waves of a trial; clears the tilings remembered before
-    and afterwards."""
+def force(trial: Trial) -> AbstractContextManager[None]:
+    """Makes plans take the tile, the heads, the sections and the waves of a trial."""
 
     def heads(_: object, features: Features, qo_len: int, tile: HopperTile) -> int:
         return features.num_qo_heads // features.num_kv_heads if trial.packed else 1
 
-    prepared.cache_clear()
-    with contextlib.ExitStack() as stack:
-        stack.callback(prepared.cache_clear)
-        if trial.tile is not None:
-            stack.enter_context(mock.patch.object(PersistentKernels, "tile", return_value=trial.tile))
-        if trial.packed is not None:
-            stack.enter_context(mock.patch.object(PersistentKernels, "heads_per_tile", heads))
-        if trial.section_mib is not None:
-            for name in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
-                stack.enter_context(mock.patch.object(variant, name, trial.section_mib << 20))
-        if not trial.cuts_last_wave:
-            stack.enter_context(mock.patch.object(variant, "has_equal_tiles", return_value=False))
-        yield
+    patches: list[Any] = []
+    if trial.tile is not None:
+        patches.append(mock.patch.object(PersistentKernels, "tile", return_value=trial.tile))
+    if trial.packed is not None:
+        patches.append(mock.patch.object(PersistentKernels, "heads_per_tile", heads))
+    if trial.section_mib is not None:
+        names = "SECTION_BYTES", "SHORT_SECTION_BYTES"
+        patches += [mock.patch.object(variant, name, trial.section_mib << 20) for name in names]
+    if not trial.cuts_last_wave:
+        patches.append(mock.patch.object(variant, "has_equal_tiles", return_value=False))
+    return forced(*patches)
 
 
 def bind(trial: Trial, w: BatchWorkload, sets: Sequence[Any], backend: str = "fa3") -> list[Call]:

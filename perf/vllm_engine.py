@@ -136,14 +136,11 @@ def host_times() -> dict[str, list[float]]:
 
         setattr(owner, name, timed)
 
-    for owner in (impl.CuteAttnImpl, flash_attn.FlashAttentionImpl, triton_attn.TritonAttentionImpl):
-        for name in ("forward", "do_kv_cache_update"):
-            noted(owner, name)
-    for owner in (
-        builder.CuteAttnMetadataBuilder,
-        flash_attn.FlashAttentionMetadataBuilder,
-        triton_attn.TritonAttentionMetadataBuilder,
-    ):
+    impls = impl.CuteAttnImpl, flash_attn.FlashAttentionImpl, triton_attn.TritonAttentionImpl
+    for owner, name in itertools.product(impls, ("forward", "do_kv_cache_update")):
+        noted(owner, name)
+    builders = flash_attn.FlashAttentionMetadataBuilder, triton_attn.TritonAttentionMetadataBuilder
+    for owner in (builder.CuteAttnMetadataBuilder, *builders):
         noted(owner, "build")
     return times
 
