@@ -15,7 +15,7 @@ import torch
 
 from cute_attn.reference import attention as reference
 from perf import peers
-from perf.harness import ROUNDS, Call, Timer, measure, reason
+from perf.harness import ROUNDS, Call, CudaGraphTimer, measure, reason
 from perf.machine import require
 from perf.peers import PEERS, Bind
 from perf.workloads import BatchInputs, BatchWorkload
@@ -113,7 +113,7 @@ def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
 def run_row(
     w: BatchWorkload,
     binds: Mapping[str, Bind],
-    timer: Timer,
+    timer: CudaGraphTimer,
     ceiling: Mapping[str, float],
     device: torch.device,
     l2_bytes: int,
@@ -141,7 +141,7 @@ def run_row(
 
 
 def add_times(
-    entries: Mapping[str, dict[str, Any]], calls: Mapping[str, Sequence[Call]], timer: Timer, rounds: int
+    entries: Mapping[str, dict[str, Any]], calls: Mapping[str, Sequence[Call]], timer: CudaGraphTimer, rounds: int
 ) -> int | None:
     """Adds to the entries of all calls their times, or why there are none. Returns the SM clock in MHz."""
     measured = measure(calls, timer, rounds)

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,20 +49,11 @@ class Candidate(NamedTuple):
     of_ranks: Callable[[Sequence[float]], float] = max  # the time that counts: of the slowest rank
 
 
-class Stopwatch(Protocol):
-    """Captures and times calls on this rank."""
+class Stopwatch:
+    """Captures and times calls on this rank, with CUDA graphs and events on the current device."""
 
     def capture(self, call: Call) -> Call:
         """Returns a replay of a call that has run before."""
-
-    def microseconds(self, call: Call) -> float:
-        """Runs a call behind a barrier and waits for its end."""
-
-
-class CudaStopwatch:
-    """CUDA graphs and events on the current device."""
-
-    def capture(self, call: Call) -> Call:
         graph = torch.cuda.CUDAGraph()
         # The watchdog thread of NCCL queries events meanwhile, which the default mode forbids to all threads.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -70,6 +61,7 @@ class CudaStopwatch:
         return graph.replay
 
     def microseconds(self, call: Call) -> float:
+        """Runs a call behind a barrier and waits for its end."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         dist.barrier()
@@ -235,7 +227,7 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
     for case in CASES:
         if not all(word in f"{case.phase} {case.name}" for word in options.only):
             continue
-        rows.append(measured(case, device, CudaStopwatch(), options.rounds))
+        rows.append(measured(case, device, Stopwatch(), options.rounds))
         torch.cuda.empty_cache()
         if rank == 0:
             print(f"{program.line(rows[-1])} [{time.perf_counter() - start:.0f} s]", flush=True)

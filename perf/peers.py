@@ -7,6 +7,7 @@ tokens of all requests in order; where o was scaled, with the factor that undoes
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cute_attn
 from perf.harness import Call
 from perf.machine import flashinfer, module, require
-from perf.workloads import BatchInputs, BatchWorkload, as_batch
+from perf.workloads import BatchInputs, BatchWorkload
 
 WORKSPACE_BYTES = 512 << 20
 FLASHINFER_DIMS = (64, 128, 256)  # of prefill; dense fa2 of 80, 112 and 160 broke the CUDA context of an H200
@@ -36,7 +37,7 @@ class Peer:
 
     name: str
     bind: Bind
-    phases: tuple[str, ...] = ("prefill", "decode")
+    phases: tuple[str, ...]
     builds: bool = False
 
 
@@ -277,15 +278,14 @@ def _workspace(sets: Sequence[BatchInputs]) -> torch.Tensor:
 # ---- single requests: the functions for them, or those for batches
 
 
-def single(bind: Bind, w: BatchWorkload, sets: Sequence[BatchInputs], page_size: int = 0) -> list[Call]:
-    """Binds an adapter for batches, for a batch of one, whose pages are in order."""
+def in_pages(bind: Bind, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    """Binds an adapter for paged caches, for a batch of one, whose pages are in order."""
     kv_len = w.kv_lens[0]
-    require(kv_len % (page_size or 1) == 0, f"kv_len must be a multiple of the page size {page_size}, got {kv_len}")
-    if page_size:
-        pages = torch.arange(kv_len // page_size, dtype=torch.int32, device=sets[0].q.device)
-        kv = ([t.unflatten(0, (-1, page_size)) for t in (x.k, x.v)] for x in sets)
-        sets = [BatchInputs(x.q, k, v, pages) for x, (k, v) in zip(sets, kv, strict=True)]
-    return bind(as_batch(w, page_size), sets)
+    require(kv_len % PAGE_SIZE == 0, f"kv_len must be a multiple of the page size {PAGE_SIZE}, got {kv_len}")
+    pages = torch.arange(kv_len // PAGE_SIZE, dtype=torch.int32, device=sets[0].q.device)
+    kv = ([t.unflatten(0, (-1, PAGE_SIZE)) for t in (x.k, x.v)] for x in sets)
+    paged = [BatchInputs(x.q, k, v, pages) for x, (k, v) in zip(sets, kv, strict=True)]
+    return bind(dataclasses.replace(w, single=False, page_size=PAGE_SIZE), paged)
 
 
 def of_library(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:
@@ -310,23 +310,21 @@ def flashinfer_single(w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: A
 
 
 def _peers() -> tuple[Peer, ...]:
-    partial = functools.partial
+    partial, single, ragged = functools.partial, ("prefill", "decode"), "ragged prefill"
     cudnn, flash = (partial(sdpa, backend) for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
     return (
-        Peer("torch cuDNN", partial(single, cudnn)),
-        Peer("torch flash", partial(single, flash)),
-        Peer("flash-attn-4", partial(single, flash_attention_4)),
+        Peer("torch cuDNN", cudnn, (*single, ragged)),
+        Peer("torch flash", flash, single),
+        Peer("flash-attn-4", flash_attention_4, (*single, ragged, *PAGED)),
         Peer("FlashInfer fa2", partial(flashinfer_single, backend="fa2"), ("prefill",), builds=True),
         Peer("FlashInfer fa3", partial(flashinfer_single, backend="fa3"), ("prefill",), builds=True),
         Peer("FlashInfer decode", partial(flashinfer_single, use_tensor_cores=False), ("decode",), builds=True),
         Peer("FlashInfer decode tc", partial(flashinfer_single, use_tensor_cores=True), ("decode",), builds=True),
-        Peer("FlashInfer paged fa2", partial(single, flashinfer_decode, page_size=PAGE_SIZE), ("decode",), builds=True),
-        Peer("FlashInfer XQA", partial(single, flashinfer_xqa, page_size=PAGE_SIZE), ("decode",), builds=True),
-        Peer("torch cuDNN", cudnn, ("ragged prefill",)),
-        Peer("cuDNN fp8", cudnn_fp8, ("ragged prefill",)),
-        Peer("flash-attn-4", flash_attention_4, ("ragged prefill", *PAGED)),
-        Peer("FlashInfer fa2", partial(flashinfer_prefill, "fa2"), ("ragged prefill", *PAGED[:2]), builds=True),
-        Peer("FlashInfer fa3", partial(flashinfer_prefill, "fa3"), ("ragged prefill", *PAGED[:2]), builds=True),
+        Peer("FlashInfer paged fa2", partial(in_pages, flashinfer_decode), ("decode",), builds=True),
+        Peer("FlashInfer XQA", partial(in_pages, flashinfer_xqa), ("decode",), builds=True),
+        Peer("cuDNN fp8", cudnn_fp8, (ragged,)),
+        Peer("FlashInfer fa2", partial(flashinfer_prefill, "fa2"), (ragged, *PAGED[:2]), builds=True),
+        Peer("FlashInfer fa3", partial(flashinfer_prefill, "fa3"), (ragged, *PAGED[:2]), builds=True),
         Peer("FlashInfer fa2", flashinfer_decode, ("batch decode",), builds=True),
         Peer("FlashInfer XQA", flashinfer_xqa, PAGED[1:], builds=True),
     )

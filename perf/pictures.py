@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from perf.bench import OURS
 from perf.rows import CURVE_HEADS
-from perf.tables import GPUS, RESULTS, Record, Row, best, find, rows
+from perf.tables import GPUS, RESULTS, Record, Row, find, rows
 
 PICTURES = Path(__file__).parents[1] / "docs/pictures"
 WIDTH = 8.3  # inches; some 800 pixels where SVG is shown at its own size
@@ -229,10 +229,9 @@ def shares(gpu: str, kind: str, results: Path) -> list[tuple[str, float, float |
     assert found is not None
     triples = []
     for row in found[1]:
-        own, peer = best(row, ours=True), best(row, ours=False)
+        own, peer = (row["candidates"].get(name, {}).get("share") for name in (OURS, row["best_peer"]))
         if own is not None:
-            entries = row["candidates"]
-            triples.append((short_label(row), entries[own[0]]["share"], entries[peer[0]]["share"] if peer else None))
+            triples.append((short_label(row), own, peer))
     return triples
 
 

@@ -96,16 +96,6 @@ def _length(qo_lens: Sequence[int], kv_lens: Sequence[int]) -> str:
     return f"{span(qo_lens)} over {span(kv_lens)}"
 
 
-def best(row: Row, ours: bool) -> tuple[str, float] | None:
-    """Returns name and speed of what `auto` ran, or of the fastest peer; None if none was timed."""
-    speeds = {
-        name: entry["speed"]
-        for name, entry in row["candidates"].items()
-        if "speed" in entry and (name == OURS if ours else not name.startswith(OURS))
-    }
-    return max(speeds.items(), key=lambda item: item[1]) if speeds else None
-
-
 def latent_table(gpu: str, results: Path = RESULTS) -> str:
     """Returns the newest record of `perf.latent` on a GPU: microseconds, ours also as GB/s and TFLOP/s."""
     record = find(gpu, "latent", results)
@@ -237,6 +227,7 @@ def readme_table(results: Path = RESULTS) -> str:
 
 
 def _beside_peer(row: Row | None) -> list[str]:
-    mine, other = (best(row, True), best(row, False)) if row else (None, None)
-    peer = f"{other[1]:.0f} ({PEERS.get(other[0], other[0])})" if other else NONE
-    return [_number(mine[1] if mine else None), peer, f"{row['ratio']:.2f}" if row and row["ratio"] else NONE]
+    entries, name = (row["candidates"], row["best_peer"]) if row else ({}, None)
+    mine = entries.get(OURS, {}).get("speed")
+    peer = f"{entries[name]['speed']:.0f} ({PEERS.get(name, name)})" if name else NONE
+    return [_number(mine), peer, f"{row['ratio']:.2f}" if row and row["ratio"] else NONE]

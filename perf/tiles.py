@@ -22,7 +22,7 @@ from perf import peers
 from perf.harness import Call
 from perf.machine import require
 from perf.rings import forced
-from perf.workloads import BatchWorkload, as_batch
+from perf.workloads import BatchWorkload
 
 SMEM_LIMIT = 227 << 10  # of a CTA
 SM_SMEM, CTA_RESERVE = 228 << 10, 1 << 10  # of an SM, and what the system takes of it per CTA
@@ -154,13 +154,12 @@ def force(trial: Trial) -> AbstractContextManager[None]:
 
 def bind(trial: Trial, w: BatchWorkload, sets: Sequence[Any], backend: str = "fa3") -> list[Call]:
     """Binds a trial, unless its kernel needs stack or too much shared memory."""
-    batch = as_batch(w)
     if trial.tile is not None:
-        made = artifacts.get(spec(batch, trial.tile), tiles.ARCH, program)
+        made = artifacts.get(spec(w, trial.tile), tiles.ARCH, program)
         require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
         require(fits(trial.tile, made.smem_bytes), f"{trial.tile.per_sm} CTAs of {made.smem_bytes} bytes fit no SM")
     with force(trial):
-        calls = peers.ours(backend, batch, sets)
+        calls = peers.ours(backend, w, sets)
         for call in calls:
             call()  # a first run may plan once more, for what it brings
     return calls

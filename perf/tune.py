@@ -29,7 +29,7 @@ from perf import rings, run, tiles
 from perf.bench import OURS
 from perf.peers import Bind
 from perf.tiles import Trial
-from perf.workloads import BatchWorkload, as_batch
+from perf.workloads import BatchWorkload
 
 
 class Candidate(NamedTuple):
@@ -65,13 +65,12 @@ def candidates(w: BatchWorkload, options: argparse.Namespace, arch: Arch) -> dic
 
 
 def _tiles(w: BatchWorkload, options: argparse.Namespace) -> dict[str, Candidate]:
-    batch = as_batch(w)
     trials = [Trial.parse(text) for text in options.texts if not rings.RING.fullmatch(text)]
     if options.around:
-        trials += map(Trial, tiles.neighbours(batch.head_dim, tiles.of_table(batch)))
+        trials += map(Trial, tiles.neighbours(w.head_dim, tiles.of_table(w)))
     return {
         f"{OURS} {trial.name}": Candidate(
-            tiles.spec(batch, trial.tile) if trial.tile else None, functools.partial(tiles.bind, trial)
+            tiles.spec(w, trial.tile) if trial.tile else None, functools.partial(tiles.bind, trial)
         )
         for trial in trials
     }

@@ -242,8 +242,3 @@ def one_request(
     heads, head_dim_v = (num_qo_heads, num_kv_heads), 0 if head_dim_vo == head_dim else head_dim_vo
     shape = (qo_len,), (kv_len,), *heads, head_dim, 0
     return BatchWorkload(*shape, causal, dtype, dtype, head_dim_v=head_dim_v, single=True)
-
-
-def as_batch(w: BatchWorkload, page_size: int | None = None) -> BatchWorkload:
-    """Returns a single request as a batch of one, whose cache has these pages."""
-    return dataclasses.replace(w, single=False, page_size=page_size or w.page_size)

@@ -292,11 +292,11 @@ def test_sdpa_of_a_dense_batch_is_correct() -> None:
 def test_a_single_request_is_a_batch_of_one_whose_pages_are_in_order() -> None:
     w = one_request(1, 64, 4, 2, 64, 64)
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    for x, call in zip(sets, peers.single(peers.our_xqa, w, sets, page_size=16), strict=True):
+    for x, call in zip(sets, peers.in_pages(peers.our_xqa, w, sets), strict=True):
         truth = bench.oracle(w, x)
         assert truth.rejection(truth.error(call())) is None
     with pytest.raises(UnavailableError, match="multiple of the page size 16, got 70"):
-        peers.single(peers.our_xqa, dataclasses.replace(w, kv_lens=(70,)), sets, page_size=16)
+        peers.in_pages(peers.our_xqa, dataclasses.replace(w, kv_lens=(70,)), sets)
 
 
 def row_of_fakes() -> dict[str, Any]:
