@@ -18,35 +18,32 @@ from cute_attn.cli.terminal import table
 from cute_attn.errors import ArgumentError
 from perf import run as runner
 from perf.bench import save
-from perf.harness import ROUNDS
 from perf.machine import module, why_no_gpu
 from perf.report import markdown
-from perf.rows import ANCHORS, CURVE_ROUNDS, CURVES, Section
+from perf.rows import ANCHORS, CURVES, Section
 from perf.warm import warm
 from perf.workloads import BatchWorkload, one_request
 
 SUMMARY_SECONDS = 400.0
-CURVES_SECONDS = 60.0
 LIBRARIES = {"flash-attn-4": "flash_attn.cute", "FlashInfer": "flashinfer"}  # by the first word of a peer's name
 COLUMNS = ("case_tag", "routine", "backend", "median_ms", "tflops", "gb_per_s", "share_of_ceiling", "error", "reason")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark that the command line asks for. Returns 0, or 2 with what is missing on stderr."""
-    jobs = chosen_sections(options)
+    chosen = chosen_sections(options)
+    rows = [w for section in chosen.values() for w in section.workloads]
     names = [PEERS[name] for name in options.backends if name in PEERS]
     if lines := missing(options, names):
         print("\n".join(lines), file=sys.stderr)
     if why_no_gpu():
-        rows = sum(len(section.workloads) for _, section, _ in jobs)
-        print(f"Nothing was measured; {rows} rows would have been.", file=sys.stderr)
+        print(f"Nothing was measured; {len(rows)} rows would have been.", file=sys.stderr)
         return 2
     if options.warm_peers:
-        warm([w for _, section, _ in jobs for w in section.workloads], names)
-    record: dict[str, Any] = {}
-    for part in dict.fromkeys(part for _, _, part in jobs):
-        chosen = {name: section for name, section, own in jobs if own == part}
-        merge(record, runner.run("bench", chosen, _settings(options, part, names)))
+        warm(rows, names)
+    budget = options.budget or (None if options.routine else SUMMARY_SECONDS)
+    settings = argparse.Namespace(budget=budget, rounds=options.num_iters, peers=names, out=None, resume=False)
+    record = runner.run("bench", chosen, settings)
     record["command"] = " ".join(["python -m cute_attn", *sys.argv[1:]])
     print(text(record))
     for path in options.output_path:
@@ -54,13 +51,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def chosen_sections(options: argparse.Namespace) -> list[tuple[str, Section, str]]:
-    """Returns (name, section, part): those of the routine, or of the summary, whose curves are a part of their own."""
+def chosen_sections(options: argparse.Namespace) -> dict[str, Section]:
+    """Returns the section of the routine, or those of the summary."""
     if options.routine:
         ours = tuple(name for name in options.backends if name in OURS_NAMES)
-        return [("bench", Section(workloads(options), ours), "rows")]
-    whole = [(name, ANCHORS[name], "rows") for name in ("prefill", "decode")]
-    return [*whole, *((name, section, "curves") for name, section in CURVES.items())]
+        return {"bench": Section(workloads(options), ours)}
+    return {**{name: ANCHORS[name] for name in ("prefill", "decode")}, **CURVES}
 
 
 def workloads(options: argparse.Namespace) -> list[BatchWorkload]:
@@ -103,15 +99,6 @@ def _random_lengths(seed: int, batch_size: int, s_qo: int, s_kv: int) -> tuple[t
     return tuple(qo), tuple(kv)
 
 
-def _settings(options: argparse.Namespace, part: str, names: Sequence[str]) -> argparse.Namespace:
-    """Returns what `perf.run` needs to know."""
-    rounds = options.num_iters or (CURVE_ROUNDS if part == "curves" else ROUNDS)
-    budget = options.budget or (None if options.routine else SUMMARY_SECONDS)
-    if budget is not None and not options.routine:
-        budget *= (CURVES_SECONDS if part == "curves" else SUMMARY_SECONDS - CURVES_SECONDS) / SUMMARY_SECONDS
-    return argparse.Namespace(budget=budget, rounds=rounds, peers=names, out=None, resume=False)
-
-
 def missing(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """Returns what this machine lacks of what was asked for, one line each."""
     lines = []
@@ -123,17 +110,6 @@ def missing(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     if any(path.suffix == ".png" for path in options.output_path) and importlib.util.find_spec("matplotlib") is None:
         lines.append("Without pictures: matplotlib is not installed (pip install matplotlib).")
     return lines
-
-
-def merge(record: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Adds the rows of one run to those of the runs before."""
-    if not record:
-        record.update(part)
-        return
-    record["rows"] += part["rows"]
-    record["failed_rows"] |= part["failed_rows"]
-    record["summary"] |= part["summary"]
-    record["seconds"] += part["seconds"]
 
 
 def text(record: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from perf.harness import ROUNDS
 from perf.workloads import BatchWorkload, equal, one_request
 
 DECODE_BACKENDS = ("auto", "fa2", "xqa")
@@ -18,10 +19,11 @@ HEADS, GROUPED, EVERY = (32, 8), (64, 8), (32, 32)  # query and kv heads
 
 
 class Section(NamedTuple):
-    """Rows that are summarised together. `backends`: ours that are measured."""
+    """Rows that are summarised together. `backends`: ours that are measured, in so many rounds."""
 
     workloads: Sequence[BatchWorkload]
     backends: tuple[str, ...] = ("auto",)
+    rounds: int = ROUNDS
 
 
 def square(
@@ -160,13 +162,14 @@ CURVES = {
             [
                 equal(max(1, 16384 // length), length, length, heads, head_dim, causal=True)
                 for length in (512 << i for i in range(7))  # up to 32768
-            ]
+            ],
+            rounds=CURVE_ROUNDS,
         )
         for head_dim, heads in CURVE_HEADS.items()
     },
     **{
         f"curve-decode-{kv_dtype}": Section(
-            [equal(1 << i, 1, 4096, HEADS, 128, 16, kv_dtype=kv_dtype) for i in range(9)]
+            [equal(1 << i, 1, 4096, HEADS, 128, 16, kv_dtype=kv_dtype) for i in range(9)], rounds=CURVE_ROUNDS
         )
         for kv_dtype in KV_DTYPES
     },

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from perf import bench, harness, peers, program, report, rows, run, warm
+from perf import bench, peers, program, report, rows, run, warm
 from perf.machine import UnavailableError
 from perf.rows import ANCHORS, GROUPS, SECTIONS, Section
 from perf.run import Pace
@@ -100,17 +100,19 @@ def test_a_backend_that_auto_took_is_not_timed_twice() -> None:
 
 def test_rounds_shrink_when_time_gets_short_and_stop_when_it_is_spent() -> None:
     now = [0.0]
-    pace = Pace(10, 20, 60.0, clock=lambda: now[0])
+    pace = Pace([20] * 10, 60.0, clock=lambda: now[0])
     assert pace.next() == 20  # nothing is known yet
     now[0] = 10.5
     pace.finished(10.5, 20, per_round=0.5)
     assert pace.next() == int((49.5 / 9 - 0.5) / 0.5)
+    pace.left[0] = 40  # of a row that should have twice as many
+    assert pace.next() == int((49.5 * 40 / (40 + 8 * 20) - 0.5) / 0.5)
     now[0] = 59.0
     pace.finished(2.0, 8, per_round=0.2)
     assert pace.next() == run.FEWEST_ROUNDS
     now[0] = 60.0
     assert pace.next() == 0
-    assert Pace(10, 20, None).next() == 20
+    assert Pace([20] * 10, None).next() == 20
 
 
 def test_a_row_of_many_rounds_knows_what_one_costs() -> None:
@@ -245,7 +247,7 @@ def test_backends_are_those_of_the_section_or_of_the_option(monkeypatch: pytest.
     monkeypatch.setattr(run, "why_no_gpu", lambda: None)
     parser = run.parser("run", None)
     options = parser.parse_args(["decode", "--budget", "9"])
-    assert (options.sections, options.budget, options.rounds) == (["decode"], 9.0, harness.ROUNDS)
+    assert (options.sections, options.budget, options.rounds) == (["decode"], 9.0, None)
     found = run.measured_sections(options)
     assert found is not None
     assert found["decode"].backends == ("auto", "fa2", "xqa")
