@@ -107,14 +107,10 @@ def measure(library: str) -> dict[str, float]:
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
         if library == "cute_attn" and (directory := os.environ.get(BUNDLE)):
-            _write_bundle(Path(directory))
+            from cute_attn.runtime import artifacts, bundle
+
+            bundle.write(Path(directory), artifacts.held())
     return dict(zip(KEYS, seconds, strict=False))
-
-
-def _write_bundle(directory: Path) -> None:
-    from cute_attn.runtime import artifacts, bundle
-
-    bundle.write(directory, artifacts.held())
 
 
 # ---- all processes
@@ -162,20 +158,13 @@ class Run:
         return math.inf if self._budget is None else self._began + self._budget - self._clock()
 
 
-def why_absent(library: str) -> str | None:
-    """Returns why a library cannot be measured here, without importing it; None if it is installed."""
-    if importlib.util.find_spec(MODULES[library]) is None:
-        return f"{MODULES[library]} is not installed"
-    return None
-
-
 def measured(library: str, repeats: int, run: Run, save: Callable[[dict[str, Any]], None]) -> None:
     """Measures `repeats` rounds of a library's processes; one that fails once is not tried again.
 
     After each of them `save` gets the medians by condition.
     """
-    if absent := why_absent(library):
-        return save({library: {"reason": absent}})
+    if importlib.util.find_spec(MODULES[library]) is None:
+        return save({library: {"reason": f"{MODULES[library]} is not installed"}})
     samples: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="cute_attn-bytecode-") as written:
         bytecode = {"PYTHONPYCACHEPREFIX": written, "PYTHONDONTWRITEBYTECODE": ""}

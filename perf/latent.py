@@ -16,7 +16,7 @@ import torch
 
 import cute_attn
 from perf import program
-from perf.harness import Call, CudaGraphTimer, ceilings
+from perf.harness import Call
 from perf.machine import flashinfer, module, require
 
 LATENT, ROPE, PAGE = 512, 64, 64
@@ -150,9 +150,5 @@ def measured(w: LatentWorkload, device: torch.device, rounds: int) -> dict[str, 
     return program.beside(w, CANDIDATES, sets, check, rounds)
 
 
-def ceilings_of(device: torch.device) -> dict[str, Any]:
-    return {"ceilings": ceilings(CudaGraphTimer(), device)}
-
-
 if __name__ == "__main__":
-    raise SystemExit(program.measure_rows("latent", __doc__, WORKLOADS, measured, ceilings_of))
+    raise SystemExit(program.measure_rows("latent", __doc__, WORKLOADS, measured))

@@ -127,8 +127,7 @@ def peer_calls(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]
     """Returns the same problems for peers; bound later, since binding may fail."""
 
     def bind(peer: Peer, w: BatchWorkload, name: str) -> dict[str, Call]:
-        bound: Any = peer.bind
-        return {name: bound(w, [w.inputs(device)])[0]}
+        return {name: peer.bind(w, [w.inputs(device)])[0]}
 
     found: dict[str, Callable[[], dict[str, Call]]] = {}
     workloads: tuple[BatchWorkload, ...] = PREFILL, DECODE, *BATCHES
@@ -162,6 +161,10 @@ class GrowingCache:
         x, n = self.x, self.kv_len
         self.decode(x.q[0], x.k[:n], x.v[:n])
         self.kv_len = n % x.k.shape[0] + 1
+
+
+def run(w: BatchWorkload, device: torch.device) -> Call:
+    return peers.ours("auto", w, [w.inputs(device)])[0]
 
 
 def batch_calls(device: torch.device) -> dict[str, Call]:
@@ -293,23 +296,15 @@ def optional_calls(device: torch.device) -> dict[str, Call]:
 
     rows = sum(OPTIONAL_DECODE.qo_lens), OPTIONAL_DECODE.num_qo_heads, OPTIONAL_DECODE.head_dim
     out = torch.empty(rows, dtype=OPTIONAL_DECODE.torch_dtype, device=device)
+    plain = dataclasses.replace(OPTIONAL_PREFILL, causal=False)
+    pairs = sum(map(plain.pairs, range(len(plain.qo_lens))))
+    mask = {"custom_mask": torch.arange(pairs, device=device) % 5 > 0}
     return {
         **calls,
         "single_prefill, another kv_len each": other_length,
         "decode run, out": functools.partial(kinds["decode run"], out=out),
-        "paged prefill run, custom mask": masked_run(OPTIONAL_PREFILL, device),
+        "paged prefill run, custom mask": peers.planned(cute_attn, plain, [plain.inputs(device)], True, mask)[0],
     }
-
-
-def run(w: BatchWorkload, device: torch.device) -> Call:
-    return peers.ours("auto", w, [w.inputs(device)])[0]
-
-
-def masked_run(w: BatchWorkload, device: torch.device) -> Call:
-    """Returns a run of a plan with a custom mask."""
-    mask = torch.arange(sum(n * m for n, m in zip(w.qo_lens, w.kv_lens, strict=True)), device=device) % 5 > 0
-    plain = dataclasses.replace(w, causal=False)
-    return peers.planned(cute_attn, plain, [w.inputs(device)], True, {"custom_mask": mask})[0]
 
 
 def unplanned_optional_calls(device: torch.device) -> dict[str, Call]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from perf.bench import add_times, save
-from perf.harness import ROUNDS, Call, CudaGraphTimer, reason
+from perf.harness import ROUNDS, Call, CudaGraphTimer, ceilings, reason
 from perf.machine import environment, why_no_gpu
 
 CACHED_BYTES = 160 << 20  # of all copies together: beyond twice an H200's L2 of 50 MiB, and B200's of 126 MB
@@ -119,18 +119,14 @@ def line(row: Row) -> str:
 
 
 def measure_rows(
-    name: str,
-    about: str | None,
-    workloads: Sequence[Any],
-    measured: Callable[[Any, torch.device, int], Row],
-    more: Callable[[torch.device], Row] = lambda device: {},
+    name: str, about: str | None, workloads: Sequence[Any], measured: Callable[[Any, torch.device, int], Row]
 ) -> int:
-    """Runs a command line that measures rows of calls. `more`: what the record has besides them."""
+    """Runs a command line that measures rows of calls, beside the ceilings."""
     options = parser(name, about, ROUNDS).parse_args()
     device = gpu()
     if device is None:
         return 2
-    record: Row = {**head(name), **more(device), name: []}
+    record: Row = {**head(name), "ceilings": ceilings(CudaGraphTimer(), device), name: []}
     for w in workloads:
         record[name].append(measured(w, device, options.rounds))
         print(line(record[name][-1]), flush=True)

@@ -16,16 +16,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from perf.bench import candidates
 from perf.harness import reason
 from perf.machine import UnavailableError
-from perf.peers import PEERS, Bind
+from perf.peers import PEERS
 from perf.workloads import BatchWorkload
 
 SHORT = 256
@@ -65,18 +66,14 @@ def compile_ours(workloads: Sequence[tuple[BatchWorkload, Sequence[str]]], meanw
     """Runs each workload once with the named backends of ours, in some processes: afterwards the kernels are in the
     cache on disk. This process calls `meanwhile`.
     """
-    jobs = [(name, w) for w, backends in workloads for name in binds(w, backends) if name.startswith("cute_attn")]
+    jobs = [
+        (name, w) for w, backends in workloads for name in candidates(w.phase, backends) if name.startswith("cute_attn")
+    ]
     count = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 1, len(jobs)))
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(_in_processes, [jobs[i::count] for i in range(count)], count, COMPILE_SECONDS)
         meanwhile()
         compiled.result()
-
-
-def binds(w: BatchWorkload, backends: Sequence[str]) -> Mapping[str, Bind]:
-    from perf.bench import candidates  # which imports this module
-
-    return candidates(w.phase, backends)
 
 
 def _in_processes(groups: Sequence[Sequence[Job]], parallel: int, limit: float | None = None) -> None:
@@ -97,8 +94,8 @@ def build(name: str, workload: BatchWorkload) -> str:
     """Binds the candidate, runs it once and returns the result in words."""
     backend = name.removeprefix("cute_attn").strip()
     try:
-        bind = binds(workload, ("auto",) if backend in ("", "host lengths", "xqa function") else (backend,))[name]
-        for call in bind(workload, [workload.inputs(torch.device("cuda"))]):
+        backends = ("auto",) if backend in ("", "host lengths", "xqa function") else (backend,)
+        for call in candidates(workload.phase, backends)[name](workload, [workload.inputs(torch.device("cuda"))]):
             call()
         torch.cuda.synchronize()
     except UnavailableError as error:

@@ -18,6 +18,7 @@ from cute_attn.cli import main
 from cute_attn.errors import ArgumentError, ArtifactError
 from perf import coldstart, command, machine
 from perf.workloads import BatchWorkload, equal, one_request
+from tests.perf import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 DECODE, RAGGED, PAGED = (
@@ -106,7 +107,7 @@ def record() -> dict[str, Any]:
         "sm_clock_mhz": 1755,
         "candidates": {"cute_attn": entry, "cute_attn xqa function": entry, "FlashInfer XQA": {"reason": "not built"}},
     }
-    environment = {"gpu": "some GPU", **dict.fromkeys(("date", "commit", "driver", "torch", "cuda", "cudnn"), "?")}
+    environment = {**ENVIRONMENT, "gpu": "some GPU"}
     summary = {"bench": {"compared": 1, "rows": 1, "mean": 1.5, "lowest": 1.5}}
     ceilings = {"read": 3000.0, "copy": 2900.0, "gemm": 700.0}
     return {

@@ -22,6 +22,7 @@ from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
 from perf.rows import DECODE, SECTIONS, SPREAD
 from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
+from tests.perf import ENVIRONMENT, assert_right, our_candidates
 
 DTYPES = ("bfloat16", "e4m3")
 ROOT = Path(__file__).parents[2]
@@ -195,9 +196,7 @@ def test_ceilings_from_times() -> None:
 def test_sdpa_adapter_is_correct(w: BatchWorkload) -> None:
     (adapter,) = [peer for peer in PEERS if peer.name == "torch flash"]
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    for x, call in zip(sets, adapter.bind(w, sets), strict=True):
-        oracle = bench.oracle(w, x)
-        assert oracle.rejection(oracle.error(call())) is None
+    assert_right(w, sets, adapter.bind(w, sets))
 
 
 def test_sdpa_adapter_rejects_masks_that_torch_aligns_differently() -> None:
@@ -233,7 +232,7 @@ def test_our_batches_are_correct_and_the_oracle_checks_every_request(w: BatchWor
 def test_the_xqa_function_is_a_candidate_next_to_the_wrapper(kv_dtype: str) -> None:
     w = BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, kv_dtype=kv_dtype)
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    binds = {name: b for name, b in bench.candidates(w.phase, ["auto"]).items() if name.startswith("cute_attn")}
+    binds = our_candidates(w, "auto")
     assert list(binds) == ["cute_attn", bench.HOST_LENGTHS, "cute_attn xqa function"]
     calls, entries = bench.prepare(w, binds, sets)
     assert list(calls) == list(binds), entries
@@ -284,17 +283,13 @@ def test_dense_peers_take_equal_requests_only() -> None:
 def test_sdpa_of_a_dense_batch_is_correct() -> None:
     w = BATCHES[0]
     x = w.inputs(CPU)
-    (call,) = peers.sdpa(SDPBackend.MATH, w, [x])
-    truth = bench.oracle(w, x)
-    assert truth.rejection(truth.error(call())) is None
+    assert_right(w, [x], peers.sdpa(SDPBackend.MATH, w, [x]))
 
 
 def test_a_single_request_is_a_batch_of_one_whose_pages_are_in_order() -> None:
     w = one_request(1, 64, 4, 2, 64, 64)
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    for x, call in zip(sets, peers.in_pages(peers.our_xqa, w, sets), strict=True):
-        truth = bench.oracle(w, x)
-        assert truth.rejection(truth.error(call())) is None
+    assert_right(w, sets, peers.in_pages(peers.our_xqa, w, sets))
     with pytest.raises(UnavailableError, match="multiple of the page size 16, got 70"):
         peers.in_pages(peers.our_xqa, dataclasses.replace(w, kv_lens=(70,)), sets)
 
@@ -344,15 +339,11 @@ def test_ratio_needs_both_sides() -> None:
     }
 
 
-def environment() -> dict[str, str]:
-    return dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?")
-
-
 def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
     row = row_of_fakes()
     record = {
         "command": "python -m perf.run prefill",
-        "environment": environment(),
+        "environment": ENVIRONMENT,
         "ceilings": CEILINGS,
         "rows": [row],
         "failed_rows": {"a long row": "OutOfMemoryError: too long"},
@@ -379,7 +370,7 @@ def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
 def test_markdown_of_host_times() -> None:
     timing = {"median_us": 21.5, "p20_us": 21.0, "p80_us": 22.25, "launches": 200, "rounds": 31}
     overhead = {"single": timing, "peer": {"reason": "not here"}}
-    text = report.markdown({"command": "x", "environment": environment(), "overhead": overhead})
+    text = report.markdown({"command": "x", "environment": ENVIRONMENT, "overhead": overhead})
     assert "| single | 21.5 (21.0-22.2) |" in text
     assert "| peer | not here |" in text
 

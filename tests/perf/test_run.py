@@ -17,6 +17,7 @@ from perf.machine import UnavailableError
 from perf.rows import ANCHORS, GROUPS, SECTIONS, Section
 from perf.run import Pace
 from perf.workloads import BatchWorkload, equal
+from tests.perf import ENVIRONMENT, our_candidates
 
 CPU = torch.device("cpu")
 DRAFTS = equal(3, 4, 50, (4, 2), 64, 16, causal=True)
@@ -83,7 +84,7 @@ def test_ours_verify_drafts() -> None:
     assert DRAFTS.phase == "speculative decode"
     assert DRAFTS.metric.unit == "GB/s"
     sets = [DRAFTS.inputs(CPU, seed) for seed in range(2)]
-    binds = {n: b for n, b in bench.candidates(DRAFTS.phase, ["auto"]).items() if n.startswith("cute_attn")}
+    binds = our_candidates(DRAFTS, "auto")
     assert list(binds) == ["cute_attn", bench.HOST_LENGTHS, "cute_attn xqa function"]
     calls, entries = bench.prepare(DRAFTS, binds, sets)
     assert list(calls) == list(binds), entries
@@ -91,8 +92,7 @@ def test_ours_verify_drafts() -> None:
 
 def test_a_backend_that_auto_took_is_not_timed_twice() -> None:
     w = VARIED[1]
-    binds = {n: b for n, b in bench.candidates(w.phase, ["auto", "reference"]).items() if n.startswith("cute_attn")}
-    calls, entries = bench.prepare(w, binds, [w.inputs(CPU)])
+    calls, entries = bench.prepare(w, our_candidates(w, "auto", "reference"), [w.inputs(CPU)])
     assert list(calls) == ["cute_attn", bench.HOST_LENGTHS]
     assert entries["cute_attn"]["backend"] == "reference"
     assert bench.SAME in entries["cute_attn reference"]["reason"]
@@ -185,8 +185,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "start_again": start_again,
     }.items():
         monkeypatch.setattr(run, name, value)
-    known = dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?")
-    monkeypatch.setattr(program, "environment", lambda: known)
+    monkeypatch.setattr(program, "environment", lambda: ENVIRONMENT)
     save = run.save
     monkeypatch.setattr(run, "save", lambda r, path: (state["written"].append(len(r["rows"])), save(r, path)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
