@@ -199,36 +199,23 @@ def compare_with_peers(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, An
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the geometric mean of the ratios to the best peer, the lowest, how far "auto" is from our best, and how
-    far lengths on the GPU are from lengths on the host.
-    """
+    """Returns the geometric mean of the ratios to the best peer, the lowest, and how far "auto" is from our best."""
     ratios = {row["name"]: row["ratio"] for row in rows if row["ratio"]}
     found: dict[str, Any] = {"rows": len(rows), "compared": len(ratios)}
     if ratios:
         lowest = min(ratios, key=ratios.__getitem__)
         mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
         found |= {"mean": mean, "lowest": ratios[lowest], "lowest_row": lowest}
-    auto, device = {}, {}  # shares of "auto", with lengths on the GPU: of our best backend, and of lengths on the host
+    auto = {}  # shares of "auto" of our best backend, with lengths on the GPU
     for row in rows:
         speeds = {name: e["speed"] for name, e in row["candidates"].items() if name.startswith(OURS) and "speed" in e}
-        if OURS not in speeds:
-            continue
-        if HOST_LENGTHS in speeds:
-            device[row["name"]] = speeds[OURS] / speeds.pop(HOST_LENGTHS)
-        auto[row["name"]] = speeds[OURS] / max(speeds.values())
-    for shares, share_name, row_name in ((auto, "auto", "auto_row"), (device, "device_lengths", "device_row")):
-        if shares:
-            worst = min(shares, key=shares.__getitem__)
-            found |= {share_name: shares[worst], row_name: worst}
+        speeds.pop(HOST_LENGTHS, None)
+        if OURS in speeds:
+            auto[row["name"]] = speeds[OURS] / max(speeds.values())
+    if auto:
+        worst = min(auto, key=auto.__getitem__)
+        found |= {"auto": auto[worst], "auto_row": worst}
     return found
-
-
-def progress(row: Mapping[str, Any]) -> str:
-    """Returns one row as one line of text."""
-    cells = []
-    for name, entry in row["candidates"].items():
-        cells.append(f"{name} {entry['speed']:.1f}" if "speed" in entry else f"{name} - ({entry['reason']})")
-    return f"{row['name']} [{row['unit']}]: " + ", ".join(cells)
 
 
 def save(record: Mapping[str, Any], path: Path | None) -> None:

@@ -27,7 +27,7 @@ from cute_attn.integrations.distributed.ranks import Ranks
 from perf import program
 from perf.bench import TOLERANCE, oracle, save
 from perf.harness import Call, Timing, interleaved, timing
-from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
+from perf.workloads import BatchInputs, BatchWorkload, equal, one_request, pages_of
 
 ONE = "one GPU"
 WORKSPACE_BYTES = 128 << 20
@@ -136,11 +136,10 @@ def decode(w: BatchWorkload, device: torch.device) -> tuple[Candidates, dict[str
 def _planned(
     wrapper: Any, w: BatchWorkload, x: BatchInputs, lens: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
-    pages = -(-lens // PAGE_SIZE)
-    indptr = torch.cat((torch.zeros(1, dtype=lens.dtype), pages.cumsum(0))).int()
+    indptr, last_page_len = pages_of(lens, PAGE_SIZE)
     indices = torch.arange(int(indptr[-1]), dtype=torch.int32, device=x.q.device)
     heads = w.num_qo_heads, w.num_kv_heads, w.head_dim
-    wrapper.plan(indptr, indices, ((lens - 1) % PAGE_SIZE + 1).int(), *heads, PAGE_SIZE, data_type=x.q.dtype)
+    wrapper.plan(indptr, indices, last_page_len, *heads, PAGE_SIZE, data_type=x.q.dtype)
     return lambda: wrapper.run(x.q, cache)
 
 

@@ -32,7 +32,7 @@ from perf.machine import flashinfer
 from perf.peers import PEERS, Peer
 from perf.pretended_gpu import pretended_gpu
 from perf.report import markdown
-from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
+from perf.workloads import BatchInputs, BatchWorkload, equal, one_request, pages_of
 
 CALLS = 200  # of at most two kernels: the launch queue holds about 1000
 REPEATS = 31
@@ -239,21 +239,15 @@ def grow(requests: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     most = MOST_PAGES * PAGE_SIZE - STEPS
     lengths = torch.randint(100, most, (requests,), generator=torch.Generator().manual_seed(0))
     for step in range(STEPS):
-        yield pages_of(lengths + step)
+        yield pages_of(lengths + step, PAGE_SIZE)
 
 
 def prompts(requests: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields indptr and last_page_len of batches that have nothing in common."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        yield pages_of(torch.randint(QO_LEN, MOST_PAGES * PAGE_SIZE, (requests,), generator=generator))
-
-
-def pages_of(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns indptr and last_page_len of requests."""
-    pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
-    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), pages.cumsum(0)))
-    return indptr.int(), (lengths - (pages - 1) * PAGE_SIZE).int()
+        lengths = torch.randint(QO_LEN, MOST_PAGES * PAGE_SIZE, (requests,), generator=generator)
+        yield pages_of(lengths, PAGE_SIZE)
 
 
 def paged(step: tuple[torch.Tensor, ...], indices: torch.Tensor) -> tuple[Any, ...]:

@@ -110,9 +110,10 @@ def beside(
 
 def line(row: Row) -> str:
     """Returns one row as a line of text."""
+    units = {**UNITS, "speed": "{:.1f} " + row.get("unit", "")}
     cells = []
     for name, entry in row["candidates"].items():
-        speeds = "".join(f", {text.format(entry[unit])}" for unit, text in UNITS.items() if unit in entry)
+        speeds = "".join(f", {text.format(entry[unit])}" for unit, text in units.items() if unit in entry)
         timed = "median_us" in entry
         cells.append(f"{name} {entry['median_us']:.2f} us{speeds}" if timed else f"{name} - ({entry['reason']})")
     return f"{row['name']}: {'; '.join(cells)}"

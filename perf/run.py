@@ -26,7 +26,7 @@ import torch
 
 from cute_attn.cli.terminal import ProgressBar
 from perf import program
-from perf.bench import OURS, candidates, progress, run_row, save, summary
+from perf.bench import OURS, candidates, run_row, save, summary
 from perf.harness import ROUNDS, Call, CudaGraphTimer, ceilings, reason
 from perf.machine import UnavailableError, flashinfer, module, why_no_gpu
 from perf.peers import PEERS, Bind
@@ -238,7 +238,7 @@ def _measured(record: Row, section: str, w: BatchWorkload, binds: Mapping[str, B
     record["rows"].append(row)
     record["summary"][section] = summary([r for r in record["rows"] if r["section"] == section])
     if not sys.stderr.isatty():
-        print(progress(row), file=sys.stderr, flush=True)
+        print(program.line(row), file=sys.stderr, flush=True)
     return row
 
 

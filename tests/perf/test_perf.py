@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention import SDPBackend
 
 from perf import bench, harness, overhead, peers, report, run, warm
 from perf.harness import ceilings
@@ -191,7 +190,9 @@ def test_ceilings_from_times() -> None:
 
 
 @pytest.mark.parametrize(
-    "w", [dataclasses.replace(SMALL, kv_lens=(96,)), one_request(1, 100, 4, 2, 64, 64, dtype="float16")], ids=str
+    "w",
+    [dataclasses.replace(SMALL, kv_lens=(96,)), one_request(1, 100, 4, 2, 64, 64, dtype="float16"), BATCHES[0]],
+    ids=lambda w: w.phase,
 )
 def test_sdpa_adapter_is_correct(w: BatchWorkload) -> None:
     (adapter,) = [peer for peer in PEERS if peer.name == "torch flash"]
@@ -228,9 +229,16 @@ def test_our_batches_are_correct_and_the_oracle_checks_every_request(w: BatchWor
             assert truth.rejection(truth.error(wrong))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "e4m3", "nvfp4"])
-def test_the_xqa_function_is_a_candidate_next_to_the_wrapper(kv_dtype: str) -> None:
-    w = BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, kv_dtype=kv_dtype)
+@pytest.mark.parametrize(
+    "w",
+    [
+        *(BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, kv_dtype=name) for name in (*DTYPES, "nvfp4")),
+        equal(3, 4, 50, (4, 2), 64, 16, causal=True),
+    ],
+    ids=lambda w: f"{w.phase}, {w.kv_dtype}",
+)
+def test_the_xqa_function_is_a_candidate_next_to_the_wrapper(w: BatchWorkload) -> None:
+    assert w.metric.unit == "GB/s"
     sets = [w.inputs(CPU, seed) for seed in range(2)]
     binds = our_candidates(w, "auto")
     assert list(binds) == ["cute_attn", bench.HOST_LENGTHS, "cute_attn xqa function"]
@@ -278,12 +286,6 @@ def test_dense_peers_take_equal_requests_only() -> None:
     for w, why in ((BATCHES[1], "differ in length"), (equal(2, 8, 8, (4, 2), 64, 4), "paged")):
         with pytest.raises(UnavailableError, match=why):
             peers.dense(w, w.inputs(CPU))
-
-
-def test_sdpa_of_a_dense_batch_is_correct() -> None:
-    w = BATCHES[0]
-    x = w.inputs(CPU)
-    assert_right(w, [x], peers.sdpa(SDPBackend.MATH, w, [x]))
 
 
 def test_a_single_request_is_a_batch_of_one_whose_pages_are_in_order() -> None:
