@@ -171,10 +171,10 @@ def planned(
     options |= {} if decode else {"causal": w.causal}
     options |= {} if paged else {"head_dim_vo": w.head_dim_vo}
     options |= {} if decode or w.torch_dtype.itemsize > 1 else {"o_data_type": torch.bfloat16}
-    shared = _workspace(sets)
+    shared = None if paged and not decode else _workspace(sets)
 
     def plan(x: BatchInputs) -> Any:
-        workspace = shared if decode or not paged else _workspace(sets)
+        workspace = _workspace(sets) if shared is None else shared
         wrapper = getattr(library, f"Batch{kind}KVCacheWrapper")(workspace, "NHD", **chosen)
         *bounds, last = _index_arrays(x, on_host, w.qo_indptr, w.kv_indptr, w.last_page_len if paged else ())
         pages, page_size = ([x.indices, last], [w.page_size]) if paged else ([], [])

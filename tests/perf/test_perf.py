@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -331,14 +332,9 @@ def test_row_has_speed_share_ratio_error_and_reasons() -> None:
 
 
 def test_ratio_needs_both_sides() -> None:
-    assert bench.compare_with_peers({"cute_attn": {"speed": 2.0}, "x": {"reason": "no"}}) == {
-        "best_peer": None,
-        "ratio": None,
-    }
-    assert bench.compare_with_peers({"cute_attn": {"reason": "no"}, "x": {"speed": 2.0}}) == {
-        "best_peer": "x",
-        "ratio": None,
-    }
+    fast, absent = {"speed": 2.0}, {"reason": "no"}
+    assert bench.compare_with_peers({"cute_attn": fast, "x": absent}) == {"best_peer": None, "ratio": None}
+    assert bench.compare_with_peers({"cute_attn": absent, "x": fast}) == {"best_peer": "x", "ratio": None}
 
 
 def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
@@ -367,6 +363,14 @@ def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
     assert "peer C: UnavailableError: it is not installed (1 of 1 rows)" in done.stdout
     assert "- a long row: OutOfMemoryError: too long" in done.stdout
     assert "bf16 GEMM 700 TFLOP/s" in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "perf/results").glob("*.json")), ids=lambda path: path.stem)
+def test_reports_show_every_record(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.main([str(path)])
+    shown = capsys.readouterr().out
+    assert json.loads(path.read_text())["environment"]["date"] in shown
+    assert "| --- |" in shown
 
 
 def test_markdown_of_host_times() -> None:
