@@ -138,7 +138,7 @@ def formula(x: Inputs, request: int) -> torch.Tensor:
 
 
 def measured(w: LatentWorkload, device: torch.device, rounds: int) -> dict[str, Any]:
-    sets = inputs(w, device, program.copies(w))
+    sets = inputs(w, device, program.copies(w.num_bytes))
     checked = sorted({0, w.requests - 1})
     want = torch.stack([formula(sets[0], request) for request in checked])
 
@@ -147,7 +147,7 @@ def measured(w: LatentWorkload, device: torch.device, rounds: int) -> dict[str, 
         require(error <= TOLERANCE, f"wrong: relative difference {error:.2e} to the formula")
         return {"error": error}
 
-    return program.beside(w, CANDIDATES, sets, check, rounds)
+    return program.beside(w, w.work, CANDIDATES, sets, check, rounds)
 
 
 if __name__ == "__main__":

@@ -79,18 +79,23 @@ def in_process(module: str, asked: Any, env: Mapping[str, str], limit: float, li
 # ---- rows of calls, for problems that `perf.bench` has no words for
 
 
-def copies(w: Any) -> int:
+def copies(num_bytes: int) -> int:
     """Returns how many copies of the inputs exceed the L2."""
-    return max(2, -(-CACHED_BYTES // w.num_bytes))
+    return max(2, -(-CACHED_BYTES // num_bytes))
 
 
 def beside(
-    w: Any, makes: Mapping[str, Callable[[Any], Call]], sets: Sequence[Any], check: Callable[..., Row], rounds: int
+    w: Any,
+    work: Mapping[str, float],
+    makes: Mapping[str, Callable[[Any], Call]],
+    sets: Sequence[Any],
+    check: Callable[..., Row],
+    rounds: int,
 ) -> Row:
     """Returns the record of a row: the times of all candidates, or why there are none.
 
-    `w`: a dataclass with `name`, `num_bytes`, and `work`: by unit what a call that takes 1 us reaches. `check(name,
-    call)` runs a call on the first set; it returns entries of the record, or raises.
+    `w`: a dataclass with `name`. `work`: by unit what a call that takes 1 us reaches. `check(name, call)` runs a call
+    on the first set; it returns entries of the record, or raises.
     """
     calls: dict[str, Sequence[Call]] = {}
     entries: dict[str, Row] = {}
@@ -103,7 +108,7 @@ def beside(
     clock = add_times(entries, calls, CudaGraphTimer(), rounds)
     for entry in entries.values():
         if "median_us" in entry:
-            entry |= {unit: work / entry["median_us"] for unit, work in w.work.items()}
+            entry |= {unit: of_one_us / entry["median_us"] for unit, of_one_us in work.items()}
     row = {"name": w.name, "workload": asdict(w), "copies": len(sets)}
     return {**row, "candidates": entries, "sm_clock_mhz": clock}
 

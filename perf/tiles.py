@@ -71,16 +71,12 @@ class Trial(NamedTuple):
         way = WAY.fullmatch(text, found.end() if found else 0)
         if not text or way is None:
             raise ValueError(f"a tile is {FORM}, got {text!r}")
-        packed = {None: None, "packed": True, "unpacked": False}[way[1]]
-        return cls(_tile(found) if found else None, packed, int(way[2]) if way[2] else None, not way[3])
-
-
-def _tile(found: re.Match[str]) -> HopperTile:
-    rows, cols, stages, q_stages, per_sm, q_registers = (int(found[i] or 0) for i in (1, 2, 3, 4, 5, 7))
-    return tile(
-        rows, cols, stages, q_stages, max(per_sm, 1), q_registers,
-        ping_pong=bool(found[6]), from_first_key=bool(found[8]),
-    )  # fmt: skip
+        packed, shape = {None: None, "packed": True, "unpacked": False}[way[1]], None
+        if found:
+            rows, cols, stages, q_stages, per_sm, q_registers = (int(found[i] or 0) for i in (1, 2, 3, 4, 5, 7))
+            flags = {"ping_pong": bool(found[6]), "from_first_key": bool(found[8])}
+            shape = tile(rows, cols, stages, q_stages, max(per_sm, 1), q_registers, **flags)
+        return cls(shape, packed, int(way[2]) if way[2] else None, not way[3])
 
 
 def tile(

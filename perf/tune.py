@@ -14,7 +14,6 @@ out, the others are checked against the reference and timed in random order. Wha
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -46,15 +45,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--around", action="store_true", help="tiles and rings around those of the tables")
     options = parser.parse_args(argv)
     for text in options.texts:
-        if not any(_reads(read, text) for read in (Trial.parse, rings.RING.fullmatch)):
-            parser.error(f"--try must name tiles or rings, got {text!r}; a tile is {tiles.FORM}")
+        try:
+            rings.RING.fullmatch(text) or Trial.parse(text)
+        except ValueError as error:
+            parser.error(f"--try must name tiles or rings: {error}")
     return options
-
-
-def _reads(read: Any, text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(read(text))
-    return False
 
 
 def candidates(w: BatchWorkload, options: argparse.Namespace, arch: Arch) -> dict[str, Candidate]:

@@ -4,15 +4,12 @@
 
 FlashInfer's modules take nvcc a minute or more each: one process per module, which solves a short version of the
 workload. Finished ones are noted in FlashInfer's cache, so that a run with a time limit can leave out the others. Our
-own kernels take seconds: some processes that share the workloads. A process is started as
-    python -m perf.warm '[["CANDIDATE", {"qo_lens": [256], ...}], ...]'
+own kernels take seconds: some processes that share the workloads.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,12 +80,19 @@ def _in_processes(groups: Sequence[Sequence[Job]], parallel: int, limit: float |
     env = {"MAX_JOBS": BUILD_JOBS, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def spawn(jobs: Sequence[Job]) -> None:
-        text = json.dumps([(name, asdict(w)) for name, w in jobs])
+        code = f"from perf import warm; warm.build_all({[(name, asdict(w)) for name, w in jobs]!r})"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run([sys.executable, "-m", "perf.warm", text], env=env, timeout=limit)
+            subprocess.run([sys.executable, "-c", code], env=env, timeout=limit)
 
     with ThreadPoolExecutor(parallel) as pool:
         list(pool.map(spawn, groups))
+
+
+def build_all(jobs: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Builds candidates for the fields of workloads, and prints the results."""
+    for name, fields in jobs:
+        workload = BatchWorkload(**fields)
+        print(f"{name}, {workload.name}: {build(name, workload)}", flush=True)
 
 
 def build(name: str, workload: BatchWorkload) -> str:
@@ -123,17 +128,3 @@ def _note(name: str, w: BatchWorkload) -> None:
 def _notes() -> Path:
     base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
     return Path(base) / ".cache" / "flashinfer" / "built_for_cute_attn_perf.txt"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m perf.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("jobs", type=json.loads, metavar="JSON", help="candidates and workloads, as above")
-    for name, fields in parser.parse_args(argv).jobs:
-        workload = BatchWorkload(**fields)
-        print(f"{name}, {workload.name}: {build(name, workload)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
