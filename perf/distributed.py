@@ -195,17 +195,12 @@ def measured(w: BatchWorkload, device: torch.device, stopwatch: Stopwatch, round
     if dist.get_rank() == 0:
         print(f"{w.name}: errors {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}", flush=True)
     timings = measure(candidates, stopwatch, rounds)
-    entries = {name: _entry(name, timings, errors) for name in timings}
+    entries = {name: timing._asdict() for name, timing in timings.items()}
+    for name, error in errors.items():
+        entries[name]["error"] = error
+        if name != ONE:
+            entries[name]["speedup"] = timings[ONE].median_us / timings[name].median_us
     return {"name": w.name, "workload": asdict(w), "candidates": entries}
-
-
-def _entry(name: str, timings: Mapping[str, Timing], errors: Mapping[str, float]) -> dict[str, Any]:
-    entry: dict[str, Any] = dict(timings[name]._asdict())
-    if name in errors:
-        entry["error"] = errors[name]
-    if name in errors and name != ONE:
-        entry["speedup"] = timings[ONE].median_us / timings[name].median_us
-    return entry
 
 
 def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
