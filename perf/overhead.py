@@ -215,6 +215,7 @@ def plan_calls(library: Any, device: torch.device, decode: dict[str, Any], prefi
     """
     calls: dict[str, Call] = {}
     workspace = torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    sizes: tuple[Any, ...] = *PLAN_HEADS, HEAD_DIM, PAGE_SIZE
     for n in BATCH_SIZES:
         indices = torch.zeros(n * MOST_PAGES, dtype=torch.int32, device=device)
         qo_indptr = torch.arange(n + 1, dtype=torch.int32) * QO_LEN
@@ -222,11 +223,11 @@ def plan_calls(library: Any, device: torch.device, decode: dict[str, Any], prefi
             growing, others = ([tuple(x.to(on) for x in step) for step in steps] for steps in (grow(n), prompts(n)))
             for name, dtype in KV_DTYPES.items():
                 wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **decode)
-                turns = [paged(step, indices) for step in growing]
+                turns: list[tuple[Any, ...]] = [(bounds, indices, last, *sizes) for bounds, last in growing]
                 calls[f"plan, decode of {n} requests, {name}, lengths on the {place}"] = _plan(wrapper, turns, dtype)
             wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **prefill)
             starts = qo_indptr.to(on)
-            turns = [(starts, *paged(step, indices)) for step in others]
+            turns = [(starts, bounds, indices, last, *sizes) for bounds, last in others]
             name = f"plan, prefill of {n} requests, lengths on the {place}"
             calls[name] = _plan(wrapper, turns, torch.bfloat16, causal=True)
             if device.type == "cpu":
@@ -248,12 +249,6 @@ def prompts(requests: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for _ in range(STEPS):
         lengths = torch.randint(QO_LEN, MOST_PAGES * PAGE_SIZE, (requests,), generator=generator)
         yield pages_of(lengths, PAGE_SIZE)
-
-
-def paged(step: tuple[torch.Tensor, ...], indices: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the positional arguments of a plan over pages."""
-    indptr, last = step
-    return indptr, indices, last, *PLAN_HEADS, HEAD_DIM, PAGE_SIZE
 
 
 def _plan(wrapper: Any, turns: list[tuple[Any, ...]], kv: torch.dtype, **options: Any) -> Call:
