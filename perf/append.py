@@ -20,6 +20,7 @@ from cute_attn.request.append import reference
 from perf import program
 from perf.harness import Call
 from perf.machine import flashinfer, require
+from perf.workloads import BatchWorkload, equal
 
 MAX_COPIES = 64
 NVFP4_TOLERANCE = 0.02  # relative difference of dequantised rows: a peer rounds by fp32 quotients
@@ -27,42 +28,17 @@ SCALE = 0.01
 NVFP4_APPEND = "nvfp4_quantize_append_paged_kv_cache"
 
 
-@dataclass(frozen=True)
-class AppendWorkload:
-    """Tokens of bf16 that are appended to pages of requests of one length."""
-
-    stored: str  # "bf16" or "nvfp4"
-    requests: int
-    tokens: int  # of each request
-    heads: int = 8
-    head_dim: int = 128
-    page_size: int = 16
-
-    @property
-    def name(self) -> str:
-        shape = f"h{self.heads} d{self.head_dim} page{self.page_size}"
-        return f"{self.stored} {shape} {self.requests}x{self.tokens}"
-
-    @property
-    def nnz(self) -> int:
-        return self.requests * self.tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """Returns the bytes of rows read and slots written, of keys and values together."""
-        written = 2 * 16 if self.stored == "bf16" else 8 + 1  # per 16 elements
-        return 2 * self.nnz * self.heads * self.head_dim // 16 * (2 * 16 + written)
-
-    @property
-    def work(self) -> dict[str, float]:
-        return {"gb_per_s": self.num_bytes * 1e-3}
-
-
 WORKLOADS = [
-    AppendWorkload(stored, requests, tokens)
-    for stored in ("bf16", "nvfp4")
+    equal(requests, tokens, tokens, (8, 8), 128, 16, kv_dtype=stored)
+    for stored in ("bfloat16", "nvfp4")
     for requests, tokens in ((64, 1), (1, 8192), (64, 128))
 ]
+
+
+def num_bytes(w: BatchWorkload) -> int:
+    """Returns the bytes of rows of bf16 read and slots written, of keys and values together."""
+    written = 8 + 1 if w.kv_dtype == "nvfp4" else 2 * 16  # per 16 elements
+    return 2 * sum(w.kv_lens) * w.num_kv_heads * w.head_dim // 16 * (2 * 16 + written)
 
 
 @dataclass(frozen=True)
@@ -74,25 +50,24 @@ class Inputs:
     cache: tuple[torch.Tensor, torch.Tensor]
     scales: tuple[torch.Tensor, torch.Tensor] | None
 
+    def clear(self) -> None:
+        for half in (*self.cache, *(self.scales or ())):
+            half.view(torch.uint8).zero_()
 
-def inputs(w: AppendWorkload, device: torch.device, seed: int) -> Inputs:
+
+def inputs(w: BatchWorkload, device: torch.device, seed: int) -> Inputs:
+    x, nnz = w.inputs(device, seed), sum(w.kv_lens)
     generator = torch.Generator(device).manual_seed(seed)
-    rows = torch.randn(2, w.nnz, w.heads, w.head_dim, device=device, generator=generator).bfloat16()
-    pages = -(-w.tokens // w.page_size)
-    num_pages, in_page = w.requests * pages, (w.page_size, w.heads)
-    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    order = torch.randperm(num_pages, generator=generator, **ints)
-    bounds = torch.arange(w.requests + 1, **ints)
-    lens = torch.full((w.requests,), w.tokens, **ints)
-    places = cute_attn.get_batch_indices_positions(bounds * w.tokens, lens, w.nnz)
-    last = torch.full((w.requests,), (w.tokens - 1) % w.page_size + 1, **ints)
-    table = (*places, order, bounds * pages, last)
-    if w.stored == "bf16":
-        cache = torch.zeros(2, num_pages, *in_page, w.head_dim, dtype=torch.bfloat16, device=device)
-        return Inputs((rows[0], rows[1]), table, (cache[0], cache[1]), None)
-    data = torch.zeros(2, num_pages, *in_page, w.head_dim // 2, dtype=torch.uint8, device=device)
-    scales = torch.zeros(2, num_pages, *in_page, w.head_dim // 16, dtype=torch.float8_e4m3fn, device=device)
-    return Inputs((rows[0], rows[1]), table, (data[0], data[1]), (scales[0], scales[1]))
+    rows = torch.randn(2, nnz, w.num_kv_heads, w.head_dim, device=device, generator=generator).bfloat16()
+    bounds, lens, pages, last = (
+        torch.tensor(n, dtype=torch.int32, device=device)
+        for n in (w.qo_indptr, w.kv_lens, w.kv_indptr, w.last_page_len)
+    )
+    assert x.indices is not None
+    places = cute_attn.get_batch_indices_positions(bounds, lens, nnz)
+    made = Inputs((rows[0], rows[1]), (*places, x.indices, pages, last), (x.k, x.v), x.block_scales)
+    made.clear()
+    return made
 
 
 def call(library: Any, x: Inputs) -> Call:
@@ -106,10 +81,6 @@ def call(library: Any, x: Inputs) -> Call:
     return lambda: function(*x.rows, *places, x.cache, x.scales, *table, scale, scale)
 
 
-def ours(x: Inputs) -> Call:
-    return call(cute_attn, x)
-
-
 def by_torch(x: Inputs) -> Call:
     def run() -> None:
         with mock.patch.object(append, "run", reference):
@@ -119,11 +90,11 @@ def by_torch(x: Inputs) -> Call:
     return run
 
 
-def theirs(x: Inputs) -> Call:
-    return call(flashinfer("flashinfer"), x)
-
-
-CANDIDATES: dict[str, Callable[[Inputs], Call]] = {"cute_attn": ours, "torch": by_torch, "flashinfer": theirs}
+CANDIDATES: dict[str, Callable[[Inputs], Call]] = {
+    "cute_attn": lambda x: call(cute_attn, x),
+    "torch": by_torch,
+    "flashinfer": lambda x: call(flashinfer("flashinfer"), x),
+}
 
 
 def values(x: Inputs) -> torch.Tensor:
@@ -146,20 +117,20 @@ def why_wrong(name: str, x: Inputs, want: torch.Tensor) -> str | None:
     return f"wrong: relative difference {error:.2e} to what torch operations write"
 
 
-def measured(w: AppendWorkload, device: torch.device, rounds: int) -> dict[str, Any]:
-    sets = [inputs(w, device, seed) for seed in range(min(program.copies(w), MAX_COPIES))]
+def measured(w: BatchWorkload, device: torch.device, rounds: int) -> dict[str, Any]:
+    sets = [inputs(w, device, seed) for seed in range(min(program.copies(num_bytes(w)), MAX_COPIES))]
     by_torch(sets[0])()
     want = values(sets[0])
 
     def check(name: str, call: Call) -> dict[str, Any]:
-        for half in (*sets[0].cache, *(sets[0].scales or ())):
-            half.view(torch.uint8).zero_()
+        sets[0].clear()
         call()
         wrong = why_wrong(name, sets[0], want)
         require(wrong is None, wrong or "")
         return {}
 
-    return {**program.beside(w, CANDIDATES, sets, check, rounds), "bytes": w.num_bytes}
+    work = {"gb_per_s": num_bytes(w) * 1e-3}
+    return {**program.beside(w, work, CANDIDATES, sets, check, rounds), "bytes": num_bytes(w)}
 
 
 if __name__ == "__main__":

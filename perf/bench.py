@@ -7,19 +7,18 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from cute_attn.reference import attention as reference
 from perf import peers
-from perf.harness import ROUNDS, Call, Timer, measure, reason
+from perf.harness import ROUNDS, Call, CudaGraphTimer, measure, reason
 from perf.machine import require
 from perf.peers import PEERS, Bind
-from perf.report import markdown
-from perf.workloads import AnyInputs, AnyWorkload, BatchInputs, BatchWorkload, Inputs, Workload
+from perf.workloads import BatchInputs, BatchWorkload
 
 OURS = "cute_attn"  # prefix of the names of our candidates
 HOST_LENGTHS = f"{OURS} host lengths"
@@ -41,29 +40,13 @@ def checked_rows(qo_len: int) -> list[int]:
     return [*range(edge), *middle, *range(qo_len - edge, qo_len)]
 
 
+@dataclass(frozen=True)
 class Oracle:
     """Reference output `o` in fp64 for the rows `rows` of a candidate's output."""
 
-    def __init__(self, rows: torch.Tensor, o: torch.Tensor, tolerance: float) -> None:
-        self.rows, self.o, self.tolerance = rows, o, tolerance
-
-    @classmethod
-    def of(cls, w: Workload, x: Inputs) -> Oracle:
-        rows, o = _expected(w, x.q, x.k, x.v)
-        return cls(rows, o, TOLERANCE[w.dtype])
-
-    @classmethod
-    def of_batch(cls, w: BatchWorkload, x: BatchInputs) -> Oracle:
-        """Returns an oracle for the first, the middle, the last and the longest request."""
-        longest = max(range(len(w.kv_lens)), key=w.kv_lens.__getitem__)
-        rows, answers = [], []
-        for request in sorted({0, len(w.kv_lens) // 2, longest, len(w.kv_lens) - 1}):
-            start, stop = w.qo_indptr[request], w.qo_indptr[request + 1]
-            own, o = _expected(w.requests[request], x.q[start:stop], *w.tokens(x, request), x.sinks)
-            rows.append(own + start)
-            answers.append(o)
-        tolerance = FP8_TOLERANCE if w.torch_kv_dtype.itemsize == 1 else TOLERANCE[w.dtype]
-        return cls(torch.cat(rows), torch.cat(answers), tolerance)
+    rows: torch.Tensor
+    o: torch.Tensor
+    tolerance: float
 
     def error(self, output: torch.Tensor | tuple[torch.Tensor, float]) -> float:
         """Returns the root mean square of the difference relative to that of the output; NaN if o contains NaN.
@@ -83,27 +66,32 @@ class Oracle:
         return f"wrong: relative error {error:.2e} against the reference (allowed {self.tolerance:.1e})"
 
 
-def _expected(
-    w: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def oracle(w: BatchWorkload, x: BatchInputs) -> Oracle:
+    """Returns an oracle for the first, the middle, the last and the longest request."""
+    longest = max(range(len(w.kv_lens)), key=w.kv_lens.__getitem__)
+    rows, answers = [], []
+    for request in sorted({0, len(w.kv_lens) // 2, longest, len(w.kv_lens) - 1}):
+        own, o = _expected(w, x, request)
+        rows.append(own + w.qo_indptr[request])
+        answers.append(o)
+    tolerance = FP8_TOLERANCE if w.torch_kv_dtype.itemsize == 1 else TOLERANCE[w.dtype]
+    return Oracle(torch.cat(rows), torch.cat(answers), tolerance)
+
+
+def _expected(w: BatchWorkload, x: BatchInputs, request: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the checked rows of one request, and the reference's output for them."""
-    rows = torch.tensor(checked_rows(w.qo_len), device=q.device)
+    qo_len, kv_len = w.qo_lens[request], w.kv_lens[request]
+    q, (k, v) = x.q[w.qo_indptr[request] :][:qo_len], w.tokens(x, request)
+    rows = torch.tensor(checked_rows(qo_len), device=q.device)
     keep = None
     if w.causal:
-        last_key = rows[:, None] + w.kv_len - w.qo_len
+        last_key = rows[:, None] + kv_len - qo_len
         keys = torch.arange(len(k), device=q.device)
         keep = keys <= last_key
         if w.window_left >= 0:
             keep &= keys >= last_key - w.window_left
-    o, _ = reference.attention(q[rows], k, v, mask=reference.Mask(keep=keep), sinks=sinks)
+    o, _ = reference.attention(q[rows], k, v, mask=reference.Mask(keep=keep), sinks=x.sinks)
     return rows, o
-
-
-def oracle(w: AnyWorkload, x: AnyInputs) -> Oracle:
-    """Returns the oracle of a workload with these inputs."""
-    if isinstance(w, BatchWorkload):
-        return Oracle.of_batch(w, cast(BatchInputs, x))
-    return Oracle.of(w, cast(Inputs, x))
 
 
 # ---- rows
@@ -123,9 +111,9 @@ def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
 
 
 def run_row(
-    w: AnyWorkload,
+    w: BatchWorkload,
     binds: Mapping[str, Bind],
-    timer: Timer,
+    timer: CudaGraphTimer,
     ceiling: Mapping[str, float],
     device: torch.device,
     l2_bytes: int,
@@ -153,7 +141,7 @@ def run_row(
 
 
 def add_times(
-    entries: Mapping[str, dict[str, Any]], calls: Mapping[str, Sequence[Call]], timer: Timer, rounds: int
+    entries: Mapping[str, dict[str, Any]], calls: Mapping[str, Sequence[Call]], timer: CudaGraphTimer, rounds: int
 ) -> int | None:
     """Adds to the entries of all calls their times, or why there are none. Returns the SM clock in MHz."""
     measured = measure(calls, timer, rounds)
@@ -163,7 +151,7 @@ def add_times(
 
 
 def prepare(
-    w: AnyWorkload, binds: Mapping[str, Bind], sets: Sequence[AnyInputs]
+    w: BatchWorkload, binds: Mapping[str, Bind], sets: Sequence[BatchInputs]
 ) -> tuple[dict[str, list[Call]], dict[str, dict[str, Any]]]:
     """Returns the calls of the candidates with correct results, and every candidate's error or reason for exclusion."""
     truth = oracle(w, sets[0])
@@ -211,46 +199,28 @@ def compare_with_peers(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, An
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the geometric mean of the ratios to the best peer, the lowest, how far "auto" is from our best, and how
-    far lengths on the GPU are from lengths on the host.
-    """
+    """Returns the geometric mean of the ratios to the best peer, the lowest, and how far "auto" is from our best."""
     ratios = {row["name"]: row["ratio"] for row in rows if row["ratio"]}
     found: dict[str, Any] = {"rows": len(rows), "compared": len(ratios)}
     if ratios:
         lowest = min(ratios, key=ratios.__getitem__)
         mean = math.exp(statistics.fmean(map(math.log, ratios.values())))
         found |= {"mean": mean, "lowest": ratios[lowest], "lowest_row": lowest}
-    auto, device = {}, {}  # shares of "auto", with lengths on the GPU: of our best backend, and of lengths on the host
+    auto = {}  # shares of "auto" of our best backend, with lengths on the GPU
     for row in rows:
         speeds = {name: e["speed"] for name, e in row["candidates"].items() if name.startswith(OURS) and "speed" in e}
-        if OURS not in speeds:
-            continue
-        if HOST_LENGTHS in speeds:
-            device[row["name"]] = speeds[OURS] / speeds.pop(HOST_LENGTHS)
-        auto[row["name"]] = speeds[OURS] / max(speeds.values())
-    for shares, share_name, row_name in ((auto, "auto", "auto_row"), (device, "device_lengths", "device_row")):
-        if shares:
-            worst = min(shares, key=shares.__getitem__)
-            found |= {share_name: shares[worst], row_name: worst}
+        speeds.pop(HOST_LENGTHS, None)
+        if OURS in speeds:
+            auto[row["name"]] = speeds[OURS] / max(speeds.values())
+    if auto:
+        worst = min(auto, key=auto.__getitem__)
+        found |= {"auto": auto[worst], "auto_row": worst}
     return found
 
 
-def progress(row: Mapping[str, Any]) -> str:
-    """Returns one row as one line of text."""
-    cells = []
-    for name, entry in row["candidates"].items():
-        cells.append(f"{name} {entry['speed']:.1f}" if "speed" in entry else f"{name} - ({entry['reason']})")
-    return f"{row['name']} [{row['unit']}]: " + ", ".join(cells)
-
-
-def save(record: Mapping[str, Any], path: Path) -> None:
-    """Writes a record as JSON."""
+def save(record: Mapping[str, Any], path: Path | None) -> None:
+    """Writes a record as JSON, if there is a path."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def publish(record: Mapping[str, Any], path: Path | None) -> None:
-    """Writes a record to `path`, if that is given, and prints its tables."""
-    if path:
-        save(record, path)
-    print(markdown(record))

@@ -10,6 +10,8 @@ take minutes). Without it the import of the DSL alone takes 2 seconds more.
 
 The record is written after every process, so that what a stopped run has measured is kept. `--budget SECONDS` stops it
 in time; ours alone starts 10 processes of 4 to 9 s (H100).
+
+This module imports nothing but the standard library before a clock starts.
 """
 
 from __future__ import annotations
@@ -17,24 +19,16 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import math
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from perf import program
-from perf.bench import save
-from perf.first_calls import BUNDLE, IMPORTS, LIBRARIES
-from perf.machine import why_no_gpu
-from perf.report import cold_start_tables
 
 REPEATS = 3
 LIMIT = 600.0  # seconds of one process
@@ -52,24 +46,81 @@ INSTALLED = {
 }
 
 
+# ---- in a fresh process
+
+PREFILL = (4096, 32, 8, 128)  # tokens, query heads, kv heads, head dim; causal
+DECODE_KEYS = 8192
+KEYS = ("torch_s", "import_s", "prefill_s", "decode_s", "prefill_again_s", "decode_again_s")
+BUNDLE = "PERF_COLDSTART_BUNDLE"  # where the process leaves a bundle of the kernels that it used
+IMPORTS = "PERF_COLDSTART_IMPORTS"  # not empty: the process ends after the imports
+Calls = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def _with_flashinfers_api(name: str) -> Calls:
+    library = importlib.import_module(name)
+    prefill, decode = library.single_prefill_with_kv_cache, library.single_decode_with_kv_cache
+    return lambda q, k, v: prefill(q, k, v, causal=True), lambda q, k, v: decode(q[0], k, v)
+
+
+def _flash_attention_4() -> Calls:
+    attention = importlib.import_module("flash_attn.cute").flash_attn_func
+
+    def batched(causal: bool) -> Callable[..., Any]:
+        return lambda q, k, v: attention(q[None], k[None], v[None], causal=causal)
+
+    return batched(True), batched(False)
+
+
+LIBRARIES: dict[str, Callable[[], Calls]] = {
+    "cute_attn": lambda: _with_flashinfers_api("cute_attn"),
+    "FlashInfer": lambda: _with_flashinfers_api("flashinfer"),
+    "flash-attn-4": _flash_attention_4,
+}
+
+
+def measure(library: str) -> dict[str, float]:
+    """Returns the seconds of each step; without a GPU, and where `IMPORTS` is set, those of the imports alone."""
+    start = time.perf_counter()
+    import torch
+
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+
+    def normal(tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, PREFILL[3], dtype=torch.bfloat16, device=device)
+
+    tokens, num_qo_heads, num_kv_heads, _ = PREFILL
+    prefill = normal(tokens, num_qo_heads), normal(tokens, num_kv_heads), normal(tokens, num_kv_heads)
+    decode = normal(1, num_qo_heads), normal(DECODE_KEYS, num_kv_heads), normal(DECODE_KEYS, num_kv_heads)
+    if gpu:
+        torch.cuda.synchronize()
+        major, minor = torch.cuda.get_device_capability()
+        os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}{'a' if major >= 9 else ''}")
+    seconds = [time.perf_counter() - start]
+    start = time.perf_counter()
+    calls = LIBRARIES[library]()
+    seconds.append(time.perf_counter() - start)
+    if gpu and not os.environ.get(IMPORTS):
+        for call, inputs in [*zip(calls, (prefill, decode), strict=True)] * 2:
+            start = time.perf_counter()
+            call(*inputs)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        if library == "cute_attn" and (directory := os.environ.get(BUNDLE)):
+            from cute_attn.runtime import artifacts, bundle
+
+            bundle.write(Path(directory), artifacts.held())
+    return dict(zip(KEYS, seconds, strict=False))
+
+
+# ---- all processes
+
+
 def fresh(library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
     """Returns what a new process measures, or the reason why it could not."""
-    command = [sys.executable, "-m", "perf.first_calls", library]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            return {"reason": f"not finished after {limit:.0f} s"}
-        finally:
-            if process.poll() is None:  # nvcc and its like must not run on beside the next process
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        lines = errors.strip().splitlines()
-        return {"reason": lines[-1][:300] if lines else f"exit status {process.returncode}"}
-    return dict(json.loads(output.splitlines()[-1]))
+    from perf import program
+
+    return program.in_process("coldstart", library, env, limit, lines=1)
 
 
 def conditions(library: str, directory: Path) -> dict[str, dict[str, str]]:
@@ -107,20 +158,13 @@ class Run:
         return math.inf if self._budget is None else self._began + self._budget - self._clock()
 
 
-def why_absent(library: str) -> str | None:
-    """Returns why a library cannot be measured here, without importing it; None if it is installed."""
-    if importlib.util.find_spec(MODULES[library]) is None:
-        return f"{MODULES[library]} is not installed"
-    return None
-
-
 def measured(library: str, repeats: int, run: Run, save: Callable[[dict[str, Any]], None]) -> None:
     """Measures `repeats` rounds of a library's processes; one that fails once is not tried again.
 
     After each of them `save` gets the medians by condition.
     """
-    if absent := why_absent(library):
-        return save({library: {"reason": absent}})
+    if importlib.util.find_spec(MODULES[library]) is None:
+        return save({library: {"reason": f"{MODULES[library]} is not installed"}})
     samples: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="cute_attn-bytecode-") as written:
         bytecode = {"PYTHONPYCACHEPREFIX": written, "PYTHONDONTWRITEBYTECODE": ""}
@@ -180,6 +224,11 @@ def _bytes_of(distribution: str) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from perf import program
+    from perf.bench import save
+    from perf.machine import why_no_gpu
+    from perf.report import cold_start_tables
+
     parser = program.parser("coldstart", __doc__)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"processes per condition (default {REPEATS})")
@@ -199,8 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def keep(found: dict[str, Any]) -> None:
         record["coldstart"].update(found)
-        if options.out:
-            save(record, options.out)
+        save(record, options.out)
 
     run = Run(options.limit, options.budget)
     for library in options.libraries:

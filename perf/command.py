@@ -18,35 +18,32 @@ from cute_attn.cli.terminal import table
 from cute_attn.errors import ArgumentError
 from perf import run as runner
 from perf.bench import save
-from perf.harness import ROUNDS
 from perf.machine import module, why_no_gpu
-from perf.rows import ANCHORS, CURVE_ROUNDS, CURVES, Section
-from perf.tables import label
+from perf.report import markdown
+from perf.rows import ANCHORS, CURVES, Section
 from perf.warm import warm
-from perf.workloads import AnyWorkload, BatchWorkload, Workload
+from perf.workloads import BatchWorkload, one_request
 
 SUMMARY_SECONDS = 400.0
-CURVES_SECONDS = 60.0
 LIBRARIES = {"flash-attn-4": "flash_attn.cute", "FlashInfer": "flashinfer"}  # by the first word of a peer's name
 COLUMNS = ("case_tag", "routine", "backend", "median_ms", "tflops", "gb_per_s", "share_of_ceiling", "error", "reason")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark that the command line asks for. Returns 0, or 2 with what is missing on stderr."""
-    jobs = chosen_sections(options)
+    chosen = chosen_sections(options)
+    rows = [w for section in chosen.values() for w in section.workloads]
     names = [PEERS[name] for name in options.backends if name in PEERS]
     if lines := missing(options, names):
         print("\n".join(lines), file=sys.stderr)
     if why_no_gpu():
-        rows = sum(len(section.workloads) for _, section, _ in jobs)
-        print(f"Nothing was measured; {rows} rows would have been.", file=sys.stderr)
+        print(f"Nothing was measured; {len(rows)} rows would have been.", file=sys.stderr)
         return 2
     if options.warm_peers:
-        warm([w for _, section, _ in jobs for w in section.workloads], names)
-    record: dict[str, Any] = {}
-    for part in dict.fromkeys(part for _, _, part in jobs):
-        chosen = {name: section for name, section, own in jobs if own == part}
-        merge(record, runner.run("bench", chosen, _settings(options, part, names)))
+        warm(rows, names)
+    budget = options.budget or (None if options.routine else SUMMARY_SECONDS)
+    settings = argparse.Namespace(budget=budget, rounds=options.num_iters, peers=names, out=None, resume=False)
+    record = runner.run("bench", chosen, settings)
     record["command"] = " ".join(["python -m cute_attn", *sys.argv[1:]])
     print(text(record))
     for path in options.output_path:
@@ -54,19 +51,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def chosen_sections(options: argparse.Namespace) -> list[tuple[str, Section, str]]:
-    """Returns (name, section, part): those of the routine, or of the summary, whose curves are a part of their own."""
+def chosen_sections(options: argparse.Namespace) -> dict[str, Section]:
+    """Returns the section of the routine, or those of the summary."""
     if options.routine:
         ours = tuple(name for name in options.backends if name in OURS_NAMES)
-        return [("bench", Section(workloads(options), ours), "rows")]
-    whole = [(name, ANCHORS[name], "rows") for name in ("prefill", "decode")]
-    return [*whole, *((name, section, "curves") for name, section in CURVES.items())]
+        return {"bench": Section(workloads(options), ours)}
+    return {**{name: ANCHORS[name] for name in ("prefill", "decode")}, **CURVES}
 
 
-def workloads(options: argparse.Namespace) -> list[AnyWorkload]:
+def workloads(options: argparse.Namespace) -> list[BatchWorkload]:
     """Returns a problem for every batch size and length of the options."""
     decode = ROUTINES[options.routine] == "decode"
-    found: list[AnyWorkload] = []
+    found: list[BatchWorkload] = []
     for batch_size, s_kv in itertools.product(options.batch_size, options.s_kv):
         for s_qo in options.s_qo or ([1] if decode else [s_kv]):
             if min(batch_size, s_kv, s_qo) < 1:
@@ -75,7 +71,7 @@ def workloads(options: argparse.Namespace) -> list[AnyWorkload]:
     return found
 
 
-def _workload(options: argparse.Namespace, batch_size: int, s_qo: int, s_kv: int) -> AnyWorkload:
+def _workload(options: argparse.Namespace, batch_size: int, s_qo: int, s_kv: int) -> BatchWorkload:
     decode, ragged = ROUTINES[options.routine] == "decode", "Ragged" in options.routine
     q_dtype, kv_dtype = DTYPES[options.q_dtype], DTYPES[options.kv_dtype or options.q_dtype]
     heads = options.num_qo_heads, options.num_kv_heads
@@ -83,7 +79,7 @@ def _workload(options: argparse.Namespace, batch_size: int, s_qo: int, s_kv: int
     if qk != vo:
         if batch_size > 1 or not ragged or kv_dtype != q_dtype or options.window_left >= 0 or options.sinks:
             raise ArgumentError("--head_dim_vo other than --head_dim_qk is measured for one plain ragged request")
-        return Workload(s_qo, s_kv, *heads, qk, vo, options.causal, q_dtype)
+        return one_request(s_qo, s_kv, *heads, qk, vo, options.causal, q_dtype)
     lengths = (s_qo,) * batch_size, (s_kv,) * batch_size
     if options.random_actual_seq_len:
         lengths = _random_lengths(options.random_seed, batch_size, s_qo, s_kv)
@@ -103,15 +99,6 @@ def _random_lengths(seed: int, batch_size: int, s_qo: int, s_kv: int) -> tuple[t
     return tuple(qo), tuple(kv)
 
 
-def _settings(options: argparse.Namespace, part: str, names: Sequence[str]) -> argparse.Namespace:
-    """Returns what `perf.run` needs to know."""
-    rounds = options.num_iters or (CURVE_ROUNDS if part == "curves" else ROUNDS)
-    budget = options.budget or (None if options.routine else SUMMARY_SECONDS)
-    if budget is not None and not options.routine:
-        budget *= (CURVES_SECONDS if part == "curves" else SUMMARY_SECONDS - CURVES_SECONDS) / SUMMARY_SECONDS
-    return argparse.Namespace(budget=budget, rounds=rounds, peers=names, out=None, resume=False)
-
-
 def missing(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """Returns what this machine lacks of what was asked for, one line each."""
     lines = []
@@ -125,48 +112,15 @@ def missing(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     return lines
 
 
-def merge(record: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Adds the rows of one run to those of the runs before."""
-    if not record:
-        record.update(part)
-        return
-    record["rows"] += part["rows"]
-    record["failed_rows"] |= part["failed_rows"]
-    record["summary"] |= part["summary"]
-    record["seconds"] += part["seconds"]
-
-
 def text(record: Mapping[str, Any]) -> str:
-    """Returns the tables of a run, for a terminal: one per unit, and the means of its sections."""
-    ceilings = f"read {record['ceilings']['read']:.0f} GB/s, bf16 GEMM {record['ceilings']['gemm']:.0f} TFLOP/s"
-    parts = [f"{record['environment']['gpu']}, {ceilings}; speeds are medians"]
-    for unit in dict.fromkeys(row["unit"] for row in record["rows"]):
-        rows = [row for row in record["rows"] if row["unit"] == unit]
-        names = list(dict.fromkeys(n for row in rows for n, e in row["candidates"].items() if "speed" in e))
-        lines = [[label(row), *(_speed(row["candidates"].get(n, {})) for n in names), _ratio(row)] for row in rows]
-        parts.append(table([unit, *names, "to best peer"], lines))
-    means = [
-        [name, found["compared"], f"{found['mean']:.3f}", f"{found['lowest']:.3f}"]
-        for name, found in record["summary"].items()
-        if "mean" in found
-    ]
-    if means:
-        parts.append(table(["to the best peer", "rows", "geometric mean", "lowest"], means))
-    parts += [f"{name}: {why}" for name, why in record["failed_rows"].items()]
-    return "\n\n".join([*parts, *_reasons(record["rows"])])
+    """Returns the tables of a run, their columns aligned for a terminal."""
+    parts = markdown(record).strip().split("\n\n")
+    return "\n\n".join(_aligned(part) if part.startswith("|") else part for part in parts)
 
 
-def _speed(entry: Mapping[str, Any]) -> str:
-    return f"{entry['speed']:.0f}" if "speed" in entry else "-"
-
-
-def _ratio(row: Mapping[str, Any]) -> str:
-    return f"{row['ratio']:.2f}" if row["ratio"] else "-"
-
-
-def _reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = {(n, e["reason"]) for row in rows for n, e in row["candidates"].items() if "reason" in e}
-    return ["\n".join(f"- {name}: {why}" for name, why in sorted(found))] if found else []
+def _aligned(text: str) -> str:
+    header, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
+    return table(header, lines)
 
 
 def write(record: Mapping[str, Any], path: Path, tag: str, routine: str) -> None:

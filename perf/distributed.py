@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,9 @@ from cute_attn.integrations import distributed
 from cute_attn.integrations.distributed import ring, travel
 from cute_attn.integrations.distributed.ranks import Ranks
 from perf import program
-from perf.bench import TOLERANCE, Oracle, save
-from perf.harness import Call, Timing, timing
-from perf.workloads import Inputs, Workload
+from perf.bench import TOLERANCE, oracle, save
+from perf.harness import Call, Timing, interleaved, timing
+from perf.workloads import BatchInputs, BatchWorkload, equal, one_request, pages_of
 
 ONE = "one GPU"
 WORKSPACE_BYTES = 128 << 20
@@ -50,20 +49,11 @@ class Candidate(NamedTuple):
     of_ranks: Callable[[Sequence[float]], float] = max  # the time that counts: of the slowest rank
 
 
-class Stopwatch(Protocol):
-    """Captures and times calls on this rank."""
+class Stopwatch:
+    """Captures and times calls on this rank, with CUDA graphs and events on the current device."""
 
     def capture(self, call: Call) -> Call:
         """Returns a replay of a call that has run before."""
-
-    def microseconds(self, call: Call) -> float:
-        """Runs a call behind a barrier and waits for its end."""
-
-
-class CudaStopwatch:
-    """CUDA graphs and events on the current device."""
-
-    def capture(self, call: Call) -> Call:
         graph = torch.cuda.CUDAGraph()
         # The watchdog thread of NCCL queries events meanwhile, which the default mode forbids to all threads.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -71,6 +61,7 @@ class CudaStopwatch:
         return graph.replay
 
     def microseconds(self, call: Call) -> float:
+        """Runs a call behind a barrier and waits for its end."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         dist.barrier()
@@ -84,13 +75,11 @@ class CudaStopwatch:
 def measure(candidates: Mapping[str, Candidate], stopwatch: Stopwatch, rounds: int) -> dict[str, Timing]:
     """Times every candidate; the same result on all ranks. An error on one rank ends the run: others wait for it."""
     calls = {name: _repeated(candidate, stopwatch) for name, candidate in candidates.items()}
-    names, shuffled = list(calls), random.Random(0)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(WARM_ROUNDS + rounds):
-        for name in shuffled.sample(names, len(names)):
-            microseconds = stopwatch.microseconds(calls[name]) / candidates[name].launches
-            if i >= WARM_ROUNDS:
-                samples[name].append(microseconds)
+
+    def one_round(order: Sequence[str]) -> list[float]:
+        return [stopwatch.microseconds(calls[name]) / candidates[name].launches for name in order]
+
+    samples = interleaved(list(calls), rounds, one_round, WARM_ROUNDS)
     return {
         name: timing(_gathered(values, candidates[name]), candidates[name].launches) for name, values in samples.items()
     }
@@ -117,99 +106,59 @@ def _gathered(values: list[float], candidate: Candidate) -> list[float]:
 Candidates = dict[str, Candidate]
 
 
-@dataclass(frozen=True)
-class Case:
-    """Requests of one length, of one query token each or causal prefill of all tokens."""
-
-    kind: str  # "decode" or "prefill"
-    requests: int
-    tokens: int  # of each request
-    num_qo_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind} {self.requests}x{self.tokens} h{self.num_qo_heads}/{self.num_kv_heads} d{self.head_dim}"
-
-    @property
-    def request(self) -> Workload:
-        """Returns the problem of one request."""
-        prefill = self.kind == "prefill"
-        heads = self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim
-        return Workload(self.tokens if prefill else 1, self.tokens, *heads, causal=prefill)
-
-
 CASES = [
-    Case("decode", 1, 262144),
-    Case("decode", 2, 131072),
-    Case("decode", 1, 131072),
-    Case("prefill", 1, 65536),
+    *(equal(*sizes, (32, 8), 128, PAGE_SIZE) for sizes in ((1, 1, 262144), (2, 1, 131072), (1, 1, 131072))),
+    one_request(65536, 65536, 32, 8, 128, 128, causal=True),
 ]
 
 
-def decode(case: Case, device: torch.device) -> tuple[Candidates, dict[str, float]]:
-    """Returns the candidates of a decode case, and the errors of their results."""
-    inputs = [case.request.inputs(device, seed) for seed in range(case.requests)]
-    oracles = [Oracle.of(case.request, x) for x in inputs]
-    q = torch.cat([x.q for x in inputs])
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    lens = torch.full((case.requests,), case.tokens)
+def decode(w: BatchWorkload, device: torch.device) -> tuple[Candidates, dict[str, float]]:
+    """Returns the candidates of decode, and the errors of their results. Pages are in order."""
+    indices = torch.arange(w.kv_indptr[-1], dtype=torch.int32, device=device)
+    x = w.inputs(device)._replace(indices=indices)
+    truth, rank, ranks = oracle(w, x), dist.get_rank(), dist.get_world_size()
+    own = indices.view(len(w.kv_lens), -1)[:, rank::ranks].flatten()
+    lens = torch.tensor(w.kv_lens)
     own_lens = distributed.shard_kv_lens(lens, PAGE_SIZE, rank, ranks)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     whole = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace)
     sharded = distributed.ShardedBatchDecodeWithPagedKVCacheWrapper(workspace)
-    calls = {
-        ONE: _planned(whole, case, q, lens, _cache(inputs, 0, 1)),
-        "sharded": _planned(sharded, case, q, own_lens, _cache(inputs, rank, ranks)),
-    }
-    errors = {}
-    for name, call in calls.items():
-        o = call()
-        errors[name] = max(oracle.error(o[i : i + 1]) for i, oracle in enumerate(oracles))
+    one, some = _planned(whole, w, x, lens, (x.k, x.v)), _planned(sharded, w, x, own_lens, (x.k[own], x.v[own]))
+    errors = {ONE: truth.error(one()), "sharded": truth.error(some())}
     candidates = {
-        ONE: Candidate(calls[ONE], GRAPH_LAUNCHES, graph=True, of_ranks=min),
-        "sharded": Candidate(calls["sharded"], GRAPH_LAUNCHES, graph=True),
+        ONE: Candidate(one, GRAPH_LAUNCHES, graph=True, of_ranks=min),
+        "sharded": Candidate(some, GRAPH_LAUNCHES, graph=True),
+        "sharded, no graph": Candidate(some, GRAPH_LAUNCHES),
     }
-    return {**candidates, "sharded, no graph": Candidate(calls["sharded"], GRAPH_LAUNCHES)}, errors
-
-
-def _cache(inputs: Sequence[Inputs], rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the pages of a rank, those of request 0 first."""
-
-    def pages(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(0, (-1, PAGE_SIZE))[rank::ranks]
-
-    return torch.cat([pages(x.k) for x in inputs]), torch.cat([pages(x.v) for x in inputs])
+    return candidates, errors
 
 
 def _planned(
-    wrapper: Any, case: Case, q: torch.Tensor, lens: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]
+    wrapper: Any, w: BatchWorkload, x: BatchInputs, lens: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
-    pages = -(-lens // PAGE_SIZE)
-    indptr = torch.cat((torch.zeros(1, dtype=lens.dtype), pages.cumsum(0))).int()
-    indices = torch.arange(int(indptr[-1]), dtype=torch.int32, device=q.device)
-    heads = case.num_qo_heads, case.num_kv_heads, case.head_dim
-    wrapper.plan(indptr, indices, ((lens - 1) % PAGE_SIZE + 1).int(), *heads, PAGE_SIZE, data_type=q.dtype)
-    return lambda: wrapper.run(q, cache)
+    indptr, last_page_len = pages_of(lens, PAGE_SIZE)
+    indices = torch.arange(int(indptr[-1]), dtype=torch.int32, device=x.q.device)
+    heads = w.num_qo_heads, w.num_kv_heads, w.head_dim
+    wrapper.plan(indptr, indices, last_page_len, *heads, PAGE_SIZE, data_type=x.q.dtype)
+    return lambda: wrapper.run(x.q, cache)
 
 
-def prefill(case: Case, device: torch.device) -> tuple[Candidates, dict[str, float]]:
-    """Returns the candidates of a prefill case and the parts of a ring step, and the errors of results."""
-    x = case.request.inputs(device)
-    oracle = Oracle.of(case.request, x)
-    zigzag = [distributed.shard_zigzag(part) for part in x]
-    tokens = case.tokens // dist.get_world_size()
-    consecutive = [part[dist.get_rank() * tokens :][:tokens] for part in x]
+def prefill(w: BatchWorkload, device: torch.device) -> tuple[Candidates, dict[str, float]]:
+    """Returns the candidates of prefill and the parts of a ring step, and the errors of results."""
+    x = w.inputs(device)
+    qkv, truth = (x.q, x.k, x.v), oracle(w, x)
+    zigzag = [distributed.shard_zigzag(part) for part in qkv]
+    tokens = w.kv_lens[0] // dist.get_world_size()
+    consecutive = [part[dist.get_rank() * tokens :][:tokens] for part in qkv]
     calls: dict[str, Callable[[], Any]] = {
-        ONE: lambda: cute_attn.single_prefill_with_kv_cache(*x, causal=True),
+        ONE: lambda: cute_attn.single_prefill_with_kv_cache(*qkv, causal=True),
         "ring": lambda: distributed.ring_prefill(*zigzag),
         "ulysses": lambda: distributed.ulysses_attention(*consecutive),
     }
     errors = {
-        ONE: oracle.error(calls[ONE]()),
-        "ring": oracle.error(distributed.unshard_zigzag(calls["ring"]())),
-        "ulysses": oracle.error(_in_order(calls["ulysses"]())),
+        ONE: truth.error(calls[ONE]()),
+        "ring": truth.error(distributed.unshard_zigzag(calls["ring"]())),
+        "ulysses": truth.error(_in_order(calls["ulysses"]())),
     }
     candidates = {name: Candidate(call, of_ranks=min if name == ONE else max) for name, call in calls.items()}
     return candidates | _parts(zigzag), errors
@@ -236,36 +185,22 @@ def _parts(own: Sequence[torch.Tensor]) -> Candidates:
     return {"merge": merge, **({"exchange": Candidate(exchange)} if dist.get_world_size() > 1 else {})}
 
 
-def measured(case: Case, device: torch.device, stopwatch: Stopwatch, rounds: int) -> dict[str, Any]:
+def measured(w: BatchWorkload, device: torch.device, stopwatch: Stopwatch, rounds: int) -> dict[str, Any]:
     """Returns the record of a case. Raises if a result is wrong."""
-    candidates, errors = (decode if case.kind == "decode" else prefill)(case, device)
-    tolerance = TOLERANCE[case.request.dtype]
+    candidates, errors = (prefill if w.single else decode)(w, device)
+    tolerance = TOLERANCE[w.dtype]
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     if wrong:
-        raise RuntimeError(f"{case.name}: errors against the reference above {tolerance:.1e}: {wrong}")
+        raise RuntimeError(f"{w.name}: errors against the reference above {tolerance:.1e}: {wrong}")
     if dist.get_rank() == 0:
-        print(f"{case.name}: errors {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}", flush=True)
+        print(f"{w.name}: errors {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}", flush=True)
     timings = measure(candidates, stopwatch, rounds)
-    entries = {name: _entry(name, timings, errors) for name in timings}
-    return {"name": case.name, "workload": asdict(case), "candidates": entries}
-
-
-def _entry(name: str, timings: Mapping[str, Timing], errors: Mapping[str, float]) -> dict[str, Any]:
-    entry: dict[str, Any] = dict(timings[name]._asdict())
-    if name in errors:
-        entry["error"] = errors[name]
-    if name in errors and name != ONE:
-        entry["speedup"] = timings[ONE].median_us / timings[name].median_us
-    return entry
-
-
-def line(row: Mapping[str, Any]) -> str:
-    """Returns one row as a line of text."""
-    cells = []
-    for name, entry in row["candidates"].items():
-        speedup = f" ({entry['speedup']:.2f}x)" if "speedup" in entry else ""
-        cells.append(f"{name} {entry['median_us']:.1f} us{speedup}")
-    return f"{row['name']}: {', '.join(cells)}"
+    entries = {name: timing._asdict() for name, timing in timings.items()}
+    for name, error in errors.items():
+        entries[name]["error"] = error
+        if name != ONE:
+            entries[name]["speedup"] = timings[ONE].median_us / timings[name].median_us
+    return {"name": w.name, "workload": asdict(w), "candidates": entries}
 
 
 def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
@@ -284,14 +219,13 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
     )
     rows = record["distributed"]
     for case in CASES:
-        if not all(word in case.name for word in options.only):
+        if not all(word in f"{case.phase} {case.name}" for word in options.only):
             continue
-        rows.append(measured(case, device, CudaStopwatch(), options.rounds))
+        rows.append(measured(case, device, Stopwatch(), options.rounds))
         torch.cuda.empty_cache()
         if rank == 0:
-            print(f"{line(rows[-1])} [{time.perf_counter() - start:.0f} s]", flush=True)
-            if options.out:
-                save(record, options.out)
+            print(f"{program.line(rows[-1])} [{time.perf_counter() - start:.0f} s]", flush=True)
+            save(record, options.out)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -299,7 +233,7 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
 def main() -> int:
     parser = program.parser("distributed", __doc__, ROUNDS)
     parser.add_argument("--gpus", type=int, default=2, help="number of GPUs (default 2)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only rows whose names contain these")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose phase and name contain these")
     options = parser.parse_args()
     found = torch.cuda.device_count()
     if program.gpu(f"torch sees {found} of {options.gpus} GPUs" if found < options.gpus else None) is None:

@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,27 +40,6 @@ class Timing(NamedTuple):
     rounds: int
 
 
-class Replay(Protocol):
-    """Captured launches."""
-
-    @property
-    def launches(self) -> int:
-        """Number of launches per replay."""
-
-
-class Timer(Protocol):
-    """Captures launches and times their replays."""
-
-    def capture(self, calls: Sequence[Call], launches: int) -> Replay:
-        """Captures `launches` launches, cycling through `calls`."""
-
-    def run(self, replays: Sequence[Any]) -> list[float]:
-        """Replays each once, in order, and returns their milliseconds."""
-
-    def sm_clock_mhz(self, replay: Any) -> int | None:
-        """Returns the SM clock in MHz while `replay` runs; None if it is unknown."""
-
-
 class Measurement(NamedTuple):
     """Timing of every candidate of a row, or the reason why there is none."""
 
@@ -68,23 +47,29 @@ class Measurement(NamedTuple):
     sm_clock_mhz: int | None
 
 
-class CudaGraphReplay(NamedTuple):
+class Replay(NamedTuple):
+    """Captured launches."""
+
     graph: torch.cuda.CUDAGraph
     launches: int
 
 
 class CudaGraphTimer:
-    """Timer with CUDA graphs and events on the current device."""
+    """Captures launches into CUDA graphs on the current device and times their replays."""
 
-    def capture(self, calls: Sequence[Call], launches: int) -> CudaGraphReplay:
+    def capture(self, calls: Sequence[Call], launches: int) -> Replay:
+        """Captures `launches` launches, cycling through `calls`."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for i in range(launches):
                 calls[i % len(calls)]()
-        return CudaGraphReplay(graph, launches)
+        return Replay(graph, launches)
 
-    def run(self, replays: Sequence[Any]) -> list[float]:
-        """Synchronises only at the end, so that the GPU does not idle and slow down between candidates."""
+    def run(self, replays: Sequence[Replay]) -> list[float]:
+        """Replays each once, in order, and returns their milliseconds.
+
+        Synchronises only at the end, so that the GPU does not idle and slow down between candidates.
+        """
         events = []
         for replay in replays:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -95,7 +80,8 @@ class CudaGraphTimer:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in events]
 
-    def sm_clock_mhz(self, replay: Any) -> int | None:
+    def sm_clock_mhz(self, replay: Replay) -> int | None:
+        """Returns the SM clock in MHz while `replay` runs; None if it is unknown."""
         for _ in range(CLOCK_REPLAYS):
             replay.graph.replay()
         clock = nvidia_smi("clocks.sm")
@@ -110,7 +96,7 @@ def reason(error: BaseException) -> str:
     return words if error.__context__ is None else f"{words}; after {reason(error.__context__)}"
 
 
-def measure(candidates: Mapping[str, Sequence[Call]], timer: Timer, rounds: int = ROUNDS) -> Measurement:
+def measure(candidates: Mapping[str, Sequence[Call]], timer: CudaGraphTimer, rounds: int = ROUNDS) -> Measurement:
     """Times every candidate; one that cannot be captured gets a reason instead, and the others continue."""
     results: dict[str, Timing | str] = {}
     replays: dict[str, Replay] = {}
@@ -122,19 +108,30 @@ def measure(candidates: Mapping[str, Sequence[Call]], timer: Timer, rounds: int 
     if not replays:
         return Measurement(results, None)
     _warm_up(list(replays.values()), timer)
-    samples: dict[str, list[float]] = {name: [] for name in replays}
-    names, shuffled = list(replays), random.Random(0)
-    for _ in range(rounds):
-        # Not in fixed order: a candidate that always follows a slow one finds a cooler GPU, worth up to 9 %.
+    samples = interleaved(list(replays), rounds, lambda order: timer.run([replays[name] for name in order]))
+    for name, milliseconds in samples.items():
+        launches = replays[name].launches
+        results[name] = timing([ms * 1e3 / launches for ms in milliseconds], launches)
+    return Measurement(results, timer.sm_clock_mhz(next(iter(replays.values()))))
+
+
+def interleaved(
+    names: Sequence[str], rounds: int, run: Callable[[Sequence[str]], Sequence[float]], warm: int = 0
+) -> dict[str, list[float]]:
+    """Returns what rounds of all names gave for each; `warm` rounds before them do not count. `run`: a round.
+
+    Not in fixed order: a candidate that always follows a slow one finds a cooler GPU, worth up to 9 %.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    shuffled = random.Random(0)
+    for i in range(warm + rounds):
         order = shuffled.sample(names, len(names))
-        for name, milliseconds in zip(order, timer.run([replays[n] for n in order]), strict=True):
-            samples[name].append(milliseconds * 1e3 / replays[name].launches)
-    for name, values in samples.items():
-        results[name] = timing(values, replays[name].launches)
-    return Measurement(results, timer.sm_clock_mhz(replays[names[0]]))
+        for name, value in zip(order, run(order), strict=True):
+            samples[name] += [value] * (i >= warm)
+    return samples
 
 
-def _sized_capture(calls: Sequence[Call], timer: Timer) -> Replay:
+def _sized_capture(calls: Sequence[Call], timer: CudaGraphTimer) -> Replay:
     """Captures enough launches to time, a multiple of the number of input sets."""
     for call in calls:
         call()  # lazy initialisation (handles, workspaces, modules) must not happen during a capture
@@ -147,7 +144,7 @@ def _sized_capture(calls: Sequence[Call], timer: Timer) -> Replay:
     return timer.capture(calls, math.ceil(wanted / len(calls)) * len(calls))
 
 
-def _warm_up(replays: Sequence[Replay], timer: Timer) -> None:
+def _warm_up(replays: Sequence[Replay], timer: CudaGraphTimer) -> None:
     """Runs rounds until two successive ones agree."""
     fewest, most = WARM_ROUNDS
     previous: list[float] = []
@@ -172,7 +169,7 @@ def timing(values: Sequence[float], launches: int) -> Timing:
 
 
 def ceilings(
-    timer: Timer, device: torch.device, read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE
+    timer: CudaGraphTimer, device: torch.device, read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE
 ) -> dict[str, float]:
     """Measures "read" and "copy" in GB/s, and "gemm" (bf16, cubic) in TFLOP/s."""
     source = torch.empty(read_bytes // 4, dtype=torch.float32, device=device).normal_()

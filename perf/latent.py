@@ -16,7 +16,7 @@ import torch
 
 import cute_attn
 from perf import program
-from perf.harness import Call, CudaGraphTimer, ceilings
+from perf.harness import Call
 from perf.machine import flashinfer, module, require
 
 LATENT, ROPE, PAGE = 512, 64, 64
@@ -138,7 +138,7 @@ def formula(x: Inputs, request: int) -> torch.Tensor:
 
 
 def measured(w: LatentWorkload, device: torch.device, rounds: int) -> dict[str, Any]:
-    sets = inputs(w, device, program.copies(w))
+    sets = inputs(w, device, program.copies(w.num_bytes))
     checked = sorted({0, w.requests - 1})
     want = torch.stack([formula(sets[0], request) for request in checked])
 
@@ -147,12 +147,8 @@ def measured(w: LatentWorkload, device: torch.device, rounds: int) -> dict[str, 
         require(error <= TOLERANCE, f"wrong: relative difference {error:.2e} to the formula")
         return {"error": error}
 
-    return program.beside(w, CANDIDATES, sets, check, rounds)
-
-
-def ceilings_of(device: torch.device) -> dict[str, Any]:
-    return {"ceilings": ceilings(CudaGraphTimer(), device)}
+    return program.beside(w, w.work, CANDIDATES, sets, check, rounds)
 
 
 if __name__ == "__main__":
-    raise SystemExit(program.measure_rows("latent", __doc__, WORKLOADS, measured, ceilings_of))
+    raise SystemExit(program.measure_rows("latent", __doc__, WORKLOADS, measured))

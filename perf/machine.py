@@ -74,11 +74,6 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def command_line(module: str, arguments: Sequence[str]) -> str:
-    """Returns the command that makes a record."""
-    return " ".join(["python -m", f"perf.{module}", *arguments])
-
-
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

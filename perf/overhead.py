@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +26,13 @@ from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.launch import Bound, current_stream
 from perf import peers, program
-from perf.bench import publish
-from perf.harness import Call, Timing, reason, timing
+from perf.bench import save
+from perf.harness import Call, Timing, interleaved, reason, timing
 from perf.machine import flashinfer
 from perf.peers import PEERS, Peer
 from perf.pretended_gpu import pretended_gpu
-from perf.workloads import BatchWorkload, Inputs, Workload, equal
+from perf.report import markdown
+from perf.workloads import BatchInputs, BatchWorkload, equal, one_request, pages_of
 
 CALLS = 200  # of at most two kernels: the launch queue holds about 1000
 REPEATS = 31
@@ -40,9 +40,9 @@ PLANS = 40  # of a round: an upload waits for the second before it
 PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc", "FlashInfer XQA")
 
 
-PREFILL = Workload(64, 64, 32, 8, 128, 128, causal=True)
-DECODE = Workload(1, 256, 32, 8, 128, 128)
-LONG = Workload(1, 8192, 32, 8, 128, 128)  # split-KV: two launches and a workspace, 13 us on an H200
+PREFILL = one_request(64, 64, 32, 8, 128, 128, causal=True)
+DECODE = one_request(1, 256, 32, 8, 128, 128)
+LONG = one_request(1, 8192, 32, 8, 128, 128)  # split-KV: two launches and a workspace, 13 us on an H200
 BATCHES = (
     equal(2, 64, 64, (32, 8), 128, causal=True),
     equal(2, 64, 64, (32, 8), 128, 16),
@@ -55,7 +55,7 @@ MOST_PAGES = 500  # of a request
 STEPS = 300  # batches that plans take in turn: more than a library remembers schedules of
 KV_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 # Of calls with optional tensors.
-SINGLE = Workload(128, 512, 32, 8, 128, 128)
+SINGLE = one_request(128, 512, 32, 8, 128, 128)
 OPTIONAL_DECODE = equal(16, 1, 117, (32, 8), 128, 16)
 OPTIONAL_PREFILL = equal(16, 32, 117, (32, 8), 128, 16, causal=True)
 UNPLANNED = {  # without a plan
@@ -73,19 +73,20 @@ def host_times(
     repeats: int = REPEATS,
 ) -> dict[str, Timing]:
     """Returns the microseconds of host time per call, rounds of all calls in random order. `wait` empties the queue."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    order, generator = list(calls), random.Random(0)
-    for _ in range(repeats + 1):
-        generator.shuffle(order)
-        for name in order:
-            call, number = calls[name], PLANS if "plan" in name else CALLS
-            wait()
-            start = clock()
-            for _ in range(number):
-                call()
-            samples[name].append((clock() - start) / 1e3 / number)
+
+    def number(name: str) -> int:
+        return PLANS if "plan" in name else CALLS
+
+    def microseconds(name: str) -> float:
+        wait()
+        start = clock()
+        for _ in range(number(name)):
+            calls[name]()
+        return (clock() - start) / 1e3 / number(name)
+
+    samples = interleaved(list(calls), repeats, lambda order: [microseconds(name) for name in order], warm=1)
     wait()
-    return {name: timing(found[1:], PLANS if "plan" in name else CALLS) for name, found in samples.items()}
+    return {name: timing(found, number(name)) for name, found in samples.items()}
 
 
 def parts(device: torch.device) -> dict[str, Call]:
@@ -125,12 +126,11 @@ def recorded_launches(call: Call) -> list[tuple[Bound, tuple[Any, ...]]]:
 def peer_calls(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]:
     """Returns the same problems for peers; bound later, since binding may fail."""
 
-    def bind(peer: Peer, w: Workload | BatchWorkload, name: str) -> dict[str, Call]:
-        bound: Any = peer.bind
-        return {name: bound(w, [w.inputs(device)])[0]}
+    def bind(peer: Peer, w: BatchWorkload, name: str) -> dict[str, Call]:
+        return {name: peer.bind(w, [w.inputs(device)])[0]}
 
     found: dict[str, Callable[[], dict[str, Call]]] = {}
-    workloads: tuple[Workload | BatchWorkload, ...] = PREFILL, DECODE, *BATCHES
+    workloads: tuple[BatchWorkload, ...] = PREFILL, DECODE, *BATCHES
     for peer, w in itertools.product(PEERS, workloads):
         if peer.name in PEER_NAMES and w.phase in peer.phases:
             name = f"{peer.name}, {w.phase}{' wrapper, run' if w in BATCHES else ''}"
@@ -154,7 +154,7 @@ def peer_calls(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]
 class GrowingCache:
     """Decode with one more token of the cache in each call, as a serving loop does, including its two slices."""
 
-    def __init__(self, x: Inputs, decode: Callable[..., Any]) -> None:
+    def __init__(self, x: BatchInputs, decode: Callable[..., Any]) -> None:
         self.x, self.decode, self.kv_len = x, decode, 1
 
     def __call__(self) -> None:
@@ -163,25 +163,33 @@ class GrowingCache:
         self.kv_len = n % x.k.shape[0] + 1
 
 
+def run(w: BatchWorkload, device: torch.device) -> Call:
+    return peers.ours("auto", w, [w.inputs(device)])[0]
+
+
 def batch_calls(device: torch.device) -> dict[str, Call]:
     """Returns a run of each wrapper, and plans."""
-    runs = {f"{w.phase} wrapper, run": peers.ours("auto", w, [w.inputs(device)])[0] for w in BATCHES}
+    runs = {f"{w.phase} wrapper, run": run(w, device) for w in BATCHES}
     return runs | plan_calls(cute_attn, device, {}, {})
 
 
+def unplanned(w: BatchWorkload, x: BatchInputs, cache: Any, **options: Any) -> Call:
+    """Returns decode over pages without a plan."""
+    workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=x.q.device)
+    lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=x.q.device)
+    operands = x.q, cache, workspace, peers.block_table(w, x), lengths, max(w.kv_lens)
+    return functools.partial(cute_attn.xqa_batch_decode_with_kv_cache, *operands, **options)
+
+
 def unplanned_calls(device: torch.device) -> dict[str, Call]:
-    """Returns decode over pages without a plan: one request, as `FlashInfer XQA` decodes it, and 4 into a buffer."""
+    """Returns decode of one request, as `FlashInfer XQA` decodes it, and of 4 into a buffer."""
     calls: dict[str, Call] = {}
     for requests in (1, 4):
-        q = torch.randn(requests, 32, 128, dtype=torch.bfloat16, device=device)
-        cache = torch.randn(requests * 4, 2, 16, 8, 128, dtype=torch.bfloat16, device=device)
-        tables = torch.arange(requests * 4, dtype=torch.int32, device=device).view(requests, 4)
-        lengths = torch.full((requests,), 64, dtype=torch.int32, device=device)
-        workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        out = None if requests == 1 else torch.empty_like(q)
-        operands = q, cache, workspace, tables, lengths, 64
-        decode = functools.partial(cute_attn.xqa_batch_decode_with_kv_cache, *operands, bmm1_scale=128**-0.5, out=out)
-        calls[f"xqa_batch_decode_with_kv_cache, batch {requests}"] = decode
+        w = equal(requests, 1, 64, (32, 8), 128, 16)
+        x = w.inputs(device)
+        options = {"bmm1_scale": 128**-0.5, "out": None if requests == 1 else torch.empty_like(x.q)}
+        name = f"xqa_batch_decode_with_kv_cache, batch {requests}"
+        calls[name] = unplanned(w, x, torch.stack((x.k, x.v), 1), **options)
     return calls
 
 
@@ -190,7 +198,7 @@ def calls(device: torch.device) -> dict[str, Call]:
     prefill, decode, long = (w.inputs(device) for w in (PREFILL, DECODE, LONG))
     single_decode = cute_attn.single_decode_with_kv_cache
     return {
-        "single_prefill_with_kv_cache": lambda: cute_attn.single_prefill_with_kv_cache(*prefill, causal=True),
+        "single_prefill_with_kv_cache": lambda: cute_attn.single_prefill_with_kv_cache(*prefill[:3], causal=True),
         "single_decode_with_kv_cache": lambda: single_decode(decode.q[0], decode.k, decode.v),
         "single_decode_with_kv_cache, split": lambda: single_decode(long.q[0], long.k, long.v),
         "single_decode_with_kv_cache, growing cache": GrowingCache(long, single_decode),
@@ -207,6 +215,7 @@ def plan_calls(library: Any, device: torch.device, decode: dict[str, Any], prefi
     """
     calls: dict[str, Call] = {}
     workspace = torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    sizes: tuple[Any, ...] = *PLAN_HEADS, HEAD_DIM, PAGE_SIZE
     for n in BATCH_SIZES:
         indices = torch.zeros(n * MOST_PAGES, dtype=torch.int32, device=device)
         qo_indptr = torch.arange(n + 1, dtype=torch.int32) * QO_LEN
@@ -214,11 +223,11 @@ def plan_calls(library: Any, device: torch.device, decode: dict[str, Any], prefi
             growing, others = ([tuple(x.to(on) for x in step) for step in steps] for steps in (grow(n), prompts(n)))
             for name, dtype in KV_DTYPES.items():
                 wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **decode)
-                turns = [paged(step, indices) for step in growing]
+                turns: list[tuple[Any, ...]] = [(bounds, indices, last, *sizes) for bounds, last in growing]
                 calls[f"plan, decode of {n} requests, {name}, lengths on the {place}"] = _plan(wrapper, turns, dtype)
             wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **prefill)
             starts = qo_indptr.to(on)
-            turns = [(starts, *paged(step, indices)) for step in others]
+            turns = [(starts, bounds, indices, last, *sizes) for bounds, last in others]
             name = f"plan, prefill of {n} requests, lengths on the {place}"
             calls[name] = _plan(wrapper, turns, torch.bfloat16, causal=True)
             if device.type == "cpu":
@@ -231,27 +240,15 @@ def grow(requests: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     most = MOST_PAGES * PAGE_SIZE - STEPS
     lengths = torch.randint(100, most, (requests,), generator=torch.Generator().manual_seed(0))
     for step in range(STEPS):
-        yield pages_of(lengths + step)
+        yield pages_of(lengths + step, PAGE_SIZE)
 
 
 def prompts(requests: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields indptr and last_page_len of batches that have nothing in common."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        yield pages_of(torch.randint(QO_LEN, MOST_PAGES * PAGE_SIZE, (requests,), generator=generator))
-
-
-def pages_of(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns indptr and last_page_len of requests."""
-    pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
-    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), pages.cumsum(0)))
-    return indptr.int(), (lengths - (pages - 1) * PAGE_SIZE).int()
-
-
-def paged(step: tuple[torch.Tensor, ...], indices: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the positional arguments of a plan over pages."""
-    indptr, last = step
-    return indptr, indices, last, *PLAN_HEADS, HEAD_DIM, PAGE_SIZE
+        lengths = torch.randint(QO_LEN, MOST_PAGES * PAGE_SIZE, (requests,), generator=generator)
+        yield pages_of(lengths, PAGE_SIZE)
 
 
 def _plan(wrapper: Any, turns: list[tuple[Any, ...]], kv: torch.dtype, **options: Any) -> Call:
@@ -270,7 +267,7 @@ def optional_calls(device: torch.device) -> dict[str, Call]:
         "sinks": {"sinks": sinks},
         "scale tensors": {"k_scale": scale, "v_scale": scale},
     }
-    q, k, v = SINGLE.inputs(device)
+    q, k, v, *_ = SINGLE.inputs(device)
     kinds: dict[str, Any] = {
         "single_prefill": functools.partial(cute_attn.single_prefill_with_kv_cache, q, k, v, causal=True),
         "single_decode": functools.partial(cute_attn.single_decode_with_kv_cache, q[0], k, v),
@@ -278,9 +275,9 @@ def optional_calls(device: torch.device) -> dict[str, Call]:
         "paged prefill run": run(OPTIONAL_PREFILL, device),
     }
     calls = {f"{kind}, {n}": functools.partial(kinds[kind], **tensors[n]) for kind in kinds for n in tensors}
-    bits = torch.full((SINGLE.qo_len * SINGLE.kv_len // 8,), 0x5F, dtype=torch.uint8, device=device)
+    bits = torch.full((SINGLE.qo_lens[0] * SINGLE.kv_lens[0] // 8,), 0x5F, dtype=torch.uint8, device=device)
     calls["single_prefill, packed mask"] = functools.partial(kinds["single_prefill"], packed_custom_mask=bits)
-    lengths = itertools.cycle(range(2, SINGLE.kv_len))
+    lengths = itertools.cycle(range(2, SINGLE.kv_lens[0]))
 
     def other_length() -> None:
         n = next(lengths)
@@ -288,53 +285,24 @@ def optional_calls(device: torch.device) -> dict[str, Call]:
 
     rows = sum(OPTIONAL_DECODE.qo_lens), OPTIONAL_DECODE.num_qo_heads, OPTIONAL_DECODE.head_dim
     out = torch.empty(rows, dtype=OPTIONAL_DECODE.torch_dtype, device=device)
+    plain = dataclasses.replace(OPTIONAL_PREFILL, causal=False)
+    pairs = sum(map(plain.pairs, range(len(plain.qo_lens))))
+    mask = {"custom_mask": torch.arange(pairs, device=device) % 5 > 0}
     return {
         **calls,
         "single_prefill, another kv_len each": other_length,
         "decode run, out": functools.partial(kinds["decode run"], out=out),
-        "paged prefill run, custom mask": masked_run(OPTIONAL_PREFILL, device),
+        "paged prefill run, custom mask": peers.planned(cute_attn, plain, [plain.inputs(device)], True, mask)[0],
     }
-
-
-def run(w: BatchWorkload, device: torch.device) -> Call:
-    return peers.ours("auto", w, [w.inputs(device)])[0]
-
-
-def masked_run(w: BatchWorkload, device: torch.device) -> Call:
-    """Returns a run of a plan with a custom mask."""
-    x = w.inputs(device)
-    mask = torch.arange(sum(n * m for n, m in zip(w.qo_lens, w.kv_lens, strict=True)), device=device) % 5 > 0
-    wrapper = cute_attn.BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    )
-    qo_indptr, kv_indptr, last = (
-        torch.tensor(n, dtype=torch.int32) for n in (w.qo_indptr, w.kv_indptr, w.last_page_len)
-    )
-    sizes = w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size
-    assert x.indices is not None
-    wrapper.plan(qo_indptr, kv_indptr, x.indices, last, *sizes, custom_mask=mask, q_data_type=w.torch_dtype)
-    return functools.partial(wrapper.run, x.q, (x.k, x.v))
 
 
 def unplanned_optional_calls(device: torch.device) -> dict[str, Call]:
     """Returns decode calls without a plan."""
     calls = {f"xqa, {name}": peers.our_xqa(w, [w.inputs(device)])[0] for name, w in UNPLANNED.items()}
     x, scale = OPTIONAL_DECODE.inputs(device), torch.full((), 0.1, device=device)
-    table = peers.block_table(OPTIONAL_DECODE, x)
-    lengths = torch.tensor(OPTIONAL_DECODE.kv_lens, dtype=torch.int32, device=device)
-    workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    scaled = functools.partial(
-        cute_attn.xqa_batch_decode_with_kv_cache,
-        x.q,
-        (x.k, x.v),
-        workspace,
-        table,
-        lengths,
-        max(OPTIONAL_DECODE.kv_lens),
-    )
     lse = torch.empty(len(OPTIONAL_DECODE.kv_lens), OPTIONAL_DECODE.num_qo_heads, device=device)
     more = {"bmm1_scale": scale, "bmm2_scale": scale, "lse": lse, "return_lse": True}
-    return {**calls, "xqa, scale tensors and lse": functools.partial(scaled, **more)}
+    return {**calls, "xqa, scale tensors and lse": unplanned(OPTIONAL_DECODE, x, (x.k, x.v), **more)}
 
 
 # ---- the program
@@ -387,7 +355,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = program.gpu()
     if device is None:
         return 2
-    publish({**program.head("overhead"), "overhead": measure_all(device)}, options.out)
+    record = {**program.head("overhead"), "overhead": measure_all(device)}
+    save(record, options.out)
+    print(markdown(record))
     return 0
 
 

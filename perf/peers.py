@@ -7,9 +7,11 @@ tokens of all requests in order; where o was scaled, with the factor that undoes
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -18,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cute_attn
 from perf.harness import Call
 from perf.machine import flashinfer, module, require
-from perf.workloads import BatchInputs, BatchWorkload, Inputs, Workload, as_batch
+from perf.workloads import BatchInputs, BatchWorkload
 
 WORKSPACE_BYTES = 512 << 20
 FLASHINFER_DIMS = (64, 128, 256)  # of prefill; dense fa2 of 80, 112 and 160 broke the CUDA context of an H200
@@ -35,7 +37,7 @@ class Peer:
 
     name: str
     bind: Bind
-    phases: tuple[str, ...] = ("prefill", "decode")
+    phases: tuple[str, ...]
     builds: bool = False
 
 
@@ -149,44 +151,43 @@ def _varied(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, dict[str, A
     return x.q, {**bounds, "cu_seqlens_q": ints(w.qo_indptr)}
 
 
-def ragged_prefill(
-    library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False
+def planned(
+    library: Any,
+    w: BatchWorkload,
+    sets: Sequence[BatchInputs],
+    on_host: bool = False,
+    plan_options: Mapping[str, Any] = MappingProxyType({}),
+    **chosen: Any,
 ) -> list[Call]:
-    """Binds the ragged wrapper of `library`: FlashInfer or ours. `on_host`: index arrays are, else on the GPU."""
-    wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
-    wrapper.plan(
-        *_index_arrays(sets[0], on_host, w.qo_indptr, w.kv_indptr),
-        *(w.num_qo_heads, w.num_kv_heads, w.head_dim),
-        head_dim_vo=w.head_dim_vo,
-        causal=w.causal,
-        window_left=w.window_left,
-        **_types(w),
-    )
-    return [functools.partial(wrapper.run, x.q, x.k, x.v, *_head_scales(w, x), **extras(x)) for x in sets]
+    """Binds the wrapper of `library`, FlashInfer or ours, for the phase of the workload; that of prefill also for
+    speculative decoding. `on_host`: index arrays are, else on the GPU. `plan_options`: more arguments of plans.
+    `chosen`: those of the wrapper.
 
+    Sets of decode share one workspace, as in serving engines, where calls follow each other on one stream.
+    """
+    decode, paged = w.phase == "batch decode", w.page_size > 0
+    kind = "DecodeWithPaged" if decode else "PrefillWithPaged" if paged else "PrefillWithRagged"
+    options = {"window_left": w.window_left, "q_data_type": w.torch_dtype, "kv_data_type": w.torch_kv_dtype}
+    options |= {} if decode else {"causal": w.causal}
+    options |= {} if paged else {"head_dim_vo": w.head_dim_vo}
+    options |= {} if decode or w.torch_dtype.itemsize > 1 else {"o_data_type": torch.bfloat16}
+    shared = None if paged and not decode else _workspace(sets)
 
-def paged_prefill(
-    library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False
-) -> list[Call]:
-    wrappers = []
-    for x in sets:  # each set has its own page ids
-        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
-        qo_indptr, kv_indptr, last_page_len = _index_arrays(x, on_host, w.qo_indptr, w.kv_indptr, w.last_page_len)
-        wrapper.plan(
-            *(qo_indptr, kv_indptr, x.indices, last_page_len),
-            *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
-            causal=w.causal,
-            window_left=w.window_left,
-            **_types(w),
-        )
-        wrappers.append(wrapper)
-    pairs = zip(wrappers, sets, strict=True)
-    return [functools.partial(wrapper.run, x.q, (x.k, x.v), *_head_scales(w, x), **extras(x)) for wrapper, x in pairs]
+    def plan(x: BatchInputs) -> Any:
+        workspace = _workspace(sets) if shared is None else shared
+        wrapper = getattr(library, f"Batch{kind}KVCacheWrapper")(workspace, "NHD", **chosen)
+        *bounds, last = _index_arrays(x, on_host, w.qo_indptr, w.kv_indptr, w.last_page_len if paged else ())
+        pages, page_size = ([x.indices, last], [w.page_size]) if paged else ([], [])
+        sizes = w.num_qo_heads, w.num_kv_heads, w.head_dim, *page_size
+        wrapper.plan(*bounds[decode:], *pages, *sizes, **options, **plan_options)
+        return wrapper
 
-
-def _types(w: BatchWorkload) -> dict[str, torch.dtype]:
-    types = {"q_data_type": w.torch_dtype, "kv_data_type": w.torch_kv_dtype}
-    return types if w.torch_dtype.itemsize > 1 else {**types, "o_data_type": torch.bfloat16}
+    wrappers = [plan(x) for x in sets] if paged else [plan(sets[0])] * len(sets)  # each set has its own page ids
+    scales = () if decode else _head_scales(w, sets[0])
+    return [
+        functools.partial(wrapper.run, x.q, *(((x.k, x.v),) if paged else (x.k, x.v)), *scales, **extras(x))
+        for wrapper, x in zip(wrappers, sets, strict=True)
+    ]
 
 
 def _head_scales(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, ...]:
@@ -197,50 +198,21 @@ def _head_scales(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, ...]:
     return tuple(torch.ones(n, dtype=torch.float32, device=x.q.device) for n in heads)
 
 
-def paged_decode(
-    library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False, **chosen: Any
-) -> list[Call]:
-    """Binds the decode wrapper of `library`. All sets share one workspace, as in serving engines, where calls
-    follow each other on one stream.
-    """
-    wrappers, workspace = [], _workspace(sets)
-    for x in sets:
-        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **chosen)
-        kv_indptr, last_page_len = _index_arrays(x, on_host, w.kv_indptr, w.last_page_len)
-        wrapper.plan(
-            *(kv_indptr, x.indices, last_page_len),
-            *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
-            q_data_type=w.torch_dtype,
-            kv_data_type=w.torch_kv_dtype,
-            window_left=w.window_left,
-        )
-        wrappers.append(wrapper)
-    return [
-        functools.partial(wrapper.run, x.q, (x.k, x.v), **extras(x)) for wrapper, x in zip(wrappers, sets, strict=True)
-    ]
-
-
 def extras(x: BatchInputs) -> dict[str, Any]:
     """Returns the arguments that only some workloads need: of NVFP4 caches, and sinks."""
     found = {"kv_cache_sf": x.block_scales, "sinks": x.sinks}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def batch_prefill(
-    library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False
-) -> list[Call]:
-    return (paged_prefill if w.page_size else ragged_prefill)(library, backend, w, sets, on_host)
-
-
 def flashinfer_prefill(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     require(w.head_dim in FLASHINFER_DIMS, "its kernels of other head dims than 64, 128, 256 end in illegal accesses")
     require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
-    return batch_prefill(flashinfer("flashinfer"), backend, w, sets)
+    return planned(flashinfer("flashinfer"), w, sets, backend=backend)
 
 
 def flashinfer_decode(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     require(not w.sinks, "its decode wrapper ignores sinks")
-    return paged_decode(flashinfer("flashinfer"), w, sets, use_tensor_cores=True)
+    return planned(flashinfer("flashinfer"), w, sets, use_tensor_cores=True)
 
 
 def flashinfer_xqa(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
@@ -287,10 +259,7 @@ def block_table(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
 
 
 def ours(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False) -> list[Call]:
-    """Binds our wrapper for the phase of the workload; that of prefill also for speculative decoding."""
-    if w.phase == "batch decode":
-        return paged_decode(cute_attn, w, sets, on_host, backend=backend)
-    return batch_prefill(cute_attn, backend, w, sets, on_host)
+    return planned(cute_attn, w, sets, on_host, backend=backend)
 
 
 def _index_arrays(x: BatchInputs, on_host: bool, *arrays: Sequence[int]) -> list[torch.Tensor]:
@@ -309,58 +278,53 @@ def _workspace(sets: Sequence[BatchInputs]) -> torch.Tensor:
 # ---- single requests: the functions for them, or those for batches
 
 
-def single(bind: Bind, w: Workload, sets: Sequence[Inputs], page_size: int = 0) -> list[Call]:
-    """Binds an adapter for batches, for a batch of one."""
-    require(w.kv_len % (page_size or 1) == 0, f"kv_len must be a multiple of the page size {page_size}, got {w.kv_len}")
-    batch = as_batch(w, page_size)
-    return bind(batch, [batch.of_one(x) for x in sets])
+def in_pages(bind: Bind, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    """Binds an adapter for paged caches, for a batch of one, whose pages are in order."""
+    kv_len = w.kv_lens[0]
+    require(kv_len % PAGE_SIZE == 0, f"kv_len must be a multiple of the page size {PAGE_SIZE}, got {kv_len}")
+    pages = torch.arange(kv_len // PAGE_SIZE, dtype=torch.int32, device=sets[0].q.device)
+    kv = ([t.unflatten(0, (-1, PAGE_SIZE)) for t in (x.k, x.v)] for x in sets)
+    paged = [BatchInputs(x.q, k, v, pages) for x, (k, v) in zip(sets, kv, strict=True)]
+    return bind(dataclasses.replace(w, single=False, page_size=PAGE_SIZE), paged)
 
 
-def _flashinfer_prefill(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    prefill = flashinfer("flashinfer").single_prefill_with_kv_cache
-    return [functools.partial(prefill, *x, causal=w.causal, backend=backend) for x in sets]
-
-
-def _flashinfer_decode(use_tensor_cores: bool, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    decode = flashinfer("flashinfer").single_decode_with_kv_cache
-
-    def call(x: Inputs) -> torch.Tensor:
-        return decode(x.q[0], x.k, x.v, use_tensor_cores=use_tensor_cores)[None]
-
-    return [functools.partial(call, x) for x in sets]
-
-
-def our_single(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    """Binds our functions for single requests."""
+def of_library(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:
+    """Binds the functions of `library`, FlashInfer or ours, for single requests."""
     if w.phase == "prefill":
-        prefill = cute_attn.single_prefill_with_kv_cache
-        return [functools.partial(prefill, *x, causal=w.causal, backend=backend) for x in sets]
+        prefill = library.single_prefill_with_kv_cache
+        return [functools.partial(prefill, x.q, x.k, x.v, causal=w.causal, **chosen) for x in sets]
 
-    def decode(x: Inputs) -> torch.Tensor:
-        o = cute_attn.single_decode_with_kv_cache(x.q[0], x.k, x.v, backend=backend)
+    def decode(x: BatchInputs) -> torch.Tensor:
+        o = library.single_decode_with_kv_cache(x.q[0], x.k, x.v, **chosen)
         return cast(torch.Tensor, o)[None]
 
     return [functools.partial(decode, x) for x in sets]
 
 
+def our_single(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    return of_library(cute_attn, w, sets, backend=backend)
+
+
+def flashinfer_single(w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:
+    return of_library(flashinfer("flashinfer"), w, sets, **chosen)
+
+
 def _peers() -> tuple[Peer, ...]:
-    partial = functools.partial
+    partial, single, ragged = functools.partial, ("prefill", "decode"), "ragged prefill"
     cudnn, flash = (partial(sdpa, backend) for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
     return (
-        Peer("torch cuDNN", partial(single, cudnn)),
-        Peer("torch flash", partial(single, flash)),
-        Peer("flash-attn-4", partial(single, flash_attention_4)),
-        Peer("FlashInfer fa2", partial(_flashinfer_prefill, "fa2"), ("prefill",), builds=True),
-        Peer("FlashInfer fa3", partial(_flashinfer_prefill, "fa3"), ("prefill",), builds=True),
-        Peer("FlashInfer decode", partial(_flashinfer_decode, False), ("decode",), builds=True),
-        Peer("FlashInfer decode tc", partial(_flashinfer_decode, True), ("decode",), builds=True),
-        Peer("FlashInfer paged fa2", partial(single, flashinfer_decode, page_size=PAGE_SIZE), ("decode",), builds=True),
-        Peer("FlashInfer XQA", partial(single, flashinfer_xqa, page_size=PAGE_SIZE), ("decode",), builds=True),
-        Peer("torch cuDNN", cudnn, ("ragged prefill",)),
-        Peer("cuDNN fp8", cudnn_fp8, ("ragged prefill",)),
-        Peer("flash-attn-4", flash_attention_4, ("ragged prefill", *PAGED)),
-        Peer("FlashInfer fa2", partial(flashinfer_prefill, "fa2"), ("ragged prefill", *PAGED[:2]), builds=True),
-        Peer("FlashInfer fa3", partial(flashinfer_prefill, "fa3"), ("ragged prefill", *PAGED[:2]), builds=True),
+        Peer("torch cuDNN", cudnn, (*single, ragged)),
+        Peer("torch flash", flash, single),
+        Peer("flash-attn-4", flash_attention_4, (*single, ragged, *PAGED)),
+        Peer("FlashInfer fa2", partial(flashinfer_single, backend="fa2"), ("prefill",), builds=True),
+        Peer("FlashInfer fa3", partial(flashinfer_single, backend="fa3"), ("prefill",), builds=True),
+        Peer("FlashInfer decode", partial(flashinfer_single, use_tensor_cores=False), ("decode",), builds=True),
+        Peer("FlashInfer decode tc", partial(flashinfer_single, use_tensor_cores=True), ("decode",), builds=True),
+        Peer("FlashInfer paged fa2", partial(in_pages, flashinfer_decode), ("decode",), builds=True),
+        Peer("FlashInfer XQA", partial(in_pages, flashinfer_xqa), ("decode",), builds=True),
+        Peer("cuDNN fp8", cudnn_fp8, (ragged,)),
+        Peer("FlashInfer fa2", partial(flashinfer_prefill, "fa2"), (ragged, *PAGED[:2]), builds=True),
+        Peer("FlashInfer fa3", partial(flashinfer_prefill, "fa3"), (ragged, *PAGED[:2]), builds=True),
         Peer("FlashInfer fa2", flashinfer_decode, ("batch decode",), builds=True),
         Peer("FlashInfer XQA", flashinfer_xqa, PAGED[1:], builds=True),
     )

@@ -7,6 +7,7 @@ pyproject.toml pins: text as paths of DejaVu Sans, fixed ids, no date. A picture
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from perf.bench import OURS
 from perf.rows import CURVE_HEADS
-from perf.tables import GPUS, RESULTS, Record, Row, best, find, rows
+from perf.tables import GPUS, RESULTS, Record, Row, find, rows
 
 PICTURES = Path(__file__).parents[1] / "docs/pictures"
 WIDTH = 8.3  # inches; some 800 pixels where SVG is shown at its own size
@@ -79,15 +80,24 @@ def style(theme: Theme) -> Iterator[Any]:
         "lines.linewidth": 1.6,
         "lines.markersize": 4.5,
     }
-    complete: Any = dict(matplotlib.rcParamsDefault)
-    complete |= {**settings, "backend": "Agg"}
+    complete: Any = {**matplotlib.rcParamsDefault, **settings, "backend": "Agg"}
     with matplotlib.rc_context(complete):
         yield pyplot
 
 
 def family(name: str) -> str:
-    """Returns the library that a candidate belongs to."""
-    return name if name.startswith(OURS) else FAMILIES.get(name, "FlashInfer")
+    """Returns the library that a candidate, or a condition as "FlashInfer, warm", belongs to."""
+    return OURS if name.startswith(OURS) else FAMILIES.get(name.partition(",")[0], "FlashInfer")
+
+
+def grid_of(rows: int, columns: int, height: float) -> tuple[Any, Any]:
+    """Returns a figure and its panels."""
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=(WIDTH, height), squeeze=False, layout="constrained")
+
+
+# ---- speed over length and over batch size
 
 
 def lines_of(chosen: Sequence[Row], x: Callable[[Mapping[str, Any]], float]) -> dict[str, Points]:
@@ -101,87 +111,71 @@ def lines_of(chosen: Sequence[Row], x: Callable[[Mapping[str, Any]], float]) -> 
             if "speed" in entry and (name == OURS or not name.startswith(OURS)):
                 speeds[family(name)] = max(speeds.get(family(name), 0.0), entry["speed"])
         unbuilt = {family(name) for name, entry in row["candidates"].items() if "not built" in entry.get("reason", "")}
-        for name, speed in speeds.items():
-            if name in unbuilt:
-                continue
-            found.setdefault(name, []).append((x(row["workload"]), speed))
+        for name in speeds.keys() - unbuilt:
+            found.setdefault(name, []).append((x(row["workload"]), speeds[name]))
     return found
 
 
-def _longest(w: Mapping[str, Any]) -> float:
-    return float(max(w["kv_lens"]))
+class Curves(NamedTuple):
+    """A row of panels per GPU. `section`: of the curves of a column, in whose absence `wanted` rows of the `anchors`
+    stand in for them. `ceiling`: drawn as a dashed line.
+    """
+
+    section: str
+    anchors: str
+    wanted: Callable[[Mapping[str, Any], Any], bool]
+    titles: Mapping[Any, str]  # by column
+    x: Callable[[Mapping[str, Any]], float]
+    labels: tuple[str, str]
+    ceiling: str | None = None
+
+    def found(self, gpu: str, column: Any, results: Path) -> tuple[Record, list[Row]] | None:
+        """Returns the record and the rows of a panel."""
+        if (own := rows(gpu, self.section.format(column), results)) or not (own := rows(gpu, self.anchors, results)):
+            return own
+        return own[0], [row for row in own[1] if self.wanted(row["workload"], column)]
+
+    def lines(self, gpu: str, column: Any, results: Path) -> dict[str, Points]:
+        """Returns the lines of a panel."""
+        own = self.found(gpu, column, results)
+        return lines_of(own[1], self.x) if own else {}
 
 
-def _requests(w: Mapping[str, Any]) -> float:
-    return float(len(w["kv_lens"]))
+PREFILL = Curves(
+    "curve-d{}",
+    "prefill",
+    lambda w, d: w["head_dim"] == d and w["causal"] and (w["num_qo_heads"], w["num_kv_heads"]) == CURVE_HEADS[d],
+    {d: f"head dim {d}" for d in CURVE_HEADS},
+    lambda w: float(max(w["kv_lens"])),
+    ("sequence length, causal prefill", "TFLOP/s"),
+)
+DECODE = Curves(
+    "curve-decode-{}",
+    "decode",
+    lambda w, kv_dtype: w["kv_dtype"] == kv_dtype and w["page_size"] == 16 and max(w["kv_lens"]) == 8192,
+    {"bfloat16": "bf16 cache", "e4m3": "fp8 (e4m3) cache"},
+    lambda w: float(len(w["kv_lens"])),
+    ("requests in the batch, decode", "GB/s"),
+    "read",
+)
 
 
-def prefill_lines(gpu: str, head_dim: int, results: Path) -> dict[str, Points]:
-    """Returns TFLOP/s over length of causal prefill, from the curves or else from the anchors."""
-    if found := rows(gpu, f"curve-d{head_dim}", results):
-        return lines_of(found[1], _longest)
-    anchors = rows(gpu, "prefill", results)
-    heads = list(CURVE_HEADS[head_dim])
-
-    def wanted(w: Mapping[str, Any]) -> bool:
-        return w["head_dim"] == head_dim and w["causal"] and [w["num_qo_heads"], w["num_kv_heads"]] == heads
-
-    return lines_of([row for row in anchors[1] if wanted(row["workload"])], _longest) if anchors else {}
-
-
-def decode_lines(gpu: str, kv_dtype: str, results: Path) -> dict[str, Points]:
-    """Returns GB/s over batch size, from the curves or else from the anchors of 8192 keys."""
-    if found := rows(gpu, f"curve-decode-{kv_dtype}", results):
-        return lines_of(found[1], _requests)
-    anchors = rows(gpu, "decode", results)
-
-    def wanted(w: Mapping[str, Any]) -> bool:
-        return w["kv_dtype"] == kv_dtype and w["page_size"] == 16 and _longest(w) == 8192
-
-    return lines_of([row for row in anchors[1] if wanted(row["workload"])], _requests) if anchors else {}
-
-
-def prefill(theme: Theme, results: Path) -> Any | None:
-    """Draws TFLOP/s over length: a row of panels per GPU, a panel per head dimension."""
-    lines = {(gpu, d): prefill_lines(gpu, d, results) for gpu in GPUS for d in CURVE_HEADS}
-    titles = {d: f"head dim {d}" for d in CURVE_HEADS}
-    return panels(theme, lines, titles, ("sequence length, causal prefill", "TFLOP/s"), {})
-
-
-def decode(theme: Theme, results: Path) -> Any | None:
-    """Draws GB/s over batch size: a row of panels per GPU, a panel per dtype of the cache."""
-    dtypes = {"bfloat16": "bf16 cache", "e4m3": "fp8 (e4m3) cache"}
-    lines = {(gpu, dtype): decode_lines(gpu, dtype, results) for gpu in GPUS for dtype in dtypes}
-    ceilings = {}
-    for gpu in GPUS:
-        if found := rows(gpu, "curve-decode-bfloat16", results) or rows(gpu, "decode", results):
-            ceilings[gpu] = found[0]["ceilings"]["read"]
-    return panels(theme, lines, dtypes, ("requests in the batch, decode", "GB/s"), ceilings)
-
-
-def panels(
-    theme: Theme,
-    lines: Mapping[tuple[str, Any], dict[str, Points]],
-    titles: Mapping[Any, str],
-    labels: tuple[str, str],
-    ceilings: Mapping[str, float],
-) -> Any | None:
-    """Draws a row of panels per GPU that has lines. `ceilings`: a dashed line per GPU."""
-    gpus = [gpu for gpu in GPUS if any(lines[gpu, column] for column in titles)]
+def draw_curves(kind: Curves, theme: Theme, results: Path) -> Any | None:
+    """Draws a row of panels per GPU that has lines."""
+    lines = {(gpu, column): kind.lines(gpu, column, results) for gpu in GPUS for column in kind.titles}
+    first = {gpu: kind.found(gpu, next(iter(kind.titles)), results) for gpu in GPUS if kind.ceiling}
+    ceilings = {gpu: own[0]["ceilings"][kind.ceiling] for gpu, own in first.items() if own}
+    gpus = [gpu for gpu in GPUS if any(lines[gpu, column] for column in kind.titles)]
     if not gpus:
         return None
-    from matplotlib import pyplot
-
-    size = (WIDTH, PANEL * len(gpus) + 0.55)
-    figure, grid = pyplot.subplots(len(gpus), len(titles), figsize=size, squeeze=False, layout="constrained")
+    figure, grid = grid_of(len(gpus), len(kind.titles), PANEL * len(gpus) + 0.55)
     shown: dict[str, Any] = {}
     for gpu, line_of_panels in zip(gpus, grid, strict=True):
-        top = max(speed for column in titles for points in lines[gpu, column].values() for _, speed in points)
-        for (column, title), axes in zip(titles.items(), line_of_panels, strict=True):
+        top = max(speed for column in kind.titles for points in lines[gpu, column].values() for _, speed in points)
+        for (column, title), axes in zip(kind.titles.items(), line_of_panels, strict=True):
             for name in (n for n in MARKERS if n in lines[gpu, column]):
-                x, y = zip(*lines[gpu, column][name], strict=True)
-                order = 3 if name == OURS else 2
-                (shown[name],) = axes.plot(x, y, color=theme.lines[name], marker=MARKERS[name], zorder=order)
+                form = {"color": theme.lines[name], "marker": MARKERS[name], "zorder": 3 if name == OURS else 2}
+                (shown[name],) = axes.plot(*zip(*lines[gpu, column][name], strict=True), **form)
             if gpu in ceilings:
                 colour = theme.lines["ceiling"]
                 shown["read ceiling"] = axes.axhline(ceilings[gpu], color=colour, linestyle="--", linewidth=1)
@@ -189,8 +183,8 @@ def panels(
             axes.set_ylim(0, max(top, ceilings.get(gpu, 0.0)) * 1.05)
             _powers(axes, sorted({x for points in lines[gpu, column].values() for x, _ in points}))
             if gpu == gpus[-1]:
-                axes.set_xlabel(labels[0])
-        line_of_panels[0].set_ylabel(labels[1])
+                axes.set_xlabel(kind.labels[0])
+        line_of_panels[0].set_ylabel(kind.labels[1])
     figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=len(shown))
     return figure
 
@@ -207,13 +201,10 @@ def roofline(theme: Theme, results: Path) -> Any | None:
     gpus = [gpu for gpu in GPUS if rows(gpu, "prefill", results) and rows(gpu, "decode", results)]
     if not gpus:
         return None
-    from matplotlib import pyplot
-
     columns = {"prefill": "share of the bf16 GEMM", "decode": "share of the read bandwidth"}
     chosen = {(gpu, kind): shares(gpu, kind, results) for gpu in gpus for kind in columns}
     count = max(map(len, chosen.values()))
-    size = (WIDTH, 0.155 * count * len(gpus) + 0.75 * len(gpus) + 0.3)
-    figure, grid = pyplot.subplots(len(gpus), len(columns), figsize=size, squeeze=False, layout="constrained")
+    figure, grid = grid_of(len(gpus), len(columns), 0.155 * count * len(gpus) + 0.75 * len(gpus) + 0.3)
     for gpu, line_of_panels in zip(gpus, grid, strict=True):
         for (kind, title), axes in zip(columns.items(), line_of_panels, strict=True):
             names, own, peer = zip(*chosen[gpu, kind], strict=True)
@@ -238,10 +229,9 @@ def shares(gpu: str, kind: str, results: Path) -> list[tuple[str, float, float |
     assert found is not None
     triples = []
     for row in found[1]:
-        own, peer = best(row, ours=True), best(row, ours=False)
+        own, peer = (row["candidates"].get(name, {}).get("share") for name in (OURS, row["best_peer"]))
         if own is not None:
-            entries = row["candidates"]
-            triples.append((short_label(row), entries[own[0]]["share"], entries[peer[0]]["share"] if peer else None))
+            triples.append((short_label(row), own, peer))
     return triples
 
 
@@ -258,21 +248,21 @@ def short_label(row: Row) -> str:
 def cold_start(theme: Theme, results: Path) -> Any | None:
     """Draws seconds from the import to the first prefill, on a logarithmic axis: a panel per GPU."""
     records = {gpu: record for gpu in GPUS if (record := find(gpu, "coldstart", results))}
-    chosen = {gpu: [*map(_seconds, timed(record))] for gpu, record in records.items()}
+    chosen = {
+        gpu: [(n, e["import_s"] + e["prefill_s"]) for n, e in record["coldstart"].items() if "prefill_s" in e]
+        for gpu, record in records.items()
+    }
     chosen = {gpu: bars for gpu, bars in chosen.items() if bars}
     if not chosen:
         return None
-    from matplotlib import pyplot
     from matplotlib.ticker import NullLocator
 
-    count = max(map(len, chosen.values()))
-    size = (WIDTH, 0.26 * count + 0.9)
-    figure, grid = pyplot.subplots(1, len(chosen), figsize=size, squeeze=False, layout="constrained")
+    figure, grid = grid_of(1, len(chosen), 0.26 * max(map(len, chosen.values())) + 0.9)
     longest = max(seconds for bars_of_gpu in chosen.values() for _, seconds in bars_of_gpu)
     for (gpu, bars_of_gpu), axes in zip(chosen.items(), grid[0], strict=True):
         names, seconds = zip(*bars_of_gpu, strict=True)
         places = range(len(names), 0, -1)
-        axes.barh(places, seconds, color=[theme.lines[library_of(name)] for name in names], height=0.62)
+        axes.barh(places, seconds, color=[theme.lines[family(name)] for name in names], height=0.62)
         for place, value in zip(places, seconds, strict=True):
             text = f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
             axes.annotate(text, (value, place), (3, 0), textcoords="offset points", va="center")
@@ -288,24 +278,9 @@ def cold_start(theme: Theme, results: Path) -> Any | None:
     return figure
 
 
-def timed(record: Record) -> list[tuple[str, Mapping[str, Any]]]:
-    """Returns the conditions of a record of `perf.coldstart` that have a first prefill."""
-    return [(name, entry) for name, entry in record["coldstart"].items() if "prefill_s" in entry]
-
-
-def _seconds(pair: tuple[str, Mapping[str, Any]]) -> tuple[str, float]:
-    return pair[0], pair[1]["import_s"] + pair[1]["prefill_s"]
-
-
-def library_of(name: str) -> str:
-    """Returns the library of a condition: "FlashInfer, warm" is FlashInfer's."""
-    library = name.partition(",")[0]
-    return {"flash-attn-4": "FA4"}.get(library, library)
-
-
 PICTURES_OF: dict[str, Callable[[Theme, Path], Any | None]] = {
-    "prefill": prefill,
-    "decode": decode,
+    "prefill": functools.partial(draw_curves, PREFILL),
+    "decode": functools.partial(draw_curves, DECODE),
     "roofline": roofline,
     "cold_start": cold_start,
 }
@@ -334,8 +309,7 @@ def bars(record: Record, path: Path) -> None:
     chosen = [row for row in record["rows"] if any("speed" in entry for entry in row["candidates"].values())]
     names = list(dict.fromkeys(n for row in chosen for n, e in row["candidates"].items() if "speed" in e))
     with style(theme) as pyplot:
-        size = (WIDTH, 0.16 * len(chosen) * (len(names) + 1) + 1.0)
-        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+        figure, ((axes,),) = grid_of(1, 1, 0.16 * len(chosen) * (len(names) + 1) + 1.0)
         for i, name in enumerate(names):
             places = [-(row * (len(names) + 1) + i) for row in range(len(chosen))]
             shares_of_name = [row["candidates"].get(name, {}).get("share", 0.0) for row in chosen]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +18,11 @@ from typing import Any
 import torch
 
 from perf.bench import add_times, save
-from perf.harness import ROUNDS, Call, CudaGraphTimer, reason
-from perf.machine import command_line, environment, why_no_gpu
+from perf.harness import ROUNDS, Call, CudaGraphTimer, ceilings, reason
+from perf.machine import environment, why_no_gpu
 
 CACHED_BYTES = 160 << 20  # of all copies together: beyond twice an H200's L2 of 50 MiB, and B200's of 126 MB
-UNITS = {"gb_per_s": "GB/s", "tflops": "TFLOP/s"}
+UNITS = {"gb_per_s": "{:.0f} GB/s", "tflops": "{:.0f} TFLOP/s", "speedup": "{:.2f}x"}
 Row = dict[str, Any]
 
 
@@ -39,25 +45,57 @@ def gpu(absent: str | None = None) -> torch.device | None:
 
 def head(name: str, argv: Sequence[str] | None = None, **more: str) -> Row:
     """Returns what a record begins with: its command and environment, with `more` of that."""
-    command = command_line(name, sys.argv[1:] if argv is None else argv)
-    return {"command": command, "environment": environment() | more}
+    command = ["python -m", f"perf.{name}", *(sys.argv[1:] if argv is None else argv)]
+    return {"command": " ".join(command), "environment": environment() | more}
+
+
+def in_process(module: str, asked: Any, env: Mapping[str, str], limit: float, lines: int = 40) -> Row:
+    """Returns what `measure(asked)` of a module of `perf` returns in a fresh process; or the reason why there is none,
+    with the last `lines` that it printed.
+
+    The process leaves it in a file: others that it starts may hold its pipes. They end with it.
+    """
+    with tempfile.TemporaryDirectory(prefix="cute_attn-perf-") as name:
+        found, log = Path(name) / "found.json", Path(name) / "log"
+        leave = f"pathlib.Path({str(found)!r}).write_text(json.dumps({module}.measure({asked!r})))"
+        code = f"import json, os, pathlib; from perf import {module}; {leave}; os._exit(0)"  # an engine's end may hang
+        with log.open("w") as out, subprocess.Popen(
+            [sys.executable, "-c", code], stdout=out, stderr=out, env={**os.environ, **env}, start_new_session=True
+        ) as process:  # fmt: skip
+            try:
+                process.wait(limit)
+                why = f"exit status {process.returncode}"
+            except subprocess.TimeoutExpired:
+                why = f"not finished after {limit:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # nvcc, an engine: not beside the next process
+                    os.killpg(process.pid, signal.SIGKILL)
+        if found.exists():
+            return dict(json.loads(found.read_text()))
+        told = "\n".join(log.read_text().splitlines()[-lines:])
+        return {"reason": f"{why}: {told}"}
 
 
 # ---- rows of calls, for problems that `perf.bench` has no words for
 
 
-def copies(w: Any) -> int:
+def copies(num_bytes: int) -> int:
     """Returns how many copies of the inputs exceed the L2."""
-    return max(2, -(-CACHED_BYTES // w.num_bytes))
+    return max(2, -(-CACHED_BYTES // num_bytes))
 
 
 def beside(
-    w: Any, makes: Mapping[str, Callable[[Any], Call]], sets: Sequence[Any], check: Callable[..., Row], rounds: int
+    w: Any,
+    work: Mapping[str, float],
+    makes: Mapping[str, Callable[[Any], Call]],
+    sets: Sequence[Any],
+    check: Callable[..., Row],
+    rounds: int,
 ) -> Row:
     """Returns the record of a row: the times of all candidates, or why there are none.
 
-    `w`: a dataclass with `name`, `num_bytes`, and `work`: by unit what a call that takes 1 us reaches. `check(name,
-    call)` runs a call on the first set; it returns entries of the record, or raises.
+    `w`: a dataclass with `name`. `work`: by unit what a call that takes 1 us reaches. `check(name, call)` runs a call
+    on the first set; it returns entries of the record, or raises.
     """
     calls: dict[str, Sequence[Call]] = {}
     entries: dict[str, Row] = {}
@@ -70,36 +108,33 @@ def beside(
     clock = add_times(entries, calls, CudaGraphTimer(), rounds)
     for entry in entries.values():
         if "median_us" in entry:
-            entry |= {unit: work / entry["median_us"] for unit, work in w.work.items()}
+            entry |= {unit: of_one_us / entry["median_us"] for unit, of_one_us in work.items()}
     row = {"name": w.name, "workload": asdict(w), "copies": len(sets)}
     return {**row, "candidates": entries, "sm_clock_mhz": clock}
 
 
 def line(row: Row) -> str:
     """Returns one row as a line of text."""
+    units = {**UNITS, "speed": "{:.1f} " + row.get("unit", "")}
     cells = []
     for name, entry in row["candidates"].items():
-        speeds = "".join(f", {entry[unit]:.0f} {text}" for unit, text in UNITS.items() if unit in entry)
-        cells.append(f"{name} {entry['median_us']:.2f} us{speeds}" if speeds else f"{name} - ({entry['reason']})")
+        speeds = "".join(f", {text.format(entry[unit])}" for unit, text in units.items() if unit in entry)
+        timed = "median_us" in entry
+        cells.append(f"{name} {entry['median_us']:.2f} us{speeds}" if timed else f"{name} - ({entry['reason']})")
     return f"{row['name']}: {'; '.join(cells)}"
 
 
 def measure_rows(
-    name: str,
-    about: str | None,
-    workloads: Sequence[Any],
-    measured: Callable[[Any, torch.device, int], Row],
-    more: Callable[[torch.device], Row] = lambda device: {},
+    name: str, about: str | None, workloads: Sequence[Any], measured: Callable[[Any, torch.device, int], Row]
 ) -> int:
-    """Runs a command line that measures rows of calls. `more`: what the record has besides them."""
+    """Runs a command line that measures rows of calls, beside the ceilings."""
     options = parser(name, about, ROUNDS).parse_args()
     device = gpu()
     if device is None:
         return 2
-    record: Row = {**head(name), **more(device), name: []}
+    record: Row = {**head(name), "ceilings": ceilings(CudaGraphTimer(), device), name: []}
     for w in workloads:
         record[name].append(measured(w, device, options.rounds))
         print(line(record[name][-1]), flush=True)
-        if options.out:
-            save(record, options.out)
+        save(record, options.out)
     return 0

@@ -16,7 +16,7 @@ PROGRAMS = ("flash-attn-4", "flashinfer-python")
 def markdown(record: Record) -> str:
     """Returns the tables of one record, under a heading that says where and how it was measured."""
     tables = next((made for key, made in TABLES.items() if key in record), speed_tables)(record)
-    return "\n\n".join([heading(record), *tables]) + "\n"
+    return "\n\n".join(filter(None, [heading(record), *tables])) + "\n"
 
 
 def heading(record: Record) -> str:
@@ -43,8 +43,7 @@ def speed_tables(record: Record) -> list[str]:
     rows = record["rows"]
     units = dict.fromkeys(row["unit"] for row in rows)
     tables = [_speed_table([row for row in rows if row["unit"] == unit], unit) for unit in units]
-    reasons = _reasons(rows, record.get("failed_rows", {}))
-    return [*tables, reasons] if reasons else tables
+    return [*tables, _reasons(rows, record.get("failed_rows", {}))]
 
 
 def summary_tables(record: Record) -> list[str]:
@@ -123,14 +122,11 @@ def call_tables(record: Record) -> list[str]:
     """Returns the table of `perf.append` or `perf.latent`: microseconds of each candidate, then why some have none."""
     rows = record["append"] if "append" in record else record["latent"]
     names = list(rows[0]["candidates"])
-    lines = []
-    for row in rows:
-        found = row["candidates"]
-        lines.append(
-            (row["name"], *(f"{found[n]['median_us']:.2f}" if "median_us" in found[n] else "-" for n in names))
-        )
-    reasons = _reasons(rows, {})
-    return [table(("us", *names), lines), *([reasons] if reasons else [])]
+    times = ([row["candidates"][name].get("median_us") for name in names] for row in rows)
+    lines = [
+        (row["name"], *("-" if us is None else f"{us:.2f}" for us in own)) for row, own in zip(rows, times, strict=True)
+    ]
+    return [table(("us", *names), lines), _reasons(rows, {})]
 
 
 def transformers_tables(record: Record) -> list[str]:
@@ -146,7 +142,7 @@ def transformers_tables(record: Record) -> list[str]:
     missing = [f"- {row['name']}, {name}: {why}" for row in rows for name, why in row["reasons"].items()]
     missing += [f"- {name}: {why}" for name, why in record["failed_rows"].items()]
     tables = [table(["model", "tokens/s", *names], speeds), table(["error of logits against fp32", *names], off)]
-    return [*tables, "\n".join(missing)] if missing else tables
+    return [*tables, "\n".join(missing)]
 
 
 def distributed_tables(record: Record) -> list[str]:

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -95,19 +96,19 @@ def _fits(spec: XqaSpec, arch: Arch) -> bool:
 
 
 @contextlib.contextmanager
-def force_spec(spec: XqaSpec) -> Iterator[None]:
-    """Makes plans and calls take this kernel; forgets the kernels of earlier ones before and afterwards."""
-    forget_kernels()
-    try:
-        with mock.patch.object(tiles, "choose", return_value=spec):
-            yield
-    finally:
-        forget_kernels()
-
-
-def forget_kernels() -> None:
-    """Forgets which kernel runs which settings."""
+def forced(*patches: AbstractContextManager[Any]) -> Iterator[None]:
+    """Applies the patches; forgets which kernels and tilings run which settings before and afterwards."""
     prepared.cache_clear()
+    with contextlib.ExitStack() as stack:
+        stack.callback(prepared.cache_clear)
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
+
+
+def force_spec(spec: XqaSpec) -> AbstractContextManager[None]:
+    """Makes plans and calls take this kernel."""
+    return forced(mock.patch.object(tiles, "choose", return_value=spec))
 
 
 def bind(spec: XqaSpec, arch: Arch, w: BatchWorkload, sets: Sequence[BatchInputs], backend: str = "xqa") -> list[Call]:

@@ -10,7 +10,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from perf.workloads import AnyWorkload, BatchWorkload, Workload, equal
+from perf.harness import ROUNDS
+from perf.workloads import BatchWorkload, equal, one_request
 
 DECODE_BACKENDS = ("auto", "fa2", "xqa")
 KV_DTYPES = ("bfloat16", "e4m3")
@@ -18,10 +19,11 @@ HEADS, GROUPED, EVERY = (32, 8), (64, 8), (32, 32)  # query and kv heads
 
 
 class Section(NamedTuple):
-    """Rows that are summarised together. `backends`: ours that are measured."""
+    """Rows that are summarised together. `backends`: ours that are measured, in so many rounds."""
 
-    workloads: Sequence[AnyWorkload]
+    workloads: Sequence[BatchWorkload]
     backends: tuple[str, ...] = ("auto",)
+    rounds: int = ROUNDS
 
 
 def square(
@@ -34,9 +36,9 @@ def square(
     ]
 
 
-def single(length: int, heads: tuple[int, int], head_dim: int) -> list[Workload]:
+def single(length: int, heads: tuple[int, int], head_dim: int) -> list[BatchWorkload]:
     """Returns prefill of one request through the public function, full and causal."""
-    return [Workload(length, length, *heads, head_dim, head_dim, causal) for causal in (False, True)]
+    return [one_request(length, length, *heads, head_dim, head_dim, causal) for causal in (False, True)]
 
 
 # ---- anchors: the rows that results are judged by, rows that were behind a peer, other shapes
@@ -139,7 +141,7 @@ MODELS = {
     ),
     "deepseek": Section(  # of 128 heads, TP 8; and in a batch
         [
-            *(Workload(n, n, 16, 16, 192, 128, causal=True) for n in (4096, 16384)),
+            *(one_request(n, n, 16, 16, 192, 128, causal=True) for n in (4096, 16384)),
             BatchWorkload((4096, 4096), (4096, 4096), *EVERY, 192, causal=True, head_dim_v=128),
         ]
     ),
@@ -160,13 +162,14 @@ CURVES = {
             [
                 equal(max(1, 16384 // length), length, length, heads, head_dim, causal=True)
                 for length in (512 << i for i in range(7))  # up to 32768
-            ]
+            ],
+            rounds=CURVE_ROUNDS,
         )
         for head_dim, heads in CURVE_HEADS.items()
     },
     **{
         f"curve-decode-{kv_dtype}": Section(
-            [equal(1 << i, 1, 4096, HEADS, 128, 16, kv_dtype=kv_dtype) for i in range(9)]
+            [equal(1 << i, 1, 4096, HEADS, 128, 16, kv_dtype=kv_dtype) for i in range(9)], rounds=CURVE_ROUNDS
         )
         for kv_dtype in KV_DTYPES
     },
@@ -181,7 +184,7 @@ SINGLE_PREFILL = [
     for w in single(length, heads, head_dim)
 ]
 SINGLE_DECODE = [
-    Workload(1, kv_len, *heads, head_dim, head_dim)
+    one_request(1, kv_len, *heads, head_dim, head_dim)
     for heads, head_dim in ((HEADS, 128), (GROUPED, 128), ((32, 4), 512))
     for kv_len in (8192, 32768, 131072)
 ]
@@ -233,7 +236,7 @@ DECODE_WINDOWS = [  # half of gpt-oss's layers; and at head dim 128
     )
 ]
 WIDE, NARROW = 512, (72, 80, 112, 160)
-PREFILL_DIMS: list[AnyWorkload] = [
+PREFILL_DIMS: list[BatchWorkload] = [
     *(w for length in (16384, 4096) for w in single(length, (32, 4), WIDE)),
     *(w for head_dim in NARROW for w in single(4096, (16, 16), head_dim)),
     *(equal(4, 4096, 4096, (32, 4), WIDE, page, causal=True) for page in (0, 16)),

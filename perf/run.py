@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -25,14 +26,14 @@ import torch
 
 from cute_attn.cli.terminal import ProgressBar
 from perf import program
-from perf.bench import OURS, candidates, progress, run_row, save, summary
+from perf.bench import OURS, candidates, run_row, save, summary
 from perf.harness import ROUNDS, Call, CudaGraphTimer, ceilings, reason
 from perf.machine import UnavailableError, flashinfer, module, why_no_gpu
 from perf.peers import PEERS, Bind
 from perf.report import markdown
-from perf.rows import GROUPS, RANDOM_NAMES, SECTIONS, Section, random_sections
+from perf.rows import CURVE_ROUNDS, GROUPS, RANDOM_NAMES, SECTIONS, Section, random_sections
 from perf.warm import built, compile_ours, warm
-from perf.workloads import AnyWorkload
+from perf.workloads import BatchWorkload
 
 # Without the slower of two kernels of one library: torch's flash-attention 2 and FlashInfer's decode of one request.
 PEER_NAMES = ("torch cuDNN", "cuDNN fp8", "flash-attn-4", "FlashInfer fa2", "FlashInfer fa3", "FlashInfer XQA")
@@ -40,36 +41,37 @@ FEWEST_ROUNDS = 5
 SPENT = "was spent"
 RANDOM = "random"
 Row = dict[str, Any]
-More = Callable[[AnyWorkload], Mapping[str, Bind]]  # further candidates of a row, by name
+More = Callable[[BatchWorkload], Mapping[str, Bind]]  # further candidates of a row, by name
 
 
 class Pace:
-    """Number of rounds of the next row, such that all rows fit into the budget (seconds; None: no limit)."""
+    """Number of rounds of the next row, such that all rows fit into the budget (seconds; None: no limit).
+
+    `rounds`: those that each row should have; rows share the time in proportion to them.
+    """
 
     def __init__(
-        self, rows: int, rounds: int, budget: float | None, clock: Callable[[], float] = time.monotonic
+        self, rounds: Sequence[int], budget: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.left, self.rounds, self.clock = rows, rounds, clock
+        self.left, self.clock = list(rounds), clock
         self.deadline = None if budget is None else clock() + budget
         self.costs: list[tuple[float, float]] = []  # of each row: seconds of a round, and seconds of all else
 
     def next(self) -> int:
         """Returns the rounds of the next row, and 0 once the budget is spent."""
-        if self.deadline is None:
-            return self.rounds
-        remaining = self.deadline - self.clock()
+        remaining = math.inf if self.deadline is None else self.deadline - self.clock()
         if remaining <= 0:
             return 0
-        if not self.costs:
-            return self.rounds
+        if not self.costs or self.deadline is None:
+            return self.left[0]
         # Medians: the first row of a kernel also compiles, which says nothing of those to come.
         per_round, fixed = (statistics.median(costs) for costs in zip(*self.costs, strict=True))
-        possible = (remaining / self.left - fixed) / max(per_round, 1e-6)
-        return max(FEWEST_ROUNDS, min(self.rounds, int(possible)))
+        possible = (remaining * self.left[0] / sum(self.left) - fixed) / max(per_round, 1e-6)
+        return max(FEWEST_ROUNDS, min(self.left[0], int(possible)))
 
     def finished(self, seconds: float, rounds: int, per_round: float) -> None:
         """Counts a row that took `seconds`, of which each of its rounds `per_round`."""
-        self.left -= 1
+        self.left.pop(0)
         self.costs.append((per_round, seconds - rounds * per_round))
 
 
@@ -82,7 +84,7 @@ def seconds_of_round(row: Mapping[str, Any]) -> float:
 def _without_builds(name: str, bind: Bind) -> Bind:
     """Returns a bind that refuses a workload for which this peer's module has not been built."""
 
-    def bound(w: AnyWorkload, sets: Sequence[Any]) -> list[Call]:
+    def bound(w: BatchWorkload, sets: Sequence[Any]) -> list[Call]:
         if not built(name, w):
             raise UnavailableError("not built; --warm-peers builds it")
         return bind(w, sets)
@@ -90,7 +92,7 @@ def _without_builds(name: str, bind: Bind) -> Bind:
     return bound
 
 
-def chosen_binds(w: AnyWorkload, backends: Sequence[str], peers: Sequence[str]) -> dict[str, Bind]:
+def chosen_binds(w: BatchWorkload, backends: Sequence[str], peers: Sequence[str]) -> dict[str, Bind]:
     """Returns ours and the named peers that have a kernel for the workload's phase."""
     builders = {peer.name for peer in PEERS if peer.builds}
     found = candidates(w.phase, backends)
@@ -106,7 +108,7 @@ def chosen_sections(names: Sequence[str], words: Sequence[str], seed: int) -> di
     return {name: every[name]._replace(workloads=select(every[name].workloads, words)) for name in flat}
 
 
-def select(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWorkload]:
+def select(workloads: Sequence[BatchWorkload], words: Sequence[str]) -> list[BatchWorkload]:
     """Returns the workloads whose names contain all of these words."""
     return [w for w in workloads if all(word in w.name.split() for text in words for word in text.split())]
 
@@ -114,7 +116,10 @@ def select(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWo
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """Returns the options of a program that measures rows."""
     sections = [*GROUPS, RANDOM, *RANDOM_NAMES, *SECTIONS]
-    found = program.parser(name, about, ROUNDS)
+    found = program.parser(name, about)
+    found.add_argument(
+        "--rounds", type=int, help=f"number of timed rounds (default {ROUNDS}, {CURVE_ROUNDS} of curves)"
+    )
     found.add_argument("sections", nargs="+", choices=sections, metavar="SECTION", help=f"rows: {', '.join(sections)}")
     found.add_argument("--rows", nargs="+", default=[], metavar="WORD", help="rows whose names contain these words")
     found.add_argument("--backends", nargs="+", help="our backends to measure (default: those of the section)")
@@ -160,13 +165,13 @@ def run(name: str, sections: Mapping[str, Section], options: argparse.Namespace,
     began = time.monotonic()
     warnings.filterwarnings("ignore", message="Argument aux_data")  # flash-attn-4's, at every compile
     device = torch.device("cuda", torch.cuda.current_device())
-    jobs = [(key, section.backends, w) for key, section in sections.items() for w in section.workloads]
+    jobs = [(key, section, w) for key, section in sections.items() for w in section.workloads]
     if options.resume and options.out.exists():
         record: Row = json.loads(options.out.read_text())
         record["failed_rows"] = {key: why for key, why in record["failed_rows"].items() if not why.endswith(SPENT)}
         began -= record["seconds"]
     else:
-        compile_ours([(w, backends) for _, backends, w in jobs], meanwhile=import_peers)
+        compile_ours([(w, section.backends) for _, section, w in jobs], meanwhile=import_peers)
         record = {
             **program.head(name),
             "ceilings": ceilings(CudaGraphTimer(), device),
@@ -177,21 +182,19 @@ def run(name: str, sections: Mapping[str, Section], options: argparse.Namespace,
             "seconds": 0.0,
         }
     done = {(row["section"], row["name"]) for row in record["rows"]}
-    jobs = [
-        job for job in jobs if (job[0], job[2].name) not in done and key_of(job[0], job[2]) not in record["failed_rows"]
-    ]
-    pace = Pace(
-        len(jobs), options.rounds, None if options.budget is None else options.budget + began - time.monotonic()
-    )
+    failed = record["failed_rows"]
+    jobs = [job for job in jobs if (job[0], job[2].name) not in done and key_of(job[0], job[2]) not in failed]
+    budget = None if options.budget is None else options.budget + began - time.monotonic()
+    pace = Pace([options.rounds or section.rounds for _, section, _ in jobs], budget)
     with ProgressBar(len(jobs)) as bar:
-        for section, backends, w in jobs:
+        for name, section, w in jobs:
             if rounds := pace.next():
                 start = time.monotonic()
-                binds = {**chosen_binds(w, backends, options.peers), **more(w)}
-                row = _measured(record, section, w, binds, rounds)
+                binds = {**chosen_binds(w, section.backends, options.peers), **more(w)}
+                row = _measured(record, name, w, binds, rounds)
                 pace.finished(time.monotonic() - start, rounds, seconds_of_round(row) if row else 0.0)
             else:
-                record["failed_rows"][key_of(section, w)] = f"the budget of {options.budget:.0f} s {SPENT}"
+                failed[key_of(name, w)] = f"the budget of {options.budget:.0f} s {SPENT}"
             record["seconds"] = round(time.monotonic() - began, 1)
             if options.out:
                 save(record, options.out)
@@ -201,7 +204,7 @@ def run(name: str, sections: Mapping[str, Section], options: argparse.Namespace,
     return record
 
 
-def key_of(section: str, w: AnyWorkload) -> str:
+def key_of(section: str, w: BatchWorkload) -> str:
     return f"{section}: {w.name}"
 
 
@@ -212,7 +215,7 @@ def import_peers() -> None:
             load(name)
 
 
-def _measured(record: Row, section: str, w: AnyWorkload, binds: Mapping[str, Bind], rounds: int) -> Row | None:
+def _measured(record: Row, section: str, w: BatchWorkload, binds: Mapping[str, Bind], rounds: int) -> Row | None:
     """Adds the row, or the reason why there is none, and the summary of its section. Returns the row."""
     key, device = key_of(section, w), torch.device("cuda", torch.cuda.current_device())
     broke = record["broke"].get(key, [])
@@ -235,7 +238,7 @@ def _measured(record: Row, section: str, w: AnyWorkload, binds: Mapping[str, Bin
     record["rows"].append(row)
     record["summary"][section] = summary([r for r in record["rows"] if r["section"] == section])
     if not sys.stderr.isatty():
-        print(progress(row), file=sys.stderr, flush=True)
+        print(program.line(row), file=sys.stderr, flush=True)
     return row
 
 

@@ -7,7 +7,7 @@ A record is found by its name, `DATE_GPU_NAME.json` in `perf/results/`, whose NA
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,15 @@ PEERS = {  # by the names of candidates
     "FlashInfer XQA": "FlashInfer XQA",
 }
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "e4m3": "fp8", "nvfp4": "NVFP4"}
-README_ROWS = (  # use, section, name of the row
-    ("Prefill", "prefill", "d64 h32/32 ragged b1 q16384 kv16384 causal bfloat16"),
-    ("Prefill", "prefill", "d128 h32/8 ragged b4 q4096 kv4096 causal bfloat16"),
-    ("Prefill", "prefill", "d128 h32/8 ragged b16 q1024 kv1024 causal bfloat16"),
-    ("Prefill", "prefill", "d256 h8/8 ragged b1 q16384 kv16384 full bfloat16"),
-    ("Decode", "decode", "d128 h32/8 page16 b1 q1 kv8192 full bfloat16"),
-    ("Decode", "decode", "d128 h32/8 page16 b64 q1 kv8192 full bfloat16"),
-    ("Decode", "decode", "d128 h32/8 page16 b64 q1 kv8192 full bfloat16 kv-e4m3"),
-    ("Decode", "decode", "d128 h64/8 page64 b256 q1 kv1024 full bfloat16 kv-e4m3"),
+README_ROWS = (  # use, name of the row
+    ("Prefill, ", "d64 h32/32 ragged b1 q16384 kv16384 causal bfloat16"),
+    ("Prefill, ", "d128 h32/8 ragged b4 q4096 kv4096 causal bfloat16"),
+    ("Prefill, ", "d128 h32/8 ragged b16 q1024 kv1024 causal bfloat16"),
+    ("Prefill, ", "d256 h8/8 ragged b1 q16384 kv16384 full bfloat16"),
+    ("Decode, ", "d128 h32/8 page16 b1 q1 kv8192 full bfloat16"),
+    ("Decode, ", "d128 h32/8 page16 b64 q1 kv8192 full bfloat16"),
+    ("Decode, ", "d128 h32/8 page16 b64 q1 kv8192 full bfloat16 kv-e4m3"),
+    ("Decode, ", "d128 h64/8 page64 b256 q1 kv1024 full bfloat16 kv-e4m3"),
 )
 NONE = "-"
 FLASHINFER = "FlashInfer fa2"
@@ -68,15 +68,10 @@ def rows(gpu: str, section: str, results: Path = RESULTS) -> tuple[Record, list[
 def label(row: Row) -> str:
     """Returns the problem of a row as a reader would say it."""
     w = row["workload"]
-    if "qo_lens" not in w:
-        lengths, dims = f"1 x {_length([w['qo_len']], [w['kv_len']])}", _dims(w["head_dim_qk"], w["head_dim_vo"])
-    else:
-        lengths, dims = (
-            f"{len(w['qo_lens'])} x {_length(w['qo_lens'], w['kv_lens'])}",
-            _dims(w["head_dim"], w.get("head_dim_v") or None),
-        )
+    lengths = f"{len(w['qo_lens'])} x {_length(w['qo_lens'], w['kv_lens'])}"
+    dims = f"d {w['head_dim']}" + (f"/{w['head_dim_v']}" if w.get("head_dim_v") else "")
     parts = [lengths, f"{w['num_qo_heads']}/{w['num_kv_heads']} heads", dims]
-    if max(w.get("qo_lens", [w.get("qo_len", 1)])) > 1:
+    if max(w["qo_lens"]) > 1:
         parts.append("causal" if w["causal"] else "full")
     if w.get("window_left", -1) >= 0:
         parts.append(f"window {w['window_left'] + 1}")
@@ -85,10 +80,6 @@ def label(row: Row) -> str:
     if w.get("page_size"):
         parts.append(f"page {w['page_size']}")
     return f"{_dtype(w)}, {', '.join(parts)}"
-
-
-def _dims(qk: int, vo: int | None = None) -> str:
-    return f"d {qk}" if vo in (None, qk) else f"d {qk}/{vo}"
 
 
 def _dtype(w: Mapping[str, Any]) -> str:
@@ -103,16 +94,6 @@ def _length(qo_lens: Sequence[int], kv_lens: Sequence[int]) -> str:
     if max(qo_lens) == 1 or list(qo_lens) == list(kv_lens):
         return span(kv_lens)
     return f"{span(qo_lens)} over {span(kv_lens)}"
-
-
-def best(row: Row, ours: bool) -> tuple[str, float] | None:
-    """Returns name and speed of what `auto` ran, or of the fastest peer; None if none was timed."""
-    speeds = {
-        name: entry["speed"]
-        for name, entry in row["candidates"].items()
-        if "speed" in entry and (name == OURS if ours else not name.startswith(OURS))
-    }
-    return max(speeds.items(), key=lambda item: item[1]) if speeds else None
 
 
 def latent_table(gpu: str, results: Path = RESULTS) -> str:
@@ -153,17 +134,29 @@ def section_table(*sections: str, results: Path = RESULTS) -> str | None:
     """Returns the records of the sections, and their rows with the results of all GPUs side by side: ours, the best
     peer, ratio; None if there is no record.
     """
+    measured = _measured(sections, results)
+    return f"{sources(measured)}\n{_side_by_side(measured)}\n" if measured else None
+
+
+def _measured(sections: Sequence[str], results: Path) -> dict[str, list[tuple[Record, list[Row]]]]:
+    """Returns the records and rows of sections, by GPU."""
     found = {gpu: [f for section in sections if (f := rows(gpu, section, results))] for gpu in GPUS}
-    measured = {gpu: records for gpu, records in found.items() if records}
-    if not measured:
-        return None
+    return {gpu: records for gpu, records in found.items() if records}
+
+
+def _side_by_side(
+    measured: Mapping[str, list[tuple[Record, list[Row]]]], uses: Sequence[tuple[str, str]] | None = None
+) -> str:
+    """Returns the table of all rows, or of those that have a use: what stands before it, and its name."""
     by_name = {gpu: {row["name"]: row for _, own in records for row in own} for gpu, records in measured.items()}
-    lines = {}
-    for own in by_name.values():
-        for name, row in own.items():
-            cells = [cell for gpu in by_name for cell in _beside_peer(by_name[gpu].get(name))]
-            lines[name] = [f"{label(row)}, {row['unit']}", *cells]
-    return f"{sources(measured)}\n{table(['', *_heads(measured)], list(lines.values()))}\n"
+    every = {name: row for own in by_name.values() for name, row in own.items()}
+    lines = []
+    for use, name in uses or [("", name) for name in every]:
+        if row := every.get(name):
+            cells = [cell for own in by_name.values() for cell in _beside_peer(own.get(name))]
+            lines.append([f"{use}{label(row)}, {row['unit']}", *cells])
+    heads = [f"{GPUS[gpu]}: {what}" for gpu in measured for what in (OURS, "best peer", "ratio")]
+    return table(["", *heads], lines)
 
 
 def random_table(results: Path = RESULTS) -> str | None:
@@ -221,40 +214,20 @@ def summary_table(results: Path = RESULTS) -> str:
     lines = []
     for gpu, title in GPUS.items():
         for section in ("prefill", "decode"):
-            if found := rows(gpu, section, results):
-                numbers = summary(found[1])
-                if "mean" in numbers:
-                    lines.append(
-                        [f"{title}, {section}", str(numbers["compared"]), *(f"{numbers[k]:.2f}" for k in MEANS)]
-                    )
+            numbers = summary(found[1]) if (found := rows(gpu, section, results)) else {}
+            if "mean" in numbers:
+                means = (f"{numbers[key]:.2f}" for key in ("mean", "lowest"))
+                lines.append([f"{title}, {section}", str(numbers["compared"]), *means])
     return table(["to the best peer", "rows", "geometric mean", "lowest"], lines) + "\n"
-
-
-MEANS = ("mean", "lowest")
 
 
 def readme_table(results: Path = RESULTS) -> str:
     """Returns eight rows: our speed beside the best peer's on every measured GPU."""
-    measured = [gpu for gpu in GPUS if any(rows(gpu, section, results) for section in ("prefill", "decode"))]
-    lines = []
-    for use, section, name in README_ROWS:
-        cells: list[str] = []
-        shown = None
-        for gpu in measured:
-            found = rows(gpu, section, results)
-            row = next((row for row in found[1] if row["name"] == name), None) if found else None
-            shown = shown or row
-            cells += _beside_peer(row)
-        if shown is not None:
-            lines.append([f"{use}, {label(shown)}, {shown['unit']}", *cells])
-    return table(["", *_heads(measured)], lines) + "\n"
-
-
-def _heads(gpus: Iterable[str]) -> list[str]:
-    return [f"{GPUS[gpu]}: {what}" for gpu in gpus for what in (OURS, "best peer", "ratio")]
+    return _side_by_side(_measured(("prefill", "decode"), results), README_ROWS) + "\n"
 
 
 def _beside_peer(row: Row | None) -> list[str]:
-    mine, other = (best(row, True), best(row, False)) if row else (None, None)
-    peer = f"{other[1]:.0f} ({PEERS.get(other[0], other[0])})" if other else NONE
-    return [_number(mine[1] if mine else None), peer, f"{row['ratio']:.2f}" if row and row["ratio"] else NONE]
+    entries, name = (row["candidates"], row["best_peer"]) if row else ({}, None)
+    mine = entries.get(OURS, {}).get("speed")
+    peer = f"{entries[name]['speed']:.0f} ({PEERS.get(name, name)})" if name else NONE
+    return [_number(mine), peer, f"{row['ratio']:.2f}" if row and row["ratio"] else NONE]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,14 +15,14 @@ from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.variant import PersistentKernels
-from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.programs import program
 from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from perf import peers
 from perf.harness import Call
 from perf.machine import require
-from perf.workloads import AnyWorkload, BatchWorkload, as_batch
+from perf.rings import forced
+from perf.workloads import BatchWorkload
 
 SMEM_LIMIT = 227 << 10  # of a CTA
 SM_SMEM, CTA_RESERVE = 228 << 10, 1 << 10  # of an SM, and what the system takes of it per CTA
@@ -71,16 +71,12 @@ class Trial(NamedTuple):
         way = WAY.fullmatch(text, found.end() if found else 0)
         if not text or way is None:
             raise ValueError(f"a tile is {FORM}, got {text!r}")
-        packed = {None: None, "packed": True, "unpacked": False}[way[1]]
-        return cls(_tile(found) if found else None, packed, int(way[2]) if way[2] else None, not way[3])
-
-
-def _tile(found: re.Match[str]) -> HopperTile:
-    rows, cols, stages, q_stages, per_sm, q_registers = (int(found[i] or 0) for i in (1, 2, 3, 4, 5, 7))
-    return tile(
-        rows, cols, stages, q_stages, max(per_sm, 1), q_registers,
-        ping_pong=bool(found[6]), from_first_key=bool(found[8]),
-    )  # fmt: skip
+        packed, shape = {None: None, "packed": True, "unpacked": False}[way[1]], None
+        if found:
+            rows, cols, stages, q_stages, per_sm, q_registers = (int(found[i] or 0) for i in (1, 2, 3, 4, 5, 7))
+            flags = {"ping_pong": bool(found[6]), "from_first_key": bool(found[8])}
+            shape = tile(rows, cols, stages, q_stages, max(per_sm, 1), q_registers, **flags)
+        return cls(shape, packed, int(way[2]) if way[2] else None, not way[3])
 
 
 def tile(
@@ -133,39 +129,33 @@ def spec(w: BatchWorkload, shape: HopperTile) -> Fa3Spec:
 # ---- launches
 
 
-@contextlib.contextmanager
-def force(trial: Trial) -> Iterator[None]:
-    """Makes plans take the tile, the heads, the sections and the waves of a trial; clears the tilings remembered before
-    and afterwards."""
+def force(trial: Trial) -> AbstractContextManager[None]:
+    """Makes plans take the tile, the heads, the sections and the waves of a trial."""
 
     def heads(_: object, features: Features, qo_len: int, tile: HopperTile) -> int:
         return features.num_qo_heads // features.num_kv_heads if trial.packed else 1
 
-    prepared.cache_clear()
-    with contextlib.ExitStack() as stack:
-        stack.callback(prepared.cache_clear)
-        if trial.tile is not None:
-            stack.enter_context(mock.patch.object(PersistentKernels, "tile", return_value=trial.tile))
-        if trial.packed is not None:
-            stack.enter_context(mock.patch.object(PersistentKernels, "heads_per_tile", heads))
-        if trial.section_mib is not None:
-            for name in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
-                stack.enter_context(mock.patch.object(variant, name, trial.section_mib << 20))
-        if not trial.cuts_last_wave:
-            stack.enter_context(mock.patch.object(variant, "has_equal_tiles", return_value=False))
-        yield
-
-
-def bind(trial: Trial, w: AnyWorkload, sets: Sequence[Any], backend: str = "fa3") -> list[Call]:
-    """Binds a trial, unless its kernel needs stack or too much shared memory."""
-    batch = as_batch(w)
+    patches: list[Any] = []
     if trial.tile is not None:
-        made = artifacts.get(spec(batch, trial.tile), tiles.ARCH, program)
+        patches.append(mock.patch.object(PersistentKernels, "tile", return_value=trial.tile))
+    if trial.packed is not None:
+        patches.append(mock.patch.object(PersistentKernels, "heads_per_tile", heads))
+    if trial.section_mib is not None:
+        names = "SECTION_BYTES", "SHORT_SECTION_BYTES"
+        patches += [mock.patch.object(variant, name, trial.section_mib << 20) for name in names]
+    if not trial.cuts_last_wave:
+        patches.append(mock.patch.object(variant, "has_equal_tiles", return_value=False))
+    return forced(*patches)
+
+
+def bind(trial: Trial, w: BatchWorkload, sets: Sequence[Any], backend: str = "fa3") -> list[Call]:
+    """Binds a trial, unless its kernel needs stack or too much shared memory."""
+    if trial.tile is not None:
+        made = artifacts.get(spec(w, trial.tile), tiles.ARCH, program)
         require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
         require(fits(trial.tile, made.smem_bytes), f"{trial.tile.per_sm} CTAs of {made.smem_bytes} bytes fit no SM")
-    inputs = sets if batch is w else [batch.of_one(x) for x in sets]
     with force(trial):
-        calls = peers.ours(backend, batch, inputs)
+        calls = peers.ours(backend, w, sets)
         for call in calls:
             call()  # a first run may plan once more, for what it brings
     return calls

@@ -9,8 +9,8 @@ Python ("eager") and, where the step can be captured, as a CUDA graph ("graph").
 
 from __future__ import annotations
 
-import argparse
 import copy
+import functools
 import importlib.metadata
 import importlib.util
 import statistics
@@ -143,22 +143,20 @@ def errors(model: Any, sizes: Sizes) -> tuple[dict[str, float], dict[str, str]]:
 # ---- speed
 
 
-def milliseconds(step: Step, device: torch.device) -> float:
-    """Returns the time of a call from Python until its result is there."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e3
-
-
 def median_ms(step: Step, device: torch.device, rounds: int) -> float:
-    """Returns the median of several calls, after some to warm up."""
+    """Returns the median time of calls from Python until their results are there, after some to warm up."""
+
+    def milliseconds() -> float:
+        wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+        wait()
+        start = time.perf_counter()
+        step()
+        wait()
+        return (time.perf_counter() - start) * 1e3
+
     for _ in range(WARM_ROUNDS):
         step()
-    return statistics.median(milliseconds(step, device) for _ in range(rounds))
+    return statistics.median(milliseconds() for _ in range(rounds))
 
 
 def prefill_speeds(model: Any, name: str, sizes: Sizes, rounds: int) -> dict[str, float]:
@@ -167,13 +165,9 @@ def prefill_speeds(model: Any, name: str, sizes: Sizes, rounds: int) -> dict[str
     speeds = {}
     for batch, length in sizes.prefill:
         ids = tokens(model, batch, length)
-        step = _prefill(model, ids)
+        step = functools.partial(model, ids, use_cache=False, logits_to_keep=1)
         speeds[f"prefill {batch} x {length}"] = ids.numel() * 1e3 / median_ms(step, model.device, rounds)
     return speeds
-
-
-def _prefill(model: Any, ids: torch.Tensor) -> Step:
-    return lambda: model(ids, use_cache=False, logits_to_keep=1)
 
 
 def filled_cache(model: Any, sizes: Sizes, rounds: int) -> Any:
@@ -251,17 +245,12 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = program.parser(PROGRAM, __doc__, ROUNDS)
-    parser.add_argument("--only", nargs="+", default=list(FAMILIES), metavar="MODEL", help="models (default: all)")
-    return parser.parse_args(argv)
-
-
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns 0, or 2 if nothing can be measured."""
-    options = parse(argv)
+    parser = program.parser(PROGRAM, __doc__, ROUNDS)
+    parser.add_argument("--only", nargs="+", default=list(FAMILIES), metavar="MODEL", help="models (default: all)")
+    options = parser.parse_args(argv)
     installed = importlib.util.find_spec("transformers") is not None
     device = program.gpu(None if installed else "transformers is not installed")
     if device is None:
@@ -281,8 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             record["failed_rows"][label] = reason(error)
             _say(f"{label}: {record['failed_rows'][label]}")
         torch.cuda.empty_cache()
-        if options.out:
-            save(record, options.out)
+        save(record, options.out)
     print(markdown(record))
     return 0
 

@@ -14,7 +14,6 @@ out, the others are checked against the reference and timed in random order. Wha
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from perf import rings, run, tiles
 from perf.bench import OURS
 from perf.peers import Bind
 from perf.tiles import Trial
-from perf.workloads import AnyWorkload, BatchWorkload, as_batch
+from perf.workloads import BatchWorkload
 
 
 class Candidate(NamedTuple):
@@ -46,32 +45,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--around", action="store_true", help="tiles and rings around those of the tables")
     options = parser.parse_args(argv)
     for text in options.texts:
-        if not any(_reads(read, text) for read in (Trial.parse, rings.RING.fullmatch)):
-            parser.error(f"--try must name tiles or rings, got {text!r}; a tile is {tiles.FORM}")
+        try:
+            rings.RING.fullmatch(text) or Trial.parse(text)
+        except ValueError as error:
+            parser.error(f"--try must name tiles or rings: {error}")
     return options
 
 
-def _reads(read: Any, text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(read(text))
-    return False
-
-
-def candidates(w: AnyWorkload, options: argparse.Namespace, arch: Arch) -> dict[str, Candidate]:
+def candidates(w: BatchWorkload, options: argparse.Namespace, arch: Arch) -> dict[str, Candidate]:
     """Returns what is tried on a row, by name."""
-    if isinstance(w, BatchWorkload) and w.phase == "batch decode":
+    if w.phase == "batch decode":
         return _rings(w, options, arch)
     return _tiles(w, options)
 
 
-def _tiles(w: AnyWorkload, options: argparse.Namespace) -> dict[str, Candidate]:
-    batch = as_batch(w)
+def _tiles(w: BatchWorkload, options: argparse.Namespace) -> dict[str, Candidate]:
     trials = [Trial.parse(text) for text in options.texts if not rings.RING.fullmatch(text)]
     if options.around:
-        trials += map(Trial, tiles.neighbours(batch.head_dim, tiles.of_table(batch)))
+        trials += map(Trial, tiles.neighbours(w.head_dim, tiles.of_table(w)))
     return {
         f"{OURS} {trial.name}": Candidate(
-            tiles.spec(batch, trial.tile) if trial.tile else None, functools.partial(tiles.bind, trial)
+            tiles.spec(w, trial.tile) if trial.tile else None, functools.partial(tiles.bind, trial)
         )
         for trial in trials
     }
@@ -115,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = {w: candidates(w, options, arch) for section in sections.values() for w in section.workloads}
     compile_all(list(rows.values()), arch)
 
-    def more(w: AnyWorkload) -> dict[str, Bind]:
+    def more(w: BatchWorkload) -> dict[str, Bind]:
         return {name: candidate.bind for name, candidate in rows[w].items()}
 
     print("\n".join(lines(run.run("tune", sections, options, more))))

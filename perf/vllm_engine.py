@@ -9,15 +9,10 @@ before its decode steps are timed. Whether the tokens are right is not asked her
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -141,48 +136,16 @@ def host_times() -> dict[str, list[float]]:
 
         setattr(owner, name, timed)
 
-    for owner in (impl.CuteAttnImpl, flash_attn.FlashAttentionImpl, triton_attn.TritonAttentionImpl):
-        for name in ("forward", "do_kv_cache_update"):
-            noted(owner, name)
-    for owner in (
-        builder.CuteAttnMetadataBuilder,
-        flash_attn.FlashAttentionMetadataBuilder,
-        triton_attn.TritonAttentionMetadataBuilder,
-    ):
+    impls = impl.CuteAttnImpl, flash_attn.FlashAttentionImpl, triton_attn.TritonAttentionImpl
+    for owner, name in itertools.product(impls, ("forward", "do_kv_cache_update")):
+        noted(owner, name)
+    builders = flash_attn.FlashAttentionMetadataBuilder, triton_attn.TritonAttentionMetadataBuilder
+    for owner in (builder.CuteAttnMetadataBuilder, *builders):
         noted(owner, "build")
     return times
 
 
 # ---- all engines
-
-
-def cell(model: Path, backend: str, mode: str, host: bool) -> program.Row:
-    """Return what a process is asked to measure."""
-    options = {**ENGINE, **MODES[mode], "model": str(model), "attention_backend": backend}
-    return {"engine": options, "host": host}
-
-
-def in_process(asked: program.Row, limit: float) -> program.Row:
-    """Return what a process of its own measures, or the reason why it has not."""
-    apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if asked["host"] else {}
-    environment = {**os.environ, **ENVIRONMENT, **apart}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cell.json"
-        path.write_text(json.dumps(asked))
-        command = [sys.executable, "-m", f"perf.{NAME}", "--cell", str(path)]
-        with (Path(folder) / "log").open("w+") as log:
-            child = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(limit)
-            with contextlib.suppress(ProcessLookupError):  # the engine's own processes too
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            found = json.loads(path.read_text())
-            if found == asked:
-                log.seek(0)
-                why = f"no result within {limit:.0f} s, exit status {child.returncode}"
-                return {"reason": f"{why}: {log.read()[-2000:]}"}
-            return found
 
 
 def save_model(name: str, folder: Path) -> Path:
@@ -206,26 +169,22 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", default=BACKENDS, metavar="NAME", help="vLLM's names of backends")
     parser.add_argument("--host", action="store_true", help="microseconds on the host per layer of an eager decode")
     parser.add_argument("--limit", type=float, default=300, help="seconds for an engine (default 300)")
-    parser.add_argument("--cell", type=Path, help="used by itself: file that says what this process measures")
     options = parser.parse_args()
-    if options.cell:
-        options.cell.write_text(json.dumps(measure(json.loads(options.cell.read_text()))))
-        sys.stdout.flush()
-        os._exit(0)  # nothing may hang in the engine's end
     absent = None if importlib.util.find_spec("vllm") else "vllm is not installed"
     if program.gpu(absent) is None:
         return 2
     record: program.Row = {**program.head(NAME), "model": options.model, NAME: []}
     modes = ["eager"] if options.host else options.modes
+    environment = ENVIRONMENT | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if options.host else {})
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(options.model, Path(folder))
         for mode, round_, i in itertools.product(modes, range(options.rounds), range(len(options.backends))):
             backend = options.backends[(round_ + i) % len(options.backends)]
-            found = in_process(cell(model, backend, mode, options.host), options.limit)
+            asked = {"engine": {**ENGINE, **MODES[mode], "model": str(model), "attention_backend": backend}}
+            found = program.in_process(NAME, {**asked, "host": options.host}, environment, options.limit)
             record[NAME].append({"mode": mode, "backend": backend, **found})
             print(json.dumps(record[NAME][-1]), flush=True)
-            if options.out:
-                save(record, options.out)
+            save(record, options.out)
     if not options.host:  # whose rows are printed above
         print(markdown(record))
     return 0

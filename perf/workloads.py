@@ -1,4 +1,4 @@
-"""Problems, single requests and batches, with their work and their inputs. Peers run ragged batches of equal lengths as
+"""Problems, batches and single requests, with their work and their inputs. Peers run ragged batches of equal lengths as
 dense batches.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,108 +35,6 @@ class Metric(NamedTuple):
         return self.work / (microseconds * 1e-6)
 
 
-class Measured:
-    """What single requests and batches have: a speed, and copies of their inputs."""
-
-    @property
-    def metric(self: Any) -> Metric:
-        """Speed and its ceiling: read bandwidth for decode, the bf16 GEMM for prefill."""
-        if self.phase.endswith("decode"):
-            return Metric("GB/s", self.bytes / 1e9, "read")
-        return Metric("TFLOP/s", self.flops / 1e12, "gemm")
-
-    def num_sets(self: Any, l2_bytes: int) -> int:
-        """Returns how many copies of the inputs exceed twice the L2, so that a set has left it before its next use."""
-        return int(2 * l2_bytes // self.bytes + 1)
-
-
-@dataclass(frozen=True)
-class Workload(Measured):
-    """One request of dense attention. Lengths are in tokens; causal is bottom-right aligned. `window_left` (-1: none)
-    bounds causal rows.
-    """
-
-    qo_len: int
-    kv_len: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int
-    causal: bool = False
-    dtype: str = "bfloat16"
-    window_left: int = -1
-
-    @property
-    def name(self) -> str:
-        dims = str(self.head_dim_qk)
-        if self.head_dim_vo != self.head_dim_qk:
-            dims += f"/{self.head_dim_vo}"
-        mask = "causal" if self.causal else "full"
-        heads = f"{self.num_qo_heads}/{self.num_kv_heads}"
-        return f"d{dims} h{heads} q{self.qo_len} kv{self.kv_len} {mask} {self.dtype}"
-
-    @property
-    def phase(self) -> str:
-        return "decode" if self.qo_len == 1 else "prefill"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch.float16 if self.dtype == "float16" else torch.bfloat16
-
-    @property
-    def pairs(self) -> int:
-        """Number of (query, key) pairs per head: row i sees min(kv_len, max(0, i + kv_len - qo_len + 1)) keys, and
-        window_left + 1 at most.
-        """
-        if not self.causal:
-            return self.qo_len * self.kv_len
-        if self.window_left >= 0:
-            lasts = range(self.kv_len - self.qo_len, self.kv_len)
-            return sum(max(0, min(last, self.window_left) + 1) for last in lasts)
-        rows = min(self.qo_len, self.kv_len)  # if kv_len < qo_len, the first rows see no keys
-        return rows * (self.kv_len - rows) + rows * (rows + 1) // 2
-
-    @property
-    def flops(self) -> int:
-        """Operations of the two matrix products: 2 * pairs * (head_dim_qk + head_dim_vo) per query head."""
-        return 2 * self.pairs * (self.head_dim_qk + self.head_dim_vo) * self.num_qo_heads
-
-    @property
-    def bytes(self) -> int:
-        """Number of bytes if q, k and v are read once and o is written once."""
-        dims = self.head_dim_qk + self.head_dim_vo
-        elements = (self.qo_len * self.num_qo_heads + self.kv_len * self.num_kv_heads) * dims
-        return elements * self.torch_dtype.itemsize
-
-    def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
-        """Returns normally distributed q, k, v."""
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device=device, dtype=self.torch_dtype)
-
-        return Inputs(
-            normal(self.qo_len, self.num_qo_heads, self.head_dim_qk),
-            normal(self.kv_len, self.num_kv_heads, self.head_dim_qk),
-            normal(self.kv_len, self.num_kv_heads, self.head_dim_vo),
-        )
-
-    def short(self, length: int) -> Workload:
-        """Returns a short problem that needs the same kernels."""
-        return dataclasses.replace(self, qo_len=min(self.qo_len, length), kv_len=length, causal=False)
-
-
-class Inputs(NamedTuple):
-    """q `[qo_len, num_qo_heads, head_dim_qk]`, k and v `[kv_len, num_kv_heads, head_dim_*]`, contiguous."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-# ---- batches
-
-
 class BatchInputs(NamedTuple):
     """q `[nnz, num_qo_heads, head_dim]`; k, v `[nnz_kv, num_kv_heads, head_dim]`, or pages in random order
     `[num_pages, page_size, num_kv_heads, head_dim]`, where request i has pages
@@ -152,9 +50,10 @@ class BatchInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BatchWorkload(Measured):
+class BatchWorkload:
     """Batch of requests of `qo_lens` and `kv_lens` tokens; causal is bottom-right aligned. `page_size` 0: ragged.
-    `window_left`: -1, none, or the bound of decode and of causal prefill.
+    `window_left`: -1, none, or the bound of decode and of causal prefill. `single`: one request, through the functions
+    for single requests.
     """
 
     qo_lens: tuple[int, ...]
@@ -169,6 +68,7 @@ class BatchWorkload(Measured):
     window_left: int = -1
     sinks: bool = False
     head_dim_v: int = 0  # 0: head_dim
+    single: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "qo_lens", tuple(self.qo_lens))  # they are lists if they come from JSON
@@ -180,27 +80,46 @@ class BatchWorkload(Measured):
     def name(self) -> str:
         heads = f"h{self.num_qo_heads}/{self.num_kv_heads}"
         pages = f"page{self.page_size}" if self.page_size else "ragged"
-        lengths = f"b{len(self.qo_lens)} q{_lengths(self.qo_lens)} kv{_lengths(self.kv_lens)}"
+        batch = "" if self.single else f"{pages} b{len(self.qo_lens)} "
+        lengths = f"q{_lengths(self.qo_lens)} kv{_lengths(self.kv_lens)}"
         mask = "causal" if self.causal else "full"
         kv = "" if self.kv_dtype == self.dtype else f" kv-{self.kv_dtype}"
         window = f" window{self.window_left}" if self.window_left >= 0 else ""
         dims = f"{self.head_dim}/{self.head_dim_v}" if self.head_dim_v else str(self.head_dim)
-        return f"d{dims} {heads} {pages} {lengths} {mask} {self.dtype}{kv}{window}" + " sinks" * self.sinks
+        return f"d{dims} {heads} {batch}{lengths} {mask} {self.dtype}{kv}{window}" + " sinks" * self.sinks
 
     @property
     def phase(self) -> str:
         if max(self.qo_lens) == 1:
-            return "batch decode"
+            return "decode" if self.single else "batch decode"
+        if self.single:
+            return "prefill"
         if self.page_size and self.causal and self.equal and self.qo_lens[0] <= MOST_DRAFTS:
             return "speculative decode"
         return "paged prefill" if self.page_size else "ragged prefill"
 
     @property
-    def requests(self) -> list[Workload]:
-        window = self.window_left if self.causal else -1
-        heads, dims = (self.num_qo_heads, self.num_kv_heads), (self.head_dim, self.head_dim_vo)
-        one = (*heads, *dims, self.causal, self.dtype, window)
-        return [Workload(qo_len, kv_len, *one) for qo_len, kv_len in zip(self.qo_lens, self.kv_lens, strict=True)]
+    def metric(self) -> Metric:
+        """Speed and its ceiling: read bandwidth for decode, the bf16 GEMM for prefill."""
+        if self.phase.endswith("decode"):
+            return Metric("GB/s", self.bytes / 1e9, "read")
+        return Metric("TFLOP/s", self.flops / 1e12, "gemm")
+
+    def num_sets(self, l2_bytes: int) -> int:
+        """Returns how many copies of the inputs exceed twice the L2, so that a set has left it before its next use."""
+        return int(2 * l2_bytes // self.bytes + 1)
+
+    def pairs(self, request: int) -> int:
+        """Returns the number of (query, key) pairs per head of a request: row i sees min(kv_len, max(0, i + kv_len -
+        qo_len + 1)) keys, and window_left + 1 at most.
+        """
+        qo_len, kv_len = self.qo_lens[request], self.kv_lens[request]
+        if not self.causal:
+            return qo_len * kv_len
+        if self.window_left >= 0:
+            return sum(max(0, min(last, self.window_left) + 1) for last in range(kv_len - qo_len, kv_len))
+        rows = min(qo_len, kv_len)  # if kv_len < qo_len, the first rows see no keys
+        return rows * (kv_len - rows) + rows * (rows + 1) // 2
 
     @property
     def head_dim_vo(self) -> int:
@@ -220,7 +139,9 @@ class BatchWorkload(Measured):
 
     @property
     def flops(self) -> int:
-        return sum(w.flops for w in self.requests)
+        """Operations of the two matrix products: 2 * pairs * (head_dim + head_dim_vo) per query head."""
+        pairs = sum(map(self.pairs, range(len(self.qo_lens))))
+        return 2 * pairs * (self.head_dim + self.head_dim_vo) * self.num_qo_heads
 
     @property
     def bytes(self) -> int:
@@ -275,13 +196,6 @@ class BatchWorkload(Measured):
         k, v = (normal(*kv, dim, dtype=self.torch_kv_dtype) for dim in (self.head_dim, self.head_dim_vo))
         return BatchInputs(q, k, v, indices, None, sinks)
 
-    def of_one(self, x: Inputs) -> BatchInputs:
-        """Returns the inputs of a single request as those of a batch of one, whose pages are in order."""
-        if not self.page_size:
-            return BatchInputs(x.q, x.k, x.v, None)
-        k, v = (t.view(-1, self.page_size, *t.shape[1:]) for t in (x.k, x.v))
-        return BatchInputs(x.q, k, v, torch.arange(len(k), dtype=torch.int32, device=k.device))
-
     def tokens(self, x: BatchInputs, request: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns k and v of one request that are seen, `[tokens, num_kv_heads, head_dim]` in fp64."""
         begin, end = self.kv_indptr[request], self.kv_indptr[request + 1]
@@ -298,9 +212,17 @@ class BatchWorkload(Measured):
         return k.double(), v.double()
 
     def short(self, length: int) -> BatchWorkload:
-        """Returns a batch of two short requests that needs the same kernels."""
-        qo_lens = (min(max(self.qo_lens), length),) * 2
-        return dataclasses.replace(self, qo_lens=qo_lens, kv_lens=(length,) * 2)
+        """Returns two short requests, or one if it is single, that need the same kernels."""
+        qo_lens, kv_lens = (min(max(self.qo_lens), length),), (length,)
+        number = 1 if self.single else 2
+        return dataclasses.replace(self, qo_lens=qo_lens * number, kv_lens=kv_lens * number)
+
+
+def pages_of(lengths: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns indptr and last_page_len of requests."""
+    pages = (lengths + page_size - 1) // page_size
+    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), pages.cumsum(0)))
+    return indptr.int(), (lengths - (pages - 1) * page_size).int()
 
 
 def _lengths(lengths: tuple[int, ...]) -> str:
@@ -319,14 +241,11 @@ def equal(
     )
 
 
-def as_batch(w: AnyWorkload, page_size: int = 0) -> BatchWorkload:
-    """Returns a single request as a batch of one."""
-    if isinstance(w, BatchWorkload):
-        return w
-    heads, lengths, head_dim_v = (w.num_qo_heads, w.num_kv_heads), ((w.qo_len,), (w.kv_len,)), w.head_dim_vo
-    batch = BatchWorkload(*lengths, *heads, w.head_dim_qk, page_size, w.causal, head_dim_v=head_dim_v)
-    return dataclasses.replace(batch, dtype=w.dtype, kv_dtype=w.dtype)
-
-
-AnyWorkload = Workload | BatchWorkload
-AnyInputs = Inputs | BatchInputs
+def one_request(
+    qo_len: int, kv_len: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, head_dim_vo: int,
+    causal: bool = False, dtype: str = "bfloat16",
+) -> BatchWorkload:  # fmt: skip
+    """Returns a single request."""
+    heads, head_dim_v = (num_qo_heads, num_kv_heads), 0 if head_dim_vo == head_dim else head_dim_vo
+    shape = (qo_len,), (kv_len,), *heads, head_dim, 0
+    return BatchWorkload(*shape, causal, dtype, dtype, head_dim_v=head_dim_v, single=True)

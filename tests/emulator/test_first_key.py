@@ -16,7 +16,7 @@ from cute_attn.schedule.split_kv import Split
 from perf import peers
 from perf.bench import oracle
 from perf.tiles import Trial, bind, force, tile
-from perf.workloads import Workload
+from perf.workloads import one_request
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.matrix import BF16, CAUSAL, prefill
 from tests.support.persistent_emulated import FA3, assert_cut, solve_batch, solve_single
@@ -58,7 +58,7 @@ def test_keys_of_a_single_request_are_split() -> None:
 def test_a_row_of_the_tuner_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single request, which runs as a batch of one, by the tile that is tried."""
     monkeypatch.setattr(peers, "WORKSPACE_BYTES", 1 << 20)  # the emulator follows every word of it
-    w = Workload(70, 150, 2, 2, 64, 64, causal=True)
+    w = one_request(70, 150, 2, 2, 64, 64, causal=True)
     sets = [w.inputs(torch.device("cpu"))]
     trial = Trial.parse("64x64 2+1 x2")
     with emulator.using("sm_90a", kernels="fa3", sms=2, schedule=DELAYED) as emulation:

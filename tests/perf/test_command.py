@@ -16,8 +16,9 @@ import torch
 from cute_attn.cli import bench as cli
 from cute_attn.cli import main
 from cute_attn.errors import ArgumentError, ArtifactError
-from perf import coldstart, command, first_calls, machine
-from perf.workloads import BatchWorkload, Workload, equal
+from perf import coldstart, command, machine
+from perf.workloads import BatchWorkload, equal, one_request
+from tests.perf import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 DECODE, RAGGED, PAGED = (
@@ -49,7 +50,7 @@ def test_flags_become_the_problem() -> None:
     (w,) = asked(DECODE, "--s_qo", "3", "--s_kv", "64")
     assert w.phase == "speculative decode"
     (w,) = asked(RAGGED, "--s_kv", "64", "--head_dim_qk", "192", "--head_dim_vo", "128", "--causal")
-    assert w == Workload(64, 64, 32, 8, 192, 128, causal=True)
+    assert w == one_request(64, 64, 32, 8, 192, 128, causal=True)
 
 
 def test_several_values_make_several_rows() -> None:
@@ -94,7 +95,7 @@ def test_without_a_gpu_it_says_what_is_missing(capsys: pytest.CaptureFixture[str
 
 
 def record() -> dict[str, Any]:
-    entry = {"median_us": 500.0, "speed": 1234.4, "share": 0.5, "error": 1e-3}
+    entry = {"median_us": 500.0, "p20_us": 499.0, "p80_us": 501.0, "speed": 1234.4, "share": 0.5, "error": 1e-3}
     w = equal(2, 1, 64, (4, 2), 64, 16)
     row = {
         "name": w.name,
@@ -102,24 +103,35 @@ def record() -> dict[str, Any]:
         "workload": {**vars(w)},
         "unit": "GB/s",
         "ratio": 1.5,
-        "candidates": {"cute_attn": entry, "FlashInfer XQA": {"reason": "not built"}},
+        "best_peer": "FlashInfer fa2",
+        "sm_clock_mhz": 1755,
+        "candidates": {"cute_attn": entry, "cute_attn xqa function": entry, "FlashInfer XQA": {"reason": "not built"}},
     }
-    environment = {"gpu": "some GPU"}
+    environment = {**ENVIRONMENT, "gpu": "some GPU"}
     summary = {"bench": {"compared": 1, "rows": 1, "mean": 1.5, "lowest": 1.5}}
-    ceilings = {"read": 3000.0, "gemm": 700.0}
-    return {"environment": environment, "ceilings": ceilings, "rows": [row], "failed_rows": {}, "summary": summary}
+    ceilings = {"read": 3000.0, "copy": 2900.0, "gemm": 700.0}
+    return {
+        "command": "bench",
+        "environment": environment,
+        "ceilings": ceilings,
+        "rows": [row],
+        "failed_rows": {},
+        "summary": summary,
+    }
 
 
 def test_outputs_have_the_numbers(tmp_path: Path) -> None:
     text = command.text(record())
-    assert "1234" in text
     assert "some GPU" in text
     assert "FlashInfer XQA: not built" in text
+    head, _, line = text.split("\n\n")[2].splitlines()
+    assert line.split()[-3:] == ["fa2)", "1.0e-03", "1755"]
+    assert line.index(")") + 1 == head.index("cute_attn") + len("cute_attn"), "columns are aligned"
     for name in ("a.json", "a.csv", "a.png"):
         command.write(record(), tmp_path / name, "tag", DECODE)
     assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["ratio"] == 1.5
     with (tmp_path / "a.csv").open() as file:
-        ours, peer = csv.DictReader(file)
+        ours, _, peer = csv.DictReader(file)
     assert (ours["routine"], ours["case_tag"], ours["median_ms"], ours["gb_per_s"]) == (DECODE, "tag", "0.5", "1234.4")
     assert (peer["backend"], peer["reason"], peer["gb_per_s"]) == ("FlashInfer XQA", "not built", "")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -127,11 +139,11 @@ def test_outputs_have_the_numbers(tmp_path: Path) -> None:
 
 def test_a_fresh_process_times_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: torch and the import, nothing else; the module itself loads no library before the clock starts."""
-    code = "import sys, perf.first_calls; print([m for m in ('torch', 'numpy', 'cute_attn') if m in sys.modules])"
+    code = "import sys, perf.coldstart; print([m for m in ('torch', 'numpy', 'cute_attn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert list(first_calls.measure("cute_attn")) == ["torch_s", "import_s"]
+    assert list(coldstart.measure("cute_attn")) == ["torch_s", "import_s"]
 
 
 class Processes:
@@ -142,7 +154,7 @@ class Processes:
         self.started: list[tuple[str, str]] = []
 
     def __call__(self, library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
-        kind = "cold" if first_calls.BUNDLE in env else "later"
+        kind = "cold" if coldstart.BUNDLE in env else "later"
         self.started.append((env["CUTE_ATTN_CACHE_DIR"], kind))
         assert env["PYTHONPYCACHEPREFIX"]
         assert not env["PYTHONDONTWRITEBYTECODE"]

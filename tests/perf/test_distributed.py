@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from perf import bench, distributed, program, report
 from perf.harness import Call
+from perf.workloads import equal, one_request
 
 CPU = torch.device("cpu")
 
@@ -41,16 +41,16 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_cases_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "GRAPH_LAUNCHES", 2)
-    small = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "tokens": 64}
-    cases = [dataclasses.replace(case, **small) for case in (distributed.CASES[1], distributed.CASES[-1])]
+    cases = [equal(2, 1, 64, (4, 2), 64, distributed.PAGE_SIZE), one_request(64, 64, 4, 2, 64, 64, causal=True)]
+    assert [w.phase for w in cases] == [distributed.CASES[i].phase for i in (1, -1)]
     rows = [distributed.measured(case, CPU, HostStopwatch(), 2) for case in cases]
-    assert [row["name"] for row in rows] == ["decode 2x64 h4/2 d64", "prefill 1x64 h4/2 d64"]
+    assert [row["name"] for row in rows] == [w.name for w in cases]
     for row, name in zip(rows, ("sharded", "ring"), strict=True):
         entry, one = row["candidates"][name], row["candidates"]["one GPU"]
         assert entry["speedup"] == one["median_us"] / entry["median_us"]
         assert 0 < entry["error"] < 1e-2
         assert "speedup" not in one
-        assert name in distributed.line(row)
+        assert name in program.line(row)
     record = {**program.head("distributed", gpus="1"), "distributed": rows}
     bench.save(record, tmp_path / "record.json")
     shown = report.markdown(json.loads((tmp_path / "record.json").read_text()))
@@ -60,7 +60,7 @@ def test_cases_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("one_rank")
 def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = dataclasses.replace(distributed.CASES[-1], num_qo_heads=2, num_kv_heads=2, head_dim=64, tokens=8)
+    case = one_request(8, 8, 2, 2, 64, 64, causal=True)
     monkeypatch.setattr(distributed.distributed, "ring_prefill", lambda q, k, v: v)
     with pytest.raises(RuntimeError, match=r"errors against the reference above 1\.6e-02: {'ring'"):
         distributed.measured(case, CPU, HostStopwatch(), 1)

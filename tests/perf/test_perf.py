@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,19 +15,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention import SDPBackend
 
 from perf import bench, harness, overhead, peers, report, run, warm
 from perf.harness import ceilings
 from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
 from perf.rows import DECODE, SECTIONS, SPREAD
-from perf.workloads import BatchWorkload, Inputs, Workload, equal
+from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
+from tests.perf import ENVIRONMENT, assert_right, our_candidates
 
 DTYPES = ("bfloat16", "e4m3")
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-SMALL = Workload(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
+SMALL = one_request(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
 BATCHES = [
     equal(2, 40, 40, (4, 2), 64, causal=True),
     BatchWorkload((3, 20), (50, 20), 4, 2, 64, 16, causal=True),
@@ -38,22 +39,22 @@ CEILINGS = {"read": 4000.0, "copy": 4000.0, "gemm": 700.0}
 
 @given(st.integers(1, 40), st.integers(1, 40), st.booleans())
 def test_pairs_are_counted_exactly(qo_len: int, kv_len: int, causal: bool) -> None:
-    w = Workload(qo_len, kv_len, 1, 1, 64, 64, causal)
+    w = one_request(qo_len, kv_len, 1, 1, 64, 64, causal)
     visible = [
         (i, j) for i, j in itertools.product(range(qo_len), range(kv_len)) if not causal or j <= i + kv_len - qo_len
     ]
-    assert w.pairs == len(visible)
+    assert w.pairs(0) == len(visible)
 
 
 def test_work_of_known_problems() -> None:
-    prefill = Workload(4096, 4096, 32, 8, 128, 128, causal=True)
+    prefill = one_request(4096, 4096, 32, 8, 128, 128, causal=True)
     assert prefill.flops == 2 * (4096 * 4097 // 2) * 256 * 32
     assert prefill.metric.unit == "TFLOP/s"
     assert prefill.metric.value(1000.0) == pytest.approx(prefill.flops / 1e-3 / 1e12)
-    two_sizes = Workload(100, 200, 16, 16, 192, 128)
+    two_sizes = one_request(100, 200, 16, 16, 192, 128)
     assert two_sizes.flops == 2 * 100 * 200 * (192 + 128) * 16
 
-    decode = Workload(1, 131072, 32, 8, 128, 128)
+    decode = one_request(1, 131072, 32, 8, 128, 128)
     assert decode.bytes == 2 * 131072 * 8 * 128 * 2 + 2 * 32 * 128 * 2
     assert decode.metric.unit == "GB/s"
     assert decode.metric.value(130.7) == pytest.approx(4107.6, rel=1e-3)  # bytes over microseconds, by hand
@@ -65,7 +66,7 @@ def test_work_of_known_problems() -> None:
 
 
 def test_input_sets_exceed_twice_the_l2() -> None:
-    w = Workload(1, 8192, 32, 8, 128, 128)
+    w = one_request(1, 8192, 32, 8, 128, 128)
     for l2_bytes in (50 << 20, 126 << 20):
         assert w.num_sets(l2_bytes) * w.bytes > 2 * l2_bytes >= (w.num_sets(l2_bytes) - 1) * w.bytes
 
@@ -138,22 +139,22 @@ def test_a_candidate_that_cannot_be_captured_is_a_reason() -> None:
     assert isinstance(measured.timings["good"], harness.Timing)
 
 
-def sdpa(w: Workload, x: Inputs) -> torch.Tensor:
-    q, k, v = (t.transpose(0, 1).float() for t in x)
-    last_key = torch.arange(w.qo_len)[:, None] + w.kv_len - w.qo_len
-    mask = torch.arange(w.kv_len) <= last_key if w.causal else None
+def sdpa(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
+    q, k, v = (t.transpose(0, 1).float() for t in x[:3])
+    last_key = torch.arange(w.qo_lens[0])[:, None] + w.kv_lens[0] - w.qo_lens[0]
+    mask = torch.arange(w.kv_lens[0]) <= last_key if w.causal else None
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return o.transpose(0, 1)
 
 
 def test_oracle_accepts_correct_and_rejects_wrong_outputs() -> None:
-    w = Workload(150, 170, 4, 2, 64, 64, causal=True, dtype="float16")
+    w = one_request(150, 170, 4, 2, 64, 64, causal=True, dtype="float16")
     x = w.inputs(CPU)
     oracle = bench.oracle(w, x)
     right = sdpa(w, x)
     assert oracle.error(right) < 1e-4
     assert oracle.rejection(oracle.error(right)) is None
-    for row in (0, w.qo_len - 1):  # both ends are checked
+    for row in (0, w.qo_lens[0] - 1):  # both ends are checked
         wrong = right.clone()
         wrong[row] += 1.0
         assert oracle.rejection(oracle.error(wrong))
@@ -190,14 +191,14 @@ def test_ceilings_from_times() -> None:
 
 
 @pytest.mark.parametrize(
-    "w", [dataclasses.replace(SMALL, kv_len=96), Workload(1, 100, 4, 2, 64, 64, dtype="float16")], ids=str
+    "w",
+    [dataclasses.replace(SMALL, kv_lens=(96,)), one_request(1, 100, 4, 2, 64, 64, dtype="float16"), BATCHES[0]],
+    ids=lambda w: w.phase,
 )
-def test_sdpa_adapter_is_correct(w: Workload) -> None:
+def test_sdpa_adapter_is_correct(w: BatchWorkload) -> None:
     (adapter,) = [peer for peer in PEERS if peer.name == "torch flash"]
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    for x, call in zip(sets, adapter.bind(w, sets), strict=True):
-        oracle = bench.oracle(w, x)
-        assert oracle.rejection(oracle.error(call())) is None
+    assert_right(w, sets, adapter.bind(w, sets))
 
 
 def test_sdpa_adapter_rejects_masks_that_torch_aligns_differently() -> None:
@@ -211,7 +212,7 @@ def test_absent_peers_are_reasons(peer: Peer, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     for package in ("flashinfer", "flash_attn"):
         monkeypatch.setitem(sys.modules, package, None)
-    w = next(w for w in (SMALL, *BATCHES, Workload(1, 128, 4, 2, 64, 64)) if w.phase in peer.phases)
+    w = next(w for w in (SMALL, *BATCHES, one_request(1, 128, 4, 2, 64, 64)) if w.phase in peer.phases)
     with pytest.raises(UnavailableError, match="cannot be imported"):
         peer.bind(w, [w.inputs(CPU)])
 
@@ -229,11 +230,18 @@ def test_our_batches_are_correct_and_the_oracle_checks_every_request(w: BatchWor
             assert truth.rejection(truth.error(wrong))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "e4m3", "nvfp4"])
-def test_the_xqa_function_is_a_candidate_next_to_the_wrapper(kv_dtype: str) -> None:
-    w = BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, kv_dtype=kv_dtype)
+@pytest.mark.parametrize(
+    "w",
+    [
+        *(BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, kv_dtype=name) for name in (*DTYPES, "nvfp4")),
+        equal(3, 4, 50, (4, 2), 64, 16, causal=True),
+    ],
+    ids=lambda w: f"{w.phase}, {w.kv_dtype}",
+)
+def test_the_xqa_function_is_a_candidate_next_to_the_wrapper(w: BatchWorkload) -> None:
+    assert w.metric.unit == "GB/s"
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    binds = {name: b for name, b in bench.candidates(w.phase, ["auto"]).items() if name.startswith("cute_attn")}
+    binds = our_candidates(w, "auto")
     assert list(binds) == ["cute_attn", bench.HOST_LENGTHS, "cute_attn xqa function"]
     calls, entries = bench.prepare(w, binds, sets)
     assert list(calls) == list(binds), entries
@@ -260,8 +268,8 @@ def test_work_of_batches() -> None:
     stored = sum(t.nbytes for t in (x.k, x.v, *x.block_scales))  # of whole pages
     assert narrow.bytes - x.q.nbytes * 2 == stored * 133 // (16 * narrow.kv_indptr[-1])
     prefill = BatchWorkload((10, 5), (10, 9), 4, 2, 64, causal=True)
-    assert prefill.flops == sum(one.flops for one in prefill.requests)
-    assert prefill.requests[1].pairs == 5 + 6 + 7 + 8 + 9
+    assert prefill.pairs(1) == 5 + 6 + 7 + 8 + 9
+    assert prefill.flops == (55 + 35) * 4 * 64 * 4
 
 
 def test_pages_of_a_request_lie_in_any_order() -> None:
@@ -281,29 +289,19 @@ def test_dense_peers_take_equal_requests_only() -> None:
             peers.dense(w, w.inputs(CPU))
 
 
-def test_sdpa_of_a_dense_batch_is_correct() -> None:
-    w = BATCHES[0]
-    x = w.inputs(CPU)
-    (call,) = peers.sdpa(SDPBackend.MATH, w, [x])
-    truth = bench.oracle(w, x)
-    assert truth.rejection(truth.error(call())) is None
-
-
 def test_a_single_request_is_a_batch_of_one_whose_pages_are_in_order() -> None:
-    w = Workload(1, 64, 4, 2, 64, 64)
+    w = one_request(1, 64, 4, 2, 64, 64)
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    for x, call in zip(sets, peers.single(peers.our_xqa, w, sets, page_size=16), strict=True):
-        truth = bench.oracle(w, x)
-        assert truth.rejection(truth.error(call())) is None
+    assert_right(w, sets, peers.in_pages(peers.our_xqa, w, sets))
     with pytest.raises(UnavailableError, match="multiple of the page size 16, got 70"):
-        peers.single(peers.our_xqa, dataclasses.replace(w, kv_len=70), sets, page_size=16)
+        peers.in_pages(peers.our_xqa, dataclasses.replace(w, kv_lens=(70,)), sets)
 
 
 def row_of_fakes() -> dict[str, Any]:
-    def bind(offset: float) -> Callable[[Workload, Sequence[Inputs]], list[harness.Call]]:
+    def bind(offset: float) -> Callable[[BatchWorkload, Sequence[BatchInputs]], list[harness.Call]]:
         return lambda w, sets: [lambda x=x: sdpa(w, x) + offset for x in sets]  # type: ignore[misc]
 
-    def absent(w: Workload, sets: Sequence[Inputs]) -> list[harness.Call]:
+    def absent(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[harness.Call]:
         raise UnavailableError("it is not installed")
 
     binds = {
@@ -334,25 +332,16 @@ def test_row_has_speed_share_ratio_error_and_reasons() -> None:
 
 
 def test_ratio_needs_both_sides() -> None:
-    assert bench.compare_with_peers({"cute_attn": {"speed": 2.0}, "x": {"reason": "no"}}) == {
-        "best_peer": None,
-        "ratio": None,
-    }
-    assert bench.compare_with_peers({"cute_attn": {"reason": "no"}, "x": {"speed": 2.0}}) == {
-        "best_peer": "x",
-        "ratio": None,
-    }
-
-
-def environment() -> dict[str, str]:
-    return dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?")
+    fast, absent = {"speed": 2.0}, {"reason": "no"}
+    assert bench.compare_with_peers({"cute_attn": fast, "x": absent}) == {"best_peer": None, "ratio": None}
+    assert bench.compare_with_peers({"cute_attn": absent, "x": fast}) == {"best_peer": "x", "ratio": None}
 
 
 def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
     row = row_of_fakes()
     record = {
         "command": "python -m perf.run prefill",
-        "environment": environment(),
+        "environment": ENVIRONMENT,
         "ceilings": CEILINGS,
         "rows": [row],
         "failed_rows": {"a long row": "OutOfMemoryError: too long"},
@@ -376,10 +365,18 @@ def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
     assert "bf16 GEMM 700 TFLOP/s" in done.stdout
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "perf/results").glob("*.json")), ids=lambda path: path.stem)
+def test_reports_show_every_record(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.main([str(path)])
+    shown = capsys.readouterr().out
+    assert json.loads(path.read_text())["environment"]["date"] in shown
+    assert "| --- |" in shown
+
+
 def test_markdown_of_host_times() -> None:
     timing = {"median_us": 21.5, "p20_us": 21.0, "p80_us": 22.25, "launches": 200, "rounds": 31}
     overhead = {"single": timing, "peer": {"reason": "not here"}}
-    text = report.markdown({"command": "x", "environment": environment(), "overhead": overhead})
+    text = report.markdown({"command": "x", "environment": ENVIRONMENT, "overhead": overhead})
     assert "| single | 21.5 (21.0-22.2) |" in text
     assert "| peer | not here |" in text
 
@@ -397,7 +394,7 @@ def test_host_times_divide_wall_time_by_calls() -> None:
 
 def test_growing_cache_takes_every_length() -> None:
     seen: list[tuple[int, int]] = []
-    w = Workload(1, 5, 2, 1, 64, 64)
+    w = one_request(1, 5, 2, 1, 64, 64)
     grow = overhead.GrowingCache(w.inputs(CPU), lambda q, k, v: seen.append((len(k), len(v))))
     for _ in range(6):
         grow()
@@ -429,7 +426,7 @@ def test_builds_are_distinct_and_of_the_right_phase() -> None:
     assert {name for name, _ in warm.builds(SECTIONS["single-prefill"].workloads, ["FlashInfer fa2"])} == {
         "FlashInfer fa2"
     }
-    assert all(w.qo_len == 1 for _, w in warm.builds(SECTIONS["single-decode"].workloads))
+    assert all(w.qo_lens == (1,) for _, w in warm.builds(SECTIONS["single-decode"].workloads))
 
 
 def test_rows_are_selected_by_words_and_have_names_of_their_own() -> None:

@@ -99,11 +99,11 @@ def test_a_picture_without_a_record_is_not_drawn(results: Path, tmp_path: Path) 
 
 
 def test_lines_are_the_fastest_kernel_of_each_library(results: Path) -> None:
-    assert pictures.prefill_lines("h100", 64, results) == {
+    assert pictures.PREFILL.lines("h100", 64, results) == {
         "cute_attn": [(512.0, 300), (1024.0, 400)],
         "FA4": [(512.0, 200), (1024.0, 410)],
     }
-    assert pictures.decode_lines("h200", "e4m3", results)["cute_attn"] == [(1.0, 900), (2.0, 950)]
+    assert pictures.DECODE.lines("h200", "e4m3", results)["cute_attn"] == [(1.0, 900), (2.0, 950)]
 
 
 def test_anchors_stand_in_for_curves() -> None:
@@ -112,7 +112,7 @@ def test_anchors_stand_in_for_curves() -> None:
     rows = {row["name"]: row for row in json.loads(newest.read_text())["rows"]}
     names = {n: f"d64 h32/32 ragged b{16384 // n} q{n} kv{n} causal bfloat16" for n in (1024, 4096, 16384)}
     found = [(float(n), rows[name]["candidates"]["cute_attn"]["speed"]) for n, name in names.items()]
-    assert pictures.prefill_lines("h200", 64, tables.RESULTS)["cute_attn"] == found
+    assert pictures.PREFILL.lines("h200", 64, tables.RESULTS)["cute_attn"] == found
 
 
 def test_tables_show_the_numbers_of_their_records(results: Path) -> None:

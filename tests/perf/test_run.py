@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from perf import bench, harness, peers, program, report, rows, run, warm
+from perf import bench, peers, program, report, rows, run, warm
 from perf.machine import UnavailableError
 from perf.rows import ANCHORS, GROUPS, SECTIONS, Section
 from perf.run import Pace
 from perf.workloads import BatchWorkload, equal
+from tests.perf import ENVIRONMENT, our_candidates
 
 CPU = torch.device("cpu")
-DRAFTS = equal(3, 4, 50, (4, 2), 64, 16, causal=True)
 VARIED = [
-    DRAFTS,
+    equal(3, 4, 50, (4, 2), 64, 16, causal=True),
     BatchWorkload((3, 20), (50, 20), 4, 2, 64, causal=True),
     BatchWorkload((3, 20), (50, 20), 4, 2, 64, 16, causal=True, window_left=9, sinks=True),
     BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, window_left=15, sinks=True),
@@ -79,20 +79,9 @@ def test_flash_attention_4_is_handed_the_problem(w: BatchWorkload, monkeypatch: 
         assert bench.oracle(w, x).error(call()) < 5e-3  # sinks are rounded to bf16
 
 
-def test_ours_verify_drafts() -> None:
-    assert DRAFTS.phase == "speculative decode"
-    assert DRAFTS.metric.unit == "GB/s"
-    sets = [DRAFTS.inputs(CPU, seed) for seed in range(2)]
-    binds = {n: b for n, b in bench.candidates(DRAFTS.phase, ["auto"]).items() if n.startswith("cute_attn")}
-    assert list(binds) == ["cute_attn", bench.HOST_LENGTHS, "cute_attn xqa function"]
-    calls, entries = bench.prepare(DRAFTS, binds, sets)
-    assert list(calls) == list(binds), entries
-
-
 def test_a_backend_that_auto_took_is_not_timed_twice() -> None:
     w = VARIED[1]
-    binds = {n: b for n, b in bench.candidates(w.phase, ["auto", "reference"]).items() if n.startswith("cute_attn")}
-    calls, entries = bench.prepare(w, binds, [w.inputs(CPU)])
+    calls, entries = bench.prepare(w, our_candidates(w, "auto", "reference"), [w.inputs(CPU)])
     assert list(calls) == ["cute_attn", bench.HOST_LENGTHS]
     assert entries["cute_attn"]["backend"] == "reference"
     assert bench.SAME in entries["cute_attn reference"]["reason"]
@@ -100,17 +89,19 @@ def test_a_backend_that_auto_took_is_not_timed_twice() -> None:
 
 def test_rounds_shrink_when_time_gets_short_and_stop_when_it_is_spent() -> None:
     now = [0.0]
-    pace = Pace(10, 20, 60.0, clock=lambda: now[0])
+    pace = Pace([20] * 10, 60.0, clock=lambda: now[0])
     assert pace.next() == 20  # nothing is known yet
     now[0] = 10.5
     pace.finished(10.5, 20, per_round=0.5)
     assert pace.next() == int((49.5 / 9 - 0.5) / 0.5)
+    pace.left[0] = 40  # of a row that should have twice as many
+    assert pace.next() == int((49.5 * 40 / (40 + 8 * 20) - 0.5) / 0.5)
     now[0] = 59.0
     pace.finished(2.0, 8, per_round=0.2)
     assert pace.next() == run.FEWEST_ROUNDS
     now[0] = 60.0
     assert pace.next() == 0
-    assert Pace(10, 20, None).next() == 20
+    assert Pace([20] * 10, None).next() == 20
 
 
 def test_a_row_of_many_rounds_knows_what_one_costs() -> None:
@@ -133,7 +124,6 @@ def test_summary_of_a_section() -> None:
     assert found["mean"] == pytest.approx(math.sqrt(1.2 * 0.9))
     assert (found["rows"], found["compared"], found["lowest_row"]) == (3, 2, "b")
     assert (found["auto_row"], found["auto"]) == ("a", pytest.approx(100 / 120))
-    assert (found["device_row"], found["device_lengths"]) == ("a", pytest.approx(100 / 125))
     assert bench.summary([row("c", None)]) == {"rows": 1, "compared": 0}
 
 
@@ -183,8 +173,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "start_again": start_again,
     }.items():
         monkeypatch.setattr(run, name, value)
-    known = dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?")
-    monkeypatch.setattr(program, "environment", lambda: known)
+    monkeypatch.setattr(program, "environment", lambda: ENVIRONMENT)
     save = run.save
     monkeypatch.setattr(run, "save", lambda r, path: (state["written"].append(len(r["rows"])), save(r, path)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -245,7 +234,7 @@ def test_backends_are_those_of_the_section_or_of_the_option(monkeypatch: pytest.
     monkeypatch.setattr(run, "why_no_gpu", lambda: None)
     parser = run.parser("run", None)
     options = parser.parse_args(["decode", "--budget", "9"])
-    assert (options.sections, options.budget, options.rounds) == (["decode"], 9.0, harness.ROUNDS)
+    assert (options.sections, options.budget, options.rounds) == (["decode"], 9.0, None)
     found = run.measured_sections(options)
     assert found is not None
     assert found["decode"].backends == ("auto", "fa2", "xqa")

@@ -21,7 +21,7 @@ from cute_attn.runtime import arch as archs
 from perf import rings, run, tiles, tune
 from perf.rows import SECTIONS, Section
 from perf.tiles import Trial, tile
-from perf.workloads import AnyWorkload, BatchWorkload, Workload, as_batch, equal
+from perf.workloads import BatchWorkload, equal, one_request
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, ragged
 
@@ -109,11 +109,10 @@ def test_plans_leave_the_last_wave_whole() -> None:
 
 
 def test_a_single_request_is_a_batch_of_one() -> None:
-    w = Workload(50, 90, 16, 8, 192, 128, causal=True)
-    batch = as_batch(w)
-    assert batch.requests == [w]
-    assert batch.flops == w.flops
-    assert tiles.spec(batch, tile(128, 96, 2, 1)).head_dim_vo == 128
+    w = one_request(50, 90, 16, 8, 192, 128, causal=True)
+    assert w.phase == "prefill"
+    assert w.flops == 2 * (41 * 50 + 49 * 25) * (192 + 128) * 16
+    assert tiles.spec(w, tile(128, 96, 2, 1)).head_dim_vo == 128
 
 
 # ---- rings
@@ -175,8 +174,8 @@ def test_every_row_has_the_candidates_of_its_kind() -> None:
     assert list(tune.candidates(prefill, options, HOPPER)) == ["cute_attn 128x64 2+1", "cute_attn packed"]
     assert list(tune.candidates(step, options, HOPPER)) == ["cute_attn 8x2x16x1"], "the other ring fits no SM"
     around = tune.parse(["prefill", "--around"])
-    batch = as_batch(prefill)
-    assert len(tune.candidates(prefill, around, HOPPER)) == len(tiles.neighbours(batch.head_dim, tiles.of_table(batch)))
+    neighbours = tiles.neighbours(prefill.head_dim, tiles.of_table(prefill))
+    assert len(tune.candidates(prefill, around, HOPPER)) == len(neighbours)
     start = rings.start_of(step, HOPPER)
     assert len(tune.candidates(step, around, HOPPER)) == len(rings.around(start, step, HOPPER)) - 1
     found = tune.candidates(step, around, HOPPER)
@@ -211,7 +210,7 @@ def test_a_run_measures_the_candidates_of_its_rows(
         compiled.extend(wanted["sm_90a"])
 
     def chosen(options: Any) -> dict[str, Section]:
-        one: list[AnyWorkload] = [SECTIONS["prefill"].workloads[0]]
+        one: list[BatchWorkload] = [SECTIONS["prefill"].workloads[0]]
         return {"prefill": Section(one)}
 
     monkeypatch.setattr(run, "measured_sections", chosen)
