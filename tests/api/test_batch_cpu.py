@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.batch_case import SMALL, BatchCase, call, check, make, random_batch_case
+from tests.support.batch_case import SMALL, BatchCase, call, make, random_batch_case
 from tests.support.formula import assert_batch_right
 from tests.support.matrix import poisoned_memory
+from tests.support.right import assert_right
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
@@ -15,8 +16,7 @@ def test_batch(case: BatchCase) -> None:
     with poisoned_memory():
         out, lse = call(case, inputs)
     assert_batch_right(case, inputs, out, lse)
-    verdict = check(case, inputs, out, lse)
-    assert verdict.ok, verdict.detail
+    assert_right(case, inputs, out, lse)
 
 
 @pytest.mark.parametrize("seed", range(100))

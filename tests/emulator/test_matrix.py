@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.support.executors import Executor, emulated
-from tests.support.matrix import SMALL, Case, call, check, make
-
-
-def solve(case: Case, executor: Executor) -> None:
-    out, lse = call(case, make(case, torch.device(executor.device)), backend=executor.backend)
-    result = check(case, out, lse)
-    assert result.ok, result.detail
+from tests.support.executors import Executor
+from tests.support.matrix import SMALL, Case
+from tests.support.right import assert_solved, emulate
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
 def test_single(case: Case, executor: Executor) -> None:
-    solve(case, executor)
+    assert_solved(case, executor.device, backend=executor.backend)
 
 
 # Of all others Ampere has Hopper's kernels of fa2, without the two instructions of dependent launches.
@@ -32,5 +26,4 @@ AMPERE = [
 @pytest.mark.parametrize("case", AMPERE, ids=lambda case: case.id)
 def test_ampere(case: Case) -> None:
     """Tiles of many rows or wide heads, and numbers of 8 bits without instructions that convert them."""
-    with emulated("sm_80").active():
-        solve(case, emulated("sm_80"))
+    emulate(case, "sm_80", "fa2")

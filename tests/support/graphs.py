@@ -16,13 +16,13 @@ from tests.support.batch_case import (
     BatchCase,
     BatchInputs,
     call,
-    check,
     make,
     plan_arguments,
     random_lengths,
     run_arguments,
     wrapper,
 )
+from tests.support.right import assert_right
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Capture = Callable[[Callable[[], Pair]], tuple[Pair, Callable[[], None]]]  # runs once; its result, and a replay
@@ -64,8 +64,7 @@ def assert_plans_in_a_row_do_not_race(case: BatchCase, **arguments: Any) -> None
         made.plan(**plan_arguments(case, tensors))
         results.append(call(case, tensors, made))
     for case, tensors, (out, lse) in zip(cases, inputs, results, strict=True):
-        result = check(case, tensors, out, lse)
-        assert result.ok, result.detail
+        assert_right(case, tensors, out, lse)
 
 
 def graph_wrapper(
@@ -142,6 +141,5 @@ class Captured:
         self.lse.fill_(torch.nan)
         self.wrapper.plan(**plan_arguments(case, inputs), **self.promises)
         self.again()
-        result = check(case, inputs, self.out[: case.rows], self.lse[: case.rows])
-        assert result.ok, f"{case}: {result.detail}"
+        assert_right(case, inputs, self.out[: case.rows], self.lse[: case.rows])
         assert self.out[case.rows :].isnan().all()

@@ -33,6 +33,7 @@ from tests.support.batch_case import (
     run_arguments,
     wrapper,
 )
+from tests.support.right import assert_right
 
 __all__ = ["on_fa2"]  # a fixture: calls with CPU tensors go to fa2's host side
 
@@ -95,9 +96,7 @@ def test_layers(case: BatchCase, full_checks: list[Any]) -> None:
     for _ in range(3):
         sinks = None if inputs.sinks is None else inputs.sinks + 1
         inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv), sinks=sinks)
-        out, lse = call(case, inputs, made)
-        verdict = check(case, inputs, out, lse)
-        assert verdict.ok, verdict.detail
+        assert_right(case, inputs, *call(case, inputs, made))
     assert len(full_checks) == 1
 
 
@@ -135,8 +134,7 @@ def test_a_query_with_other_strides(full_checks: list[Any]) -> None:
     for _ in range(2):
         out, lse = call(PAGED, inputs, made)
         assert out.is_contiguous()
-        verdict = check(PAGED, inputs, out, lse)
-        assert verdict.ok, verdict.detail
+        assert_right(PAGED, inputs, out, lse)
     assert len(full_checks) == 1
 
 
@@ -147,8 +145,7 @@ def test_a_callers_buffers(full_checks: list[Any]) -> None:
         results = call(PAGED, inputs, made, out=out, lse=lse)
         assert results[0] is out
         assert results[1] is lse
-        verdict = check(PAGED, inputs, out, lse)
-        assert verdict.ok, verdict.detail
+        assert_right(PAGED, inputs, out, lse)
     assert sum(run.out is not None for run in full_checks) == 1
 
 
@@ -176,9 +173,7 @@ def test_options_of_each_run() -> None:
         case = dataclasses.replace(PAGED, **change)
         sinks = torch.linspace(-1, 2, case.num_qo_heads) if case.sinks else None
         now = dataclasses.replace(inputs, sinks=sinks)
-        out, lse = call(case, now, made)
-        verdict = check(case, now, out, lse)
-        assert verdict.ok, f"{change}: {verdict.detail}"
+        assert_right(case, now, *call(case, now, made))
 
 
 def test_a_new_plan_has_no_cached_runs(full_checks: list[Any]) -> None:
@@ -187,8 +182,7 @@ def test_a_new_plan_has_no_cached_runs(full_checks: list[Any]) -> None:
         case = dataclasses.replace(PAGED, **change)
         made.plan(**plan_arguments(case, inputs))
         for _ in range(2):
-            verdict = check(case, inputs, *call(case, inputs, made))
-            assert verdict.ok, verdict.detail
+            assert_right(case, inputs, *call(case, inputs, made))
     assert len(full_checks) == 4
 
 
@@ -309,8 +303,7 @@ def test_layers_on_the_kernels(
         for _ in range(3):
             inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv))
             out, lse = made.run(inputs.q, *inputs.kv, **run_arguments(case, inputs))
-            verdict = check(case, inputs, out, lse)
-            assert verdict.ok, verdict.detail
+            assert_right(case, inputs, out, lse)
     assert len(made._planned().cached_runs) == 1
 
 
@@ -337,6 +330,4 @@ def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(fa2_prepared, "load", missing)
         with pytest.raises(RuntimeError, match="no kernel"):
             made.plan(**arguments)
-    out, lse = call(PAGED, inputs, made)
-    verdict = check(PAGED, inputs, out, lse)
-    assert verdict.ok, verdict.detail
+    assert_right(PAGED, inputs, *call(PAGED, inputs, made))
