@@ -226,21 +226,27 @@ def test_scales_on_the_device_have_no_known_sign(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("function", "good", "row"), TABLE, ids=[f"{f.__name__[7:14]}-{row.name}" for f, _, row in TABLE]
 )
-def test_bad_input_after_good_calls(
+def test_bad_input(
     function: Callable[..., Any], good: Callable[[], dict[str, Any]], row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors are the same before and after calls that equal the bad one but for a type, and are raised every time."""
-    monkeypatch.setattr(backends, "run", lambda *args: None)
+    """Raises before anything runs; the same after calls that equal the bad one but for a type, and every time."""
+    ran: list[Any] = []
+    monkeypatch.setattr(backends, "run", lambda *args: ran.append(args))
     arguments = {**good(), **row.arguments}
     if row.name == "rope of an odd head_dim":
         arguments["q"] = arguments["q"][..., :15]
 
     def message() -> tuple[type, str]:
+        before = len(ran)
         with pytest.raises(row.error) as error:
             function(**arguments)
+        assert len(ran) == before
         return type(error.value), str(error.value)
 
     first = message()
+    assert first[0] is row.error
+    assert issubclass(row.error, ValueError)
+    assert all(part in first[1] for part in row.message)
     function(**good())
     for name, value in row.arguments.items():
         for equal in (1, 1.0, True, 0, 0.0, False):
@@ -303,15 +309,29 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
     return view.copy_(x)
 
 
+WIDE = torch.randn(3, 4, 32).half()
+
+
 @pytest.mark.usefixtures("aligned_memory")
-def test_a_misaligned_query_is_copied_after_an_aligned_one() -> None:
+@pytest.mark.parametrize(
+    ("q", "copied"),
+    [
+        (shifted(WIDE[..., :16]), True),
+        (WIDE[..., :16], False),
+        (WIDE[..., ::2], True),
+        (WIDE[..., 1:17], True),
+        (WIDE[:, :, 16:], False),
+    ],
+    ids=["moved", "aligned slice", "strided last axis", "misaligned", "second half"],
+)
+def test_a_query_that_kernels_cannot_read_is_copied(q: torch.Tensor, copied: bool) -> None:
+    """After an aligned one, and before another."""
     given = tensors()
     assert problem(**given).q is given["q"]
-    moved = {**given, "q": shifted(given["q"])}
-    copied = problem(**moved).q
-    assert copied is not moved["q"]
-    assert operands.aligned(copied)
-    assert torch.equal(copied, given["q"])
+    read = problem(**{**given, "q": q}).q
+    assert (read is not q) == copied
+    assert operands.aligned(read)
+    assert torch.equal(read, q)
     assert problem(**given).q is given["q"]
 
 
@@ -320,9 +340,10 @@ def test_a_misaligned_query_is_copied_after_an_aligned_one() -> None:
 def test_other_misaligned_tensors_are_refused_after_aligned_ones(name: str) -> None:
     given = {**tensors(), "out": torch.empty(3, 4, 16, dtype=HALF)}
     single_prefill_with_kv_cache(**given)
-    for _ in range(2):
+    wide = torch.zeros(*given[name].shape[:2], 24, dtype=HALF)[..., 1:17]
+    for misplaced in 2 * (shifted(given[name]), wide):
         with pytest.raises(ArgumentError, match=f"{name} must start at a multiple of 16 bytes"):
-            single_prefill_with_kv_cache(**{**given, name: shifted(given[name])})
+            single_prefill_with_kv_cache(**{**given, name: misplaced})
     single_prefill_with_kv_cache(**given)
 
 
@@ -349,9 +370,11 @@ def test_gradients_are_refused_after_calls_without(name: str) -> None:
         single_prefill_with_kv_cache(**given)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks", "custom_mask", "packed_custom_mask"])
 def test_overlap_is_refused_after_calls_without(name: str) -> None:
     given = {**tensors(), "sinks": torch.zeros(4), "out": torch.empty(3, 4, 16, dtype=HALF)}
+    if name not in given:
+        given[name] = {"custom_mask": torch.ones(3, 7).bool(), "packed_custom_mask": torch.ones(3).byte()}[name]
     single_prefill_with_kv_cache(**given)
     memory = torch.zeros(4096, dtype=torch.uint8)
     over = memory[given["out"].nbytes - 16 :][: given[name].nbytes].view(given[name].dtype).view(given[name].shape)
