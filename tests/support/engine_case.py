@@ -135,6 +135,11 @@ class Tokens:
         one.last_page_len = self.last_page_len[:1]
         return one
 
+    def newest(self, lens: Sequence[int]) -> Tokens:
+        """The same queries over the last keys of each request, in a cache of their own."""
+        sides = ([x[len(x) - n :] for x, n in zip(side, lens, strict=True)] for side in (self.keys, self.values))
+        return Tokens(dataclasses.replace(self.batch, kv_lens=lens), self.device, *sides)
+
     def shard(self, rank: int, world: int) -> Tokens:
         """The same queries over every `world`-th key from number `rank` on."""
         lens = [len(range(rank, n, world)) for n in self.batch.kv_lens]
