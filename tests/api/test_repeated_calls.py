@@ -36,6 +36,7 @@ from cute_attn.wrappers import single_calls
 from tests.support.error_rows import TABLE, Row
 from tests.support.fa2_contract import Fa2Params, InterpretedLaunch, interpret
 from tests.support.stub_driver import StubDriver, forget_loaded
+from tests.support.threads import in_threads
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -452,11 +453,7 @@ def test_threads_and_streams_share_memos(monkeypatch: pytest.MonkeyPatch) -> Non
             calls[q.data_ptr()] = stream, len(q), 100 + stream
             single_prefill_with_kv_cache(q, given["k"], given["v"], causal=stream % 2 == 0)
 
-    threads = [threading.Thread(target=work, args=(stream,)) for stream in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(1, 5))
     forget_loaded()
     launched = [
         Fa2Params(*(int.from_bytes(x, "little", signed=True) for x in run["params"])) for run in driver.launches
@@ -484,11 +481,7 @@ def test_threads_get_their_own_results() -> None:
                 wrong.append((seed, step))
 
     common = tensors()
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert not wrong
 
 

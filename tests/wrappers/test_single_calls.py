@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from cute_attn.emulator.settings import using
 from cute_attn.request import operands as request_operands
 from cute_attn.request import single
 from cute_attn.wrappers import calls, single_calls
+from tests.support.threads import in_threads
 
 HEADS, HEAD_DIM = (4, 2), 64
 CASES = {
@@ -289,16 +289,12 @@ def test_threads_share_replays(replayed: list[Any]) -> None:
     cached(x)
     replayed.clear()
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(200):
             q = x[0].clone()
             assert single_prefill_with_kv_cache(q, *x[1:]).data_ptr() != q.data_ptr()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert len(replayed) == 800
 
 
