@@ -49,11 +49,6 @@ def test_the_low_level_form_names_its_own_arguments() -> None:
     table[1, 0] = -5
     with pytest.raises(ArgumentError, match=r"page_table\[1, 0\], page 0 of request 1, is -5"):
         low_level(page_table=table)
-    memory = torch.zeros(1 << 20)
-    with pytest.raises(ArgumentError, match=r"semaphores must not share memory with|workspace_buffer must not share"):
-        low_level(workspace_buffer=memory, semaphores=memory[:64])
-    with pytest.raises(ArgumentError, match="output must not share memory with semaphores"):
-        low_level(semaphores=memory, output=memory.view(torch.bfloat16)[: 2 * 4 * 64].view(2, 4, 64))
 
 
 def test_rows_of_no_request_need_an_out() -> None:

@@ -119,16 +119,6 @@ def test_nothing_of_a_run_reaches_the_next(case: BatchCase) -> None:
         run(case, inputs, made)
 
 
-def test_equal_scales_of_different_types_are_distinguished() -> None:
-    """1, 1.0 and True are one key of a dictionary, and only two of them numbers."""
-    made, inputs = wrapper(PAGED), make(PAGED)
-    made.plan(**plan_arguments(PAGED, inputs))
-    made.run(inputs.q, *inputs.kv, k_scale=1.0)
-    made.run(inputs.q, *inputs.kv, k_scale=1)
-    with pytest.raises(TypeError, match="k_scale must be a number"):
-        made.run(inputs.q, *inputs.kv, k_scale=True)
-
-
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_buffers_are_filled_and_returned(case: BatchCase) -> None:
     made, inputs = wrapper(case), make(case)
