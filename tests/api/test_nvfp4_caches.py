@@ -10,20 +10,9 @@ import torch
 import cute_attn
 from cute_attn import page
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tests.support.append_case import good_append
 
 ONE = torch.ones(1)
-
-
-def good_append() -> dict[str, Any]:
-    return {
-        "append_key": torch.zeros(2, 3, 32),
-        "append_value": torch.zeros(2, 3, 32),
-        "slot_mapping": torch.tensor([0, 5]),
-        "paged_kv_cache": torch.zeros(2, 2, 4, 3, 16, dtype=torch.uint8),
-        "kv_cache_sf": torch.zeros(2, 2, 4, 3, 2, dtype=torch.uint8),
-        "k_scale": 1.0,
-        "v_scale": 1.0,
-    }
 
 
 # ---- NVFP4 appends: scales and slots
