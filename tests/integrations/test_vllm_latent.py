@@ -18,6 +18,7 @@ from cute_attn.integrations.vllm import latent, support
 from cute_attn.integrations.vllm.latent import LatentDecodes, LatentPrefills
 from cute_attn.integrations.vllm.metadata import split_decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
+from tests.support.dense_attention import attention, seen
 from tests.support.executors import GPU_MARKS, HAS_GPU
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
 
@@ -122,9 +123,7 @@ def test_a_graph_decodes_with_the_lengths_of_its_replay(q_len: int) -> None:
 
 def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention of the newest tokens of one request, fp64."""
-    z = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * SCALE
-    hidden = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k))[:, None]
-    return torch.einsum("hij,jhd->ihd", z.masked_fill(hidden, -math.inf).softmax(-1), v.double())
+    return attention(q, k, v, seen(len(q), len(k)), SCALE)[0]
 
 
 def indptr(lengths: Sequence[int], device: str) -> torch.Tensor:
