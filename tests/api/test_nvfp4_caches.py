@@ -11,6 +11,7 @@ import cute_attn
 from cute_attn import page
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tests.support.append_case import good_append
+from tests.support.executors import needs_gpu
 
 ONE = torch.ones(1)
 
@@ -64,9 +65,7 @@ def test_temporary_scales_are_refused_during_capture(scale: Any, monkeypatch: py
         append(meta, meta, slots, cache, sf, one, scale)
 
 
-@pytest.mark.gpu
-@pytest.mark.sm80
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_capture_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in good_append().items()}
     arguments |= {"append_key": torch.ones(2, 3, 32).cuda(), "k_scale": torch.ones(1), "v_scale": 0.5}

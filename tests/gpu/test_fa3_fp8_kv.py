@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from cute_attn.runtime import arch as archs
+from tests.gpu import marks
 from tests.support import batch_case, case, fp8_kv_cases
 from tests.support.batch_case import BatchCase, paged, ragged, random_batch_case
 from tests.support.case import Case
@@ -15,13 +15,7 @@ from tests.support.matrix import BF16, CAUSAL, E4M3, FULL, HND, prefill
 from tests.support.matrix import SMALL as SINGLE
 from tests.support.right import assert_solved_again
 
-HAS_HOPPER = torch.cuda.is_available() and archs.for_device(torch.cuda.current_device()).name == "sm_90a"
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm90,
-    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
-]
+pytestmark = list(marks.FA3_GPU)
 
 RANDOM = 300
 CHUNK = 20  # cases of one test

@@ -18,12 +18,11 @@ from cute_attn.integrations.sglang.metadata import LayerKind
 from cute_attn.integrations.sglang.tables import TableStep
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from tests.support.dense_attention import attention, seen
-from tests.support.executors import GPU_MARKS
+from tests.support.executors import DEVICES
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
 
 HEADS = 4
 KIND = LayerKind(False, HEADS, 1, LATENT + ROPE, SCALE, -1, 0.0, True)
-DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 needs_sglang = [
     pytest.mark.engines,
