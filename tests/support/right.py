@@ -9,7 +9,7 @@ import torch
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from tests.support import batch_case, case
-from tests.support.batch_case import BatchCase
+from tests.support.batch_case import BatchCase, BatchInputs
 from tests.support.case import Case, poisoned_memory
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
@@ -46,6 +46,12 @@ class Solver:
         results = self.call()
         assert_right(self.problem, self.inputs, *results)
         return results
+
+
+def planned(case: BatchCase, device: str = "cpu", **arguments: Any) -> tuple[Any, BatchInputs]:
+    """A wrapper with the plan of a case, and the case's inputs."""
+    solver = Solver(case, device, **arguments)
+    return solver.wrapper, solver.inputs
 
 
 def assert_right(problem: Case | BatchCase, inputs: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
