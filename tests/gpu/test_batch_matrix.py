@@ -29,11 +29,10 @@ from tests.support.batch_case import (
     plan_arguments,
     ragged,
     random_batch_case,
-    random_lengths,
     refusals,
     wrapper,
 )
-from tests.support.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
+from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
 from tests.support.right import Solver, assert_solved_again
 
 pytestmark = marks.SM80
@@ -120,10 +119,7 @@ GRAPHED = (
 
 @pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.id)
 def test_replays_with_other_lengths(case: BatchCase) -> None:
-    captured = Captured(case, "cuda", cuda_graph, backend="fa2")
-    captured.replay(case)
-    for seed in range(REPLAYS):
-        captured.replay(random_lengths(case, seed, max(case.kv_lens)))
+    assert_replays(case, REPLAYS, backend="fa2")
 
 
 def test_plans_in_a_row_do_not_race() -> None:

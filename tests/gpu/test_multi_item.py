@@ -24,11 +24,10 @@ from tests.support.batch_case import (
     plan_arguments,
     ragged,
     random_batch_case,
-    random_lengths,
     refusals,
     wrapper,
 )
-from tests.support.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
+from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
 from tests.support.matrix import BF16
 from tests.support.right import assert_solved_again
 
@@ -104,10 +103,7 @@ GRAPHED = (
 @pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.id)
 def test_replays_with_other_items(case: BatchCase, backend: str) -> None:
     skip_unless_taken(case, make(case, "cuda"), backend)
-    captured = Captured(case, "cuda", cuda_graph, backend=backend)
-    captured.replay(case)
-    for seed in range(30):
-        captured.replay(random_lengths(case, seed, max(case.kv_lens)))
+    assert_replays(case, 30, backend=backend)
 
 
 def test_plans_in_a_row_do_not_race() -> None:

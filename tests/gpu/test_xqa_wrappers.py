@@ -10,10 +10,9 @@ import torch
 import cute_attn
 from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
-from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.support.case import Case
-from tests.support.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
+from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
 from tests.support.matrix import FULL
 from tests.support.matrix import SMALL as MATRIX
 from tests.support.right import Solver, assert_solved_again
@@ -74,10 +73,7 @@ GRAPHED = (
 
 @pytest.mark.parametrize("batch", GRAPHED, ids=lambda batch: batch.id)
 def test_replays_with_other_lengths(batch: BatchCase) -> None:
-    captured = Captured(batch, "cuda", cuda_graph, backend="xqa")
-    captured.replay(batch)
-    for seed in range(REPLAYS):
-        captured.replay(batch_case.random_lengths(batch, seed, max(batch.kv_lens)))
+    assert_replays(batch, REPLAYS, backend="xqa")
 
 
 def test_plans_in_a_row_do_not_race() -> None:

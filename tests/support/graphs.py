@@ -52,6 +52,14 @@ def emulated_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
     return results, replay
 
 
+def assert_replays(case: BatchCase, replays: int, **arguments: Any) -> None:
+    """A launch captured on a GPU is right for `case`, the largest batch, and for as many others."""
+    captured = Captured(case, "cuda", cuda_graph, **arguments)
+    captured.replay(case)
+    for seed in range(replays):
+        captured.replay(random_lengths(case, seed, max(case.kv_lens)))
+
+
 def assert_plans_in_a_row_do_not_race(case: BatchCase, **arguments: Any) -> None:
     """Twenty plans and runs are queued behind a slow stream before the first of them may start."""
     cases = [random_lengths(case, seed, 900) for seed in range(20)]
