@@ -27,6 +27,7 @@ PACKAGE = [path for path in FILES if ROOT / "cute_attn" in path.parents]
 MAX_HOST_LINES = 21_844
 HOST_FOLDERS = ("wrappers", "request", "dispatch", "schedule", "xqa", "runtime", "ops")  # with the root and every host/
 MAX_PERF_LINES, MAX_PERF_FILES = 5_167, 25
+MAX_TEST_LINES = 53_360
 MAX_MEMOS = 30  # functions that `lru_cache`, `cache` or `once` keeps the results of
 UNBOUNDED_MEMOS = {
     "integrations/transformers/patterns.py: _packed_templates",
@@ -157,6 +158,11 @@ def test_size_of_perf() -> None:
     lines = [len(path.read_text().splitlines()) for path in FILES if ROOT / "perf" in path.parents]
     assert sum(lines) <= MAX_PERF_LINES
     assert len(lines) <= MAX_PERF_FILES
+
+
+def test_lines_of_tests() -> None:
+    lines = sum(len(path.read_text().splitlines()) for path in FILES if ROOT / "tests" in path.parents)
+    assert lines <= MAX_TEST_LINES, f"{lines} lines"
 
 
 def memos(text: str) -> list[tuple[str, bool]]:

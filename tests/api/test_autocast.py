@@ -8,12 +8,7 @@ import pytest
 import torch
 
 import cute_attn
-from tests.support.executors import HAS_GPU
-
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=(pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device"))),
-]
+from tests.support.executors import DEVICES
 
 
 def data(*shape: int, seed: int, device: str) -> torch.Tensor:

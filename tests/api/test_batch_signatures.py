@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import cute_attn
-import cute_attn.decode
-import cute_attn.prefill
 from cute_attn import (
     ArgumentTypeError,
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
 from tests.support.batch_case import paged, ragged
 from tests.support.error_rows import ints, workspace, zeros
@@ -54,29 +50,6 @@ def test_seed_arguments_exist(function: Any) -> None:
             assert repr(parameter.default) == default
         else:
             assert default or parameter.default is inspect.Parameter.empty
-
-
-def test_decode_shows_current_signature() -> None:
-    names = list(inspect.signature(BatchDecodeWithPagedKVCacheWrapper.__init__).parameters)
-    assert names[1:8] == [
-        *("float_workspace_buffer", "kv_layout", "use_cuda_graph", "use_tensor_cores", "paged_kv_indptr_buffer"),
-        *("paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"),
-    ]
-    names = list(inspect.signature(CUDAGraphBatchDecodeWithPagedKVCacheWrapper.__init__).parameters)
-    assert names[1:] == [
-        *("workspace_buffer", "indptr_buffer", "indices_buffer", "last_page_len_buffer", "kv_layout"),
-        "use_tensor_cores",
-    ]
-    names = list(inspect.signature(BatchDecodeWithPagedKVCacheWrapper.plan).parameters)
-    assert names[1:8] == ["indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size"]
-
-
-def test_modules_of_flashinfer_hold_the_names() -> None:
-    for module in (cute_attn.prefill, cute_attn.decode):
-        for name in module.__all__:
-            assert getattr(module, name) is getattr(cute_attn, name)
-    assert "BatchDecodeWithPagedKVCacheWrapper" in cute_attn.decode.__all__
-    assert "BatchPrefillWithRaggedKVCacheWrapper" in cute_attn.prefill.__all__
 
 
 # ---- plans by position

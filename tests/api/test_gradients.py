@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch.autograd import forward_ad
 
 import cute_attn
 from cute_attn import ArgumentError
-from tests.support.torch_ops import CASES, operands
+from tests.support.torch_ops import CASES, fresh_dynamo, operands
+
+__all__ = ["fresh_dynamo"]  # a fixture
 
 DIFFERENTIABLE = ("nvfp4_dequantize_paged", "merge_state", "merge_states", "merge_state_in_place")
 
@@ -29,13 +31,6 @@ WANTED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], Abs
     "requires grad|is written and must not require grad": (leaf, nullcontext),
     "has a tangent of forward-mode AD": (with_tangent, forward_ad.dual_level),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def float_tensors(name: str) -> list[int]:

@@ -172,12 +172,6 @@ def test_errors(changes: dict[str, torch.Tensor], message: str) -> None:
         case.trtllm()
 
 
-def test_outputs_share_no_memory() -> None:
-    case = CASES["decode"]
-    with pytest.raises(ArgumentError, match="out must not share memory with"):
-        case.trtllm(out=case.q[:, None, :, :LATENT])
-
-
 def test_run_before_plan() -> None:
     wrapper = cute_attn.BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8))
     with pytest.raises(NotPlannedError, match="plan"):

@@ -10,20 +10,10 @@ import torch
 import cute_attn
 from cute_attn import page
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tests.support.append_case import good_append
+from tests.support.executors import needs_gpu
 
 ONE = torch.ones(1)
-
-
-def good_append() -> dict[str, Any]:
-    return {
-        "append_key": torch.zeros(2, 3, 32),
-        "append_value": torch.zeros(2, 3, 32),
-        "slot_mapping": torch.tensor([0, 5]),
-        "paged_kv_cache": torch.zeros(2, 2, 4, 3, 16, dtype=torch.uint8),
-        "kv_cache_sf": torch.zeros(2, 2, 4, 3, 2, dtype=torch.uint8),
-        "k_scale": 1.0,
-        "v_scale": 1.0,
-    }
 
 
 # ---- NVFP4 appends: scales and slots
@@ -75,9 +65,7 @@ def test_temporary_scales_are_refused_during_capture(scale: Any, monkeypatch: py
         append(meta, meta, slots, cache, sf, one, scale)
 
 
-@pytest.mark.gpu
-@pytest.mark.sm80
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_capture_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in good_append().items()}
     arguments |= {"append_key": torch.ones(2, 3, 32).cuda(), "k_scale": torch.ones(1), "v_scale": 0.5}

@@ -12,6 +12,7 @@ import torch
 
 import cute_attn
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tests.support.append_case import good_append
 
 E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
 E4M3 = [Fraction((8 + c % 8) << (c // 8), 1 << 10) if c >= 8 else Fraction(c, 1 << 9) for c in range(0x7F)]
@@ -251,18 +252,6 @@ BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
 def test_bad_arguments_are_named(function: str, arguments: tuple[Any, ...], message: str, error: type) -> None:
     with pytest.raises(error, match=message):
         getattr(cute_attn, function)(*arguments)
-
-
-def good_append() -> dict[str, Any]:
-    return {
-        "append_key": torch.zeros(2, 3, 32),
-        "append_value": torch.zeros(2, 3, 32),
-        "slot_mapping": torch.tensor([0, 5]),
-        "paged_kv_cache": torch.zeros(2, 2, 4, 3, 16, dtype=torch.uint8),
-        "kv_cache_sf": torch.zeros(2, 2, 4, 3, 2, dtype=torch.uint8),
-        "k_scale": 1.0,
-        "v_scale": 1.0,
-    }
 
 
 BAD_APPENDS: list[tuple[str, Any, str, type]] = [

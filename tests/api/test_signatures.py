@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import inspect
-import pydoc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import cute_attn
 from cute_attn import (
     ArgumentTypeError,
     packbits,
@@ -40,83 +37,6 @@ def qkv() -> Tensors:
 @pytest.fixture
 def mask() -> torch.Tensor:
     return torch.arange(21).reshape(3, 7) % 3 != 0
-
-
-# ---- where the names are, and what they show
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("prefill", "single_prefill_with_kv_cache"),
-        ("prefill", "single_prefill_with_kv_cache_return_lse"),
-        ("decode", "single_decode_with_kv_cache"),
-        ("quantization", "packbits"),
-        ("quantization", "segment_packbits"),
-    ],
-)
-def test_import_locations(module: str, name: str) -> None:
-    assert getattr(importlib.import_module(f"cute_attn.{module}"), name) is getattr(cute_attn, name)
-    assert name in cute_attn.__all__
-
-
-def positional(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-
-@pytest.mark.parametrize(
-    ("function", "return_lse"),
-    [(single_prefill_with_kv_cache, False), (single_prefill_with_kv_cache_return_lse, True)],
-)
-def test_prefill_shows_current_signature(function: Callable[..., Any], return_lse: bool) -> None:
-    assert positional(function) == ["q", "k", "v", *PREFILL_ORDER]
-    parameters = inspect.signature(function).parameters
-    assert parameters["return_lse"].default is return_lse
-    assert parameters["kv_layout"].default == "NHD"
-    for name in ("allow_fp16_qk_reduction", "out", "lse", "sinks", "enable_pdl"):
-        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-
-
-def test_decode_shows_the_signature_of_both_generations() -> None:
-    assert positional(single_decode_with_kv_cache) == [
-        "q",
-        "k",
-        "v",
-        "kv_layout",
-        "pos_encoding_mode",
-        "use_tensor_cores",
-        "q_scale",
-        "k_scale",
-        "v_scale",
-        "window_left",
-        "logits_soft_cap",
-        "sm_scale",
-        "rope_scale",
-        "rope_theta",
-        "return_lse",
-    ]
-    parameters = inspect.signature(single_decode_with_kv_cache).parameters.values()
-    assert {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} == {
-        "out": None,
-        "lse": None,
-        "enable_pdl": None,
-        "sinks": None,
-        "backend": "auto",
-        "lse_base": "log2",
-    }
-
-
-@pytest.mark.parametrize(
-    "function",
-    [single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse, single_decode_with_kv_cache],
-)
-def test_docstrings_name_every_parameter(function: Callable[..., Any]) -> None:
-    text = pydoc.render_doc(function)
-    assert function.__name__ in text
-    listed = [line.split(" : ")[0].strip() for line in text.splitlines() if " : " in line]
-    names = {name for line in listed for name in line.split(", ")}
-    assert set(inspect.signature(function).parameters) <= names
 
 
 @pytest.mark.parametrize("module", ["prefill", "decode"])

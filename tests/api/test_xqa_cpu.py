@@ -22,6 +22,7 @@ from cute_attn import (
 from cute_attn.kernels.xqa.host.grid import cta_group_count
 from cute_attn.request import operands
 from cute_attn.xqa import xqa
+from tests.support.low_level import low_level
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 
 SEED = [
@@ -236,19 +237,7 @@ LOW_LEVEL: list[tuple[str, Any, type[Exception]]] = [
 
 @pytest.mark.parametrize(("name", "wrong", "error"), LOW_LEVEL, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(LOW_LEVEL)])
 def test_the_low_level_form_names_the_argument(name: str, wrong: Any, error: type[Exception]) -> None:
-    a = build(CASE).arguments
-    given = {
-        "q": a["query"],
-        "k_cache": a["kv_cache"][0],
-        "v_cache": a["kv_cache"][1],
-        "page_table": a["block_tables"],
-        "seq_lens": a["seq_lens"],
-        "output": torch.zeros_like(a["query"]),
-        "num_kv_heads": 2,
-        "page_size": 16,
-        "workspace_buffer": torch.empty(32 << 20, dtype=torch.uint8),
-        "semaphores": torch.zeros(4096, dtype=torch.uint32),
-    }
+    given = low_level(build(CASE))
     xqa(**given)
     with pytest.raises(error, match=f"^{name} must "):
         xqa(**given | {name: wrong})
@@ -292,13 +281,11 @@ def test_rows_that_a_gpu_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(call(built), expected)
 
 
-def test_no_gradients_and_no_shared_memory() -> None:
+def test_no_gradients() -> None:
     built = build(CASE)
     query = built.arguments["query"].clone().requires_grad_()
     with pytest.raises(ArgumentError, match="query requires grad"):
         call(built, query=query)
-    with pytest.raises(ArgumentError, match="out must not share memory with query"):
-        call(built, out=built.arguments["query"])
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 78, 132, 264, 396, 528])

@@ -12,7 +12,7 @@ from tests.support.backend_problems import build
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.matrix import CAUSAL
 from tests.support.matrix import prefill as request
-from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_batch, solve_single
+from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_on
 
 pytestmark = pytest.mark.emulator
 
@@ -32,7 +32,7 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_groups_of_any_size_share_tiles(name: str, schedule: Schedule) -> None:
     batch: BatchCase = BATCHES[name]
-    solve_batch(FA3, batch, schedule, sms=3)
+    solve_on(FA3, batch, schedule, sms=3)
     settings, group = build(batch).problem.settings, batch.num_qo_heads // batch.num_kv_heads
     assert KERNELS.heads_per_tile(settings.features, 47, HopperTile(128, 64, 2, 1)) == group
 
@@ -41,13 +41,13 @@ def test_groups_of_any_size_share_tiles(name: str, schedule: Schedule) -> None:
 def test_split_groups_share_tiles(schedule: Schedule) -> None:
     """Slots of partial results have as many rows as are used."""
     batch = paged((20, 9), (2100, 300), 16, mask="causal", **heads(7, 1), **dims(128))
-    emulation = solve_batch(FA3, batch, schedule, sms=16)
+    emulation = solve_on(FA3, batch, schedule, sms=16)
     assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
 
 
 def test_single_requests() -> None:
-    solve_single(FA3, request(60, 900, (7, 1), 64, **CAUSAL), Schedule("adversarial", 1), sms=4)
-    split = solve_single(FA3, request(20, 2100, (7, 1), 64), Schedule("adversarial", 1), sms=16)
+    solve_on(FA3, request(60, 900, (7, 1), 64, **CAUSAL), Schedule("adversarial", 1), sms=4)
+    split = solve_on(FA3, request(20, 2100, (7, 1), 64), Schedule("adversarial", 1), sms=16)
     assert [record.spec["kernel"] for record in split.records] == ["fa3", "combine"]
 
 

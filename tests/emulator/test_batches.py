@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cute_attn.emulator import using
-from tests.support.batch_case import SMALL, BatchCase, call, check, make
+from tests.support.batch_case import SMALL, BatchCase
+from tests.support.right import emulate
 
 pytestmark = pytest.mark.emulator
 
@@ -13,8 +13,4 @@ pytestmark = pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_90a"])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
 def test_batch(case: BatchCase, arch: str) -> None:
-    inputs = make(case)
-    with using(arch, kernels="fa2"):
-        out, lse = call(case, inputs, backend="emulator")
-    result = check(case, inputs, out, lse)
-    assert result.ok, result.detail
+    emulate(case, arch, "fa2")

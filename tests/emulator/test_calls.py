@@ -11,8 +11,9 @@ import torch
 
 import cute_attn
 from cute_attn import emulator
-from tests.support.batch_case import call, check, decode, heads, make, paged, plan_arguments, wrapper
+from tests.support.batch_case import call, decode, heads, make, paged, plan_arguments, wrapper
 from tests.support.dense_attention import assert_near, attention, random
+from tests.support.right import assert_right
 
 pytestmark = pytest.mark.emulator
 
@@ -47,5 +48,4 @@ def test_repeated_runs_copy_a_query_that_is_not_aligned(case: Any, target: tuple
             planned = wrapper(case, backend="emulator")
             planned.plan(**plan_arguments(case, inputs))
             for now in order:
-                result = check(case, inputs, *call(case, now, planned))
-                assert result.ok, result.detail
+                assert_right(case, inputs, *call(case, now, planned))

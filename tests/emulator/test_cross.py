@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from cute_attn.emulator import using
-from tests.support import batch_case, case, cross
+from tests.support import cross
+from tests.support.batch_case import BatchCase
+from tests.support.case import Case
 from tests.support.persistent_emulated import FA3, TARGETS, Target, name
+from tests.support.right import Solver
 
 pytestmark = pytest.mark.emulator
 
 SEEDS = (0, cross.A_KERNEL)
 
 
+@pytest.mark.parametrize("draw", [cross.batch, cross.single], ids=["batch", "single"])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_batches(target: Target, seed: int) -> None:
-    problem = cross.batch(target, seed, max_len=150)
-    inputs = batch_case.make(problem)
-    answers = []
+def test_backends_agree(target: Target, seed: int, draw: Callable[..., Case | BatchCase]) -> None:
+    problem, answers = draw(target, seed, max_len=150), []
     for backend in cross.backends(target):
         with using(target.arch, kernels=backend, sms=2) as emulation:
-            answers.append(batch_case.call(problem, inputs, backend="emulator"))
+            answers.append(Solver(problem, backend="emulator").assert_right())
         assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {backend}
-        result = batch_case.check(problem, inputs, *answers[-1])
-        assert result.ok, f"{backend}: {result.detail}"
-    assert cross.differences(problem, *answers) == ""
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_single_requests(target: Target, seed: int) -> None:
-    problem = cross.single(target, seed, max_len=150)
-    inputs = case.make(problem)
-    answers = []
-    for backend in cross.backends(target):
-        with using(target.arch, kernels=backend, sms=2):
-            answers.append(case.call(problem, inputs, backend="emulator"))
-        result = case.check(problem, *answers[-1])
-        assert result.ok, f"{backend}: {result.detail}"
     assert cross.differences(problem, *answers) == ""
 
 

@@ -15,7 +15,7 @@ from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.matrix import BF16, CAUSAL, prefill
-from tests.support.persistent_emulated import FA4, name, solve_batch, solve_single
+from tests.support.persistent_emulated import FA4, name, solve_on
 from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -60,19 +60,19 @@ def loads(emulation: Emulation) -> int:
 @pytest.mark.parametrize("mask", ["none", "causal"])
 @pytest.mark.parametrize(("kv_len", "schedule"), in_turn((1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384)), ids=name)
 def test_few_kv_tiles(kv_len: int, schedule: Schedule, mask: str) -> None:
-    solve_single(FA4, prefill(200, kv_len, (1, 1), 128, **BF16, mask=mask), schedule, sms=1)
+    solve_on(FA4, prefill(200, kv_len, (1, 1), 128, **BF16, mask=mask), schedule, sms=1)
 
 
 @pytest.mark.parametrize("qo_len", [1, 127, 128, 129, 255, 256, 257])
 def test_edges_of_query_tiles(qo_len: int) -> None:
-    solve_single(FA4, prefill(qo_len, 200, (1, 1), 64, **CAUSAL), SCHEDULES[1], sms=1)
+    solve_on(FA4, prefill(qo_len, 200, (1, 1), 64, **CAUSAL), SCHEDULES[1], sms=1)
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_every_ring_wraps(head_dim: int | tuple[int, int], schedule: Schedule) -> None:
     """Twice and by odd numbers of tiles: three heads of 11 kv tiles on one CTA."""
-    solve_single(FA4, prefill(130, 11 * TILE - 5, (3, 1), head_dim, **BF16), schedule, sms=1)
+    solve_on(FA4, prefill(130, 11 * TILE - 5, (3, 1), head_dim, **BF16), schedule, sms=1)
 
 
 # ---- rows that see nothing
@@ -106,13 +106,13 @@ def test_hidden_tiles(hidden: str, schedule: Schedule) -> None:
 @pytest.mark.parametrize(("lengths", "schedule"), in_turn(((256, 128), (256, 100), (300, 20), (512, 300))), ids=name)
 def test_causal_rows_before_the_first_key(lengths: tuple[int, int], schedule: Schedule) -> None:
     """A query tile of which no row, or only the last rows, see a key, beside a full one."""
-    solve_single(FA4, prefill(*lengths, (2, 1), 128, **BF16, **CAUSAL), schedule, sms=1)
+    solve_on(FA4, prefill(*lengths, (2, 1), 128, **BF16, **CAUSAL), schedule, sms=1)
 
 
 @pytest.mark.parametrize(("window", "schedule"), in_turn((0, 1, 31, 127, 128, 300)), ids=name)
 def test_windows(window: int, schedule: Schedule) -> None:
     """Query tiles of one item begin and end at different kv tiles."""
-    solve_single(FA4, prefill(256, 700, (1, 1), 64, **CAUSAL, window_left=window), schedule, sms=1)
+    solve_on(FA4, prefill(256, 700, (1, 1), 64, **CAUSAL, window_left=window), schedule, sms=1)
 
 
 # ---- scores
@@ -224,11 +224,11 @@ ITEMS: dict[str, BatchCase] = {
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 @pytest.mark.parametrize("items", ITEMS)
 def test_items_on_one_cta(items: str, schedule: Schedule) -> None:
-    solve_batch(FA4, ITEMS[items], schedule, sms=1)
+    solve_on(FA4, ITEMS[items], schedule, sms=1)
 
 
 @pytest.mark.parametrize("schedule", SEEDS, ids=lambda schedule: f"{schedule.kind}-{schedule.seed}")
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
 def test_outputs_are_stored_under_the_next_products(head_dim: int | tuple[int, int], schedule: Schedule) -> None:
     """Items of one and two kv tiles, whose epilogue takes longer than their products."""
-    solve_single(FA4, prefill(200, TILE + 1, (4, 2), head_dim, **BF16, **CAUSAL), schedule, sms=1)
+    solve_on(FA4, prefill(200, TILE + 1, (4, 2), head_dim, **BF16, **CAUSAL), schedule, sms=1)

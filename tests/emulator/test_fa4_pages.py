@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from cute_attn.emulator import Schedule, using
-from cute_attn.emulator.settings import Emulation
+from cute_attn.emulator import Schedule
 from cute_attn.kernels.fa4.host.family import KERNELS
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
-from tests.support import batch_case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
-from tests.support.persistent_emulated import name
+from tests.support.persistent_emulated import FA4, name, solve_on
 from tests.support.schedules import ALL_SCHEDULES, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -46,15 +44,6 @@ def by_turns(values: tuple[BatchCase, ...]) -> list[tuple[BatchCase, Schedule, i
     return [(batch, schedule, 1 + i % 2) for i, (batch, schedule) in enumerate(in_turn(values))]
 
 
-def solve(batch: BatchCase, schedule: Schedule, sms: int) -> Emulation:
-    inputs = batch_case.make(batch)
-    with using("sm_100a", kernels="fa4", schedule=schedule, sms=sms) as emulation:
-        out, lse = batch_case.call(batch, inputs, backend="emulator")
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, result.detail
-    return emulation
-
-
 @pytest.fixture
 def source(request: pytest.FixtureRequest) -> Iterator[str]:
     """Makes the family load pages of any size by this source."""
@@ -73,7 +62,7 @@ def clear() -> None:
 @pytest.mark.parametrize("source", ["gathered"], indirect=True)
 @pytest.mark.parametrize(("batch", "schedule", "sms"), by_turns(PAGES), ids=name)
 def test_pages(source: str, batch: BatchCase, schedule: Schedule, sms: int) -> None:
-    emulation = solve(batch, schedule, sms)
+    emulation = solve_on(FA4, batch, schedule, sms)
     assert {record.spec["kv"] for record in emulation.records if record.spec["kernel"] == "fa4"} == {source}
 
 
@@ -81,14 +70,14 @@ def test_pages(source: str, batch: BatchCase, schedule: Schedule, sms: int) -> N
     ("batch", "schedule"), list(zip(BOXES, (*ALL_SCHEDULES, ALL_SCHEDULES[-1]), strict=True)), ids=name
 )
 def test_boxes(batch: BatchCase, schedule: Schedule) -> None:
-    assert solve(batch, schedule, 2).records[0].spec["kv"] == "paged"
+    assert solve_on(FA4, batch, schedule, 2).records[0].spec["kv"] == "paged"
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 @pytest.mark.parametrize(("batch", "staged"), OUTPUTS, ids=name)
 def test_ways_of_outputs(batch: BatchCase, staged: bool, schedule: Schedule) -> None:
     """Outputs of two work items per CTA; rows beside those of the requests are not written (`slack`)."""
-    emulation = solve(batch, schedule, 1)
+    emulation = solve_on(FA4, batch, schedule, 1)
     counts = emulation.records[0].stats.instructions
     stores = sum(count for form, count in counts.items() if form.startswith("cp.async.bulk.tensor.4d.global"))
     assert (stores > 0) == staged

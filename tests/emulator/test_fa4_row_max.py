@@ -20,7 +20,7 @@ from tests.emulator.test_fa4_adversarial import HIDDEN, TILE, keeping, levels, l
 from tests.support.batch_case import dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, PACKED, prefill
-from tests.support.persistent_emulated import FA4, name, solve_batch, solve_single
+from tests.support.persistent_emulated import FA4, name, solve_on
 from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, all_alike, in_turn, structure
 
 pytestmark = pytest.mark.emulator
@@ -60,15 +60,15 @@ def assert_row_max(emulation: Emulation) -> None:
 
 @pytest.mark.parametrize(("request_", "schedule"), in_turn(REQUESTS, structure=structure), ids=name)
 def test_requests(request_: Case, schedule: Schedule) -> None:
-    assert_row_max(solve_single(FA4, request_, schedule, sms=1))
+    assert_row_max(solve_on(FA4, request_, schedule, sms=1))
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 def test_items_on_one_cta(schedule: Schedule) -> None:
     requests = ragged((150, 0, 37, 0, 1), (300, 20, 64, 0, 90), mask="causal", **heads(2, 1))
-    assert_row_max(solve_batch(FA4, requests, schedule, sms=1))
+    assert_row_max(solve_on(FA4, requests, schedule, sms=1))
     pages = paged((150, 0, 37, 260), (300, 20, 0, 515), 64, mask="causal", **BF16, **dims(128), **heads(4, 2))
-    assert_row_max(solve_batch(FA4, pages, schedule, sms=1))
+    assert_row_max(solve_on(FA4, pages, schedule, sms=1))
 
 
 @pytest.mark.parametrize(("hidden", "schedule"), in_turn(HIDDEN, structure=all_alike), ids=name)

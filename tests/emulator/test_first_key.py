@@ -19,7 +19,7 @@ from perf.tiles import Trial, bind, force, tile
 from perf.workloads import one_request
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.matrix import BF16, CAUSAL, prefill
-from tests.support.persistent_emulated import FA3, assert_cut, solve_batch, solve_single
+from tests.support.persistent_emulated import FA3, assert_cut, solve_on
 
 pytestmark = pytest.mark.emulator
 
@@ -41,7 +41,7 @@ BATCHES = (
 @pytest.mark.parametrize(("batch", "trial", "schedule"), BATCHES, ids=[trial.name for _, trial, _ in BATCHES])
 def test_batch(batch: BatchCase, trial: Trial, schedule: Schedule) -> None:
     with force(trial):
-        emulation = solve_batch(FA3, batch, schedule, sms=2)
+        emulation = solve_on(FA3, batch, schedule, sms=2)
     assert trial.tile
     assert emulation.records[0].spec["tile"] == dataclasses.asdict(trial.tile)
 
@@ -51,7 +51,7 @@ def test_keys_of_a_single_request_are_split() -> None:
     problem = prefill(40, 300, (2, 1), 64, **CAUSAL, **BF16, window_left=200)
     three = mock.patch.object(single, "split_kv", return_value=Split(3, 3))
     with force(Trial(TWO_CTAS, packed=True)), three:
-        emulation = solve_single(FA3, problem, ADVERSARIAL, sms=2)
+        emulation = solve_on(FA3, problem, ADVERSARIAL, sms=2)
     assert_cut(FA3, emulation)
 
 

@@ -10,8 +10,9 @@ from cute_attn.emulator.machine import Schedule
 from cute_attn.emulator.settings import using
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.schedule.records import Merge
-from tests.support.batch_case import BatchCase, call, check, heads, make, paged, plan_arguments
+from tests.support.batch_case import BatchCase, call, heads, make, paged, plan_arguments
 from tests.support.graphs import graph_wrapper
+from tests.support.right import assert_right
 
 pytestmark = pytest.mark.emulator
 
@@ -31,8 +32,7 @@ def test_fewer_ctas_than_rows(kernels: str, case: BatchCase, schedule: str) -> N
     with using("sm_90a", kernels=kernels, schedule=Schedule(schedule, 1), sms=1) as emulation:
         made.plan(**plan_arguments(case, inputs))
         out, lse = call(case, inputs, made)
-    verdict = check(case, inputs, out, lse)
-    assert verdict.ok, verdict.detail
+    assert_right(case, inputs, out, lse)
     plan = made._planned().launch.planned.schedule
     merges = plan.work.merges
     cut = int((merges[:, Merge._fields.index("qo_len")] > 0).sum())

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.support.executors import Executor, emulated
-from tests.support.matrix import SMALL, Case, call, check, make
-
-
-def solve(case: Case, executor: Executor) -> None:
-    out, lse = call(case, make(case, torch.device(executor.device)), backend=executor.backend)
-    result = check(case, out, lse)
-    assert result.ok, result.detail
+from tests.support.executors import PARAMS, Executor
+from tests.support.matrix import SMALL, Case
+from tests.support.right import assert_solved
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
-def test_single(case: Case, executor: Executor) -> None:
-    solve(case, executor)
+def differs_on_ampere(case: Case) -> bool:
+    """Tiles of many rows or wide heads, and numbers of 8 bits, which no instruction converts. Of all others Ampere has
+    Hopper's kernels of fa2, but for the two instructions of dependent launches and min.relu.
+    """
+    rows = case.qo_len * case.num_qo_heads // case.num_kv_heads
+    return case.kv_dtype is not None or case.head_dim_qk > 256 or rows > 64
 
 
-# Of all others Ampere has Hopper's kernels of fa2, without the two instructions of dependent launches.
-AMPERE = [
-    case
+CASES = [
+    pytest.param(case, *param.values, id=f"{param.id}-{case.id}", marks=param.marks)
+    for param in PARAMS
     for case in SMALL
-    if case.kv_dtype or case.head_dim_qk > 256 or case.qo_len * case.num_qo_heads // case.num_kv_heads > 64
+    if param.values[0].arch != "sm_80" or differs_on_ampere(case)
 ]
 
 
-@pytest.mark.emulator
-@pytest.mark.parametrize("case", AMPERE, ids=lambda case: case.id)
-def test_ampere(case: Case) -> None:
-    """Tiles of many rows or wide heads, and numbers of 8 bits without instructions that convert them."""
-    with emulated("sm_80").active():
-        solve(case, emulated("sm_80"))
+@pytest.mark.parametrize(("case", "on"), CASES)
+def test_single(case: Case, on: Executor) -> None:
+    with on.active():
+        assert_solved(case, on.device, backend=on.backend)

@@ -17,7 +17,6 @@ from tests.support.batch_case import (
     E4M3,
     BatchCase,
     call,
-    check,
     dims,
     features,
     heads,
@@ -30,6 +29,7 @@ from tests.support.batch_case import (
 from tests.support.graphs import graph_wrapper
 from tests.support.matrix import BF16
 from tests.support.persistent_emulated import CUDA, TARGETS, Target, name
+from tests.support.right import assert_right, emulate
 from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, in_turn, structure
 
 pytestmark = pytest.mark.emulator
@@ -47,11 +47,7 @@ GAPS: tuple[BatchCase, ...] = (
 
 
 def solve(case: BatchCase, arch: str, kernels: str, schedule: Schedule, sms: int | None = 3) -> Emulation:
-    inputs = make(case)
-    with using(arch, kernels=kernels, schedule=schedule, sms=sms) as emulation:
-        out, lse = call(case, inputs, backend="emulator")
-    result = check(case, inputs, out, lse)
-    assert result.ok, result.detail
+    emulation = emulate(case, arch, kernels, schedule, sms)
     attention = [record.spec for record in emulation.records if record.spec["kernel"] != "combine"]
     assert [(spec["kernel"], spec["mask"]) for spec in attention] == [(kernels, "multi_item")]
     return emulation
@@ -168,9 +164,7 @@ def test_captured_plans(kernels: str, arch: str) -> None:
         for case in (largest, *(random_lengths(largest, seed, 300) for seed in range(3))):
             inputs = make(case)
             made.plan(**plan_arguments(case, inputs))
-            out, lse = call(case, inputs, made)
-            result = check(case, inputs, out, lse)
-            assert result.ok, result.detail
+            assert_right(case, inputs, *call(case, inputs, made))
             run = made._planned().launch.planned
             addresses.add(run.items + 4 * run.schedule.work.key_bounds)
     assert len(addresses) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from cute_attn.emulator import Schedule
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
-from tests.support.persistent_emulated import TARGETS, solve_batch
+from tests.support.persistent_emulated import TARGETS, solve_on
 from tests.support.schedules import ALL_SCHEDULES
 
 pytestmark = pytest.mark.emulator
@@ -36,6 +36,6 @@ BATCHES = [  # and rows and CTAs per SM of their tiles
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 @pytest.mark.parametrize(("batch", "tile"), BATCHES, ids=str)
 def test_narrow_windows(batch: BatchCase, tile: tuple[int, int], schedule: Schedule) -> None:
-    emulation = solve_batch(FA3, batch, schedule, sms=2)
+    emulation = solve_on(FA3, batch, schedule, sms=2)
     (record,) = (record for record in emulation.records if record.spec["kernel"] == "fa3")
     assert (record.spec["tile"]["rows"], record.spec["tile"]["per_sm"]) == tile

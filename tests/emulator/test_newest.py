@@ -11,6 +11,7 @@ from cute_attn.emulator import Schedule, using
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.graphs import Captured, emulated_graph
+from tests.support.right import Solver, assert_right
 
 pytestmark = pytest.mark.emulator
 
@@ -47,14 +48,11 @@ LEFT: dict[str, BatchCase] = {
 
 def kernels_of(batch: BatchCase, schedule: str = "eager") -> set[str]:
     """Plans twice and runs, both checked; returns the families of the kernels that "auto" took."""
-    inputs = batch_case.make(batch)
     with using("sm_90a", schedule=Schedule(schedule, 1), sms=2) as emulation:
-        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
-        for _ in range(2):
-            planned.plan(**batch_case.plan_arguments(batch, inputs))
-            out, lse = batch_case.call(batch, inputs, planned)
-            result = batch_case.check(batch, inputs, out, lse)
-            assert result.ok, result.detail
+        solver = Solver(batch, backend="emulator")
+        solver.assert_right()
+        solver.plan()
+        solver.assert_right()
     return {record.spec["kernel"] for record in emulation.records} - {"combine"}
 
 
@@ -80,9 +78,7 @@ def test_plans_in_turn() -> None:
         for batch in (DRAFTS, longer, uneven, longer, fewer):
             inputs, before = batch_case.make(batch), len(emulation.records)
             planned.plan(**batch_case.plan_arguments(batch, inputs))
-            out, lse = batch_case.call(batch, inputs, planned)
-            result = batch_case.check(batch, inputs, out, lse)
-            assert result.ok, result.detail
+            assert_right(batch, inputs, *batch_case.call(batch, inputs, planned))
             ran.append({record.spec["kernel"] for record in emulation.records[before:]} - {"combine"})
     assert ran == [{"xqa"}, {"xqa"}, {"fa2"}, {"xqa"}, {"xqa"}]
 

@@ -28,11 +28,10 @@ from tests.support.persistent_emulated import (
     Target,
     assert_auto_runs,
     assert_cut,
-    assert_ran,
     name,
-    solve_batch,
-    solve_single,
+    solve_on,
 )
+from tests.support.right import Solver, assert_right
 from tests.support.schedules import SCHEDULES, in_turn, structure, way_of_keys
 
 pytestmark = pytest.mark.emulator
@@ -63,28 +62,28 @@ def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
 
 @pytest.mark.parametrize(("target", "problem", "schedule"), SINGLE, ids=name)
 def test_single(target: Target, problem: Case, schedule: Schedule) -> None:
-    solve_single(target, problem, schedule)
+    solve_on(target, problem, schedule)
 
 
 @pytest.mark.parametrize(("target", "batch", "schedule"), BATCH, ids=name)
 def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    solve_batch(target, batch, schedule)
+    solve_on(target, batch, schedule)
 
 
 @pytest.mark.parametrize(("target", "problem", "schedule"), scheduled(LONG), ids=name)
 def test_long(target: Target, problem: Case, schedule: Schedule) -> None:
-    assert solve_single(target, problem, schedule, sms=3).records
+    assert solve_on(target, problem, schedule, sms=3).records
 
 
 @pytest.mark.parametrize(("target", "batch", "schedule"), scheduled(BATCHES), ids=name)
 def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    assert solve_batch(target, batch, schedule, sms=3).records
+    assert solve_on(target, batch, schedule, sms=3).records
 
 
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(GATHERED, structure=way_of_keys), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_gathered_pages(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    emulation = solve_batch(target, batch, schedule, sms=3)
+    emulation = solve_on(target, batch, schedule, sms=3)
     assert {record.spec["kv"] for record in emulation.records} == {"gathered"}
 
 
@@ -198,16 +197,13 @@ def test_batches_in_sections(
         monkeypatch.setattr(variant, name_of_bytes, 1 << 11)  # keys of a few tokens
     monkeypatch.setattr(batch_schedule, "L2_ORDER_MIN_WAVES", 1)
     prepared.cache_clear()
-    inputs = batch_case.make(batch)
     with using(target.arch, kernels=target.kernels, schedule=schedule, sms=2) as emulation:
-        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
-        planned.plan(**batch_case.plan_arguments(batch, inputs))
-        out, lse = batch_case.call(batch, inputs, planned)
+        solver = Solver(batch, backend="emulator")
+        results = solver.call()
     prepared.cache_clear()
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, result.detail
-    assert_ran(target, emulation)
-    plan = planned._planned().launch.planned.schedule
+    assert_right(batch, solver.inputs, *results)
+    assert {record.spec["kernel"] for record in emulation.records} <= {target.kernels, "combine"}
+    plan = solver.wrapper._planned().launch.planned.schedule
     _, heads_per_section = persistent_batch.sections(
         plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity
     )
@@ -217,7 +213,7 @@ def test_batches_in_sections(
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_sections_of_single_requests(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variant, "SECTION_BYTES", 1)
-    solve_single(
+    solve_on(
         target, prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4
     )  # its schedule is not cached yet
 
@@ -227,14 +223,14 @@ def test_sections_of_single_requests(target: Target, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_cut_keys(target: Target, schedule: Schedule, mask: str) -> None:
     """Short requests, whose heads share a tile, over keys that several CTAs divide."""
-    assert_cut(target, solve_single(target, prefill(3, 1500, (8, 2), 128, **BF16, mask=mask), schedule, sms=16))
+    assert_cut(target, solve_on(target, prefill(3, 1500, (8, 2), 128, **BF16, mask=mask), schedule, sms=16))
 
 
 @pytest.mark.parametrize(("page_size", "schedule"), list(zip((5, 16), SCHEDULES, strict=True)), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_cut_pages(target: Target, schedule: Schedule, page_size: int) -> None:
     assert_cut(
-        target, solve_batch(target, paged((5,), (1100,), page_size, mask="causal", **heads(2, 1)), schedule, sms=16)
+        target, solve_on(target, paged((5,), (1100,), page_size, mask="causal", **heads(2, 1)), schedule, sms=16)
     )
 
 

@@ -15,10 +15,8 @@ pytestmark = pytest.mark.emulator
 
 def solve(target: Target, case: Fp8Case, schedule: Schedule, sms: int) -> list[str]:
     """The kernels that ran."""
-    inputs = fp8_case.make(case, "cpu")
     with using(target.arch, kernels=target.kernels, schedule=schedule, sms=sms) as emulation:
-        out, lse = fp8_case.call(case, inputs, "emulator")
-    fp8_case.check(case, inputs, out, lse)
+        fp8_case.solve(case, "emulator")
     return [str(record.spec["kernel"]) for record in emulation.records]
 
 

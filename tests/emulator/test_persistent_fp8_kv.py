@@ -19,8 +19,7 @@ from tests.support.persistent_emulated import (
     assert_auto_runs,
     assert_cut,
     name,
-    solve_batch,
-    solve_single,
+    solve_on,
 )
 from tests.support.schedules import SCHEDULES, in_turn, way_of_keys
 
@@ -36,30 +35,30 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 @pytest.mark.parametrize(("problem", "schedule"), in_turn(fp8_kv_cases.singles(SMALL)), ids=name)
 def test_single(target: Target, problem: Case, schedule: Schedule) -> None:
-    solve_single(target, problem, schedule)
+    solve_on(target, problem, schedule)
 
 
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(fp8_kv_cases.batches(batch_case.SMALL)), ids=name)
 def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    solve_batch(target, batch, schedule)
+    solve_on(target, batch, schedule)
 
 
 @pytest.mark.parametrize(("problem", "schedule"), in_turn(fp8_kv_cases.singles(LONG)), ids=name)
 def test_long(target: Target, problem: Case, schedule: Schedule) -> None:
-    emulation = solve_single(target, problem, schedule, sms=3)
+    emulation = solve_on(target, problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
 
 
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(LONG_BATCHES, structure=way_of_keys), ids=name)
 def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> None:
     """Ragged keys, boxes of pages, and small pages gathered by one warp."""
-    emulation = solve_batch(target, batch, schedule, sms=3)
+    emulation = solve_on(target, batch, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {batch.kv_dtype}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
 def test_cut_keys(target: Target, schedule: Schedule) -> None:
-    assert_cut(target, solve_single(target, prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL), schedule, sms=16))
+    assert_cut(target, solve_on(target, prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL), schedule, sms=16))
 
 
 @pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (4, "gathered"), (8, "paged"), (64, "paged")])

@@ -11,7 +11,7 @@ from cute_attn.reference import attention as reference
 from tests.support import transformed_kv
 from tests.support.batch_case import BatchCase
 from tests.support.case import LOG2E
-from tests.support.persistent_emulated import FA3, name, solve_batch
+from tests.support.persistent_emulated import FA3, name, solve_on
 from tests.support.schedules import all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.emulator
 
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(transformed_kv.NVFP4_BATCHES, structure=all_alike), ids=name)
 def test_nvfp4(batch: BatchCase, schedule: Schedule) -> None:
-    emulation = solve_batch(FA3, batch, schedule, sms=3)
+    emulation = solve_on(FA3, batch, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records if "kv_dtype" in record.spec} == {"nvfp4"}
 
 
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(transformed_kv.ROPE_BATCHES, structure=all_alike), ids=name)
 def test_rope(batch: BatchCase, schedule: Schedule) -> None:
-    emulation = solve_batch(FA3, batch, schedule, sms=3)
+    emulation = solve_on(FA3, batch, schedule, sms=3)
     specs = [record.spec for record in emulation.records]
     assert {spec["pos_encoding"] for spec in specs if spec["kernel"] == "fa3"} == {"rope"}
 

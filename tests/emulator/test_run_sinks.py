@@ -10,6 +10,7 @@ from cute_attn.emulator import using
 from cute_attn.request import batch_run
 from tests.support import batch_case
 from tests.support.batch_case import BatchCase, decode, dims, heads, paged
+from tests.support.right import assert_right
 
 pytestmark = pytest.mark.emulator
 
@@ -31,7 +32,6 @@ def test_each_run_has_its_sinks(kernels: str, monkeypatch: pytest.MonkeyPatch) -
         for _ in range(3):
             now = dataclasses.replace(inputs, sinks=inputs.sinks + len(full))
             inputs = dataclasses.replace(inputs, sinks=inputs.sinks.flip(0).clone())
-            result = batch_case.check(case, now, *batch_case.call(case, now, planned))
-            assert result.ok, result.detail
+            assert_right(case, now, *batch_case.call(case, now, planned))
     assert len(full) == 1
     assert {record.spec["kernel"] for record in emulation.records} >= {kernels}

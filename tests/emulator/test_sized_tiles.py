@@ -16,7 +16,7 @@ from cute_attn.schedule import few_tiles, last_wave
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, prefill
-from tests.support.persistent_emulated import FA3, solve_batch, solve_single
+from tests.support.persistent_emulated import FA3, solve_on
 from tests.support.schedules import ALL_SCHEDULES
 
 pytestmark = pytest.mark.emulator
@@ -62,7 +62,7 @@ def assert_tile(launch: Launch, mask: str, emulation: Emulation) -> None:
 @pytest.mark.parametrize(("launch", "problem"), SINGLE, ids=str)
 def test_single(launch: Launch, problem: Case, schedule: Schedule) -> None:
     with mock.patch.object(variant, "launch_of", return_value=launch):
-        emulation = solve_single(FA3, problem, schedule, sms=2)
+        emulation = solve_on(FA3, problem, schedule, sms=2)
     assert_tile(launch, problem.mask, emulation)
 
 
@@ -81,7 +81,7 @@ def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
         mock.patch.object(last_wave, "WORTHWHILE", (9, 1)),
         mock.patch.object(few_tiles, "FEW", 0),
     ):
-        emulation = solve_batch(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
+        emulation = solve_on(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
     assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
     assert_tile(LONGEST, batch.mask, emulation)
 
@@ -89,5 +89,5 @@ def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
 @pytest.mark.parametrize(("launch", "batch"), BATCHES, ids=str)
 def test_batch(launch: Launch, batch: BatchCase) -> None:
     with mock.patch.object(variant, "launch_of", return_value=launch):
-        emulation = solve_batch(FA3, batch, Schedule("adversarial", 1), sms=2)
+        emulation = solve_on(FA3, batch, Schedule("adversarial", 1), sms=2)
     assert_tile(launch, batch.mask, emulation)

@@ -7,11 +7,11 @@ import torch
 
 from cute_attn import xqa_batch_decode_with_kv_cache
 from cute_attn.emulator import Schedule, using
-from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, ROPE, decode, prefill
 from tests.support.persistent_emulated import name
+from tests.support.right import emulate
 from tests.support.schedules import ALL_SCHEDULES, in_turn, structure
 from tests.support.xqa_case import XqaCase, build
 
@@ -38,19 +38,12 @@ DECODE: tuple[XqaCase, ...] = (
 
 @pytest.mark.parametrize(("problem", "schedule"), in_turn(SINGLE, structure=structure), ids=name)
 def test_single(problem: Case, schedule: Schedule) -> None:
-    with using(ARCH, kernels="fa2", schedule=schedule, sms=4):
-        out, lse = case.call(problem, case.make(problem), backend="emulator")
-    result = case.check(problem, out, lse)
-    assert result.ok, result.detail
+    emulate(problem, ARCH, "fa2", schedule, sms=4)
 
 
 @pytest.mark.parametrize(("problem", "schedule"), in_turn(BATCHES, structure=structure), ids=name)
 def test_batch(problem: BatchCase, schedule: Schedule) -> None:
-    inputs = batch_case.make(problem)
-    with using(ARCH, kernels="fa2", schedule=schedule, sms=4):
-        out, lse = batch_case.call(problem, inputs, backend="emulator")
-    result = batch_case.check(problem, inputs, out, lse)
-    assert result.ok, result.detail
+    emulate(problem, ARCH, "fa2", schedule, sms=4)
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)

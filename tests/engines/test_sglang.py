@@ -56,6 +56,13 @@ def decode_wrapper(device: str) -> Any:
     )
 
 
+def decoded(tokens: Tokens, plan: dict[str, Any] | None = None, **forward: Any) -> torch.Tensor:
+    """One layer of a new wrapper."""
+    wrapper = decode_wrapper(tokens.device)
+    begin_decode(wrapper, tokens, **(plan or {}))
+    return forward_decode(wrapper, tokens, **forward)
+
+
 def forward_decode(wrapper: Any, tokens: Tokens, **changes: Any) -> torch.Tensor:
     options = {"sm_scale": SCALE, "logits_soft_cap": 0.0, "k_scale": None, "v_scale": None, **changes}
     return wrapper.forward(tokens.q, tokens.pool(), **options)
@@ -65,9 +72,7 @@ def forward_decode(wrapper: Any, tokens: Tokens, **changes: Any) -> torch.Tensor
 def test_decode_with_the_default_scale(dim: int, device: str) -> None:
     """SGLang computes the default itself: it must be the library's to the last bit."""
     tokens = Tokens(dataclasses.replace(DECODE, dim=dim), device)
-    wrapper = decode_wrapper(device)
-    begin_decode(wrapper, tokens)
-    assert_close(forward_decode(wrapper, tokens, sm_scale=dim**-0.5), tokens.expected(dim**-0.5)[0])
+    assert_close(decoded(tokens, sm_scale=dim**-0.5), tokens.expected(dim**-0.5)[0])
 
 
 def test_decode_with_another_scale_and_a_cap(device: str) -> None:
@@ -82,30 +87,19 @@ def test_decode_with_another_scale_and_a_cap(device: str) -> None:
 
 def test_decode_over_an_fp8_cache(device: str) -> None:
     tokens = Tokens(dataclasses.replace(DECODE, kv_dtype=E4M3), device)
-    wrapper = decode_wrapper(device)
-    begin_decode(wrapper, tokens)
-    out = forward_decode(wrapper, tokens, k_scale=0.6, v_scale=1.7)
+    out = decoded(tokens, k_scale=0.6, v_scale=1.7)
     assert_close(out, tokens.expected(SCALE * 0.6, v_scale=1.7)[0])
 
 
 def test_deterministic_decode(device: str) -> None:
     tokens = Tokens(DECODE, device)
-    wrapper = decode_wrapper(device)
-    begin_decode(wrapper, tokens, fixed_split_size=2048)
-    assert_close(forward_decode(wrapper, tokens), tokens.expected(SCALE)[0])
-
-
-def last_tokens(tokens: Tokens, most: int) -> Tokens:
-    """The newest tokens of each request: what a sliding-window layer's wrapper is planned over."""
-    lens = [min(n, most) for n in tokens.batch.kv_lens]
-    pairs = [[x[len(x) - n :] for x, n in zip(parts, lens, strict=True)] for parts in (tokens.keys, tokens.values)]
-    return Tokens(dataclasses.replace(tokens.batch, kv_lens=lens), tokens.device, *pairs)
+    assert_close(decoded(tokens, {"fixed_split_size": 2048}), tokens.expected(SCALE)[0])
 
 
 def test_decode_of_a_model_with_sliding_windows(device: str) -> None:
     """Two wrappers share a workspace; the windowed one has the indices of the window alone."""
     tokens, window = Tokens(DECODE, device), 20
-    near = last_tokens(tokens, window + 1)
+    near = tokens.newest([min(n, window + 1) for n in DECODE.kv_lens])
     wrappers = [decode_wrapper(device), decode_wrapper(device)]
     for wrapper, part in zip(wrappers, (near, tokens), strict=True):
         begin_decode(wrapper, part)
@@ -162,21 +156,24 @@ def forward_paged(wrapper: Any, tokens: Tokens, name: str = "forward", **changes
     return getattr(wrapper, name)(tokens.q, tokens.pool(), **options)
 
 
+def attended(tokens: Tokens, plan: dict[str, Any] | None = None, **forward: Any) -> torch.Tensor:
+    """One layer of a new wrapper."""
+    wrapper = paged_wrapper(tokens.device)
+    begin_paged(wrapper, tokens, **(plan or {}))
+    return forward_paged(wrapper, tokens, **forward)
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["", "encoder"])
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 def test_paged_extend(causal: bool, cap: float, device: str) -> None:
     tokens = Tokens(EXTEND, device)
-    wrapper = paged_wrapper(device)
-    begin_paged(wrapper, tokens)
-    out = forward_paged(wrapper, tokens, causal=causal, logits_soft_cap=cap)
+    out = attended(tokens, causal=causal, logits_soft_cap=cap)
     assert_close(out, tokens.expected(SCALE, causal=causal, soft_cap=cap)[0])
 
 
 def test_paged_extend_over_an_fp8_cache(device: str) -> None:
     tokens = Tokens(dataclasses.replace(EXTEND, kv_dtype=E4M3), device)
-    wrapper = paged_wrapper(device)
-    begin_paged(wrapper, tokens, fixed_split_size=4096)
-    out = forward_paged(wrapper, tokens, k_scale=0.6, v_scale=1.7)
+    out = attended(tokens, {"fixed_split_size": 4096}, k_scale=0.6, v_scale=1.7)
     assert_close(out, tokens.expected(SCALE * 0.6, causal=True, v_scale=1.7)[0])
 
 
@@ -185,11 +182,7 @@ def test_paged_extend_with_a_window(device: str) -> None:
     window = 9
     tokens = Tokens(EXTEND, device)
     lens = [min(n, window + m) for m, n in zip(EXTEND.q_lens, EXTEND.kv_lens, strict=True)]
-    pairs = ([x[len(x) - n :] for x, n in zip(parts, lens, strict=True)] for parts in (tokens.keys, tokens.values))
-    near = Tokens(dataclasses.replace(EXTEND, kv_lens=lens), device, *pairs)
-    wrapper = paged_wrapper(device)
-    begin_paged(wrapper, near, window_left=window)
-    out = forward_paged(wrapper, near, window_left=window)
+    out = attended(tokens.newest(lens), {"window_left": window}, window_left=window)
     assert_close(out, tokens.expected(SCALE, causal=True, window_left=window)[0])
 
 
@@ -255,9 +248,8 @@ def test_cross_attention(device: str) -> None:
     """The second wrapper of an encoder-decoder model sees the encoder's tokens, under a mask of their lengths."""
     tokens = Tokens(dataclasses.replace(EXTEND, kv_lens=(12, 12, 12)), device)
     keep = [torch.arange(12)[None].expand(n, -1) < most for n, most in zip(EXTEND.q_lens, (12, 5, 9), strict=True)]
-    wrapper = paged_wrapper(device)
-    begin_paged(wrapper, tokens, custom_mask=torch.cat([x.flatten() for x in keep]).to(device))
-    assert_close(forward_paged(wrapper, tokens, causal=False), tokens.expected(SCALE, keep=keep)[0])
+    out = attended(tokens, {"custom_mask": torch.cat([x.flatten() for x in keep]).to(device)}, causal=False)
+    assert_close(out, tokens.expected(SCALE, keep=keep)[0])
 
 
 def test_verification_of_a_tree(device: str) -> None:
@@ -265,9 +257,8 @@ def test_verification_of_a_tree(device: str) -> None:
     tokens = Tokens(Batch((4, 4), (30, 17), page_size=1), device)
     tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
     keep = [torch.cat([torch.ones(4, n - 4, dtype=torch.bool), tree], 1) for n in tokens.batch.kv_lens]
-    wrapper = paged_wrapper(device)
-    begin_paged(wrapper, tokens, custom_mask=torch.cat([x.flatten() for x in keep]).to(device))
-    assert_close(forward_paged(wrapper, tokens), tokens.expected(SCALE, keep=keep)[0])
+    out = attended(tokens, {"custom_mask": torch.cat([x.flatten() for x in keep]).to(device)})
+    assert_close(out, tokens.expected(SCALE, keep=keep)[0])
 
 
 def items_mask(q_len: int, kv_len: int, prefix: int, places: list[int]) -> torch.Tensor:

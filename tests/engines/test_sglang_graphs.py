@@ -7,7 +7,6 @@ prefill wrappers with a function of its own, of `fast_prefill_plan`'s form.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -120,9 +119,8 @@ def replay_decode(steps: list[Tokens], forward: dict[str, Any], expect: Callable
     wrapper = buffers.decode()
     begin_decode(wrapper, buffers, steps[0], **plan)
     wrapper.begin_forward = partial(fast_decode_plan, wrapper)
-    graph = Graph(
-        buffers.device, lambda: wrapper.forward(buffers.q, tuple(buffers.cache), k_scale=None, v_scale=None, **forward)
-    )
+    options = {"logits_soft_cap": 0.0, "k_scale": None, "v_scale": None, **forward}
+    graph = Graph(buffers.device, lambda: wrapper.forward(buffers.q, tuple(buffers.cache), **options))
     for now in steps:
         buffers.fill(now)
         begin_decode(wrapper, buffers, now, **plan)
@@ -132,8 +130,7 @@ def replay_decode(steps: list[Tokens], forward: dict[str, Any], expect: Callable
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_decode_with_the_default_scale(dim: int, device: str) -> None:
     steps = cases((1,) * 3, LENGTHS, device, dim=dim)
-    forward = {"sm_scale": dim**-0.5, "logits_soft_cap": 0.0}
-    replay_decode(steps, forward, lambda now: now.expected(dim**-0.5)[0])
+    replay_decode(steps, {"sm_scale": dim**-0.5}, lambda now: now.expected(dim**-0.5)[0])
 
 
 @pytest.mark.parametrize("disable_split_kv", [False, True], ids=["", "deterministic"])
@@ -146,20 +143,8 @@ def test_decode_with_another_scale_and_a_cap(disable_split_kv: bool, device: str
 
 def test_decode_over_an_fp8_cache(device: str) -> None:
     steps = cases((1,) * 3, LENGTHS, device, kv_dtype=E4M3)
-    buffers = Buffers(steps[0])
-    wrapper = buffers.decode()
-    begin_decode(wrapper, buffers, steps[0])
-    wrapper.begin_forward = partial(fast_decode_plan, wrapper)
-
-    def run() -> torch.Tensor:
-        scales = {"sm_scale": SCALE, "logits_soft_cap": 0.0, "k_scale": 0.6, "v_scale": 1.7}
-        return wrapper.forward(buffers.q, tuple(buffers.cache), **scales)
-
-    graph = Graph(device, run)
-    for now in steps:
-        buffers.fill(now)
-        begin_decode(wrapper, buffers, now)
-        assert_close(graph.replay(), now.expected(SCALE * 0.6, v_scale=1.7)[0])
+    scales = {"sm_scale": SCALE, "k_scale": 0.6, "v_scale": 1.7}
+    replay_decode(steps, scales, lambda now: now.expected(SCALE * 0.6, v_scale=1.7)[0])
 
 
 def test_steps_of_a_draft(device: str) -> None:
@@ -215,7 +200,7 @@ def test_sliding_windows(device: str) -> None:
     """Two captured wrappers, of which one has the window's keys alone."""
     window = 20
     steps = cases((1,) * 3, LENGTHS, device)
-    near = [newest(tokens, window + 1) for tokens in steps]
+    near = [tokens.newest([min(n, window + 1) for n in tokens.batch.kv_lens]) for tokens in steps]
     sides = (near, steps)
     held = [Buffers(side[0]) for side in sides]
     wrappers = [buffers.decode() for buffers in held]
@@ -236,12 +221,6 @@ def test_sliding_windows(device: str) -> None:
         local, full = graph.replay()
         assert_close(local, now.expected(SCALE, window_left=window)[0])
         assert_close(full, now.expected(SCALE)[0])
-
-
-def newest(tokens: Tokens, most: int) -> Tokens:
-    lens = [min(n, most) for n in tokens.batch.kv_lens]
-    pairs = ([x[len(x) - n :] for x, n in zip(side, lens, strict=True)] for side in (tokens.keys, tokens.values))
-    return Tokens(dataclasses.replace(tokens.batch, kv_lens=lens), tokens.device, *pairs)
 
 
 # ---- prefill

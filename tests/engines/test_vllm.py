@@ -73,6 +73,14 @@ def run_prefill(wrapper: Any, tokens: Tokens, cache: Any, **changes: Any) -> tor
     return out
 
 
+def prefilled(tokens: Tokens, cache: Any, layout: str, plan: dict[str, Any], **run: Any) -> torch.Tensor:
+    """A step of a new wrapper, whose attributes are what vLLM compares in every forward."""
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(tokens.device), layout, backend="auto")
+    plan_prefill(wrapper, tokens, **plan)
+    check_attributes(wrapper, plan.get("window_left", -1), plan.get("logits_soft_cap"), plan.get("causal", True))
+    return run_prefill(wrapper, tokens, cache, **run)
+
+
 def check_attributes(wrapper: Any, window_left: int, soft_cap: float | None, causal: bool | None) -> None:
     assert wrapper._window_left == window_left
     assert wrapper._logits_soft_cap == (soft_cap or 0.0)
@@ -85,19 +93,13 @@ def check_attributes(wrapper: Any, window_left: int, soft_cap: float | None, cau
 def test_prefill(layout: str, causal: bool, device: str) -> None:
     """K and V are halves of one tensor; `causal=False` is a draft model's block."""
     tokens = Tokens(PREFILL, device)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout, backend="auto")
-    plan_prefill(wrapper, tokens, causal=causal)
-    check_attributes(wrapper, -1, None, causal)
-    out = run_prefill(wrapper, tokens, tokens.caches(layout, fused=True))
+    out = prefilled(tokens, tokens.caches(layout, fused=True), layout, {"causal": causal})
     assert_close(out, tokens.expected(SCALE, causal=causal)[0])
 
 
 def test_prefill_with_window_and_soft_cap(device: str) -> None:
     tokens = Tokens(PREFILL, device)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend="auto")
-    plan_prefill(wrapper, tokens, window_left=9, logits_soft_cap=2.0)
-    check_attributes(wrapper, 9, 2.0, True)
-    out = run_prefill(wrapper, tokens, tokens.caches(fused=True))
+    out = prefilled(tokens, tokens.caches(fused=True), "NHD", {"window_left": 9, "logits_soft_cap": 2.0})
     assert_close(out, tokens.expected(SCALE, causal=True, window_left=9, soft_cap=2.0)[0])
 
 
@@ -107,10 +109,8 @@ def test_prefill_with_window_and_soft_cap(device: str) -> None:
 def test_prefill_over_an_fp8_cache(q_dtype: torch.dtype, kv_dtype: torch.dtype, device: str) -> None:
     """On Hopper vLLM quantises the query too; vLLM's cache is bytes, viewed as fp8."""
     tokens = Tokens(Batch(PREFILL.q_lens, PREFILL.kv_lens, dtype=q_dtype, kv_dtype=kv_dtype), device)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "HND", backend="auto")
-    plan_prefill(wrapper, tokens)
-    k, v = (x.view(torch.uint8).view(kv_dtype) for x in tokens.caches("HND", fused=True))
-    out = run_prefill(wrapper, tokens, (k, v), q_scale=0.9, k_scale=0.6, v_scale=1.7)
+    cache = tuple(x.view(torch.uint8).view(kv_dtype) for x in tokens.caches("HND", fused=True))
+    out = prefilled(tokens, cache, "HND", {}, q_scale=0.9, k_scale=0.6, v_scale=1.7)
     expected = tokens.expected(SCALE * 0.9 * 0.6, causal=True, v_scale=1.7)[0]
     assert_close(out, expected, 6e-3 if q_dtype == BF16 else 5e-2)
 
@@ -119,9 +119,8 @@ def test_prefill_over_an_fp8_cache(q_dtype: torch.dtype, kv_dtype: torch.dtype, 
 def test_prefill_over_an_nvfp4_cache(layout: str, device: str) -> None:
     tokens = Tokens(PREFILL, device)
     data, scales, held = nvfp4_cache(tokens, layout)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout, backend="auto")
-    plan_prefill(wrapper, tokens, kv_data_type=torch.uint8)
-    out = run_prefill(wrapper, tokens, data, k_scale=0.002, v_scale=0.003, kv_cache_sf=scales)
+    plan = {"kv_data_type": torch.uint8}
+    out = prefilled(tokens, data, layout, plan, k_scale=0.002, v_scale=0.003, kv_cache_sf=scales)
     assert_close(out, held.expected(SCALE, causal=True)[0])
 
 
@@ -130,14 +129,7 @@ def test_head_dimensions(dim: int, device: str) -> None:
     """All that vLLM's backend names; 512 is that of Gemma 4's global layers."""
     for batch, causal in ((PREFILL, True), (DECODE, False)):
         tokens = Tokens(dataclasses.replace(batch, dim=dim), device)
-        if causal:
-            wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend="auto")
-            plan_prefill(wrapper, tokens)
-            out = run_prefill(wrapper, tokens, tokens.caches(fused=True))
-        else:
-            wrapper = decode_wrapper(device, "NHD")
-            plan_decode(wrapper, tokens)
-            out = run_decode(wrapper, tokens, tokens.caches(fused=True))
+        out = (prefilled if causal else decoded)(tokens, tokens.caches(fused=True), "NHD", {})
         assert_close(out, tokens.expected(SCALE, causal=causal)[0])
 
 
@@ -157,16 +149,18 @@ def test_batch_invariant_prefill(device: str) -> None:
 # ---- sinks: gpt-oss
 
 
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3], ids=["", "e4m3-cache"])
 @pytest.mark.parametrize(("window_left", "causal"), [(-1, True), (11, True), (-1, False)])
-def test_prefill_with_sinks(window_left: int, causal: bool, device: str) -> None:
-    batch = Batch(PREFILL.q_lens, PREFILL.kv_lens)
+def test_prefill_with_sinks(window_left: int, causal: bool, kv_dtype: torch.dtype, device: str) -> None:
+    """Scales of query and keys are part of the scale that follows the sinks."""
+    batch, layout = dataclasses.replace(PREFILL, kv_dtype=kv_dtype), "NHD" if kv_dtype == BF16 else "HND"
     tokens, sinks = Tokens(batch, device), torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
     wrapper = cute_attn.BatchAttentionWithAttentionSinkWrapper(
         workspace(device),
-        "NHD",
+        layout,
         backend="auto",
         q_data_type=BF16,
-        kv_data_type=BF16,
+        kv_data_type=kv_dtype,
         head_dim_qk=batch.dim,
         head_dim_vo=batch.dim,
         window_left=window_left,
@@ -175,29 +169,9 @@ def test_prefill_with_sinks(window_left: int, causal: bool, device: str) -> None
     plan_prefill(wrapper, tokens, causal=causal, window_left=window_left)
     check_attributes(wrapper, window_left, None, causal)
     out = torch.empty_like(tokens.q)
-    wrapper.run(tokens.q, tokens.caches(fused=True), sinks, SCALE * 0.5 * 2.0, v_scale=1.5, out=out)
-    expected = tokens.expected(SCALE, causal=causal, window_left=window_left, sinks=sinks, v_scale=1.5)[0]
+    wrapper.run(tokens.q, tokens.caches(layout, fused=True), sinks, SCALE * 0.7, v_scale=1.5, out=out)
+    expected = tokens.expected(SCALE * 0.7, causal=causal, window_left=window_left, sinks=sinks, v_scale=1.5)[0]
     assert_close(out, expected)
-
-
-def test_prefill_with_sinks_over_an_fp8_cache(device: str) -> None:
-    """Scales of query and keys are part of the scale that follows the sinks."""
-    batch = Batch(PREFILL.q_lens, PREFILL.kv_lens, kv_dtype=E4M3)
-    tokens, sinks = Tokens(batch, device), torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
-    wrapper = cute_attn.BatchAttentionWithAttentionSinkWrapper(
-        workspace(device),
-        "HND",
-        backend="auto",
-        q_data_type=BF16,
-        kv_data_type=E4M3,
-        head_dim_qk=batch.dim,
-        head_dim_vo=batch.dim,
-        window_left=-1,
-    )
-    plan_prefill(wrapper, tokens)
-    out = torch.empty_like(tokens.q)
-    wrapper.run(tokens.q, tokens.caches("HND", fused=True), sinks, SCALE * 0.7, v_scale=1.5, out=out)
-    assert_close(out, tokens.expected(SCALE * 0.7, causal=True, sinks=sinks, v_scale=1.5)[0])
 
 
 # ---- decode
@@ -250,6 +224,14 @@ def decode_wrapper(device: str, layout: str, backend: str = "auto", buffers: tup
     )
 
 
+def decoded(tokens: Tokens, cache: Any, layout: str, plan: dict[str, Any], **run: Any) -> torch.Tensor:
+    """A step of a new wrapper without graphs."""
+    wrapper = decode_wrapper(tokens.device, layout)
+    plan_decode(wrapper, tokens, **plan)
+    check_attributes(wrapper, plan.get("window_left", -1), plan.get("logits_soft_cap"), None)
+    return run_decode(wrapper, tokens, cache, **run)
+
+
 def run_decode(wrapper: Any, tokens: Tokens, cache: Any, **changes: Any) -> torch.Tensor:
     out = torch.empty_like(tokens.q, dtype=BF16)
     arguments = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0, "kv_cache_sf": None, "sinks": None, **changes}
@@ -262,37 +244,29 @@ def run_decode(wrapper: Any, tokens: Tokens, cache: Any, **changes: Any) -> torc
 def test_decode(layout: str, with_sinks: bool, device: str) -> None:
     tokens = Tokens(DECODE, device)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device) if with_sinks else None
-    wrapper = decode_wrapper(device, layout)
-    plan_decode(wrapper, tokens, window_left=40)
-    check_attributes(wrapper, 40, None, None)
-    out = run_decode(wrapper, tokens, tokens.caches(layout, fused=True), sinks=sinks)
+    out = decoded(tokens, tokens.caches(layout, fused=True), layout, {"window_left": 40}, sinks=sinks)
     assert_close(out, tokens.expected(SCALE, window_left=40, sinks=sinks)[0])
 
 
 def test_decode_with_soft_cap(device: str) -> None:
     tokens = Tokens(DECODE, device)
-    wrapper = decode_wrapper(device, "NHD")
-    plan_decode(wrapper, tokens, logits_soft_cap=2.0)
-    check_attributes(wrapper, -1, 2.0, None)
-    out = run_decode(wrapper, tokens, tokens.caches(fused=True))
+    out = decoded(tokens, tokens.caches(fused=True), "NHD", {"logits_soft_cap": 2.0})
     assert_close(out, tokens.expected(SCALE, soft_cap=2.0)[0])
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_decode_over_an_fp8_cache(kv_dtype: torch.dtype, device: str) -> None:
     tokens = Tokens(Batch(DECODE.q_lens, DECODE.kv_lens, kv_dtype=kv_dtype), device)
-    wrapper = decode_wrapper(device, "HND")
-    plan_decode(wrapper, tokens)
-    out = run_decode(wrapper, tokens, tokens.caches("HND", fused=True), q_scale=0.9, k_scale=0.6, v_scale=1.7)
+    cache = tokens.caches("HND", fused=True)
+    out = decoded(tokens, cache, "HND", {}, q_scale=0.9, k_scale=0.6, v_scale=1.7)
     assert_close(out, tokens.expected(SCALE * 0.9 * 0.6, v_scale=1.7)[0])
 
 
 def test_decode_over_an_nvfp4_cache(device: str) -> None:
     tokens = Tokens(DECODE, device)
     data, scales, held = nvfp4_cache(tokens, "NHD")
-    wrapper = decode_wrapper(device, "NHD")
-    plan_decode(wrapper, tokens, kv_data_type=torch.uint8)
-    out = run_decode(wrapper, tokens, data, k_scale=0.002, v_scale=0.003, kv_cache_sf=scales)
+    plan = {"kv_data_type": torch.uint8}
+    out = decoded(tokens, data, "NHD", plan, k_scale=0.002, v_scale=0.003, kv_cache_sf=scales)
     assert_close(out, held.expected(SCALE)[0])
 
 

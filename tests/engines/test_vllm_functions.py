@@ -5,7 +5,6 @@ vLLM's workspace is zeroed and shared; lengths and block tables are on the devic
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -30,22 +29,6 @@ SCALE = 0.11
 DECODE = Batch((1, 1, 1), (33, 5, 70))
 SINKS = (0.5, -1.0, 2.0, 0.0)
 LAYOUTS = pytest.mark.parametrize("layout", ["NHD", "HND"])
-
-
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        ("", ("BatchAttentionWithAttentionSinkWrapper", "BatchDecodeWithPagedKVCacheWrapper", "get_seq_lens")),
-        ("", ("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper")),
-        ("", ("nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",)),
-        ("decode", ("fast_decode_plan", "trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache")),
-        ("prefill", ("trtllm_batch_context_with_kv_cache",)),
-        ("utils", ("FP4Tensor", "get_device_sm_count", "get_trtllm_gen_multi_ctas_kv_counter_bytes")),
-    ],
-)
-def test_imports(module: str, names: tuple[str, ...]) -> None:
-    found = importlib.import_module(f"cute_attn.{module}".rstrip("."))
-    assert all(callable(getattr(found, name)) for name in names)
 
 
 def counter_buffer(tokens: Tokens, most_tokens: int = 64) -> torch.Tensor:
@@ -330,19 +313,6 @@ def test_a_chunk_of_the_context_of_latent_attention(device: str) -> None:
 
 
 # ---- helpers
-
-
-def test_fp4_tensor() -> None:
-    """It carries data and block scales; the shapes that FlashInfer refuses are refused."""
-    data, scale = torch.zeros(6, 4, 64, dtype=torch.uint8), torch.zeros(128, 32).to(E4M3)
-    made = utils.FP4Tensor(data=data, scale=scale, scale_start_index=3, original_shape=(6, 4, 128))
-    assert made.data is data
-    assert made.scale is scale
-    assert made.scale_start_index == 3
-    with pytest.raises(ValueError, match="multiple of 128"):
-        utils.FP4Tensor(data, scale[:100])
-    with pytest.raises(ValueError, match="start"):
-        utils.FP4Tensor(data, scale, 125)
 
 
 def test_an_nvfp4_output_is_refused_with_a_reason(device: str) -> None:

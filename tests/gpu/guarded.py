@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.support.batch_case import BatchCase, BatchInputs, call, check
+from tests.support.batch_case import BatchCase, BatchInputs, call
+from tests.support.right import assert_right
 
 GUARD = 512
 UNTOUCHED = 7.0
@@ -42,6 +43,5 @@ def assert_outputs_alone_are_written(case: BatchCase, inputs: BatchInputs, plann
     out, lse = outputs.out, outputs.lse
     out[: case.first], lse[: case.first] = 0.0, -torch.inf  # rows of no request: the caller's
     call(case, inputs, planned, out=out, lse=lse)
-    result = check(case, inputs, out, lse)
-    assert result.ok, result.detail
+    assert_right(case, inputs, out, lse)
     outputs.assert_alone()

@@ -13,12 +13,9 @@ from cute_attn.dispatch import append
 from cute_attn.request.append import Append, reference
 from tests.support import append_case
 from tests.support.append_case import CASES, DTYPES, SCALES, AppendCase, adversarial_blocks, quantised, special_blocks
+from tests.support.executors import GPU_MARKS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm80,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = list(GPU_MARKS)
 
 
 def no_torch(problem: Append) -> NoReturn:

@@ -15,15 +15,12 @@ import cute_attn
 from cute_attn.runtime import arch as archs
 from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
-from tests.support import fuzz
+from tests.support import fuzz, right
 from tests.support.batch_case import (
     E4M3,
     SMALL,
-    WORKSPACE,
     BatchCase,
-    BatchInputs,
     call,
-    check,
     decode,
     dims,
     heads,
@@ -32,12 +29,11 @@ from tests.support.batch_case import (
     plan_arguments,
     ragged,
     random_batch_case,
-    random_lengths,
     refusals,
     wrapper,
 )
-from tests.support.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
-from tests.support.matrix import poisoned_memory
+from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
+from tests.support.right import Solver, assert_solved_again
 
 pytestmark = marks.SM80
 
@@ -47,42 +43,19 @@ CHUNK = 20  # cases of one test
 REPLAYS = 100
 
 
-def planned(case: BatchCase, inputs: BatchInputs) -> Any | None:
-    """A planned wrapper; None if the backend refuses the case, which then the table must say."""
-    arch = archs.for_device(torch.cuda.current_device())
-    expected = refusals(case, inputs, "fa2", arch)
-    made = wrapper(case, "cuda", backend="fa2")
+def is_taken(case: BatchCase) -> bool:
+    """Whether fa2 takes a case: where it refuses one, the table must say so."""
+    expected = refusals(case, make(case, "cuda"), "fa2", archs.for_device(torch.cuda.current_device()))
     if expected:
         with pytest.raises(cute_attn.NotSupported) as error:
-            plan_and_call(case, inputs, made)  # some features are known to a run alone
+            Solver(case, "cuda", backend="fa2").call()  # some features are known to a run alone
         assert set(error.value.refusals) <= set(expected)
-        return None
-    arguments = plan_arguments(case, inputs)
-    if case.fixed_split_size is not None:  # refused if it does not fit
-        size = max(WORKSPACE, made.workspace_size(**arguments)[0])
-        made.reset_workspace_buffer(torch.empty(size, dtype=torch.uint8, device="cuda"))
-    made.plan(**arguments)
-    return made
-
-
-def plan_and_call(case: BatchCase, inputs: BatchInputs, made: Any) -> None:
-    made.plan(**plan_arguments(case, inputs))
-    call(case, inputs, made)
+    return not expected
 
 
 def assert_right(case: BatchCase) -> None:
-    """Right with NaN in every unwritten byte, and bitwise equal in a second run."""
-    inputs = make(case, "cuda")
-    made = planned(case, inputs)
-    if made is None:
-        return
-    with poisoned_memory():
-        out, lse = call(case, inputs, made)
-    result = check(case, inputs, out, lse)
-    assert result.ok, f"{case}: {result.detail}"
-    second, second_lse = call(case, inputs, made)
-    assert torch.equal(second, out)
-    assert lse is None or (second_lse is not None and torch.equal(second_lse, lse))
+    if is_taken(case):
+        assert_solved_again(case, "fa2")
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
@@ -123,10 +96,9 @@ def test_large(case: BatchCase) -> None:
 
 @pytest.mark.parametrize("case", [case for case in SMALL if case.return_lse and case.rows], ids=lambda case: case.id)
 def test_outputs_alone_are_written(case: BatchCase) -> None:
-    inputs = make(case, "cuda")
-    made = planned(case, inputs)
-    if made is not None:
-        assert_outputs_alone_are_written(case, inputs, made)
+    if is_taken(case):
+        solver = Solver(case, "cuda", backend="fa2")
+        assert_outputs_alone_are_written(case, solver.inputs, solver.wrapper)
 
 
 # ---- CUDA graphs
@@ -147,10 +119,7 @@ GRAPHED = (
 
 @pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.id)
 def test_replays_with_other_lengths(case: BatchCase) -> None:
-    captured = Captured(case, "cuda", cuda_graph, backend="fa2")
-    captured.replay(case)
-    for seed in range(REPLAYS):
-        captured.replay(random_lengths(case, seed, max(case.kv_lens)))
+    assert_replays(case, REPLAYS, backend="fa2")
 
 
 def test_plans_in_a_row_do_not_race() -> None:
@@ -169,8 +138,8 @@ def test_bits_of_a_request_do_not_depend_on_the_batch(kind: str, splits: dict[st
         case = BatchCase(
             kind, (100, 1, 40, 7, 300, 64), (5000, 12, 0, 777, 3000, 64), mask="causal", **heads(8, 2), **splits
         )
-    inputs = make(case, "cuda")
-    together, lse_together = call(case, inputs, planned(case, inputs))
+    solver = Solver(case, "cuda", backend="fa2")
+    inputs, (together, lse_together) = solver.inputs, solver.call()
     assert lse_together is not None
     row = 0
     for i, qo_len in enumerate(case.qo_lens):
@@ -233,8 +202,7 @@ def test_strides_past_32_bits(case: BatchCase, backend: str) -> None:
     made = wrapper(case, "cuda", backend=backend)
     made.plan(**plan_arguments(case, inputs))
     out, lse = made.run(far_apart(inputs.q, 0), *kv, out=far_apart(torch.zeros_like(inputs.q), 0), return_lse=True)
-    result = check(case, inputs, out, lse)
-    assert result.ok, result.detail
+    right.assert_right(case, inputs, out, lse)
 
 
 # ---- bad input

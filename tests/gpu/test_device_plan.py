@@ -18,6 +18,7 @@ from tests.support.batch_case import BatchCase, call, check, decode, heads, make
 from tests.support.device_plan import moved
 from tests.support.device_schedules import cases, difference
 from tests.support.graphs import blank, cuda_graph, graph_wrapper
+from tests.support.right import assert_right
 
 pytestmark = marks.SM80
 
@@ -84,8 +85,7 @@ def test_plans_make_no_synchronising_call(case: BatchCase) -> None:
         assert calls == []
         assert isinstance(planned._plan_info.tokens, DeviceTokens)
         for (other, inputs), (out, lse) in zip(batches, results, strict=True):
-            result = check(other, inputs, out, lse)
-            assert result.ok, f"{backend} {other}: {result.detail}"
+            assert_right(other, inputs, out, lse)
 
 
 class Replanned:

@@ -14,7 +14,6 @@ from tests.gpu import marks
 from tests.support.batch_case import (
     BatchCase,
     call,
-    check,
     decode,
     dims,
     heads,
@@ -27,6 +26,7 @@ from tests.support.batch_case import (
 )
 from tests.support.engine_graphs import CapturedLayers
 from tests.support.graphs import cuda_graph, graph_wrapper
+from tests.support.right import assert_right
 
 pytestmark = marks.SM80
 
@@ -120,8 +120,7 @@ def test_lengths_written_after_a_plan() -> None:
     indptr[1:].copy_(pages.cumsum(0))
     made._paged_kv_last_page_len_buf.copy_((torch.tensor(exact, device="cuda") - 1) % 8 + 1)
     case = dataclasses.replace(bound, kv_lens=exact)
-    result = check(case, dataclasses.replace(inputs, requests=shortened), *call(bound, inputs, made))
-    assert result.ok, result.detail
+    assert_right(case, dataclasses.replace(inputs, requests=shortened), *call(bound, inputs, made))
 
 
 @pytest.mark.parametrize("layout", ["NH", "HN"])

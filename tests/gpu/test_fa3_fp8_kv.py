@@ -7,20 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from cute_attn.runtime import arch as archs
+from tests.gpu import marks
 from tests.support import batch_case, case, fp8_kv_cases
 from tests.support.batch_case import BatchCase, paged, ragged, random_batch_case
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, E4M3, FULL, HND, prefill
 from tests.support.matrix import SMALL as SINGLE
+from tests.support.right import assert_solved_again
 
-HAS_HOPPER = torch.cuda.is_available() and archs.for_device(torch.cuda.current_device()).name == "sm_90a"
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm90,
-    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
-]
+pytestmark = list(marks.FA3_GPU)
 
 RANDOM = 300
 CHUNK = 20  # cases of one test
@@ -43,44 +38,22 @@ def random_cases(first: int) -> list[BatchCase]:
     return fp8_kv_cases.batches(cases)
 
 
-def assert_right(batch: BatchCase) -> None:
-    """Right with NaN around, and the same bits a second time."""
-    inputs = batch_case.make(batch, "cuda")
-    made = batch_case.wrapper(batch, "cuda", backend="fa3")
-    arguments = batch_case.plan_arguments(batch, inputs)
-    if batch.fixed_split_size is not None:
-        size = max(batch_case.WORKSPACE, made.workspace_size(**arguments)[0])
-        made.reset_workspace_buffer(torch.empty(size, dtype=torch.uint8, device="cuda"))
-    made.plan(**arguments)
-    with case.poisoned_memory():
-        out, lse = batch_case.call(batch, inputs, made)
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, f"{batch}: {result.detail}"
-    second, second_lse = batch_case.call(batch, inputs, made)
-    assert torch.equal(second, out)
-    assert lse is None or (second_lse is not None and torch.equal(second_lse, lse))
-
-
 @pytest.mark.parametrize("batch", [*fp8_kv_cases.batches(batch_case.SMALL), *LARGE], ids=lambda batch: batch.id)
 def test_batch(batch: BatchCase) -> None:
-    assert_right(batch)
+    assert_solved_again(batch, "fa3")
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))
 def test_random(first: int) -> None:
     for batch in random_cases(first):
-        assert_right(batch)
+        assert_solved_again(batch, "fa3")
 
 
 @pytest.mark.parametrize(
     "problem", [*fp8_kv_cases.singles(SINGLE), *fp8_kv_cases.singles(FULL[::4])], ids=lambda x: x.id
 )
 def test_single(problem: Case) -> None:
-    inputs = case.make(problem, "cuda")
-    with case.poisoned_memory():
-        out, lse = case.call(problem, inputs, backend="fa3")
-    result = case.check(problem, out, lse)
-    assert result.ok, result.detail
+    assert_solved_again(problem, "fa3")
 
 
 def test_as_fa2() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.launch import Bound, Launch, current_stream
 from tests.gpu import marks
+from tests.support.threads import in_threads
 from tests.support.toy_spec import ToySpec, toy_program
 
 COUNT = 1000
@@ -108,11 +107,7 @@ def test_two_threads_share_a_launch(pdl: bool) -> None:
         for number, out in enumerate(outs[index]):
             kernel.fire(streams[index].cuda_stream, values(out, float(index * 1000 + number)), (GRID,))
 
-    threads = [threading.Thread(target=fire_all, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(fire_all, range(2))
     torch.cuda.synchronize()
     for index in range(2):
         for number, out in enumerate(outs[index]):

@@ -17,7 +17,6 @@ from tests.support.batch_case import (
     BatchCase,
     BatchInputs,
     call,
-    check,
     dims,
     heads,
     make,
@@ -25,12 +24,12 @@ from tests.support.batch_case import (
     plan_arguments,
     ragged,
     random_batch_case,
-    random_lengths,
     refusals,
     wrapper,
 )
-from tests.support.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
-from tests.support.matrix import BF16, poisoned_memory
+from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
+from tests.support.matrix import BF16
+from tests.support.right import assert_solved_again
 
 pytestmark = marks.SM80
 
@@ -53,15 +52,8 @@ def skip_unless_taken(case: BatchCase, inputs: BatchInputs, backend: str) -> Non
 
 
 def assert_right(case: BatchCase, backend: str) -> None:
-    inputs = make(case, "cuda")
-    skip_unless_taken(case, inputs, backend)
-    made = wrapper(case, "cuda", backend=backend)
-    made.plan(**plan_arguments(case, inputs))
-    with poisoned_memory():
-        out, lse = call(case, inputs, made)
-    result = check(case, inputs, out, lse)
-    assert result.ok, f"{case}: {result.detail}"
-    assert torch.equal(call(case, inputs, made)[0], out)
+    skip_unless_taken(case, make(case, "cuda"), backend)
+    assert_solved_again(case, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -80,8 +72,7 @@ def test_random(seed: int, backend: str) -> None:
     case = dataclasses.replace(case, mask="items", longest_item=rng.choice((1, 10, 60, 400)))
     if backend in ("fa3", "fa4"):
         case = dataclasses.replace(case, pos_encoding_mode="NONE")
-    size = {"fixed_split_size": None} if case.fixed_split_size else {}  # the workspace may be too small
-    assert_right(dataclasses.replace(case, **size), backend)
+    assert_right(case, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -112,10 +103,7 @@ GRAPHED = (
 @pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.id)
 def test_replays_with_other_items(case: BatchCase, backend: str) -> None:
     skip_unless_taken(case, make(case, "cuda"), backend)
-    captured = Captured(case, "cuda", cuda_graph, backend=backend)
-    captured.replay(case)
-    for seed in range(30):
-        captured.replay(random_lengths(case, seed, max(case.kv_lens)))
+    assert_replays(case, 30, backend=backend)
 
 
 def test_plans_in_a_row_do_not_race() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.gpu import marks
 from tests.support import batch_case, case
@@ -11,23 +10,11 @@ from tests.support.batch_case import BatchCase, random_batch_case
 from tests.support.case import Case
 from tests.support.matrix import FULL, random_case
 from tests.support.persistent_emulated import BATCHES, CUDA, GATHERED, LONG, Target, name
+from tests.support.right import assert_solved_again
 
 pytestmark = pytest.mark.gpu
 
 RANDOM, CHUNK = 200, 20  # random cases, and those of one test
-
-
-def assert_right(target: Target, problem: Case | BatchCase) -> None:
-    of = batch_case if isinstance(problem, BatchCase) else case
-    inputs = of.make(problem, "cuda")
-    with case.poisoned_memory():
-        out, lse = of.call(problem, inputs, backend=target.kernels)
-    arguments = (inputs,) if isinstance(problem, BatchCase) else ()
-    result = of.check(problem, *arguments, out, lse)
-    assert result.ok, f"{problem}: {result.detail}"
-    second, second_lse = of.call(problem, inputs, backend=target.kernels)
-    assert torch.equal(second, out)
-    assert lse is None or (second_lse is not None and torch.equal(second_lse, lse))
 
 
 @pytest.mark.parametrize("problem", [*FULL, *LONG], ids=name)
@@ -35,7 +22,7 @@ def assert_right(target: Target, problem: Case | BatchCase) -> None:
 def test_single(target: Target, problem: Case) -> None:
     if not target.takes(case.features(problem, CUDA)):
         pytest.skip(f"{target.kernels} refuses it")
-    assert_right(target, problem)
+    assert_solved_again(problem, target.kernels)
 
 
 @pytest.mark.parametrize("batch", [*batch_case.SMALL, *BATCHES, *GATHERED], ids=name)
@@ -43,7 +30,7 @@ def test_single(target: Target, problem: Case) -> None:
 def test_batch(target: Target, batch: BatchCase) -> None:
     if not target.takes(batch_case.features(batch, CUDA)):
         pytest.skip(f"{target.kernels} refuses it")
-    assert_right(target, batch)
+    assert_solved_again(batch, target.kernels)
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))
@@ -53,6 +40,6 @@ def test_random(target: Target, first: int) -> None:
     for seed in range(first, first + CHUNK):
         single, batch = random_case(seed), random_batch_case(seed)
         if target.takes(case.features(single, CUDA)):
-            assert_right(target, single)
+            assert_solved_again(single, target.kernels)
         if target.takes(batch_case.features(batch, CUDA)):
-            assert_right(target, batch)
+            assert_solved_again(batch, target.kernels)

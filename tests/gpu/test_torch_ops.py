@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 import cute_attn
 from tests.gpu import marks
 from tests.support import torch_ops
-from tests.support.torch_ops import CASES
+from tests.support.torch_ops import CASES, assert_same, fresh_dynamo
+
+__all__ = ["fresh_dynamo"]  # a fixture
 
 pytestmark = marks.SM80
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_TRITON)])
 def test_compiled_calls_are_eager_calls(name: str, backend: str) -> None:
     call = CASES[name]("cuda")
-    expected_tensors, tensors = call.with_own_tensors(), call.with_own_tensors()
-    expected = call.function(*expected_tensors)
-    result = torch.compile(call.function, fullgraph=True, backend=backend)(*tensors)
-    pairs = zip([*tree_leaves(expected), *expected_tensors], [*tree_leaves(result), *tensors], strict=True)
-    for want, got in ((want, got) for want, got in pairs if want is not None):
-        assert (want.dtype, want.shape) == (got.dtype, got.shape)
-        torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=1e-3, equal_nan=True)
+    assert_same(call, torch.compile(call.function, fullgraph=True, backend=backend), exact=False)
 
 
 @NEEDS_TRITON

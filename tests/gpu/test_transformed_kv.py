@@ -9,9 +9,10 @@ import torch
 
 from cute_attn import single_prefill_with_kv_cache
 from tests.gpu import marks
-from tests.support import batch_case, case, transformed_kv
+from tests.support import batch_case, transformed_kv
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged, random_batch_case
 from tests.support.persistent_emulated import CUDA, FA3
+from tests.support.right import assert_solved_again
 
 pytestmark = list(marks.FA3_GPU)
 
@@ -25,28 +26,15 @@ LARGE = (
 )
 
 
-def assert_right(batch: BatchCase) -> None:
-    """Right with NaN around, and the same bits a second time."""
-    inputs = batch_case.make(batch, "cuda")
-    made = batch_case.wrapper(batch, "cuda", backend="fa3")
-    made.reset_workspace_buffer(torch.empty(1 << 29, dtype=torch.uint8, device="cuda"))
-    made.plan(**batch_case.plan_arguments(batch, inputs))
-    with case.poisoned_memory():
-        out, lse = batch_case.call(batch, inputs, made)
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, f"{batch}: {result.detail}"
-    assert torch.equal(batch_case.call(batch, inputs, made)[0], out)
-
-
 @pytest.mark.parametrize("batch", [*transformed_kv.NVFP4_BATCHES, *transformed_kv.ROPE_BATCHES], ids=lambda x: x.id)
 def test_batch(batch: BatchCase) -> None:
-    assert_right(batch)
+    assert_solved_again(batch, "fa3")
 
 
 @pytest.mark.parametrize("batch", LARGE, ids=lambda batch: batch.id)
 @pytest.mark.parametrize("change", CHANGES)
 def test_large(change: str, batch: BatchCase) -> None:
-    assert_right(dataclasses.replace(batch, **CHANGES[change]))
+    assert_solved_again(dataclasses.replace(batch, **CHANGES[change]), "fa3")
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))
@@ -56,7 +44,7 @@ def test_random(change: str, first: int) -> None:
         batch = dataclasses.replace(random_batch_case(seed), kv_dtype=None, pos_encoding_mode="NONE")
         batch = dataclasses.replace(batch, **CHANGES[change])
         if FA3.takes(batch_case.features(batch, CUDA)):
-            assert_right(batch)
+            assert_solved_again(batch, "fa3")
 
 
 def test_rope_far_from_the_start() -> None:

@@ -18,6 +18,7 @@ from cute_attn import (
 from tests.gpu import marks
 from tests.support import xqa_corruptions
 from tests.support.batch_case import check, paged
+from tests.support.low_level import low_level
 from tests.support.trtllm_prefill import context_arguments
 from tests.support.xqa_case import Built, XqaCase, build
 
@@ -53,35 +54,25 @@ def test_without_validation_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- workspaces
 
 
-def low_level(built: Built, words: int) -> tuple[dict[str, Any], torch.Tensor]:
-    a = built.arguments
-    k, v = a["kv_cache"]
-    output = torch.zeros_like(a["query"])
-    given = {"q": a["query"], "k_cache": k, "v_cache": v, "page_table": a["block_tables"], "seq_lens": a["seq_lens"]}
-    given |= {"output": output, "num_kv_heads": 2, "page_size": 16, "kv_layout": "HND"}
-    given |= {"workspace_buffer": torch.empty(words, device="cuda")}
-    return given | {"semaphores": torch.zeros(words, dtype=torch.uint32, device="cuda")}, output
-
-
 @pytest.mark.parametrize("words", [0, 3, 1 << 21])
 def test_semaphores_of_any_size_on_several_streams(words: int) -> None:
     """Calls on four streams at once, whose buffers may be too small to be used."""
     built = build(CASE, "cuda")
     calls = [low_level(built, words) for _ in range(4)]
-    for given, _ in calls:
+    for given in calls:
         xqa(**given)
     torch.cuda.synchronize()
-    for _, output in calls:
-        output.zero_()
+    for given in calls:
+        given["output"].zero_()
     streams = [torch.cuda.Stream() for _ in calls]
     torch.cuda.synchronize()
     for _ in range(20):
-        for stream, (given, _) in zip(streams, calls, strict=True):
+        for stream, given in zip(streams, calls, strict=True):
             with torch.cuda.stream(stream):
                 xqa(**given)
     torch.cuda.synchronize()
-    for _, output in calls:
-        assert built.check(output, None) == ""
+    for given in calls:
+        assert built.check(given["output"], None) == ""
 
 
 def test_small_semaphores_in_graphs_on_several_streams() -> None:
@@ -89,7 +80,8 @@ def test_small_semaphores_in_graphs_on_several_streams() -> None:
     built = build(CASE, "cuda")
     captured = []
     for _ in range(3):
-        given, output = low_level(built, 3)
+        given = low_level(built, 3)
+        output = given["output"]
         xqa(**given)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,12 @@ import torch
 import cute_attn
 from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
-from tests.support import batch_case, case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.support.case import Case
-from tests.support.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
-from tests.support.matrix import FULL, poisoned_memory
+from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
+from tests.support.matrix import FULL
 from tests.support.matrix import SMALL as MATRIX
+from tests.support.right import Solver, assert_solved_again
 from tests.support.xqa_batches import SMALL, fp8_answer, fp8_request, is_taken, random_batches
 
 pytestmark = marks.SM80
@@ -27,37 +26,16 @@ REPLAYS = 20  # making 40 NVFP4 requests takes longer than all else here
 SINGLE = [problem for problem in (*MATRIX, *FULL) if problem.kind == "decode" and is_taken(problem)]
 
 
-def planned(batch: BatchCase, inputs: batch_case.BatchInputs, backend: str = "xqa") -> Any:
-    made = batch_case.wrapper(batch, "cuda", backend=backend)
-    made.plan(**batch_case.plan_arguments(batch, inputs))
-    return made
-
-
-def assert_right(batch: BatchCase) -> None:
-    """Right with NaN in every unwritten byte, and bitwise equal in a second run and after a second plan."""
-    inputs = batch_case.make(batch, "cuda")
-    made = planned(batch, inputs)
-    with poisoned_memory():
-        out, lse = batch_case.call(batch, inputs, made)
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, f"{batch}: {result.detail}"
-    made.plan(**batch_case.plan_arguments(batch, inputs))
-    for _ in range(2):
-        second, second_lse = batch_case.call(batch, inputs, made)
-        assert torch.equal(second, out)
-        assert lse is None or torch.equal(second_lse, lse)
-
-
 @pytest.mark.parametrize("batch", SMALL, ids=lambda batch: batch.id)
 def test_small(batch: BatchCase) -> None:
-    assert_right(batch)
+    assert_solved_again(batch, "xqa")
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))
 def test_random(first: int) -> None:
     batches = random_batches(first, 3000, 12)
     for _ in range(CHUNK):
-        assert_right(next(batches))
+        assert_solved_again(next(batches), "xqa")
 
 
 LARGE = (
@@ -72,13 +50,13 @@ LARGE = (
 
 @pytest.mark.parametrize("batch", LARGE, ids=lambda batch: batch.id)
 def test_large(batch: BatchCase) -> None:
-    assert_right(batch)
+    assert_solved_again(batch, "xqa")
 
 
 @pytest.mark.parametrize("batch", [b for b in SMALL if b.return_lse and b.rows], ids=lambda batch: batch.id)
 def test_outputs_alone_are_written(batch: BatchCase) -> None:
-    inputs = batch_case.make(batch, "cuda")
-    assert_outputs_alone_are_written(batch, inputs, planned(batch, inputs))
+    solver = Solver(batch, "cuda", backend="xqa")
+    assert_outputs_alone_are_written(batch, solver.inputs, solver.wrapper)
 
 
 # ---- plans and graphs
@@ -95,10 +73,7 @@ GRAPHED = (
 
 @pytest.mark.parametrize("batch", GRAPHED, ids=lambda batch: batch.id)
 def test_replays_with_other_lengths(batch: BatchCase) -> None:
-    captured = Captured(batch, "cuda", cuda_graph, backend="xqa")
-    captured.replay(batch)
-    for seed in range(REPLAYS):
-        captured.replay(batch_case.random_lengths(batch, seed, max(batch.kv_lens)))
+    assert_replays(batch, REPLAYS, backend="xqa")
 
 
 def test_plans_in_a_row_do_not_race() -> None:
@@ -110,13 +85,7 @@ def test_plans_in_a_row_do_not_race() -> None:
 
 @pytest.mark.parametrize("problem", SINGLE, ids=lambda problem: problem.id)
 def test_single(problem: Case) -> None:
-    inputs = case.make(problem, "cuda")
-    with poisoned_memory():
-        out, lse = case.call(problem, inputs, backend="xqa")
-    result = case.check(problem, out, lse)
-    assert result.ok, result.detail
-    second, _ = case.call(problem, inputs, backend="xqa")
-    assert torch.equal(second, out)
+    assert_solved_again(problem, "xqa")
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])

@@ -14,6 +14,7 @@ from examples.llama.cache import E4M3, PagedCache, quantized
 from examples.llama.eager import attention_of, compare, fp8_scales
 from examples.llama.engine import Engine, padded_sizes, serve
 from examples.llama.model import Config, Llama
+from tests.support.executors import needs_gpu
 
 CONFIG = Config(layers=3, hidden=128, heads=4, kv_heads=2, vocab=300)
 PAGE_SIZE = 8
@@ -172,9 +173,7 @@ def test_padded_sizes() -> None:
     assert [padded_sizes(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
-@pytest.mark.gpu
-@pytest.mark.sm80
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_cuda_graphs_change_no_token(kv_dtype: str) -> None:
     config = Config(layers=2, hidden=512, heads=8, kv_heads=2, vocab=300)

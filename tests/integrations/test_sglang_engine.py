@@ -8,7 +8,6 @@ Opt-in (`pytest -m engines`): docs/integrations/sglang.md has the environment.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from cute_attn.errors import NotSupported
+from tests.support.dense_attention import attention, seen
 
 pytestmark = pytest.mark.engines
 
@@ -75,18 +75,7 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """fp64 attention of a request: q `[rows, heads, dim]`, keys `[kv_len, kv_heads, dim]`, visible `[rows, kv_len]`."""
-    group = NUM_HEADS // NUM_KV_HEADS
-    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * HEAD_DIM**-0.5
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores.masked_fill(~visible, -math.inf)
-    if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        more = sinks.double()[:, None, None].expand(-1, len(q), 1)
-        weights = torch.cat((scores, more), -1).softmax(-1)[..., :-1]
-    return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
+    return attention(q, keys, values, visible, HEAD_DIM**-0.5, soft_cap, sinks)[0].flatten(1)
 
 
 def gathered(runner: Runner, layer: Any, request: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,11 +96,7 @@ def expected(
     for i, q_len in enumerate(q_lens):
         kv_len = int(batch.seq_lens[i])
         keys, values = gathered(runner, layer, int(batch.req_pool_indices[i]), kv_len)
-        position = torch.arange(kv_len - q_len, kv_len)[:, None]
-        key = torch.arange(kv_len)
-        visible = key <= position
-        if layer.sliding_window_size > 0:
-            visible &= key >= position - layer.sliding_window_size
+        visible = seen(q_len, kv_len, window_left=layer.sliding_window_size if layer.sliding_window_size > 0 else -1)
         part = q[first : first + q_len].view(-1, NUM_HEADS, HEAD_DIM)
         rows.append(attend(part, keys, values, visible, **options))
         first += q_len

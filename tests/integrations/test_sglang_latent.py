@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +17,12 @@ from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind
 from cute_attn.integrations.sglang.tables import TableStep
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
-from tests.support.executors import GPU_MARKS
+from tests.support.dense_attention import attention, seen
+from tests.support.executors import DEVICES
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
 
 HEADS = 4
 KIND = LayerKind(False, HEADS, 1, LATENT + ROPE, SCALE, -1, 0.0, True)
-DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 needs_sglang = [
     pytest.mark.engines,
@@ -33,9 +32,7 @@ needs_sglang = [
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """fp64 attention of the newest tokens of a request; k and v `[keys, heads, ...]`."""
-    z = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * SCALE
-    hidden = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k))[:, None]
-    return torch.einsum("hij,jhd->ihd", z.masked_fill(hidden, -math.inf).softmax(-1), v.double())
+    return attention(q, k, v, seen(len(q), len(k)), SCALE)[0]
 
 
 def assert_close(found: torch.Tensor, want: torch.Tensor) -> None:

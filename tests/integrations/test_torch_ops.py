@@ -9,7 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,11 @@ import cute_attn
 from cute_attn.ops import register, trace
 from cute_attn.ops.declare import DECLARED
 from tests.support import torch_ops
-from tests.support.torch_ops import CASES, Call
+from tests.support.torch_ops import CASES, Call, assert_same, fresh_dynamo
+
+__all__ = ["fresh_dynamo"]  # a fixture
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Recorder:
@@ -54,18 +49,6 @@ class Recorder:
 
 def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, backend=backend, **options)
-
-
-def assert_same(call: Call, function: Callable[..., Any]) -> None:
-    """A compiled function gives the numbers of the eager one, and writes the same."""
-    expected_tensors, tensors = call.with_own_tensors(), call.with_own_tensors()
-    expected, result = call.function(*expected_tensors), function(*tensors)
-    for want, got in zip([*tree_leaves(expected), *expected_tensors], [*tree_leaves(result), *tensors], strict=True):
-        if want is None:
-            assert got is None
-            continue
-        assert (want.dtype, want.shape) == (got.dtype, got.shape)
-        assert torch.equal(want.flatten().view(torch.uint8), got.flatten().view(torch.uint8))
 
 
 # ---- all operators

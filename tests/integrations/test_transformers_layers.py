@@ -14,6 +14,7 @@ from transformers import masking_utils
 from cute_attn.emulator.settings import using
 from cute_attn.errors import NotSupported
 from cute_attn.integrations.transformers import descriptors, forward, masks, ops, patterns, plans, register
+from tests.support.dense_attention import attention
 
 MODULE = SimpleNamespace(is_causal=True, training=False)
 CLOSE = 2**-7  # of bf16 outputs of order 1
@@ -32,16 +33,8 @@ def layer(batch=2, heads=4, kv_heads=2, q_len=5, kv_len=12, dims=(16, 16), order
 
 def expected(q, k, v, seen, scale=None, soft_cap=None, sinks=None):
     """Attention in fp64 under a boolean mask `[batch, q_len, kv_len]`; rows that see nothing are zero."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = torch.where(seen[:, None], scores, -torch.inf).exp()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + sinks.double().exp()[:, None, None]
-    return (weights / total.clamp(min=1e-300) @ v).transpose(1, 2)
+    requests = zip(*(x.transpose(1, 2) for x in (q, k, v)), seen, strict=True)
+    return torch.stack([attention(*request, scale, soft_cap or 0.0, sinks)[0] for request in requests])
 
 
 def described(kv_len, q_len, q_offset, attention_mask=None, function=masking_utils.causal_mask_function, **more):

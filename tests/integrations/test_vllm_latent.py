@@ -18,10 +18,10 @@ from cute_attn.integrations.vllm import latent, support
 from cute_attn.integrations.vllm.latent import LatentDecodes, LatentPrefills
 from cute_attn.integrations.vllm.metadata import split_decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
-from tests.support.executors import GPU_MARKS, HAS_GPU
+from tests.support.dense_attention import attention, seen
+from tests.support.executors import DEVICES, needs_gpu
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
 
-DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
 ENTRIES = [*DEVICES, pytest.param("emulator", marks=pytest.mark.emulator)]
 SCALED = 0.5  # of e4m3 caches
 BATCHES = {
@@ -97,9 +97,7 @@ def test_ranks_are_merged_by_natural_lse() -> None:
     case.check((merged, whole / math.log(2)))
 
 
-@pytest.mark.gpu
-@pytest.mark.sm80
-@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("q_len", [1, 2])
 def test_a_graph_decodes_with_the_lengths_of_its_replay(q_len: int) -> None:
     case = MlaCase(heads=16, q_lens=(q_len,) * 3, kv_lens=(70, 40, 20), page_size=16, device="cuda")
@@ -122,9 +120,7 @@ def test_a_graph_decodes_with_the_lengths_of_its_replay(q_len: int) -> None:
 
 def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention of the newest tokens of one request, fp64."""
-    z = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * SCALE
-    hidden = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k))[:, None]
-    return torch.einsum("hij,jhd->ihd", z.masked_fill(hidden, -math.inf).softmax(-1), v.double())
+    return attention(q, k, v, seen(len(q), len(k)), SCALE)[0]
 
 
 def indptr(lengths: Sequence[int], device: str) -> torch.Tensor:

@@ -28,11 +28,10 @@ from cute_attn.integrations.vllm.encoder import EncoderAttention
 from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, split_decodes
 from cute_attn.integrations.vllm.support import Asked
 from tests.support.emulated_calls import emulated_append
-from tests.support.executors import GPU_MARKS, HAS_GPU
+from tests.support.executors import DEVICES, needs_gpu
 from tests.support.vllm_case import CACHE_DTYPES, UNTOUCHED, Step
 
 BF16 = torch.bfloat16
-DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
 LLAMA = Layer(4, 64, 0.125, 2)
 MIXED = [(1, 37), (1, 5), (20, 20), (7, 50)]  # two decodes, a prefill, an extension
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
@@ -261,9 +260,7 @@ def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.gpu
-@pytest.mark.sm80
-@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_a_graph_writes_the_cache_and_decodes_with_the_lengths_of_its_replay(kv_cache_dtype: str, q_len: int) -> None:
@@ -330,9 +327,7 @@ def test_a_graph_plans_its_decodes_again(name: str, q_len: int, device: str) -> 
         assert_near(out[: len(used) * q_len].cpu(), part.expected(keys, values))
 
 
-@pytest.mark.gpu
-@pytest.mark.sm80
-@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@needs_gpu
 def test_a_plan_is_refused_while_a_graph_is_captured() -> None:
     case = Step([(1, 9)], Layer(4, 64, 0.125, 2, soft_cap=3.0), device="cuda")
     attention, step, query = case.attention(), case.metadata(), torch.cat(case.q).cuda()

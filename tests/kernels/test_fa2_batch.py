@@ -29,7 +29,6 @@ from tests.support.batch_case import (
     SMALL,
     BatchCase,
     call,
-    check,
     decode,
     heads,
     make,
@@ -81,8 +80,7 @@ def assert_right(case: BatchCase, made: Any = None) -> None:
         made.plan(**plan_arguments(case, inputs))
     with poisoned_memory():
         out, lse = call(case, inputs, made)
-    verdict = check(case, inputs, out, lse)
-    assert verdict.ok, f"{case}: {verdict.detail}"
+    assert_right(case, inputs, out, lse)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)

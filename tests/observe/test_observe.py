@@ -18,6 +18,7 @@ from cute_attn.observe.dump import Dumper, from_environment
 from cute_attn.observe.hooks import Call
 from cute_attn.observe.snapshot import ALIGNMENT, Reader, Snapshot
 from tests.support import subprocesses
+from tests.support.executors import needs_gpu
 
 Output = pytest.CaptureFixture[str]
 MB = 1 << 20
@@ -372,9 +373,7 @@ cute_attn.merge_state(out, torch.zeros(3, 4, device="cuda"), out, torch.zeros(3,
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.sm80
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_calls_of_a_gpu_replay_there_and_on_the_emulator(tmp_path: Path, capsys: Output) -> None:
     process = subprocesses.start(GPU_PROGRAM, env={"CUTE_ATTN_DUMP": f"{tmp_path}:all", "CUTE_ATTN_NVTX": "1"})
     _, err = process.communicate(timeout=300)

@@ -388,7 +388,8 @@ RUN = [  # of all wrappers
     Row("out dtype", {"out": "float32"}, ArgumentError, ("out must have dtype float16, got float32",)),
     Row("out shape", {"out": zeros(1, 4, 16)}, ArgumentError, ("out must have shape [rows, num_qo_heads,",)),
     Row("out overlaps itself", {"out": "overlapping"}, ArgumentError, ("out must not overlap itself",)),
-    Row("out over q", {"out": "q"}, ArgumentError, ("out must not share memory with q",)),
+    Row("out no tensor", {"out": [1.0]}, ArgumentTypeError, ("out must be a torch.Tensor", "[1.0]")),
+    Row("lse no tensor", {"lse": [1.0]}, ArgumentTypeError, ("lse must be a torch.Tensor", "[1.0]")),
     Row("lse shape", {"lse": zeros(9, 4, dtype=FLOAT)}, ArgumentError, ("lse must have shape [rows, num_qo_heads]",)),
     Row("lse dtype", {"lse": zeros(5, 4)}, ArgumentError, ("lse must have",)),
     Row("return_lse", {"return_lse": 1}, ArgumentTypeError, ("return_lse must be True or False", "1 (int)")),
@@ -476,7 +477,6 @@ def special(q: torch.Tensor, value: Any) -> Any:
         "grad": lambda: with_grad(*q.shape),
         "float32": q.float,
         "overlapping": lambda: overlapping(*q.shape),
-        "q": lambda: q,
     }
     return made[value]() if isinstance(value, str) and value in made else value
 

@@ -10,6 +10,7 @@ import torch
 from cute_attn import ArgumentError
 from cute_attn.request import checks
 from tests.support.batch_case import BatchCase, call, decode, make, paged, plan_arguments, ragged, wrapper
+from tests.support.right import planned
 
 CASES = [paged((3, 1), (9, 5), page_size=4), ragged((3, 1), (9, 5)), decode((9, 5), page_size=4)]
 IDS = ["paged", "ragged", "decode"]
@@ -39,9 +40,7 @@ def test_views_of_complex_numbers() -> None:
 @pytest.mark.parametrize(("change", "message"), UNSTORED, ids=["negative", "sparse"])
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_operands_of_a_run(case: BatchCase, change: Any, message: str) -> None:
-    inputs = make(case)
-    made = wrapper(case)
-    made.plan(**plan_arguments(case, inputs))
+    made, inputs = planned(case)
     names = ("k of paged_kv_cache", "v of paged_kv_cache") if case.kind != "ragged" else ("k", "v")
     with pytest.raises(ArgumentError, match=f"^q {message}"):
         made.run(change(inputs.q), *inputs.kv)
@@ -73,9 +72,7 @@ def test_arrays_of_a_plan(case: BatchCase, change: Any, message: str) -> None:
 
 def test_a_sparse_operand_after_equal_runs() -> None:
     case = CASES[1]
-    inputs = make(case)
-    made = wrapper(case)
-    made.plan(**plan_arguments(case, inputs))
+    made, inputs = planned(case)
     for _ in range(2):
         call(case, inputs, made)
         with pytest.raises(ArgumentError, match="q must be a strided tensor"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from cute_attn import ArgumentError, xqa_batch_decode_with_kv_cache
 from cute_attn.xqa import xqa
 from tests.support import xqa_corruptions
+from tests.support.low_level import low_level
 from tests.support.xqa_case import XqaCase, build
 
 CALLS = 4000
@@ -34,26 +34,12 @@ def test_the_first_wrong_request_is_named() -> None:
         xqa_batch_decode_with_kv_cache(**built.arguments | {"block_tables": table})
 
 
-def low_level(**changes: Any) -> None:
-    a = build(CASE).arguments
-    k, v = a["kv_cache"]
-    given = {"q": a["query"], "k_cache": k, "v_cache": v, "page_table": a["block_tables"], "seq_lens": a["seq_lens"]}
-    given |= {"output": torch.zeros_like(a["query"]), "num_kv_heads": 2, "page_size": 16}
-    given |= {"workspace_buffer": torch.empty(1 << 20), "semaphores": torch.zeros(4096, dtype=torch.uint32)}
-    xqa(**given | changes)
-
-
 def test_the_low_level_form_names_its_own_arguments() -> None:
-    low_level()
+    xqa(**low_level(build(CASE)))
     table = build(CASE).arguments["block_tables"].clone()
     table[1, 0] = -5
     with pytest.raises(ArgumentError, match=r"page_table\[1, 0\], page 0 of request 1, is -5"):
-        low_level(page_table=table)
-    memory = torch.zeros(1 << 20)
-    with pytest.raises(ArgumentError, match=r"semaphores must not share memory with|workspace_buffer must not share"):
-        low_level(workspace_buffer=memory, semaphores=memory[:64])
-    with pytest.raises(ArgumentError, match="output must not share memory with semaphores"):
-        low_level(semaphores=memory, output=memory.view(torch.bfloat16)[: 2 * 4 * 64].view(2, 4, 64))
+        xqa(**low_level(build(CASE), page_table=table))
 
 
 def test_rows_of_no_request_need_an_out() -> None:

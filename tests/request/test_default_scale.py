@@ -10,7 +10,8 @@ import torch
 import cute_attn
 from cute_attn.request.settings import Call
 from cute_attn.request.single import problem
-from tests.support.batch_case import decode, make, paged, plan_arguments, ragged, wrapper
+from tests.support.batch_case import decode, paged, ragged
+from tests.support.right import planned
 
 DIFFERENT = [d for d in range(8, 513, 8) if d**-0.5 != 1 / math.sqrt(d)]
 
@@ -23,8 +24,7 @@ def test_the_two_formulas_differ() -> None:
 def test_default_scale(head_dim: int) -> None:
     dims = {"head_dim_qk": head_dim, "head_dim_vo": head_dim}
     for case in (paged((2,), (3,), **dims), ragged((2,), (3,), **dims), decode((3,), **dims)):
-        made = wrapper(case)
-        made.plan(**plan_arguments(case, make(case)))
+        made, _ = planned(case)
         assert made._planned().settings.sm_scale == head_dim**-0.5
     q = torch.zeros(1, 1, head_dim, dtype=torch.float16)
     assert problem(Call(q, q, q)).settings.sm_scale == head_dim**-0.5

@@ -113,17 +113,3 @@ def test_imaginary_part_of_a_conjugate_view_is_refused() -> None:
     given["k"] = torch.complex(given["k"].float(), given["k"].float()).conj().imag
     with pytest.raises(ArgumentError, match="k must not be a negative view"):
         cute_attn.single_prefill_with_kv_cache(**given)
-
-
-@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
-def test_scale_that_lies_in_lse_is_refused(name: str) -> None:
-    lse = torch.ones(4)
-    with pytest.raises(ArgumentError, match=f"lse must not share memory with {name}"):
-        cute_attn.single_decode_with_kv_cache(**{**decode(), name: lse[2:3]}, lse=lse)
-
-
-def test_head_scales_that_lie_in_lse_are_refused() -> None:
-    lse = torch.ones(5, 4)
-    q, k, v = (torch.ones(n, 4, 64).to(torch.float8_e4m3fn) for n in (5, 9, 9))
-    with pytest.raises(ArgumentError, match="lse must not share memory with scale_q"):
-        cute_attn.single_prefill_with_kv_cache(q, k, v, lse[0], torch.ones(4), torch.ones(4), lse=lse)

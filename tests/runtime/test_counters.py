@@ -12,6 +12,7 @@ import torch
 
 from cute_attn.runtime import capture, counters
 from cute_attn.runtime.counters import DeviceCounters, PoolSize
+from tests.support.threads import in_threads
 
 SIZE = PoolSize(8, 64, 32)
 
@@ -36,20 +37,6 @@ def impatient() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-def in_threads(count: int, work: object) -> None:
-    start = threading.Barrier(count)
-
-    def begin(index: int) -> None:
-        start.wait()
-        work(index)  # type: ignore[operator]
-
-    threads = [threading.Thread(target=begin, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 class SlowDict(dict[int, int]):
     """Another thread gets a turn between the length and the store."""
 
@@ -70,7 +57,7 @@ def test_threads_get_distinct_counters_for_distinct_streams(captured: list[bool]
             found[index][stream] = pool.address(stream)
             assert pool.address(stream) == found[index][stream]
 
-    in_threads(8, work)
+    in_threads(work, range(8))
     addresses = [address for thread in found for address in thread.values()]
     assert len(addresses) == len(set(addresses)) == 64
 
@@ -81,7 +68,7 @@ def test_captured_launches_of_threads_have_their_own(captured: list[bool]) -> No
     shared = pool.address(7)
     captured.append(True)
     found: list[int] = []
-    in_threads(4, lambda index: found.extend(pool.address(7) for _ in range(8)))
+    in_threads(lambda index: found.extend(pool.address(7) for _ in range(8)), range(4))
     assert len({*found}) == 32
     assert shared not in found
 
@@ -108,7 +95,7 @@ def test_threads_make_one_pool(captured: list[bool], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(counters, "_pools", {})
     monkeypatch.setattr(counters, "DeviceCounters", slow)
     found: list[object] = []
-    in_threads(6, lambda index: found.append(counters.of_device(5, SIZE)))
+    in_threads(lambda index: found.append(counters.of_device(5, SIZE)), range(6))
     assert made == [5]
     assert len({id(pool) for pool in found}) == 1
 

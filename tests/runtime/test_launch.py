@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from cute_attn.runtime.compile import compile_spec
 from cute_attn.runtime.launch import Launch
 from tests.support import subprocesses
 from tests.support.stub_driver import StubDriver, forget_loaded
+from tests.support.threads import in_threads
 from tests.support.toy_spec import ToySpec, toy_program
 
 VALUES = (0x7F00_1234_5678, -5, 1.5, -2.25, 2**31 - 1)
@@ -240,11 +240,7 @@ def test_threads_share_a_launch(driver: StubDriver) -> None:
         for number in range(first, first + 50):
             bound.fire(number, (number, number, float(number), float(number), number), ((number, 1, 1),))
 
-    threads = [threading.Thread(target=fire_all, args=(first,)) for first in (1, 1001)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(fire_all, (1, 1001))
     assert sorted(run["stream"] for run in driver.launches) == [*range(1, 51), *range(1001, 1051)]
     for run in driver.launches:
         number = run["stream"]
@@ -298,16 +294,6 @@ def test_capture_mode_is_restored_after_an_error(driver: StubDriver) -> None:
 
 
 def test_threads_load_a_kernel_once(driver: StubDriver) -> None:
-    start = threading.Barrier(8)
-
-    def load() -> None:
-        start.wait()
-        Launch(toy(), 0)
-
-    threads = [threading.Thread(target=load) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: Launch(toy(), 0), range(8))
     assert [call[0] for call in driver.calls].count("load") == 1
     assert [call[0] for call in driver.calls].count("funcload") == 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,6 +20,13 @@ EVERYWHERE = [
 ]
 
 
+def seen(rows: int, keys: int, causal: bool = True, window_left: int = -1) -> torch.Tensor:
+    """Which keys each of the last `rows` tokens sees, bool `[rows, keys]`."""
+    position, key = torch.arange(keys - rows, keys)[:, None], torch.arange(keys)
+    kept = (key <= position) | torch.tensor(not causal)
+    return kept & (key >= position - window_left) if window_left >= 0 else kept
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -28,29 +35,40 @@ def attention(
     sm_scale: float | None = None,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o `[qo_len, heads, head_dim]` and the base-2 lse `[qo_len, heads]`, both fp64 on the CPU.
 
     `q`: `[qo_len, heads, head_dim]`; `k`, `v`: `[kv_len, kv_heads, head_dim]`; `keep`: bool `[qo_len, kv_len]`, or one
-    per kv head `[kv_heads, qo_len, kv_len]`.
+    per kv head `[kv_heads, qo_len, kv_len]`; `bias` of scores: `[heads, qo_len, kv_len]`. Rows that see nothing are 0.
     """
-    qs, ks, vs = (x.detach().cpu().double().numpy() for x in (q, k, v))
-    qo_len, heads, head_dim = qs.shape
-    kv_heads = ks.shape[1]
-    kept = np.broadcast_to(keep.cpu().numpy(), (kv_heads, qo_len, len(ks)))
-    scale = head_dim**-0.5 if sm_scale is None else sm_scale
-    o, lse = np.zeros((qo_len, heads, vs.shape[2])), np.full((qo_len, heads), -math.inf)
-    for head in range(heads):
-        kv_head = head // (heads // kv_heads)
-        z = scale * qs[:, head] @ ks[:, kv_head].T
-        if soft_cap > 0:
-            z = soft_cap * np.tanh(z / soft_cap)
-        weights = np.where(kept[kv_head], np.exp(z), 0.0)
-        total = weights.sum(1) + (0.0 if sinks is None else math.exp(float(sinks[head])))
-        some = total > 0
-        o[some, head] = weights[some] @ vs[:, kv_head] / total[some, None]
-        lse[some, head] = np.log2(total[some])
-    return torch.from_numpy(o), torch.from_numpy(lse)
+    q, k, v = (x.detach().cpu().double() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    z = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) + bias
+    if soft_cap > 0:
+        z = soft_cap * torch.tanh(z / soft_cap)
+    kept = keep.cpu().bool()
+    z = z.masked_fill(~(kept.repeat_interleave(group, 0) if kept.dim() == 3 else kept), -math.inf)
+    more = torch.empty(len(z), 0) if sinks is None else sinks.detach().cpu()[:, None]
+    lse = torch.cat((z, more.double()[:, None].expand(-1, len(q), -1)), -1).logsumexp(-1)
+    weights = (z - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    return torch.einsum("hij,jhd->ihd", weights, v), lse.T / math.log(2)
+
+
+def decoded(
+    q: torch.Tensor, cache: torch.Tensor, lengths: Sequence[int], indices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for one token a request over `cache` `[pages, 2, page_size, kv_heads, head_dim]`, whose pages of all
+    requests `indices` lists one after the other.
+    """
+    results, first = [], 0
+    for i, n in enumerate(lengths):
+        own = cache[indices[first : first + -(-n // cache.shape[2])].long()].transpose(0, 1).flatten(1, 2)[:, :n]
+        results.append(attention(q[i : i + 1], *own, torch.ones(1, n, dtype=torch.bool)))
+        first += -(-n // cache.shape[2])
+    o, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+    return o, lse
 
 
 def assert_near(out: torch.Tensor, lse: torch.Tensor | None, expected: tuple[torch.Tensor, torch.Tensor]) -> None:

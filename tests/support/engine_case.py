@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from cute_attn import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
+from tests.support.dense_attention import attention, seen
 from tests.support.executors import HAS_GPU
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -134,6 +135,11 @@ class Tokens:
         one.last_page_len = self.last_page_len[:1]
         return one
 
+    def newest(self, lens: Sequence[int]) -> Tokens:
+        """The same queries over the last keys of each request, in a cache of their own."""
+        sides = ([x[len(x) - n :] for x, n in zip(side, lens, strict=True)] for side in (self.keys, self.values))
+        return Tokens(dataclasses.replace(self.batch, kv_lens=lens), self.device, *sides)
+
     def shard(self, rank: int, world: int) -> Tokens:
         """The same queries over every `world`-th key from number `rank` on."""
         lens = [len(range(rank, n, world)) for n in self.batch.kv_lens]
@@ -174,23 +180,9 @@ def attend(
     v_scale: float = 1.0,
 ) -> Pair:
     """Attention of one request in fp64, and the base-2 logarithm of the denominators."""
-    (rows, qo_heads, _), (keys, kv_heads, _) = q.shape, k.shape
-    z = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(qo_heads // kv_heads, 1)) * scale
-    if soft_cap:
-        z = soft_cap * torch.tanh(z / soft_cap)
-    position, key = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)[None]
-    seen = torch.ones(rows, keys, dtype=torch.bool) if keep is None else keep.bool().cpu()
-    if causal and keep is None:
-        seen = seen & (key <= position)
-    if window_left >= 0:
-        seen = seen & (key >= position - window_left)
-    weights = torch.where(seen, z.exp(), 0.0)
-    total = weights.sum(-1)
-    if sinks is not None:
-        total = total + sinks.double().cpu().exp()[:, None]
-    safe = torch.where(total > 0, total, 1.0)
-    o = torch.einsum("hij,jhd->ihd", weights / safe[..., None], v.repeat_interleave(qo_heads // kv_heads, 1))
-    return o * v_scale, total.log2().T.contiguous()
+    kept = seen(len(q), len(k), causal and keep is None, window_left)
+    o, lse = attention(q, k, v, kept if keep is None else kept & keep.bool().cpu(), scale, soft_cap, sinks)
+    return o * v_scale, lse
 
 
 def merge(parts: list[Pair]) -> Pair:

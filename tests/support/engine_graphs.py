@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.support.batch_case import BatchCase, BatchInputs, Request, check, heads, make, plan_arguments
+from tests.support.batch_case import BatchCase, BatchInputs, Request, heads, make, plan_arguments
 from tests.support.graphs import blank, graph_wrapper
+from tests.support.right import assert_right
 
 Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
@@ -94,5 +95,4 @@ class CapturedLayers:
         self.again()
         for layer, (out, lse) in zip(self.layers, self.results, strict=True):
             tensors = sliced(inputs, layer.num_qo_heads, layer.num_kv_heads)
-            result = check(layer.case(case), tensors, out[: case.rows], lse[: case.rows])
-            assert result.ok, f"{layer} {case}: {result.detail}"
+            assert_right(layer.case(case), tensors, out[: case.rows], lse[: case.rows])

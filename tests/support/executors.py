@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -40,6 +40,15 @@ def emulated(arch: str, kernels: str = "fa2") -> Executor:
 
 HAS_GPU = torch.cuda.is_available()
 GPU_MARKS = (pytest.mark.gpu, pytest.mark.sm80, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device"))
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
+
+
+def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that runs on a GPU alone."""
+    for mark in GPU_MARKS:
+        test = mark(test)
+    return test
+
 
 PARAMS = [
     pytest.param(REFERENCE, id=REFERENCE.name),

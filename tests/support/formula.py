@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 
-from tests.support.batch_case import BatchCase, BatchInputs, Request
+from tests.support.batch_case import BatchCase, BatchInputs
 from tests.support.case import Case, Inputs
-
-
-def keys_of_row(case: Case, inputs: Inputs, i: int) -> list[int]:
-    """The keys that row i sees."""
-    position = i + case.kv_len - case.qo_len
-    if inputs.custom_mask is not None:
-        keys = [j for j in range(case.kv_len) if inputs.custom_mask[i, j]]
-    elif inputs.packed_custom_mask is not None:
-        packed, first = inputs.packed_custom_mask.tolist(), i * case.kv_len
-        keys = [j for j in range(case.kv_len) if packed[(first + j) // 8] >> (first + j) % 8 & 1]
-    else:
-        keys = [j for j in range(case.kv_len) if case.mask != "causal" or j <= position]
-    return keys if case.window_left < 0 else [j for j in keys if j >= position - case.window_left]
+from tests.support.dense_attention import attention, seen
 
 
 def rotated(case: Case | BatchCase, x: torch.Tensor, first_position: int) -> np.ndarray:
@@ -41,67 +30,40 @@ def alibi_slope(head: int, num_heads: int) -> float:
     return 2 ** (-8 * (head + 1) / n) if head < n else 2 ** (-4 * (2 * (head - n) + 1) / n)
 
 
+def visible(case: Case | BatchCase, keep: torch.Tensor | None, qo_len: int, kv_len: int) -> torch.Tensor:
+    """A mask replaces causality; a window restricts both."""
+    causal = keep is None and (case.mask == "causal" or case.kind == "decode")
+    kept = seen(qo_len, kv_len, causal, case.window_left)
+    return kept if keep is None else kept & keep
+
+
+def formula(
+    case: Case | BatchCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, sinks: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """o and lse of a request, in the base of the case."""
+    qo_len, kv_len = len(q), len(k)
+    q_rows, k_rows = (torch.from_numpy(rotated(case, x, first)) for x, first in ((q, kv_len - qo_len), (k, 0)))
+    slopes = [alibi_slope(head, case.num_qo_heads) for head in range(case.num_qo_heads)]
+    distance = torch.arange(kv_len) - torch.arange(qo_len)[:, None]
+    bias = torch.tensor(slopes).double()[:, None, None] * distance if case.pos_encoding_mode == "ALIBI" else 0.0
+    kept = visible(case, keep, qo_len, kv_len)
+    o, lse = attention(q_rows, k_rows, v, kept, case.scale, case.logits_soft_cap, sinks, bias)
+    base = math.log(2) if getattr(case, "lse_base", "log2") == "ln" else 1.0
+    return (o * (1.0 if case.v_scale is None else case.v_scale)).numpy(), (lse * base).numpy()
+
+
 def single_formula(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    k, v = inputs.k, inputs.v
+    k, v, keep = inputs.k, inputs.v, inputs.custom_mask
     if case.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    q_rows, k_rows = rotated(case, inputs.q, case.kv_len - case.qo_len), rotated(case, k, 0)
-    v_rows = v.double().numpy()
-    o = np.zeros((case.qo_len, case.num_qo_heads, case.head_dim_vo))
-    lse = np.full((case.qo_len, case.num_qo_heads), -math.inf)
-    for i in range(case.qo_len):
-        keys = keys_of_row(case, inputs, i)
-        for head in range(case.num_qo_heads if keys else 0):
-            kv_head = head // (case.num_qo_heads // case.num_kv_heads)
-            z = k_rows[keys, kv_head] @ q_rows[i, head] * case.scale
-            if case.pos_encoding_mode == "ALIBI":
-                z = z + alibi_slope(head, case.num_qo_heads) * (np.array(keys) - i)
-            if case.logits_soft_cap:
-                z = case.logits_soft_cap * np.tanh(z / case.logits_soft_cap)
-            weights = np.exp(z)
-            o[i, head] = weights @ v_rows[keys, kv_head] / weights.sum()
-            lse[i, head] = np.log2(weights.sum())
-    return o * (1.0 if case.v_scale is None else case.v_scale), lse
-
-
-def hidden(case: BatchCase, request: Request) -> np.ndarray:
-    qo_len, kv_len = len(request.q), len(request.k)
-    position = np.arange(qo_len)[:, None] + kv_len - qo_len
-    key = np.arange(kv_len)[None]
-    hide = np.zeros((qo_len, kv_len), bool)
-    if request.keep is not None:
-        hide |= ~request.keep.numpy()
-    elif case.mask == "causal" or case.kind == "decode":
-        hide |= key > position
-    if case.window_left >= 0:
-        hide |= key < position - case.window_left
-    return hide
-
-
-def request_formula(case: BatchCase, request: Request, sinks: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    qo_len, kv_len = len(request.q), len(request.k)
-    q, k = rotated(case, request.q, kv_len - qo_len), rotated(case, request.k, 0)
-    v, hide = request.v.numpy(), hidden(case, request)
-    o = np.zeros((qo_len, case.num_qo_heads, case.head_dim_vo))
-    lse = np.full((qo_len, case.num_qo_heads), -math.inf)
-    for head in range(case.num_qo_heads):
-        kv_head = head * case.num_kv_heads // case.num_qo_heads
-        z = q[:, head] @ k[:, kv_head].T * case.scale
-        if case.pos_encoding_mode == "ALIBI":
-            z = z + alibi_slope(head, case.num_qo_heads) * (np.arange(kv_len)[None] - np.arange(qo_len)[:, None])
-        if case.logits_soft_cap:
-            z = case.logits_soft_cap * np.tanh(z / case.logits_soft_cap)
-        weights = np.where(hide, 0.0, np.exp(z))
-        total = weights.sum(1) + (0.0 if sinks is None else math.exp(sinks[head]))
-        some = total > 0
-        o[some, head] = weights[some] @ v[:, kv_head] / total[some, None]
-        lse[some, head] = np.log(total[some])
-    return o * (1.0 if case.v_scale is None else case.v_scale), lse / (1.0 if case.lse_base == "ln" else math.log(2))
+    if inputs.packed_custom_mask is not None:
+        bits = np.unpackbits(inputs.packed_custom_mask.numpy(), count=case.qo_len * case.kv_len, bitorder="little")
+        keep = torch.from_numpy(bits).view(case.qo_len, case.kv_len).bool()
+    return formula(case, inputs.q, k, v, keep, None)
 
 
 def batch_formula(case: BatchCase, inputs: BatchInputs) -> tuple[np.ndarray, np.ndarray]:
-    sinks = None if inputs.sinks is None else inputs.sinks.double().numpy()
-    solved = [request_formula(case, request, sinks) for request in inputs.requests]
+    solved = [formula(case, r.q, r.k, r.v, r.keep, inputs.sinks) for r in inputs.requests]
     o_first = np.zeros((case.first, case.num_qo_heads, case.head_dim_vo))
     lse_first = np.full((case.first, case.num_qo_heads), -math.inf)
     return np.concatenate([o_first, *(o for o, _ in solved)]), np.concatenate([lse_first, *(lse for _, lse in solved)])

@@ -16,13 +16,13 @@ from tests.support.batch_case import (
     BatchCase,
     BatchInputs,
     call,
-    check,
     make,
     plan_arguments,
     random_lengths,
     run_arguments,
     wrapper,
 )
+from tests.support.right import assert_right
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Capture = Callable[[Callable[[], Pair]], tuple[Pair, Callable[[], None]]]  # runs once; its result, and a replay
@@ -52,6 +52,14 @@ def emulated_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
     return results, replay
 
 
+def assert_replays(case: BatchCase, replays: int, **arguments: Any) -> None:
+    """A launch captured on a GPU is right for `case`, the largest batch, and for as many others."""
+    captured = Captured(case, "cuda", cuda_graph, **arguments)
+    captured.replay(case)
+    for seed in range(replays):
+        captured.replay(random_lengths(case, seed, max(case.kv_lens)))
+
+
 def assert_plans_in_a_row_do_not_race(case: BatchCase, **arguments: Any) -> None:
     """Twenty plans and runs are queued behind a slow stream before the first of them may start."""
     cases = [random_lengths(case, seed, 900) for seed in range(20)]
@@ -64,8 +72,7 @@ def assert_plans_in_a_row_do_not_race(case: BatchCase, **arguments: Any) -> None
         made.plan(**plan_arguments(case, tensors))
         results.append(call(case, tensors, made))
     for case, tensors, (out, lse) in zip(cases, inputs, results, strict=True):
-        result = check(case, tensors, out, lse)
-        assert result.ok, result.detail
+        assert_right(case, tensors, out, lse)
 
 
 def graph_wrapper(
@@ -142,6 +149,5 @@ class Captured:
         self.lse.fill_(torch.nan)
         self.wrapper.plan(**plan_arguments(case, inputs), **self.promises)
         self.again()
-        result = check(case, inputs, self.out[: case.rows], self.lse[: case.rows])
-        assert result.ok, f"{case}: {result.detail}"
+        assert_right(case, inputs, self.out[: case.rows], self.lse[: case.rows])
         assert self.out[case.rows :].isnan().all()

@@ -30,6 +30,7 @@ from tests.support.batch_case import (
     run_arguments,
     wrapper,
 )
+from tests.support.right import assert_right
 
 KINDS = ("paged", "ragged", "decode", "single_prefill", "single_decode")
 PREFILL = ("paged", "ragged", "single_prefill")
@@ -190,7 +191,6 @@ def honour(kind: str, perturbation: Perturbation, backend: str, device: str, arc
         assert all(refusal in expected and refusal[0] == backend and all(refusal) for refusal in refused)
         return
     out, lse = result(kind, after, inputs, backend)
-    verdict = check(after, inputs, out, lse)
-    assert verdict.ok, verdict.detail
+    assert_right(after, inputs, out, lse)
     if perturbation.moves:
         assert not check(before, make(before, device), out, lse).ok, f"{perturbation.argument} moved nothing"

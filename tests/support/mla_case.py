@@ -12,6 +12,7 @@ import torch
 
 import cute_attn
 from cute_attn import flash_mla
+from tests.support.dense_attention import attention, seen
 
 LATENT, ROPE, GROUP = 512, 64, 128
 Scales = tuple[float, float]
@@ -147,7 +148,7 @@ class MlaCase:
         schedule = flash_mla.get_mla_metadata()
         return flash_mla.flash_mla_with_kvcache(query, cache, self.table, self.seq_lens, LATENT, *schedule, **options)
 
-    def keys(self, scales: Scales) -> np.ndarray:
+    def keys(self, scales: Scales) -> torch.Tensor:
         """The cache in fp64, times its scales; products with scales of groups are rounded to the queries' dtype."""
         latent, rotated = self.cache.double().split((LATENT, self.rope), dim=-1)
         if self.grouped:
@@ -155,31 +156,18 @@ class MlaCase:
             latent = (latent.float() * factors).to(self.dtype).double()
         if self.wide:
             rotated = self.kpe.double()
-        return torch.cat((latent * scales[0], rotated * scales[1]), dim=-1).cpu().numpy()
+        return torch.cat((latent * scales[0], rotated * scales[1]), dim=-1).cpu()
 
     def expected(self, scales: Scales = ONE) -> tuple[torch.Tensor, torch.Tensor]:
         """Out and base-2 lse in fp64, row by row. `scales`: factors of latent and of rotated columns of the cache."""
-        out, lse = np.zeros((len(self.q), self.heads, LATENT)), np.full((len(self.q), self.heads), -np.inf)
-        sinks = self.sinks_or(-np.inf)
-        queries, cache = self.q.double().cpu().numpy(), self.keys(scales)
-        row = 0
-        for i, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
-            places = [(int(self.table[i, j // self.page_size]), j % self.page_size) for j in range(kv_len)]
-            keys = np.array([cache[place] for place in places]).reshape(kv_len, self.columns)
-            for r in range(q_len):
-                seen = kv_len - q_len + r + 1 if self.causal else kv_len
-                z = SCALE * queries[row] @ keys[: max(seen, 0)].T
-                top = np.maximum(z.max(axis=1, initial=-1e300), np.maximum(sinks, -1e300))
-                weights, sink = np.exp(z - top[:, None]), np.exp(sinks - top)
-                total = weights.sum(axis=1) + sink
-                with np.errstate(divide="ignore"):
-                    lse[row] = (np.log(total) + top) / math.log(2)
-                out[row] = weights @ keys[: max(seen, 0), :LATENT] / np.where(total > 0, total, 1)[:, None]
-                row += 1
-        return torch.from_numpy(out), torch.from_numpy(lse)
-
-    def sinks_or(self, none: float) -> np.ndarray:
-        return self.made["sinks"].double().cpu().numpy() if self.sinks else np.full(self.heads, none)
+        cache, results, row = self.keys(scales), [], 0
+        for table, q_len, kv_len in zip(self.table.cpu(), self.q_lens, self.kv_lens, strict=True):
+            keys = cache[table.clamp(min=0).long()].flatten(0, 1)[:kv_len, None]
+            kept, sinks = seen(q_len, kv_len, self.causal), self.made.get("sinks")
+            results.append(attention(self.q[row : row + q_len], keys, keys[..., :LATENT], kept, SCALE, sinks=sinks))
+            row += q_len
+        out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return out, lse
 
     def check(self, found: tuple[torch.Tensor, torch.Tensor], scales: Scales = ONE) -> None:
         """Compare a result with the formula, within the rounding of P and of the output."""

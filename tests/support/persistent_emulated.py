@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from cute_attn.dispatch import capabilities, select
-from cute_attn.emulator import Schedule, using
+from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
 from cute_attn.problem import Features
 from cute_attn.runtime.arch import Arch, named
-from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, prefill
+from tests.support.right import emulate
 from tests.support.schedules import ALL_SCHEDULES
 
 CUDA = torch.device("cuda")
@@ -41,14 +40,6 @@ class Target(NamedTuple):
 FA3 = Target("fa3", "sm_90a", (Schedule(),), "wgmma.mma_async")  # the whole matrix runs on Hopper GPUs, too
 FA4 = Target("fa4", "sm_100a", ALL_SCHEDULES, "tcgen05.ld")
 TARGETS = (FA3, FA4)
-
-Value = TypeVar("Value")
-
-
-def on_targets(values: Iterable[Value], targets: tuple[Target, ...] = TARGETS) -> list[tuple[Target, Value]]:
-    """Returns every value with each target."""
-    values = list(values)
-    return [(target, value) for target in targets for value in values]
 
 
 # Several tiles per CTA, reuse of all stages of the rings, tiles that see no key, boxes of one token.
@@ -90,30 +81,9 @@ def name(value: object) -> str:
     return value.kind if isinstance(value, Schedule) else str(getattr(value, "id", value))
 
 
-def assert_ran(target: Target, emulation: Emulation) -> None:
-    """What ran, if anything did, is the target's kernel, and the merge of its partials."""
-    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} <= {target.kernels}
-
-
-def solve_single(target: Target, problem: Case, schedule: Schedule, sms: int | None = None) -> Emulation:
-    """Run a request on the emulated GPU and compare with the reference."""
-    with using(target.arch, kernels=target.kernels, schedule=schedule, sms=sms) as emulation:
-        out, lse = case.call(problem, case.make(problem), backend="emulator")
-    result = case.check(problem, out, lse)
-    assert result.ok, result.detail
-    assert_ran(target, emulation)
-    return emulation
-
-
-def solve_batch(target: Target, batch: BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
-    """The same for a batch."""
-    inputs = batch_case.make(batch)
-    with using(target.arch, kernels=target.kernels, schedule=schedule, sms=sms) as emulation:
-        out, lse = batch_case.call(batch, inputs, backend="emulator")
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, result.detail
-    assert_ran(target, emulation)
-    return emulation
+def solve_on(target: Target, problem: Case | BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
+    """Run a case on the target's GPU and compare with the reference."""
+    return emulate(problem, target.arch, target.kernels, schedule, sms)
 
 
 def assert_cut(target: Target, emulation: Emulation) -> None:
@@ -123,8 +93,5 @@ def assert_cut(target: Target, emulation: Emulation) -> None:
 
 def assert_auto_runs(target: Target, batch: BatchCase, kv: str) -> None:
     """As "auto" chooses on such a GPU: the target's kernel, which reads its keys as `kv` says."""
-    inputs = batch_case.make(batch)
-    with using(target.arch) as emulation:
-        out, lse = batch_case.call(batch, inputs, backend="emulator")
-    assert batch_case.check(batch, inputs, out, lse).ok
-    assert [(record.spec["kernel"], record.spec["kv"]) for record in emulation.records] == [(target.kernels, kv)]
+    records = emulate(batch, target.arch).records
+    assert [(record.spec["kernel"], record.spec["kv"]) for record in records] == [(target.kernels, kv)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention, Step
+from tests.support.dense_attention import attention, seen
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, DIM = 4, 2, 64
@@ -86,21 +86,11 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return fp64 attention of one request. `among`: which of its drafts see which, instead of causality."""
-    q_len, kv_len = len(q), len(keys)
-    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys * k_scale, values * v_scale))
-    z = torch.einsum("qhd,khd->hqk", q, keys) * kind.sm_scale
-    if kind.soft_cap:
-        z = kind.soft_cap * torch.tanh(z / kind.soft_cap)
-    position, key = torch.arange(kv_len - q_len, kv_len)[:, None], torch.arange(kv_len)
-    visible = (key <= position) if kind.causal else torch.ones(q_len, kv_len, dtype=torch.bool)
+    kept = seen(len(q), len(keys), kind.causal, kind.window_left)
     if among is not None:
-        visible = torch.cat((torch.ones(q_len, kv_len - q_len, dtype=torch.bool), among), 1)
-    if kind.window_left >= 0:
-        visible = visible & (key >= position - kind.window_left)
-    z = z.masked_fill(~visible, -math.inf)
-    if sinks is not None:
-        z = torch.cat((z, sinks.double()[:, None, None].expand(-1, q_len, 1)), -1)
-    return torch.einsum("hqk,khd->qhd", z.softmax(-1)[..., :kv_len], values)
+        before = torch.ones(len(q), len(keys) - len(q), dtype=torch.bool)
+        kept = torch.cat((before, among), 1) & seen(len(q), len(keys), False, kind.window_left)
+    return attention(q, keys * k_scale, values * v_scale, kept, kind.sm_scale, kind.soft_cap or 0.0, sinks)[0]
 
 
 def queries(tokens: int, device: str = "cpu") -> torch.Tensor:

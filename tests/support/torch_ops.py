@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import cute_attn
 
@@ -24,6 +26,29 @@ class Call(NamedTuple):
     def with_own_tensors(self) -> tuple[torch.Tensor, ...]:
         """Return copies of the tensors, with their strides."""
         return tuple(x.clone() for x in self.tensors)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """No graph of another test is kept; modules that import this use it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def assert_same(call: Call, function: Callable[..., Any], exact: bool = True) -> None:
+    """A compiled function gives the numbers of the eager one, and writes the same."""
+    expected_tensors, tensors = call.with_own_tensors(), call.with_own_tensors()
+    expected, result = call.function(*expected_tensors), function(*tensors)
+    for want, got in zip([*tree_leaves(expected), *expected_tensors], [*tree_leaves(result), *tensors], strict=True):
+        if want is None:
+            assert got is None
+            continue
+        assert (want.dtype, want.shape) == (got.dtype, got.shape)
+        if exact:
+            assert torch.equal(want.flatten().view(torch.uint8), got.flatten().view(torch.uint8))
+        else:
+            torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=1e-3, equal_nan=True)
 
 
 Case = Callable[[str], Call]

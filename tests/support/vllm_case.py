@@ -14,6 +14,7 @@ import torch
 
 from cute_attn.integrations.vllm.attention import Layer, LayerAttention
 from cute_attn.integrations.vllm.metadata import Batch, Sessions, Spans, StepMetadata, Workspaces, split_decodes
+from tests.support.dense_attention import attention, seen
 
 UNTOUCHED = 7.0  # of output rows that no request has
 CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -127,24 +128,14 @@ class Step:
         return torch.cat([self._formula(i, q, k, v) for i, (q, k, v) in requests])
 
     def _formula(self, request: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        layer, group = self.layer, self.layer.num_heads // self.layer.num_kv_heads
-        k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-        z = torch.einsum("ihd,jhd->hij", q.double(), k) * layer.scale
+        layer, bias = self.layer, 0.0
         position, key = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
         if self.slopes is not None:
-            z = z + torch.tensor(self.slopes).double()[:, None, None] * (key - position)
-        if layer.soft_cap:
-            z = layer.soft_cap * torch.tanh(z / layer.soft_cap)
-        hidden = (key > position) & self.causal
-        if layer.window_left >= 0:
-            hidden |= key < position - layer.window_left
+            bias = torch.tensor(self.slopes).double()[:, None, None] * (key - position)
+        kept = seen(len(q), len(k), self.causal, layer.window_left)
         for first, last in (self.images or {}).get(request, ()):
             both = (key >= first) & (key <= last) & (position >= first) & (position <= last)
             if self.clamps_ranges:
                 both &= key >= position - layer.window_left
-            hidden &= ~both
-        weights = z.masked_fill(hidden, -math.inf).exp()
-        total = weights.sum(-1)
-        if self.sinks is not None:
-            total = total + self.sinks.double().exp()[:, None]
-        return torch.einsum("hij,jhd->ihd", weights / total[..., None], v)
+            kept |= both
+        return attention(q, k, v, kept, layer.scale, layer.soft_cap or 0.0, self.sinks, bias)[0]

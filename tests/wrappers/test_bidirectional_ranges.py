@@ -18,7 +18,7 @@ from cute_attn import (
     emulator,
 )
 from tests.support.dense_attention import assert_near, attention
-from tests.support.executors import CUDA, GPU_MARKS, HAS_GPU, REFERENCE, Executor
+from tests.support.executors import CUDA, GPU_MARKS, REFERENCE, Executor, needs_gpu
 
 NONE = (-1, -1)
 
@@ -180,8 +180,7 @@ def test_a_prompt_cut_into_chunks_has_the_same_bits() -> None:
             assert torch.equal(out[compared], expected[rows][compared])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@needs_gpu
 def test_captured_runs_read_ranges_at_their_address() -> None:
     case = CASES["windows"]
     inputs = Inputs(case, "cuda")

@@ -16,9 +16,10 @@ import cute_attn
 from cute_attn.integrations import aten_flash
 from cute_attn.integrations.sglang import metadata
 from cute_attn.runtime import staging
-from tests.support.batch_case import call, check, decode, heads, make, paged, ragged
+from tests.support.batch_case import call, decode, heads, make, paged, ragged
 from tests.support.dense_attention import assert_near, attention, random
 from tests.support.executors import REFERENCE, Executor, emulated
+from tests.support.right import assert_right
 
 EXECUTORS = [
     pytest.param(REFERENCE, id="reference"),
@@ -55,8 +56,7 @@ def test_batches(case: Any, executor: Executor, dtype: torch.dtype) -> None:
     inputs = make(case)
     with executor.active(), defaults(dtype):
         out, lse = call(case, inputs, backend=executor.backend)
-    result = check(case, inputs, out, lse)
-    assert result.ok, result
+    assert_right(case, inputs, out, lse)
 
 
 def block_sparse(backend: str) -> Any:

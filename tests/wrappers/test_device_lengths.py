@@ -15,6 +15,7 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentEr
 from cute_attn.problem import DeviceTokens
 from cute_attn.request import index_arrays
 from cute_attn.wrappers import plan_request
+from tests.support.dense_attention import decoded
 
 PAGE_SIZE, HEADS, HEAD_DIM = 16, (4, 2), 64
 BATCHES = (  # lengths, and the dtype of the index arrays
@@ -49,22 +50,6 @@ def pages_of(lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor
     return indptr, indices.to(dtype), torch.tensor(last, dtype=dtype)
 
 
-def expected(q: torch.Tensor, cache: torch.Tensor, lengths: tuple[int, ...], indices: torch.Tensor) -> torch.Tensor:
-    """Returns attention in fp64, request by request."""
-    out, first = torch.zeros(q.shape, dtype=torch.float64), 0
-    for i, n in enumerate(lengths):
-        count = -(-n // PAGE_SIZE)
-        k, v = (
-            x.reshape(-1, *x.shape[2:])[:n].double() for x in cache[indices[first : first + count].long()].unbind(1)
-        )
-        first += count
-        if n:
-            group = HEADS[0] // HEADS[1]
-            scores = torch.einsum("hd,nhd->hn", q[i].double(), k.repeat_interleave(group, 1)) * HEAD_DIM**-0.5
-            out[i] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v.repeat_interleave(group, 1))
-    return out
-
-
 @pytest.mark.parametrize("graph", [False, True])
 def test_lengths_are_computed_on_the_device(graph: bool, on_gpu: list[int]) -> None:
     """Plans of three batches, one after the other; with CUDA graphs the wrapper's buffers receive the index arrays."""
@@ -85,7 +70,7 @@ def test_lengths_are_computed_on_the_device(graph: bool, on_gpu: list[int]) -> N
             q = torch.randn(3, HEADS[0], HEAD_DIM).half()
             wrapper.plan(indptr, indices, last, *HEADS, HEAD_DIM, PAGE_SIZE, q_data_type=torch.float16)
             out = wrapper.run(q, cache)
-            torch.testing.assert_close(out.double(), expected(q, cache, lengths, indices), atol=2e-3, rtol=2e-3)
+            torch.testing.assert_close(out.double(), decoded(q, cache, lengths, indices)[0], atol=2e-3, rtol=2e-3)
             if graph:
                 assert buffers["paged_kv_indptr_buffer"].tolist() == indptr.tolist()
                 assert buffers["paged_kv_last_page_len_buffer"].tolist() == last.tolist()
@@ -111,7 +96,7 @@ def test_a_plan_of_other_lengths_keeps_the_launch_and_the_replays() -> None:
             wrapper.plan(indptr, used, last, *HEADS, HEAD_DIM, PAGE_SIZE)
             launches.append(wrapper._planned().launch)
             replays.append(len(wrapper._planned().cached_runs))
-            wanted = expected(q, cache, lengths, indices)
+            wanted = decoded(q, cache, lengths, indices)[0]
             for _ in range(2):
                 torch.testing.assert_close(wrapper.run(q, cache).double(), wanted, atol=2e-3, rtol=2e-3)
             assert wrapper._max_kv_len == max(lengths)
@@ -155,6 +140,6 @@ def test_backends_with_a_schedule_read_lengths_on_the_host(on_gpu: list[int]) ->
     indptr, indices, last = pages_of(lengths, dtype)
     cache, q = torch.randn(20, 2, PAGE_SIZE, HEADS[1], HEAD_DIM).half(), torch.randn(3, HEADS[0], HEAD_DIM).half()
     wrapper.plan(indptr, indices, last, *HEADS, HEAD_DIM, PAGE_SIZE)
-    wanted = expected(q, cache, lengths, indices)
+    wanted = decoded(q, cache, lengths, indices)[0]
     indptr.zero_()  # the plan has read it
     torch.testing.assert_close(wrapper.run(q, cache).double(), wanted, atol=2e-3, rtol=2e-3)

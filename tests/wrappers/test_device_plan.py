@@ -11,9 +11,10 @@ import torch
 from cute_attn.emulator.settings import using
 from cute_attn.problem import DeviceTokens
 from cute_attn.wrappers import plan
-from tests.support.batch_case import BatchCase, call, check, make, plan_arguments, wrapper
+from tests.support.batch_case import BatchCase, call, make, plan_arguments, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED, emulated_device, moved
 from tests.support.graphs import graph_wrapper
+from tests.support.right import assert_right
 
 pytestmark = pytest.mark.emulator
 
@@ -23,8 +24,7 @@ TARGETS = [("sm_80", "fa2"), ("sm_90a", "fa3")]
 
 
 def compare(case: BatchCase, inputs: Any, planned: Any) -> None:
-    result = check(case, inputs, *call(case, inputs, planned))
-    assert result.ok, f"{case}: {result.detail}"
+    assert_right(case, inputs, *call(case, inputs, planned))
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[1])
@@ -98,8 +98,7 @@ def test_forward_schedules_what_it_replaces() -> None:
         planned.plan(**moved(case, inputs, "cpu"))
         for now in (other, case):
             out, lse = planned.forward(inputs.q, *inputs.kv, causal=True, window_left=now.window_left, return_lse=True)
-            result = check(now, inputs, out, lse)
-            assert result.ok, result.detail
+            assert_right(now, inputs, out, lse)
 
 
 def test_lengths_are_read_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tests.support.batch_case import (
     wrapper,
 )
 from tests.support.formula import assert_batch_right
+from tests.support.right import planned
 
 DECODE = decode((40, 3, 9), page_size=4, **heads(4, 2))
 PREFILL = paged((3, 3, 3), (40, 9, 33), page_size=1, **heads(4, 2))
@@ -222,8 +223,7 @@ def test_prefill_without_a_plan_before() -> None:
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_contradictory_lengths(wrong: dict[str, Any], message: str) -> None:
-    made = wrapper(PREFILL)
-    made.plan(**plan_arguments(PREFILL, make(PREFILL)))
+    made, _ = planned(PREFILL)
     with pytest.raises(ArgumentError, match=message):
         fast_prefill(PREFILL, functools.partial(fast_prefill_plan, made), **wrong)
     run(PREFILL, made)

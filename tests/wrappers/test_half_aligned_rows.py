@@ -11,9 +11,10 @@ import cute_attn
 from cute_attn import ArgumentError, NotSupported, emulator
 from cute_attn.emulator import Schedule
 from cute_attn.request import operands
-from tests.support.batch_case import UNEVEN, BatchCase, call, check, decode, dims, heads, make, paged, ragged
+from tests.support.batch_case import UNEVEN, BatchCase, call, decode, dims, heads, make, paged, ragged
 from tests.support.engine_case import BF16, E4M3, Batch, Graph, Tokens, assert_close, workspace
 from tests.support.executors import Executor
+from tests.support.right import assert_right
 
 FP8 = {"kv_dtype": "float8_e4m3fn"}
 HALVES = {**FP8, "cache": "halves"}
@@ -62,9 +63,7 @@ def test_batch(case: BatchCase, executor: Executor) -> None:
     inputs = make(case, executor.device)
     strides = [stride for x in tensors(inputs.kv) for stride in operands.outer_strides(x)]
     assert any(n % 16 for n in (case.head_dim_qk, *strides))
-    out, lse = call(case, inputs, backend=executor.backend)
-    verdict = check(case, inputs, out, lse)
-    assert verdict.ok, verdict.detail
+    assert_right(case, inputs, *call(case, inputs, backend=executor.backend))
 
 
 @pytest.mark.parametrize("rows", [1, 40], ids=["decode", "prefill"])
@@ -89,8 +88,7 @@ def test_schedules(case: BatchCase, schedule: Schedule) -> None:
     inputs = make(case)
     with emulator.using("sm_90a", kernels="fa2", schedule=schedule):
         out, lse = call(case, inputs, backend="emulator")
-    verdict = check(case, inputs, out, lse)
-    assert verdict.ok, verdict.detail
+    assert_right(case, inputs, out, lse)
 
 
 def planned(tokens: Tokens, backend: str) -> Any:

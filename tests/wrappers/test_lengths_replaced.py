@@ -15,9 +15,10 @@ from cute_attn.errors import ArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_run, index_arrays
 from cute_attn.request.plan_arguments import prefill
-from tests.support.batch_case import BatchCase, call, check, decode, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.batch_case import BatchCase, call, decode, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED
 from tests.support.graphs import graph_wrapper
+from tests.support.right import assert_right
 
 on_the_emulator = pytest.mark.emulator
 WIDE: dict[str, Any] = {**heads(4, 2), "head_dim_qk": 128, "head_dim_vo": 128}
@@ -41,8 +42,7 @@ def new(case: BatchCase, graph: bool) -> Any:
 
 def assert_runs(case: BatchCase, planned: Any) -> None:
     inputs = make(case)
-    result = check(case, inputs, *call(case, inputs, planned))
-    assert result.ok, result.detail
+    assert_right(case, inputs, *call(case, inputs, planned))
 
 
 def assert_follows(cases: list[BatchCase], graph: bool) -> Any:
@@ -116,8 +116,7 @@ def test_runs_are_replayed_under_later_plans(name: str, monkeypatch: pytest.Monk
             arguments[name] = torch.cat((arguments[name], torch.zeros(7 * i, dtype=torch.int32)))
             planned.plan(**arguments)
             for _ in range(2):
-                result = check(case, inputs, *call(case, inputs, planned))
-                assert result.ok, result.detail
+                assert_right(case, inputs, *call(case, inputs, planned))
     assert len(full) < len(cases)
     assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {kernels}
 

@@ -42,6 +42,7 @@ from tests.support.batch_case import (
     wrapper,
 )
 from tests.support.formula import assert_batch_right
+from tests.support.right import planned
 
 PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(4, 2))
 RAGGED = ragged((5, 0, 17), (40, 3, 33), **heads(4, 2))
@@ -103,8 +104,7 @@ def test_nothing_of_a_plan_reaches_the_next(case: BatchCase) -> None:
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_nothing_of_a_run_reaches_the_next(case: BatchCase) -> None:
-    made, inputs = wrapper(case), make(case)
-    made.plan(**plan_arguments(case, inputs))
+    made, inputs = planned(case)
     for change in (
         {"k_scale": 2.0},
         {"q_scale": 0.5, "k_scale": 0.5, "v_scale": -3.0},
@@ -119,20 +119,9 @@ def test_nothing_of_a_run_reaches_the_next(case: BatchCase) -> None:
         run(case, inputs, made)
 
 
-def test_equal_scales_of_different_types_are_distinguished() -> None:
-    """1, 1.0 and True are one key of a dictionary, and only two of them numbers."""
-    made, inputs = wrapper(PAGED), make(PAGED)
-    made.plan(**plan_arguments(PAGED, inputs))
-    made.run(inputs.q, *inputs.kv, k_scale=1.0)
-    made.run(inputs.q, *inputs.kv, k_scale=1)
-    with pytest.raises(TypeError, match="k_scale must be a number"):
-        made.run(inputs.q, *inputs.kv, k_scale=True)
-
-
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_buffers_are_filled_and_returned(case: BatchCase) -> None:
-    made, inputs = wrapper(case), make(case)
-    made.plan(**plan_arguments(case, inputs))
+    made, inputs = planned(case)
     wide = torch.full((case.rows, case.num_qo_heads + 1, 72), math.nan, dtype=torch.float16)
     out, lse = wide[:, :-1, :64], torch.full((case.rows, case.num_qo_heads), math.nan)
     returned = made.run(inputs.q, *inputs.kv, out=out, lse=lse, return_lse=True)
@@ -148,8 +137,7 @@ def test_buffers_are_filled_and_returned(case: BatchCase) -> None:
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_a_run_may_repeat_the_window(case: BatchCase) -> None:
     case = dataclasses.replace(case, window_left=5)
-    made, inputs = wrapper(case), make(case)
-    made.plan(**plan_arguments(case, inputs))
+    made, inputs = planned(case)
     if case.kind == "ragged":
         run(case, inputs, made)
         return
@@ -199,8 +187,7 @@ def test_forward_replaces_planned_options(case: BatchCase) -> None:
 @pytest.mark.parametrize("wrong", [{"causal": 1}, {"sm_scale": torch.tensor(0.5)}, {"window_left": -1.0}], ids=str)
 def test_forward_refuses_what_only_equals_a_planned_option(wrong: dict[str, Any]) -> None:
     case = dataclasses.replace(PAGED, mask="causal", sm_scale=0.5)
-    made, inputs = wrapper(case), make(case)
-    made.plan(**plan_arguments(case, inputs))
+    made, inputs = planned(case)
     given = {"causal": True, "sm_scale": 0.5, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
     assert_batch_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, **given))
     with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
@@ -209,8 +196,7 @@ def test_forward_refuses_what_only_equals_a_planned_option(wrong: dict[str, Any]
 
 def test_forward_keeps_the_mask() -> None:
     case = dataclasses.replace(PAGED, mask="custom", k_scale=0.5, v_scale=2.0)
-    made, inputs = wrapper(case), make(case)
-    made.plan(**plan_arguments(case, inputs))
+    made, inputs = planned(case)
     out, lse = made.forward_return_lse(inputs.q, *inputs.kv, causal=True, k_scale=0.5, v_scale=2.0)
     assert_batch_right(case, inputs, out, lse)
 
@@ -261,8 +247,7 @@ def test_positional_plan_of_decode() -> None:
 
 def test_q_len_of_a_run() -> None:
     case = decode((40, 3), q_len=2, page_size=4)
-    made, inputs = wrapper(case), make(case)
-    made.plan(**plan_arguments(case, inputs))
+    made, inputs = planned(case)
     with pytest.warns(DeprecationWarning, match=r"belongs to plan\(\)"):
         made.run(inputs.q, *inputs.kv, q_len_per_req=2)
     with pytest.warns(DeprecationWarning, match="plan"), pytest.raises(ArgumentError, match="the planned 2, got 1"):
@@ -434,8 +419,7 @@ def test_features_of_a_run_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_plans_know_the_source_of_keys() -> None:
     for case, source in ((PAGED, "paged"), (RAGGED, "ragged"), (DECODE, "paged")):
-        made, inputs = wrapper(case), make(case)
-        made.plan(**plan_arguments(case, inputs))
+        made, inputs = planned(case)
         settings = made._planned().settings
         assert settings.features.kv_source == source
         assert settings.page_size == case.page_size

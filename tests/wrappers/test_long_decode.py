@@ -10,6 +10,7 @@ import torch
 
 from cute_attn import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
+from tests.support.dense_attention import decoded
 
 PAGE_SIZE, HEADS, HEAD_DIM = 16, (16, 4), 128
 LONG, SHORT = (61, 70), (9, 40)  # means above and below 4 keys for each of the 8 pairs of a request and a kv head
@@ -41,18 +42,8 @@ def test_long_requests_take_xqa_and_short_ones_fa2() -> None:
             assert plan(wrapper, lengths) == expected
             out = wrapper.run(q, cache)
             _, indices, _ = pages(lengths)
-            first = 0
-            for i, n in enumerate(lengths):
-                count = -(-n // PAGE_SIZE)
-                k, v = (
-                    x.reshape(-1, HEADS[1], HEAD_DIM)[:n].double()
-                    for x in cache[indices[first : first + count].long()].unbind(1)
-                )
-                first += count
-                heads = q[i].double().view(HEADS[1], -1, HEAD_DIM)
-                scores = torch.einsum("hgd,nhd->hgn", heads, k) * HEAD_DIM**-0.5
-                truth = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).view(HEADS[0], HEAD_DIM)
-                torch.testing.assert_close(out[i].double(), truth, rtol=2e-2, atol=2e-3)
+            truth = decoded(q, cache, lengths, indices)[0]
+            torch.testing.assert_close(out.double(), truth, rtol=2e-2, atol=2e-3)
 
 
 def test_captured_launches_take_one_backend_for_all_lengths() -> None:

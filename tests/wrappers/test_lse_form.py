@@ -12,8 +12,9 @@ import torch
 
 from cute_attn import ArgumentError, ArgumentTypeError, LayoutError, RuntimeArgumentError
 from tests.support import graphs
-from tests.support.batch_case import BatchCase, call, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.batch_case import BatchCase, call, heads, make, paged, plan_arguments, ragged
 from tests.support.formula import assert_batch_right
+from tests.support.right import planned
 
 PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(4, 2))
 RAGGED = ragged((5, 0, 17), (40, 3, 33), **heads(4, 2))
@@ -22,16 +23,14 @@ IDS = ["paged", "ragged"]
 LN2 = math.log(2)
 
 
-@pytest.mark.parametrize("planned", ["log2", "ln"])
+@pytest.mark.parametrize("of_plan", ["log2", "ln"])
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_base_and_layout(case: BatchCase, planned: str) -> None:
-    case = dataclasses.replace(case, lse_base=planned)
-    inputs = make(case)
-    made = wrapper(case)
-    made.plan(**plan_arguments(case, inputs))
+def test_base_and_layout(case: BatchCase, of_plan: str) -> None:
+    case = dataclasses.replace(case, lse_base=of_plan)
+    made, inputs = planned(case)
     out, lse = made.run(inputs.q, *inputs.kv, return_lse=True)
-    in_log2 = lse if planned == "log2" else lse / LN2
-    for base, factor in ((None, 1.0 if planned == "log2" else LN2), ("log2", 1.0), ("ln", LN2)):
+    in_log2 = lse if of_plan == "log2" else lse / LN2
+    for base, factor in ((None, 1.0 if of_plan == "log2" else LN2), ("log2", 1.0), ("ln", LN2)):
         for layout in ("NH", "HN"):
             wanted = (in_log2 * factor).t() if layout == "HN" else in_log2 * factor
             form = {"lse_base": base, "lse_layout": layout, "return_lse": True}
@@ -65,26 +64,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("wrong", "error", "message"), WRONG, ids=[row[2][:24] for row in WRONG])
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_wrong_forms(case: BatchCase, wrong: dict[str, Any], error: type[Exception], message: str) -> None:
-    inputs, made = make(case), wrapper(case)
-    made.plan(**plan_arguments(case, inputs))
+    made, inputs = planned(case)
     for _ in range(2):
         with pytest.raises(error, match=message):
             made.run(inputs.q, *inputs.kv, **{"lse_layout": "HN", "return_lse": True, **wrong})
-
-
-@pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_a_transposed_lse_overlaps_nothing(case: BatchCase) -> None:
-    made = wrapper(case)
-    inputs = make(case)
-    made.plan(**plan_arguments(case, inputs))
-    out = torch.zeros(case.rows, 4, 64, dtype=torch.float16)
-    before = inputs.q.clone()
-    for name, memory in (("q", inputs.q), ("out", out), ("the workspace", made._workspace)):
-        lse = memory.view(-1).view(torch.uint8)[: 4 * 4 * case.rows].view(torch.float32).view(4, case.rows)
-        with pytest.raises(ArgumentError, match=f"lse must not share memory with {name}"):
-            made.run(inputs.q, *inputs.kv, out=out, lse=lse, lse_layout="HN", return_lse=True)
-    assert torch.equal(inputs.q, before)
-    assert not out.any()
 
 
 # ---- uniform_q_len

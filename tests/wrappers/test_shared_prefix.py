@@ -14,7 +14,7 @@ from cute_attn import (
     NotPlannedError,
 )
 from tests.support.dense_attention import assert_near, attention, random
-from tests.support.executors import GPU_MARKS
+from tests.support.executors import DEVICES
 
 HEADS, KV_HEADS, DIM, PAGE, PREFIX = 4, 2, 64, 4, 21
 QO, KV = (3, 1, 5), (9, 1, 6)
@@ -22,7 +22,6 @@ QO_INDPTR = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
 INDPTR, INDICES = torch.tensor([0, 3, 4, 6], dtype=torch.int32), torch.tensor([4, 0, 5, 1, 3, 2], dtype=torch.int32)
 PAGES = INDPTR, INDICES, torch.tensor([1, 1, 2])
 SIZES = HEADS, KV_HEADS, DIM, PAGE
-DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
 
 
 class Batch:

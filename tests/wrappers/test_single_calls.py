@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from cute_attn.emulator.settings import using
 from cute_attn.request import operands as request_operands
 from cute_attn.request import single
 from cute_attn.wrappers import calls, single_calls
+from tests.support.threads import in_threads
 
 HEADS, HEAD_DIM = (4, 2), 64
 CASES = {
@@ -208,6 +208,7 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
 ) -> None:
     q, k, v = operands(3, 20)
     cached((q, k, v))
+    cached((q, k, v), out=torch.empty_like(q))
     monkeypatch.setattr(request_operands, "KERNEL_DEVICES", ("cpu",))
     replayed.clear()
     shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
@@ -216,6 +217,8 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
         single_prefill_with_kv_cache(q, torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape), v)
     with pytest.raises(ArgumentError, match="v requires grad"):
         single_prefill_with_kv_cache(q, k, v.clone().requires_grad_())
+    with pytest.raises(ArgumentError, match="out must have dtype"):
+        single_prefill_with_kv_cache(q, k, v, out=q.float())
     with forward_ad.dual_level(), pytest.raises(ArgumentError, match="k has a tangent of forward-mode AD"):
         single_prefill_with_kv_cache(q, forward_ad.make_dual(k, k), v)
     with pytest.raises(ArgumentError, match="q must not be a negative view"):
@@ -226,19 +229,6 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
     with torch.no_grad():
         single_prefill_with_kv_cache(q, k, v.clone().requires_grad_())
     assert len(replayed) == 1
-
-
-def test_the_callers_buffers_are_checked_in_every_call(replayed: list[Any]) -> None:
-    x = operands(3, 20)
-    memory = torch.zeros(2, *x[0].shape, dtype=torch.float16)
-    memory[0] = x[0]
-    cached((memory[0], *x[1:]), out=memory[1])
-    replayed.clear()
-    with pytest.raises(ArgumentError, match="out must not share memory with q"):
-        single_prefill_with_kv_cache(memory[0], *x[1:], out=memory[0])
-    with pytest.raises(ArgumentError, match="out must have dtype"):
-        single_prefill_with_kv_cache(memory[0], *x[1:], out=memory[1].float())
-    assert not replayed
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -289,16 +279,12 @@ def test_threads_share_replays(replayed: list[Any]) -> None:
     cached(x)
     replayed.clear()
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(200):
             q = x[0].clone()
             assert single_prefill_with_kv_cache(q, *x[1:]).data_ptr() != q.data_ptr()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert len(replayed) == 800
 
 

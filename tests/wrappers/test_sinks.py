@@ -20,7 +20,7 @@ from cute_attn import (
     NotSupported,
 )
 from tests.support.dense_attention import EVERYWHERE, assert_near, attention, random
-from tests.support.executors import CUDA, REFERENCE, Executor
+from tests.support.executors import CUDA, REFERENCE, Executor, needs_gpu
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 8
 QO, KV = (5, 1, 9), (30, 17, 9)
@@ -232,9 +232,7 @@ def test_bad_constructors_are_named() -> None:
             cute_attn.BatchAttentionWithAttentionSinkWrapper(torch.zeros(64), **changed)
 
 
-@pytest.mark.gpu
-@pytest.mark.sm80
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_a_captured_run_keeps_its_scale() -> None:
     """A run with another scale than the planned one is captured, and replayed with other lengths."""
     device = "cuda"

@@ -6,7 +6,6 @@ import dataclasses
 import sys
 import types
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from cute_attn.runtime.launch import CPU
 from tests.support.batch_case import call, decode, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.engine_graphs import sliced
 from tests.support.formula import assert_batch_right
+from tests.support.threads import in_threads
 
 CASES = [
     paged((5, 0, 7), (20, 3, 13), page_size=4, **heads(4, 2)),
@@ -37,12 +37,6 @@ def frequent_switches() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-def in_threads(work: Any) -> None:
-    with ThreadPoolExecutor(THREADS) as pool:
-        for future in [pool.submit(work, i) for i in range(THREADS)]:
-            future.result()
-
-
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_runs_of_one_plan(case: Any) -> None:
     """Each thread has scales and heads of its own; the first run of each is prepared while others run."""
@@ -57,7 +51,7 @@ def test_runs_of_one_plan(case: Any) -> None:
             for _ in range(ROUNDS):
                 assert_batch_right(layer, tensors, *call(layer, tensors, made))
 
-        in_threads(work)
+        in_threads(work, range(THREADS))
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -70,7 +64,7 @@ def test_a_wrapper_per_thread(case: Any) -> None:
             made.plan(**plan_arguments(mine, inputs))
             assert_batch_right(mine, inputs, *call(mine, inputs, made))
 
-    in_threads(work)
+    in_threads(work, range(THREADS))
 
 
 def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
@@ -97,6 +91,6 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
         for _ in range(400):
             run(BatchProblem(f"of thread {i}", torch.tensor([i]), *tensors, None))  # type: ignore[arg-type]
 
-    in_threads(work)
+    in_threads(work, range(THREADS))
     assert len(fired) == 400 * THREADS
     assert all(prepared_for == packed for prepared_for, packed in fired)

@@ -31,6 +31,7 @@ from tests.support.batch_case import (
 )
 from tests.support.engine_graphs import sliced
 from tests.support.formula import assert_batch_right
+from tests.support.right import planned
 
 PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(8, 4))
 RAGGED = ragged((5, 0, 17), (40, 3, 33), **heads(8, 4))
@@ -77,8 +78,7 @@ def test_planned_heads_are_a_bound(case: BatchCase, graph: bool) -> None:
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_more_heads_than_planned_are_refused(case: BatchCase) -> None:
-    made = wrapper(case)
-    made.plan(**plan_arguments(case, make(case)))
+    made, _ = planned(case)
     for more, name in ((heads(16, 4), "q"), (heads(8, 8), "k"), (heads(6, 4), "q")):
         inputs = make(dataclasses.replace(case, **more)) if more != heads(6, 4) else make(case)
         q = inputs.q[:, :6] if more == heads(6, 4) else inputs.q
@@ -114,11 +114,10 @@ def test_forward_settles_what_the_plan_left_open(case: BatchCase, graph: bool) -
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_the_default_scale_named_by_forward_is_no_variant(case: BatchCase) -> None:
-    made = wrapper(case)
-    made.plan(**plan_arguments(case, make(case)))
-    planned = made._planned()
+    made, _ = planned(case)
+    before = made._planned()
     forward(case, made, sm_scale=64**-0.5, logits_soft_cap=0.0)
-    assert made._planned() is planned
+    assert made._planned() is before
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
@@ -159,9 +158,7 @@ def test_eager_plans_forget_what_no_longer_runs(case: BatchCase) -> None:
 
 
 def test_the_number_of_variants_is_bounded() -> None:
-    made = wrapper(DECODE)
-    inputs = make(DECODE)
-    made.plan(**plan_arguments(DECODE, inputs))
+    made, inputs = planned(DECODE)
     for i in range(3 * plan.MAX_VARIANTS):
         made.forward(inputs.q, *inputs.kv, sm_scale=1 + i / 100)
     assert len(made._plan.variants) == plan.MAX_VARIANTS
@@ -224,9 +221,7 @@ def test_a_plan_that_fails_half_way_leaves_the_previous_one(case: BatchCase, mon
 
 def test_a_predicted_variant_may_not_refuse_another_plan() -> None:
     """`forward` asked for ALIBI under the first plan; the second has settings of its own."""
-    made = wrapper(PAGED)
-    inputs = make(PAGED)
-    made.plan(**plan_arguments(PAGED, inputs))
+    made, inputs = planned(PAGED)
     made.forward(inputs.q, *inputs.kv, pos_encoding_mode="ALIBI")
     other = dataclasses.replace(PAGED, page_size=8)
     made.plan(**plan_arguments(other, make(other)))

@@ -156,10 +156,8 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
     for _ in range(3):
         function(**call)
     full_checks.clear()
-    query, cache, workspace = call["query"], call["kv_cache"], call["workspace_buffer"]
+    query, workspace = call["query"], call["workspace_buffer"]
     for wrong, message in (
-        ({"out": query}, "out must not share memory with query"),
-        ({"out": cache.view(-1)[: query.numel()].view(query.shape)}, "out must not share memory with k of kv_cache"),
         ({"out": torch.empty_like(query).requires_grad_()}, "out requires grad"),
         ({"query": query.clone().requires_grad_()}, "query requires grad"),
         ({"query": torch._neg_view(query)}, "query must not be a negative view"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tests.emulator.faults.blackwell import BLACKWELL
 from tests.emulator.faults.combine import COMBINING
-from tests.emulator.faults.fault import Fault
+from tests.emulator.faults.fault import Fault, listed
 from tests.emulator.faults.fp8 import FP8_FAULTS
 from tests.emulator.faults.head_dims import HEAD_DIM_FAULTS
 from tests.emulator.faults.hopper import PERSISTENT, RECOMPUTE, SHARED_TILES, TILES
@@ -18,5 +18,9 @@ from tests.emulator.faults.xqa import XQA_FAULTS
 
 __all__ = ["FAULTS", "Fault"]
 
-HOPPER = (*RECOMPUTE, *TILES, *SHARED_TILES, *PERSISTENT, *GATHERED, *FP8_FAULTS)
-FAULTS = (*HOPPER, *BLACKWELL, *XQA_FAULTS, *LATENT_FAULTS, *COMBINING, *HEAD_DIM_FAULTS)
+HOPPER = (RECOMPUTE, TILES, SHARED_TILES, PERSISTENT, GATHERED, FP8_FAULTS)
+FAULTS = (
+    *listed(*HOPPER, *BLACKWELL),
+    *XQA_FAULTS,
+    *listed(*LATENT_FAULTS, COMBINING, HEAD_DIM_FAULTS),
+)

@@ -19,7 +19,21 @@ class Fault:
     excuse: str = ""
 
 
-def chosen(file: str, words: str) -> tuple[str, ...]:
+Tests = tuple[str, ...]
+Table = dict[Tests, dict[str, dict[str, tuple[str, ...]]]]  # tests: {file: {what: (old, new) or (old, new, excuse)}}
+
+
+def listed(*tables: Table) -> tuple[Fault, ...]:
+    return tuple(
+        Fault(what, file, old, new, tests, *excuse)
+        for table in tables
+        for tests, files in table.items()
+        for file, faults in files.items()
+        for what, (old, new, *excuse) in faults.items()
+    )
+
+
+def chosen(file: str, words: str) -> Tests:
     """Returns the arguments of pytest that run the tests of a file selected by `-k words`."""
     return f"tests/emulator/test_{file}.py", "-k", words
 
