@@ -51,6 +51,11 @@ CASES = {
     ),
     "clusters": (XqaCase((700,), kv="e4m3", heads=(16, 2)), "4x2x16x1+1c4a1024e", True),
     "the first keys of clusters": (XqaCase((700,), heads=(8, 2)), "4x3x16x1c4a16e", False),
+    "clusters of several requests": (
+        XqaCase((700, 0, 300), heads=(8, 2), window_left=400, sinks=True),
+        "4x3x16x1c4a16e",
+        False,
+    ),
     "warps with a head each": (XqaCase((200, 7, 40), kv="e4m3", heads=(16, 4)), "4x2x16x4ha512", True),
     "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a64e", False),
     "shares of many requests": (XqaCase((40,) * 35, kv="e4m3", heads=(4, 1)), "2x3x16x1a32", False),

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.emulator
 
 EVEN, UNEVEN, OTHER_EVEN = (130, 150, 141), (40, 300, 77), (90, 81, 85)
 PAIRS = 6
+NONE_SHORT = {145: 1, 513: 1, 1025: 1, 4097: 1}  # steps of keys: no length is for CTAs and clusters of a segment
 RING_KEYS = ("warps", "stages", "cols", "work", "prefetch")
 DTYPES: dict[str, dict[str, Any]] = {"16 bits": {"dtype": "bfloat16"}, "8 bits": {"kv_dtype": E4M3}}
 
@@ -26,7 +27,7 @@ DTYPES: dict[str, dict[str, Any]] = {"16 bits": {"dtype": "bfloat16"}, "8 bits":
 @pytest.fixture(autouse=True)
 def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator is slow."""
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS})
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS}, keys=NONE_SHORT)
 
 
 def case(kv_lens: tuple[int, ...], num_heads: tuple[int, int] = (8, 2), dim: int = 128, **rest: Any) -> BatchCase:
@@ -68,7 +69,7 @@ def test_other_batches_have_shares_of_a_cta(dtype: str, num_heads: tuple[int, in
 
 
 def test_fewer_pairs_have_shares_of_a_cta(monkeypatch: pytest.MonkeyPatch) -> None:
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS + 1})
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS + 1}, keys=NONE_SHORT)
     with using("sm_90a", kernels="xqa", sms=1) as emulation:
         assert work(batch_case.wrapper(case(EVEN), backend="emulator"), case(EVEN), emulation) == "shares"
 
@@ -113,10 +114,11 @@ def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, mo
 
 @pytest.mark.parametrize(
     ("requests", "ring"),
-    [(1, (8, 2, 16, "whole", "l2")), (2, (4, 2, 16, "whole", "none")), (3, (2, 2, 16, "heads", "none"))],
+    [(1, (8, 3, 16, "cluster", "l2")), (2, (8, 2, 16, "whole", "l2")), (3, (2, 2, 16, "heads", "none"))],
 )
 def test_kernels_of_longer_windows(requests: int, ring: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, tiles.EVEN: PAIRS})
+    """Of one request and of more segments than have clusters."""
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 5, tiles.EVEN: PAIRS}, segments={17: 1, 33: 1, 65: 1})
     batch = decode((500, 40, 301)[:requests], window_left=299, **heads(8, 2), **dims(128), **DTYPES["8 bits"])
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 3)) as emulation:
         solve_once(batch)
@@ -139,7 +141,7 @@ def solve_once(batch: BatchCase) -> None:
 
 def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that has grown has not; nor have captured launches, which may grow."""
-    move_steps(monkeypatch, kv_len={2049: 101, 8193: 201})
+    move_steps(monkeypatch, keys={2049: 101, 8193: 201, **NONE_SHORT})
     batches = [decode((n,), kv_dtype=E4M3, **heads(20, 5), **dims(128)) for n in (150, 201, 40)]
     rings = []
     with using("sm_90a", kernels="xqa", sms=64, schedule=Schedule("adversarial", 3)) as emulation:
@@ -156,7 +158,7 @@ def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("kv_len", "cluster"), [(150, 8), (201, 1)])
 def test_single_decode_of_few_keys_has_clusters(kv_len: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    move_steps(monkeypatch, kv_len={2049: 101, 8193: 201})
+    move_steps(monkeypatch, keys={2049: 101, 8193: 201, **NONE_SHORT})
     generator = torch.Generator().manual_seed(kv_len)
     q = torch.randn(10, 128, generator=generator).half()
     k, v = (torch.randn(kv_len, 5, 128, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))

@@ -292,6 +292,16 @@ def test_warps_have_units_of_their_own_where_they_divide_the_heads(
     assert config.partial_bytes == config.ctas * states * (128 + 2) * 4
 
 
+@pytest.mark.parametrize(("alone", "grid"), [(True, (8, 16, 1)), (False, (8, 8, 1))])
+def test_only_one_request_has_several_clusters_for_a_segment(alone: bool, grid: tuple[int, int, int]) -> None:
+    settings = even_settings(BF16, 8)
+    rule = variant.rule_of(settings.features, GPU.arch, variant.shape_of(1, settings, 1, 4096))
+    config = launch_config(settings, 1, rule, GPU.arch, 200, alone=alone)
+    assert (config.spec.work, config.grid) == ("cluster", grid)
+    assert config.grid_of(3) == (*grid[:2], 3)
+    assert (config.partial_bytes > 0) == (config.counter_bytes > 0) == alone
+
+
 def test_a_small_workspace_has_fewer_warps() -> None:
     settings = even_settings(torch.float8_e4m3fn, 8)
     config = launch_config(settings, 1, many(settings), GPU.arch, 132, 100 << 10)

@@ -159,7 +159,10 @@ _HOPPER_WINDOWS = (
         keys=_SHORTEST, pairs=above(EVEN - 1),
     ),
     _rule(16, (_FEW_OF_128._replace(slot=4096),), _NARROW, keys=_SHORTEST, pairs=up_to(256)),
-    _rule(8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED, keys=_LONGER, pairs=up_to(FEW)),
+    _rule(
+        8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED,
+        keys=_LONGER, requests=above(1), pairs=up_to(FEW),
+    ),
     _rule(8, _WHOLE_HEADS, _MEASURED, keys=_LONGER, pairs=above(EVEN - 1)),
 )  # fmt: skip
 # One request, whose units have clusters of their own. Of 6 CTAs more clusters run at once than of 8, whose GPC leaves
