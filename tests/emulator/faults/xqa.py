@@ -25,6 +25,13 @@ XQA_FAULTS = (
         MANY,
     ),
     Fault(
+        "every cluster and every CTA of a segment takes one of the first request",
+        "xqa/parts/partition.py",
+        "        return cute.arch.block_idx()[2]",
+        "        return Int32(0)",
+        chosen("xqa_clusters", "several"),
+    ),
+    Fault(
         "splits count as whole segments",
         "xqa/parts/partition.py",
         "isa.all_of([begin == 0, end == tiles, tiles > 0])",
