@@ -42,6 +42,7 @@ from tests.support.batch_case import (
 from tests.support.fa2_contract import CombineParams, Fa2Params, InterpretedLaunch, interpret
 from tests.support.graphs import Captured, Pair, graph_wrapper
 from tests.support.matrix import poisoned_memory
+from tests.support.right import assert_right
 
 GPU = Gpu(named("sm_90a"), 0, 66)
 TILE = Tile(16, 16, 1, 1, 2)  # small: small batches then have many
@@ -74,7 +75,7 @@ def solve(case: BatchCase) -> Built:
     return built
 
 
-def assert_right(case: BatchCase, made: Any = None) -> None:
+def assert_solved(case: BatchCase, made: Any = None) -> None:
     inputs = make(case)
     if made is not None:
         made.plan(**plan_arguments(case, inputs))
@@ -85,7 +86,7 @@ def assert_right(case: BatchCase, made: Any = None) -> None:
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
 def test_small(case: BatchCase) -> None:
-    assert_right(case)
+    assert_solved(case)
 
 
 LENGTHS = (5, 0, 37, 1), (300, 20, 64, 0)
@@ -117,12 +118,12 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature: str, source: str) -> None:
-    assert_right(dataclasses.replace(SOURCES[source], **FEATURES[feature]))
+    assert_solved(dataclasses.replace(SOURCES[source], **FEATURES[feature]))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random(seed: int) -> None:
-    assert_right(random_batch_case(seed, max_len=150, max_batch=4))
+    assert_solved(random_batch_case(seed, max_len=150, max_batch=4))
 
 
 # ---- launches
@@ -295,7 +296,7 @@ def test_workspace_size_is_enough(splits: dict[str, Any], graph: bool) -> None:
     made.plan(**arguments)
     if not graph:
         assert torch.equal(made._planned().launch.records[: len(records)], records)
-    assert_right(case, made)
+    assert_solved(case, made)
     if "fixed_split_size" in splits and not graph:
         made.reset_workspace_buffer(torch.empty(float_bytes - 1, dtype=torch.uint8))
         with pytest.raises(WorkspaceError, match=f"must have {float_bytes} bytes"):

@@ -55,13 +55,13 @@ class RecordingDriver(NullDriver):
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingDriver]:
+def driver() -> Iterator[RecordingDriver]:
     """A pretended H100 for CPU tensors, whose values nobody looks at."""
     recording = RecordingDriver()
-    with pretended_gpu("sm_90a"):
-        monkeypatch.setattr(launch, "load_driver", lambda: recording)
-        monkeypatch.setattr(launch, "_function", lambda artifact, index: artifact)
-        monkeypatch.setattr(run, "looks_at_values", lambda device: False)
+    with pretended_gpu("sm_90a"), pytest.MonkeyPatch.context() as patch:  # undone before what it lies over
+        patch.setattr(launch, "load_driver", lambda: recording)
+        patch.setattr(launch, "_function", lambda artifact, index: artifact)
+        patch.setattr(run, "looks_at_values", lambda device: False)
         run.forget()
         yield recording
     run.forget()
