@@ -30,7 +30,7 @@ class Load(NamedTuple):
     """What selection knows of the size of a problem beside its features; by default nothing."""
 
     rows: int | None = None  # packed query rows per request (qo_len x heads per kv head); None: not known
-    clustered: bool = False  # whether XQA has a cluster for every request and kv head on Hopper
+    clustered: bool = False  # whether clusters share the keys on Hopper, by what is known without their number
 
 
 UNKNOWN_LOAD = Load()

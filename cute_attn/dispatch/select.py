@@ -91,11 +91,11 @@ def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     if features.chunk_invariant:
         return UNKNOWN_LOAD
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return Load(rows, counts_clusters(features) and _clustered(settings, qo_len, batch_size))
+    return Load(rows, features.decode and counts_clusters(features) and _clustered(settings, qo_len, batch_size))
 
 
 def _clustered(settings: Settings, qo_len: int, batch_size: int) -> bool:
-    """Tell whether XQA has a cluster for every request and kv head on Hopper, whatever the number of keys."""
+    """Tell whether XQA has clusters on Hopper by what is known without the number of keys."""
     return rule_of(settings.features, HOPPER, shape_of(batch_size, settings, qo_len)).value[0].work == "cluster"
 
 

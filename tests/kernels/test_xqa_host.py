@@ -298,7 +298,11 @@ def test_only_one_request_has_several_clusters_for_a_segment(alone: bool, grid: 
     rule = variant.rule_of(settings.features, GPU.arch, variant.shape_of(1, settings, 1, 4096))
     config = launch_config(settings, 1, rule, GPU.arch, 200, alone=alone)
     assert (config.spec.work, config.grid) == ("cluster", grid)
-    assert config.grid_of(3) == (*grid[:2], 3)
+    if alone:
+        with pytest.raises(ValueError, match="one request alone, got 3 requests"):
+            config.grid_of(3)
+    else:
+        assert config.grid_of(3) == (*grid[:2], 3)
     assert (config.partial_bytes > 0) == (config.counter_bytes > 0) == alone
 
 

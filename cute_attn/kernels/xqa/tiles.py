@@ -24,6 +24,7 @@ REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and que
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 CLUSTERED_KEYS = 4096  # keys of a segment that has a cluster, where there are few
+MOST_ROWS = 16  # of a unit
 FEW = 128  # (request, kv head) pairs: about one per SM
 EVEN = 2048  # pairs, about one for each warp that runs at a time, from which warps have shares of their own
 LONG = 65536  # keys of one request of 5 to 8 kv heads of 16 bits that clusters do not read faster
@@ -34,12 +35,13 @@ class Shape(NamedTuple):
 
     requests: int
     kv_heads: int = 1
-    units: int = 1  # of one request: blocks of at most `most_rows` rows of a kv head
+    units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
     keys: int | None = None  # most keys of a segment, in all launches: of a request, or within its window
+    segments: int | None = None  # of blocks of at most `most_rows` rows; None: requests x units
 
 
 def most_rows(head_dim: int) -> int:
-    """Return the most packed query rows of a unit."""
+    """Return the most packed query rows that a CTA has at a time."""
     return 8 * _row_blocks(head_dim, REGISTER_DIMS)
 
 
@@ -184,7 +186,7 @@ _HOPPER_ONE = (
         16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(16),), _MEASURED, requests=_ONE,
         units=_SEVERAL, keys=up_to(8192),
     ),
-    _rule(16, _FEW[0][1].value, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, keys=above(LONG)),
+    _rule(16, _FEW[0][1].value, _MEASURED, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, keys=above(LONG)),
     _rule(16, (Ring(8, 2, 1, 8192).in_clusters(6).to_smem(16),), _MEASURED, requests=_ONE, units=up_to(8)),
     _rule(16, _ONE_16, _CLUSTERED, requests=_ONE, units=up_to(8)),
     _rule(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, requests=_ONE, units=up_to(4)),
@@ -202,11 +204,12 @@ _HOPPER_ONE = (
     ),
     _rule(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED, requests=_ONE, units=up_to(4)),
 )  # fmt: skip
-# Few segments, none of them long (mostly windows): a cluster each, of as many CTAs as leave none waiting. A merge in
-# global memory, and finding one's share, take 3 us. Windows of 1024 and 4096 keys, times as fast as shares (head dim
-# 256 over 16 bits: as fa2). H200: 8 bits, 8 to 16 segments 1.17 to 1.80, 64 1.24; 16 bits, 10 to 16 1.24 to 1.71, 64
-# 1.16; head dim 256, 8 to 16 1.16 to 1.62, 24 and 32 1.24 and 1.19. H100: head dim 64, 16 1.16 to 1.64, 32 and 64 1.26
-# and 1.29; 32 segments of head dim 128 over 16 bits 1.33, but 0.90 in clusters of 4.
+# Few segments, none of them long (mostly windows), have a cluster each. The more segments, the fewer CTAs of a cluster:
+# no cluster should wait for another. It saves a merge in global memory and the search for a share, 3 us. Windows of
+# 1024 and 4096 keys, times as fast as shares (head dim 256 over 16 bits: as fa2). H200: 8 bits, 8 to 16 segments 1.17
+# to 1.80, 64 1.24; 16 bits, 10 to 16 1.24 to 1.71, 64 1.16; head dim 256, 8 to 16 1.16 to 1.62, 24 and 32 1.24 and
+# 1.19. H100: head dim 64, 16 1.16 to 1.64, 32 and 64 1.26 and 1.29; 32 segments of head dim 128 over 16 bits 1.33, but
+# 0.90 in clusters of 4.
 _FEW_RINGS = (  # bits, head dims, most segments, ring
     (8, _NARROW, 16, Ring(4, 3, 1, 2048, guests=1).in_clusters(8).to_smem(64)),
     (8, _NARROW, 64, Ring(8, 3, 1, 2048, guests=1).in_clusters(2)),
@@ -276,8 +279,9 @@ def rules_of(arch: Arch, bits: int) -> tuple[Rule[Rings], ...]:
 
 def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
-    pairs, segments = shape.requests * shape.kv_heads, shape.requests * shape.units
-    known = {"head_dim": head_dim, "pairs": pairs, "segments": segments, **shape._asdict()}
+    known = {**shape._asdict(), "head_dim": head_dim, "pairs": shape.requests * shape.kv_heads}
+    if shape.segments is None:
+        known["segments"] = shape.requests * shape.units
     return first(rules_of(arch, bits), known)
 
 

@@ -24,7 +24,7 @@ CLUSTERED = 3 / 4
 class Placement(NamedTuple):
     """Grid of a launch, and what its CTAs leave in device memory."""
 
-    grid: Grid  # (CTA groups, CTAs per group, 1), or of one request (units / units of a CTA, CTAs of a segment, 1)
+    grid: Grid  # (CTA groups, CTAs per group, 1), or of a request (units / units of a CTA, CTAs of a segment, 1)
     ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
     partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
     min_share: int = 1  # tiles of a CTA
@@ -47,7 +47,11 @@ class LaunchConfig(NamedTuple):
 
     def grid_of(self, batch_size: int) -> Grid:
         """Returns the grid of a launch of `batch_size` requests."""
-        return (*self.grid[:2], batch_size) if self.spec.work in ONE_SEGMENT else self.grid
+        if self.spec.work not in ONE_SEGMENT:
+            return self.grid
+        if self.ctas and batch_size > 1:
+            raise ValueError(f"several clusters share a segment of one request alone, got {batch_size} requests")
+        return *self.grid[:2], batch_size
 
 
 def launch_config(
@@ -68,7 +72,7 @@ def launch_config(
     if features.num_kv_heads % spec.heads:
         raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
     row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
-    place = PLACEMENTS["whole" if spec.work == "cluster" and not alone else spec.work]
+    place = PLACEMENTS[spec.work if alone or spec.work != "cluster" else "whole"]
     placement = place(spec, features.num_kv_heads, row_blocks, sms, workspace_bytes)
     return LaunchConfig(spec, qo_len, row_blocks, *placement)
 
@@ -82,7 +86,7 @@ def shares(spec: DecodeSpec, num_kv_heads: int, row_blocks: int, sms: int, works
     return Placement((groups, size, 1), ctas, partial_bytes, 1 if size == 1 else spec.teams)
 
 
-def whole(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
+def one_segment(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
     """Places a CTA for every unit, or for as many as a CTA has, or a cluster."""
     return Placement((num_kv_heads // spec.heads * row_blocks, spec.cluster_size, 1))
 
@@ -101,8 +105,8 @@ def clusters(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, worksp
 PLACEMENTS: dict[Work, Callable[[Any, int, int, int, int], Placement]] = {
     "shares": shares,
     "even": shares,
-    "whole": whole,
-    "heads": whole,
+    "whole": one_segment,
+    "heads": one_segment,
     "cluster": clusters,
 }
 

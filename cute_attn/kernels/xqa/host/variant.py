@@ -22,9 +22,12 @@ def shape_of(batch_size: int, settings: Settings, qo_len: int, longest: int | No
     """Return what is known of a launch. `longest`: most keys of a request, in all launches."""
     window, features = settings.window_left, settings.features
     kv_heads = features.num_kv_heads
-    blocks = ceil_div(qo_len * (features.num_qo_heads // kv_heads), tiles.most_rows(features.head_dim_qk))
-    keys = longest if window < 0 else min(window + qo_len, longest or window + qo_len)
-    return Shape(batch_size, kv_heads, kv_heads * blocks, keys if batch_size <= MAX_GRID_Z else None)
+    rows = qo_len * (features.num_qo_heads // kv_heads)
+    units, segments = (kv_heads * ceil_div(rows, n) for n in (tiles.MOST_ROWS, tiles.most_rows(features.head_dim_qk)))
+    keys = longest
+    if window >= 0:
+        keys = window + qo_len if longest is None else min(window + qo_len, longest)
+    return Shape(batch_size, kv_heads, units, keys if batch_size <= MAX_GRID_Z else None, batch_size * segments)
 
 
 def shape_of_call(problem: Request) -> Shape:
@@ -32,7 +35,7 @@ def shape_of_call(problem: Request) -> Shape:
     settings, qo_len = problem.settings, problem.qo_len
     if not isinstance(problem, DecodeProblem):
         return shape_of(1, settings, qo_len, problem.kv_len)
-    most = problem.max_kv_len  # engines pass what their model allows, which says little if it is much
+    most = problem.max_kv_len  # room of the page table: in engines that of their model, which says little if it is much
     return shape_of(len(problem.seq_lens), settings, qo_len, most if most <= tiles.LONG else None)
 
 
