@@ -20,6 +20,7 @@ from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
 from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_batches import GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
+from tests.support.xqa_rules import move_steps
 
 pytestmark = pytest.mark.emulator
 
@@ -87,8 +88,9 @@ def test_single_request_of_fp8(kv_len: int, kv_layout: str) -> None:
 
 @pytest.mark.parametrize("schedule", KINDS)
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
-def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str) -> None:
+def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tile after tile above the anchors of those before, of one query head more than of the others."""
+    move_steps(monkeypatch, requests={1: 9, 2: 9}, keys={145: 1, 513: 1, 1025: 1, 4097: 1})  # several tiles a warp
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(4, 64, generator=generator).half()
     k, v = (torch.randn(900, 1, 64, generator=generator).to(kv_dtype) for _ in "kv")
