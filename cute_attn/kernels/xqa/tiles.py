@@ -259,7 +259,7 @@ HOPPER = (
     # 64 x 2048: 1.02 (H100) and 1.00 (H200).
     _rule(8, (_MANY_8,), _MEASURED),
     # 13 batches of 384 to 2048 pairs, to one CTA per SM: 0.94 (48 x 500, 16/8 heads), others 1.00 to 1.15 (H200).
-    _rule(16, (Ring(4, 3, 2, 8192),), _MEASURED, pairs=above(FEW)),
+    _rule(16, (Ring(4, 3, 2, 8192),), _MEASURED),
     *_MANY,
 )
 # By major compute capability (0: others), which tells memory bandwidth and shared memory of an SM, and bits per element
@@ -302,7 +302,7 @@ def choose(
     """Choose the kernel for `packed_rows` = q_len * group rows by a rule for the cache. Rings whose warps have a unit
     each are for multiples of so many kv heads."""
     software = KV_BITS[kv_dtype] == 4 and not arch.converts_e4m3  # scales: software takes registers too
-    row_blocks = min(_row_blocks(head_dim, REGISTER_DIMS // (2 if software else 1)), -(-packed_rows // 8))
+    row_blocks = min(_row_blocks(head_dim, REGISTER_DIMS // (2 if software else 1)), max(1, -(-packed_rows // 8)))
     # Blocks that lanes read whole take fewer instructions than pairs.
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS and not (arch.converts_e2m1 and head_dim >= 128)
     work: Work = "whole" if rule.value[-1].work in WHOLE else "shares"
