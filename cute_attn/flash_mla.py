@@ -20,9 +20,9 @@ from cute_attn.request.mla import (
     Part,
     Parts,
     index_array,
-    partials_in,
     split_rows,
 )
+from cute_attn.request.operands import partials_in
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla_plan import refuse_dims
 

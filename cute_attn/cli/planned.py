@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.dispatch import backends, select
+from cute_attn.dispatch import select
+from cute_attn.dispatch.families import FAMILIES
 from cute_attn.kernels.host.family import KernelLaunch
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
@@ -23,4 +24,4 @@ def on_gpu(call: single_request.Call) -> Problem:
 def launches(problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
     """Kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
     load = select.load_of(problem.settings, problem.qo_len)
-    return backends.of(select.choose(problem.features, "auto", arch, load)).launches(problem, arch, sms)
+    return FAMILIES[select.choose(problem.features, "auto", arch, load).name].launches(problem, arch, sms)

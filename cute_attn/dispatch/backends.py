@@ -10,7 +10,7 @@ from cute_attn.dispatch.capabilities import Backend, Load
 from cute_attn.dispatch.families import FAMILIES, KernelFamily
 from cute_attn.dispatch.select import choose, chosen, load_class
 from cute_attn.kernels.host import gpu
-from cute_attn.kernels.host.family import BatchRunner, KernelLaunch, RequestRunner
+from cute_attn.kernels.host.family import BatchRunner, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire
 from cute_attn.kernels.host.prepared import prepared
@@ -21,7 +21,6 @@ from cute_attn.problem import (
     Request,
     Settings,
 )
-from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 
 
@@ -29,8 +28,6 @@ class Implementation(Protocol):
     """Interface of every backend: that of a `KernelFamily` on the device of the settings."""
 
     def prepare(self, settings: Settings) -> RequestRunner: ...
-
-    def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]: ...
 
     def plan(
         self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
@@ -47,9 +44,6 @@ class OnGpu:
 
     def prepare(self, settings: Settings) -> RequestRunner:
         return self.family.prepare(settings, _gpu_of(settings))
-
-    def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-        return self.family.launches(problem, arch, sms)
 
     def plan(
         self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging

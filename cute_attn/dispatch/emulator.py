@@ -17,7 +17,7 @@ from cute_attn.dispatch.select import emulated, load_class, load_of_batch
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.family import BatchRunner, KernelLaunch, RequestRunner
+from cute_attn.kernels.host.family import BatchRunner, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, optional_tensors, with_optional
 from cute_attn.kernels.host.prepared import prepared
@@ -33,7 +33,7 @@ from cute_attn.problem import (
 )
 from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT, aligned
 from cute_attn.runtime import counters
-from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
+from cute_attn.runtime.arch import TYPICAL_SMS, named
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
 
@@ -46,17 +46,12 @@ Runner = Callable[[Any], Fire | None]  # of requests or batches
 Placed = TypeVar("Placed", Request, BatchProblem)
 
 
-def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-    """Returns kernels and grids of `problem` on the emulated backend."""
-    return _family(problem.settings, arch, _load(problem)).launches(problem, arch, sms)
-
-
 def prepare(request_settings: Settings) -> EmulatedRun:
     """Returns what runs single requests of these settings."""
 
     def run_of(problem: Request) -> RequestRunner:
-        gpu = emulated_gpu()
-        return prepared(_family(request_settings, gpu.arch, _load(problem)).prepare, request_settings, gpu)
+        family, gpu = _emulated(request_settings, load_class(request_settings, problem.qo_len))
+        return prepared(family.prepare, request_settings, gpu)
 
     return EmulatedRun(run_of)
 
@@ -77,8 +72,7 @@ def plan(
     """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
     if another one is emulated later; None: `TiledFamily.plan`.
     """
-    gpu = emulated_gpu()
-    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, limits))
+    family, gpu = _emulated(batch_settings, load_of_batch(batch_settings, lengths, limits))
     planned = family.plan(batch_settings, lengths, limits, staging, gpu)
     if isinstance(lengths, DeviceLengths):
         staging.write_within(functools.partial(_written, lengths, staging))
@@ -87,8 +81,7 @@ def plan(
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
-    gpu = emulated_gpu()
-    family = _family(batch_settings, gpu.arch, load_of_batch(batch_settings, lengths, limits))
+    family, gpu = _emulated(batch_settings, load_of_batch(batch_settings, lengths, limits))
     return family.schedule(batch_settings, lengths, limits.unlimited(), gpu.arch, gpu.sms).workspace()
 
 
@@ -98,13 +91,10 @@ def emulated_gpu() -> Gpu:
     return Gpu(named(emulation.arch), CPU, emulation.sms or TYPICAL_SMS[emulation.arch])
 
 
-def _family(asked: Settings, arch: Arch, load: Load) -> KernelFamily:
-    """Returns the family whose kernels run requests of these settings and this load."""
-    return FAMILIES[emulated(asked.features, arch, load).name]
-
-
-def _load(problem: Request) -> Load:
-    return load_class(problem.settings, problem.qo_len)
+def _emulated(asked: Settings, load: Load) -> tuple[KernelFamily, Gpu]:
+    """Returns the family whose kernels run requests of these settings and this load, and the GPU that is emulated."""
+    gpu = emulated_gpu()
+    return FAMILIES[emulated(asked.features, gpu.arch, load).name], gpu
 
 
 class EmulatedRun:

@@ -226,7 +226,7 @@ def _call(
 
 
 def _dtype(name: str, value: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    found = checks.named_dtype(value)
     if not isinstance(found, torch.dtype):
         raise ArgumentError(f"{name} must be a dtype or its name, got {checks.describe(value)}")
     return found

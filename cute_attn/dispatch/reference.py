@@ -5,16 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from cute_attn.kernels.host.family import KernelLaunch
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Request, Settings
 from cute_attn.reference import attention
-from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
-
-
-def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-    """Returns no launches: torch computes the problem."""
-    return []
 
 
 class ReferenceRun:

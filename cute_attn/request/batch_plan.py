@@ -94,11 +94,9 @@ def plan_settings(options: PlanOptions, kv_layout: str, page_size: int, **featur
 
 
 def _data_type(name: str, value: Any) -> torch.dtype:
-    if isinstance(value, torch.dtype):
-        return value
-    if not isinstance(value, str):
+    if not isinstance(value, torch.dtype | str):
         raise ArgumentTypeError(f"{name} must be a torch.dtype or its name, got {checks.describe(value)}")
-    dtype = getattr(torch, value, None)
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"{name} must name a dtype of torch, got {checks.shown(value)}")
     return dtype
@@ -297,11 +295,10 @@ def mask(
 
 
 def _flat(name: str, value: Any, *dtypes: torch.dtype) -> torch.Tensor:
-    value = checks.tensor(name, value)
+    value = checks.readable(name, value)
     if value.dtype not in dtypes or value.dim() != 1:
         accepted = " or ".join(map(checks.short, dtypes))
         raise ArgumentError(f"{name} must be a 1-D {accepted} tensor, got {checks.describe(value)}")
-    index_arrays.check_device(name, value)
     return value
 
 
@@ -315,8 +312,7 @@ def _pack(bits: torch.Tensor, sizes: np.ndarray, offsets: np.ndarray) -> torch.T
 
 def workspace(value: Any) -> torch.Tensor:
     """Check the caller's workspace and return it as bytes."""
-    buffer = checks.tensor("float_workspace_buffer", value)
-    index_arrays.check_device("float_workspace_buffer", buffer)
+    buffer = checks.readable("float_workspace_buffer", value)
     check_workspace("float_workspace_buffer", buffer)
     return buffer.view(-1).view(torch.uint8)
 

@@ -72,7 +72,8 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
         sf = _block_scales(plan, sf, k, v)
 
     rows = plan.rows, features.num_qo_heads
-    out, lse = operands.outputs(q, (run.out, run.lse, run.return_lse), features, rows, "rows")
+    element = features.head_dim_vo, features.o_dtype
+    out, lse = operands.outputs(q, (run.out, run.lse, run.return_lse), element, rows, "rows, num_qo_heads")
     if run.out is not None or run.lse is not None:
         _keep_apart(plan, run, (k, v))
     if first := plan.tokens.first_row:

@@ -216,6 +216,11 @@ def dtype(name: str, value: torch.dtype, accepted: Sequence[torch.dtype]) -> Non
         raise ArgumentError(f"{name} must have dtype {' or '.join(map(short, accepted))}, got {short(value)}")
 
 
+def named_dtype(value: Any) -> Any:
+    """Return the dtype of torch that a string names; anything else, and a string that names none, as it is."""
+    return getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+
+
 def contiguous(name: str, value: torch.Tensor) -> None:
     """Check that the elements of a buffer lie in order and without gaps."""
     if not value.is_contiguous():

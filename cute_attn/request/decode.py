@@ -262,22 +262,15 @@ def _scratch(semaphores: Any, workspace_buffer: Any) -> Scratch:
     """Return the memory of a launch. Semaphores in the workspace are in its first 8 MiB, as FlashInfer's are, and
     partial results behind them; a workspace for partial results alone need not be zero.
     """
-    partials, size = _memory("workspace_buffer", workspace_buffer)
-    start = partials.data_ptr()
-    if isinstance(semaphores, str):
-        counter_bytes = min(size, COUNTER_BYTES)
-        return Scratch(partials, partials, start, start + COUNTER_BYTES, counter_bytes, size - counter_bytes)
+    scratch = operands.partials_in("workspace_buffer", workspace_buffer)
     if semaphores is None:
-        return Scratch(partials, partials, start, start, 0, size)
-    counters, counter_bytes = _memory("semaphores", semaphores)
-    return Scratch(counters, partials, counters.data_ptr(), start, counter_bytes, size)
-
-
-def _memory(name: str, value: Any) -> tuple[torch.Tensor, int]:
-    """Return a buffer and the bytes of it that a launch may use: none if they are not aligned."""
-    buffer = checks.tensor(name, value)
-    checks.contiguous(name, buffer)
-    return buffer, 0 if buffer.data_ptr() % ALIGNMENT else buffer.nbytes
+        return scratch
+    if isinstance(semaphores, str):
+        size, counter_bytes = scratch.partial_bytes, min(scratch.partial_bytes, COUNTER_BYTES)
+        partials = scratch.partials + COUNTER_BYTES
+        return scratch._replace(partials=partials, counter_bytes=counter_bytes, partial_bytes=size - counter_bytes)
+    buffer, counter_bytes = operands.scratch_memory("semaphores", semaphores)
+    return scratch._replace(counter_buffer=buffer, counters=buffer.data_ptr(), counter_bytes=counter_bytes)
 
 
 def _outputs(call: DecodeCall, features: Features, qo_len: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -293,7 +286,8 @@ def _outputs(call: DecodeCall, features: Features, qo_len: int) -> tuple[torch.T
         checks.dense("lse", lse)
         lse, wants_lse = None, True
     # `before_launch` compares them with all that the call reads.
-    return operands.outputs(query, (out, lse, wants_lse), features, rows, "num_tokens")
+    element = features.head_dim_vo, features.o_dtype
+    return operands.outputs(query, (out, lse, wants_lse), element, rows, "num_tokens, num_qo_heads")
 
 
 def _flatten_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: int) -> torch.Tensor:
@@ -365,16 +359,11 @@ def _check_lengths(lengths: torch.Tensor, problem: DecodeProblem, call: DecodeCa
 
 def _check_pages(lengths: torch.Tensor, problem: DecodeProblem) -> None:
     """Check every page number that the launch reads: those before the window are not read."""
-    page_size, num_pages = problem.settings.page_size, problem.k.shape[0]
-    tables, device = problem.block_tables, problem.block_tables.device
-    first, lengths = torch.arange(tables.shape[1], device=device) * page_size, lengths.to(device)[:, None]
-    used = first < lengths
+    page_size, tables, kv_len, unseen = problem.settings.page_size, problem.block_tables, lengths.numpy(), None
+    used = page_ids.in_table(tables, kv_len, page_size)
     if (window_left := problem.settings.window_left) >= 0:
-        used &= first + page_size > lengths - problem.qo_len - window_left
-    wrong = used & ((tables < 0) | (tables >= num_pages))
-    if bool(wrong.any()):
-        i, j = wrong.nonzero()[0].tolist()
-        raise page_ids.wrong(f"block_tables[{i}, {j}]", (i, j), tables[i, j], num_pages)
+        unseen = used.before(kv_len - problem.qo_len - window_left, page_size, tables.device)
+    used.check(used.take(tables), problem.k.shape[0], page_ids.TABLE_ENTRY, unseen)
 
 
 def _on_host(lengths: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, DeviceLengths, DeviceTokens, Tokens, largest, smallest
 from cute_attn.request import checks, page_ids
-from cute_attn.request.settings import DEVICES, MAX_INDEX, MAX_KV_LEN
+from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
 
 DTYPES = (torch.int32, torch.int64)
 STRIDED = torch.strided
@@ -135,15 +135,9 @@ def check_array(name: str, value: Any) -> None:
     if value.dtype not in DTYPES:  # nor complex, of which there are conjugate views
         checks.dtype(name, value.dtype, DTYPES)
     if not (value.is_cuda or value.is_cpu):
-        check_device(name, value)
+        checks.readable(name, value)
     if value.dim() != 1:
         raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
-
-
-def check_device(name: str, value: torch.Tensor) -> None:
-    """Refuse devices whose memory no plan reads."""
-    if not (value.is_cuda or value.is_cpu):
-        raise ArgumentError(f"{name} must be on a {' or '.join(DEVICES)} device, got {checks.describe(value)}")
 
 
 def _check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:

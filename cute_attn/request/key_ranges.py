@@ -50,11 +50,7 @@ def check_made_for(made_for: dict[str, Any], named: dict[str, Any]) -> None:
     """Refuse what a plan names otherwise than the constructor; None names nothing."""
     for name, value in named.items():
         made = made_for["q_data_type" if name == "o_data_type" and made_for[name] is None else name]
-        if value is not None and _dtype(value) != _dtype(made):
+        if value is not None and checks.named_dtype(value) != checks.named_dtype(made):
             raise ArgumentError(
                 f"{name} must be {checks.shown(made)}, which the constructor was given, got {checks.shown(value)}"
             )
-
-
-def _dtype(value: Any) -> Any:
-    return getattr(torch, value, value) if isinstance(value, str) else value

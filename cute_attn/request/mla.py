@@ -8,14 +8,15 @@ the parts. Lengths and page numbers stay on the device: `check_values` looks at 
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import Scratch
 from cute_attn.request import checks, operands, page_ids
+from cute_attn.request.page_ids import UsedPages
 from cute_attn.request.settings import HALF, LSE_BASES, MAX_INDEX, MAX_KV_LEN
 
 LATENT, ROPE = 512, 64
@@ -150,8 +151,7 @@ def _check_parts(parts: Parts) -> Parts:
     """Check dtypes, devices, shapes and strides. Return the parts as kernels read them: queries may be copies."""
     q = parts.q_nope
     checks.dtype(q.name, q.x.dtype, HALF)
-    if q.x.device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"{q.name} must be on a cpu or cuda device, got {checks.describe(q.x)}")
+    checks.readable(q.name, q.x)
     if not q.x.shape[1] or not parts.ckv.x.shape[1]:
         raise ArgumentError(
             f"{q.name} must have at least one head and {parts.ckv.name} a page_size >= 1, "
@@ -243,8 +243,12 @@ def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: Ml
         LSE_BASES[options.lse_base],
         options.enable_pdl,
     )
-    out, lse = _outputs(q, options)
-    sinks = None if options.sinks is None else _sinks(options.sinks, q)
+    wants_lse = options.lse is None and checks.boolean("return_lse", options.return_lse)
+    given = options.out, options.lse, wants_lse
+    out, lse = operands.outputs(q, given, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
+    sinks = options.sinks
+    if sinks is not None:
+        sinks = operands.per_head("sinks", sinks, ("num_heads", q.shape[1]), q.device)
     q_nope, q_pe, ckv, kpe = (part.x for part in parts[:4])
     ckv_scales = None if parts.ckv_scales is None else parts.ckv_scales.x
     return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks, ckv_scales)
@@ -254,46 +258,6 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
     """Return a scale as a number and a factor on the device."""
     number, on_device = operands.split_scale(name, value, device)
     return (1.0, on_device[0]) if on_device else (checks.real(name, number), None)
-
-
-def _outputs(q: torch.Tensor, options: MlaOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
-    rows = tuple(q.shape[:2])
-    out, lse = options.out, options.lse
-    if out is None:
-        out = q.new_empty(*rows, LATENT)
-    else:
-        operands.check_output("out", out, (*rows, LATENT), f"[num_tokens, num_heads, {LATENT}]", q.dtype, q.device)
-        checks.dense("out", out)
-        if q.device.type == "cuda" and not operands.aligned(out):
-            raise ArgumentError(f"out must have rows that start at multiples of {operands.ALIGNMENT} bytes")
-    if lse is not None:
-        operands.check_output("lse", lse, rows, "[num_tokens, num_heads]", torch.float32, q.device)
-        checks.writable("lse", lse)
-        checks.contiguous("lse", lse)
-    elif checks.boolean("return_lse", options.return_lse):
-        lse = q.new_empty(*rows, dtype=torch.float32)
-    return out, lse
-
-
-def _sinks(value: Any, q: torch.Tensor) -> torch.Tensor:
-    value = checks.tensor("sinks", value)
-    checks.shape("sinks", value, (q.shape[1],), "[num_heads]")
-    checks.device("sinks", value, q.device)
-    checks.check_grad("sinks", value)
-    if not value.dtype.is_floating_point:
-        raise ArgumentError(f"sinks must have a floating-point dtype, got {checks.describe(value)}")
-    if value.is_cpu and not bool((value < math.inf).all()):
-        raise ArgumentError(f"sinks must be finite or -inf (no sink), got {checks.shown(value.tolist())}")
-    return value.to(torch.float32).contiguous()
-
-
-def partials_in(name: str, value: Any) -> Scratch:
-    """Return scratch memory whose partial results are in a buffer of the caller, and counters the launch's own."""
-    buffer = checks.tensor(name, value)
-    checks.contiguous(name, buffer)
-    start = buffer.data_ptr()
-    size = 0 if start % operands.ALIGNMENT else buffer.nbytes
-    return Scratch(buffer, buffer, start, start, 0, size)
 
 
 # ---- lengths
@@ -319,23 +283,22 @@ def check_apart(problem: MlaProblem, parts: Parts, options: MlaOptions) -> None:
 
 def check_values(problem: MlaProblem, names: Names) -> None:
     """Check lengths and page numbers, which launches trust. On a GPU this synchronises."""
-    lengths, page_size, num_pages = problem.lengths, problem.settings.page_size, problem.ckv.shape[0]
-    kv_lens = lengths.seq_lens.tolist()
-    starts = None if lengths.page_starts is None else lengths.page_starts.tolist()
-    tables = lengths.pages if starts is None else None
-    for i, kv_len in enumerate(kv_lens):
-        start = 0 if starts is None else starts[i]
-        row = lengths.pages if tables is None else tables[i]
-        room = (row.shape[0] - start) * page_size
-        if not 0 <= kv_len <= min(room, MAX_KV_LEN):
-            raise ArgumentError(
-                f"{names.seq_lens} must be within 0..{room}, the tokens of a request's pages; request {i} has {kv_len}"
-            )
-        used = row[start : start + -(-kv_len // page_size)]
-        wrong = (used < 0) | (used >= num_pages)
-        if bool(wrong.any()):
-            j = int(wrong.nonzero()[0])
-            raise page_ids.wrong(names.pages, (i, j), used[j], num_pages)
+    lengths, page_size, width = problem.lengths, problem.settings.page_size, problem.lengths.pages.shape[-1]
+    kv_len = lengths.seq_lens.cpu().numpy().astype(np.int64)
+    first = np.zeros_like(kv_len)  # of a row, or of all pages
+    if lengths.page_starts is not None:
+        first = lengths.page_starts.cpu().numpy().astype(np.int64)
+    room = (width - first) * page_size
+    wrong = (kv_len < 0) | (kv_len > np.minimum(room, MAX_KV_LEN))
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise ArgumentError(
+            f"{names.seq_lens} must be within 0..{room[i]}, the tokens of a request's pages; "
+            f"request {i} has {kv_len[i]}"
+        )
+    in_table = lengths.page_starts is None
+    used = page_ids.in_table(lengths.pages, kv_len, page_size) if in_table else UsedPages.of(kv_len, first, page_size)
+    used.check(used.take(lengths.pages), problem.ckv.shape[0], names.pages)
     if lengths.qo_indptr is not None:
         check_bounds(names.qo_indptr, lengths.qo_indptr.tolist(), lengths.qo_len, problem.q_nope.shape[0])
 

@@ -11,7 +11,6 @@ from cute_attn.errors import ArgumentError
 from cute_attn.problem import BatchLengths, DeviceTokens, Tokens
 from cute_attn.request import checks
 from cute_attn.request.batch_plan import Mask
-from cute_attn.request.settings import DEVICES
 
 DTYPES = (torch.uint16, torch.uint32, torch.int32, torch.int64)
 
@@ -125,12 +124,10 @@ def _per_request(name: str, value: Any, batch_size: int) -> np.ndarray:
 
 def _integers(name: str, value: Any) -> np.ndarray:
     """Return a tensor of integers that are not negative as 1-D int64 on the host. No dimension: one element."""
-    value = checks.tensor(name, value)
+    value = checks.readable(name, value)
     checks.dtype(name, value.dtype, DTYPES)
     if value.dim() > 1:
         raise ArgumentError(f"{name} must have 1 dimension, or none for one element; got {checks.describe(value)}")
-    if value.device.type not in DEVICES:
-        raise ArgumentError(f"{name} must be on a {' or '.join(DEVICES)} device, got {checks.describe(value)}")
     numbers: np.ndarray = value.cpu().numpy().astype(np.int64).reshape(-1)
     if numbers.min(initial=0) < 0:
         raise ArgumentError(f"{name} must not be negative, got {numbers.min()}")

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import Features
+from cute_attn.problem import Features, Scratch
 from cute_attn.request import checks
 from cute_attn.request.settings import NVFP4_BLOCK
 
@@ -229,12 +229,15 @@ def check_head_scales(
 
 def check_per_head(name: str, value: Any, features: Features) -> torch.Tensor:
     """Check one number per kv head (scale_k, scale_v) or per query head (all others). Return contiguous fp32."""
+    axis = "num_kv_heads" if name in ("scale_k", "scale_v") else "num_qo_heads"
+    return per_head(name, value, (axis, getattr(features, axis)), features.device)
+
+
+def per_head(name: str, value: Any, heads: tuple[str, int], device: torch.device) -> torch.Tensor:
+    """Check one number per head. `heads`: the name of their axis, and how many. Return contiguous fp32."""
     value = checks.tensor(name, value)
-    if name in ("scale_k", "scale_v"):
-        checks.shape(name, value, (features.num_kv_heads,), "[num_kv_heads]")
-    else:
-        checks.shape(name, value, (features.num_qo_heads,), "[num_qo_heads]")
-    checks.device(name, value, features.device)
+    checks.shape(name, value, (heads[1],), f"[{heads[0]}]")
+    checks.device(name, value, device)
     checks.check_grad(name, value)
     if not value.dtype.is_floating_point:
         raise ArgumentError(f"{name} must have a floating-point dtype, got {checks.describe(value)}")
@@ -258,37 +261,30 @@ def _check_sinks(sinks: torch.Tensor) -> None:
 def outputs(
     q: torch.Tensor,
     given: tuple[Any, Any, Any],
-    features: Features,
+    element: tuple[int, torch.dtype],
     rows: tuple[int, ...],
-    first_axis: str,
+    axes: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return out and lse. `given`: the caller's buffers, which are checked, and whether lse is wanted. `rows`: all axes
-    of lse, the first of which `first_axis` names. Callers compare the buffers with what they read: `checks.apart`.
+    """Return out and lse. `given`: the caller's buffers, which are checked, and whether lse is wanted. `element`: last
+    axis and dtype of out. `rows`: all axes of lse, which `axes` names. Callers compare the buffers with what they read:
+    `checks.apart`.
     """
     out, lse, return_lse = given
-    if out is not None or lse is not None:
-        _check_outputs(out, lse, features, rows, first_axis)
+    width, dtype = element
     if out is None:
-        out = q.new_empty(*rows, features.head_dim_vo, dtype=features.o_dtype)
-    if lse is None and return_lse:
-        lse = q.new_empty(*rows, dtype=torch.float32)
-    return out, lse
-
-
-def _check_outputs(out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str) -> None:
-    """Check shape, dtype, device and strides of the caller's `out` and `lse`."""
-    heads = f"{first_axis}, num_qo_heads" if first_axis else "num_qo_heads"
-    if out is not None:
-        shape = (*rows, features.head_dim_vo)
-        check_output("out", out, shape, f"[{heads}, head_dim_vo]", features.o_dtype, features.device)
+        out = q.new_empty(*rows, width, dtype=dtype)
+    else:
+        check_output("out", out, (*rows, width), f"[{axes}, head_dim_vo]", dtype, q.device)
         checks.dense("out", out)
         strides = out.stride()
         if (out.data_ptr() | strides[0] | strides[-2]) % ALIGNMENT:
             _check_alignment("out", out)
-    if lse is not None:
-        check_output("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
-        checks.writable("lse", lse)
-        checks.contiguous("lse", lse)
+    if lse is None:
+        return out, q.new_empty(*rows, dtype=torch.float32) if return_lse else None
+    check_output("lse", lse, rows, f"[{axes}]", torch.float32, q.device)
+    checks.writable("lse", lse)
+    checks.contiguous("lse", lse)
+    return out, lse
 
 
 def check_output(
@@ -301,6 +297,19 @@ def check_output(
         checks.dtype(name, buffer.dtype, (dtype,))
         checks.device(name, buffer, device)
     checks.check_grad(name, buffer)
+
+
+def scratch_memory(name: str, value: Any) -> tuple[torch.Tensor, int]:
+    """Return a buffer and the bytes of it that a launch may use: none if they are not aligned."""
+    buffer = checks.tensor(name, value)
+    checks.contiguous(name, buffer)
+    return buffer, 0 if buffer.data_ptr() % ALIGNMENT else buffer.nbytes
+
+
+def partials_in(name: str, value: Any) -> Scratch:
+    """Return scratch memory whose partial results are in a buffer of the caller, and counters the launch's own."""
+    buffer, size = scratch_memory(name, value)
+    return Scratch(buffer, buffer, buffer.data_ptr(), buffer.data_ptr(), 0, size)
 
 
 def check_workspace(name: str, value: torch.Tensor) -> None:

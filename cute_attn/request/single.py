@@ -62,8 +62,8 @@ def problem(call: Call) -> Problem:
     features = settings.features
     q = operands.readable(q, k, v, placed)
     rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)
-    buffers, axis = (out, lse, call.return_lse), "" if decode else "qo_len"
-    out, lse = operands.outputs(q, buffers, features, rows, axis)
+    buffers, axes = (out, lse, call.return_lse), "num_qo_heads" if decode else "qo_len, num_qo_heads"
+    out, lse = operands.outputs(q, buffers, (features.head_dim_vo, features.o_dtype), rows, axes)
     if call.out is not None or call.lse is not None:
         _keep_apart(given)
     return Problem(

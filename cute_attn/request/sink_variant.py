@@ -44,7 +44,7 @@ class SinkVariant(NamedTuple):
 
     @staticmethod
     def _values(source: SinkVariant | PlanOptions) -> tuple[Any, ...]:
-        q, kv = _dtype(source.q_data_type), _dtype(source.kv_data_type)
+        q, kv = checks.named_dtype(source.q_data_type), checks.named_dtype(source.kv_data_type)
         head_dim_vo = source.head_dim_qk if source.head_dim_vo is None else source.head_dim_vo
         return q, q if kv is None else kv, source.head_dim_qk, head_dim_vo, source.pos_encoding_mode
 
@@ -85,7 +85,7 @@ def made_for(
     for name, value in (("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
         batch_plan.count(name, value)
     for name, value in (("q_data_type", q_data_type), ("kv_data_type", kv_data_type)):
-        if not isinstance(_dtype(value), torch.dtype) and (name, value) != ("kv_data_type", None):
+        if not isinstance(checks.named_dtype(value), torch.dtype) and (name, value) != ("kv_data_type", None):
             raise ArgumentTypeError(f"{name} must be a torch.dtype or its name, got {checks.describe(value)}")
     return SinkVariant(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
 
@@ -109,7 +109,7 @@ def from_jit(jit_args: Any, jit_kwargs: Any, variant_owns_mask: Any) -> SinkVari
             f"jit_kwargs['pos_encoding_mode'] must be one of {POS_ENCODING_MODES} by number, got {code}"
         )
     named = dict(zip(JIT_NAMES, jit_args[1:7], strict=True))
-    if _dtype(named["dtype_o"]) != _dtype(named["dtype_q"]):
+    if checks.named_dtype(named["dtype_o"]) != checks.named_dtype(named["dtype_q"]):
         raise ArgumentError(
             f"dtype_o of jit_args must be its dtype_q: o_data_type of plan() is the output's; got {named['dtype_o']}"
         )
@@ -124,7 +124,3 @@ def _is_sink_variant(jit_args: Any) -> bool:
         return False
     operands = tuple(list(x) if isinstance(x, tuple) else x for x in jit_args[7:12])
     return jit_args[0].startswith(URI) and operands == OPERANDS
-
-
-def _dtype(value: Any) -> Any:
-    return getattr(torch, value, value) if isinstance(value, str) else value

@@ -60,7 +60,7 @@ def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size
 def output_dtype(out: Any, out_dtype: Any) -> torch.dtype | None:
     """Return the dtype of out, from a given out or `out_dtype`, which must agree; None where neither is given."""
     if isinstance(out_dtype, str):
-        named = getattr(torch, out_dtype.removeprefix("torch."), None)
+        named = checks.named_dtype(out_dtype)
         if not isinstance(named, torch.dtype):
             raise ArgumentError(f"out_dtype must name a dtype of torch, got {out_dtype!r}")
         out_dtype = named

@@ -10,6 +10,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
 from cute_attn.request import checks, page_ids, trtllm_options
+from cute_attn.request.page_ids import UsedPages
 from cute_attn.request.settings import MAX_KV_LEN
 
 NOWHERE = np.empty(0, np.int64)
@@ -162,17 +163,7 @@ def chunks(size: int, kv_len: np.ndarray) -> dict[str, Any]:
     }
 
 
-class PageList(NamedTuple):
-    """Where the pages of a batch are in its tables."""
-
-    counts: np.ndarray  # [batch_size]
-    positions: np.ndarray  # in the flat tables, request by request
-
-
-NO_PAGES = PageList(NOWHERE, NOWHERE)
-
-
-def page_list(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> PageList:
+def page_list(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> UsedPages:
     """Check that tables have room for the keys of every request, and return where their pages are."""
     batch_size, width = tables.shape
     counts = -(-kv_len // page_size)
@@ -186,18 +177,7 @@ def page_list(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> PageL
             f"seq_lens must be at most {width * page_size}, the {width} pages of block_tables times {page_size} "
             f"tokens; request {i} has {kv_len[i]}"
         )
-    request = np.repeat(np.arange(batch_size), counts)
-    first = np.cumsum(counts) - counts
-    return PageList(counts, request * width + np.arange(len(request)) - first[request])
-
-
-def check_pages(pages: torch.Tensor, where: PageList, width: int, num_pages: int) -> None:
-    """Raise ArgumentError for a page that the cache does not have. Costs a synchronisation on a GPU."""
-    wrong = (pages < 0) | (pages >= num_pages)
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
-        i, j = divmod(int(where.positions[at]), width)
-        raise page_ids.wrong(f"block_tables[{i}, {j}]", (i, j), pages[at], num_pages)
+    return page_ids.in_table(tables, kv_len, page_size)
 
 
 # ---- tables in which keys and values have pages of their own

@@ -24,10 +24,10 @@ from cute_attn.request.mla import (
     check_apart,
     check_values,
     mla_problem,
-    partials_in,
     split_rows,
     whole_part,
 )
+from cute_attn.request.operands import partials_in
 from cute_attn.runtime import switches
 from cute_attn.wrappers import mla_plan
 from cute_attn.wrappers.mla_plan import CSR, NO_PROFILER, Arrays, Planned

@@ -11,7 +11,8 @@ import torch
 from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, MlaOptions, Names, Part, Parts, partials_in
+from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, MlaOptions, Names, Part, Parts
+from cute_attn.request.operands import partials_in
 from cute_attn.wrappers import mla
 
 NAMES = Names("workspace", "seq_lens", "block_table", "", "query_start_loc")
