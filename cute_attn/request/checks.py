@@ -166,6 +166,25 @@ def plain(name: str, value: Any) -> torch.Tensor:
     return tensor(name, value)
 
 
+def vector(
+    name: str,
+    value: Any,
+    dtypes: Sequence[torch.dtype],
+    size: int | None = None,
+    on: torch.device | None = None,
+    axis: str = "",
+) -> torch.Tensor:
+    """Check for a tensor of one axis, of `size` elements, on a device; None: of any. `axis`: its name, for messages."""
+    value = tensor(name, value)
+    dtype(name, value.dtype, dtypes)
+    if value.dim() != 1 or (size is not None and value.shape[0] != size):
+        meaning = axis or ("n" if size is None else str(size))
+        raise ArgumentError(f"{name} must have shape [{meaning}], got {describe(value)}")
+    if on is not None:
+        device(name, value, on)
+    return value
+
+
 def readable(name: str, value: Any) -> torch.Tensor:
     """Check for a tensor whose values the host can read."""
     value = tensor(name, value)

@@ -223,22 +223,15 @@ def _lengths(
                 f"got {checks.describe(call.query)}"
             )
         return block_tables, seq_lens, None
-    qo_indptr = checks.tensor("q_cu_seq_lens", call.q_cu_seq_lens)
-    checks.dtype("q_cu_seq_lens", qo_indptr.dtype, INDEX_DTYPES)
-    checks.shape("q_cu_seq_lens", qo_indptr, (batch_size + 1,), "[batch_size + 1]")
-    checks.device("q_cu_seq_lens", qo_indptr, device)
-    return block_tables, seq_lens, qo_indptr.contiguous()
+    bounds = call.q_cu_seq_lens, INDEX_DTYPES, batch_size + 1, device, f"batch_size + 1 = {batch_size + 1}"
+    return block_tables, seq_lens, checks.vector("q_cu_seq_lens", *bounds).contiguous()
 
 
 def _seq_lens(value: Any, device: torch.device) -> torch.Tensor:
     value = checks.tensor("seq_lens", value)
     if value.dim() == 2 and value.shape[1] == 1:
         value = value[:, 0]
-    if value.dim() != 1:
-        raise ArgumentError(f"seq_lens must have shape [batch_size], got {checks.describe(value)}")
-    checks.dtype("seq_lens", value.dtype, INDEX_DTYPES)
-    checks.device("seq_lens", value, device)
-    return value.contiguous()
+    return checks.vector("seq_lens", value, INDEX_DTYPES, None, device, "batch_size").contiguous()
 
 
 def _draft_mask(value: Any, num_tokens: int, qo_len: int, device: torch.device) -> torch.Tensor:
@@ -326,16 +319,8 @@ def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> Non
 
 def _check_queries(bounds: torch.Tensor, problem: DecodeProblem, call: DecodeCall) -> None:
     """Check `q_cu_seq_lens`: from 0, not decreasing, within the rows of query, no request longer than announced."""
-    rows, lengths, (first, last) = problem.q.shape[0], bounds.diff(), bounds[[0, -1]].tolist()
-    if first != 0:
-        raise ArgumentError(f"q_cu_seq_lens must start at 0, got {first}")
-    for wrong, rule in (
-        (lengths < 0, "must not decrease"),
-        (lengths > problem.qo_len, f"must give no request more than q_len_per_req = {problem.qo_len} rows"),
-    ):
-        if bool(wrong.any()):
-            i = int(wrong.nonzero()[0])
-            raise ArgumentError(f"q_cu_seq_lens {rule}, got {int(bounds[i + 1])} after {int(bounds[i])} (request {i})")
+    rows, last = problem.q.shape[0], int(bounds[-1])
+    operands.check_bounds("q_cu_seq_lens", bounds.tolist(), problem.qo_len)
     if last > rows or (last < rows and call.out is None):  # rows of no request are those of a given out
         raise ArgumentError(f"q_cu_seq_lens must end at {rows}, the rows of query, got {last}")
 

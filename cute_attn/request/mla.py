@@ -7,7 +7,6 @@ the parts. Lengths and page numbers stay on the device: `check_values` looks at 
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -265,12 +264,7 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
 
 def index_array(name: str, value: Any, size: int | None, device: torch.device) -> torch.Tensor:
     """Check a 1-D int32 tensor on `device`, of `size` elements."""
-    value = checks.tensor(name, value)
-    checks.dtype(name, value.dtype, INDEX_DTYPES)
-    checks.device(name, value, device)
-    if value.dim() != 1 or (size is not None and value.shape[0] != size):
-        raise ArgumentError(f"{name} must have shape [{'n' if size is None else size}], got {checks.describe(value)}")
-    return value.contiguous()
+    return checks.vector(name, value, INDEX_DTYPES, size, device).contiguous()
 
 
 def check_apart(problem: MlaProblem, parts: Parts, options: MlaOptions) -> None:
@@ -300,15 +294,7 @@ def check_values(problem: MlaProblem, names: Names) -> None:
     used = page_ids.in_table(lengths.pages, kv_len, page_size) if in_table else UsedPages.of(kv_len, first, page_size)
     used.check(used.take(lengths.pages), problem.ckv.shape[0], names.pages)
     if lengths.qo_indptr is not None:
-        check_bounds(names.qo_indptr, lengths.qo_indptr.tolist(), lengths.qo_len, problem.q_nope.shape[0])
-
-
-def check_bounds(name: str, bounds: list[int], most: int, rows: int) -> None:
-    """Check the bounds of each request's rows of q: from 0 on, not decreasing, within q."""
-    if bounds[0] != 0 or bounds[-1] > rows:
-        raise ArgumentError(f"{name} must go from 0 to at most {rows}, got {bounds[0]} and {bounds[-1]}")
-    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        if not 0 <= end - begin <= most:
-            raise ArgumentError(
-                f"{name} must not decrease, nor give a request more than {most} rows; request {i} has {end - begin}"
-            )
+        bounds, rows = lengths.qo_indptr.tolist(), problem.q_nope.shape[0]
+        operands.check_bounds(names.qo_indptr, bounds, lengths.qo_len)
+        if bounds[-1] > rows:
+            raise ArgumentError(f"{names.qo_indptr} must end at most at {rows}, the rows of queries, got {bounds[-1]}")

@@ -7,6 +7,7 @@ cannot read.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -253,6 +254,18 @@ def _check_sinks(sinks: torch.Tensor) -> None:
     for head, sink in enumerate(sinks.tolist()):
         if not sink < math.inf:
             raise ArgumentError(f"sinks must be finite or -inf (no sink), got {sink} for head {head}")
+
+
+def check_bounds(name: str, bounds: Sequence[int], most: int) -> None:
+    """Check the bounds of each request's rows of q: from 0 on, not decreasing, no request longer than announced."""
+    if bounds[0] != 0:
+        raise ArgumentError(f"{name} must start at 0, got {bounds[0]}")
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        if not 0 <= end - begin <= most:
+            raise ArgumentError(
+                f"{name} must not decrease, nor give a request more than {most} rows: "
+                f"got {end} after {begin} (request {i})"
+            )
 
 
 # ---- outputs and workspaces

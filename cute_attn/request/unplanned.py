@@ -79,10 +79,7 @@ def host_arrays(arrays: Mapping[str, Any], device: torch.device) -> list[np.ndar
 
 
 def _array(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    value = checks.tensor(name, value)
-    checks.dtype(name, value.dtype, LENGTH_DTYPES)
-    if value.dim() != 1:
-        raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
+    value = checks.vector(name, value, LENGTH_DTYPES)
     if value.device.type != "cpu":
         checks.device(name, value, device)
     return value.view(torch.int32) if value.dtype == torch.uint32 else value

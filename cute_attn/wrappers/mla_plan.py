@@ -13,7 +13,8 @@ from cute_attn.errors import ArgumentError
 from cute_attn.problem import short
 from cute_attn.request import checks, trtllm_options
 from cute_attn.request.caches import check_tables
-from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, check_bounds
+from cute_attn.request.mla import INDEX_DTYPES, LATENT, NARROW, ROPE, MlaLengths
+from cute_attn.request.operands import check_bounds
 from cute_attn.request.settings import HALF
 
 LAYOUTS = ("packed", "split")
@@ -167,20 +168,12 @@ def _form(names: tuple[str, ...], values: dict[str, Any]) -> Arrays:
     if most is not None:
         checks.at_least("max_q_len", most, 0)
     if names is CSR:
-        bounds, starts, pages, lens = (_index_array(name, values[name]) for name in names)
+        bounds, starts, pages, lens = (checks.vector(name, values[name], INDEX_DTYPES) for name in names)
         return Arrays(bounds, lens, pages, starts, most)
     table = checks.tensor("block_tables", values["block_tables"])
     pages = check_tables(table, table.device)
-    bounds, lens = (_index_array(name, values[name]) for name in DENSE[::2])
+    bounds, lens = (checks.vector(name, values[name], INDEX_DTYPES) for name in DENSE[::2])
     return Arrays(bounds, lens, pages, None, most)
-
-
-def _index_array(name: str, value: Any) -> torch.Tensor:
-    value = checks.tensor(name, value)
-    checks.dtype(name, value.dtype, (torch.int32,))
-    if value.dim() != 1:
-        raise ArgumentError(f"{name} must have one axis, got {checks.describe(value)}")
-    return value
 
 
 def _check_sizes(arrays: Arrays, page_size: int) -> None:
@@ -226,7 +219,7 @@ def most_queries(arrays: Arrays) -> tuple[int, int | None]:
         return most, None
     ends = bounds.tolist()
     longest = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
-    check_bounds(name, ends, longest if most is None else most, ends[-1])
+    check_bounds(name, ends, longest if most is None else most)
     return longest if most is None else most, ends[-1]
 
 

@@ -385,7 +385,7 @@ def test_plans_check_all_before_they_write() -> None:
     for changes, message in (
         ({"kv_indices": torch.zeros(99, dtype=torch.int32)}, "kv_indices must fit its buffer"),
         ({"qo_indptr": torch.tensor([0, 2, 1], dtype=torch.int32)}, "qo_indptr must not decrease"),
-        ({"qo_indptr": torch.tensor([1, 2, 3], dtype=torch.int32)}, "qo_indptr must go from 0"),
+        ({"qo_indptr": torch.tensor([1, 2, 3], dtype=torch.int32)}, "qo_indptr must start at 0"),
         ({"kv_len_arr": torch.tensor([9, 7], dtype=torch.int32)}, "kv_len_arr must be within 0.*request 1 has 7"),
         ({"kv_len_arr": case.seq_lens[:1]}, "qo_indptr must have 2 elements"),
         ({"page_size": 0}, "page_size must be >= 1"),
