@@ -105,10 +105,7 @@ def scale_of(name: str, value: Any, device: torch.device) -> float | torch.Tenso
     if not isinstance(value, torch.Tensor):
         number = ctypes.c_float(checks.positive(name, value)).value
         return checks.positive(name, number)  # not rounded to 0
-    if checks.stored(name, value).numel() != 1:
-        raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
-    checks.check_grad(name, value)
-    checks.dtype(name, value.dtype, (torch.float32,))
+    _check_one_number(name, value)
     checks.device(name, value, device, "device")
     if device.type == "cpu":
         checks.positive(name, value.item())
@@ -121,10 +118,7 @@ def decode_scale(name: str, value: Any, device: torch.device, read: bool) -> flo
     CPU tensors are numbers. Values of other tensors are read, which waits for the device, only if `read` says so.
     """
     if isinstance(value, torch.Tensor):
-        checks.check_grad(name, value)
-        if value.numel() != 1:
-            raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
-        checks.dtype(name, value.dtype, (torch.float32,))
+        _check_one_number(name, value)
         on_host = value.device.type == "cpu"
         if not on_host:
             checks.device(name, value, device, "device")
@@ -134,6 +128,13 @@ def decode_scale(name: str, value: Any, device: torch.device, read: bool) -> flo
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(f"{name} must be a number, got {checks.describe(value)}")
     return _check_decode_scale(name, float(value))
+
+
+def _check_one_number(name: str, value: torch.Tensor) -> None:
+    if checks.stored(name, value).numel() != 1:
+        raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
+    checks.check_grad(name, value)
+    checks.dtype(name, value.dtype, (torch.float32,))
 
 
 def _check_decode_scale(name: str, value: float) -> float:

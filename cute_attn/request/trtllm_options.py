@@ -60,10 +60,9 @@ def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size
 def output_dtype(out: Any, out_dtype: Any) -> torch.dtype | None:
     """Return the dtype of out, from a given out or `out_dtype`, which must agree; None where neither is given."""
     if isinstance(out_dtype, str):
-        named = checks.named_dtype(out_dtype)
-        if not isinstance(named, torch.dtype):
-            raise ArgumentError(f"out_dtype must name a dtype of torch, got {out_dtype!r}")
-        out_dtype = named
+        out_dtype, name = checks.named_dtype(out_dtype), out_dtype
+        if not isinstance(out_dtype, torch.dtype):
+            raise ArgumentError(f"out_dtype must name a dtype of torch, got {name!r}")
     if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
         raise ArgumentTypeError(f"out_dtype must be a torch.dtype, got {checks.describe(out_dtype)}")
     if out is None:

@@ -231,12 +231,9 @@ def _checked(tables: Any) -> torch.Tensor:
 
 def _lengths(seq_lens: Any, tables: torch.Tensor) -> torch.Tensor:
     """Return the lengths of all rows of tables, in a dtype that compares."""
-    flat = checks.tensor("seq_lens", seq_lens).reshape(-1)
-    checks.dtype("seq_lens", flat.dtype, (torch.int32, torch.uint32, torch.int64))
+    flat = _array("seq_lens", checks.tensor("seq_lens", seq_lens).reshape(-1), tables.device)
     if len(flat) != len(tables):
         raise ArgumentError(
             f"seq_lens must have one length for each of the {len(tables)} rows of block_tables, got {len(flat)}"
         )
-    if not flat.is_cpu:
-        checks.device("seq_lens", flat, tables.device)
-    return flat.view(torch.int32) if flat.dtype == torch.uint32 else flat
+    return flat

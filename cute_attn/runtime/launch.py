@@ -77,10 +77,6 @@ class Launch:
         """
         return Bound(self, static, moving, groups)
 
-    def config(self) -> Any:
-        """Returns a new launch configuration; its grid and stream are not set."""
-        return _config(self.driver, self.artifact, self.pdl)
-
 
 Settled = tuple[Any, ...]  # a grid, and a tuple of values for each group of `Launch.bind`
 
@@ -94,7 +90,7 @@ class Bound:
         self.artifact = launch.artifact
         self._block, self._fields = ParamBlock(launch.layout), (moving, *groups)
         self._block.fill(static, self._fields)
-        self._config = config = launch.config()
+        self._config = config = _config(launch.driver, launch.artifact, launch.pdl)
         self._constant = (
             *(launch.driver, launch.context, config, launch.function, self._block.address, threading.Lock()),
         )
@@ -263,6 +259,7 @@ def _load_function(library: Any, artifact: Artifact, device_index: int) -> Any:
 
 
 def _config(driver: Any, artifact: Artifact, pdl: bool) -> Any:
+    """Returns a new launch configuration; its grid and stream are not set."""
     ids = driver.CUlaunchAttributeID
     attributes = []
     if artifact.cluster != (1, 1, 1):
