@@ -1,9 +1,10 @@
-"""Views of paged KV caches in the layout that kernels read."""
+"""Views of paged KV caches in the layout that kernels read, and where the page numbers of a batch are."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
@@ -77,3 +78,62 @@ def check_tables(value: Any, device: torch.device) -> torch.Tensor:
 def is_large(x: torch.Tensor) -> bool:
     """Tell whether the pages of k or v span 64 GiB or more."""
     return x.shape[0] * x.stride(0) * x.itemsize >= LARGE_CACHE
+
+
+# ---- page numbers
+
+
+class UsedPages(NamedTuple):
+    """Where the page numbers of all keys of a batch are in an array of them, request by request."""
+
+    counts: np.ndarray  # [batch_size]
+    positions: np.ndarray  # int64, in the array
+
+    @classmethod
+    def of(cls, kv_len: np.ndarray, start: np.ndarray, page_size: int) -> UsedPages:
+        """Return the pages of requests with so many keys. `start`: position of each request's first page."""
+        counts = -(-kv_len // page_size)
+        return cls(counts, _places(counts) + np.repeat(start, counts))
+
+    def take(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return these page numbers of an array of any shape."""
+        return indices.reshape(-1)[torch.from_numpy(self.positions).to(indices.device)]
+
+    def before(self, keys: np.ndarray, page_size: int, device: torch.device) -> torch.Tensor:
+        """Tell of every page whether the first `keys` of its request have all that it holds."""
+        hidden = np.repeat(np.maximum(keys, 0) // page_size, self.counts)
+        return torch.from_numpy(_places(self.counts) < hidden).to(device)
+
+    def check(self, ids: torch.Tensor, num_pages: int, name: str, unseen: torch.Tensor | None = None) -> None:
+        """Raise ArgumentError for a page that the cache does not have, unless it is `unseen`. Costs a synchronisation
+        on a GPU. `ids`: result of `take`. `name`: of one, with {entry}, its position, or {request} and {place}.
+        """
+        bad = (ids < 0) | (ids >= num_pages)
+        if unseen is not None:
+            bad &= ~unseen
+        if bool(bad.any()):
+            i = int(bad.nonzero()[0])
+            request, place = int(np.repeat(np.arange(len(self.counts)), self.counts)[i]), int(_places(self.counts)[i])
+            named = name.format(entry=self.positions[i], request=request, place=place)
+            raise _wrong(named, (request, place), ids[i], num_pages)
+
+
+NO_PAGES = UsedPages(*np.empty((2, 0), np.int64))
+TABLE_ENTRY = "block_tables[{request}, {place}]"  # name of a page number for `UsedPages.check`
+
+
+def in_table(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> UsedPages:
+    """Return the pages of requests with so many keys, a row of `tables` each."""
+    return UsedPages.of(kv_len, np.arange(len(kv_len)) * tables.shape[1], page_size)
+
+
+def _places(counts: np.ndarray) -> np.ndarray:
+    """Return the place of every page among those of its request."""
+    first = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) - np.repeat(first, counts)
+
+
+def _wrong(name: str, where: tuple[int, int], page: torch.Tensor, num_pages: int) -> ArgumentError:
+    """Return the error for a page that the cache does not have. `where`: its request and its place among the pages."""
+    pages = f"pages 0..{num_pages - 1}" if num_pages else "no pages"
+    return ArgumentError(f"{name}, page {where[1]} of request {where[0]}, is {int(page)}; the cache has {pages}")

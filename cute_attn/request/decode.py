@@ -13,7 +13,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_mask_bytes
-from cute_attn.request import checks, operands, page_ids
+from cute_attn.request import caches, checks, operands
 from cute_attn.request.caches import cache_views, check_tables, is_large
 from cute_attn.request.operands import ALIGNMENT, BLOCK_SCALES, Placement, Scales
 from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Stored, call_settings
@@ -345,10 +345,10 @@ def _check_lengths(lengths: torch.Tensor, problem: DecodeProblem, call: DecodeCa
 def _check_pages(lengths: torch.Tensor, problem: DecodeProblem) -> None:
     """Check every page number that the launch reads: those before the window are not read."""
     page_size, tables, kv_len, unseen = problem.settings.page_size, problem.block_tables, lengths.numpy(), None
-    used = page_ids.in_table(tables, kv_len, page_size)
+    used = caches.in_table(tables, kv_len, page_size)
     if (window_left := problem.settings.window_left) >= 0:
         unseen = used.before(kv_len - problem.qo_len - window_left, page_size, tables.device)
-    used.check(used.take(tables), problem.k.shape[0], page_ids.TABLE_ENTRY, unseen)
+    used.check(used.take(tables), problem.k.shape[0], caches.TABLE_ENTRY, unseen)
 
 
 def _on_host(lengths: torch.Tensor) -> torch.Tensor:

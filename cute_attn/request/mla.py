@@ -14,8 +14,8 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import Scratch
-from cute_attn.request import checks, operands, page_ids
-from cute_attn.request.page_ids import UsedPages
+from cute_attn.request import caches, checks, operands
+from cute_attn.request.caches import UsedPages
 from cute_attn.request.settings import HALF, LSE_BASES, MAX_INDEX, MAX_KV_LEN
 
 LATENT, ROPE = 512, 64
@@ -291,7 +291,7 @@ def check_values(problem: MlaProblem, names: Names) -> None:
             f"request {i} has {kv_len[i]}"
         )
     in_table = lengths.page_starts is None
-    used = page_ids.in_table(lengths.pages, kv_len, page_size) if in_table else UsedPages.of(kv_len, first, page_size)
+    used = caches.in_table(lengths.pages, kv_len, page_size) if in_table else UsedPages.of(kv_len, first, page_size)
     used.check(used.take(lengths.pages), problem.ckv.shape[0], names.pages)
     if lengths.qo_indptr is not None:
         bounds, rows = lengths.qo_indptr.tolist(), problem.q_nope.shape[0]

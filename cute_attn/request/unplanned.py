@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
-from cute_attn.request import checks, page_ids, trtllm_options
-from cute_attn.request.page_ids import UsedPages
+from cute_attn.request import caches, checks, trtllm_options
+from cute_attn.request.caches import UsedPages
 from cute_attn.request.settings import MAX_KV_LEN
 
 NOWHERE = np.empty(0, np.int64)
@@ -174,7 +174,7 @@ def page_list(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> UsedP
             f"seq_lens must be at most {width * page_size}, the {width} pages of block_tables times {page_size} "
             f"tokens; request {i} has {kv_len[i]}"
         )
-    return page_ids.in_table(tables, kv_len, page_size)
+    return caches.in_table(tables, kv_len, page_size)
 
 
 # ---- tables in which keys and values have pages of their own

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from cute_attn.request import checks, page_ids, unplanned
+from cute_attn.request import caches, checks, unplanned
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
 from cute_attn.request.unplanned import Keys, Lengths
 from cute_attn.runtime import capture, switches
@@ -64,7 +64,7 @@ class Session:
         self.structure = structure
         self.lengths: Lengths | None = None
         self.shape: torch.Size | None = None  # of the tables
-        self.pages = page_ids.NO_PAGES
+        self.pages = caches.NO_PAGES
         self.positions: torch.Tensor
         self.indices: torch.Tensor  # page numbers, filled again before every run: they may change without a new plan
 
@@ -92,7 +92,7 @@ class Session:
                 self.indices = tables.new_empty(len(self.pages.positions))
         torch.index_select(tables.view(-1), 0, self.positions, out=self.indices)
         if tables.device.type == "cpu" or (switches.validates() and not torch.cuda.is_current_stream_capturing()):
-            self.pages.check(self.indices, keys.k.shape[0], page_ids.TABLE_ENTRY)
+            self.pages.check(self.indices, keys.k.shape[0], caches.TABLE_ENTRY)
 
     def _plan(self, lengths: Lengths) -> None:
         page_size, counts = self.structure.page_size, self.pages.counts
