@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from cute_attn.emulator import Schedule, using
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.prepared import prepared
+from cute_attn.problem import Features
 from cute_attn.schedule import batch as batch_schedule
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
+from tests.support.cover import needed
 from tests.support.matrix import BF16, CAUSAL, SMALL, prefill
 from tests.support.persistent_emulated import (
     BATCHES,
@@ -37,22 +40,23 @@ from tests.support.schedules import SCHEDULES, in_turn, structure, way_of_keys
 pytestmark = pytest.mark.emulator
 
 KERNELS = (("fa2", "sm_90a"), *((target.kernels, target.arch) for target in TARGETS))
-SINGLE = [
-    (target, problem, schedule)
-    for target in TARGETS
-    for problem, schedule in in_turn(
-        [problem for problem in SMALL if target.takes(case.features(problem, CUDA))], target.schedules, structure
-    )
-]
-BATCH = [
-    (target, batch, schedule)
-    for target in TARGETS
-    for batch, schedule in in_turn(
-        [batch for batch in batch_case.SMALL if target.takes(batch_case.features(batch, CUDA))],
-        target.schedules,
-        structure,
-    )
-]
+
+
+def dealt(problems: Sequence[Any], features: Callable[[Any], Features]) -> list[tuple[Target, Any, Schedule]]:
+    """What each target needs of the problems that it takes."""
+    return [
+        (target, problem, schedule)
+        for target in TARGETS
+        for problem, schedule in in_turn(
+            needed([problem for problem in problems if target.takes(features(problem))], features),
+            target.schedules,
+            structure,
+        )
+    ]
+
+
+SINGLE = dealt(SMALL, functools.partial(case.features, device=CUDA))
+BATCH = dealt(batch_case.SMALL, functools.partial(batch_case.features, device=CUDA))
 
 
 def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
