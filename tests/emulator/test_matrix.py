@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
+from tests.support.case import features
+from tests.support.cover import needed
 from tests.support.executors import PARAMS, Executor
 from tests.support.matrix import SMALL, Case
+from tests.support.persistent_emulated import CUDA
 from tests.support.right import assert_solved
 
 
@@ -17,10 +22,11 @@ def differs_on_ampere(case: Case) -> bool:
     return case.kv_dtype is not None or case.head_dim_qk > 256 or rows > 64
 
 
+EMULATED = needed(SMALL, functools.partial(features, device=CUDA))
 CASES = [
     pytest.param(case, *param.values, id=f"{param.id}-{case.id}", marks=param.marks)
     for param in PARAMS
-    for case in SMALL
+    for case in (EMULATED if param.values[0].arch else SMALL)
     if param.values[0].arch != "sm_80" or differs_on_ampere(case)
 ]
 

@@ -222,8 +222,7 @@ def test_sections_of_single_requests(target: Target, monkeypatch: pytest.MonkeyP
     )  # its schedule is not cached yet
 
 
-@pytest.mark.parametrize("mask", ["causal", "none"])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
+@pytest.mark.parametrize(("mask", "schedule"), in_turn(("causal", "none"), SCHEDULES), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_cut_keys(target: Target, schedule: Schedule, mask: str) -> None:
     """Short requests, whose heads share a tile, over keys that several CTAs divide."""

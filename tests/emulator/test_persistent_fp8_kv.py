@@ -44,7 +44,7 @@ def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
     solve_on(target, batch, schedule)
 
 
-@pytest.mark.parametrize(("problem", "schedule"), in_turn(fp8_kv_cases.singles(LONG)), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(needed(fp8_kv_cases.singles(LONG))), ids=name)
 def test_long(target: Target, problem: Case, schedule: Schedule) -> None:
     emulation = solve_on(target, problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
