@@ -73,10 +73,10 @@ def test_boxes(batch: BatchCase, schedule: Schedule) -> None:
     assert solve_on(FA4, batch, schedule, 2).records[0].spec["kv"] == "paged"
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize(("batch", "staged"), OUTPUTS, ids=name)
-def test_ways_of_outputs(batch: BatchCase, staged: bool, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("case", "schedule"), in_turn(OUTPUTS, structure=lambda case: case[1]), ids=name)
+def test_ways_of_outputs(case: tuple[BatchCase, bool], schedule: Schedule) -> None:
     """Outputs of two work items per CTA; rows beside those of the requests are not written (`slack`)."""
+    batch, staged = case
     emulation = solve_on(FA4, batch, schedule, 1)
     counts = emulation.records[0].stats.instructions
     stores = sum(count for form, count in counts.items() if form.startswith("cp.async.bulk.tensor.4d.global"))

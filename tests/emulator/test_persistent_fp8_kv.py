@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,17 +33,23 @@ pytestmark = pytest.mark.emulator
 LONG_BATCHES = fp8_kv_cases.batches([*BATCHES, *GATHERED])
 
 
+def dealt(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
+    """The problems that are needed, for each target some. What they differ in 16-bit keys have on all targets."""
+    targets = itertools.cycle(fp8_kv_cases.TARGETS)
+    return [(next(targets), problem, schedule) for problem, schedule in in_turn(needed(problems))]
+
+
 @pytest.fixture(params=fp8_kv_cases.TARGETS, ids=name)
 def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
-@pytest.mark.parametrize(("problem", "schedule"), in_turn(needed(fp8_kv_cases.singles(SMALL))), ids=name)
+@pytest.mark.parametrize(("target", "problem", "schedule"), dealt(fp8_kv_cases.singles(SMALL)), ids=name)
 def test_single(target: Target, problem: Case, schedule: Schedule) -> None:
     solve_on(target, problem, schedule)
 
 
-@pytest.mark.parametrize(("batch", "schedule"), in_turn(needed(fp8_kv_cases.batches(batch_case.SMALL))), ids=name)
+@pytest.mark.parametrize(("target", "batch", "schedule"), dealt(fp8_kv_cases.batches(batch_case.SMALL)), ids=name)
 def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
     solve_on(target, batch, schedule)
 

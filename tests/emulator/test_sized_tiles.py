@@ -62,7 +62,7 @@ def assert_tile(launch: Launch, mask: str, emulation: Emulation) -> None:
     assert spec["tile"] == dataclasses.asdict(tile)
 
 
-@pytest.mark.parametrize(("case", "schedule"), in_turn(SINGLE, structure=all_alike), ids=str)
+@pytest.mark.parametrize(("case", "schedule"), in_turn(SINGLE, structure=all_alike), ids=name)
 def test_single(case: tuple[Launch, Case], schedule: Schedule) -> None:
     launch, problem = case
     with mock.patch.object(variant, "launch_of", return_value=launch):

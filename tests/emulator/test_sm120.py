@@ -12,7 +12,7 @@ from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, ROPE, decode, prefill
 from tests.support.persistent_emulated import name
 from tests.support.right import emulate
-from tests.support.schedules import ALL_SCHEDULES, in_turn, structure
+from tests.support.schedules import all_alike, in_turn, structure
 from tests.support.xqa_case import XqaCase, build
 
 pytestmark = pytest.mark.emulator
@@ -46,8 +46,7 @@ def test_batch(problem: BatchCase, schedule: Schedule) -> None:
     emulate(problem, ARCH, "fa2", schedule, sms=4)
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("problem", DECODE, ids=lambda x: x.kv)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(DECODE, structure=all_alike), ids=name)
 def test_decode(problem: XqaCase, schedule: Schedule) -> None:
     built = build(problem)
     workspace = torch.zeros(10 << 20, dtype=torch.uint8)

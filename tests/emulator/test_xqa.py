@@ -20,7 +20,7 @@ from cute_attn.kernels.xqa.host.unplanned import DecodeRun
 from cute_attn.problem import DecodeProblem
 from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.xqa import xqa
-from tests.support.schedules import KINDS
+from tests.support.schedules import KINDS, all_alike, in_turn
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import Producer
 from tests.support.xqa_rules import move_steps
@@ -110,8 +110,7 @@ HEAD_DIMS = {
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("schedule", KINDS)
-@pytest.mark.parametrize("name", HEAD_DIMS)
+@pytest.mark.parametrize(("name", "schedule"), in_turn(HEAD_DIMS, KINDS, all_alike))
 def test_head_dims(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of a row that two warps share, and columns that pad it; beyond a row's end is another head's, or NaN."""
     assert solve(HEAD_DIMS[name], "sm_90a", 3, schedule, monkeypatch) == ""
