@@ -59,22 +59,15 @@ def products(emulation: Emulation) -> int:
     return sum(count for form, count in counts if form.startswith(("wgmma.mma_async", "tcgen05.mma", "mma.sync")))
 
 
-@pytest.mark.parametrize(("case", "schedule"), in_turn(GAPS[:3], structure=way_of_keys), ids=name)
-@pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_persistent(target: Target, case: BatchCase, schedule: Schedule) -> None:
-    solve(case, target.arch, target.kernels, schedule)
-
-
-OTHERS = [
+PERSISTENT = [
     (target, case, schedule)
     for target in TARGETS
-    for case, schedule in in_turn(GAPS[3:], SCHEDULES)
-    if target.takes(features(case, CUDA))
+    for case, schedule in in_turn([case for case in GAPS if target.takes(features(case, CUDA))], structure=way_of_keys)
 ]
 
 
-@pytest.mark.parametrize(("target", "case", "schedule"), OTHERS, ids=name)
-def test_other_persistent_kernels(target: Target, case: BatchCase, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("target", "case", "schedule"), PERSISTENT, ids=name)
+def test_persistent(target: Target, case: BatchCase, schedule: Schedule) -> None:
     solve(case, target.arch, target.kernels, schedule)
 
 
