@@ -21,7 +21,7 @@ from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.cover import needed
-from tests.support.matrix import BF16, CAUSAL, SMALL, prefill
+from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 from tests.support.persistent_emulated import (
     BATCHES,
     CUDA,
@@ -222,11 +222,18 @@ def test_sections_of_single_requests(target: Target, monkeypatch: pytest.MonkeyP
     )  # its schedule is not cached yet
 
 
-@pytest.mark.parametrize(("mask", "schedule"), in_turn(("causal", "none"), SCHEDULES), ids=name)
+CUT = (
+    prefill(3, 1500, (8, 2), 128, **BF16, **CAUSAL),
+    prefill(3, 1500, (8, 2), 128, **BF16),
+    prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL),
+)
+
+
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(CUT, SCHEDULES), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_cut_keys(target: Target, schedule: Schedule, mask: str) -> None:
+def test_cut_keys(target: Target, problem: Case, schedule: Schedule) -> None:
     """Short requests, whose heads share a tile, over keys that several CTAs divide."""
-    assert_cut(target, solve_on(target, prefill(3, 1500, (8, 2), 128, **BF16, mask=mask), schedule, sms=16))
+    assert_cut(target, solve_on(target, problem, schedule, sms=16))
 
 
 @pytest.mark.parametrize(("page_size", "schedule"), list(zip((5, 16), SCHEDULES, strict=True)), ids=name)
@@ -248,10 +255,16 @@ def test_the_kernels_of_auto(target: Target) -> None:
         assert [record.spec["kernel"] for record in emulation.records] == [ran]
 
 
-@pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (5, "gathered"), (64, "paged")])
+@pytest.mark.parametrize(
+    ("page_size", "kv_dtype", "kv"),
+    [
+        *((n, None, "paged" if n == 64 else "gathered") for n in (1, 5, 64)),
+        *((n, "float8_e4m3fn", "paged" if n >= 8 else "gathered") for n in (1, 4, 8, 64)),
+    ],
+)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_auto_takes_pages_of_any_size(target: Target, page_size: int, kv: str) -> None:
-    assert_auto_runs(target, paged((70,), (90,), page_size, **dims(128)), kv)
+def test_auto_takes_pages_of_any_size(target: Target, page_size: int, kv_dtype: str | None, kv: str) -> None:
+    assert_auto_runs(target, paged((70,), (90,), page_size, kv_dtype=kv_dtype, **dims(128)), kv)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=name)

@@ -15,18 +15,16 @@ from tests.support import batch_case, fp8_kv_cases
 from tests.support.batch_case import BatchCase
 from tests.support.case import LOG2E, Case
 from tests.support.cover import needed
-from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
+from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL
 from tests.support.persistent_emulated import (
     BATCHES,
     GATHERED,
     LONG,
     Target,
-    assert_auto_runs,
-    assert_cut,
     name,
     solve_on,
 )
-from tests.support.schedules import SCHEDULES, in_turn, way_of_keys
+from tests.support.schedules import in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
 
@@ -65,17 +63,6 @@ def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> N
     """Ragged keys, boxes of pages, and small pages gathered by one warp."""
     emulation = solve_on(target, batch, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {batch.kv_dtype}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
-def test_cut_keys(target: Target, schedule: Schedule) -> None:
-    assert_cut(target, solve_on(target, prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL), schedule, sms=16))
-
-
-@pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (4, "gathered"), (8, "paged"), (64, "paged")])
-def test_pages_of_any_size(target: Target, page_size: int, kv: str) -> None:
-    """Pages of any size, on the backend that "auto" takes."""
-    assert_auto_runs(target, batch_case.paged((70,), (90,), page_size, **E4M3, **batch_case.dims(128)), kv)
 
 
 def codes(stored: torch.dtype) -> torch.Tensor:

@@ -62,8 +62,8 @@ def assert_tile(launch: Launch, mask: str, emulation: Emulation) -> None:
     assert spec["tile"] == dataclasses.asdict(tile)
 
 
-@pytest.mark.parametrize(("case", "schedule"), in_turn(SINGLE, structure=all_alike), ids=name)
-def test_single(case: tuple[Launch, Case], schedule: Schedule) -> None:
+@pytest.mark.parametrize(("case", "schedule"), in_turn((*SINGLE, *BATCHES), structure=all_alike), ids=name)
+def test_tiles(case: tuple[Launch, Case | BatchCase], schedule: Schedule) -> None:
     launch, problem = case
     with mock.patch.object(variant, "launch_of", return_value=launch):
         emulation = solve_on(FA3, problem, schedule, sms=2)
@@ -80,10 +80,3 @@ def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
         emulation = solve_on(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
     assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
     assert_tile(LONGEST, batch.mask, emulation)
-
-
-@pytest.mark.parametrize(("launch", "batch"), BATCHES, ids=str)
-def test_batch(launch: Launch, batch: BatchCase) -> None:
-    with mock.patch.object(variant, "launch_of", return_value=launch):
-        emulation = solve_on(FA3, batch, Schedule("adversarial", 1), sms=2)
-    assert_tile(launch, batch.mask, emulation)

@@ -12,7 +12,7 @@ Trait = tuple[Hashable, ...]
 
 NUMBERS = ("window_left", "logits_soft_cap", "soft_cap", "sm_scale", "q_scale", "k_scale", "v_scale", "spike", "mean")
 FREE = ("seed", "rope_scale", "rope_theta", "spike_key", "longest_item")  # their values choose no path
-HEADS = ("num_qo_heads", "num_kv_heads")
+HEADS, LENGTHS = ("num_qo_heads", "num_kv_heads"), ("qo_len", "kv_len")
 TILE = 64  # tokens of the smallest one
 
 
@@ -36,28 +36,17 @@ def _traits(problem: Any) -> set[Trait]:
     tiles they take, and whether it has more queries than keys.
     """
     fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
-    found: set[Trait] = {("group", _group(fields)), *(("tiles", *_tiles(*lengths)) for lengths in _requests(fields))}
+    qo_heads, kv_heads = fields["heads"] if "heads" in fields else (fields[name] for name in HEADS)
+    lengths = [[fields[name]] if name in fields else fields[f"{name}s"] for name in LENGTHS]
+    found: set[Trait] = {("group", qo_heads // kv_heads)}
+    for qo_len, kv_len in zip(*lengths, strict=True):
+        found.add(("tiles", min(-(-qo_len // TILE), 2), min(-(-kv_len // TILE), 2), qo_len > kv_len))
     for name, value in fields.items():
         if name in NUMBERS:
             found.add((name, value and (value > 0) - (value < 0)))
-        elif name not in (*FREE, *HEADS, "heads", "qo_len", "kv_len", "qo_lens", "kv_lens"):
+        elif name not in (*FREE, *HEADS, "heads", *LENGTHS, "qo_lens", "kv_lens"):
             found.add((name, value))
     return found
-
-
-def _group(fields: dict[str, Any]) -> int:
-    qo_heads, kv_heads = fields["heads"] if "heads" in fields else (fields[name] for name in HEADS)
-    return int(qo_heads // kv_heads)
-
-
-def _requests(fields: dict[str, Any]) -> list[tuple[int, int]]:
-    if "qo_len" in fields:
-        return [(fields["qo_len"], fields["kv_len"])]
-    return list(zip(fields["qo_lens"], fields["kv_lens"], strict=True))
-
-
-def _tiles(qo_len: int, kv_len: int) -> Trait:
-    return min(-(-qo_len // TILE), 2), min(-(-kv_len // TILE), 2), qo_len > kv_len
 
 
 def _pairs(features: Any) -> set[Trait]:
