@@ -15,10 +15,8 @@ from tests.support.schedules import all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
-PROBLEMS = [*reversed(narrow_outputs.BATCHES), *narrow_outputs.SINGLES]  # first one whose keys are split
 
-
-@pytest.mark.parametrize(("problem", "schedule"), in_turn(PROBLEMS, structure=all_alike), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(narrow_outputs.PROBLEMS, structure=all_alike), ids=name)
 def test_rounded_once(problem: Case | BatchCase, schedule: Schedule) -> None:
     with using("sm_90a", kernels="fa3", schedule=schedule, sms=8):
         narrow_outputs.assert_rounded(problem, "cpu", "emulator")

@@ -20,9 +20,8 @@ TARGETS = tuple(target for target in persistent_emulated.TARGETS if target.takes
 
 
 def of_8_bits(problems: Iterable[Any], features: Callable[..., Features]) -> list[Any]:
-    made = [
-        dataclasses.replace(x, kv_dtype=dtype) for x, dtype in zip(problems, itertools.cycle(KV_DTYPES), strict=False)
-    ]
+    dtypes = itertools.cycle(KV_DTYPES)
+    made = [dataclasses.replace(x, kv_dtype=dtype) for x, dtype in zip(problems, dtypes, strict=False)]
     return [x for x in made if all(target.takes(features(x, CUDA)) for target in TARGETS)]
 
 
