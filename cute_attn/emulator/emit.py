@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,8 +31,14 @@ def homes(registers: dict[str, Reg], body: Sequence[Any]) -> list[str]:
     for inst in body:
         if not isinstance(inst, Inst):
             continue
-        for operands, kind, weight in _uses(inst.op):
-            _vote(votes, inst.operands[operands], kind, weight)
+        parts = inst.op.split(".")
+        if parts[0] in ("mma", "wgmma"):
+            _vote(votes, inst.operands[:1], "f4", 2)
+            continue
+        if parts[0] == "cvt" and len(parts) > 2:
+            _vote(votes, inst.operands[:1], OF_PTX.get(parts[-2], ""), 1)
+        kind = OF_PTX.get(parts[-1], "")
+        _vote(votes, inst.operands[1:] if parts[0] in ("cvt", "setp", "set") else inst.operands, kind, 1)
     found = []
     for register in registers.values():
         fixed = _HOMES.get(register.type)
@@ -45,25 +50,11 @@ def homes(registers: dict[str, Reg], body: Sequence[Any]) -> list[str]:
     return found
 
 
-@functools.lru_cache(4096)  # opcodes
-def _uses(opcode: str) -> list[tuple[slice, str, int]]:
-    """In which type an opcode uses which of its operands, and how much that counts."""
-    parts = opcode.split(".")
-    if parts[0] in ("mma", "wgmma"):
-        return [(slice(1), "f4", 2)]
-    kind = OF_PTX.get(parts[-1], "")
-    if parts[0] == "cvt" and len(parts) > 2:
-        found = [(slice(1), OF_PTX.get(parts[-2], ""), 1), (slice(1, None), kind, 1)]
-    else:
-        found = [(slice(1 if parts[0] in ("cvt", "setp", "set") else 0, None), kind, 1)]
-    return [use for use in found if use[1] not in ("", "p")]
-
-
 def _vote(votes: dict[int, dict[str, int]], operands: Sequence[Operand], kind: str, weight: int) -> None:
     for operand in operands:
         if isinstance(operand, Vec):
             _vote(votes, operand.items, kind, weight)
-        elif isinstance(operand, Reg):
+        elif isinstance(operand, Reg) and kind not in ("", "p"):
             of = votes.setdefault(operand.index, {})
             of[kind] = of.get(kind, 0) + weight
 
