@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.executors import REFERENCE, emulated
-from tests.support.tiers import EXCEPTIONS, QUICK_CASES, long_items, spread
+from tests.support.tiers import EMULATED_CASES, EXCEPTIONS, QUICK_CASES, long_items, runs_on, spread
 
 ROOT = Path(__file__).parents[1]
 
@@ -73,3 +73,8 @@ def test_exceptions_name_tests() -> None:
         tree = ast.parse((ROOT / file).read_text())
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert len(long_names(cases(name, 100, "emulator"))) == max(0, 100 - kept)
+
+
+def test_cases_on_the_emulator(request: pytest.FixtureRequest) -> None:
+    """Of this run, which may be the whole suite."""
+    assert sum(runs_on(item) == "emulator" for item in request.session.items) <= EMULATED_CASES

@@ -6,6 +6,7 @@ import bisect
 import re
 import struct
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cute_attn.emulator.errors import PtxError
 
@@ -67,8 +68,7 @@ class Addr:
 Operand = Reg | Imm | Special | Sym | Vec | Pair | Not | Addr
 
 
-@dataclass(frozen=True)
-class Inst:
+class Inst(NamedTuple):
     op: str
     operands: tuple[Operand, ...]
     guard: Reg | None
@@ -118,6 +118,7 @@ _NAME = re.compile(r"[A-Za-z_$%][\w$.]*")
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
 _DECIMAL = re.compile(r"-?\d+\.\d+(?:[eE]-?\d+)?")
 _ADDRESS = re.compile(r"([^\s+]+?)\s*(?:([+-])\s*(-?\w+))?")
+_PART = re.compile(r"(?:\{[^{}]*\}|\[[^\[\]]*\]|[^,{\[])+")
 _BANK = re.compile(r"(.+)<(\d+)>")
 
 
@@ -183,24 +184,23 @@ class _Reader:
             match = _STATEMENT.match(self.text, at)
             if match is None:
                 raise PtxError(f"cannot read PTX line {self._line(at)}")
-            at = match.end()
-            if match["open"]:
-                count += 1
-                scope = _Scope(scope, count)
-            elif match["close"]:
-                if scope.parent is None:
-                    break
-                scope = scope.parent
-            elif match["label"]:
-                scope.names.add(match["label"])
-                raw.append((match["label"], match.start("label"), scope, True))
-            else:
-                statement = match["stmt"].strip()
+            at, kind = match.end(), match.lastgroup
+            if kind == "stmt":
+                statement = match["stmt"].rstrip()
                 if statement.startswith("."):
                     self._directive(kernel, statement, scope)
                 elif statement:
-                    start = match.start("stmt") + len(match["stmt"]) - len(match["stmt"].lstrip())
-                    raw.append((statement, start, scope, False))
+                    raw.append((statement, match.start("stmt"), scope, False))
+            elif kind == "label":
+                scope.names.add(match["label"])
+                raw.append((match["label"], match.start("label"), scope, True))
+            elif kind == "open":
+                count += 1
+                scope = _Scope(scope, count)
+            elif scope.parent is not None:
+                scope = scope.parent
+            else:
+                break
         operands = _Operands(kernel.registers)
         for text, start, where, is_label in raw:
             if is_label:
@@ -301,17 +301,7 @@ def _split(text: str) -> list[str]:
     """Split at commas outside brackets."""
     if "{" not in text and "[" not in text:
         return [part.strip() for part in text.split(",") if part.strip()]
-    parts, depth, start = [], 0, 0
-    for at, char in enumerate(text):
-        if char in "{[":
-            depth += 1
-        elif char in "}]":
-            depth -= 1
-        elif char == "," and depth == 0:
-            parts.append(text[start:at])
-            start = at + 1
-    parts.append(text[start:])
-    return [part.strip() for part in parts if part.strip()]
+    return [part.strip() for part in _PART.findall(text) if not part.isspace()]
 
 
 def _variable(text: str) -> Variable:

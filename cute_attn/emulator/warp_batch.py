@@ -280,7 +280,7 @@ class WarpBatch:
 
     def _piece(self, rows: Array) -> WarpBatch:
         lanes = span((rows[:, None] * 32 + np.arange(32)).ravel())
-        registers = [r if r.shape[0] == 1 else r[lanes] for r in self.R]
+        registers = [r if len(r) == 1 else r[lanes] for r in self.R]
         piece = WarpBatch(self.cta, self.warps[rows], registers)
         piece.pc = self.pc
         piece.unwaited = {register: waiting[lanes] for register, waiting in self.unwaited.items()}

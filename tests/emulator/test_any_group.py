@@ -8,15 +8,15 @@ from cute_attn.emulator import Schedule
 from cute_attn.kernels.blocks.tiles import tile_rows
 from cute_attn.kernels.fa3.host.family import KERNELS
 from cute_attn.kernels.fa3.spec import HopperTile
-from tests.support.backend_problems import build
-from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
+from tests.support.batch_case import E4M3, BatchCase, dims, features, heads, paged, ragged
 from tests.support.matrix import CAUSAL
 from tests.support.matrix import prefill as request
-from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_on
+from tests.support.persistent_emulated import CUDA, FA3, solve_on
+from tests.support.persistent_emulated import name as named
+from tests.support.schedules import ALL_SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
-FA3 = next(target for target in TARGETS if target.kernels == "fa3")
 LENGTHS = (47, 0, 3, 30), (150, 40, 9, 200)
 BATCHES = {
     "groups of 5": paged(*LENGTHS, 16, **heads(10, 2), **dims(256), dtype="bfloat16"),
@@ -28,16 +28,15 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("name", "schedule"), in_turn(BATCHES, structure=all_alike), ids=named)
 def test_groups_of_any_size_share_tiles(name: str, schedule: Schedule) -> None:
     batch: BatchCase = BATCHES[name]
     solve_on(FA3, batch, schedule, sms=3)
-    settings, group = build(batch).problem.settings, batch.num_qo_heads // batch.num_kv_heads
-    assert KERNELS.heads_per_tile(settings.features, 47, HopperTile(128, 64, 2, 1)) == group
+    group = batch.num_qo_heads // batch.num_kv_heads
+    assert KERNELS.heads_per_tile(features(batch, CUDA), 47, HopperTile(128, 64, 2, 1)) == group
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=named)
 def test_split_groups_share_tiles(schedule: Schedule) -> None:
     """Slots of partial results have as many rows as are used."""
     batch = paged((20, 9), (2100, 300), 16, mask="causal", **heads(7, 1), **dims(128))
@@ -74,5 +73,5 @@ def test_rows_of_whole_tokens() -> None:
 def test_a_group_that_does_not_divide_the_rows_shares_tiles_where_it_has_fewer(
     group: tuple[int, int], qo_len: int, expected: int
 ) -> None:
-    of = build(ragged((qo_len,), (qo_len,), **heads(*group), **dims(128))).problem.settings.features
+    of = features(ragged((1,), (1,), **heads(*group), **dims(128)), CUDA)
     assert KERNELS.heads_per_tile(of, qo_len, HopperTile(128, 64, 2, 1)) == expected

@@ -58,6 +58,10 @@ def test_infinities_and_nan_become_what_the_reference_makes_of_them(arch: str, s
             assert all(torch.equal(found, want) for found, want in results)
 
 
+def named(value: AppendCase | str) -> str:
+    return value if isinstance(value, str) else value.id
+
+
 def written(case: AppendCase, run: append_case.Run) -> list[torch.Tensor]:
     """What a call leaves in the whole memory of its caches."""
     function, arguments, caches = append_case.arguments(case)
@@ -66,9 +70,10 @@ def written(case: AppendCase, run: append_case.Run) -> list[torch.Tensor]:
     return [x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).clone() for x in caches]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_calls_write_what_the_reference_writes(arch: str, case: AppendCase) -> None:
+@pytest.mark.parametrize(
+    ("case", "arch"), [(case, arch) for i, case in enumerate(CASES) for arch in ARCHS[i % 2 :: 2]], ids=named
+)
+def test_calls_write_what_the_reference_writes(case: AppendCase, arch: str) -> None:
     nothing = written(case, lambda problem: None)
     want = written(case, reference)
     # Races are kept by words of 4 bytes: two warps that write bytes of one word would count as one.

@@ -1,4 +1,6 @@
-"""The host code of emulated calls: threads, and queries whose rows are not aligned."""
+"""The host code of emulated calls: threads, queries whose rows are not aligned, repeated runs of one plan, and a plan
+that renews the schedules of all layers in a captured graph.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ import torch
 
 import cute_attn
 from cute_attn import emulator
-from tests.support.batch_case import call, decode, heads, make, paged, plan_arguments, wrapper
+from cute_attn.request import batch_run
+from tests.support.batch_case import BatchCase, call, decode, dims, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.dense_attention import assert_near, attention, random
+from tests.support.engine_case import workspace
+from tests.support.engine_graphs import LAYERS, CapturedLayers
+from tests.support.graphs import Captured, emulated_graph
 from tests.support.right import assert_right
 
 pytestmark = pytest.mark.emulator
@@ -20,6 +26,16 @@ pytestmark = pytest.mark.emulator
 PERSISTENT = [("sm_90a", "fa3"), ("sm_100a", "fa4")]
 PAGED = paged((5, 7), (20, 13), page_size=16, mask="causal", **heads(4, 2))
 DECODE = decode((20, 13), page_size=16, **heads(4, 2))
+SINKS = {
+    "fa2": paged((5, 17), (300, 33), page_size=4, mask="causal", sinks=True, **heads(4, 2)),
+    "fa3": paged((70, 3), (300, 33), page_size=16, mask="causal", sinks=True, **heads(4, 2), **dims(64)),
+    "xqa": decode((300, 3, 90), sinks=True, **heads(8, 2), **dims(64)),
+}
+LAYERED = [
+    paged((2, 3), (20, 9), page_size=4, **heads(4, 2)),
+    ragged((2, 3), (20, 9), **heads(4, 2)),
+    decode((20, 9), page_size=4, **heads(4, 2)),
+]
 
 
 def test_threads_take_turns() -> None:
@@ -49,3 +65,42 @@ def test_repeated_runs_copy_a_query_that_is_not_aligned(case: Any, target: tuple
             planned.plan(**plan_arguments(case, inputs))
             for now in order:
                 assert_right(case, inputs, *call(case, now, planned))
+
+
+@pytest.mark.parametrize("kernels", SINKS)
+def test_each_run_has_its_sinks(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels read those of the run, with whole keys and with split ones."""
+    case: BatchCase = SINKS[kernels]
+    inputs, full, problem = make(case), [], batch_run.problem
+    monkeypatch.setattr(batch_run, "problem", lambda *given: full.append(given) or problem(*given))
+    with emulator.using("sm_90a", kernels=kernels, sms=8) as emulation:
+        planned = wrapper(case, backend="emulator")
+        planned.plan(**plan_arguments(case, inputs))
+        for _ in range(3):
+            now = dataclasses.replace(inputs, sinks=inputs.sinks + len(full))
+            inputs = dataclasses.replace(inputs, sinks=inputs.sinks.flip(0).clone())
+            assert_right(case, now, *call(case, now, planned))
+    assert len(full) == 1
+    assert {record.spec["kernel"] for record in emulation.records} >= {kernels}
+
+
+@pytest.mark.parametrize("case", LAYERED, ids=["paged", "ragged", "decode"])
+def test_layers_of_one_plan(case: BatchCase) -> None:
+    with emulator.using("sm_90a", kernels="fa2", sms=1):
+        captured = CapturedLayers(case, "cpu", emulated_graph, LAYERS[1:3], backend="emulator")
+        captured.replay(dataclasses.replace(case, kv_lens=(7, 18), seed=3))
+
+
+@pytest.mark.parametrize("kernels", ["fa2", "xqa"])
+def test_a_plan_of_padding_alone_is_captured(kernels: str) -> None:
+    """Engines capture decode before there is a request: no request of the first plan has keys."""
+    case = decode((37, 9, 20), page_size=4, **heads(4, 2))
+    nobody = dataclasses.replace(case, kv_lens=(0, 0, 0))
+    with emulator.using("sm_90a", kernels=kernels, sms=2):
+        captured = Captured(case, "cpu", emulated_graph, backend="emulator")
+        captured.wrapper.reset_workspace_buffer(workspace("cpu"))  # the next plan is a first one
+        captured.wrapper.plan(**plan_arguments(nobody, make(nobody)))
+        captured.run()
+        (captured.out, captured.lse), captured.again = emulated_graph(captured.run)
+        for kv_lens in (case.kv_lens, (0, 36, 1)):
+            captured.replay(dataclasses.replace(case, kv_lens=kv_lens, seed=sum(kv_lens)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,9 @@ from cute_attn.emulator.isa import mma
 from cute_attn.emulator.settings import Emulation
 from cute_attn.emulator.warp_batch import WarpBatch
 from tests.support import fp8_case, multi_item
+from tests.support.cover import needed
 from tests.support.fp8_case import CUT, E4M3, LONG, SMALL, VARIED, Fp8Case
-from tests.support.persistent_emulated import name
+from tests.support.persistent_emulated import CUDA, name
 from tests.support.schedules import ALL_SCHEDULES, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -43,7 +45,7 @@ def kernels(emulation: Emulation) -> list[object]:
 
 @pytest.mark.parametrize(
     ("case", "schedule"),
-    in_turn((*DECODE, *SMALL, *VARIED)),
+    in_turn(needed((*DECODE, *SMALL, *VARIED), functools.partial(Fp8Case.features, device=CUDA))),
     ids=name,
 )
 def test_fp8(case: Fp8Case, schedule: Schedule) -> None:

@@ -16,14 +16,14 @@ from cute_attn.emulator.settings import Emulation
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.matrix import BF16, CAUSAL, prefill
 from tests.support.persistent_emulated import FA4, name, solve_on
-from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, all_alike, in_turn
+from tests.support.schedules import SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
 TILE, CHUNK = 128, 32  # keys of a kv tile, and of what softmax processes at a time
 ROWS = 128  # of a query tile
 HEAD_DIMS = (64, 128, (192, 128), 256)
-SEEDS = tuple(Schedule("adversarial", seed) for seed in range(3, 9))
+SEEDS = tuple(Schedule("adversarial", seed) for seed in range(3, 6))
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -68,8 +68,7 @@ def test_edges_of_query_tiles(qo_len: int) -> None:
     solve_on(FA4, prefill(qo_len, 200, (1, 1), 64, **CAUSAL), SCHEDULES[1], sms=1)
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize(("head_dim", "schedule"), in_turn(HEAD_DIMS, structure=all_alike), ids=name)
 def test_every_ring_wraps(head_dim: int | tuple[int, int], schedule: Schedule) -> None:
     """Twice and by odd numbers of tiles: three heads of 11 kv tiles on one CTA."""
     solve_on(FA4, prefill(130, 11 * TILE - 5, (3, 1), head_dim, **BF16), schedule, sms=1)
@@ -221,8 +220,7 @@ ITEMS: dict[str, BatchCase] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("items", ITEMS)
+@pytest.mark.parametrize(("items", "schedule"), in_turn(ITEMS, structure=all_alike), ids=name)
 def test_items_on_one_cta(items: str, schedule: Schedule) -> None:
     solve_on(FA4, ITEMS[items], schedule, sms=1)
 

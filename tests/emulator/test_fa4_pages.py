@@ -11,7 +11,7 @@ from cute_attn.kernels.fa4.host.family import KERNELS
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.persistent_emulated import FA4, name, solve_on
-from tests.support.schedules import ALL_SCHEDULES, in_turn
+from tests.support.schedules import in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -39,11 +39,6 @@ OUTPUTS: tuple[tuple[BatchCase, bool], ...] = (  # and whether query tiles are s
 )
 
 
-def by_turns(values: tuple[BatchCase, ...]) -> list[tuple[BatchCase, Schedule, int]]:
-    """Gives every case one of the schedules, and several work items to a CTA."""
-    return [(batch, schedule, 1 + i % 2) for i, (batch, schedule) in enumerate(in_turn(values))]
-
-
 @pytest.fixture
 def source(request: pytest.FixtureRequest) -> Iterator[str]:
     """Makes the family load pages of any size by this source."""
@@ -60,23 +55,21 @@ def clear() -> None:
 
 
 @pytest.mark.parametrize("source", ["gathered"], indirect=True)
-@pytest.mark.parametrize(("batch", "schedule", "sms"), by_turns(PAGES), ids=name)
-def test_pages(source: str, batch: BatchCase, schedule: Schedule, sms: int) -> None:
-    emulation = solve_on(FA4, batch, schedule, sms)
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(PAGES), ids=name)
+def test_pages(source: str, batch: BatchCase, schedule: Schedule) -> None:
+    emulation = solve_on(FA4, batch, schedule, 2)
     assert {record.spec["kv"] for record in emulation.records if record.spec["kernel"] == "fa4"} == {source}
 
 
-@pytest.mark.parametrize(
-    ("batch", "schedule"), list(zip(BOXES, (*ALL_SCHEDULES, ALL_SCHEDULES[-1]), strict=True)), ids=name
-)
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(BOXES), ids=name)
 def test_boxes(batch: BatchCase, schedule: Schedule) -> None:
     assert solve_on(FA4, batch, schedule, 2).records[0].spec["kv"] == "paged"
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize(("batch", "staged"), OUTPUTS, ids=name)
-def test_ways_of_outputs(batch: BatchCase, staged: bool, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("case", "schedule"), in_turn(OUTPUTS, structure=lambda case: case[1]), ids=name)
+def test_ways_of_outputs(case: tuple[BatchCase, bool], schedule: Schedule) -> None:
     """Outputs of two work items per CTA; rows beside those of the requests are not written (`slack`)."""
+    batch, staged = case
     emulation = solve_on(FA4, batch, schedule, 1)
     counts = emulation.records[0].stats.instructions
     stores = sum(count for form, count in counts.items() if form.startswith("cp.async.bulk.tensor.4d.global"))

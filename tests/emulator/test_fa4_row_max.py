@@ -21,7 +21,7 @@ from tests.support.batch_case import dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, PACKED, prefill
 from tests.support.persistent_emulated import FA4, name, solve_on
-from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, all_alike, in_turn, structure
+from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -58,7 +58,7 @@ def assert_row_max(emulation: Emulation) -> None:
     assert set(ran) == {"row_max"}
 
 
-@pytest.mark.parametrize(("request_", "schedule"), in_turn(REQUESTS, structure=structure), ids=name)
+@pytest.mark.parametrize(("request_", "schedule"), in_turn(REQUESTS, structure=all_alike), ids=name)
 def test_requests(request_: Case, schedule: Schedule) -> None:
     assert_row_max(solve_on(FA4, request_, schedule, sms=1))
 

@@ -9,7 +9,9 @@ from cute_attn import single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, E4M3, decode, prefill
+from tests.support.persistent_emulated import name
 from tests.support.right import emulate
+from tests.support.schedules import SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -23,10 +25,9 @@ WIDE = (
 )
 
 
-@pytest.mark.parametrize("schedule", [Schedule("delayed", 1), Schedule("adversarial", 2)], ids=lambda x: x.kind)
-@pytest.mark.parametrize(("problem", "arch"), WIDE, ids=lambda x: x.id if isinstance(x, Case) else x)
-def test_wide(problem: Case, arch: str, schedule: Schedule) -> None:
-    emulate(problem, arch, "fa2", schedule, sms=4)
+@pytest.mark.parametrize(("case", "schedule"), in_turn(WIDE, SCHEDULES, all_alike), ids=name)
+def test_wide(case: tuple[Case, str], schedule: Schedule) -> None:
+    emulate(*case, "fa2", schedule, sms=4)
 
 
 def test_rows_that_rise_are_rescaled_by_all_warps() -> None:

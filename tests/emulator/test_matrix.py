@@ -1,31 +1,45 @@
-"""The single-request matrix on everything that can run it."""
+"""The matrices of single requests, on everything that can run it, and of batches, on fa2."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
+from tests.support import batch_case, case
+from tests.support.batch_case import BatchCase
+from tests.support.cover import needed
 from tests.support.executors import PARAMS, Executor
 from tests.support.matrix import SMALL, Case
-from tests.support.right import assert_solved
+from tests.support.persistent_emulated import CUDA
+from tests.support.right import assert_solved, emulate
 
 
-def differs_on_ampere(case: Case) -> bool:
+def differs_on_ampere(problem: Case) -> bool:
     """Tiles of many rows or wide heads, and numbers of 8 bits, which no instruction converts. Of all others Ampere has
     Hopper's kernels of fa2, but for the two instructions of dependent launches and min.relu.
     """
-    rows = case.qo_len * case.num_qo_heads // case.num_kv_heads
-    return case.kv_dtype is not None or case.head_dim_qk > 256 or rows > 64
+    rows = problem.qo_len * problem.num_qo_heads // problem.num_kv_heads
+    return problem.kv_dtype is not None or problem.head_dim_qk > 256 or rows > 64
 
 
+EMULATED = needed(SMALL, functools.partial(case.features, device=CUDA))
+BATCHES = needed(batch_case.SMALL, functools.partial(batch_case.features, device=CUDA))
 CASES = [
-    pytest.param(case, *param.values, id=f"{param.id}-{case.id}", marks=param.marks)
+    pytest.param(problem, *param.values, id=f"{param.id}-{problem.id}", marks=param.marks)
     for param in PARAMS
-    for case in SMALL
-    if param.values[0].arch != "sm_80" or differs_on_ampere(case)
+    for problem in (EMULATED if param.values[0].arch else SMALL)
+    if param.values[0].arch != "sm_80" or differs_on_ampere(problem)
 ]
 
 
-@pytest.mark.parametrize(("case", "on"), CASES)
-def test_single(case: Case, on: Executor) -> None:
+@pytest.mark.parametrize(("problem", "on"), CASES)
+def test_single(problem: Case, on: Executor) -> None:
     with on.active():
-        assert_solved(case, on.device, backend=on.backend)
+        assert_solved(problem, on.device, backend=on.backend)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.id)
+def test_batch(batch: BatchCase) -> None:
+    emulate(batch, "sm_90a", "fa2")

@@ -12,7 +12,7 @@ from cute_attn import NotSupported, emulator
 from cute_attn.emulator.errors import EmulatorError
 from cute_attn.emulator.machine import Schedule
 from tests.support.mla_case import ONE, MlaCase
-from tests.support.schedules import KINDS
+from tests.support.schedules import KINDS, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -77,8 +77,7 @@ def test_cases(arch: str, name: str) -> None:
     solve(CASES[name], arch, 3, "eager", planned=arch in ("sm_80", "sm_90a"))
 
 
-@pytest.mark.parametrize("schedule", KINDS[1:])
-@pytest.mark.parametrize("name", [*SMALL, *PLANNED])
+@pytest.mark.parametrize(("name", "schedule"), in_turn((*SMALL, *PLANNED), KINDS[1:], all_alike))
 def test_schedules(name: str, schedule: str) -> None:
     solve(CASES[name], "sm_90a", 5, schedule, planned=False)
 

@@ -30,7 +30,7 @@ from tests.support.graphs import graph_wrapper
 from tests.support.matrix import BF16
 from tests.support.persistent_emulated import CUDA, TARGETS, Target, name
 from tests.support.right import assert_right, emulate
-from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, in_turn, structure
+from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
 
@@ -59,29 +59,21 @@ def products(emulation: Emulation) -> int:
     return sum(count for form, count in counts if form.startswith(("wgmma.mma_async", "tcgen05.mma", "mma.sync")))
 
 
-@pytest.mark.parametrize(("case", "schedule"), in_turn(GAPS[:3], structure=structure), ids=name)
-@pytest.mark.parametrize("target", TARGETS, ids=name)
+PERSISTENT = [
+    (target, case, schedule)
+    for target in TARGETS
+    for case, schedule in in_turn([case for case in GAPS if target.takes(features(case, CUDA))], structure=way_of_keys)
+]
+
+
+@pytest.mark.parametrize(("target", "case", "schedule"), PERSISTENT, ids=name)
 def test_persistent(target: Target, case: BatchCase, schedule: Schedule) -> None:
     solve(case, target.arch, target.kernels, schedule)
 
 
-OTHERS = [
-    (target, case, schedule)
-    for target in TARGETS
-    for case, schedule in in_turn(GAPS[3:], SCHEDULES)
-    if target.takes(features(case, CUDA))
-]
-
-
-@pytest.mark.parametrize(("target", "case", "schedule"), OTHERS, ids=name)
-def test_other_persistent_kernels(target: Target, case: BatchCase, schedule: Schedule) -> None:
-    solve(case, target.arch, target.kernels, schedule)
-
-
 @pytest.mark.parametrize(("case", "schedule"), in_turn(GAPS), ids=name)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_fa2(arch: str, case: BatchCase, schedule: Schedule) -> None:
-    solve(case, arch, "fa2", schedule)
+def test_fa2(case: BatchCase, schedule: Schedule) -> None:
+    solve(case, "sm_80" if case is GAPS[0] else "sm_90a", "fa2", schedule)
 
 
 @pytest.mark.parametrize(("kernels", "arch"), KERNELS)

@@ -11,23 +11,15 @@ from tests.support import narrow_outputs
 from tests.support.batch_case import BatchCase
 from tests.support.case import Case
 from tests.support.persistent_emulated import name
-from tests.support.schedules import ALL_SCHEDULES, in_turn
+from tests.support.schedules import all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
-PROBLEMS = [*narrow_outputs.SINGLES, *narrow_outputs.BATCHES]
 
-
-@pytest.mark.parametrize(("problem", "schedule"), in_turn(PROBLEMS), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(narrow_outputs.PROBLEMS, structure=all_alike), ids=name)
 def test_rounded_once(problem: Case | BatchCase, schedule: Schedule) -> None:
     with using("sm_90a", kernels="fa3", schedule=schedule, sms=8):
         narrow_outputs.assert_rounded(problem, "cpu", "emulator")
-
-
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-def test_schedules(schedule: Schedule) -> None:
-    with using("sm_90a", kernels="fa3", schedule=schedule, sms=8):
-        narrow_outputs.assert_rounded(narrow_outputs.BATCHES[-1], "cpu", "emulator")
 
 
 @pytest.mark.parametrize(("head_dim", "o_dtype"), [(64, torch.float8_e4m3fn), (80, torch.float8_e5m2)])

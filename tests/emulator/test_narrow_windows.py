@@ -9,12 +9,11 @@ import pytest
 
 from cute_attn.emulator import Schedule
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
-from tests.support.persistent_emulated import TARGETS, solve_on
-from tests.support.schedules import ALL_SCHEDULES
+from tests.support.persistent_emulated import FA3, name, solve_on
+from tests.support.schedules import all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
-FA3 = next(target for target in TARGETS if target.kernels == "fa3")
 LENGTHS = (70, 3, 0, 200), (150, 40, 9, 200)
 SHARED = ragged(*LENGTHS, mask="causal", window_left=40, sinks=True, **heads(8, 1), **dims(64))
 PAGES = paged((65, 130), (300, 130), 64, mask="causal", window_left=127, kv_layout="HND", **heads(2, 1), **dims(64))
@@ -33,9 +32,9 @@ BATCHES = [  # and rows and CTAs per SM of their tiles
 ]
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
-@pytest.mark.parametrize(("batch", "tile"), BATCHES, ids=str)
-def test_narrow_windows(batch: BatchCase, tile: tuple[int, int], schedule: Schedule) -> None:
+@pytest.mark.parametrize(("case", "schedule"), in_turn(BATCHES, structure=all_alike), ids=name)
+def test_narrow_windows(case: tuple[BatchCase, tuple[int, int]], schedule: Schedule) -> None:
+    batch, tile = case
     emulation = solve_on(FA3, batch, schedule, sms=2)
     (record,) = (record for record in emulation.records if record.spec["kernel"] == "fa3")
     assert (record.spec["tile"]["rows"], record.spec["tile"]["per_sm"]) == tile

@@ -12,6 +12,7 @@ from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.graphs import Captured, emulated_graph
 from tests.support.right import Solver, assert_right
+from tests.support.schedules import KINDS, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -56,8 +57,9 @@ def kernels_of(batch: BatchCase, schedule: str = "eager") -> set[str]:
     return {record.spec["kernel"] for record in emulation.records} - {"combine"}
 
 
-@pytest.mark.parametrize("schedule", ["eager", "delayed", "adversarial"])
-@pytest.mark.parametrize("batch", TAKEN, ids=lambda batch: batch.id)
+@pytest.mark.parametrize(
+    ("batch", "schedule"), in_turn(TAKEN, KINDS, lambda batch: batch.kv_dtype), ids=lambda x: getattr(x, "id", x)
+)
 def test_taken(batch: BatchCase, schedule: str) -> None:
     assert kernels_of(batch, schedule) == {"xqa"}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from cute_attn.emulator import Schedule, using
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.prepared import prepared
+from cute_attn.problem import Features
 from cute_attn.schedule import batch as batch_schedule
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
-from tests.support.matrix import BF16, CAUSAL, SMALL, prefill
+from tests.support.cover import needed
+from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 from tests.support.persistent_emulated import (
     BATCHES,
     CUDA,
@@ -37,22 +40,23 @@ from tests.support.schedules import SCHEDULES, in_turn, structure, way_of_keys
 pytestmark = pytest.mark.emulator
 
 KERNELS = (("fa2", "sm_90a"), *((target.kernels, target.arch) for target in TARGETS))
-SINGLE = [
-    (target, problem, schedule)
-    for target in TARGETS
-    for problem, schedule in in_turn(
-        [problem for problem in SMALL if target.takes(case.features(problem, CUDA))], target.schedules, structure
-    )
-]
-BATCH = [
-    (target, batch, schedule)
-    for target in TARGETS
-    for batch, schedule in in_turn(
-        [batch for batch in batch_case.SMALL if target.takes(batch_case.features(batch, CUDA))],
-        target.schedules,
-        structure,
-    )
-]
+
+
+def dealt(problems: Sequence[Any], features: Callable[[Any], Features]) -> list[tuple[Target, Any, Schedule]]:
+    """What each target needs of the problems that it takes."""
+    return [
+        (target, problem, schedule)
+        for target in TARGETS
+        for problem, schedule in in_turn(
+            needed([problem for problem in problems if target.takes(features(problem))], features),
+            target.schedules,
+            structure,
+        )
+    ]
+
+
+SINGLE = dealt(SMALL, functools.partial(case.features, device=CUDA))
+BATCH = dealt(batch_case.SMALL, functools.partial(batch_case.features, device=CUDA))
 
 
 def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
@@ -218,12 +222,18 @@ def test_sections_of_single_requests(target: Target, monkeypatch: pytest.MonkeyP
     )  # its schedule is not cached yet
 
 
-@pytest.mark.parametrize("mask", ["causal", "none"])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
+CUT = (
+    prefill(3, 1500, (8, 2), 128, **BF16, **CAUSAL),
+    prefill(3, 1500, (8, 2), 128, **BF16),
+    prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL),
+)
+
+
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(CUT, SCHEDULES), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_cut_keys(target: Target, schedule: Schedule, mask: str) -> None:
+def test_cut_keys(target: Target, problem: Case, schedule: Schedule) -> None:
     """Short requests, whose heads share a tile, over keys that several CTAs divide."""
-    assert_cut(target, solve_on(target, prefill(3, 1500, (8, 2), 128, **BF16, mask=mask), schedule, sms=16))
+    assert_cut(target, solve_on(target, problem, schedule, sms=16))
 
 
 @pytest.mark.parametrize(("page_size", "schedule"), list(zip((5, 16), SCHEDULES, strict=True)), ids=name)
@@ -245,10 +255,16 @@ def test_the_kernels_of_auto(target: Target) -> None:
         assert [record.spec["kernel"] for record in emulation.records] == [ran]
 
 
-@pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (5, "gathered"), (64, "paged")])
+@pytest.mark.parametrize(
+    ("page_size", "kv_dtype", "kv"),
+    [
+        *((n, None, "paged" if n == 64 else "gathered") for n in (1, 5, 64)),
+        *((n, "float8_e4m3fn", "paged" if n >= 8 else "gathered") for n in (1, 4, 8, 64)),
+    ],
+)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_auto_takes_pages_of_any_size(target: Target, page_size: int, kv: str) -> None:
-    assert_auto_runs(target, paged((70,), (90,), page_size, **dims(128)), kv)
+def test_auto_takes_pages_of_any_size(target: Target, page_size: int, kv_dtype: str | None, kv: str) -> None:
+    assert_auto_runs(target, paged((70,), (90,), page_size, kv_dtype=kv_dtype, **dims(128)), kv)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=name)

@@ -6,6 +6,7 @@ import pytest
 
 from cute_attn.emulator import Schedule, using
 from tests.support import fp8_case
+from tests.support.cover import needed
 from tests.support.fp8_case import CUT, LONG, SMALL, VARIED, Fp8Case
 from tests.support.persistent_emulated import TARGETS, Target, name
 from tests.support.schedules import in_turn
@@ -20,7 +21,7 @@ def solve(target: Target, case: Fp8Case, schedule: Schedule, sms: int) -> list[s
     return [str(record.spec["kernel"]) for record in emulation.records]
 
 
-@pytest.mark.parametrize(("case", "schedule"), in_turn((*SMALL, *VARIED)), ids=name)
+@pytest.mark.parametrize(("case", "schedule"), in_turn(needed((*SMALL, *VARIED))), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_fp8(target: Target, case: Fp8Case, schedule: Schedule) -> None:
     assert solve(target, case, schedule, sms=3) == [target.kernels]

@@ -16,8 +16,8 @@ from cute_attn.schedule import few_tiles, last_wave
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, prefill
-from tests.support.persistent_emulated import FA3, solve_on
-from tests.support.schedules import ALL_SCHEDULES
+from tests.support.persistent_emulated import FA3, name, solve_on
+from tests.support.schedules import all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -37,6 +37,10 @@ SINGLE: tuple[tuple[Launch, Case], ...] = (
     (MEDIUM, prefill(200, 400, (2, 1), 96, **CAUSAL)),
     (MEDIUM, prefill(130, 270, (1, 1), 160, **BF16)),
     (MEDIUM, prefill(150, 400, (2, 1), 192, **CAUSAL)),
+)
+CUT = (
+    ragged((400,), (700,), **heads(3, 3), **dims(64)),  # 9 tiles on 2 CTAs: three are cut
+    ragged((150, 150), (500, 500), dtype="bfloat16", sinks=True, **heads(1, 1), **dims(256)),
 )
 LENGTHS = (200, 0, 37, 1), (300, 20, 64, 0)
 BATCHES: tuple[tuple[Launch, BatchCase], ...] = (
@@ -58,23 +62,15 @@ def assert_tile(launch: Launch, mask: str, emulation: Emulation) -> None:
     assert spec["tile"] == dataclasses.asdict(tile)
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda schedule: schedule.kind)
-@pytest.mark.parametrize(("launch", "problem"), SINGLE, ids=str)
-def test_single(launch: Launch, problem: Case, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("case", "schedule"), in_turn((*SINGLE, *BATCHES), structure=all_alike), ids=name)
+def test_tiles(case: tuple[Launch, Case | BatchCase], schedule: Schedule) -> None:
+    launch, problem = case
     with mock.patch.object(variant, "launch_of", return_value=launch):
         emulation = solve_on(FA3, problem, schedule, sms=2)
     assert_tile(launch, problem.mask, emulation)
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda schedule: schedule.kind)
-@pytest.mark.parametrize(
-    "batch",
-    [
-        ragged((400,), (700,), **heads(3, 3), **dims(64)),  # 9 tiles on 2 CTAs: three are cut
-        ragged((150, 150), (500, 500), dtype="bfloat16", sinks=True, **heads(1, 1), **dims(256)),
-    ],
-    ids=lambda batch: batch.id,
-)
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(CUT, structure=all_alike), ids=name)
 def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
     with (
         mock.patch.object(variant, "launch_of", return_value=LONGEST),
@@ -84,10 +80,3 @@ def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
         emulation = solve_on(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
     assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
     assert_tile(LONGEST, batch.mask, emulation)
-
-
-@pytest.mark.parametrize(("launch", "batch"), BATCHES, ids=str)
-def test_batch(launch: Launch, batch: BatchCase) -> None:
-    with mock.patch.object(variant, "launch_of", return_value=launch):
-        emulation = solve_on(FA3, batch, Schedule("adversarial", 1), sms=2)
-    assert_tile(launch, batch.mask, emulation)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from cute_attn import xqa_batch_decode_with_kv_cache
-from cute_attn.emulator import Schedule, using
+from cute_attn.emulator import Schedule
 from tests.support.batch_case import BatchCase, dims, heads, paged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, ROPE, decode, prefill
 from tests.support.persistent_emulated import name
 from tests.support.right import emulate
-from tests.support.schedules import ALL_SCHEDULES, in_turn, structure
-from tests.support.xqa_case import XqaCase, build
+from tests.support.schedules import in_turn, structure
 
 pytestmark = pytest.mark.emulator
 
@@ -29,11 +26,6 @@ BATCHES: tuple[BatchCase, ...] = (
     paged((130, 9), (300, 200), page_size=5, **BF16, **dims(128), **heads(2, 1)),
     paged((1, 1, 1), (300, 7, 70), page_size=16, kv_dtype="float8_e4m3fn", **dims(256), **heads(4, 1)),
 )
-DECODE: tuple[XqaCase, ...] = (
-    XqaCase((300, 7, 0, 33), heads=(8, 1), head_dim=128),
-    XqaCase((290, 7), kv="e4m3", heads=(8, 1), head_dim=128, q_len=2),
-    XqaCase((200, 35), kv="nvfp4", heads=(4, 1), head_dim=128, bmm1_scale=0.001),
-)
 
 
 @pytest.mark.parametrize(("problem", "schedule"), in_turn(SINGLE, structure=structure), ids=name)
@@ -44,16 +36,3 @@ def test_single(problem: Case, schedule: Schedule) -> None:
 @pytest.mark.parametrize(("problem", "schedule"), in_turn(BATCHES, structure=structure), ids=name)
 def test_batch(problem: BatchCase, schedule: Schedule) -> None:
     emulate(problem, ARCH, "fa2", schedule, sms=4)
-
-
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("problem", DECODE, ids=lambda x: x.kv)
-def test_decode(problem: XqaCase, schedule: Schedule) -> None:
-    built = build(problem)
-    workspace = torch.zeros(10 << 20, dtype=torch.uint8)
-    with using(ARCH, schedule=schedule, sms=3) as emulation:
-        out, lse = xqa_batch_decode_with_kv_cache(
-            **built.arguments | {"workspace_buffer": workspace, "backend": "emulator"}
-        )
-    assert [record.spec["kernel"] for record in emulation.records] == ["xqa"]
-    assert built.check(out, lse) == ""

@@ -20,7 +20,7 @@ from cute_attn.kernels.xqa.host.unplanned import DecodeRun
 from cute_attn.problem import DecodeProblem
 from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.xqa import xqa
-from tests.support.schedules import KINDS
+from tests.support.schedules import KINDS, all_alike, in_turn
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import Producer
 from tests.support.xqa_rules import move_steps
@@ -109,18 +109,15 @@ HEAD_DIMS = {
 }
 
 
+ON_HOPPER = [("sm_90a", *case) for case in in_turn(HEAD_DIMS, KINDS, all_alike)]
+IN_LESS_SHARED_MEMORY = [(arch, "two warps, 16 bits", "adversarial") for arch in ("sm_80", "sm_120a")]
+
+
 @pytest.mark.emulator
-@pytest.mark.parametrize("schedule", KINDS)
-@pytest.mark.parametrize("name", HEAD_DIMS)
-def test_head_dims(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("arch", "name", "schedule"), [*ON_HOPPER, *IN_LESS_SHARED_MEMORY])
+def test_head_dims(arch: str, name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of a row that two warps share, and columns that pad it; beyond a row's end is another head's, or NaN."""
-    assert solve(HEAD_DIMS[name], "sm_90a", 3, schedule, monkeypatch) == ""
-
-
-@pytest.mark.emulator
-@pytest.mark.parametrize("arch", ["sm_80", "sm_120a"])
-def test_two_warps_in_less_shared_memory(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert solve(HEAD_DIMS["two warps, 16 bits"], arch, 3, "adversarial", monkeypatch) == ""
+    assert solve(HEAD_DIMS[name], arch, 3, schedule, monkeypatch) == ""
 
 
 @pytest.mark.emulator

@@ -59,13 +59,13 @@ CASES = {
 }  # fmt: skip
 
 
-def kernel_of(case: tuple[str, str]) -> tuple[str, str]:
-    return CASES[case[0]].kv, case[1]
+def keys_of(case: tuple[str, str]) -> str:
+    return CASES[case[0]].kv
 
 
 @pytest.mark.parametrize(
     ("name", "arch", "schedule"),
-    [(*case, schedule) for case, schedule in in_turn(itertools.product(CASES, ARCHS), KINDS, kernel_of)],
+    [(*case, schedule) for case, schedule in in_turn(itertools.product(CASES, ARCHS), KINDS, keys_of)],
 )
 def test_case(name: str, arch: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(CASES[name], arch, 3, schedule, monkeypatch) == ""

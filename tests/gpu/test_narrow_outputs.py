@@ -12,6 +12,6 @@ from tests.support.case import Case
 pytestmark = list(marks.FA3_GPU)
 
 
-@pytest.mark.parametrize("problem", [*narrow_outputs.SINGLES, *narrow_outputs.BATCHES], ids=str)
+@pytest.mark.parametrize("problem", narrow_outputs.PROBLEMS, ids=str)
 def test_rounded_once(problem: Case | BatchCase) -> None:
     narrow_outputs.assert_rounded(problem, "cuda", "fa3")

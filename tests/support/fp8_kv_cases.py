@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from cute_attn.problem import Features
 from tests.support import batch_case, case, persistent_emulated
@@ -18,19 +19,15 @@ LLAMA = case.features(prefill(70, 70, (1, 1), 128, **E4M3), CUDA)
 TARGETS = tuple(target for target in persistent_emulated.TARGETS if target.takes(LLAMA))
 
 
-def taken(features: Features) -> bool:
-    return all(target.takes(features) for target in TARGETS)
+def of_8_bits(problems: Iterable[Any], features: Callable[..., Features]) -> list[Any]:
+    dtypes = itertools.cycle(KV_DTYPES)
+    made = [dataclasses.replace(x, kv_dtype=dtype) for x, dtype in zip(problems, dtypes, strict=False)]
+    return [x for x in made if all(target.takes(features(x, CUDA)) for target in TARGETS)]
 
 
 def singles(problems: Iterable[Case]) -> list[Case]:
-    stored = [x for x in problems if x.storage != "packed_qkv" and x.kv_dtype is None]
-    dtypes = itertools.cycle(KV_DTYPES)
-    made = [dataclasses.replace(x, kv_dtype=dtype) for x, dtype in zip(stored, dtypes, strict=False)]
-    return [x for x in made if taken(case.features(x, CUDA))]
+    return of_8_bits((x for x in problems if x.storage != "packed_qkv" and x.kv_dtype is None), case.features)
 
 
 def batches(problems: Iterable[BatchCase]) -> list[BatchCase]:
-    wide = [x for x in problems if x.kv_dtype is None and x.kind != "decode"]
-    dtypes = itertools.cycle(KV_DTYPES)
-    made = [dataclasses.replace(x, kv_dtype=dtype) for x, dtype in zip(wide, dtypes, strict=False)]
-    return [x for x in made if taken(batch_case.features(x, CUDA))]
+    return of_8_bits((x for x in problems if x.kv_dtype is None and x.kind != "decode"), batch_case.features)

@@ -16,17 +16,15 @@ NARROW_5 = {"o_dtype": "float8_e5m2"}
 FP8_Q = {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
 
 # v_scale 300: outputs beyond the largest number of e4m3, which they become.
-SINGLES: tuple[Case, ...] = (
+PROBLEMS: tuple[Case | BatchCase, ...] = (
+    ragged((3, 20), (300, 60), fixed_split_size=128, **NARROW, **heads(2, 1)),  # keys are split
+    paged((70, 9), (60, 140), page_size=3, sinks=True, v_scale=-1.25, **NARROW_5, **dims(112)),
     prefill(70, 150, (2, 1), 128, **BF16, **CAUSAL, **NARROW, v_scale=300.0),
     prefill(70, 150, (2, 1), 64, **NARROW_5),
     prefill(70, 100, (1, 1), 80, **CAUSAL, **NARROW),
     prefill(70, 100, (1, 1), 256, **PACKED, **BF16, **NARROW_5),
     prefill(70, 100, (1, 1), 128, **BF16, **E4M3, **CAUSAL, **NARROW),
     prefill(3, 500, (2, 1), 128, **CAUSAL, **NARROW),  # few rows: keys are split
-)
-BATCHES: tuple[BatchCase, ...] = (
-    paged((70, 9), (60, 140), page_size=3, sinks=True, v_scale=-1.25, **NARROW_5, **dims(112)),
-    ragged((3, 20), (300, 60), fixed_split_size=128, **NARROW, **heads(2, 1)),
 )
 
 

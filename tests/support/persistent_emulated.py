@@ -78,6 +78,8 @@ GATHERED: tuple[BatchCase, ...] = (
 def name(value: object) -> str:
     if isinstance(value, Target):
         return value.kernels
+    if type(value) is tuple:
+        return "-".join(map(name, value))
     return value.kind if isinstance(value, Schedule) else str(getattr(value, "id", value))
 
 

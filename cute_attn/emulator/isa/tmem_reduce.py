@@ -7,7 +7,7 @@ others), though the ISA does not forbid it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,7 +34,7 @@ _FORM = "tcgen05.ld.red.sync.aligned{.32x32b|.16x32bx2}{.x2|.x4|.x8|.x16|.x32|.x
 def load_reduced(e: Emitter, inst: Inst, shape: str, num: str, *choices: str) -> None:
     registers, result, *rest = inst.operands
     e.call(_check_column, [e.address(rest[0], wide=False)])
-    tmem.load(e, replace(inst, operands=(registers, *rest)), shape, num, "")  # leaves the words in t
+    tmem.load(e, inst._replace(operands=(registers, *rest)), shape, num, "")  # leaves the words in t
     kind = "f4" if ".f32" in choices or inst.op.endswith(".f32") else "u4" if ".u32" in choices else "i4"
     how = _Reduction(kind, ".max" in choices, ".abs" in choices, ".NaN" in choices)
     e.set(result, "u4", f"{e.bind(how, 'reduction')}(t)")

@@ -10,7 +10,7 @@ RAGGED = chosen("persistent", "fa3 and (test_long_batches and ragged)")
 GATHER = chosen("persistent", "fa3 and (test_gathered_pages and (70x260 or slack))")
 CUTS = chosen("persistent", "fa3 and (test_cut)")
 SECTIONS = chosen("persistent", "fa3 and (test_batches_in_sections)")
-SHARED = chosen("any_group", "share_tiles and schedule2 and (sinks or split)")
+SHARED = chosen("any_group", "share_tiles and adversarial and (sinks or split)")
 
 RECOMPUTE: Table = {
     LEAPS: {

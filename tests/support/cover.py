@@ -1,0 +1,54 @@
+"""Which problems of a matrix are emulated: those that have something that no later one has."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
+
+Problem = TypeVar("Problem")
+Trait = tuple[Hashable, ...]
+
+NUMBERS = ("window_left", "logits_soft_cap", "soft_cap", "sm_scale", "q_scale", "k_scale", "v_scale", "spike", "mean")
+FREE = ("seed", "rope_scale", "rope_theta", "spike_key", "longest_item")  # their values choose no path
+HEADS, LENGTHS = ("num_qo_heads", "num_kv_heads"), ("qo_len", "kv_len")
+TILE = 64  # tokens of the smallest one
+
+
+def needed(problems: Iterable[Problem], features: Callable[[Problem], Any] | None = None) -> list[Problem]:
+    """The problems that have a trait, or two of the features together, that no later one has.
+
+    Features and fields choose the code of a kernel. What is left out has no code of its own but what three of them
+    choose together.
+    """
+    problems, seen, kept = list(problems), set[Trait](), list[Problem]()
+    for problem in reversed(problems):
+        own = _traits(problem) | (_pairs(features(problem)) if features else set())
+        if not own <= seen:
+            kept.append(problem)
+            seen |= own
+    return kept[::-1]
+
+
+def _traits(problem: Any) -> set[Trait]:
+    """The value of every field. Of numbers the sign counts, of heads the group, of each request's lengths how many
+    tiles they take, and whether it has more queries than keys.
+    """
+    fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
+    qo_heads, kv_heads = fields["heads"] if "heads" in fields else (fields[name] for name in HEADS)
+    lengths = [[fields[name]] if name in fields else fields[f"{name}s"] for name in LENGTHS]
+    found: set[Trait] = {("group", qo_heads // kv_heads)}
+    for qo_len, kv_len in zip(*lengths, strict=True):
+        found.add(("tiles", min(-(-qo_len // TILE), 2), min(-(-kv_len // TILE), 2), qo_len > kv_len))
+    for name, value in fields.items():
+        if name in NUMBERS:
+            found.add((name, value and (value > 0) - (value < 0)))
+        elif name not in (*FREE, *HEADS, "heads", *LENGTHS, "qo_lens", "kv_lens"):
+            found.add((name, value))
+    return found
+
+
+def _pairs(features: Any) -> set[Trait]:
+    values = features._replace(num_qo_heads=0, num_kv_heads=0)._asdict().items()
+    return set(itertools.combinations(values, 2))
