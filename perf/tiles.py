@@ -30,22 +30,20 @@ REGISTERS = {2: 212, 3: 132}  # per thread for accumulators and probabilities, b
 SPEC_DTYPES = {"e4m3": "float8_e4m3fn"}
 FORM = (
     "ROWSxCOLUMNS STAGES+QUERY_TILES [xCTAS] [ping-pong] [q-registers-COLUMNS] [first-key] "
-    "[packed|unpacked] [sections-of-N-MiB] [whole-tiles]"
+    "[packed|unpacked] [sections-of-N-MiB]"
 )
 TILE = re.compile(r"(\d+)x(\d+) (\d+)\+(\d+)(?: x(\d+))?( ping-pong)?(?: q-registers-(\d+))?( first-key)?")
-WAY = re.compile(r"(?: ?(packed|unpacked))?(?: ?sections-of-(\d+)-MiB)?(?: ?(whole-tiles))?")
+WAY = re.compile(r"(?: ?(packed|unpacked))?(?: ?sections-of-(\d+)-MiB)?")
 
 
 class Trial(NamedTuple):
     """Way to run a row. `tile`: None, that of the table. `packed`: whether the heads of a group share tiles; None: as
     the family says. `section_mib`: keys and values of an L2 section; None: as ever.
-    `cuts_last_wave`: False, never.
     """
 
     tile: HopperTile | None = None
     packed: bool | None = None
     section_mib: int | None = None
-    cuts_last_wave: bool = True
 
     @property
     def name(self) -> str:
@@ -60,8 +58,6 @@ class Trial(NamedTuple):
             words.append("packed" if self.packed else "unpacked")
         if self.section_mib is not None:
             words.append(f"sections-of-{self.section_mib}-MiB")
-        if not self.cuts_last_wave:
-            words.append("whole-tiles")
         return " ".join(words)
 
     @classmethod
@@ -76,7 +72,7 @@ class Trial(NamedTuple):
             rows, cols, stages, q_stages, per_sm, q_registers = (int(found[i] or 0) for i in (1, 2, 3, 4, 5, 7))
             flags = {"ping_pong": bool(found[6]), "from_first_key": bool(found[8])}
             shape = tile(rows, cols, stages, q_stages, max(per_sm, 1), q_registers, **flags)
-        return cls(shape, packed, int(way[2]) if way[2] else None, not way[3])
+        return cls(shape, packed, int(way[2]) if way[2] else None)
 
 
 def tile(
@@ -130,7 +126,7 @@ def spec(w: BatchWorkload, shape: HopperTile) -> Fa3Spec:
 
 
 def force(trial: Trial) -> AbstractContextManager[None]:
-    """Makes plans take the tile, the heads, the sections and the waves of a trial."""
+    """Makes plans take the tile, the heads and the sections of a trial."""
 
     def heads(_: object, features: Features, qo_len: int, tile: HopperTile) -> int:
         return features.num_qo_heads // features.num_kv_heads if trial.packed else 1
@@ -143,8 +139,6 @@ def force(trial: Trial) -> AbstractContextManager[None]:
     if trial.section_mib is not None:
         names = "SECTION_BYTES", "SHORT_SECTION_BYTES"
         patches += [mock.patch.object(variant, name, trial.section_mib << 20) for name in names]
-    if not trial.cuts_last_wave:
-        patches.append(mock.patch.object(variant, "has_equal_tiles", return_value=False))
     return forced(*patches)
 
 

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
-from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, GraphLimits, largest, smallest
+from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, GraphLimits, largest
 from cute_attn.schedule import cost_model, few_tiles
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
-from cute_attn.schedule.cost_model import Capacity
-from cute_attn.schedule.last_wave import last_wave
+from cute_attn.schedule.cuts import Capacity, Device
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
@@ -28,6 +27,7 @@ AllocateInts = Callable[[int], np.ndarray]  # allocates a flat int32 array of th
 
 EXTRA_WAVES = 2  # waves of items that splits may add to a launch of fixed size
 MOST_PREFILL_KEYS = 2  # keys per query token of a batch that counts as prefill: a request has few tiles or few keys
+LONG_KEYS = 16384  # of a request: cutting the last wave gains more than a combine launch without work costs
 MERGE_ROWS = 16384  # rows of a combine launch of fixed size, unless one wave of items needs more
 
 _QO_START, _QO_LEN, _KV_START, _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL, _MASK_LOW, _MASK_HIGH, _REQUEST = (
@@ -48,7 +48,6 @@ class _SchedulerParams(NamedTuple):
     partial_row_bytes: int  # 4 * (head_dim_vo + 1)
     l2_section_heads: int = 0  # kv heads processed side by side before the next ones begin; 0: all
     l2_kv_tokens: int = 0  # kv tokens of so many heads that L2 holds; 0: the order of requests does not matter
-    cuts_last_wave: bool = False  # whether the last items of a launch of equal ones may be cut
 
 
 class SchedulerParams(_SchedulerParams):
@@ -57,9 +56,9 @@ class SchedulerParams(_SchedulerParams):
     """
 
     @functools.cached_property
-    def cost_device(self) -> cost_model.Device:
+    def cost_device(self) -> Device:
         """Device of the cost model."""
-        return cost_model.Device.of(self.resident_ctas, self.num_kv_heads, self.min_split_tiles, self.rows, self.cols)
+        return Device.of(self.resident_ctas, self.num_kv_heads, self.min_split_tiles, self.rows, self.cols)
 
     @functools.cached_property
     def partial_bytes(self) -> int:
@@ -147,19 +146,17 @@ def schedule(
     bytes needed.
     """
     capacity = record_capacity(params, limits)
-    few = few_tiles.covers(lengths, params) and not params.cuts_last_wave
-    if few and (limits.fixed_split_size is None or limits.disable_split_kv):
+    fixed = limits.fixed_split_size is not None and not limits.disable_split_kv
+    if few_tiles.covers(lengths, params) and not fixed:
         return _few_tiles(lengths, params, capacity, limits, allocate)
     tiles = query_tiles(lengths, params)
-    if limits.fixed_split_size is not None and not limits.disable_split_kv:
-        splits = _fixed_size_splits(tiles, params, limits)
-    else:
-        splits = _balanced_splits(tiles, params, capacity)
+    splits = _fixed_size_splits(tiles, params, limits) if fixed else _balanced_splits(tiles, params, capacity)
     needed = Capacity(len(splits.items.end), len(splits.num_splits), splits.num_partials)
     work = _work_list(needed, capacity, limits, allocate, _key_bounds(lengths, params, limits))
     requests = _request_records(lengths)
     records = _item_records(requests, params, splits.items)
-    records.take(_item_order(lengths, params, splits), 0, out=work.items[: needed.items], mode="clip")
+    late = 0 if fixed else needed.merges
+    records.take(_item_order(lengths, params, splits.items, late), 0, out=work.items[: needed.items], mode="clip")
     # ^ "clip" spares numpy a copy of `out`
     if needed.merges:
         _write_merges(work.merges[: needed.merges], requests, splits)
@@ -263,28 +260,16 @@ def _visible_kv_tiles(
 
 
 def _balanced_splits(tiles: Items, params: SchedulerParams, capacity: Capacity) -> Splits:
-    """Splits the longest query tiles evenly where the cost model expects a shorter launch."""
+    """Splits the longest query tiles, or those of the last wave, where the cost model expects a shorter launch."""
     num_splits = cost_model.num_splits(tiles.visible, params.cost_device, capacity)
     if num_splits is None:
-        return _last_wave_splits(tiles, params, capacity)
+        return Splits(tiles, _NO_ITEMS, _NONE, _NONE)
     num_splits = np.maximum(num_splits, 1)  # a tile that sees no keys is one item too
     splits, index = _repeated(tiles, num_splits)
     items, of = splits.items, num_splits.repeat(num_splits)
     begin, end = index * items.visible // of, (index + 1) * items.visible // of
     parts = items._replace(begin=items.seen(begin), end=items.seen(end - 1) + 1, visible=end - begin)
     return splits._replace(items=parts)
-
-
-def _last_wave_splits(tiles: Items, params: SchedulerParams, capacity: Capacity) -> Splits:
-    """Cuts the last query tiles where all see the same number of kv tiles, from 0 on, and that pays."""
-    if params.cuts_last_wave and len(tiles.end) and params.window_left < 0 and tiles.gap is None:
-        end = smallest(tiles.end)
-        cut = last_wave(len(tiles.end), end, params.cost_device, capacity) if end == largest(tiles.end) else None
-        if cut is not None:
-            size = np.full(len(tiles.end), end)
-            size[-cut.items :] = cut.kv_tiles
-            return _splits_at(tiles, size, -(-end // size))
-    return Splits(tiles, _NO_ITEMS, _NONE, _NONE)
 
 
 def _fixed_size_splits(tiles: Items, params: SchedulerParams, limits: BatchLimits) -> Splits:
@@ -335,11 +320,11 @@ def _repeated(tiles: Items, num_splits: np.ndarray) -> tuple[Splits, np.ndarray]
     return Splits(items, tiles.take(merged), first_partial.take(merged), num_splits.take(merged)), index
 
 
-def _item_order(lengths: BatchLengths, params: SchedulerParams, splits: Splits) -> np.ndarray:
+def _item_order(lengths: BatchLengths, params: SchedulerParams, items: Items, late: int) -> np.ndarray:
     """Returns the order of items: longest first, within groups of requests that share L2 where these matter."""
-    order = longest_first(splits.items.visible)
-    if orders_by_l2(params, len(order), len(splits.num_splits)) and lengths.total_kv > params.l2_kv_tokens:
-        request = splits.items.request.take(order)
+    order = longest_first(items.visible)
+    if orders_by_l2(params, len(order), late) and lengths.total_kv > params.l2_kv_tokens:
+        request = items.request.take(order)
         order = order.take(l2_groups(lengths, params).take(request).argsort(kind="stable"))
     return order
 
@@ -387,13 +372,13 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
     return (~bins.astype(np.uint8)).argsort(kind="stable")
 
 
-def orders_by_l2(params: SchedulerParams, items: int, merges: int) -> bool:
+def orders_by_l2(params: SchedulerParams, items: int, late: int) -> bool:
     """Tells whether items are ordered by L2 group before length: not in few waves, the last of which would end late;
-    nor where last waves may be cut and tiles have parts, which come last.
+    nor where so many query tiles have parts that come last, as the cost model wants them.
     """
-    if merges and params.cuts_last_wave:
+    if late or not params.l2_kv_tokens:
         return False
-    return bool(params.l2_kv_tokens) and items * params.num_kv_heads >= L2_ORDER_MIN_WAVES * params.resident_ctas
+    return items * params.num_kv_heads >= L2_ORDER_MIN_WAVES * params.resident_ctas
 
 
 def l2_groups(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
@@ -470,8 +455,10 @@ def _fills_waves(params: SchedulerParams, limits: BatchLimits) -> bool:
     splits none of 200 random ones, and a combine launch costs some 3 us even without work.
     """
     graph = limits.graph
-    if graph is None or limits.keeps_address or params.cuts_last_wave:
+    if graph is None or limits.keeps_address:
         return False
+    if not params.causal and graph.max_kv_tokens >= LONG_KEYS * graph.batch_size:
+        return False  # equal tiles, whose last wave may be cut
     if graph.max_kv_tokens > MOST_PREFILL_KEYS * graph.max_rows:
         return False
     items = graph.max_rows * params.group_size // params.rows * params.num_kv_heads

@@ -9,8 +9,10 @@ UNIT = 16  # of the model's time, per kv tile
 ITEM_COST = 2
 COMBINE_COST = 3
 BINS = 256  # lengths and costs are rounded to this fraction of the largest
-BALANCED = 33, 32  # a ratio: no search for a makespan below so many times the work shared equally
+BALANCED = 65, 64  # a ratio: no search for a makespan below so many times the work shared equally
 WORTHWHILE = 19, 20  # times the makespan without splits: the estimates are no more accurate than that
+CUT_WORTHWHILE = 199, 200  # the same of a cut last wave
+MOST_PARTS = 12  # of a query tile of the last wave: 3 to 11 were best in the launches that gained (H200, 2026-11-29)
 
 # Candidates for the split size: fractions of the longest tile, and 64ths of one CTA's equal share of the work.
 LONGEST_DIVISORS = (2, 3, 4, 5, 6, 8)
@@ -18,6 +20,7 @@ SHARE_FACTORS = (10, 13, 16, 21, 32, 35, 43, 48, 64, 70, 80, 96)
 SHARE_DENOMINATOR = 64
 CANDIDATES = len(LONGEST_DIVISORS) + len(SHARE_FACTORS)
 ITEM_TIME, COMBINE_TIME = UNIT * ITEM_COST, UNIT * COMBINE_COST
+CUT_TIME = 3 * UNIT  # cut last waves took 4 to 6 us more than estimated without it (d 128 and 256, H200, 2026-11-29)
 EMPTY_TILE_TIME = UNIT // 2  # a query tile that sees no keys is still one item
 IMPOSSIBLE = 1 << 55  # makespan of a candidate that exceeds the capacity
 

@@ -1,4 +1,5 @@
-"""Number of splits of each query tile of a batch: a search over split sizes with a model of the makespan.
+"""Number of splits of each query tile of a batch: a search over split sizes, of all tiles or of those of the last wave,
+with a model of the makespan.
 
 A device runs a number of items at once and starts the next one, longest first, where one ends. The makespan is bounded
 from below by the longest item, by the work shared equally, and by the fullest CTA: when `count` items cost `cost` or
@@ -21,6 +22,7 @@ from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
     COMBINE_TIME,
+    CUT_WORTHWHILE,
     EMPTY_TILE_TIME,
     IMPOSSIBLE,
     ITEM_TIME,
@@ -30,6 +32,8 @@ from cute_attn.schedule.constants import (
     UNIT,
     WORTHWHILE,
 )
+from cute_attn.schedule.cuts import Capacity, Cut, Device
+from cute_attn.schedule.last_wave import last_wave
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
 FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
@@ -44,28 +48,6 @@ _SHIFT, _MASK = map(np.array, (_ITEM_BITS, (1 << _ITEM_BITS) - 1))
 most = np.maximum.reduce  # half the time of an array's `max`
 
 
-class Capacity(NamedTuple):
-    """Number of records of each kind that a schedule may have."""
-
-    items: int
-    merges: int
-    partials: int
-
-
-class Device(NamedTuple):
-    """Inputs of the model besides lengths."""
-
-    resident_ctas: int  # CTAs that run at once
-    ctas_per_item: int  # the kv heads
-    min_split_tiles: int  # kv tiles of the smallest split worth its partial
-    partial_cost: int  # of writing or reading one partial, in units
-
-    @classmethod
-    def of(cls, resident_ctas: int, num_kv_heads: int, min_split_tiles: int, rows: int, cols: int) -> Device:
-        """Returns the model of launches with tiles of `rows` and `cols`."""
-        return cls(resident_ctas, num_kv_heads, min_split_tiles, UNIT * rows // cols)
-
-
 class Tiles(NamedTuple):
     """The query tiles of a batch, grouped by the kv tiles that they see."""
 
@@ -78,26 +60,30 @@ class Tiles(NamedTuple):
 def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.ndarray | None:
     """Returns the number of splits of each query tile, given the kv tiles that it sees; None where no split pays."""
     if len(visible) <= FEW_TILES:
-        size = split_size(tuple(visible.tolist()), device, capacity)
+        cut = best_cut(tuple(visible.tolist()), device, capacity)
     else:
         total = int(np.add.reduce(visible, dtype=np.int64))
-        size = _split_size(visible, largest(visible), total, device, capacity)
-    return None if size is None else -(-visible // size)
+        cut = _best_cut(visible, largest(visible), total, device, capacity)
+    if cut is None:
+        return None
+    splits = -(-visible // cut.size)
+    splits[: cut.first] = 1
+    return splits
 
 
 @functools.lru_cache(REMEMBERED)
-def split_size(visible: tuple[int, ...], device: Device, capacity: Capacity) -> int | None:
-    """Returns the kv tiles of the longest split of few query tiles, by which `num_splits` divides; None where no split
-    pays. The steps of an engine differ in kv tiles once in 64 tokens of a request or so.
+def best_cut(visible: tuple[int, ...], device: Device, capacity: Capacity) -> Cut | None:
+    """Returns how few query tiles are split; None where no split pays. The steps of an engine differ in kv tiles once
+    in 64 tokens of a request or so.
     """
     longest = max(visible) if visible else 0  # `default` takes longer than all of it
-    return _split_size(visible, longest, sum(visible), device, capacity)
+    return _best_cut(visible, longest, sum(visible), device, capacity)
 
 
-def _split_size(
+def _best_cut(
     visible: np.ndarray | tuple[int, ...], longest: int, total: int, device: Device, capacity: Capacity
-) -> int | None:
-    """Returns the best split size in kv tiles; None where no split pays. `longest`, `total`: of `visible`."""
+) -> Cut | None:
+    """Returns the best of all splits; None where none pays. `longest`, `total`: of `visible`."""
     more, of = BALANCED  # of so many waves that longest-first order fills the last one well, no split pays
     if longest < 2 * device.min_split_tiles or capacity.merges < 1 or capacity.partials < 2:
         return None
@@ -116,14 +102,16 @@ def _split_size(
     chunks = candidates(longest, total, device)
     estimates = _makespans(tiles, chunks, device, capacity)
     best = int(estimates.argmin())
-    if int(estimates[best]) * WORTHWHILE[1] > unsplit * WORTHWHILE[0]:
-        return None
-    return chunks[best]
+    even, last = Cut(int(estimates[best]), 0, chunks[best]), last_wave(len(visible), longest, device, capacity)
+    found = even if even.time * WORTHWHILE[1] <= unsplit * WORTHWHILE[0] else None
+    if last is not None and last.time * CUT_WORTHWHILE[1] <= unsplit * CUT_WORTHWHILE[0]:
+        found = last if found is None or last.time < found.time else found
+    return found
 
 
 def candidates(longest: int, total: int, device: Device) -> list[int]:
     """Returns the split sizes that are compared, in kv tiles, each once: of equal estimates the first wins."""
-    least = max(device.min_split_tiles, -(-longest // MAX_SPLITS))  # below the longest query tile: `_split_size`
+    least = max(device.min_split_tiles, -(-longest // MAX_SPLITS))  # below the longest query tile: `_best_cut`
     debt, whole = -total * device.ctas_per_item, device.resident_ctas * SHARE_DENOMINATOR  # below 0: this rounds up
     sizes = [-(-longest // divisor) for divisor in LONGEST_DIVISORS]
     sizes += [-(debt * factor // whole) for factor in SHARE_FACTORS]

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cute_attn.schedule.constants import SORT_BINS
-from cute_attn.schedule.cost_model import Capacity, split_size
+from cute_attn.schedule.cost_model import best_cut
+from cute_attn.schedule.cuts import Capacity
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 
 if TYPE_CHECKING:
     from cute_attn.problem import BatchLengths
     from cute_attn.schedule.batch import SchedulerParams
 
-UNSPLIT = 1 << 62  # kv tiles of a split
 FEW = 8  # requests, and query tiles besides the last of each
 
 _tiles_of = itemgetter(0)
@@ -68,17 +68,18 @@ def items(lengths: BatchLengths, params: SchedulerParams, capacity: Capacity) ->
     qo_start, qo_len, kv_start, kv_len = lengths.lists
     tiles = query_tiles(qo_len, kv_len, params)
     sizes = tuple([end - begin for _, _, begin, end in tiles])
-    chunk = split_size(sizes, params.cost_device, capacity) or UNSPLIT
+    cut = best_cut(sizes, params.cost_device, capacity)
+    first, chunk = (len(tiles), 1) if cut is None else (cut.first, cut.size)
     found: list[tuple[int, tuple[int, ...]]] = []
     merges: list[int] = []
     partials, cols = 0, params.cols
-    for request, first_row, begin, end in tiles:
+    for i, (request, first_row, begin, end) in enumerate(tiles):
         row, tokens, first_key, keys = qo_start[request], qo_len[request], kv_start[request], kv_len[request]
         last = end * cols
         if last > keys:
             last = keys
         visible = end - begin
-        if visible <= chunk:
+        if i < first or visible <= chunk:
             item = row, tokens, first_key, keys, first_row, begin * cols, last, NO_PARTIAL, request
             found.append((visible, item))
             continue

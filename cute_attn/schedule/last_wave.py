@@ -1,51 +1,41 @@
-"""Splits of the last wave of a launch whose query tiles all see equally many keys.
+"""Splits of the last wave of a launch: query tiles that fill waves stay whole, and the others are cut.
 
-Equal tiles end in waves, and where the last wave is not full, CTAs are idle for the time of a whole tile. Splitting
-every tile costs more than that. So only those of the last wave are cut: each into long parts that run at once, one per
-CTA, and a short rest; CTAs without a long part take the rests one after the other. Eight waves of which the last has
-100 tiles for 132 CTAs end 0.2 tiles earlier: 100 CTAs run 4/5 of a tile, and 32 the 100 rests of 1/5.
+Tiles of about equal length end in waves, and where the last wave is not full, CTAs are idle for the time of a whole
+tile. Splitting every tile evenly costs a partial result for each. So only the tiles of the last wave are cut, into the
+number of equal parts that ends first. Example: 160 tiles, each of 34 units of time, on 132 CTAs take 68 units. Cut in
+four, 40 of them make 160 parts of 11 units: the 12 CTAs that have no tile in the first wave take 36 of these meanwhile,
+and all CTAs the others afterwards, so that the launch takes 45 units, and the merge.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from cute_attn.schedule.constants import ITEM_TIME, UNIT
-from cute_attn.schedule.cost_model import Capacity, Device
-
-# Parts instead of whole tiles, and merging them, took 32 to 47 us in seven rows of d 64, 128 and 256, 4096 to 16384
-# tokens (H100): some 30 times what a kv tile takes.
-OVERHEAD = 30 * UNIT
-WORTHWHILE = 199, 200  # times the launch as it was; what it estimates at 0.7 to 4 % gained 0 to 5 (H100, H200)
-MOST_PARTS = 8  # long ones of a tile; launches of fewer tiles than an eighth of the CTAs have no waves to speak of
+from cute_attn.schedule.constants import COMBINE_TIME, CUT_TIME, ITEM_TIME, MOST_PARTS, UNIT
+from cute_attn.schedule.cuts import Capacity, Cut, Device
 
 
-class LastWave(NamedTuple):
-    """How the last work items of a launch are cut, those of every block of heads."""
-
-    items: int
-    kv_tiles: int  # of a long part; what remains of an item is one more part
-
-
-def last_wave(items: int, kv_tiles: int, device: Device, capacity: Capacity) -> LastWave | None:
-    """Returns how to cut the last of so many items, each of so many kv tiles; None where that does not pay. The planner
-    kernel makes the same cuts.
+def last_wave(number: int, longest: int, device: Device, capacity: Capacity) -> Cut | None:
+    """Returns the best cut of so many query tiles, the longest of so many kv tiles; None where there is no wave before
+    the last, or no room. All tiles are taken to be as long as the longest. The planner kernel makes the same cuts.
     """
-    waves, tiles = divmod(items * device.ctas_per_item, device.resident_ctas)
-    if not waves or not tiles:
+    resident, ctas = device.resident_ctas, device.ctas_per_item
+    waves, rest = divmod(number * ctas, resident)
+    first = waves * resident // ctas
+    if not first or not rest:
         return None
-    parts = min(device.resident_ctas // tiles, MOST_PARTS)
-    idle = device.resident_ctas - parts * tiles
-    if not idle:  # then all parts run at once
-        parts, idle = parts - 1, tiles
-    if not parts:
-        return None
-    rests, start = -(-tiles // idle), ITEM_TIME + device.partial_cost  # rests that one CTA takes; time besides kv tiles
-    long = -(-(rests * (kv_tiles * UNIT + start) - start) // ((parts * rests + 1) * UNIT))
-    cut = LastWave(-(-tiles // device.ctas_per_item), long)
-    fits = cut.items <= capacity.merges and cut.items * (parts + 1) <= capacity.partials
-    fits = fits and items + cut.items * parts <= capacity.items
-    before = (waves + 1) * (kv_tiles * UNIT + ITEM_TIME)
-    after = before - (kv_tiles - long) * UNIT + OVERHEAD
-    pays = after * WORTHWHILE[1] <= before * WORTHWHILE[0]
-    return cut if fits and pays and kv_tiles > parts * long else None
+    cut, idle = number - first, waves * resident - first * ctas  # CTAs that have no tile in the last full wave
+    whole = longest * UNIT + ITEM_TIME
+    best = None
+    for most in range(2, MOST_PARTS + 1):
+        size = -(-longest // most)
+        parts = cut * -(-longest // size)
+        if cut > capacity.merges or parts > capacity.partials or first + parts > capacity.items:
+            break  # more parts fit no better
+        if size < device.min_split_tiles:
+            break
+        part = size * UNIT + ITEM_TIME + device.partial_cost
+        late = max(parts * ctas - idle * (whole // part), 0)
+        time = waves * whole - -late // resident * part  # rounded up
+        time += COMBINE_TIME + CUT_TIME + parts * ctas * device.partial_cost // resident
+        if best is None or time < best.time:
+            best = Cut(time, first, size)
+    return best

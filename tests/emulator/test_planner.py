@@ -20,7 +20,7 @@ pytestmark = pytest.mark.emulator
 
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
 PREFILL = DECODE._replace(rows=128, causal=True, min_split_tiles=4)
-WAVES = PREFILL._replace(group_size=1, causal=False, resident_ctas=132, cuts_last_wave=True, l2_kv_tokens=9000)
+WAVES = PREFILL._replace(group_size=1, causal=False, resident_ctas=132, l2_kv_tokens=9000)
 L2 = DECODE._replace(l2_kv_tokens=40_000, resident_ctas=40)
 
 
@@ -55,7 +55,8 @@ SHAPES = {
     "no room for partials": case(np.ones(8), np.full(8, 9000), limits=LIMITS._replace(workspace_bytes=0)),
     "a cut last wave": case([16384], [16384], WAVES, page=0),
     "a cut last wave of two requests": case([8192, 8192], [20000, 20000], WAVES),
-    "no wave of unequal requests is cut": case([8192, 8192], [20000, 19900], WAVES),
+    "a cut last wave of unequal requests": case([8192, 8192], [20000, 19900], WAVES),
+    "a cut last wave of chunks": case([640], [8192], WAVES._replace(causal=True)),
     "splits of a fixed size": case([1, 30, 0], [5000, 9000, 0], limits=LIMITS._replace(fixed_split_size=777)),
 }
 

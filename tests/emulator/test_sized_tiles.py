@@ -12,7 +12,8 @@ from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.blocks.tiles import Launch, TileProblem
 from cute_attn.kernels.fa3.tiles import choose
 from cute_attn.kernels.host.persistent import variant
-from cute_attn.schedule import few_tiles, last_wave
+from cute_attn.schedule import cost_model
+from cute_attn.schedule.cuts import Cut
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, prefill
@@ -39,7 +40,7 @@ SINGLE: tuple[tuple[Launch, Case], ...] = (
     (MEDIUM, prefill(150, 400, (2, 1), 192, **CAUSAL)),
 )
 CUT = (
-    ragged((400,), (700,), **heads(3, 3), **dims(64)),  # 9 tiles on 2 CTAs: three are cut
+    ragged((400,), (700,), **heads(3, 3), **dims(64)),  # three query tiles of each head
     ragged((150, 150), (500, 500), dtype="bfloat16", sinks=True, **heads(1, 1), **dims(256)),
 )
 LENGTHS = (200, 0, 37, 1), (300, 20, 64, 0)
@@ -74,8 +75,8 @@ def test_tiles(case: tuple[Launch, Case | BatchCase], schedule: Schedule) -> Non
 def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
     with (
         mock.patch.object(variant, "launch_of", return_value=LONGEST),
-        mock.patch.object(last_wave, "WORTHWHILE", (9, 1)),
-        mock.patch.object(few_tiles, "FEW", 0),
+        mock.patch.object(cost_model, "last_wave", return_value=Cut(0, 1, 2)),
+        mock.patch.object(cost_model, "BALANCED", (0, 1)),
     ):
         emulation = solve_on(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
     assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]

@@ -16,7 +16,6 @@ from cute_attn.dispatch import emulator
 from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
-from cute_attn.kernels.blocks.tiles import Launch
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.host import combine
 from cute_attn.kernels.host.gpu import Gpu
@@ -240,24 +239,6 @@ def test_sections_of_a_batch(
         item, head = divmod(within, found)
         places.add((item, section * found + head))
     assert places == {(item, head) for item in range(plan.work.item_capacity) for head in range(16)}
-
-
-@pytest.mark.parametrize(
-    ("changes", "qo_len", "cut"),
-    [
-        ({}, 16384, True),
-        ({}, 16383, False),
-        ({"mask": "causal"}, 16384, False),
-        ({"window_left": 200}, 16384, False),
-        ({"mask": "custom"}, 16384, False),
-        ({"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "o_dtype": "bfloat16"}, 16384, False),
-    ],
-)
-def test_whose_last_wave_is_cut(target: Target, changes: dict[str, Any], qo_len: int, cut: bool) -> None:
-    """On Hopper, where it was measured."""
-    settings = build(ragged((40, 20), (60, 30), **heads(2, 1), **dims(128), **changes)).problem.settings
-    found = persistent_batch.tiling(target.kernels, settings, 64, 64, target.arch.name, 132, Launch(qo_len))
-    assert found.params.cuts_last_wave is (cut and target.name == "fa3")
 
 
 def test_fp8_tensor_maps_and_scales(target: Target, parameters: tuple[str, ...]) -> None:

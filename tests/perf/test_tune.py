@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn.kernels.blocks.tiles import LONGEST_TOKENS, Launch
 from cute_attn.kernels.fa3.host.family import KERNELS
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import HopperTile
@@ -44,8 +43,8 @@ def decode(batch_size: int, kv_dtype: str) -> BatchWorkload:
         ("128x48 4+2 x2 first-key packed", Trial(tile(128, 48, 4, 2, 2, from_first_key=True), packed=True)),
         ("192x80 3+1 ping-pong", Trial(tile(192, 80, 3, 1, ping_pong=True))),
         ("128x64 2+1 q-registers-96", Trial(tile(128, 64, 2, 1, q_registers=96))),
-        ("unpacked sections-of-16-MiB whole-tiles", Trial(None, False, 16, False)),
-        ("whole-tiles", Trial(cuts_last_wave=False)),
+        ("unpacked sections-of-16-MiB", Trial(None, False, 16)),
+        ("packed", Trial(packed=True)),
     ],
 )
 def test_tiles_by_text(text: str, trial: Trial) -> None:
@@ -94,18 +93,6 @@ def test_plans_take_a_trial() -> None:
     with tiles.force(Trial(packed=False)):
         assert planned() == (own[0], 8, own[2])
     assert planned() == own
-
-
-def test_plans_leave_the_last_wave_whole() -> None:
-    settings = build(ragged((70,), (90,), **heads(8, 8), **dims(128))).problem.settings
-
-    def cuts() -> bool:
-        return tiling(KERNELS, settings, 64, 1 << 20, "sm_90a", 132, Launch(LONGEST_TOKENS)).params.cuts_last_wave
-
-    assert cuts()
-    with tiles.force(Trial(cuts_last_wave=False)):
-        assert not cuts()
-    assert cuts()
 
 
 def test_a_single_request_is_a_batch_of_one() -> None:
@@ -193,7 +180,7 @@ def test_a_run_measures_the_candidates_of_its_rows(
 ) -> None:
     """Beside "auto" and the peers, kernels compiled first; the fastest is printed first."""
     compiled: list[object] = []
-    slow, fast = "cute_attn 128x64 2+1", "cute_attn whole-tiles"
+    slow, fast = "cute_attn 128x64 2+1", "cute_attn packed"
 
     def measured(program: str, sections: dict[str, Section], options: Any, more: Any) -> dict[str, Any]:
         assert (program, list(sections)) == ("tune", ["prefill"])
@@ -218,7 +205,7 @@ def test_a_run_measures_the_candidates_of_its_rows(
     monkeypatch.setattr(tune.artifacts, "get_many", get_many)
     monkeypatch.setattr(tune.archs, "for_device", lambda index: HOPPER)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert tune.main(["prefill", "--try", "128x64 2+1", "whole-tiles"]) == 0
+    assert tune.main(["prefill", "--try", "128x64 2+1", "packed"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == f"208.8 1.200 of auto 1.684 of the best peer {fast}".split()
     assert [line.split()[0] for line in lines[2:5]] == ["174.0", "150.0", "124.0"]

@@ -150,7 +150,7 @@ def check_partials(work: WorkList, params: SchedulerParams, limits: BatchLimits)
     assert work.num_partials * params.num_kv_heads * params.rows * params.partial_row_bytes <= limits.workspace_bytes
 
 
-def check_order(work: WorkList, lengths: BatchLengths, params: SchedulerParams) -> None:
+def check_order(work: WorkList, lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> None:
     """Checks the order: groups of requests whose keys fit L2, longest requests first; within a group the longest items
     first, equal ones by request and query tile.
     """
@@ -160,7 +160,7 @@ def check_order(work: WorkList, lengths: BatchLengths, params: SchedulerParams) 
         tokens += int(lengths.kv_len[request])
         groups[request] = max(tokens - 1, 0) // group_tokens if params.l2_kv_tokens else 0
     few_waves = len(items_of(work)) * params.num_kv_heads < 4 * params.resident_ctas
-    if few_waves or (params.cuts_last_wave and merges_of(work)):
+    if few_waves or (merges_of(work) and limits.fixed_split_size is None):  # parts come last
         groups = dict.fromkeys(groups, 0)
     keys = [
         (groups[item.request], -len(tiles_of(item, params)), item.request, item.first_row, item.kv_begin)
@@ -182,7 +182,7 @@ def test_every_visible_tile_once_within_the_workspace_longest_first(
     assert not work.merges[:, len(Merge._fields) :].any()
     check_coverage(work, lengths, params)
     check_partials(work, params, limits)
-    check_order(work, lengths, params)
+    check_order(work, lengths, params, limits)
     if limits.disable_split_kv:
         assert not len(work.merges)
 
@@ -215,7 +215,7 @@ def test_every_batch_within_graph_limits_fits_the_same_launch(
         work = scheduled(lengths, params, limits._replace(graph=graph))
         check_coverage(work, lengths, params)
         check_partials(work, params, limits)
-        check_order(work, lengths, params)
+        check_order(work, lengths, params, limits)
         assert work.items.shape == (work.item_capacity, ITEM_INTS)
         assert work.merges.shape == (work.merge_capacity, MERGE_INTS)
         assert work.ints.size == work.items.size + work.merges.size
@@ -278,7 +278,7 @@ def test_a_fixed_split_size_of_too_many_splits_names_one_that_works() -> None:
         ("one full wave is not split", [1] * 33, [8192] * 33, 33, 0),
         ("two nearly full waves are not split", [1] * 64, [8192] * 64, 64, 0),
         ("a few requests share one wave", [1] * 8, [8192] * 8, 32, 8),
-        ("40 of 66 CTAs would idle: four splits each", [1] * 40, [8192] * 40, 160, 40),
+        ("7 requests after a full wave are cut in four", [1] * 40, [8192] * 40, 61, 7),
         ("short requests are not worth a split", [1] * 8, [192] * 8, 8, 0),
         ("many random waves balance themselves", [1] * 256, [100 + 31 * i for i in range(256)], 256, 0),
         ("nothing to do", [], [], 0, 0),

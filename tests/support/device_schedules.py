@@ -75,7 +75,6 @@ def random_case(rng: np.random.Generator, most_requests: int = 300) -> Case:
         min_split_tiles=int(rng.integers(1, 6)),
         partial_row_bytes=4 * 129,
         l2_kv_tokens=int(rng.choice([0, 1, 1000, 50_000])),
-        cuts_last_wave=bool(rng.random() < 0.2),
     )
     slots = int(rng.choice([0, 1, 5, 100, 100_000]))
     split = rng.random()

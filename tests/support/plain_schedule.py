@@ -8,7 +8,7 @@ from cute_attn.problem import BatchLengths, BatchLimits
 from cute_attn.schedule import constants
 from cute_attn.schedule.batch import SchedulerParams, record_capacity
 from cute_attn.schedule.constants import ITEM_TIME, UNIT
-from cute_attn.schedule.cost_model import Capacity
+from cute_attn.schedule.cuts import Capacity
 from cute_attn.schedule.records import ITEM_INTS, MAX_SPLITS, MERGE_INTS
 
 NO_PARTIAL = -1
@@ -23,14 +23,34 @@ def fullest(costs: list[tuple[int, int]], ctas: int, resident: int) -> int:
     return max(ceil_div(sum(n for c, n in costs if c >= cost) * ctas, resident) * cost for cost, _ in costs)
 
 
-def split_size(visible: list[int], params: SchedulerParams, capacity: Capacity) -> int | None:
-    """Split size in kv tiles; None: no splits."""
+def last_wave(number: int, longest: int, params: SchedulerParams, capacity: Capacity) -> tuple[int, int, int] | None:
+    """Time, first tile that is split and split size; None: whole tiles fill all waves, or there is no room."""
+    ctas, resident = params.num_kv_heads, params.resident_ctas
+    partial_cost, whole = UNIT * params.rows // params.cols, longest * UNIT + ITEM_TIME
+    waves = number * ctas // resident
+    first = waves * resident // ctas
+    if first == 0 or number * ctas == waves * resident or number - first > capacity.merges:
+        return None
+    found = []
+    for size in [ceil_div(longest, most) for most in range(2, constants.MOST_PARTS + 1)]:
+        parts = (number - first) * ceil_div(longest, size)
+        if size >= params.min_split_tiles and parts <= capacity.partials and first + parts <= capacity.items:
+            cost = size * UNIT + ITEM_TIME + partial_cost
+            early = (waves * resident - first * ctas) * (whole // cost)
+            time = waves * whole + ceil_div(max(parts * ctas - early, 0), resident) * cost
+            time += constants.COMBINE_TIME + constants.CUT_TIME + parts * ctas * partial_cost // resident
+            found.append((time, first, size))
+    return min(found, key=lambda cut: cut[0], default=None)
+
+
+def best_cut(visible: list[int], params: SchedulerParams, capacity: Capacity) -> tuple[int, int] | None:
+    """First tile that is split and split size in kv tiles; None: no splits."""
     ctas, resident, least = params.num_kv_heads, params.resident_ctas, params.min_split_tiles
     partial_cost = UNIT * params.rows // params.cols
     longest, total = max(visible, default=0), sum(visible)
     if longest < 2 * least or capacity.merges < 1 or capacity.partials < 2:
         return None
-    if longest * resident * 32 <= total * ctas:
+    if longest * resident * 64 <= total * ctas:
         return None
     groups: dict[int, tuple[int, int]] = {}  # by bin: largest size, and how many
     for size in visible:
@@ -40,7 +60,7 @@ def split_size(visible: list[int], params: SchedulerParams, capacity: Capacity) 
     unsplit = [(max(size * UNIT, constants.EMPTY_TILE_TIME) + ITEM_TIME, n) for size, n in sizes]
     share = sum(c * n for c, n in unsplit) * ctas // resident
     makespan = max(share, fullest(unsplit, ctas, resident))
-    if makespan * 32 <= share * 33:
+    if makespan * 64 <= share * 65:
         return None
     found: tuple[int, int] | None = None
     wanted = [ceil_div(longest, d) for d in constants.LONGEST_DIVISORS]
@@ -66,7 +86,11 @@ def split_size(visible: list[int], params: SchedulerParams, capacity: Capacity) 
         if found is None or time < found[0]:
             found = time, chunk
     assert found is not None
-    return None if found[0] * 20 > makespan * 19 else found[1]
+    even = None if found[0] * 20 > makespan * 19 else found
+    cut = last_wave(len(visible), longest, params, capacity)
+    if cut is not None and cut[0] * 200 <= makespan * 199 and (even is None or cut[0] < even[0]):
+        return cut[1:]
+    return None if even is None else (0, even[1])
 
 
 def tiles_of(lengths: BatchLengths, params: SchedulerParams) -> list[tuple[int, int, int, int]]:
@@ -99,13 +123,13 @@ def plain_schedule(lengths: BatchLengths, params: SchedulerParams, limits: Batch
     tiles = tiles_of(lengths, params)
     capacity = record_capacity(params, limits)
     assert capacity.partials <= limits.workspace_bytes // params.partial_bytes
-    size = split_size([end - begin for _, _, begin, end in tiles], params, capacity)
+    cut = best_cut([end - begin for _, _, begin, end in tiles], params, capacity)
     items: list[dict[str, Any]] = []
     merges: list[list[int]] = []
     partials = 0
-    for request, first_row, begin, end in tiles:
+    for i, (request, first_row, begin, end) in enumerate(tiles):
         seen = end - begin
-        count = 1 if size is None else max(1, ceil_div(seen, size))
+        count = 1 if cut is None or i < cut[0] else max(1, ceil_div(seen, cut[1]))
         start, qo_len = int(lengths.qo_indptr[request]), int(lengths.qo_len[request])
         if count > 1:
             merges.append([start, qo_len, first_row, partials, count])
@@ -123,7 +147,7 @@ def plain_schedule(lengths: BatchLengths, params: SchedulerParams, limits: Batch
     width = max((item["cost"] for item in items), default=0) // 256 + 1
     groups = [0] * len(lengths.kv_len)
     many = len(items) * params.num_kv_heads >= constants.L2_ORDER_MIN_WAVES * params.resident_ctas
-    if params.l2_kv_tokens and many and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
+    if params.l2_kv_tokens and not merges and many and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
         groups = groups_of(lengths, params)
     items.sort(key=lambda item: (groups[item["request"]], -(item["cost"] // width)))
     ints = [x for item in items for x in (item["record"] + [0] * ITEM_INTS)[:ITEM_INTS]]

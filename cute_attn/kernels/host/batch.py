@@ -34,7 +34,7 @@ class Tiling(Generic[T_co]):
     params: SchedulerParams
     persistent_groups: int | None = None  # the most groups of CTAs of a launch; None: one per tile
     ctas: int = 1  # of a group, which share tiles
-    order: Callable[[SchedulerParams, int, int], Values] | None = None  # tile order fields, from work and merge items
+    order: Callable[[SchedulerParams, int, int], Values] | None = None  # tile order fields, as `sections`
 
 
 @dataclass
@@ -56,6 +56,7 @@ class BatchSchedule(Generic[T_co]):
     ) -> BatchSchedule[T_co]:
         """Returns the schedule with the launches of a work list. `lengths` are read only without `limits.graph`."""
         params, merges = tiling.params, work.merge_capacity
+        late = merges if limits.fixed_split_size is None else 0
         rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
         total = work.item_capacity * params.num_kv_heads
         groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
@@ -69,7 +70,7 @@ class BatchSchedule(Generic[T_co]):
             rows_per_merge=rows_per_merge,
             rows_to_merge=to_merge,
             partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
-            order=tiling.order(params, work.item_capacity, merges) if tiling.order else (),
+            order=tiling.order(params, work.item_capacity, late) if tiling.order else (),
         )
 
     @property

@@ -25,7 +25,7 @@ from cute_attn.schedule.batch import (
     max_query_tiles,
     record_capacity,
 )
-from cute_attn.schedule.cost_model import Capacity
+from cute_attn.schedule.cuts import Capacity
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
@@ -120,7 +120,6 @@ class Planner:
             "partial_cost": params.cost_device.partial_cost,
             "fixed_chunk": 0 if fixed is None else min(ceil_div(fixed, params.cols), kv_tiles + 1),
             "l2_kv_tokens": min(params.l2_kv_tokens, MAX_PRODUCT),
-            "cuts_last_wave": int(params.cuts_last_wave),
             "max_tiles": max_tiles,
             "item_capacity": self.capacity.items,
             "merge_capacity": self.capacity.merges,

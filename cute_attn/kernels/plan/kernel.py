@@ -26,7 +26,6 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     warp_sum,
 )
 from cute_attn.kernels.plan.parts.cta import Cta, PlanParams, Smem
-from cute_attn.kernels.plan.parts.last_wave import cut
 from cute_attn.kernels.plan.parts.records import Records
 from cute_attn.kernels.plan.parts.split_size import SplitSize
 from cute_attn.kernels.plan.spec import PlanSpec
@@ -80,10 +79,10 @@ class PlanProgram:
             ptx.ld_shared_b32(cta.base + Int32(Smem.longest)),
             load_shared_wide(cta.base + Int32(Smem.total)),
         )
-        chunk = Int32(0)
+        first, chunk = Int32(0), Int32(0)
         if p.fixed_chunk == 0:
-            chunk = SplitSize(cta, longest, total).find(num_tiles)
-        records = Records(cta, chunk, cut(p, num_tiles, longest, total, chunk))
+            first, chunk = SplitSize(cta, longest, total).find(num_tiles)
+        records = Records(cta, first, chunk)
         num_items, num_merges, longest_item = records.make_splits(num_tiles)
         self.reduce(cta, Smem.longest_item, longest_item)
         ptx.sync_threads()

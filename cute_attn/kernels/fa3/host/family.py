@@ -16,6 +16,6 @@ def choose(arch: str, problem: TileProblem) -> HopperTile:
 
 
 KERNELS: PersistentKernels[HopperTile] = PersistentKernels(
-    "fa3", Fa3Spec, tiles.page_source, choose, packs_any_group=True, cuts_last_wave=True
+    "fa3", Fa3Spec, tiles.page_source, choose, packs_any_group=True
 )
 FAMILY: TiledFamily[HopperTile] = family(KERNELS)

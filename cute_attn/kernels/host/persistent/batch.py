@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from cute_attn.kernels.blocks.tiles import LONGEST_TOKENS, Launch, tile_rows
+from cute_attn.kernels.blocks.tiles import Launch, tile_rows
 from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.family import TiledFamily
 from cute_attn.kernels.host.fastdiv import magic
@@ -103,20 +103,21 @@ def _of_tile(
         partial_row_bytes=4 * (features.head_dim_vo + 1),
         l2_section_heads=section,
         l2_kv_tokens=variant.section_tokens(features, launch) // kv_heads,
-        cuts_last_wave=kernels.cuts_last_wave and launch.qo_len >= LONGEST_TOKENS and variant.has_equal_tiles(settings),
     )
     return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
 
 
-def sections(params: SchedulerParams, items: int, merges: int) -> tuple[int, int]:
-    """Returns the tiles of an L2 section of a launch of so many work and merge items, and the blocks of heads in it."""
-    heads = params.l2_section_heads if orders_by_l2(params, items, merges) else params.num_kv_heads
+def sections(params: SchedulerParams, items: int, late: int) -> tuple[int, int]:
+    """Returns the tiles of an L2 section of a launch of so many work items, and the blocks of heads in it.
+    `late`: query tiles whose parts come last.
+    """
+    heads = params.l2_section_heads if orders_by_l2(params, items, late) else params.num_kv_heads
     return max(1, items) * heads, heads
 
 
-def batch_order(params: SchedulerParams, items: int, merges: int) -> Values:
+def batch_order(params: SchedulerParams, items: int, late: int) -> Values:
     """Returns the values of the kernel's ORDER_FIELDS."""
-    return order_values(items * params.num_kv_heads, *sections(params, items, merges))
+    return order_values(items * params.num_kv_heads, *sections(params, items, late))
 
 
 def family(kernels: variant.PersistentKernels[variant.T]) -> TiledFamily[variant.T]:

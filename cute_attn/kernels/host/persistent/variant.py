@@ -53,7 +53,6 @@ class PersistentKernels(Generic[T]):
     page_source: Callable[[tuple[int, int], int, Operands], str]  # from head dims and page size to `kv` of a spec
     choose_tile: Callable[[str, TileProblem], T]  # from an architecture
     packs_any_group: bool = False  # whether heads share tiles whose rows their number does not divide
-    cuts_last_wave: bool = False  # of launches of requests of LONGEST_TOKENS that have equal tiles
 
     def spec(
         self, features: Features, window: bool, tile: T, split: bool = False, page_size: int = SMALL_PAGE
@@ -166,15 +165,6 @@ def scores(features: Features) -> tuple[str, ...]:
     """
     steps = score_steps(features)
     return () if features.q_dtype in FP8 and steps == ("scale",) else steps
-
-
-def has_equal_tiles(settings: Settings) -> bool:
-    """Tells whether every row sees all keys of its request, so that kv tiles take as long as `last_wave` expects: those
-    of fp8 q take half the time, and were not measured.
-    """
-    features = settings.features
-    hidden = settings.causal or settings.window_left >= 0 or features.custom_mask or features.multi_item
-    return not hidden and features.q_dtype not in FP8
 
 
 def rotates(features: Features) -> bool:

@@ -56,7 +56,6 @@ class PlanParams(NamedTuple):
     partial_cost: Int32
     fixed_chunk: Int32  # kv tiles of a split of fixed size; 0: splits by the cost model
     l2_kv_tokens: Int32
-    cuts_last_wave: Int32  # 1: the last of equal query tiles may be cut
     max_tiles: Int32  # query tiles
     item_capacity: Int32
     merge_capacity: Int32

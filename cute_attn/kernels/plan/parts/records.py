@@ -15,7 +15,6 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     wide_quotient,
 )
 from cute_attn.kernels.plan.parts.cta import Cta
-from cute_attn.kernels.plan.parts.last_wave import Cut
 from cute_attn.kernels.plan.parts.sort import sort
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL
@@ -25,20 +24,21 @@ NO_LIMIT = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Records:
-    """`chunk`: kv tiles of the longest split by the cost model; 0: none, `fixed_chunk` splits or those of `last`."""
+    """`chunk`: kv tiles of the longest split by the cost model, of the query tiles from `first` on; 0: none, or those
+    of `fixed_chunk`.
+    """
 
     cta: Cta
+    first: Int32
     chunk: Int32
-    last: Cut
 
     def splits_of(self, tile: Int32, begin: Int32, end: Int32) -> Int32:
         """Returns the number of splits of a query tile that sees the kv tiles [begin, end)."""
         fixed = self.cta.p.fixed_chunk
         size = most(ptx.select(fixed != 0, fixed, self.chunk), Int32(1))
         whole = ptx.select(fixed != 0, quotient_up(end, size) - ptx.divide(begin, size), quotient_up(end - begin, size))
-        none = cutlass.and_(fixed == 0, self.chunk == 0)
-        splits = ptx.select(none, Int32(1), most(whole, Int32(1)))
-        return ptx.select(tile >= self.last.first, self.last.long_parts + Int32(1), splits)
+        none = cutlass.and_(fixed == 0, cutlass.or_(self.chunk == 0, tile < self.first))
+        return ptx.select(none, Int32(1), most(whole, Int32(1)))
 
     @cute.jit
     def make_splits(self, num_tiles: Int32) -> tuple[Int32, Int32, Int32]:
@@ -105,9 +105,6 @@ class Records:
         fixed = p.fixed_chunk != 0
         begin = ptx.select(fixed, most(start, first), begin)
         end = ptx.select(fixed, least(start + size, last), end)
-        is_cut = tile >= self.last.first
-        begin = ptx.select(is_cut, j * self.last.kv_tiles, begin)
-        end = ptx.select(is_cut, least(begin + self.last.kv_tiles, last), end)
         if item < p.item_capacity:
             ptx.st_global_v4(p.splits + Int64(item) * Int64(16), 0, [begin, end, tile, slot])
         return end - begin
@@ -149,7 +146,7 @@ class Records:
 
         many = Int64(count) * Int64(p.num_kv_heads) >= Int64(p.resident_ctas) * Int64(L2_ORDER_MIN_WAVES)
         grouped = cutlass.and_(p.l2_kv_tokens != 0, total_kv > Int64(p.l2_kv_tokens))
-        whole = cutlass.or_(p.cuts_last_wave == 0, merges == 0)  # parts of tiles come last
+        whole = cutlass.or_(p.fixed_chunk != 0, merges == 0)  # parts by the cost model come last
         if cutlass.and_(cutlass.and_(many, grouped), whole):
             self.write_groups(longest_kv, total_kv)
             sort(cta, count, cost_key, self.store_order)

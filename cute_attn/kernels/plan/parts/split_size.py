@@ -22,11 +22,13 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     wide_quotient,
 )
 from cute_attn.kernels.plan.parts.cta import Cta, Smem
+from cute_attn.kernels.plan.parts.last_wave import Cut, last_wave
 from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
     CANDIDATES,
     COMBINE_TIME,
+    CUT_WORTHWHILE,
     EMPTY_TILE_TIME,
     IMPOSSIBLE,
     ITEM_TIME,
@@ -51,15 +53,17 @@ class SplitSize:
     total: Int64
 
     @cute.jit
-    def find(self, num_tiles: Int32) -> Int32:
-        """Returns the kv tiles of the longest split; 0 where no split pays. For all threads."""
+    def find(self, num_tiles: Int32) -> tuple[Int32, Int32]:
+        """Returns the first query tile that is split, and the kv tiles of the longest split, 0 where no split pays. For
+        all threads.
+        """
         p = self.cta.p
         more, of = BALANCED
         fits = least(p.merge_capacity, p.partial_capacity >> 1) >= 1
         long = self.longest >= p.min_split_tiles + p.min_split_tiles
         mine = Int64(self.longest) * Int64(p.resident_ctas) * Int64(of)
         few_waves = mine > self.total * Int64(p.num_kv_heads) * Int64(more - of)
-        chunk = Int32(0)
+        first, chunk = Int32(0), Int32(0)
         if cutlass.and_(cutlass.and_(fits, long), few_waves):
             self.fill_bins(num_tiles)
             if self.cta.warp == self.cta.warps - 1:
@@ -69,9 +73,9 @@ class SplitSize:
                 self.estimate(index)
                 index = index + Int32(self.cta.warps)
             ptx.sync_threads()
-            chunk = self.best()
+            first, chunk = self.best(last_wave(p, self.cta.lane, num_tiles, self.longest))
             ptx.sync_threads()  # before others write where histograms are
-        return chunk
+        return first, chunk
 
     @cute.jit
     def fill_bins(self, num_tiles: Int32) -> None:
@@ -193,8 +197,10 @@ class SplitSize:
             carry = ptx.shuffle_from(at_least, Int32(31))
         return warp_max(found)
 
-    def best(self) -> Int32:
-        """Returns the first of the candidates with the shortest makespan; 0 if it is hardly shorter than unsplit."""
+    def best(self, last: Cut) -> tuple[Int32, Int32]:
+        """Returns the first query tile that is split, and the kv tiles of the longest split: those of the first of the
+        candidates with the shortest makespan, or of the last wave; 0 where none is worthwhile.
+        """
         base = self.cta.base
         estimates: list[Any] = [load_shared_wide(base + Int32(Smem.estimates + 8 * i)) for i in range(CANDIDATES)]
         shortest, chunk = estimates[0], ptx.ld_shared_b32(base + Int32(Smem.chunks))
@@ -204,5 +210,8 @@ class SplitSize:
             chunk = ptx.select(shorter, ptx.ld_shared_b32(base + Int32(Smem.chunks + 4 * i)), chunk)
         unsplit, share = (load_shared_wide(base + Int32(at)) for at in (Smem.unsplit, Smem.share))
         unbalanced = unsplit * Int64(BALANCED[1]) > share * Int64(BALANCED[0])
-        pays = shortest * Int64(WORTHWHILE[1]) <= unsplit * Int64(WORTHWHILE[0])
-        return ptx.select(cutlass.and_(unbalanced, pays), chunk, Int32(0))
+        pays = cutlass.and_(unbalanced, shortest * Int64(WORTHWHILE[1]) <= unsplit * Int64(WORTHWHILE[0]))
+        cut = last.time * Int64(CUT_WORTHWHILE[1]) <= unsplit * Int64(CUT_WORTHWHILE[0])
+        cut = cutlass.and_(unbalanced, cutlass.and_(cut, last.time < ptx.select(pays, shortest, Int64(IMPOSSIBLE))))
+        chunk = ptx.select(cut, last.size, ptx.select(pays, chunk, Int32(0)))
+        return ptx.select(cut, last.first, Int32(0)), chunk
