@@ -235,6 +235,12 @@ DECODE_WINDOWS = [  # half of gpt-oss's layers; and at head dim 128
         (32, HEADS, 128, 511),
     )
 ]
+_CHUNKS = (  # requests, their query tokens and keys: query tiles that fill the GPU and a little more
+    *((1, 512, 4096, (40, 8), 128), (1, 512, 16384, (40, 8), 128), (1, 640, 8192, HEADS, 128)),
+    *((5, 128, 8192, QWEN_7B, 128), (4, 300, 3000, QWEN_7B, 128), (3, 512, 2048, (14, 2), 128)),
+    *((5, 256, 4096, (16, 4), 256), (2, 352, 2817, (24, 8), 256)),
+)
+CHUNKS = [equal(b, q, kv, heads, head_dim, 16, causal=True) for b, q, kv, heads, head_dim in _CHUNKS]
 WIDE, NARROW = 512, (72, 80, 112, 160)
 PREFILL_DIMS: list[BatchWorkload] = [
     *(w for length in (16384, 4096) for w in single(length, (32, 4), WIDE)),
@@ -309,6 +315,7 @@ SECTIONS: Mapping[str, Section] = {
     "fp8": Section([dataclasses.replace(w, dtype="e4m3") for w in (*_FP8_EQUAL, *_FP8_DIMS)]),
     "fp8-kv": Section(FP8_KV),
     "windows": Section(WINDOWS),
+    "chunks": Section(CHUNKS),
     "prefill-dims": Section(PREFILL_DIMS),
     "decode-spread": Section(SPREAD, DECODE_BACKENDS),
     "decode-nvfp4": Section(NVFP4, DECODE_BACKENDS),

@@ -37,9 +37,7 @@ WAY = re.compile(r"(?: ?(packed|unpacked))?(?: ?sections-of-(\d+)-MiB)?")
 
 
 class Trial(NamedTuple):
-    """Way to run a row. `tile`: None, that of the table. `packed`: whether the heads of a group share tiles; None: as
-    the family says. `section_mib`: keys and values of an L2 section; None: as ever.
-    """
+    """Way to run a row; None: the table's. `packed`: the heads of a group share tiles. `section_mib`: K, V in L2."""
 
     tile: HopperTile | None = None
     packed: bool | None = None
