@@ -105,9 +105,9 @@ def _best_cut(
     best = int(estimates.argmin())
     even, last = Cut(int(estimates[best]), 0, chunks[best]), last_wave(len(visible), longest, device, capacity)
     found = even if even.time * WORTHWHILE[1] <= unsplit * WORTHWHILE[0] else None
-    if last is not None and last.time * CUT_WORTHWHILE[1] <= unsplit * CUT_WORTHWHILE[0]:
-        found = last if found is None or last.time < found.time else found
-    return found
+    if last is None or last.time * CUT_WORTHWHILE[1] > unsplit * CUT_WORTHWHILE[0]:
+        return found
+    return last if found is None or last.time < found.time else found
 
 
 def candidates(longest: int, total: int, device: Device) -> list[int]:

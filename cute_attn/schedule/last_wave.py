@@ -28,10 +28,9 @@ def last_wave(number: int, longest: int, device: Device, capacity: Capacity) -> 
     for most in range(2, MOST_PARTS + 1):
         size = -(-longest // most)
         parts = cut * -(-longest // size)
-        if cut > capacity.merges or parts > capacity.partials or first + parts > capacity.items:
-            break  # more parts fit no better
-        if size < device.min_split_tiles:
-            break
+        fits = cut <= capacity.merges and parts <= capacity.partials and first + parts <= capacity.items
+        if not fits or size < device.min_split_tiles:
+            break  # nor do more parts
         part = size * UNIT + ITEM_TIME + device.partial_cost
         late = max(parts * ctas - idle * (whole // part), 0)
         time = waves * whole - -late // resident * part  # rounded up
