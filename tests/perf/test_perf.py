@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf import bench, harness, overhead, peers, report, run, warm
+from perf import bench, harness, latent, overhead, peers, report, run, warm
 from perf.harness import ceilings
 from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
@@ -35,6 +35,15 @@ BATCHES = [
     BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, window_left=15, sinks=True),
 ]
 CEILINGS = {"read": 4000.0, "copy": 4000.0, "gemm": 700.0}
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_formula_of_latent_attention(narrow: bool) -> None:
+    x = latent.inputs(latent.LatentWorkload(2, 70, 3, q_len=2, narrow=narrow), CPU, 1)[0]
+    rows = x.cache.double()[x.table[1].long()].reshape(-1, 576)[:70]
+    for token in range(2):  # the last token sees all keys, the one before it all but the last
+        weights = torch.softmax(x.q[1, token].double() @ rows[: 69 + token].T * 192**-0.5, -1)
+        torch.testing.assert_close(latent.formula(x, 1)[token], weights @ rows[: 69 + token, :512])
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.booleans())
