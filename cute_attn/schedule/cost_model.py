@@ -27,7 +27,6 @@ from cute_attn.schedule.constants import (
     IMPOSSIBLE,
     ITEM_TIME,
     LONGEST_DIVISORS,
-    MERGE_COST,
     SHARE_DENOMINATOR,
     SHARE_FACTORS,
     UNIT,
@@ -160,7 +159,7 @@ def _makespans(tiles: Tiles, chunks: list[int], device: Device, capacity: Capaci
     work = items * (ITEM_TIME * ctas) + traffic
     work += (tiles.work - tiles.number * ITEM_TIME) * ctas
     result = np.maximum(np.maximum(work // device.resident_ctas, fullest), longest)
-    result += (partials + MERGE_COST * merges) * (device.partial_cost * ctas) // device.resident_ctas + COMBINE_TIME
+    result += traffic // device.resident_ctas + COMBINE_TIME
     if (whole := int(sizes[-1])) in chunks:  # splits nothing
         result[chunks.index(whole)] -= COMBINE_TIME
     finest = chunks.index(min(chunks))  # has the most records of every kind

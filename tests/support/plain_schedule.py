@@ -38,8 +38,7 @@ def last_wave(number: int, longest: int, params: SchedulerParams, capacity: Capa
             cost = size * UNIT + ITEM_TIME + partial_cost
             early = (waves * resident - first * ctas) * (whole // cost)
             time = waves * whole + ceil_div(max(parts * ctas - early, 0), resident) * cost
-            traffic = (parts + constants.MERGE_COST * (number - first)) * partial_cost
-            time += constants.COMBINE_TIME + traffic * ctas // resident
+            time += constants.COMBINE_TIME + constants.CUT_TIME + parts * ctas * partial_cost // resident
             found.append((time, first, size))
     return min(found, key=lambda cut: cut[0], default=None)
 
@@ -77,9 +76,7 @@ def best_cut(visible: list[int], params: SchedulerParams, capacity: Capacity) ->
         binned = fullest([(c // step * step, n) for c, n in costs], ctas, resident)
         time = max(work * ctas // resident, binned, slowest)
         if partials:
-            merges = sum(n for _, k, n in parts if k > 1)
-            traffic = (partials + constants.MERGE_COST * merges) * partial_cost
-            time += constants.COMBINE_TIME + traffic * ctas // resident
+            time += constants.COMBINE_TIME + partials * partial_cost * ctas // resident
         if (
             items > capacity.items
             or partials > capacity.partials

@@ -33,7 +33,6 @@ from cute_attn.schedule.constants import (
     IMPOSSIBLE,
     ITEM_TIME,
     LONGEST_DIVISORS,
-    MERGE_COST,
     SHARE_DENOMINATOR,
     SHARE_FACTORS,
     UNIT,
@@ -172,8 +171,7 @@ class SplitSize:
         fullest = self.fullest(histogram, width)
         work = tiles + Int64(items) * Int64(ITEM_TIME) + Int64(partials) * Int64(p.partial_cost)
         result = most(most(self.share_of(work), fullest), Int64(longest))
-        traffic = (Int64(partials) + Int64(merges) * Int64(MERGE_COST)) * Int64(p.partial_cost)
-        merging = Int64(COMBINE_TIME) + self.share_of(traffic)
+        merging = Int64(COMBINE_TIME) + self.share_of(Int64(partials) * Int64(p.partial_cost))
         result = result + ptx.select(partials > 0, merging, Int64(0))
         over = cutlass.or_(partials > p.partial_capacity, items > p.item_capacity)
         result = ptx.select(cutlass.or_(over, merges > p.merge_capacity), Int64(IMPOSSIBLE), result)
