@@ -73,8 +73,8 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
 
 @functools.lru_cache(REMEMBERED)
 def best_cut(visible: tuple[int, ...], device: Device, capacity: Capacity) -> Cut | None:
-    """Returns how few query tiles are split; None where no split pays. The steps of an engine differ in kv tiles once
-    in 64 tokens of a request or so.
+    """Returns how to split a batch of few query tiles; None where no split pays. The steps of an engine differ in kv
+    tiles once in 64 tokens of a request or so.
     """
     longest = max(visible) if visible else 0  # `default` takes longer than all of it
     return _best_cut(visible, longest, sum(visible), device, capacity)
