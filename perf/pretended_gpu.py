@@ -25,7 +25,7 @@ from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Features
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
-from cute_attn.wrappers import single_calls
+from cute_attn.wrappers import calls
 
 DEVICE = torch.device("cuda", 0)
 CONTEXT = 1
@@ -73,8 +73,8 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        single_calls.forget()
-        stack.callback(single_calls.forget)
+        calls.forget()
+        stack.callback(calls.forget)
         for memo in (select.chosen, loader.load, prepared):
             memo.cache_clear()
             stack.callback(memo.cache_clear)

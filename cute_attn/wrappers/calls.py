@@ -16,24 +16,37 @@ import torch
 from torch import Tensor, empty_like, is_grad_enabled
 from torch.autograd import forward_ad
 
+from cute_attn.dispatch import backends
 from cute_attn.kernels.host.operands import MASK, ROLES, Fire, Optional, Roles, optional_tensors
 from cute_attn.problem import BatchProblem, Problem, Request
-from cute_attn.request import checks
+from cute_attn.request import checks, single
 from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT
+from cute_attn.request.settings import MAX_KV_LEN, Call
 
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None
 PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value
-NOT_TENSORS = AttributeError, RuntimeError, TypeError, ValueError  # what keys of other arguments raise, and sparse ones
+NOT_TENSORS = (
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)  # what keys of other arguments raise, and sparse ones
 V_SCALE, SINKS, K_SCALES = map(ROLES.index, ("v_scale_ptr", "sinks", "k_scales"))
 
 # The tensors of a call as the user gave them, or None: q, k, v (k itself, where one tensor holds keys and values), out,
 # lse, a workspace of the call, those of `operands.Optional` that there are, and what else the call reads.
 Given = tuple[Any, Any, Any, Any, Any, Any, Optional, tuple[Any, ...]]
+Numbers = tuple[Any, ...]  # options whose values may be equal although their types differ (1, 1.0, True)
 Entries = dict[Any, "Entry"]
+Found = tuple[Any, int, "Entry | None"]
 Outputs = tuple[Tensor, Any]  # out, and lse or None
 Range = tuple[int, int]  # addresses of the first byte and past the last
 NONE: tuple[Roles, Optional, tuple[Any, ...]] = (), (), ()
+NOT_FOUND: Found = (None, 0, None)
+
+UNPLANNED: Entries = {}  # of calls without a plan; plans have entries of their own
 
 
 class Entry(NamedTuple):
@@ -53,6 +66,44 @@ class Entry(NamedTuple):
     partials_offset: int  # bytes from the workspace's address to partial results
 
 
+def forget() -> None:
+    """Forget all calls without a plan."""
+    UNPLANNED.clear()
+
+
+def find(
+    entries: Entries, given: Given, numbers: Numbers, names: tuple[Any, ...], keys_axis: int | None = None
+) -> Found:
+    """Return what equal calls have in common besides addresses, the number of keys, and the entry of such calls.
+
+    `names`: all options that are not `numbers`. `keys_axis`: that of the keys of a single request, whose entry serves
+    any number of them, as the next token comes with one key more; else that number is 0. What calls have in common is
+    None for one that all checks must look at, as they do at those of less than 2 keys: the stride of one key may be
+    any.
+    """
+    q, k, v, out, lse, workspace, optional, read = given
+    try:
+        of_k, of_v, kv_len = k.shape, v.shape, 0
+        if keys_axis is not None:
+            if len(of_k) != 3 or len(of_v) != 3:
+                return NOT_FOUND
+            kv_len, others = of_k[keys_axis], 1 - keys_axis
+            if not 2 <= kv_len <= MAX_KV_LEN or of_v[keys_axis] != kv_len:
+                return NOT_FOUND
+            of_k, of_v = (of_k[others], of_k[2]), (of_v[others], of_v[2])
+        k_layout = of_k, k.stride(), k.dtype, k.device
+        v_layout = k_layout if v is k else (of_v, v.stride(), v.dtype, v.device)
+        types = tuple(map(type, numbers))
+        key: Any = q.shape, q.stride(), q.dtype, q.device, k_layout, v_layout, types, numbers, names
+        if optional or read:
+            key = key, layouts(optional + read)
+        if not out is lse is workspace is None:
+            key = key, layout(out), layout(lse), layout(workspace)
+        return key, kv_len, entries.get(key)
+    except NOT_TENSORS:  # or options that have no hash
+        return NOT_FOUND
+
+
 def layout(x: Any) -> Any:
     """Return what tensors of equal calls have in common besides addresses."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
@@ -60,10 +111,12 @@ def layout(x: Any) -> Any:
 
 def layouts(tensors: Iterable[Any]) -> Any:
     """Return `layout` of tensors whose alignment may decide which kernels read them."""
-    return tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in tensors])
+    return tuple(
+        [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in tensors]
+    )
 
 
-def typed(numbers: Sequence[Any]) -> Any:
+def typed(numbers: Numbers) -> Any:
     """Return options whose values may be equal although their types differ (1, 1.0, True), with their types."""
     return tuple(map(type, numbers)), numbers
 
@@ -197,6 +250,21 @@ def _is_apart(x: Tensor, span: int, alignment: int, apart: list[Range], protecte
             return False
     apart.append((start, end))
     return True
+
+
+def run_single(call: Call, backend: Any, key: Any, given: Given, numbers: Numbers) -> Tensor | tuple[Tensor, Tensor]:
+    """Check and launch a call of a single request, and leave its entry. `key`: what `find` returned of it."""
+    problem = single.problem(call)
+    fire = backends.run(problem, backend)
+    out, lse = problem.out, problem.lse
+    if key is not None and is_plain(numbers):
+        axis = int(call.kv_layout == "HND")
+        of_k, of_v = (x.stride(axis) * x.element_size() for x in (problem.k, problem.v))
+        enter(UNPLANNED, key, fire, given, problem, (out, lse), (of_k, of_v))
+    if call.return_lse:
+        assert lse is not None
+        return out, lse
+    return out
 
 
 def enter(

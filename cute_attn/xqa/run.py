@@ -21,13 +21,6 @@ from cute_attn.wrappers.calls import Fire, Given
 
 Result = Tensor | tuple[Tensor, Tensor]
 
-_entries: calls.Entries = {}
-
-
-def forget() -> None:
-    """Forget all calls."""
-    _entries.clear()
-
 
 def looks_at_values(device: torch.device) -> bool:
     """Tell whether calls look at lengths and page numbers: where that costs nothing or was asked for."""
@@ -49,22 +42,11 @@ def run(*arguments: Any) -> Result:
         if not isinstance(cache, tuple | list) or len(cache) != 2:
             return run_in_full(DecodeCall(*arguments))[2]  # which says what is wrong with the cache
         k, v = cache
-    read = tables, lengths, bounds, mask, *on_cpu
-    numbers = *scales, window_left, enable_pdl, q_len, o_scale, return_lse  # may be equal although their types differ
-    given = query, k, v, out, lse, workspace, optional, read
-    key: Any = None
-    entry = None
-    try:
-        if not looks_at_values(query.device):
-            tensors = [query, k, None if k is v else v, out, workspace, *read]
-            # `layout` of each, without its call
-            of = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
-            key = of, tuple(map(type, numbers)), numbers, kv_layout, backend, form, roles
-            if optional or lse is not None:
-                key = key, calls.layout(lse), calls.layouts(optional)
-            entry = _entries.get(key)
-    except calls.NOT_TENSORS:  # or an option that has no hash: all checks say what is wrong
-        key = None
+    numbers = *scales, window_left, enable_pdl, q_len, o_scale, return_lse
+    given: Given = query, k, v, out, lse, workspace, optional, (tables, lengths, bounds, mask, *on_cpu)
+    key, _, entry = calls.NOT_FOUND
+    if isinstance(query, Tensor) and not looks_at_values(query.device):
+        key, _, entry = calls.find(calls.UNPLANNED, given, numbers, (kv_layout, backend, form, roles))
     if entry is not None and (found := calls.replay(entry, given, ())) is not None:
         return found if return_lse else found[0]
     problem, fire, result = run_in_full(DecodeCall(*arguments))
@@ -97,6 +79,6 @@ def _enter(key: Any, given: Given, problem: DecodeProblem, fire: Fire | None, re
     for x, y in zip(given[7][:4], read, strict=True):
         if (x is None) != (y is None) or (x is not None and y is not None and x.data_ptr() != y.data_ptr()):
             return
-    out, lse = result if isinstance(result, tuple) else (result, None)
-    scratch = problem.scratch
-    calls.enter(_entries, key, fire, given, problem, (out, lse), partials_offset=scratch.partials - scratch.counters)
+    outputs = result if isinstance(result, tuple) else (result, None)
+    offset = problem.scratch.partials - problem.scratch.counters
+    calls.enter(calls.UNPLANNED, key, fire, given, problem, outputs, partials_offset=offset)

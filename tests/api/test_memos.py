@@ -23,7 +23,7 @@ from cute_attn.kernels.host.single import SingleRun
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Artifact, Param
-from cute_attn.wrappers import single_calls
+from cute_attn.wrappers import calls
 from tests.support.fa2_contract import Fa2Params
 from tests.support.stub_driver import StubDriver, forget_loaded
 
@@ -107,10 +107,10 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     on_gpu = SimpleNamespace(prepare=lambda settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132)))
     monkeypatch.setitem(backends.IMPLEMENTATIONS, "fa2", on_gpu)
     memos = select.chosen, loading.load, prepared_kernel
-    for forget in (single_calls.forget, forget_loaded, *(memo.cache_clear for memo in memos)):
+    for forget in (calls.forget, forget_loaded, *(memo.cache_clear for memo in memos)):
         forget()
     yield driver
-    for forget in (single_calls.forget, forget_loaded, *(memo.cache_clear for memo in memos)):
+    for forget in (calls.forget, forget_loaded, *(memo.cache_clear for memo in memos)):
         forget()
 
 
@@ -127,7 +127,7 @@ def test_calls_on_a_gpu(call: Call, stub: StubDriver) -> None:
     assert counts[SingleRun] <= MAX_PREPARED
     assert counts[launch.Launch] <= loading.MAX_KERNELS
     assert len([call for call in stub.calls if call[0] == "load"]) == len(launch._libraries)
-    for forget in (single_calls.forget, prepared_kernel.cache_clear):
+    for forget in (calls.forget, prepared_kernel.cache_clear):
         forget()
     gc.collect()
     assert SingleRun not in set(map(type, gc.get_objects()))

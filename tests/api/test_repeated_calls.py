@@ -32,7 +32,7 @@ from cute_attn.request.settings import Call
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Artifact, Param
-from cute_attn.wrappers import single_calls
+from cute_attn.wrappers import calls
 from tests.support.dense_attention import attention, seen
 from tests.support.error_rows import TABLE, Row
 from tests.support.fa2_contract import Fa2Params, InterpretedLaunch, interpret
@@ -46,10 +46,10 @@ HALF, FLOAT = torch.float16, torch.float32
 def forget() -> Iterator[None]:
     """Empty memos before and after each test."""
     caches = (request_settings.call_settings.kept, select.chosen, loading.load, prepared_kernel)
-    for forget in (single_calls.forget, *(cache.cache_clear for cache in caches)):
+    for forget in (calls.forget, *(cache.cache_clear for cache in caches)):
         forget()
     yield
-    for forget in (single_calls.forget, *(cache.cache_clear for cache in caches)):
+    for forget in (calls.forget, *(cache.cache_clear for cache in caches)):
         forget()
 
 

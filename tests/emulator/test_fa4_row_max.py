@@ -15,7 +15,7 @@ from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.fa4 import tiles
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
 from cute_attn.kernels.host.prepared import prepared
-from cute_attn.wrappers import single_calls
+from cute_attn.wrappers import calls
 from tests.emulator.test_fa4_adversarial import HIDDEN, TILE, keeping, levels, loads, normal, solve, with_scores
 from tests.support.batch_case import dims, heads, paged, ragged
 from tests.support.case import Case
@@ -50,7 +50,7 @@ def row_max(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget_tiles() -> None:
     prepared.cache_clear()
-    single_calls.forget()
+    calls.forget()
 
 
 def assert_row_max(emulation: Emulation) -> None:

@@ -31,7 +31,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.mla.host import launch as mla_launch
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
-from cute_attn.wrappers import mla, planned_prefill
+from cute_attn.wrappers import calls, mla, planned_prefill
 from cute_attn.xqa import run
 from perf.pretended_gpu import NullDriver, pretended_gpu
 
@@ -140,9 +140,9 @@ def pretended(driver: NullDriver) -> Iterator[None]:
         mock.patch.object(mla, "looks_at_values", return_value=False),
         mock.patch.object(planned_prefill, "_places", OrderedDict()),
     ):
-        run.forget()
+        calls.forget()
         yield
-        run.forget()
+        calls.forget()
 
 
 def recorded(script: Script) -> list[str]:

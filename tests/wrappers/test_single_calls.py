@@ -16,7 +16,7 @@ from cute_attn.dispatch import backends
 from cute_attn.emulator.settings import using
 from cute_attn.request import operands as request_operands
 from cute_attn.request import single
-from cute_attn.wrappers import calls, single_calls
+from cute_attn.wrappers import calls
 from tests.support.threads import in_threads
 
 HEADS, HEAD_DIM = (4, 2), 64
@@ -40,9 +40,9 @@ def full_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return problem(call)
 
     monkeypatch.setattr(single, "problem", counted)
-    single_calls.forget()
+    calls.forget()
     yield taken
-    single_calls.forget()
+    calls.forget()
 
 
 def operands(qo_len: int | None, kv_len: int, layout: str = "NHD", dtype: torch.dtype = torch.float16) -> Any:
@@ -271,7 +271,7 @@ def test_calls_are_bounded_in_number(replayed: list[Any]) -> None:
     q, k, v = operands(3, 20)
     for i in range(calls.CACHE_SIZE + 9):
         single_prefill_with_kv_cache(q[:1], k[:2], v[:2], sm_scale=1.0 + i)
-        assert 1 <= len(single_calls._entries) <= calls.CACHE_SIZE
+        assert 1 <= len(calls.UNPLANNED) <= calls.CACHE_SIZE
 
 
 def test_threads_share_replays(replayed: list[Any]) -> None:

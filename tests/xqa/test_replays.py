@@ -62,9 +62,9 @@ def driver() -> Iterator[RecordingDriver]:
         patch.setattr(launch, "load_driver", lambda: recording)
         patch.setattr(launch, "_function", lambda artifact, index: artifact)
         patch.setattr(run, "looks_at_values", lambda device: False)
-        run.forget()
+        calls.forget()
         yield recording
-    run.forget()
+    calls.forget()
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_replays_launch_what_full_calls_do(
 ) -> None:
     for i in range(4):
         call = arguments(case)
-        with mock.patch.object(run, "_entries", {}):
+        with mock.patch.object(calls, "UNPLANNED", {}):
             wanted = call_with(function, call)
         full_checks.clear()
         found = call_with(function, call)
@@ -194,7 +194,7 @@ def test_calls_are_bounded_in_number(driver: RecordingDriver, monkeypatch: pytes
     call = arguments({})
     for i in range(20):
         xqa_batch_decode_with_kv_cache(**{**call, "bmm1_scale": 1.0 + i})
-        assert 1 <= len(run._entries) <= 8
+        assert 1 <= len(calls.UNPLANNED) <= 8
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
