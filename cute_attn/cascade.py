@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cute_attn.wrappers.cascade import MultiLevelCascadeAttentionWrapper
-from cute_attn.wrappers.merge import merge_state, merge_state_in_place, merge_states
-from cute_attn.wrappers.shared_prefix import (
+from cute_attn.wrappers.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
 )
+from cute_attn.wrappers.merge import merge_state, merge_state_in_place, merge_states
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_attn.request import block_sparse
-from cute_attn.wrappers.block_sparse import BlockSparseAttentionWrapper
-from cute_attn.wrappers.variable_block_sparse import VariableBlockSparseAttentionWrapper
+from cute_attn.wrappers.block_sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 

@@ -19,7 +19,7 @@ import torch
 from cute_attn.dispatch import backends, select
 from cute_attn.dispatch.capabilities import UNKNOWN_LOAD, Backend, Load
 from cute_attn.emulator import adapter
-from cute_attn.kernels.host import load as loader
+from cute_attn.kernels.host import gpu as loader
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Features

@@ -18,7 +18,7 @@ from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.programs import program
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.host.batch import rule_of_batch
+from cute_attn.kernels.xqa.host.family import rule_of_batch
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.kernels.xqa.tiles import Rings

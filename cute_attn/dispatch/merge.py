@@ -8,8 +8,7 @@ import torch
 
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.host.combine import NO_MERGES
-from cute_attn.kernels.host.gpu import Gpu, has_run
-from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.gpu import Gpu, has_run, load
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import short
 from cute_attn.request.settings import HALF

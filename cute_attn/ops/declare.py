@@ -7,8 +7,12 @@ two arguments, one of them None, the second with an underscore; a cache a list o
 from __future__ import annotations
 
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
+
+from cute_attn.errors import RuntimeArgumentError
 
 F = TypeVar("F", bound=Callable[..., Any])
 Fake = Callable[[dict[str, Any]], Any]
@@ -104,3 +108,25 @@ def operator(
         return function
 
     return decorate
+
+
+_wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(wrapper: Any) -> int:
+    """Return a number for a wrapper, which is not kept alive by it."""
+    handle = next(_numbers)
+    _wrappers[handle] = wrapper
+    return handle
+
+
+def wrapper_of(handle: int) -> Any:
+    """Return the wrapper that a handle stands for; RuntimeArgumentError if it no longer exists."""
+    found = _wrappers.get(handle)
+    if found is None:
+        raise RuntimeArgumentError(
+            f"handle {handle} stands for no batch wrapper of this process: keep the wrapper as long as compiled "
+            "functions run it"
+        )
+    return found

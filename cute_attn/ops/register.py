@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cute_attn.errors import NotPlannedError, RuntimeArgumentError
-from cute_attn.ops import handles
+from cute_attn.ops import declare
 from cute_attn.ops.declare import DECLARED, DTYPE, NUMBER, TENSORS, UNUSED, Declaration, Parameter
 from cute_attn.runtime.staging import is_capturing
 
@@ -66,7 +66,7 @@ def implementation(declaration: Declaration) -> Callable[..., Any]:
     def of_method(
         handle: int, o_dtype: torch.dtype, operands: list[torch.Tensor], operand: float | None, *flat: Any
     ) -> Any:
-        wrapper = handles.wrapper(handle)
+        wrapper = declare.wrapper_of(handle)
         _refuse_capture(wrapper)
         arguments = arguments_by_name(parameters, flat)
         leading = [arguments.pop(name) for name in declaration.before_operands()]

@@ -18,7 +18,7 @@ import torch
 
 from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, NotPlannedError
-from cute_attn.ops import handles
+from cute_attn.ops import declare
 from cute_attn.problem import BatchPlan, DeviceTokens
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
 from cute_attn.request.batch_run import RunArguments
@@ -27,9 +27,9 @@ from cute_attn.request.settings import KV_LAYOUTS
 from cute_attn.wrappers import engine_attributes, run_cache
 from cute_attn.wrappers.engine_attributes import EngineHooks, IndexCopy
 from cute_attn.wrappers.graph import GraphBuffers
-from cute_attn.wrappers.not_copied import NotCopied
 from cute_attn.wrappers.plan import Plan, UnsupportedByPlan, make_plan, measure
 from cute_attn.wrappers.plan_request import Place
+from cute_attn.wrappers.signatures import NotCopied
 
 P = ParamSpec("P")
 
@@ -70,7 +70,7 @@ class BatchWrapper(EngineHooks, NotCopied):
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
         self._backend = select.checked_name(backend)
         self._place = Place(workspace, self._kv_layout, self.kv_source, self._backend)
-        self._handle = handles.new(self)
+        self._handle = declare.handle_of(self)
         self._o_dtype: torch.dtype | None = None  # of the latest plan, for traced runs
         self._copies: dict[str, IndexCopy] = {}  # of planned lengths, which a caller may write before a run
         self._replaced: list[Plan] = []  # whose schedules graphs captured under earlier workspaces read

@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import mla as dispatch
 from cute_attn.errors import ArgumentError, NotPlannedError
-from cute_attn.ops import declare, fakes, handles, trace
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import Scratch, short
 from cute_attn.request import batch_plan, checks, trtllm_options
 from cute_attn.request.mla import (
@@ -31,7 +31,7 @@ from cute_attn.request.operands import partials_in
 from cute_attn.runtime import switches
 from cute_attn.wrappers import mla_plan
 from cute_attn.wrappers.mla_plan import CSR, NO_PROFILER, Arrays, Planned
-from cute_attn.wrappers.not_copied import NotCopied
+from cute_attn.wrappers.signatures import NotCopied
 
 SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one implementation here stands for all
 NAMES = Names("float_workspace_buffer", "kv_len_arr", "kv_indices", "kv_indptr", "qo_indptr")
@@ -96,7 +96,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             checks.apart(named.items(), (("float_workspace_buffer", float_workspace_buffer),))
             self._buffers = named
         self._planned: Planned | None = None
-        self._handle = handles.new(self)
+        self._handle = declare.handle_of(self)
 
     @property
     def device(self) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 from cute_attn.errors import ArgumentTypeError
 
@@ -56,3 +56,14 @@ def with_return_lse(function: Callable[P, R]) -> Callable[P, R]:
     wrapper.__qualname__ = f"{function.__qualname__}_return_lse"
     wrapper.__doc__ = f"`{function.__name__}` with `return_lse=True` as default.\n\n{inspect.getdoc(function)}"
     return cast("Callable[P, R]", wrapper)
+
+
+class NotCopied:
+    """A wrapper that `copy` and `pickle` refuse."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse `copy.copy`, `copy.deepcopy` and pickling."""
+        raise ArgumentTypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it holds the schedules that its launches read. "
+            "Construct another wrapper and plan it"
+        )

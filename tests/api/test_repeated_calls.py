@@ -18,7 +18,7 @@ import torch
 from cute_attn import ArgumentError, ArgumentTypeError, single_decode_with_kv_cache, single_prefill_with_kv_cache
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.kernels.fa2.host.family import FAMILY
-from cute_attn.kernels.host import load as loading
+from cute_attn.kernels.host import gpu as loading
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED

@@ -19,7 +19,7 @@ from cute_attn import (
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
-from cute_attn.kernels.xqa.host.grid import cta_group_count
+from cute_attn.kernels.xqa.host.variant import cta_group_count
 from cute_attn.request import operands
 from cute_attn.xqa import xqa
 from tests.support.low_level import low_level

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from cute_attn import WorkspaceError
 from cute_attn.dispatch import capabilities, select
-from cute_attn.kernels.fa2.host import batch as fa2_batch
+from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.host import gpu as gpus
@@ -52,9 +51,8 @@ DECODE = decode((40, 3, 0), page_size=4, **heads(4, 2))
 @pytest.fixture(autouse=True)
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
-    monkeypatch.setattr(
-        fa2_batch, "tiles", types.SimpleNamespace(choose=lambda *args: TILE, resident_ctas=lambda *args: 2)
-    )
+    monkeypatch.setattr(fa2_variant.tiles, "choose", lambda *args: TILE)
+    monkeypatch.setattr(fa2_variant.tiles, "resident_ctas", lambda *args: 2)
     monkeypatch.setattr(gpus, "of_device", lambda index: GPU)
     monkeypatch.setattr(select, "chosen", lambda features, name, *load: capabilities.BY_NAME["fa2"])
     monkeypatch.setattr(select, "reasons_against", lambda *args: [])
@@ -312,7 +310,7 @@ def test_tiles_do_not_depend_on_the_batch(splits: dict[str, Any], monkeypatch: p
         asked.add((len(made), rows))
         return TILE
 
-    monkeypatch.setattr(fa2_batch.tiles, "choose", choose)
+    monkeypatch.setattr(fa2_variant.tiles, "choose", choose)
     made: list[Any] = []
     for qo_lens in ((1,), (1, 1), (7, 300), (64, 0, 2)):
         case = paged(qo_lens, (30,) * len(qo_lens), **splits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import types
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from cute_attn import packbits
 from cute_attn.kernels.combine.spec import CombineSpec
-from cute_attn.kernels.fa2.host import batch as fa2_batch
 from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
@@ -34,9 +32,8 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-4}
 def contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter in place of a GPU, and small tiles so that small problems have many."""
     interpret(monkeypatch)
-    monkeypatch.setattr(
-        fa2_batch, "tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2)
-    )
+    monkeypatch.setattr(fa2_variant.tiles, "choose", lambda *args: SMALL)
+    monkeypatch.setattr(fa2_variant.tiles, "resident_ctas", lambda *args: 2)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 from cute_attn.emulator.tensormap import decode
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
-from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
+from cute_attn.kernels.host.persistent.prepared import TensorMaps
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, paged
 from tests.support.persistent_host import TARGETS, single

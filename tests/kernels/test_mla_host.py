@@ -91,7 +91,7 @@ def test_wrong_specs(changes: dict[str, int], rule: str) -> None:
 )
 def test_grids(heads: int, qo_len: int, grid: tuple[int, int, int]) -> None:
     """CTA groups divide the blocks of query rows; as many CTAs run as there are SMs."""
-    spec, row_blocks, placed = launch.placement(settings(heads), qo_len, named("sm_90a"), 132)
-    assert row_blocks == -(-heads * qo_len // spec.rows)
-    assert placed.grid == grid
-    assert placed.partial_bytes == 132 * 2 * spec.rows * (LATENT + 2) * 4
+    config = launch.launch_config(settings(heads), qo_len, named("sm_90a"), 132)
+    assert config.row_blocks == -(-heads * qo_len // config.spec.rows)
+    assert config.grid == grid
+    assert config.partial_bytes == 132 * 2 * config.spec.rows * (LATENT + 2) * 4

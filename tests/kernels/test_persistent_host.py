@@ -22,7 +22,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import optional_tensors
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import prepared, variant
-from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
+from cute_attn.kernels.host.persistent.prepared import TensorMaps
 from cute_attn.kernels.host.persistent.variant import launch_of
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.host.single import Scheduler, SingleRun

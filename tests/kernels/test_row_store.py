@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_attn.emulator.adapter import EmulatedLaunch, visible
-from cute_attn.kernels.host.fastdiv import magic
+from cute_attn.kernels.host.params import magic
 from cute_attn.runtime.compile import compile_spec
 from cute_attn.runtime.spec import KernelSpec, Program
 

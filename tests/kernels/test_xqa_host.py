@@ -18,10 +18,9 @@ from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import prepared, variant
-from cute_attn.kernels.xqa.host.batch import rule_of_batch
-from cute_attn.kernels.xqa.host.family import FAMILY
-from cute_attn.kernels.xqa.host.grid import launch_config
+from cute_attn.kernels.xqa.host.family import FAMILY, rule_of_batch
 from cute_attn.kernels.xqa.host.unplanned import DecodeRun, SingleRun
+from cute_attn.kernels.xqa.host.variant import launch_config
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
 from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, Features, GraphLimits, Scratch, Settings

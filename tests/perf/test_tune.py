@@ -12,7 +12,7 @@ from cute_attn.kernels.fa3.host.family import KERNELS
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import HopperTile
 from cute_attn.kernels.host.persistent.batch import tiling
-from cute_attn.kernels.xqa.host import grid
+from cute_attn.kernels.xqa.host import variant
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.tiles import RESERVED_SMEM
 from cute_attn.problem import Features
@@ -125,7 +125,7 @@ def test_a_forced_ring_is_launched() -> None:
     other = next(spec for spec in rings.around(start, w, HOPPER) if spec.warps != start.warps)
 
     def launched() -> object:
-        return grid.choose_spec(FEATURES, 1, rings.rule_of(w, HOPPER), HOPPER)
+        return variant.choose_spec(FEATURES, 1, rings.rule_of(w, HOPPER), HOPPER)
 
     assert launched() == start
     with rings.force_spec(other):

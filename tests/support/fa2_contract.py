@@ -22,7 +22,7 @@ from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host import batch as host_batch
-from cute_attn.kernels.host import load as loading
+from cute_attn.kernels.host import gpu as loading
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.reference.attention import alibi_slopes

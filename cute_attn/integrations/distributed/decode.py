@@ -14,8 +14,7 @@ from cute_attn.problem import short
 from cute_attn.request import checks
 from cute_attn.request.operands import ALIGNMENT
 from cute_attn.request.settings import POS_ENCODING_MODES
-from cute_attn.wrappers.not_copied import NotCopied
-from cute_attn.wrappers.signatures import with_return_lse
+from cute_attn.wrappers.signatures import NotCopied, with_return_lse
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
 DType = torch.dtype | str

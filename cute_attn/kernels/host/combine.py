@@ -1,14 +1,53 @@
-"""Host code of the combine kernel, which merges split-KV partials."""
+"""Where launches write, and host code of the combine kernel, which merges split-KV partials."""
 
 from __future__ import annotations
 
+import torch
+
 from cute_attn.kernels.host.features import batched, combine_spec
-from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.operands import OptionalBounds
-from cute_attn.kernels.host.output import FinalOutput
 from cute_attn.kernels.host.params import PARTIAL_FIELDS, Fields
 from cute_attn.problem import Settings
+
+STRIDE_FIELDS = ("o_stride_n", "o_stride_h")  # bytes
+FINAL_ROLES = ("v_scale_ptr", "sinks")  # of `operands.ROLES`, those that final results alone need
+
+
+class FinalOutput:
+    """Writes `out` and `lse` of a problem."""
+
+    stride_fields: tuple[str, ...] = STRIDE_FIELDS
+
+    def __init__(self, settings: Settings) -> None:
+        self.static: Fields = {"v_scale": settings.v_scale}
+        self.itemsize = settings.features.o_dtype.itemsize
+
+    def strides(self, out: torch.Tensor) -> tuple[int, ...]:
+        """Returns the values of `stride_fields`."""
+        strides = out.stride()
+        return strides[0] * self.itemsize, strides[-2] * self.itemsize
+
+
+class PartialOutput:
+    """Writes fp32 partials of a single request: o [num_splits, qo_len, num_qo_heads, head_dim_vo], and
+    lse [num_splits, qo_len, num_qo_heads].
+    """
+
+    stride_fields: tuple[str, ...] = ()
+
+    def __init__(self, settings: Settings) -> None:
+        row_bytes = 4 * settings.features.head_dim_vo
+        strides = zip(STRIDE_FIELDS, (settings.features.num_qo_heads * row_bytes, row_bytes), strict=True)
+        self.static: Fields = {"v_scale": 1.0, **dict(strides), **dict.fromkeys(FINAL_ROLES, 0)}
+
+    def strides(self, out: torch.Tensor) -> tuple[int, ...]:
+        """Returns nothing: all problems of the same settings have the same strides."""
+        return ()
+
+
+Output = FinalOutput | PartialOutput
+
 
 LENGTH_FIELDS = ("qo_len", "num_splits")  # of a single request
 MERGE_FIELDS = ("merges", "rows_per_merge", "slot_rows", "num_rows")  # of a batch: records, and counts of rows
@@ -24,7 +63,7 @@ class CombineKernel:
 
     def __init__(self, settings: Settings, heads: int, gpu: Gpu) -> None:
         features, self.output = settings.features, FinalOutput(settings)
-        launch = load(combine_spec(features), gpu.arch.name, gpu.device_index, gpu.pdl(settings))
+        launch = load(combine_spec(features), gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
         numbers, absent = (MERGE_FIELDS, NO_LENGTHS) if batched(features) else (LENGTH_FIELDS, NO_MERGES)
         static = {
             "num_qo_heads": features.num_qo_heads,

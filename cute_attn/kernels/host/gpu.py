@@ -1,4 +1,4 @@
-"""The GPU that kernels run on."""
+"""The GPU that kernels run on, and kernels loaded there, or on the emulator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError, ArtifactError
-from cute_attn.problem import Settings
+from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import MAX_DEVICES, Arch, for_device, multiprocessors
+from cute_attn.runtime.launch import CPU, Launch
+from cute_attn.runtime.spec import KernelSpec
+
+MAX_KERNELS = 512  # loaded, of some 0.3 MB of host memory each; a dropped one is not loaded again, only looked up
 
 
 class Gpu(NamedTuple):
@@ -21,9 +25,9 @@ class Gpu(NamedTuple):
     device_index: int  # `runtime.launch.CPU`: kernels run on the emulator
     sms: int  # multiprocessors
 
-    def pdl(self, settings: Settings) -> bool:
-        """Tells whether launches of these settings may overlap the end of the kernel before (PDL)."""
-        return self.arch.pdl and settings.enable_pdl is not False
+    def pdl(self, enable_pdl: bool | None) -> bool:
+        """Tells whether launches may overlap the end of the kernel before (PDL). `enable_pdl`: as the user said."""
+        return self.arch.pdl and enable_pdl is not False
 
 
 @functools.lru_cache(MAX_DEVICES)
@@ -48,3 +52,15 @@ def has_run(device: torch.device, run: Callable[[Gpu], bool]) -> bool:
         if artifacts.can_compile():
             raise
         return False
+
+
+@functools.lru_cache(MAX_KERNELS)
+def load(kernel: KernelSpec, arch_name: str, device_index: int, pdl: bool) -> Launch:
+    """Returns the loaded kernel: one per spec and device, shared by problems that differ in head counts or numbers
+    only. The first use may be under capture of a CUDA graph.
+    """
+    if device_index == CPU:
+        from cute_attn.emulator.adapter import EmulatedLaunch
+
+        return EmulatedLaunch(artifacts.get(kernel, arch_name, program), pdl=pdl)
+    return Launch(artifacts.get(kernel, arch_name, program), device_index, pdl=pdl)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from cute_attn.kernels.host import fastdiv
 from cute_attn.problem import Settings
 
 LOG2E = math.log2(math.e)
@@ -17,11 +16,24 @@ BATCH_FIELDS = ("items", *PARTIAL_FIELDS, "kv_indices")  # addresses of a batch'
 NO_BATCH = dict.fromkeys(BATCH_FIELDS, 0)
 
 
+def magic(divisor: int) -> tuple[int, int]:
+    """Returns (multiplier as a signed 32-bit integer, shift): n // divisor = (n * multiplier >> 32) >> shift for 0 <= n
+    < 2^31.
+
+    Granlund & Montgomery 1994 with 31-bit dividends. The device handles a divisor of 1.
+    """
+    if divisor == 1:
+        return 0, 0
+    power = 31 + (divisor - 1).bit_length()
+    multiplier = -(-(1 << power) // divisor)
+    return multiplier - (1 << 32) if multiplier >= 1 << 31 else multiplier, power - 32
+
+
 def divisor(name: str, value: int, stem: str | None = None) -> Fields:
     """Returns a divisor with the multiplier and shift that divide by it. `stem`: prefix of the names of these two, by
     default `name`.
     """
-    multiplier, shift = fastdiv.magic(value)
+    multiplier, shift = magic(value)
     return {name: value, f"{stem or name}_multiplier": multiplier, f"{stem or name}_shift": shift}
 
 

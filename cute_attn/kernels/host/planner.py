@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.params import Fields
 from cute_attn.kernels.plan.spec import PlanSpec
 from cute_attn.problem import BatchLimits, DeviceLengths, GraphLimits

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from cute_attn.kernels.host.combine import CombineKernel
+from cute_attn.kernels.host.combine import CombineKernel, Output
 from cute_attn.kernels.host.operands import OptionalBounds
-from cute_attn.kernels.host.output import Output
 from cute_attn.kernels.host.params import Fields
 from cute_attn.runtime.launch import Launch
 from cute_attn.runtime.param_block import Values

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, AppendSpec
-from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.params import Fields, divisor
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.request.append import NO_SCALES, Append, Scale

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from cute_attn.kernels.fa2.host.batch import batch_tiling, request_launch, request_tiling
 from cute_attn.kernels.fa2.host.prepared import Fa2Kernel
-from cute_attn.kernels.fa2.host.variant import spec_of, specs
+from cute_attn.kernels.fa2.host.variant import batch_tiling, request_launch, request_tiling, spec_of, specs
 from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.host.family import TiledFamily
 

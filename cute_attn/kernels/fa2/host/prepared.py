@@ -6,12 +6,10 @@ import torch
 
 from cute_attn.kernels.fa2.host.variant import scores, spec
 from cute_attn.kernels.fa2.spec import Tile
-from cute_attn.kernels.host.combine import CombineKernel
+from cute_attn.kernels.host.combine import CombineKernel, FinalOutput, PartialOutput
 from cute_attn.kernels.host.features import batched
-from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.operands import PlainStrides
-from cute_attn.kernels.host.output import FinalOutput, PartialOutput
 from cute_attn.kernels.host.params import (
     NO_BATCH,
     Fields,
@@ -44,7 +42,7 @@ class Fa2Kernel(PreparedKernel):
         features = settings.features
         batch = batched(features)
         split = combine and not batch
-        launch = load(spec(features, tile, split=split), gpu.arch.name, gpu.device_index, gpu.pdl(settings))
+        launch = load(spec(features, tile, split=split), gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
         self.plain_strides = PlainStrides(settings)
         static: Fields = {
             **divisor("group", heads),

@@ -7,7 +7,7 @@ import functools
 from cute_attn.kernels.blocks.tiles import Launch, tile_rows
 from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.family import TiledFamily
-from cute_attn.kernels.host.fastdiv import magic
+from cute_attn.kernels.host.params import magic
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.prepared import PersistentKernel, order_values
 from cute_attn.kernels.host.prepared import Grid, prepared

@@ -2,30 +2,126 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
+from cute_attn.kernels.blocks.smem_map import TileShape
 from cute_attn.kernels.blocks.tiles import tile_rows
-from cute_attn.kernels.host.combine import CombineKernel
-from cute_attn.kernels.host.fastdiv import magic
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.host.combine import CombineKernel, FinalOutput, PartialOutput
 from cute_attn.kernels.host.features import batched
-from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.load import load
-from cute_attn.kernels.host.output import FinalOutput, PartialOutput
+from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.params import (
     NO_BATCH,
     Fields,
     batch_fields,
     divisor,
+    kv_axes,
+    magic,
     mask_bounds,
     rope_fields,
     score_fields,
 )
 from cute_attn.kernels.host.persistent import variant
-from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
-from cute_attn.kernels.host.prepared import Addresses, PreparedKernel
+from cute_attn.kernels.host.prepared import Addresses, PreparedKernel, prepared
 from cute_attn.problem import Settings
-from cute_attn.runtime import counters
+from cute_attn.runtime import counters, tensormap
 from cute_attn.runtime.param_block import Values
+
+MAX_MAPS = 256  # of a layout: allocators repeat addresses
+OUTPUT_ROWS = 128  # packed rows that fa4 stores at a time
+
+Map = Callable[[int], bytes]  # from an address to a tensor map
+
+
+class TensorMaps:
+    """Makes the maps of launches with the same settings and tile. `heads`: query heads whose rows share a tile."""
+
+    def __init__(self, settings: Settings, tile: TileShape, heads: int) -> None:
+        features = settings.features
+        self.tile, self.heads, self.head_blocks = tile, heads, features.num_qo_heads // heads
+        self.encoder = emulated if features.device.type == "cpu" else tensormap.Encoder
+        self.dtype, self.kv_dtype = (map_dtype(dtype) for dtype in (features.q_dtype, features.kv_dtype))
+        self.itemsize, self.kv_itemsize = features.q_dtype.itemsize, features.kv_dtype.itemsize
+        self.line_items = LINE // self.itemsize
+        self.paged = features.kv_source == "paged"
+        self.token, self.head = kv_axes(settings)
+        self.box_rows = tile.k_box_rows  # of k
+        if self.paged:
+            self.box_rows = math.gcd(settings.page_size, tile.k_box_rows)
+
+    def q(self, q: torch.Tensor) -> Map:
+        return self.rows(q, self.dtype, (self.line_items, self.heads, self.tile.q_box_rows // self.heads, 1))
+
+    def o(self, out: torch.Tensor) -> Map:
+        """Returns the map of `out`, with boxes of OUTPUT_ROWS rows: whole tokens, or heads of one token."""
+        box = LINE // out.itemsize, min(self.heads, OUTPUT_ROWS), max(OUTPUT_ROWS // self.heads, 1), 1
+        return self.rows(out, map_dtype(out.dtype), box)
+
+    def rows(self, x: torch.Tensor, dtype: str, box: tuple[int, int, int, int]) -> Map:
+        """Returns the map [d, heads of a tile, tokens, blocks of heads] of x [tokens, heads, d], or [heads, d] of one
+        token.
+        """
+        tokens, head = (1 if x.dim() == 2 else x.shape[0]), x.stride(-2) * x.itemsize
+        token = 16 if x.dim() == 2 else x.stride(0) * x.itemsize
+        sizes, strides = (x.shape[-1], self.heads, 0, self.head_blocks), (head, token, head * self.heads)
+        maps = prepared(tensor_maps, self.encoder, dtype, sizes, strides, box, tensormap.SWIZZLE_128B, 2)
+        return functools.partial(maps, tokens)
+
+    def k(self, k: torch.Tensor) -> Map:
+        return self.kv(k, self.box_rows)
+
+    def v(self, v: torch.Tensor) -> Map:
+        return self.kv(v, self.box_rows if self.paged else self.tile.cols)
+
+    def kv(self, x: torch.Tensor, box_rows: int) -> Map:
+        """Returns the map [d, tokens, heads, pages] of k or v."""
+        shape, strides = x.shape, [stride * self.kv_itemsize for stride in x.stride()]
+        columns, swizzle = 1, tensormap.SWIZZLE_128B
+        if self.kv_itemsize < self.itemsize:  # rows to be converted
+            columns, swizzle = -(-shape[-1] // self.line_items), tensormap.SWIZZLE_NONE
+        pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
+        sizes, steps = (shape[-1], 0, shape[self.head], pages), (strides[self.token], strides[self.head], page)
+        box = columns * self.line_items, box_rows, 1, 1
+        maps = prepared(tensor_maps, self.encoder, self.kv_dtype, sizes, steps, box, swizzle, 1)
+        return functools.partial(maps, shape[self.token])
+
+    def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
+        """Returns the bytes from a page, a token and a head to the next."""
+        strides, size = x.stride(), self.kv_itemsize
+        return strides[0] * size, strides[self.token] * size, strides[self.head] * size
+
+
+def map_dtype(dtype: torch.dtype) -> str:
+    """Returns the element type of a tensor map: bytes for fp8."""
+    return "uint8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
+
+
+def emulated(
+    dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int, axis: int
+) -> Callable[[int, int], bytes]:
+    """Returns what encodes maps for the emulator, of the arguments of `tensormap.Encoder`."""
+    from cute_attn.emulator.tensormap import encode_tiled
+
+    def encode(length: int, address: int) -> bytes:
+        lengths = [max(size, 1) for size in sizes]
+        lengths[axis] = length or 1
+        used = [stride if size > 1 else 16 for stride, size in zip(strides, lengths[1:], strict=True)]
+        return encode_tiled(dtype, address or 16, lengths, used, box, swizzle=swizzle, l2=tensormap.L2_PROMOTION_256B)
+
+    return encode
+
+
+def tensor_maps(encoder: Callable[..., Callable[[int, int], bytes]], *layout: Any) -> Callable[[int, int], bytes]:
+    """Returns the maps of tensors of one layout by their number of tokens and address, memoised. `layout`: arguments of
+    `tensormap.Encoder`.
+    """
+    return functools.lru_cache(MAX_MAPS)(encoder(*layout))
+
 
 PAGE_FIELDS = ("k_page_stride", "k_stride_n", "k_stride_h", "v_page_stride", "v_stride_n", "v_stride_h")
 BLOCK_SCALE_FIELDS = (  # of kernels for NVFP4 k and v
@@ -62,7 +158,7 @@ class PersistentKernel(PreparedKernel):
         batch = batched(features)
         split = combine and not batch
         kernel = kernels.spec_of(settings, tile, split)
-        launch = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
+        launch = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
         self.counters = counters.of_device(gpu.device_index)  # allocated now: the first run may be captured
         self.maps = TensorMaps(settings, tile, heads)
         self.paged, self.block_scales = features.kv_source == "paged", features.kv_block_scales

@@ -7,18 +7,15 @@ that is too small; counters are those of the stream, or of a captured launch.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
 
 import torch
 
-from cute_attn.kernels.host.fastdiv import magic
-from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.load import load
-from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor
-from cute_attn.kernels.host.prepared import Grid, prepared
-from cute_attn.kernels.mla.spec import AnyMlaSpec, CacheForm
+from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.params import UNBOUNDED, Fields
+from cute_attn.kernels.host.prepared import prepared
+from cute_attn.kernels.mla.spec import CacheForm
 from cute_attn.kernels.mla.tiles import choose
-from cute_attn.kernels.xqa.host.grid import Placement, shares
+from cute_attn.kernels.xqa.host.variant import LaunchConfig, shares
 from cute_attn.problem import UNLIMITED, short
 from cute_attn.request.mla import MlaProblem, MlaSettings
 from cute_attn.runtime import counters
@@ -38,49 +35,29 @@ STRIDES = (
 NUMBERS = ("table_stride", "batch", "capacity")
 
 
-class MlaLaunch(NamedTuple):
-    """A loaded kernel and its grid, for problems of the same settings and number of query tokens per request."""
-
-    bound: Bound
-    grid: Grid
-    partial_bytes: int
-
-
-def placement(settings: MlaSettings, qo_len: int, arch: Arch, sms: int) -> tuple[AnyMlaSpec, int, Placement]:
-    """Return the kernel, the blocks of query rows of a request, and the grid."""
+def launch_config(settings: MlaSettings, qo_len: int, arch: Arch, sms: int) -> LaunchConfig:
+    """Return the kernel and grid of problems with these settings and query tokens per request."""
     rows = qo_len * settings.num_heads
     kv_dtype = "" if settings.kv_dtype == settings.dtype else short(settings.kv_dtype)
-    form = CacheForm(kv_dtype, settings.rope_bits, settings.grouped)
-    spec = choose(short(settings.dtype), form, rows, arch)
+    spec = choose(short(settings.dtype), CacheForm(kv_dtype, settings.rope_bits, settings.grouped), rows, arch)
     row_blocks = max(1, ceil_div(rows, spec.rows))
-    return spec, row_blocks, shares(spec, 1, row_blocks, sms, UNLIMITED)
+    return LaunchConfig(spec, qo_len, row_blocks, *shares(spec, 1, row_blocks, sms, UNLIMITED))
 
 
-def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> MlaLaunch:
+def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> tuple[Bound, LaunchConfig]:
     """Return the launches of problems with these settings and query tokens per request."""
-    spec, row_blocks, placed = placement(settings, qo_len, gpu.arch, gpu.sms)
-    shares_multiplier, shares_shift = magic(placed.grid[1])
+    config = launch_config(settings, qo_len, gpu.arch, gpu.sms)
     static: Fields = {
-        "q_len": qo_len,
+        **config.fields(1, settings.num_heads, settings.page_size),
         "right": 0 if settings.causal else UNBOUNDED - 1,
         "window_left": UNBOUNDED,
-        "num_kv_heads": 1,
-        **divisor("row_blocks", row_blocks),
-        "units_per_cta_group": row_blocks // placed.grid[0],
-        "shares_multiplier": shares_multiplier,
-        "shares_shift": shares_shift,
-        **divisor("group", settings.num_heads),
-        **divisor("page_size", settings.page_size, stem="page"),
-        "overhead": spec.segment_overhead,
-        "min_share": placed.min_share,
         "scale": settings.sm_scale,
         "rope_scale": settings.rope_scale,
         "v_scale": settings.v_scale,
         "lse_scale": settings.lse_scale,
     }
-    pdl = gpu.arch.pdl and settings.enable_pdl is not False
-    launch = load(spec, gpu.arch.name, gpu.device_index, pdl)
-    return MlaLaunch(launch.bind(static, ADDRESSES, STRIDES, NUMBERS), placed.grid, placed.partial_bytes)
+    launch = load(config.spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
+    return launch.bind(static, ADDRESSES, STRIDES, NUMBERS), config
 
 
 def run(problem: MlaProblem, gpu: Gpu) -> None:
@@ -88,17 +65,17 @@ def run(problem: MlaProblem, gpu: Gpu) -> None:
     lengths, scratch = problem.lengths, problem.scratch
     if not lengths.batch_size or not lengths.qo_len or not problem.q_nope.shape[0]:
         return
-    launch, stream = prepared(loaded, problem.settings, lengths.qo_len, gpu), current_stream(gpu.device_index)
+    (bound, config), stream = prepared(loaded, problem.settings, lengths.qo_len, gpu), current_stream(gpu.device_index)
     partials, own = scratch.partials, None
-    if scratch.partial_bytes < launch.partial_bytes:
-        own = problem.q_nope.new_empty(launch.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
+    if scratch.partial_bytes < config.partial_bytes:
+        own = problem.q_nope.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
         partials = own.data_ptr()
     counted = counters.of_device(gpu.device_index, counters.SEMAPHORES).address(stream)
     optional = (problem.lse, lengths.pages, lengths.page_starts, lengths.seq_lens, lengths.qo_indptr)
     factors = (problem.scale, problem.v_scale, problem.sinks, problem.ckv_scales)
     tensors = problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out, *optional, *factors
     addresses = *(0 if x is None else x.data_ptr() for x in tensors), partials, counted
-    launch.bound.fire(stream, addresses, (launch.grid, _strides(problem), _numbers(problem)))
+    bound.fire(stream, addresses, (config.grid, _strides(problem), _numbers(problem)))
 
 
 def _strides(problem: MlaProblem) -> Values:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.kernels.host.fastdiv import magic
-from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.combine import FinalOutput
+from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.operands import PlainStrides
-from cute_attn.kernels.host.output import FinalOutput
-from cute_attn.kernels.host.params import UNBOUNDED, Fields, divisor
+from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.kernels.host.prepared import PreparedKernel
-from cute_attn.kernels.xqa.host.grid import LaunchConfig
+from cute_attn.kernels.xqa.host.variant import LaunchConfig
 from cute_attn.problem import Settings, draft_mask_bytes
 from cute_attn.runtime.param_block import Values
 
@@ -38,25 +36,19 @@ class XqaKernel(PreparedKernel):
     """
 
     def __init__(self, settings: Settings, config: LaunchConfig, gpu: Gpu) -> None:
-        features, spec, grid = settings.features, config.spec, config.grid
-        launch = load(spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
+        features, spec = settings.features, config.spec
+        launch = load(spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
         self.config, self.ahead = config, spec.prefetch != "none"
         self.paged = features.kv_source == "paged"
         self.plain_strides = PlainStrides(settings, CHUNK)
-        shares_multiplier, shares_shift = magic(grid[1])
+        page_size, group = (
+            settings.page_size if self.paged else ONE_PAGE,
+            features.num_qo_heads // features.num_kv_heads,
+        )
         static: Fields = {
+            **config.fields(features.num_kv_heads, group, page_size),
             "mask_row_bytes": draft_mask_bytes(config.qo_len),
-            "q_len": config.qo_len,
             "window_left": UNBOUNDED if settings.window_left < 0 else min(settings.window_left, UNBOUNDED),
-            "num_kv_heads": features.num_kv_heads,
-            **divisor("row_blocks", config.row_blocks),
-            "units_per_cta_group": features.num_kv_heads // spec.heads * config.row_blocks // grid[0],
-            "shares_multiplier": shares_multiplier,
-            "shares_shift": shares_shift,
-            **divisor("group", features.num_qo_heads // features.num_kv_heads),
-            **divisor("page_size", settings.page_size if self.paged else ONE_PAGE, stem="page"),
-            "overhead": spec.segment_overhead,
-            "min_share": config.min_share,
             "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }

@@ -24,9 +24,8 @@ from cute_attn.kernels.host.operands import (
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.host.single import Tensors
 from cute_attn.kernels.rules import Rule
-from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, XqaKernel
-from cute_attn.kernels.xqa.host.variant import rule_of, shape_of, shape_of_call
+from cute_attn.kernels.xqa.host.variant import launch_config, rule_of, shape_of, shape_of_call
 from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import UNLIMITED, DecodeProblem, Problem, Request, Settings
 from cute_attn.runtime import capture, counters

@@ -1,20 +1,29 @@
-"""Specs of the decode kernel for problems of given features."""
+"""Specs and grids of the decode kernel, and the device memory that the CTAs of a launch share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.features import kv_dtype
+from cute_attn.kernels.host.params import Fields, divisor, magic
+from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.spec import ONE_SEGMENT, DecodeSpec, Work, XqaSpec
 from cute_attn.kernels.xqa.tiles import Rings, Shape
 from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
-from cute_attn.problem import DecodeProblem, Features, Request, Settings, short
+from cute_attn.problem import UNLIMITED, DecodeProblem, Features, Request, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.split_kv import ceil_div
 
+MAX_IDLE = 1 / 32  # of all CTAs
+# Of the SMs, to which clusters may be given: those of a GPC that its clusters leave over take none, and a cluster that
+# has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16 clusters of 8, H100: 16 %).
+CLUSTERED = 3 / 4
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
 
@@ -62,3 +71,119 @@ def choose_spec(features: Features, qo_len: int, rule: Rule[Rings], arch: Arch) 
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
     """Return every kernel that calls of one query token and of these features may need."""
     return list(dict.fromkeys(choose_spec(features, 1, rule, arch) for rule in rules(features, arch)))
+
+
+class Placement(NamedTuple):
+    """Grid of a launch, and what its CTAs leave in device memory."""
+
+    grid: Grid  # (CTA groups, CTAs per group, 1), or of a request (units / units of a CTA, CTAs of a segment, 1)
+    ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
+    partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
+    min_share: int = 1  # tiles of a CTA
+
+
+class LaunchConfig(NamedTuple):
+    """Kernel and grid of launches with the same settings and number of query tokens per request."""
+
+    spec: DecodeSpec
+    qo_len: int  # query tokens of every request, or the most of any
+    row_blocks: int  # blocks of query rows per request and kv head
+    grid: Grid  # this and what follows: see `Placement`
+    ctas: int
+    partial_bytes: int
+    min_share: int
+
+    @property
+    def counter_bytes(self) -> int:
+        return 4 * self.ctas
+
+    def grid_of(self, batch_size: int) -> Grid:
+        """Returns the grid of a launch of `batch_size` requests."""
+        if self.spec.work not in ONE_SEGMENT:
+            return self.grid
+        if self.ctas and batch_size > 1:
+            raise ValueError(f"several clusters share a segment of one request alone, got {batch_size} requests")
+        return *self.grid[:2], batch_size
+
+    def fields(self, num_kv_heads: int, group: int, page_size: int) -> Fields:
+        """Returns the parameters by which CTAs share the keys. `group`: query heads of a kv head."""
+        multiplier, shift = magic(self.grid[1])
+        return {
+            "q_len": self.qo_len,
+            "num_kv_heads": num_kv_heads,
+            **divisor("row_blocks", self.row_blocks),
+            "units_per_cta_group": num_kv_heads // self.spec.heads * self.row_blocks // self.grid[0],
+            "shares_multiplier": multiplier,
+            "shares_shift": shift,
+            **divisor("group", group),
+            **divisor("page_size", page_size, stem="page"),
+            "overhead": self.spec.segment_overhead,
+            "min_share": self.min_share,
+        }
+
+
+def launch_config(
+    settings: Settings,
+    qo_len: int,
+    rule: Rule[Rings],
+    arch: Arch,
+    sms: int,
+    workspace_bytes: int = UNLIMITED,
+    alone: bool = True,
+) -> LaunchConfig:
+    """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for the
+    settings' features. `workspace_bytes`: room for partial results; fewer CTAs, down to one, need less. `alone`:
+    launches are of one request.
+    """
+    features = settings.features
+    spec = choose_spec(features, qo_len, rule, arch)
+    if features.num_kv_heads % spec.heads:
+        raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
+    row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
+    place = PLACEMENTS[spec.work if alone or spec.work != "cluster" else "whole"]
+    placement = place(spec, features.num_kv_heads, row_blocks, sms, workspace_bytes)
+    return LaunchConfig(spec, qo_len, row_blocks, *placement)
+
+
+def shares(spec: DecodeSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
+    """Places as many CTAs as run at a time."""
+    ctas = max(1, min(sms * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec)))
+    groups = cta_group_count(num_kv_heads // spec.heads * row_blocks, ctas)
+    size = ctas // groups
+    partial_bytes = 0 if ctas == 1 else ctas * partial_bytes_per_cta(spec)
+    return Placement((groups, size, 1), ctas, partial_bytes, 1 if size == 1 else spec.teams)
+
+
+def one_segment(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
+    """Places a CTA for every unit, or for as many as a CTA has, or a cluster."""
+    return Placement((num_kv_heads // spec.heads * row_blocks, spec.cluster_size, 1))
+
+
+def clusters(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
+    """Places the clusters of one request, as many for each unit. One cluster a unit merges in shared memory alone."""
+    units, size = num_kv_heads * row_blocks, spec.cluster_size
+    ctas = min(int(sms * CLUSTERED) * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec))
+    count = ctas // (units * size)
+    if count <= 1:
+        return Placement((units, size, 1))
+    used = units * count * size
+    return Placement((units, count * size, 1), used, used * partial_bytes_per_cta(spec), spec.teams)
+
+
+PLACEMENTS: dict[Work, Callable[[Any, int, int, int, int], Placement]] = {
+    "shares": shares,
+    "even": shares,
+    "whole": one_segment,
+    "heads": one_segment,
+    "cluster": clusters,
+}
+
+
+def partial_bytes_per_cta(spec: DecodeSpec) -> int:
+    """Returns the bytes of two partial results of each of its units: a CTA may end one segment and begin another."""
+    return 2 * spec.heads * spec.rows * (spec.head_dim + 2) * 4
+
+
+def cta_group_count(units: int, ctas: int) -> int:
+    """Returns the largest number of CTA groups that share the units evenly and leave at most MAX_IDLE CTAs idle."""
+    return max(n for n in range(1, units + 1) if units % n == 0 and ctas % n <= ctas * MAX_IDLE)
