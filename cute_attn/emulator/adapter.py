@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_attn.emulator import settings
 from cute_attn.emulator.memory import Flags, GlobalMemory, Region
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.launch import CPU, Bound, Launch, Settled, describe
-from cute_attn.runtime.param_block import ParamBlock, ParamLayout, Value, Values
+from cute_attn.runtime.launch import CPU, Bound, Launch, ParamBlock, ParamLayout, Settled, Value, Values, describe
 
 _memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("emulated memory", default=None)
 

@@ -17,8 +17,7 @@ from cute_attn.request.caches import cache_views
 from cute_attn.request.decode import Form
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.names import rename
-from cute_attn.xqa import run
-from cute_attn.xqa.decode import Cache
+from cute_attn.xqa.decode import Cache, run
 
 SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's implementations of this function; one here stands for both
 USUAL = (*(None,) * 9, False, 1, 0)  # what engines pass for arguments that are only checked
@@ -141,7 +140,7 @@ def trtllm_batch_decode_with_kv_cache(
         scale, factor = (bmm1_scale, 1.0) if bmm1_scale_log2 is None else (_base_2(bmm1_scale_log2), math.log(2.0))
         if isinstance(sinks, list | tuple):
             sinks = trtllm_options.one_sink(sinks)
-        return run.run(
+        return run(
             query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask, sinks, scale, bmm2_scale,
             kv_cache_sf, out, lse, max_seq_len, window_left, enable_pdl,
             _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse, kv_layout,

@@ -20,7 +20,7 @@ from cute_attn import (
 from cute_attn.request import decode as request_decode
 from cute_attn.runtime import launch
 from cute_attn.wrappers import calls
-from cute_attn.xqa import run
+from cute_attn.xqa import decode as xqa_decode
 from perf.pretended_gpu import NullDriver, pretended_gpu
 
 HEADS, HEAD_DIM, PAGE_SIZE, PAGES, BATCH = (8, 2), 64, 16, 12, 3
@@ -61,7 +61,7 @@ def driver() -> Iterator[RecordingDriver]:
     with pretended_gpu("sm_90a"), pytest.MonkeyPatch.context() as patch:  # undone before what it lies over
         patch.setattr(launch, "load_driver", lambda: recording)
         patch.setattr(launch, "_function", lambda artifact, index: artifact)
-        patch.setattr(run, "looks_at_values", lambda device: False)
+        patch.setattr(xqa_decode, "looks_at_values", lambda device: False)
         calls.forget()
         yield recording
     calls.forget()
@@ -76,7 +76,7 @@ def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         taken.append(arguments)
         return request_decode.decode_problem(*arguments)
 
-    monkeypatch.setattr(run, "decode_problem", counted)
+    monkeypatch.setattr(xqa_decode, "decode_problem", counted)
     return taken
 
 
@@ -176,7 +176,7 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
     function(**{**call, "workspace_buffer": shifted})  # memory of the launch's own
     function(**{**call, "bmm1_scale": torch.tensor(0.125)})
     function(**{**call, "seq_lens": torch.ones(2 * BATCH, dtype=torch.int32)[::2]})  # is copied
-    monkeypatch.setattr(run, "looks_at_values", lambda device: True)
+    monkeypatch.setattr(xqa_decode, "looks_at_values", lambda device: True)
     function(**call)
     assert len(full_checks) == len(driver.recorded) == 4
 

@@ -12,8 +12,7 @@ import torch
 from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, optional_tensors
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
-from cute_attn.runtime.launch import Settled, current_stream
-from cute_attn.runtime.param_block import Values
+from cute_attn.runtime.launch import Settled, Values, current_stream
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import SchedulerParams, WorkList, max_qo_len
 from cute_attn.schedule.records import ITEM_INTS

@@ -9,8 +9,7 @@ import torch
 
 from cute_attn.kernels.host.params import Fields, kv_axes
 from cute_attn.problem import BatchProblem, DecodeProblem, Problem, Request, Settings
-from cute_attn.runtime.launch import Bound, Launch
-from cute_attn.runtime.param_block import Values
+from cute_attn.runtime.launch import Bound, Launch, Values
 
 # Such tensors by the kernels' parameters that hold their addresses: two factors of the scores, that of v, and so on.
 # With a mask's goes the number of its bytes.

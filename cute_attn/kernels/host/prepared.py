@@ -12,8 +12,7 @@ import torch
 from cute_attn.kernels.host.combine import CombineKernel, Output
 from cute_attn.kernels.host.operands import OptionalBounds
 from cute_attn.kernels.host.params import Fields
-from cute_attn.runtime.launch import Launch
-from cute_attn.runtime.param_block import Values
+from cute_attn.runtime.launch import Launch, Values
 
 MAX_PREPARED = 1024  # of the layers of a model: what runs their calls, kernels, tilings and layouts of tensor maps
 

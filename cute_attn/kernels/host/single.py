@@ -21,8 +21,7 @@ from cute_attn.kernels.host.operands import (
 )
 from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
-from cute_attn.runtime.launch import Bound, Settled, current_stream
-from cute_attn.runtime.param_block import Values
+from cute_attn.runtime.launch import Bound, Settled, Values, current_stream
 from cute_attn.schedule.split_kv import Split, ceil_div, split_kv, visible_tokens
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again

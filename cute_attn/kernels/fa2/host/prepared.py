@@ -22,7 +22,7 @@ from cute_attn.kernels.host.params import (
 )
 from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
 from cute_attn.problem import Settings
-from cute_attn.runtime.param_block import Values
+from cute_attn.runtime.launch import Values
 
 STRIDE_FIELDS = (
     *PlainStrides.fields,

@@ -11,7 +11,7 @@ from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings, short
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.param_block import Values
+from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.batch import SchedulerParams, typical_qo_len
 from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles

@@ -30,7 +30,7 @@ from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.prepared import Addresses, PreparedKernel, prepared
 from cute_attn.problem import Settings
 from cute_attn.runtime import counters, tensormap
-from cute_attn.runtime.param_block import Values
+from cute_attn.runtime.launch import Values
 
 MAX_MAPS = 256  # of a layout: allocators repeat addresses
 OUTPUT_ROWS = 128  # packed rows that fa4 stores at a time

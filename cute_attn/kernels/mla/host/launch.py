@@ -20,8 +20,7 @@ from cute_attn.problem import UNLIMITED, short
 from cute_attn.request.mla import MlaProblem, MlaSettings
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.launch import Bound, current_stream
-from cute_attn.runtime.param_block import Values
+from cute_attn.runtime.launch import Bound, Values, current_stream
 from cute_attn.schedule.split_kv import ceil_div
 
 ADDRESSES = (

@@ -11,7 +11,7 @@ from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.kernels.host.prepared import PreparedKernel
 from cute_attn.kernels.xqa.host.variant import LaunchConfig
 from cute_attn.problem import Settings, draft_mask_bytes
-from cute_attn.runtime.param_block import Values
+from cute_attn.runtime.launch import Values
 
 CHUNK = 16  # bytes; page and token strides of k and v count chunks
 ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has

@@ -30,8 +30,7 @@ from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import UNLIMITED, DecodeProblem, Problem, Request, Settings
 from cute_attn.runtime import capture, counters
 from cute_attn.runtime.arch import MAX_DEVICES
-from cute_attn.runtime.launch import CPU, Bound, Settled, current_stream
-from cute_attn.runtime.param_block import Values
+from cute_attn.runtime.launch import CPU, Bound, Settled, Values, current_stream
 
 
 def _kernel(settings: Settings, qo_len: int, rule: Rule[Rings], gpu: Gpu, alone: bool = True) -> XqaKernel:
