@@ -19,7 +19,7 @@ from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import prepared, variant
 from cute_attn.kernels.xqa.host.family import FAMILY, rule_of_batch
-from cute_attn.kernels.xqa.host.unplanned import DecodeRun, SingleRun
+from cute_attn.kernels.xqa.host.unplanned import DecodeRun
 from cute_attn.kernels.xqa.host.variant import launch_config
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
@@ -83,7 +83,7 @@ def plan() -> Any:
 def test_a_plan_loads_its_kernel(fired: Fired) -> None:
     """The first run may be captured in a CUDA graph, where modules cannot be loaded."""
     made = plan()
-    assert fired.specs == [made._planned().launch.planned.planned.config.spec]
+    assert fired.specs == [made._planned().launch.planned.config.spec]
 
 
 def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +392,7 @@ def test_specs_whose_warps_are_no_whole_teams() -> None:
 def test_single_calls_share_their_page_table() -> None:
     """Captured graphs read it, so that it must outlive the runner, of which only so many are remembered."""
     single = Settings(FEATURES._replace(kv_source="dense", device_lengths=False))
-    runs = [SingleRun(single._replace(sm_scale=sm_scale), GPU) for sm_scale in (1.0, 2.0)]
+    runs = [FAMILY.prepare(single._replace(sm_scale=sm_scale), GPU) for sm_scale in (1.0, 2.0)]
     first, second = (run.records.data_ptr() for run in runs)
     assert first == second
 

@@ -150,7 +150,7 @@ class BatchRun:
             if not launched.grid[0]:
                 return
             stream, optional = current_stream(index), tensors[5]
-            moving = addresses((q, k, v, out, lse, stream)) + launched.more
+            moving = addresses((q, k, v, out, lse, stream, 0)) + launched.more
             attention.fire(stream, moving + pick(optional) if optional else moving, settled)
             if combine is not None:
                 merge.fire(stream, (out, lse, *launched.partials, *pick_final(optional)), to_combine)

@@ -17,8 +17,8 @@ from cute_attn.runtime.launch import Launch, Values
 MAX_PREPARED = 1024  # of the layers of a model: what runs their calls, kernels, tilings and layouts of tensor maps
 
 Grid = tuple[int, int, int]
-Addresses = Callable[[tuple[int, int, int, int, int, int]], Values]
-# ^ from addresses of q, k, v, out and lse, and a stream
+Addresses = Callable[[tuple[int, int, int, int, int, int, int]], Values]
+# ^ from addresses of q, k, v, out and lse, a stream, and the address of memory for partial results, or 0
 PLAIN: Addresses = operator.itemgetter(0, 1, 2, 3, 4)  # of kernels without tensor maps
 
 K = TypeVar("K")

@@ -40,6 +40,8 @@ class SingleSchedule(Generic[T]):
     num_splits: int
     grid: Grid
     numbers: Values  # of the kernel's length fields
+    partial_bytes: int = 0  # of memory for partial results
+    kernel: PreparedKernel | None = None  # once a request has run
 
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
@@ -56,13 +58,15 @@ def schedule_request(
     visible = visible_tokens(qo_len, kv_len, tokens, causal, window_left)
     query_tiles, kv_tiles = ceil_div(qo_len * heads, rows) * head_blocks, ceil_div(kv_len, cols)
     split = split_kv(kv_tiles, ceil_div(visible, cols), query_tiles, resident_ctas, min_split_tiles)
-    return SingleSchedule(tiling.tile, heads, split.num_splits, *launch(settings, tiling, split, qo_len, kv_len))
+    parts, features = split.num_splits, settings.features
+    partial_bytes = qo_len * features.num_qo_heads * parts * 4 * (features.head_dim_vo + 1) if parts > 1 else 0
+    return SingleSchedule(tiling.tile, heads, parts, *launch(settings, tiling, split, qo_len, kv_len), partial_bytes)
 
 
-SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels, grid, numbers and num_splits
 Launches = tuple[Bound, Pick]
-Work = tuple[int, Launches, Addresses, Settled, tuple[Launches, Settled, int] | None]
-# ^ of a number of keys: the attention launches, addresses, what is settled; and of combine launches num_splits too
+Work = tuple[int, Launches, Addresses, Settled, int, tuple[Launches, Settled, int] | None, SingleSchedule[Any]]
+# ^ of a number of keys: the attention launches, addresses, what is settled, and bytes of partial results; of combine
+# ^ launches where the partial lse begin in these; and the schedule
 
 
 class SingleRun(Generic[T]):
@@ -74,11 +78,13 @@ class SingleRun(Generic[T]):
         device_index: int,
         scheduler: Scheduler[T],
         kernel: Callable[[T, int, bool], PreparedKernel],
+        records: torch.Tensor | None = None,
     ) -> None:
-        """`kernel` loads a kernel for a schedule's tile and heads, and for split keys or not."""
-        self.device_index, self.scheduler = device_index, scheduler
+        """`kernel` loads a kernel for a schedule's tile and heads, and for split keys or not. `records`: memory that
+        launches read besides the problem's.
+        """
+        self.device_index, self.scheduler, self.kernel, self.records = device_index, scheduler, kernel, records
         self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
-        self.kernel = kernel
         self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
 
     def __call__(self, problem: Request) -> Fire:
@@ -91,7 +97,6 @@ class SingleRun(Generic[T]):
         qo_len, index, block_scales = problem.qo_len, self.device_index, block_scale_strides(problem)
         if qo_len == 0:
             return launch_nothing
-        rows, partial_bytes = qo_len * self.num_qo_heads, 4 * self.head_dim_vo
         roles, _ = optional_tensors(problem)
         strides: dict[PreparedKernel, tuple[Values, Values]] = {}  # of the attention and combine launches
         latest: Work | None = None
@@ -100,20 +105,19 @@ class SingleRun(Generic[T]):
             nonlocal latest
             kv_len, work = tensors[6], latest  # once: threads share this
             if work is None or work[0] != kv_len:
-                work = latest = self._work((qo_len, kv_len), tensors, roles, block_scales, strides)
-            _, (attention, pick), addresses, settled, combined = work
-            stream, optional = current_stream(index), tensors[5]
+                work = latest = self._work((qo_len, kv_len), tensors, roles, block_scales, strides, work)
+            _, (attention, pick), addresses, settled, partial_bytes, combined, _ = work
+            stream, optional, at = current_stream(index), tensors[5], 0
+            if partial_bytes:  # the caching allocator keeps them with a captured graph
+                partials = tensors[0].new_empty(partial_bytes, dtype=torch.uint8)
+                at = partials.data_ptr()
             if combined is None:
-                moving = addresses((q, k, v, out, lse, stream))
+                moving = addresses((q, k, v, out, lse, stream, at))
                 attention.fire(stream, moving + pick(optional) if optional else moving, settled)
                 return
-            (combine, pick_final), to_combine, num_splits = combined
-            # The caching allocator keeps partials with a captured graph.
-            partials = tensors[0].new_empty(rows * num_splits * (partial_bytes + 4), dtype=torch.uint8)
-            o = partials.data_ptr()
-            of_lse = o + rows * num_splits * partial_bytes
-            attention.fire(stream, addresses((q, k, v, o, of_lse, stream)) + pick(optional), settled)
-            combine.fire(stream, (out, lse, o, of_lse, *pick_final(optional)), to_combine)
+            (combine, pick_final), to_combine, of_lse = combined
+            attention.fire(stream, addresses((q, k, v, at, at + of_lse, stream, at)) + pick(optional), settled)
+            combine.fire(stream, (out, lse, at, at + of_lse, *pick_final(optional)), to_combine)
 
         return fire
 
@@ -124,24 +128,33 @@ class SingleRun(Generic[T]):
         roles: Roles,
         block_scales: Values,
         strides: dict[PreparedKernel, tuple[Values, Values]],
+        before: Work | None,
     ) -> Work:
-        """Returns what launches of a number of keys have in common, and notes strides of a kernel that comes anew."""
+        """Returns what launches of a number of keys have in common, and notes strides of a kernel that comes anew.
+        `before`: of another number, which may have the same schedule.
+        """
         (qo_len, kv_len), (q, k, v, out, *_) = lengths, tensors
-        kernel, grid, numbers, num_splits = self.launch(qo_len, kv_len)
-        combine = kernel.combine
+        schedule = self.launch(qo_len, kv_len)
+        kernel = schedule.kernel
+        assert kernel is not None
+        addresses, combine = kernel.addresses(q, k, v, out), kernel.combine
+        if before is not None and before[6] is schedule:
+            return kv_len, before[1], addresses, *before[3:]
         if kernel not in strides:
             out_strides: Values = () if combine is None else combine.output.strides(out)
             strides[kernel] = kernel.strides(q, k, v, out, block_scales), out_strides
         of_kernel, out_strides = strides[kernel]
         combined = None
         if combine is not None:
-            merge_grid = qo_len * self.num_qo_heads, 1, 1
-            combined = combine.launches.of(roles), (merge_grid, out_strides, (qo_len, num_splits)), num_splits
-        addresses = kernel.addresses(q, k, v, out)
-        return kv_len, kernel.attention.of(roles), addresses, (grid, of_kernel, numbers), combined
+            rows, splits = qo_len * self.num_qo_heads, schedule.num_splits
+            settled = (rows, 1, 1), out_strides, (qo_len, splits)
+            combined = combine.launches.of(roles), settled, rows * splits * 4 * self.head_dim_vo
+        attention, to_attention = kernel.attention.of(roles), (schedule.grid, of_kernel, schedule.numbers)
+        return kv_len, attention, addresses, to_attention, schedule.partial_bytes, combined, schedule
 
-    def _launch(self, qo_len: int, kv_len: int) -> SingleLaunch:
-        """Returns the launch of a request of these lengths; `launch` memoises it."""
+    def _launch(self, qo_len: int, kv_len: int) -> SingleSchedule[T]:
+        """Returns the schedule of a request of these lengths with its kernel; `launch` memoises it."""
         schedule = self.scheduler(qo_len, kv_len)
-        kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
-        return kernel, schedule.grid, schedule.numbers, schedule.num_splits
+        if schedule.kernel is None:
+            schedule.kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
+        return schedule

@@ -200,8 +200,8 @@ class PersistentKernel(PreparedKernel):
         if self.output_map:
             o_map = self.maps.o(out)
 
-        def addresses(places: tuple[int, int, int, int, int, int]) -> Values:
-            q, k, v, out, lse, stream = places
+        def addresses(places: tuple[int, int, int, int, int, int, int]) -> Values:
+            q, k, v, out, lse, stream, _ = places
             values = q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream)
             return (*values, o_map(out)) if self.output_map else values
 

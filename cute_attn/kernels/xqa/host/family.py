@@ -14,9 +14,10 @@ from cute_attn.kernels.host.family import KernelLaunch, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
+from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
-from cute_attn.kernels.xqa.host.prepared import XqaKernel
-from cute_attn.kernels.xqa.host.unplanned import DecodeRun, SingleRun
+from cute_attn.kernels.xqa.host.prepared import XqaKernel, one_page
+from cute_attn.kernels.xqa.host.unplanned import DecodeRun
 from cute_attn.kernels.xqa.host.variant import (
     LaunchConfig,
     launch_config,
@@ -108,7 +109,7 @@ class XqaBatchRun(BatchRun):
         def kernel(settings: Settings) -> XqaKernel:
             return prepared(XqaKernel, settings, planned.config, gpu)
 
-        self.planned = kernel(settings)
+        self.config = planned.config
         super().__init__(settings, kernel, gpu.device_index)
         self.staging, self.batch_size, self.gpu = staging, planned.batch_size, gpu
         self.settings, self.limits, self.rule = settings, limits, planned.rule
@@ -139,7 +140,7 @@ class XqaBatchRun(BatchRun):
     def decided(self, memory: Memory) -> Launched:
         """Returns the grid, values of `XqaKernel.request`, and the last ones of ADDRESS_FIELDS."""
         pages, entries, workspace = memory
-        numbers = self.planned.request(self.request, entries, (pages, self.seq_lens, 0, 0))
+        numbers = self.config.request(self.request, entries, (pages, self.seq_lens, 0, 0))
         more = self.counters.data_ptr(), workspace, UNBOUNDED
         return Launched(self.version, memory, self.grid, numbers, (0, 1, 1), (), (), more)
 
@@ -165,8 +166,29 @@ class XqaFamily:
     name = "xqa"
     specs, schedule = staticmethod(specs), staticmethod(schedule)
 
+    def scheduler(self, settings: Settings, arch: Arch, sms: int) -> Scheduler[LaunchConfig]:
+        """Returns what schedules single requests of these settings."""
+        by_rule: dict[tuple[int, Rule[Rings]], SingleSchedule[LaunchConfig]] = {}
+
+        def scheduled(qo_len: int, kv_len: int) -> SingleSchedule[LaunchConfig]:
+            key = qo_len, rule_of(settings.features, arch, shape_of(1, settings, qo_len, kv_len))
+            if key not in by_rule:
+                config = prepared(launch_config, settings, *key, arch, sms)
+                numbers = config.request((1, 0, 1), 1)
+                by_rule[key] = SingleSchedule(config, 1, 1, config.grid_of(1), numbers, config.partial_bytes)
+            return by_rule[key]
+
+        return scheduled
+
     def prepare(self, settings: Settings, gpu: Gpu) -> RequestRunner:
-        return DecodeRun(settings, gpu) if settings.features.device_lengths else SingleRun(settings, gpu)
+        if settings.features.device_lengths:
+            return DecodeRun(settings, gpu)
+
+        def kernel(config: LaunchConfig, heads: int, split: bool) -> XqaKernel:
+            return prepared(XqaKernel, settings, config, gpu)
+
+        scheduler, index = self.scheduler(settings, gpu.arch, gpu.sms), gpu.device_index
+        return SingleRun(settings, index, scheduler, kernel, one_page(index))
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
         batch_size = len(problem.seq_lens) if isinstance(problem, DecodeProblem) else 1

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.combine import FinalOutput
 from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.operands import PlainStrides
 from cute_attn.kernels.host.params import UNBOUNDED, Fields
-from cute_attn.kernels.host.prepared import PreparedKernel
+from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
 from cute_attn.kernels.xqa.host.variant import LaunchConfig
 from cute_attn.problem import Settings, draft_mask_bytes
-from cute_attn.runtime.launch import Values
+from cute_attn.runtime import capture, counters
+from cute_attn.runtime.arch import MAX_DEVICES
+from cute_attn.runtime.launch import CPU, Values
 
 CHUNK = 16  # bytes; page and token strides of k and v count chunks
 ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has
@@ -30,6 +35,17 @@ PAGES, ENTRIES = "pages", "entries"
 ROLE_NAMES = {"scale0": "scale_ptr", "scale1": "more_scale_ptr", "k_scales": "k_sf", "v_scales": "v_sf"}
 
 
+@functools.lru_cache(MAX_DEVICES)
+def one_page(device_index: int) -> torch.Tensor:
+    """Returns a page table of one row, which holds page 0, and a length that the kernel limits to that of the call.
+    They stay allocated, because captured graphs read them after their kernel is dropped from its cache.
+    """
+    table = torch.tensor([[0], [ONE_PAGE]], dtype=torch.int32, device="cpu")
+    if device_index == CPU:
+        return table
+    return capture.outside(device_index, functools.partial(table.to, f"cuda:{device_index}"))
+
+
 class XqaKernel(PreparedKernel):
     """A loaded kernel for requests of the same settings and at most `config.qo_len` query tokens: single requests,
     planned batches, and decode calls without a plan. CTAs merge their partial results themselves.
@@ -38,7 +54,7 @@ class XqaKernel(PreparedKernel):
     def __init__(self, settings: Settings, config: LaunchConfig, gpu: Gpu) -> None:
         features, spec = settings.features, config.spec
         launch = load(spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
-        self.config, self.ahead = config, spec.prefetch != "none"
+        self.ahead = config.reads_ahead
         self.paged = features.kv_source == "paged"
         self.plain_strides = PlainStrides(settings, CHUNK)
         page_size, group = (
@@ -57,6 +73,12 @@ class XqaKernel(PreparedKernel):
         strides = (*STRIDE_FIELDS, PAGES) if self.ahead else STRIDE_FIELDS
         request = (*REQUEST_FIELDS, ENTRIES) if self.ahead else REQUEST_FIELDS
         moving, settled = (TABLE_FIELDS, ()) if features.device_lengths else ((), TABLE_FIELDS)
+        self.counters: counters.DeviceCounters | counters.CpuCounters | None = None
+        if features.kv_source == "dense" and not features.device_lengths:  # a single request, whose keys are one page
+            self.counters = counters.of_device(gpu.device_index, counters.SEMAPHORES)
+            table, length = one_page(gpu.device_index)
+            static |= dict(zip(TABLE_FIELDS, (table.data_ptr(), length.data_ptr(), 0, 0), strict=True))
+            settled = ()
         groups = ADDRESS_FIELDS + moving, strides, request + settled
         super().__init__(launch, static, groups, FinalOutput(settings), renamed=ROLE_NAMES)
 
@@ -67,6 +89,18 @@ class XqaKernel(PreparedKernel):
         pages = ((k.shape[0] if self.paged else 1),) if self.ahead else ()
         return *self.plain_strides(q, k, v), *block_scales, *pages, *self.output.strides(out)
 
-    def request(self, values: Values, entries: int, tables: Values = ()) -> Values:
-        """Returns the values of REQUEST_FIELDS and ENTRIES, and of TABLE_FIELDS where these do not move."""
-        return (*values, entries, *tables) if self.ahead else values + tables
+    def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
+        """Returns a function that computes the values of ADDRESS_FIELDS for a single request; else the first ones."""
+        if self.counters is None:
+            return PLAIN
+        of, counter, kv_len = self.plain_strides, self.counters.address, k.shape[self.plain_strides.token]
+        # The kernel counts chunks in 32 bits.
+        if kv_len * of.kv_itemsize * max(k.stride(of.token), v.stride(of.token)) >= CHUNK << 32:
+            k_shape, v_shape = tuple(k.shape), tuple(v.shape)
+            raise ArgumentError(f"k and v must span less than {CHUNK << 32} bytes each, got {k_shape} and {v_shape}")
+
+        def addresses(places: tuple[int, int, int, int, int, int, int]) -> Values:
+            q, k, v, out, lse, stream, partials = places
+            return q, k, v, out, lse, counter(stream), partials, kv_len
+
+        return addresses

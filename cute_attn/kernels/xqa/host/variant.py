@@ -17,6 +17,7 @@ from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import UNLIMITED, DecodeProblem, Features, Request, Settings, short
 from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.split_kv import ceil_div
 
@@ -104,6 +105,15 @@ class LaunchConfig(NamedTuple):
         if self.ctas and batch_size > 1:
             raise ValueError(f"several clusters share a segment of one request alone, got {batch_size} requests")
         return *self.grid[:2], batch_size
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the kernel reads of the cache and the page table before the preceding kernel has ended."""
+        return self.spec.prefetch != "none"
+
+    def request(self, values: Values, entries: int, tables: Values = ()) -> Values:
+        """Returns the values of REQUEST_FIELDS and ENTRIES, and of TABLE_FIELDS where these do not move."""
+        return (*values, entries, *tables) if self.reads_ahead else values + tables
 
     def fields(self, num_kv_heads: int, group: int, page_size: int) -> Fields:
         """Returns the parameters by which CTAs share the keys. `group`: query heads of a kv head."""
