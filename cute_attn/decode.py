@@ -65,40 +65,20 @@ def single_decode_with_kv_cache(
         out = v_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
         lse = log2(sum_j exp(z) + exp(sink))
 
-    Without any key, out is 0 and lse -inf. No gradients are computed. How large z may
-    be, and what k and v of hidden keys may hold: `single_prefill_with_kv_cache`.
+    Without any key, out is 0 and lse -inf. No gradients are computed. How large z may be, what k and v of hidden keys
+    may hold, and arguments "as there": `single_prefill_with_kv_cache`.
 
     Parameters
     ----------
-    q : `[num_qo_heads, head_dim_qk]`, float16 or bfloat16 (fp8 where a backend supports it). Any strides; a last
-        axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
-    k : `[kv_len, num_kv_heads, head_dim_qk]` ("NHD") or `[num_kv_heads, kv_len, head_dim_qk]` ("HND"), of q's
-        dtype (or fp8 under a 16-bit q, where a backend supports it). Any strides with unit stride on the last
-        axis; on a GPU rows must be 16-byte aligned, of fp8 and NVFP4 under a 16-bit q 8-byte aligned. `num_qo_heads`
-        must be a multiple of `num_kv_heads`; query head h reads kv head h // (num_qo_heads // num_kv_heads).
-    v : like k, with `head_dim_vo`.
-    kv_layout : "NHD" or "HND", of k and v.
-    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j has position j,
-        the query at kv_len - 1; rotated values are rounded to q's dtype), or "ALIBI" (slopes of Press et al.
-        2022).
+    q : `[num_qo_heads, head_dim_qk]`; dtypes and strides as there.
+    k, v, kv_layout : `[kv_len, num_kv_heads, head_dim]` ("NHD", the default) or `[num_kv_heads, kv_len, head_dim]`
+        ("HND"), as there.
+    pos_encoding_mode : as there; key j has position j, the query kv_len - 1.
     use_tensor_cores : a hint; tensor cores are always used.
-    q_scale, k_scale, v_scale : factors of q, k and v: numbers, or floating-point tensors with one element. A
-        tensor on the GPU is read by the kernel, without synchronisation.
+    q_scale, k_scale, v_scale : factors of q, k and v: numbers or tensors, as there.
     window_left : >= 0: only the last window_left + 1 keys are seen. Negative: no window.
-    logits_soft_cap : soft cap of the logits; None, 0 or a negative number: none.
-    sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
-    rope_scale, rope_theta : > 0, default 1 and 1e4. Position p turns pair d by
-        p * rope_theta^(-2 d / head_dim) / rope_scale. Read under ROPE_LLAMA only.
-    return_lse : return `(out, lse)`.
-    out : written and returned instead of a new tensor: `[num_qo_heads, head_dim_vo]` of q's dtype, unit
-        stride on the last axis, rows 16-byte aligned, no memory in common with the inputs.
-    lse : written instead of a new tensor: contiguous float32 `[num_qo_heads]`. Returned if `return_lse`.
-    enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
-    sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator. Finite,
-        or -inf (none).
-    lse_base : "log2" (FlashInfer's), or "ln": the lse is that above, times ln(2).
-    backend : "auto", "fa4", "fa3", "xqa", "fa2", "reference" or "emulator"; `cute_attn.explain` tells which supports
-        what.
+    logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse, enable_pdl, sinks, lse_base, backend : as there.
+    out, lse : written instead of new tensors, as there: `[num_qo_heads, head_dim_vo]` of q's dtype, `[num_qo_heads]`.
 
     Returns
     -------
@@ -107,9 +87,7 @@ def single_decode_with_kv_cache(
 
     Raises
     ------
-    ArgumentError (a ValueError: shape, dtype, device or value), ArgumentTypeError (a TypeError), LayoutError
-    (a KeyError: `kv_layout`, `pos_encoding_mode`, `backend`), NotSupported (a NotImplementedError that lists
-    why no backend, or not this one, supports the problem).
+    The errors of `single_prefill_with_kv_cache`.
 
     Examples
     --------

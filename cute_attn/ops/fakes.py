@@ -35,11 +35,6 @@ def ragged(arguments: Arguments) -> Pair:
     return _attention(arguments, arguments["q"], _head_dim(arguments["v"]), arguments["o_dtype"])
 
 
-def batch_attention(arguments: Arguments) -> Pair:
-    """Of `BatchAttention.run`, which always returns lse."""
-    return paged({**arguments, "return_lse": True})
-
-
 def xqa(arguments: Arguments) -> Pair:
     """Of `xqa_batch_decode_with_kv_cache`: a new out has an axis of query tokens where there are several."""
     query = arguments["query"]
@@ -107,10 +102,10 @@ def _head_dim(v: torch.Tensor) -> Any:
 
 
 def _attention(arguments: Arguments, q: torch.Tensor, head_dim: Any, dtype: torch.dtype) -> Pair:
-    """Return out and lse for query rows `[..., num_qo_heads, head_dim]`."""
+    """Return out and lse for query rows `[..., num_qo_heads, head_dim]`; lse too where there is no `return_lse`."""
     rows = q.shape[:-1]
     out = q.new_empty(0 if arguments.get("out") is not None else (*rows, head_dim), dtype=dtype)
-    if arguments.get("lse") is not None or not arguments["return_lse"]:
+    if arguments.get("lse") is not None or not arguments.get("return_lse", True):
         return out, q.new_empty(0, dtype=torch.float32)
     by_heads = arguments.get("lse_layout") == "HN"
     return out, q.new_empty(tuple(reversed(rows)) if by_heads else rows, dtype=torch.float32)

@@ -105,7 +105,7 @@ class BatchAttention(BatchWrapper):
         splits = batch_plan.splits(None, False, page_size)
         return PlanRequest(options, tokens, batch_plan.NO_MASK, splits, page_size)
 
-    @declare.operator("batch_attention_run", fakes.batch_attention, is_method=True)
+    @declare.operator("batch_attention_run", fakes.paged, is_method=True)
     def run(
         self,
         q: torch.Tensor,

@@ -196,11 +196,8 @@ def trtllm_fmha_v2_prefill(
             Q_PAGED_KV_HND     (q, cache [num_pages, 2, num_kv_heads, page_size, head_dim], or a pair (k, v))
 
     input_layout : one of these names.
-    workspace_buffer : as for `trtllm_batch_context_with_kv_cache`.
-    seq_lens : int32, uint32 or int64 `[batch_size]`, keys of each request in tokens, on query's device or the CPU.
-    max_q_len, max_kv_len : int, upper bounds of the query tokens and of the keys of a request; checked.
-    bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element, which the kernel reads.
-    batch_size : int, requests; checked.
+    workspace_buffer, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale, batch_size, out_dtype, sinks : as for
+        `trtllm_batch_context_with_kv_cache`.
     cum_seq_lens_q, cum_seq_lens_kv : int32, uint32 or int64 `[batch_size + 1]`, on query's device or the CPU: rows of
         the query tokens and, unless keys are paged, of the keys of each request. With pages cum_seq_lens_kv is not
         read.
@@ -209,8 +206,6 @@ def trtllm_fmha_v2_prefill(
         allocation. The values of all requests must then be the same number of pages away from their keys, which is
         read. Must be None for other layouts.
     out : written and returned: `[num_tokens, num_qo_heads, head_dim_vo]`. Default: new.
-    out_dtype : dtype of out, or its name. Default: that of out, or q's (bfloat16 for fp8 q).
-    sinks : floating-point `[num_qo_heads]`, or a list of one such tensor. Default: none.
     pos_encoding_mode : None (default), "NONE" or "ALIBI", in any case.
     logits_soft_cap_scale : soft cap of the logits; None (default), 0 or a negative number: none.
     mask_mode : "causal" (default), "sliding_window" or "chunked" (both causal too), or "padding" (no causal mask), in
@@ -317,30 +312,21 @@ def trtllm_ragged_attention_deepseek(
     query : `[num_tokens, num_qo_heads, head_dim_qk]`, num_tokens >= cum_seq_lens_q[-1]. dtypes, strides and head
         dimensions: q of `BatchPrefillWithRaggedKVCacheWrapper.run`.
     key, value : `[kv_tokens, num_kv_heads, head_dim_qk]` and `[kv_tokens, num_kv_heads, head_dim_vo]`: k and v of it.
-    workspace_buffer : as for `trtllm_batch_context_with_kv_cache`.
-    seq_lens : int32, uint32 or int64 `[batch_size]`, keys of each request in tokens, on query's device or the CPU.
-    max_q_len, max_kv_len : int, upper bounds of the query tokens and of the keys of a request; checked.
-    bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element, which the kernel reads.
-        bmm1_scale must include 1 / sqrt(head_dim_qk).
+    workspace_buffer, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale, batch_size, window_left, enable_pdl,
+        return_lse, lse, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress : as for
+        `trtllm_batch_context_with_kv_cache`, of which some have no defaults here.
     o_sf_scale : a number, not used: it scales NVFP4 output, which this function does not write.
-    batch_size : int, requests; checked.
-    window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left. Negative: no window.
     cum_seq_lens_q, cum_seq_lens_kv : int32, uint32 or int64 `[batch_size + 1]`, on query's device or the CPU: rows of
         the query tokens and of the keys of each request.
-    enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it.
     is_causal : False: a token sees all keys of its request, or those from its window's start on.
-    return_lse : return `(out, lse)`.
     attention_sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled. Default: none.
-    skip_softmax_threshold_scale_factor : refused unless None (default) or 0.
     out : written and returned: `[num_tokens, num_qo_heads, head_dim_vo]`, 16 bits, or float32. Default: new, of query's
         dtype (bfloat16 for fp8 query).
-    lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_qo_heads]`.
     sage_attn_sfs, num_elts_per_sage_attn_blk : arguments of SageAttention; refused unless None and 0 throughout.
     backend : "trtllm-gen" (default), "cute-dsl" or "auto": the best backend here; or "fa4", "fa3", "fa2", "reference"
         or "emulator".
     q_seq_lens_cpu, kv_seq_lens_cpu : int32 or int64 `[batch_size]` on the CPU: query tokens and keys of each request,
         as cum_seq_lens_q, seq_lens and cum_seq_lens_kv have them, which are then not read. Both, or neither (default).
-    use_fp16_softmax, uses_spcompress : refused unless None or False.
     skip_all_rows_active_check : True or False, not used: requests may have no query tokens, or no keys, in any case.
 
     Returns

@@ -229,10 +229,7 @@ def xqa(
         Head dimensions are those of `xqa_batch_decode_with_kv_cache`.
     k_cache, v_cache : `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads, page_size,
         head_dim]` ("HND"); dtypes and strides as for kv_cache of `xqa_batch_decode_with_kv_cache`.
-    page_table : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
-        last page are not read.
-    seq_lens : int32 or uint32 `[batch_size]` or `[batch_size, 1]`, keys of each request in tokens, those of the query
-        tokens included.
+    page_table, seq_lens : block_tables and seq_lens of `xqa_batch_decode_with_kv_cache`.
     output : written: as many elements as q in the same order, tokens at equal distances; float16, bfloat16 or
         float8_e4m3fn (saturated; on a GPU from compute capability 9.0). No memory in common with q and the caches.
     workspace_buffer : of any dtype and size, contiguous: partial results.
@@ -241,13 +238,12 @@ def xqa(
         4 KiB, and partial results of a few MiB. Where either buffer is smaller, or not 16-byte aligned, the launch uses
         memory of its own instead, as `xqa_batch_decode_with_kv_cache` says.
     num_kv_heads, page_size : int, those of k_cache; page_size in tokens.
-    sinks : floating-point, num_qo_heads elements, natural-log domain, not scaled. Default: none.
+    sinks, enable_pdl : as for `xqa_batch_decode_with_kv_cache`.
     q_scale, kv_scale : finite numbers, or floating-point tensors of one element; a tensor on the GPU is read by the
         kernel. Default 1.
     sliding_win_size : number of keys that a row sees, its own included; 0 (default): no window.
     kv_layout : "NHD" (default) or "HND".
     sm_count : None (default), or the number of multiprocessors of the device, all of which the grid uses.
-    enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and later).
     rcp_out_scale : number > 0, the reciprocal of the output's scale. Default 1.
     q_seq_len : query tokens per request; with q_cu_seq_lens, the most that any request has. Default 1.
     mask : bits of draft tokens, as for `xqa_batch_decode_with_kv_cache`. Default: causal.

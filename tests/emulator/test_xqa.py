@@ -16,7 +16,7 @@ from cute_attn.emulator import EmulatorError
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.emulator.machine import Schedule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.host.unplanned import DecodeRun
+from cute_attn.kernels.xqa.host.family import DecodeRun
 from cute_attn.problem import DecodeProblem
 from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.xqa import xqa

@@ -18,8 +18,7 @@ from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import prepared, variant
-from cute_attn.kernels.xqa.host.family import FAMILY, rule_of_batch
-from cute_attn.kernels.xqa.host.unplanned import DecodeRun
+from cute_attn.kernels.xqa.host.family import FAMILY, DecodeRun, rule_of_batch
 from cute_attn.kernels.xqa.host.variant import launch_config
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
