@@ -33,8 +33,11 @@ class RowsOfWarps(NamedTuple):
     warps_per_row: int
 
 
-def rows_of_warps(num_rows: int, sms: int) -> RowsOfWarps:
-    """Return the launch that merges so many rows on a GPU of `sms` multiprocessors."""
+def rows_of_warps(num_rows: int, sms: int, exist: bool = True) -> RowsOfWarps:
+    """Return the launch that merges so many rows on a GPU of `sms` multiprocessors. `exist`: all of them; otherwise
+    they are as many as there may be, and no more CTAs are launched than run at once.
+    """
     if num_rows <= FEW_ROWS * sms:
         return RowsOfWarps((num_rows, 1, 1), num_rows, WARPS)
-    return RowsOfWarps((-(-min(num_rows, RESIDENT_ROWS * sms) // WARPS), 1, 1), num_rows, 1)
+    of_grid = num_rows if exist else min(num_rows, RESIDENT_ROWS * sms)
+    return RowsOfWarps((-(-of_grid // WARPS), 1, 1), num_rows, 1)

@@ -64,7 +64,7 @@ class BatchSchedule(Generic[T_co]):
             work,
             grid=(tiling.ctas * groups, 1, 1),
             rows_per_merge=rows_per_merge,
-            combine=rows_of_warps(merges * params.num_kv_heads * rows_per_merge, sms),
+            combine=rows_of_warps(merges * params.num_kv_heads * rows_per_merge, sms, limits.graph is None),
             partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
             order=tiling.order(params, work.item_capacity, late) if tiling.order else (),
         )
