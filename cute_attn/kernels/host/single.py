@@ -9,7 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from cute_attn.kernels.combine.spec import rows_of_warps
 from cute_attn.kernels.host.batch import Tiling
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import (
     Fire,
     Pick,
@@ -75,7 +77,7 @@ class SingleRun(Generic[T]):
     def __init__(
         self,
         settings: Settings,
-        device_index: int,
+        gpu: Gpu,
         scheduler: Scheduler[T],
         kernel: Callable[[T, int, bool], PreparedKernel],
         records: torch.Tensor | None = None,
@@ -83,7 +85,8 @@ class SingleRun(Generic[T]):
         """`kernel` loads a kernel for a schedule's tile and heads, and for split keys or not. `records`: memory that
         launches read besides the problem's.
         """
-        self.device_index, self.scheduler, self.kernel, self.records = device_index, scheduler, kernel, records
+        self.device_index, self.sms, self.scheduler = gpu.device_index, gpu.sms, scheduler
+        self.kernel, self.records = kernel, records
         self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
         self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
 
@@ -146,9 +149,10 @@ class SingleRun(Generic[T]):
         of_kernel, out_strides = strides[kernel]
         combined = None
         if combine is not None:
-            rows, splits = qo_len * self.num_qo_heads, schedule.num_splits
-            settled = (rows, 1, 1), out_strides, (qo_len, splits)
-            combined = combine.launches.of(roles), settled, rows * splits * 4 * self.head_dim_vo
+            splits = schedule.num_splits
+            merge_grid, *rows = rows_of_warps(qo_len * self.num_qo_heads, self.sms)
+            settled = merge_grid, out_strides, (*rows, qo_len, splits)
+            combined = combine.launches.of(roles), settled, qo_len * self.num_qo_heads * splits * 4 * self.head_dim_vo
         attention, to_attention = kernel.attention.of(roles), (schedule.grid, of_kernel, schedule.numbers)
         return kv_len, attention, addresses, to_attention, schedule.partial_bytes, combined, schedule
 

@@ -245,8 +245,8 @@ class XqaFamily:
         def kernel(config: LaunchConfig, heads: int, split: bool) -> XqaKernel:
             return prepared(XqaKernel, settings, config, gpu)
 
-        scheduler, index = self.scheduler(settings, gpu.arch, gpu.sms), gpu.device_index
-        return SingleRun(settings, index, scheduler, kernel, one_page(index))
+        scheduler = self.scheduler(settings, gpu.arch, gpu.sms)
+        return SingleRun(settings, gpu, scheduler, kernel, one_page(gpu.device_index))
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
         batch_size = len(problem.seq_lens) if isinstance(problem, DecodeProblem) else 1
