@@ -18,6 +18,10 @@ ROLES = (
 )
 MASK, MASK_BYTES = ROLES.index("mask"), "mask_bytes"
 NO_STRIDES: Values = (0,) * 6
+BLOCK_SCALE_FIELDS = (  # of kernels for NVFP4 k and v
+    *("k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h"),
+    *("v_scales_stride_page", "v_scales_stride_n", "v_scales_stride_h"),
+)
 
 Roles = tuple[int, ...]  # of ROLES, those of the tensors that a problem has
 Optional = tuple[torch.Tensor, ...]  # these tensors, in the same order
@@ -112,7 +116,7 @@ def _pick(places: Sequence[int], masks: Sequence[int]) -> Pick:
 
 
 def block_scale_strides(problem: Request | BatchProblem) -> Values:
-    """Returns the bytes from a page, a token and a head of K's and then V's block scales to the next; zeros without."""
+    """Returns the values of BLOCK_SCALE_FIELDS, bytes from a page, a token and a head to the next; zeros without."""
     if problem.block_scales is None:
         return NO_STRIDES
     token, head = kv_axes(problem.settings)

@@ -9,7 +9,7 @@ from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.host.combine import CombineKernel, FinalOutput, PartialOutput
 from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.gpu import Gpu, load
-from cute_attn.kernels.host.operands import PlainStrides
+from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, PlainStrides
 from cute_attn.kernels.host.params import (
     NO_BATCH,
     Fields,
@@ -24,11 +24,7 @@ from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
 from cute_attn.problem import Settings
 from cute_attn.runtime.launch import Values
 
-STRIDE_FIELDS = (
-    *PlainStrides.fields,
-    *("k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h"),
-    *("v_scales_stride_page", "v_scales_stride_n", "v_scales_stride_h"),
-)
+STRIDE_FIELDS = (*PlainStrides.fields, *BLOCK_SCALE_FIELDS)
 ADDRESS_FIELDS = ("q", "k", "v", "o", "lse")
 LENGTH_FIELDS = ("qo_len", "kv_len", "right", "left", "tiles_per_split")  # of a single request
 

@@ -15,6 +15,7 @@ from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.host.combine import CombineKernel, FinalOutput, PartialOutput
 from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS
 from cute_attn.kernels.host.params import (
     NO_BATCH,
     Fields,
@@ -124,10 +125,6 @@ def tensor_maps(encoder: Callable[..., Callable[[int, int], bytes]], *layout: An
 
 
 PAGE_FIELDS = ("k_page_stride", "k_stride_n", "k_stride_h", "v_page_stride", "v_stride_n", "v_stride_h")
-BLOCK_SCALE_FIELDS = (  # of kernels for NVFP4 k and v
-    *("k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h"),
-    *("v_scales_stride_page", "v_scales_stride_n", "v_scales_stride_h"),
-)
 NO_PAGES: Values = (0,) * len(PAGE_FIELDS)
 ADDRESS_FIELDS = ("q", "k", "v", "o", "lse", "k_address", "v_address", "counters")
 OUTPUT_MAP = "o_map"  # of kernels that store outputs by TMA
