@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import BatchPlan, BatchProblem, DeviceTokens, MemoryRange, Settings
+from cute_attn.problem import BatchPlan, BatchProblem, DeviceLengths, MemoryRange, Settings
 from cute_attn.request import checks, key_ranges, operands
 from cute_attn.request.caches import is_large
 from cute_attn.request.key_ranges import KeyRanges
@@ -76,7 +76,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
     out, lse = operands.outputs(q, (run.out, run.lse, run.return_lse), element, rows, "rows, num_qo_heads")
     if run.out is not None or run.lse is not None:
         _keep_apart(plan, run, (k, v))
-    if first := plan.tokens.first_row:
+    if first := plan.lengths.first_row:
         if run.out is None:
             out[:first] = 0
         if lse is not None and run.lse is None:
@@ -88,7 +88,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
         v,
         out,
         lse,
-        plan.tokens.kv_indices,
+        plan.lengths.kv_indices,
         plan.packed_mask if run.ranges is None else run.ranges.tensor(plan.rows, q.device),
         scales.of_scores,
         scales.of_v,
@@ -273,14 +273,14 @@ def _refuse_query(plan: BatchPlan, q: torch.Tensor) -> None:
     f = plan.settings.features
     if plan.rows != (q.shape[0] if q.dim() else -1):
         meaning = "qo_indptr[-1]"
-        if plan.tokens.q_len is not None:
-            meaning = f"batch size {plan.tokens.batch_size} * q_len_per_req {plan.tokens.q_len} of plan()"
+        if plan.lengths.q_len is not None:
+            meaning = f"batch size {plan.lengths.batch_size} * q_len_per_req {plan.lengths.q_len} of plan()"
         raise ArgumentError(f"q must have the planned {plan.rows} rows ({meaning}), got {checks.describe(q)}")
     checks.shape("q", q, (plan.rows, f.num_qo_heads, f.head_dim_qk), "[rows, num_qo_heads, head_dim_qk]")
 
 
 def _check_ragged_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> torch.Size:
-    layout, heads, least = plan.settings.kv_layout, plan.settings.features.num_kv_heads, plan.tokens.kv_end
+    layout, heads, least = plan.settings.kv_layout, plan.settings.features.num_kv_heads, plan.lengths.kv_end
     axes, shape = LAYOUTS[layout], x.shape
     if len(shape) != 3 or shape[axes.heads] != heads or shape[2] != width or shape[axes.tokens] < least:
         expected = ", ".join(axes.axes(f"{least} or more", str(heads), str(width)))
@@ -364,9 +364,9 @@ def _keep_apart(plan: BatchPlan, arguments: RunArguments, kv: Any) -> None:
 def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
     """Return the memory of the plan, which a run must not write, by name."""
     if plan.protected is None:
-        on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
+        on_device = plan.lengths.arrays().items() if isinstance(plan.lengths, DeviceLengths) else ()
         kept = [
-            ("kv_indices", plan.tokens.kv_indices),
+            ("kv_indices", plan.lengths.kv_indices),
             ("packed_mask", plan.packed_mask),
             ("the workspace", plan.workspace),
             ("the schedule", plan.staging and plan.staging.memory),

@@ -6,7 +6,7 @@ import operator
 from typing import Any, NamedTuple
 
 from cute_attn.errors import NotSupported, Refusal
-from cute_attn.problem import DeviceTokens, Tokens
+from cute_attn.problem import Lengths
 from cute_attn.request import batch_plan, checks, positional
 from cute_attn.request.batch_plan import Mask, PlanOptions, Splits
 from cute_attn.request.block_sparse import Matrix
@@ -17,7 +17,7 @@ class PlanRequest(NamedTuple):
     """What a `plan` asks for."""
 
     options: PlanOptions
-    tokens: Tokens | DeviceTokens
+    lengths: Lengths
     mask: Mask
     splits: Splits
     page_size: int
@@ -28,7 +28,7 @@ class PlanRequest(NamedTuple):
     @property
     def q_len(self) -> int | None:
         """Query tokens of every request, where the plan fixes them."""
-        return self.uniform_q_len if self.tokens.q_len is None else self.tokens.q_len
+        return self.uniform_q_len if self.lengths.q_len is None else self.lengths.q_len
 
     def with_options(self, overrides: dict[str, Any]) -> PlanRequest:
         """Return the request with some of its options replaced."""
@@ -36,7 +36,7 @@ class PlanRequest(NamedTuple):
 
     def differs(self, before: PlanRequest) -> bool:
         """Tell whether it differs from another in more than lengths. Types count: 1 == 1.0 == True."""
-        old, new = before.tokens, self.tokens
+        old, new = before.lengths, self.lengths
         return (
             (before.options is not self.options and _options_differ(before.options, self.options))
             or (before.splits is not self.splits and before.splits != self.splits)
@@ -44,8 +44,7 @@ class PlanRequest(NamedTuple):
             or old.q_len != new.q_len
             or old.batch_size != new.batch_size
             or not (before.mask.packed is self.mask.packed is None)
-            or old.multi_item
-            or new.multi_item
+            or not (old.key_bounds is new.key_bounds is None)
         )
 
 

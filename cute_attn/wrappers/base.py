@@ -19,7 +19,7 @@ import torch
 from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, NotPlannedError
 from cute_attn.ops import handles
-from cute_attn.problem import BatchPlan, DeviceTokens
+from cute_attn.problem import BatchPlan
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
@@ -111,9 +111,9 @@ class BatchWrapper(EngineHooks, NotCopied):
         if not self._copies:
             return plan
         with self._lock:
-            tokens = engine_attributes.written_lengths(plan.request, self._copies, self.device)
-            if tokens is not None:
-                base = make_plan(self._place, plan.base.request._replace(tokens=tokens), plan)
+            lengths = engine_attributes.written_lengths(plan.request, self._copies, self.device)
+            if lengths is not None:
+                base = make_plan(self._place, plan.base.request._replace(lengths=lengths), plan)
                 plan = base.with_options(**plan.overrides)
                 self._keep(plan)
                 self._copies = {name: IndexCopy.of(tensor) for name, (tensor, _) in self._copies.items()}
@@ -123,9 +123,9 @@ class BatchWrapper(EngineHooks, NotCopied):
         """Return the batch of the plan in force, scheduled. Reads the lengths of an open plan."""
         with self._lock:
             plan = self._in_force()
-            tokens = plan.request.tokens
-            if isinstance(tokens, DeviceTokens) and tokens.rows is None:
-                plan = plan.with_rows(tokens.host.rows, tokens.host.kv_end)
+            if plan.is_open:
+                lengths = plan.request.lengths.host
+                plan = plan.with_rows(lengths.rows, lengths.kv_end)
                 self._keep(plan)
         return self._scheduled(plan)
 
@@ -177,7 +177,7 @@ class BatchWrapper(EngineHooks, NotCopied):
             batch = self._moved(plan, error)
             problem = batch_run.problem(batch, arguments)
         if batch.validate:
-            page_ids.before_launch(problem, batch.tokens.lengths)
+            page_ids.before_launch(problem, batch.lengths.host)
         plan.used = True
         fire = batch.launch(problem)
         if not batch.validate:

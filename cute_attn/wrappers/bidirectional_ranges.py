@@ -13,7 +13,7 @@ from cute_attn.request.key_ranges import KeyRanges
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
 from cute_attn.wrappers.paged_prefill import PAGED_NAMES
-from cute_attn.wrappers.plan_request import prefill_request, tokens_of
+from cute_attn.wrappers.plan_request import lengths_of, prefill_request
 from cute_attn.wrappers.signatures import with_return_lse
 
 MADE_FOR = ("q_data_type", "kv_data_type", "o_data_type", "head_dim_qk", "head_dim_vo", "pos_encoding_mode")
@@ -143,9 +143,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
             made["o_data_type"], made["pos_encoding_mode"], False, -1, logits_soft_cap, sm_scale, None, None, "log2",
         )  # fmt: skip
         pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, given.page_size
-        tokens = tokens_of(self._place, IndexArrays(PAGED_NAMES, qo_indptr, *pages))
-        lengths = None, None, max_token_per_sequence, max_sequence_kv
-        return prefill_request(self._place, given, tokens, lengths)
+        lengths = lengths_of(self._place, IndexArrays(PAGED_NAMES, qo_indptr, *pages))
+        repeated = None, None, max_token_per_sequence, max_sequence_kv
+        return prefill_request(self._place, given, lengths, repeated)
 
     begin_forward = plan
 

@@ -10,13 +10,13 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.problem import Tokens
+from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_plan, checks, plan_arguments, positional
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.plan_request import tokens_of
+from cute_attn.wrappers.plan_request import lengths_of
 from cute_attn.wrappers.signatures import with_return_lse
 
 NAMES = ("qo_indptr", "indptr", "indices", "last_page_len")
@@ -170,15 +170,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
         pages = indptr, indices, last_page_len, given.page_size
-        tokens = tokens_of(self._place, IndexArrays(NAMES, None, *pages, given.q_len))
+        lengths = lengths_of(self._place, IndexArrays(NAMES, None, *pages, given.q_len))
         if seq_lens is not None:
-            if isinstance(tokens, Tokens):
-                batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
+            if isinstance(lengths, BatchLengths):
+                batch_plan.check_known_lengths("seq_lens", seq_lens, lengths.kv_len)
             else:
                 checks.tensor("seq_lens", seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        return PlanRequest(given.options, tokens, batch_plan.NO_MASK, given.splits, given.page_size)
+        return PlanRequest(given.options, lengths, batch_plan.NO_MASK, given.splits, given.page_size)
 
     begin_forward = plan
 
@@ -251,7 +251,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
                 "softmax is exact", skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
             )
         if q_len_per_req is not None:
-            _check_q_len(q_len_per_req, self._in_force().request.tokens.q_len)
+            _check_q_len(q_len_per_req, self._in_force().request.lengths.q_len)
         head_scales = positional.head_scales(args, "q_scale, k_scale, v_scale") if args else None
         return self._run(
             RunArguments._make((  # 0.1 us faster than the constructor

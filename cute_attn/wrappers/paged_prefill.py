@@ -17,7 +17,7 @@ from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.plan_request import prefill_request, tokens_of
+from cute_attn.wrappers.plan_request import lengths_of, prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -216,12 +216,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         )  # fmt: skip
         pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, given.page_size
         host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        tokens = tokens_of(self._place, IndexArrays(PAGED_NAMES, qo_indptr, *pages), host_only)
-        lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
+        lengths = lengths_of(self._place, IndexArrays(PAGED_NAMES, qo_indptr, *pages), host_only)
+        repeated = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
         items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        return prefill_request(self._place, given, tokens, lengths, host_only, items, self._sink_variant)
+        return prefill_request(self._place, given, lengths, repeated, host_only, items, self._sink_variant)
 
     begin_forward = plan
 

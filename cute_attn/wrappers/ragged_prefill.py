@@ -16,7 +16,7 @@ from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.plan_request import prefill_request, tokens_of
+from cute_attn.wrappers.plan_request import lengths_of, prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 NAMES = ("qo_indptr", "kv_indptr")
@@ -161,10 +161,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
         host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        tokens = tokens_of(self._place, IndexArrays(NAMES, qo_indptr, kv_indptr), host_only)
-        lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
+        lengths = lengths_of(self._place, IndexArrays(NAMES, qo_indptr, kv_indptr), host_only)
+        repeated = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        return prefill_request(self._place, given, tokens, lengths, host_only, items, self._sink_variant)
+        return prefill_request(self._place, given, lengths, repeated, host_only, items, self._sink_variant)
 
     begin_forward = plan
 
