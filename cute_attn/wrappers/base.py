@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, cast
 import torch
 
 from cute_attn.dispatch import select
-from cute_attn.errors import ArgumentError, NotPlannedError
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError
 from cute_attn.ops import handles
 from cute_attn.problem import BatchPlan
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
@@ -55,6 +55,13 @@ def makes_plan(request_of: Callable[P, PlanRequest]) -> Callable[P, None]:
     plan.__dict__["request_of"] = request_of
     plan.__dict__["__signature__"] = inspect.signature(request_of).replace(return_annotation=None)
     return cast("Callable[P, None]", plan)
+
+
+def kept_options(wrapper: Any, made_by: type[BatchWrapper]) -> dict[str, Any]:
+    """Check the wrapper of a `fast_..._plan`, and return the options of its plan, which may stay; none without one."""
+    if not isinstance(wrapper, made_by):
+        raise ArgumentTypeError(f"wrapper must be a {made_by.__name__}, got {checks.describe(wrapper)}")
+    return {} if wrapper._plan is None else wrapper._plan.base.request.options._asdict()
 
 
 @engine_attributes.readable

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.errors import ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, plan_arguments, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
 from cute_attn.wrappers.plan_request import lengths_of, prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
@@ -436,37 +435,15 @@ def fast_prefill_plan(
     ArgumentTypeError (wrapper of another type), ArgumentError (lengths on a GPU, or that contradict each other), and
     the errors of `plan`.
     """
-    if not isinstance(wrapper, BatchPrefillWithPagedKVCacheWrapper):
-        raise ArgumentTypeError(
-            f"wrapper must be a BatchPrefillWithPagedKVCacheWrapper, got {checks.describe(wrapper)}"
-        )
-    kept = {} if wrapper._plan is None else wrapper._plan.base.request.options._asdict()
-    stay = ("pos_encoding_mode", "sm_scale", "logits_soft_cap", "rope_scale", "rope_theta", "lse_base")
+    given = locals().copy()
+    kept = kept_options(given.pop("wrapper"), BatchPrefillWithPagedKVCacheWrapper)
     lengths = qo_indptr_host, kv_indptr_host, kv_lens_host, uniform_verify_width
-    BatchPrefillWithPagedKVCacheWrapper.plan(  # the attributes of the wrapper may have been replaced by this function
-        wrapper,
-        qo_indptr_host,
-        kv_indptr_host,
-        paged_kv_indices,
-        batch_plan.last_page_len_of_host(*lengths, batch_plan.page_size(page_size)),
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        page_size,
-        head_dim_vo=head_dim_vo,
-        custom_mask=custom_mask,
-        causal=causal,
-        window_left=window_left,
-        q_data_type=q_data_type,
-        kv_data_type=kv_data_type,
-        o_data_type=kept.get("o_data_type") if o_data_type is None else o_data_type,
-        non_blocking=non_blocking,
-        fixed_split_size=fixed_split_size,
-        prefix_len_ptr=prefix_len_ptr,
-        token_pos_in_items_ptr=token_pos_in_items_ptr,
-        token_pos_in_items_len=token_pos_in_items_len,
-        max_item_len_ptr=max_item_len_ptr,
-        max_token_per_sequence=max_q_len,
-        max_sequence_kv=max_kv_len,
-        **{name: kept[name] for name in stay if name in kept},
-    )
+    last_page_len = batch_plan.last_page_len_of_host(*lengths, batch_plan.page_size(page_size))
+    given.update(qo_indptr=qo_indptr_host, paged_kv_indptr=kv_indptr_host, paged_kv_last_page_len=last_page_len)
+    given.update(max_token_per_sequence=given.pop("max_q_len"), max_sequence_kv=given.pop("max_kv_len"))
+    for name in ("qo_indptr_host", "kv_indptr_host", "kv_lens_host", "uniform_verify_width"):
+        del given[name]
+    stay = ["pos_encoding_mode", "sm_scale", "logits_soft_cap", "rope_scale", "rope_theta", "lse_base"]
+    stay += ["o_data_type"] * (o_data_type is None)
+    given.update((name, kept[name]) for name in stay if name in kept)
+    BatchPrefillWithPagedKVCacheWrapper.plan(wrapper, **given)  # the method may have been replaced by this function
