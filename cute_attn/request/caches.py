@@ -31,15 +31,15 @@ def cache_halves(name: str, cache: Any, may_be_one: bool = False) -> tuple[torch
             f"{name} as one tensor must have shape [num_pages, {axis}, ...], got {checks.describe(cache)}"
         )
     if not isinstance(cache, tuple | list) or len(cache) != 2:
-        raise ArgumentTypeError(f"{name} must be a tensor or a tuple (k_cache, v_cache), got {checks.describe(cache)}")
-    return checks.tensor(f"{name}[0]", cache[0]), checks.tensor(f"{name}[1]", cache[1])
+        raise ArgumentTypeError(f"{name} must be a tensor or a pair (k, v), got {checks.describe(cache)}")
+    return checks.tensor(f"k of {name}", cache[0]), checks.tensor(f"v of {name}", cache[1])
 
 
 def cache_views(name: str, cache: Any, kv_layout: Any, may_be_one: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views [num_pages, page_size, num_kv_heads, n] of the keys and values of a cache."""
     kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     pair = cache_halves(name, cache, may_be_one)
-    k, v = (_cache_view(f"{name}[{i}]", half, kv_layout) for i, half in enumerate(pair))
+    k, v = (_cache_view(f"{x} of {name}", half, kv_layout) for x, half in zip("kv", pair, strict=True))
     if v.shape[:3] != k.shape[:3] or v.device != k.device:
         raise ArgumentError(
             f"{name} must have keys and values of the same pages, page size and heads on one device, "

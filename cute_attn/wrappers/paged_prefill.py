@@ -161,15 +161,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             mask for a batch of several requests, and another number of bytes is an error. A contiguous tensor on the
             wrapper's device is not copied without CUDA graphs: it must not change until the last run. Replaces
             `custom_mask`.
-        causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a
-            custom mask.
-        pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_prefill_with_kv_cache`; positions
-            count within the request.
-        use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`) : a hint; scores are always accumulated in fp32.
-        sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
-        window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left. Negative (default): no window.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
+        causal, pos_encoding_mode, use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`), sm_scale, window_left,
+            logits_soft_cap, rope_scale, rope_theta : as in `single_prefill_with_kv_cache`, with the same defaults;
+            positions count within the request.
         q_data_type, kv_data_type, o_data_type : torch dtypes or their names: float16 (default of q) or bfloat16, or
             fp8 where a backend supports it; o also float32. Default of kv: q's. Default of o: q's, bfloat16 for fp8 q.
             A uint8 cache is NVFP4 and needs `kv_cache_sf` in `run`.
@@ -272,10 +266,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         lse_base : None (default: that of the plan), "log2" or "ln", of the lse of this run.
         lse_layout : "NH" (default), or "HN": lse, the caller's too, is contiguous `[num_qo_heads, qo_indptr[-1]]`. What
             differs from the plan's base and "NH" costs a torch operation after the launch.
-        enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and
-            later).
+        enable_pdl, sinks : as in `single_prefill_with_kv_cache`.
         window_left : None, or the planned one.
-        sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: a term of each softmax denominator.
         kv_cache_sf : (k_sf, v_sf) for an NVFP4 (uint8) cache, shaped like it with head_dim / 16 on the last axis: e4m3,
             or its bytes as uint8, one scale per 16 values. Required with `kv_data_type` uint8, refused otherwise.
             Global scales are `k_scale` and `v_scale`.
