@@ -106,7 +106,7 @@ def tokens(options: argparse.Namespace) -> BatchLengths:
 
     if options.page_size is None:
         return IndexArrays(("qo_indptr", "kv_indptr"), bounds(qo_lens), bounds(kv_lens)).on_host()
-    size = batch_plan.page_size(options.page_size)
+    size = batch_plan.count("page_size", options.page_size)
     pages = [-(-n // size) for n in kv_lens]
     tails = [n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)]
     last = torch.tensor(tails, dtype=torch.int64, device="cpu")

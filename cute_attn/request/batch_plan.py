@@ -153,11 +153,6 @@ def refuse_jit(jit_args: Any, jit_kwargs: Any = None) -> None:
 # ---- lengths
 
 
-def page_size(value: Any) -> int:
-    """Check the page size."""
-    return count("page_size", value)
-
-
 def check_rows(lengths: Lengths, num_qo_heads: int) -> None:
     """Refuse more rows of q (tokens x heads) than kernels can count."""
     rows = lengths.rows

@@ -16,7 +16,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, DeviceLengths, largest, smallest
-from cute_attn.request import checks, page_ids
+from cute_attn.request import caches, checks
 from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
 
 DTYPES = (torch.int32, torch.int64)
@@ -145,7 +145,7 @@ def _check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> 
     if indices.numel() < end:
         raise ArgumentError(f"{names[2]} must have the {end} entries that {names[1]} counts, got {indices.numel()}")
     if indices.dtype == torch.int64 and indices.is_cpu:
-        page_ids.check_host_range(names[2], indices, slice(first, end))
+        caches.check_host_range(names[2], indices, slice(first, end))
 
 
 def _check_bounds(name: str, value: Any) -> None:

@@ -75,7 +75,7 @@ def prefill(
     positional.check_plan(given.head_dim_vo, given.causal)
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
     checks.boolean("non_blocking", non_blocking)
-    size = batch_plan.page_size(page_size)
+    size = batch_plan.count("page_size", page_size)
     return PlanArguments(given, batch_plan.splits(fixed_split_size, disable_split_kv, size), size)
 
 
@@ -102,7 +102,7 @@ def decode(
     if is_causal is not None and checks.boolean("is_causal", is_causal) != (q_len > 1):
         feature, reason = f"is_causal={is_causal} with q_len_per_req={q_len}", "tokens see the keys up to their own"
         raise NotSupported([Refusal("every backend", feature, reason, "a prefill wrapper")])
-    size, given = batch_plan.page_size(page_size), PlanOptions(*options)
+    size, given = batch_plan.count("page_size", page_size), PlanOptions(*options)
     q_dtype = data_type if given.q_data_type is None else given.q_data_type
     planned = given._replace(
         q_data_type="float16" if q_dtype is None else q_dtype,

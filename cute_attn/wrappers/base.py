@@ -20,7 +20,7 @@ from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError
 from cute_attn.ops import handles
 from cute_attn.problem import BatchPlan
-from cute_attn.request import batch_plan, batch_run, checks, page_ids
+from cute_attn.request import batch_plan, batch_run, caches, checks
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import KV_LAYOUTS
@@ -184,7 +184,7 @@ class BatchWrapper(EngineHooks, NotCopied):
             batch = self._moved(plan, error)
             problem = batch_run.problem(batch, arguments)
         if batch.validate:
-            page_ids.before_launch(problem, batch.lengths.host)
+            caches.before_launch(problem, batch.lengths.host)
         plan.used = True
         fire = batch.launch(problem)
         if not batch.validate:

@@ -88,7 +88,7 @@ class BatchAttention(BatchWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
         batch_plan.refuse("use_profiler", use_profiler, NO_PROFILER, "a profiler of the GPU's maker", off=False)
-        page_size = batch_plan.page_size(page_size)
+        page_size = batch_plan.count("page_size", page_size)
         arrays = IndexArrays(NAMES, qo_indptr, kv_indptr, kv_indices, page_size=page_size)
         lengths = arrays.on_host_in_tokens(kv_len_arr)
         options = PlanOptions(

@@ -355,7 +355,7 @@ def fast_decode_plan(
     kept = kept_options(given.pop("wrapper"), BatchDecodeWithPagedKVCacheWrapper)
     if (on_host := given.pop("global_override_indptr_cpu")) is not None:
         given["indptr"] = checks.tensor("global_override_indptr_cpu", on_host)
-    if batch_plan.page_size(page_size) == 1:
+    if batch_plan.count("page_size", page_size) == 1:
         indptr = checks.tensor("indptr", given["indptr"])
         given["last_page_len"] = torch.ones(max(0, indptr.numel() - 1), dtype=torch.int32, device=indptr.device)
     given.update((name, kept[name]) for name in ("o_data_type", "lse_base") if name in kept)

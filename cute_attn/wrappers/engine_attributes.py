@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import NotPlannedError, RuntimeArgumentError
-from cute_attn.problem import BatchLengths, BatchPlan, Lengths
+from cute_attn.problem import BatchLengths, BatchPlan
 from cute_attn.request import checks
 from cute_attn.request.index_arrays import IndexArrays, int32
 from cute_attn.request.plan_arguments import PlanRequest
@@ -91,6 +91,15 @@ def _page_indices(wrapper: Wrapper) -> torch.Tensor | None:
     return None if wrapper._plan is None else wrapper._plan.request.lengths.kv_indices
 
 
+QUERIES = "_qo_indptr_buf"
+RAGGED = (QUERIES, "_kv_indptr_buf")
+PAGED = (QUERIES, "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
+
+
+def _is_paged(request: PlanRequest) -> bool:
+    return request.lengths.kv_indices is not None
+
+
 def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
     def read(wrapper: Wrapper) -> torch.Tensor | None:
         graph, plan = wrapper._place.graph, wrapper._plan
@@ -98,10 +107,11 @@ def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
             return buffer
         if name in wrapper._copies:
             return wrapper._copies[name].tensor
-        if plan is None or (numbers := _planned_lengths(name, plan.request.lengths)) is None:
+        if plan is None or (name != QUERIES and name.startswith("_paged") != _is_paged(plan.request)):
             return None
-        tensor = _on_device(numbers, wrapper._place.device)
-        of_decode = plan.request.lengths.q_len is not None and name == "_qo_indptr_buf"
+        lengths = plan.request.lengths
+        tensor = _on_device(planned(name, lengths.host), wrapper._place.device)
+        of_decode = lengths.q_len is not None and name == QUERIES
         if graph is None and not of_decode:  # whose plan says how many tokens every request has
             wrapper._copies[name] = IndexCopy.of(tensor)
         return tensor
@@ -142,10 +152,7 @@ ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {
     "_custom_mask_buf": lambda wrapper: _mask(wrapper, 0),
     "_mask_indptr_buf": lambda wrapper: _mask(wrapper, 1),
     # index buffers; None for those that wrappers of a kind do not have
-    "_qo_indptr_buf": _lengths("_qo_indptr_buf"),
-    "_kv_indptr_buf": _lengths("_kv_indptr_buf"),
-    "_paged_kv_indptr_buf": _lengths("_paged_kv_indptr_buf"),
-    "_paged_kv_last_page_len_buf": _lengths("_paged_kv_last_page_len_buf"),
+    **{name: _lengths(name) for name in (*RAGGED, *PAGED[1:])},
     "_paged_kv_indices_buf": _page_indices,
     # the plan in force; None before the first
     "_plan_info": lambda wrapper: None if wrapper._plan is None else wrapper._planned(),
@@ -195,30 +202,13 @@ def written_lengths(request: PlanRequest, copies: dict[str, IndexCopy], device: 
     if request.mask.packed is not None or lengths.key_bounds is not None:
         raise RuntimeArgumentError(f"{name} must not be written: the mask belongs to the planned lengths")
 
-    names = ["_qo_indptr_buf", "_kv_indptr_buf"]
-    if lengths.kv_indices is not None:
-        names = ["_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"]
-
     def array(name: str) -> torch.Tensor:
-        if name in copies:
-            return copies[name].tensor
-        numbers = _planned_lengths(name, lengths)
-        assert numbers is not None
-        return torch.from_numpy(numbers)
+        return copies[name].tensor if name in copies else torch.from_numpy(planned(name, lengths.host))
 
-    arrays = IndexArrays(names, array(names[0]), array(names[1]), q_len=lengths.q_len)
-    if lengths.kv_indices is not None:
-        last = array(names[3])
-        arrays = arrays._replace(indices=lengths.kv_indices, last_page_len=last, page_size=request.page_size)
-    return arrays.on_host()
-
-
-def _planned_lengths(name: str, lengths: Lengths) -> np.ndarray | None:
-    """Return what a buffer holds; None for a buffer that wrappers of this kind do not have."""
-    if name != "_qo_indptr_buf" and (lengths.kv_indices is not None) != name.startswith("_paged"):
-        return None
-    numbers: np.ndarray = planned(name, lengths.host)
-    return numbers
+    if not _is_paged(request):
+        return IndexArrays(RAGGED, array(RAGGED[0]), array(RAGGED[1])).on_host()
+    pages = lengths.kv_indices, array(PAGED[3]), request.page_size, lengths.q_len
+    return IndexArrays(PAGED, array(PAGED[0]), array(PAGED[1]), *pages).on_host()
 
 
 def _on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:

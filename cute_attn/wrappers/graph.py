@@ -10,7 +10,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, DeviceLengths, Features, GraphLimits, Lengths, Settings
-from cute_attn.request import batch_plan, checks, page_ids
+from cute_attn.request import batch_plan, caches, checks
 from cute_attn.request.batch_plan import Mask, Splits
 from cute_attn.request.index_arrays import int32
 from cute_attn.request.plan_arguments import PlanRequest
@@ -160,7 +160,7 @@ class GraphBuffers:
     def _aside(self, source: torch.Tensor) -> torch.Tensor:
         """Return a source for a copy into a buffer: int32 numbers or mask bytes, of which no buffer is a part."""
         if source.dtype == torch.int64:
-            return page_ids.as_int32(source, source.device)
+            return caches.as_int32(source, source.device)
         start, stop = checks.extent(source)
         buffers = map(checks.extent, (*self.index.values(), *(self.mask or ())))
         return source.clone() if any(start < end and first < stop for first, end in buffers) else source

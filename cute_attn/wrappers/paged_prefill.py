@@ -1,4 +1,5 @@
-"""Prefill and append attention of a batch over a paged cache: `BatchPrefillWithPagedKVCacheWrapper`.
+"""Prefill and append attention of a batch over a paged cache: `BatchPrefillWithPagedKVCacheWrapper`, and its form with
+attention sinks.
 
 Each request is computed as `single_prefill_with_kv_cache` computes one; the formulas are in its docstring.
 """
@@ -370,6 +371,67 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     forward_return_lse = with_return_lse(forward)
 
 
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """Prefill, append or decode attention of a batch over a paged cache, with attention sinks.
+
+    A `BatchPrefillWithPagedKVCacheWrapper` whose `run` takes two more arguments by position after the cache: sinks,
+    floating-point `[num_qo_heads]`, a term exp(sink) of each softmax denominator; and sm_scale, a number that replaces
+    the planned one (default: the planned one). Another sm_scale needs no new plan, and may be captured in a CUDA graph.
+
+    Parameters
+    ----------
+    float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
+        paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend : as for
+        `BatchPrefillWithPagedKVCacheWrapper`.
+    q_data_type, kv_data_type : torch dtypes or their names, default bfloat16. Plans must name the same.
+    head_dim_qk, head_dim_vo : default 128. Plans must name the same.
+    pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI". Plans must name the same.
+    window_left : an int. Plans bring their own window; FlashInfer compiles for one or none.
+    use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
+
+    Raises
+    ------
+    The errors of `BatchPrefillWithPagedKVCacheWrapper`.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        q_data_type: DType = torch.bfloat16,
+        kv_data_type: DType | None = torch.bfloat16,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ) -> None:
+        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
+        checks.integer("window_left", window_left)
+        variant = sink_variant.made_for(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+            custom_mask_buf,
+            mask_indptr_buf,
+            backend,
+        )
+        self._sink_variant = variant
+
+
 def fast_prefill_plan(
     wrapper: BatchPrefillWithPagedKVCacheWrapper,
     qo_indptr: torch.Tensor,
@@ -430,7 +492,7 @@ def fast_prefill_plan(
     given = locals().copy()
     kept = kept_options(given.pop("wrapper"), BatchPrefillWithPagedKVCacheWrapper)
     lengths = qo_indptr_host, kv_indptr_host, kv_lens_host, uniform_verify_width
-    last_page_len = batch_plan.last_page_len_of_host(*lengths, batch_plan.page_size(page_size))
+    last_page_len = batch_plan.last_page_len_of_host(*lengths, batch_plan.count("page_size", page_size))
     given.update(qo_indptr=qo_indptr_host, paged_kv_indptr=kv_indptr_host, paged_kv_last_page_len=last_page_len)
     given.update(max_token_per_sequence=given.pop("max_q_len"), max_sequence_kv=given.pop("max_kv_len"))
     for name in ("qo_indptr_host", "kv_indptr_host", "kv_lens_host", "uniform_verify_width"):

@@ -16,12 +16,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from cute_attn.dispatch import backends, select
-from cute_attn.dispatch.capabilities import Backend, Load
+from cute_attn.dispatch.capabilities import Backend
 from cute_attn.errors import NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.problem import (
     BatchLengths,
@@ -33,7 +33,7 @@ from cute_attn.problem import (
     Lengths,
     Settings,
 )
-from cute_attn.request import batch_plan, checks, page_ids
+from cute_attn.request import batch_plan, caches, checks
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, is_capturing
@@ -51,17 +51,9 @@ class UnsupportedByPlan(NotSupported):
         self.features = features
 
 
-class Choice(NamedTuple):
-    """How a plan is to be scheduled."""
-
-    backend: Backend
-    limits: BatchLimits
-    load: Load | None  # by which the backend was chosen; None: a run had a part in that
-
-
 @dataclass(eq=False, slots=True)
 class Plan:
-    """A batch with one combination of options. What is not in `batch` and `used` does not change."""
+    """A batch with one combination of options. Its settings do not change, and its request in lengths only."""
 
     place: Place
     request: PlanRequest  # with the options of this plan
@@ -133,8 +125,8 @@ class Plan:
         return completed[self.variants.index(self)]
 
     def with_lengths(self, request: PlanRequest) -> Plan | None:
-        """Return the plan of a request that differs in lengths only: it takes over the launches of this one. None, and
-        nothing changes, if these cannot take the lengths.
+        """Return this plan as that of a request which differs in lengths only. None, and nothing changes, if its
+        launches cannot take them.
         """
         batch, lengths = self.batch, request.lengths
         if batch is None or len(self.variants) > 1 or lengths.rows is None:
@@ -154,13 +146,8 @@ class Plan:
             self.batch = None  # whose launches have the numbers of the other lengths
             raise
         batch.follow(lengths, same_launches)
-        used, variants = self.used and self.place.graph is not None, self.variants
-        self.by_options.clear()
-        now = variants[0] = Plan(  # in place of this plan: a list of its own would be garbage that needs a collection
-            self.place, request, self.settings, self.fixed, variants, self.by_options, self.staging, {}, self.backend,
-            used, batch,
-        )  # fmt: skip
-        return now
+        self.request, self.used = request, self.used and self.place.graph is not None
+        return self
 
     # ---- its schedule
 
@@ -182,21 +169,22 @@ class Plan:
 
     def scheduled(self, lengths: Lengths, features: Features | None = None) -> BatchPlan:
         """Return the batch with a schedule, which `staging.send` writes."""
-        choice = self._choice(lengths, features)
+        batch = self._on_backend(lengths, features)
         if isinstance(lengths, DeviceLengths):
             lengths.check_unchanged()
-        launch = backends.of(choice.backend).plan(self.settings, lengths, choice.limits, self.staging)
-        if launch is not None:
-            return self._batch(lengths, choice, launch)
+        batch.launch = backends.IMPLEMENTATIONS[batch.backend].plan(self.settings, lengths, batch.limits, self.staging)
+        if batch.launch is not None:
+            return batch
         assert isinstance(lengths, DeviceLengths)  # the backend needs the lengths on the host
         if is_capturing(self.place.device):
             raise RuntimeArgumentError(
-                f"a plan of the {choice.backend.name} backend with these options reads the index arrays, which the "
-                "capture of a CUDA graph cannot: call plan() before the capture"
+                f"a plan of the {batch.backend} backend with these options reads the index arrays, which the capture "
+                "of a CUDA graph cannot: call plan() before the capture"
             )
         return self.scheduled(lengths.host, features)
 
-    def _choice(self, lengths: Lengths, features: Features | None = None) -> Choice:
+    def _on_backend(self, lengths: Lengths, features: Features | None = None) -> BatchPlan:
+        """Return the batch on the backend that is to run it, without launches."""
         settings, request, place = self.settings, self.request, self.place
         batch_plan.check_rows(lengths, settings.features.num_qo_heads)
         room = _room(request, lengths) if self.fixed is None else self.fixed.limits
@@ -205,29 +193,26 @@ class Plan:
         )
         load = select.load_of_batch(settings, lengths, limits)
         backend = select.chosen(features or settings.features, self.backend or place.backend, load)
-        return Choice(backend, limits, load if features is None else None)
-
-    def _batch(self, lengths: Lengths, choice: Choice, launch: Any) -> BatchPlan:
         return BatchPlan(
-            self.settings,
+            settings,
             lengths,
-            choice.limits,
-            launch,
-            check_supported=functools.partial(_check_supported, choice.backend),
-            packed_mask=self.request.mask.packed,
-            workspace=self.place.workspace,
+            limits,
+            launch=None,
+            check_supported=functools.partial(_check_supported, backend),
+            packed_mask=request.mask.packed,
+            workspace=place.workspace,
             staging=self.staging,
-            buffers={} if self.place.graph is None else self.place.graph.named(),
-            validate=_validates(self.place),
-            backend=choice.backend.name,
-            load=choice.load,
+            buffers={} if place.graph is None else place.graph.named(),
+            validate=_validates(place),
+            backend=backend.name,
+            load=load if features is None else None,
         )
 
     def workspace(self) -> tuple[int, int]:
         """Return the bytes that a schedule would use of an unlimited workspace, and the bytes of its records."""
         lengths = self.request.lengths.host
-        choice = self._choice(lengths)
-        return backends.of(choice.backend).workspace(self.settings, lengths, choice.limits)
+        batch = self._on_backend(lengths)
+        return backends.IMPLEMENTATIONS[batch.backend].workspace(self.settings, lengths, batch.limits)
 
 
 # ---- plans of requests
@@ -305,7 +290,7 @@ def _placed(place: Place, request: PlanRequest) -> tuple[PlanRequest, Copies]:
         return request, ()
     if indices.dtype == torch.int32 and indices.device == place.workspace.device and indices.is_contiguous():
         return request, ()  # cheaper than a `to` without effect
-    lengths = lengths.replace(kv_indices=page_ids.as_int32(indices, place.workspace.device))
+    lengths = lengths.replace(kv_indices=caches.as_int32(indices, place.workspace.device))
     return request._replace(lengths=lengths), ()
 
 
@@ -315,19 +300,10 @@ def _following(
     """Return the plan of a request, not scheduled, with those of other options that ran under the plan before, if the
     settings are the same.
     """
-    if before is None:
-        return _alone(place, request, settings, fixed, Staging(place.device))
-    base = before.base
-    if base.settings != settings:
-        return _alone(place, request, settings, fixed, base.staging)
-    return _renewed([old for old in before.variants if old.used or old is base], request, fixed)[0]
-
-
-def _alone(
-    place: Place, request: PlanRequest, settings: Settings, fixed: GraphInvariants | None, staging: Staging
-) -> Plan:
-    """Return a plan without others of other options."""
-    plan = Plan(place, request, settings, fixed, [], {}, staging)
+    base = None if before is None else before.base
+    if before is not None and base is not None and base.settings == settings:
+        return _renewed([old for old in before.variants if old.used or old is base], request, fixed)[0]
+    plan = Plan(place, request, settings, fixed, [], {}, Staging(place.device) if base is None else base.staging)
     plan.variants.append(plan)
     return plan
 

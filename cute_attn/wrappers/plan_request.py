@@ -64,13 +64,11 @@ def _stays_on_device(place: Place, arrays: IndexArrays, host_only: HostOnly | tu
     """Tell whether a plan leaves its lengths on the device: an array of them is there and no other GPU has one, and
     nothing needs them on the host. Page numbers in use must fit their buffer of CUDA graphs.
     """
-    _, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = arrays
+    _, qo_indptr, kv_indptr, indices, last_page_len, *_ = arrays
     device = place.device
-    if not any(_is_on(device, x) for x in (qo_indptr, kv_indptr, last_page_len)) or place.backend == "reference":
+    lengths = [x for x in (qo_indptr, kv_indptr, last_page_len) if x is not None]
+    if not any(_is_on(device, x) for x in lengths) or place.backend == "reference":
         return False
-    lengths = [kv_indptr] if q_len is not None else [qo_indptr, kv_indptr]
-    if page_size is not None:
-        lengths.append(last_page_len)
     if not all(isinstance(x, torch.Tensor) and (x.is_cpu or _is_on(device, x)) for x in lengths):
         return False
     if any(value is not None for value in host_only) or switches.validates():
