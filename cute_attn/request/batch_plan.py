@@ -209,13 +209,10 @@ def uniform_q_len(value: int | None, lengths: Lengths) -> int | None:
     return None
 
 
-# Arguments of a prefill `plan` that repeat what the index arrays say: seq_lens, seq_lens_q, max_token_per_sequence and
-# max_sequence_kv.
-RepeatedLengths = tuple[Any, Any, Any, Any]
-
-
-def check_repeated_lengths(lengths: Lengths, repeated: RepeatedLengths) -> None:
-    """Check the lengths and bounds that a prefill `plan` receives besides the index arrays, if these are read here."""
+def check_repeated_lengths(lengths: Lengths, repeated: tuple[Any, Any, Any, Any]) -> None:
+    """Check seq_lens, seq_lens_q, max_token_per_sequence and max_sequence_kv, which a prefill `plan` gets besides the
+    index arrays, if these are read here.
+    """
     if isinstance(lengths, DeviceLengths):
         return
     seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv = repeated

@@ -15,14 +15,10 @@ from cute_attn.request.batch_plan import Mask
 DTYPES = (torch.uint16, torch.uint32, torch.int32, torch.int64)
 
 
-# FlashInfer's arguments of multi-item scoring, as the user gave them: prefix_len_ptr, token_pos_in_items_ptr,
-# token_pos_in_items_len and max_item_len_ptr.
-MultiItemScoring = tuple[Any, Any, Any, Any]
-NO_ITEMS: MultiItemScoring = (None, None, 0, None)
-
-
-def bound_keys(given: MultiItemScoring, lengths: Lengths, mask: Mask) -> Lengths:
-    """Return `lengths` with key bounds; unchanged without `prefix_len_ptr`."""
+def bound_keys(given: tuple[Any, Any, Any, Any], lengths: Lengths, mask: Mask) -> Lengths:
+    """Return `lengths` with key bounds; unchanged without `prefix_len_ptr`. `given`: this, token_pos_in_items_ptr,
+    token_pos_in_items_len and max_item_len_ptr.
+    """
     prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr = given
     stride = checks.integer("token_pos_in_items_len", token_pos_in_items_len)
     if prefix_len_ptr is None:

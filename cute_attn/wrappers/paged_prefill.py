@@ -12,12 +12,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, plan_arguments, positional, sink_variant
+from cute_attn.request import batch_plan, checks, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
-from cute_attn.wrappers.plan_request import lengths_of, prefill_request
+from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -203,19 +202,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         NotImplementedError that lists why no backend, or not this one, supports the batch). After an error the
         previous plan is still in force.
         """
-        given = plan_arguments.prefill(
-            page_size, use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, num_qo_heads,
-            num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal,
-            window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
-        )  # fmt: skip
-        pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, given.page_size
-        host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        lengths = lengths_of(self._place, IndexArrays(PAGED_NAMES, qo_indptr, *pages), host_only)
-        repeated = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        return prefill_request(self._place, given, lengths, repeated, host_only, items, self._sink_variant)
+        return prefill_request(self._place, locals(), PAGED_NAMES, self._sink_variant)
 
     begin_forward = plan
 

@@ -8,25 +8,29 @@ not fit the workspace.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from cute_attn.dispatch import select
 from cute_attn.problem import DeviceLengths, Lengths
-from cute_attn.request import batch_plan, checks, multi_item, positional
-from cute_attn.request.batch_plan import Mask, RepeatedLengths
+from cute_attn.request import batch_plan, checks, multi_item, plan_arguments, positional
+from cute_attn.request.batch_plan import Mask, PlanOptions
 from cute_attn.request.index_arrays import IndexArrays
-from cute_attn.request.multi_item import NO_ITEMS, MultiItemScoring
 from cute_attn.request.plan_arguments import PlanArguments, PlanRequest
 from cute_attn.request.sink_variant import SinkVariant
 from cute_attn.runtime import switches
 from cute_attn.wrappers.graph import GraphBuffers
 
-# Arguments of a prefill `plan` that need lengths on the host, if any is given: custom_mask, packed_custom_mask,
-# prefix_len_ptr and uniform_q_len.
-HostOnly = tuple[Any, Any, Any, Any]
-NOTHING_ON_HOST: HostOnly = (None, None, None, None)
+# Arguments of a prefill `plan`, by name.
+OPTIONS = itemgetter(
+    *("use_fp16_qk_reduction", "non_blocking", "fixed_split_size", "disable_split_kv"), *PlanOptions._fields
+)
+HOST_ONLY = itemgetter("custom_mask", "packed_custom_mask", "prefix_len_ptr", "uniform_q_len")  # need lengths there
+REPEATED = itemgetter("seq_lens", "seq_lens_q", "max_token_per_sequence", "max_sequence_kv")  # say lengths again
+ITEMS = itemgetter("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr")
 
 
 class Place(NamedTuple):
@@ -52,7 +56,7 @@ def _is_on(device: torch.device, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda and value.device == device
 
 
-def lengths_of(place: Place, arrays: IndexArrays, host_only: HostOnly | tuple[()] = ()) -> Lengths:
+def lengths_of(place: Place, arrays: IndexArrays, host_only: Sequence[Any] = ()) -> Lengths:
     """Check the index arrays of a batch, where they are if the plan leaves them there."""
     lengths = arrays.as_lists()
     if lengths is not None:
@@ -60,7 +64,7 @@ def lengths_of(place: Place, arrays: IndexArrays, host_only: HostOnly | tuple[()
     return arrays.on_device(place.device) if _stays_on_device(place, arrays, host_only) else arrays.on_host()
 
 
-def _stays_on_device(place: Place, arrays: IndexArrays, host_only: HostOnly | tuple[()]) -> bool:
+def _stays_on_device(place: Place, arrays: IndexArrays, host_only: Sequence[Any]) -> bool:
     """Tell whether a plan leaves its lengths on the device: an array of them is there and no other GPU has one, and
     nothing needs them on the host. Page numbers in use must fit their buffer of CUDA graphs.
     """
@@ -82,16 +86,17 @@ def _stays_on_device(place: Place, arrays: IndexArrays, host_only: HostOnly | tu
 
 
 def prefill_request(
-    place: Place,
-    given: PlanArguments,
-    lengths: Lengths,
-    repeated: RepeatedLengths,
-    host_only: HostOnly = NOTHING_ON_HOST,
-    items: MultiItemScoring = NO_ITEMS,
-    sinks: SinkVariant | None = None,
+    place: Place, arguments: Mapping[str, Any], names: Sequence[str], sinks: SinkVariant | None = None
 ) -> PlanRequest:
-    """Check what tensors besides the index arrays say, and return the request. `sinks`: the wrapper's variant."""
-    batch_plan.check_repeated_lengths(lengths, repeated)
+    """Check the arguments of a prefill `plan`, by name, and return the request. `names`: the index arrays. `sinks`: the
+    wrapper's variant.
+    """
+    given = plan_arguments.prefill(arguments.get("page_size", 1), *OPTIONS(arguments))
+    host_only, index = HOST_ONLY(arguments), [arguments[name] for name in names]
+    if place.kv_source == "paged":
+        index.append(given.page_size)
+    lengths = lengths_of(place, IndexArrays(names, *index), host_only)
+    batch_plan.check_repeated_lengths(lengths, REPEATED(arguments))
     if sinks is not None:
         sinks.check_plan(given.options)
     custom_mask, packed_custom_mask, _, uniform_q_len = host_only
@@ -99,7 +104,7 @@ def prefill_request(
     if not custom_mask is packed_custom_mask is None:
         positional.check_packed_mask(packed_custom_mask)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, lengths, place.device)
-    lengths = multi_item.bound_keys(items, lengths, mask)
+    lengths = multi_item.bound_keys(ITEMS(arguments), lengths, mask)
     if uniform_q_len is not None:
         uniform_q_len = checks.integer("uniform_q_len", uniform_q_len)
     graphs = place.graph is not None
