@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.kernels.combine.spec import WARPS, CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host import batch as host_batch
@@ -108,6 +108,8 @@ class CombineParams(NamedTuple):
     qo_len: int
     num_qo_heads: int
     num_splits: int
+    num_rows: int
+    warps_per_row: int
     v_scale: float
     lse_scale: float
     merges: int
@@ -115,7 +117,6 @@ class CombineParams(NamedTuple):
     group: int
     rows_per_merge: int
     slot_rows: int
-    num_rows: int
 
 
 class SpecAlone:
@@ -426,6 +427,7 @@ def run_merges(spec: CombineSpec, p: CombineParams, grid: tuple[int, int, int]) 
     count, rest = divmod(p.num_rows, p.num_kv_heads * p.rows_per_merge)
     assert (rest, *grid[1:]) == (0, 1, 1)
     assert 0 < grid[0] <= p.num_rows
+    assert p.warps_per_row in (1, WARPS)
     assert p.rows_per_merge <= p.slot_rows
     for merge in itertools.takewhile(lambda merge: merge.qo_len > 0, records(p.merges, count, MERGE_INTS, Merge)):
         assert merge.num_splits <= spec.max_splits
