@@ -143,9 +143,11 @@ class BatchProblem(NamedTuple):
 
 
 class BatchLengths:
-    """Where the tokens of each request of a batch are, on the host: int64 arrays, or `lists` of few requests. The one
-    is made of the other where something reads it, once.
+    """Where the tokens of each request of a batch are, on the host: int64 arrays, which of few requests are made of
+    `lists` where something reads them, once.
     """
+
+    lists: LengthLists
 
     def __init__(
         self,
@@ -206,11 +208,6 @@ class BatchLengths:
     def host(self) -> BatchLengths:
         """The lengths on the host."""
         return self
-
-    @functools.cached_property
-    def lists(self) -> LengthLists:
-        """The numbers as lists, for schedules of few query tiles."""
-        return self.qo_indptr.tolist(), self.qo_len.tolist(), self.kv_start.tolist(), self.kv_len.tolist()
 
     @functools.cached_property
     def qo_indptr(self) -> np.ndarray:
