@@ -1,5 +1,5 @@
 """Batches of prefill and decode requests in one launch (`BatchAttention`), and causal prefill with a range of keys per
-query token (`BatchPrefillWithCausalBidirectionalRangesWrapper`); with attention sinks: `wrappers/sinks.py`.
+query token (`BatchPrefillWithCausalBidirectionalRangesWrapper`); with attention sinks: `wrappers/paged_prefill.py`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, key_ranges, plan_arguments, sink_variant
+from cute_attn.request import batch_plan, checks, key_ranges, sink_variant
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.key_ranges import KeyRanges
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.paged_prefill import PAGED_NAMES
-from cute_attn.wrappers.plan_request import prefill_request, tokens_of
+from cute_attn.wrappers.paged_prefill import PAGED_NAMES, BatchAttentionWithAttentionSinkWrapper
+from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import with_return_lse
-from cute_attn.wrappers.sinks import BatchAttentionWithAttentionSinkWrapper
 
 __all__ = [
     "BatchAttention",
@@ -32,6 +31,10 @@ __all__ = [
 WORKSPACE_BYTES = 128 << 20  # enough for every batch
 NAMES = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 MADE_FOR = ("q_data_type", "kv_data_type", "o_data_type", "head_dim_qk", "head_dim_vo", "pos_encoding_mode")
+NOT_HERE = {  # arguments of other prefill wrappers
+    **dict.fromkeys(("rope_scale", "rope_theta", "seq_lens", "seq_lens_q", "uniform_q_len")),
+    "lse_base": "log2",
+}
 NO_PROFILER = "no kernel records a profile"
 
 
@@ -102,9 +105,9 @@ class BatchAttention(BatchWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
         batch_plan.refuse("use_profiler", use_profiler, NO_PROFILER, "a profiler of the GPU's maker", off=False)
-        page_size = batch_plan.page_size(page_size)
+        page_size = batch_plan.count("page_size", page_size)
         arrays = IndexArrays(NAMES, qo_indptr, kv_indptr, kv_indices, page_size=page_size)
-        tokens = arrays.on_host_in_tokens(kv_len_arr)
+        lengths = arrays.on_host_in_tokens(kv_len_arr)
         options = PlanOptions(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -117,7 +120,7 @@ class BatchAttention(BatchWrapper):
             logits_soft_cap=logits_soft_cap,
         )
         splits = batch_plan.splits(None, False, page_size)
-        return PlanRequest(options, tokens, batch_plan.NO_MASK, splits, page_size)
+        return PlanRequest(options, lengths, batch_plan.NO_MASK, splits, page_size)
 
     @declare.operator("batch_attention_run", fakes.paged, is_method=True)
     def run(
@@ -292,16 +295,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         )
         named = q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode
         key_ranges.check_made_for(self._made_for, dict(zip(MADE_FOR, named, strict=True)))
-        made = self._made_for
-        given = plan_arguments.prefill(
-            page_size, use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, num_qo_heads,
-            num_kv_heads, made["head_dim_qk"], made["head_dim_vo"], made["q_data_type"], made["kv_data_type"],
-            made["o_data_type"], made["pos_encoding_mode"], False, -1, logits_soft_cap, sm_scale, None, None, "log2",
-        )  # fmt: skip
-        pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, given.page_size
-        tokens = tokens_of(self._place, IndexArrays(PAGED_NAMES, qo_indptr, *pages))
-        lengths = None, None, max_token_per_sequence, max_sequence_kv
-        return prefill_request(self._place, given, tokens, lengths)
+        return prefill_request(self._place, {**locals(), **self._made_for, **NOT_HERE}, PAGED_NAMES)
 
     begin_forward = plan
 

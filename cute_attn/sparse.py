@@ -144,7 +144,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
         matrix = block_sparse.matrix(M, N, R, C)
-        tokens = block_sparse.bsr(indptr, indices, matrix)
+        lengths = block_sparse.bsr(indptr, indices, matrix)
         options = PlanOptions(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -157,8 +157,8 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        packed = block_sparse.bsr_mask(mask, packed_mask, causal, tokens, matrix, self.device)
-        return PlanRequest(options, tokens, packed, batch_plan.splits(None, False, C), C, matrix=matrix)
+        packed = block_sparse.bsr_mask(mask, packed_mask, causal, lengths, matrix, self.device)
+        return PlanRequest(options, lengths, packed, batch_plan.splits(None, False, C), C, matrix=matrix)
 
     begin_forward = plan
 
@@ -303,7 +303,7 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         heads, kv_heads = batch_plan.count("num_qo_heads", num_qo_heads), batch_plan.count("num_kv_heads", num_kv_heads)
         if heads % kv_heads:
             raise ArgumentError(f"num_qo_heads must be a multiple of num_kv_heads, got {heads} and {kv_heads}")
-        matrix, tokens = block_sparse.variable(block_mask_map, block_row_sz, block_col_sz, kv_heads)
+        matrix, lengths = block_sparse.variable(block_mask_map, block_row_sz, block_col_sz, kv_heads)
         options = PlanOptions(
             num_qo_heads=heads // kv_heads,
             num_kv_heads=1,
@@ -315,9 +315,9 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        mask = block_sparse.variable_mask(causal, tokens, matrix, self.device)
+        mask = block_sparse.variable_mask(causal, lengths, matrix, self.device)
         splits = batch_plan.splits(None, False, matrix.page_size)
-        return PlanRequest(options, tokens, mask, splits, matrix.page_size, matrix=matrix)
+        return PlanRequest(options, lengths, mask, splits, matrix.page_size, matrix=matrix)
 
     begin_forward = plan
 

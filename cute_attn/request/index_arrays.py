@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
-from cute_attn.problem import BatchLengths, DeviceLengths, DeviceTokens, Tokens, largest, smallest
-from cute_attn.request import checks, page_ids
+from cute_attn.problem import BatchLengths, DeviceLengths, largest, smallest
+from cute_attn.request import caches, checks
 from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
 
 DTYPES = (torch.int32, torch.int64)
@@ -35,8 +35,8 @@ class IndexArrays(NamedTuple):
     page_size: int | None = None
     q_len: int | None = None  # query tokens of every request, in place of qo_indptr
 
-    def as_lists(self) -> Tokens | None:
-        """Return the tokens of few requests on the host; None of others, and where `on_host` tells what is wrong."""
+    def as_lists(self) -> BatchLengths | None:
+        """Return the lengths of few requests on the host; None of others, and where `on_host` tells what is wrong."""
         names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
         bounds = _numbers(kv_indptr)
         if bounds is None or len(bounds) < 2:
@@ -57,14 +57,14 @@ class IndexArrays(NamedTuple):
             kv_len = _listed_keys(bounds, last, page_size)
         if min(kv_len) < 0 or min(qo_len) < 0 or starts[0] < 0 or bounds[0] < 0:
             return None
-        lengths = BatchLengths.of_lists((starts, qo_len, bounds, kv_len))
+        lengths = BatchLengths.of_lists((starts, qo_len, bounds, kv_len), q_len, last, indices)
         if lengths.rows > MAX_INDEX or bounds[-1] > MAX_INDEX or lengths.longest_kv > MAX_KV_LEN:
             return None
         if last is not None:
             _check_indices(names, indices, bounds[0], bounds[-1])
-        return Tokens(lengths, bounds, last, indices, q_len)
+        return lengths
 
-    def on_host(self) -> Tokens:
+    def on_host(self) -> BatchLengths:
         """Check the arrays and return what they say. Those on a GPU cost a synchronisation each."""
         names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
         if q_len is None:
@@ -82,27 +82,27 @@ class IndexArrays(NamedTuple):
             last = integers(names[3], last_page_len)
             kv_len = _keys_in_pages(names[3], kv_len, fewest, last, page_size)
             _check_indices(names, indices, kv_bounds.item(0), kv_bounds.item(-1))
-        lengths = BatchLengths(q_bounds, kv_bounds[:-1], kv_len, q_len=q_len)
+        lengths = BatchLengths(q_bounds, kv_bounds, kv_len, None, None, q_len, last, indices)
         if lengths.longest_kv > MAX_KV_LEN:
             i = int(kv_len.argmax())
             raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
-        return Tokens(lengths, kv_bounds, last, indices, q_len)
+        return lengths
 
-    def on_host_in_tokens(self, kv_len_arr: Any) -> Tokens:
+    def on_host_in_tokens(self, kv_len_arr: Any) -> BatchLengths:
         """Return `on_host` of requests that have so many of their pages' tokens, in place of `last_page_len`."""
         given = checks.readable(self.names[3], kv_len_arr).cpu()
         full = torch.full_like(given, self.page_size or 0)
-        tokens = self._replace(last_page_len=full).on_host()
-        kv_len, room = given.numpy().astype(np.int64), tokens.lengths.kv_len
+        most = self._replace(last_page_len=full).on_host()
+        kv_len, room = given.numpy().astype(np.int64), most.kv_len
         wrong = (kv_len < 0) | (kv_len > room)
         if wrong.any():
             i = int(wrong.argmax())
             raise ArgumentError(
                 f"{self.names[3]} must be within 0..{room[i]}, the tokens of request {i}'s pages; got {kv_len[i]}"
             )
-        return tokens._replace(lengths=tokens.lengths.replace(kv_len=kv_len))
+        return BatchLengths(most.qo_indptr, most.kv_indptr, kv_len, kv_indices=most.kv_indices)
 
-    def on_device(self, device: torch.device) -> DeviceTokens:
+    def on_device(self, device: torch.device) -> DeviceLengths:
         """Check what needs no values; arrays on the CPU are copied to the device."""
         names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
         if q_len is None:
@@ -117,12 +117,11 @@ class IndexArrays(NamedTuple):
             check_array(names[2], indices)
             last, most = _int32(last_page_len, device), min(len(indices), MAX_INDEX)
         queries = _int32(qo_indptr, device) if q_len is None else None
-        lengths = DeviceLengths(queries, _int32(kv_indptr, device), last, most, q_len or 0)
-        return DeviceTokens(lengths, indices, q_len, None if q_len is None else batch_size * q_len, self._read)
+        rows = None if q_len is None else batch_size * q_len
+        return DeviceLengths(queries, _int32(kv_indptr, device), last, most, q_len, indices, rows, self._read)
 
-    def _read(self, now: DeviceLengths) -> Tokens:
-        arrays = now._asdict()
-        return self._replace(**{name: arrays[name] for name in ("qo_indptr", "kv_indptr", "last_page_len")}).on_host()
+    def _read(self, now: DeviceLengths) -> BatchLengths:
+        return self._replace(**now.arrays()).on_host()
 
 
 # ---- checks
@@ -146,7 +145,7 @@ def _check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> 
     if indices.numel() < end:
         raise ArgumentError(f"{names[2]} must have the {end} entries that {names[1]} counts, got {indices.numel()}")
     if indices.dtype == torch.int64 and indices.is_cpu:
-        page_ids.check_host_range(names[2], indices, slice(first, end))
+        caches.check_host_range(names[2], indices, slice(first, end))
 
 
 def _check_bounds(name: str, value: Any) -> None:

@@ -407,7 +407,7 @@ def test_a_growing_cache_decides_its_settings_once(monkeypatch: pytest.MonkeyPat
                 on_reference.setattr(select, "choose", lambda *args: capabilities.BY_NAME["reference"])
                 call = Call(q, k[:kv_len], v[:kv_len], decode=True, window_left=window_left, return_lse=True)
                 expected = single_request.problem(call)
-                backends.of(capabilities.BY_NAME["reference"]).prepare(expected.settings)(expected)
+                backends.IMPLEMENTATIONS["reference"].prepare(expected.settings)(expected)
             torch.testing.assert_close(out, expected.out, rtol=2e-3, atol=2e-3)
             torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
     assert request_settings.call_settings.kept.cache_info().currsize == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn.problem import BatchLengths, Tokens
+from cute_attn.problem import BatchLengths
 from cute_attn.request import index_arrays
 from cute_attn.request.index_arrays import IndexArrays
 
@@ -25,15 +25,15 @@ def steps(rng: random.Random, first: int, number: int, lengths: list[int], wrong
     return torch.tensor(bounds, dtype=rng.choice(index_arrays.DTYPES))
 
 
-def facts(tokens: Tokens) -> list[Any]:
-    lengths, last = tokens.lengths, tokens.last_page_len
-    arrays = [lengths.qo_indptr, lengths.qo_len, lengths.kv_start, lengths.kv_len, tokens.kv_indptr]
-    numbers = [lengths.longest_qo, lengths.longest_kv, lengths.with_queries, tokens.rows, tokens.kv_end]
+def facts(lengths: BatchLengths) -> list[Any]:
+    last = lengths.last_page_len
+    arrays = [lengths.qo_indptr, lengths.qo_len, lengths.kv_start, lengths.kv_len, lengths.kv_indptr]
+    numbers = [lengths.longest_qo, lengths.longest_kv, lengths.with_queries, lengths.rows, lengths.kv_end]
     numbers += [
         lengths.total_kv,
-        tokens.q_len,
-        tokens.first_row,
-        tokens.batch_size,
+        lengths.q_len,
+        lengths.first_row,
+        lengths.batch_size,
         lengths.mask_offset is None,
         lengths.key_bounds is None,
     ]
@@ -55,16 +55,18 @@ def test_tokens() -> None:
             IndexArrays(NAMES, q, kv),
         ]
         for arrays in kinds:
-            tokens = arrays.as_lists()
-            if tokens is not None:
+            listed = arrays.as_lists()
+            if listed is not None:
                 plain = arrays.on_host()
-                assert facts(tokens) == facts(plain)
-                assert tokens.kv_indices is plain.kv_indices
-                computed = BatchLengths(tokens.lengths.qo_indptr, tokens.lengths.kv_start, tokens.lengths.kv_len)
-                assert facts(tokens) == facts(tokens._replace(lengths=computed))
-                fewer = tokens.lengths.replace(kv_len=computed.kv_len - 1)
-                assert (fewer.kv_len + 1).tolist() == computed.kv_len.tolist()
-                assert fewer.qo_indptr is tokens.lengths.qo_indptr
+                assert facts(listed) == facts(plain)
+                assert listed.kv_indices is plain.kv_indices
+                computed = BatchLengths(listed.qo_indptr, listed.kv_indptr, listed.kv_len)
+                kept = listed.q_len, listed.last_page_len
+                computed.q_len, computed.last_page_len = kept
+                assert facts(listed) == facts(computed)
+                moved = listed.replace(mask_offset=computed.kv_start)
+                assert listed.mask_offset is None
+                assert moved.qo_indptr is listed.qo_indptr
                 taken += 1
     assert taken > BATCHES
 

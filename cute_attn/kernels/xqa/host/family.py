@@ -147,7 +147,7 @@ def rule_of_batch(
     assert qo_len is not None  # given by decode wrappers
     if limits.keeps_address:
         return rule_of(features, arch, shape_of(batch_size, settings, qo_len))
-    longest = lengths.max_kv * settings.page_size if isinstance(lengths, DeviceLengths) else lengths.longest_kv
+    longest = lengths.kv_end * settings.page_size if isinstance(lengths, DeviceLengths) else lengths.longest_kv
     return rule_of(features, arch, shape_of(batch_size, settings, qo_len, longest))
 
 
@@ -209,7 +209,7 @@ def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, 
     assert last is not None  # of paged requests
     if not batch:
         return
-    values = lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.max_kv
+    values = lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.kv_end
     prepared(_lengths_kernel, gpu).fire(current_stream(gpu.device_index), values, ((-(-batch // THREADS), 1, 1),))
 
 
