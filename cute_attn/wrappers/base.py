@@ -293,7 +293,7 @@ class BatchWrapper(EngineHooks, NotCopied):
             buffer = checks.tensor("int_workspace_buffer", int_workspace_buffer)
             checks.device("int_workspace_buffer", buffer, workspace.device, "the workspace's device")
         if graph is not None:
-            checks.apart((("float_workspace_buffer", workspace),), graph.index.items())
+            checks.apart((("float_workspace_buffer", workspace),), graph.buffers.items())
         if self._plan is not None and self._plan.fixed is not None:
             self._replaced.append(self._plan)
         self._float_workspace_buffer, self._copies = float_workspace_buffer, {}

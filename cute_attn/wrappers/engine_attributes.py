@@ -121,7 +121,7 @@ def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
 
 def _buffer(graph: GraphBuffers, name: str) -> torch.Tensor | None:
     """Return the caller's buffer; the parameters of prefill and of decode wrappers have other names."""
-    return graph.index.get(name[1:], graph.index.get(f"{name[1:]}fer"))
+    return graph.buffers.get(name[1:], graph.buffers.get(f"{name[1:]}fer"))
 
 
 ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {

@@ -42,47 +42,33 @@ class GraphBuffers:
         """`index`: for each buffer the number of elements beyond one per request, or None for any size. The first
         buffer with a number sets the batch size. Of the mask buffers both or neither are given.
         """
-        self.index: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
         self.mask: tuple[torch.Tensor, torch.Tensor] | None = None
         self.batch_size = 0
-        for name, (value, more) in index.items():
-            buffer = batch_plan.graph_buffer(name, value, torch.int32, workspace.device)
-            if more is not None and not self.index:
+        given = dict(index)
+        if not custom_mask_buf is mask_indptr_buf is None:
+            given.update(custom_mask_buf=(custom_mask_buf, None), mask_indptr_buf=(mask_indptr_buf, 1))
+        for name, (value, more) in given.items():
+            dtype = torch.uint8 if name == "custom_mask_buf" else torch.int32
+            buffer = batch_plan.graph_buffer(name, value, dtype, workspace.device)
+            if more is not None and not self.buffers:
                 self.batch_size = buffer.numel() - more
             size = buffer.numel() if more is None else self.batch_size + more
             if buffer.numel() != size:
                 raise ArgumentError(
                     f"{name} must have {size} elements for batch size {self.batch_size}, got {buffer.numel()}"
                 )
-            self._check_apart(workspace, (name, buffer))
-            self.index[name] = buffer
-        own = {name: buffer for name, buffer in self.index.items() if "indices" not in name}
+            checks.apart(((name, buffer),), (("float_workspace_buffer", workspace), *self.buffers.items()))
+            self.buffers[name] = buffer
+        own = {name: self.buffers[name] for name in index if "indices" not in name}
         self._lengths = {name: Staging(buffer.device, target=buffer) for name, buffer in own.items()}
-        if not custom_mask_buf is mask_indptr_buf is None:
-            self._set_mask(custom_mask_buf, mask_indptr_buf, workspace)
-
-    def _set_mask(self, custom_mask_buf: Any, mask_indptr_buf: Any, workspace: torch.Tensor) -> None:
-        bits = batch_plan.graph_buffer("custom_mask_buf", custom_mask_buf, torch.uint8, workspace.device)
-        bounds = batch_plan.graph_buffer("mask_indptr_buf", mask_indptr_buf, torch.int32, workspace.device)
-        if bounds.numel() != self.batch_size + 1:
-            raise ArgumentError(
-                f"mask_indptr_buf must have {self.batch_size + 1} elements (batch size + 1), got {len(bounds)}"
-            )
-        self._check_apart(workspace, ("custom_mask_buf", bits), ("mask_indptr_buf", bounds))
-        self.mask = bits, bounds
-
-    def _check_apart(self, workspace: torch.Tensor, *buffers: checks.Named) -> None:
-        """Refuse buffers that share memory with others or with the workspace: a plan writes them all."""
-        checks.apart(buffers, (("float_workspace_buffer", workspace), *self.index.items()))
-
-    def named(self) -> dict[str, torch.Tensor]:
-        """Return all buffers by name."""
-        return {**self.index, **dict(zip(("custom_mask_buf", "mask_indptr_buf"), self.mask or (), strict=False))}
+        if len(given) > len(index):
+            self.mask = self.buffers["custom_mask_buf"], self.buffers["mask_indptr_buf"]
 
     @property
     def page_indices(self) -> torch.Tensor:
         """The buffer of page numbers."""
-        return next(buffer for name, buffer in self.index.items() if "indices" in name)
+        return next(buffer for name, buffer in self.buffers.items() if "indices" in name)
 
     # ---- what plans must keep
 
@@ -135,7 +121,7 @@ class GraphBuffers:
         copies: list[Callable[[], Any]] = []
         for name, staging in self._lengths.items():
             if isinstance(lengths, DeviceLengths):
-                copies += self._copy(self.index[name], planned(name, lengths), True)
+                copies += self._copy(self.buffers[name], planned(name, lengths), True)
             else:
                 staging.upload(planned(name, lengths))
                 copies.append(staging.send)
@@ -162,14 +148,14 @@ class GraphBuffers:
         if source.dtype == torch.int64:
             return caches.as_int32(source, source.device)
         start, stop = checks.extent(source)
-        buffers = map(checks.extent, (*self.index.values(), *(self.mask or ())))
+        buffers = map(checks.extent, self.buffers.values())
         return source.clone() if any(start < end and first < stop for first, end in buffers) else source
 
     def captured(self, lengths: DeviceLengths) -> DeviceLengths:
         """Return the lengths of a planner launch that is captured: its replays read the buffers, which hold the lengths
         of the latest plan.
         """
-        held = {name: next((x for own, x in self.index.items() if name in own), None) for name in _LENGTHS}
+        held = {name: next((x for own, x in self.buffers.items() if name in own), None) for name in _LENGTHS}
         return lengths.replace(**held)
 
 

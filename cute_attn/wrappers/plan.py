@@ -202,7 +202,7 @@ class Plan:
             packed_mask=request.mask.packed,
             workspace=place.workspace,
             staging=self.staging,
-            buffers={} if place.graph is None else place.graph.named(),
+            buffers={} if place.graph is None else place.graph.buffers,
             validate=_validates(place),
             backend=backend.name,
             load=load if features is None else None,
