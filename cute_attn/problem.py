@@ -19,7 +19,6 @@ import torch
 
 from cute_attn.errors import RuntimeArgumentError
 
-LengthLists = tuple[list[int], list[int], list[int], list[int]]  # qo_indptr, qo_len, kv_start or more, kv_len
 MemoryRange = tuple[str, tuple[int, int]]  # a name for messages; addresses of the first byte and past the last
 
 
@@ -143,11 +142,7 @@ class BatchProblem(NamedTuple):
 
 
 class BatchLengths:
-    """Where the tokens of each request of a batch are, on the host: int64 arrays, which of few requests are made of
-    `lists` where something reads them, once.
-    """
-
-    lists: LengthLists
+    """Where the tokens of each request of a batch are, on the host: int64 arrays."""
 
     def __init__(
         self,
@@ -162,7 +157,6 @@ class BatchLengths:
         last_page_len: np.ndarray | None = None,  # paged: [batch_size], tokens in each request's last page
         kv_indices: torch.Tensor | None = None,  # paged: int32 on the device once the wrapper has copied it there
     ) -> None:
-        self.listed = False
         self.qo_indptr, self.kv_indptr, self.kv_len = qo_indptr, kv_indptr, kv_len
         self.mask_offset, self.key_bounds = mask_offset, key_bounds
         self.q_len, self.last_page_len, self.kv_indices = q_len, last_page_len, kv_indices
@@ -178,26 +172,6 @@ class BatchLengths:
             self.with_queries = int(np.count_nonzero(self.qo_len))
             self.rows, self.first_row = qo_indptr.item(-1), qo_indptr.item(0)
 
-    @classmethod
-    def of_lists(
-        cls,
-        lists: LengthLists,
-        q_len: int | None = None,
-        last: list[int] | None = None,
-        kv_indices: torch.Tensor | None = None,
-    ) -> BatchLengths:
-        """Return the lengths of at least one request. `last`: `last_page_len`."""
-        lengths = cls.__new__(cls)
-        lengths.listed = True
-        lengths.mask_offset = lengths.key_bounds = None
-        lengths.q_len, lengths.kv_indices = q_len, kv_indices
-        lengths.last_page_len = None if last is None else np.array(last, np.int64)
-        qo_indptr, qo_len, _, kv_len = lengths.lists = lists
-        lengths.batch_size, lengths.rows, lengths.first_row = len(kv_len), qo_indptr[-1], qo_indptr[0]
-        lengths.longest_qo, lengths.longest_kv, lengths.total_kv = max(qo_len), max(kv_len), sum(kv_len)
-        lengths.with_queries = lengths.batch_size - qo_len.count(0)
-        return lengths
-
     def replace(self, **changes: Any) -> BatchLengths:
         """Return lengths with another mask_offset, key_bounds or kv_indices."""
         changed = object.__new__(BatchLengths)
@@ -209,37 +183,20 @@ class BatchLengths:
         """The lengths on the host."""
         return self
 
-    @functools.cached_property
-    def qo_indptr(self) -> np.ndarray:
-        return np.array(self.lists[0], np.int64)
-
-    @functools.cached_property
-    def kv_indptr(self) -> np.ndarray:
-        return np.array(self.lists[2], np.int64)
-
     @property
     def kv_start(self) -> np.ndarray:
         """Where token 0 of each request is: its row of ragged k and v, or the index of its page."""
         return self.kv_indptr[: self.batch_size]
 
-    @functools.cached_property
-    def kv_len(self) -> np.ndarray:
-        return np.array(self.lists[3], np.int64)
-
-    @property
-    def kv_ranges(self) -> tuple[np.ndarray | list[int], np.ndarray | list[int]]:
-        """Where the keys of each request start, and their number."""
-        return (self.lists[2][: self.batch_size], self.lists[3]) if self.listed else (self.kv_start, self.kv_len)
-
     @property
     def kv_end(self) -> int:
         """Number of rows that ragged k and v must have, or of entries that kv_indices must have."""
-        return self.lists[2][-1] if self.listed else self.kv_indptr.item(-1)
+        return int(self.kv_indptr.item(-1))
 
     @functools.cached_property
     def qo_len(self) -> np.ndarray:
         """Query tokens of each request."""
-        return np.array(self.lists[1], np.int64) if self.listed else self.qo_indptr[1:] - self.qo_indptr[:-1]
+        return self.qo_indptr[1:] - self.qo_indptr[:-1]
 
     @property
     def equal_qo(self) -> int | None:

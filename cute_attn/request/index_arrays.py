@@ -1,14 +1,13 @@
 """The index arrays of a plan, which say where the tokens of each request are, and what they say: `IndexArrays`.
 
-Arrays on the host are read there: up to `FEW` requests as lists, which takes half the time of arrays of a few numbers.
-Of arrays on a GPU plans check what they can without reading them: types, shapes and places. What else is checked needs
-their values; without it the planner kernel keeps within the memory of q, the index arrays and the plan.
+Arrays on the host are read there. Of arrays on a GPU plans check what they can without reading them: types, shapes and
+places. What else is checked needs their values; without it the planner kernel keeps within the memory of q, the index
+arrays and the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,6 @@ from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
 
 DTYPES = (torch.int32, torch.int64)
 STRIDED = torch.strided
-FEW = 8  # requests
 
 
 class IndexArrays(NamedTuple):
@@ -34,35 +32,6 @@ class IndexArrays(NamedTuple):
     last_page_len: Any = None
     page_size: int | None = None
     q_len: int | None = None  # query tokens of every request, in place of qo_indptr
-
-    def as_lists(self) -> BatchLengths | None:
-        """Return the lengths of few requests on the host; None of others, and where `on_host` tells what is wrong."""
-        names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
-        bounds = _numbers(kv_indptr)
-        if bounds is None or len(bounds) < 2:
-            return None  # most often of many requests
-        if q_len is None:
-            starts = _numbers(qo_indptr)
-            if starts is None or len(starts) != len(bounds):
-                return None
-            qo_len = list(map(sub, starts[1:], starts))
-        else:
-            starts, qo_len = list(range(0, q_len * len(bounds), q_len)), [q_len] * (len(bounds) - 1)
-        if page_size is None:
-            kv_len, last = list(map(sub, bounds[1:], bounds)), None
-        else:
-            last = _numbers(last_page_len)
-            if last is None or len(last) != len(qo_len):
-                return None
-            kv_len = _listed_keys(bounds, last, page_size)
-        if min(kv_len) < 0 or min(qo_len) < 0 or starts[0] < 0 or bounds[0] < 0:
-            return None
-        lengths = BatchLengths.of_lists((starts, qo_len, bounds, kv_len), q_len, last, indices)
-        if lengths.rows > MAX_INDEX or bounds[-1] > MAX_INDEX or lengths.longest_kv > MAX_KV_LEN:
-            return None
-        if last is not None:
-            _check_indices(names, indices, bounds[0], bounds[-1])
-        return lengths
 
     def on_host(self) -> BatchLengths:
         """Check the arrays and return what they say. Those on a GPU cost a synchronisation each."""
@@ -210,26 +179,6 @@ def _keys_in_pages(name: str, counts: np.ndarray, fewest: int, last: np.ndarray,
             raise ArgumentError(f"{name} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
         kv_len = np.where(counts > 0, kv_len, 0)
     return kv_len
-
-
-def _listed_keys(bounds: list[int], last: list[int], page_size: int) -> list[int]:
-    """Return the keys of requests, each with pages; -1 of one that is wrong."""
-    kv_len, begin = [], bounds[0]
-    for i, tokens in enumerate(last, 1):
-        end = bounds[i]
-        kv_len.append((end - begin - 1) * page_size + tokens if end > begin and 0 < tokens <= page_size else -1)
-        begin = end
-    return kv_len
-
-
-def _numbers(value: Any) -> list[int] | None:
-    """Return the numbers of a short index array on the host."""
-    if type(value) is not torch.Tensor or not value.is_cpu or value.dtype not in DTYPES:
-        return None
-    if value.layout is not STRIDED or value.is_neg() or value.dim() != 1 or value.numel() > FEW + 1:
-        return None
-    numbers: list[int] = value.tolist()
-    return numbers
 
 
 def _int32(value: torch.Tensor, device: torch.device) -> torch.Tensor:

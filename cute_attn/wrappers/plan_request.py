@@ -58,9 +58,6 @@ def _is_on(device: torch.device, value: Any) -> bool:
 
 def lengths_of(place: Place, arrays: IndexArrays, host_only: Sequence[Any] = ()) -> Lengths:
     """Check the index arrays of a batch, where they are if the plan leaves them there."""
-    lengths = arrays.as_lists()
-    if lengths is not None:
-        return lengths
     return arrays.on_device(place.device) if _stays_on_device(place, arrays, host_only) else arrays.on_host()
 
 

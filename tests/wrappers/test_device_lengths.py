@@ -13,7 +13,6 @@ from cute_attn import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
 from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
 from cute_attn.problem import DeviceLengths
-from cute_attn.request import index_arrays
 from cute_attn.wrappers import plan_request
 from tests.support.dense_attention import decoded
 
@@ -36,7 +35,6 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return host(self)
 
     monkeypatch.setattr(plan_request, "_is_on", lambda device, x: True)
-    monkeypatch.setattr(index_arrays, "_numbers", lambda value: None)  # reads tensors on the CPU
     monkeypatch.setattr(DeviceLengths, "host", property(counted))
     return reads
 

@@ -133,7 +133,7 @@ def schedule(
     if isinstance(lengths, DeviceLengths):
         records[: 2 * batch_size] = 0  # until `XqaBatchRun.again`
     else:
-        records[batch_size : 2 * batch_size], records[:batch_size] = lengths.kv_ranges
+        records[batch_size : 2 * batch_size], records[:batch_size] = lengths.kv_start, lengths.kv_len
     return XqaBatchSchedule(rule, config, batch_size, records)
 
 
@@ -191,7 +191,7 @@ class XqaBatchRun(BatchRun):
             return True
         size = self.batch_size
         records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero
-        records[size:], records[:size] = lengths.kv_ranges
+        records[size:], records[:size] = lengths.kv_start, lengths.kv_len
         self.staging.upload(records)
         return True
 
