@@ -11,6 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -47,25 +48,31 @@ class Measurement(NamedTuple):
     sm_clock_mhz: int | None
 
 
-class Replay(NamedTuple):
+@dataclass(frozen=True)
+class Replay:
     """Captured launches."""
 
     graph: torch.cuda.CUDAGraph
     launches: int
 
+    def __call__(self) -> None:
+        self.graph.replay()
+
 
 class CudaGraphTimer:
     """Captures launches into CUDA graphs on the current device and times their replays."""
 
+    forbidden = "global"  # where a capture forbids calls that it would not record
+
     def capture(self, calls: Sequence[Call], launches: int) -> Replay:
         """Captures `launches` launches, cycling through `calls`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=self.forbidden):
             for i in range(launches):
                 calls[i % len(calls)]()
         return Replay(graph, launches)
 
-    def run(self, replays: Sequence[Replay]) -> list[float]:
+    def run(self, replays: Sequence[Call]) -> list[float]:
         """Replays each once, in order, and returns their milliseconds.
 
         Synchronises only at the end, so that the GPU does not idle and slow down between candidates.
@@ -74,7 +81,7 @@ class CudaGraphTimer:
         for replay in replays:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            replay.graph.replay()
+            replay()
             end.record()
             events.append((start, end))
         torch.cuda.synchronize()
@@ -83,7 +90,7 @@ class CudaGraphTimer:
     def sm_clock_mhz(self, replay: Replay) -> int | None:
         """Returns the SM clock in MHz while `replay` runs; None if it is unknown."""
         for _ in range(CLOCK_REPLAYS):
-            replay.graph.replay()
+            replay()
         clock = nvidia_smi("clocks.sm")
         torch.cuda.synchronize()
         return int(clock) if clock and clock.isdigit() else None
