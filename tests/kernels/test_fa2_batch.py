@@ -71,13 +71,16 @@ def launched(case: BatchCase) -> Built:
 
 
 def test_keys_are_cut_and_merged() -> None:
-    launched(dataclasses.replace(LONG, v_scale=2.0, sinks=True, lse_base="ln"))
+    built = launched(dataclasses.replace(LONG, v_scale=2.0, sinks=True, lse_base="ln"))
     main, combine = RecordedLaunch.fired
     assert main.stream == combine.stream == 77
     assert isinstance(main.params, Fa2Params)
     assert isinstance(combine.params, CombineParams)
     assert combine.params.rows_per_merge == 3  # the rows of one token
     assert combine.params.slot_rows == TILE.rows
+    rows = built.limits.workspace_bytes // (LONG.num_kv_heads * TILE.rows * 4 * 65) * LONG.num_kv_heads * TILE.rows
+    assert combine.params.lse_partial - combine.params.o_partial == rows * 4 * 64  # behind the outputs of all partials
+    assert (main.params.o_partial, main.params.lse_partial) == (combine.params.o_partial, combine.params.lse_partial)
     assert combine.params.merges - main.params.items == 4 * ITEM_INTS * (main.grid[0] // LONG.num_kv_heads)
     assert isinstance(main.spec, Fa2Spec)
     assert main.spec.out_dtype == "float16"  # items that see all keys write the output themselves
