@@ -6,8 +6,8 @@ import functools
 
 import torch
 
-from cute_attn.kernels.combine.spec import CombineSpec
-from cute_attn.kernels.host.combine import NO_MERGES
+from cute_attn.kernels.combine.spec import CombineSpec, rows_of_warps
+from cute_attn.kernels.host.combine import NO_MERGES, ROW_FIELDS
 from cute_attn.kernels.host.gpu import Gpu, has_run
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.prepared import prepared
@@ -16,7 +16,7 @@ from cute_attn.request.settings import HALF
 from cute_attn.runtime.launch import Bound, current_stream
 
 OUT_DTYPES = (*HALF, torch.float32)
-FIELDS = ("o_partial", "lse_partial", "o", "lse")
+FIELDS = ("o_partial", "lse_partial", "o", "lse", *ROW_FIELDS)
 
 
 def run(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Tensor | None, lse_scale: float) -> bool:
@@ -53,8 +53,9 @@ def launch(
     if rows == 0:
         return True
     layout = (num_states, lse.stride(0), head_dim, lse_scale)
-    addresses = tuple([0 if x is None else x.data_ptr() for x in (o, lse, out, merged)])
-    prepared(_bound, layout, short(out.dtype), gpu).fire(current_stream(gpu.device_index), addresses, ((rows, 1, 1),))
+    grid, *dealt = rows_of_warps(rows, gpu.sms)
+    moving = (*[0 if x is None else x.data_ptr() for x in (o, lse, out, merged)], *dealt)
+    prepared(_bound, layout, short(out.dtype), gpu).fire(current_stream(gpu.device_index), moving, (grid,))
     return True
 
 

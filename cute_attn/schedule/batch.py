@@ -17,7 +17,7 @@ import numpy as np
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, GraphLimits, largest
-from cute_attn.schedule import cost_model, few_tiles
+from cute_attn.schedule import cost_model
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.cuts import Capacity, Device
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
@@ -147,8 +147,6 @@ def schedule(
     """
     capacity = record_capacity(params, limits)
     fixed = limits.fixed_split_size is not None and not limits.disable_split_kv
-    if few_tiles.covers(lengths, params) and not fixed:
-        return _few_tiles(lengths, params, capacity, limits, allocate)
     tiles = query_tiles(lengths, params)
     splits = _fixed_size_splits(tiles, params, limits) if fixed else _balanced_splits(tiles, params, capacity)
     needed = Capacity(len(splits.items.end), len(splits.num_splits), splits.num_partials)
@@ -160,21 +158,6 @@ def schedule(
     # ^ "clip" spares numpy a copy of `out`
     if needed.merges:
         _write_merges(work.merges[: needed.merges], requests, splits)
-    return work
-
-
-def _few_tiles(
-    lengths: BatchLengths, params: SchedulerParams, capacity: Capacity, limits: BatchLimits, allocate: AllocateInts
-) -> WorkList:
-    """Returns the work list of a batch of few query tiles."""
-    found, merges, num_partials = few_tiles.items(lengths, params, capacity)
-    ordered, num_items = few_tiles.longest_first(found), len(found)
-    if orders_by_l2(params, num_items, len(merges)) and lengths.total_kv > params.l2_kv_tokens:
-        groups = l2_groups(lengths, params).tolist()
-        ordered.sort(key=lambda item: groups[item[1][-1]])
-    needed = Capacity(num_items, len(merges) // len(Merge._fields), num_partials)
-    work = _work_list(needed, capacity, limits, allocate)
-    few_tiles.write(ordered, merges, work.ints, work.item_capacity)
     return work
 
 

@@ -20,7 +20,6 @@ SHARE_FACTORS = (10, 13, 16, 21, 32, 35, 43, 48, 64, 70, 80, 96)
 SHARE_DENOMINATOR = 64
 CANDIDATES = len(LONGEST_DIVISORS) + len(SHARE_FACTORS)
 ITEM_TIME, COMBINE_TIME = UNIT * ITEM_COST, UNIT * COMBINE_COST
-CUT_TIME = 3 * UNIT  # cut last waves took 4 to 6 us more than estimated without it (d 128 and 256, H200, 2026-11-29)
 EMPTY_TILE_TIME = UNIT // 2  # a query tile that sees no keys is still one item
 IMPOSSIBLE = 1 << 55  # makespan of a candidate that exceeds the capacity
 

@@ -9,7 +9,7 @@ and all CTAs the others afterwards, so that the launch takes 45 units, and the m
 
 from __future__ import annotations
 
-from cute_attn.schedule.constants import COMBINE_TIME, CUT_TIME, ITEM_TIME, MOST_PARTS, UNIT
+from cute_attn.schedule.constants import COMBINE_TIME, ITEM_TIME, MOST_PARTS, UNIT
 from cute_attn.schedule.cuts import Capacity, Cut, Device
 
 
@@ -34,7 +34,7 @@ def last_wave(number: int, longest: int, device: Device, capacity: Capacity) -> 
         part = size * UNIT + ITEM_TIME + device.partial_cost
         late = max(parts * ctas - idle * (whole // part), 0)
         time = waves * whole - -late // resident * part  # rounded up
-        time += COMBINE_TIME + CUT_TIME + parts * ctas * device.partial_cost // resident
+        time += COMBINE_TIME + parts * ctas * device.partial_cost // resident
         if best is None or time < best.time:
             best = Cut(time, first, size)
     return best

@@ -12,6 +12,7 @@ from cute_attn import ArgumentError, emulator
 from cute_attn.dispatch import merge
 from cute_attn.integrations.distributed.partials import Partials
 from cute_attn.integrations.distributed.ranks import Ranks
+from cute_attn.kernels.combine.spec import FEW_ROWS
 from tests.support.emulated_calls import emulated_merge
 
 pytestmark = pytest.mark.emulator
@@ -46,13 +47,21 @@ def padded(x: torch.Tensor, step: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ROUNDING, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(("num_states", "head_dim"), [(2, 128), (5, 72), (1, 64), (33, 256)])
 def test_states_a_step_apart(num_states: int, head_dim: int, dtype: torch.dtype) -> None:
-    o, lse = states(num_states, 6, head_dim)
-    out, merged = torch.empty(6, head_dim, dtype=dtype), torch.empty(6)
-    with emulator.using("sm_80" if num_states == 5 else "sm_90a"):
-        emulated_merge(padded(o, 8), padded(lse, 8), out, merged, math.log(2))
+    """Rows that warps share on a large GPU, and have to themselves on a small one, have the same bits."""
+    rows = FEW_ROWS + 1
+    o, lse = states(num_states, rows, head_dim)
+    found = []
+    for sms in (132, 1):
+        out, merged = torch.empty(rows, head_dim, dtype=dtype), torch.empty(rows)
+        with emulator.using("sm_80" if num_states == 5 else "sm_90a", sms=sms):
+            emulated_merge(padded(o, rows + 2), padded(lse, rows + 2), out, merged, math.log(2))
+        found.append((out, merged))
+    (out, merged), (own_out, own_merged) = found
     want, s = expected(o, lse)
     torch.testing.assert_close(out.double(), want, rtol=ROUNDING[dtype], atol=2**-20)
     torch.testing.assert_close(merged.double(), s * math.log(2), rtol=2**-20, atol=2**-20)
+    assert torch.equal(out, own_out)
+    assert torch.equal(merged, own_merged)
 
 
 class LoneRank(Ranks):

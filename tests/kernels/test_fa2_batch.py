@@ -123,7 +123,7 @@ def test_graph_launches_keep_their_form() -> None:
     grids = [launch.grid for launch in RecordedLaunch.fired]
     other = build(ragged((1, 0, 1), (64, 3, 700), **heads(6, 2)))
     again = planned(dataclasses.replace(other, limits=limits), staging)
-    assert [again.schedule.grid, again.schedule.combine_grid] == grids
+    assert [again.schedule.grid, again.schedule.combine.grid] == grids
     assert again.items == run.items
     same = dataclasses.replace(again.schedule, work=run.schedule.work)
     assert same == run.schedule

@@ -88,10 +88,9 @@ def tile_of(target: Target, problem: Problem) -> Any:
 def packed(target: Target, problem: Problem, names: tuple[str, ...]) -> dict[str, Any]:
     """Parameters of the attention launch by name."""
     schedule = scheduler(target, problem)(problem.qo_len, problem.kv_len)
-    kernel = prepared.PersistentKernel(
-        target.kernels, problem.settings, schedule.tile, schedule.heads, False, Gpu(target.arch, CPU, 132)
-    )
-    SingleRun(problem.settings, CPU, lambda *lengths: schedule, lambda *tile: kernel)(problem)
+    gpu = Gpu(target.arch, CPU, 132)
+    kernel = prepared.PersistentKernel(target.kernels, problem.settings, schedule.tile, schedule.heads, False, gpu)
+    SingleRun(problem.settings, gpu, lambda *lengths: schedule, lambda *tile: kernel)(problem)
     launch: Any = kernel.attention.of(optional_tensors(problem)[0])[0]
     return {name: launch.values[name] for name in names}
 

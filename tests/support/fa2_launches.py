@@ -91,6 +91,8 @@ class CombineParams(NamedTuple):
     qo_len: int
     num_qo_heads: int
     num_splits: int
+    num_rows: int
+    warps_per_row: int
     v_scale: float
     lse_scale: float
     merges: int
@@ -98,7 +100,6 @@ class CombineParams(NamedTuple):
     group: int
     rows_per_merge: int
     slot_rows: int
-    num_rows: int
 
 
 class SpecAlone:

@@ -38,7 +38,7 @@ def last_wave(number: int, longest: int, params: SchedulerParams, capacity: Capa
             cost = size * UNIT + ITEM_TIME + partial_cost
             early = (waves * resident - first * ctas) * (whole // cost)
             time = waves * whole + ceil_div(max(parts * ctas - early, 0), resident) * cost
-            time += constants.COMBINE_TIME + constants.CUT_TIME + parts * ctas * partial_cost // resident
+            time += constants.COMBINE_TIME + parts * ctas * partial_cost // resident
             found.append((time, first, size))
     return min(found, key=lambda cut: cut[0], default=None)
 

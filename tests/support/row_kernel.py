@@ -4,7 +4,7 @@ that its outputs are the probabilities."""
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
@@ -104,7 +104,8 @@ class RowProgram:
 
     def load(self, p: Params, row: Int32, col: int) -> list[Float32]:
         address = p.scores + Int64(row) * Int64(8 * COLUMNS)
-        return [x for i in range(col, col + COLUMNS, 4) for x in ptx.ld_global_v4_f32(address, 4 * i)]
+        places = [address + Int64(4 * i) for i in range(col, col + COLUMNS, 4)]
+        return [x for place in places for x in ptx.ld_global_v4_f32_if(place, Boolean(True))]
 
     def output(self, p: Params) -> tuple[Target | Partials, FinalEpilogue | PartialEpilogue]:
         if const_expr(self.partial):

@@ -202,8 +202,11 @@ def ld_global_v4(address: Int64, offset: int = 0) -> list[Int32]:
     return asm(f"ld.global.v4.u32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
 
 
-def ld_global_v4_f32(address: Int64, offset: int = 0) -> list[Float32]:
-    return asm(f"ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Float32] * 4, [address])
+def ld_global_v4_f32_if(address: Int64, wanted: Boolean) -> list[Float32]:
+    """Loads if `wanted`; otherwise returns zeros and reads nothing."""
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
+    text = f"{{.reg .pred p; setp.ne.b32 p, $5, 0; {zeros} @p ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4];}}"
+    return asm(text, [Float32] * 4, [address, select(wanted, Int32(1), Int32(0))])
 
 
 def ld_global_u8(address: Int64) -> Int32:

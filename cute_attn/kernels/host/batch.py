@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
 from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, optional_tensors
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
@@ -20,8 +21,6 @@ from cute_attn.schedule.records import ITEM_INTS
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; kv_indices and workspace of the plan in
 # ^ force
-
-COMBINE_CTAS = 16  # CTAs of 128 threads resident per SM: a larger grid only starts and ends where few rows are merged
 
 T_co = TypeVar("T_co", covariant=True)  # a family's tile
 
@@ -44,9 +43,8 @@ class BatchSchedule(Generic[T_co]):
     tiling: Tiling[T_co]
     work: WorkList
     grid: Grid  # of the attention kernel
-    combine_grid: Grid
     rows_per_merge: int
-    rows_to_merge: int  # of all merge records and blocks of heads
+    combine: RowsOfWarps  # all rows of all merge records and blocks of heads
     partial_o_bytes: int  # of all partials that the workspace has room for
     order: Values  # of the kernel's tile order fields
 
@@ -60,15 +58,13 @@ class BatchSchedule(Generic[T_co]):
         rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
         total = work.item_capacity * params.num_kv_heads
         groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
-        to_merge = merges * params.num_kv_heads * rows_per_merge
         partial_o_bytes = params.num_kv_heads * params.rows * (params.partial_row_bytes - 4)  # without lse
         return cls(
             tiling,
             work,
             grid=(tiling.ctas * groups, 1, 1),
-            combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
             rows_per_merge=rows_per_merge,
-            rows_to_merge=to_merge,
+            combine=rows_of_warps(merges * params.num_kv_heads * rows_per_merge, sms, limits.graph is None),
             partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
             order=tiling.order(params, work.item_capacity, late) if tiling.order else (),
         )
@@ -76,7 +72,7 @@ class BatchSchedule(Generic[T_co]):
     @property
     def merges(self) -> bool:
         """True if a combine launch follows."""
-        return bool(self.combine_grid[0])
+        return bool(self.combine.num_rows)
 
     def workspace(self) -> tuple[int, int]:
         """Returns the bytes of the workspace in use, and the bytes of the records."""
@@ -210,8 +206,9 @@ class SplitKvBatchRun(BatchRun):
         key_bounds = () if work.key_bounds is None else (items + 4 * work.key_bounds,)
         numbers = *schedule.order, items, *partials, pages, *key_bounds
         merge_items = items + 4 * ITEM_INTS * work.item_capacity
-        merges = merge_items, schedule.rows_per_merge, schedule.tiling.params.rows, schedule.rows_to_merge
-        return Launched(schedule, memory, schedule.grid, numbers, schedule.combine_grid, merges, partials, ())
+        combine_grid, *rows = schedule.combine
+        merges = *rows, merge_items, schedule.rows_per_merge, schedule.tiling.params.rows
+        return Launched(schedule, memory, schedule.grid, numbers, combine_grid, merges, partials, ())
 
 
 def uploaded(records: np.ndarray, limits: BatchLimits, staging: Staging) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cute_attn.kernels.combine.spec import RowsOfWarps
 from cute_attn.kernels.host.features import batched, combine_spec
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
@@ -10,10 +11,11 @@ from cute_attn.kernels.host.output import FinalOutput
 from cute_attn.kernels.host.params import PARTIAL_FIELDS, Fields
 from cute_attn.problem import Settings
 
-LENGTH_FIELDS = ("qo_len", "num_splits")  # of a single request
-MERGE_FIELDS = ("merges", "rows_per_merge", "slot_rows", "num_rows")  # of a batch: records, and counts of rows
-NO_LENGTHS: Fields = dict.fromkeys(LENGTH_FIELDS, 0)
-NO_MERGES: Fields = {"merges": 0, "rows_per_merge": 1, "slot_rows": 1, "num_rows": 0}
+ROW_FIELDS = RowsOfWarps._fields[1:]
+LENGTH_FIELDS = (*ROW_FIELDS, "qo_len", "num_splits")  # of a single request
+MERGE_FIELDS = (*ROW_FIELDS, "merges", "rows_per_merge", "slot_rows")  # of a batch: records, and counts of rows
+NO_LENGTHS: Fields = {"qo_len": 0, "num_splits": 0}
+NO_MERGES: Fields = {"merges": 0, "rows_per_merge": 1, "slot_rows": 1}
 
 
 class CombineKernel:

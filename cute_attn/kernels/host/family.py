@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from cute_attn.kernels.combine.spec import rows_of_warps
 from cute_attn.kernels.host.batch import BatchSchedule, SplitKvBatchRun, Tiling, uploaded
 from cute_attn.kernels.host.features import combine_spec
 from cute_attn.kernels.host.gpu import Gpu
@@ -92,7 +93,7 @@ class TiledFamily(Generic[T]):
         def kernel(tile: T, heads: int, split: bool) -> PreparedKernel:
             return prepared(self.kernel, settings, tile, heads, split, gpu)
 
-        return SingleRun(settings, gpu.device_index, self.scheduler(settings, gpu.arch, gpu.sms), kernel)
+        return SingleRun(settings, gpu, self.scheduler(settings, gpu.arch, gpu.sms), kernel)
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
         """Returns kernels and grids of a single request."""
@@ -102,7 +103,8 @@ class TiledFamily(Generic[T]):
         schedule = self.scheduler(problem.settings, arch, sms)(problem.qo_len, problem.kv_len)
         split = schedule.num_splits > 1
         attention = self.spec(problem.settings, schedule.tile, split), schedule.grid
-        combine = combine_spec(problem.features), (problem.qo_len * problem.features.num_qo_heads, 1, 1)
+        rows = rows_of_warps(problem.qo_len * problem.features.num_qo_heads, sms)
+        combine = combine_spec(problem.features), rows.grid
         return [attention, combine] if split else [attention]
 
     def schedule(
@@ -164,5 +166,5 @@ class TiledFamily(Generic[T]):
         """Returns the schedule of a batch, and kernels and grids."""
         schedule = self.schedule(settings, lengths, limits, arch, sms)
         attention = self.spec(settings, schedule.tiling.tile, False), schedule.grid
-        combine = combine_spec(settings.features), schedule.combine_grid
+        combine = combine_spec(settings.features), schedule.combine.grid
         return schedule, [launch for launch in (attention, combine) if launch[1][0]]

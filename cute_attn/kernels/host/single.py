@@ -9,7 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from cute_attn.kernels.combine.spec import rows_of_warps
 from cute_attn.kernels.host.batch import Tiling
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import (
     Fire,
     Pick,
@@ -72,12 +74,12 @@ class SingleRun(Generic[T]):
     def __init__(
         self,
         settings: Settings,
-        device_index: int,
+        gpu: Gpu,
         scheduler: Scheduler[T],
         kernel: Callable[[T, int, bool], PreparedKernel],
     ) -> None:
         """`kernel` loads a kernel for a schedule's tile and heads, and for split keys or not."""
-        self.device_index, self.scheduler = device_index, scheduler
+        self.device_index, self.sms, self.scheduler = gpu.device_index, gpu.sms, scheduler
         self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
         self.kernel = kernel
         self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
@@ -136,8 +138,9 @@ class SingleRun(Generic[T]):
         of_kernel, out_strides = strides[kernel]
         combined = None
         if combine is not None:
-            merge_grid = qo_len * self.num_qo_heads, 1, 1
-            combined = combine.launches.of(roles), (merge_grid, out_strides, (qo_len, num_splits)), num_splits
+            merge_grid, *rows = rows_of_warps(qo_len * self.num_qo_heads, self.sms)
+            settled = merge_grid, out_strides, (*rows, qo_len, num_splits)
+            combined = combine.launches.of(roles), settled, num_splits
         addresses = kernel.addresses(q, k, v, out)
         return kv_len, kernel.attention.of(roles), addresses, (grid, of_kernel, numbers), combined
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.emulator.faults.fault import Table, chosen
 
 CUTS = chosen("persistent", "fa3 and (test_cut)")
+STATES = chosen("merge", "states_a_step_apart")
 LOOPED = chosen("graph_combine", "fa3 and cut")
 
 COMBINING: Table = {
@@ -18,23 +19,23 @@ COMBINING: Table = {
                 "value = Float32(ptx.NEG_INF)\n            if split < row.num_splits:",
                 "value = Float32(ptx.NEG_INF)\n            if split <= row.num_splits:",
             ),
-            "warps' sums are stored before they are written": (
-                "        self.sum_outputs(p, row, weights)\n        ptx.sync_threads()\n",
-                "        self.sum_outputs(p, row, weights)\n",
-            ),
             "the merge does not wait for the partials": (
                 "            ptx.grid_dependency_wait()\n            ptx.grid_dependency_launch()",
                 "            ptx.grid_dependency_launch()",
             ),
         },
     },
+    STATES: {
+        "combine/kernel.py": {
+            "only the first splits, loaded side by side, are merged": (
+                "cutlass.range(0, row.num_splits, IN_FLIGHT, unroll=1)",
+                "cutlass.range(0, 1, IN_FLIGHT, unroll=1)",
+            ),
+        },
+    },
     LOOPED: {
         "combine/kernel.py": {
-            "the next row's sums overwrite those being read": (
-                "                    ptx.sync_threads()  # the next row's sums overwrite this one's\n",
-                "",
-            ),
-            "a CTA merges only its first row": (
+            "a warp merges only its first row": (
                 "remaining = cutlass.and_(index < params.num_rows, cutlass.not_(row.last))",
                 "remaining = Boolean(False)",
             ),

@@ -7,7 +7,7 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.plan.parts.arithmetic import most, quotient_up, warp_max, wide_quotient
-from cute_attn.schedule.constants import COMBINE_TIME, CUT_TIME, IMPOSSIBLE, ITEM_TIME, MOST_PARTS, UNIT
+from cute_attn.schedule.constants import COMBINE_TIME, IMPOSSIBLE, ITEM_TIME, MOST_PARTS, UNIT
 
 LANES = 32
 
@@ -32,7 +32,7 @@ def last_wave(p: Any, lane: Int32, num_tiles: Int32, longest: Int32) -> Cut:
     late = most(parts * p.num_kv_heads - idle * ptx.divide(whole, part), Int32(0))
     time = Int64(waves) * Int64(whole) + Int64(quotient_up(late, p.resident_ctas)) * Int64(part)
     traffic = wide_quotient(Int64(parts * p.num_kv_heads) * Int64(p.partial_cost), Int64(p.resident_ctas))
-    time = time + Int64(COMBINE_TIME + CUT_TIME) + traffic
+    time = time + Int64(COMBINE_TIME) + traffic
     conditions = (
         lane < MOST_PARTS - 1,
         cutlass.and_(first > 0, waves * p.resident_ctas < num_tiles * p.num_kv_heads),
