@@ -126,4 +126,4 @@ def measured(w: BatchWorkload, device: torch.device, rounds: int) -> dict[str, A
 
 
 if __name__ == "__main__":
-    raise SystemExit(program.measure_rows("append", __doc__, WORKLOADS, measured))
+    program.measure_rows("append", __doc__, WORKLOADS, measured)

@@ -218,7 +218,7 @@ def _bytes_of(distribution: str) -> int | None:
     return total
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     from perf import program
     from perf.bench import save
     from perf.machine import why_no_gpu
@@ -249,8 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for library in options.libraries:
         measured(library, 1 if library == "FlashInfer" else options.repeats, run, keep)  # FlashInfer: minutes each
     print("\n\n".join(cold_start_tables(record)))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

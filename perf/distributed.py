@@ -217,7 +217,7 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
     dist.destroy_process_group()
 
 
-def main() -> int:
+def main() -> None:
     parser = program.parser("distributed", __doc__, ROUNDS)
     parser.add_argument("--gpus", type=int, default=2, help="number of GPUs (default 2)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose phase and name contain these")
@@ -227,8 +227,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options.gpus, folder, options, record)
         torch.multiprocessing.spawn(run_rank, args=arguments, nprocs=options.gpus)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

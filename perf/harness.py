@@ -41,13 +41,6 @@ class Timing(NamedTuple):
     rounds: int
 
 
-class Measurement(NamedTuple):
-    """Timing of every candidate of a row, or the reason why there is none."""
-
-    timings: dict[str, Timing | str]
-    sm_clock_mhz: int | None
-
-
 @dataclass(frozen=True)
 class Replay:
     """Captured launches."""
@@ -103,23 +96,25 @@ def reason(error: BaseException) -> str:
     return words if error.__context__ is None else f"{words}; after {reason(error.__context__)}"
 
 
-def measure(candidates: Mapping[str, Sequence[Call]], timer: CudaGraphTimer, rounds: int = ROUNDS) -> Measurement:
-    """Times every candidate; one that cannot be captured gets a reason instead, and the others continue."""
-    results: dict[str, Timing | str] = {}
+def measure(
+    candidates: Mapping[str, Sequence[Call]], timer: CudaGraphTimer, rounds: int = ROUNDS
+) -> tuple[dict[str, dict[str, Any]], int | None]:
+    """Returns the fields of every candidate's `Timing`, or a "reason" where it cannot be captured, and the SM clock."""
+    results: dict[str, dict[str, Any]] = {}
     replays: dict[str, Replay] = {}
     for name, calls in candidates.items():
         try:
             replays[name] = _sized_capture(calls, timer)
         except Exception as error:  # a failing peer must not end the run
-            results[name] = f"not captured: {reason(error)}"
+            results[name] = {"reason": f"not captured: {reason(error)}"}
     if not replays:
-        return Measurement(results, None)
+        return results, None
     _warm_up(list(replays.values()), timer)
     samples = interleaved(list(replays), rounds, lambda order: timer.run([replays[name] for name in order]))
     for name, milliseconds in samples.items():
         launches = replays[name].launches
-        results[name] = timing([ms * 1e3 / launches for ms in milliseconds], launches)
-    return Measurement(results, timer.sm_clock_mhz(next(iter(replays.values()))))
+        results[name] = timing([ms * 1e3 / launches for ms in milliseconds], launches)._asdict()
+    return results, timer.sm_clock_mhz(next(iter(replays.values())))
 
 
 def interleaved(
@@ -202,7 +197,7 @@ def ceilings(
     }
 
 
-def _median(result: Timing | str) -> float:
-    if isinstance(result, str):
-        raise RuntimeError(f"a ceiling could not be measured: {result}")
-    return result.median_us
+def _median(result: Mapping[str, Any]) -> float:
+    if "reason" in result:
+        raise RuntimeError(f"a ceiling could not be measured: {result['reason']}")
+    return float(result["median_us"])

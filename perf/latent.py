@@ -149,4 +149,4 @@ def measured(w: LatentWorkload, device: torch.device, rounds: int) -> dict[str, 
 
 
 if __name__ == "__main__":
-    raise SystemExit(program.measure_rows("latent", __doc__, WORKLOADS, measured))
+    program.measure_rows("latent", __doc__, WORKLOADS, measured)

@@ -141,7 +141,7 @@ def line(row: Row) -> str:
 
 def measure_rows(
     name: str, about: str | None, workloads: Sequence[Any], measured: Callable[[Any, torch.device, int], Row]
-) -> int:
+) -> None:
     """Runs a command line that measures rows of calls, beside the ceilings."""
     options, device = parser(name, about, ROUNDS).parse_args(), gpu()
     record: Row = {**head(name), "ceilings": ceilings(CudaGraphTimer(), device), name: []}
@@ -149,4 +149,3 @@ def measure_rows(
         record[name].append(measured(w, device, options.rounds))
         print(line(record[name][-1]), flush=True)
         save(record, options.out)
-    return 0

@@ -193,7 +193,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only recor
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m perf.report", description=__doc__)
     parser.add_argument("records", nargs="+", type=Path, help="JSON files of perf/results")
     records = parser.parse_args(argv).records
@@ -201,8 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not path.is_file():
             parser.error(f"there is no file {path}")
     print("\n".join(markdown(json.loads(path.read_text())) for path in records), end="")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -143,7 +143,7 @@ def measured_sections(options: argparse.Namespace) -> dict[str, Section]:
     return chosen
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     options = parser("run", __doc__).parse_args(argv)
     chosen = measured_sections(options)
@@ -151,7 +151,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         warm([w for section in chosen.values() for w in section.workloads], options.peers)
     else:
         print(markdown(run("run", chosen, options)))
-    return 0
 
 
 def run(name: str, sections: Mapping[str, Section], options: argparse.Namespace, more: More = lambda w: {}) -> Row:
@@ -255,4 +254,4 @@ def start_again() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

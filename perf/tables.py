@@ -124,17 +124,13 @@ def source(record: Record) -> str:
     return f"{env['gpu']}, {env['date']}, commit {env['commit']}, {', '.join(versions)}; `{record['command']}`"
 
 
-def sources(gpu_rows: Mapping[str, list[tuple[Record, list[Row]]]]) -> str:
-    """Returns a line for each record that a table is made of."""
-    return "".join(f"{text}.\n" for text in dict.fromkeys(source(r) for found in gpu_rows.values() for r, _ in found))
-
-
 def section_table(*sections: str, results: Path = RESULTS) -> str | None:
     """Returns the records of the sections, and their rows with the results of all GPUs side by side: ours, the best
     peer, ratio; None if there is no record.
     """
     measured = _measured(sections, results)
-    return f"{sources(measured)}\n{_side_by_side(measured)}\n" if measured else None
+    sources = dict.fromkeys(f"{source(record)}.\n" for found in measured.values() for record, _ in found)
+    return f"{''.join(sources)}\n{_side_by_side(measured)}\n" if measured else None
 
 
 def _measured(sections: Sequence[str], results: Path) -> dict[str, list[tuple[Record, list[Row]]]]:

@@ -23,7 +23,7 @@ import torch
 
 from perf import program
 from perf.bench import save
-from perf.harness import reason
+from perf.harness import CudaGraphTimer, reason
 from perf.report import markdown
 
 OURS = "cute_attn"
@@ -198,15 +198,8 @@ def decode_speeds(model: Any, name: str, cache: Any, sizes: Sizes, rounds: int) 
     if model.device.type != "cuda":
         return speeds, "no CUDA device"
     try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        speeds[f"{row} graph"] = batch * 1e3 / median_ms(graph.replay, model.device, rounds)
+        replay = CudaGraphTimer().capture([step], 1)
+        speeds[f"{row} graph"] = batch * 1e3 / median_ms(replay, model.device, rounds)
     except Exception as error:  # the cache of a sliding layer copies from the host
         return speeds, reason(error)
     return speeds, None
@@ -246,7 +239,7 @@ def _say(text: str) -> None:
 
 
 @torch.no_grad()
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = program.parser(PROGRAM, __doc__, ROUNDS)
     parser.add_argument("--only", nargs="+", default=list(FAMILIES), metavar="MODEL", help="models (default: all)")
@@ -269,8 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
         save(record, options.out)
     print(markdown(record))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

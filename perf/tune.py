@@ -99,7 +99,7 @@ def lines(record: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name}: {why}" for name, why in record["failed_rows"].items())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     options = parse(argv)
     sections = run.measured_sections(options)
@@ -111,8 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return {name: candidate.bind for name, candidate in rows[w].items()}
 
     print("\n".join(lines(run.run("tune", sections, options, more))))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -158,7 +158,7 @@ def save_model(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def main() -> int:
+def main() -> None:
     """Run the command line."""
     parser = program.parser(NAME, __doc__, rounds=1)
     parser.add_argument("--model", choices=MODELS, default="Llama-3-8B")
@@ -182,8 +182,7 @@ def main() -> int:
             save(record, options.out)
     if not options.host:  # whose rows are printed above
         print(markdown(record))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
