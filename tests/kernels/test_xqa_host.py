@@ -277,7 +277,7 @@ def many(settings: Settings, qo_len: int = 1) -> Rule[tiles.Rings]:
         (torch.float8_e4m3fn, 8, 1, (4, 264, 1), "even"),
         (torch.float8_e4m3fn, 16, 2, (8, 132, 1), "even"),
         (torch.float8_e4m3fn, 16, 4, (16, 8, 1), "shares"),
-        (torch.float8_e4m3fn, 5, 1, (5, 26, 1), "shares"),
+        (torch.float8_e4m3fn, 5, 1, (5, 105, 1), "shares"),
         (BF16, 8, 1, (8, 33, 1), "shares"),
     ],
 )

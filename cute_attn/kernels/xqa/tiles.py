@@ -137,7 +137,8 @@ _WIDE = range(129, WARP_DIM + 1)
 _WHOLE_HEADS = Ring(2, 2, 8, 4096, work="heads"), Ring(2, 2, 8, 4096, work="whole")
 # A share of a kv head's keys for each warp.
 _EVEN = Ring(2, 2, 8, 4096, work="even")
-_MANY_8 = Ring(8, 2, 1, 8192).to_l2(128)
+# Small CTAs, of rows that registers of so many warps hold, or large ones.
+_MANY_8 = Ring(4, 2, 4, 4096), Ring(8, 2, 1, 8192).to_l2(128)
 # A tile of a window of 128 keys for each of its warps: whatever is read arrives at once.
 _FEW_OF_128 = Ring(4, 2, 4, 2048, work="whole").to_smem(SHORT)
 # All tiles of such a window but one on their way, and no barrier behind them.
@@ -255,9 +256,11 @@ HOPPER = (
     *_FEW,
     # To shares of large CTAs, lengths on the GPU, H100: 256 x 1024 1.066 (32/8 heads) and 1.075 (64/8), 512 x 512 1.09,
     # 256 x 8192 1.04, 256 x 200 to 1800 1.03, 256 x 64 to 4096 1.04. Over 16 bits 0.99 to 1.00.
-    _rule(8, (_EVEN, _MANY_8), _MEASURED, pairs=above(EVEN - 1)),
-    # 64 x 2048: 1.02 (H100) and 1.00 (H200).
-    _rule(8, (_MANY_8,), _MEASURED),
+    _rule(8, (_EVEN, *_MANY_8), _MEASURED, pairs=above(EVEN - 1)),
+    # To 8 warps with stages of 8 KB, one CTA per SM, H200: 91 x 35 to 313 1.21 times as fast (16/4 heads), 195 x 142
+    # 1.65, 128 x 512 1.12, 100 x 64 to 800 1.14 (32/8), 64 x 2048 1.01, 64 x 8192 0.99, 60 x 200 to 6000 0.99, 63 x 100
+    # beside 1 x 16000 0.87. Of head dim 64, 64 x 8192 0.92.
+    _rule(8, _MANY_8, _MEASURED),
     # 13 batches of 384 to 2048 pairs, to one CTA per SM: 0.94 (48 x 500, 16/8 heads), others 1.00 to 1.15 (H200).
     _rule(16, (Ring(4, 3, 2, 8192),), _MEASURED),
     *_MANY,

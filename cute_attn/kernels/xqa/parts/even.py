@@ -17,9 +17,10 @@ class EvenPartition(Partition):
     longest one then (`Share.pitch`). Other requests are cut as they are by `Partition`."""
 
     def spare(self, size: Int32) -> Int32:
-        """Positions by which the largest share may exceed equal shares of `size`: two rounds of the CTA's warps take
-        less time than a partial result, which is written, read and merged."""
-        return Int32(2 * self.spec.teams)
+        """Positions by which the largest share may exceed equal shares of `size`: two rounds of the warps of an SM's
+        only CTA, or four of a smaller CTA's, take less time than a partial result, which is written, read and merged.
+        """
+        return Int32((2 if self.spec.ctas == 1 else 4) * self.spec.teams)
 
     def share(self, costs: Costs) -> Share:
         p, ctas, cta = self.p, cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
