@@ -114,6 +114,17 @@ def test_settings_of_a_run() -> None:
     assert len({id(launch.artifact) for launch in RecordedLaunch.fired}) == 3
 
 
+def test_scales_on_the_device() -> None:
+    """As a GPU's are: the kernels get their addresses."""
+    built = build(LONG)
+    settings, scales, v_scale = built.problem.settings, (torch.tensor([-0.5]), torch.tensor(3.0)), torch.tensor([0.25])
+    settings = settings._replace(features=settings.features._replace(positive_scale=False))
+    planned(built)(built.problem._replace(settings=settings, scale_tensors=scales, v_scale_tensor=v_scale))
+    main, combine = (launch.params for launch in RecordedLaunch.fired)
+    assert (main.scale0, main.scale1) == tuple(x.data_ptr() for x in scales)
+    assert main.v_scale_ptr == combine.v_scale_ptr == v_scale.data_ptr()  # of whole segments, and of merged ones
+
+
 def test_graph_launches_keep_their_form() -> None:
     """A second plan of other lengths: same grids, parameters and record addresses."""
     built, staging = build(ragged((1,) * 4, (900, 5, 0, 64), **heads(6, 2))), Staging(torch.device("cpu"))

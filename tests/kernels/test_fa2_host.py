@@ -60,6 +60,23 @@ def test_where_keys_are_split(arguments: dict[str, Any], split: bool) -> None:
     assert (RecordedLaunch.fired[0].grid[2] > 1) == split
 
 
+@pytest.mark.parametrize("kv_len", [40, 300], ids=["whole", "split"])
+def test_scales_on_the_device(kv_len: int) -> None:
+    """Their sign is unknown. Kernels get their addresses; that of V's goes to the launch that writes the output."""
+    problem, v_scale = build(kv_len=kv_len, v_scale=2.0, sm_scale=0.1), torch.tensor([0.25])
+    scales = torch.tensor([-0.5]), torch.tensor(3.0)
+    settings = problem.settings._replace(features=problem.features._replace(positive_scale=False))
+    solve(problem._replace(settings=settings, scale_tensors=scales, v_scale_tensor=v_scale))
+    main, last = RecordedLaunch.fired[0], RecordedLaunch.fired[-1]
+    assert isinstance(main.spec, Fa2Spec)
+    assert isinstance(main.params, Fa2Params)
+    assert main.spec.scores == ("scale",)
+    assert (main.params.scale0, main.params.scale1) == tuple(x.data_ptr() for x in scales)
+    assert (last.params.v_scale_ptr, last.params.v_scale) == (v_scale.data_ptr(), 2.0)
+    assert (main is last) == (kv_len == 40)
+    assert main is last or (main.params.v_scale_ptr, main.params.v_scale) == (0, 1.0)
+
+
 def test_no_query_tokens_launch_nothing() -> None:
     solve(build(qo_len=0))
     assert RecordedLaunch.fired == []
