@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cute_attn.wrappers.batch_attention import BatchAttention
 from cute_attn.wrappers.bidirectional_ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
-from cute_attn.wrappers.sinks import BatchAttentionWithAttentionSinkWrapper
+from cute_attn.wrappers.paged_prefill import BatchAttentionWithAttentionSinkWrapper
 
 __all__ = [
     "BatchAttention",

@@ -2,9 +2,9 @@
 
 `Features` holds all that can change which code runs, `Settings` all that repeated calls have in common: they are the
 keys under which selection and preparation are cached. `Problem` adds the tensors and lengths of a single request.
-Batches are planned once and run many times: `Tokens`, `BatchLengths` and `BatchLimits` describe what a plan schedules,
-`BatchPlan` what it leaves for its runs, `BatchProblem` one run. `DecodeProblem` is a batch without a plan: its lengths
-stay on the device.
+Batches are planned once and run many times: `BatchLengths` or `DeviceLengths`, and `BatchLimits`, describe what a plan
+schedules, `BatchPlan` what it leaves for its runs, `BatchProblem` one run. `DecodeProblem` is a batch without a plan:
+its lengths stay on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from cute_attn.errors import RuntimeArgumentError
 
-LengthLists = tuple[list[int], list[int], list[int], list[int]]  # qo_indptr, qo_len, kv_start or more, kv_len
 MemoryRange = tuple[str, tuple[int, int]]  # a name for messages; addresses of the first byte and past the last
 
 
@@ -143,23 +142,24 @@ class BatchProblem(NamedTuple):
 
 
 class BatchLengths:
-    """Where the tokens of each request are, on the host: int64 arrays, or `lists` of few requests. The one is made of
-    the other where something reads it, once.
-    """
+    """Where the tokens of each request of a batch are, on the host: int64 arrays."""
 
     def __init__(
         self,
         qo_indptr: np.ndarray,  # [batch_size + 1]
-        kv_start: np.ndarray,  # [batch_size], of token 0. ragged: its row of k and v; paged: index of its page
+        kv_indptr: np.ndarray,  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices; without an end
+        # ^ where only a schedule is made of the lengths
         kv_len: np.ndarray,  # [batch_size], tokens
         mask_offset: np.ndarray | None = None,  # [batch_size]: first byte of a request's bits in the packed mask
         key_bounds: np.ndarray | None = None,  # multi-item scoring: int32 [rows, 2], for every row of q the end of
         # ^ the prefix and the first key of its item, which does not decrease within a request; keys between are hidden
-        q_len: int | None = None,  # query tokens of every request, where the plan fixes them
+        q_len: int | None = None,  # query tokens of every request, where the plan fixes them (decode)
+        last_page_len: np.ndarray | None = None,  # paged: [batch_size], tokens in each request's last page
+        kv_indices: torch.Tensor | None = None,  # paged: int32 on the device once the wrapper has copied it there
     ) -> None:
-        self.listed = False
-        self.qo_indptr, self.kv_start, self.kv_len = qo_indptr, kv_start, kv_len
+        self.qo_indptr, self.kv_indptr, self.kv_len = qo_indptr, kv_indptr, kv_len
         self.mask_offset, self.key_bounds = mask_offset, key_bounds
+        self.q_len, self.last_page_len, self.kv_indices = q_len, last_page_len, kv_indices
         self.batch_size = size = len(kv_len)
         # The most keys and query tokens of a request, the requests that have query tokens, rows of q, out and lse, and
         # the first of them: rows before it belong to no request.
@@ -172,49 +172,31 @@ class BatchLengths:
             self.with_queries = int(np.count_nonzero(self.qo_len))
             self.rows, self.first_row = qo_indptr.item(-1), qo_indptr.item(0)
 
-    @classmethod
-    def of_lists(cls, lists: LengthLists) -> BatchLengths:
-        """Return the lengths of at least one request."""
-        lengths = cls.__new__(cls)
-        lengths.listed = True
-        lengths.mask_offset = lengths.key_bounds = None
-        qo_indptr, qo_len, _, kv_len = lengths.lists = lists
-        lengths.batch_size, lengths.rows, lengths.first_row = len(kv_len), qo_indptr[-1], qo_indptr[0]
-        lengths.longest_qo, lengths.longest_kv, lengths.total_kv = max(qo_len), max(kv_len), sum(kv_len)
-        lengths.with_queries = lengths.batch_size - qo_len.count(0)
-        return lengths
-
-    def replace(self, **changes: np.ndarray) -> BatchLengths:
-        """Return lengths with other arrays."""
-        names = ("qo_indptr", "kv_start", "kv_len", "mask_offset", "key_bounds")
-        return BatchLengths(**{name: getattr(self, name) for name in names} | changes)
-
-    @functools.cached_property
-    def lists(self) -> LengthLists:
-        """The numbers as lists, for schedules of few query tiles."""
-        return self.qo_indptr.tolist(), self.qo_len.tolist(), self.kv_start.tolist(), self.kv_len.tolist()
-
-    @functools.cached_property
-    def qo_indptr(self) -> np.ndarray:
-        return np.array(self.lists[0], np.int64)
-
-    @functools.cached_property
-    def kv_start(self) -> np.ndarray:
-        return np.array(self.lists[2][: self.batch_size], np.int64)
-
-    @functools.cached_property
-    def kv_len(self) -> np.ndarray:
-        return np.array(self.lists[3], np.int64)
+    def replace(self, **changes: Any) -> BatchLengths:
+        """Return lengths with another mask_offset, key_bounds or kv_indices."""
+        changed = object.__new__(BatchLengths)
+        changed.__dict__.update(self.__dict__, **changes)
+        return changed
 
     @property
-    def kv_ranges(self) -> tuple[np.ndarray | list[int], np.ndarray | list[int]]:
-        """Where the keys of each request start, and their number."""
-        return (self.lists[2][: self.batch_size], self.lists[3]) if self.listed else (self.kv_start, self.kv_len)
+    def host(self) -> BatchLengths:
+        """The lengths on the host."""
+        return self
+
+    @property
+    def kv_start(self) -> np.ndarray:
+        """Where token 0 of each request is: its row of ragged k and v, or the index of its page."""
+        return self.kv_indptr[: self.batch_size]
+
+    @property
+    def kv_end(self) -> int:
+        """Number of rows that ragged k and v must have, or of entries that kv_indices must have."""
+        return int(self.kv_indptr.item(-1))
 
     @functools.cached_property
     def qo_len(self) -> np.ndarray:
         """Query tokens of each request."""
-        return np.array(self.lists[1], np.int64) if self.listed else self.qo_indptr[1:] - self.qo_indptr[:-1]
+        return self.qo_indptr[1:] - self.qo_indptr[:-1]
 
     @property
     def equal_qo(self) -> int | None:
@@ -234,95 +216,38 @@ NO_LENGTHS = BatchLengths(np.zeros(1, np.int64), _NO_REQUESTS, _NO_REQUESTS, _NO
 # ^ in place of those on the device, where `BatchLimits.graph` decides
 
 
-class DeviceLengths(NamedTuple):
-    """Where the tokens of each request are: contiguous int32 tensors on the device, which the host does not read."""
+@dataclass(eq=False)  # tensors compare by a launch
+class DeviceLengths:
+    """`BatchLengths` in contiguous int32 tensors on the device, for plans that do not read them. What needs them on the
+    host reads them there, once, with a synchronisation: `host`.
+    """
 
     qo_indptr: torch.Tensor | None  # [batch_size + 1]; None: every request has `q_len` query tokens
     kv_indptr: torch.Tensor  # [batch_size + 1]
     last_page_len: torch.Tensor | None  # paged: [batch_size]
-    max_kv: int  # rows of ragged k and v, or entries of kv_indices
-    q_len: int = 0
+    kv_end: int  # most rows of ragged k and v, or entries of kv_indices, that launches read
+    q_len: int | None = None
+    kv_indices: torch.Tensor | None = None
+    rows: int | None = None  # of q, None until a run tells; rows past those of requests belong to none
+    read: Callable[[DeviceLengths], BatchLengths] | None = None  # checks them, and raises what `plan` raises of them
+
+    key_bounds = None
+    first_row = 0  # whatever rows before those of requests there are
+
+    def __post_init__(self) -> None:
+        self._versions = self._current_versions()
 
     @property
     def batch_size(self) -> int:
         return self.kv_indptr.shape[0] - 1
 
-
-class Tokens(NamedTuple):
-    """Where the tokens of a batch are, on the host and on the device."""
-
-    lengths: BatchLengths
-    kv_bounds: np.ndarray | list[int]  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices
-    last: np.ndarray | list[int] | None = None  # paged: [batch_size], tokens in each request's last page
-    kv_indices: torch.Tensor | None = None  # paged: int32 on the device once the wrapper has copied it there
-    q_len: int | None = None  # query tokens of every request, where the plan fixes them (decode)
-
-    @property
-    def where(self) -> BatchLengths:
-        """The lengths, where they are."""
-        return self.lengths
-
-    @property
-    def qo_indptr(self) -> np.ndarray:
-        return self.lengths.qo_indptr
-
-    @property
-    def kv_indptr(self) -> np.ndarray:
-        """`kv_bounds` as an int64 array."""
-        return np.asarray(self.kv_bounds, np.int64)
-
-    @property
-    def last_page_len(self) -> np.ndarray | None:
-        """`last` as an int64 array."""
-        return None if self.last is None else np.asarray(self.last, np.int64)
-
-    @property
-    def kv_end(self) -> int:
-        """Number of rows that ragged k and v must have, or of entries that kv_indices must have."""
-        return int(self.kv_bounds[-1])
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of q, out and lse."""
-        return self.lengths.rows
-
-    @property
-    def batch_size(self) -> int:
-        return self.lengths.batch_size
-
-    @property
-    def first_row(self) -> int:
-        """Rows before it belong to no request."""
-        return self.lengths.first_row
-
-    @property
-    def multi_item(self) -> bool:
-        return self.lengths.key_bounds is not None
-
-
-@dataclass(eq=False)  # tensors compare by a launch
-class DeviceTokens:
-    """`Tokens` whose lengths are on the device, for plans that do not read them. What needs them on the host reads them
-    there, once, with a synchronisation: `host`.
-
-    `rows`: of q, None until a run tells; rows past those of requests belong to none, and so do those before.
-    """
-
-    device: DeviceLengths
-    kv_indices: torch.Tensor | None
-    q_len: int | None
-    rows: int | None
-    read: Callable[[DeviceLengths], Tokens]  # checks the lengths, and raises what `plan` raises of them
-
-    multi_item = False
-    first_row = 0
-
-    def __post_init__(self) -> None:
-        self._versions = self._current_versions()
+    def arrays(self) -> dict[str, Any]:
+        """Return the index arrays that there are, by name."""
+        named = {name: getattr(self, name) for name in ("qo_indptr", "kv_indptr", "last_page_len")}
+        return {name: x for name, x in named.items() if x is not None}
 
     def _current_versions(self) -> list[int]:
-        tensors = (x for x in self.device[:3] if isinstance(x, torch.Tensor))
-        return [x._version for x in tensors if not x.is_inference()]  # inference tensors count no versions
+        return [x._version for x in self.arrays().values() if not x.is_inference()]  # these count no versions
 
     def check_unchanged(self) -> None:
         """Refuse to read index arrays that were written after the plan."""
@@ -333,31 +258,18 @@ class DeviceTokens:
             )
 
     @functools.cached_property
-    def host(self) -> Tokens:
+    def host(self) -> BatchLengths:
         """The lengths on the host."""
         self.check_unchanged()
-        return self.read(self.device)._replace(kv_indices=self.kv_indices, q_len=self.q_len)
+        assert self.read is not None  # of plans
+        return self.read(self).replace(kv_indices=self.kv_indices)
 
-    @property
-    def where(self) -> DeviceLengths:
-        """The lengths, where they are."""
-        return self.device
-
-    @property
-    def lengths(self) -> BatchLengths:
-        return self.host.lengths
-
-    @property
-    def kv_end(self) -> int:
-        """Most rows of ragged k and v, or entries of kv_indices, that launches read."""
-        return self.device.max_kv
-
-    @property
-    def batch_size(self) -> int:
-        return self.device.batch_size
-
-    def _replace(self, **changes: Any) -> DeviceTokens:
+    def replace(self, **changes: Any) -> DeviceLengths:
+        """Return lengths with other fields."""
         return replace(self, **changes)
+
+
+Lengths = BatchLengths | DeviceLengths
 
 
 class GraphLimits(NamedTuple):
@@ -389,7 +301,7 @@ class BatchPlan:
     """What a plan leaves for its runs: the settings, the launch, and what repeats earlier runs."""
 
     settings: Settings
-    tokens: Tokens | DeviceTokens
+    lengths: Lengths
     limits: BatchLimits
     launch: Any  # `kernels.host.family.BatchRunner`
     check_supported: Callable[[Features], None]  # raises if the planned backend refuses features that a run adds
@@ -407,16 +319,16 @@ class BatchPlan:
     @property
     def rows(self) -> int:
         """Rows of q, out and lse."""
-        assert self.tokens.rows is not None  # a plan is made once they are known
-        return self.tokens.rows
+        assert self.lengths.rows is not None  # a plan is made once they are known
+        return self.lengths.rows
 
-    def follow(self, tokens: Tokens | DeviceTokens, same_launches: bool) -> None:
-        """Take other tokens, whose schedule `launch` has. Earlier runs may be repeated if their tensors have the shapes
-        that these tokens need, and their launches differ only in what the plan decides (`same_launches`).
+    def follow(self, now: Lengths, same_launches: bool) -> None:
+        """Take other lengths, whose schedule `launch` has. Earlier runs may be repeated if their tensors have the
+        shapes that these lengths need, and their launches differ only in what the plan decides (`same_launches`).
         """
-        before, self.tokens, self.protected = self.tokens, tokens, None
-        same_shapes = before.rows == tokens.rows and (tokens.kv_indices is not None or before.kv_end == tokens.kv_end)
-        if self.cached_runs and not (same_launches and same_shapes and not tokens.first_row):
+        before, self.lengths, self.protected = self.lengths, now, None
+        same_shapes = before.rows == now.rows and (now.kv_indices is not None or before.kv_end == now.kv_end)
+        if self.cached_runs and not (same_launches and same_shapes and not now.first_row):
             self.cached_runs.clear()
 
 

@@ -11,7 +11,7 @@ from cute_attn.runtime.arch import Arch
 
 if TYPE_CHECKING:
     from cute_attn.kernels.host.batch import BatchSchedule
-    from cute_attn.problem import Settings, Tokens
+    from cute_attn.problem import BatchLengths, Settings
 
 WORKSPACE_BYTES = 128 << 20  # what callers are told to bring
 
@@ -34,16 +34,16 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     settings = described(options, q_len is not None, on_gpu=arch is not None)
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=q_len)
     features = settings.features
-    qo_len = batch_schedule.typical_qo_len(batch.lengths, limits)
+    qo_len = batch_schedule.typical_qo_len(batch, limits)
     load = select.load_of(settings, qo_len, batch.batch_size)
-    keys = f"{int(batch.lengths.kv_len.sum())} keys"
+    keys = f"{batch.total_kv} keys"
     where = f"{keys} in pages of {options.page_size}" if options.page_size else keys
     on = f"on {sms} multiprocessors of {arch and arch.name}"
 
     def launches() -> explain.Planned:
         assert arch is not None
         backend = select.choose(features, "auto", arch, load)
-        plan, found = FAMILIES[backend.name].batch_launches(settings, batch.lengths, limits, arch, sms)
+        plan, found = FAMILIES[backend.name].batch_launches(settings, batch, limits, arch, sms)
         return schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys", found
 
     count = f"{_count(batch.batch_size, 'request')}, {_count(batch.rows, 'query token')}"
@@ -71,11 +71,11 @@ def schedule(plan: BatchSchedule[object]) -> str:
     return "\n".join((*lines, f"  {cut}: {work.num_partials} partials, {workspace / 2**20:.1f} MiB of workspace"))
 
 
-def newest(options: argparse.Namespace, batch: Tokens) -> int | None:
+def newest(options: argparse.Namespace, batch: BatchLengths) -> int | None:
     """Query tokens of every request, if a decode wrapper could plan this."""
     from cute_attn.dispatch import select
 
-    q_len, heads = batch.lengths.equal_qo, (options.num_qo_heads, options.num_kv_heads)
+    q_len, heads = batch.equal_qo, (options.num_qo_heads, options.num_kv_heads)
     if q_len is None or options.page_size is None or options.custom_mask:
         return None
     return q_len if select.are_newest(q_len, heads, options.causal) else None
@@ -85,7 +85,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def tokens(options: argparse.Namespace) -> Tokens:
+def tokens(options: argparse.Namespace) -> BatchLengths:
     """Lengths of the requests, checked as a plan checks them."""
     import torch
 
@@ -106,7 +106,7 @@ def tokens(options: argparse.Namespace) -> Tokens:
 
     if options.page_size is None:
         return IndexArrays(("qo_indptr", "kv_indptr"), bounds(qo_lens), bounds(kv_lens)).on_host()
-    size = batch_plan.page_size(options.page_size)
+    size = batch_plan.count("page_size", options.page_size)
     pages = [-(-n // size) for n in kv_lens]
     tails = [n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)]
     last = torch.tensor(tails, dtype=torch.int64, device="cpu")

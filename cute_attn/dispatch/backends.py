@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cute_attn.dispatch import emulator, reference
-from cute_attn.dispatch.capabilities import Backend, Load
+from cute_attn.dispatch.capabilities import Load
 from cute_attn.dispatch.families import FAMILIES, KernelFamily
 from cute_attn.dispatch.select import choose, chosen, load_class
 from cute_attn.kernels.host import gpu
@@ -77,9 +77,4 @@ def run(problem: Request, backend: str = "auto") -> Fire | None:
 
 
 def _runner(settings: Settings, backend: str, load: Load) -> RequestRunner:
-    return of(chosen(settings.features, backend, load)).prepare(settings)
-
-
-def of(backend: Backend) -> Implementation:
-    """Returns what runs and plans on a backend."""
-    return IMPLEMENTATIONS[backend.name]
+    return IMPLEMENTATIONS[chosen(settings.features, backend, load).name].prepare(settings)

@@ -61,7 +61,7 @@ def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
     """Makes visible to emulated kernels: lengths, and the records that are made of them."""
     written = {"records": staging.memory, "planner's memory": staging.scratch}
     written = {name: x for name, x in written.items() if x.numel()}
-    inputs = {name: x for name, x in lengths._asdict().items() if isinstance(x, torch.Tensor) and x.numel()}
+    inputs = {name: x for name, x in lengths.arrays().items() if x.numel()}
     with adapter.visible({**inputs, **written}, written):
         yield
 

@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from cute_attn.dispatch import emulator
-from cute_attn.dispatch.capabilities import ELSEWHERE
-from cute_attn.errors import LayoutError, NotSupported, Refusal
+from cute_attn.dispatch import emulator, select
+from cute_attn.errors import NotSupported, Refusal
 from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.mla.host import launch
 from cute_attn.reference import mla as reference
-from cute_attn.request.checks import describe
 from cute_attn.request.mla import MlaProblem
 
 BACKENDS = ("auto", "mla", "reference", "emulator")
@@ -20,16 +18,8 @@ RUNS_ON = {"cuda": ("auto", "mla", "reference"), "cpu": ("auto", "reference", "e
 
 
 def checked_name(backend: Any, same: tuple[str, ...]) -> str:
-    """Return the name of a backend here; `same`: FlashInfer's names of what is one implementation here."""
-    if isinstance(backend, str):
-        if backend in same:
-            return "auto"
-        if backend in BACKENDS:
-            return backend
-        if backend in ELSEWHERE:
-            raise NotSupported([Refusal(backend, "every problem", *ELSEWHERE[backend])])
-    choices = ", ".join(map(repr, dict.fromkeys((*same, *BACKENDS))))
-    raise LayoutError(f"backend must be one of {choices}; got {describe(backend)}")
+    """Return the name of a backend of BACKENDS: `select.checked_name`."""
+    return select.checked_name(backend, BACKENDS, same)
 
 
 def run(problem: MlaProblem, backend: str) -> None:

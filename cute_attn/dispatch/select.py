@@ -9,6 +9,7 @@ import bisect
 import functools
 import logging
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -125,11 +126,19 @@ def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
     return (causal or q_len == 1) and q_len * num_qo_heads <= ROWS_OF_DECODE * num_kv_heads
 
 
-def checked_name(backend: Any) -> str:
-    """Return the name of a backend or "auto"; raise for anything else."""
-    if isinstance(backend, str) and backend == "auto":
-        return "auto"
-    return _named(backend).name
+def checked_name(backend: Any, names: Sequence[str] = ("auto", *BY_NAME), same: Sequence[str] = ()) -> str:
+    """Return a name of `names`; raise for anything else. `same`: FlashInfer's names of what is one implementation here,
+    "auto".
+    """
+    if isinstance(backend, str):
+        if backend in same:
+            return "auto"
+        if backend in names:
+            return backend
+        if backend in ELSEWHERE:
+            raise NotSupported([Refusal(backend, "every problem", *ELSEWHERE[backend])])
+    choices = ", ".join(map(repr, dict.fromkeys((*same, *names))))
+    raise LayoutError(f"backend must be one of {choices}; got {describe(backend)}")
 
 
 def choose(features: Features, backend: str = "auto", arch: Arch | None = None, load: Load = UNKNOWN_LOAD) -> Backend:
@@ -192,7 +201,7 @@ def emulated(features: Features, arch: Arch, load: Load = UNKNOWN_LOAD) -> Backe
     NotSupported is raised as by `choose`, but in the emulator's name.
     """
     kernels = emulation.current().kernels
-    if kernels != "auto" and _named(kernels).capability is None:
+    if kernels != "auto" and BY_NAME[checked_name(kernels)].capability is None:
         raise LayoutError(f"kernels of an emulation must be 'auto' or a GPU's backend, got {kernels!r}")
     try:
         return choose(features._replace(device=torch.device("cuda")), kernels, arch, load)
@@ -219,16 +228,7 @@ def candidates(features: Features, backend: Any, load: Load, arch: Arch | None) 
     if checked_name(backend) == "auto":
         automatic = [b for b in BACKENDS if features.device.type in b.auto_on]
         return tuple(sorted(automatic, key=lambda b: b.preference(features, load, arch).value != ""))
-    return (_named(backend),)
-
-
-def _named(backend: Any) -> Backend:
-    if isinstance(backend, str) and backend in BY_NAME:
-        return BY_NAME[backend]
-    if isinstance(backend, str) and backend in ELSEWHERE:
-        raise NotSupported([Refusal(backend, "every problem", *ELSEWHERE[backend])])
-    choices = ", ".join(map(repr, ("auto", *BY_NAME)))
-    raise LayoutError(f"backend must be one of {choices}; got {describe(backend)}")
+    return (BY_NAME[backend],)
 
 
 def arch_for(device: torch.device, assumed: Arch | None) -> Arch | None:

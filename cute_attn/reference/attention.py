@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_attn.problem import BatchLengths, BatchProblem, DecodeProblem, Problem, Settings
-from cute_attn.request import page_ids
+from cute_attn.request import caches
 from cute_attn.request.bit_packing import packbits
 
 LOG2E = math.log2(math.e)
@@ -248,7 +248,7 @@ def _saturated(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
     """Compute every request of `problem` like `run`. Checks page ids, since torch would read the last page at -1."""
     if problem.kv_indices is not None:
-        page_ids.pages(problem, lengths)
+        caches.check_pages(problem, lengths)
     for i, kv_len in enumerate(lengths.kv_len.tolist()):
         rows = slice(int(lengths.qo_indptr[i]), int(lengths.qo_indptr[i + 1]))
         tokens = _tokens(problem, int(lengths.kv_start[i]), kv_len)

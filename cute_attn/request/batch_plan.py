@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
-from cute_attn.problem import DeviceTokens, Features, Settings, Tokens
+from cute_attn.problem import DeviceLengths, Features, Lengths, Settings
 from cute_attn.request import checks, index_arrays
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.names import rename
@@ -153,14 +153,9 @@ def refuse_jit(jit_args: Any, jit_kwargs: Any = None) -> None:
 # ---- lengths
 
 
-def page_size(value: Any) -> int:
-    """Check the page size."""
-    return count("page_size", value)
-
-
-def check_rows(tokens: Tokens | DeviceTokens, num_qo_heads: int) -> None:
+def check_rows(lengths: Lengths, num_qo_heads: int) -> None:
     """Refuse more rows of q (tokens x heads) than kernels can count."""
-    rows = tokens.rows
+    rows = lengths.rows
     assert rows is not None
     if rows * num_qo_heads > MAX_ROWS:
         raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {rows} x {num_qo_heads}")
@@ -199,38 +194,34 @@ def last_page_len_of_host(
     return torch.from_numpy(index_arrays.last_page_len(lengths, pages, page_size))
 
 
-def uniform_q_len(value: int | None, tokens: Tokens | DeviceTokens) -> int | None:
+def uniform_q_len(value: int | None, lengths: Lengths) -> int | None:
     """Check a promise about the query tokens of every request. None: no promise, or a warning that it is not true."""
     if value is None or value <= 0:
         return None
-    lengths = np.diff(tokens.lengths.qo_indptr)
-    if len(lengths) and (lengths == value).all():
+    qo_len = lengths.host.qo_len
+    if len(qo_len) and (qo_len == value).all():
         return value
     warnings.warn(
-        f"uniform_q_len={value} does not describe this batch, whose requests have {lengths.min(initial=value)} to "
-        f"{lengths.max(initial=0)} query tokens; planning without it",
+        f"uniform_q_len={value} does not describe this batch, whose requests have {qo_len.min(initial=value)} to "
+        f"{qo_len.max(initial=0)} query tokens; planning without it",
         stacklevel=6,
     )
     return None
 
 
-# Arguments of a prefill `plan` that repeat what the index arrays say: seq_lens, seq_lens_q, max_token_per_sequence and
-# max_sequence_kv.
-RepeatedLengths = tuple[Any, Any, Any, Any]
-
-
-def check_repeated_lengths(tokens: Tokens | DeviceTokens, repeated: RepeatedLengths) -> None:
-    """Check the lengths and bounds that a prefill `plan` receives besides the index arrays, if these are read here."""
-    if isinstance(tokens, DeviceTokens):
+def check_repeated_lengths(lengths: Lengths, repeated: tuple[Any, Any, Any, Any]) -> None:
+    """Check seq_lens, seq_lens_q, max_token_per_sequence and max_sequence_kv, which a prefill `plan` gets besides the
+    index arrays, if these are read here.
+    """
+    if isinstance(lengths, DeviceLengths):
         return
     seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv = repeated
     if seq_lens is seq_lens_q is max_token_per_sequence is max_sequence_kv is None:
         return
-    kv_len, qo_len = tokens.lengths.kv_len, np.diff(tokens.lengths.qo_indptr)
-    check_known_lengths("seq_lens", seq_lens, kv_len)
-    check_known_lengths("seq_lens_q", seq_lens_q, qo_len)
-    _check_known_bound("max_token_per_sequence", max_token_per_sequence, qo_len)
-    _check_known_bound("max_sequence_kv", max_sequence_kv, kv_len)
+    check_known_lengths("seq_lens", seq_lens, lengths.kv_len)
+    check_known_lengths("seq_lens_q", seq_lens_q, lengths.qo_len)
+    _check_known_bound("max_token_per_sequence", max_token_per_sequence, lengths.longest_qo)
+    _check_known_bound("max_sequence_kv", max_sequence_kv, lengths.longest_kv)
 
 
 def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
@@ -248,13 +239,13 @@ def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
         raise ArgumentError(f"{name}[{i}] must be {lengths[i]}, as the index arrays say; got {given[i]}")
 
 
-def _check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
+def _check_known_bound(name: str, value: Any, longest: int) -> None:
     """Check that no request is longer than the bound."""
     if value is None:
         return
     bound = checks.integer(name, value)
-    if len(lengths) and bound < lengths.max():
-        raise ArgumentError(f"{name} must not be below the longest request, which has {lengths.max()}; got {bound}")
+    if bound < longest:
+        raise ArgumentError(f"{name} must not be below the longest request, which has {longest}; got {bound}")
 
 
 # ---- masks
@@ -266,15 +257,14 @@ NO_MASK = Mask(None, np.zeros(0, np.int64))  # of a batch without custom masks
 def mask(
     custom_mask: Any,
     packed_custom_mask: Any,
-    tokens: Tokens | DeviceTokens,
+    lengths: Lengths,
     device: torch.device,
     packed_name: str = "packed_custom_mask",
 ) -> Mask:
     """Pack the masks of all requests, each from a new byte on. `packed_custom_mask` takes precedence."""
     if custom_mask is packed_custom_mask is None:
         return NO_MASK
-    lengths = tokens.lengths
-    sizes = np.diff(lengths.qo_indptr) * lengths.kv_len
+    sizes = lengths.host.qo_len * lengths.host.kv_len
     offsets = index_arrays.bounds((sizes + 7) // 8)
     total = int(sizes.sum())
     if custom_mask is not None:

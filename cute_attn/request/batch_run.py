@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import BatchPlan, BatchProblem, DeviceTokens, MemoryRange, Settings
+from cute_attn.errors import ArgumentError
+from cute_attn.problem import BatchPlan, BatchProblem, DeviceLengths, MemoryRange, Settings
 from cute_attn.request import checks, key_ranges, operands
-from cute_attn.request.caches import is_large
+from cute_attn.request.caches import cache_halves, is_large
 from cute_attn.request.key_ranges import KeyRanges
 from cute_attn.request.once import once
 from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NO_SCALES, SCALES, Placement
@@ -76,7 +76,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
     out, lse = operands.outputs(q, (run.out, run.lse, run.return_lse), element, rows, "rows, num_qo_heads")
     if run.out is not None or run.lse is not None:
         _keep_apart(plan, run, (k, v))
-    if first := plan.tokens.first_row:
+    if first := plan.lengths.first_row:
         if run.out is None:
             out[:first] = 0
         if lse is not None and run.lse is None:
@@ -88,7 +88,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
         v,
         out,
         lse,
-        plan.tokens.kv_indices,
+        plan.lengths.kv_indices,
         plan.packed_mask if run.ranges is None else run.ranges.tensor(plan.rows, q.device),
         scales.of_scores,
         scales.of_v,
@@ -214,31 +214,11 @@ def _ragged_pair(cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def pages(plan: BatchPlan, cache: Any, name: str = "paged_kv_cache") -> tuple[torch.Tensor, torch.Tensor]:
     """Return k and v of a paged cache: a pair of 4-D tensors, or a 5-D one. Pages of one token may lack their axis."""
-    token, short = LAYOUTS[plan.settings.kv_layout].tokens, plan.settings.page_size == 1
-    if isinstance(cache, torch.Tensor):
-        checks.stored(name, cache)
-        if cache.dim() == 4 and short:
-            cache = cache.unsqueeze(token)
-        if cache.dim() != 5 or cache.shape[1] != 2:
-            raise ArgumentError(
-                f"{name} must have shape [pages, 2, {_axes(plan)}], or be a pair (k, v); got {checks.describe(cache)}"
-            )
-        k, v = cache.unbind(1)
-        return k, v
-    if not isinstance(cache, tuple | list) or len(cache) != 2:
-        raise ArgumentTypeError(f"{name} must be a tensor or a pair (k, v), got {checks.describe(cache)}")
-    k, v = cache
-    checks.tensor(f"k of {name}", k)
-    checks.tensor(f"v of {name}", v)
-    if short and k.dim() == v.dim() == 3:
-        return k.unsqueeze(token), v.unsqueeze(token)
+    k, v = cache_halves(name, cache)
+    if plan.settings.page_size == 1 and k.dim() == v.dim() == 3:
+        axis = LAYOUTS[plan.settings.kv_layout].tokens
+        return k.unsqueeze(axis), v.unsqueeze(axis)
     return k, v
-
-
-def _axes(plan: BatchPlan) -> str:
-    """Return the names of the last axes of k and v."""
-    tokens = "page_size" if plan.settings.features.kv_source == "paged" else "kv_indptr[-1]"
-    return ", ".join(LAYOUTS[plan.settings.kv_layout].axes(tokens, "num_kv_heads", "head_dim"))
 
 
 def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -249,9 +229,8 @@ def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.
     if q.shape != (plan.rows, f.num_qo_heads, f.head_dim_qk):
         _refuse_query(plan, q)
     packing = 2 if f.kv_block_scales else 1  # numbers of NVFP4 per byte
-    check_shape = _check_ragged_shape if f.kv_source == "ragged" else _check_paged_shape
-    k_shape = check_shape(plan, "k", k, f.head_dim_qk // packing)
-    v_shape = check_shape(plan, "v", v, f.head_dim_vo // packing)
+    k_shape = _check_kv_shape(plan, "k", k, f.head_dim_qk // packing)
+    v_shape = _check_kv_shape(plan, "v", v, f.head_dim_vo // packing)
     if k_shape[0] != v_shape[0] or k_shape[1] != v_shape[1]:
         raise ArgumentError(
             f"k and v must agree in all axes but the last, got {checks.describe(k)} and {checks.describe(v)}"
@@ -273,32 +252,25 @@ def _refuse_query(plan: BatchPlan, q: torch.Tensor) -> None:
     f = plan.settings.features
     if plan.rows != (q.shape[0] if q.dim() else -1):
         meaning = "qo_indptr[-1]"
-        if plan.tokens.q_len is not None:
-            meaning = f"batch size {plan.tokens.batch_size} * q_len_per_req {plan.tokens.q_len} of plan()"
+        if plan.lengths.q_len is not None:
+            meaning = f"batch size {plan.lengths.batch_size} * q_len_per_req {plan.lengths.q_len} of plan()"
         raise ArgumentError(f"q must have the planned {plan.rows} rows ({meaning}), got {checks.describe(q)}")
     checks.shape("q", q, (plan.rows, f.num_qo_heads, f.head_dim_qk), "[rows, num_qo_heads, head_dim_qk]")
 
 
-def _check_ragged_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> torch.Size:
-    layout, heads, least = plan.settings.kv_layout, plan.settings.features.num_kv_heads, plan.tokens.kv_end
-    axes, shape = LAYOUTS[layout], x.shape
-    if len(shape) != 3 or shape[axes.heads] != heads or shape[2] != width or shape[axes.tokens] < least:
-        expected = ", ".join(axes.axes(f"{least} or more", str(heads), str(width)))
-        raise ArgumentError(
-            f"{name} must have shape [{_axes(plan)}] = [{expected}] (kv_layout {layout!r}), got {checks.describe(x)}"
-        )
-    return shape
-
-
-def _check_paged_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> torch.Size:
-    layout, shape = plan.settings.kv_layout, x.shape
-    page = LAYOUTS[layout].axes(plan.settings.page_size, plan.settings.features.num_kv_heads, width)
-    if len(shape) != 4 or shape[1:] != page:
-        raise ArgumentError(
-            f"{name} of paged_kv_cache must have shape [pages, {_axes(plan)}] = [any, {', '.join(map(str, page))}] "
-            f"(kv_layout {layout!r}), got {checks.describe(x)}"
-        )
-    return shape
+def _check_kv_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> torch.Size:
+    layout, f, shape = plan.settings.kv_layout, plan.settings.features, x.shape
+    axes, heads, paged = LAYOUTS[layout], f.num_kv_heads, f.kv_source == "paged"
+    tokens = plan.settings.page_size if paged else plan.lengths.kv_end
+    fits = len(shape) == 3 + paged and shape[axes.heads] == heads and shape[-1] == width
+    if fits and (shape[axes.tokens] == tokens or (not paged and shape[axes.tokens] > tokens)):
+        return shape
+    meant = axes.axes("page_size" if paged else "kv_indptr[-1]", "num_kv_heads", "head_dim")
+    expected = axes.axes(str(tokens) if paged else f"{tokens} or more", str(heads), str(width))
+    raise ArgumentError(
+        f"{name}{' of paged_kv_cache' * paged} must have shape [{', '.join(('pages',) * paged + meant)}] = "
+        f"[{', '.join(('any',) * paged + expected)}] (kv_layout {layout!r}), got {checks.describe(x)}"
+    )
 
 
 def _check_placement(plan: BatchPlan, placed: Placement, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -364,9 +336,9 @@ def _keep_apart(plan: BatchPlan, arguments: RunArguments, kv: Any) -> None:
 def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
     """Return the memory of the plan, which a run must not write, by name."""
     if plan.protected is None:
-        on_device = plan.tokens.device._asdict().items() if isinstance(plan.tokens, DeviceTokens) else ()
+        on_device = plan.lengths.arrays().items() if isinstance(plan.lengths, DeviceLengths) else ()
         kept = [
-            ("kv_indices", plan.tokens.kv_indices),
+            ("kv_indices", plan.lengths.kv_indices),
             ("packed_mask", plan.packed_mask),
             ("the workspace", plan.workspace),
             ("the schedule", plan.staging and plan.staging.memory),

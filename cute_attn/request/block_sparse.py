@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
-from cute_attn.problem import Tokens
+from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_plan, checks, index_arrays
 from cute_attn.request.batch_plan import Mask
 from cute_attn.request.index_arrays import IndexArrays
@@ -55,7 +55,7 @@ def matrix(rows: Any, columns: Any, block_rows: Any, block_columns: Any) -> Matr
     return Matrix(m, n, c, r)
 
 
-def bsr(indptr: Any, indices: Any, size: Matrix) -> Tokens:
+def bsr(indptr: Any, indices: Any, size: Matrix) -> BatchLengths:
     """Check the arrays of a BSR mask. A row of blocks becomes a request, a block of keys a page."""
     bounds = index_arrays.indptr("indptr", indptr)
     count = -(-size.rows // size.block_rows)
@@ -68,30 +68,32 @@ def bsr(indptr: Any, indices: Any, size: Matrix) -> Tokens:
     full = torch.full((count,), size.page_size, dtype=torch.int64, device="cpu")
     pages = torch.from_numpy(bounds), indices, full, size.page_size
     names = "M and R", "indptr", "indices", "C"
-    tokens = IndexArrays(names, torch.from_numpy(qo_indptr), *pages).on_host()
+    lengths = IndexArrays(names, torch.from_numpy(qo_indptr), *pages).on_host()
     used = indices[bounds[0] : bounds[-1]]
     least, most = (int(used.min()), int(used.max())) if used.numel() else (0, 0)
     if least < 0 or most >= size.pages:
         raise ArgumentError(f"indices must be within 0..{size.pages - 1} (N / C - 1), got {least}..{most}")
-    return tokens
+    return lengths
 
 
-def bsr_mask(mask: Any, packed_mask: Any, causal: Any, tokens: Tokens, size: Matrix, device: torch.device) -> Mask:
+def bsr_mask(
+    mask: Any, packed_mask: Any, causal: Any, lengths: BatchLengths, size: Matrix, device: torch.device
+) -> Mask:
     """Pack the element mask of a BSR matrix, or with `causal` and without a mask the causal one."""
     causal = checks.boolean("causal", causal)
     if mask is not None:
         mask = checks.tensor("mask", mask)
-        block, blocks = (size.block_rows, size.page_size), int(tokens.kv_indptr[-1])
+        block, blocks = (size.block_rows, size.page_size), lengths.kv_end
         if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[0] < blocks or mask.shape[1:] != block:
             raise ArgumentError(
                 f"mask must be a bool tensor of shape [blocks, R, C] = [{blocks}, {block[0]}, {block[1]}], "
                 f"got {checks.describe(mask)}"
             )
-        flat = _flattened(mask, tokens.kv_indptr, np.diff(tokens.lengths.qo_indptr))
-        return batch_plan.mask(flat, packed_mask, tokens, device, "packed_mask")
+        flat = _flattened(mask, lengths.kv_indptr, lengths.qo_len)
+        return batch_plan.mask(flat, packed_mask, lengths, device, "packed_mask")
     if packed_mask is None and causal:
-        return batch_plan.mask(_causal(tokens, size), None, tokens, device)
-    return batch_plan.mask(None, packed_mask, tokens, device, "packed_mask")
+        return batch_plan.mask(_causal(lengths, size), None, lengths, device)
+    return batch_plan.mask(None, packed_mask, lengths, device, "packed_mask")
 
 
 def flattened_bsr(mask: Any, indptr: Any) -> torch.Tensor:
@@ -113,14 +115,14 @@ def _flattened(mask: torch.Tensor, bounds: np.ndarray, rows: np.ndarray) -> torc
     return torch.cat(parts) if parts else mask.flatten()
 
 
-def _causal(tokens: Tokens, size: Matrix) -> torch.Tensor:
+def _causal(lengths: BatchLengths, size: Matrix) -> torch.Tensor:
     """Return the masks [qo_len, kv_len] of all requests, flattened: row i of the matrix sees columns j <= i + N - M."""
-    indices, lengths = tokens.kv_indices, tokens.lengths
+    indices = lengths.kv_indices
     assert indices is not None
     offset = torch.arange(size.page_size, device=indices.device)
     parts = [indices.new_zeros(0, dtype=torch.bool)]
     for i, (start, stop) in enumerate(zip(lengths.qo_indptr.tolist(), lengths.qo_indptr[1:].tolist(), strict=False)):
-        pages = indices[tokens.kv_indptr[i] : tokens.kv_indptr[i + 1]] % max(1, size.pages)
+        pages = indices[lengths.kv_indptr[i] : lengths.kv_indptr[i + 1]] % max(1, size.pages)
         columns = (pages[:, None] * size.page_size + offset).flatten()
         rows = torch.arange(stop - start, device=indices.device) + start % max(1, size.rows)
         parts.append((columns <= rows[:, None] + size.columns - size.rows).flatten())
@@ -141,7 +143,9 @@ def pages(k: Any, v: Any, size: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- blocks of sizes and places that depend on the kv head
 
 
-def variable(block_mask_map: Any, block_row_sz: Any, block_col_sz: Any, num_kv_heads: int) -> tuple[Matrix, Tokens]:
+def variable(
+    block_mask_map: Any, block_row_sz: Any, block_col_sz: Any, num_kv_heads: int
+) -> tuple[Matrix, BatchLengths]:
     """Check a mask of blocks of different sizes. A row of blocks of a kv head becomes a request.
 
     Pages have as many keys as divide the sizes of all blocks of columns.
@@ -172,10 +176,10 @@ def variable(block_mask_map: Any, block_row_sz: Any, block_col_sz: Any, num_kv_h
     return size, arrays.on_host()
 
 
-def variable_mask(causal: Any, tokens: Tokens, size: Matrix, device: torch.device) -> Mask:
+def variable_mask(causal: Any, lengths: BatchLengths, size: Matrix, device: torch.device) -> Mask:
     """Pack the causal mask of a matrix of variable blocks, if `causal`."""
-    flat = _causal(tokens, size) if checks.boolean("causal", causal) else None
-    return batch_plan.mask(flat, None, tokens, device)
+    flat = _causal(lengths, size) if checks.boolean("causal", causal) else None
+    return batch_plan.mask(flat, None, lengths, device)
 
 
 def _sizes(name: str, value: Any, num_kv_heads: int) -> np.ndarray:

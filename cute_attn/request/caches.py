@@ -1,4 +1,10 @@
-"""Views of paged KV caches in the layout that kernels read, and where the page numbers of a batch are."""
+"""Views of paged KV caches in the layout that kernels read, and the page numbers of a batch: where they are, their
+conversion to the int32 that kernels read, and checks of them on the device.
+
+Kernels trust page numbers, and a wrong one is an illegal access that ends the process. With `CUTE_ATTN_VALIDATE=1` they
+are checked before every launch, which costs a synchronisation, and a wrong one raises an error while the CUDA context
+is still usable.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,11 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.problem import BatchLengths, BatchProblem
 from cute_attn.request import checks
 from cute_attn.request.settings import KV_LAYOUTS
 
+MAX_PAGE = torch.iinfo(torch.int32).max
 LARGE_CACHE = 64 << 30  # bytes of keys, or of values
 BITS_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # values are copied as bits, whatever their dtype
 
@@ -31,15 +39,15 @@ def cache_halves(name: str, cache: Any, may_be_one: bool = False) -> tuple[torch
             f"{name} as one tensor must have shape [num_pages, {axis}, ...], got {checks.describe(cache)}"
         )
     if not isinstance(cache, tuple | list) or len(cache) != 2:
-        raise ArgumentTypeError(f"{name} must be a tensor or a tuple (k_cache, v_cache), got {checks.describe(cache)}")
-    return checks.tensor(f"{name}[0]", cache[0]), checks.tensor(f"{name}[1]", cache[1])
+        raise ArgumentTypeError(f"{name} must be a tensor or a pair (k, v), got {checks.describe(cache)}")
+    return checks.tensor(f"k of {name}", cache[0]), checks.tensor(f"v of {name}", cache[1])
 
 
 def cache_views(name: str, cache: Any, kv_layout: Any, may_be_one: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views [num_pages, page_size, num_kv_heads, n] of the keys and values of a cache."""
     kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     pair = cache_halves(name, cache, may_be_one)
-    k, v = (_cache_view(f"{name}[{i}]", half, kv_layout) for i, half in enumerate(pair))
+    k, v = (_cache_view(f"{x} of {name}", half, kv_layout) for x, half in zip("kv", pair, strict=True))
     if v.shape[:3] != k.shape[:3] or v.device != k.device:
         raise ArgumentError(
             f"{name} must have keys and values of the same pages, page size and heads on one device, "
@@ -137,3 +145,43 @@ def _wrong(name: str, where: tuple[int, int], page: torch.Tensor, num_pages: int
     """Return the error for a page that the cache does not have. `where`: its request and its place among the pages."""
     pages = f"pages 0..{num_pages - 1}" if num_pages else "no pages"
     return ArgumentError(f"{name}, page {where[1]} of request {where[0]}, is {int(page)}; the cache has {pages}")
+
+
+def check_host_range(name: str, indices: torch.Tensor, used: slice) -> None:
+    """Raise ArgumentError if one of the used int64 page numbers on the CPU does not fit int32."""
+    pages = indices[used]
+    bad = (pages < -1) | (pages > MAX_PAGE)
+    if bool(bad.any()):
+        i = int(bad.int().argmax())
+        raise ArgumentError(
+            f"{name}[{used.start + i}] must be a page within 0..{MAX_PAGE}, or -1 where no query sees it, "
+            f"got {int(pages[i])}"
+        )
+
+
+def as_int32(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return page numbers as kernels read them: int32 on `device`, without gaps.
+
+    On a GPU, numbers beyond int32 become the largest one, which is no page of any cache: they must not wrap to pages
+    that are.
+    """
+    if indices.dtype == torch.int64 and not indices.is_cpu:
+        indices = indices.clamp(-1, MAX_PAGE)
+    return indices.to(device, torch.int32).contiguous()
+
+
+def before_launch(problem: BatchProblem, lengths: BatchLengths) -> None:
+    """Check the pages of a launch, unless the stream is being captured: nothing can be read from the device then."""
+    if problem.q.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        check_pages(problem, lengths)
+
+
+def check_pages(problem: BatchProblem, lengths: BatchLengths) -> None:
+    """Raise ArgumentError if a request has a page that is not in the cache. Pages before its window may be -1."""
+    assert problem.kv_indices is not None
+    page_size, window_left, unseen = problem.settings.page_size, problem.settings.window_left, None
+    used = UsedPages.of(lengths.kv_len, lengths.kv_start, page_size)
+    ids = used.take(problem.kv_indices)
+    if window_left >= 0:
+        unseen = (ids == -1) & used.before(lengths.kv_len - lengths.qo_len - window_left, page_size, ids.device)
+    used.check(ids, problem.k.shape[0], "paged_kv_indices[{entry}]", unseen)

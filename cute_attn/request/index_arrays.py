@@ -1,27 +1,25 @@
 """The index arrays of a plan, which say where the tokens of each request are, and what they say: `IndexArrays`.
 
-Arrays on the host are read there: up to `FEW` requests as lists, which takes half the time of arrays of a few numbers.
-Of arrays on a GPU plans check what they can without reading them: types, shapes and places. What else is checked needs
-their values; without it the planner kernel keeps within the memory of q, the index arrays and the plan.
+Arrays on the host are read there. Of arrays on a GPU plans check what they can without reading them: types, shapes and
+places. What else is checked needs their values; without it the planner kernel keeps within the memory of q, the index
+arrays and the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import sub
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
-from cute_attn.problem import BatchLengths, DeviceLengths, DeviceTokens, Tokens, largest, smallest
-from cute_attn.request import checks, page_ids
+from cute_attn.problem import BatchLengths, DeviceLengths, largest, smallest
+from cute_attn.request import caches, checks
 from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
 
 DTYPES = (torch.int32, torch.int64)
 STRIDED = torch.strided
-FEW = 8  # requests
 
 
 class IndexArrays(NamedTuple):
@@ -35,36 +33,7 @@ class IndexArrays(NamedTuple):
     page_size: int | None = None
     q_len: int | None = None  # query tokens of every request, in place of qo_indptr
 
-    def as_lists(self) -> Tokens | None:
-        """Return the tokens of few requests on the host; None of others, and where `on_host` tells what is wrong."""
-        names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
-        bounds = _numbers(kv_indptr)
-        if bounds is None or len(bounds) < 2:
-            return None  # most often of many requests
-        if q_len is None:
-            starts = _numbers(qo_indptr)
-            if starts is None or len(starts) != len(bounds):
-                return None
-            qo_len = list(map(sub, starts[1:], starts))
-        else:
-            starts, qo_len = list(range(0, q_len * len(bounds), q_len)), [q_len] * (len(bounds) - 1)
-        if page_size is None:
-            kv_len, last = list(map(sub, bounds[1:], bounds)), None
-        else:
-            last = _numbers(last_page_len)
-            if last is None or len(last) != len(qo_len):
-                return None
-            kv_len = _listed_keys(bounds, last, page_size)
-        if min(kv_len) < 0 or min(qo_len) < 0 or starts[0] < 0 or bounds[0] < 0:
-            return None
-        lengths = BatchLengths.of_lists((starts, qo_len, bounds, kv_len))
-        if lengths.rows > MAX_INDEX or bounds[-1] > MAX_INDEX or lengths.longest_kv > MAX_KV_LEN:
-            return None
-        if last is not None:
-            _check_indices(names, indices, bounds[0], bounds[-1])
-        return Tokens(lengths, bounds, last, indices, q_len)
-
-    def on_host(self) -> Tokens:
+    def on_host(self) -> BatchLengths:
         """Check the arrays and return what they say. Those on a GPU cost a synchronisation each."""
         names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
         if q_len is None:
@@ -82,27 +51,27 @@ class IndexArrays(NamedTuple):
             last = integers(names[3], last_page_len)
             kv_len = _keys_in_pages(names[3], kv_len, fewest, last, page_size)
             _check_indices(names, indices, kv_bounds.item(0), kv_bounds.item(-1))
-        lengths = BatchLengths(q_bounds, kv_bounds[:-1], kv_len, q_len=q_len)
+        lengths = BatchLengths(q_bounds, kv_bounds, kv_len, None, None, q_len, last, indices)
         if lengths.longest_kv > MAX_KV_LEN:
             i = int(kv_len.argmax())
             raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
-        return Tokens(lengths, kv_bounds, last, indices, q_len)
+        return lengths
 
-    def on_host_in_tokens(self, kv_len_arr: Any) -> Tokens:
+    def on_host_in_tokens(self, kv_len_arr: Any) -> BatchLengths:
         """Return `on_host` of requests that have so many of their pages' tokens, in place of `last_page_len`."""
         given = checks.readable(self.names[3], kv_len_arr).cpu()
         full = torch.full_like(given, self.page_size or 0)
-        tokens = self._replace(last_page_len=full).on_host()
-        kv_len, room = given.numpy().astype(np.int64), tokens.lengths.kv_len
+        most = self._replace(last_page_len=full).on_host()
+        kv_len, room = given.numpy().astype(np.int64), most.kv_len
         wrong = (kv_len < 0) | (kv_len > room)
         if wrong.any():
             i = int(wrong.argmax())
             raise ArgumentError(
                 f"{self.names[3]} must be within 0..{room[i]}, the tokens of request {i}'s pages; got {kv_len[i]}"
             )
-        return tokens._replace(lengths=tokens.lengths.replace(kv_len=kv_len))
+        return BatchLengths(most.qo_indptr, most.kv_indptr, kv_len, kv_indices=most.kv_indices)
 
-    def on_device(self, device: torch.device) -> DeviceTokens:
+    def on_device(self, device: torch.device) -> DeviceLengths:
         """Check what needs no values; arrays on the CPU are copied to the device."""
         names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
         if q_len is None:
@@ -117,12 +86,11 @@ class IndexArrays(NamedTuple):
             check_array(names[2], indices)
             last, most = _int32(last_page_len, device), min(len(indices), MAX_INDEX)
         queries = _int32(qo_indptr, device) if q_len is None else None
-        lengths = DeviceLengths(queries, _int32(kv_indptr, device), last, most, q_len or 0)
-        return DeviceTokens(lengths, indices, q_len, None if q_len is None else batch_size * q_len, self._read)
+        rows = None if q_len is None else batch_size * q_len
+        return DeviceLengths(queries, _int32(kv_indptr, device), last, most, q_len, indices, rows, self._read)
 
-    def _read(self, now: DeviceLengths) -> Tokens:
-        arrays = now._asdict()
-        return self._replace(**{name: arrays[name] for name in ("qo_indptr", "kv_indptr", "last_page_len")}).on_host()
+    def _read(self, now: DeviceLengths) -> BatchLengths:
+        return self._replace(**now.arrays()).on_host()
 
 
 # ---- checks
@@ -146,7 +114,7 @@ def _check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> 
     if indices.numel() < end:
         raise ArgumentError(f"{names[2]} must have the {end} entries that {names[1]} counts, got {indices.numel()}")
     if indices.dtype == torch.int64 and indices.is_cpu:
-        page_ids.check_host_range(names[2], indices, slice(first, end))
+        caches.check_host_range(names[2], indices, slice(first, end))
 
 
 def _check_bounds(name: str, value: Any) -> None:
@@ -211,26 +179,6 @@ def _keys_in_pages(name: str, counts: np.ndarray, fewest: int, last: np.ndarray,
             raise ArgumentError(f"{name} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
         kv_len = np.where(counts > 0, kv_len, 0)
     return kv_len
-
-
-def _listed_keys(bounds: list[int], last: list[int], page_size: int) -> list[int]:
-    """Return the keys of requests, each with pages; -1 of one that is wrong."""
-    kv_len, begin = [], bounds[0]
-    for i, tokens in enumerate(last, 1):
-        end = bounds[i]
-        kv_len.append((end - begin - 1) * page_size + tokens if end > begin and 0 < tokens <= page_size else -1)
-        begin = end
-    return kv_len
-
-
-def _numbers(value: Any) -> list[int] | None:
-    """Return the numbers of a short index array on the host."""
-    if type(value) is not torch.Tensor or not value.is_cpu or value.dtype not in DTYPES:
-        return None
-    if value.layout is not STRIDED or value.is_neg() or value.dim() != 1 or value.numel() > FEW + 1:
-        return None
-    numbers: list[int] = value.tolist()
-    return numbers
 
 
 def _int32(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,26 +8,22 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import BatchLengths, DeviceTokens, Tokens
+from cute_attn.problem import BatchLengths, Lengths
 from cute_attn.request import checks
 from cute_attn.request.batch_plan import Mask
 
 DTYPES = (torch.uint16, torch.uint32, torch.int32, torch.int64)
 
 
-# FlashInfer's arguments of multi-item scoring, as the user gave them: prefix_len_ptr, token_pos_in_items_ptr,
-# token_pos_in_items_len and max_item_len_ptr.
-MultiItemScoring = tuple[Any, Any, Any, Any]
-NO_ITEMS: MultiItemScoring = (None, None, 0, None)
-
-
-def bound_keys(given: MultiItemScoring, tokens: Tokens | DeviceTokens, mask: Mask) -> Tokens | DeviceTokens:
-    """Return `tokens` with key bounds; unchanged without `prefix_len_ptr`."""
+def bound_keys(given: tuple[Any, Any, Any, Any], lengths: Lengths, mask: Mask) -> Lengths:
+    """Return `lengths` with key bounds; unchanged without `prefix_len_ptr`. `given`: this, token_pos_in_items_ptr,
+    token_pos_in_items_len and max_item_len_ptr.
+    """
     prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr = given
     stride = checks.integer("token_pos_in_items_len", token_pos_in_items_len)
     if prefix_len_ptr is None:
         if token_pos_in_items_ptr is max_item_len_ptr is None and not stride:
-            return tokens
+            return lengths
         named = {"token_pos_in_items_ptr": token_pos_in_items_ptr, "max_item_len_ptr": max_item_len_ptr}
         for name, value in named.items():
             if value is not None:
@@ -35,17 +31,17 @@ def bound_keys(given: MultiItemScoring, tokens: Tokens | DeviceTokens, mask: Mas
         raise ArgumentError(f"token_pos_in_items_len must come with prefix_len_ptr, got {stride} alone")
     if mask.packed is not None:
         raise ArgumentError("a custom mask and prefix_len_ptr contradict: give one of them")
-    assert isinstance(tokens, Tokens)  # with `prefix_len_ptr` plans read the lengths
+    assert isinstance(lengths, BatchLengths)  # with `prefix_len_ptr` plans read the lengths
     if token_pos_in_items_ptr is None:
         raise ArgumentError("token_pos_in_items_ptr must come with prefix_len_ptr, got None")
     if stride < 0:
         raise ArgumentError(f"token_pos_in_items_len must be at least 0, got {stride}")
-    prefix_len = _per_request("prefix_len_ptr", prefix_len_ptr, tokens.batch_size)
+    prefix_len = _per_request("prefix_len_ptr", prefix_len_ptr, lengths.batch_size)
     positions = _integers("token_pos_in_items_ptr", token_pos_in_items_ptr)
-    rows = _ItemRows.of(tokens.lengths, prefix_len, positions, stride)
+    rows = _ItemRows.of(lengths, prefix_len, positions, stride)
     if max_item_len_ptr is not None:
-        rows.check_longest(_per_request("max_item_len_ptr", max_item_len_ptr, tokens.batch_size))
-    return tokens._replace(lengths=tokens.lengths.replace(key_bounds=rows.key_bounds(tokens.lengths)))
+        rows.check_longest(_per_request("max_item_len_ptr", max_item_len_ptr, lengths.batch_size))
+    return lengths.replace(key_bounds=rows.key_bounds(lengths))
 
 
 class _ItemRows(NamedTuple):

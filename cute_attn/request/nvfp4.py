@@ -34,7 +34,7 @@ _E2M1_MIDPOINTS = (
     (5.0, False),
 )
 
-CACHE_NAMES = ("paged_kv_cache[0]", "paged_kv_cache[1]", "kv_cache_sf[0]", "kv_cache_sf[1]")
+CACHE_NAMES = ("k of paged_kv_cache", "v of paged_kv_cache", "k of kv_cache_sf", "v of kv_cache_sf")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Views = Callable[[str, Any, Any], Pair]
@@ -89,14 +89,16 @@ def cache_pairs(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any, views: Vi
     """Check caches and return views [num_pages, page_size, num_kv_heads, n]. `views` makes them, or refuses to."""
     caches = views("paged_kv_cache", paged_kv_cache, kv_layout)
     scales = views("kv_cache_sf", kv_cache_sf, kv_layout)
-    for i, (cache, scale) in enumerate(zip(caches, scales, strict=True)):
-        checks.dtype(f"paged_kv_cache[{i}]", cache.dtype, (torch.uint8,))
-        checks.dtype(f"kv_cache_sf[{i}]", scale.dtype, (E4M3, torch.uint8))
+    for x, cache, scale in zip("kv", caches, scales, strict=True):
+        checks.dtype(f"{x} of paged_kv_cache", cache.dtype, (torch.uint8,))
+        checks.dtype(f"{x} of kv_cache_sf", scale.dtype, (E4M3, torch.uint8))
         if cache.shape[3] % (BLOCK // 2):
-            raise ArgumentError(f"paged_kv_cache[{i}] must have head_dim % {BLOCK} == 0, got {checks.describe(cache)}")
+            raise ArgumentError(
+                f"{x} of paged_kv_cache must have head_dim % {BLOCK} == 0, got {checks.describe(cache)}"
+            )
         expected = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
-        checks.shape(f"kv_cache_sf[{i}]", scale, expected, "the cache's with head_dim / 16 (as NHD)")
-        checks.device(f"kv_cache_sf[{i}]", scale, cache.device, "device")
+        checks.shape(f"{x} of kv_cache_sf", scale, expected, "the cache's with head_dim / 16 (as NHD)")
+        checks.device(f"{x} of kv_cache_sf", scale, cache.device, "device")
     return caches, (scales[0].view(torch.uint8), scales[1].view(torch.uint8))
 
 

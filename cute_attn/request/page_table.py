@@ -114,9 +114,9 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, destinations: Destinatio
 def writable_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `cache_views` of a cache to be written; slots that share memory are refused."""
     views = cache_views(name, cache, kv_layout)
-    for i, view in enumerate(views):
-        checks.dense(f"{name}[{i}]", view)
-        checks.check_grad(f"{name}[{i}]", view)
+    for x, view in zip("kv", views, strict=True):
+        checks.dense(f"{x} of {name}", view)
+        checks.check_grad(f"{x} of {name}", view)
     return views
 
 

@@ -6,7 +6,7 @@ import operator
 from typing import Any, NamedTuple
 
 from cute_attn.errors import NotSupported, Refusal
-from cute_attn.problem import DeviceTokens, Tokens
+from cute_attn.problem import Lengths
 from cute_attn.request import batch_plan, checks, positional
 from cute_attn.request.batch_plan import Mask, PlanOptions, Splits
 from cute_attn.request.block_sparse import Matrix
@@ -17,7 +17,7 @@ class PlanRequest(NamedTuple):
     """What a `plan` asks for."""
 
     options: PlanOptions
-    tokens: Tokens | DeviceTokens
+    lengths: Lengths
     mask: Mask
     splits: Splits
     page_size: int
@@ -28,7 +28,7 @@ class PlanRequest(NamedTuple):
     @property
     def q_len(self) -> int | None:
         """Query tokens of every request, where the plan fixes them."""
-        return self.uniform_q_len if self.tokens.q_len is None else self.tokens.q_len
+        return self.uniform_q_len if self.lengths.q_len is None else self.lengths.q_len
 
     def with_options(self, overrides: dict[str, Any]) -> PlanRequest:
         """Return the request with some of its options replaced."""
@@ -36,7 +36,7 @@ class PlanRequest(NamedTuple):
 
     def differs(self, before: PlanRequest) -> bool:
         """Tell whether it differs from another in more than lengths. Types count: 1 == 1.0 == True."""
-        old, new = before.tokens, self.tokens
+        old, new = before.lengths, self.lengths
         return (
             (before.options is not self.options and _options_differ(before.options, self.options))
             or (before.splits is not self.splits and before.splits != self.splits)
@@ -44,8 +44,7 @@ class PlanRequest(NamedTuple):
             or old.q_len != new.q_len
             or old.batch_size != new.batch_size
             or not (before.mask.packed is self.mask.packed is None)
-            or old.multi_item
-            or new.multi_item
+            or not (old.key_bounds is new.key_bounds is None)
         )
 
 
@@ -76,7 +75,7 @@ def prefill(
     positional.check_plan(given.head_dim_vo, given.causal)
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
     checks.boolean("non_blocking", non_blocking)
-    size = batch_plan.page_size(page_size)
+    size = batch_plan.count("page_size", page_size)
     return PlanArguments(given, batch_plan.splits(fixed_split_size, disable_split_kv, size), size)
 
 
@@ -103,7 +102,7 @@ def decode(
     if is_causal is not None and checks.boolean("is_causal", is_causal) != (q_len > 1):
         feature, reason = f"is_causal={is_causal} with q_len_per_req={q_len}", "tokens see the keys up to their own"
         raise NotSupported([Refusal("every backend", feature, reason, "a prefill wrapper")])
-    size, given = batch_plan.page_size(page_size), PlanOptions(*options)
+    size, given = batch_plan.count("page_size", page_size), PlanOptions(*options)
     q_dtype = data_type if given.q_data_type is None else given.q_data_type
     planned = given._replace(
         q_data_type="float16" if q_dtype is None else q_dtype,

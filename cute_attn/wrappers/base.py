@@ -17,10 +17,10 @@ from typing import Any, ParamSpec, cast
 import torch
 
 from cute_attn.dispatch import select
-from cute_attn.errors import ArgumentError, NotPlannedError
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError
 from cute_attn.ops import handles
-from cute_attn.problem import BatchPlan, DeviceTokens
-from cute_attn.request import batch_plan, batch_run, checks, page_ids
+from cute_attn.problem import BatchPlan
+from cute_attn.request import batch_plan, batch_run, caches, checks
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import KV_LAYOUTS
@@ -55,6 +55,13 @@ def makes_plan(request_of: Callable[P, PlanRequest]) -> Callable[P, None]:
     plan.__dict__["request_of"] = request_of
     plan.__dict__["__signature__"] = inspect.signature(request_of).replace(return_annotation=None)
     return cast("Callable[P, None]", plan)
+
+
+def kept_options(wrapper: Any, made_by: type[BatchWrapper]) -> dict[str, Any]:
+    """Check the wrapper of a `fast_..._plan`, and return the options of its plan, which may stay; none without one."""
+    if not isinstance(wrapper, made_by):
+        raise ArgumentTypeError(f"wrapper must be a {made_by.__name__}, got {checks.describe(wrapper)}")
+    return {} if wrapper._plan is None else wrapper._plan.base.request.options._asdict()
 
 
 @engine_attributes.readable
@@ -111,9 +118,9 @@ class BatchWrapper(EngineHooks, NotCopied):
         if not self._copies:
             return plan
         with self._lock:
-            tokens = engine_attributes.written_lengths(plan.request, self._copies, self.device)
-            if tokens is not None:
-                base = make_plan(self._place, plan.base.request._replace(tokens=tokens), plan)
+            lengths = engine_attributes.written_lengths(plan.request, self._copies, self.device)
+            if lengths is not None:
+                base = make_plan(self._place, plan.base.request._replace(lengths=lengths), plan)
                 plan = base.with_options(**plan.overrides)
                 self._keep(plan)
                 self._copies = {name: IndexCopy.of(tensor) for name, (tensor, _) in self._copies.items()}
@@ -123,9 +130,9 @@ class BatchWrapper(EngineHooks, NotCopied):
         """Return the batch of the plan in force, scheduled. Reads the lengths of an open plan."""
         with self._lock:
             plan = self._in_force()
-            tokens = plan.request.tokens
-            if isinstance(tokens, DeviceTokens) and tokens.rows is None:
-                plan = plan.with_rows(tokens.host.rows, tokens.host.kv_end)
+            if plan.is_open:
+                lengths = plan.request.lengths.host
+                plan = plan.with_rows(lengths.rows, lengths.kv_end)
                 self._keep(plan)
         return self._scheduled(plan)
 
@@ -177,7 +184,7 @@ class BatchWrapper(EngineHooks, NotCopied):
             batch = self._moved(plan, error)
             problem = batch_run.problem(batch, arguments)
         if batch.validate:
-            page_ids.before_launch(problem, batch.tokens.lengths)
+            caches.before_launch(problem, batch.lengths.host)
         plan.used = True
         fire = batch.launch(problem)
         if not batch.validate:
@@ -286,7 +293,7 @@ class BatchWrapper(EngineHooks, NotCopied):
             buffer = checks.tensor("int_workspace_buffer", int_workspace_buffer)
             checks.device("int_workspace_buffer", buffer, workspace.device, "the workspace's device")
         if graph is not None:
-            checks.apart((("float_workspace_buffer", workspace),), graph.index.items())
+            checks.apart((("float_workspace_buffer", workspace),), graph.buffers.items())
         if self._plan is not None and self._plan.fixed is not None:
             self._replaced.append(self._plan)
         self._float_workspace_buffer, self._copies = float_workspace_buffer, {}

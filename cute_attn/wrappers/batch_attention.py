@@ -88,9 +88,9 @@ class BatchAttention(BatchWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
         batch_plan.refuse("use_profiler", use_profiler, NO_PROFILER, "a profiler of the GPU's maker", off=False)
-        page_size = batch_plan.page_size(page_size)
+        page_size = batch_plan.count("page_size", page_size)
         arrays = IndexArrays(NAMES, qo_indptr, kv_indptr, kv_indices, page_size=page_size)
-        tokens = arrays.on_host_in_tokens(kv_len_arr)
+        lengths = arrays.on_host_in_tokens(kv_len_arr)
         options = PlanOptions(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -103,7 +103,7 @@ class BatchAttention(BatchWrapper):
             logits_soft_cap=logits_soft_cap,
         )
         splits = batch_plan.splits(None, False, page_size)
-        return PlanRequest(options, tokens, batch_plan.NO_MASK, splits, page_size)
+        return PlanRequest(options, lengths, batch_plan.NO_MASK, splits, page_size)
 
     @declare.operator("batch_attention_run", fakes.batch_attention, is_method=True)
     def run(

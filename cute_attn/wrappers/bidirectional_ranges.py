@@ -6,17 +6,20 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import key_ranges, plan_arguments, sink_variant
+from cute_attn.request import key_ranges, sink_variant
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.key_ranges import KeyRanges
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
 from cute_attn.wrappers.paged_prefill import PAGED_NAMES
-from cute_attn.wrappers.plan_request import prefill_request, tokens_of
+from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import with_return_lse
 
 MADE_FOR = ("q_data_type", "kv_data_type", "o_data_type", "head_dim_qk", "head_dim_vo", "pos_encoding_mode")
+NOT_HERE = {  # arguments of other prefill wrappers
+    **dict.fromkeys(("rope_scale", "rope_theta", "seq_lens", "seq_lens_q", "uniform_q_len")),
+    "lse_base": "log2",
+}
 
 
 class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
@@ -136,16 +139,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         )
         named = q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode
         key_ranges.check_made_for(self._made_for, dict(zip(MADE_FOR, named, strict=True)))
-        made = self._made_for
-        given = plan_arguments.prefill(
-            page_size, use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, num_qo_heads,
-            num_kv_heads, made["head_dim_qk"], made["head_dim_vo"], made["q_data_type"], made["kv_data_type"],
-            made["o_data_type"], made["pos_encoding_mode"], False, -1, logits_soft_cap, sm_scale, None, None, "log2",
-        )  # fmt: skip
-        pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, given.page_size
-        tokens = tokens_of(self._place, IndexArrays(PAGED_NAMES, qo_indptr, *pages))
-        lengths = None, None, max_token_per_sequence, max_sequence_kv
-        return prefill_request(self._place, given, tokens, lengths)
+        return prefill_request(self._place, {**locals(), **self._made_for, **NOT_HERE}, PAGED_NAMES)
 
     begin_forward = plan
 

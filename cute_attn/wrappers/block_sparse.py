@@ -122,7 +122,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
         matrix = block_sparse.matrix(M, N, R, C)
-        tokens = block_sparse.bsr(indptr, indices, matrix)
+        lengths = block_sparse.bsr(indptr, indices, matrix)
         options = PlanOptions(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -135,8 +135,8 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        packed = block_sparse.bsr_mask(mask, packed_mask, causal, tokens, matrix, self.device)
-        return PlanRequest(options, tokens, packed, batch_plan.splits(None, False, C), C, matrix=matrix)
+        packed = block_sparse.bsr_mask(mask, packed_mask, causal, lengths, matrix, self.device)
+        return PlanRequest(options, lengths, packed, batch_plan.splits(None, False, C), C, matrix=matrix)
 
     begin_forward = plan
 

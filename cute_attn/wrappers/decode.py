@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.problem import Tokens
+from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_plan, checks, plan_arguments, positional
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.plan_request import tokens_of
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
+from cute_attn.wrappers.plan_request import lengths_of
 from cute_attn.wrappers.signatures import with_return_lse
 
 NAMES = ("qo_indptr", "indptr", "indices", "last_page_len")
@@ -31,25 +31,18 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer : contiguous, any dtype, 16-byte aligned. It holds partial results where keys are split.
-        128 MB are enough for every batch without `fixed_split_size`; with it, `workspace_size` computes the need.
-        Wrappers that run one after the other may share it. Its device is the wrapper's.
-    kv_layout : "NHD" (default) or "HND", of the cache.
-    use_cuda_graph : default False. True keeps addresses and launches across plans, so that a captured `run` can be
-        replayed after `plan` with other lengths. Batch size, options and dtypes must stay those of the first plan.
+    float_workspace_buffer, kv_layout, backend : as for `BatchPrefillWithPagedKVCacheWrapper`.
+    use_cuda_graph : default False. True keeps addresses and launches across plans, as there. Batch size, options and
+        dtypes must stay those of the first plan.
     use_tensor_cores : a hint; tensor cores are always used.
     paged_kv_indptr_buffer, paged_kv_last_page_len_buffer : int32 `[batch_size + 1]` and `[batch_size]`. Required with
         `use_cuda_graph`, otherwise not used; so is the next.
     paged_kv_indices_buffer : int32, with at least as many elements as any plan has pages.
-    backend : "auto" (default), "fa4", "fa3", "xqa", "fa2", "reference" or "emulator", as for
-        `BatchPrefillWithPagedKVCacheWrapper`.
     jit_args : refused unless None.
 
     Raises
     ------
-    ArgumentTypeError (not a tensor or bool), ArgumentError (shape, dtype, device or alignment of a buffer; a missing
-    buffer), LayoutError (`kv_layout`, `backend`), NotSupported (`jit_args`, a backend of FlashInfer that is not part of
-    this library).
+    The errors of `BatchPrefillWithPagedKVCacheWrapper`.
     """
 
     kv_source = "paged"
@@ -126,43 +119,24 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         Parameters
         ----------
         indptr : `[batch_size + 1]`, not decreasing.
-        indices : 1-D, page numbers. An int32 tensor on the wrapper's device is not copied: it must not change until the
-            last run.
-        last_page_len : `[batch_size]`, tokens in the last page, within 1..page_size. Ignored for a request without
-            pages, whose kv_len is 0.
-        num_qo_heads, num_kv_heads, head_dim : at least 1; num_qo_heads must be a multiple of num_kv_heads. The heads
-            are the most that a run may have: where its tensors have fewer, those count.
-        page_size : tokens per page, at least 1.
-        pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_decode_with_kv_cache`; positions
-            count within the request.
-        window_left : >= 0: a token sees its own key and the last window_left before it. Negative (default): no window.
+        indices, last_page_len : `paged_kv_indices` and `paged_kv_last_page_len` of
+            `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        num_qo_heads, num_kv_heads, page_size, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale,
+            rope_theta, non_blocking, block_tables, fixed_split_size, disable_split_kv, lse_base : as for
+            `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        head_dim : of q, k, v and the output, at least 1.
         window_right : refused unless 0: keys to the right of a token are never seen.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        q_data_type, kv_data_type, o_data_type : torch dtypes or their names: float16 or bfloat16, or fp8 where a
-            backend supports it; o also float32. Default of q: `data_type`, else float16. Default of kv: `data_type`,
-            else q's. Default of o: q's, bfloat16 for fp8 q. A uint8 cache is NVFP4 and needs `kv_cache_sf` in `run`.
+        q_data_type, kv_data_type, o_data_type : dtypes as there. Default of q: `data_type`, else float16. Default of
+            kv: `data_type`, else q's. Default of o: q's, bfloat16 for fp8 q.
         data_type : default of `q_data_type` and `kv_data_type`.
-        sm_scale : any finite number. Default `head_dim ** -0.5`.
-        rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
-        non_blocking : a hint; copies are ordered on the current stream either way.
-        block_tables : a tensor with the pages of each request; not read.
         seq_lens : `[batch_size]`, the lengths of the keys; on the CPU they are checked against index arrays that the
             host reads, on a GPU they are not read.
-        fixed_split_size : pages per split of the keys. The results of a request then do not depend on the rest of the
-            batch, bit for bit. Default None, which -1 stands for: splits fill the GPU.
-        disable_split_kv : default False. True: no splits, whatever `fixed_split_size` says; results then do not depend
-            on the rest of the batch either.
         q_len_per_req : query tokens of every request, at least 1 (default).
         is_causal : None (default), or whether `q_len_per_req` is more than 1: each token sees the keys up to its own.
-        lse_base : "log2" (FlashInfer's, default) or "ln", of the lse that `run` returns.
 
         Raises
         ------
-        ArgumentError (a ValueError: shape, dtype, device or value; with `use_cuda_graph` also a change of what the
-        first plan fixed), ArgumentTypeError (a TypeError), LayoutError (a KeyError: `pos_encoding_mode`, `lse_base`),
-        WorkspaceError (a RuntimeError: the workspace is too small for `fixed_split_size`), NotSupported (a
-        NotImplementedError that lists why no backend, or not this one, supports the batch). After an error the
-        previous plan is still in force.
+        The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
         given = plan_arguments.decode(
             page_size, non_blocking, window_right, q_len_per_req, is_causal, fixed_split_size, disable_split_kv,
@@ -170,15 +144,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
         pages = indptr, indices, last_page_len, given.page_size
-        tokens = tokens_of(self._place, IndexArrays(NAMES, None, *pages, given.q_len))
+        lengths = lengths_of(self._place, IndexArrays(NAMES, None, *pages, given.q_len))
         if seq_lens is not None:
-            if isinstance(tokens, Tokens):
-                batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
+            if isinstance(lengths, BatchLengths):
+                batch_plan.check_known_lengths("seq_lens", seq_lens, lengths.kv_len)
             else:
                 checks.tensor("seq_lens", seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        return PlanRequest(given.options, tokens, batch_plan.NO_MASK, given.splits, given.page_size)
+        return PlanRequest(given.options, lengths, batch_plan.NO_MASK, given.splits, given.page_size)
 
     begin_forward = plan
 
@@ -205,32 +179,16 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
         Parameters
         ----------
-        q : `[batch_size * q_len_per_req, num_qo_heads, head_dim]` of the planned dtype, grouped by request. Any
-            strides; a last axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
-        paged_kv_cache : a pair (k, v) of `[pages, page_size, num_kv_heads, head_dim]` ("NHD") or
-            `[pages, num_kv_heads, page_size, head_dim]` ("HND"), or one tensor with an axis of 2 after the first; of
-            the planned dtype. Any strides with unit stride on the last axis; on a GPU rows must be 16-byte aligned, of
-            fp8 and NVFP4 under a 16-bit q 8-byte aligned. With a page size of 1 the page axis may be missing. Past a
-            request's tokens, pages may hold anything; within them v must be finite even where no query sees it: NaN may
-            reach every row of the request and kv head.
+        q : `[batch_size * q_len_per_req, num_qo_heads, head_dim]` of the planned dtype, grouped by request; strides as
+            for `BatchPrefillWithPagedKVCacheWrapper.run`.
+        paged_kv_cache, q_scale, k_scale, v_scale, return_lse, enable_pdl, window_left, sinks, kv_cache_sf : as for
+            `BatchPrefillWithPagedKVCacheWrapper.run`.
         args : `scale_q, scale_k, scale_v` of fp8 attention: floating-point `[num_qo_heads]`, `[num_kv_heads]` and
             `[num_kv_heads]`.
-        q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or floating-point tensors with one
-            element. A tensor on the GPU is read by the kernel, without synchronisation.
-        out : written and returned instead of a new tensor: q's shape, the planned output dtype, unit stride on the last
-            axis, rows 16-byte aligned, no memory in common with the inputs, the workspace or the plan's index arrays.
-        lse : written instead of a new tensor: contiguous float32 `[batch_size * q_len_per_req, num_qo_heads]`. Returned
-            if `return_lse`.
-        return_lse : return `(out, lse)`. `run_return_lse` is `run` with True as the default.
-        enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and
-            later).
-        window_left : None, or the planned one.
-        sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: a term of each softmax denominator.
+        out, lse : written instead of new tensors, as there: q's shape in the planned output dtype, and contiguous
+            float32 `[batch_size * q_len_per_req, num_qo_heads]`.
         q_len_per_req : None, or the planned one; deprecated.
         skip_softmax_threshold_scale_factor : refused unless None.
-        kv_cache_sf : (k_sf, v_sf) for an NVFP4 (uint8) cache, shaped like it with head_dim / 16 on the last axis: e4m3,
-            or its bytes as uint8, one scale per 16 values. Required with `kv_data_type` uint8, refused otherwise.
-            Global scales are `k_scale` and `v_scale`.
 
         Returns
         -------
@@ -240,9 +198,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
         Raises
         ------
-        NotPlannedError (a RuntimeError: no plan yet), ArgumentError (a ValueError: shape, dtype, device, strides or
-        value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError: the planned backend, or every
-        backend, refuses what this run adds).
+        The errors of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if is_dynamo_compiling():
             return trace.operator("paged_decode_run")(locals())
@@ -251,7 +207,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
                 "softmax is exact", skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
             )
         if q_len_per_req is not None:
-            _check_q_len(q_len_per_req, self._in_force().request.tokens.q_len)
+            _check_q_len(q_len_per_req, self._in_force().request.lengths.q_len)
         head_scales = positional.head_scales(args, "q_scale, k_scale, v_scale") if args else None
         return self._run(
             RunArguments._make((  # 0.1 us faster than the constructor
@@ -281,15 +237,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
     ) -> Result:
         """Run with other options than the planned ones: FlashInfer's older form of `run`.
 
-        The options below replace the planned ones, given or by default, for this run and those after it. Where they
-        differ, the batch is scheduled again.
+        As `BatchPrefillWithPagedKVCacheWrapper.forward`.
 
         Parameters
         ----------
-        q, paged_kv_cache : the tensors of `run`.
+        q, paged_kv_cache, q_scale, k_scale, v_scale : arguments of `run`.
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`, with the
             same defaults.
-        q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or one-element tensors.
         return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
 
         Returns
@@ -397,39 +351,15 @@ def fast_decode_plan(
     ------
     ArgumentTypeError (wrapper of another type), and the errors of `plan`.
     """
-    if not isinstance(wrapper, BatchDecodeWithPagedKVCacheWrapper):
-        raise ArgumentTypeError(f"wrapper must be a BatchDecodeWithPagedKVCacheWrapper, got {checks.describe(wrapper)}")
-    if global_override_indptr_cpu is not None:
-        indptr = checks.tensor("global_override_indptr_cpu", global_override_indptr_cpu)
-    if batch_plan.page_size(page_size) == 1:
-        batch_size = max(0, checks.tensor("indptr", indptr).numel() - 1)
-        last_page_len = torch.ones(batch_size, dtype=torch.int32, device=indptr.device)
-    kept = {} if wrapper._plan is None else wrapper._plan.base.request.options._asdict()
-    BatchDecodeWithPagedKVCacheWrapper.plan(  # the attributes of the wrapper may have been replaced by this function
-        wrapper,
-        indptr,
-        indices,
-        last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        pos_encoding_mode=pos_encoding_mode,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        q_data_type=q_data_type,
-        kv_data_type=kv_data_type,
-        data_type=data_type,
-        sm_scale=sm_scale,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        non_blocking=non_blocking,
-        fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv,
-        q_len_per_req=q_len_per_req,
-        o_data_type=kept.get("o_data_type"),
-        lse_base=kept.get("lse_base", "log2"),
-    )
+    given = locals().copy()
+    kept = kept_options(given.pop("wrapper"), BatchDecodeWithPagedKVCacheWrapper)
+    if (on_host := given.pop("global_override_indptr_cpu")) is not None:
+        given["indptr"] = checks.tensor("global_override_indptr_cpu", on_host)
+    if batch_plan.count("page_size", page_size) == 1:
+        indptr = checks.tensor("indptr", given["indptr"])
+        given["last_page_len"] = torch.ones(max(0, indptr.numel() - 1), dtype=torch.int32, device=indptr.device)
+    given.update((name, kept[name]) for name in ("o_data_type", "lse_base") if name in kept)
+    BatchDecodeWithPagedKVCacheWrapper.plan(wrapper, **given)  # the method may have been replaced by this function
 
 
 def _check_q_len(q_len_per_req: Any, planned: int | None) -> None:

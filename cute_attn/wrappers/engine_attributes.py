@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import NotPlannedError, RuntimeArgumentError
-from cute_attn.problem import BatchPlan, DeviceTokens, Tokens
+from cute_attn.problem import BatchLengths, BatchPlan
 from cute_attn.request import checks
 from cute_attn.request.index_arrays import IndexArrays, int32
 from cute_attn.request.plan_arguments import PlanRequest
@@ -88,7 +88,16 @@ def _page_indices(wrapper: Wrapper) -> torch.Tensor | None:
     """Return the page numbers that launches read: the caller's buffer with CUDA graphs, else those of the plan."""
     if wrapper._place.graph is not None:
         return wrapper._place.graph.page_indices
-    return None if wrapper._plan is None else wrapper._plan.request.tokens.kv_indices
+    return None if wrapper._plan is None else wrapper._plan.request.lengths.kv_indices
+
+
+QUERIES = "_qo_indptr_buf"
+RAGGED = (QUERIES, "_kv_indptr_buf")
+PAGED = (QUERIES, "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
+
+
+def _is_paged(request: PlanRequest) -> bool:
+    return request.lengths.kv_indices is not None
 
 
 def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
@@ -98,10 +107,11 @@ def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
             return buffer
         if name in wrapper._copies:
             return wrapper._copies[name].tensor
-        if plan is None or (numbers := _planned_lengths(name, plan.request.tokens)) is None:
+        if plan is None or (name != QUERIES and name.startswith("_paged") != _is_paged(plan.request)):
             return None
-        tensor = _on_device(numbers, wrapper._place.device)
-        of_decode = plan.request.tokens.q_len is not None and name == "_qo_indptr_buf"
+        lengths = plan.request.lengths
+        tensor = _on_device(planned(name, lengths.host), wrapper._place.device)
+        of_decode = lengths.q_len is not None and name == QUERIES
         if graph is None and not of_decode:  # whose plan says how many tokens every request has
             wrapper._copies[name] = IndexCopy.of(tensor)
         return tensor
@@ -111,7 +121,7 @@ def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
 
 def _buffer(graph: GraphBuffers, name: str) -> torch.Tensor | None:
     """Return the caller's buffer; the parameters of prefill and of decode wrappers have other names."""
-    return graph.index.get(name[1:], graph.index.get(f"{name[1:]}fer"))
+    return graph.buffers.get(name[1:], graph.buffers.get(f"{name[1:]}fer"))
 
 
 ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {
@@ -120,15 +130,15 @@ ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {
     **{f"_{name}": _option(name) for name in ("pos_encoding_mode", "rope_scale", "rope_theta")},
     "_logits_soft_cap": lambda wrapper: _plan(wrapper).request.options.logits_soft_cap or 0.0,
     "_page_size": lambda wrapper: _plan(wrapper).request.page_size,
-    "_q_len_per_req": lambda wrapper: _plan(wrapper).request.tokens.q_len,
+    "_q_len_per_req": lambda wrapper: _plan(wrapper).request.lengths.q_len,
     "_cached_q_data_type": _feature("q_dtype"),
     "_cached_kv_data_type": _feature("kv_dtype"),
     "_cached_o_data_type": _feature("o_dtype"),
     # sizes
-    "_batch_size": lambda wrapper: _plan(wrapper).request.tokens.batch_size,
-    "_qo_indptr_last": lambda wrapper: int(_plan(wrapper).request.tokens.lengths.qo_indptr[-1]),
-    "_max_q_len": lambda wrapper: int(np.diff(_plan(wrapper).request.tokens.lengths.qo_indptr).max(initial=0)),
-    "_max_kv_len": lambda wrapper: int(_plan(wrapper).request.tokens.lengths.kv_len.max(initial=0)),
+    "_batch_size": lambda wrapper: _plan(wrapper).request.lengths.batch_size,
+    "_qo_indptr_last": lambda wrapper: int(_plan(wrapper).request.lengths.host.qo_indptr[-1]),
+    "_max_q_len": lambda wrapper: _plan(wrapper).request.lengths.host.longest_qo,
+    "_max_kv_len": lambda wrapper: _plan(wrapper).request.lengths.host.longest_kv,
     "_fixed_batch_size": lambda wrapper: 0 if wrapper._place.graph is None else wrapper._place.graph.batch_size,
     # of captured launches; None without CUDA graphs and before the first plan
     "_max_total_num_rows": lambda wrapper: (
@@ -142,10 +152,7 @@ ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {
     "_custom_mask_buf": lambda wrapper: _mask(wrapper, 0),
     "_mask_indptr_buf": lambda wrapper: _mask(wrapper, 1),
     # index buffers; None for those that wrappers of a kind do not have
-    "_qo_indptr_buf": _lengths("_qo_indptr_buf"),
-    "_kv_indptr_buf": _lengths("_kv_indptr_buf"),
-    "_paged_kv_indptr_buf": _lengths("_paged_kv_indptr_buf"),
-    "_paged_kv_last_page_len_buf": _lengths("_paged_kv_last_page_len_buf"),
+    **{name: _lengths(name) for name in (*RAGGED, *PAGED[1:])},
     "_paged_kv_indices_buf": _page_indices,
     # the plan in force; None before the first
     "_plan_info": lambda wrapper: None if wrapper._plan is None else wrapper._planned(),
@@ -179,46 +186,29 @@ class EngineHooks:
 # ---- lengths that a caller writes
 
 
-def written_lengths(request: PlanRequest, copies: dict[str, IndexCopy], device: torch.device) -> Tokens | None:
-    """Return the tokens of a plan with the lengths that copies hold, if one was written. Costs a synchronisation per
+def written_lengths(request: PlanRequest, copies: dict[str, IndexCopy], device: torch.device) -> BatchLengths | None:
+    """Return the lengths of a plan as far as copies hold others, if one was written. Costs a synchronisation per
     copy on a GPU.
     """
     written = [name for name, (tensor, version) in copies.items() if tensor._version != version]
     if not written:
         return None
-    name, tokens = written[0], request.tokens
+    name, lengths = written[0], request.lengths
     if is_capturing(device):
         raise RuntimeArgumentError(
             f"{name} was written after plan(), and its lengths must be scheduled by a run before the capture of a CUDA "
             "graph"
         )
-    if request.mask.packed is not None or tokens.multi_item:
+    if request.mask.packed is not None or lengths.key_bounds is not None:
         raise RuntimeArgumentError(f"{name} must not be written: the mask belongs to the planned lengths")
 
-    names = ["_qo_indptr_buf", "_kv_indptr_buf"]
-    if tokens.kv_indices is not None:
-        names = ["_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"]
+    def array(name: str) -> torch.Tensor:
+        return copies[name].tensor if name in copies else torch.from_numpy(planned(name, lengths.host))
 
-    def lengths(name: str) -> torch.Tensor:
-        if name in copies:
-            return copies[name].tensor
-        numbers = _planned_lengths(name, tokens)
-        assert numbers is not None
-        return torch.from_numpy(numbers)
-
-    arrays = IndexArrays(names, lengths(names[0]), lengths(names[1]), q_len=tokens.q_len)
-    if tokens.kv_indices is not None:
-        last = lengths(names[3])
-        arrays = arrays._replace(indices=tokens.kv_indices, last_page_len=last, page_size=request.page_size)
-    return arrays.on_host()
-
-
-def _planned_lengths(name: str, tokens: Tokens | DeviceTokens) -> np.ndarray | None:
-    """Return what a buffer holds; None for a buffer that wrappers of this kind do not have."""
-    if name != "_qo_indptr_buf" and (tokens.kv_indices is not None) != name.startswith("_paged"):
-        return None
-    numbers: np.ndarray = planned(name, tokens.host if isinstance(tokens, DeviceTokens) else tokens)
-    return numbers
+    if not _is_paged(request):
+        return IndexArrays(RAGGED, array(RAGGED[0]), array(RAGGED[1])).on_host()
+    pages = lengths.kv_indices, array(PAGED[3]), request.page_size, lengths.q_len
+    return IndexArrays(PAGED, array(PAGED[0]), array(PAGED[1]), *pages).on_host()
 
 
 def _on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:

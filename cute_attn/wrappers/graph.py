@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
-from cute_attn.problem import DeviceTokens, Features, GraphLimits, Settings, Tokens
-from cute_attn.request import batch_plan, checks, page_ids
+from cute_attn.problem import BatchLengths, DeviceLengths, Features, GraphLimits, Lengths, Settings
+from cute_attn.request import batch_plan, caches, checks
 from cute_attn.request.batch_plan import Mask, Splits
 from cute_attn.request.index_arrays import int32
 from cute_attn.request.plan_arguments import PlanRequest
@@ -42,47 +42,33 @@ class GraphBuffers:
         """`index`: for each buffer the number of elements beyond one per request, or None for any size. The first
         buffer with a number sets the batch size. Of the mask buffers both or neither are given.
         """
-        self.index: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
         self.mask: tuple[torch.Tensor, torch.Tensor] | None = None
         self.batch_size = 0
-        for name, (value, more) in index.items():
-            buffer = batch_plan.graph_buffer(name, value, torch.int32, workspace.device)
-            if more is not None and not self.index:
+        given = dict(index)
+        if not custom_mask_buf is mask_indptr_buf is None:
+            given.update(custom_mask_buf=(custom_mask_buf, None), mask_indptr_buf=(mask_indptr_buf, 1))
+        for name, (value, more) in given.items():
+            dtype = torch.uint8 if name == "custom_mask_buf" else torch.int32
+            buffer = batch_plan.graph_buffer(name, value, dtype, workspace.device)
+            if more is not None and not self.buffers:
                 self.batch_size = buffer.numel() - more
             size = buffer.numel() if more is None else self.batch_size + more
             if buffer.numel() != size:
                 raise ArgumentError(
                     f"{name} must have {size} elements for batch size {self.batch_size}, got {buffer.numel()}"
                 )
-            self._check_apart(workspace, (name, buffer))
-            self.index[name] = buffer
-        own = {name: buffer for name, buffer in self.index.items() if "indices" not in name}
+            checks.apart(((name, buffer),), (("float_workspace_buffer", workspace), *self.buffers.items()))
+            self.buffers[name] = buffer
+        own = {name: self.buffers[name] for name in index if "indices" not in name}
         self._lengths = {name: Staging(buffer.device, target=buffer) for name, buffer in own.items()}
-        if not custom_mask_buf is mask_indptr_buf is None:
-            self._set_mask(custom_mask_buf, mask_indptr_buf, workspace)
-
-    def _set_mask(self, custom_mask_buf: Any, mask_indptr_buf: Any, workspace: torch.Tensor) -> None:
-        bits = batch_plan.graph_buffer("custom_mask_buf", custom_mask_buf, torch.uint8, workspace.device)
-        bounds = batch_plan.graph_buffer("mask_indptr_buf", mask_indptr_buf, torch.int32, workspace.device)
-        if bounds.numel() != self.batch_size + 1:
-            raise ArgumentError(
-                f"mask_indptr_buf must have {self.batch_size + 1} elements (batch size + 1), got {len(bounds)}"
-            )
-        self._check_apart(workspace, ("custom_mask_buf", bits), ("mask_indptr_buf", bounds))
-        self.mask = bits, bounds
-
-    def _check_apart(self, workspace: torch.Tensor, *buffers: checks.Named) -> None:
-        """Refuse buffers that share memory with others or with the workspace: a plan writes them all."""
-        checks.apart(buffers, (("float_workspace_buffer", workspace), *self.index.items()))
-
-    def named(self) -> dict[str, torch.Tensor]:
-        """Return all buffers by name."""
-        return {**self.index, **dict(zip(("custom_mask_buf", "mask_indptr_buf"), self.mask or (), strict=False))}
+        if len(given) > len(index):
+            self.mask = self.buffers["custom_mask_buf"], self.buffers["mask_indptr_buf"]
 
     @property
     def page_indices(self) -> torch.Tensor:
         """The buffer of page numbers."""
-        return next(buffer for name, buffer in self.index.items() if "indices" in name)
+        return next(buffer for name, buffer in self.buffers.items() if "indices" in name)
 
     # ---- what plans must keep
 
@@ -92,27 +78,27 @@ class GraphBuffers:
         """Return what the first plan fixes, which may be this one; None until its number of rows is known. Refuse a
         plan that changes more than lengths, or for which buffers or captured launches have no room.
         """
-        tokens = request.tokens
-        if tokens.batch_size != self.batch_size:
+        lengths = request.lengths
+        if lengths.batch_size != self.batch_size:
             raise ArgumentError(
                 f"the batch size must stay {self.batch_size} with use_cuda_graph=True (the size of the index "
-                f"buffers), got {tokens.batch_size}"
+                f"buffers), got {lengths.batch_size}"
             )
-        if tokens.rows is None:
+        if lengths.rows is None:
             return None
-        host_lengths = isinstance(tokens, Tokens)
-        if host_lengths and tokens.kv_indices is not None and tokens.kv_end > self.page_indices.numel():
+        host_lengths = isinstance(lengths, BatchLengths)
+        if host_lengths and lengths.kv_indices is not None and lengths.kv_end > self.page_indices.numel():
             raise ArgumentError(
                 f"the paged kv indices must fit the {self.page_indices.numel()} elements of their buffer, "
-                f"got {tokens.kv_end}"
+                f"got {lengths.kv_end}"
             )
         self._check_mask(request.mask)
         if before is None:
-            most_keys = tokens.kv_end if tokens.kv_indices is None else self.page_indices.numel() * settings.page_size
-            limits = GraphLimits(tokens.batch_size, tokens.rows, most_keys, request.q_len)
-            return GraphInvariants(settings, request.splits, limits, tokens.first_row)
-        _check_sizes(before.limits, tokens, request.q_len)
-        first_row = tokens.first_row if host_lengths else before.first_row
+            most_keys = lengths.kv_end if lengths.kv_indices is None else self.page_indices.numel() * settings.page_size
+            limits = GraphLimits(lengths.batch_size, lengths.rows, most_keys, request.q_len)
+            return GraphInvariants(settings, request.splits, limits, lengths.first_row)
+        _check_sizes(before.limits, lengths, request.q_len)
+        first_row = lengths.first_row if host_lengths else before.first_row
         _check_unchanged(before, GraphInvariants(settings, request.splits, before.limits, first_row))
         return before
 
@@ -131,26 +117,26 @@ class GraphBuffers:
         """Return the request with page numbers and mask where captured launches read them, and the copies of all arrays
         into the buffers. Sources that overlap a buffer are copied aside here, before anything is written.
         """
-        tokens, mask = request.tokens, request.mask
+        lengths, mask = request.lengths, request.mask
         copies: list[Callable[[], Any]] = []
         for name, staging in self._lengths.items():
-            if isinstance(tokens, DeviceTokens):
-                copies += self._copy(self.index[name], planned(name, tokens), True)
+            if isinstance(lengths, DeviceLengths):
+                copies += self._copy(self.buffers[name], planned(name, lengths), True)
             else:
-                staging.upload(planned(name, tokens))
+                staging.upload(planned(name, lengths))
                 copies.append(staging.send)
-        if tokens.kv_indices is not None:
-            used, buffer = tokens.kv_indices[: tokens.kv_end], self.page_indices
+        if lengths.kv_indices is not None:
+            used, buffer = lengths.kv_indices[: lengths.kv_end], self.page_indices
             # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
-            waits = isinstance(tokens, Tokens) and not used.is_cuda and used.is_pinned()
-            copies += self._copy(buffer[: tokens.kv_end], used, not waits)
-            tokens = tokens._replace(kv_indices=buffer)
+            waits = isinstance(lengths, BatchLengths) and not used.is_cuda and used.is_pinned()
+            copies += self._copy(buffer[: lengths.kv_end], used, not waits)
+            lengths = lengths.replace(kv_indices=buffer)
         if mask.packed is not None and self.mask is not None:
             bits, bounds = self.mask
             copies += self._copy(bits[: mask.packed.numel()], mask.packed, False)
             copies += self._copy(bounds, int32(mask.offsets), False)
             mask = mask._replace(packed=bits)
-        return request._replace(tokens=tokens, mask=mask), copies
+        return request._replace(lengths=lengths, mask=mask), copies
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> Copies:
         if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype and source.is_contiguous():
@@ -160,44 +146,38 @@ class GraphBuffers:
     def _aside(self, source: torch.Tensor) -> torch.Tensor:
         """Return a source for a copy into a buffer: int32 numbers or mask bytes, of which no buffer is a part."""
         if source.dtype == torch.int64:
-            return page_ids.as_int32(source, source.device)
+            return caches.as_int32(source, source.device)
         start, stop = checks.extent(source)
-        buffers = map(checks.extent, (*self.index.values(), *(self.mask or ())))
+        buffers = map(checks.extent, self.buffers.values())
         return source.clone() if any(start < end and first < stop for first, end in buffers) else source
 
-    def captured(self, tokens: DeviceTokens) -> DeviceTokens:
-        """Return the tokens of a planner launch that is captured: its replays read the buffers, which hold the lengths
+    def captured(self, lengths: DeviceLengths) -> DeviceLengths:
+        """Return the lengths of a planner launch that is captured: its replays read the buffers, which hold the lengths
         of the latest plan.
         """
-        held = {name: next((x for own, x in self.index.items() if name in own), None) for name in _LENGTHS}
-        kv_indptr = held["kv_indptr"]
-        assert kv_indptr is not None
-        device = tokens.device._replace(
-            qo_indptr=held["qo_indptr"], kv_indptr=kv_indptr, last_page_len=held["last_page_len"]
-        )
-        return tokens._replace(device=device)
+        held = {name: next((x for own, x in self.buffers.items() if name in own), None) for name in _LENGTHS}
+        return lengths.replace(**held)
 
 
 _LENGTHS = ("qo_indptr", "kv_indptr", "last_page_len")  # parts of the buffers' names
 
 
-def planned(name: str, tokens: Tokens | DeviceTokens) -> Any:
+def planned(name: str, lengths: Lengths) -> Any:
     """Return what a buffer of lengths receives, where the lengths are."""
-    of = tokens.device if isinstance(tokens, DeviceTokens) else tokens
-    return getattr(of, next(part for part in _LENGTHS if part in name))
+    return getattr(lengths, next(part for part in _LENGTHS if part in name))
 
 
-def _check_sizes(limits: GraphLimits, tokens: Tokens | DeviceTokens, q_len: int | None) -> None:
+def _check_sizes(limits: GraphLimits, lengths: Lengths, q_len: int | None) -> None:
     """Refuse a plan for which captured launches have no room."""
-    assert tokens.rows is not None
+    assert lengths.rows is not None
     if limits.max_qo_len != q_len:
-        name = "uniform_q_len" if tokens.q_len is None else "q_len_per_req"
+        name = "uniform_q_len" if lengths.q_len is None else "q_len_per_req"
         raise RuntimeArgumentError(
             f"{name} must stay {limits.max_qo_len} with use_cuda_graph=True, got {q_len}: use another wrapper"
         )
-    sizes = [("qo_indptr[-1]", tokens.rows, limits.max_rows)]
-    if tokens.kv_indices is None:
-        sizes.append(("kv_indptr[-1]", tokens.kv_end, limits.max_kv_tokens))
+    sizes = [("qo_indptr[-1]", lengths.rows, limits.max_rows)]
+    if lengths.kv_indices is None:
+        sizes.append(("kv_indptr[-1]", lengths.kv_end, limits.max_kv_tokens))
     for name, size, most in sizes:
         if size > most:
             raise ArgumentError(

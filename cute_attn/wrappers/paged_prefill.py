@@ -1,4 +1,5 @@
-"""Prefill and append attention of a batch over a paged cache: `BatchPrefillWithPagedKVCacheWrapper`.
+"""Prefill and append attention of a batch over a paged cache: `BatchPrefillWithPagedKVCacheWrapper`, and its form with
+attention sinks.
 
 Each request is computed as `single_prefill_with_kv_cache` computes one; the formulas are in its docstring.
 """
@@ -10,14 +11,12 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.errors import ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, plan_arguments, positional, sink_variant
+from cute_attn.request import batch_plan, checks, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.plan_request import prefill_request, tokens_of
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
+from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -162,15 +161,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             mask for a batch of several requests, and another number of bytes is an error. A contiguous tensor on the
             wrapper's device is not copied without CUDA graphs: it must not change until the last run. Replaces
             `custom_mask`.
-        causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a
-            custom mask.
-        pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_prefill_with_kv_cache`; positions
-            count within the request.
-        use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`) : a hint; scores are always accumulated in fp32.
-        sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
-        window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left. Negative (default): no window.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
+        causal, pos_encoding_mode, use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`), sm_scale, window_left,
+            logits_soft_cap, rope_scale, rope_theta : as in `single_prefill_with_kv_cache`, with the same defaults;
+            positions count within the request.
         q_data_type, kv_data_type, o_data_type : torch dtypes or their names: float16 (default of q) or bfloat16, or
             fp8 where a backend supports it; o also float32. Default of kv: q's. Default of o: q's, bfloat16 for fp8 q.
             A uint8 cache is NVFP4 and needs `kv_cache_sf` in `run`.
@@ -209,19 +202,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         NotImplementedError that lists why no backend, or not this one, supports the batch). After an error the
         previous plan is still in force.
         """
-        given = plan_arguments.prefill(
-            page_size, use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, num_qo_heads,
-            num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal,
-            window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
-        )  # fmt: skip
-        pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, given.page_size
-        host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        tokens = tokens_of(self._place, IndexArrays(PAGED_NAMES, qo_indptr, *pages), host_only)
-        lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        return prefill_request(self._place, given, tokens, lengths, host_only, items, self._sink_variant)
+        return prefill_request(self._place, locals(), PAGED_NAMES, self._sink_variant)
 
     begin_forward = plan
 
@@ -273,10 +256,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         lse_base : None (default: that of the plan), "log2" or "ln", of the lse of this run.
         lse_layout : "NH" (default), or "HN": lse, the caller's too, is contiguous `[num_qo_heads, qo_indptr[-1]]`. What
             differs from the plan's base and "NH" costs a torch operation after the launch.
-        enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and
-            later).
+        enable_pdl, sinks : as in `single_prefill_with_kv_cache`.
         window_left : None, or the planned one.
-        sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: a term of each softmax denominator.
         kv_cache_sf : (k_sf, v_sf) for an NVFP4 (uint8) cache, shaped like it with head_dim / 16 on the last axis: e4m3,
             or its bytes as uint8, one scale per 16 values. Required with `kv_data_type` uint8, refused otherwise.
             Global scales are `k_scale` and `v_scale`.
@@ -379,6 +360,67 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     forward_return_lse = with_return_lse(forward)
 
 
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """Prefill, append or decode attention of a batch over a paged cache, with attention sinks.
+
+    A `BatchPrefillWithPagedKVCacheWrapper` whose `run` takes two more arguments by position after the cache: sinks,
+    floating-point `[num_qo_heads]`, a term exp(sink) of each softmax denominator; and sm_scale, a number that replaces
+    the planned one (default: the planned one). Another sm_scale needs no new plan, and may be captured in a CUDA graph.
+
+    Parameters
+    ----------
+    float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
+        paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend : as for
+        `BatchPrefillWithPagedKVCacheWrapper`.
+    q_data_type, kv_data_type : torch dtypes or their names, default bfloat16. Plans must name the same.
+    head_dim_qk, head_dim_vo : default 128. Plans must name the same.
+    pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI". Plans must name the same.
+    window_left : an int. Plans bring their own window; FlashInfer compiles for one or none.
+    use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
+
+    Raises
+    ------
+    The errors of `BatchPrefillWithPagedKVCacheWrapper`.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        q_data_type: DType = torch.bfloat16,
+        kv_data_type: DType | None = torch.bfloat16,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ) -> None:
+        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
+        checks.integer("window_left", window_left)
+        variant = sink_variant.made_for(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+            custom_mask_buf,
+            mask_indptr_buf,
+            backend,
+        )
+        self._sink_variant = variant
+
+
 def fast_prefill_plan(
     wrapper: BatchPrefillWithPagedKVCacheWrapper,
     qo_indptr: torch.Tensor,
@@ -436,37 +478,15 @@ def fast_prefill_plan(
     ArgumentTypeError (wrapper of another type), ArgumentError (lengths on a GPU, or that contradict each other), and
     the errors of `plan`.
     """
-    if not isinstance(wrapper, BatchPrefillWithPagedKVCacheWrapper):
-        raise ArgumentTypeError(
-            f"wrapper must be a BatchPrefillWithPagedKVCacheWrapper, got {checks.describe(wrapper)}"
-        )
-    kept = {} if wrapper._plan is None else wrapper._plan.base.request.options._asdict()
-    stay = ("pos_encoding_mode", "sm_scale", "logits_soft_cap", "rope_scale", "rope_theta", "lse_base")
+    given = locals().copy()
+    kept = kept_options(given.pop("wrapper"), BatchPrefillWithPagedKVCacheWrapper)
     lengths = qo_indptr_host, kv_indptr_host, kv_lens_host, uniform_verify_width
-    BatchPrefillWithPagedKVCacheWrapper.plan(  # the attributes of the wrapper may have been replaced by this function
-        wrapper,
-        qo_indptr_host,
-        kv_indptr_host,
-        paged_kv_indices,
-        batch_plan.last_page_len_of_host(*lengths, batch_plan.page_size(page_size)),
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        page_size,
-        head_dim_vo=head_dim_vo,
-        custom_mask=custom_mask,
-        causal=causal,
-        window_left=window_left,
-        q_data_type=q_data_type,
-        kv_data_type=kv_data_type,
-        o_data_type=kept.get("o_data_type") if o_data_type is None else o_data_type,
-        non_blocking=non_blocking,
-        fixed_split_size=fixed_split_size,
-        prefix_len_ptr=prefix_len_ptr,
-        token_pos_in_items_ptr=token_pos_in_items_ptr,
-        token_pos_in_items_len=token_pos_in_items_len,
-        max_item_len_ptr=max_item_len_ptr,
-        max_token_per_sequence=max_q_len,
-        max_sequence_kv=max_kv_len,
-        **{name: kept[name] for name in stay if name in kept},
-    )
+    last_page_len = batch_plan.last_page_len_of_host(*lengths, batch_plan.count("page_size", page_size))
+    given.update(qo_indptr=qo_indptr_host, paged_kv_indptr=kv_indptr_host, paged_kv_last_page_len=last_page_len)
+    given.update(max_token_per_sequence=given.pop("max_q_len"), max_sequence_kv=given.pop("max_kv_len"))
+    for name in ("qo_indptr_host", "kv_indptr_host", "kv_lens_host", "uniform_verify_width"):
+        del given[name]
+    stay = ["pos_encoding_mode", "sm_scale", "logits_soft_cap", "rope_scale", "rope_theta", "lse_base"]
+    stay += ["o_data_type"] * (o_data_type is None)
+    given.update((name, kept[name]) for name in stay if name in kept)
+    BatchPrefillWithPagedKVCacheWrapper.plan(wrapper, **given)  # the method may have been replaced by this function

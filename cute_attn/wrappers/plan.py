@@ -16,24 +16,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from cute_attn.dispatch import backends, select
-from cute_attn.dispatch.capabilities import Backend, Load
+from cute_attn.dispatch.capabilities import Backend
 from cute_attn.errors import NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.problem import (
+    BatchLengths,
     BatchLimits,
     BatchPlan,
     DeviceLengths,
-    DeviceTokens,
     Features,
     GraphLimits,
+    Lengths,
     Settings,
-    Tokens,
 )
-from cute_attn.request import batch_plan, checks, page_ids
+from cute_attn.request import batch_plan, caches, checks
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, is_capturing
@@ -51,17 +51,9 @@ class UnsupportedByPlan(NotSupported):
         self.features = features
 
 
-class Choice(NamedTuple):
-    """How a plan is to be scheduled."""
-
-    backend: Backend
-    limits: BatchLimits
-    load: Load | None  # by which the backend was chosen; None: a run had a part in that
-
-
 @dataclass(eq=False, slots=True)
 class Plan:
-    """A batch with one combination of options. What is not in `batch` and `used` does not change."""
+    """A batch with one combination of options. Its settings do not change, and its request in lengths only."""
 
     place: Place
     request: PlanRequest  # with the options of this plan
@@ -83,7 +75,7 @@ class Plan:
     @property
     def is_open(self) -> bool:
         """Whether a run must tell the number of rows."""
-        return self.request.tokens.rows is None
+        return self.request.lengths.rows is None
 
     # ---- other plans of this one
 
@@ -122,9 +114,9 @@ class Plan:
 
     def with_rows(self, rows: int, keys: int) -> Plan:
         """Return an open plan completed. `keys`: rows of ragged k and v."""
-        tokens, graph = self.request.tokens, self.place.graph
-        assert isinstance(tokens, DeviceTokens)
-        request = self.base.request._replace(tokens=_with_bounds(tokens, rows, keys))
+        lengths, graph = self.request.lengths, self.place.graph
+        assert isinstance(lengths, DeviceLengths)
+        request = self.base.request._replace(lengths=_with_bounds(lengths, rows, keys))
         fixed = None if graph is None else graph.checked(request, self.base.settings, self.fixed)
         completed = _renewed(self.variants, request, fixed)
         if graph is not None:  # a schedule fixes the size of its memory, also that of a run that fails
@@ -133,18 +125,18 @@ class Plan:
         return completed[self.variants.index(self)]
 
     def with_lengths(self, request: PlanRequest) -> Plan | None:
-        """Return the plan of a request that differs in lengths only: it takes over the launches of this one. None, and
-        nothing changes, if these cannot take the lengths.
+        """Return this plan as that of a request which differs in lengths only. None, and nothing changes, if its
+        launches cannot take them.
         """
-        batch, tokens = self.batch, request.tokens
-        if batch is None or len(self.variants) > 1 or tokens.rows is None:
+        batch, lengths = self.batch, request.lengths
+        if batch is None or len(self.variants) > 1 or lengths.rows is None:
             return None
         if batch.validate != _validates(self.place):
             return None
-        if batch.load != select.load_of_batch(batch.settings, tokens.where, batch.limits):
+        if batch.load != select.load_of_batch(batch.settings, lengths, batch.limits):
             return None
-        batch_plan.check_rows(tokens, batch.settings.features.num_qo_heads)
-        same_launches = batch.launch.again(tokens.where)
+        batch_plan.check_rows(lengths, batch.settings.features.num_qo_heads)
+        same_launches = batch.launch.again(lengths)
         if same_launches is None:
             return None
         try:
@@ -153,14 +145,9 @@ class Plan:
             self.staging.discard()
             self.batch = None  # whose launches have the numbers of the other lengths
             raise
-        batch.follow(tokens, same_launches)
-        used, variants = self.used and self.place.graph is not None, self.variants
-        self.by_options.clear()
-        now = variants[0] = Plan(  # in place of this plan: a list of its own would be garbage that needs a collection
-            self.place, request, self.settings, self.fixed, variants, self.by_options, self.staging, {}, self.backend,
-            used, batch,
-        )  # fmt: skip
-        return now
+        batch.follow(lengths, same_launches)
+        self.request, self.used = request, self.used and self.place.graph is not None
+        return self
 
     # ---- its schedule
 
@@ -168,67 +155,64 @@ class Plan:
         """Schedule the plan. `features`: what the backend must support, if a run adds to what the plan says. An error
         if a CUDA graph is being captured, whose replays would repeat the upload; the planner kernel may be captured.
         """
-        tokens, place = self.request.tokens, self.place
+        lengths, place = self.request.lengths, self.place
         if is_capturing(place.device):
-            if isinstance(tokens, Tokens):
+            if isinstance(lengths, BatchLengths):
                 settled = ", ".join(f"{name}={checks.shown(value)}" for name, value in self.overrides.items())
                 raise RuntimeArgumentError(
                     f"a run must precede its capture in a CUDA graph, which cannot hold the upload of a schedule: run "
                     f"once after plan() before the capture, with the same heads and options ({settled or 'as planned'})"
                 )
             if place.graph is not None:
-                tokens = place.graph.captured(tokens)
-        _schedule([self], tokens, features)
+                lengths = place.graph.captured(lengths)
+        _schedule([self], lengths, features)
 
-    def scheduled(self, tokens: Tokens | DeviceTokens, features: Features | None = None) -> BatchPlan:
+    def scheduled(self, lengths: Lengths, features: Features | None = None) -> BatchPlan:
         """Return the batch with a schedule, which `staging.send` writes."""
-        choice = self._choice(tokens, features)
-        if isinstance(tokens, DeviceTokens):
-            tokens.check_unchanged()
-        launch = backends.of(choice.backend).plan(self.settings, tokens.where, choice.limits, self.staging)
-        if launch is not None:
-            return self._batch(tokens, choice, launch)
-        assert isinstance(tokens, DeviceTokens)  # the backend needs the lengths on the host
+        batch = self._on_backend(lengths, features)
+        if isinstance(lengths, DeviceLengths):
+            lengths.check_unchanged()
+        batch.launch = backends.IMPLEMENTATIONS[batch.backend].plan(self.settings, lengths, batch.limits, self.staging)
+        if batch.launch is not None:
+            return batch
+        assert isinstance(lengths, DeviceLengths)  # the backend needs the lengths on the host
         if is_capturing(self.place.device):
             raise RuntimeArgumentError(
-                f"a plan of the {choice.backend.name} backend with these options reads the index arrays, which the "
-                "capture of a CUDA graph cannot: call plan() before the capture"
+                f"a plan of the {batch.backend} backend with these options reads the index arrays, which the capture "
+                "of a CUDA graph cannot: call plan() before the capture"
             )
-        return self.scheduled(tokens.host, features)
+        return self.scheduled(lengths.host, features)
 
-    def _choice(self, tokens: Tokens | DeviceTokens, features: Features | None = None) -> Choice:
+    def _on_backend(self, lengths: Lengths, features: Features | None = None) -> BatchPlan:
+        """Return the batch on the backend that is to run it, without launches."""
         settings, request, place = self.settings, self.request, self.place
-        batch_plan.check_rows(tokens, settings.features.num_qo_heads)
-        room = _room(request, tokens) if self.fixed is None else self.fixed.limits
+        batch_plan.check_rows(lengths, settings.features.num_qo_heads)
+        room = _room(request, lengths) if self.fixed is None else self.fixed.limits
         limits = BatchLimits(
             place.workspace.numel(), *request.splits, room, request.q_len, keeps_address=place.graph is not None
         )
-        load = select.load_of_batch(settings, tokens.where, limits)
+        load = select.load_of_batch(settings, lengths, limits)
         backend = select.chosen(features or settings.features, self.backend or place.backend, load)
-        return Choice(backend, limits, load if features is None else None)
-
-    def _batch(self, tokens: Tokens | DeviceTokens, choice: Choice, launch: Any) -> BatchPlan:
         return BatchPlan(
-            self.settings,
-            tokens,
-            choice.limits,
-            launch,
-            check_supported=functools.partial(_check_supported, choice.backend),
-            packed_mask=self.request.mask.packed,
-            workspace=self.place.workspace,
+            settings,
+            lengths,
+            limits,
+            launch=None,
+            check_supported=functools.partial(_check_supported, backend),
+            packed_mask=request.mask.packed,
+            workspace=place.workspace,
             staging=self.staging,
-            buffers={} if self.place.graph is None else self.place.graph.named(),
-            validate=_validates(self.place),
-            backend=choice.backend.name,
-            load=choice.load,
+            buffers={} if place.graph is None else place.graph.buffers,
+            validate=_validates(place),
+            backend=backend.name,
+            load=load if features is None else None,
         )
 
     def workspace(self) -> tuple[int, int]:
         """Return the bytes that a schedule would use of an unlimited workspace, and the bytes of its records."""
-        tokens = self.request.tokens
-        assert isinstance(tokens, Tokens)
-        choice = self._choice(tokens)
-        return backends.of(choice.backend).workspace(self.settings, tokens.lengths, choice.limits)
+        lengths = self.request.lengths.host
+        batch = self._on_backend(lengths)
+        return backends.IMPLEMENTATIONS[batch.backend].workspace(self.settings, lengths, batch.limits)
 
 
 # ---- plans of requests
@@ -244,14 +228,14 @@ def make_plan(place: Place, request: PlanRequest, before: Plan | None) -> Plan:
     request, copies = _placed(place, request)
     plan = before.with_lengths(request) if before is not None and alike else None
     if plan is None:
-        if request.tokens.rows is None:
+        if request.lengths.rows is None:
             request = _left_open(place, request, settings)
         plan = _following(place, request, settings, fixed, before)
         due = [each for each in plan.variants if each.used] or [plan]
         for each in due:
             each.used = each.used and place.graph is not None
         if not plan.is_open:
-            _schedule(due, request.tokens)
+            _schedule(due, request.lengths)
     for copy in copies:
         copy()
     return plan
@@ -259,8 +243,7 @@ def make_plan(place: Place, request: PlanRequest, before: Plan | None) -> Plan:
 
 def measure(place: Place, request: PlanRequest, before: Plan | None) -> tuple[int, int]:
     """Return `workspace` of the plan of a request."""
-    if isinstance(request.tokens, DeviceTokens):
-        request = request._replace(tokens=request.tokens.host)
+    request = request._replace(lengths=request.lengths.host)
     settings, fixed = _checked(place, request, before)
     return _following(place, request, settings, fixed, before).workspace()
 
@@ -279,7 +262,7 @@ def _checked(
 
 def _settings(place: Place, request: PlanRequest) -> Settings:
     """Return the settings that the options of a request decide. Raises what is wrong with them."""
-    tokens, splits = request.tokens, request.splits
+    lengths, splits = request.lengths, request.splits
     return batch_plan.plan_settings(
         request.options,
         place.kv_layout,
@@ -287,28 +270,28 @@ def _settings(place: Place, request: PlanRequest) -> Settings:
         device=place.device,
         kv_source=place.kv_source,
         custom_mask=request.mask.packed is not None,
-        decode=request.newest or tokens.q_len is not None,
+        decode=request.newest or lengths.q_len is not None,
         own_splits=splits.fixed_split_size is not None or splits.disable_split_kv,
-        multi_item=tokens.multi_item,
+        multi_item=lengths.key_bounds is not None,
         key_ranges=place.key_ranges,
     )
 
 
 def _placed(place: Place, request: PlanRequest) -> tuple[PlanRequest, Copies]:
     """Return the request with page numbers and mask where launches read them, and the copies that put them there."""
-    tokens, mask = request.tokens, request.mask
+    lengths, mask = request.lengths, request.mask
     if mask.packed is not None:
-        tokens = tokens._replace(lengths=tokens.lengths.replace(mask_offset=mask.offsets[:-1]))
-        request = request._replace(tokens=tokens)
+        lengths = lengths.host.replace(mask_offset=mask.offsets[:-1])
+        request = request._replace(lengths=lengths)
     if place.graph is not None:
         return place.graph.place(request)
-    indices = tokens.kv_indices
+    indices = lengths.kv_indices
     if indices is None:
         return request, ()
     if indices.dtype == torch.int32 and indices.device == place.workspace.device and indices.is_contiguous():
         return request, ()  # cheaper than a `to` without effect
-    tokens = tokens._replace(kv_indices=page_ids.as_int32(indices, place.workspace.device))
-    return request._replace(tokens=tokens), ()
+    lengths = lengths.replace(kv_indices=caches.as_int32(indices, place.workspace.device))
+    return request._replace(lengths=lengths), ()
 
 
 def _following(
@@ -317,19 +300,10 @@ def _following(
     """Return the plan of a request, not scheduled, with those of other options that ran under the plan before, if the
     settings are the same.
     """
-    if before is None:
-        return _alone(place, request, settings, fixed, Staging(place.device))
-    base = before.base
-    if base.settings != settings:
-        return _alone(place, request, settings, fixed, base.staging)
-    return _renewed([old for old in before.variants if old.used or old is base], request, fixed)[0]
-
-
-def _alone(
-    place: Place, request: PlanRequest, settings: Settings, fixed: GraphInvariants | None, staging: Staging
-) -> Plan:
-    """Return a plan without others of other options."""
-    plan = Plan(place, request, settings, fixed, [], {}, staging)
+    base = None if before is None else before.base
+    if before is not None and base is not None and base.settings == settings:
+        return _renewed([old for old in before.variants if old.used or old is base], request, fixed)[0]
+    plan = Plan(place, request, settings, fixed, [], {}, Staging(place.device) if base is None else base.staging)
     plan.variants.append(plan)
     return plan
 
@@ -345,10 +319,10 @@ def _renewed(plans: Iterable[Plan], request: PlanRequest, fixed: GraphInvariants
     return variants
 
 
-def _schedule(plans: Sequence[Plan], tokens: Tokens | DeviceTokens, features: Features | None = None) -> None:
+def _schedule(plans: Sequence[Plan], lengths: Lengths, features: Features | None = None) -> None:
     """Schedule plans of one batch, and write the schedules once all are made."""
     try:
-        batches = [plan.scheduled(tokens, features) for plan in plans]
+        batches = [plan.scheduled(lengths, features) for plan in plans]
         for plan in plans:
             plan.staging.send()
     except Exception:
@@ -366,40 +340,39 @@ def _schedule(plans: Sequence[Plan], tokens: Tokens | DeviceTokens, features: Fe
 
 def _bounded(request: PlanRequest, before: Plan | None) -> PlanRequest:
     """Return the request with the bounds of captured launches, if the plan before has fixed them."""
-    fixed, tokens = None if before is None else before.fixed, request.tokens
-    if fixed is None or not isinstance(tokens, DeviceTokens) or tokens.rows is not None:
+    fixed, lengths = None if before is None else before.fixed, request.lengths
+    if fixed is None or not isinstance(lengths, DeviceLengths) or lengths.rows is not None:
         return request
-    return request._replace(tokens=_with_bounds(tokens, fixed.limits.max_rows, fixed.limits.max_kv_tokens))
+    return request._replace(lengths=_with_bounds(lengths, fixed.limits.max_rows, fixed.limits.max_kv_tokens))
 
 
-def _with_bounds(tokens: DeviceTokens, rows: int, keys: int) -> DeviceTokens:
-    """Return tokens with bounds. `keys`: rows of ragged k and v."""
-    device = tokens.device if tokens.kv_indices is not None else tokens.device._replace(max_kv=keys)
-    return tokens._replace(rows=rows, device=device)
+def _with_bounds(lengths: DeviceLengths, rows: int, keys: int) -> DeviceLengths:
+    """Return lengths with bounds. `keys`: rows of ragged k and v."""
+    return lengths.replace(rows=rows, kv_end=keys if lengths.kv_indices is None else lengths.kv_end)
 
 
-def _room(request: PlanRequest, tokens: Tokens | DeviceTokens) -> GraphLimits | None:
+def _room(request: PlanRequest, lengths: Lengths) -> GraphLimits | None:
     """Return the sizes that launches have room for, where nothing fixes them; None: those that the lengths need."""
-    if isinstance(tokens, Tokens):
+    if isinstance(lengths, BatchLengths):
         return None
-    assert tokens.rows is not None
-    keys = tokens.kv_end * (request.page_size if tokens.kv_indices is not None else 1)
-    return GraphLimits(tokens.batch_size, tokens.rows, keys, request.q_len)
+    assert lengths.rows is not None
+    keys = lengths.kv_end * (request.page_size if lengths.kv_indices is not None else 1)
+    return GraphLimits(lengths.batch_size, lengths.rows, keys, request.q_len)
 
 
 def _left_open(place: Place, request: PlanRequest, settings: Settings) -> PlanRequest:
     """Return the request with copies of its index arrays, which the caller may overwrite before the first run. Raises
     what no run could do.
     """
-    tokens = request.tokens
-    assert isinstance(tokens, DeviceTokens)
+    lengths = request.lengths
+    assert isinstance(lengths, DeviceLengths)
     if is_capturing(place.device):
         raise RuntimeArgumentError(
             "plan() must come before the capture of a CUDA graph, and a run, which tells the number of rows"
         )
-    select.chosen(settings.features, place.backend, select.load_class(settings, 1, tokens.batch_size))
-    copies: Any = (x.clone() if isinstance(x, torch.Tensor) else x for x in tokens.device)
-    return request._replace(tokens=tokens._replace(device=DeviceLengths(*copies)))
+    select.chosen(settings.features, place.backend, select.load_class(settings, 1, lengths.batch_size))
+    copies = {name: x.clone() for name, x in lengths.arrays().items()}
+    return request._replace(lengths=lengths.replace(**copies))
 
 
 # ---- selection

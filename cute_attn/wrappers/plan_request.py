@@ -8,25 +8,29 @@ not fit the workspace.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from cute_attn.dispatch import select
-from cute_attn.problem import DeviceTokens, Tokens
-from cute_attn.request import batch_plan, checks, multi_item, positional
-from cute_attn.request.batch_plan import Mask, RepeatedLengths
+from cute_attn.problem import DeviceLengths, Lengths
+from cute_attn.request import batch_plan, checks, multi_item, plan_arguments, positional
+from cute_attn.request.batch_plan import Mask, PlanOptions
 from cute_attn.request.index_arrays import IndexArrays
-from cute_attn.request.multi_item import NO_ITEMS, MultiItemScoring
 from cute_attn.request.plan_arguments import PlanArguments, PlanRequest
 from cute_attn.request.sink_variant import SinkVariant
 from cute_attn.runtime import switches
 from cute_attn.wrappers.graph import GraphBuffers
 
-# Arguments of a prefill `plan` that need lengths on the host, if any is given: custom_mask, packed_custom_mask,
-# prefix_len_ptr and uniform_q_len.
-HostOnly = tuple[Any, Any, Any, Any]
-NOTHING_ON_HOST: HostOnly = (None, None, None, None)
+# Arguments of a prefill `plan`, by name.
+OPTIONS = itemgetter(
+    *("use_fp16_qk_reduction", "non_blocking", "fixed_split_size", "disable_split_kv"), *PlanOptions._fields
+)
+HOST_ONLY = itemgetter("custom_mask", "packed_custom_mask", "prefix_len_ptr", "uniform_q_len")  # need lengths there
+REPEATED = itemgetter("seq_lens", "seq_lens_q", "max_token_per_sequence", "max_sequence_kv")  # say lengths again
+ITEMS = itemgetter("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr")
 
 
 class Place(NamedTuple):
@@ -52,25 +56,20 @@ def _is_on(device: torch.device, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda and value.device == device
 
 
-def tokens_of(place: Place, arrays: IndexArrays, host_only: HostOnly | tuple[()] = ()) -> Tokens | DeviceTokens:
+def lengths_of(place: Place, arrays: IndexArrays, host_only: Sequence[Any] = ()) -> Lengths:
     """Check the index arrays of a batch, where they are if the plan leaves them there."""
-    tokens = arrays.as_lists()
-    if tokens is not None:
-        return tokens
     return arrays.on_device(place.device) if _stays_on_device(place, arrays, host_only) else arrays.on_host()
 
 
-def _stays_on_device(place: Place, arrays: IndexArrays, host_only: HostOnly | tuple[()]) -> bool:
+def _stays_on_device(place: Place, arrays: IndexArrays, host_only: Sequence[Any]) -> bool:
     """Tell whether a plan leaves its lengths on the device: an array of them is there and no other GPU has one, and
     nothing needs them on the host. Page numbers in use must fit their buffer of CUDA graphs.
     """
-    _, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = arrays
+    _, qo_indptr, kv_indptr, indices, last_page_len, *_ = arrays
     device = place.device
-    if not any(_is_on(device, x) for x in (qo_indptr, kv_indptr, last_page_len)) or place.backend == "reference":
+    lengths = [x for x in (qo_indptr, kv_indptr, last_page_len) if x is not None]
+    if not any(_is_on(device, x) for x in lengths) or place.backend == "reference":
         return False
-    lengths = [kv_indptr] if q_len is not None else [qo_indptr, kv_indptr]
-    if page_size is not None:
-        lengths.append(last_page_len)
     if not all(isinstance(x, torch.Tensor) and (x.is_cpu or _is_on(device, x)) for x in lengths):
         return False
     if any(value is not None for value in host_only) or switches.validates():
@@ -84,42 +83,43 @@ def _stays_on_device(place: Place, arrays: IndexArrays, host_only: HostOnly | tu
 
 
 def prefill_request(
-    place: Place,
-    given: PlanArguments,
-    tokens: Tokens | DeviceTokens,
-    repeated: RepeatedLengths,
-    host_only: HostOnly = NOTHING_ON_HOST,
-    items: MultiItemScoring = NO_ITEMS,
-    sinks: SinkVariant | None = None,
+    place: Place, arguments: Mapping[str, Any], names: Sequence[str], sinks: SinkVariant | None = None
 ) -> PlanRequest:
-    """Check what tensors besides the index arrays say, and return the request. `sinks`: the wrapper's variant."""
-    batch_plan.check_repeated_lengths(tokens, repeated)
+    """Check the arguments of a prefill `plan`, by name, and return the request. `names`: the index arrays. `sinks`: the
+    wrapper's variant.
+    """
+    given = plan_arguments.prefill(arguments.get("page_size", 1), *OPTIONS(arguments))
+    host_only, index = HOST_ONLY(arguments), [arguments[name] for name in names]
+    if place.kv_source == "paged":
+        index.append(given.page_size)
+    lengths = lengths_of(place, IndexArrays(names, *index), host_only)
+    batch_plan.check_repeated_lengths(lengths, REPEATED(arguments))
     if sinks is not None:
         sinks.check_plan(given.options)
     custom_mask, packed_custom_mask, _, uniform_q_len = host_only
     mask = batch_plan.NO_MASK
     if not custom_mask is packed_custom_mask is None:
         positional.check_packed_mask(packed_custom_mask)
-        mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, place.device)
-    tokens = multi_item.bound_keys(items, tokens, mask)
+        mask = batch_plan.mask(custom_mask, packed_custom_mask, lengths, place.device)
+    lengths = multi_item.bound_keys(ITEMS(arguments), lengths, mask)
     if uniform_q_len is not None:
         uniform_q_len = checks.integer("uniform_q_len", uniform_q_len)
     graphs = place.graph is not None
-    equal = batch_plan.uniform_q_len(uniform_q_len, tokens) if graphs else _equal_qo(tokens)
+    equal = batch_plan.uniform_q_len(uniform_q_len, lengths) if graphs else _equal_qo(lengths)
     paged = place.kv_source == "paged" and not place.key_ranges
-    newest = equal is not None and paged and _are_newest(given, tokens, mask, equal)
+    newest = equal is not None and paged and _are_newest(given, lengths, mask, equal)
     uniform = equal if graphs or newest else None
-    return PlanRequest(given.options, tokens, mask, given.splits, given.page_size, uniform, newest)
+    return PlanRequest(given.options, lengths, mask, given.splits, given.page_size, uniform, newest)
 
 
-def _equal_qo(tokens: Tokens | DeviceTokens) -> int | None:
+def _equal_qo(lengths: Lengths) -> int | None:
     """Return the query tokens of every request, if all have as many, the host knows it, and they may be newest."""
-    if isinstance(tokens, DeviceTokens) or (lengths := tokens.lengths).longest_qo > select.MOST_NEWEST:
+    if isinstance(lengths, DeviceLengths) or lengths.longest_qo > select.MOST_NEWEST:
         return None
     return lengths.equal_qo
 
 
-def _are_newest(given: PlanArguments, tokens: Tokens | DeviceTokens, mask: Mask, q_len: int) -> bool:
+def _are_newest(given: PlanArguments, lengths: Lengths, mask: Mask, q_len: int) -> bool:
     """Tell whether a decode plan could describe the batch. Not where results must not depend on other requests."""
     options, splits = given.options, given.splits
     num_qo_heads, num_kv_heads, causal = options.num_qo_heads, options.num_kv_heads, options.causal
@@ -127,6 +127,6 @@ def _are_newest(given: PlanArguments, tokens: Tokens | DeviceTokens, mask: Mask,
         return False  # refused by name, later
     if not select.are_newest(q_len, (num_qo_heads, num_kv_heads), causal):
         return False
-    if mask.packed is not None or tokens.multi_item:
+    if mask.packed is not None or lengths.key_bounds is not None:
         return False
     return splits.fixed_split_size is None and not splits.disable_split_kv

@@ -11,12 +11,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, batch_run, checks, plan_arguments, positional, sink_variant
+from cute_attn.request import batch_plan, batch_run, checks, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.plan_request import prefill_request, tokens_of
+from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 NAMES = ("qo_indptr", "kv_indptr")
@@ -114,40 +113,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         Parameters
         ----------
         qo_indptr, kv_indptr : `[batch_size + 1]`, not decreasing.
-        num_qo_heads, num_kv_heads, head_dim_qk (older name `head_dim`) : at least 1; num_qo_heads must be a multiple of
-            num_kv_heads. The heads are the most that a run may have: where its tensors have fewer, those count.
-        head_dim_vo : default `head_dim_qk`.
-        custom_mask : 1-D bool (or uint8), the `[qo_len, kv_len]` masks of all requests, flattened and concatenated;
-            True keeps. Replaces `causal`; `window_left` still applies.
-        packed_custom_mask : 1-D uint8, the same bits in **little** bit order, as for
-            `BatchPrefillWithPagedKVCacheWrapper.plan`. Replaces `custom_mask`.
-        causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a
-            custom mask.
-        pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_prefill_with_kv_cache`; positions
-            count within the request.
-        use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`) : a hint; scores are always accumulated in fp32.
-        sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
-        window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left. Negative (default): no window.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
-        q_data_type, kv_data_type, o_data_type : torch dtypes or their names: float16 (default of q) or bfloat16, or
-            fp8 where a backend supports it; o also float32. Default of kv: q's. Default of o: q's, bfloat16 for fp8 q.
-            uint8 k and v are NVFP4 and need `kv_cache_sf` in `run`.
-        non_blocking : a hint; copies are ordered on the current stream either way.
-        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr : multi-item scoring, as for
-            `BatchPrefillWithPagedKVCacheWrapper.plan` (FlashInfer's ragged wrapper ignores them).
-        fixed_split_size : tokens per split of the keys. The results of a request then do not depend on the rest of the
-            batch, bit for bit. Default None, which -1 stands for: splits fill the GPU.
-        disable_split_kv : default False. True: no splits, whatever `fixed_split_size` says; results then do not depend
-            on the rest of the batch either.
-        seq_lens, seq_lens_q : `[batch_size]`, the lengths of keys and queries; on the CPU they are checked against the
-            index arrays, on a GPU they are not read.
-        max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked on the CPU.
+        num_qo_heads, num_kv_heads, head_dim_qk (older name `head_dim`), head_dim_vo, custom_mask, packed_custom_mask,
+            causal, pos_encoding_mode, use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`), sm_scale,
+            window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type, non_blocking,
+            disable_split_kv, seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv, lse_base : as for
+            `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr : multi-item scoring, as there
+            (FlashInfer's ragged wrapper ignores them).
+        fixed_split_size : as there, but in tokens per split of the keys.
         v_indptr, o_indptr : refused unless None: v is indexed like k, and out like q.
-        uniform_q_len : with `use_cuda_graph` a promise that every request has that many query tokens, in this plan and
-            all later ones, which makes captured launches smaller. None (default), 0 or less: no promise. A first plan
-            for which it is not true warns and goes without; otherwise it has no effect on results.
-        lse_base : "log2" (FlashInfer's, default) or "ln", of the lse that `run` returns.
+        uniform_q_len : with `use_cuda_graph` a promise that every request has that many query tokens, as there; None
+            (default), 0 or less: no promise. It makes captured launches smaller, but is no reason for other kernels.
 
         Raises
         ------
@@ -155,16 +131,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         an error the previous plan is still in force.
         """
         batch_plan.refuse_all("v is indexed like k, and out like q", v_indptr=v_indptr, o_indptr=o_indptr)
-        given = plan_arguments.prefill(
-            1, use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, num_qo_heads,
-            num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal,
-            window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
-        )  # fmt: skip
-        host_only = custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len
-        tokens = tokens_of(self._place, IndexArrays(NAMES, qo_indptr, kv_indptr), host_only)
-        lengths = (seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
-        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        return prefill_request(self._place, given, tokens, lengths, host_only, items, self._sink_variant)
+        return prefill_request(self._place, locals(), NAMES, self._sink_variant)
 
     begin_forward = plan
 
@@ -192,46 +159,23 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
 
         Parameters
         ----------
-        q : `[qo_indptr[-1], num_qo_heads, head_dim_qk]` of the planned dtype. Any strides; a last axis without unit
-            stride, or rows that are not 16-byte aligned, cost a copy. Rows before `qo_indptr[0]` belong to no request:
-            their out is 0 and lse -inf; in `out` and `lse` of the caller they are not written.
+        q, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl, sinks : as for
+            `BatchPrefillWithPagedKVCacheWrapper.run`.
         k, v : `[kv_indptr[-1], num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, kv_indptr[-1], head_dim]` ("HND") of
-            the planned dtype; more rows may follow. Any strides with unit stride on the last axis; on a GPU rows must
-            be 16-byte aligned, of fp8 and NVFP4 under a 16-bit q 8-byte aligned. v of a request's tokens must be finite
-            even where hidden from all queries: NaN may reach every row of the request and kv head.
-        args : `scale_q, scale_k, scale_v` of fp8 attention: floating-point `[num_qo_heads]`, `[num_kv_heads]` and
-            `[num_kv_heads]`. In the variant with attention sinks (`jit_args`): sinks, and sm_scale, which replaces the
-            planned one.
-        q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or floating-point tensors with one
-            element. A tensor on the GPU is read by the kernel, without synchronisation.
+            the planned dtype; more rows may follow. Strides and alignment as of a paged cache. v of a request's tokens
+            must be finite even where hidden from all queries: NaN may reach every row of the request and kv head.
         o_scale : number > 0 that `out` is divided by, the scale of an fp8 output. Default 1.
-        out : written and returned instead of a new tensor: `[qo_indptr[-1], num_qo_heads, head_dim_vo]` of the planned
-            output dtype, unit stride on the last axis, rows 16-byte aligned, no memory in common with the inputs, the
-            workspace or the plan's index arrays.
-        lse : written instead of a new tensor: contiguous float32 `[qo_indptr[-1], num_qo_heads]`. Returned if
-            `return_lse`.
-        return_lse : return `(out, lse)`. `run_return_lse` is `run` with True as the default.
-        lse_base : None (default: that of the plan), "log2" or "ln", of the lse of this run.
-        lse_layout : "NH" (default), or "HN": lse, the caller's too, is contiguous `[num_qo_heads, qo_indptr[-1]]`. What
-            differs from the plan's base and "NH" costs a torch operation after the launch.
-        enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and
-            later).
-        sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: a term of each softmax denominator.
         kv_cache_sf : (k_sf, v_sf) for NVFP4 (uint8) k and v, `[..., head_dim / 16]`: e4m3, or its bytes as uint8, one
             scale per 16 values. Required with `kv_data_type` uint8, refused otherwise. Global scales are `k_scale` and
             `v_scale`.
 
         Returns
         -------
-        out `[qo_indptr[-1], num_qo_heads, head_dim_vo]`, or with `return_lse` the pair of it and the float32 lse
-        `[qo_indptr[-1], num_qo_heads]`, of base 2 unless the plan's `lse_base` says otherwise. A token that sees no key
-        has out 0 and lse -inf.
+        As `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Raises
         ------
-        NotPlannedError (a RuntimeError: no plan yet), ArgumentError (a ValueError: shape, dtype, device, strides or
-        value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError: the planned backend, or every
-        backend, refuses what this run adds).
+        The errors of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if is_dynamo_compiling():
             return trace.operator("ragged_prefill_run")(locals())
@@ -273,8 +217,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     ) -> Result:
         """Run with other options than the planned ones: FlashInfer's older form of `run`.
 
-        The options below replace the planned ones, given or by default, for this run and those after it. Where they
-        differ, the batch is scheduled again.
+        As `BatchPrefillWithPagedKVCacheWrapper.forward`.
 
         Parameters
         ----------

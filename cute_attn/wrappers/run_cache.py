@@ -60,11 +60,11 @@ def try_replay(plan: BatchPlan, call: Call) -> Outputs | None:
     if entry is None or given is None:
         return None
     protected = () if given[3] is given[4] is None else plan.protected or protected_memory(plan)
-    return calls.replay(entry, given, (plan.tokens.kv_indices, plan.workspace), protected=protected)
+    return calls.replay(entry, given, (plan.lengths.kv_indices, plan.workspace), protected=protected)
 
 
 def enter(plan: BatchPlan, call: Call, fire: Fire | None, problem: BatchProblem) -> None:
     """Leave the entry of a run that passed every check."""
     key, given = call
-    if given is not None and not plan.tokens.first_row:  # rows before it are filled, which a launch does not
+    if given is not None and not plan.lengths.first_row:  # rows before it are filled, which a launch does not
         calls.enter(plan.cached_runs, key, fire, given, problem, (problem.out, problem.lse))

@@ -78,7 +78,7 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         heads, kv_heads = batch_plan.count("num_qo_heads", num_qo_heads), batch_plan.count("num_kv_heads", num_kv_heads)
         if heads % kv_heads:
             raise ArgumentError(f"num_qo_heads must be a multiple of num_kv_heads, got {heads} and {kv_heads}")
-        matrix, tokens = block_sparse.variable(block_mask_map, block_row_sz, block_col_sz, kv_heads)
+        matrix, lengths = block_sparse.variable(block_mask_map, block_row_sz, block_col_sz, kv_heads)
         options = PlanOptions(
             num_qo_heads=heads // kv_heads,
             num_kv_heads=1,
@@ -90,9 +90,9 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        mask = block_sparse.variable_mask(causal, tokens, matrix, self.device)
+        mask = block_sparse.variable_mask(causal, lengths, matrix, self.device)
         splits = batch_plan.splits(None, False, matrix.page_size)
-        return PlanRequest(options, tokens, mask, splits, matrix.page_size, matrix=matrix)
+        return PlanRequest(options, lengths, mask, splits, matrix.page_size, matrix=matrix)
 
     begin_forward = plan
 

@@ -141,8 +141,8 @@ def test_nvfp4_dequantize_asks_for_no_values(monkeypatch: pytest.MonkeyPatch) ->
 
 OUT = torch.zeros(2, 6, 3, 32, dtype=torch.float16)
 BAD_DEQUANTIZE: list[tuple[int, Any, str, type]] = [
-    (0, torch.zeros(2, 2, 4, 3, 16), r"paged_kv_cache\[0\] must have dtype uint8", ArgumentError),
-    (1, torch.zeros(2, 2, 4, 3, 4, dtype=torch.uint8), r"kv_cache_sf\[0\] must have shape", ArgumentError),
+    (0, torch.zeros(2, 2, 4, 3, 16), r"k of paged_kv_cache must have dtype uint8", ArgumentError),
+    (1, torch.zeros(2, 2, 4, 3, 4, dtype=torch.uint8), r"k of kv_cache_sf must have shape", ArgumentError),
     (2, torch.zeros(3, 1, dtype=torch.int32), r"block_tables must have shape \[batch_size, max_pages\]", ArgumentError),
     (2, torch.zeros(2, 1), "block_tables must .* dtype int32 or int64", ArgumentError),
     (2, torch.zeros(2, 1, dtype=torch.int32), "block_tables column count insufficient", RuntimeError),

@@ -171,7 +171,7 @@ def test_caches_whose_slots_share_memory_are_refused(axis: int) -> None:
     shape = [5, 4, HEADS, DIM]
     narrow = torch.zeros([1 if i == axis else n for i, n in enumerate(shape)]).expand(shape)
     for cache in ((K.clone(), narrow), (narrow, K.clone())):
-        with pytest.raises(ArgumentError, match=r"paged_kv_cache\[[01]\] must (not overlap itself|have stride 1)"):
+        with pytest.raises(ArgumentError, match=r"[kv] of paged_kv_cache must (not overlap itself|have stride 1)"):
             cute_attn.append_paged_kv_cache(**{**good(), "paged_kv_cache": cache})
     assert not narrow.any()
 
@@ -210,9 +210,9 @@ BAD_APPENDS: list[tuple[str, Any, str, type]] = [
     ("positions", torch.tensor([0, 1, 4, 1, 2]), "positions .* the 4 tokens .*, got 4 for row 2", ArgumentError),
     ("positions", torch.tensor([0, -1, 0, 1, 2]), "positions .* got -1 for row 1", ArgumentError),
     ("paged_kv_cache", K, r"paged_kv_cache as one tensor must have shape \[num_pages, 2, ...\]", ArgumentError),
-    ("paged_kv_cache", (K,), "paged_kv_cache must be a tensor or a tuple", ArgumentTypeError),
-    ("paged_kv_cache", (K, None), r"paged_kv_cache\[1\] must be a torch.Tensor", ArgumentTypeError),
-    ("paged_kv_cache", (K, K[0, 0]), r"paged_kv_cache\[1\] must have 4 dimensions, or 3", ArgumentError),
+    ("paged_kv_cache", (K,), "paged_kv_cache must be a tensor or a pair", ArgumentTypeError),
+    ("paged_kv_cache", (K, None), r"v of paged_kv_cache must be a torch.Tensor", ArgumentTypeError),
+    ("paged_kv_cache", (K, K[0, 0]), r"v of paged_kv_cache must have 4 dimensions, or 3", ArgumentError),
     ("paged_kv_cache", (K, K[:2]), "paged_kv_cache must have keys and values of the same pages", ArgumentError),
     ("paged_kv_cache", (K.mT.contiguous().mT, K), "must have stride 1 on its last axis", ArgumentError),
     ("paged_kv_cache", (K.double(), K.double()), "must have a dtype of at most 4 bytes", ArgumentError),

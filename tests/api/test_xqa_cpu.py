@@ -172,7 +172,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": torch.zeros(2, 4, 64).half()}, ArgumentError, "k and v must have dtype float16"),
     ({"query": torch.zeros(2, 4, 32).bfloat16()}, ArgumentError, "same head dimension, got 32 and 64"),
     ({"query": None}, ArgumentTypeError, "query must be a torch.Tensor"),
-    ({"kv_cache": None}, ArgumentTypeError, "kv_cache must be a tensor or a tuple"),
+    ({"kv_cache": None}, ArgumentTypeError, "kv_cache must be a tensor or a pair"),
     ({"kv_cache": torch.zeros(3, 3, 16, 2, 64).bfloat16()}, ArgumentError, "num_pages, 1 or 2"),
     ({"kv_layout": "DHN"}, LayoutError, "kv_layout must be one of"),
     ({"block_tables": torch.zeros(2, 3)}, ArgumentError, "block_tables must have dtype int32"),

@@ -66,7 +66,7 @@ def batch_launches(settings: Settings, qo_lens: list[int], kv_lens: list[int], a
     last = torch.tensor(kv_lens) - (pages - 1) * size
     table = bounds(pages.tolist()), torch.arange(int(pages.sum())), last, size
     names = ("a", "b", "c", "d")
-    lengths = IndexArrays(names, bounds(qo_lens), *table).on_host().lengths
+    lengths = IndexArrays(names, bounds(qo_lens), *table).on_host()
     limits = BatchLimits(128 << 20, max_qo_len=1 if settings.features.decode else None)
     rows = typical_qo_len(lengths, limits) * 4
     backend = select.choose(settings.features, "auto", named(arch), Load(rows))

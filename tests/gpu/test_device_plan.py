@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_attn.kernels.host import gpu
-from cute_attn.problem import DeviceTokens
+from cute_attn.problem import DeviceLengths
 from tests.gpu import marks
 from tests.support.batch_case import BatchCase, call, check, decode, heads, make, paged, ragged, random_lengths, wrapper
 from tests.support.device_plan import moved
@@ -83,7 +83,7 @@ def test_plans_make_no_synchronising_call(case: BatchCase) -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert calls == []
-        assert isinstance(planned._plan_info.tokens, DeviceTokens)
+        assert isinstance(planned._plan_info.lengths, DeviceLengths)
         for (other, inputs), (out, lse) in zip(batches, results, strict=True):
             assert_right(other, inputs, out, lse)
 

@@ -113,9 +113,9 @@ def test_lengths_written_after_a_plan() -> None:
     pages = torch.tensor([-(-n // 8) for n in exact], device="cuda")
     starts = torch.arange(40, device="cuda") * 100
     rows = [
-        made._plan.request.tokens.kv_indices[s : s + n] for s, n in zip(starts.tolist(), pages.tolist(), strict=True)
+        made._plan.request.lengths.kv_indices[s : s + n] for s, n in zip(starts.tolist(), pages.tolist(), strict=True)
     ]
-    made._plan.request.tokens.kv_indices[: int(pages.sum())] = torch.cat(rows).clone()
+    made._plan.request.lengths.kv_indices[: int(pages.sum())] = torch.cat(rows).clone()
     indptr = made._paged_kv_indptr_buf
     indptr[1:].copy_(pages.cumsum(0))
     made._paged_kv_last_page_len_buf.copy_((torch.tensor(exact, device="cuda") - 1) % 8 + 1)

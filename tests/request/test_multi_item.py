@@ -11,7 +11,7 @@ import torch
 
 import cute_attn
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import Tokens
+from cute_attn.problem import BatchLengths
 from cute_attn.reference.attention import Mask
 from cute_attn.request import batch_plan
 from cute_attn.request.index_arrays import IndexArrays
@@ -21,18 +21,17 @@ from tests.support import multi_item
 CPU = torch.device("cpu")
 
 
-def bounded(qo_lens: list[int], kv_lens: list[int], arguments: dict[str, Any], first: int = 0) -> Tokens:
+def bounded(qo_lens: list[int], kv_lens: list[int], arguments: dict[str, Any], first: int = 0) -> BatchLengths:
     qo, kv = (torch.tensor(np.concatenate(([first], first + np.cumsum(n)))) for n in (qo_lens, kv_lens))
-    tokens = IndexArrays(("qo_indptr", "kv_indptr"), qo, kv).on_host()
+    lengths = IndexArrays(("qo_indptr", "kv_indptr"), qo, kv).on_host()
     names = ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr")
-    return bound_keys(tuple(map(arguments.__getitem__, names)), tokens, batch_plan.NO_MASK)
+    return bound_keys(tuple(map(arguments.__getitem__, names)), lengths, batch_plan.NO_MASK)
 
 
-def masks(tokens: Tokens, window_left: int = -1) -> list[torch.Tensor]:
+def masks(lengths: BatchLengths, window_left: int = -1) -> list[torch.Tensor]:
     """The mask of every request, as the reference reads the bounds."""
-    lengths = tokens.lengths
     assert lengths.key_bounds is not None
-    assert lengths.key_bounds.shape == (tokens.rows, 2)
+    assert lengths.key_bounds.shape == (lengths.rows, 2)
     found = []
     for start, stop, kv_len in zip(lengths.qo_indptr[:-1], lengths.qo_indptr[1:], lengths.kv_len, strict=True):
         bounds = torch.from_numpy(lengths.key_bounds[start:stop])
@@ -132,10 +131,10 @@ def test_arguments_are_read_by_plan() -> None:
 def test_one_request_without_a_batch_axis() -> None:
     """A prefix length and a longest item as tensors of no dimension are those of the only request."""
     arguments = multi_item.draw([6], [20], 4, 0).arguments(CPU)
-    expected = bounded([6], [20], arguments).lengths.key_bounds
+    expected = bounded([6], [20], arguments).key_bounds
     one = {name: arguments[name].squeeze(0) for name in ("prefix_len_ptr", "max_item_len_ptr")}
     assert all(x.dim() == 0 for x in one.values())
-    found = bounded([6], [20], arguments | one).lengths.key_bounds
+    found = bounded([6], [20], arguments | one).key_bounds
     assert found is not None
     assert np.array_equal(found, expected)
     with pytest.raises(ArgumentError, match=r"prefix_len_ptr must have shape \[batch_size\] = \(2,\), got 1 elements"):

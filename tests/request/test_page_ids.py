@@ -11,7 +11,7 @@ import torch
 from cute_attn import ArgumentError
 from cute_attn.dispatch.reference import ReferenceRun
 from cute_attn.problem import BatchLengths, BatchProblem
-from cute_attn.request import page_ids
+from cute_attn.request import caches
 from tests.support.batch_case import call, make, paged, plan_arguments, wrapper
 from tests.support.formula import assert_batch_right
 
@@ -27,7 +27,7 @@ def check(
         k=torch.empty(pages, 4, 1, 8),
         kv_indices=torch.tensor(indices, dtype=torch.int32),
     )
-    page_ids.pages(problem, lengths)  # type: ignore[arg-type]
+    caches.check_pages(problem, lengths)  # type: ignore[arg-type]
 
 
 def test_good_pages() -> None:
@@ -101,4 +101,4 @@ def test_wide_page_numbers_on_a_device_saturate() -> None:
         is_cpu = False
 
     wide = torch.tensor([3, 1 << 32, -(1 << 40), (1 << 31) - 1])
-    assert page_ids.as_int32(wide.as_subclass(OnDevice), torch.device("cpu")).tolist() == [3, 2**31 - 1, -1, 2**31 - 1]
+    assert caches.as_int32(wide.as_subclass(OnDevice), torch.device("cpu")).tolist() == [3, 2**31 - 1, -1, 2**31 - 1]

@@ -35,4 +35,4 @@ def build(case: BatchCase) -> Built:
     for buffer in (problem.out, problem.lse):
         if buffer is not None:
             buffer.fill_(math.nan)
-    return Built(case, inputs, problem, plan.tokens.lengths, plan.limits)
+    return Built(case, inputs, problem, plan.lengths.host, plan.limits)

@@ -9,8 +9,7 @@ from unittest import mock
 
 import torch
 
-from cute_attn.problem import DeviceTokens
-from cute_attn.request import index_arrays
+from cute_attn.problem import DeviceLengths
 from cute_attn.wrappers import plan_request
 from tests.support.batch_case import BatchCase, BatchInputs, decode, heads, paged, plan_arguments, ragged
 
@@ -39,7 +38,7 @@ def moved(case: BatchCase, inputs: BatchInputs, device: str) -> dict[str, Any]:
     return {name: x.to(device) if name in INDEX_ARRAYS else x for name, x in arguments.items()}
 
 
-def _read(tokens: DeviceTokens) -> Any:
+def _read(lengths: DeviceLengths) -> Any:
     raise AssertionError("the lengths were read on the host")
 
 
@@ -48,7 +47,6 @@ def emulated_device() -> Iterator[None]:
     """CPU tensors count as tensors on the device, and reading lengths on the host is an error."""
     with (
         mock.patch.object(plan_request, "_is_on", lambda device, value: isinstance(value, torch.Tensor)),
-        mock.patch.object(index_arrays, "_numbers", return_value=None),  # reads tensors on the CPU
-        mock.patch.object(DeviceTokens, "host", property(_read)),
+        mock.patch.object(DeviceLengths, "host", property(_read)),
     ):
         yield

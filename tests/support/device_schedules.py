@@ -139,7 +139,7 @@ def launch(planner: Planner, lengths: DeviceLengths, memory: Memory) -> None:
     if planner.device_index != CPU:
         planner(lengths, *memory)
         return
-    inputs = {name: x for name, x in lengths._asdict().items() if isinstance(x, torch.Tensor) and x.numel()}
+    inputs = {name: x for name, x in lengths.arrays().items() if x.numel()}
     written = {name: x for name, x in memory._asdict().items() if x.numel()}
     with adapter.visible({**inputs, **written}, written):
         planner(lengths, *memory)

@@ -517,8 +517,8 @@ LATENT_ENTRIES = {
 
 # ---- caches and states
 
-PAIR = ("paged_kv_cache", ("paged_kv_cache[0]", "paged_kv_cache[1]"))
-SCALE_PAIR = ("kv_cache_sf", ("kv_cache_sf[0]", "kv_cache_sf[1]"))
+PAIR = ("paged_kv_cache", ("k of paged_kv_cache", "v of paged_kv_cache"))
+SCALE_PAIR = ("kv_cache_sf", ("k of kv_cache_sf", "v of kv_cache_sf"))
 NEW_ROWS = {name: randn(3, KV_HEADS, DIM) for name in ("append_key", "append_value")}
 TABLE = {"batch_indices": ints(0, 0, 1), "positions": ints(0, 1, 2), **INDICES}
 TABLE |= {"kv_indptr": ints(*PAGE_INDPTR), "kv_last_page_len": ints(*LAST_PAGE_LEN)}

@@ -252,7 +252,7 @@ def other_device(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments |
     return None if a[name] is None else {name: a[name].to("meta")}
 
 
-@corrupts("must be a torch.Tensor|must be a tensor or a tuple")
+@corrupts("must be a torch.Tensor|must be a tensor or a pair")
 def no_tensor(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
     name = rng.choice(["query", "block_tables", "seq_lens", "workspace_buffer", "kv_cache", "out"])
     return {name: rng.choice([3, "no tensor", list(range(100_000)), {}])}

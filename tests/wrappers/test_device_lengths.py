@@ -12,8 +12,7 @@ import torch
 from cute_attn import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
 from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
-from cute_attn.problem import DeviceTokens
-from cute_attn.request import index_arrays
+from cute_attn.problem import DeviceLengths
 from cute_attn.wrappers import plan_request
 from tests.support.dense_attention import decoded
 
@@ -29,15 +28,14 @@ BATCHES = (  # lengths, and the dtype of the index arrays
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """CPU tensors count as tensors on the GPU. Counts how often the host reads lengths."""
     reads: list[int] = []
-    host = DeviceTokens.host.func
+    host = DeviceLengths.host.func
 
-    def counted(self: DeviceTokens) -> Any:
+    def counted(self: DeviceLengths) -> Any:
         reads.append(1)
         return host(self)
 
     monkeypatch.setattr(plan_request, "_is_on", lambda device, x: True)
-    monkeypatch.setattr(index_arrays, "_numbers", lambda value: None)  # reads tensors on the CPU
-    monkeypatch.setattr(DeviceTokens, "host", property(counted))
+    monkeypatch.setattr(DeviceLengths, "host", property(counted))
     return reads
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_attn.emulator.settings import using
-from cute_attn.problem import DeviceTokens
+from cute_attn.problem import DeviceLengths
 from cute_attn.wrappers import plan
 from tests.support.batch_case import BatchCase, call, make, plan_arguments, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED, emulated_device, moved
@@ -44,7 +44,7 @@ def test_results_without_lengths_on_the_host(cases: list[BatchCase], target: tup
                     if name in arguments:
                         arguments[name].fill_(-1)
             compare(case, inputs, planned)
-            assert isinstance(planned._plan_info.tokens, DeviceTokens)
+            assert isinstance(planned._plan_info.lengths, DeviceLengths)
 
 
 @pytest.mark.parametrize("cases", KINDS, ids=IDS)
@@ -157,7 +157,7 @@ def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], mo
                 captured = planned._plan.with_options(num_qo_heads=case.num_qo_heads // 2)
                 captured.schedule_for_run()
         run = captured.batch.launch.planned
-        places = {x.data_ptr() for x in run.device_lengths if isinstance(x, torch.Tensor)}
+        places = {x.data_ptr() for x in run.device_lengths.arrays().values()}
         assert places == {x.data_ptr() for name, x in buffers.items() if "indices" not in name}
         planned.plan(**moved(other, later, "cpu"))
         compare(other, later, planned)

@@ -64,7 +64,7 @@ def assert_follows(cases: list[BatchCase], graph: bool) -> Any:
     assert torch.equal(launch.planned.records, own.launch.planned.records)
     schedule, other = launch.planned.schedule, own.launch.planned.schedule
     assert dataclasses.replace(schedule, work=other.work) == other
-    assert (now.rows, now.tokens.kv_end) == (own.rows, own.tokens.kv_end)
+    assert (now.rows, now.lengths.kv_end) == (own.rows, own.lengths.kv_end)
     return planned
 
 

@@ -138,7 +138,7 @@ def test_a_plan_renews_what_ran(case: BatchCase) -> None:
         made.begin_forward(**plan_arguments(other, make(other)))
         renewed = [variant for variant in made._plan.variants if variant.batch is not None]
         assert [variant.staging for variant in renewed] == [variant.staging for variant in used]
-        assert all(list(v.batch.tokens.lengths.kv_len) == list(other.kv_lens) for v in renewed)
+        assert all(list(v.batch.lengths.host.kv_len) == list(other.kv_lens) for v in renewed)
         forward(other, made, logits_soft_cap=5.0)
 
 

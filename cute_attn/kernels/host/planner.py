@@ -145,5 +145,5 @@ class Planner:
         addresses = [0 if x is None else x.data_ptr() for x in indptrs]
         items, counts, at = records.data_ptr(), scratch.data_ptr(), self.layout
         kept = [counts + 4 * start for start in (0, at.first_tile, at.groups, at.order, at.tiles, at.splits)]
-        of_lengths, memory = (*addresses, lengths.q_len, lengths.max_kv), (items, items + 4 * at.merges, *kept)
+        of_lengths, memory = (*addresses, lengths.q_len or 0, lengths.kv_end), (items, items + 4 * at.merges, *kept)
         self.launch.fire(current_stream(self.device_index), of_lengths, ((1, 1, 1), memory))

@@ -66,7 +66,7 @@ def schedule(
     if isinstance(lengths, DeviceLengths):
         records[: 2 * batch_size] = 0  # until `XqaBatchRun.again`
     else:
-        records[batch_size : 2 * batch_size], records[:batch_size] = lengths.kv_ranges
+        records[batch_size : 2 * batch_size], records[:batch_size] = lengths.kv_start, lengths.kv_len
     return XqaBatchSchedule(rule, config, batch_size, records)
 
 
@@ -80,7 +80,7 @@ def rule_of_batch(
     assert qo_len is not None  # given by decode wrappers
     if limits.keeps_address:
         return rule_of(features, arch, shape_of(batch_size, settings, qo_len))
-    longest = lengths.max_kv * settings.page_size if isinstance(lengths, DeviceLengths) else lengths.longest_kv
+    longest = lengths.kv_end * settings.page_size if isinstance(lengths, DeviceLengths) else lengths.longest_kv
     return rule_of(features, arch, shape_of(batch_size, settings, qo_len, longest))
 
 
@@ -124,7 +124,7 @@ class XqaBatchRun(BatchRun):
             return True
         size = self.batch_size
         records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero
-        records[size:], records[:size] = lengths.kv_ranges
+        records[size:], records[:size] = lengths.kv_start, lengths.kv_len
         self.staging.upload(records)
         return True
 
@@ -142,7 +142,7 @@ def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, 
     assert last is not None  # of paged requests
     if not batch:
         return
-    values = lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.max_kv
+    values = lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.kv_end
     prepared(_lengths_kernel, gpu).fire(current_stream(gpu.device_index), values, ((-(-batch // THREADS), 1, 1),))
 
 
