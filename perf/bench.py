@@ -144,10 +144,10 @@ def add_times(
     entries: Mapping[str, dict[str, Any]], calls: Mapping[str, Sequence[Call]], timer: CudaGraphTimer, rounds: int
 ) -> int | None:
     """Adds to the entries of all calls their times, or why there are none. Returns the SM clock in MHz."""
-    measured = measure(calls, timer, rounds)
-    for name, timing in measured.timings.items():
-        entries[name].update({"reason": timing} if isinstance(timing, str) else timing._asdict())
-    return measured.sm_clock_mhz
+    times, clock = measure(calls, timer, rounds)
+    for name, found in times.items():
+        entries[name].update(found)
+    return clock
 
 
 def prepare(

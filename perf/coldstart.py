@@ -116,13 +116,6 @@ def measure(library: str) -> dict[str, float]:
 # ---- all processes
 
 
-def fresh(library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
-    """Returns what a new process measures, or the reason why it could not."""
-    from perf import program
-
-    return program.in_process("coldstart", library, env, limit, lines=1)
-
-
 def conditions(library: str, directory: Path) -> dict[str, dict[str, str]]:
     """Returns the environments of a library's processes, by name, in the order in which they must run."""
     cache, bundle = str(directory / "cache"), str(directory / "bundle")
@@ -149,9 +142,11 @@ class Run:
 
     def start(self, library: str, env: dict[str, str]) -> dict[str, Any] | None:
         """Returns what a new process measures, or the reason why it could not; None if the budget does not last."""
+        from perf import program
+
         if self._left() <= 0:
             return None
-        found = fresh(library, env, min(self._limit, self._left()))
+        found = program.in_process("coldstart", library, env, min(self._limit, self._left()), lines=1)
         return None if "reason" in found and self._left() <= 0 else found
 
     def _left(self) -> float:
@@ -223,7 +218,7 @@ def _bytes_of(distribution: str) -> int | None:
     return total
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     from perf import program
     from perf.bench import save
     from perf.machine import why_no_gpu
@@ -254,8 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for library in options.libraries:
         measured(library, 1 if library == "FlashInfer" else options.repeats, run, keep)  # FlashInfer: minutes each
     print("\n\n".join(cold_start_tables(record)))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -26,7 +26,7 @@ from cute_attn.integrations.distributed import ring, travel
 from cute_attn.integrations.distributed.ranks import Ranks
 from perf import program
 from perf.bench import TOLERANCE, oracle, save
-from perf.harness import Call, Timing, interleaved, timing
+from perf.harness import Call, CudaGraphTimer, Timing, interleaved, timing
 from perf.workloads import BatchInputs, BatchWorkload, equal, one_request, pages_of
 
 ONE = "one GPU"
@@ -49,27 +49,16 @@ class Candidate(NamedTuple):
     of_ranks: Callable[[Sequence[float]], float] = max  # the time that counts: of the slowest rank
 
 
-class Stopwatch:
-    """Captures and times calls on this rank, with CUDA graphs and events on the current device."""
+class Stopwatch(CudaGraphTimer):
+    """Captures and times calls on this rank."""
 
-    def capture(self, call: Call) -> Call:
-        """Returns a replay of a call that has run before."""
-        graph = torch.cuda.CUDAGraph()
-        # The watchdog thread of NCCL queries events meanwhile, which the default mode forbids to all threads.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            call()
-        return graph.replay
+    forbidden = "thread_local"  # the watchdog thread of NCCL queries events meanwhile
 
     def microseconds(self, call: Call) -> float:
         """Runs a call behind a barrier and waits for its end."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         dist.barrier()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) * 1e3
+        return self.run([call])[0] * 1e3
 
 
 def measure(candidates: Mapping[str, Candidate], stopwatch: Stopwatch, rounds: int) -> dict[str, Timing]:
@@ -86,12 +75,10 @@ def measure(candidates: Mapping[str, Candidate], stopwatch: Stopwatch, rounds: i
 
 
 def _repeated(candidate: Candidate, stopwatch: Stopwatch) -> Call:
-    def repeated() -> None:
-        for _ in range(candidate.launches):
-            candidate.call()
-
     candidate.call()  # lazy initialisation must not happen during a capture
-    return stopwatch.capture(repeated) if candidate.graph else repeated
+    if candidate.graph:
+        return stopwatch.capture([candidate.call], candidate.launches)
+    return lambda: [candidate.call() for _ in range(candidate.launches)]
 
 
 def _gathered(values: list[float], candidate: Candidate) -> list[float]:
@@ -230,20 +217,17 @@ def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespac
     dist.destroy_process_group()
 
 
-def main() -> int:
+def main() -> None:
     parser = program.parser("distributed", __doc__, ROUNDS)
     parser.add_argument("--gpus", type=int, default=2, help="number of GPUs (default 2)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose phase and name contain these")
     options = parser.parse_args()
-    found = torch.cuda.device_count()
-    if program.gpu(f"torch sees {found} of {options.gpus} GPUs" if found < options.gpus else None) is None:
-        return 2
+    program.gpu(count=options.gpus)
     record = {**program.head("distributed", gpus=str(options.gpus)), "distributed": []}
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options.gpus, folder, options, record)
         torch.multiprocessing.spawn(run_rank, args=arguments, nprocs=options.gpus)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

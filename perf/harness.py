@@ -11,6 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,32 +41,31 @@ class Timing(NamedTuple):
     rounds: int
 
 
-class Measurement(NamedTuple):
-    """Timing of every candidate of a row, or the reason why there is none."""
-
-    timings: dict[str, Timing | str]
-    sm_clock_mhz: int | None
-
-
-class Replay(NamedTuple):
+@dataclass(frozen=True)
+class Replay:
     """Captured launches."""
 
     graph: torch.cuda.CUDAGraph
     launches: int
 
+    def __call__(self) -> None:
+        self.graph.replay()
+
 
 class CudaGraphTimer:
     """Captures launches into CUDA graphs on the current device and times their replays."""
 
+    forbidden = "global"  # where a capture forbids calls that it would not record
+
     def capture(self, calls: Sequence[Call], launches: int) -> Replay:
         """Captures `launches` launches, cycling through `calls`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=self.forbidden):
             for i in range(launches):
                 calls[i % len(calls)]()
         return Replay(graph, launches)
 
-    def run(self, replays: Sequence[Replay]) -> list[float]:
+    def run(self, replays: Sequence[Call]) -> list[float]:
         """Replays each once, in order, and returns their milliseconds.
 
         Synchronises only at the end, so that the GPU does not idle and slow down between candidates.
@@ -74,7 +74,7 @@ class CudaGraphTimer:
         for replay in replays:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            replay.graph.replay()
+            replay()
             end.record()
             events.append((start, end))
         torch.cuda.synchronize()
@@ -83,7 +83,7 @@ class CudaGraphTimer:
     def sm_clock_mhz(self, replay: Replay) -> int | None:
         """Returns the SM clock in MHz while `replay` runs; None if it is unknown."""
         for _ in range(CLOCK_REPLAYS):
-            replay.graph.replay()
+            replay()
         clock = nvidia_smi("clocks.sm")
         torch.cuda.synchronize()
         return int(clock) if clock and clock.isdigit() else None
@@ -96,23 +96,25 @@ def reason(error: BaseException) -> str:
     return words if error.__context__ is None else f"{words}; after {reason(error.__context__)}"
 
 
-def measure(candidates: Mapping[str, Sequence[Call]], timer: CudaGraphTimer, rounds: int = ROUNDS) -> Measurement:
-    """Times every candidate; one that cannot be captured gets a reason instead, and the others continue."""
-    results: dict[str, Timing | str] = {}
+def measure(
+    candidates: Mapping[str, Sequence[Call]], timer: CudaGraphTimer, rounds: int = ROUNDS
+) -> tuple[dict[str, dict[str, Any]], int | None]:
+    """Returns the fields of every candidate's `Timing`, or a "reason" where it cannot be captured, and the SM clock."""
+    results: dict[str, dict[str, Any]] = {}
     replays: dict[str, Replay] = {}
     for name, calls in candidates.items():
         try:
             replays[name] = _sized_capture(calls, timer)
         except Exception as error:  # a failing peer must not end the run
-            results[name] = f"not captured: {reason(error)}"
+            results[name] = {"reason": f"not captured: {reason(error)}"}
     if not replays:
-        return Measurement(results, None)
+        return results, None
     _warm_up(list(replays.values()), timer)
     samples = interleaved(list(replays), rounds, lambda order: timer.run([replays[name] for name in order]))
     for name, milliseconds in samples.items():
         launches = replays[name].launches
-        results[name] = timing([ms * 1e3 / launches for ms in milliseconds], launches)
-    return Measurement(results, timer.sm_clock_mhz(next(iter(replays.values()))))
+        results[name] = timing([ms * 1e3 / launches for ms in milliseconds], launches)._asdict()
+    return results, timer.sm_clock_mhz(next(iter(replays.values())))
 
 
 def interleaved(
@@ -195,7 +197,7 @@ def ceilings(
     }
 
 
-def _median(result: Timing | str) -> float:
-    if isinstance(result, str):
-        raise RuntimeError(f"a ceiling could not be measured: {result}")
-    return result.median_us
+def _median(result: Mapping[str, Any]) -> float:
+    if "reason" in result:
+        raise RuntimeError(f"a ceiling could not be measured: {result['reason']}")
+    return float(result["median_us"])

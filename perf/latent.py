@@ -17,7 +17,7 @@ import torch
 import cute_attn
 from perf import program
 from perf.harness import Call
-from perf.machine import flashinfer, module, require
+from perf.machine import flashinfer, module
 
 LATENT, ROPE, PAGE = 512, 64, 64
 SCALE = (128 + ROPE) ** -0.5
@@ -143,12 +143,10 @@ def measured(w: LatentWorkload, device: torch.device, rounds: int) -> dict[str, 
     want = torch.stack([formula(sets[0], request) for request in checked])
 
     def check(name: str, call: Call) -> dict[str, float]:
-        error = float((call()[checked].double() - want).norm() / want.norm())
-        require(error <= TOLERANCE, f"wrong: relative difference {error:.2e} to the formula")
-        return {"error": error}
+        return {"error": program.difference(call()[checked], want, TOLERANCE, "the formula")}
 
     return program.beside(w, w.work, CANDIDATES, sets, check, rounds)
 
 
 if __name__ == "__main__":
-    raise SystemExit(program.measure_rows("latent", __doc__, WORKLOADS, measured))
+    program.measure_rows("latent", __doc__, WORKLOADS, measured)

@@ -136,16 +136,14 @@ def peer_calls(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]
             name = f"{peer.name}, {w.phase}{' wrapper, run' if w in BATCHES else ''}"
             found.setdefault(name, functools.partial(bind, peer, w, name))
 
-    def growing() -> dict[str, Call]:
-        decode = flashinfer("flashinfer").single_decode_with_kv_cache
-        return {"FlashInfer decode, growing cache": GrowingCache(LONG.inputs(device), decode)}
-
-    def plans() -> dict[str, Call]:
+    def others() -> dict[str, Call]:
         library = flashinfer("flashinfer")
         calls = plan_calls(library, device, {"use_tensor_cores": True}, {"backend": "fa2"})
-        return {f"FlashInfer fa2, {name}": call for name, call in calls.items()}
+        growing = GrowingCache(LONG.inputs(device), library.single_decode_with_kv_cache)
+        plans = {f"FlashInfer fa2, {name}": call for name, call in calls.items()}
+        return {"FlashInfer decode, growing cache": growing, **plans}
 
-    return {**found, "FlashInfer decode, growing cache": growing, "FlashInfer fa2, plan": plans}
+    return {**found, "FlashInfer fa2, plan": others}
 
 
 # ---- calls of ours: single ones, runs and plans of wrappers
@@ -345,21 +343,16 @@ def pretend(arch: str) -> None:
             print(f"{name:66} {found.median_us:8.1f} us, {driver.launches - before} launches")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = program.parser("overhead", __doc__)
     parser.add_argument("--pretend", choices=ARCHS, metavar="ARCH", help="time our calls without a GPU")
     options = parser.parse_args(argv)
     if options.pretend:
-        pretend(options.pretend)
-        return 0
-    device = program.gpu()
-    if device is None:
-        return 2
-    record = {**program.head("overhead"), "overhead": measure_all(device)}
+        return pretend(options.pretend)
+    record = {**program.head("overhead"), "overhead": measure_all(program.gpu())}
     save(record, options.out)
     print(markdown(record))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -137,9 +137,7 @@ def _first(call: Call) -> torch.Tensor:
 def _varied(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, dict[str, Any]]:
     """Returns q and the arguments that say which tokens belong to which request."""
 
-    def ints(values: Sequence[int]) -> torch.Tensor:
-        return _ints(values).to(x.q.device)
-
+    ints = functools.partial(torch.tensor, dtype=torch.int32, device=x.q.device)
     bounds: dict[str, Any] = {"max_seqlen_q": max(w.qo_lens), "max_seqlen_k": max(w.kv_lens)}
     if w.page_size:
         bounds |= {"seqused_k": ints(w.kv_lens), "page_table": block_table(w, x)}
@@ -176,7 +174,8 @@ def planned(
     def plan(x: BatchInputs) -> Any:
         workspace = _workspace(sets) if shared is None else shared
         wrapper = getattr(library, f"Batch{kind}KVCacheWrapper")(workspace, "NHD", **chosen)
-        *bounds, last = _index_arrays(x, on_host, w.qo_indptr, w.kv_indptr, w.last_page_len if paged else ())
+        ints = functools.partial(torch.tensor, dtype=torch.int32, device="cpu" if on_host else x.q.device)
+        *bounds, last = map(ints, (w.qo_indptr, w.kv_indptr, w.last_page_len if paged else ()))
         pages, page_size = ([x.indices, last], [w.page_size]) if paged else ([], [])
         sizes = w.num_qo_heads, w.num_kv_heads, w.head_dim, *page_size
         wrapper.plan(*bounds[decode:], *pages, *sizes, **options, **plan_options)
@@ -260,15 +259,6 @@ def block_table(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
 
 def ours(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False) -> list[Call]:
     return planned(cute_attn, w, sets, on_host, backend=backend)
-
-
-def _index_arrays(x: BatchInputs, on_host: bool, *arrays: Sequence[int]) -> list[torch.Tensor]:
-    """Returns the arguments of a plan where engines have them, on the GPU, or on the host."""
-    return [_ints(values) if on_host else _ints(values).to(x.q.device) for values in arrays]
-
-
-def _ints(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def _workspace(sets: Sequence[BatchInputs]) -> torch.Tensor:

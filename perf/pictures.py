@@ -28,20 +28,16 @@ class Theme(NamedTuple):
 
     text: str
     grid: str
-    lines: Mapping[str, str]
+    colours: tuple[str, ...]
+
+    @property
+    def lines(self) -> dict[str, str]:
+        return dict(zip((*MARKERS, "ceiling"), self.colours, strict=True))
 
 
 THEMES = {
-    "light": Theme(
-        "#1f2328",
-        "#d1d9e0",
-        {OURS: "#c2410c", "FA4": "#2563a8", "cuDNN": "#4d7c0f", "FlashInfer": "#7c3aad", "ceiling": "#6e7781"},
-    ),
-    "dark": Theme(
-        "#e6edf3",
-        "#3d444d",
-        {OURS: "#ff8a4c", "FA4": "#6cb6ff", "cuDNN": "#a5d65a", "FlashInfer": "#cf9bff", "ceiling": "#9198a1"},
-    ),
+    "light": Theme("#1f2328", "#d1d9e0", ("#c2410c", "#2563a8", "#4d7c0f", "#7c3aad", "#6e7781")),
+    "dark": Theme("#e6edf3", "#3d444d", ("#ff8a4c", "#6cb6ff", "#a5d65a", "#cf9bff", "#9198a1")),
 }
 MARKERS = {OURS: "o", "FA4": "s", "cuDNN": "^", "FlashInfer": "D"}
 FAMILIES = {"flash-attn-4": "FA4", "torch cuDNN": "cuDNN"}  # the others are FlashInfer's kernels
@@ -60,20 +56,12 @@ def style(theme: Theme) -> Iterator[Any]:
         "svg.hashsalt": "cute_attn",
         "font.family": "DejaVu Sans",
         "font.size": 8.5,
-        "text.color": theme.text,
-        "axes.labelcolor": theme.text,
-        "axes.edgecolor": theme.grid,
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-        "savefig.facecolor": "none",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": theme.grid,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme.text),
+        **dict.fromkeys(("axes.edgecolor", "grid.color"), theme.grid),
+        **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "none"),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+        **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
         "grid.linewidth": 0.6,
-        "xtick.color": theme.text,
-        "ytick.color": theme.text,
         "axes.titlesize": 9.5,
         "axes.titleweight": "bold",
         "legend.frameon": False,
@@ -325,15 +313,14 @@ def bars(record: Record, path: Path) -> None:
         pyplot.close(figure)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m perf.pictures", description=__doc__)
     parser.add_argument("--out", type=Path, default=PICTURES, help="folder of the files (default docs/pictures)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records (default perf/results)")
     options = parser.parse_args(argv)
     for path in draw(options.out, options.results):
         print(path)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

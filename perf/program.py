@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import torch
 
 from perf.bench import add_times, save
 from perf.harness import ROUNDS, Call, CudaGraphTimer, ceilings, reason
-from perf.machine import environment, why_no_gpu
+from perf.machine import environment, require, why_no_gpu
 
 CACHED_BYTES = 160 << 20  # of all copies together: beyond twice an H200's L2 of 50 MiB, and B200's of 126 MB
 UNITS = {"gb_per_s": "{:.0f} GB/s", "tflops": "{:.0f} TFLOP/s", "speedup": "{:.2f}x"}
@@ -35,11 +36,18 @@ def parser(name: str, about: str | None, rounds: int = 0) -> argparse.ArgumentPa
     return found
 
 
-def gpu(absent: str | None = None) -> torch.device | None:
-    """Returns the current GPU; None, with the reason on stderr, without one or if something else is `absent`."""
-    if absent := why_no_gpu() or absent:
+def gpu(package: str = "torch", count: int = 1) -> torch.device:
+    """Returns the current GPU; ends the program with 2, and the reason on stderr, without `count` of them or without
+    a `package` that it needs.
+    """
+    absent = why_no_gpu()
+    if importlib.util.find_spec(package) is None:
+        absent = absent or f"{package} is not installed"
+    elif (found := torch.cuda.device_count()) < count:
+        absent = absent or f"torch sees {found} of {count} GPUs"
+    if absent:
         print(f"Nothing can be measured: {absent}.", file=sys.stderr)
-        return None
+        raise SystemExit(2)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -84,6 +92,13 @@ def copies(num_bytes: int) -> int:
     return max(2, -(-CACHED_BYTES // num_bytes))
 
 
+def difference(found: torch.Tensor, want: torch.Tensor, allowed: float, to: str) -> float:
+    """Returns the relative difference in norm; raises `UnavailableError` if it is more than is allowed."""
+    error = float((found.double() - want).norm() / want.norm())
+    require(error <= allowed, f"wrong: relative difference {error:.2e} to {to}")
+    return error
+
+
 def beside(
     w: Any,
     work: Mapping[str, float],
@@ -126,15 +141,11 @@ def line(row: Row) -> str:
 
 def measure_rows(
     name: str, about: str | None, workloads: Sequence[Any], measured: Callable[[Any, torch.device, int], Row]
-) -> int:
+) -> None:
     """Runs a command line that measures rows of calls, beside the ceilings."""
-    options = parser(name, about, ROUNDS).parse_args()
-    device = gpu()
-    if device is None:
-        return 2
+    options, device = parser(name, about, ROUNDS).parse_args(), gpu()
     record: Row = {**head(name), "ceilings": ceilings(CudaGraphTimer(), device), name: []}
     for w in workloads:
         record[name].append(measured(w, device, options.rounds))
         print(line(record[name][-1]), flush=True)
         save(record, options.out)
-    return 0

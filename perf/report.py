@@ -38,6 +38,11 @@ def heading(record: Record) -> str:
 ENGINE_OURS, ENGINE_COLUMNS = "CUTE_ATTN", ("prefill", "decode", "long")  # of vLLM
 
 
+def cell(entry: Record, key: str, form: str = ".2f") -> str:
+    """Returns a number of an entry, or "-" where it has none."""
+    return format(entry[key], form) if entry.get(key) is not None else "-"
+
+
 def speed_tables(record: Record) -> list[str]:
     """Returns one table per unit with one column per candidate, then the reasons why candidates are missing."""
     rows = record["rows"]
@@ -50,7 +55,7 @@ def summary_tables(record: Record) -> list[str]:
     """Returns the summary of the sections of `perf.run`, then the tables of their rows."""
     lines = []
     for name, found in record["summary"].items():
-        own = [f"{found[key]:.3f}" if key in found else "-" for key in ("mean", "lowest", "auto")]
+        own = [cell(found, key, ".3f") for key in ("mean", "lowest", "auto")]
         lines.append([name, f"{found['compared']} of {found['rows']}", *own, found.get("lowest_row", "-")])
     header = ["section", "compared with peers", "geometric mean", "lowest", "auto to our best, lowest", "lowest row"]
     return [table(header, lines), *speed_tables(record)]
@@ -59,10 +64,7 @@ def summary_tables(record: Record) -> list[str]:
 def cold_start_tables(record: Record) -> list[str]:
     """Returns the table of `perf.coldstart`, sizes of installations, and why results are missing."""
     columns = {"import": "import_s", "first prefill": "prefill_s", "first decode": "decode_s"}
-    lines = [
-        [name, *(f"{entry[key]:.2f}" if key in entry else "-" for key in columns.values())]
-        for name, entry in record["coldstart"].items()
-    ]
+    lines = [[name, *(cell(entry, key) for key in columns.values())] for name, entry in record["coldstart"].items()]
     sizes = [f"{name} {entry['bytes'] / 1e6:.0f} MB" for name, entry in record["install"].items() if "bytes" in entry]
     missing = [f"- {name}: {entry['reason']}" for name, entry in record["coldstart"].items() if "reason" in entry]
     tables = [table(["seconds", *columns], lines), f"Installed: {', '.join(sizes)}." if sizes else ""]
@@ -77,18 +79,10 @@ def _speed_table(rows: Sequence[Record], unit: str) -> str:
     for row in rows:
         entries = row["candidates"]
         best = max((n for n in ours if "speed" in entries.get(n, {})), key=lambda n: entries[n]["speed"], default="")
-        own = entries.get(best, {})
-        ratio = f"{row['ratio']:.2f} ({row['best_peer']})" if row["ratio"] else "-"
-        lines.append(
-            [
-                row["name"],
-                *(_speed(entries.get(name, {})) for name in names),
-                f"{own['share']:.2f}" if own else "-",
-                ratio,
-                f"{own['error']:.1e}" if own else "-",
-                str(row["sm_clock_mhz"] or "-"),
-            ]
-        )
+        speeds, own = [_speed(entries.get(name, {})) for name in names], entries.get(best, {})
+        ratio = cell(row, "ratio") + (f" ({row['best_peer']})" if row["ratio"] else "")
+        mhz = cell(row, "sm_clock_mhz", "d")
+        lines.append([row["name"], *speeds, cell(own, "share"), ratio, cell(own, "error", ".1e"), mhz])
     return table(header, lines)
 
 
@@ -114,19 +108,15 @@ def _reasons(rows: Sequence[Record], failed_rows: Mapping[str, str]) -> str:
 
 def overhead_tables(record: Record) -> list[str]:
     """Returns the table of host microseconds per call, and of the parts of our calls."""
-    calls = [[name, _host(entry)] for name, entry in record["overhead"].items()]
+    calls = [[name, entry.get("reason") or _host(entry)] for name, entry in record["overhead"].items()]
     return [table(["host µs per call", "median (p20-p80)"], calls)]
 
 
 def call_tables(record: Record) -> list[str]:
     """Returns the table of `perf.append` or `perf.latent`: microseconds of each candidate, then why some have none."""
     rows = record["append"] if "append" in record else record["latent"]
-    names = list(rows[0]["candidates"])
-    times = ([row["candidates"][name].get("median_us") for name in names] for row in rows)
-    lines = [
-        (row["name"], *("-" if us is None else f"{us:.2f}" for us in own)) for row, own in zip(rows, times, strict=True)
-    ]
-    return [table(("us", *names), lines), _reasons(rows, {})]
+    lines = [(row["name"], *(cell(entry, "median_us") for entry in row["candidates"].values())) for row in rows]
+    return [table(("us", *rows[0]["candidates"]), lines), _reasons(rows, {})]
 
 
 def transformers_tables(record: Record) -> list[str]:
@@ -134,11 +124,11 @@ def transformers_tables(record: Record) -> list[str]:
     rows = record["transformers"]
     names = list(dict.fromkeys(name for row in rows for name in (*row["speed"], *row["error"])))
     speeds = [
-        [row["name"], key, *(f"{of[key]:.0f}" if key in of else "-" for of in (row["speed"].get(n, {}) for n in names))]
+        [row["name"], key, *(cell(row["speed"].get(name, {}), key, ".0f") for name in names)]
         for row in rows
         for key in dict.fromkeys(key for of in row["speed"].values() for key in of)
     ]
-    off = [[row["name"], *(f"{row['error'][n]:.1e}" if n in row["error"] else "-" for n in names)] for row in rows]
+    off = [[row["name"], *(cell(row["error"], name, ".1e") for name in names)] for row in rows]
     missing = [f"- {row['name']}, {name}: {why}" for row in rows for name, why in row["reasons"].items()]
     missing += [f"- {name}: {why}" for name, why in record["failed_rows"].items()]
     tables = [table(["model", "tokens/s", *names], speeds), table(["error of logits against fp32", *names], off)]
@@ -169,7 +159,7 @@ def _engine_table(rows: Sequence[Record]) -> str:
     names = sorted(dict.fromkeys(row["backend"] for row in rows), key=lambda name: name != ENGINE_OURS)
     lines = []
     for (mode, column), speeds in best.items():
-        cells = [f"{speeds[name]:,.0f}" if name in speeds else "-" for name in names]
+        cells = [cell(speeds, name, ",.0f") for name in names]
         fastest = max((speed for name, speed in speeds.items() if name != ENGINE_OURS), default=0.0)
         ratio = f"{speeds[ENGINE_OURS] / fastest:.2f}" if ENGINE_OURS in speeds and fastest else "-"
         lines.append((f"{mode}, {column}", *cells, ratio))
@@ -177,14 +167,10 @@ def _engine_table(rows: Sequence[Record]) -> str:
 
 
 def _beside_one_gpu(entry: Record) -> str:
-    if not entry:
-        return "-"
-    return f"{entry['median_us']:.1f}" + (f" ({entry['speedup']:.2f}x)" if "speedup" in entry else "")
+    return cell(entry, "median_us", ".1f") + (f" ({entry['speedup']:.2f}x)" if "speedup" in entry else "")
 
 
 def _host(entry: Record) -> str:
-    if "reason" in entry:
-        return entry["reason"]
     spread = f" ({entry['p20_us']:.1f}-{entry['p80_us']:.1f})" if "p20_us" in entry else ""  # none of several processes
     return f"{entry['median_us']:.1f}{spread}"
 
@@ -207,7 +193,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only recor
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m perf.report", description=__doc__)
     parser.add_argument("records", nargs="+", type=Path, help="JSON files of perf/results")
     records = parser.parse_args(argv).records
@@ -215,8 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not path.is_file():
             parser.error(f"there is no file {path}")
     print("\n".join(markdown(json.loads(path.read_text())) for path in records), end="")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

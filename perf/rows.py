@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from perf.harness import ROUNDS
 from perf.workloads import BatchWorkload, equal, one_request
@@ -41,6 +41,22 @@ def single(length: int, heads: tuple[int, int], head_dim: int) -> list[BatchWork
     return [one_request(length, length, *heads, head_dim, head_dim, causal) for causal in (False, True)]
 
 
+def decode(
+    shapes: Iterable[tuple[int, tuple[int, int], int]], sizes: Sequence[tuple[int, int]], **options: Any
+) -> list[BatchWorkload]:
+    """Returns decode of all `sizes` (requests, their keys) in each of the `shapes` (head dim, heads, page size)."""
+    return [
+        equal(batch_size, 1, kv_len, heads, head_dim, page_size, **options)
+        for head_dim, heads, page_size in shapes
+        for batch_size, kv_len in sizes
+    ]
+
+
+def both(workloads: Sequence[BatchWorkload]) -> list[BatchWorkload]:
+    """Returns workloads with a cache of 16 bits, then the same with one of 8 bits."""
+    return [dataclasses.replace(w, kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES for w in workloads]
+
+
 # ---- anchors: the rows that results are judged by, rows that were behind a peer, other shapes
 
 PREFILL = [
@@ -49,12 +65,10 @@ PREFILL = [
     for batch_size, length in ((1, 16384), (4, 4096), (16, 1024))
     for w in square(batch_size, length, heads, head_dim)
 ]
-DECODE = [
-    equal(batch_size, 1, kv_len, heads, 128, page_size, kv_dtype=kv_dtype)
-    for kv_dtype in KV_DTYPES
-    for heads, page_size in ((HEADS, 16), (GROUPED, 64))
-    for batch_size, kv_len in ((1, 8192), (1, 131072), (8, 8192), (64, 2048), (64, 8192), (256, 1024))
-]
+_DECODE_SHAPES = ((128, HEADS, 16), (128, GROUPED, 64))
+DECODE = both(
+    decode(_DECODE_SHAPES, ((1, 8192), (1, 131072), (8, 8192), (64, 2048), (64, 8192), (256, 1024))),
+)
 UNEVEN = (*(622 + 169 * i for i in range(31)), 5856)
 MANY_LENGTHS = tuple(217 + (3946 - 217) * i // 23 for i in range(24))
 BEHIND_PREFILL = [
@@ -78,22 +92,18 @@ OTHER_PREFILL = [
     equal(4, 4096, 4096, GROUPED, 64, causal=True, sinks=True),
     equal(2, 4096, 4096, HEADS, 128, causal=True, window_left=1024),
 ]
-_SIXTEEN_AND_EIGHT_BITS = [
-    w
-    for kv_dtype in KV_DTYPES
-    for w in (
-        BatchWorkload((1,) * len(UNEVEN), UNEVEN, 28, 4, 128, 16, kv_dtype=kv_dtype),
-        equal(64, 1, 8192, (8, 1), 128, 16, kv_dtype=kv_dtype),
-        equal(1, 1, 2048, HEADS, 128, 16, kv_dtype=kv_dtype),
-        equal(512, 1, 512, HEADS, 128, 16, kv_dtype=kv_dtype),
-        equal(64, 1, 8192, GROUPED, 64, 16, kv_dtype=kv_dtype, window_left=127, sinks=True),
-        equal(64, 1, 8192, GROUPED, 64, 16, kv_dtype=kv_dtype, sinks=True),
-        equal(16, 4, 4096, HEADS, 128, 16, causal=True, kv_dtype=kv_dtype),
-        equal(16, 1, 4096, (16, 8), 256, 32, kv_dtype=kv_dtype),
-        equal(32, 1, 4096, EVERY, 128, 16, kv_dtype=kv_dtype),
-    )
+_OTHER_DECODE = [
+    BatchWorkload((1,) * len(UNEVEN), UNEVEN, 28, 4, 128, 16),
+    equal(64, 1, 8192, (8, 1), 128, 16),
+    equal(1, 1, 2048, HEADS, 128, 16),
+    equal(512, 1, 512, HEADS, 128, 16),
+    equal(64, 1, 8192, GROUPED, 64, 16, window_left=127, sinks=True),
+    equal(64, 1, 8192, GROUPED, 64, 16, sinks=True),
+    equal(16, 4, 4096, HEADS, 128, 16, causal=True),
+    equal(16, 1, 4096, (16, 8), 256, 32),
+    equal(32, 1, 4096, EVERY, 128, 16),
 ]
-OTHER_DECODE = [w for w in _SIXTEEN_AND_EIGHT_BITS if w not in BEHIND_DECODE]
+OTHER_DECODE = [w for w in both(_OTHER_DECODE) if w not in BEHIND_DECODE]
 ANCHORS = {
     "prefill": Section(PREFILL),
     "decode": Section(DECODE, DECODE_BACKENDS),
@@ -111,18 +121,11 @@ MODELS = {
     "gpt-oss": Section(
         [
             *(equal(4, 4096, 4096, GROUPED, 64, 16, True, window_left=window, sinks=True) for window in (127, -1)),
-            *(
-                equal(64, 1, 8192, GROUPED, 64, 16, kv_dtype=kv_dtype, window_left=window, sinks=True)
-                for kv_dtype in KV_DTYPES
-                for window in (127, -1)
-            ),
+            *both([equal(64, 1, 8192, GROUPED, 64, 16, window_left=window, sinks=True) for window in (127, -1)]),
         ]
     ),
     "llama-70b-tp8": Section(
-        [
-            equal(4, 4096, 4096, LLAMA_TP8, 128, 16, causal=True),
-            *(equal(64, 1, 4096, LLAMA_TP8, 128, 16, kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES),
-        ]
+        [equal(4, 4096, 4096, LLAMA_TP8, 128, 16, causal=True), *both([equal(64, 1, 4096, LLAMA_TP8, 128, 16)])]
     ),
     "qwen": Section(
         [
@@ -147,9 +150,7 @@ MODELS = {
     ),
     "vit": Section([equal(64, 197, 197, (16, 16), head_dim) for head_dim in (64, 72, 80)]),
     "engine": Section([BatchWorkload((*(1,) * 63, 2048), (*ENGINE_LENGTHS, 2048), *HEADS, 128, 16, causal=True)]),
-    "verification": Section(
-        [equal(64, 5, 4096, HEADS, 128, 16, causal=True, kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES],
-    ),
+    "verification": Section(both([equal(64, 5, 4096, HEADS, 128, 16, causal=True)])),
 }
 
 # ---- speed over length and over batch size, for pictures: few rounds, as the lines matter and not a single point
@@ -169,7 +170,7 @@ CURVES = {
     },
     **{
         f"curve-decode-{kv_dtype}": Section(
-            [equal(1 << i, 1, 4096, HEADS, 128, 16, kv_dtype=kv_dtype) for i in range(9)], rounds=CURVE_ROUNDS
+            decode([(128, HEADS, 16)], [(1 << i, 4096) for i in range(9)], kv_dtype=kv_dtype), rounds=CURVE_ROUNDS
         )
         for kv_dtype in KV_DTYPES
     },
@@ -211,30 +212,18 @@ FP8_KV = [
     equal(4, 4096, 4096, HEADS, 64, 16, causal=True, kv_dtype="e4m3"),
     equal(4, 4096, 4096, (16, 8), 256, 16, causal=True, kv_dtype="e4m3"),
 ]
-SPREAD = [  # lengths that differ by 256, and as many tokens in equal ones
-    BatchWorkload((1,) * 64, kv_lens, *HEADS, 128, 16, kv_dtype=kv_dtype)
-    for kv_dtype in KV_DTYPES
-    for kv_lens in ((128, 256, 512, 1024, 2048, 4096, 8192, 32768) * 8, (6128,) * 64)
-]
-NVFP4 = [
-    equal(batch_size, 1, kv_len, heads, 128, page_size, kv_dtype="nvfp4")
-    for heads, page_size in ((HEADS, 16), (GROUPED, 64))
-    for batch_size, kv_len in ((1, 8192), (1, 131072), (64, 8192))
-]
-DECODE_DIMS = [  # two warps that share a row, a narrow row, a padded row
-    equal(batch_size, 1, kv_len, heads, head_dim, 64, kv_dtype=kv_dtype)
-    for kv_dtype in KV_DTYPES
-    for head_dim, heads in ((512, (32, 4)), (32, HEADS), (80, HEADS))
-    for batch_size, kv_len in ((1, 8192), (1, 131072), (64, 8192))
-]
-DECODE_WINDOWS = [  # half of gpt-oss's layers; and at head dim 128
-    equal(batch_size, 1, 8192, heads, head_dim, 16, kv_dtype=kv_dtype, window_left=window, sinks=True)
-    for kv_dtype in KV_DTYPES
-    for batch_size, heads, head_dim, window in (
-        *((8, GROUPED, 64, 127), (64, GROUPED, 64, 127), (256, GROUPED, 64, 127)),
-        (32, HEADS, 128, 511),
-    )
-]
+_SPREAD = (128, 256, 512, 1024, 2048, 4096, 8192, 32768) * 8, (6128,) * 64  # as many tokens in equal lengths
+SPREAD = both([BatchWorkload((1,) * 64, kv_lens, *HEADS, 128, 16) for kv_lens in _SPREAD])
+_FEW_AND_MANY = (1, 8192), (1, 131072), (64, 8192)
+NVFP4 = decode(_DECODE_SHAPES, _FEW_AND_MANY, kv_dtype="nvfp4")
+# Two warps that share a row, a narrow row, a padded row.
+DECODE_DIMS = both(decode(((512, (32, 4), 64), (32, HEADS, 64), (80, HEADS, 64)), _FEW_AND_MANY))
+DECODE_WINDOWS = both(  # half of gpt-oss's layers; and at head dim 128
+    [
+        *decode([(64, GROUPED, 16)], ((8, 8192), (64, 8192), (256, 8192)), window_left=127, sinks=True),
+        *decode([(128, HEADS, 16)], ((32, 8192),), window_left=511, sinks=True),
+    ]
+)
 _CHUNKS = (  # requests, their query tokens and keys: query tiles that fill the GPU and a little more
     *((1, 512, 4096, (40, 8), 128), (1, 512, 16384, (40, 8), 128), (1, 640, 8192, HEADS, 128)),
     *((5, 128, 8192, QWEN_7B, 128), (4, 300, 3000, QWEN_7B, 128), (3, 512, 2048, (14, 2), 128)),
@@ -277,15 +266,10 @@ _RARE = (
 _MANY = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (64, 2048), (256, 1024))
 _FEW = ((1, 8192), (4, 4096), (64, 2048))
 DECODE_CHOICE = [
-    *(
-        equal(batch_size, 1, kv_len, heads, head_dim, page_size, kv_dtype=kv_dtype)
-        for kv_dtype, shapes, lengths in (
-            *(("bfloat16", _SHAPES, _MANY), ("bfloat16", (*_PADDED, *_RARE), _FEW)),
-            *(("e4m3", _PADDED, _MANY), ("e4m3", _RARE, _FEW)),
-        )
-        for head_dim, heads, page_size in shapes
-        for batch_size, kv_len in lengths
-    ),
+    *decode(_SHAPES, _MANY),
+    *decode((*_PADDED, *_RARE), _FEW),
+    *decode(_PADDED, _MANY, kv_dtype="e4m3"),
+    *decode(_RARE, _FEW, kv_dtype="e4m3"),
     *(
         equal(batch_size, 1, 8192, heads, head_dim, 16, window_left=window, sinks=True)
         for head_dim, heads in ((64, GROUPED), (128, HEADS))

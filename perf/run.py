@@ -28,7 +28,7 @@ from cute_attn.cli.terminal import ProgressBar
 from perf import program
 from perf.bench import OURS, candidates, run_row, save, summary
 from perf.harness import ROUNDS, Call, CudaGraphTimer, ceilings, reason
-from perf.machine import UnavailableError, flashinfer, module, why_no_gpu
+from perf.machine import UnavailableError, flashinfer, module
 from perf.peers import PEERS, Bind
 from perf.report import markdown
 from perf.rows import CURVE_ROUNDS, GROUPS, RANDOM_NAMES, SECTIONS, Section, random_sections
@@ -131,31 +131,26 @@ def parser(name: str, about: str | None) -> argparse.ArgumentParser:
     return found
 
 
-def measured_sections(options: argparse.Namespace) -> dict[str, Section] | None:
-    """Returns the sections that the options choose; None, with the reason on stderr, if nothing can be measured."""
+def measured_sections(options: argparse.Namespace) -> dict[str, Section]:
+    """Returns the sections that the options choose; ends the program with 2 if nothing can be measured."""
     chosen = chosen_sections(options.sections, options.rows, options.seed)
     if options.backends:
         chosen = {name: section._replace(backends=tuple(options.backends)) for name, section in chosen.items()}
-    if absent := why_no_gpu():
-        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
-    elif not any(section.workloads for section in chosen.values()):
+    program.gpu()
+    if not any(section.workloads for section in chosen.values()):
         print(f"--rows must match the name of a row, got {' '.join(options.rows)}.", file=sys.stderr)
-    else:
-        return chosen
-    return None
+        raise SystemExit(2)
+    return chosen
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns 0, or 2 if nothing can be measured."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
     options = parser("run", __doc__).parse_args(argv)
     chosen = measured_sections(options)
-    if chosen is None:
-        return 2
     if options.warm_peers:
         warm([w for section in chosen.values() for w in section.workloads], options.peers)
     else:
         print(markdown(run("run", chosen, options)))
-    return 0
 
 
 def run(name: str, sections: Mapping[str, Section], options: argparse.Namespace, more: More = lambda w: {}) -> Row:
@@ -259,4 +254,4 @@ def start_again() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

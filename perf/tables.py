@@ -7,12 +7,12 @@ A record is found by its name, `DATE_GPU_NAME.json` in `perf/results/`, whose NA
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from perf.bench import HOST_LENGTHS, OURS, summary
-from perf.report import cold_start_tables, table
+from perf.report import cell, cold_start_tables, table
 from perf.rows import RANDOM_NAMES
 
 Record = Mapping[str, Any]
@@ -50,16 +50,20 @@ FLASHINFER_CALLS = {  # single calls, which the record of host times names other
 
 def find(gpu: str, name: str, results: Path = RESULTS) -> Record | None:
     """Returns the newest record of a name on a GPU ("h100", "h200"), or None."""
-    found = [path for path in results.glob("*.json") if path.stem.split("_", 2)[1:] == [gpu, name]]
-    return json.loads(max(found).read_text()) if found else None
+    return next(records(gpu, name, results=results), None)
+
+
+def records(gpu: str, *names: str, results: Path = RESULTS) -> Iterator[Record]:
+    """Yields the records of these names on a GPU, the newest first."""
+    wanted = [[gpu, name] for name in names]
+    for path in sorted(results.glob("*.json"), reverse=True):
+        if path.stem.split("_", 2)[1:] in wanted:
+            yield json.loads(path.read_text())
 
 
 def rows(gpu: str, section: str, results: Path = RESULTS) -> tuple[Record, list[Row]] | None:
     """Returns the newest record that has the section's rows on this GPU, and these rows; None if there is none."""
-    names = [gpu, "anchors"], [gpu, "curves"]
-    paths = (path for path in results.glob("*.json") if path.stem.split("_", 2)[1:] in names)
-    for path in sorted(paths, reverse=True):
-        record = json.loads(path.read_text())
+    for record in records(gpu, "anchors", "curves", results=results):
         if own := [row for row in record["rows"] if row["section"] == section]:
             return record, own
     return None
@@ -101,15 +105,14 @@ def latent_table(gpu: str, results: Path = RESULTS) -> str:
     record = find(gpu, "latent", results)
     if record is None:
         return ""
-    names = list(record["latent"][0]["candidates"])
     lines = []
     for row in record["latent"]:
-        found = {name: entry for name, entry in row["candidates"].items() if "median_us" in entry}
-        mine, peers = found[OURS], [entry["median_us"] for name, entry in found.items() if name != OURS]
-        cells = (f"{found[name]['median_us']:.1f}" if name in found else NONE for name in names)
+        found, mine = row["candidates"], row["candidates"][OURS]
+        peers = [entry["median_us"] for name, entry in found.items() if name != OURS and "median_us" in entry]
+        times = (cell(entry, "median_us", ".1f") for entry in found.values())
         ratio = f"{min(peers) / mine['median_us']:.2f}" if peers else NONE
-        lines.append([row["name"], *cells, ratio, f"{mine['gb_per_s']:.0f}", f"{mine['tflops']:.0f}"])
-    head = ["us", *names, "to the best peer", "GB/s", "TFLOP/s"]
+        lines.append([row["name"], *times, ratio, cell(mine, "gb_per_s", ".0f"), cell(mine, "tflops", ".0f")])
+    head = ["us", *record["latent"][0]["candidates"], "to the best peer", "GB/s", "TFLOP/s"]
     return f"{source(record)}.\n\n{table(head, lines)}\n"
 
 
@@ -121,21 +124,13 @@ def source(record: Record) -> str:
     return f"{env['gpu']}, {env['date']}, commit {env['commit']}, {', '.join(versions)}; `{record['command']}`"
 
 
-def _number(value: float | None) -> str:
-    return NONE if value is None else f"{value:.0f}"
-
-
-def sources(gpu_rows: Mapping[str, list[tuple[Record, list[Row]]]]) -> str:
-    """Returns a line for each record that a table is made of."""
-    return "".join(f"{text}.\n" for text in dict.fromkeys(source(r) for found in gpu_rows.values() for r, _ in found))
-
-
 def section_table(*sections: str, results: Path = RESULTS) -> str | None:
     """Returns the records of the sections, and their rows with the results of all GPUs side by side: ours, the best
     peer, ratio; None if there is no record.
     """
     measured = _measured(sections, results)
-    return f"{sources(measured)}\n{_side_by_side(measured)}\n" if measured else None
+    sources = dict.fromkeys(f"{source(record)}.\n" for found in measured.values() for record, _ in found)
+    return f"{''.join(sources)}\n{_side_by_side(measured)}\n" if measured else None
 
 
 def _measured(sections: Sequence[str], results: Path) -> dict[str, list[tuple[Record, list[Row]]]]:
@@ -175,7 +170,7 @@ def _lowest(record: Record) -> str:
         numbers = summary(compared)
         found.append(f"{section}: {len(compared)} rows, geometric mean {numbers['mean']:.2f}.")
         for row in sorted(compared, key=lambda row: float(row["ratio"]))[:LOWEST_ROWS]:
-            ours = (_number(row["candidates"].get(name, {}).get("speed")) for name in (OURS, HOST_LENGTHS))
+            ours = (cell(row["candidates"].get(name, {}), "speed", ".0f") for name in (OURS, HOST_LENGTHS))
             lines.append([f"{label(row)}, {row['unit']}", *ours, *_beside_peer(row)[1:]])
     return f"{' '.join(found)}\n\n{table([LOWEST_TITLE, OURS, 'lengths on the host', 'best peer', 'ratio'], lines)}\n"
 
@@ -187,7 +182,7 @@ def host_table(results: Path = RESULTS) -> str | None:
         return None
     text = "".join(f"{source(r)}, host {r['environment'].get('host', '?')}.\n" for r in found.values())
     timed = {
-        gpu: {name.strip(): f"{e['median_us']:.1f}" for name, e in record["overhead"].items() if "median_us" in e}
+        gpu: {name.strip(): cell(e, "median_us", ".1f") for name, e in record["overhead"].items() if "median_us" in e}
         for gpu, record in found.items()
     }
     ours = [name for name in next(iter(timed.values())) if not name.startswith(HOST_PEERS)]
@@ -216,7 +211,7 @@ def summary_table(results: Path = RESULTS) -> str:
         for section in ("prefill", "decode"):
             numbers = summary(found[1]) if (found := rows(gpu, section, results)) else {}
             if "mean" in numbers:
-                means = (f"{numbers[key]:.2f}" for key in ("mean", "lowest"))
+                means = cell(numbers, "mean"), cell(numbers, "lowest")
                 lines.append([f"{title}, {section}", str(numbers["compared"]), *means])
     return table(["to the best peer", "rows", "geometric mean", "lowest"], lines) + "\n"
 
@@ -228,6 +223,5 @@ def readme_table(results: Path = RESULTS) -> str:
 
 def _beside_peer(row: Row | None) -> list[str]:
     entries, name = (row["candidates"], row["best_peer"]) if row else ({}, None)
-    mine = entries.get(OURS, {}).get("speed")
     peer = f"{entries[name]['speed']:.0f} ({PEERS.get(name, name)})" if name else NONE
-    return [_number(mine), peer, f"{row['ratio']:.2f}" if row and row["ratio"] else NONE]
+    return [cell(entries.get(OURS, {}), "speed", ".0f"), peer, cell(row or {}, "ratio")]

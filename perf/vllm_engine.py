@@ -9,7 +9,6 @@ before its decode steps are timed. Whether the tokens are right is not asked her
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import statistics
@@ -46,8 +45,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "cute_attn",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }  # fmt: skip
-PREFILL = 32, 2048  # requests, tokens of a prompt
-DECODE = 256, 128, 256  # the same, tokens to generate
+PREFILL = 32, 2048, 1  # requests, tokens of a prompt, tokens to generate
+DECODE = 256, 128, 256
 LONG = 64, 4096, 128
 HOST = 256, 128, 32
 WARM = 8  # tokens
@@ -81,13 +80,11 @@ class Engine:
         self.llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - start
 
-    def prefill(self, requests: int, tokens: int) -> list[float]:
-        self.seconds(self.prompts(requests, tokens), 1)  # compiles what is left
-        return [requests * tokens / self.seconds(self.prompts(requests, tokens), 1) for _ in range(REPETITIONS)]
-
-    def decode(self, requests: int, tokens: int, new: int) -> list[float]:
-        self.seconds(self.prompts(requests, tokens), WARM)
-        return [requests * new / self.seconds(self.prompts(requests, tokens), new) for _ in range(REPETITIONS)]
+    def speeds(self, requests: int, tokens: int, new: int) -> list[float]:
+        """Return tokens per second: those of prompts if each gets one new token, else the new ones."""
+        self.seconds(self.prompts(requests, tokens), min(new, WARM))  # compiles what is left
+        counted = requests * (tokens if new == 1 else new)
+        return [counted / self.seconds(self.prompts(requests, tokens), new) for _ in range(REPETITIONS)]
 
     def long(self, requests: int, tokens: int, new: int) -> list[float]:
         """Return tokens per second of the decode steps alone."""
@@ -111,8 +108,8 @@ def measure(asked: Mapping[str, Any]) -> program.Row:
         return {**found, "host_us": {name: statistics.median(calls) for name, calls in times.items() if calls}}
     return {
         **found,
-        "prefill": engine.prefill(*PREFILL),
-        "decode": engine.decode(*DECODE),
+        "prefill": engine.speeds(*PREFILL),
+        "decode": engine.speeds(*DECODE),
         "long": engine.long(*LONG),
     }
 
@@ -161,8 +158,8 @@ def save_model(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def main() -> int:
-    """Run the command line. Return 0, or 2 if nothing can be measured."""
+def main() -> None:
+    """Run the command line."""
     parser = program.parser(NAME, __doc__, rounds=1)
     parser.add_argument("--model", choices=MODELS, default="Llama-3-8B")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
@@ -170,9 +167,7 @@ def main() -> int:
     parser.add_argument("--host", action="store_true", help="microseconds on the host per layer of an eager decode")
     parser.add_argument("--limit", type=float, default=300, help="seconds for an engine (default 300)")
     options = parser.parse_args()
-    absent = None if importlib.util.find_spec("vllm") else "vllm is not installed"
-    if program.gpu(absent) is None:
-        return 2
+    program.gpu("vllm")
     record: program.Row = {**program.head(NAME), "model": options.model, NAME: []}
     modes = ["eager"] if options.host else options.modes
     environment = ENVIRONMENT | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if options.host else {})
@@ -187,8 +182,7 @@ def main() -> int:
             save(record, options.out)
     if not options.host:  # whose rows are printed above
         print(markdown(record))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -26,8 +26,8 @@ PACKAGE = [path for path in FILES if ROOT / "cute_attn" in path.parents]
 # Numbers of today as limits: they fall and never rise.
 MAX_HOST_LINES = 20_903
 HOST_FOLDERS = ("wrappers", "request", "dispatch", "schedule", "xqa", "runtime", "ops")  # with the root and every host/
-MAX_PERF_LINES, MAX_PERF_FILES = 5_166, 25
-MAX_TEST_LINES = 53_261
+MAX_PERF_LINES, MAX_PERF_FILES = 5_047, 25
+MAX_TEST_LINES = 51_616
 MAX_MEMOS = 30  # functions that `lru_cache`, `cache` or `once` keeps the results of
 UNBOUNDED_MEMOS = {
     "integrations/transformers/patterns.py: _packed_templates",

@@ -17,45 +17,9 @@ from cute_attn import (
 from tests.support.batch_case import paged, ragged
 from tests.support.error_rows import ints, workspace, zeros
 
-# FlashInfer's older signatures, as its documents have them.
-SEED: dict[Any, str] = {
-    BatchPrefillWithPagedKVCacheWrapper.__init__: "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False "
-    "qo_indptr_buf=None paged_kv_indptr_buf=None paged_kv_indices_buf=None paged_kv_last_page_len_buf=None "
-    "custom_mask_buf=None qk_indptr_buf=None backend='auto'",
-    BatchPrefillWithRaggedKVCacheWrapper.__init__: "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False "
-    "qo_indptr_buf=None kv_indptr_buf=None custom_mask_buf=None qk_indptr_buf=None backend='auto'",
-    BatchPrefillWithPagedKVCacheWrapper.plan: "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len "
-    "num_qo_heads num_kv_heads head_dim page_size custom_mask=None packed_custom_mask=None causal=False "
-    "pos_encoding_mode='NONE' allow_fp16_qk_reduction=False sm_scale=None window_left=-1 logits_soft_cap=None "
-    "rope_scale=None rope_theta=None q_data_type='float16' kv_data_type=None non_blocking=False",
-    BatchPrefillWithRaggedKVCacheWrapper.plan: "qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim "
-    "custom_mask=None packed_custom_mask=None causal=False pos_encoding_mode='NONE' allow_fp16_qk_reduction=False "
-    "window_left=-1 logits_soft_cap=None sm_scale=None rope_scale=None rope_theta=None q_data_type='float16' "
-    "kv_data_type=None",
-}
-RENAMED = {
-    "head_dim": "head_dim_qk",
-    "qk_indptr_buf": "mask_indptr_buf",
-    "allow_fp16_qk_reduction": "use_fp16_qk_reduction",
-}
-
-
-@pytest.mark.parametrize("function", SEED, ids=lambda function: function.__qualname__)
-def test_seed_arguments_exist(function: Any) -> None:
-    parameters = inspect.signature(function).parameters
-    for word in SEED[function].split():
-        name, _, default = word.partition("=")
-        parameter = parameters[RENAMED.get(name, name)]
-        if default and name != "non_blocking":  # the current default, which means the same
-            assert repr(parameter.default) == default
-        else:
-            assert default or parameter.default is inspect.Parameter.empty
-
-
 # ---- plans by position
 
 MASK = torch.ones(29, dtype=torch.bool)
-PACKED = torch.full((4,), 255, dtype=torch.uint8)
 WHERE = {
     "paged": (ints(0, 3, 3, 5), ints(0, 2, 2, 3), ints(4, 0, 2), ints(3, 0, 4), 4, 2, 16, 4),
     "ragged": (ints(0, 3, 3, 5), ints(0, 7, 7, 11), 4, 2, 16),
@@ -72,41 +36,21 @@ def planned_settings(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
     return plan.settings, plan.packed_mask is not None
 
 
-PAGED_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    ((8,), {"head_dim_vo": 8}),
-    ((8, None, None, True), {"head_dim_vo": 8, "causal": True}),
-    ((None, MASK), {"custom_mask": MASK}),
-    ((None, None, PACKED), {"packed_custom_mask": PACKED}),
-    ((None, None, None, True), {"causal": True}),
-    ((None, None, None, False, "ALIBI"), {"pos_encoding_mode": "ALIBI"}),
-    ((None, None, None, True, "NONE", False, 0.5, 7), {"causal": True, "sm_scale": 0.5, "window_left": 7}),
+POSITIONS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [  # of plans; the order: test_flashinfer_surface
     (
+        "paged",
         (8, None, None, True, "NONE", False, None, -1, None, None, None, torch.bfloat16, None, torch.float32),
         {"head_dim_vo": 8, "causal": True, "q_data_type": torch.bfloat16, "o_data_type": torch.float32},
     ),
-    ((None,), {}),
-    ((None, None, None), {}),
-]
-RAGGED_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    *PAGED_CALLS[:6],
-    # window_left, logits_soft_cap, sm_scale
     (
-        (None, None, None, True, "NONE", False, 7, 30.0, 0.5, 2.0, 5e5, "bfloat16"),
-        {
-            "causal": True,
-            "window_left": 7,
-            "logits_soft_cap": 30.0,
-            "sm_scale": 0.5,
-            "rope_scale": 2.0,
-            "rope_theta": 5e5,
-            "q_data_type": "bfloat16",
-        },
+        "ragged",
+        (None, MASK, None, False, "NONE", False, 7, 30.0, 0.5),
+        {"custom_mask": MASK, "window_left": 7, "logits_soft_cap": 30.0, "sm_scale": 0.5},
     ),
 ]
-CALLS = [("paged", *call) for call in PAGED_CALLS] + [("ragged", *call) for call in RAGGED_CALLS]
 
 
-@pytest.mark.parametrize(("kind", "positional", "keywords"), CALLS, ids=[f"{c[0]}-{i}" for i, c in enumerate(CALLS)])
+@pytest.mark.parametrize(("kind", "positional", "keywords"), POSITIONS, ids=["paged", "ragged"])
 def test_positions(kind: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     assert planned_settings(kind, *positional) == planned_settings(kind, **keywords)
 
@@ -142,11 +86,6 @@ def test_the_order_of_older_releases_is_refused(kind: str, positional: tuple[Any
         planned_settings(kind, *positional)
     assert "head_dim_vo, custom_mask, packed_custom_mask, causal" in str(error.value)
     assert "releases custom_mask, packed_custom_mask, causal, pos_encoding_mode" in str(error.value)
-
-
-def test_twice_is_refused() -> None:
-    with pytest.raises(TypeError, match="multiple values for argument 'head_dim_vo'"):
-        planned_settings("paged", 8, head_dim_vo=8)
 
 
 # ---- runs by position

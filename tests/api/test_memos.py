@@ -24,7 +24,7 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Artifact, Param
 from cute_attn.wrappers import calls
-from tests.support.fa2_contract import Fa2Params
+from tests.support.fa2_launches import Fa2Params
 from tests.support.stub_driver import StubDriver, forget_loaded
 
 WARM, CALLS = 1_000, 10_000

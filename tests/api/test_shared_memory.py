@@ -17,21 +17,10 @@ import cute_attn
 from cute_attn import ArgumentError, emulator
 from cute_attn import xqa as low_level
 from perf.pretended_gpu import NullDriver
-from tests.support.entry_points import ENTRIES, Call, Entry, Planned, Tensors
+from tests.support.entry_points import ENTRIES, OTHER_NAMES, Call, Entry, Planned, Tensors
 from tests.support.launch_corpus import pretended
 
 ALIGNMENT = 16
-# What messages call a tensor where the caller's name is another.
-OTHER_NAMES = {
-    "the cache": "[kv]|the cache",
-    "kv_cache": "([kv] of )?kv_cache",
-    "query": "q|query",
-    "workspace_buffer": "workspace_buffer|the workspace",
-    "k of kv_cache": "k( of kv_cache)?",
-    "v of kv_cache": "v( of kv_cache)?",
-    "bmm1_scale": "bmm1_scale|q_scale",
-    "bmm2_scale": "bmm2_scale|v_scale",
-}
 
 
 def with_room(tensors: Tensors, room: int) -> dict[str, torch.Tensor]:

@@ -14,7 +14,6 @@ import torch
 
 from cute_attn import (
     ArgumentTypeError,
-    packbits,
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
@@ -32,11 +31,6 @@ PREFILL_ORDER = (
 def qkv() -> Tensors:
     torch.manual_seed(0)
     return torch.randn(3, 4, 16).half(), torch.randn(7, 2, 16).half(), torch.randn(7, 2, 16).half()
-
-
-@pytest.fixture
-def mask() -> torch.Tensor:
-    return torch.arange(21).reshape(3, 7) % 3 != 0
 
 
 @pytest.mark.parametrize("module", ["prefill", "decode"])
@@ -95,51 +89,6 @@ def test_o_dtype(qkv: Tensors, dtype: torch.dtype) -> None:
 # ---- the positional order of prefill
 
 
-def current_call(qkv: Tensors, **changed: Any) -> Any:
-    """Every positional argument."""
-    values = dict.fromkeys(PREFILL_ORDER)
-    values |= {"causal": False, "kv_layout": "NHD", "pos_encoding_mode": "NONE"}
-    values |= {"use_fp16_qk_reduction": False, "window_left": -1, "backend": "auto", "return_lse": False}
-    return single_prefill_with_kv_cache(*qkv, *{**values, **changed}.values())
-
-
-CHANGES: list[dict[str, Any]] = [
-    {"causal": True},
-    {"pos_encoding_mode": "ALIBI"},
-    {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 100.0},
-    {"use_fp16_qk_reduction": True},
-    {"sm_scale": 0.7},
-    {"window_left": 1},
-    {"logits_soft_cap": 0.5},
-]
-
-
-@pytest.mark.parametrize("changed", CHANGES, ids=lambda changed: "-".join(changed))
-def test_every_slot(changed: dict[str, Any], qkv: Tensors) -> None:
-    assert torch.equal(current_call(qkv, **changed), single_prefill_with_kv_cache(*qkv, **changed))
-
-
-def test_masks_and_layout_by_position(qkv: Tensors, mask: torch.Tensor) -> None:
-    q, k, v = qkv
-    expected = single_prefill_with_kv_cache(q, k, v, custom_mask=mask)
-    assert torch.equal(current_call(qkv, custom_mask=mask), expected)
-    assert torch.equal(current_call(qkv, packed_custom_mask=packbits(mask.flatten(), "little")), expected)
-    hnd = (q, k.transpose(0, 1), v.transpose(0, 1))
-    assert torch.equal(current_call(hnd, kv_layout="HND", custom_mask=mask), expected)
-
-
-def test_scales_and_dtypes_by_position(qkv: Tensors) -> None:
-    scales = {"scale_q": torch.rand(4), "scale_k": torch.rand(2), "scale_v": torch.rand(2)}
-    expected = single_prefill_with_kv_cache(*qkv, **scales)
-    assert torch.equal(current_call(qkv, **scales), expected)
-    assert not torch.equal(current_call(qkv), expected)
-    assert current_call(qkv, o_dtype=torch.float32).dtype == torch.float32
-    assert len(current_call(qkv, return_lse=True)) == 2
-    half = single_prefill_with_kv_cache(*qkv, k_scale=0.5, v_scale=2.0)
-    assert torch.equal(current_call(qkv, k_scale=0.5, v_scale=2.0), half)
-    assert torch.equal(current_call(qkv, backend="reference"), current_call(qkv))
-
-
 BOOL = torch.ones(3, 7, dtype=torch.bool)
 BYTES = torch.ones(3, dtype=torch.uint8)
 OLDER: list[tuple[Any, ...]] = [
@@ -160,28 +109,6 @@ def test_the_order_of_older_releases_is_refused(extra: Any, function: Callable[.
         function(*qkv, *extra)
     assert "scale_q, scale_k, scale_v, o_dtype, custom_mask" in str(error.value)
     assert "custom_mask, packed_custom_mask, causal, kv_layout" in str(error.value)
-
-
-def test_too_many_positionals(qkv: Tensors) -> None:
-    with pytest.raises(TypeError, match="takes from 3 to 23 positional arguments but 24 were given"):
-        single_prefill_with_kv_cache(*qkv, *[None] * 21)
-
-
-def test_an_argument_given_twice(qkv: Tensors) -> None:
-    with pytest.raises(TypeError, match="multiple values for argument 'scale_k'"):
-        single_prefill_with_kv_cache(*qkv, None, None, scale_k=torch.ones(2))
-
-
-def test_return_lse_form_takes_positions(qkv: Tensors, mask: torch.Tensor) -> None:
-    expected = single_prefill_with_kv_cache(*qkv, custom_mask=mask, return_lse=True)
-    found = single_prefill_with_kv_cache_return_lse(*qkv, None, None, None, None, mask)
-    for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want)
-
-
-def test_unknown_keyword(qkv: Tensors) -> None:
-    with pytest.raises(TypeError, match="casual"):
-        single_prefill_with_kv_cache(*qkv, casual=True)  # type: ignore[call-arg]
 
 
 # ---- renamed arguments, hints
@@ -211,32 +138,6 @@ def test_use_tensor_cores_is_a_hint(qkv: Tensors) -> None:
     q, k, v = qkv
     plain = single_decode_with_kv_cache(q[0], k, v)
     assert torch.equal(single_decode_with_kv_cache(q[0], k, v, use_tensor_cores=True), plain)
-
-
-def test_every_positional_slot_of_decode(qkv: Tensors) -> None:
-    q, (k, v) = qkv[0][0], (x.transpose(0, 1) for x in qkv[1:])
-    by_position = single_decode_with_kv_cache(
-        q, k, v, "HND", "ROPE_LLAMA", True, 0.5, 2.0, 3.0, 4, 5.0, 0.6, 2.0, 100.0, True
-    )
-    by_name = single_decode_with_kv_cache(
-        q=q,
-        k=k,
-        v=v,
-        kv_layout="HND",
-        pos_encoding_mode="ROPE_LLAMA",
-        use_tensor_cores=True,
-        q_scale=0.5,
-        k_scale=2.0,
-        v_scale=3.0,
-        window_left=4,
-        logits_soft_cap=5.0,
-        sm_scale=0.6,
-        rope_scale=2.0,
-        rope_theta=100.0,
-        return_lse=True,
-    )
-    for got, want in zip(by_position, by_name, strict=True):
-        assert torch.equal(got, want)
 
 
 def test_import_needs_no_dsl() -> None:

@@ -14,7 +14,19 @@ import torch
 import cute_attn
 from cute_attn import emulator
 from cute_attn.request import batch_run
-from tests.support.batch_case import BatchCase, call, decode, dims, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.batch_case import (
+    BatchCase,
+    call,
+    decode,
+    dims,
+    heads,
+    make,
+    paged,
+    plan_arguments,
+    ragged,
+    random_lengths,
+    wrapper,
+)
 from tests.support.dense_attention import assert_near, attention, random
 from tests.support.engine_case import workspace
 from tests.support.engine_graphs import LAYERS, CapturedLayers
@@ -89,6 +101,23 @@ def test_layers_of_one_plan(case: BatchCase) -> None:
     with emulator.using("sm_90a", kernels="fa2", sms=1):
         captured = CapturedLayers(case, "cpu", emulated_graph, LAYERS[1:3], backend="emulator")
         captured.replay(dataclasses.replace(case, kv_lens=(7, 18), seed=3))
+
+
+GRAPHED = (
+    paged((37, 2, 5, 16), (300,) * 4, page_size=5, kv_layout="HND", mask="causal", **heads(4, 2)),
+    paged((13, 5, 9), (70,) * 3, mask="custom", window_left=30),
+    ragged((30, 20), (90,) * 2, kv_layout="HND", mask="packed"),
+    decode((200,) * 3, q_len=3, page_size=1, fixed_split_size=24, **heads(4, 1)),
+)
+
+
+@pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.id)
+def test_replays_with_other_lengths(case: BatchCase) -> None:
+    with emulator.using("sm_90a", kernels="fa2", sms=4):
+        captured = Captured(case, "cpu", emulated_graph, backend="emulator")
+        captured.replay(case)
+        for seed in range(2):
+            captured.replay(random_lengths(case, seed, max(case.kv_lens)))
 
 
 @pytest.mark.parametrize("kernels", ["fa2", "xqa"])

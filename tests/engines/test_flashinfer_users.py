@@ -1,4 +1,4 @@
-"""What else callers use: appends, mixed batches, shared prefixes, sparse blocks, sink variants, XQA itself.
+"""What else callers use: appends, promised lengths of queries, dequantised pages, XQA itself.
 
 FlashInfer's documents and tests have these forms; TensorRT-LLM's backend appends and plans as `test_append_and_attend`.
 """
@@ -13,16 +13,13 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import attention, cascade, quantization, sparse
+from cute_attn import quantization
 from tests.support.engine_case import (
     BF16,
     Batch,
     Tokens,
     assert_close,
-    assert_lse,
-    attend,
     draft_mask,
-    ends,
     nvfp4_cache,
     workspace,
 )
@@ -30,7 +27,6 @@ from tests.support.engine_case import (
 SCALE = 0.11
 SINKS = (0.5, -1.0, 2.0, 0.0)
 MIXED = Batch((7, 1, 20), (30, 17, 20))
-FP16 = torch.float16
 
 
 def plan(wrapper: Any, tokens: Tokens, **changes: Any) -> None:
@@ -81,174 +77,7 @@ def test_append_and_attend(layout: str, device: str) -> None:
     assert_close(out, tokens.expected(SCALE, causal=True)[0])
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_batch_attention(layout: str, device: str) -> None:
-    """Prefill and decode in one call, with lengths instead of last pages; the result is always a pair."""
-    tokens = Tokens(MIXED, device)
-    wrapper = attention.BatchAttention(kv_layout=layout, device=device)
-    where = (tokens.qo_indptr, tokens.kv_indptr, tokens.kv_indices, tokens.seq_lens)
-    wrapper.plan(
-        *(x.to(device) for x in where),
-        *(4, 2, 128, 128, 16),
-        causal=True,
-        sm_scale=SCALE,
-        q_data_type=BF16,
-        kv_data_type=BF16,
-    )
-    expected = tokens.expected(SCALE, causal=True)
-    out, lse = wrapper.run(tokens.q, tokens.caches(layout))
-    assert_close(out, expected[0])
-    assert_lse(lse, expected[1])
-    buffers = torch.empty_like(tokens.q), torch.empty_like(lse)
-    found = wrapper.run(tokens.q, tokens.caches(layout), out=buffers[0], lse=buffers[1], k_scale=0.5, v_scale=2.0)
-    assert found[0] is buffers[0]
-    assert found[1] is buffers[1]
-    assert_close(found[0], tokens.expected(SCALE * 0.5, causal=True, v_scale=2.0)[0])
-
-
-def test_batch_attention_with_a_soft_cap(device: str) -> None:
-    tokens = Tokens(MIXED, device)
-    wrapper = attention.BatchAttention(device=device)
-    where = (tokens.qo_indptr, tokens.kv_indptr, tokens.kv_indices, tokens.seq_lens)
-    wrapper.plan(*(x.to(device) for x in where), 4, 2, 128, 128, 16, logits_soft_cap=2.0)
-    out, _ = wrapper.run(tokens.q, tokens.caches(), logits_soft_cap=2.0)
-    assert_close(out, tokens.expected(128**-0.5, soft_cap=2.0)[0])
-
-
-def shared(tokens: Tokens, length: int) -> tuple[list[torch.Tensor], Tokens]:
-    """A prefix of all requests, and the tokens with it in front."""
-    generator = torch.Generator().manual_seed(9)
-    prefix = [torch.randn(length, 2, tokens.batch.dim, generator=generator).to(FP16).double() for _ in range(2)]
-    sides = ([torch.cat((p, x)) for x in side] for p, side in zip(prefix, (tokens.keys, tokens.values), strict=True))
-    longer = Batch(tokens.batch.q_lens, [n + length for n in tokens.batch.kv_lens], dtype=FP16, kv_dtype=FP16)
-    whole = Tokens(longer, tokens.device, *sides)
-    whole.q, whole.queries = tokens.q, tokens.queries
-    return [p.to(FP16).to(tokens.device) for p in prefix], whole
-
-
-def test_decode_of_a_shared_prefix(device: str) -> None:
-    tokens = Tokens(Batch((1, 1, 1), (33, 1, 20), dtype=FP16, kv_dtype=FP16), device)
-    prefix, whole = shared(tokens, 40)
-    wrapper = cascade.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), "NHD")
-    where = (tokens.kv_indptr.to(device), tokens.kv_indices, tokens.last_page_len.to(device))
-    wrapper.begin_forward(*where, 4, 2, 128, 16, data_type=FP16)
-    out = wrapper.forward(tokens.q, *prefix, tokens.caches())
-    assert_close(out, whole.expected(128**-0.5)[0], 2e-3)
-
-
-def test_prefill_of_a_shared_prefix(device: str) -> None:
-    tokens = Tokens(Batch(MIXED.q_lens, MIXED.kv_lens, dtype=FP16, kv_dtype=FP16), device)
-    prefix, whole = shared(tokens, 40)
-    wrapper = cascade.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), "HND")
-    where = (tokens.qo_indptr, tokens.kv_indptr, tokens.kv_indices, tokens.last_page_len)
-    wrapper.begin_forward(*(x.to(device) for x in where), 4, 2, 128, 16)
-    hnd = [p.transpose(0, 1).contiguous() for p in prefix]
-    out = wrapper.forward(tokens.q, *hnd, tokens.caches("HND"), causal=True, sm_scale=SCALE)
-    assert_close(out, whole.expected(SCALE, causal=True)[0], 2e-3)
-
-
-@pytest.mark.parametrize("with_mask", [False, True], ids=["", "mask"])
-def test_block_sparse_attention(with_mask: bool, device: str) -> None:
-    """Blocks of 16 rows and 8 columns, of which some rows have none."""
-    blocks = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 1]], dtype=torch.bool)
-    rows, columns = 48, 40
-    tokens = Tokens(Batch((rows,), (columns,)), device)
-    indices = torch.cat([row.nonzero()[:, 0] for row in blocks]).int()
-    inside = torch.rand(len(indices), 16, 8, generator=torch.Generator().manual_seed(1)) < 0.6
-    keep = blocks.repeat_interleave(16, 0).repeat_interleave(8, 1)
-    if with_mask:
-        places = blocks.nonzero().tolist()
-        for (i, j), part in zip(places, inside, strict=True):
-            keep[16 * i : 16 * i + 16, 8 * j : 8 * j + 8] &= part
-    wrapper = sparse.BlockSparseAttentionWrapper(workspace(device))
-    wrapper.plan(
-        ends(blocks.sum(1).tolist()).to(device),
-        indices.to(device),
-        *(rows, columns, 16, 8, 4, 2, 128),
-        mask=inside.to(device) if with_mask else None,
-        sm_scale=SCALE,
-        q_data_type=BF16,
-        o_data_type=BF16,
-    )
-    expected = tokens.expected(SCALE, keep=[keep])
-    out, lse = wrapper.run(tokens.q, *tokens.ragged(), return_lse=True)
-    assert_close(out, expected[0])
-    assert_lse(lse, expected[1])
-
-
-def test_variable_blocks(device: str) -> None:
-    """Blocks of any size, other ones for each kv head; heads come first."""
-    row_sizes, column_sizes = torch.tensor([[20, 5, 23], [1, 40, 7]]), torch.tensor([[16, 9, 30, 1], [5, 5, 40, 6]])
-    blocks = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(2)) < 0.6
-    tokens = Tokens(Batch((48,), (56,)), device)
-    wrapper = sparse.VariableBlockSparseAttentionWrapper(workspace(device))
-    wrapper.plan(
-        blocks.to(device),
-        row_sizes.int().to(device),
-        column_sizes.int().to(device),
-        *(4, 2, 128),
-        sm_scale=SCALE,
-        q_data_type=BF16,
-    )
-    q, k, v = (x.transpose(0, 1).contiguous() for x in (tokens.q, *tokens.ragged()))
-    out = wrapper.run(q, k, v)
-    for head in range(4):
-        kv = head // 2
-        keep = blocks[kv].repeat_interleave(row_sizes[kv], 0).repeat_interleave(column_sizes[kv], 1)
-        one = (x[0][:, i : i + 1] for x, i in ((tokens.queries, head), (tokens.keys, kv), (tokens.values, kv)))
-        assert_close(out[head][:, None], attend(*one, SCALE, keep=keep)[0])
-
-
-# ---- sinks as FlashInfer's own tests pass them
-
-
-def test_sink_variant(device: str) -> None:
-    """The variant that FlashInfer compiles; sinks and scale follow the cache by position."""
-    tokens, sinks = Tokens(MIXED, device), torch.tensor(SINKS, device=device)
-    jit_args = ["batch_prefill_attention_sink", BF16, BF16, BF16, torch.int32, 128, 128]
-    jit_args += [["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", "struct AttentionSink {};"]
-    wrapper = cute_attn.BatchPrefillWithPagedKVCacheWrapper(
-        workspace(device), "NHD", backend="auto", jit_args=jit_args, jit_kwargs={"use_sliding_window": False}
-    )
-    plan(wrapper, tokens, sm_scale=None)
-    out = wrapper.run(tokens.q, tokens.caches(), sinks, SCALE)
-    assert_close(out, tokens.expected(SCALE, causal=True, sinks=sinks)[0])
-
-
-def test_other_variants_are_refused(device: str) -> None:
-    jit_args = ["mine", BF16, BF16, BF16, torch.int32, 128, 128, [], [], [], [], "Mine", "struct Mine {};"]
-    with pytest.raises(NotImplementedError, match="jit_args"):
-        cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace(device), jit_args=jit_args)
-
-
-# ---- lse, lengths
-
-
-@pytest.mark.parametrize("base", ["log2", "ln"])
-@pytest.mark.parametrize("layout", ["NH", "HN"])
-@pytest.mark.parametrize("kind", ["paged", "ragged"])
-def test_base_and_layout_of_the_lse(kind: str, layout: str, base: str, device: str) -> None:
-    """Both are arguments of `run`; a buffer of the caller has the layout too."""
-    tokens = Tokens(Batch((9, 20), (9, 20)), device)
-    if kind == "paged":
-        wrapper: Any = cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
-        plan(wrapper, tokens)
-        tensors: tuple[Any, ...] = (tokens.q, tokens.caches())
-    else:
-        wrapper = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
-        bounds = (tokens.qo_indptr, tokens.token_indptr)
-        wrapper.plan(*bounds, 4, 2, 128, causal=True, sm_scale=SCALE, q_data_type=BF16)
-        tensors = (tokens.q, *tokens.ragged())
-    expected = tokens.expected(SCALE, causal=True)[1] * (math.log(2) if base == "ln" else 1.0)
-    expected = expected.T.contiguous() if layout == "HN" else expected
-    _, lse = wrapper.run(*tensors, return_lse=True, lse_base=base, lse_layout=layout)
-    assert_lse(lse, expected)
-    buffer = torch.full_like(lse, 7.0).contiguous()
-    found = wrapper.run(*tensors, return_lse=True, lse=buffer, lse_base=base, lse_layout=layout)
-    assert found[1].data_ptr() == buffer.data_ptr()
-    assert_lse(buffer, expected)
-    _, plain = wrapper.run(*tensors, return_lse=True)
-    assert_lse(plain, tokens.expected(SCALE, causal=True)[1])
+# ---- lengths
 
 
 @pytest.mark.parametrize("promise", [None, 3, -1, 4])
@@ -311,19 +140,3 @@ def test_xqa_itself(words: int, q_len: int, device: str) -> None:
         )
         expected = tokens.expected(SCALE, causal=True, sinks=torch.tensor(SINKS))[0]
         assert_close(output.view(tokens.q.shape), expected)
-
-
-# ---- single requests
-
-
-def test_single_functions(device: str) -> None:
-    """A vision tower and a small decoder: one call each, with their numbers as keywords."""
-    tokens = Tokens(Batch((9,), (40,)), device)
-    k, v = tokens.ragged()
-    out, lse = cute_attn.single_prefill_with_kv_cache_return_lse(tokens.q, k, v, causal=True, sm_scale=SCALE)
-    expected = tokens.expected(SCALE, causal=True)
-    assert_close(out, expected[0])
-    assert_lse(lse, expected[1])
-    one = cute_attn.single_decode_with_kv_cache(tokens.q[8], k, v, sm_scale=SCALE, logits_soft_cap=2.0)
-    found = attend(tokens.queries[0][8:], tokens.keys[0], tokens.values[0], SCALE, soft_cap=2.0)[0]
-    assert_close(one[None], found)

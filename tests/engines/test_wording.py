@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_attn
-from tests.support.engine_case import BF16, E4M3, Batch, Graph, Tokens, assert_close, nvfp4_pages, workspace
+from tests.support.engine_case import BF16, Batch, Graph, Tokens, assert_close, nvfp4_pages, workspace
 
 SCALE = 0.11
 ROWS = Batch((3,), (3,), page_size=4)
@@ -65,15 +65,6 @@ def test_scales_may_be_numbers_or_tensors_on_the_cpu(by_slots: bool, device: str
     assert torch.equal(k, other)
 
 
-def test_slots_outside_the_cache_are_ignored(device: str) -> None:
-    tokens = Tokens(ROWS, device)
-    (k, _), (k_scales, _) = append(tokens, True, 0.002, 0.003, slots=[1, 12, -5])
-    flat, flat_scales = k.flatten(0, 1), k_scales.view(torch.uint8).flatten(0, 1)
-    assert flat[1].any()
-    assert not flat[[0, *range(2, 12)]].any()
-    assert not flat_scales[[0, *range(2, 12)]].any()
-
-
 def test_a_captured_append_needs_its_scales_on_the_device(device: str) -> None:
     """A number would be a temporary tensor, which a replay would read after its time."""
     tokens = Tokens(ROWS, device)
@@ -114,35 +105,4 @@ def test_k_and_v_may_have_strides_of_their_own(device: str) -> None:
     assert_close(planned_decode(tokens).run(tokens.q, (k, apart)), tokens.expected(SCALE)[0])
 
 
-def test_fp8_rows_at_multiples_of_eight_bytes(device: str) -> None:
-    """FlashInfer reads fp8 rows of 8 bytes and more at a time."""
-    tokens = Tokens(Batch((1, 1), (33, 70), kv_dtype=E4M3), device)
-    caches = []
-    for cache in tokens.caches():
-        wide = torch.zeros(*cache.shape[:-1], 136, dtype=torch.uint8, device=device)
-        wide[..., 8:] = cache.view(torch.uint8)
-        caches.append(wide.view(E4M3)[..., 8:])
-    assert caches[0].stride(2) % 16 == 8
-    assert_close(planned_decode(tokens).run(tokens.q, tuple(caches)), tokens.expected(SCALE)[0])
-
-
 # ---- query lengths of decode
-
-
-def test_q_len_per_req_is_named(device: str) -> None:
-    tokens = Tokens(Batch((2, 2), (33, 70)), device)
-    for wrong in (0, -1):
-        with pytest.raises(ValueError, match="q_len_per_req"):
-            planned_decode(tokens, q_len_per_req=wrong)
-    wrapper = planned_decode(tokens, q_len_per_req=2)
-    with pytest.raises(ValueError, match="q_len_per_req"):
-        wrapper.run(tokens.q[:2], tokens.caches())
-    with pytest.raises(ValueError, match="q_len_per_req"), pytest.warns(DeprecationWarning, match="q_len_per_req"):
-        wrapper.run(tokens.q, tokens.caches(), q_len_per_req=1)
-
-
-def test_an_unplanned_wrapper_is_an_attribute_error(device: str) -> None:
-    """FlashInfer's callers probe with `hasattr`-like handlers."""
-    wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
-    with pytest.raises(AttributeError, match="plan"):
-        wrapper.run(torch.zeros(1, 4, 128, dtype=BF16, device=device), torch.zeros(1, 2, 16, 2, 128, device=device))

@@ -33,7 +33,7 @@ from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.spec import KernelSpec
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, make, paged, plan_arguments, ragged, wrapper
-from tests.support.fa2_contract import CombineParams
+from tests.support.fa2_launches import CombineParams
 from tests.support.persistent_host import TARGETS, Target, single
 
 

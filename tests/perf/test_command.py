@@ -16,7 +16,7 @@ import torch
 from cute_attn.cli import bench as cli
 from cute_attn.cli import main
 from cute_attn.errors import ArgumentError, ArtifactError
-from perf import coldstart, command, machine
+from perf import coldstart, command, machine, program
 from perf.workloads import BatchWorkload, equal, one_request
 from tests.perf import ENVIRONMENT
 
@@ -153,7 +153,8 @@ class Processes:
         self.seconds = iter((9.0, 3.0, 1.0, 2.0))  # the first process writes byte code and does not count
         self.started: list[tuple[str, str]] = []
 
-    def __call__(self, library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
+    def __call__(self, module: str, library: str, env: dict[str, str], limit: float, lines: int) -> dict[str, Any]:
+        assert (module, library, lines) == ("coldstart", "cute_attn", 1)
         kind = "cold" if coldstart.BUNDLE in env else "later"
         self.started.append((env["CUTE_ATTN_CACHE_DIR"], kind))
         assert env["PYTHONPYCACHEPREFIX"]
@@ -163,7 +164,7 @@ class Processes:
 
 def test_cold_starts_are_medians_or_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Processes()
-    monkeypatch.setattr(coldstart, "fresh", processes)
+    monkeypatch.setattr(program, "in_process", processes)
     saved: list[dict[str, Any]] = []
     coldstart.measured("cute_attn", 3, coldstart.Run(1.0), saved.append)
     assert saved[0] == {"cute_attn, cold": {"import_s": 0.5, "prefill_s": 3.0, "processes": 1}}
@@ -181,7 +182,7 @@ def test_cold_starts_are_medians_or_reasons(monkeypatch: pytest.MonkeyPatch) -> 
 def test_cold_starts_end_within_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the fourth process on, nothing is known: the first round's medians stay, other conditions say why."""
     times = iter(range(100))
-    monkeypatch.setattr(coldstart, "fresh", Processes())
+    monkeypatch.setattr(program, "in_process", Processes())
     found: dict[str, Any] = {}
     run = coldstart.Run(600.0, budget=4.0, clock=lambda: next(times))
     coldstart.measured("cute_attn", 3, run, found.update)
@@ -191,7 +192,7 @@ def test_cold_starts_end_within_their_budget(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_absent_library_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(coldstart.MODULES, "FlashInfer", "no_such_module")
-    monkeypatch.setattr(coldstart, "fresh", None)
+    monkeypatch.setattr(program, "in_process", None)
     found: list[dict[str, Any]] = []
     coldstart.measured("FlashInfer", 1, coldstart.Run(1.0), found.append)
     assert found == [{"FlashInfer": {"reason": "no_such_module is not installed"}}]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from perf.workloads import equal, one_request
 CPU = torch.device("cpu")
 
 
-class HostStopwatch:
+class HostStopwatch(distributed.Stopwatch):
     """The host's clock; nothing is captured."""
 
-    def capture(self, call: Call) -> Call:
-        return call
+    def capture(self, calls: Sequence[Call], launches: int) -> Any:
+        return lambda: [calls[i % len(calls)]() for i in range(launches)]
 
     def microseconds(self, call: Call) -> float:
         dist.barrier()

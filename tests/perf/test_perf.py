@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -16,7 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf import bench, harness, latent, overhead, peers, report, run, warm
+import cute_attn
+from perf import append, bench, harness, latent, overhead, peers, report, run, warm
 from perf.harness import ceilings
 from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
@@ -44,6 +46,51 @@ def test_formula_of_latent_attention(narrow: bool) -> None:
     for token in range(2):  # the last token sees all keys, the one before it all but the last
         weights = torch.softmax(x.q[1, token].double() @ rows[: 69 + token].T * 192**-0.5, -1)
         torch.testing.assert_close(latent.formula(x, 1)[token], weights @ rows[: 69 + token, :512])
+
+
+def append_inputs(kv_dtype: str) -> tuple[BatchWorkload, append.Inputs]:
+    w = equal(2, 20, 20, (2, 2), 64, 16, kv_dtype=kv_dtype)
+    x = append.inputs(w, CPU, 0)
+    append.by_torch(x)()
+    return w, x
+
+
+def test_appended_rows_are_those_of_the_formula() -> None:
+    w, x = append_inputs("bfloat16")
+    want = torch.zeros(2, 4, 16, 2, 64, dtype=torch.float64)
+    for row in range(40):  # 20 of each request, in its two pages
+        request, token = divmod(row, 20)
+        page = int(x.table[2][2 * request + token // 16])
+        want[:, page, token % 16] = torch.stack([half[row] for half in x.rows]).double()
+    assert torch.equal(append.values(x), want)
+    read = sum(half.nbytes for half in x.rows)
+    assert append.num_bytes(w) == 2 * read  # as much is written
+    w, x = append_inputs("nvfp4")
+    assert x.scales is not None
+    slots = sum(half.nbytes for half in (*x.cache, *x.scales))  # of whole pages: 64 tokens
+    assert append.num_bytes(w) == read + slots * 40 // 64
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "name", "off", "refused"),
+    [
+        ("bfloat16", "cute_attn", 0.0, False),
+        ("bfloat16", "flashinfer", 1e-3, True),
+        ("nvfp4", "cute_attn", 1e-3, True),
+        ("nvfp4", "flashinfer", 1e-3, False),  # which may round ties otherwise
+        ("nvfp4", "flashinfer", 0.1, True),
+        ("bfloat16", "cute_attn", float("nan"), True),
+    ],
+)
+def test_wrong_appends_are_refused(
+    kv_dtype: str, name: str, off: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, x = append_inputs(kv_dtype)
+    want = append.values(x)
+    append.check(x, want, "cute_attn", append.call(cute_attn, x))  # ours, byte for byte
+    monkeypatch.setattr(append, "values", lambda _: want * (1 + off))
+    with pytest.raises(UnavailableError, match="wrong: relative difference") if refused else contextlib.nullcontext():
+        append.check(x, want, name, lambda: None)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.booleans())
@@ -115,13 +162,12 @@ def named(name: str, sets: int) -> list[Callable[[], str]]:
 
 def test_harness_takes_medians_and_spread_of_interleaved_rounds() -> None:
     timer = FakeTimer({"fast": 0.016, "slow": 0.5})
-    measured = harness.measure({"fast": named("fast", 4), "slow": named("slow", 4)}, timer, rounds=30)
-    fast = measured.timings["fast"]
-    assert isinstance(fast, harness.Timing)
+    times, clock = harness.measure({"fast": named("fast", 4), "slow": named("slow", 4)}, timer, rounds=30)
+    fast = harness.Timing(**times["fast"])
     assert fast.median_us == pytest.approx(16.0)
     assert (fast.p20_us, fast.p80_us) == (pytest.approx(14.4), pytest.approx(17.6))
     assert fast.rounds == 30
-    assert measured.sm_clock_mhz == 1755
+    assert clock == 1755
     timed = timer.order[-60:]
     in_rounds = set(zip(timed[::2], timed[1::2], strict=True))
     assert in_rounds == {("fast", "slow"), ("slow", "fast")}, "every round has both, neither always follows the other"
@@ -143,9 +189,9 @@ def test_a_candidate_that_cannot_be_captured_is_a_reason() -> None:
     def fails() -> str:
         raise RuntimeError("no kernel for you\nsecond line")
 
-    measured = harness.measure({"bad": [fails], "good": named("good", 1)}, FakeTimer({"good": 1.0}), rounds=3)
-    assert measured.timings["bad"] == "not captured: RuntimeError: no kernel for you"
-    assert isinstance(measured.timings["good"], harness.Timing)
+    times, _ = harness.measure({"bad": [fails], "good": named("good", 1)}, FakeTimer({"good": 1.0}), rounds=3)
+    assert times["bad"] == {"reason": "not captured: RuntimeError: no kernel for you"}
+    assert "median_us" in times["good"]
 
 
 def sdpa(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:

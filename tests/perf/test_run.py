@@ -231,17 +231,15 @@ def test_groups_and_sections_are_chosen_by_name() -> None:
 
 
 def test_backends_are_those_of_the_section_or_of_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(program, "gpu", lambda: CPU)
     parser = run.parser("run", None)
     options = parser.parse_args(["decode", "--budget", "9"])
     assert (options.sections, options.budget, options.rounds) == (["decode"], 9.0, None)
-    found = run.measured_sections(options)
-    assert found is not None
-    assert found["decode"].backends == ("auto", "fa2", "xqa")
+    assert run.measured_sections(options)["decode"].backends == ("auto", "fa2", "xqa")
     found = run.measured_sections(parser.parse_args(["decode", "--backends", "fa2"]))
-    assert found is not None
     assert found["decode"].backends == ("fa2",)
-    assert run.measured_sections(parser.parse_args(["decode", "--rows", "d7"])) is None
+    with pytest.raises(SystemExit, match="2"):
+        run.measured_sections(parser.parse_args(["decode", "--rows", "d7"]))
 
 
 def test_a_run_measures_further_candidates(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

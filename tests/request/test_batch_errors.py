@@ -24,7 +24,7 @@ from cute_attn import (
     fast_decode_plan,
 )
 from cute_attn.request import operands
-from tests.support.error_rows import Row, ints, overlapping, with_grad, workspace, zeros
+from tests.support.error_rows import Row, ints, overlapping, refused, with_grad, workspace, wrong_type, zeros
 from tests.support.multi_item_errors import MULTI_ITEM
 
 FLOAT, E4M3 = torch.float32, torch.float8_e4m3fn
@@ -78,35 +78,21 @@ def cache(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 # ---- constructors
 
 MAKE = [
-    Row("workspace no tensor", {"float_workspace_buffer": 128}, ArgumentTypeError, ("float_workspace_buffer", "128")),
-    Row(
-        "workspace misaligned",
-        {"float_workspace_buffer": workspace()[1:]},
-        ArgumentError,
-        ("float_workspace_buffer must start at a multiple of 16", "% 16 = "),
+    wrong_type({"float_workspace_buffer": 128}, "float_workspace_buffer", "128"),
+    refused(
+        {"float_workspace_buffer": workspace()[1:]}, "float_workspace_buffer must start at a multiple of 16", "% 16 = "
     ),
-    Row(
-        "workspace strided",
-        {"float_workspace_buffer": workspace()[::2]},
-        ArgumentError,
-        ("float_workspace_buffer must be contiguous", "(2,)"),
-    ),
-    Row(
-        "workspace device",
+    refused({"float_workspace_buffer": workspace()[::2]}, "float_workspace_buffer must be contiguous", "(2,)"),
+    refused(
         {"float_workspace_buffer": workspace().to("meta")},
-        ArgumentError,
-        ("float_workspace_buffer must be on a cpu or cuda device", "meta"),
+        "float_workspace_buffer must be on a cpu or cuda device",
+        "meta",
     ),
-    Row("layout", {"kv_layout": "NDH"}, LayoutError, ("kv_layout", "'NHD', 'HND'", "'NDH'")),
-    Row("graph no bool", {"use_cuda_graph": 1}, ArgumentTypeError, ("use_cuda_graph must be True or False",)),
-    Row(
-        "backend",
-        {"backend": "fa9"},
-        LayoutError,
-        ("one of 'auto', 'fa4', 'fa3', 'xqa', 'fa2', 'reference'", "'fa9'"),
-    ),
-    Row("backend elsewhere", {"backend": "trtllm-gen"}, NotSupported, ("trtllm-gen refuses", 'backend="auto"')),
-    Row("jit", {"jit_args": ["x"]}, NotSupported, ("jit_args", "CUDA", "sinks")),
+    refused({"kv_layout": "NDH"}, "kv_layout", "'NHD', 'HND'", "'NDH'", error=LayoutError),
+    wrong_type({"use_cuda_graph": 1}, "use_cuda_graph must be True or False"),
+    refused({"backend": "fa9"}, "one of 'auto', 'fa4', 'fa3', 'xqa', 'fa2', 'reference'", "'fa9'", error=LayoutError),
+    refused({"backend": "trtllm-gen"}, "trtllm-gen refuses", 'backend="auto"', error=NotSupported),
+    refused({"jit_args": ["x"]}, "jit_args", "CUDA", "sinks", error=NotSupported),
 ]
 
 
@@ -141,208 +127,117 @@ def raises(row: Row, function: Callable[[], Any]) -> None:
         assert part in str(error.value)
 
 
-GRAPH: list[tuple[str, Row]] = [
-    ("paged", Row("no buffer", {}, ArgumentError, ("qo_indptr_buf must be a torch.Tensor with use_cuda_graph=True",))),
-    ("ragged", Row("no buffer", {}, ArgumentError, ("qo_indptr_buf must be a torch.Tensor",))),
-    ("decode", Row("no buffer", {}, ArgumentError, ("paged_kv_last_page_len_buffer must be a torch.Tensor",))),
-    (
-        "ragged",
-        Row(
-            "sizes",
-            {"qo_indptr_buf": ints(0, 0, 0), "kv_indptr_buf": ints(0, 0)},
-            ArgumentError,
-            ("kv_indptr_buf must have 3 elements for batch size 2, got 2",),
-        ),
-    ),
-    (
-        "ragged",
-        Row(
-            "dtype",
-            {"qo_indptr_buf": ints(0, 0), "kv_indptr_buf": ints(0, 0, dtype=torch.int64)},
-            ArgumentError,
-            ("kv_indptr_buf must have dtype int32", "int64"),
-        ),
-    ),
-    (
-        "ragged",
-        Row(
-            "strided",
-            {"qo_indptr_buf": ints(0, 0), "kv_indptr_buf": ints(0, 0, 0, 0)[::2]},
-            ArgumentError,
-            ("kv_indptr_buf must be contiguous",),
-        ),
-    ),
-    (
-        "ragged",
-        Row(
-            "device",
-            {"qo_indptr_buf": ints(0, 0), "kv_indptr_buf": ints(0, 0).to("meta")},
-            ArgumentError,
-            ("kv_indptr_buf must be on the workspace's device cpu", "meta"),
-        ),
-    ),
-    (
-        "ragged",
-        Row(
-            "one mask buffer",
-            {"qo_indptr_buf": ints(0, 0), "kv_indptr_buf": ints(0, 0), "custom_mask_buf": workspace(8)},
-            ArgumentError,
-            ("mask_indptr_buf must be a torch.Tensor",),
-        ),
-    ),
-    (
-        "ragged",
-        Row(
-            "mask bounds",
-            {
-                "qo_indptr_buf": ints(0, 0),
-                "kv_indptr_buf": ints(0, 0),
-                "custom_mask_buf": workspace(8),
-                "mask_indptr_buf": ints(0),
-            },
-            ArgumentError,
-            ("mask_indptr_buf must have 2 elements",),
-        ),
-    ),
-]
+GRAPH = {
+    "paged": [refused({}, "qo_indptr_buf must be a torch.Tensor with use_cuda_graph=True")],
+    "decode": [refused({}, "paged_kv_last_page_len_buffer must be a torch.Tensor")],
+    "ragged": [
+        refused({"qo_indptr_buf": None}, "qo_indptr_buf must be a torch.Tensor"),
+        refused({"qo_indptr_buf": ints(0, 0, 0)}, "kv_indptr_buf must have 3 elements for batch size 2, got 2"),
+        refused({"kv_indptr_buf": ints(0, 0).long()}, "kv_indptr_buf must have dtype int32", "int64"),
+        refused({"kv_indptr_buf": ints(0, 0, 0, 0)[::2]}, "kv_indptr_buf must be contiguous"),
+        refused({"kv_indptr_buf": ints(0, 0).to("meta")}, "must be on the workspace's device cpu", "meta"),
+        refused({"custom_mask_buf": workspace(8)}, "mask_indptr_buf must be a torch.Tensor"),
+        refused({"custom_mask_buf": workspace(8), "mask_indptr_buf": ints(0)}, "mask_indptr_buf must have 2 elements"),
+    ],
+}
+GRAPH_ROWS = [(kind, row) for kind, rows in GRAPH.items() for row in rows]
 
 
-@pytest.mark.parametrize(("kind", "row"), GRAPH, ids=[f"{kind}-{row.name}" for kind, row in GRAPH])
+@pytest.mark.parametrize(("kind", "row"), GRAPH_ROWS, ids=[f"{kind}-{row.name}" for kind, row in GRAPH_ROWS])
 def test_graph_constructor(kind: str, row: Row) -> None:
-    raises(row, lambda: SETTINGS[kind]().wrapper(workspace(), use_cuda_graph=True, **row.arguments))
+    good = {"qo_indptr_buf": ints(0, 0), "kv_indptr_buf": ints(0, 0)} if kind == "ragged" else {}
+    raises(row, lambda: SETTINGS[kind]().wrapper(workspace(), use_cuda_graph=True, **good | row.arguments))
 
 
 # ---- plan
 
 PLAN = [  # of all wrappers
-    Row("heads no multiple", {"num_kv_heads": 3}, RuntimeArgumentError, ("multiple of num_kv_heads", "4 and 3")),
-    Row("no heads", {"num_qo_heads": 0}, ArgumentError, ("num_qo_heads must be at least 1, got 0",)),
-    Row("heads float", {"num_qo_heads": 4.0}, ArgumentTypeError, ("num_qo_heads must be an int", "4.0")),
-    Row("heads None", {"num_kv_heads": None}, ArgumentTypeError, ("num_kv_heads must be an int", "None")),
-    Row("q fp32", {"q_data_type": FLOAT}, ArgumentError, ("q_data_type must be float16 or bfloat16", "float32")),
-    Row("q name", {"q_data_type": "half_float"}, ArgumentError, ("q_data_type must name a dtype", "'half_float'")),
-    Row("q no dtype", {"q_data_type": "Tensor"}, ArgumentError, ("q_data_type must name a dtype", "'Tensor'")),
-    Row("q number", {"q_data_type": 16}, ArgumentTypeError, ("q_data_type must be a torch.dtype or its name", "16")),
-    Row(
-        "kv other 16 bits",
-        {"kv_data_type": "bfloat16"},
-        ArgumentError,
-        ("kv_data_type must be float16", "got bfloat16"),
-    ),
-    Row("kv int8", {"kv_data_type": torch.int8}, ArgumentError, ("kv_data_type must be", "int8")),
-    Row("out int8", {"o_data_type": torch.int8}, ArgumentError, ("o_data_type must be", "int8")),
-    Row("pos", {"pos_encoding_mode": "ROPE"}, LayoutError, ("pos_encoding_mode", "'ROPE_LLAMA'", "'ROPE'")),
-    Row("window float", {"window_left": 3.0}, ArgumentTypeError, ("window_left must be an int", "3.0")),
-    Row("sm_scale NaN", {"sm_scale": float("nan")}, ArgumentError, ("sm_scale must be finite",)),
-    Row("soft cap", {"logits_soft_cap": "30"}, ArgumentTypeError, ("logits_soft_cap must be a number", "'30'")),
-    Row("rope theta", {"rope_theta": 0}, ArgumentError, ("rope_theta must be > 0",)),
-    Row("lse base", {"lse_base": "e"}, LayoutError, ("lse_base must be one of 'log2', 'ln'", "'e'")),
-    Row("non_blocking", {"non_blocking": None}, ArgumentTypeError, ("non_blocking must be True or False",)),
-    Row("split 0", {"fixed_split_size": 0}, ArgumentError, ("fixed_split_size must be at least 1, got 0",)),
-    Row("split float", {"fixed_split_size": 2.0}, ArgumentTypeError, ("fixed_split_size must be an int",)),
-    Row("no split", {"disable_split_kv": 1}, ArgumentTypeError, ("disable_split_kv must be True or False",)),
-    Row("split -2", {"fixed_split_size": -2}, ArgumentError, ("fixed_split_size must be at least 1, got -2",)),
-    Row(
-        "split 0, no splits",
-        {"fixed_split_size": 0, "disable_split_kv": True},
-        ArgumentError,
-        ("fixed_split_size must be at least 1, got 0",),
-    ),
-    Row("a long list", {"sm_scale": list(range(10**6))}, ArgumentTypeError, ("[0, 1, 2, 3, ...] (list)",)),
-    Row("a large int", {"sm_scale": 10**5000}, ArgumentError, ("sm_scale must be finite",)),
-    Row(
-        "seq_lens",
-        {"seq_lens": ints(7, 0, 5)},
-        ArgumentError,
-        ("seq_lens[2] must be 4, as the index arrays say; got 5",),
-    ),
-    Row(
-        "unknown argument",
-        {"head_dimension": 3},
-        TypeError,
-        ("head_dimension",),
-    ),
+    refused({"num_kv_heads": 3}, "multiple of num_kv_heads", "4 and 3", error=RuntimeArgumentError),
+    refused({"num_qo_heads": 0}, "num_qo_heads must be at least 1, got 0"),
+    wrong_type({"num_qo_heads": 4.0}, "num_qo_heads must be an int", "4.0"),
+    wrong_type({"num_kv_heads": None}, "num_kv_heads must be an int", "None"),
+    refused({"q_data_type": FLOAT}, "q_data_type must be float16 or bfloat16", "float32"),
+    refused({"q_data_type": "half_float"}, "q_data_type must name a dtype", "'half_float'"),
+    refused({"q_data_type": "Tensor"}, "q_data_type must name a dtype", "'Tensor'"),
+    wrong_type({"q_data_type": 16}, "q_data_type must be a torch.dtype or its name", "16"),
+    refused({"kv_data_type": "bfloat16"}, "kv_data_type must be float16", "got bfloat16"),
+    refused({"kv_data_type": torch.int8}, "kv_data_type must be", "int8"),
+    refused({"o_data_type": torch.int8}, "o_data_type must be", "int8"),
+    refused({"pos_encoding_mode": "ROPE"}, "pos_encoding_mode", "'ROPE_LLAMA'", "'ROPE'", error=LayoutError),
+    wrong_type({"window_left": 3.0}, "window_left must be an int", "3.0"),
+    refused({"sm_scale": float("nan")}, "sm_scale must be finite"),
+    wrong_type({"logits_soft_cap": "30"}, "logits_soft_cap must be a number", "'30'"),
+    refused({"rope_theta": 0}, "rope_theta must be > 0"),
+    refused({"lse_base": "e"}, "lse_base must be one of 'log2', 'ln'", "'e'", error=LayoutError),
+    wrong_type({"non_blocking": None}, "non_blocking must be True or False"),
+    refused({"fixed_split_size": 0}, "fixed_split_size must be at least 1, got 0"),
+    wrong_type({"fixed_split_size": 2.0}, "fixed_split_size must be an int"),
+    wrong_type({"disable_split_kv": 1}, "disable_split_kv must be True or False"),
+    refused({"fixed_split_size": -2}, "fixed_split_size must be at least 1, got -2"),
+    refused({"fixed_split_size": 0, "disable_split_kv": True}, "fixed_split_size must be at least 1, got 0"),
+    wrong_type({"sm_scale": list(range(10**6))}, "[0, 1, 2, 3, ...] (list)"),
+    refused({"sm_scale": 10**5000}, "sm_scale must be finite"),
+    refused({"seq_lens": ints(7, 0, 5)}, "seq_lens[2] must be 4, as the index arrays say; got 5"),
+    refused({"head_dimension": 3}, "head_dimension", error=TypeError),
 ]
 
 PAGED = [  # of both wrappers with pages; names of index arrays are the decode wrapper's
-    Row("page size 0", {"page_size": 0}, ArgumentError, ("page_size must be at least 1, got 0",)),
-    Row("page size", {"page_size": 1 << 31}, ArgumentError, ("page_size must be at most 2147483647, got 2147483648",)),
-    Row("page size float", {"page_size": 4.0}, ArgumentTypeError, ("page_size must be an int",)),
-    Row("block tables", {"block_tables": [[0]]}, ArgumentTypeError, ("block_tables must be a torch.Tensor",)),
-    Row("indptr list", {"indptr": [0, 2]}, ArgumentTypeError, ("indptr must be a torch.Tensor", "[0, 2]")),
-    Row("indptr float", {"indptr": zeros(4)}, ArgumentError, ("indptr must have dtype int32 or int64", "float16")),
-    Row("indptr rank", {"indptr": ints(0, 2, 2, 3)[None]}, ArgumentError, ("indptr must have 1 dimension", "(1, 4)")),
-    Row(
-        "indptr falls",
-        {"indptr": ints(0, 2, 1, 3)},
-        RuntimeArgumentError,
-        ("must not decrease", "got 1 after 2", "request 1"),
+    refused({"page_size": 0}, "page_size must be at least 1, got 0"),
+    refused({"page_size": 1 << 31}, "page_size must be at most 2147483647, got 2147483648"),
+    wrong_type({"page_size": 4.0}, "page_size must be an int"),
+    wrong_type({"block_tables": [[0]]}, "block_tables must be a torch.Tensor"),
+    wrong_type({"indptr": [0, 2]}, "indptr must be a torch.Tensor", "[0, 2]"),
+    refused({"indptr": zeros(4)}, "indptr must have dtype int32 or int64", "float16"),
+    refused({"indptr": ints(0, 2, 2, 3)[None]}, "indptr must have 1 dimension", "(1, 4)"),
+    refused(
+        {"indptr": ints(0, 2, 1, 3)}, "must not decrease", "got 1 after 2", "request 1", error=RuntimeArgumentError
     ),
-    Row("indptr negative", {"indptr": ints(-1, 2, 2, 3)}, ArgumentError, ("must stay within 0..", "-1..3")),
-    Row("last too long", {"last_page_len": ints(3, 0, 5)}, ArgumentError, ("must be within 1..4", "request 2 has 5")),
-    Row("last 0", {"last_page_len": ints(0, 0, 4)}, ArgumentError, ("must be within 1..4", "request 0 has 0")),
-    Row("last short", {"last_page_len": ints(3, 4)}, ArgumentError, ("must have shape [batch_size] = (3,)", "got 2")),
-    Row("indices short", {"indices": ints(4, 0)}, ArgumentError, ("must have the 3 entries", "got 2")),
-    Row("indices dtype", {"indices": zeros(3)}, ArgumentError, ("must have dtype int32 or int64", "float16")),
-    Row("indices rank", {"indices": ints(4, 0, 2)[None]}, ArgumentError, ("must have 1 dimension", "(1, 3)")),
-    Row("indices device", {"indices": ints(4, 0, 2).to("meta")}, ArgumentError, ("must be on a cpu or cuda", "meta")),
-    Row("NVFP4 head dim", {"kv_data_type": "uint8", "head_dim": 24}, ArgumentError, ("multiples of 16", "24")),
-    Row("NVFP4 odd", {"kv_data_type": "uint8", "head_dim": 15}, ArgumentError, ("even head dimensions", "15")),
+    refused({"indptr": ints(-1, 2, 2, 3)}, "must stay within 0..", "-1..3"),
+    refused({"last_page_len": ints(3, 0, 5)}, "must be within 1..4", "request 2 has 5"),
+    refused({"last_page_len": ints(0, 0, 4)}, "must be within 1..4", "request 0 has 0"),
+    refused({"last_page_len": ints(3, 4)}, "must have shape [batch_size] = (3,)", "got 2"),
+    refused({"indices": ints(4, 0)}, "must have the 3 entries", "got 2"),
+    refused({"indices": zeros(3)}, "must have dtype int32 or int64", "float16"),
+    refused({"indices": ints(4, 0, 2)[None]}, "must have 1 dimension", "(1, 3)"),
+    refused({"indices": ints(4, 0, 2).to("meta")}, "must be on a cpu or cuda", "meta"),
+    refused({"kv_data_type": "uint8", "head_dim": 24}, "multiples of 16", "24"),
+    refused({"kv_data_type": "uint8", "head_dim": 15}, "even head dimensions", "15"),
 ]
 
 PREFILL = [  # of both prefill wrappers
-    Row("causal", {"causal": 1}, ArgumentTypeError, ("causal must be True or False",)),
-    Row("qo numpy", {"qo_indptr": np.arange(4)}, ArgumentTypeError, ("qo_indptr must be a torch.Tensor", "ndarray")),
-    Row("fp16 reduction", {"use_fp16_qk_reduction": 1}, ArgumentTypeError, ("use_fp16_qk_reduction must be",)),
-    Row(
-        "qo falls", {"qo_indptr": ints(0, 3, 2, 5)}, RuntimeArgumentError, ("qo_indptr must not decrease", "request 1")
-    ),
-    Row("qo short", {"qo_indptr": ints(0, 5)}, ArgumentError, ("must both have batch_size + 1", "2 and 4")),
-    Row("qo empty", {"qo_indptr": ints()}, ArgumentError, ("qo_indptr must have shape [batch_size + 1]",)),
-    Row(
-        "mask size", {"custom_mask": torch.ones(28, dtype=torch.bool)}, ArgumentError, ("custom_mask", "= 29", "got 28")
-    ),
-    Row("mask dtype", {"custom_mask": ints(*range(29))}, ArgumentError, ("must be a 1-D bool or uint8", "int32")),
-    Row("mask rank", {"custom_mask": torch.ones(1, 29, dtype=torch.bool)}, ArgumentError, ("1-D bool", "(1, 29)")),
-    Row(
-        "packed size",
-        {"packed_custom_mask": workspace(5)},
-        ArgumentError,
-        ("packed_custom_mask must have 4 bytes", "segment_packbits", "got 5"),
-    ),
-    Row("packed dtype", {"packed_custom_mask": ints(1)}, ArgumentError, ("1-D uint8 tensor", "int32")),
+    wrong_type({"causal": 1}, "causal must be True or False"),
+    wrong_type({"qo_indptr": np.arange(4)}, "qo_indptr must be a torch.Tensor", "ndarray"),
+    wrong_type({"use_fp16_qk_reduction": 1}, "use_fp16_qk_reduction must be"),
+    refused({"qo_indptr": ints(0, 3, 2, 5)}, "qo_indptr must not decrease", "request 1", error=RuntimeArgumentError),
+    refused({"qo_indptr": ints(0, 5)}, "must both have batch_size + 1", "2 and 4"),
+    refused({"qo_indptr": ints()}, "qo_indptr must have shape [batch_size + 1]"),
+    refused({"custom_mask": torch.ones(28, dtype=torch.bool)}, "custom_mask", "= 29", "got 28"),
+    refused({"custom_mask": ints(*range(29))}, "must be a 1-D bool or uint8", "int32"),
+    refused({"custom_mask": torch.ones(1, 29, dtype=torch.bool)}, "1-D bool", "(1, 29)"),
+    refused({"packed_custom_mask": workspace(5)}, "packed_custom_mask must have 4 bytes", "segment_packbits", "got 5"),
+    refused({"packed_custom_mask": ints(1)}, "1-D uint8 tensor", "int32"),
     *MULTI_ITEM,
-    Row(
-        "seq_lens_q",
-        {"seq_lens_q": ints(3, 1, 2)},
-        ArgumentError,
-        ("seq_lens_q[1] must be 0, as the index arrays say; got 1",),
-    ),
-    Row("longest q", {"max_token_per_sequence": 2}, ArgumentError, ("max_token_per_sequence", "has 3; got 2")),
-    Row("longest kv", {"max_sequence_kv": 6}, ArgumentError, ("max_sequence_kv", "has 7; got 6")),
-    Row("head dim", {"head_dim_qk": 0}, ArgumentError, ("head_dim_qk must be at least 1",)),
-    Row("head dim vo", {"head_dim_vo": -3}, ArgumentError, ("head_dim_vo must be at least 1, got -3",)),
-    Row("rope odd", {"head_dim_qk": 15, "pos_encoding_mode": "ROPE_LLAMA"}, ArgumentError, ("even head dim", "15")),
-    Row("both head dims", {"head_dim": 16}, ArgumentTypeError, ("head_dim and head_dim_qk are two names",)),
+    refused({"seq_lens_q": ints(3, 1, 2)}, "seq_lens_q[1] must be 0, as the index arrays say; got 1"),
+    refused({"max_token_per_sequence": 2}, "max_token_per_sequence", "has 3; got 2"),
+    refused({"max_sequence_kv": 6}, "max_sequence_kv", "has 7; got 6"),
+    refused({"head_dim_qk": 0}, "head_dim_qk must be at least 1"),
+    refused({"head_dim_vo": -3}, "head_dim_vo must be at least 1, got -3"),
+    refused({"head_dim_qk": 15, "pos_encoding_mode": "ROPE_LLAMA"}, "even head dim", "15"),
+    wrong_type({"head_dim": 16}, "head_dim and head_dim_qk are two names"),
 ]
 
 RAGGED = [
-    Row("kv falls", {"kv_indptr": ints(0, 7, 6, 11)}, RuntimeArgumentError, ("kv_indptr must not decrease",)),
-    Row(
-        "kv too long",
-        {"kv_indptr": ints(0, 0, 0, 1 << 31, dtype=torch.int64)},
-        ArgumentError,
-        ("kv_indptr must stay within",),
-    ),
-    Row("v_indptr", {"v_indptr": ints(0)}, NotSupported, ("v_indptr", "v is indexed like k")),
-    Row("o_indptr", {"o_indptr": ints(0)}, NotSupported, ("o_indptr",)),
+    refused({"kv_indptr": ints(0, 7, 6, 11)}, "kv_indptr must not decrease", error=RuntimeArgumentError),
+    refused({"kv_indptr": ints(0, 0, 0, 1 << 31, dtype=torch.int64)}, "kv_indptr must stay within"),
+    refused({"v_indptr": ints(0)}, "v_indptr", "v is indexed like k", error=NotSupported),
+    refused({"o_indptr": ints(0)}, "o_indptr", error=NotSupported),
 ]
 
 DECODE = [
-    Row("q_len 0", {"q_len_per_req": 0}, ArgumentError, ("q_len_per_req must be at least 1, got 0",)),
-    Row("q_len", {"q_len_per_req": 10**30}, ArgumentError, ("q_len_per_req must be at most",)),
-    Row("window right", {"window_right": 3}, NotSupported, ("window_right", "causal=False")),
-    Row("window right float", {"window_right": 0.0}, ArgumentTypeError, ("window_right must be an int",)),
+    refused({"q_len_per_req": 0}, "q_len_per_req must be at least 1, got 0"),
+    refused({"q_len_per_req": 10**30}, "q_len_per_req must be at most"),
+    refused({"window_right": 3}, "window_right", "causal=False", error=NotSupported),
+    wrong_type({"window_right": 0.0}, "window_right must be an int"),
 ]
 
 TODAY = {"indptr": "paged_kv_indptr", "indices": "paged_kv_indices", "last_page_len": "paged_kv_last_page_len"}
@@ -373,92 +268,71 @@ def test_plan(kind: str, row: Row) -> None:
 # ---- run
 
 RUN = [  # of all wrappers
-    Row("q no tensor", {"q": [1.0]}, ArgumentTypeError, ("q must be a torch.Tensor", "[1.0]")),
-    Row("q rows", {"q": zeros(2, 4, 16)}, ArgumentError, ("q must have the planned", "rows", "(2, 4, 16)")),
-    Row("q 0-d", {"q": torch.zeros(())}, ArgumentError, ("q must have the planned",)),
-    Row(
-        "q dtype",
-        {"q": "bfloat16"},
-        ArgumentError,
-        ("q must have the planned dtype float16", "q_data_type", "bfloat16"),
-    ),
-    Row("q device", {"q": "meta"}, ArgumentError, ("q must be on the workspace's device cpu", "meta")),
-    Row("q heads", {"q": "heads"}, ArgumentError, ("q must have shape [rows, num_qo_heads, head_dim_qk]",)),
-    Row("q grad", {"q": "grad"}, ArgumentError, ("q requires grad", "q.detach()")),
-    Row("out dtype", {"out": "float32"}, ArgumentError, ("out must have dtype float16, got float32",)),
-    Row("out shape", {"out": zeros(1, 4, 16)}, ArgumentError, ("out must have shape [rows, num_qo_heads,",)),
-    Row("out overlaps itself", {"out": "overlapping"}, ArgumentError, ("out must not overlap itself",)),
-    Row("out no tensor", {"out": [1.0]}, ArgumentTypeError, ("out must be a torch.Tensor", "[1.0]")),
-    Row("lse no tensor", {"lse": [1.0]}, ArgumentTypeError, ("lse must be a torch.Tensor", "[1.0]")),
-    Row("lse shape", {"lse": zeros(9, 4, dtype=FLOAT)}, ArgumentError, ("lse must have shape [rows, num_qo_heads]",)),
-    Row("lse dtype", {"lse": zeros(5, 4)}, ArgumentError, ("lse must have",)),
-    Row("return_lse", {"return_lse": 1}, ArgumentTypeError, ("return_lse must be True or False", "1 (int)")),
-    Row("enable_pdl", {"enable_pdl": 1}, ArgumentTypeError, ("enable_pdl must be True or False",)),
-    Row("k_scale word", {"k_scale": "1"}, ArgumentTypeError, ("k_scale must be a number", "'1'")),
-    Row("q_scale NaN", {"q_scale": float("nan")}, ArgumentError, ("q_scale must be finite",)),
-    Row("v_scale bool", {"v_scale": True}, ArgumentTypeError, ("v_scale must be a number", "True")),
-    Row("k_scale vector", {"k_scale": zeros(2, dtype=FLOAT)}, ArgumentTypeError, ("k_scale", "one element", "(2,)")),
-    Row("sinks shape", {"sinks": zeros(3, dtype=FLOAT)}, ArgumentError, ("sinks must have shape [num_qo_heads]",)),
-    Row("sinks int", {"sinks": ints(1, 2, 3, 4)}, ArgumentError, ("sinks must have a floating-point dtype",)),
-    Row("scales without NVFP4", {"kv_cache_sf": (1, 2)}, ArgumentError, ("kv_cache_sf", "uint8 (NVFP4)", "float16")),
+    wrong_type({"q": [1.0]}, "q must be a torch.Tensor", "[1.0]"),
+    refused({"q": zeros(2, 4, 16)}, "q must have the planned", "rows", "(2, 4, 16)"),
+    refused({"q": torch.zeros(())}, "q must have the planned"),
+    refused({"q": "bfloat16"}, "q must have the planned dtype float16", "q_data_type", "bfloat16"),
+    refused({"q": "meta"}, "q must be on the workspace's device cpu", "meta"),
+    refused({"q": "heads"}, "q must have shape [rows, num_qo_heads, head_dim_qk]"),
+    refused({"q": "grad"}, "q requires grad", "q.detach()"),
+    refused({"out": "float32"}, "out must have dtype float16, got float32"),
+    refused({"out": zeros(1, 4, 16)}, "out must have shape [rows, num_qo_heads,"),
+    refused({"out": "overlapping"}, "out must not overlap itself"),
+    wrong_type({"out": [1.0]}, "out must be a torch.Tensor", "[1.0]"),
+    wrong_type({"lse": [1.0]}, "lse must be a torch.Tensor", "[1.0]"),
+    refused({"lse": zeros(9, 4, dtype=FLOAT)}, "lse must have shape [rows, num_qo_heads]"),
+    refused({"lse": zeros(5, 4)}, "lse must have"),
+    wrong_type({"return_lse": 1}, "return_lse must be True or False", "1 (int)"),
+    wrong_type({"enable_pdl": 1}, "enable_pdl must be True or False"),
+    wrong_type({"k_scale": "1"}, "k_scale must be a number", "'1'"),
+    refused({"q_scale": float("nan")}, "q_scale must be finite"),
+    wrong_type({"v_scale": True}, "v_scale must be a number", "True"),
+    wrong_type({"k_scale": zeros(2, dtype=FLOAT)}, "k_scale", "one element", "(2,)"),
+    refused({"sinks": zeros(3, dtype=FLOAT)}, "sinks must have shape [num_qo_heads]"),
+    refused({"sinks": ints(1, 2, 3, 4)}, "sinks must have a floating-point dtype"),
+    refused({"kv_cache_sf": (1, 2)}, "kv_cache_sf", "uint8 (NVFP4)", "float16"),
 ]
 
 RUN_PAGED = [
-    Row("cache no tensor", {"paged_kv_cache": 3}, ArgumentTypeError, ("paged_kv_cache must be a tensor or a pair",)),
-    Row("cache of 3", {"paged_kv_cache": (cache(), cache(), cache())}, ArgumentTypeError, ("a pair (k, v)",)),
-    Row("cache of words", {"paged_kv_cache": (cache(), "v")}, ArgumentTypeError, ("v of paged_kv_cache", "'v'")),
-    Row("cache rank", {"paged_kv_cache": cache(5, 4, 2, 16)}, ArgumentError, ("[num_pages, 2, ...]",)),
-    Row("cache halves", {"paged_kv_cache": cache(5, 3, 4, 2, 16)}, ArgumentError, ("[num_pages, 2,",)),
-    Row(
-        "cache page size",
-        {"paged_kv_cache": cache(5, 2, 3, 2, 16)},
-        ArgumentError,
-        ("[any, 4, 2, 16]", "(5, 3, 2, 16)"),
-    ),
-    Row("cache heads", {"paged_kv_cache": cache(5, 2, 4, 3, 16)}, ArgumentError, ("[any, 4, 2, 16]",)),
-    Row("cache head dim", {"paged_kv_cache": cache(5, 2, 4, 2, 8)}, ArgumentError, ("[any, 4, 2, 16]",)),
-    Row(
-        "cache dtype", {"paged_kv_cache": cache().bfloat16()}, ArgumentError, ("k must have the planned dtype float16",)
-    ),
-    Row(
-        "v dtype",
+    wrong_type({"paged_kv_cache": 3}, "paged_kv_cache must be a tensor or a pair"),
+    wrong_type({"paged_kv_cache": (cache(), cache(), cache())}, "a pair (k, v)"),
+    wrong_type({"paged_kv_cache": (cache(), "v")}, "v of paged_kv_cache", "'v'"),
+    refused({"paged_kv_cache": cache(5, 4, 2, 16)}, "[num_pages, 2, ...]"),
+    refused({"paged_kv_cache": cache(5, 3, 4, 2, 16)}, "[num_pages, 2,"),
+    refused({"paged_kv_cache": cache(5, 2, 3, 2, 16)}, "[any, 4, 2, 16]", "(5, 3, 2, 16)"),
+    refused({"paged_kv_cache": cache(5, 2, 4, 3, 16)}, "[any, 4, 2, 16]"),
+    refused({"paged_kv_cache": cache(5, 2, 4, 2, 8)}, "[any, 4, 2, 16]"),
+    refused({"paged_kv_cache": cache().bfloat16()}, "k must have the planned dtype float16"),
+    refused(
         {"paged_kv_cache": (cache(5, 4, 2, 16), cache(5, 4, 2, 16).bfloat16())},
-        ArgumentError,
-        ("v must have the planned dtype float16", "bfloat16"),
+        "v must have the planned dtype float16",
+        "bfloat16",
     ),
-    Row(
-        "cache device", {"paged_kv_cache": cache().to("meta")}, ArgumentError, ("k must be on the workspace's device",)
+    refused({"paged_kv_cache": cache().to("meta")}, "k must be on the workspace's device"),
+    refused(
+        {"paged_kv_cache": cache(5, 2, 4, 2, 32)[..., ::2]}, "k must have stride 1 on its last axis", "k.contiguous()"
     ),
-    Row(
-        "cache last stride",
-        {"paged_kv_cache": cache(5, 2, 4, 2, 32)[..., ::2]},
-        ArgumentError,
-        ("k must have stride 1 on its last axis", "k.contiguous()"),
+    refused(
+        {"paged_kv_cache": (cache(5, 4, 2, 16), cache(4, 4, 2, 16))}, "k and v must agree in all axes but the last"
     ),
-    Row(
-        "pages of v",
-        {"paged_kv_cache": (cache(5, 4, 2, 16), cache(4, 4, 2, 16))},
-        ArgumentError,
-        ("k and v must agree in all axes but the last",),
-    ),
-    Row("few pages", {"paged_kv_cache": cache(4, 2, 4, 2, 16)}, ArgumentError, ("page 0 of request 0, is 4", "0..3")),
-    Row("window", {"window_left": 3}, ArgumentError, ("window_left of run() must be None or the planned -1", "got 3")),
-    Row("skip", {"skip_softmax_threshold_scale_factor": 0.5}, NotSupported, ("skip_softmax_threshold",)),
+    refused({"paged_kv_cache": cache(4, 2, 4, 2, 16)}, "page 0 of request 0, is 4", "0..3"),
+    refused({"window_left": 3}, "window_left of run() must be None or the planned -1", "got 3"),
+    refused({"skip_softmax_threshold_scale_factor": 0.5}, "skip_softmax_threshold", error=NotSupported),
 ]
 
 RUN_RAGGED = [
-    Row("k rank", {"k": zeros(11, 16)}, ArgumentError, ("k must have shape [kv_indptr[-1], num_kv_heads, head_dim]",)),
-    Row("k short", {"k": zeros(10, 2, 16)}, ArgumentError, ("[11 or more, 2, 16]", "(10, 2, 16)")),
-    Row("v short", {"v": zeros(10, 2, 16)}, ArgumentError, ("v must have shape",)),
-    Row("v longer", {"v": zeros(12, 2, 16)}, ArgumentError, ("k and v must agree",)),
-    Row("k None", {"k": None}, ArgumentTypeError, ("k must be a torch.Tensor",)),
-    Row("v grad", {"v": with_grad(11, 2, 16)}, ArgumentError, ("v requires grad",)),
-    Row("o_scale 0", {"o_scale": 0.0}, ArgumentError, ("o_scale must be > 0",)),
+    refused({"k": zeros(11, 16)}, "k must have shape [kv_indptr[-1], num_kv_heads, head_dim]"),
+    refused({"k": zeros(10, 2, 16)}, "[11 or more, 2, 16]", "(10, 2, 16)"),
+    refused({"v": zeros(10, 2, 16)}, "v must have shape"),
+    refused({"v": zeros(12, 2, 16)}, "k and v must agree"),
+    wrong_type({"k": None}, "k must be a torch.Tensor"),
+    refused({"v": with_grad(11, 2, 16)}, "v requires grad"),
+    refused({"o_scale": 0.0}, "o_scale must be > 0"),
 ]
 
 RUN_PREFILL_PAGED = [
-    Row("fp16 softmax", {"use_fp16_softmax": True}, NotSupported, ("use_fp16_softmax", "fp32")),
-    Row("spcompress", {"uses_spcompress": True}, NotSupported, ("uses_spcompress",)),
+    refused({"use_fp16_softmax": True}, "use_fp16_softmax", "fp32", error=NotSupported),
+    refused({"uses_spcompress": True}, "uses_spcompress", error=NotSupported),
 ]
 
 

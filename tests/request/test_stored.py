@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -10,31 +11,13 @@ import torch
 
 import cute_attn
 from cute_attn.errors import ArgumentError
-
-INT = torch.int32
+from perf.pretended_gpu import NullDriver
+from tests.support.entry_points import ENTRIES, OTHER_NAMES
+from tests.support.launch_corpus import pretended
 
 
 def half(*shape: int) -> torch.Tensor:
     return torch.randn(shape).half()
-
-
-def prefill() -> dict[str, Any]:
-    mask = torch.ones(5, 9, dtype=torch.bool)
-    return {
-        "q": half(5, 4, 64),
-        "k": half(9, 2, 64),
-        "v": half(9, 2, 64),
-        "out": half(5, 4, 64),
-        "custom_mask": mask,
-        "lse": torch.zeros(5, 4),
-        "sinks": torch.zeros(4),
-        "k_scale": torch.ones(1),
-        "v_scale": torch.ones(1),
-    }
-
-
-def decode() -> dict[str, Any]:
-    return {"q": half(4, 64), "k": half(9, 2, 64), "v": half(9, 2, 64), "q_scale": torch.ones(1)}
 
 
 def merge() -> dict[str, Any]:
@@ -42,26 +25,8 @@ def merge() -> dict[str, Any]:
     return {"v_a": v, "s_a": s, "v_b": v.clone(), "s_b": s.clone()}
 
 
-def merge_in_place() -> dict[str, Any]:
-    v, s = torch.randn(5, 4, 64), torch.randn(5, 4)
-    return {"v": v, "s": s, "v_other": v.clone(), "s_other": s.clone(), "mask": torch.ones(5, dtype=torch.bool)}
-
-
 def merge_many() -> dict[str, Any]:
     return {"v": torch.randn(5, 3, 4, 64), "s": torch.randn(5, 3, 4)}
-
-
-def append() -> dict[str, Any]:
-    return {
-        "append_key": half(3, 2, 64),
-        "append_value": half(3, 2, 64),
-        "batch_indices": torch.zeros(3, dtype=INT),
-        "positions": torch.arange(3, dtype=INT),
-        "paged_kv_cache": half(1, 2, 4, 2, 64),
-        "kv_indices": torch.zeros(1, dtype=INT),
-        "kv_indptr": torch.tensor([0, 1], dtype=INT),
-        "kv_last_page_len": torch.tensor([3], dtype=INT),
-    }
 
 
 def quantise() -> dict[str, Any]:
@@ -77,39 +42,56 @@ def quantise_cache() -> dict[str, Any]:
     return {"k_cache": half(2, 4, 2, 64), "v_cache": half(2, 4, 2, 64)}
 
 
-CALLS: list[tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = [
-    (cute_attn.single_prefill_with_kv_cache, prefill),
-    (cute_attn.single_decode_with_kv_cache, decode),
+CALLS: list[tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = [  # those that write new tensors only
     (cute_attn.merge_state, merge),
-    (cute_attn.merge_state_in_place, merge_in_place),
     (cute_attn.merge_states, merge_many),
-    (cute_attn.append_paged_kv_cache, append),
     (cute_attn.nvfp4_kv_quantize, quantise),
     (cute_attn.nvfp4_kv_dequantize, dequantise),
     (cute_attn.nvfp4_quantize_paged_kv_cache, quantise_cache),
     (cute_attn.fp8_quantize_paged_kv_cache, quantise_cache),
 ]
-CASES = [
-    pytest.param(function, make, name, id=f"{function.__name__}-{name}") for function, make in CALLS for name in make()
-]
 
 
-@pytest.mark.parametrize(("function", "make", "name"), CASES)
-def test_memory_that_is_not_the_values_is_refused(
-    function: Callable[..., Any], make: Callable[[], dict[str, Any]], name: str
-) -> None:
+# Of calls, tensors whose layout nobody looks at: those not read, and those that strides or torch refuse before.
+ANY_LAYOUT = {
+    *(("latent", "out"), ("latent, xqa", "out"), ("trtllm context", "lse"), ("trtllm ragged", "lse")),
+    ("trtllm fmha, pages", "cum_seq_lens_kv"),
+}
+
+
+def assert_refused(call: Callable[[dict[str, Any]], Any], given: Mapping[str, torch.Tensor], name: str) -> None:
+    """The call names a view of one tensor, or the argument that it is a part of."""
+    x, whole = given[name], re.escape(name.split(" of ")[-1].partition("[")[0])
+    called = rf"{OTHER_NAMES.get(name, whole)}|([kv](_sf)? of )?(paged_kv_cache|{whole})(\[[01]\])?"
+    views = {"a negative view": torch._neg_view(x)} if x.dtype.is_floating_point else {}
+    if x.dtype != torch.float8_e4m3fn:  # torch has no sparse ones
+        views["a strided tensor"] = x.to_sparse()
+    for what, view in views.items():
+        with pytest.raises(ArgumentError, match=rf"^({called})( of \w+)? must .*be {what}"):
+            call({**given, name: view})
+
+
+@pytest.mark.parametrize(("function", "make"), CALLS, ids=[function.__name__ for function, _ in CALLS])
+def test_functions_without_outputs(function: Callable[..., Any], make: Callable[[], dict[str, Any]]) -> None:
     function(**make())
-    given = make()
-    views = {"a strided tensor": given[name].to_sparse()}
-    if given[name].dtype.is_floating_point:
-        views["a negative view"] = torch._neg_view(given[name])
-    for message, view in views.items():
-        with pytest.raises(ArgumentError, match=rf"{name}\b.* must.* be {message}"):
-            function(**{**given, name: view})
+    for name in make():
+        assert_refused(lambda given: function(**given), make(), name)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_first_and_repeated_calls(entry: str) -> None:
+    with pretended(NullDriver()):
+        call, given = ENTRIES[entry].begin(ENTRIES[entry].tensors, "auto"), dict(ENTRIES[entry].tensors)
+        for calls in (0, 3):
+            for _ in range(calls):
+                call(given)
+            for name in given.keys() - {*ENTRIES[entry].planned}:
+                if (entry, name) not in ANY_LAYOUT:
+                    assert_refused(call, given, name)
 
 
 def test_imaginary_part_of_a_conjugate_view_is_refused() -> None:
-    given = prefill()
-    given["k"] = torch.complex(given["k"].float(), given["k"].float()).conj().imag
+    q, k = half(5, 4, 64), half(9, 2, 64)
+    conjugate = torch.complex(k.float(), k.float()).conj().imag
     with pytest.raises(ArgumentError, match="k must not be a negative view"):
-        cute_attn.single_prefill_with_kv_cache(**given)
+        cute_attn.single_prefill_with_kv_cache(q, conjugate, k)

@@ -23,6 +23,18 @@ PAGE_INDPTR, LAST_PAGE_LEN, KV_LENS = (0, 1, 2), (4, 16), (4, 16)
 WORKSPACE_BYTES = 1 << 16
 SCHEDULE = "the schedule"  # the name of a plan's records, which are the wrapper's own memory
 
+# What messages call a tensor where the caller's name is another.
+OTHER_NAMES = {
+    "the cache": "[kv]|the cache",
+    "kv_cache": "([kv] of )?kv_cache",
+    "query": "q|query",
+    "workspace_buffer": "workspace_buffer|the workspace",
+    "k of kv_cache": "k( of kv_cache)?",
+    "v of kv_cache": "v( of kv_cache)?",
+    "bmm1_scale": "bmm1_scale|q_scale",
+    "bmm2_scale": "bmm2_scale|v_scale",
+}
+
 Tensors = Mapping[str, torch.Tensor]
 Call = Callable[[Tensors], Any]
 

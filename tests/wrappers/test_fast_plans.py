@@ -1,4 +1,4 @@
-"""`fast_decode_plan` and `fast_prefill_plan` as vLLM and SGLang use them, called and in place of the methods."""
+"""`fast_decode_plan` and `fast_prefill_plan`, called and in place of the methods. Calls of engines: `tests/engines`."""
 
 from __future__ import annotations
 
@@ -65,76 +65,6 @@ def test_decode(attribute: str, graph: bool, q_len: int) -> None:
         run(other, made)
         assert call(other, make(other), made)[0].dtype == torch.float32
     assert made.workspace_size(**plan_arguments(case, make(case))) == (0, 0)
-
-
-def test_sglang_decode_positions() -> None:
-    """SGLang's arguments: seven by position with pages of one token, device indices in the wrapper's own buffer."""
-    case = dataclasses.replace(DECODE, page_size=1, kv_dtype="float8_e4m3fn", dtype="bfloat16")
-    made = made_for(case, graph=True)
-    for seed in range(3):
-        case = random_lengths(dataclasses.replace(case, seed=seed), seed, 50) if seed else case
-        inputs = make(case)
-        used = int(inputs.kv_indptr[-1])
-        made._paged_kv_indices_buf[:used] = inputs.kv_indices[:used]
-        on_host = {} if seed == 0 else {"global_override_indptr_cpu": inputs.kv_indptr}
-        made.begin_forward(
-            torch.full_like(inputs.kv_indptr, 0) if seed else inputs.kv_indptr,
-            made._paged_kv_indices_buf,
-            torch.ones(3, dtype=torch.int32),
-            *(4, 2, 64, 1),
-            data_type=torch.float8_e4m3fn,
-            q_data_type=torch.bfloat16,
-            non_blocking=True,
-            fixed_split_size=None,
-            disable_split_kv=False,
-            **on_host,
-        )
-        made.begin_forward = functools.partial(fast_decode_plan, made)
-        assert made.begin_forward.func == fast_decode_plan
-        out = made.forward(inputs.q, *inputs.kv, sm_scale=64**-0.5, logits_soft_cap=0.0, k_scale=1.0, v_scale=1.0)
-        assert_batch_right(case, inputs, out, call(case, inputs, made)[1])
-
-
-def test_vllm_decode() -> None:
-    """vLLM's arguments: all by name, lengths on the CPU, -1 for no split size, o_data_type in the first plan only."""
-    case = dataclasses.replace(DECODE, dtype="bfloat16", qo_lens=(2, 2, 2), o_dtype="bfloat16")
-    made = made_for(case, graph=True)
-    for seed in range(3):
-        case = random_lengths(dataclasses.replace(case, seed=seed), seed, 50) if seed else case
-        inputs = make(case)
-        same = {
-            "indptr": inputs.kv_indptr,
-            "indices": inputs.kv_indices,
-            "last_page_len": inputs.last_page_len,
-            "num_qo_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 64,
-            "page_size": 4,
-            "pos_encoding_mode": "NONE",
-            "window_left": -1,
-            "logits_soft_cap": 0.0,
-            "q_data_type": torch.bfloat16,
-            "kv_data_type": torch.bfloat16,
-            "data_type": None,
-            "sm_scale": 64**-0.5,
-            "rope_scale": None,
-            "rope_theta": None,
-            "non_blocking": True,
-            "fixed_split_size": -1,
-            "disable_split_kv": False,
-            "q_len_per_req": 2,
-        }
-        if seed == 0:
-            seq_lens = torch.tensor(case.kv_lens, dtype=torch.int32)
-            made.plan(**same, o_data_type=torch.bfloat16, block_tables=None, seq_lens=seq_lens)
-        else:
-            fast_decode_plan(made, **same)
-        assert made._window_left == -1
-        assert made._logits_soft_cap == 0.0
-        assert made._sm_scale == 64**-0.5
-        out = torch.empty(6, 4, 64, dtype=torch.bfloat16)
-        made.run(inputs.q, *inputs.kv, k_scale=1.0, v_scale=1.0, out=out)
-        assert_batch_right(case, inputs, out, call(case, inputs, made)[1])
 
 
 def test_q_len_is_named_by_its_errors() -> None:

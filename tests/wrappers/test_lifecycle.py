@@ -17,8 +17,6 @@ from cute_attn import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     RuntimeArgumentError,
     fast_decode_plan,
-    single_decode_with_kv_cache,
-    single_prefill_with_kv_cache,
 )
 from cute_attn.dispatch import capabilities, select
 from cute_attn.dispatch.reference import ReferenceRun
@@ -254,26 +252,6 @@ def test_q_len_of_a_run() -> None:
         made.run(inputs.q, *inputs.kv, q_len_per_req=1)
     with pytest.warns(DeprecationWarning, match="plan"), pytest.raises(ArgumentTypeError, match="must be an int"):
         made.run(inputs.q, *inputs.kv, q_len_per_req=2.0)
-
-
-# ---- single requests and batches agree
-
-
-def test_one_request_is_a_single_call() -> None:
-    case = paged((17,), (33,), mask="causal", **heads(4, 2))
-    inputs = make(case)
-    out, lse = call(case, inputs)
-    request = inputs.requests[0]
-    expected = single_prefill_with_kv_cache(
-        request.q, request.k.half(), request.v.half(), causal=True, return_lse=True, lse_base="log2"
-    )
-    assert torch.equal(out, expected[0])
-    assert lse is not None
-    assert torch.equal(lse, expected[1])
-    natural = single_decode_with_kv_cache(
-        request.q[-1], request.k.half(), request.v.half(), return_lse=True, lse_base="ln"
-    )
-    torch.testing.assert_close(natural[1], expected[1][-1] * math.log(2))
 
 
 # ---- CUDA-graph mode

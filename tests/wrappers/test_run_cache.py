@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from cute_attn import ArgumentError, BatchPrefillWithPagedKVCacheWrapper
+from cute_attn import ArgumentError
 from cute_attn.emulator.settings import using
 from cute_attn.kernels.fa2.host import prepared as fa2_prepared
 from cute_attn.request import batch_run, operands
 from cute_attn.wrappers import calls
 from tests.kernels.test_fa2_batch import on_fa2
+from tests.support import batch_case
 from tests.support.batch_case import (
     E4M3,
     BatchCase,
@@ -30,12 +31,10 @@ from tests.support.batch_case import (
     paged,
     plan_arguments,
     ragged,
-    run_arguments,
-    wrapper,
 )
 from tests.support.right import assert_right
 
-__all__ = ["on_fa2"]  # a fixture: calls with CPU tensors go to fa2's host side
+__all__ = ["on_fa2"]  # a fixture: calls with CPU tensors go to fa2's host side, whose launches do nothing
 
 PAGED = paged((5, 17), (40, 33), page_size=4, mask="causal", **heads(4, 2))
 LAYERS = (
@@ -71,9 +70,22 @@ def layers(case: BatchCase) -> BatchInputs:
 
 
 def planned(case: BatchCase) -> tuple[Any, BatchInputs]:
-    made, inputs = wrapper(case), layers(case)
+    inputs = layers(case)
+    return wrapper_of(case, inputs), inputs
+
+
+def wrapper_of(case: BatchCase, inputs: BatchInputs, backend: str = "emulator") -> Any:
+    made = batch_case.wrapper(case, backend=backend)
     made.plan(**plan_arguments(case, inputs))
-    return made, inputs
+    return made
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels themselves."""
+    monkeypatch.undo()
+    with using("sm_90a", kernels="fa2", sms=4):
+        yield
 
 
 @pytest.fixture
@@ -90,16 +102,25 @@ def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return taken
 
 
-@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.id)
-def test_layers(case: BatchCase, full_checks: list[Any]) -> None:
-    made, inputs = planned(case)
-    for _ in range(3):
-        sinks = None if inputs.sinks is None else inputs.sinks + 1
-        inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv), sinks=sinks)
-        assert_right(case, inputs, *call(case, inputs, made))
-    assert len(full_checks) == 1
+ON_KERNELS = [("fa2", case) for case in LAYERS]
+ON_KERNELS += [("fa3", paged((3, 5), (21, 48), mask="causal", cache=cache, **heads(4, 2))) for cache in ("one", "pair")]
 
 
+@pytest.mark.emulator
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("kernels", "case"), ON_KERNELS, ids=lambda x: getattr(x, "id", x))
+def test_layers(kernels: str, case: BatchCase, full_checks: list[Any]) -> None:
+    with using("sm_90a", kernels=kernels, sms=4):
+        made, inputs = planned(case)
+        for _ in range(3):
+            sinks = None if inputs.sinks is None else inputs.sinks + 1
+            inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv), sinks=sinks)
+            assert_right(case, inputs, *call(case, inputs, made))
+    assert len(full_checks) == len(made._planned().cached_runs) == 1
+
+
+@pytest.mark.emulator
+@pytest.mark.usefixtures("emulated")
 def test_sinks_are_checked_in_every_run(full_checks: list[Any]) -> None:
     case = dataclasses.replace(PAGED, sinks=True)
     made, inputs = planned(case)
@@ -127,6 +148,8 @@ def test_sinks_are_checked_in_every_run(full_checks: list[Any]) -> None:
         call(case, dataclasses.replace(inputs, sinks=lse[0]), made, lse=lse)
 
 
+@pytest.mark.emulator
+@pytest.mark.usefixtures("emulated")
 def test_a_query_with_other_strides(full_checks: list[Any]) -> None:
     """out is dense whatever q is."""
     made, inputs = planned(PAGED)
@@ -138,6 +161,8 @@ def test_a_query_with_other_strides(full_checks: list[Any]) -> None:
     assert len(full_checks) == 1
 
 
+@pytest.mark.emulator
+@pytest.mark.usefixtures("emulated")
 def test_a_callers_buffers(full_checks: list[Any]) -> None:
     made, inputs = planned(PAGED)
     for _ in range(3):
@@ -149,12 +174,8 @@ def test_a_callers_buffers(full_checks: list[Any]) -> None:
     assert sum(run.out is not None for run in full_checks) == 1
 
 
-def wrapper_of(case: BatchCase, inputs: BatchInputs) -> Any:
-    made = wrapper(case)
-    made.plan(**plan_arguments(case, inputs))
-    return made
-
-
+@pytest.mark.emulator
+@pytest.mark.usefixtures("emulated")
 def test_options_of_each_run() -> None:
     """Those that differ, in whatever order they come, and those that are equal but not the same."""
     made, inputs = planned(PAGED)
@@ -176,6 +197,8 @@ def test_options_of_each_run() -> None:
         assert_right(case, now, *call(case, now, made))
 
 
+@pytest.mark.emulator
+@pytest.mark.usefixtures("emulated")
 def test_a_new_plan_has_no_cached_runs(full_checks: list[Any]) -> None:
     made, inputs = planned(PAGED)
     for change in ({}, {"window_left": 3}, {"mask": "none"}, {}):
@@ -253,7 +276,7 @@ def test_errors_after_a_good_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     equal = [{"k_scale": 1.0}, {"enable_pdl": True}, {"window_left": -1}]  # to values that are wrong
     buffers = {"out": torch.empty_like(inputs.q), "lse": torch.empty(inputs.q.shape[:2])}
     for before in ([], [{}, *equal, buffers, {"out": buffers["out"]}, {"lse": buffers["lse"]}]):
-        made = wrapper_of(PAGED, inputs)
+        made = wrapper_of(PAGED, inputs, "auto")
         for extra in before:
             made.run(**good, **extra)
             made.run(**good, **extra)
@@ -268,30 +291,15 @@ def test_errors_after_a_good_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_scales_that_always_change_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "CACHE_SIZE", 4)
-    made, inputs = planned(PAGED)
+    inputs = make(PAGED)
+    made = wrapper_of(PAGED, inputs, "auto")
     for i in range(9):
         made.run(inputs.q, *inputs.kv, v_scale=1.0 + i)
         assert 1 <= len(made._planned().cached_runs) <= 4
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(("kernels", "cache"), [("fa3", "one"), ("fa3", "pair"), ("fa2", "one")])
-def test_layers_on_the_kernels(
-    kernels: str, cache: str, monkeypatch: pytest.MonkeyPatch, full_checks: list[Any]
-) -> None:
-    monkeypatch.undo()
-    case = paged((3, 5), (21, 48), mask="causal", cache=cache, **heads(4, 2))
-    inputs = layers(case)
-    with using("sm_90a", kernels=kernels):
-        made = BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 22, dtype=torch.uint8), backend="emulator")
-        made.plan(**plan_arguments(case, inputs))
-        for _ in range(3):
-            inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv))
-            out, lse = made.run(inputs.q, *inputs.kv, **run_arguments(case, inputs))
-            assert_right(case, inputs, out, lse)
-    assert len(made._planned().cached_runs) == 1
-
-
+@pytest.mark.usefixtures("emulated")
 def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The previous plan stays in force, with its records."""
     made, inputs = planned(PAGED)

@@ -108,36 +108,6 @@ def test_scales_change_with_fixed_buffers() -> None:
     assert_near(out, None, expected(q, k, v, 0.7))
 
 
-def test_the_wrapper_of_an_engine() -> None:
-    """Keywords and order of an engine's calls: the cache's layout by position, lengths repeated, the output given."""
-    q, k, v = cache()
-    wrapper = BatchAttentionWithAttentionSinkWrapper(
-        torch.zeros(1 << 20, dtype=torch.uint8), "HND", backend="auto", window_left=127, **MADE_FOR
-    )
-    assert isinstance(wrapper, BatchPrefillWithPagedKVCacheWrapper)
-    wrapper.plan(
-        qo_indptr=QO_INDPTR,
-        paged_kv_indptr=PAGES[0],
-        paged_kv_indices=PAGES[1],
-        paged_kv_last_page_len=PAGES[2],
-        seq_lens=torch.tensor(KV, dtype=torch.int32),
-        num_qo_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim_qk=DIM,
-        page_size=PAGE,
-        sm_scale=0.25,
-        window_left=127,
-        logits_soft_cap=0.0,
-        o_data_type=torch.float16,
-        disable_split_kv=False,
-        **PLAN,
-    )
-    out = torch.empty_like(q)
-    hnd = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-    wrapper.run(q, hnd, SINKS, 0.25 * 0.5 * 2.0, v_scale=1.0, out=out)
-    assert_near(out, None, expected(q, k, v, 0.25))
-
-
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_jit_args_of_the_sink_variant(kind: Any) -> None:
     q, k, v = cache()

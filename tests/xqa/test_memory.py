@@ -1,15 +1,12 @@
-"""Memory that decode calls without a plan write: counters, partial results, and what outputs must not share."""
+"""Memory that decode calls without a plan write: counters and partial results."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-from cute_attn import ArgumentError, emulator, trtllm_batch_decode_with_kv_cache
+from cute_attn import emulator, trtllm_batch_decode_with_kv_cache
 from tests.xqa.test_replays import (  # noqa: F401 - `driver` is a fixture
     FUNCTIONS,
     HEAD_DIM,
@@ -18,56 +15,6 @@ from tests.xqa.test_replays import (  # noqa: F401 - `driver` is a fixture
     arguments,
     driver,
 )
-
-WRITTEN = "out", "workspace_buffer"
-TENSORS = ("query", "kv_cache", "block_tables", "seq_lens", "sinks")
-
-
-def bytes_behind(size: int, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns zeros of `size` bytes, and a copy of the tensor at their start."""
-    memory = torch.zeros(max(size, tensor.nbytes) + 64, dtype=torch.uint8)
-    start = -memory.data_ptr() % 16
-    memory = memory[start : start + max(size, tensor.nbytes)]
-    shared = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-    return memory[:size], shared.copy_(tensor)
-
-
-def crossing(call: dict[str, Any], written: str, name: str) -> dict[str, Any]:
-    """Returns the call with one tensor in the memory of `out` or of the workspace."""
-    buffer = call[written]
-    memory, shared = bytes_behind(buffer.nbytes, call[name])
-    return {**call, name: shared, written: memory.view(buffer.dtype).view(buffer.shape)}
-
-
-@pytest.mark.parametrize(("written", "name"), [*itertools.product(WRITTEN, TENSORS), ("workspace_buffer", "out")])
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_shared_memory_is_refused_in_first_and_repeated_calls(
-    function: Callable[..., Any],
-    written: str,
-    name: str,
-    driver: RecordingDriver,  # noqa: F811
-) -> None:
-    call = arguments({"out": True, "sinks": True})
-    wrong = crossing(call, written, name)
-    message = "must not share memory with"
-    with pytest.raises(ArgumentError, match=message):
-        function(**wrong)
-    assert not driver.recorded
-    for _ in range(3):
-        function(**call)
-    driver.recorded.clear()
-    with pytest.raises(ArgumentError, match=message):
-        function(**wrong)
-    assert not driver.recorded
-
-
-@pytest.mark.parametrize("written", WRITTEN)
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_shared_memory_is_refused_on_the_emulator(function: Callable[..., Any], written: str) -> None:
-    call = {**arguments({"out": True, "sinks": True}), "backend": "emulator"}
-    for name in TENSORS:
-        with emulator.using("sm_90a"), pytest.raises(ArgumentError, match="must not share memory with"):
-            function(**crossing(call, written, name))
 
 
 def attention(call: dict[str, Any]) -> torch.Tensor:

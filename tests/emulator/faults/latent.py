@@ -146,7 +146,7 @@ ANCHORS: Table = {
             ),
         },
     },
-    ORDER: {
+    EDGES: {  # one CTA has segments of one tile, one after the other: nothing else keeps the warpgroups in step
         "mla/hopper/warpgroups.py": {
             "sums are overwritten before both have read them": (
                 "        tma.named_sync(Int32(TOTALS_BARRIER), BOTH)  # before either writes again\n",
