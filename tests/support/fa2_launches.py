@@ -11,7 +11,7 @@ import pytest
 
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.host import batch as host_batch
-from cute_attn.kernels.host import load as loading
+from cute_attn.kernels.host import gpu as loading
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.runtime.spec import KernelSpec

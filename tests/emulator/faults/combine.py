@@ -28,15 +28,15 @@ COMBINING: Table = {
     STATES: {
         "combine/kernel.py": {
             "only the first splits, loaded side by side, are merged": (
-                "cutlass.range(0, row.num_splits, IN_FLIGHT, unroll=1)",
-                "cutlass.range(0, 1, IN_FLIGHT, unroll=1)",
+                "cutlass.range(0, row.num_splits, IN_FLIGHT * step, unroll=1)",
+                "cutlass.range(0, 1, IN_FLIGHT * step, unroll=1)",
             ),
         },
     },
     LOOPED: {
         "combine/kernel.py": {
             "a warp merges only its first row": (
-                "remaining = cutlass.and_(index < params.num_rows, cutlass.not_(row.last))",
+                "remaining = cutlass.and_(index < p.num_rows, cutlass.not_(row.last))",
                 "remaining = Boolean(False)",
             ),
             "rows past the last one are merged": ("exists=packed < merge.qo_len * p.group,", "exists=Boolean(True),"),
