@@ -38,6 +38,7 @@ class Shape(NamedTuple):
     units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
     keys: int | None = None  # most keys of a segment, in all launches: of a request, or within its window
     segments: int | None = None  # of blocks of at most `most_rows` rows; None: requests x units
+    mean: int | None = None  # keys of a segment on average, at most
 
 
 def most_rows(head_dim: int) -> int:
@@ -259,8 +260,9 @@ HOPPER = (
     _rule(8, (_EVEN, *_MANY_8), _MEASURED, pairs=above(EVEN - 1)),
     # To 8 warps with stages of 8 KB, one CTA per SM, H200: 91 x 35 to 313 1.21 times as fast (16/4 heads), 195 x 142
     # 1.65, 128 x 512 1.12, 100 x 64 to 800 1.14 (32/8), 64 x 2048 1.01, 64 x 8192 0.99, 60 x 200 to 6000 0.99, 63 x 100
-    # beside 1 x 16000 0.87. Of head dim 64, 64 x 8192 0.92.
+    # beside 1 x 16000 0.87. Head dim 64: 120 x 300 1.73 (8/8), 60 x 1000 1.05 (16/8), but 64 x 8192 0.92 (64/8).
     _rule(8, _MANY_8, _MEASURED),
+    _rule(8, _MANY_8, _NARROW, mean=up_to(1024)),
     # 13 batches of 384 to 2048 pairs, to one CTA per SM: 0.94 (48 x 500, 16/8 heads), others 1.00 to 1.15 (H200).
     _rule(16, (Ring(4, 3, 2, 8192),), _MEASURED),
     *_MANY,

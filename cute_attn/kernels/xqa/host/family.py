@@ -147,8 +147,11 @@ def rule_of_batch(
     assert qo_len is not None  # given by decode wrappers
     if limits.keeps_address:
         return rule_of(features, arch, shape_of(batch_size, settings, qo_len))
-    longest = lengths.kv_end * settings.page_size if isinstance(lengths, DeviceLengths) else lengths.longest_kv
-    return rule_of(features, arch, shape_of(batch_size, settings, qo_len, longest))
+    if isinstance(lengths, DeviceLengths):
+        longest = total = lengths.kv_end * settings.page_size
+    else:
+        longest, total = lengths.longest_kv, lengths.total_kv
+    return rule_of(features, arch, shape_of(batch_size, settings, qo_len, longest, total))
 
 
 class XqaBatchRun(BatchRun):

@@ -28,8 +28,12 @@ CLUSTERED = 3 / 4
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
 
-def shape_of(batch_size: int, settings: Settings, qo_len: int, longest: int | None = None) -> Shape:
-    """Return what is known of a launch. `longest`: most keys of a request, in all launches."""
+def shape_of(
+    batch_size: int, settings: Settings, qo_len: int, longest: int | None = None, total: int | None = None
+) -> Shape:
+    """Return what is known of a launch. `longest`: most keys of a request, in all launches; `total`: of all requests
+    together.
+    """
     window, features = settings.window_left, settings.features
     kv_heads = features.num_kv_heads
     rows = qo_len * (features.num_qo_heads // kv_heads)
@@ -37,7 +41,8 @@ def shape_of(batch_size: int, settings: Settings, qo_len: int, longest: int | No
     keys = longest
     if window >= 0:
         keys = window + qo_len if longest is None else min(window + qo_len, longest)
-    return Shape(batch_size, kv_heads, units, keys if batch_size <= MAX_GRID_Z else None, batch_size * segments)
+    mean = None if total is None else ceil_div(total, max(batch_size, 1))
+    return Shape(batch_size, kv_heads, units, keys if batch_size <= MAX_GRID_Z else None, batch_size * segments, mean)
 
 
 def shape_of_call(problem: Request) -> Shape:
