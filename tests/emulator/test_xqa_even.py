@@ -97,7 +97,6 @@ def test_shares_of_ctas(name: str) -> None:
 # The same where an SM has two of them; four rounds are eight tiles. The last one is of the ring for many requests.
 OF_SMALL_CTAS = {
     "five tiles more than equal shares": (OF_CTAS["five more"][0], 2, "2x2x16x2", True),
-    "nine more": (XqaCase((560, 550, 555), kv="bf16", heads=(4, 1)), 2, "2x2x16x2", False),
     "head dim 64": (XqaCase((40, 1500, 77, 0, 120), kv="e4m3", heads=(8, 2), head_dim=64), 1, "4x2x32x4", False),
 }
 

@@ -10,6 +10,9 @@ import pytest
 from perf import program, report, vllm_engine
 
 ENGINE = """
+import time
+
+
 class SamplingParams:
     def __init__(self, max_tokens, **_):
         self.max_tokens = max_tokens
@@ -23,6 +26,7 @@ class LLM:
 
     def generate(self, prompts, sampling, use_tqdm):
         assert all(len(p["prompt_token_ids"]) in (128, 2048, 4096) for p in prompts)
+        time.sleep(1e-4 * sampling.max_tokens)  # more tokens take longer, however busy the machine
 """
 
 
