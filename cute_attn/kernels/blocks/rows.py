@@ -14,7 +14,7 @@ from cute_attn.kernels.blocks import ptx
 
 @dataclass(frozen=True)
 class Divisor:
-    """Division of 0 <= n < 2^31 by a run-time divisor with one multiplication (`fastdiv.magic` is the host's half)."""
+    """Division of 0 <= n < 2^31 by a run-time divisor with one multiplication (`params.magic` is the host's half)."""
 
     value: Int32
     multiplier: Int32
