@@ -28,7 +28,6 @@ NVFP4_TOLERANCE = 0.02  # relative difference of dequantised rows: a peer rounds
 SCALE = 0.01
 NVFP4_APPEND = "nvfp4_quantize_append_paged_kv_cache"
 
-
 WORKLOADS = [
     equal(requests, tokens, tokens, (8, 8), 128, 16, kv_dtype=stored)
     for stored in ("bfloat16", "nvfp4")

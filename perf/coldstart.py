@@ -56,9 +56,12 @@ IMPORTS = "PERF_COLDSTART_IMPORTS"  # not empty: the process ends after the impo
 Calls = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-def _with_flashinfers_api(name: str) -> Calls:
-    library = importlib.import_module(name)
-    prefill, decode = library.single_prefill_with_kv_cache, library.single_decode_with_kv_cache
+def _calls(library: str) -> Calls:
+    """Imports a library; returns its causal prefill and its decode of q, k, v."""
+    if library == "flash-attn-4":
+        return _flash_attention_4()
+    module = importlib.import_module(MODULES[library])
+    prefill, decode = module.single_prefill_with_kv_cache, module.single_decode_with_kv_cache
     return lambda q, k, v: prefill(q, k, v, causal=True), lambda q, k, v: decode(q[0], k, v)
 
 
@@ -69,13 +72,6 @@ def _flash_attention_4() -> Calls:
         return lambda q, k, v: attention(q[None], k[None], v[None], causal=causal)
 
     return batched(True), batched(False)
-
-
-LIBRARIES: dict[str, Callable[[], Calls]] = {
-    "cute_attn": lambda: _with_flashinfers_api("cute_attn"),
-    "FlashInfer": lambda: _with_flashinfers_api("flashinfer"),
-    "flash-attn-4": _flash_attention_4,
-}
 
 
 def measure(library: str) -> dict[str, float]:
@@ -98,7 +94,7 @@ def measure(library: str) -> dict[str, float]:
         os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}{'a' if major >= 9 else ''}")
     seconds = [time.perf_counter() - start]
     start = time.perf_counter()
-    calls = LIBRARIES[library]()
+    calls = _calls(library)
     seconds.append(time.perf_counter() - start)
     if gpu and not os.environ.get(IMPORTS):
         for call, inputs in [*zip(calls, (prefill, decode), strict=True)] * 2:
@@ -225,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from perf.report import cold_start_tables
 
     parser = program.parser("coldstart", __doc__)
-    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), metavar="NAME")
+    parser.add_argument("--libraries", nargs="+", choices=MODULES, default=list(MODULES), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"processes per condition (default {REPEATS})")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of one process (default {LIMIT:.0f})")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no process after this time, and stop it")

@@ -14,7 +14,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +25,16 @@ import cute_attn
 from cute_attn.integrations import distributed
 from cute_attn.integrations.distributed import ring, travel
 from cute_attn.integrations.distributed.ranks import Ranks
-from perf import program
+from perf import peers, program
 from perf.bench import TOLERANCE, oracle, save
 from perf.harness import Call, CudaGraphTimer, Timing, interleaved, timing
-from perf.workloads import BatchInputs, BatchWorkload, equal, one_request, pages_of
+from perf.workloads import BatchWorkload, equal, one_request
 
 ONE = "one GPU"
-WORKSPACE_BYTES = 128 << 20
 GRAPH_LAUNCHES = 20
 PAGE_SIZE = 16
 ROUNDS, WARM_ROUNDS = 11, 3
+SHARDED = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=distributed.ShardedBatchDecodeWithPagedKVCacheWrapper)
 TIMEOUT = datetime.timedelta(seconds=150)  # that a rank waits for another one
 
 
@@ -91,8 +92,6 @@ def _gathered(values: list[float], candidate: Candidate) -> list[float]:
 # ---- cases
 
 Candidates = dict[str, Candidate]
-
-
 CASES = [
     *(equal(*sizes, (32, 8), 128, PAGE_SIZE) for sizes in ((1, 1, 262144), (2, 1, 131072), (1, 1, 131072))),
     one_request(65536, 65536, 32, 8, 128, 128, causal=True),
@@ -105,12 +104,10 @@ def decode(w: BatchWorkload, device: torch.device) -> tuple[Candidates, dict[str
     x = w.inputs(device)._replace(indices=indices)
     truth, rank, ranks = oracle(w, x), dist.get_rank(), dist.get_world_size()
     own = indices.view(len(w.kv_lens), -1)[:, rank::ranks].flatten()
-    lens = torch.tensor(w.kv_lens)
-    own_lens = distributed.shard_kv_lens(lens, PAGE_SIZE, rank, ranks)
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    whole = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace)
-    sharded = distributed.ShardedBatchDecodeWithPagedKVCacheWrapper(workspace)
-    one, some = _planned(whole, w, x, lens, (x.k, x.v)), _planned(sharded, w, x, own_lens, (x.k[own], x.v[own]))
+    own_lens = distributed.shard_kv_lens(torch.tensor(w.kv_lens), PAGE_SIZE, rank, ranks)
+    own_w = replace(w, kv_lens=tuple(own_lens.tolist()))
+    own_x = x._replace(k=x.k[own], v=x.v[own], indices=indices[: len(own)])
+    (one,), (some,) = peers.planned(cute_attn, w, [x], True), peers.planned(SHARDED, own_w, [own_x], True)
     errors = {ONE: truth.error(one()), "sharded": truth.error(some())}
     candidates = {
         ONE: Candidate(one, GRAPH_LAUNCHES, graph=True, of_ranks=min),
@@ -118,16 +115,6 @@ def decode(w: BatchWorkload, device: torch.device) -> tuple[Candidates, dict[str
         "sharded, no graph": Candidate(some, GRAPH_LAUNCHES),
     }
     return candidates, errors
-
-
-def _planned(
-    wrapper: Any, w: BatchWorkload, x: BatchInputs, lens: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]
-) -> Callable[[], torch.Tensor]:
-    indptr, last_page_len = pages_of(lens, PAGE_SIZE)
-    indices = torch.arange(int(indptr[-1]), dtype=torch.int32, device=x.q.device)
-    heads = w.num_qo_heads, w.num_kv_heads, w.head_dim
-    wrapper.plan(indptr, indices, last_page_len, *heads, PAGE_SIZE, data_type=x.q.dtype)
-    return lambda: wrapper.run(x.q, cache)
 
 
 def prefill(w: BatchWorkload, device: torch.device) -> tuple[Candidates, dict[str, float]]:

@@ -14,7 +14,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -38,7 +38,6 @@ CALLS = 200  # of at most two kernels: the launch queue holds about 1000
 REPEATS = 31
 PLANS = 40  # of a round: an upload waits for the second before it
 PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc", "FlashInfer XQA")
-
 
 PREFILL = one_request(64, 64, 32, 8, 128, 128, causal=True)
 DECODE = one_request(1, 256, 32, 8, 128, 128)
@@ -94,11 +93,13 @@ def parts(device: torch.device) -> dict[str, Call]:
     x = DECODE.inputs(device)
     arguments = single_request.Call(x.q[0], x.k, x.v, decode=True)
     problem = single_request.problem(arguments)
-    launches = recorded_launches(lambda: backends.run(problem))
+    with mock.patch.object(Bound, "fire", autospec=True, side_effect=Bound.fire) as fired:
+        backends.run(problem)
+    launches = [call.args for call in fired.call_args_list]
 
     def fire() -> None:
-        for bound, fired in launches:
-            bound.fire(*fired)
+        for bound, *operands in launches:
+            bound.fire(*operands)
 
     return {
         "decode: check arguments, allocate out": lambda: single_request.problem(arguments),
@@ -107,20 +108,6 @@ def parts(device: torch.device) -> dict[str, Call]:
         "one torch.empty": lambda: torch.empty(32, 128, dtype=torch.bfloat16, device=device),
         "one query of the current stream": lambda: current_stream(device.index),
     }
-
-
-def recorded_launches(call: Call) -> list[tuple[Bound, tuple[Any, ...]]]:
-    """Returns the launches that `call` makes, with their arguments."""
-    fired: list[tuple[Bound, tuple[Any, ...]]] = []
-    fire = Bound.fire
-
-    def record(self: Bound, *arguments: Any) -> None:
-        fired.append((self, arguments))
-        fire(self, *arguments)
-
-    with mock.patch.object(Bound, "fire", record):
-        call()
-    return fired
 
 
 def peer_calls(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]:
@@ -171,23 +158,15 @@ def batch_calls(device: torch.device) -> dict[str, Call]:
     return runs | plan_calls(cute_attn, device, {}, {})
 
 
-def unplanned(w: BatchWorkload, x: BatchInputs, cache: Any, **options: Any) -> Call:
-    """Returns decode over pages without a plan."""
-    workspace = torch.zeros(peers.WORKSPACE_BYTES, dtype=torch.uint8, device=x.q.device)
-    lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=x.q.device)
-    operands = x.q, cache, workspace, peers.block_table(w, x), lengths, max(w.kv_lens)
-    return functools.partial(cute_attn.xqa_batch_decode_with_kv_cache, *operands, **options)
-
-
 def unplanned_calls(device: torch.device) -> dict[str, Call]:
     """Returns decode of one request, as `FlashInfer XQA` decodes it, and of 4 into a buffer."""
     calls: dict[str, Call] = {}
     for requests in (1, 4):
         w = equal(requests, 1, 64, (32, 8), 128, 16)
         x = w.inputs(device)
-        options = {"bmm1_scale": 128**-0.5, "out": None if requests == 1 else torch.empty_like(x.q)}
+        out = None if requests == 1 else torch.empty_like(x.q)
         name = f"xqa_batch_decode_with_kv_cache, batch {requests}"
-        calls[name] = unplanned(w, x, torch.stack((x.k, x.v), 1), **options)
+        calls[name] = peers.our_xqa(w, [x], torch.stack((x.k, x.v), 1), out=out)[0]
     return calls
 
 
@@ -218,7 +197,7 @@ def plan_calls(library: Any, device: torch.device, decode: dict[str, Any], prefi
         indices = torch.zeros(n * MOST_PAGES, dtype=torch.int32, device=device)
         qo_indptr = torch.arange(n + 1, dtype=torch.int32) * QO_LEN
         for place, on in {"host": torch.device("cpu"), "GPU": device}.items():
-            growing, others = ([tuple(x.to(on) for x in step) for step in steps] for steps in (grow(n), prompts(n)))
+            growing, others = ([(b.to(on), last.to(on)) for b, last in batches(n, grow)] for grow in (True, False))
             for name, dtype in KV_DTYPES.items():
                 wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **decode)
                 turns: list[tuple[Any, ...]] = [(bounds, indices, last, *sizes) for bounds, last in growing]
@@ -233,20 +212,14 @@ def plan_calls(library: Any, device: torch.device, decode: dict[str, Any], prefi
     return calls
 
 
-def grow(requests: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields indptr and last_page_len of decode steps, each with one token more per request."""
-    most = MOST_PAGES * PAGE_SIZE - STEPS
-    lengths = torch.randint(100, most, (requests,), generator=torch.Generator().manual_seed(0))
-    for step in range(STEPS):
-        yield pages_of(lengths + step, PAGE_SIZE)
-
-
-def prompts(requests: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields indptr and last_page_len of batches that have nothing in common."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        lengths = torch.randint(QO_LEN, MOST_PAGES * PAGE_SIZE, (requests,), generator=generator)
-        yield pages_of(lengths, PAGE_SIZE)
+def batches(requests: int, growing: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns indptr and last_page_len of decode steps, each with one token more per request, or of batches that have
+    nothing in common.
+    """
+    draws, more = (1, torch.arange(STEPS)[:, None]) if growing else (STEPS, torch.zeros(1, dtype=torch.int64))
+    most, generator = MOST_PAGES * PAGE_SIZE - STEPS, torch.Generator().manual_seed(0)
+    lengths = torch.randint(QO_LEN, most, (draws, requests), generator=generator) + more
+    return [pages_of(step, PAGE_SIZE) for step in lengths]
 
 
 def _plan(wrapper: Any, turns: list[tuple[Any, ...]], kv: torch.dtype, **options: Any) -> Call:
@@ -300,7 +273,7 @@ def unplanned_optional_calls(device: torch.device) -> dict[str, Call]:
     x, scale = OPTIONAL_DECODE.inputs(device), torch.full((), 0.1, device=device)
     lse = torch.empty(len(OPTIONAL_DECODE.kv_lens), OPTIONAL_DECODE.num_qo_heads, device=device)
     more = {"bmm1_scale": scale, "bmm2_scale": scale, "lse": lse, "return_lse": True}
-    return {**calls, "xqa, scale tensors and lse": unplanned(OPTIONAL_DECODE, x, (x.k, x.v), **more)}
+    return {**calls, "xqa, scale tensors and lse": peers.our_xqa(OPTIONAL_DECODE, [x], **more)[0]}
 
 
 # ---- the program

@@ -218,27 +218,28 @@ def flashinfer_xqa(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     return xqa(flashinfer("flashinfer.decode").xqa_batch_decode_with_kv_cache, w, sets)
 
 
-def our_xqa(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    return xqa(cute_attn.xqa_batch_decode_with_kv_cache, w, sets)
+def our_xqa(w: BatchWorkload, sets: Sequence[BatchInputs], cache: Any = None, **chosen: Any) -> list[Call]:
+    return xqa(cute_attn.xqa_batch_decode_with_kv_cache, w, sets, cache, **chosen)
 
 
-def xqa(decode: Any, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    """Binds `xqa_batch_decode_with_kv_cache` of FlashInfer or ours."""
+def xqa(decode: Any, w: BatchWorkload, sets: Sequence[BatchInputs], cache: Any = None, **chosen: Any) -> list[Call]:
+    """Binds `xqa_batch_decode_with_kv_cache` of FlashInfer or ours. `cache`: None for k and v of the sets. `chosen`:
+    more of its arguments.
+    """
     require(w.equal or max(w.qo_lens) == 1, "requests differ in query tokens")
     device = sets[0].q.device
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=device).view(torch.uint32)
-    longest, scale = max(w.kv_lens), w.head_dim**-0.5
-    drafts: dict[str, Any] = {}
+    options = {"bmm1_scale": w.head_dim**-0.5, "window_left": w.window_left, "kv_layout": "NHD", **chosen}
     if (q_len := w.qo_lens[0]) > 1:
-        drafts = {"q_len_per_req": q_len, "mask": _draft_mask(len(w.qo_lens), q_len).to(device)}
+        options |= {"q_len_per_req": q_len, "mask": _draft_mask(len(w.qo_lens), q_len).to(device)}
 
-    def call(x: BatchInputs, table: torch.Tensor) -> torch.Tensor:
-        arguments = x.q, (x.k, x.v), workspace, table, lengths, longest
-        options = {"bmm1_scale": scale, "window_left": w.window_left, "kv_layout": "NHD", **drafts, **extras(x)}
-        return cast(torch.Tensor, decode(*arguments, **options))
+    def call(x: BatchInputs) -> Call:
+        kv = (x.k, x.v) if cache is None else cache
+        arguments = x.q, kv, workspace, block_table(w, x), lengths, max(w.kv_lens)
+        return functools.partial(decode, *arguments, **options, **extras(x))
 
-    return [functools.partial(call, x, block_table(w, x)) for x in sets]
+    return [call(x) for x in sets]
 
 
 def _draft_mask(requests: int, q_len: int) -> torch.Tensor:

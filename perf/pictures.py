@@ -186,12 +186,12 @@ def _powers(axes: Any, values: Sequence[float]) -> None:
 
 def roofline(theme: Theme, results: Path) -> Any | None:
     """Draws ours and the best peer's share of the ceilings: prefill of the bf16 GEMM, decode of the read bandwidth."""
-    gpus = [gpu for gpu in GPUS if rows(gpu, "prefill", results) and rows(gpu, "decode", results)]
+    columns = {"prefill": "share of the bf16 GEMM", "decode": "share of the read bandwidth"}
+    chosen = {(gpu, kind): shares(gpu, kind, results) for gpu in GPUS for kind in columns}
+    gpus = [gpu for gpu in GPUS if all(chosen[gpu, kind] for kind in columns)]
     if not gpus:
         return None
-    columns = {"prefill": "share of the bf16 GEMM", "decode": "share of the read bandwidth"}
-    chosen = {(gpu, kind): shares(gpu, kind, results) for gpu in gpus for kind in columns}
-    count = max(map(len, chosen.values()))
+    count = max(len(chosen[gpu, kind]) for gpu in gpus for kind in columns)
     figure, grid = grid_of(len(gpus), len(columns), 0.155 * count * len(gpus) + 0.75 * len(gpus) + 0.3)
     for gpu, line_of_panels in zip(gpus, grid, strict=True):
         for (kind, title), axes in zip(columns.items(), line_of_panels, strict=True):
@@ -213,10 +213,9 @@ def roofline(theme: Theme, results: Path) -> Any | None:
 
 def shares(gpu: str, kind: str, results: Path) -> list[tuple[str, float, float | None]]:
     """Returns (label, our share of the ceiling, the best peer's) of the anchors of prefill or decode."""
-    found = rows(gpu, kind, results)
-    assert found is not None
+    _, found = rows(gpu, kind, results) or (None, [])
     triples = []
-    for row in found[1]:
+    for row in found:
         own, peer = (row["candidates"].get(name, {}).get("share") for name in (OURS, row["best_peer"]))
         if own is not None:
             triples.append((short_label(row), own, peer))

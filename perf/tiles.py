@@ -68,16 +68,10 @@ class Trial(NamedTuple):
         packed, shape = {None: None, "packed": True, "unpacked": False}[way[1]], None
         if found:
             rows, cols, stages, q_stages, per_sm, q_registers = (int(found[i] or 0) for i in (1, 2, 3, 4, 5, 7))
-            flags = {"ping_pong": bool(found[6]), "from_first_key": bool(found[8])}
-            shape = tile(rows, cols, stages, q_stages, max(per_sm, 1), q_registers, **flags)
+            more: dict[str, Any] = {"per_sm": max(per_sm, 1), "q_registers": q_registers}
+            more |= {"ping_pong": bool(found[6]), "from_first_key": bool(found[8])}
+            shape = HopperTile(rows, cols, stages, q_stages, **more)
         return cls(shape, packed, int(way[2]) if way[2] else None)
-
-
-def tile(
-    rows: int, cols: int, stages: int, q_stages: int, per_sm: int = 1, q_registers: int = 0, **fields: bool
-) -> HopperTile:
-    fields = {"ping_pong": False, **fields}
-    return HopperTile(rows, cols, stages, q_stages, per_sm=per_sm, q_registers=q_registers, **fields)
 
 
 # ---- what is tried

@@ -36,10 +36,9 @@ LAYERS = 4
 
 
 class Family(NamedTuple):
-    """A model: names of its classes in transformers, and the keywords of its configuration."""
+    """A model: name of its class in transformers, and the keywords of its configuration."""
 
     model: str
-    config: str
     options: dict[str, Any]
 
 
@@ -61,11 +60,11 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 GPT_OSS = shape(2880, 2880, 64, 8, head_dim=64, sliding_window=128, layer_types=[SLIDING, FULL] * (LAYERS // 2))
 GEMMA = shape(3840, 15360, 16, 8, head_dim=256, sliding_window=1024, layer_types=[SLIDING] * (LAYERS - 1) + [FULL])
 FAMILIES = {
-    "Llama-3-8B": Family("LlamaForCausalLM", "LlamaConfig", shape(4096, 14336, 32, 8)),
+    "Llama-3-8B": Family("LlamaForCausalLM", shape(4096, 14336, 32, 8)),
     "gpt-oss-20b, 4 experts": Family(
-        "GptOssForCausalLM", "GptOssConfig", {**GPT_OSS, "num_local_experts": 4, "num_experts_per_tok": 4}
+        "GptOssForCausalLM", {**GPT_OSS, "num_local_experts": 4, "num_experts_per_tok": 4}
     ),
-    "Gemma-3-12B": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, "query_pre_attn_scalar": 256}),
+    "Gemma-3-12B": Family("Gemma3ForCausalLM", {**GEMMA, "query_pre_attn_scalar": 256}),
 }
 COMMON = {"vocab_size": 4096, "max_position_embeddings": 16384, "pad_token_id": 0}
 
@@ -77,12 +76,13 @@ def build(family: Family, device: torch.device) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, family.config)(**{**COMMON, **family.options})
+    model = getattr(transformers, family.model)
+    config = model.config_class(**{**COMMON, **family.options})
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            return getattr(transformers, family.model)(config).eval().to(device, torch.bfloat16)
+            return model(config).eval().to(device, torch.bfloat16)
     finally:
         torch.set_default_dtype(before)
 

@@ -28,8 +28,8 @@ LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads":
 GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
 EXPERTS = {"head_dim": 64, "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class in transformers, configuration
-    "Llama-3-8B": ("Llama", {**LLAMA, "head_dim": 128, "num_hidden_layers": 32, "vocab_size": 128256}),
-    "gpt-oss-20b": ("GptOss", {**GPT_OSS, **EXPERTS, "num_hidden_layers": 24, "vocab_size": 201088}),
+    "Llama-3-8B": ("LlamaForCausalLM", {**LLAMA, "head_dim": 128, "num_hidden_layers": 32, "vocab_size": 128256}),
+    "gpt-oss-20b": ("GptOssForCausalLM", {**GPT_OSS, **EXPERTS, "num_hidden_layers": 24, "vocab_size": 201088}),
 }
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
 MODES: dict[str, dict[str, Any]] = {
@@ -149,11 +149,10 @@ def save_model(name: str, folder: Path) -> Path:
     """Write the configuration of a model; its weights are made up by vLLM."""
     import transformers
 
-    family, options = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(
-        **options, max_position_embeddings=16384, tie_word_embeddings=False
-    )
-    config.architectures, config.dtype = [f"{family}ForCausalLM"], "bfloat16"
+    architecture, options = MODELS[name]
+    made = getattr(transformers, architecture).config_class
+    config = made(**options, max_position_embeddings=16384, tie_word_embeddings=False)
+    config.architectures, config.dtype = [architecture], "bfloat16"
     config.save_pretrained(folder / name)
     return folder / name
 

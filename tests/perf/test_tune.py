@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ from cute_attn.problem import Features
 from cute_attn.runtime import arch as archs
 from perf import rings, run, tiles, tune
 from perf.rows import SECTIONS, Section
-from perf.tiles import Trial, tile
+from perf.tiles import Trial
 from perf.workloads import BatchWorkload, equal, one_request
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, ragged
 
+tile = functools.partial(HopperTile, ping_pong=False)
 HOPPER = archs.named("sm_90a")
 FEATURES = Features(
     "cuda", torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16, 32, 8, 128, 128, kv_source="paged", device_lengths=True
@@ -40,7 +42,7 @@ def decode(batch_size: int, kv_dtype: str) -> BatchWorkload:
 @pytest.mark.parametrize(
     ("text", "trial"),
     [
-        ("128x48 4+2 x2 first-key packed", Trial(tile(128, 48, 4, 2, 2, from_first_key=True), packed=True)),
+        ("128x48 4+2 x2 first-key packed", Trial(tile(128, 48, 4, 2, per_sm=2, from_first_key=True), packed=True)),
         ("192x80 3+1 ping-pong", Trial(tile(192, 80, 3, 1, ping_pong=True))),
         ("128x64 2+1 q-registers-96", Trial(tile(128, 64, 2, 1, q_registers=96))),
         ("unpacked sections-of-16-MiB", Trial(None, False, 16)),
@@ -74,8 +76,8 @@ def test_tiles_that_do_not_fit() -> None:
     assert not tiles.fits_registers(64, HopperTile(192, 160))  # 80 + 40 + 32 registers of 160
     assert tiles.fits_registers(64, HopperTile(128, 160))
     assert not tiles.fits_registers(256, HopperTile(128, 96))  # 64 KB of Q and 192 KB of K and V
-    assert tiles.fits(tile(64, 64, 3, 2, 3), 75 << 10)
-    assert not tiles.fits(tile(64, 64, 3, 2, 3), (75 << 10) + 1)
+    assert tiles.fits(tile(64, 64, 3, 2, per_sm=3), 75 << 10)
+    assert not tiles.fits(tile(64, 64, 3, 2, per_sm=3), (75 << 10) + 1)
     assert not tiles.fits(tile(128, 64, 3, 2), (227 << 10) + 1)
 
 
@@ -87,7 +89,7 @@ def test_plans_take_a_trial() -> None:
         return found.tile, found.params.num_kv_heads, found.params.l2_kv_tokens
 
     own = planned()
-    narrow = tile(128, 48, 4, 2, 2, from_first_key=True)
+    narrow = tile(128, 48, 4, 2, per_sm=2, from_first_key=True)
     with tiles.force(Trial(narrow, packed=True, section_mib=8)):
         assert planned() == (narrow, 1, own[2] // 4)
     with tiles.force(Trial(packed=False)):
