@@ -22,8 +22,8 @@ from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, named
 from cute_attn.runtime.spec import KernelSpec
+from tests.gpu import test_matrices as matrices
 from tests.gpu import test_xqa as functions
-from tests.gpu import test_xqa_wrappers as wrappers
 from tests.support.batch_case import features as batch_features
 from tests.support.case import features
 from tests.support.matrix import FULL, SMALL, Case, random_case
@@ -42,17 +42,17 @@ def kernels(cases: Iterable[Case], arch: Arch) -> list[KernelSpec]:
 
 
 def xqa_kernels(random: int, arch: Arch) -> list[KernelSpec]:
-    """Of `test_xqa.py` and `test_xqa_wrappers.py`, with so many random problems each."""
+    """Of XQA in `test_xqa.py` and `test_matrices.py`, with so many random problems each."""
     asked = [(functions.case_of(functions.KERNELS[i % len(functions.KERNELS)], i)) for i in range(random)]
     asked += [*functions.LARGE, *functions.GRAPHED, *functions.PRODUCED]
     specs = dict.fromkeys(kernel for case in asked for kernel in for_all_lengths(*of_function(case), arch))
-    batches = [*SMALL_BATCHES, *wrappers.LARGE, *wrappers.GRAPHED]
-    for first in range(0, random, wrappers.CHUNK):
-        batches += itertools.islice(random_batches(first, 3000, 12), wrappers.CHUNK)
+    batches = [*SMALL_BATCHES, *matrices.LARGE_DECODE, *matrices.GRAPHED["xqa"]]
+    for first in range(0, random, matrices.CHUNK):
+        batches += itertools.islice(random_batches(first, 3000, 12), matrices.CHUNK)
     for batch in batches:
         qo_len = batch.qo_lens[0] if batch.qo_lens else 1
         specs.update(dict.fromkeys(for_all_lengths(batch_features(batch, CUDA), qo_len, arch)))
-    for single in wrappers.SINGLE:
+    for single in matrices.SINGLE_DECODE:
         specs.update(dict.fromkeys(for_all_lengths(features(single, CUDA), 1, arch)))
     return list(specs)
 

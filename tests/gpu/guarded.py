@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from tests.support.batch_case import BatchCase, BatchInputs, call
-from tests.support.right import assert_right
+from tests.support import batch_case, case
+from tests.support.batch_case import BatchCase
+from tests.support.right import Solver, assert_right
 
 GUARD = 512
 UNTOUCHED = 7.0
@@ -37,11 +37,18 @@ class Guarded:
         assert all(bool((buffer == UNTOUCHED).all()) for buffer in self.buffers)
 
 
-def assert_outputs_alone_are_written(case: BatchCase, inputs: BatchInputs, planned: Any) -> None:
-    dtype = getattr(torch, case.o_dtype or case.dtype)
-    outputs = Guarded.of(case.rows, case.num_qo_heads, case.head_dim_vo, dtype)
+def assert_outputs_alone_are_written(solver: Solver) -> None:
+    problem, inputs = solver.problem, solver.inputs
+    rows = problem.rows if isinstance(problem, BatchCase) else problem.qo_len
+    dtype = getattr(torch, problem.o_dtype or problem.dtype)
+    outputs = Guarded.of(rows, problem.num_qo_heads, problem.head_dim_vo, dtype)
     out, lse = outputs.out, outputs.lse
-    out[: case.first], lse[: case.first] = 0.0, -torch.inf  # rows of no request: the caller's
-    call(case, inputs, planned, out=out, lse=lse)
-    assert_right(case, inputs, out, lse)
+    if isinstance(problem, BatchCase):
+        out[: problem.first], lse[: problem.first] = 0.0, -torch.inf  # rows of no request: the caller's
+        returned = batch_case.call(problem, inputs, solver.wrapper, out=out, lse=lse)
+    else:
+        out, lse = (out[0], lse[0]) if problem.kind == "decode" else (out, lse)
+        returned = case.call(problem, inputs, **solver.arguments, out=out, lse=lse)
+    assert returned[0].data_ptr() == out.data_ptr()
+    assert_right(problem, inputs, out, lse)
     outputs.assert_alone()

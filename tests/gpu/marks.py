@@ -24,4 +24,5 @@ def _of(target: Target, marker: pytest.MarkDecorator) -> tuple[pytest.MarkDecora
 
 
 FA3_GPU, FA4_GPU = _of(FA3, pytest.mark.sm90), _of(FA4, pytest.mark.sm100)
+OF = {"fa2": SM80, "xqa": SM80, "auto": SM80, "fa3": FA3_GPU, "fa4": FA4_GPU}  # by backend
 PERSISTENT = [pytest.param(FA3, id="fa3", marks=FA3_GPU), pytest.param(FA4, id="fa4", marks=FA4_GPU)]

@@ -17,6 +17,7 @@ from cute_attn import (
     xqa_batch_decode_with_kv_cache,
 )
 from tests.gpu import marks
+from tests.support.xqa_batches import fp8_answer, fp8_request
 
 PAGE_SIZE, HEADS, HEAD_DIM, BATCH, PAGES = 16, (8, 2), 128, 37, 700
 E4M3 = torch.float8_e4m3fn
@@ -153,6 +154,28 @@ def test_single_calls_over_a_growing_cache(qo_len: int | None, num_kv_heads: int
                 captured = function(q, k[:kv_len], v[:kv_len])
     graph.replay()
     check(captured, 2001)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_single_requests_of_fp8(kv_layout: str) -> None:
+    """Also captured, with the calls of other lengths between replays."""
+    graphs = []
+    for kv_len in (0, 1, 31, 32, 33, 5000, 131072):
+        q, k, v = fp8_request(kv_len, "cuda", kv_layout)
+        out = single_decode_with_kv_cache(q, k, v, kv_layout)
+        expected = fp8_answer(q, k, v, kv_layout)
+        assert float(torch.linalg.vector_norm(out.double() - expected)) <= 5e-3 * float(
+            torch.linalg.vector_norm(expected)
+        )
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = single_decode_with_kv_cache(q, k, v, kv_layout)
+        graphs.append((graph, captured, out, (q, k, v)))
+    for _ in range(3):
+        for graph, captured, out, _ in graphs:
+            captured.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(captured, out)
 
 
 @pytest.mark.parametrize("workspace_bytes", [64 << 20, 64])
