@@ -529,7 +529,7 @@ def _checked(call: Call, **options: Any) -> Any:
         "q_scale": call.bmm1_scale,
         "v_scale": call.bmm2_scale,
         "out": None if out is None else out[:rows],
-        "lse": None if lse is None else lse[:rows],
+        "lse": None if lse is None else checks.tensor("lse", lse)[:rows],
         "return_lse": call.return_lse,
         "enable_pdl": call.enable_pdl,
         "sinks": trtllm_options.one_sink(call.sinks),

@@ -1,18 +1,20 @@
-"""Tensors whose memory does not hold their values are refused by name: sparse ones, negative and conjugate views."""
+"""What no call takes for a tensor, in first and repeated calls alike: what is none, other devices, dtypes and axes, one
+that wants derivatives, and one whose memory does not hold its values.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import cute_attn
-from cute_attn.errors import ArgumentError
+from cute_attn.errors import ArgumentError, ArgumentTypeError
 from perf.pretended_gpu import NullDriver
-from tests.support.entry_points import ENTRIES, OTHER_NAMES
+from tests.support.entry_points import E4M3, ENTRIES, OTHER_NAMES
 from tests.support.launch_corpus import pretended
 
 
@@ -52,30 +54,61 @@ CALLS: list[tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = [  # thos
 ]
 
 
-# Of calls, tensors whose layout nobody looks at: those not read, and those that strides or torch refuse before.
-ANY_LAYOUT = {
-    *(("latent", "out"), ("latent, xqa", "out"), ("trtllm context", "lse"), ("trtllm ragged", "lse")),
-    ("trtllm fmha, pages", "cum_seq_lens_kv"),
+class Wrong(NamedTuple):
+    """How a tensor is made wrong, and the error, where NAME stands for the tensor or the argument that it is a part of.
+    `but`: names of tensors that may be so. `of`: which tensors can be made so.
+    """
+
+    made: Callable[[torch.Tensor], Any]
+    message: str
+    but: str = ""
+    of: Callable[[torch.Tensor], bool] = lambda x: True
+
+
+UNREAD = {("trtllm fmha, pages", "cum_seq_lens_kv"), ("trtllm context", "cum_seq_lens_kv")}
+SCRATCH = "workspace_buffer|semaphores"
+WRONG = {
+    "no tensor": Wrong(lambda x: "x", "^NAME must .*got 'x'|^the positional arguments .* must be scale_q, scale_k"),
+    "another device": Wrong(lambda x: x.to("meta"), "meta"),
+    "another dtype": Wrong(
+        lambda x: torch.zeros(x.shape, dtype=torch.complex64), "dtype|floating-point|must be a bool", SCRATCH
+    ),
+    "another axis": Wrong(
+        lambda x: x[None],
+        "shape|dimension|batch_size, 2",
+        rf"{SCRATCH}|mask|output|q|sinks|\w*_scale(_log2)?",
+    ),
+    "derivatives": Wrong(
+        lambda x: x.detach().clone().requires_grad_(),
+        "^NAME (requires|.*not require) grad",
+        "[sv]_other",
+        torch.is_floating_point,
+    ),
+    "a negative view": Wrong(torch._neg_view, "^NAME must .*be a negative view", of=torch.is_floating_point),
+    # torch has no sparse tensors of 8-bit floats
+    "a sparse tensor": Wrong(
+        torch.Tensor.to_sparse, "^NAME must .*(be a strided tensor|at equal distances)", of=lambda x: x.dtype != E4M3
+    ),
 }
 
 
-def assert_refused(call: Callable[[dict[str, Any]], Any], given: Mapping[str, torch.Tensor], name: str) -> None:
-    """The call names a view of one tensor, or the argument that it is a part of."""
+def assert_refused(
+    call: Callable[[dict[str, Any]], Any], given: Mapping[str, torch.Tensor], name: str, *but: str
+) -> None:
+    """Every way in which the tensor is wrong is refused, `but` some."""
     x, whole = given[name], re.escape(name.split(" of ")[-1].partition("[")[0])
-    called = rf"{OTHER_NAMES.get(name, whole)}|([kv](_sf)? of )?(paged_kv_cache|{whole})(\[[01]\])?"
-    views = {"a negative view": torch._neg_view(x)} if x.dtype.is_floating_point else {}
-    if x.dtype != torch.float8_e4m3fn:  # torch has no sparse ones
-        views["a strided tensor"] = x.to_sparse()
-    for what, view in views.items():
-        with pytest.raises(ArgumentError, match=rf"^({called})( of \w+)? must .*be {what}"):
-            call({**given, name: view})
+    called = rf"({OTHER_NAMES.get(name, whole)}|([kv](_sf)? of )?(paged_kv_cache|{whole})(\[[01]\])?)( of \w+)?"
+    for kind, wrong in WRONG.items():
+        if kind not in but and wrong.of(x) and not re.fullmatch(wrong.but, name):
+            with pytest.raises((ArgumentError, ArgumentTypeError), match=wrong.message.replace("NAME", called)):
+                call({**given, name: wrong.made(x)})
 
 
 @pytest.mark.parametrize(("function", "make"), CALLS, ids=[function.__name__ for function, _ in CALLS])
 def test_functions_without_outputs(function: Callable[..., Any], make: Callable[[], dict[str, Any]]) -> None:
     function(**make())
     for name in make():
-        assert_refused(lambda given: function(**given), make(), name)
+        assert_refused(lambda given: function(**given), make(), name, "another device", "derivatives")
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -86,7 +119,7 @@ def test_first_and_repeated_calls(entry: str) -> None:
             for _ in range(calls):
                 call(given)
             for name in given.keys() - {*ENTRIES[entry].planned}:
-                if (entry, name) not in ANY_LAYOUT:
+                if (entry, name) not in UNREAD:
                     assert_refused(call, given, name)
 
 
