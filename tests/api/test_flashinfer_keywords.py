@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,27 @@ def test_nothing_is_dropped(name: str, parameter: str) -> None:
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True)
     )
     assert same == (quiet is not None), f"{parameter}={value!r} changes {'nothing' if same else 'the result'}"
+
+
+ANY_TYPE = {"BatchAttention.__init__.device": "torch names it", "BatchMLA*.__init__.*": GRAPH_ONLY}
+OTHER_REASON = re.compile(
+    "together|must (not )?come|every backend refuses|must be given exactly|got None|query must have"
+)
+
+
+@pytest.mark.parametrize(("name", "parameter"), CASES, ids=[".".join(case) for case in CASES])
+def test_other_types_are_refused(name: str, parameter: str) -> None:
+    """What nothing takes, and what equals the default of a flag or an integer; the error shows it."""
+    owner, _, method = name.partition(".")
+    entry, default = first_match(VALUES, name, parameter), flashinfers(TEXTS[name]).parameters[parameter].default
+    also = entry.also if isinstance(entry, Value) else ()
+    if first_match(ANY_TYPE, name, parameter):
+        return
+    for wrong in (b"?", *{"True": [1], "False": [0], "-1": [-1.0]}.get(default, [])):
+        refusal, _ = attempt(CALLS[owner], method, {parameter: wrong})
+        assert type(refusal).__module__ == errors.__name__, f"{wrong}: {refusal}"
+        assert any(word in str(refusal) for word in (parameter, *also)), str(refusal)
+        assert repr(wrong) in str(refusal) or OTHER_REASON.search(str(refusal)), str(refusal)
 
 
 def test_every_callable_has_a_test() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.errors import ArgumentError
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6}
 
@@ -110,12 +110,8 @@ def test_nothing_waits_for_the_device() -> None:
 V, S = torch.zeros(4, 3, 2), torch.zeros(4, 3)
 META_V, META_S = V.to("meta"), S.to("meta")
 BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
-    ("merge_state", (V.tolist(), S, V, S), "v_a must be a torch.Tensor", ArgumentTypeError),
-    ("merge_state", (V, S, V, None), "s_b must be a torch.Tensor", ArgumentTypeError),
     ("merge_state", (V[0], S, V, S), r"v_a must have shape \[n, num_heads, head_dim\]", ArgumentError),
-    ("merge_state", (V.double(), S, V, S), "v_a must have dtype", ArgumentError),
     ("merge_state", (V, S[:2], V, S), r"s_a must have shape \[n, num_heads\] = \(4, 3\)", ArgumentError),
-    ("merge_state", (V, S.int(), V, S), "s_a must have dtype", ArgumentError),
     ("merge_state", (V, S, V[..., :1], S), "v_b must have shape v_a's", ArgumentError),
     ("merge_state", (V, S, V.half(), S), "v_b must have dtype float32", ArgumentError),
     ("merge_state", (V, S, META_V, S), "v_b must be on v_a's device", ArgumentError),
@@ -124,10 +120,7 @@ BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
     ("merge_state_in_place", (V, S.half(), V, S), "s must have dtype float32", ArgumentError),
     ("merge_state_in_place", (V[:1].expand(4, 3, 2), S, V, S), "v must not overlap itself", ArgumentError),
     ("merge_state_in_place", (V, S[:1].expand(4, 3), V, S), "s must not overlap itself", ArgumentError),
-    ("merge_state_in_place", (V, S, V, S, S[:, 0]), "mask must have dtype bool or uint8", ArgumentError),
     ("merge_state_in_place", (V, S, V, S, torch.ones(3, dtype=torch.bool)), "mask must have shape", ArgumentError),
-    ("merge_state_in_place", (V, S, V, S, [1]), "mask must be a torch.Tensor", ArgumentTypeError),
-    ("merge_state_in_place", (V, S, V, S, META_S[:, 0].bool()), "mask must be on v's device", ArgumentError),
     ("merge_states", (V, S), r"v must have shape \[n, num_states, num_heads, head_dim\]", ArgumentError),
     ("merge_states", (V[None], S), r"s must have shape \[n, num_states, num_heads\]", ArgumentError),
 ]

@@ -159,7 +159,6 @@ def test_other_backends(backend: str) -> None:
             "kv_cache must have dtype bfloat16 or float8_e4m3fn",
         ),
         ({"cache": torch.zeros(3, 2, 2, 576)}, r"kv_cache must have shape \[num_pages, page_size, columns\]"),
-        ({"table": torch.zeros(2, 2)}, "block_tables must have dtype int32"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, r"seq_lens must have shape \[2\]"),
         ({"seq_lens": torch.tensor([9, 1000], dtype=torch.int32)}, r"seq_lens must be within 0..*request 1 has 1000"),
         ({"table": torch.full((2, 5), 99, dtype=torch.int32)}, "block_tables, page 0 of request 0, is 99"),

@@ -9,7 +9,7 @@ import torch
 
 import cute_attn
 from cute_attn import page
-from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
+from cute_attn.errors import ArgumentError, LayoutError
 from tests.support.append_case import good_append
 from tests.support.executors import needs_gpu
 
@@ -144,15 +144,12 @@ BAD_DEQUANTIZE: list[tuple[int, Any, str, type]] = [
     (0, torch.zeros(2, 2, 4, 3, 16), r"k of paged_kv_cache must have dtype uint8", ArgumentError),
     (1, torch.zeros(2, 2, 4, 3, 4, dtype=torch.uint8), r"k of kv_cache_sf must have shape", ArgumentError),
     (2, torch.zeros(3, 1, dtype=torch.int32), r"block_tables must have shape \[batch_size, max_pages\]", ArgumentError),
-    (2, torch.zeros(2, 1), "block_tables must .* dtype int32 or int64", ArgumentError),
     (2, torch.zeros(2, 1, dtype=torch.int32), "block_tables column count insufficient", RuntimeError),
     (2, torch.zeros(2, 0, dtype=torch.int64), r"max_pages \* page_size must be >= 6, .* is 4, got", ArgumentError),
     (3, torch.tensor([7, 0]), "seq_lens must be within 0..6, the outputs' max_seq_len, got 0..7", ArgumentError),
     (3, torch.tensor([1]), r"seq_lens must have shape \[2\]", ArgumentError),
-    (4, 1.0, "k_scale must be a torch.Tensor", ArgumentTypeError),
     (5, ONE * 0, "v_scale must be > 0", ArgumentError),
     (6, OUT.float()[..., :16], "output_k must have shape .* 3, 32", ArgumentError),
-    (6, OUT.double(), "output_k must have dtype", ArgumentError),
     (7, OUT.float(), "output_v must have dtype float16, got float32", ArgumentError),
     (7, OUT[:, :5], "output_v must have shape .* the first two the same for both", ArgumentError),
     (7, OUT[:1].expand(2, -1, -1, -1), "output_v must not overlap itself", ArgumentError),

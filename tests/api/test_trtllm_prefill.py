@@ -263,16 +263,13 @@ def bad_table(case: BatchCase = CASE) -> torch.Tensor:
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"query": None}, ArgumentTypeError, "query must be a torch.Tensor"),
     ({"query": torch.zeros(21, 128).half()}, ArgumentError, "query must have shape"),
     ({"query": torch.zeros(20, 2, 64).half()}, ArgumentError, "cum_seq_lens_q must stay within 0..20"),
-    ({"query": torch.zeros(21, 2, 64).to_sparse()}, ArgumentError, "query must be a strided tensor"),
     ({"kv_cache": torch.zeros(4, 16, 1, 64).half()}, ArgumentError, "kv_cache as one tensor must have shape"),
     ({"kv_layout": "DHN"}, LayoutError, "kv_layout must be one of"),
     ({"block_tables": bad_table()}, ArgumentError, r"block_tables\[0, 1\], page 1 of request 0, is -1"),
     ({"block_tables": torch.zeros(4, 2, dtype=torch.int32)}, ArgumentError, "seq_lens must be at most 32.*request 0"),
     ({"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, ArgumentError, "block_tables must have 4 rows"),
-    ({"block_tables": torch.zeros(4, 4)}, ArgumentError, "block_tables must have dtype int32"),
     ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ArgumentError, "seq_lens must have 4 elements"),
     ({"seq_lens": torch.tensor([-1, 1, 1, 1])}, ArgumentError, "seq_lens must give each request 0 to max_kv_len"),
     ({"max_kv_len": 39}, ArgumentError, "0 to max_kv_len = 39; request 0 has 40"),
@@ -281,10 +278,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cum_seq_lens_q": torch.tensor([0, 3, 2, 21, 21])}, ArgumentError, "cum_seq_lens_q must not decrease"),
     ({"cum_seq_lens_q": torch.tensor([0, 3, 4, 21, 22])}, ArgumentError, "cum_seq_lens_q must stay within 0..21"),
     ({"cum_seq_lens_kv": None}, ArgumentTypeError, "cum_seq_lens_kv must be a torch.Tensor"),
-    ({"bmm1_scale": "1"}, ArgumentTypeError, "bmm1_scale must be a number"),
     ({"bmm1_scale": None}, ArgumentTypeError, "bmm1_scale must be a number"),
     ({"bmm2_scale": torch.ones(2)}, ArgumentTypeError, "bmm2_scale must be a number or"),
-    ({"window_left": None}, ArgumentTypeError, "window_left must be an int"),
     ({"out": torch.zeros(21, 2, 32).half()}, ArgumentError, "out must have shape"),
     ({"out_dtype": "nvfp4"}, NotSupported, "NVFP4 output"),
     (
@@ -300,9 +295,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"uses_spcompress": True}, NotSupported, "uses_spcompress"),
     ({"backend": "cake"}, NotSupported, "cake"),
     ({"backend": "nonsense"}, LayoutError, "backend must be one of"),
-    ({"causal": 1}, ArgumentTypeError, "causal must be True or False"),
     ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "^workspace_buffer must be contiguous"),
-    ({"workspace_buffer": torch.zeros(64, device="meta")}, ArgumentError, "workspace_buffer must be on"),
 ]
 
 
@@ -325,11 +318,8 @@ BAD_FMHA_V2: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask_mode": "padding", "pos_encoding_mode": "ALIBI"}, ArgumentError, "'ALIBI' with mask_mode='padding'"),
     ({"chunked_attention_size": 64, "mask_mode": "padding"}, ArgumentError, "chunked_attention_size must be 0 with"),
     ({"chunked_attention_size": 64, "window_left": 3}, ArgumentError, "negative with chunked_attention_size=64, got 3"),
-    ({"chunked_attention_size": 64.0}, ArgumentTypeError, "chunked_attention_size must be an int"),
     ({"pos_encoding_mode": "ROPE_LLAMA"}, LayoutError, "pos_encoding_mode must be one of"),
-    ({"logits_soft_cap_scale": "x"}, ArgumentTypeError, "logits_soft_cap_scale must be a number"),
     ({"skip_softmax_threshold_scale_factor": 0.1}, NotSupported, "skip_softmax_threshold_scale_factor"),
-    ({"save_softmax_stats": 1}, ArgumentTypeError, "save_softmax_stats must be True or False"),
 ]
 
 
@@ -397,7 +387,6 @@ def test_deepseek_with_lengths_on_the_host() -> None:
 
 
 BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"key": None}, ArgumentTypeError, "key must be a torch.Tensor"),
     ({"value": torch.zeros(32, 128).half()}, ArgumentError, "value must have shape"),
     ({"key": torch.zeros(32, 2, 128).half()}, ArgumentError, "^key must have"),
     ({"attention_sinks": torch.zeros(3)}, ArgumentError, "^attention_sinks must have shape"),
@@ -424,7 +413,6 @@ BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attention_sinks": [torch.zeros(2)] * 2}, ArgumentError, "^attention_sinks must be a tensor or a list"),
     ({"use_fp16_softmax": True}, NotSupported, "use_fp16_softmax"),
     ({"is_causal": 1}, ArgumentTypeError, "is_causal must be True or False"),
-    ({"skip_all_rows_active_check": None}, ArgumentTypeError, "skip_all_rows_active_check must be True or False"),
     ({"backend": "cudnn"}, NotSupported, "cudnn"),
 ]
 

@@ -24,7 +24,7 @@ from cute_attn import (
     fast_decode_plan,
 )
 from cute_attn.request import operands
-from tests.support.error_rows import Row, ints, overlapping, refused, with_grad, workspace, wrong_type, zeros
+from tests.support.error_rows import Row, ints, overlapping, refused, workspace, wrong_type, zeros
 from tests.support.multi_item_errors import MULTI_ITEM
 
 FLOAT, E4M3 = torch.float32, torch.float8_e4m3fn
@@ -89,7 +89,6 @@ MAKE = [
         "meta",
     ),
     refused({"kv_layout": "NDH"}, "kv_layout", "'NHD', 'HND'", "'NDH'", error=LayoutError),
-    wrong_type({"use_cuda_graph": 1}, "use_cuda_graph must be True or False"),
     refused({"backend": "fa9"}, "one of 'auto', 'fa4', 'fa3', 'xqa', 'fa2', 'reference'", "'fa9'", error=LayoutError),
     refused({"backend": "trtllm-gen"}, "trtllm-gen refuses", 'backend="auto"', error=NotSupported),
     refused({"jit_args": ["x"]}, "jit_args", "CUDA", "sinks", error=NotSupported),
@@ -159,20 +158,14 @@ PLAN = [  # of all wrappers
     refused({"q_data_type": FLOAT}, "q_data_type must be float16 or bfloat16", "float32"),
     refused({"q_data_type": "half_float"}, "q_data_type must name a dtype", "'half_float'"),
     refused({"q_data_type": "Tensor"}, "q_data_type must name a dtype", "'Tensor'"),
-    wrong_type({"q_data_type": 16}, "q_data_type must be a torch.dtype or its name", "16"),
     refused({"kv_data_type": "bfloat16"}, "kv_data_type must be float16", "got bfloat16"),
     refused({"kv_data_type": torch.int8}, "kv_data_type must be", "int8"),
     refused({"o_data_type": torch.int8}, "o_data_type must be", "int8"),
     refused({"pos_encoding_mode": "ROPE"}, "pos_encoding_mode", "'ROPE_LLAMA'", "'ROPE'", error=LayoutError),
-    wrong_type({"window_left": 3.0}, "window_left must be an int", "3.0"),
     refused({"sm_scale": float("nan")}, "sm_scale must be finite"),
-    wrong_type({"logits_soft_cap": "30"}, "logits_soft_cap must be a number", "'30'"),
     refused({"rope_theta": 0}, "rope_theta must be > 0"),
     refused({"lse_base": "e"}, "lse_base must be one of 'log2', 'ln'", "'e'", error=LayoutError),
-    wrong_type({"non_blocking": None}, "non_blocking must be True or False"),
     refused({"fixed_split_size": 0}, "fixed_split_size must be at least 1, got 0"),
-    wrong_type({"fixed_split_size": 2.0}, "fixed_split_size must be an int"),
-    wrong_type({"disable_split_kv": 1}, "disable_split_kv must be True or False"),
     refused({"fixed_split_size": -2}, "fixed_split_size must be at least 1, got -2"),
     refused({"fixed_split_size": 0, "disable_split_kv": True}, "fixed_split_size must be at least 1, got 0"),
     wrong_type({"sm_scale": list(range(10**6))}, "[0, 1, 2, 3, ...] (list)"),
@@ -185,7 +178,6 @@ PAGED = [  # of both wrappers with pages; names of index arrays are the decode w
     refused({"page_size": 0}, "page_size must be at least 1, got 0"),
     refused({"page_size": 1 << 31}, "page_size must be at most 2147483647, got 2147483648"),
     wrong_type({"page_size": 4.0}, "page_size must be an int"),
-    wrong_type({"block_tables": [[0]]}, "block_tables must be a torch.Tensor"),
     wrong_type({"indptr": [0, 2]}, "indptr must be a torch.Tensor", "[0, 2]"),
     refused({"indptr": zeros(4)}, "indptr must have dtype int32 or int64", "float16"),
     refused({"indptr": ints(0, 2, 2, 3)[None]}, "indptr must have 1 dimension", "(1, 4)"),
@@ -205,9 +197,7 @@ PAGED = [  # of both wrappers with pages; names of index arrays are the decode w
 ]
 
 PREFILL = [  # of both prefill wrappers
-    wrong_type({"causal": 1}, "causal must be True or False"),
     wrong_type({"qo_indptr": np.arange(4)}, "qo_indptr must be a torch.Tensor", "ndarray"),
-    wrong_type({"use_fp16_qk_reduction": 1}, "use_fp16_qk_reduction must be"),
     refused({"qo_indptr": ints(0, 3, 2, 5)}, "qo_indptr must not decrease", "request 1", error=RuntimeArgumentError),
     refused({"qo_indptr": ints(0, 5)}, "must both have batch_size + 1", "2 and 4"),
     refused({"qo_indptr": ints()}, "qo_indptr must have shape [batch_size + 1]"),
@@ -268,35 +258,23 @@ def test_plan(kind: str, row: Row) -> None:
 # ---- run
 
 RUN = [  # of all wrappers
-    wrong_type({"q": [1.0]}, "q must be a torch.Tensor", "[1.0]"),
     refused({"q": zeros(2, 4, 16)}, "q must have the planned", "rows", "(2, 4, 16)"),
     refused({"q": torch.zeros(())}, "q must have the planned"),
     refused({"q": "bfloat16"}, "q must have the planned dtype float16", "q_data_type", "bfloat16"),
-    refused({"q": "meta"}, "q must be on the workspace's device cpu", "meta"),
     refused({"q": "heads"}, "q must have shape [rows, num_qo_heads, head_dim_qk]"),
-    refused({"q": "grad"}, "q requires grad", "q.detach()"),
     refused({"out": "float32"}, "out must have dtype float16, got float32"),
     refused({"out": zeros(1, 4, 16)}, "out must have shape [rows, num_qo_heads,"),
     refused({"out": "overlapping"}, "out must not overlap itself"),
-    wrong_type({"out": [1.0]}, "out must be a torch.Tensor", "[1.0]"),
-    wrong_type({"lse": [1.0]}, "lse must be a torch.Tensor", "[1.0]"),
     refused({"lse": zeros(9, 4, dtype=FLOAT)}, "lse must have shape [rows, num_qo_heads]"),
-    refused({"lse": zeros(5, 4)}, "lse must have"),
-    wrong_type({"return_lse": 1}, "return_lse must be True or False", "1 (int)"),
-    wrong_type({"enable_pdl": 1}, "enable_pdl must be True or False"),
-    wrong_type({"k_scale": "1"}, "k_scale must be a number", "'1'"),
     refused({"q_scale": float("nan")}, "q_scale must be finite"),
     wrong_type({"v_scale": True}, "v_scale must be a number", "True"),
     wrong_type({"k_scale": zeros(2, dtype=FLOAT)}, "k_scale", "one element", "(2,)"),
     refused({"sinks": zeros(3, dtype=FLOAT)}, "sinks must have shape [num_qo_heads]"),
-    refused({"sinks": ints(1, 2, 3, 4)}, "sinks must have a floating-point dtype"),
     refused({"kv_cache_sf": (1, 2)}, "kv_cache_sf", "uint8 (NVFP4)", "float16"),
 ]
 
 RUN_PAGED = [
-    wrong_type({"paged_kv_cache": 3}, "paged_kv_cache must be a tensor or a pair"),
     wrong_type({"paged_kv_cache": (cache(), cache(), cache())}, "a pair (k, v)"),
-    wrong_type({"paged_kv_cache": (cache(), "v")}, "v of paged_kv_cache", "'v'"),
     refused({"paged_kv_cache": cache(5, 4, 2, 16)}, "[num_pages, 2, ...]"),
     refused({"paged_kv_cache": cache(5, 3, 4, 2, 16)}, "[num_pages, 2,"),
     refused({"paged_kv_cache": cache(5, 2, 3, 2, 16)}, "[any, 4, 2, 16]", "(5, 3, 2, 16)"),
@@ -308,7 +286,6 @@ RUN_PAGED = [
         "v must have the planned dtype float16",
         "bfloat16",
     ),
-    refused({"paged_kv_cache": cache().to("meta")}, "k must be on the workspace's device"),
     refused(
         {"paged_kv_cache": cache(5, 2, 4, 2, 32)[..., ::2]}, "k must have stride 1 on its last axis", "k.contiguous()"
     ),
@@ -325,8 +302,6 @@ RUN_RAGGED = [
     refused({"k": zeros(10, 2, 16)}, "[11 or more, 2, 16]", "(10, 2, 16)"),
     refused({"v": zeros(10, 2, 16)}, "v must have shape"),
     refused({"v": zeros(12, 2, 16)}, "k and v must agree"),
-    wrong_type({"k": None}, "k must be a torch.Tensor"),
-    refused({"v": with_grad(11, 2, 16)}, "v requires grad"),
     refused({"o_scale": 0.0}, "o_scale must be > 0"),
 ]
 
@@ -346,9 +321,7 @@ def special(q: torch.Tensor, value: Any) -> Any:
     """Arguments that depend on the wrapper's q."""
     made = {
         "bfloat16": q.bfloat16,
-        "meta": lambda: q.to("meta"),
         "heads": lambda: torch.cat((q, q), 1),
-        "grad": lambda: with_grad(*q.shape),
         "float32": q.float,
         "overlapping": lambda: overlapping(*q.shape),
     }

@@ -7,6 +7,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,13 +52,9 @@ def test_base_and_layout(case: BatchCase, of_plan: str) -> None:
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lse_base": "e"}, LayoutError, "lse_base must be one of 'log2', 'ln'"),
     ({"lse_layout": "hn"}, LayoutError, "lse_layout must be one of 'NH', 'HN'"),
-    ({"lse_layout": None}, LayoutError, "lse_layout must be one of"),
+    ({"lse_layout": np.zeros(3)}, LayoutError, "lse_layout must be one of"),
     ({"lse": torch.empty(22, 4)}, ArgumentError, r"lse must have shape \[num_qo_heads, rows\].*= \(4, 22\)"),
     ({"lse": torch.empty(22, 4).t()}, ArgumentError, "lse must be contiguous"),
-    ({"lse": torch.empty(4, 22, dtype=torch.float16)}, ArgumentError, "lse must have dtype float32"),
-    ({"lse": torch.empty(4, 22).requires_grad_()}, ArgumentError, "lse requires grad"),
-    ({"lse": 3}, ArgumentTypeError, "lse must be a torch.Tensor"),
-    ({"return_lse": 1}, ArgumentTypeError, "return_lse must be True or False"),
 ]
 
 
