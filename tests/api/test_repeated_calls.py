@@ -360,19 +360,6 @@ def test_a_stride_that_one_token_does_not_use_is_refused_with_two() -> None:
         problem(**{**given, "k": two, "v": two})
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse", "sinks"])
-def test_gradients_are_refused_after_calls_without(name: str) -> None:
-    buffers = {"out": torch.empty(3, 4, 16, dtype=HALF), "lse": torch.empty(3, 4), "sinks": torch.zeros(4)}
-    given = {**tensors(), **buffers}
-    single_prefill_with_kv_cache(**given)
-    given[name].requires_grad_()
-    for _ in range(2):
-        with pytest.raises(ArgumentError, match=f"{name} requires grad"):
-            single_prefill_with_kv_cache(**given)
-    with torch.no_grad():
-        single_prefill_with_kv_cache(**given)
-
-
 def test_lengths_are_checked_in_every_call() -> None:
     problem()
     with pytest.raises(ArgumentError, match="v must have k's kv_len"):

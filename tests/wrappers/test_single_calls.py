@@ -215,16 +215,8 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
     single_prefill_with_kv_cache(shifted, k, v)  # is copied
     with pytest.raises(ArgumentError, match="k must start at a multiple of 16 bytes"):
         single_prefill_with_kv_cache(q, torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape), v)
-    with pytest.raises(ArgumentError, match="v requires grad"):
-        single_prefill_with_kv_cache(q, k, v.clone().requires_grad_())
-    with pytest.raises(ArgumentError, match="out must have dtype"):
-        single_prefill_with_kv_cache(q, k, v, out=q.float())
     with forward_ad.dual_level(), pytest.raises(ArgumentError, match="k has a tangent of forward-mode AD"):
         single_prefill_with_kv_cache(q, forward_ad.make_dual(k, k), v)
-    with pytest.raises(ArgumentError, match="q must not be a negative view"):
-        single_prefill_with_kv_cache(torch._neg_view(q), k, v)
-    with pytest.raises(ArgumentTypeError, match="q must be a torch"):
-        single_prefill_with_kv_cache(None, k, v)  # type: ignore[arg-type]
     assert not replayed
     with torch.no_grad():
         single_prefill_with_kv_cache(q, k, v.clone().requires_grad_())
