@@ -1,4 +1,6 @@
-"""Values that would change nothing, or would reach torch or Python, are refused by the name of the argument."""
+"""Values that would change nothing, or would reach torch or Python, are refused by the name of the argument, which is that
+of the function that was called, not of those that it calls.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch
 
 import cute_attn as ca
 from cute_attn.cli import main
+from cute_attn.request.names import rename
 
 WORKSPACE = torch.zeros(1 << 16, dtype=torch.uint8)
 REFUSED = (ca.ArgumentError, ca.ArgumentTypeError, ca.NotSupported)
@@ -116,14 +119,8 @@ ESCAPED: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "call"), ESCAPED, ids=[name for name, _ in ESCAPED])
-def test_values_that_torch_would_refuse(name: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(REFUSED, match=rf"\b{name}\b"):
-        call()
-
-
-@pytest.mark.parametrize(("name", "call"), CHANGE_NOTHING, ids=[name for name, _ in CHANGE_NOTHING])
-def test_values_that_would_change_nothing(name: str, call: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(("name", "call"), [*ESCAPED, *CHANGE_NOTHING], ids=[x for x, _ in [*ESCAPED, *CHANGE_NOTHING]])
+def test_values_are_refused(name: str, call: Callable[[], Any]) -> None:
     with pytest.raises(REFUSED, match=rf"\b{name}\b"):
         call()
 
@@ -131,3 +128,54 @@ def test_values_that_would_change_nothing(name: str, call: Callable[[], Any]) ->
 def test_the_command_refuses_integers_beyond_64_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--qo-len", "9" * 20]) != 0
     assert "qo_len must be at most 9223372036854775807" in capsys.readouterr().err
+
+
+# ---- names
+
+
+LENGTHS: dict[str, Any] = {"seq_lens": ints(3, 4), "workspace_buffer": WORKSPACE}
+TABLES = ints(0, 1)[:, None]
+BOTH = {"query": halves(2, 4, 64), "kv_cache": halves(2, 2, 16, 2, 64), "block_tables": TABLES, **LENGTHS}
+
+
+def plan(**options: Any) -> None:
+    wrapper = ca.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(ints(0, 2), ints(0, 1), ints(0), ints(4), 4, 2, 16, 4, **options)
+
+
+def shared_prefix(*last: int) -> None:
+    wrapper = ca.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WORKSPACE)
+    wrapper.begin_forward(ints(0, 1, 2), ints(0, 1), ints(*last), 4, 2, 64, 16)
+
+
+def decode(**options: Any) -> None:
+    ca.trtllm_batch_decode_with_kv_cache(**{**BOTH, "max_seq_len": 16, "kv_layout": "NHD", **options})
+
+
+def context(**options: Any) -> None:
+    given = {"max_q_len": 1, "max_kv_len": 16, "bmm1_scale": 0.25, "bmm2_scale": 1.0, "batch_size": 2}
+    bounds = {"cum_seq_lens_q": ints(0, 1, 2), "cum_seq_lens_kv": ints(0, 3, 7), "kv_layout": "NHD"}
+    ca.trtllm_batch_context_with_kv_cache(**{**BOTH, **given, **bounds, **options})
+
+
+BAD: list[tuple[str, Callable[[], Any]]] = [
+    ("q_data_type", lambda: plan(q_data_type=torch.int8)),
+    ("kv_data_type", lambda: plan(q_data_type="bfloat16", kv_data_type=torch.int8)),
+    ("unique_kv_last_page_len", lambda: shared_prefix(16, 99)),
+    ("max_q_len", lambda: decode(max_q_len="x", cum_seq_lens_q=ints(0, 1, 2))),
+    ("bmm1_scale_log2", lambda: decode(bmm1_scale_log2=torch.tensor(3))),
+    ("out_dtype", lambda: decode(out_dtype=torch.float32)),
+    ("out_dtype", lambda: context(out_dtype=torch.int8)),
+]
+
+
+@pytest.mark.parametrize(("name", "call"), BAD, ids=[name for name, _ in BAD])
+def test_names_are_those_of_the_call(name: str, call: Callable[[], Any]) -> None:
+    with pytest.raises((ca.ArgumentError, ca.ArgumentTypeError), match=rf"^{name}\b"):
+        call()
+
+
+def test_words_inside_of_a_message_stay() -> None:
+    error = ca.ArgumentError("out must not run out of q_len; q_len_per_req and x.q_len are others")
+    rename(error, {"out": "output", "q_len": "rows"})
+    assert str(error) == "output must not run out of rows; q_len_per_req and x.q_len are others"
