@@ -18,6 +18,7 @@ from cute_attn import (
     BatchPrefillWithRaggedKVCacheWrapper,
 )
 from cute_attn.cascade import merge_state
+from tests.support import multi_item
 from tests.support.engine_case import (
     BF16,
     E4M3,
@@ -261,38 +262,13 @@ def test_verification_of_a_tree(device: str) -> None:
     assert_close(out, tokens.expected(SCALE, keep=keep)[0])
 
 
-def items_mask(q_len: int, kv_len: int, prefix: int, places: list[int]) -> torch.Tensor:
-    """Prefix tokens are causal; a token of an item sees the prefix, and its item up to itself."""
-    keep = torch.zeros(q_len, kv_len, dtype=torch.bool)
-    for row in range(q_len):
-        position = row + kv_len - q_len
-        for key in range(position + 1):
-            own = position < prefix or key < prefix or position - key < places[position - prefix]
-            keep[row, key] = own
-    return keep
-
-
 def test_multi_item_scoring(device: str) -> None:
     """A query and candidates after delimiters; of the second request, part of the prefix is cached."""
-    places = [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 0, 1, 2, 3, 0]]
-    prefixes, most = [5, 9], max(map(len, places))
-    kv_lens = [p + len(x) for p, x in zip(prefixes, places, strict=True)]
-    tokens = Tokens(Batch((kv_lens[0], kv_lens[1] - 4), kv_lens, page_size=1), device)
-    padded = [x + [0] * (most - len(x)) for x in places]
-    wrapper = paged_wrapper(device)
-    begin_paged(
-        wrapper,
-        tokens,
-        prefix_len_ptr=torch.tensor(prefixes, device=device).to(torch.uint32),
-        token_pos_in_items_ptr=torch.tensor(padded, device=device).flatten().to(torch.uint16),
-        token_pos_in_items_len=most,
-        max_item_len_ptr=torch.tensor([max(x) for x in places], device=device).to(torch.uint16),
-    )
-    keep = [
-        items_mask(q_len, kv_len, prefix, place)
-        for q_len, kv_len, prefix, place in zip(tokens.batch.q_lens, kv_lens, prefixes, places, strict=True)
-    ]
-    assert_close(forward_paged(wrapper, tokens), tokens.expected(SCALE, keep=keep)[0])
+    tokens = Tokens(Batch((13, 15), (13, 19), page_size=1), device)
+    items = multi_item.draw(tokens.batch.q_lens, tokens.batch.kv_lens, 3, 0)
+    assert min(items.prefix_lens) > 0
+    out = attended(tokens, items.arguments(device, slack=0))
+    assert_close(out, tokens.expected(SCALE, keep=items.keep)[0])
 
 
 def test_a_mask_of_text_and_image_tokens(device: str) -> None:

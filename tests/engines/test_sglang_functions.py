@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cute_attn import decode, prefill, utils
+from tests.engines.conftest import held
 from tests.support.engine_case import (
     BF16,
     E4M3,
@@ -43,19 +44,17 @@ def counter_buffer(tokens: Tokens) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=tokens.device)
 
 
-def trtllm_decode(tokens: Tokens, **changes: Any) -> torch.Tensor:
+def decode_arguments(tokens: Tokens, **changes: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {"out": None, "out_dtype": BF16, "kv_cache_sf": None, "kv_cache": hnd_views(tokens)}
-    arguments |= {"bmm1_scale": SCALE, "bmm2_scale": 1.0, "window_left": -1, "sinks": None, **changes}
-    return decode.trtllm_batch_decode_with_kv_cache(
-        query=tokens.q,
-        workspace_buffer=workspace(tokens.device, 32),
-        block_tables=tokens.block_tables(MOST // tokens.batch.page_size),
-        seq_lens=tokens.seq_lens,
-        max_seq_len=MOST,
-        skip_softmax_threshold_scale_factor=None,
-        multi_ctas_kv_counter_buffer=counter_buffer(tokens),
-        **arguments,
-    )
+    arguments |= {"bmm1_scale": SCALE, "bmm2_scale": 1.0, "window_left": -1, "sinks": None, "query": tokens.q}
+    arguments |= {"block_tables": tokens.block_tables(MOST // tokens.batch.page_size), "seq_lens": tokens.seq_lens}
+    arguments |= {"workspace_buffer": workspace(tokens.device, 32), "skip_softmax_threshold_scale_factor": None}
+    arguments |= {"multi_ctas_kv_counter_buffer": counter_buffer(tokens), "max_seq_len": MOST, **changes}
+    return arguments
+
+
+def trtllm_decode(tokens: Tokens, **changes: Any) -> torch.Tensor:
+    return decode.trtllm_batch_decode_with_kv_cache(**decode_arguments(tokens, **changes))
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -102,23 +101,8 @@ def test_split_by_length(device: str) -> None:
     whole = torch.empty_like(tokens.q)
     order = torch.argsort(tokens.seq_lens)
     for indices in torch.tensor_split(order, 2):
-        group = decode.trtllm_batch_decode_with_kv_cache(
-            query=tokens.q.index_select(0, indices),
-            kv_cache=hnd_views(tokens),
-            workspace_buffer=workspace(device, 32),
-            block_tables=tokens.block_tables(8).index_select(0, indices),
-            seq_lens=tokens.seq_lens.index_select(0, indices),
-            max_seq_len=MOST,
-            bmm1_scale=SCALE,
-            bmm2_scale=1.0,
-            window_left=-1,
-            sinks=None,
-            skip_softmax_threshold_scale_factor=None,
-            out=None,
-            out_dtype=BF16,
-            kv_cache_sf=None,
-            multi_ctas_kv_counter_buffer=counter_buffer(tokens),
-        )
+        parts = {"query": tokens.q, "block_tables": tokens.block_tables(8), "seq_lens": tokens.seq_lens}
+        group = trtllm_decode(tokens, **{name: x.index_select(0, indices) for name, x in parts.items()})
         whole.index_copy_(0, indices, group)
     assert_close(whole, tokens.expected(SCALE)[0])
 
@@ -126,31 +110,13 @@ def test_split_by_length(device: str) -> None:
 def test_captured_decode(device: str) -> None:
     lengths = [(33, 5, 70), (128, 1, 1), (16, 40, 2)]
     steps = [Tokens(Batch((1,) * 3, n, num_pages=30, seed=i), device) for i, n in enumerate(lengths)]
-    first, scratch, counters = steps[0], workspace(device, 32), counter_buffer(steps[0])
-    cache = [x.clone() for x in first.caches("HND")]
-    held = [first.q.clone(), first.block_tables(8), first.seq_lens.clone()]
-
-    def run() -> torch.Tensor:
-        return decode.trtllm_batch_decode_with_kv_cache(
-            query=held[0],
-            kv_cache=tuple(cache),
-            workspace_buffer=scratch,
-            block_tables=held[1],
-            seq_lens=held[2],
-            max_seq_len=MOST,
-            bmm1_scale=SCALE,
-            bmm2_scale=1.0,
-            window_left=-1,
-            sinks=None,
-            out_dtype=BF16,
-            q_len_per_req=1,
-            multi_ctas_kv_counter_buffer=counters,
-        )
-
-    graph = Graph(device, run)
+    query, tables, lens, *cache = (x.clone() for x in held(steps[0], "HND"))
+    kept = {"query": query, "block_tables": tables, "seq_lens": lens, "kv_cache": tuple(cache), "q_len_per_req": 1}
+    kept |= {"workspace_buffer": workspace(device, 32), "multi_ctas_kv_counter_buffer": counter_buffer(steps[0])}
+    arguments = decode_arguments(steps[0], **kept)  # made before the capture
+    graph = Graph(device, lambda: decode.trtllm_batch_decode_with_kv_cache(**arguments))
     for now in steps:
-        values = (now.q, now.block_tables(8), now.seq_lens, *now.caches("HND"))
-        for target, source in zip((*held, *cache), values, strict=True):
+        for target, source in zip((query, tables, lens, *cache), held(now, "HND"), strict=True):
             target.copy_(source)
         assert_close(graph.replay(), now.expected(SCALE)[0])
 

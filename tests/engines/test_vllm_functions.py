@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_attn import decode, prefill, utils
+from tests.engines.conftest import held
 from tests.support.engine_case import (
     BF16,
     E4M3,
@@ -42,23 +43,21 @@ def counter_buffer(tokens: Tokens, most_tokens: int = 64) -> torch.Tensor:
 # ---- XQA
 
 
-def xqa(tokens: Tokens, layout: str, cache: Any = None, **changes: Any) -> torch.Tensor:
-    """`flashinfer_xqa_batch_decode_with_kv_cache` as `FlashInferImpl.forward` calls it."""
-    out = torch.empty_like(tokens.q, dtype=BF16)
+def xqa_arguments(tokens: Tokens, layout: str, cache: Any = None, **changes: Any) -> dict[str, Any]:
+    """Those of `flashinfer_xqa_batch_decode_with_kv_cache` as `FlashInferImpl.forward` calls it."""
     arguments: dict[str, Any] = {"bmm1_scale": SCALE, "bmm2_scale": 1.0, "window_left": -1, "sinks": None}
-    arguments |= {"q_len_per_req": 1, "mask": None, "q_cu_seq_lens": None, "kv_cache_sf": None, **changes}
-    decode.xqa_batch_decode_with_kv_cache(
-        query=tokens.q,
-        kv_cache=tokens.caches(layout, fused=True) if cache is None else cache,
-        workspace_buffer=workspace(tokens.device, 32),
-        block_tables=tokens.block_tables(8),
-        seq_lens=tokens.seq_lens,
-        max_seq_len=max(tokens.batch.kv_lens),
-        out=out,
-        kv_layout=layout,
-        **arguments,
-    )
-    return out
+    arguments |= {"q_len_per_req": 1, "mask": None, "q_cu_seq_lens": None, "kv_cache_sf": None, "query": tokens.q}
+    arguments |= {"block_tables": tokens.block_tables(8), "seq_lens": tokens.seq_lens, "kv_layout": layout}
+    arguments |= {"out": torch.empty_like(tokens.q, dtype=BF16), "max_seq_len": max(tokens.batch.kv_lens)}
+    arguments |= {"kv_cache": tokens.caches(layout, fused=True) if cache is None else cache}
+    arguments |= {"workspace_buffer": workspace(tokens.device, 32), **changes}
+    return arguments
+
+
+def xqa(*given: Any, **changes: Any) -> torch.Tensor:
+    arguments = xqa_arguments(*given, **changes)
+    decode.xqa_batch_decode_with_kv_cache(**arguments)
+    return arguments["out"]
 
 
 @LAYOUTS
@@ -116,42 +115,16 @@ def test_captured_xqa_decode(device: str) -> None:
     """Lengths, tables and tokens change in place; padded requests have no keys."""
     lengths = [(33, 5, 70), (128, 1, 0), (16, 0, 0), (100, 90, 80)]
     tokens = [Tokens(Batch((1,) * 3, n, num_pages=30, seed=i), device) for i, n in enumerate(lengths)]
-    first, scratch = tokens[0], workspace(device, 32)
-    query, tables, lens = first.q.clone(), first.block_tables(8), first.seq_lens.clone()
-    cache = [x.clone() for x in first.caches()]
-    out = torch.empty_like(query)
-
-    def run() -> torch.Tensor:
-        decode.xqa_batch_decode_with_kv_cache(
-            query=query,
-            kv_cache=tuple(cache),
-            kv_cache_sf=None,
-            workspace_buffer=scratch,
-            block_tables=tables,
-            seq_lens=lens,
-            max_seq_len=128,
-            bmm1_scale=SCALE,
-            bmm2_scale=1.0,
-            window_left=-1,
-            out=out,
-            sinks=None,
-            kv_layout="NHD",
-            q_len_per_req=1,
-            mask=None,
-            q_cu_seq_lens=None,
-        )
-        return out
-
-    graph = Graph(device, run)
+    query, tables, lens, *cache = (x.clone() for x in held(tokens[0]))
+    kept = {"query": query, "block_tables": tables, "seq_lens": lens, "out": (out := torch.empty_like(query))}
+    kept |= {"workspace_buffer": workspace(device, 32), "max_seq_len": 128}
+    arguments = xqa_arguments(tokens[0], "NHD", tuple(cache), **kept)  # made before the capture
+    graph = Graph(device, lambda: decode.xqa_batch_decode_with_kv_cache(**arguments))
     for now in tokens:
         for target, source in zip((query, tables, lens, *cache), held(now), strict=True):
             target.copy_(source)
         out.fill_(7.0)
         assert_close(graph.replay(), now.expected(SCALE)[0])
-
-
-def held(tokens: Tokens) -> tuple[torch.Tensor, ...]:
-    return tokens.q, tokens.block_tables(8), tokens.seq_lens, *tokens.caches()
 
 
 # ---- TRT-LLM's functions, which vLLM calls on Blackwell

@@ -1,5 +1,5 @@
-"""Values that would change nothing, or would reach torch or Python, are refused by the name of the argument, which is that
-of the function that was called, not of those that it calls.
+"""Values that would change nothing, or would reach torch or Python, are refused by the name of the argument, as the
+function that was called has it, not those that it calls.
 """
 
 from __future__ import annotations
