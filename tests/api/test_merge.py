@@ -120,7 +120,6 @@ BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
     ("merge_state_in_place", (V, S.half(), V, S), "s must have dtype float32", ArgumentError),
     ("merge_state_in_place", (V[:1].expand(4, 3, 2), S, V, S), "v must not overlap itself", ArgumentError),
     ("merge_state_in_place", (V, S[:1].expand(4, 3), V, S), "s must not overlap itself", ArgumentError),
-    ("merge_state_in_place", (V, S, V, S, torch.ones(3, dtype=torch.bool)), "mask must have shape", ArgumentError),
     ("merge_states", (V, S), r"v must have shape \[n, num_states, num_heads, head_dim\]", ArgumentError),
     ("merge_states", (V[None], S), r"s must have shape \[n, num_states, num_heads\]", ArgumentError),
 ]

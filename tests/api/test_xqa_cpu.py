@@ -182,11 +182,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"o_scale": torch.ones(1)}, ArgumentTypeError, "o_scale must be a number"),
     ({"q_len_per_req": 0}, ArgumentError, "q_len_per_req must be >= 1"),
     ({"out": torch.zeros(2, 4, 64)}, ArgumentError, "out must have dtype"),
-    ({"out": torch.zeros(2, 4, 32).bfloat16()}, ArgumentError, "out must have shape"),
     ({"out": torch.zeros(2, 4, 128).bfloat16()[..., ::2]}, ArgumentError, "stride 1 on its last axis"),
-    ({"sinks": torch.zeros(5)}, ArgumentError, r"sinks must have shape \[num_qo_heads\] = \(4,\)"),
     ({"mask": torch.zeros(2, 1, 1, dtype=torch.uint16)}, ArgumentError, "2 rows of 2 words"),
-    ({"q_cu_seq_lens": torch.zeros(2, dtype=torch.int32)}, ArgumentError, "q_cu_seq_lens must have shape"),
     ({"kv_cache_sf": (torch.zeros(4), torch.zeros(4))}, ArgumentError, "kv_cache_sf|k_sf"),
     ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "workspace_buffer must be contiguous"),
 ]

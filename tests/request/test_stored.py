@@ -1,4 +1,4 @@
-"""What no call takes for a tensor, in first and repeated calls alike: what is none, other devices, dtypes and axes, one
+"""What no call takes for a tensor, in first and repeated calls alike: what is none, other devices, dtypes, axes and sizes, one
 that wants derivatives, and one whose memory does not hold its values.
 """
 
@@ -78,6 +78,12 @@ WRONG = {
         "shape|dimension|batch_size, 2",
         rf"{SCRATCH}|mask|output|q|sinks|\w*_scale(_log2)?",
     ),
+    "half as wide": Wrong(
+        lambda x: x[..., : x.shape[-1] // 2].contiguous(),
+        "(shape.*|head dimension,|columns,|same last axis,) got|stay within|sums of seq_lens|(elements|one length) for",
+        f"{SCRATCH}|block_tables|page_table|slot_mapping",
+        lambda x: x.shape[-1] > 1,
+    ),
     "derivatives": Wrong(
         lambda x: x.detach().clone().requires_grad_(),
         "^NAME (requires|.*not require) grad",
@@ -108,7 +114,7 @@ def assert_refused(
 def test_functions_without_outputs(function: Callable[..., Any], make: Callable[[], dict[str, Any]]) -> None:
     function(**make())
     for name in make():
-        assert_refused(lambda given: function(**given), make(), name, "another device", "derivatives")
+        assert_refused(lambda given: function(**given), make(), name, "another device", "half as wide", "derivatives")
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
