@@ -107,21 +107,6 @@ def _pick(a: Array, b: Array, found: Array, prefer_b: Array) -> Array:
     return np.where(zeros, np.where(prefer_b, b, a), found) if some(zeros) else found
 
 
-def extreme(x: Array, largest: bool, nan: bool, taken: Array | None = None) -> Array:
-    """Reduce float32 along the first axis: +0 is above -0; NaN counts only if `nan`, or if there is nothing else, and
-    is canonical then. `taken`: which items count."""
-    bits = x.view(np.int32)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # in the order of the floats
-    here = np.ones(x.shape, np.bool_) if taken is None else taken
-    number = here & ~np.isnan(x)
-    limits = np.iinfo(np.int32)
-    chosen = np.where(number, key, limits.min).max(axis=0) if largest else np.where(number, key, limits.max).min(axis=0)
-    found = chosen ^ ((chosen >> 31) & 0x7FFFFFFF)
-    is_nan = (here & ~number).any(axis=0) if nan else ~number.any(axis=0)
-    result: Array = np.where(is_nan, np.int32(0x7FFFFFFF), found).astype(np.int32).view(np.float32)
-    return result
-
-
 def bf16_to_f32(bits: Array) -> Array:
     widened: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return widened
