@@ -99,7 +99,7 @@ def _hand_over(*between: str) -> list[str]:
     product = f"{operands} tcgen05.mma.cta_group::1.kind::f16 [%taddr], %a, %a, %y, %p1;"
     commit = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%bar];"
     done = ["WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%bar], 0;", "@!%p1 bra WAIT;", AFTER]
-    overwrite = ["@!%lead bra ISSUED;", product, commit, "ISSUED: bar.warp.sync 0xffffffff;"]
+    overwrite = ["@!%lead bra WRITTEN;", product, commit, "WRITTEN: bar.warp.sync 0xffffffff;"]
     return [LOAD, *between, descriptor, *overwrite, *done]
 
 
