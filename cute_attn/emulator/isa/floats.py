@@ -155,26 +155,3 @@ def unpack16(x: Array) -> Array:
 def pack32(low: Array, high: Array) -> Array:
     packed: Array = interleaved(low.view(np.uint32), high.view(np.uint32)).view(np.uint64)
     return packed
-
-
-def f32_to_bf16_stochastic(x: Array, random: Array) -> Array:
-    """Convert to bits of bfloat16, away from zero where the discarded 16 bits and 16 random ones carry."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = np.where(np.isinf(x), bits, bits + (random & np.uint32(0xFFFF))) >> np.uint32(16)
-    found: Array = np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
-    return found
-
-
-def f32_to_f16_stochastic(x: Array, random: Array) -> Array:
-    """Convert to bits of float16, away from zero where the discarded part and 13 random bits carry, the most
-    significant ones beside each other."""
-    size = np.where(np.isfinite(x), np.abs(x), 0).astype(np.float64)
-    _, exponent = np.frexp(size)
-    unit = np.ldexp(1.0, np.maximum(exponent - 1, -14) - 10)
-    steps = np.floor(size / unit)
-    away = size / unit - steps + (random & np.uint32(0x1FFF)).astype(np.float64) / (1 << 13) >= 1
-    total = np.where(np.isfinite(x), (steps + away) * unit, np.abs(x))
-    half = np.where(total > 65504, np.inf, np.minimum(total, 65504)).astype(np.float16)
-    code = half.view(np.uint16) | np.where(np.signbit(x), np.uint16(0x8000), np.uint16(0))
-    found: Array = np.where(np.isnan(x), np.uint16(0x7FFF), code)
-    return found
