@@ -1,5 +1,5 @@
 """The matrices of problems on a GPU, by backend: right with NaN around and the same bits twice, or refused as the
-capability table says. What calls write, captured runs, plans in a row.
+capability table says. fp8, every argument. What calls write, captured runs, plans in a row.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from cute_attn.errors import Refusal
 from cute_attn.runtime import arch as archs
 from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
-from tests.support import batch_case, fp8_kv_cases, matrix, transformed_kv, xqa_batches
+from tests.support import batch_case, fp8_case, fp8_kv_cases, matrix, narrow_outputs, transformed_kv, xqa_batches
 from tests.support import case as single
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged, random_batch_case
 from tests.support.case import Case
+from tests.support.fp8_case import Fp8Case
 from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
+from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import BF16, FULL
 from tests.support.persistent_emulated import BATCHES, CUDA, FA3, GATHERED, LONG
 from tests.support.right import Solver, assert_solved_again
@@ -184,6 +186,33 @@ DRAWN = [  # backend, what is drawn, how many seeds; `tests.gpu.bundle` covers 2
 def test_random(backend: str, draw: str, first: int) -> None:
     for problem in DRAWS[draw](first):
         assert_honoured(problem, backend)
+
+
+# ---- fp8 queries, fp8 outputs, every argument
+
+FP8 = (*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG, *fp8_case.LARGE)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id, marks=(*marks.GPU, pytest.mark.sm90)) for case in FP8])
+def test_fp8(case: Fp8Case) -> None:
+    """Every element is within what the rounding of probabilities explains."""
+    arch = archs.for_device(torch.cuda.current_device())
+    if select.reasons_against(capabilities.BY_NAME["fa3"], case.features(torch.device("cuda")), arch):
+        pytest.skip(f"{arch.name} has no fp8 kernel")
+    fp8_case.solve(case, "auto", "cuda")
+
+
+@pytest.mark.parametrize(("backend", "problem"), params(("fa3", problem) for problem in narrow_outputs.PROBLEMS))
+def test_outputs_in_fp8_are_rounded_once(backend: str, problem: Problem) -> None:
+    narrow_outputs.assert_rounded(problem, "cuda", backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("kind", "perturbation"), CALLS, ids=IDS)
+@pytest.mark.parametrize("backend", [b.name for b in capabilities.BACKENDS if b.capability])
+def test_honour(backend: str, kind: str, perturbation: Perturbation) -> None:
+    honour(kind, perturbation, backend, "cuda", archs.for_device(torch.cuda.current_device()))
 
 
 # ---- memory beside outputs

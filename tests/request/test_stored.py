@@ -1,5 +1,5 @@
-"""What no call takes for a tensor, in first and repeated calls alike: what is none, other devices, dtypes, axes and sizes,
-one that wants derivatives, and one whose memory does not hold its values.
+"""What no call takes for a tensor, in first and repeated calls alike: what is none, other devices, dtypes, axes and
+sizes, one that wants derivatives, and one whose memory does not hold its values.
 """
 
 from __future__ import annotations
