@@ -20,7 +20,6 @@ from tests.gpu import marks
 from tests.support.executors import REFERENCE, Executor
 
 QO_HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
-GPU_MARKS = {"fa2": marks.SM80, "xqa": marks.SM80, "fa3": marks.FA3_GPU, "fa4": marks.FA4_GPU}
 SPECIAL = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 BY_KV_HEAD = torch.tensor([[torch.nan, torch.inf], [-torch.inf, torch.nan]])  # no CTA and no row reads two of them
 
@@ -35,7 +34,7 @@ def executors(*families: str) -> list[Any]:
         emulated = Executor(name, "emulator", "cpu", "sm_100a" if family == "fa4" else "sm_90a", family)
         found.append(pytest.param(emulated, id=name, marks=pytest.mark.emulator))
         on_gpu = Executor(f"cuda-{family}", family, "cuda")
-        found.append(pytest.param(on_gpu, id=on_gpu.name, marks=GPU_MARKS[family]))
+        found.append(pytest.param(on_gpu, id=on_gpu.name, marks=marks.OF[family]))
     return found
 
 

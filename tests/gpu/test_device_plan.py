@@ -42,13 +42,9 @@ def smaller(case: BatchCase, count: int) -> Iterator[BatchCase]:
     while made < count:
         seed += 1
         other = random_lengths(dataclasses.replace(case, seed=seed), seed, max(case.kv_lens))
-        if num_pages(other) <= num_pages(case) and other.rows <= case.rows:
+        if other.num_pages <= case.num_pages and other.rows <= case.rows:
             made += 1
             yield other
-
-
-def num_pages(case: BatchCase) -> int:
-    return sum(-(-n // case.page_size) for n in case.kv_lens)
 
 
 def test_schedules_are_those_of_the_host() -> None:
@@ -95,7 +91,7 @@ class Replanned:
         inputs = make(case, "cuda")
         self.case, self.q = case, torch.full_like(inputs.q, torch.nan)
         self.halves = [torch.empty_like(x) for x in self.of(inputs)]
-        pages = num_pages(case)
+        pages = case.num_pages
         self.wrapper, _ = graph_wrapper(case, "cuda", pages, 0, backend=backend)
         self.plan = moved(case, inputs, "cuda")
         for name, x in self.plan.items():

@@ -42,13 +42,9 @@ IDS = ["paged", "ragged", "decode", "verify"]
 def shorter(case: BatchCase, seed: int) -> BatchCase:
     """Other lengths, for which the tensors of the capture have room."""
     other = random_lengths(dataclasses.replace(case, seed=seed), seed, max(case.kv_lens))
-    if num_pages(other) > num_pages(case):
+    if other.num_pages > case.num_pages:
         return dataclasses.replace(case, kv_lens=case.kv_lens[::-1], seed=seed)
     return other
-
-
-def num_pages(case: BatchCase) -> int:
-    return sum(-(-n // case.page_size) for n in case.kv_lens)
 
 
 @pytest.mark.parametrize("backend", ["auto", "fa2"])

@@ -83,6 +83,10 @@ class BatchCase(Numbers):
         return self.first + sum(self.qo_lens)
 
     @property
+    def num_pages(self) -> int:
+        return sum(-(-n // self.page_size) for n in self.kv_lens)
+
+    @property
     def first(self) -> int:
         return 2 if self.slack and self.kind != "decode" else 0
 
