@@ -12,6 +12,7 @@ from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
+from cute_attn.wrappers.older_forward import forward_of
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 
@@ -46,11 +47,9 @@ class BlocksWrapper(BatchWrapper):
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, "NHD", False, backend)
 
-    def _run_with(self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, **options: Any) -> None:
-        """Check what changes nothing, and replace options of the plan."""
-        block_sparse.refuse_positions(pos_encoding_mode)
-        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        self._replan(pos_encoding_mode=pos_encoding_mode, window_left=-1, **options)
+    def _replan(self, **options: Any) -> None:
+        block_sparse.refuse_positions(options["pos_encoding_mode"])
+        super()._replan(**options)
 
 
 class BlockSparseAttentionWrapper(BlocksWrapper):
@@ -202,40 +201,12 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         scales = None if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         return self._run(RunArguments(q, cache, None, None, None, out, lse, return_lse, enable_pdl, head_scales=scales))
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale_q: torch.Tensor | None = None,
-        scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        Parameters
-        ----------
-        q, k, v, scale_q, scale_k, scale_v : the tensors of `run`.
-        pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`,
-            with the same defaults; they replace the planned ones.
-
-        Returns
-        -------
-        What `run` returns.
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
-        scales = {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta}
-        self._run_with(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap=logits_soft_cap, **scales)
-        return self.run(q, k, v, scale_q, scale_k, scale_v)
+    forward = forward_of(
+        plan,
+        run,
+        "q, k, v, scale_q, scale_k, scale_v, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, "
+        "rope_scale, rope_theta",
+    )
 
 
 class VariableBlockSparseAttentionWrapper(BlocksWrapper):
@@ -361,34 +332,8 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
             return block_sparse.by_query_head(result[0], matrix), block_sparse.by_query_head(result[1], matrix)
         return block_sparse.by_query_head(result, matrix)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        Parameters
-        ----------
-        q, k, v : the tensors of `run`.
-        pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`,
-            with the same defaults; they replace the planned ones.
-
-        Returns
-        -------
-        What `run` returns.
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
-        scales = {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta}
-        self._run_with(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap=logits_soft_cap, **scales)
-        return self.run(q, k, v)
+    forward = forward_of(
+        plan,
+        run,
+        "q, k, v, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta",
+    )

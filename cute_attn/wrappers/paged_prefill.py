@@ -16,6 +16,7 @@ from cute_attn.request import batch_plan, checks, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
+from cute_attn.wrappers.older_forward import forward_of
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
@@ -301,61 +302,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    @declare.operator("paged_prefill_forward", fakes.paged, mutates=(), is_method=True)
-    def forward(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: Cache,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        *,
-        return_lse: bool = False,
-        allow_fp16_qk_reduction: bool | None = None,
-    ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        The options below replace the planned ones, given or by default, for this run and those after it: after
-        `plan(causal=True)`, `forward(q, cache)` is not causal. Where they differ, the batch is scheduled again.
-
-        Parameters
-        ----------
-        q, paged_kv_cache : the tensors of `run`.
-        causal : default False.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`, with the
-            same defaults.
-        use_fp16_qk_reduction, allow_fp16_qk_reduction (its older name) : a hint; scores are always accumulated in fp32.
-        k_scale, v_scale : factors of k and v, default 1: numbers, or one-element tensors.
-        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
-
-        Returns
-        -------
-        What `run` returns: out, or the pair (out, lse).
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
-        if is_dynamo_compiling():
-            return trace.operator("paged_prefill_forward")(locals())
-        checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
-        self._replan(
-            causal=causal,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+    forward = forward_of(
+        plan,
+        run,
+        "q, paged_kv_cache, causal, pos_encoding_mode, use_fp16_qk_reduction, k_scale, v_scale, window_left, "
+        "logits_soft_cap, sm_scale, rope_scale, rope_theta, * return_lse, allow_fp16_qk_reduction",
+        "paged_prefill_forward",
+        fakes.paged,
+    )
 
     forward_return_lse = with_return_lse(forward)
 
