@@ -90,14 +90,10 @@ class BatchAttention(BatchWrapper):
         kv_indices : 1-D, page numbers; those of request i are at `kv_indptr[i]:kv_indptr[i + 1]`. An int32 tensor on
             the wrapper's device is not copied: it must not change until the last run.
         kv_len_arr : `[batch_size]`, tokens of each request, at most those of its pages.
-        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo : at least 1; num_qo_heads must be a multiple of
-            num_kv_heads.
-        page_size : tokens per page, at least 1.
-        causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len.
-        sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        q_data_type, kv_data_type : torch dtypes or their names, default bfloat16. The output has q's dtype, bfloat16
-            for fp8 q. A uint8 cache is NVFP4 and needs `kv_cache_sf` in `run`.
+        num_qo_heads, num_kv_heads, head_dim_qk, page_size, causal, sm_scale, logits_soft_cap : as for
+            `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        head_dim_vo : at least 1.
+        q_data_type, kv_data_type : as there, but default bfloat16. The output has q's dtype, bfloat16 for fp8 q.
         use_profiler : refused unless False.
 
         Raises
@@ -108,19 +104,8 @@ class BatchAttention(BatchWrapper):
         page_size = batch_plan.count("page_size", page_size)
         arrays = IndexArrays(NAMES, qo_indptr, kv_indptr, kv_indices, page_size=page_size)
         lengths = arrays.on_host_in_tokens(kv_len_arr)
-        options = PlanOptions(
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim_qk,
-            head_dim_vo=head_dim_vo,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            causal=causal,
-            sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap,
-        )
         splits = batch_plan.splits(None, False, page_size)
-        return PlanRequest(options, lengths, batch_plan.NO_MASK, splits, page_size)
+        return PlanRequest(PlanOptions.of(locals()), lengths, batch_plan.NO_MASK, splits, page_size)
 
     @declare.operator("batch_attention_run", fakes.paged, is_method=True)
     def run(

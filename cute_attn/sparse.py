@@ -113,19 +113,16 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
             is not copied: it must not change until the last run.
         M, N : rows and columns of the mask; N must be a multiple of C. The last row of blocks may be shorter than R.
         R, C : rows and columns of a block, at least 1.
-        num_qo_heads, num_kv_heads, head_dim : at least 1; num_qo_heads must be a multiple of num_kv_heads.
+        num_qo_heads, num_kv_heads, use_fp16_qk_reduction, logits_soft_cap, sm_scale, q_data_type, kv_data_type,
+            non_blocking : as for `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        head_dim : of q, k, v and the output, at least 1.
         mask : bool `[blocks, R, C]`, which elements of the listed blocks are kept. Default: all.
         packed_mask : uint8, the bits of `convert_bsr_mask_layout(mask, indptr)`, in little bit order, each row of
             blocks from a new byte on, as `segment_packbits` packs them. Replaces `mask`.
         causal : default False. True: row i sees columns j <= i + N - M of its blocks. Without effect under a mask.
         pos_encoding_mode : refused unless "NONE".
-        use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        sm_scale : any finite number. Default `head_dim ** -0.5`.
         rope_scale, rope_theta : > 0; without effect, as no position is encoded.
-        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
         o_data_type : of the output: default float16, whatever q's.
-        non_blocking : a hint; copies are ordered on the current stream either way.
         block_mask, kv_block_lens, q2k_indices, q2k_num, kv_splits, use_clc, q_scale, k_scale, v_scale : refused unless
             None: they belong to other kernels of FlashInfer's.
 
@@ -133,9 +130,9 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         ------
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
-        blocks = {"block_mask": block_mask, "q2k_indices": q2k_indices, "q2k_num": q2k_num}
-        for name, value in {**blocks, "kv_block_lens": kv_block_lens}.items():
-            batch_plan.refuse(name, value, ONE_KERNEL, BSR_INSTEAD)
+        given = locals()
+        for name in ("block_mask", "q2k_indices", "q2k_num", "kv_block_lens"):
+            batch_plan.refuse(name, given[name], ONE_KERNEL, BSR_INSTEAD)
         batch_plan.refuse_all(
             ONE_KERNEL, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
         )
@@ -144,18 +141,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         checks.boolean("non_blocking", non_blocking)
         matrix = block_sparse.matrix(M, N, R, C)
         lengths = block_sparse.bsr(indptr, indices, matrix)
-        options = PlanOptions(
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
+        options = PlanOptions.of(locals(), head_dim_qk=head_dim, causal=False)
         packed = block_sparse.bsr_mask(mask, packed_mask, causal, lengths, matrix, self.device)
         return PlanRequest(options, lengths, packed, batch_plan.splits(None, False, C), C, matrix=matrix)
 
@@ -253,16 +239,12 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         block_mask_map : `[num_kv_heads, blocks of rows, blocks of columns]`, bool or numbers: which blocks are seen.
         block_row_sz, block_col_sz : int32 or int64 `[num_kv_heads, blocks]`: query tokens and keys of each block. Every
             kv head has the same sums, qo_len and kv_len.
-        num_qo_heads, num_kv_heads, head_dim : at least 1; num_qo_heads must be a multiple of num_kv_heads, whose query
-            heads share its blocks.
+        num_qo_heads, num_kv_heads, use_fp16_qk_reduction, logits_soft_cap, sm_scale, non_blocking, q_data_type,
+            kv_data_type : as for `BatchPrefillWithPagedKVCacheWrapper.plan`. Query heads of a kv head share its blocks.
+        head_dim : of q, k, v and the output, at least 1.
         causal : default False. True: token i sees keys j <= i + kv_len - qo_len of its blocks.
         pos_encoding_mode : refused unless "NONE".
-        use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        sm_scale : any finite number. Default `head_dim ** -0.5`.
         rope_scale, rope_theta : > 0; without effect, as no position is encoded.
-        non_blocking : a hint; copies are ordered on the current stream either way.
-        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
 
         Raises
         ------
@@ -275,17 +257,8 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         if heads % kv_heads:
             raise ArgumentError(f"num_qo_heads must be a multiple of num_kv_heads, got {heads} and {kv_heads}")
         matrix, lengths = block_sparse.variable(block_mask_map, block_row_sz, block_col_sz, kv_heads)
-        options = PlanOptions(
-            num_qo_heads=heads // kv_heads,
-            num_kv_heads=1,
-            head_dim_qk=head_dim,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
+        sizes = {"num_qo_heads": heads // kv_heads, "num_kv_heads": 1, "head_dim_qk": head_dim}
+        options = PlanOptions.of(locals(), **sizes, causal=False)
         mask = block_sparse.variable_mask(causal, lengths, matrix, self.device)
         splits = batch_plan.splits(None, False, matrix.page_size)
         return PlanRequest(options, lengths, mask, splits, matrix.page_size, matrix=matrix)

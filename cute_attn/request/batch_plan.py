@@ -5,6 +5,7 @@ masks, and buffers. Every user error is raised here and in `index_arrays`, befor
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,11 @@ class PlanOptions(NamedTuple):
     rope_scale: Any = None
     rope_theta: Any = None
     lse_base: Any = "log2"
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], **others: Any) -> PlanOptions:
+        """Return the options among the arguments of a plan, by name, except `others`."""
+        return cls(**{name: arguments[name] for name in cls._fields if name in arguments} | others)
 
 
 class Mask(NamedTuple):
