@@ -13,16 +13,16 @@ from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options
 from cute_attn.request.caches import check_tables
 from cute_attn.request.mla import (
+    INDEX_DTYPES,
     LATENT,
     NARROW,
     MlaLengths,
     MlaOptions,
     Names,
     Parts,
-    index_array,
     split_rows,
 )
-from cute_attn.request.operands import partials_in
+from cute_attn.request.operands import flat_tokens, partials_in
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla import BatchMLAPagedAttentionWrapper
 from cute_attn.wrappers.mla_plan import MLAPlanMetadata, refuse_dims
@@ -159,7 +159,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if is_dynamo_compiling():
         return trace.operator("trtllm_batch_decode_mla")(locals())
     refuse_other_keys(sparse_mla_top_k, sparse_mla_top_k_lens, uses_shared_paged_kv_idx)
-    _refuse_context_parallelism(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)
+    trtllm_options.refuse_context_parallelism(cp_world, cp_rank, causal_seqlens_kv_global, enable_dcp)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
     trtllm_options.refuse_given("softmax is in fp32", use_fp16_softmax=use_fp16_softmax)
     trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
@@ -264,26 +264,21 @@ def _flat(name: str, buffer: Any, shape: torch.Size) -> Any:
     """Return a buffer for results with its tokens on one axis, as a view."""
     if not isinstance(buffer, torch.Tensor) or len(shape) == 3 or buffer.shape[:2] != shape[:2]:
         return buffer
-    if name == "lse" and buffer.dim() == 2:
-        return buffer
-    try:
-        return buffer.view(-1, *buffer.shape[2:])
-    except RuntimeError as error:
-        raise ArgumentError(f"{name} must have tokens at equal distances, got strides {buffer.stride()}") from error
+    return buffer if name == "lse" and buffer.dim() == 2 else flat_tokens(name, buffer, (-1, *buffer.shape[2:]))
 
 
 def _lengths(block_tables: Any, seq_lens: Any, bounds: Any, max_q_len: Any, shape: torch.Size) -> MlaLengths:
     """Check lengths and the page table, which must have one batch size."""
     device = checks.tensor("block_tables", block_tables).device
     tables = check_tables(block_tables, device).contiguous()
-    seq_lens = index_array("seq_lens", seq_lens, tables.shape[0], device)
+    seq_lens = checks.vector("seq_lens", seq_lens, INDEX_DTYPES, tables.shape[0], device).contiguous()
     if bounds is None:
         if max_q_len is not None:
             raise ArgumentError(f"max_q_len must come with cum_seq_lens_q, got {checks.describe(max_q_len)} alone")
         if shape[0] != tables.shape[0]:
             raise ArgumentError(f"query must have one row for each of the {tables.shape[0]} requests, got {shape[0]}")
         return MlaLengths(seq_lens, tables, None, None, shape[1])
-    bounds = index_array("cum_seq_lens_q", bounds, tables.shape[0] + 1, device)
+    bounds = checks.vector("cum_seq_lens_q", bounds, INDEX_DTYPES, tables.shape[0] + 1, device).contiguous()
     most = int(bounds.diff().max()) if max_q_len is None and tables.shape[0] else max_q_len or 1
     return MlaLengths(seq_lens, tables, None, bounds, checks.at_least("max_q_len", most, 0))
 
@@ -302,11 +297,3 @@ def refuse_other_keys(top_k: Any, top_k_lens: Any, shared: Any) -> None:
         trtllm_options.refuse("sparse MLA (sparse_mla_top_k, sparse_mla_top_k_lens)", *SPARSE)
     if not checks.boolean("uses_shared_paged_kv_idx", shared):
         trtllm_options.refuse("uses_shared_paged_kv_idx=False", "values are columns of the keys", "one page table")
-
-
-def _refuse_context_parallelism(enabled: Any, world: Any, rank: Any, lengths: Any) -> None:
-    ranks = checks.integer("cp_world", world), checks.integer("cp_rank", rank)
-    if checks.boolean("enable_dcp", enabled) or ranks != (1, 0) or lengths is not None:
-        feature = "decode context parallelism (enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)"
-        reason = "positions follow from the keys of this rank"
-        trtllm_options.refuse(feature, reason, "return_lse=True with one query token on every rank, and merge_states")

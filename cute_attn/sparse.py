@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.request import batch_plan, block_sparse, checks
+from cute_attn.request import batch_plan, block_sparse, checks, trtllm_options
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
@@ -133,8 +133,8 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         given = locals()
         for name in ("block_mask", "q2k_indices", "q2k_num", "kv_block_lens"):
             batch_plan.refuse(name, given[name], ONE_KERNEL, BSR_INSTEAD)
-        batch_plan.refuse_all(
-            ONE_KERNEL, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
+        trtllm_options.refuse_given(
+            ONE_KERNEL, None, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
         )
         block_sparse.refuse_positions(pos_encoding_mode)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)

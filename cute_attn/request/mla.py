@@ -262,11 +262,6 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
 # ---- lengths
 
 
-def index_array(name: str, value: Any, size: int | None, device: torch.device) -> torch.Tensor:
-    """Check a 1-D int32 tensor on `device`, of `size` elements."""
-    return checks.vector(name, value, INDEX_DTYPES, size, device).contiguous()
-
-
 def check_apart(problem: MlaProblem, parts: Parts, options: MlaOptions) -> None:
     """Refuse outputs and a workspace that share memory with each other or with what the call reads."""
     names, lengths = options.names, problem.lengths

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import BatchLengths
-from cute_attn.request import batch_plan, checks, plan_arguments, positional
+from cute_attn.request import batch_plan, checks, plan_arguments, positional, trtllm_options
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
@@ -204,8 +204,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         if is_dynamo_compiling():
             return trace.operator("paged_decode_run")(locals())
         if skip_softmax_threshold_scale_factor is not None:
-            batch_plan.refuse_all(
-                "softmax is exact", skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
+            trtllm_options.refuse_given(
+                "softmax is exact", None, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
             )
         if q_len_per_req is not None:
             _check_q_len(q_len_per_req, self._in_force().request.lengths.q_len)

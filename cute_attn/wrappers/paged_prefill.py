@@ -12,7 +12,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, positional, sink_variant
+from cute_attn.request import batch_plan, checks, positional, sink_variant, trtllm_options
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
@@ -279,9 +279,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         if is_dynamo_compiling():
             return trace.operator("paged_prefill_run")(locals())
         if not (skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None):
-            batch_plan.refuse_all(
+            trtllm_options.refuse_given(
                 "softmax is exact and in fp32",
-                off=False,
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
                 use_fp16_softmax=use_fp16_softmax,
                 uses_spcompress=uses_spcompress,

@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, batch_run, positional, sink_variant
+from cute_attn.request import batch_run, positional, sink_variant, trtllm_options
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan
@@ -131,7 +131,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`; NotSupported also for `v_indptr` and `o_indptr`. After
         an error the previous plan is still in force.
         """
-        batch_plan.refuse_all("v is indexed like k, and out like q", v_indptr=v_indptr, o_indptr=o_indptr)
+        trtllm_options.refuse_given("v is indexed like k, and out like q", None, v_indptr=v_indptr, o_indptr=o_indptr)
         return prefill_request(self._place, locals(), NAMES, self._sink_variant)
 
     begin_forward = plan

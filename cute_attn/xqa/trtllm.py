@@ -144,7 +144,7 @@ def trtllm_batch_decode_with_kv_cache(
             query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask, sinks, scale, bmm2_scale,
             kv_cache_sf, out, lse, max_seq_len, window_left, enable_pdl,
             _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse, kv_layout,
-            _backend_here(backend), Form(None, False, dtype, lse_layout, factor),
+            select.checked_name(backend, same=SAME), Form(None, False, dtype, lse_layout, factor),
         )  # fmt: skip
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, _names(out, max_q_len, bmm1_scale_log2))
@@ -163,13 +163,6 @@ def _names(out: Any, max_q_len: Any, bmm1_scale_log2: Any) -> dict[str, str]:
     return found
 
 
-def _backend_here(backend: Any) -> str:
-    """Return the backend that stands for one of FlashInfer's, or the caller's own choice of ours."""
-    if isinstance(backend, str) and backend in SAME:
-        return "auto"
-    return select.checked_name(backend)
-
-
 def _check_rare(out: Any, rare: tuple[Any, ...]) -> torch.dtype | None:
     """Check arguments that are refused, or that change nothing here. Return the dtype of out, from out_dtype."""
     (out_dtype, o_sf_scale, o_sf_vec_size, skip_softmax, transform_mode, counters, order, order_plan, global_lengths,
@@ -181,20 +174,11 @@ def _check_rare(out: Any, rare: tuple[Any, ...]) -> torch.dtype | None:
     trtllm_options.check_counters(counters)
     reason = "requests share the CTAs by their lengths, in any order"
     trtllm_options.refuse_given(reason, request_order=order, request_order_plan=order_plan)
-    _refuse_other_masks(block_sparse, cp_world, cp_rank, global_lengths)
-    return trtllm_options.output_dtype(out, out_dtype)
-
-
-def _refuse_other_masks(block_sparse: Any, cp_world: Any, cp_rank: Any, global_lengths: Any) -> None:
-    """Refuse the arguments that say which keys a row sees, other than masks and windows."""
     if checks.boolean("enable_block_sparse_attention", block_sparse):
         instead = "a call per kv head with its own block_tables and seq_lens"
         trtllm_options.refuse("enable_block_sparse_attention", "kv heads share their page table", instead)
-    world = checks.integer("cp_world", cp_world), checks.integer("cp_rank", cp_rank)
-    if world != (1, 0) or global_lengths is not None:
-        feature = "decode context parallelism (cp_world, cp_rank, causal_seqlens_kv_global)"
-        instead = "q_len_per_req=1, or mask, with return_lse=True on every rank, and merge_states"
-        trtllm_options.refuse(feature, "positions follow from the keys of this rank", instead)
+    trtllm_options.refuse_context_parallelism(cp_world, cp_rank, global_lengths)
+    return trtllm_options.output_dtype(out, out_dtype)
 
 
 def _q_len(q_len_per_req: Any, max_q_len: Any, cum_seq_lens_q: Any, uniform_q_len: Any) -> Any:
