@@ -204,19 +204,17 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         head_dim_vo: int = 128,
         backend: str = "auto",
     ) -> None:
+        given = locals()
         sink_variant.made_for(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_graph_buffers(
-            {
-                "qo_indptr_buf": (qo_indptr_buf, 1),
-                "paged_kv_indptr_buf": (paged_kv_indptr_buf, 1),
-                "paged_kv_indices_buf": (paged_kv_indices_buf, None),
-                "paged_kv_last_page_len_buf": (paged_kv_last_page_len_buf, 0),
-            }
+            qo_indptr_buf=qo_indptr_buf,
+            paged_kv_indptr_buf=paged_kv_indptr_buf,
+            paged_kv_indices_buf=paged_kv_indices_buf,
+            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
         )
         self._place = self._place._replace(key_ranges=True)
-        made_for = q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode
-        self._made_for = dict(zip(MADE_FOR, made_for, strict=True))
+        self._made_for = {name: given[name] for name in MADE_FOR}
 
     @makes_plan
     def plan(
@@ -268,19 +266,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`; ArgumentError also for dtypes, head dimensions or a
         position encoding that are not the constructor's.
         """
-        key_ranges.check_plan(
-            custom_mask=(custom_mask, None),
-            packed_custom_mask=(packed_custom_mask, None),
-            causal=(causal, False),
-            window_left=(window_left, -1),
-            prefix_len_ptr=(prefix_len_ptr, None),
-            token_pos_in_items_ptr=(token_pos_in_items_ptr, None),
-            token_pos_in_items_len=(token_pos_in_items_len, 0),
-            max_item_len_ptr=(max_item_len_ptr, None),
-        )
-        named = q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode
-        key_ranges.check_made_for(self._made_for, dict(zip(MADE_FOR, named, strict=True)))
-        return prefill_request(self._place, {**locals(), **self._made_for, **NOT_HERE}, PAGED_NAMES)
+        given = locals()
+        key_ranges.check_plan(given)
+        key_ranges.check_made_for(self._made_for, given)
+        return prefill_request(self._place, {**given, **self._made_for, **NOT_HERE}, PAGED_NAMES)
 
     begin_forward = plan
 

@@ -220,16 +220,6 @@ def xqa_batch_decode_with_kv_cache_mla(
     Raises
     ------
     ArgumentError, ArgumentTypeError, NotSupported, as there.
-
-    Examples
-    --------
-    >>> query = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
-    >>> cache = torch.randn(5, 32, 576, dtype=torch.bfloat16)
-    >>> tables = torch.tensor([[3, 1], [4, 0]], dtype=torch.int32)
-    >>> lengths = torch.tensor([40, 7], dtype=torch.int32)
-    >>> scratch = torch.empty(1 << 20, dtype=torch.uint8)
-    >>> xqa_batch_decode_with_kv_cache_mla(query, cache, scratch, 128, 512, 64, tables, lengths, 64).shape
-    torch.Size([2, 1, 16, 512])
     """
     whole = out
     if isinstance(out, torch.Tensor) and isinstance(query, torch.Tensor) and out.dim() == query.dim() - 1:

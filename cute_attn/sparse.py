@@ -168,9 +168,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         k, v : `[N, num_kv_heads, head_dim]` of the planned dtype. Any strides with unit stride on the last axis.
         scale_q, scale_k, scale_v : per-head scales of fp8 attention: floating-point `[num_qo_heads]`,
             `[num_kv_heads]` and `[num_kv_heads]`. Default: ones.
-        out, lse : written and returned instead of new tensors, as for `BatchPrefillWithPagedKVCacheWrapper.run`.
-        return_lse : return `(out, lse)`.
-        enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it.
+        out, lse, return_lse, enable_pdl : as for `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Returns
         -------
@@ -283,8 +281,7 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         k, v : `[num_kv_heads, kv_len, head_dim]` of the planned dtype. Copied unless their first two axes are one.
         out, lse : written instead of new tensors, in the order of the kernel: `[num_kv_heads * qo_len, group,
             head_dim]` and float32 `[num_kv_heads * qo_len, group]`, with group = num_qo_heads / num_kv_heads.
-        return_lse : return `(out, lse)`.
-        enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it.
+        return_lse, enable_pdl : as for `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Returns
         -------

@@ -64,11 +64,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         self._use_tensor_cores = checks.boolean("use_tensor_cores", use_tensor_cores)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_graph_buffers(
-            {
-                "paged_kv_last_page_len_buffer": (paged_kv_last_page_len_buffer, 0),
-                "paged_kv_indptr_buffer": (paged_kv_indptr_buffer, 1),
-                "paged_kv_indices_buffer": (paged_kv_indices_buffer, None),
-            }
+            paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
+            paged_kv_indptr_buffer=paged_kv_indptr_buffer,
+            paged_kv_indices_buffer=paged_kv_indices_buffer,
         )
 
     @property

@@ -21,6 +21,10 @@ from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+OF_BOTH = (  # arguments of a wrapper's constructor, with attention sinks and without
+    *("float_workspace_buffer", "kv_layout", "use_cuda_graph", "backend", "custom_mask_buf", "mask_indptr_buf"),
+    *(f"{name}_buf" for name in PAGED_NAMES),
+)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
@@ -82,12 +86,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_graph_buffers(
-            {
-                "qo_indptr_buf": (qo_indptr_buf, 1),
-                "paged_kv_indptr_buf": (paged_kv_indptr_buf, 1),
-                "paged_kv_indices_buf": (paged_kv_indices_buf, None),
-                "paged_kv_last_page_len_buf": (paged_kv_last_page_len_buf, 0),
-            },
+            qo_indptr_buf=qo_indptr_buf,
+            paged_kv_indptr_buf=paged_kv_indptr_buf,
+            paged_kv_indices_buf=paged_kv_indices_buf,
+            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
             custom_mask_buf=custom_mask_buf,
             mask_indptr_buf=mask_indptr_buf,
         )
@@ -356,21 +358,11 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         head_dim_vo: int = 128,
         window_left: int = -1,
     ) -> None:
+        given = locals()
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.integer("window_left", window_left)
         variant = sink_variant.made_for(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
-        super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            qo_indptr_buf,
-            paged_kv_indptr_buf,
-            paged_kv_indices_buf,
-            paged_kv_last_page_len_buf,
-            custom_mask_buf,
-            mask_indptr_buf,
-            backend,
-        )
+        super().__init__(**{name: given[name] for name in OF_BOTH})
         self._sink_variant = variant
 
 

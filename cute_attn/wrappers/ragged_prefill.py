@@ -62,8 +62,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     ) -> None:
         self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        index = {"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)}
-        self._set_graph_buffers(index, custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
+        masks = {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
+        self._set_graph_buffers(qo_indptr_buf=qo_indptr_buf, kv_indptr_buf=kv_indptr_buf, **masks)
 
     @makes_plan
     @accepts_older_names
