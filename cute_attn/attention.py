@@ -143,8 +143,7 @@ class BatchAttention(BatchWrapper):
         value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError).
         """
         if is_dynamo_compiling():
-            pair: tuple[torch.Tensor, torch.Tensor] = trace.operator("batch_attention_run")(locals())
-            return pair
+            return trace.operator("batch_attention_run")(locals())
         batch_plan.refuse("profiler_buffer", profiler_buffer, NO_PROFILER, "profiler_buffer=None")
         if logits_soft_cap is not None and checks.real("logits_soft_cap", logits_soft_cap) != 0:
             self._check_soft_cap(logits_soft_cap)

@@ -362,12 +362,11 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, Engi
 
     Parameters
     ----------
-    float_workspace_buffer : as for `BatchPrefillWithPagedKVCacheWrapper`.
-    kv_layout : "NHD" (default) or "HND", of prefix and cache.
+    float_workspace_buffer, kv_layout : as for `BatchDecodeWithSharedPrefixPagedKVCacheWrapper`.
 
     Raises
     ------
-    ArgumentTypeError (not a tensor), ArgumentError (not contiguous, not 16-byte aligned), LayoutError (`kv_layout`).
+    The errors of `BatchDecodeWithSharedPrefixPagedKVCacheWrapper`.
     """
 
     _made_of = BatchPrefillWithPagedKVCacheWrapper
@@ -423,9 +422,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, Engi
         Parameters
         ----------
         q : `[qo_indptr[-1], num_qo_heads, head_dim]`.
-        k_shared, v_shared : the prefix: `[prefix_len, num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, prefix_len,
-            head_dim]` ("HND").
-        unique_kv_cache : the cache with the requests' own pages, as for `BatchPrefillWithPagedKVCacheWrapper.run`.
+        k_shared, v_shared, unique_kv_cache : prefix and cache, as for
+            `BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward`.
         causal : default False. Applies to the requests' own keys; the prefix is seen in full.
         use_fp16_qk_reduction, sm_scale : as for `BatchPrefillWithPagedKVCacheWrapper.forward`.
         rope_scale, rope_theta : > 0; without effect, as no position is encoded.
