@@ -147,16 +147,16 @@ SOFTMAX: Table = {
             ),
             "sums are published before they are written": (
                 (
-                    "        ptx.st_shared_v2_f32(ring.address(state.stats) + lanes.lane_row * 8, 0, [state.shift, "
+                    "        ptx.st_shared_v2_f32(ring.address(stats) + lanes.lane_row * 8, 0, [state.shift, "
                     "state.total])\n"
                     "        ptx.sync_warp()\n"
                     "        if lanes.lane == 0:\n"
-                    "            tma.barrier_arrive(ring.full(state.stats))\n"
+                    "            tma.barrier_arrive(ring.full(stats))\n"
                 ),
                 (
                     "        if lanes.lane == 0:\n"
-                    "            tma.barrier_arrive(ring.full(state.stats))\n"
-                    "        ptx.st_shared_v2_f32(ring.address(state.stats) + lanes.lane_row * 8, 0, [state.shift, "
+                    "            tma.barrier_arrive(ring.full(stats))\n"
+                    "        ptx.st_shared_v2_f32(ring.address(stats) + lanes.lane_row * 8, 0, [state.shift, "
                     "state.total])\n"
                 ),
             ),
@@ -170,7 +170,7 @@ SOFTMAX: Table = {
     },
     ITEMS: {
         "fa4/softmax_warps.py": {
-            "sums overwrite those that the epilogue has not read": ("        ring.wait_empty(state.stats)\n", ""),
+            "sums overwrite those that the epilogue has not read": ("        ring.wait_empty(stats)\n", ""),
         },
     },
     chosen("fa4_adversarial", "test_few_kv_tiles and none and (128 or 256)"): {
