@@ -147,7 +147,7 @@ def trtllm_batch_context_with_kv_cache(
     return _run(
         call,
         kv_layout=kv_layout,
-        backend=select.checked_name(backend, same=("trtllm-gen",)),
+        backend=_backend_here(backend, "trtllm-gen"),
         causal=checks.boolean("causal", causal),
         window_left=window_left,
         page_size=page_size,
@@ -256,7 +256,7 @@ def trtllm_fmha_v2_prefill(
     result = _run(
         call,
         kv_layout=kv_layout,
-        backend=select.checked_name(backend),
+        backend=_backend_here(backend, "auto"),
         causal=causal,
         window_left=window_left,
         logits_soft_cap=soft_cap,
@@ -357,7 +357,7 @@ def trtllm_ragged_attention_deepseek(
     return _run(
         call,
         kv_layout="NHD",
-        backend=select.checked_name(backend, same=("trtllm-gen", "cute-dsl")),
+        backend=_backend_here(backend, "trtllm-gen", "cute-dsl"),
         causal=checks.boolean("is_causal", is_causal),
         window_left=window_left,
         page_size=0,
@@ -460,6 +460,11 @@ def _ragged(keys: dict[str, Any]) -> Keys:
         if checks.tensor(name, x).dim() != 3:
             raise ArgumentError(f"{name} must have shape [kv_tokens, heads, head_dim], got {checks.describe(x)}")
     return Keys(*keys.values())
+
+
+def _backend_here(backend: Any, *theirs: str) -> Any:
+    """Check the name of a backend. FlashInfer's own backends of a function stand for "auto"."""
+    return "auto" if isinstance(backend, str) and backend in theirs else select.checked_name(backend)
 
 
 def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tuple[bool, int]:

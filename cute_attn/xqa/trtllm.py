@@ -144,7 +144,7 @@ def trtllm_batch_decode_with_kv_cache(
             query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask, sinks, scale, bmm2_scale,
             kv_cache_sf, out, lse, max_seq_len, window_left, enable_pdl,
             _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse, kv_layout,
-            select.checked_name(backend, same=SAME), Form(None, False, dtype, lse_layout, factor),
+            _backend_here(backend), Form(None, False, dtype, lse_layout, factor),
         )  # fmt: skip
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, _names(out, max_q_len, bmm1_scale_log2))
@@ -161,6 +161,13 @@ def _names(out: Any, max_q_len: Any, bmm1_scale_log2: Any) -> dict[str, str]:
     if out is None:
         found["out must have dtype"] = "out_dtype must be"
     return found
+
+
+def _backend_here(backend: Any) -> str:
+    """Return the backend that stands for one of FlashInfer's, or the caller's own choice of ours."""
+    if isinstance(backend, str) and backend in SAME:
+        return "auto"
+    return select.checked_name(backend)
 
 
 def _check_rare(out: Any, rare: tuple[Any, ...]) -> torch.dtype | None:
