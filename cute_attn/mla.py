@@ -105,30 +105,25 @@ def trtllm_batch_decode_with_kv_cache_mla(
         is too small a launch uses memory of its own.
     qk_nope_head_dim : int >= 1, the head dimension before absorption; it changes nothing.
     kv_lora_rank, qk_rope_head_dim : 512 and 64, or 512 and 0 for models without rotated columns; others are refused.
-    block_tables : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
-        last page are not read.
     seq_lens : int32 `[batch_size]`, keys of each request in tokens, those of the query tokens included.
-    max_seq_len : int >= 0, an upper bound of seq_lens, in tokens. No size depends on it.
+    block_tables, max_seq_len, skip_softmax_threshold_scale_factor, enable_pdl, return_lse,
+        multi_ctas_kv_counter_buffer : as for `trtllm_batch_decode_with_kv_cache`.
     sparse_mla_top_k, sparse_mla_top_k_lens : refused unless 0 and None.
     out : written and returned: query's shape with 512 on the last axis, of query's dtype, rows 16-byte aligned on a
         GPU. Default: a new tensor.
     bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element, which a GPU reads without
         synchronisation. Default 1. bmm1_scale must include 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim).
     sinks : floating-point `[num_heads]`, or a list of one such tensor; natural-log domain, not scaled. Default: none.
-    skip_softmax_threshold_scale_factor : None (default) or 0; others are refused.
-    enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and later).
     backend : "auto" (default), "xqa" or "trtllm-gen", which mean the same here, or "reference".
     is_var_seq : bool, changes nothing: lengths are read in any case.
     uses_shared_paged_kv_idx : False is refused: keys and values are the same rows.
     lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_heads]`, or `[batch_size, q_len,
         num_heads]`. Written also without `return_lse`.
-    return_lse : return `(out, lse)`. Default False.
     cute_dsl_impl, kv_scale_format : "auto"; others are refused: they belong to other kernels.
     cum_seq_lens_q : int32 `[batch_size + 1]`, from 0, not decreasing: query tokens of request i are rows
         cum_seq_lens_q[i] to cum_seq_lens_q[i + 1].
     max_q_len : int >= 1, the most query tokens of a request, with cum_seq_lens_q. Default: read from it, which
         synchronises on a GPU.
-    multi_ctas_kv_counter_buffer : a tensor, not used: counters are the launch's own.
     enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global : refused unless False, 1, 0 and None.
     use_fp16_softmax : True is refused.
     return_lse_base : "base2" (default, and None) or "basee": the logarithm of lse.
