@@ -28,13 +28,16 @@ from tests.support.schedules import in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
 
-LONG_BATCHES = fp8_kv_cases.batches([*BATCHES, *GATHERED])
+LONG_SINGLES = needed(fp8_kv_cases.singles(LONG))
+LONG_BATCHES = needed(fp8_kv_cases.batches([*BATCHES, *GATHERED]))
 
 
-def dealt(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
-    """The problems that are needed, for each target some. What they differ in 16-bit keys have on all targets."""
+def dealt(problems: Sequence[Any], long: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
+    """The problems that are needed besides long ones, for each target some. What they differ in 16-bit keys have on
+    all targets.
+    """
     targets = itertools.cycle(fp8_kv_cases.TARGETS)
-    return [(next(targets), problem, schedule) for problem, schedule in in_turn(needed(problems))]
+    return [(next(targets), problem, schedule) for problem, schedule in in_turn(needed(problems, besides=long))]
 
 
 @pytest.fixture(params=fp8_kv_cases.TARGETS, ids=name)
@@ -42,17 +45,19 @@ def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
-@pytest.mark.parametrize(("target", "problem", "schedule"), dealt(fp8_kv_cases.singles(SMALL)), ids=name)
+@pytest.mark.parametrize(("target", "problem", "schedule"), dealt(fp8_kv_cases.singles(SMALL), LONG_SINGLES), ids=name)
 def test_single(target: Target, problem: Case, schedule: Schedule) -> None:
     solve_on(target, problem, schedule)
 
 
-@pytest.mark.parametrize(("target", "batch", "schedule"), dealt(fp8_kv_cases.batches(batch_case.SMALL)), ids=name)
+@pytest.mark.parametrize(
+    ("target", "batch", "schedule"), dealt(fp8_kv_cases.batches(batch_case.SMALL), LONG_BATCHES), ids=name
+)
 def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
     solve_on(target, batch, schedule)
 
 
-@pytest.mark.parametrize(("problem", "schedule"), in_turn(needed(fp8_kv_cases.singles(LONG))), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(LONG_SINGLES), ids=name)
 def test_long(target: Target, problem: Case, schedule: Schedule) -> None:
     emulation = solve_on(target, problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}

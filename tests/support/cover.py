@@ -1,4 +1,4 @@
-"""Which problems of a matrix are emulated: those that have something that no later one has."""
+"""Which problems of a matrix are emulated: a few that have all that any of them has."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ HEADS, LENGTHS = ("num_qo_heads", "num_kv_heads"), ("qo_len", "kv_len")
 TILE = 64  # tokens of the smallest one
 
 
-def needed(problems: Iterable[Problem], features: Callable[[Problem], Any] | None = None) -> list[Problem]:
-    """The problems that have a trait, or two of the features together, that no later one has.
+def needed(
+    problems: Iterable[Problem], features: Callable[[Problem], Any] | None = None, besides: Iterable[Problem] = ()
+) -> list[Problem]:
+    """A few of the problems that have all traits, and all pairs of features, that any of them has.
 
-    Features and fields choose the code of a kernel. What is left out has no code of its own but what three of them
-    choose together.
+    `besides`: problems that run anyway. Features and fields choose the code of a kernel. What is left out has no code
+    of its own but what three of them choose together.
     """
-    problems, seen, kept = list(problems), set[Trait](), list[Problem]()
-    for problem in reversed(problems):
-        own = _traits(problem) | (_pairs(features(problem)) if features else set())
-        if not own <= seen:
-            kept.append(problem)
-            seen |= own
-    return kept[::-1]
+
+    def own(problem: Problem) -> set[Trait]:
+        return _traits(problem) | (_pairs(features(problem)) if features else set())
+
+    problems = list(problems)
+    missing, seen, kept = [own(problem) for problem in problems], set[Trait]().union(*map(own, besides)), set[int]()
+    while any(traits - seen for traits in missing):
+        richest = max(range(len(problems)), key=lambda i: (len(missing[i] - seen), i))
+        seen |= missing[richest]
+        kept.add(richest)
+    return [problems[i] for i in sorted(kept)]
 
 
 def _traits(problem: Any) -> set[Trait]:
