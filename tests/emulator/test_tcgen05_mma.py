@@ -11,6 +11,7 @@ import torch
 
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import MemoryFault, ProxyFault, PtxError, Race, Uninitialised
+from tests.emulator.micro.blackwell_values import finite_codes, level, width
 from tests.emulator.tcgen05_kernel import Kernel
 from tests.emulator.umma_oracle import BITS, Placed, a_places, d_places, instruction, put_scales, scaled_instruction
 
@@ -51,15 +52,9 @@ def encoded(x: Array, type_: str) -> Array:
 
 
 def _small_codes(x: Array, type_: str) -> Array:
-    exponent_bits, mantissa_bits = int(type_[1]), int(type_[3])
-    bias = (1 << (exponent_bits - 1)) - 1
-    table = []
-    for code in range(1 << (exponent_bits + mantissa_bits)):
-        exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
-        lead = 1 if exponent else 0
-        table.append((lead + mantissa / (1 << mantissa_bits)) * 2.0 ** (max(exponent, 1) - bias))
+    table = [float(level(code, type_)) for code in range(finite_codes(type_))]
     codes = np.array([table.index(v) for v in np.abs(x).ravel()]).reshape(x.shape)
-    return (codes | np.signbit(x) << (exponent_bits + mantissa_bits)).astype(np.uint8)
+    return (codes | np.signbit(x) << (width(type_) - 1)).astype(np.uint8)
 
 
 def row_bytes(x: Array, type_: str, dense: bool) -> Array:

@@ -1,4 +1,4 @@
-"""Conversions and reductions that Blackwell adds; results worked out in rationals from the PTX ISA."""
+"""Arithmetic, conversions and reductions that Blackwell adds; results worked out in rationals from the PTX ISA."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FINITE = {"e4m3": 127, "e5m2": 124, "f16": 31 << 10, "bf16": 255 << 7}  # number
 
 @functools.cache
 def value_cases() -> tuple[Known, ...]:
-    return (*_stochastic(), *_narrowing(), *_widening(), *_reductions())
+    return (*_packed(), *_three(), *_stochastic(), *_narrowing(), *_widening(), *_scales(), *_reductions())
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
@@ -105,14 +105,66 @@ def _case(
     byte: str = "",
 ) -> Known:
     """A thread per row: inputs in %a0.., all of 32 bits, and the result in %d, of `size` bits."""
-    kernel = text(VERSION, threads=COUNT)
+    count = len(want)
+    kernel = text(VERSION, threads=count)
     kernel.add(*(f".reg .b32 %a{i};" for i in range(len(inputs))), f".reg .b{size} %d;", ".reg .b64 %at;", byte)
-    kernel.add(*(f"mad.wide.u32 %at, %me, 4, %src; ld.global.b32 %a{i}, [%at+{1024 * i}];" for i in range(len(inputs))))
+    addresses = [
+        f"mad.wide.u32 %at, %me, 4, %src; ld.global.b32 %a{i}, [%at+{4 * count * i}];" for i in range(len(inputs))
+    ]
+    kernel.add(*addresses)
     kernel.add(*code, f"mad.wide.u32 %at, %me, {size // 8}, %dst;", f"st.global.b{size} [%at], %d;")
     data = b"".join(x.astype(np.uint32).tobytes() for x in inputs)
-    assert len(data) == 1024 * len(inputs)
+    assert len(data) == 4 * count * len(inputs)
     out = want.astype(f"u{size // 8}").tobytes()
-    return Known(Case("values", name, kernel.ptx(), data, len(out), threads=COUNT), out)
+    return Known(Case("values", name, kernel.ptx(), data, len(out), threads=count), out)
+
+
+# --- float32, two or three at a time ----------------------------------------------------------------------------------
+
+EDGES = [0.0, -0.0, 1.0, -1.5, 3.4e38, 2.0**-126, -(2.0**-149), 1 + 2.0**-23, 0.1, 6.0, -448.0, 1e-3]
+EXACT: dict[str, Callable[..., Fraction]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "fma": lambda a, b, c: a * b + c,
+}
+
+
+def _packed() -> Iterator[Known]:
+    for op, mode in [*itertools.product(("add", "sub", "mul"), ("rn", "rz", "rm", "rp")), ("fma", "rn")]:
+        name, count = f"{op}.{mode}.f32x2", 3 if op == "fma" else 2
+        source, rows, want = rng(name), list[Array](), list[int]()
+        while len(rows) < COUNT:
+            wide = source.standard_normal(2 * count) * 2.0 ** source.integers(-20, 20, 2 * count)
+            row = np.float32(wide if len(rows) < COUNT // 2 else source.choice(np.array(EDGES), 2 * count))
+            exact = [EXACT[op](*(Fraction(float(x)) for x in row[half::2])) for half in (0, 1)]
+            if all(x != 0 and abs(x) < Fraction(2) ** 128 for x in exact):  # the others have no neighbours, or a sign
+                rows.append(row)
+                want.append(sum(int(_rounded(x, mode).view(np.uint32)) << 32 * i for i, x in enumerate(exact)))
+        code = [f"mov.b64 %rd{10 + i}, {{%a{2 * i}, %a{2 * i + 1}}};" for i in range(count)]
+        code.append(f"{name} %d, {', '.join(f'%rd{10 + i}' for i in range(count))};")
+        yield _case(name, code, list(_bits(np.stack(rows, axis=1))), np.array(want, np.uint64), 64)
+
+
+def _rounded(x: Fraction, mode: str) -> np.float32:
+    """The float32 next to a rational, by comparing neighbours."""
+    near = np.float32(float(x))
+    if not np.isfinite(near) or Fraction(float(near)) == x:
+        return near
+    below = near if Fraction(float(near)) < x else np.nextafter(near, np.float32(-np.inf))
+    above = np.nextafter(below, np.float32(np.inf))
+    if mode != "rn":
+        return below if mode == "rm" or (mode == "rz" and x > 0) else above
+    down, up = x - Fraction(float(below)), Fraction(float(above)) - x
+    if down == up:
+        return above if int(below.view(np.uint32)) & 1 else below
+    return below if down < up else above
+
+
+def _three() -> Iterator[Known]:
+    for op, function in (("max", np.max), ("min", np.min)):
+        x = rng(op).choice(np.array([v for v in EDGES if v]), (3, COUNT)).astype(np.float32)
+        yield _case(f"{op}.f32.three", [f"{op}.f32 %d, %a0, %a1, %a2;"], list(_bits(x)), _bits(function(x, axis=0)), 32)
 
 
 # --- cvt.rs -----------------------------------------------------------------------------------------------------------
@@ -161,29 +213,42 @@ def _stochastic_four(name: str, kind: str, options: str) -> Known:
     return _case(name, [text_], [*map(_bits, sources), random], want, 16 if kind == "e2m1" else 32)
 
 
-# --- packed 16-bit to smaller and back --------------------------------------------------------------------------------
+# --- to smaller formats and back --------------------------------------------------------------------------------------
 
 
 def _narrowing() -> Iterator[Known]:
     for kind, source, relu in itertools.product(
-        ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1"), ("f16", "bf16"), ("", ".relu")
+        ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1"), ("f16", "bf16", "f32"), ("", ".relu")
     ):
         if source == "f16" and kind in ("e4m3", "e5m2"):
             continue  # Hopper has them
-        name = f"cvt.rn.satfinite{relu}.{kind}x2.{source}x2"
-        halves = [_as16(_samples(name + x, kind, COUNT), source) for x in "ab"]
-        step = 4 if kind == "e2m1" else 8
-        want = np.zeros(COUNT, np.uint64)
-        for i in range(COUNT):
-            for half, shift in ((halves[0], step), (halves[1], 0)):
-                x = np.float32(half[0][i])
-                want[i] |= np.uint64(encoded(x, kind, _nearest, relu=bool(relu), finite=True) << shift)
-        packed = halves[0][1].astype(np.uint32) << np.uint32(16) | halves[1][1]
-        if kind == "e2m1":
-            code, byte = [f"{name} %c, %a0;", "cvt.u16.u8 %d, %c;"], ".reg .b8 %c;"
-            yield _case(name, code, [packed], want, 16, byte=byte)
+        pair = f"{source}x2" if source != "f32" else source
+        name = f"cvt.rn.satfinite{relu}.{kind}x2.{pair}"
+        if source == "f32":
+            values_, inputs = _ties(kind), list(map(_bits, _ties(kind)))
         else:
-            yield _case(name, [f"{name} %d, %a0;"], [packed], want, 16)
+            halves = [_as16(_samples(name + x, kind, COUNT), source) for x in "ab"]
+            values_ = [half[0] for half in halves]
+            inputs = [halves[0][1].astype(np.uint32) << np.uint32(16) | halves[1][1]]
+        step = 4 if kind == "e2m1" else 8
+        want = np.zeros(len(inputs[0]), np.uint64)
+        for i, (high, low) in enumerate(zip(*values_, strict=True)):
+            for x, shift in ((high, step), (low, 0)):
+                want[i] |= np.uint64(encoded(np.float32(x), kind, _nearest, relu=bool(relu), finite=True) << shift)
+        registers = ", ".join(f"%a{i}" for i in range(len(inputs)))
+        if kind == "e2m1":
+            code, byte = [f"{name} %c, {registers};", "cvt.u16.u8 %d, %c;"], ".reg .b8 %c;"
+            yield _case(name, code, inputs, want, 16, byte=byte)
+        else:
+            yield _case(name, [f"{name} %d, {registers};"], inputs, want, 16)
+
+
+def _ties(kind: str) -> list[Array]:
+    """All numbers of a format and all midpoints, with both signs, and a few others, in two rows."""
+    levels = [float(level(code, kind)) for code in range(finite_codes(kind))]
+    ties = [(a + b) / 2 for a, b in itertools.pairwise(levels)]
+    signed = np.array([s * v for v in [*levels, *ties, *np.abs(EDGES), 0.3, 5.1, 1e9] for s in (1, -1)], np.float32)
+    return list(np.resize(signed, (2, -(-len(signed) // 64) * 32)))
 
 
 def _as16(x: Array, kind: str) -> tuple[Array, Array]:
@@ -197,17 +262,13 @@ def _as16(x: Array, kind: str) -> tuple[Array, Array]:
 
 
 def _widening() -> Iterator[Known]:
-    for kind, relu in itertools.product(("e4m3", "e5m2", "e2m3", "e3m2", "e2m1"), ("", ".relu")):
-        name = f"cvt.rn{relu}.bf16x2.{kind}x2"
+    for kind, wide, relu in itertools.product(("e4m3", "e5m2", "e2m3", "e3m2", "e2m1"), ("f16", "bf16"), ("", ".relu")):
+        name = f"cvt.rn{relu}.{wide}x2.{kind}x2"
         bits = 4 if kind == "e2m1" else 8
         codes = np.arange(COUNT) % (1 << width(kind))
         others = codes[::-1]
-        want = np.array(
-            [
-                _bf16(int(a), kind, bool(relu)) << 16 | _bf16(int(b), kind, bool(relu))
-                for a, b in zip(codes, others, strict=True)
-            ]
-        )
+        halves = [[_widened(int(code), kind, wide, bool(relu)) for code in side] for side in (codes, others)]
+        want = np.array(halves[0]) << 16 | np.array(halves[1])
         packed = (codes << bits | others).astype(np.uint32)
         if kind == "e2m1":
             yield _case(name, ["cvt.u8.u32 %c, %a0;", f"{name} %d, %c;"], [packed], want, 32, byte=".reg .b8 %c;")
@@ -215,14 +276,27 @@ def _widening() -> Iterator[Known]:
             yield _case(name, ["cvt.u16.u32 %h1, %a0;", f"{name} %d, %h1;"], [packed], want, 32)
 
 
-def _bf16(code: int, kind: str, relu: bool) -> int:
-    """Bits of the bfloat16 of a code; NaN is canonical."""
+def _widened(code: int, kind: str, wide: str, relu: bool) -> int:
+    """Bits of the 16-bit number of a code; NaN is canonical."""
     sign, size = code >> (width(kind) - 1), code & ((1 << (width(kind) - 1)) - 1)
-    if size >= finite_codes(kind):
-        infinite = kind == "e5m2" and size == 124
-        return (0 if relu and sign else sign << 15 | 0x7F80) if infinite else 0x7FFF
-    number = np.float32(float(level(size, kind)))
-    return 0 if relu and sign else sign << 15 | int(number.view(np.uint32)) >> 16
+    if size >= finite_codes(kind) and not (kind == "e5m2" and size == 124):
+        return 0x7FFF
+    number = np.float32(float(level(size, kind))) if size < finite_codes(kind) else np.float32(np.inf)
+    found = int(number.astype(np.float16).view(np.uint16)) if wide == "f16" else int(number.view(np.uint32)) >> 16
+    return 0 if relu and sign else sign << 15 | found
+
+
+def _scales() -> Iterator[Known]:
+    values_ = np.array([2.0**e * f for e in (-120, -3, 0, 5, 100) for f in (1, 1.0001, 1.5, 1.9999)], np.float32)
+    pairs = np.resize(values_, 32), np.resize(values_[::-1], 32)
+    for mode, whole in (("rz", np.floor), ("rp", np.ceil)):
+        codes = [whole(np.log2(x.astype(np.float64))).astype(np.int64) + 127 for x in pairs]
+        name = f"cvt.{mode}.satfinite.ue8m0x2.f32"
+        yield _case(name, [f"{name} %d, %a0, %a1;"], list(map(_bits, pairs)), codes[0] << 8 | codes[1], 16)
+    exponents = np.clip(np.arange(COUNT), 1, 254)
+    packed = (exponents << 8 | exponents[::-1]).astype(np.uint32)
+    code = ["cvt.u16.u32 %h1, %a0;", "cvt.rn.bf16x2.ue8m0x2 %d, %h1;"]
+    yield _case("cvt.rn.bf16x2.ue8m0x2", code, [packed], exponents << 23 | exponents[::-1] << 7, 32)
 
 
 # --- redux ------------------------------------------------------------------------------------------------------------
