@@ -38,13 +38,14 @@ def needed(
 
 
 def _traits(problem: Any) -> set[Trait]:
-    """The value of every field. Of numbers the sign counts, of heads the group, of each request's lengths how many
-    tiles they take, and whether it has more queries than keys.
+    """The value of every field, and head dims with the kind of mask. Of numbers the sign counts, of heads the group, of
+    each request's lengths how many tiles they take, and whether it has more queries than keys.
     """
     fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
     qo_heads, kv_heads = fields["heads"] if "heads" in fields else (fields[name] for name in HEADS)
     lengths = [[fields[name]] if name in fields else fields[f"{name}s"] for name in LENGTHS]
-    found: set[Trait] = {("group", qo_heads // kv_heads)}
+    head_dims = (value for name, value in fields.items() if name.startswith("head_dim"))
+    found: set[Trait] = {("group", qo_heads // kv_heads), ("code", *head_dims, _mask(fields))}
     for qo_len, kv_len in zip(*lengths, strict=True):
         found.add(("tiles", min(-(-qo_len // TILE), 2), min(-(-kv_len // TILE), 2), qo_len > kv_len))
     for name, value in fields.items():
@@ -53,6 +54,14 @@ def _traits(problem: Any) -> set[Trait]:
         elif name not in (*FREE, *HEADS, "heads", *LENGTHS, "qo_lens", "kv_lens"):
             found.add((name, value))
     return found
+
+
+def _mask(fields: dict[str, Any]) -> str:
+    """The kind of mask."""
+    given = fields.get("mask", "causal" if fields.get("causal") else "none")
+    if fields.get("custom_mask") or given in ("custom", "packed"):
+        return "bits"
+    return "band" if given != "items" and fields["window_left"] >= 0 else given
 
 
 def _pairs(features: Any) -> set[Trait]:
