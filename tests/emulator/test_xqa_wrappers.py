@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -15,17 +16,19 @@ from cute_attn.request import caches
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.support.case import Case
+from tests.support.cover import needed
 from tests.support.graphs import Captured, emulated_graph
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
 from tests.support.right import Solver, assert_planned_right, emulate
 from tests.support.schedules import KINDS, in_turn
-from tests.support.xqa_batches import GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
+from tests.support.xqa_batches import CUDA, GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
 from tests.support.xqa_rules import move_steps
 
 pytestmark = pytest.mark.emulator
 
 DECODE_CALLS = {name: call for name, call in zip(IDS, CALLS, strict=True) if "decode" in call[0]}
+BATCHES = needed(SMALL, functools.partial(batch_case.features, device=CUDA))
 SINGLE = [problem for problem in MATRIX if problem.kind == "decode" and is_taken(problem)]
 SINGLE += [Case("decode", 1, 150, 4, 1, dim, dim, storage="padded") for dim in (512, 32)]
 
@@ -43,7 +46,7 @@ def solve(batch: BatchCase, sms: int, schedule: Schedule) -> Emulation:
     return emulation
 
 
-@pytest.mark.parametrize(("batch", "schedule"), in_turn(SMALL, KINDS), ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(BATCHES, KINDS), ids=lambda x: getattr(x, "id", x))
 def test_batch(batch: BatchCase, schedule: str) -> None:
     assert len(solve(batch, 2, Schedule(schedule, 1)).records) == 2 * bool(batch.rows)
 
