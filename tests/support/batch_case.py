@@ -198,16 +198,21 @@ def _places(case: BatchCase, generator: torch.Generator) -> tuple[torch.Tensor, 
     return torch.cat([torch.empty(0, dtype=torch.long), *slots]), bounds, torch.cat((around, order, around)), pages
 
 
-def make(case: BatchCase, device: torch.device | str = "cpu") -> BatchInputs:
+def make(
+    case: BatchCase, device: torch.device | str = "cpu", numbers: tuple[torch.Tensor, ...] | None = None
+) -> BatchInputs:
+    """The tensors of a batch, with random numbers or with `numbers` of q, k and v of all tokens."""
     device = torch.device(device)
     generator = torch.Generator().manual_seed(case.seed)
     index_dtype = getattr(torch, case.indices)
     keys = sum(case.kv_lens)
-    k, v = (
-        _store(torch.randn(keys, case.num_kv_heads, d, generator=generator), case)
-        for d in (case.head_dim_qk, case.head_dim_vo)
-    )
-    q = torch.randn(case.rows, case.num_qo_heads, case.head_dim_qk, generator=generator) * case.q_gain
+    if numbers is None:
+        shapes = ((keys, case.num_kv_heads, d) for d in (case.head_dim_qk, case.head_dim_vo))
+        k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+        q = torch.randn(case.rows, case.num_qo_heads, case.head_dim_qk, generator=generator) * case.q_gain
+    else:
+        q, k, v = numbers
+    k, v = _store(k, case), _store(v, case)
     q = q.to(getattr(torch, case.dtype))
     q[: case.first] = math.nan
     if case.kind == "ragged":
