@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 
 from cute_attn import emulator
 from cute_attn.emulator import Schedule
-from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.host import single
 from cute_attn.schedule.split_kv import Split
 from perf import peers
 from perf.bench import oracle
-from perf.tiles import Trial, bind, force, tile
+from perf.tiles import Trial, bind, force
 from perf.workloads import one_request
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.matrix import BF16, CAUSAL, prefill
@@ -26,15 +27,16 @@ pytestmark = pytest.mark.emulator
 EAGER, DELAYED, ADVERSARIAL = Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2)
 # Requests without queries, and whose rows and keys end within a tile.
 LENGTHS = (20, 3, 0), (100, 40, 9)
-TWO_CTAS = tile(128, 48, 4, 2, 2, from_first_key=True)
-FOUR_CTAS = tile(64, 48, 3, 2, 4, from_first_key=True)
+EARLY: dict[str, Any] = {"from_first_key": True, "ping_pong": False}
+TWO_CTAS = HopperTile(128, 48, 4, 2, per_sm=2, **EARLY)
+FOUR_CTAS = HopperTile(64, 48, 3, 2, per_sm=4, **EARLY)
 GPT_OSS = ragged(*LENGTHS, mask="causal", window_left=60, sinks=True, **heads(8, 1), **dims(64))
 MANY_HEADS = ragged(*LENGTHS, mask="causal", window_left=60, dtype="bfloat16", **heads(4, 2), **dims(128))
 BATCHES = (
     (GPT_OSS, Trial(TWO_CTAS, packed=True), ADVERSARIAL),
     (dataclasses.replace(GPT_OSS, window_left=0), Trial(FOUR_CTAS, packed=True), DELAYED),
-    (dataclasses.replace(GPT_OSS, window_left=127), Trial(tile(64, 144, 2, 2, 2, from_first_key=True)), EAGER),
-    (MANY_HEADS, Trial(tile(192, 64, 3, 1, from_first_key=True, ping_pong=True), packed=True), DELAYED),
+    (dataclasses.replace(GPT_OSS, window_left=127), Trial(HopperTile(64, 144, 2, 2, per_sm=2, **EARLY)), EAGER),
+    (MANY_HEADS, Trial(HopperTile(192, 64, 3, 1, from_first_key=True, ping_pong=True), packed=True), DELAYED),
 )
 
 

@@ -15,8 +15,8 @@ from cute_attn import single_prefill_with_kv_cache
 from tests.gpu import marks
 from tests.support import case, cross, multi_item
 from tests.support.batch_case import BatchCase, call, dims, heads, paged, plan_arguments
-from tests.support.case import Case
-from tests.support.matrix import BF16, CAUSAL, E4M3, HND, poisoned_memory, prefill
+from tests.support.case import Case, poisoned_memory
+from tests.support.matrix import BF16, CAUSAL, E4M3, HND, prefill
 from tests.support.persistent_emulated import Target
 from tests.support.right import Solver
 
