@@ -57,7 +57,7 @@ def tiling(
     launch: Launch = variant.UNKNOWN_LAUNCH,
 ) -> Tiling[variant.T]:
     """Returns the tiling of a launch by what of its lengths decides: few tilings serve all lengths."""
-    tile = prepared(kernels.tile_of, settings, arch, launch, settings.page_size)
+    tile = prepared(kernels.tile, settings, arch, launch)
     heads = kernels.heads_per_tile(settings.features, qo_len, tile)
     return prepared(_of_tile, kernels, settings, tile, heads, kv_len, sms, launch)
 
@@ -125,7 +125,7 @@ def family(kernels: variant.PersistentKernels[variant.T]) -> TiledFamily[variant
     return TiledFamily(
         kernels.name,
         kernels.specs,
-        kernels.spec_of,
+        kernels.spec,
         functools.partial(request_tiling, kernels),
         request_launch,
         functools.partial(batch_tiling, kernels),

@@ -154,7 +154,7 @@ class PersistentKernel(PreparedKernel):
         features = settings.features
         batch = batched(features)
         split = combine and not batch
-        kernel = kernels.spec_of(settings, tile, split)
+        kernel = kernels.spec(settings, tile, split)
         launch = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
         self.counters = counters.of_device(gpu.device_index)  # allocated now: the first run may be captured
         self.maps = TensorMaps(settings, tile, heads)
