@@ -20,12 +20,12 @@ from cute_attn.dispatch.capabilities import (
     CAPABILITIES,
     ELSEWHERE,
     EMULATOR,
+    ROWS_CLASSES,
     ROWS_OF_DECODE,
     UNKNOWN_LOAD,
     Backend,
     Load,
     counts_clusters,
-    rows_classes,
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
@@ -101,13 +101,13 @@ def _clustered(settings: Settings, qo_len: int, batch_size: int) -> bool:
 
 
 def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
-    """Return `load_of` with its rows lowered to the largest of `rows_classes` that they reach: selection
-    depends on nothing finer, and the cache of `chosen` stays small.
+    """Return `load_of` with its rows lowered to the largest of ROWS_CLASSES that they reach: selection depends on
+    nothing finer, and the cache of `chosen` stays small.
     """
     if settings.features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
-    load, classes = load_of(settings, qo_len, batch_size), rows_classes(settings.features.kv_dtype)
-    return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], load.clustered)
+    load = load_of(settings, qo_len, batch_size)
+    return load if load.rows is None else load._replace(rows=ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, load.rows) - 1])
 
 
 def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:
