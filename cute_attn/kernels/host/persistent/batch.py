@@ -14,7 +14,8 @@ from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
-from cute_attn.schedule.batch import SchedulerParams, orders_by_l2, typical_kv_len, typical_qo_len
+from cute_attn.schedule.batch import orders_by_l2, typical_kv_len, typical_qo_len
+from cute_attn.schedule.cuts import SchedulerParams
 from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 
 
