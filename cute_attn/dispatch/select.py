@@ -74,16 +74,11 @@ def _warn_of_cpu_only(features: Features) -> None:
 
 def _refusal_of_gpus(features: Features) -> Refusal | None:
     """Return a reason of fa2, which runs on every GPU, if no backend takes `features` on any architecture."""
-    on_gpu, reason = features._replace(device=torch.device("cuda")), None
-    for arch in archs.ARCHS.values():
-        for backend in BACKENDS:
-            if "cuda" not in backend.auto_on:
-                continue
-            reasons = reasons_against(backend, on_gpu, arch)
-            if not reasons:
-                return None
-            reason = reasons[-1] if backend.name == "fa2" else reason
-    return reason
+    on_gpu = features._replace(device=torch.device("cuda"))
+    gpus = [backend for backend in BACKENDS if "cuda" in backend.auto_on]
+    reasons = [(b.name, reasons_against(b, on_gpu, arch)) for arch in archs.ARCHS.values() for b in gpus]
+    of_fa2 = [found for name, found in reasons if name == "fa2"]
+    return of_fa2[-1][-1] if all(found for _, found in reasons) else None
 
 
 def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:

@@ -108,17 +108,12 @@ def _of_tile(
     return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
 
 
-def sections(params: SchedulerParams, items: int, late: int) -> tuple[int, int]:
-    """Returns the tiles of an L2 section of a launch of so many work items, and the blocks of heads in it.
-    `late`: query tiles whose parts come last.
+def batch_order(params: SchedulerParams, items: int, late: int) -> Values:
+    """Returns the values of the kernel's ORDER_FIELDS for a launch of so many work items. `late`: query tiles whose
+    parts come last.
     """
     heads = params.l2_section_heads if orders_by_l2(params, items, late) else params.num_kv_heads
-    return max(1, items) * heads, heads
-
-
-def batch_order(params: SchedulerParams, items: int, late: int) -> Values:
-    """Returns the values of the kernel's ORDER_FIELDS."""
-    return order_values(items * params.num_kv_heads, *sections(params, items, late))
+    return order_values(items * params.num_kv_heads, max(1, items) * heads, heads)
 
 
 def family(kernels: variant.PersistentKernels[variant.T]) -> TiledFamily[variant.T]:
