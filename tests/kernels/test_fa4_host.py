@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from cute_attn.kernels.blocks.tiles import Operands, TileProblem
+from cute_attn.kernels.blocks.tiles import PAGE_ALIGNED, Operands, TileProblem
 from cute_attn.kernels.fa4 import tiles
 from cute_attn.kernels.fa4.default_specs import default_specs
 from cute_attn.kernels.fa4.smem import BlackwellMemory
