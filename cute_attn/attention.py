@@ -90,14 +90,10 @@ class BatchAttention(BatchWrapper):
         kv_indices : 1-D, page numbers; those of request i are at `kv_indptr[i]:kv_indptr[i + 1]`. An int32 tensor on
             the wrapper's device is not copied: it must not change until the last run.
         kv_len_arr : `[batch_size]`, tokens of each request, at most those of its pages.
-        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo : at least 1; num_qo_heads must be a multiple of
-            num_kv_heads.
-        page_size : tokens per page, at least 1.
-        causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len.
-        sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        q_data_type, kv_data_type : torch dtypes or their names, default bfloat16. The output has q's dtype, bfloat16
-            for fp8 q. A uint8 cache is NVFP4 and needs `kv_cache_sf` in `run`.
+        num_qo_heads, num_kv_heads, head_dim_qk, page_size, causal, sm_scale, logits_soft_cap : as for
+            `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        head_dim_vo : at least 1.
+        q_data_type, kv_data_type : as there, but default bfloat16. The output has q's dtype, bfloat16 for fp8 q.
         use_profiler : refused unless False.
 
         Raises
@@ -108,19 +104,8 @@ class BatchAttention(BatchWrapper):
         page_size = batch_plan.count("page_size", page_size)
         arrays = IndexArrays(NAMES, qo_indptr, kv_indptr, kv_indices, page_size=page_size)
         lengths = arrays.on_host_in_tokens(kv_len_arr)
-        options = PlanOptions(
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim_qk,
-            head_dim_vo=head_dim_vo,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            causal=causal,
-            sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap,
-        )
         splits = batch_plan.splits(None, False, page_size)
-        return PlanRequest(options, lengths, batch_plan.NO_MASK, splits, page_size)
+        return PlanRequest(PlanOptions.of(locals()), lengths, batch_plan.NO_MASK, splits, page_size)
 
     @declare.operator("batch_attention_run", fakes.paged, is_method=True)
     def run(
@@ -158,8 +143,7 @@ class BatchAttention(BatchWrapper):
         value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError).
         """
         if is_dynamo_compiling():
-            pair: tuple[torch.Tensor, torch.Tensor] = trace.operator("batch_attention_run")(locals())
-            return pair
+            return trace.operator("batch_attention_run")(locals())
         batch_plan.refuse("profiler_buffer", profiler_buffer, NO_PROFILER, "profiler_buffer=None")
         if logits_soft_cap is not None and checks.real("logits_soft_cap", logits_soft_cap) != 0:
             self._check_soft_cap(logits_soft_cap)
@@ -219,19 +203,17 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         head_dim_vo: int = 128,
         backend: str = "auto",
     ) -> None:
+        given = locals()
         sink_variant.made_for(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_graph_buffers(
-            {
-                "qo_indptr_buf": (qo_indptr_buf, 1),
-                "paged_kv_indptr_buf": (paged_kv_indptr_buf, 1),
-                "paged_kv_indices_buf": (paged_kv_indices_buf, None),
-                "paged_kv_last_page_len_buf": (paged_kv_last_page_len_buf, 0),
-            }
+            qo_indptr_buf=qo_indptr_buf,
+            paged_kv_indptr_buf=paged_kv_indptr_buf,
+            paged_kv_indices_buf=paged_kv_indices_buf,
+            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
         )
         self._place = self._place._replace(key_ranges=True)
-        made_for = q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode
-        self._made_for = dict(zip(MADE_FOR, made_for, strict=True))
+        self._made_for = {name: given[name] for name in MADE_FOR}
 
     @makes_plan
     def plan(
@@ -283,19 +265,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`; ArgumentError also for dtypes, head dimensions or a
         position encoding that are not the constructor's.
         """
-        key_ranges.check_plan(
-            custom_mask=(custom_mask, None),
-            packed_custom_mask=(packed_custom_mask, None),
-            causal=(causal, False),
-            window_left=(window_left, -1),
-            prefix_len_ptr=(prefix_len_ptr, None),
-            token_pos_in_items_ptr=(token_pos_in_items_ptr, None),
-            token_pos_in_items_len=(token_pos_in_items_len, 0),
-            max_item_len_ptr=(max_item_len_ptr, None),
-        )
-        named = q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode
-        key_ranges.check_made_for(self._made_for, dict(zip(MADE_FOR, named, strict=True)))
-        return prefill_request(self._place, {**locals(), **self._made_for, **NOT_HERE}, PAGED_NAMES)
+        given = locals()
+        key_ranges.check_plan(given)
+        key_ranges.check_made_for(self._made_for, given)
+        return prefill_request(self._place, {**given, **self._made_for, **NOT_HERE}, PAGED_NAMES)
 
     begin_forward = plan
 

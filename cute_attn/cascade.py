@@ -29,6 +29,7 @@ __all__ = [
     "merge_states",
 ]
 
+ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
 DECODE_PLAN_NAMES = {
     "indptr": "unique_kv_indptr",
     "indices": "unique_kv_indices",
@@ -143,56 +144,32 @@ class MultiLevelCascadeAttentionWrapper(EngineHooks, NotCopied):
         qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : lists with the arrays of
             `BatchPrefillWithPagedKVCacheWrapper.plan` per level, int32 or int64: `[groups + 1]`, `[groups + 1]`, page
             numbers, and `[groups]`. All levels have the same number of query tokens.
-        num_qo_heads, num_kv_heads, head_dim, page_size : at least 1; num_qo_heads must be a multiple
-            of num_kv_heads.
+        num_qo_heads, num_kv_heads, page_size, use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`), sm_scale,
+            logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type : as for
+            `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        head_dim : of q, k, v and the output, at least 1.
         causal : default False. Applies to the last level, whose keys end with the query tokens' own; the other levels
             are seen in full.
         pos_encoding_mode, window_left : with more than one level refused unless "NONE" and negative: they depend on
             positions, and a level knows only those within itself.
-        use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`) : a hint; scores are always accumulated in fp32.
-        sm_scale : any finite number. Default `head_dim ** -0.5`.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
-        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
 
         Raises
         ------
         ArgumentTypeError (not a list), ArgumentError (lists of another length, levels with different numbers of query
         tokens), NotSupported (positions), and the errors of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
+        options = locals().copy()
+        del options["self"]
         self._ready = False
         self._refuse_positions(pos_encoding_mode, window_left)
-        arrays = (
-            self._levels("qo_indptr_arr", qo_indptr_arr),
-            self._levels("paged_kv_indptr_arr", paged_kv_indptr_arr),
-            self._levels("paged_kv_indices_arr", paged_kv_indices_arr),
-            self._levels("paged_kv_last_page_len", paged_kv_last_page_len),
-        )
+        arrays = [self._levels(name, options.pop(name)) for name in ARRAYS]
+        sizes = [options.pop(name) for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")]
         rows = [int(index_arrays.indptr(f"qo_indptr_arr[{i}]", indptr)[-1]) for i, indptr in enumerate(arrays[0])]
         if len(set(rows)) > 1:
             raise ArgumentError(f"qo_indptr_arr must end with the same number of query tokens everywhere, got {rows}")
         last = self._wrappers[-1]
-        for wrapper, qo_indptr, indptr, indices, last_page_len in zip(self._wrappers, *arrays, strict=True):
-            wrapper.plan(
-                qo_indptr,
-                indptr,
-                indices,
-                last_page_len,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                causal=causal if wrapper is last else False,
-                pos_encoding_mode=pos_encoding_mode,
-                use_fp16_qk_reduction=use_fp16_qk_reduction,
-                sm_scale=sm_scale,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-            )
+        for wrapper, *level in zip(self._wrappers, *arrays, strict=True):
+            wrapper.plan(*level, *sizes, **{**options, "causal": causal if wrapper is last else False})
         self._ready = True
 
     begin_forward = plan
@@ -252,8 +229,12 @@ class MultiLevelCascadeAttentionWrapper(EngineHooks, NotCopied):
 class _SharedPrefixWrapper(NotCopied):
     """What the two wrappers share: the wrapper of the requests' own keys, and the merging of both results."""
 
-    _wrapper: BatchWrapper
-    _kv_layout: str
+    _made_of: type[BatchWrapper]  # the wrapper of the requests' own keys
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        made_of: Any = self._made_of
+        self._wrapper: Any = made_of(float_workspace_buffer, kv_layout)
+        self._kv_layout = kv_layout
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
@@ -310,11 +291,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ArgumentTypeError (not a tensor), ArgumentError (not contiguous, not 16-byte aligned), LayoutError (`kv_layout`).
     """
 
-    _wrapper: BatchDecodeWithPagedKVCacheWrapper
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._kv_layout = kv_layout
+    _made_of = BatchDecodeWithPagedKVCacheWrapper
 
     def begin_forward(
         self,
@@ -385,19 +362,14 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, Engi
 
     Parameters
     ----------
-    float_workspace_buffer : as for `BatchPrefillWithPagedKVCacheWrapper`.
-    kv_layout : "NHD" (default) or "HND", of prefix and cache.
+    float_workspace_buffer, kv_layout : as for `BatchDecodeWithSharedPrefixPagedKVCacheWrapper`.
 
     Raises
     ------
-    ArgumentTypeError (not a tensor), ArgumentError (not contiguous, not 16-byte aligned), LayoutError (`kv_layout`).
+    The errors of `BatchDecodeWithSharedPrefixPagedKVCacheWrapper`.
     """
 
-    _wrapper: BatchPrefillWithPagedKVCacheWrapper
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._kv_layout = kv_layout
+    _made_of = BatchPrefillWithPagedKVCacheWrapper
 
     def begin_forward(
         self,
@@ -420,8 +392,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, Engi
         qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len : query tokens and own pages of the
             requests: `[batch_size + 1]`, `[batch_size + 1]`, page numbers, and `[batch_size]`, as for
             `BatchPrefillWithPagedKVCacheWrapper.plan`.
-        num_qo_heads, num_kv_heads, head_dim, page_size : at least 1; num_qo_heads must be a multiple of num_kv_heads.
-        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
+        num_qo_heads, num_kv_heads, page_size, q_data_type, kv_data_type : as there.
+        head_dim : of q, k, v and the output, at least 1.
 
         Raises
         ------
@@ -450,12 +422,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, Engi
         Parameters
         ----------
         q : `[qo_indptr[-1], num_qo_heads, head_dim]`.
-        k_shared, v_shared : the prefix: `[prefix_len, num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, prefix_len,
-            head_dim]` ("HND").
-        unique_kv_cache : the cache with the requests' own pages, as for `BatchPrefillWithPagedKVCacheWrapper.run`.
+        k_shared, v_shared, unique_kv_cache : prefix and cache, as for
+            `BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward`.
         causal : default False. Applies to the requests' own keys; the prefix is seen in full.
-        use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
-        sm_scale : any finite number. Default `head_dim ** -0.5`.
+        use_fp16_qk_reduction, sm_scale : as for `BatchPrefillWithPagedKVCacheWrapper.forward`.
         rope_scale, rope_theta : > 0; without effect, as no position is encoded.
 
         Returns
@@ -468,16 +438,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, Engi
         `single_prefill_with_kv_cache`.
         """
         prefix = self._prefix(q, k_shared, v_shared, sm_scale)
-        own = self._wrapper.forward(
-            q,
-            unique_kv_cache,
-            causal=causal,
-            use_fp16_qk_reduction=use_fp16_qk_reduction,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            return_lse=True,
-        )
-        return _merged(prefix, own)
+        options = {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "return_lse": True}
+        hint = {"use_fp16_qk_reduction": use_fp16_qk_reduction}
+        return _merged(prefix, self._wrapper.forward(q, unique_kv_cache, causal=causal, **hint, **options))
 
     run = forward

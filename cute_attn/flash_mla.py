@@ -9,8 +9,10 @@ import torch
 from cute_attn.errors import ArgumentError
 from cute_attn.mla import SPARSE
 from cute_attn.request import checks, trtllm_options
+from cute_attn.request.caches import check_tables
 from cute_attn.request.mla import (
     GROUP,
+    INDEX_DTYPES,
     LATENT,
     NARROW,
     ROPE,
@@ -19,7 +21,6 @@ from cute_attn.request.mla import (
     Names,
     Part,
     Parts,
-    index_array,
     split_rows,
 )
 from cute_attn.request.operands import partials_in
@@ -146,12 +147,8 @@ def _byte_rows(k_cache: Any) -> tuple[Part, ...]:
 
 def _lengths(q: torch.Tensor, block_table: Any, cache_seqlens: Any) -> MlaLengths:
     """Check lengths and the page table, which must have q's batch size."""
-    table = checks.tensor("block_table", block_table)
-    checks.dtype("block_table", table.dtype, (torch.int32,))
-    if table.dim() != 2 or table.shape[0] != q.shape[0]:
-        raise ArgumentError(
-            f"block_table must have shape [batch_size, max_pages], a row for each of the {q.shape[0]} requests of q, "
-            f"got {checks.describe(table)}"
-        )
-    seq_lens = index_array("cache_seqlens", cache_seqlens, q.shape[0], q.device)
+    table = check_tables(block_table, q.device, "block_table")
+    rows = f"[batch_size, max_pages] (a row for each of the {q.shape[0]} requests of q)"
+    checks.shape("block_table", table, (q.shape[0], table.shape[1]), rows)
+    seq_lens = checks.vector("cache_seqlens", cache_seqlens, INDEX_DTYPES, q.shape[0], q.device).contiguous()
     return MlaLengths(seq_lens, table.contiguous(), None, None, q.shape[1])

@@ -13,16 +13,16 @@ from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options
 from cute_attn.request.caches import check_tables
 from cute_attn.request.mla import (
+    INDEX_DTYPES,
     LATENT,
     NARROW,
     MlaLengths,
     MlaOptions,
     Names,
     Parts,
-    index_array,
     split_rows,
 )
-from cute_attn.request.operands import partials_in
+from cute_attn.request.operands import flat_tokens, partials_in
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla import BatchMLAPagedAttentionWrapper
 from cute_attn.wrappers.mla_plan import MLAPlanMetadata, refuse_dims
@@ -105,30 +105,25 @@ def trtllm_batch_decode_with_kv_cache_mla(
         is too small a launch uses memory of its own.
     qk_nope_head_dim : int >= 1, the head dimension before absorption; it changes nothing.
     kv_lora_rank, qk_rope_head_dim : 512 and 64, or 512 and 0 for models without rotated columns; others are refused.
-    block_tables : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
-        last page are not read.
     seq_lens : int32 `[batch_size]`, keys of each request in tokens, those of the query tokens included.
-    max_seq_len : int >= 0, an upper bound of seq_lens, in tokens. No size depends on it.
+    block_tables, max_seq_len, skip_softmax_threshold_scale_factor, enable_pdl, return_lse,
+        multi_ctas_kv_counter_buffer : as for `trtllm_batch_decode_with_kv_cache`.
     sparse_mla_top_k, sparse_mla_top_k_lens : refused unless 0 and None.
     out : written and returned: query's shape with 512 on the last axis, of query's dtype, rows 16-byte aligned on a
         GPU. Default: a new tensor.
     bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element, which a GPU reads without
         synchronisation. Default 1. bmm1_scale must include 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim).
     sinks : floating-point `[num_heads]`, or a list of one such tensor; natural-log domain, not scaled. Default: none.
-    skip_softmax_threshold_scale_factor : None (default) or 0; others are refused.
-    enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and later).
     backend : "auto" (default), "xqa" or "trtllm-gen", which mean the same here, or "reference".
     is_var_seq : bool, changes nothing: lengths are read in any case.
     uses_shared_paged_kv_idx : False is refused: keys and values are the same rows.
     lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_heads]`, or `[batch_size, q_len,
         num_heads]`. Written also without `return_lse`.
-    return_lse : return `(out, lse)`. Default False.
     cute_dsl_impl, kv_scale_format : "auto"; others are refused: they belong to other kernels.
     cum_seq_lens_q : int32 `[batch_size + 1]`, from 0, not decreasing: query tokens of request i are rows
         cum_seq_lens_q[i] to cum_seq_lens_q[i + 1].
     max_q_len : int >= 1, the most query tokens of a request, with cum_seq_lens_q. Default: read from it, which
         synchronises on a GPU.
-    multi_ctas_kv_counter_buffer : a tensor, not used: counters are the launch's own.
     enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global : refused unless False, 1, 0 and None.
     use_fp16_softmax : True is refused.
     return_lse_base : "base2" (default, and None) or "basee": the logarithm of lse.
@@ -159,7 +154,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if is_dynamo_compiling():
         return trace.operator("trtllm_batch_decode_mla")(locals())
     refuse_other_keys(sparse_mla_top_k, sparse_mla_top_k_lens, uses_shared_paged_kv_idx)
-    _refuse_context_parallelism(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)
+    trtllm_options.refuse_context_parallelism(cp_world, cp_rank, causal_seqlens_kv_global, enable_dcp)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
     trtllm_options.refuse_given("softmax is in fp32", use_fp16_softmax=use_fp16_softmax)
     trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
@@ -220,16 +215,6 @@ def xqa_batch_decode_with_kv_cache_mla(
     Raises
     ------
     ArgumentError, ArgumentTypeError, NotSupported, as there.
-
-    Examples
-    --------
-    >>> query = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
-    >>> cache = torch.randn(5, 32, 576, dtype=torch.bfloat16)
-    >>> tables = torch.tensor([[3, 1], [4, 0]], dtype=torch.int32)
-    >>> lengths = torch.tensor([40, 7], dtype=torch.int32)
-    >>> scratch = torch.empty(1 << 20, dtype=torch.uint8)
-    >>> xqa_batch_decode_with_kv_cache_mla(query, cache, scratch, 128, 512, 64, tables, lengths, 64).shape
-    torch.Size([2, 1, 16, 512])
     """
     whole = out
     if isinstance(out, torch.Tensor) and isinstance(query, torch.Tensor) and out.dim() == query.dim() - 1:
@@ -264,26 +249,21 @@ def _flat(name: str, buffer: Any, shape: torch.Size) -> Any:
     """Return a buffer for results with its tokens on one axis, as a view."""
     if not isinstance(buffer, torch.Tensor) or len(shape) == 3 or buffer.shape[:2] != shape[:2]:
         return buffer
-    if name == "lse" and buffer.dim() == 2:
-        return buffer
-    try:
-        return buffer.view(-1, *buffer.shape[2:])
-    except RuntimeError as error:
-        raise ArgumentError(f"{name} must have tokens at equal distances, got strides {buffer.stride()}") from error
+    return buffer if name == "lse" and buffer.dim() == 2 else flat_tokens(name, buffer, (-1, *buffer.shape[2:]))
 
 
 def _lengths(block_tables: Any, seq_lens: Any, bounds: Any, max_q_len: Any, shape: torch.Size) -> MlaLengths:
     """Check lengths and the page table, which must have one batch size."""
     device = checks.tensor("block_tables", block_tables).device
     tables = check_tables(block_tables, device).contiguous()
-    seq_lens = index_array("seq_lens", seq_lens, tables.shape[0], device)
+    seq_lens = checks.vector("seq_lens", seq_lens, INDEX_DTYPES, tables.shape[0], device).contiguous()
     if bounds is None:
         if max_q_len is not None:
             raise ArgumentError(f"max_q_len must come with cum_seq_lens_q, got {checks.describe(max_q_len)} alone")
         if shape[0] != tables.shape[0]:
             raise ArgumentError(f"query must have one row for each of the {tables.shape[0]} requests, got {shape[0]}")
         return MlaLengths(seq_lens, tables, None, None, shape[1])
-    bounds = index_array("cum_seq_lens_q", bounds, tables.shape[0] + 1, device)
+    bounds = checks.vector("cum_seq_lens_q", bounds, INDEX_DTYPES, tables.shape[0] + 1, device).contiguous()
     most = int(bounds.diff().max()) if max_q_len is None and tables.shape[0] else max_q_len or 1
     return MlaLengths(seq_lens, tables, None, bounds, checks.at_least("max_q_len", most, 0))
 
@@ -302,11 +282,3 @@ def refuse_other_keys(top_k: Any, top_k_lens: Any, shared: Any) -> None:
         trtllm_options.refuse("sparse MLA (sparse_mla_top_k, sparse_mla_top_k_lens)", *SPARSE)
     if not checks.boolean("uses_shared_paged_kv_idx", shared):
         trtllm_options.refuse("uses_shared_paged_kv_idx=False", "values are columns of the keys", "one page table")
-
-
-def _refuse_context_parallelism(enabled: Any, world: Any, rank: Any, lengths: Any) -> None:
-    ranks = checks.integer("cp_world", world), checks.integer("cp_rank", rank)
-    if checks.boolean("enable_dcp", enabled) or ranks != (1, 0) or lengths is not None:
-        feature = "decode context parallelism (enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)"
-        reason = "positions follow from the keys of this rank"
-        trtllm_options.refuse(feature, reason, "return_lse=True with one query token on every rank, and merge_states")

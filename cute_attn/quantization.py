@@ -74,8 +74,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
     """
     if is_dynamo_compiling():
-        quantised: Pair = trace.operator("nvfp4_quantize")(locals())
-        return quantised
+        return trace.operator("nvfp4_quantize")(locals())
     input = checks.tensor("input", input)
     if input.dim() != 2 or input.shape[1] % BLOCK:
         raise ArgumentError(f"input must have shape [M, K] with K % {BLOCK} == 0, got {checks.describe(input)}")
@@ -112,8 +111,7 @@ def nvfp4_kv_dequantize(
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
     """
     if is_dynamo_compiling():
-        values: torch.Tensor = trace.operator("nvfp4_dequantize")(locals())
-        return values
+        return trace.operator("nvfp4_dequantize")(locals())
     fp4_data = checks.tensor("fp4_data", fp4_data)
     checks.dtype("fp4_data", fp4_data.dtype, (torch.uint8,))
     if fp4_data.dim() < 1 or fp4_data.shape[-1] % (BLOCK // 2):

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.request import batch_plan, block_sparse, checks
+from cute_attn.request import batch_plan, block_sparse, checks, trtllm_options
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
+from cute_attn.wrappers.older_forward import forward_of
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 
@@ -46,11 +47,9 @@ class BlocksWrapper(BatchWrapper):
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, "NHD", False, backend)
 
-    def _run_with(self, pos_encoding_mode: str, use_fp16_qk_reduction: bool, **options: Any) -> None:
-        """Check what changes nothing, and replace options of the plan."""
-        block_sparse.refuse_positions(pos_encoding_mode)
-        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        self._replan(pos_encoding_mode=pos_encoding_mode, window_left=-1, **options)
+    def _replan(self, **options: Any) -> None:
+        block_sparse.refuse_positions(options["pos_encoding_mode"])
+        super()._replan(**options)
 
 
 class BlockSparseAttentionWrapper(BlocksWrapper):
@@ -114,19 +113,16 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
             is not copied: it must not change until the last run.
         M, N : rows and columns of the mask; N must be a multiple of C. The last row of blocks may be shorter than R.
         R, C : rows and columns of a block, at least 1.
-        num_qo_heads, num_kv_heads, head_dim : at least 1; num_qo_heads must be a multiple of num_kv_heads.
+        num_qo_heads, num_kv_heads, use_fp16_qk_reduction, logits_soft_cap, sm_scale, q_data_type, kv_data_type,
+            non_blocking : as for `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        head_dim : of q, k, v and the output, at least 1.
         mask : bool `[blocks, R, C]`, which elements of the listed blocks are kept. Default: all.
         packed_mask : uint8, the bits of `convert_bsr_mask_layout(mask, indptr)`, in little bit order, each row of
             blocks from a new byte on, as `segment_packbits` packs them. Replaces `mask`.
         causal : default False. True: row i sees columns j <= i + N - M of its blocks. Without effect under a mask.
         pos_encoding_mode : refused unless "NONE".
-        use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        sm_scale : any finite number. Default `head_dim ** -0.5`.
         rope_scale, rope_theta : > 0; without effect, as no position is encoded.
-        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
         o_data_type : of the output: default float16, whatever q's.
-        non_blocking : a hint; copies are ordered on the current stream either way.
         block_mask, kv_block_lens, q2k_indices, q2k_num, kv_splits, use_clc, q_scale, k_scale, v_scale : refused unless
             None: they belong to other kernels of FlashInfer's.
 
@@ -134,29 +130,18 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         ------
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
-        blocks = {"block_mask": block_mask, "q2k_indices": q2k_indices, "q2k_num": q2k_num}
-        for name, value in {**blocks, "kv_block_lens": kv_block_lens}.items():
-            batch_plan.refuse(name, value, ONE_KERNEL, BSR_INSTEAD)
-        batch_plan.refuse_all(
-            ONE_KERNEL, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
+        given = locals()
+        for name in ("block_mask", "q2k_indices", "q2k_num", "kv_block_lens"):
+            batch_plan.refuse(name, given[name], ONE_KERNEL, BSR_INSTEAD)
+        trtllm_options.refuse_given(
+            ONE_KERNEL, None, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
         )
         block_sparse.refuse_positions(pos_encoding_mode)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
         matrix = block_sparse.matrix(M, N, R, C)
         lengths = block_sparse.bsr(indptr, indices, matrix)
-        options = PlanOptions(
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
+        options = PlanOptions.of(locals(), head_dim_qk=head_dim, causal=False)
         packed = block_sparse.bsr_mask(mask, packed_mask, causal, lengths, matrix, self.device)
         return PlanRequest(options, lengths, packed, batch_plan.splits(None, False, C), C, matrix=matrix)
 
@@ -183,9 +168,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         k, v : `[N, num_kv_heads, head_dim]` of the planned dtype. Any strides with unit stride on the last axis.
         scale_q, scale_k, scale_v : per-head scales of fp8 attention: floating-point `[num_qo_heads]`,
             `[num_kv_heads]` and `[num_kv_heads]`. Default: ones.
-        out, lse : written and returned instead of new tensors, as for `BatchPrefillWithPagedKVCacheWrapper.run`.
-        return_lse : return `(out, lse)`.
-        enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it.
+        out, lse, return_lse, enable_pdl : as for `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Returns
         -------
@@ -202,40 +185,12 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         scales = None if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         return self._run(RunArguments(q, cache, None, None, None, out, lse, return_lse, enable_pdl, head_scales=scales))
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale_q: torch.Tensor | None = None,
-        scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        Parameters
-        ----------
-        q, k, v, scale_q, scale_k, scale_v : the tensors of `run`.
-        pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`,
-            with the same defaults; they replace the planned ones.
-
-        Returns
-        -------
-        What `run` returns.
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
-        scales = {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta}
-        self._run_with(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap=logits_soft_cap, **scales)
-        return self.run(q, k, v, scale_q, scale_k, scale_v)
+    forward = forward_of(
+        plan,
+        run,
+        "q, k, v, scale_q, scale_k, scale_v, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, "
+        "rope_scale, rope_theta",
+    )
 
 
 class VariableBlockSparseAttentionWrapper(BlocksWrapper):
@@ -282,16 +237,12 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         block_mask_map : `[num_kv_heads, blocks of rows, blocks of columns]`, bool or numbers: which blocks are seen.
         block_row_sz, block_col_sz : int32 or int64 `[num_kv_heads, blocks]`: query tokens and keys of each block. Every
             kv head has the same sums, qo_len and kv_len.
-        num_qo_heads, num_kv_heads, head_dim : at least 1; num_qo_heads must be a multiple of num_kv_heads, whose query
-            heads share its blocks.
+        num_qo_heads, num_kv_heads, use_fp16_qk_reduction, logits_soft_cap, sm_scale, non_blocking, q_data_type,
+            kv_data_type : as for `BatchPrefillWithPagedKVCacheWrapper.plan`. Query heads of a kv head share its blocks.
+        head_dim : of q, k, v and the output, at least 1.
         causal : default False. True: token i sees keys j <= i + kv_len - qo_len of its blocks.
         pos_encoding_mode : refused unless "NONE".
-        use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        sm_scale : any finite number. Default `head_dim ** -0.5`.
         rope_scale, rope_theta : > 0; without effect, as no position is encoded.
-        non_blocking : a hint; copies are ordered on the current stream either way.
-        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
 
         Raises
         ------
@@ -304,17 +255,8 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         if heads % kv_heads:
             raise ArgumentError(f"num_qo_heads must be a multiple of num_kv_heads, got {heads} and {kv_heads}")
         matrix, lengths = block_sparse.variable(block_mask_map, block_row_sz, block_col_sz, kv_heads)
-        options = PlanOptions(
-            num_qo_heads=heads // kv_heads,
-            num_kv_heads=1,
-            head_dim_qk=head_dim,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
+        sizes = {"num_qo_heads": heads // kv_heads, "num_kv_heads": 1, "head_dim_qk": head_dim}
+        options = PlanOptions.of(locals(), **sizes, causal=False)
         mask = block_sparse.variable_mask(causal, lengths, matrix, self.device)
         splits = batch_plan.splits(None, False, matrix.page_size)
         return PlanRequest(options, lengths, mask, splits, matrix.page_size, matrix=matrix)
@@ -339,8 +281,7 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         k, v : `[num_kv_heads, kv_len, head_dim]` of the planned dtype. Copied unless their first two axes are one.
         out, lse : written instead of new tensors, in the order of the kernel: `[num_kv_heads * qo_len, group,
             head_dim]` and float32 `[num_kv_heads * qo_len, group]`, with group = num_qo_heads / num_kv_heads.
-        return_lse : return `(out, lse)`.
-        enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it.
+        return_lse, enable_pdl : as for `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Returns
         -------
@@ -361,34 +302,8 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
             return block_sparse.by_query_head(result[0], matrix), block_sparse.by_query_head(result[1], matrix)
         return block_sparse.by_query_head(result, matrix)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        Parameters
-        ----------
-        q, k, v : the tensors of `run`.
-        pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`,
-            with the same defaults; they replace the planned ones.
-
-        Returns
-        -------
-        What `run` returns.
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
-        scales = {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta}
-        self._run_with(pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap=logits_soft_cap, **scales)
-        return self.run(q, k, v)
+    forward = forward_of(
+        plan,
+        run,
+        "q, k, v, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta",
+    )

@@ -18,14 +18,13 @@ CHUNK = 16  # bytes that are contiguous in every layout
 @dataclass(frozen=True)
 class Operand:
     """Layout of an operand: byte offsets and strides. `swizzle`: 0 none, 1 of 32, 2 of 64, 3 of 128 bytes. `mn_major`:
-    rows, not k, are contiguous. `wide`: the 128-byte swizzle that moves units of 32 bytes, over 4 lines."""
+    rows, not k, are contiguous."""
 
     start: int
     leading: int
     stride: int
     swizzle: int
     mn_major: bool
-    wide: bool = False
 
 
 def hopper(descriptor: int, mn_major: bool) -> Operand:
@@ -40,20 +39,18 @@ def hopper(descriptor: int, mn_major: bool) -> Operand:
 def blackwell(descriptor: int, mn_major: bool) -> Operand:
     """Decode a tcgen05 matrix descriptor."""
     fixed, absolute, code = descriptor >> 46 & 7, descriptor >> 52 & 1, descriptor >> 61
-    modes = {0: (0, False), 1: (3, True), 2: (3, False), 4: (2, False), 6: (1, False)}
+    modes = {0: 0, 2: 3, 4: 2, 6: 1}
     refusals = {
         "bits 46-48 must be 1": fixed != 1,
         "a base offset is not supported": bool(descriptor >> 49 & 7),
         "absolute leading addresses do not exist on sm_100": bool(absolute),
-        f"there is no swizzle mode {code}": code not in modes,
-        "32-byte units need an MN-major matrix": code == 1 and not mn_major,
+        f"swizzle mode {code} is not supported": code not in modes,
     }
     for reason, refused in refusals.items():
         if refused:
             raise PtxError(f"matrix descriptor {descriptor:#x}: {reason}")
     start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
-    swizzle, wide = modes[code]
-    return Operand(start, leading, stride, swizzle, mn_major, wide)
+    return Operand(start, leading, stride, modes[code], mn_major)
 
 
 @functools.lru_cache(8192)
@@ -66,15 +63,13 @@ def offsets(operand: Operand, first: int, rows: int, k_bytes: int, item_bytes: i
         at = (np.arange(rows * item_bytes // CHUNK) * CHUNK + first * item_bytes)[None, :]
         # Without a swizzle the two strides swap roles.
         along, across = (operand.leading, operand.stride) if operand.swizzle else (operand.stride, operand.leading)
-        lines = 4 if operand.wide else 8
-        found = at % atom + at // atom * along + k % lines * atom + k // lines * across
+        found = at % atom + at // atom * along + k % 8 * atom + k // 8 * across
     else:
         r = (np.arange(rows) + first)[:, None]
         at = (np.arange(k_bytes // CHUNK) * CHUNK)[None, :]
         found = r // 8 * operand.stride + r % 8 * atom + at % atom + at // atom * operand.leading
     where = operand.start + found
-    moved = where ^ ((where >> 7 & 3) << 5) if operand.wide else swizzled(where, operand.swizzle)
-    result: Array = moved.astype(np.int64)
+    result: Array = swizzled(where, operand.swizzle).astype(np.int64)
     if int(result.min()) < SHARED_START:
         raise PtxError(f"a matrix operand starts at shared {operand.start:#x}, below the CTA's memory")
     return result

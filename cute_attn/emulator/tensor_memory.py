@@ -1,7 +1,7 @@
 """Tensor memory of one CTA: 128 lanes of 512 columns of 32 bits, allocated by columns.
 
-All accesses are asynchronous. A *stream* is a sequence of operations that complete together: products and copies of
-one thread at its commit, loads and stores of one warp at its wait.
+All accesses are asynchronous. A *stream* is a sequence of operations that complete together: products of one
+thread at its commit, loads and stores of one warp at its wait.
 """
 
 from __future__ import annotations

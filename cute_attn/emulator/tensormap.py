@@ -155,71 +155,6 @@ def decode(raw: bytes) -> TensorMap:
     return found
 
 
-# --- fields -----------------------------------------------------------------------------------------------------------
-
-_BOX = (6 * 64 + 56, *(7 * 64 + 8 * i for i in range(4)))  # bits of the 1024
-_STRIDE = (1 * 64 + 32, 2 * 64, 2 * 64 + 32, 3 * 64)
-_STRIDE_HIGH = tuple(3 * 64 + 32 + 4 * i for i in range(4))
-
-
-def replaced(raw: bytes, field: str, ordinal: int, value: int) -> bytes:
-    """Replace one field, as tensormap.replace names and numbers it: the rank is one less than that of the tensor, all
-    sizes are as they are, strides are in bytes (what peers' kernels pass; the ISA does not say)."""
-    limits = {
-        "rank": range(5),
-        "box_dim": range(1, 257),
-        "global_dim": range(1, (1 << 32) + 1),
-        "global_stride": range(0, 1 << 40, UNIT),
-        "element_stride": range(1, 2),
-        "elemtype": range(len(DTYPES)),
-        "interleave_layout": range(1),
-        "swizzle_mode": range(4),
-        "swizzle_atomicity": range(1),
-        "fill_mode": range(2),
-    }
-    if field in limits and value not in limits[field]:
-        raise MemoryFault(f"tensormap.replace of .{field} by {value}: not supported")
-    map_ = _Bits(raw)
-    if field == "global_address":
-        map_.put(0, 64, value)
-    elif field == "box_dim":
-        map_.put(_BOX[ordinal], 8, value - 1)
-    elif field == "global_dim":
-        map_.put(4 * 64 + 32 * ordinal, 32, value - 1)
-    elif field == "global_stride":
-        map_.put(_STRIDE[ordinal], 32, value >> 4 & 0xFFFFFFFF)
-        map_.put(_STRIDE_HIGH[ordinal], 4, value >> 36)
-    elif field == "elemtype":
-        map_.put(64 + _DTYPE, 4, _CODES[value] & 15)
-        map_.put(64 + _DTYPE + 9, 1, _CODES[value] >> 9)
-    elif field in ("rank", "swizzle_mode", "fill_mode"):
-        at, width = {"rank": (_RANK, 3), "swizzle_mode": (_SWIZZLE, 2), "fill_mode": (_NAN_FILL, 1)}[field]
-        map_.put(64 + at, width, value)
-    return map_.raw()
-
-
-class _Bits:
-    """A tensor map as a number of 1024 bits."""
-
-    def __init__(self, raw: bytes) -> None:
-        self.number = int.from_bytes(raw, "little")
-
-    def get(self, at: int, width: int) -> int:
-        return self.number >> at & ((1 << width) - 1)
-
-    def put(self, at: int, width: int, value: int) -> None:
-        self.number ^= (self.get(at, width) ^ value) << at
-
-    def raw(self) -> bytes:
-        """The bytes, with the words that follow from others as the driver has them."""
-        code = self.get(64 + _DTYPE, 4) | self.get(64 + _DTYPE + 9, 1) << 9
-        sides = [self.get(at, 8) + 1 for at in _BOX[: self.get(64 + _RANK, 3) + 1]]
-        item = _ITEM_BYTES[_CODES.index(code)] if code in _CODES else 0
-        self.put(8 * 64, 64, int(np.prod(sides)) * item)
-        self.put(9 * 64, 64, _SWIZZLE_PERIOD[self.get(64 + _SWIZZLE, 2)])
-        return self.number.to_bytes(BYTES, "little")
-
-
 def encode_tiled(
     dtype: str,
     address: int,
@@ -241,8 +176,8 @@ def encode_tiled(
 
 @dataclass(frozen=True)
 class Chunks:
-    """Pieces of boxes, of equal size: the position of each in shared memory (bytes from the start of the first box,
-    before swizzling) and in global memory, and whether it is inside the tensor."""
+    """Pieces of a box, of equal size: the position of each in shared memory (bytes from the start of the box, before
+    swizzling) and in global memory, and whether it is inside the tensor."""
 
     nbytes: int
     shared: Array
@@ -250,18 +185,16 @@ class Chunks:
     inside: Array
 
 
-def chunks(tensor: TensorMap, places: Sequence[Sequence[int]], line_bytes: int) -> Chunks:
-    """Cut the boxes at `places`, which lie one behind another in shared memory and start at one innermost coordinate,
-    into pieces of 16 bytes, or into elements if `line_bytes`, the bound of the innermost dimension, cuts a piece."""
+def chunks(tensor: TensorMap, place: Sequence[int], line_bytes: int) -> Chunks:
+    """Cut the box at `place` into pieces of 16 bytes, or into elements if `line_bytes`, the bound of the innermost
+    dimension, cuts a piece."""
     row_bytes = tensor.box[0] * tensor.item_bytes
-    start = places[0][0] * tensor.item_bytes
+    start = place[0] * tensor.item_bytes
     end = line_bytes - start
     nbytes = UNIT if end % UNIT == 0 or end >= row_bytes else tensor.item_bytes
     inner = np.arange(row_bytes // nbytes) * nbytes
     inside = (inner + start >= 0) & (inner + start < line_bytes)
-    lines = [_lines(tensor, place) for place in places]
-    address = np.concatenate([addresses for addresses, _ in lines])
-    valid = np.concatenate([exist for _, exist in lines])
+    address, valid = _lines(tensor, place)
     return Chunks(
         nbytes,
         (np.arange(len(address))[:, None] * row_bytes + inner).ravel(),

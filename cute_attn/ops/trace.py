@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,9 +18,10 @@ from cute_attn.ops.declare import DTYPE, NUMBER, TENSORS, UNUSED
 from cute_attn.request import checks
 
 Arguments = dict[str, Any]
+R = TypeVar("R")
 
 
-def operator(name: str) -> Callable[[Arguments], Any]:
+def operator(name: str) -> Callable[[Arguments], R]:
     """Return what calls the operator of a function, or of a wrapper's method, and returns what that returns."""
     from cute_attn.ops import dynamo_locals, register  # noqa: F401, the former teaches Dynamo
 

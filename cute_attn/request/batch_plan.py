@@ -5,14 +5,15 @@ masks, and buffers. Every user error is raised here and in `index_arrays`, befor
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
+from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import DeviceLengths, Features, Lengths, Settings
-from cute_attn.request import checks, index_arrays
+from cute_attn.request import checks, index_arrays, trtllm_options
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.names import rename
 from cute_attn.request.operands import check_workspace
@@ -41,6 +42,11 @@ class PlanOptions(NamedTuple):
     rope_scale: Any = None
     rope_theta: Any = None
     lse_base: Any = "log2"
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], **others: Any) -> PlanOptions:
+        """Return the options among the arguments of a plan, by name, except `others`."""
+        return cls(**{name: arguments[name] for name in cls._fields if name in arguments} | others)
 
 
 class Mask(NamedTuple):
@@ -135,13 +141,7 @@ def refuse(name: str, value: Any, reason: str, instead: str, off: bool | None = 
     """Refuse an argument of FlashInfer that this library does not implement, unless it is None or `off`."""
     if value is None or value is off:
         return
-    raise NotSupported([Refusal("every backend", f"{name}={checks.shown(value)}", reason, instead)])
-
-
-def refuse_all(reason: str, off: bool | None = None, **arguments: Any) -> None:
-    """`refuse` several arguments for one reason."""
-    for name, value in arguments.items():
-        refuse(name, value, reason, f"{name}=None", off)
+    trtllm_options.refuse(f"{name}={checks.shown(value)}", reason, instead)
 
 
 def refuse_jit(jit_args: Any, jit_kwargs: Any = None) -> None:

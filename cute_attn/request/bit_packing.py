@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
+from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.request import checks
 
 _SHIFTS = {"big": (7, 6, 5, 4, 3, 2, 1, 0), "little": (0, 1, 2, 3, 4, 5, 6, 7)}
@@ -100,9 +100,7 @@ def _pack(x: torch.Tensor, start: torch.Tensor, stop: torch.Tensor, bitorder: st
 
 
 def _check_vector(name: str, x: object) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    checks.stored(name, x)
+    x = checks.tensor(name, x)
     if x.dim() != 1:
         raise ArgumentError(f"{name} must have 1 dimension, got shape {tuple(x.shape)}; flatten it first")
 

@@ -73,13 +73,13 @@ def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
     return view
 
 
-def check_tables(value: Any, device: torch.device) -> torch.Tensor:
+def check_tables(value: Any, device: torch.device, name: str = "block_tables") -> torch.Tensor:
     """Check a page table `[batch_size, max_pages]`."""
-    value = checks.tensor("block_tables", value)
+    value = checks.tensor(name, value)
     if value.dim() != 2:
-        raise ArgumentError(f"block_tables must have shape [batch_size, max_pages], got {checks.describe(value)}")
-    checks.dtype("block_tables", value.dtype, (torch.int32,))
-    checks.device("block_tables", value, device)
+        raise ArgumentError(f"{name} must have shape [batch_size, max_pages], got {checks.describe(value)}")
+    checks.dtype(name, value.dtype, (torch.int32,))
+    checks.device(name, value, device)
     return value
 
 

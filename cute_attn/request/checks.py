@@ -61,13 +61,13 @@ def boolean(name: str, value: Any) -> bool:
     raise ArgumentTypeError(f"{name} must be True or False, got {describe(value)}")
 
 
-def fp16_hint(value: Any, older: Any) -> None:
-    """Check use_fp16_qk_reduction, which changes nothing, and FlashInfer's older name of it, None where not given."""
-    boolean("use_fp16_qk_reduction", value)
-    if older is None:
+def fp16_hint(use_fp16_qk_reduction: Any = False, allow_fp16_qk_reduction: Any = None) -> None:
+    """Check a hint that changes nothing, and FlashInfer's older name of it, None where not given."""
+    boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
+    if allow_fp16_qk_reduction is None:
         return
-    boolean("allow_fp16_qk_reduction", older)
-    if value:
+    boolean("allow_fp16_qk_reduction", allow_fp16_qk_reduction)
+    if use_fp16_qk_reduction:
         raise ArgumentTypeError(
             "allow_fp16_qk_reduction and use_fp16_qk_reduction are two names of one argument: give one of them"
         )

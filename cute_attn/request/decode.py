@@ -288,12 +288,7 @@ def _flatten_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: in
     checks.shape(
         "out", out, (shape[0] // qo_len, qo_len, *shape[1:]), "[batch_size, q_len_per_req, num_qo_heads, head_dim]"
     )
-    try:
-        return out.view(shape)
-    except RuntimeError as error:
-        raise ArgumentError(
-            f"out must have tokens at equal distances, got strides {out.stride()} for {tuple(out.shape)}"
-        ) from error
+    return operands.flat_tokens("out", out, shape)
 
 
 # ---- memory and values

@@ -10,6 +10,13 @@ from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
 
 NAME = "bidirectional_ranges"
+OF_MASKS: dict[str, Any] = {  # arguments of `plan`, with their defaults
+    **dict.fromkeys(("custom_mask", "packed_custom_mask")),
+    "causal": False,
+    "window_left": -1,
+    "token_pos_in_items_len": 0,
+    **dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr", "max_item_len_ptr")),
+}
 
 
 class KeyRanges(NamedTuple):
@@ -36,9 +43,10 @@ class KeyRanges(NamedTuple):
         return max(-1, causal), max(-1, checks.whole("range_window_left", self.range_window_left))
 
 
-def check_plan(**given: Any) -> None:
-    """Refuse arguments of `plan` that describe a mask: ranges and windows of a run do. The values are the defaults."""
-    for name, (value, default) in given.items():
+def check_plan(given: dict[str, Any]) -> None:
+    """Refuse arguments of `plan` that describe a mask: ranges and windows of a run do."""
+    for name, default in OF_MASKS.items():
+        value = given[name]
         if value is not default and value != default:
             raise ArgumentError(
                 f"{name} must be {default}, got {checks.shown(value)}: the mask is causal with the ranges of run(), "
@@ -46,9 +54,10 @@ def check_plan(**given: Any) -> None:
             )
 
 
-def check_made_for(made_for: dict[str, Any], named: dict[str, Any]) -> None:
+def check_made_for(made_for: dict[str, Any], given: dict[str, Any]) -> None:
     """Refuse what a plan names otherwise than the constructor; None names nothing."""
-    for name, value in named.items():
+    for name in made_for:
+        value = given[name]
         made = made_for["q_data_type" if name == "o_data_type" and made_for[name] is None else name]
         if value is not None and checks.named_dtype(value) != checks.named_dtype(made):
             raise ArgumentError(

@@ -131,17 +131,14 @@ class MlaOptions(NamedTuple):
 
 def split_rows(name: str, value: Any, dims: tuple[int, ...], axes: str, rope: int = ROPE) -> tuple[Part, Part]:
     """Return both parts of a tensor with `LATENT + rope` columns and one of `dims` axes."""
-    value = checks.tensor(name, value)
-    width = LATENT + rope
-    if value.dim() not in dims or value.shape[-1] != width:
-        raise ArgumentError(f"{name} must have shape {axes}, the last axis {width}, got {checks.describe(value)}")
+    value = whole_part(name, value, LATENT + rope, axes, dims).x
     return Part(name, value[..., :LATENT]), Part(name, value[..., LATENT:])
 
 
-def whole_part(name: str, value: Any, width: int, axes: str) -> Part:
-    """Return a tensor of one part, which has three axes."""
+def whole_part(name: str, value: Any, width: int, axes: str, dims: tuple[int, ...] = (3,)) -> Part:
+    """Return a tensor of `width` columns and one of `dims` axes."""
     value = checks.tensor(name, value)
-    if value.dim() != 3 or value.shape[-1] != width:
+    if value.dim() not in dims or value.shape[-1] != width:
         raise ArgumentError(f"{name} must have shape {axes}, the last axis {width}, got {checks.describe(value)}")
     return Part(name, value)
 
@@ -260,11 +257,6 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
 
 
 # ---- lengths
-
-
-def index_array(name: str, value: Any, size: int | None, device: torch.device) -> torch.Tensor:
-    """Check a 1-D int32 tensor on `device`, of `size` elements."""
-    return checks.vector(name, value, INDEX_DTYPES, size, device).contiguous()
 
 
 def check_apart(problem: MlaProblem, parts: Parts, options: MlaOptions) -> None:

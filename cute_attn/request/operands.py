@@ -312,6 +312,17 @@ def check_output(
     checks.check_grad(name, buffer)
 
 
+def flat_tokens(name: str, buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a view of an output, with all its tokens on one axis."""
+    try:
+        return buffer.view(shape)
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"{name} must have the elements of {shape}, tokens at equal distances, got {checks.describe(buffer)} with "
+            f"strides {buffer.stride()}"
+        ) from error
+
+
 def scratch_memory(name: str, value: Any) -> tuple[torch.Tensor, int]:
     """Return a buffer and the bytes of it that a launch may use: none if they are not aligned."""
     buffer = checks.tensor(name, value)

@@ -160,14 +160,11 @@ def check_same_rows(append_key: torch.Tensor, append_value: torch.Tensor) -> Non
 
 def check_integers(name: str, value: Any, size: int | None = None, device: torch.device | None = None) -> torch.Tensor:
     """Check 1-D integers, `size` of them, on `device`."""
-    value = checks.tensor(name, value)
-    if value.dim() != 1 or (size is not None and value.numel() != size):
-        raise ArgumentError(f"{name} must have shape [{'n' if size is None else size}], got {checks.describe(value)}")
-    if value.dtype not in INTEGERS:
+    if checks.tensor(name, value).dtype not in INTEGERS:
         raise ArgumentError(f"{name} must be of an integer dtype, got {checks.describe(value)}")
     if device is not None:
         checks.device(name, value, device, "device")
-    return value
+    return checks.vector(name, value, INTEGERS, size)
 
 
 def integers(name: str, value: Any, size: int | None, device: torch.device | None) -> torch.Tensor:

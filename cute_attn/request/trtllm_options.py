@@ -18,11 +18,11 @@ def refuse(feature: str, reason: str, instead: str) -> None:
     raise NotSupported([Refusal("every backend", feature, reason, instead)])
 
 
-def refuse_given(reason: str, **options: Any) -> None:
-    """Refuse options that are neither None nor False."""
+def refuse_given(reason: str, off: bool | None = False, **options: Any) -> None:
+    """Refuse options that are neither None nor `off`."""
     for name, value in options.items():
-        if value is not None and value is not False:
-            refuse(f"{name}={checks.describe(value)}", reason, f"{name}=None")
+        if value is not None and value is not off:
+            refuse(f"{name}={checks.shown(value)}", reason, f"{name}=None")
 
 
 def refuse_skipped_softmax(factor: Any) -> None:
@@ -47,6 +47,15 @@ def refuse_sage_attention(sage_attn_sfs: Any, num_elts_per_sage_attn_blk: Any) -
             raise ArgumentTypeError(f"{name} must be a tuple of 4, got {checks.describe(values)}")
         if any(x is not None and (isinstance(x, torch.Tensor) or x != 0) for x in values):
             refuse(f"{name} (SageAttention)", "q.k is exact", f"{name} of its default, and one scale in bmm1_scale")
+
+
+def refuse_context_parallelism(world: Any, rank: Any, lengths: Any, enabled: Any = False) -> None:
+    """Refuse keys that are shared out among ranks."""
+    ranks = checks.integer("cp_world", world), checks.integer("cp_rank", rank)
+    if checks.boolean("enable_dcp", enabled) or ranks != (1, 0) or lengths is not None:
+        feature = "decode context parallelism (enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)"
+        instead = "return_lse=True with one query token, or mask, on every rank, and merge_states"
+        refuse(feature, "positions follow from the keys of this rank", instead)
 
 
 def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> None:

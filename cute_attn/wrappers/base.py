@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ParamSpec, cast
 
 import torch
@@ -84,14 +84,14 @@ class BatchWrapper(EngineHooks, NotCopied):
         self._lock = threading.RLock()  # of planning, which a first run may need; a replay takes none
         self._keep(None)
 
-    def _set_graph_buffers(self, index: Mapping[str, tuple[Any, int | None]], **mask: Any) -> None:
+    def _set_graph_buffers(self, **given: Any) -> None:
         """Keep the buffers of CUDA-graph mode (`GraphBuffers`); without CUDA graphs they are only checked to be
         tensors.
         """
         if self._use_cuda_graph:
-            self._place = self._place._replace(graph=GraphBuffers(self._place.workspace, index, **mask))
+            self._place = self._place._replace(graph=GraphBuffers(self._place.workspace, given))
             return
-        for name, value in {**{name: value for name, (value, _) in index.items()}, **mask}.items():
+        for name, value in given.items():
             if value is not None:
                 checks.tensor(name, value)
 

@@ -18,6 +18,7 @@ from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime.staging import Staging
 
 Copies = Sequence[Callable[[], Any]]
+MORE_THAN_REQUESTS = {"indptr": 1, "last_page_len": 0}  # elements of buffers with these names; others have any size
 
 
 class GraphInvariants(NamedTuple):
@@ -35,20 +36,19 @@ class GraphBuffers:
     def __init__(
         self,
         workspace: torch.Tensor,
-        index: Mapping[str, tuple[Any, int | None]],
-        custom_mask_buf: Any = None,
-        mask_indptr_buf: Any = None,
+        given: Mapping[str, Any],
     ) -> None:
-        """`index`: for each buffer the number of elements beyond one per request, or None for any size. The first
-        buffer with a number sets the batch size. Of the mask buffers both or neither are given.
+        """`given`: the constructor's arguments, by name. The first whose size follows from the batch size sets it. Of
+        the mask buffers both or neither are given.
         """
         self.buffers: dict[str, torch.Tensor] = {}
         self.mask: tuple[torch.Tensor, torch.Tensor] | None = None
         self.batch_size = 0
-        given = dict(index)
-        if not custom_mask_buf is mask_indptr_buf is None:
-            given.update(custom_mask_buf=(custom_mask_buf, None), mask_indptr_buf=(mask_indptr_buf, 1))
-        for name, (value, more) in given.items():
+        masked = any(value is not None for name, value in given.items() if "mask" in name)
+        for name, value in given.items():
+            if "mask" in name and not masked:
+                continue
+            more = next((more for part, more in MORE_THAN_REQUESTS.items() if part in name), None)
             dtype = torch.uint8 if name == "custom_mask_buf" else torch.int32
             buffer = batch_plan.graph_buffer(name, value, dtype, workspace.device)
             if more is not None and not self.buffers:
@@ -60,9 +60,9 @@ class GraphBuffers:
                 )
             checks.apart(((name, buffer),), (("float_workspace_buffer", workspace), *self.buffers.items()))
             self.buffers[name] = buffer
-        own = {name: self.buffers[name] for name in index if "indices" not in name}
+        own = {name: x for name, x in self.buffers.items() if not ("indices" in name or "mask" in name)}
         self._lengths = {name: Staging(buffer.device, target=buffer) for name, buffer in own.items()}
-        if len(given) > len(index):
+        if masked:
             self.mask = self.buffers["custom_mask_buf"], self.buffers["mask_indptr_buf"]
 
     @property

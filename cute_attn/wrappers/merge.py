@@ -36,8 +36,7 @@ def merge_state(
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device).
     """
     if is_dynamo_compiling():
-        merged: tuple[torch.Tensor, torch.Tensor] = trace.operator("merge_state")(locals())
-        return merged
+        return trace.operator("merge_state")(locals())
     _check(("v_a", v_a), ("s_a", s_a), ("v_b", v_b), ("s_b", s_b))
     weights, s = _weights(torch.stack((s_a.float(), s_b.float())), 0)
     v = _weighted(v_a, weights[0]) + _weighted(v_b, weights[1])
@@ -113,8 +112,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device).
     """
     if is_dynamo_compiling():
-        state: tuple[torch.Tensor, torch.Tensor] = trace.operator("merge_states")(locals())
-        return state
+        return trace.operator("merge_states")(locals())
     _check_state("v", v, "s", s, ("n", "num_states", "num_heads"))
     weights, merged = _weights(s.float(), 1)
     return _weighted(v, weights).sum(1).to(v.dtype), merged

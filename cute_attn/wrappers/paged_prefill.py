@@ -12,14 +12,19 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, positional, sink_variant
+from cute_attn.request import batch_plan, checks, positional, sink_variant, trtllm_options
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
+from cute_attn.wrappers.older_forward import forward_of
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+OF_BOTH = (  # arguments of a wrapper's constructor, with attention sinks and without
+    *("float_workspace_buffer", "kv_layout", "use_cuda_graph", "backend", "custom_mask_buf", "mask_indptr_buf"),
+    *(f"{name}_buf" for name in PAGED_NAMES),
+)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
@@ -81,12 +86,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_graph_buffers(
-            {
-                "qo_indptr_buf": (qo_indptr_buf, 1),
-                "paged_kv_indptr_buf": (paged_kv_indptr_buf, 1),
-                "paged_kv_indices_buf": (paged_kv_indices_buf, None),
-                "paged_kv_last_page_len_buf": (paged_kv_last_page_len_buf, 0),
-            },
+            qo_indptr_buf=qo_indptr_buf,
+            paged_kv_indptr_buf=paged_kv_indptr_buf,
+            paged_kv_indices_buf=paged_kv_indices_buf,
+            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
             custom_mask_buf=custom_mask_buf,
             mask_indptr_buf=mask_indptr_buf,
         )
@@ -278,9 +281,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         if is_dynamo_compiling():
             return trace.operator("paged_prefill_run")(locals())
         if not (skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None):
-            batch_plan.refuse_all(
+            trtllm_options.refuse_given(
                 "softmax is exact and in fp32",
-                off=False,
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
                 use_fp16_softmax=use_fp16_softmax,
                 uses_spcompress=uses_spcompress,
@@ -301,61 +303,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    @declare.operator("paged_prefill_forward", fakes.paged, mutates=(), is_method=True)
-    def forward(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: Cache,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        *,
-        return_lse: bool = False,
-        allow_fp16_qk_reduction: bool | None = None,
-    ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        The options below replace the planned ones, given or by default, for this run and those after it: after
-        `plan(causal=True)`, `forward(q, cache)` is not causal. Where they differ, the batch is scheduled again.
-
-        Parameters
-        ----------
-        q, paged_kv_cache : the tensors of `run`.
-        causal : default False.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`, with the
-            same defaults.
-        use_fp16_qk_reduction, allow_fp16_qk_reduction (its older name) : a hint; scores are always accumulated in fp32.
-        k_scale, v_scale : factors of k and v, default 1: numbers, or one-element tensors.
-        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
-
-        Returns
-        -------
-        What `run` returns: out, or the pair (out, lse).
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
-        if is_dynamo_compiling():
-            return trace.operator("paged_prefill_forward")(locals())
-        checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
-        self._replan(
-            causal=causal,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+    forward = forward_of(
+        plan,
+        run,
+        "q, paged_kv_cache, causal, pos_encoding_mode, use_fp16_qk_reduction, k_scale, v_scale, window_left, "
+        "logits_soft_cap, sm_scale, rope_scale, rope_theta, * return_lse, allow_fp16_qk_reduction",
+        "paged_prefill_forward",
+        fakes.paged,
+    )
 
     forward_return_lse = with_return_lse(forward)
 
@@ -403,21 +358,11 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         head_dim_vo: int = 128,
         window_left: int = -1,
     ) -> None:
+        given = locals()
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.integer("window_left", window_left)
         variant = sink_variant.made_for(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
-        super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            qo_indptr_buf,
-            paged_kv_indptr_buf,
-            paged_kv_indices_buf,
-            paged_kv_last_page_len_buf,
-            custom_mask_buf,
-            mask_indptr_buf,
-            backend,
-        )
+        super().__init__(**{name: given[name] for name in OF_BOTH})
         self._sink_variant = variant
 
 

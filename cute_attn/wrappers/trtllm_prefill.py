@@ -100,18 +100,14 @@ def trtllm_batch_context_with_kv_cache(
     out : written and returned: query's shape, of a dtype that a backend writes (16 bits, or float32). Default: new.
     out_dtype : dtype of out, or its name. Default: that of out, or query's (bfloat16 for fp8 query). "nvfp4" is
         refused, and so is an `FP4Tensor` as out.
-    o_sf_scale, o_sf_vec_size : arguments of NVFP4 output; refused unless None.
     kv_layout : "HND" (default) or "NHD".
-    enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it.
     sinks : floating-point `[num_qo_heads]`, or a list of one such tensor: natural-log domain, not scaled. Default:
         none.
     kv_cache_sf : NVFP4 caches are refused: FlashInfer interleaves their scales of v here.
-    skip_softmax_threshold_scale_factor : refused unless None (default) or 0.
-    uses_shared_paged_kv_idx : as for `trtllm_batch_decode_with_kv_cache`.
+    o_sf_scale, o_sf_vec_size, enable_pdl, skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx, return_lse,
+        multi_ctas_kv_counter_buffer : as for `trtllm_batch_decode_with_kv_cache`.
     causal : default True. False: a token sees all keys of its request, or those from its window's start on.
     lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_qo_heads]`.
-    return_lse : return `(out, lse)`. Default False.
-    multi_ctas_kv_counter_buffer : a tensor, not used.
     use_fp16_softmax, uses_spcompress : refused unless None or False.
     backend : "trtllm-gen" (default) or "auto": the best backend here; or "fa4", "fa3", "fa2", "reference" or
         "emulator".

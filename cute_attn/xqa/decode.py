@@ -20,7 +20,7 @@ from cute_attn.request import checks
 from cute_attn.request.caches import cache_views
 from cute_attn.request.decode import DecodeCall, Form, before_launch, decode_problem, positive_or_one
 from cute_attn.request.names import rename
-from cute_attn.request.operands import number_or_tensor
+from cute_attn.request.operands import flat_tokens, number_or_tensor
 from cute_attn.runtime import switches
 from cute_attn.runtime.arch import multiprocessors
 from cute_attn.wrappers import calls
@@ -272,12 +272,7 @@ def xqa(
         if q.dim() < 3 or 0 in q.shape[-2:]:
             raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
         rows = (-1, *q.shape[-2:])
-        try:
-            out = checks.tensor("output", output).view(rows)
-        except RuntimeError as error:
-            raise ArgumentError(
-                f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
-            ) from error
+        out = flat_tokens("output", checks.tensor("output", output), rows)
         factors = ("q_scale", q_scale), ("kv_scale", kv_scale)
         kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
         bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5

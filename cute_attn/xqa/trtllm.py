@@ -181,20 +181,11 @@ def _check_rare(out: Any, rare: tuple[Any, ...]) -> torch.dtype | None:
     trtllm_options.check_counters(counters)
     reason = "requests share the CTAs by their lengths, in any order"
     trtllm_options.refuse_given(reason, request_order=order, request_order_plan=order_plan)
-    _refuse_other_masks(block_sparse, cp_world, cp_rank, global_lengths)
-    return trtllm_options.output_dtype(out, out_dtype)
-
-
-def _refuse_other_masks(block_sparse: Any, cp_world: Any, cp_rank: Any, global_lengths: Any) -> None:
-    """Refuse the arguments that say which keys a row sees, other than masks and windows."""
     if checks.boolean("enable_block_sparse_attention", block_sparse):
         instead = "a call per kv head with its own block_tables and seq_lens"
         trtllm_options.refuse("enable_block_sparse_attention", "kv heads share their page table", instead)
-    world = checks.integer("cp_world", cp_world), checks.integer("cp_rank", cp_rank)
-    if world != (1, 0) or global_lengths is not None:
-        feature = "decode context parallelism (cp_world, cp_rank, causal_seqlens_kv_global)"
-        instead = "q_len_per_req=1, or mask, with return_lse=True on every rank, and merge_states"
-        trtllm_options.refuse(feature, "positions follow from the keys of this rank", instead)
+    trtllm_options.refuse_context_parallelism(cp_world, cp_rank, global_lengths)
+    return trtllm_options.output_dtype(out, out_dtype)
 
 
 def _q_len(q_len_per_req: Any, max_q_len: Any, cum_seq_lens_q: Any, uniform_q_len: Any) -> Any:

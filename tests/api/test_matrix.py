@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cute_attn.reference import attention as reference
-from tests.support.case import LOG2E
-from tests.support.matrix import FULL, SMALL, STORAGES, Case, check, make, problem, random_case, tolerance
+from tests.support.case import LOG2E, Case, check, make, problem, tolerance
+from tests.support.matrix import FULL, SMALL, STORAGES, random_case
 
 
 def solved(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,20 +30,16 @@ from unittest import mock
 
 from cute_attn.emulator import EmulatorError, Schedule, using
 from tests.emulator.equivalents import excuse
-from tests.emulator.mutations import (
-    MUTATIONS,
-    Mutant,
-    applied,
-    mutants,
-)
+from tests.emulator.mutations import MUTATIONS, Mutant, applied, mutants
 from tests.emulator.patched import sharing
 from tests.support import batch_case, fp8_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.batch_case import decode as batch_decode
-from tests.support.case import Case, call, check, make
+from tests.support.case import Case
 from tests.support.fp8_case import Fp8Case
 from tests.support.matrix import decode, prefill
 from tests.support.mla_case import MlaCase
+from tests.support.right import assert_solved
 from tests.support.schedules import ALL_SCHEDULES
 
 MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those that these do not catch
@@ -256,25 +252,14 @@ def symbol(ptx: str) -> str:
 
 def solve(case: AnyCase) -> str:
     """What is wrong, or ""."""
-    if isinstance(case, MlaCase):
-        try:
-            case.check(case.trtllm(backend="emulator"))
-        except AssertionError as wrong:
-            return str(wrong) or "wrong"
-        return ""
-    if isinstance(case, Case):
-        out, lse = call(case, make(case), backend="emulator")
-        return check(case, out, lse).detail
-    if isinstance(case, BatchCase):
-        inputs = batch_case.make(case)
-        with mock.patch.object(batch_case, "WORKSPACE", WORKSPACE):
-            out, lse = batch_case.call(case, inputs, backend="emulator")
-        return batch_case.check(case, inputs, out, lse).detail
-    narrow = fp8_case.make(case, "cpu")
     try:
-        with mock.patch.object(fp8_case, "WORKSPACE", WORKSPACE):
-            results = fp8_case.call(case, narrow, "emulator")
-        fp8_case.check(case, narrow, *results)
+        with mock.patch.object(batch_case, "WORKSPACE", WORKSPACE):
+            if isinstance(case, MlaCase):
+                case.check(case.trtllm(backend="emulator"))
+            elif isinstance(case, Fp8Case):
+                fp8_case.solve(case, "emulator")
+            else:
+                assert_solved(case, backend="emulator")
     except AssertionError as wrong:
         return str(wrong) or "wrong"
     return ""

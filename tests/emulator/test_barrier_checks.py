@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_attn.emulator import EmulatorError, GlobalMemory, Schedule, launch
+from cute_attn.emulator import EmulatorError, Schedule
 from cute_attn.emulator import errors as faults
 from tests.emulator.micro.case import Text
-from tests.emulator.test_checks import ARRIVE, FENCE, IN, INIT, OUT, WAIT, kernel, run
+from tests.emulator.test_checks import ARRIVE, FENCE, INIT, WAIT, kernel, run
 
 pytestmark = pytest.mark.emulator
 
@@ -229,18 +229,8 @@ def test_lanes_that_test_different_phases() -> None:
 def _registers(at_launch: int | None, first: str, second: str, schedule: Schedule = SCHEDULES[0]) -> None:
     """Two warpgroups, of which each executes one instruction."""
     lines = ("setp.ge.u32 %p1, %me, 128;", "@%p1 bra SECOND;", first, "bra SKIP;", "SECOND:", second, "SKIP:")
-    memory = GlobalMemory()
-    memory.add("in", IN, 16, data=np.zeros(16, np.uint8))
-    memory.add("out", OUT, 16, data=np.zeros(16, np.uint8))
-    description = {
-        "symbol": "micro",
-        "grid": (1, 1, 1),
-        "block": (256, 1, 1),
-        "smem_bytes": 0,
-        "params": IN.to_bytes(8, "little") + OUT.to_bytes(8, "little"),
-    }
     given = {} if at_launch is None else {"registers": at_launch}
-    launch(kernel(*lines, threads=256).ptx(), description | given, memory, schedule=schedule)
+    run(kernel(*lines, threads=256), schedule=schedule, **given)
 
 
 def _set(direction: str, count: int) -> str:

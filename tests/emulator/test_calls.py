@@ -5,6 +5,7 @@ that renews the schedules of all layers in a captured graph.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,7 +36,8 @@ from tests.support.right import assert_right
 
 pytestmark = pytest.mark.emulator
 
-PERSISTENT = [("sm_90a", "fa3"), ("sm_100a", "fa4")]
+FA2, PERSISTENT = ("sm_90a", "fa2"), [("sm_90a", "fa3"), ("sm_100a", "fa4")]
+RAGGED = ragged((7, 13), (7, 13), mask="causal", dtype="bfloat16", **heads(4, 2))
 PAGED = paged((5, 7), (20, 13), page_size=16, mask="causal", **heads(4, 2))
 DECODE = decode((20, 13), page_size=16, **heads(4, 2))
 SINKS = {
@@ -64,8 +66,11 @@ def test_threads_take_turns() -> None:
             assert_near(out, lse, expected)
 
 
-@pytest.mark.parametrize("target", [("sm_90a", "fa2"), *PERSISTENT], ids=lambda target: target[1])
-@pytest.mark.parametrize("case", [PAGED, DECODE], ids=["paged", "decode"])
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [*itertools.product((PAGED, DECODE), (FA2, *PERSISTENT)), (RAGGED, FA2)],
+    ids=lambda value: value.kind if isinstance(value, BatchCase) else value[1],
+)
 def test_repeated_runs_copy_a_query_that_is_not_aligned(case: Any, target: tuple[str, str]) -> None:
     """The first run that is not aligned is prepared for repeats; so is one that is."""
     inputs = make(case)

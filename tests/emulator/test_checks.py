@@ -17,19 +17,20 @@ pytestmark = pytest.mark.emulator
 IN, OUT = 0x10000000, 0x20000000
 
 
-def run(text: Text, *, pdl: bool = False, grid: int = 1, schedule: Schedule | None = None, valid: bool = True) -> bytes:
-    """A kernel of `Text` on 4096 bytes of input and of output."""
+def run(
+    text: Text, *, grid: int = 1, schedule: Schedule | None = None, valid: bool = True, **description: Any
+) -> bytes:
+    """A kernel of `Text` on 4096 bytes of input and of output; `description` of its launch."""
     memory = GlobalMemory()
     out = np.zeros(4096, np.uint8)
     memory.add("in", IN, 4096, writable=False, data=np.arange(4096).astype(np.uint8))
     memory.add("out", OUT, 4096, data=out, valid=valid)
-    description = {
+    description |= {
         "symbol": "micro",
         "grid": (grid, 1, 1),
         "block": (text.threads, 1, 1),
         "cluster": (text.cluster, 1, 1),
         "smem_bytes": 0,
-        "pdl": pdl,
         "params": IN.to_bytes(8, "little") + OUT.to_bytes(8, "little"),
     }
     launch(text.ptx(), description, memory, schedule=schedule or Schedule())

@@ -45,7 +45,7 @@ def kernels(emulation: Emulation) -> list[object]:
 
 @pytest.mark.parametrize(
     ("case", "schedule"),
-    in_turn(needed((*DECODE, *SMALL, *VARIED), functools.partial(Fp8Case.features, device=CUDA))),
+    in_turn(needed((*DECODE, *SMALL, *VARIED), functools.partial(Fp8Case.features, device=CUDA), (*LONG, *CUT))),
     ids=name,
 )
 def test_fp8(case: Fp8Case, schedule: Schedule) -> None:

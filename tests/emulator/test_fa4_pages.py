@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from cute_attn.emulator import Schedule
-from cute_attn.kernels.fa4.host.family import KERNELS
-from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.persistent_emulated import FA4, name, solve_on
 from tests.support.schedules import in_turn
@@ -16,9 +12,8 @@ from tests.support.schedules import in_turn
 pytestmark = pytest.mark.emulator
 
 LENGTHS = ((130, 0, 9, 70), (270, 33, 129, 0))  # whole query tiles, ragged ends, a request without keys
-# NaN in the rest of pages, and behind rows and heads.
+# NaN in the rest of pages, and behind rows and heads; what the batches of all persistent kernels do not have.
 PAGES: tuple[BatchCase, ...] = (
-    paged(*LENGTHS, 1, mask="causal", cache="one", **heads(4, 2)),
     paged(*LENGTHS, 3, kv_layout="HND", cache="strided", slack=True, **heads(4, 2), **dims(128)),
     paged(*LENGTHS, 4, mask="custom", cache="strided", dtype="bfloat16", **heads(2, 2), **dims(128)),
     paged((60, 9), (270, 129), 1, mask="causal", kv_layout="HND", **heads(6, 2), **dims(192, 128)),
@@ -26,7 +21,6 @@ PAGES: tuple[BatchCase, ...] = (
     paged((60, 9), (270, 129), 5, kv_layout="HND", cache="strided", **heads(3, 3), **dims(72)),
 )
 BOXES: tuple[BatchCase, ...] = (  # ends of requests within V tiles, which are cleared
-    paged(*LENGTHS, 16, mask="causal", cache="strided", **heads(4, 2)),
     paged(*LENGTHS, 64, kv_layout="HND", cache="one", slack=True, **heads(2, 1), **dims(128)),
     paged(*LENGTHS, 128, mask="custom", cache="strided", dtype="bfloat16", **heads(2, 2), **dims(80)),
     paged((60, 9), (270, 129), 32, mask="causal", cache="strided", **heads(6, 2), **dims(192, 128)),  # one stage of V
@@ -39,31 +33,10 @@ OUTPUTS: tuple[tuple[BatchCase, bool], ...] = (  # and whether query tiles are s
 )
 
 
-@pytest.fixture
-def source(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Makes the family load pages of any size by this source."""
-    chosen = KERNELS.page_source
-    object.__setattr__(KERNELS, "page_source", lambda *args, **options: request.param)
-    clear()
-    yield request.param
-    object.__setattr__(KERNELS, "page_source", chosen)
-    clear()
-
-
-def clear() -> None:
-    prepared_kernel.cache_clear()
-
-
-@pytest.mark.parametrize("source", ["gathered"], indirect=True)
-@pytest.mark.parametrize(("batch", "schedule"), in_turn(PAGES), ids=name)
-def test_pages(source: str, batch: BatchCase, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("batch", "schedule"), in_turn((*PAGES, *BOXES)), ids=name)
+def test_pages(batch: BatchCase, schedule: Schedule) -> None:
     emulation = solve_on(FA4, batch, schedule, 2)
-    assert {record.spec["kv"] for record in emulation.records if record.spec["kernel"] == "fa4"} == {source}
-
-
-@pytest.mark.parametrize(("batch", "schedule"), in_turn(BOXES), ids=name)
-def test_boxes(batch: BatchCase, schedule: Schedule) -> None:
-    assert solve_on(FA4, batch, schedule, 2).records[0].spec["kv"] == "paged"
+    assert emulation.records[0].spec["kv"] == ("paged" if batch in BOXES else "gathered")
 
 
 @pytest.mark.parametrize(("case", "schedule"), in_turn(OUTPUTS, structure=lambda case: case[1]), ids=name)

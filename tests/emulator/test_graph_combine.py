@@ -10,9 +10,9 @@ from cute_attn.emulator.machine import Schedule
 from cute_attn.emulator.settings import using
 from cute_attn.kernels.combine.spec import RESIDENT_ROWS, WARPS, CombineSpec
 from cute_attn.schedule.records import Merge
-from tests.support.batch_case import BatchCase, call, heads, make, paged, plan_arguments
+from tests.support.batch_case import BatchCase, heads, paged
 from tests.support.graphs import graph_wrapper
-from tests.support.right import assert_right
+from tests.support.right import assert_planned_right
 
 pytestmark = pytest.mark.emulator
 
@@ -27,12 +27,9 @@ CASES: tuple[BatchCase, ...] = (
 @pytest.mark.parametrize("case", CASES, ids=["cut", "whole"])
 @pytest.mark.parametrize("kernels", ["fa2", "fa3"])
 def test_fewer_warps_than_rows(kernels: str, case: BatchCase, schedule: str) -> None:
-    inputs = make(case)
     made: Any = graph_wrapper(case, "cpu", 60, 0, backend="emulator")[0]
     with using("sm_90a", kernels=kernels, schedule=Schedule(schedule, 1), sms=1) as emulation:
-        made.plan(**plan_arguments(case, inputs))
-        out, lse = call(case, inputs, made)
-    assert_right(case, inputs, out, lse)
+        assert_planned_right(case, made)
     plan = made._planned().launch.planned.schedule
     merges = plan.work.merges
     cut = int((merges[:, Merge._fields.index("qo_len")] > 0).sum())

@@ -8,9 +8,10 @@ import pytest
 
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase
+from tests.support.case import Case
 from tests.support.cover import needed
 from tests.support.executors import PARAMS, Executor
-from tests.support.matrix import SMALL, Case
+from tests.support.matrix import SMALL
 from tests.support.persistent_emulated import CUDA
 from tests.support.right import assert_solved, emulate
 

@@ -13,23 +13,11 @@ from cute_attn import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from tests.support import multi_item
-from tests.support.batch_case import (
-    E4M3,
-    BatchCase,
-    call,
-    dims,
-    features,
-    heads,
-    make,
-    paged,
-    plan_arguments,
-    ragged,
-    random_lengths,
-)
+from tests.support.batch_case import E4M3, BatchCase, dims, features, heads, paged, ragged, random_lengths
 from tests.support.graphs import graph_wrapper
 from tests.support.matrix import BF16
 from tests.support.persistent_emulated import CUDA, TARGETS, Target, name
-from tests.support.right import assert_right, emulate
+from tests.support.right import assert_planned_right, emulate
 from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
@@ -154,9 +142,7 @@ def test_captured_plans(kernels: str, arch: str) -> None:
     addresses = set()
     with using(arch, kernels=kernels, sms=2):
         for case in (largest, *(random_lengths(largest, seed, 300) for seed in range(3))):
-            inputs = make(case)
-            made.plan(**plan_arguments(case, inputs))
-            assert_right(case, inputs, *call(case, inputs, made))
+            assert_planned_right(case, made)
             run = made._planned().launch.planned
             addresses.add(run.items + 4 * run.schedule.work.key_bounds)
     assert len(addresses) == 1

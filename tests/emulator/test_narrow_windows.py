@@ -24,10 +24,7 @@ BATCHES = [  # and rows and CTAs per SM of their tiles
     (ragged(*LENGTHS, mask="causal", window_left=70, **FP8, **heads(4, 1), **dims(128)), (192, 1)),
     (dataclasses.replace(SHARED, num_qo_heads=2), (64, 3)),
     (paged(*LENGTHS, 32, mask="causal", window_left=0, **heads(4, 2), **dims(128)), (64, 2)),
-    (
-        paged((65, 130), (300, 130), 64, mask="causal", window_left=127, kv_layout="HND", **heads(2, 1), **dims(64)),
-        (64, 3),
-    ),
+    (PAGES, (64, 3)),
     (ragged((70, 3), (100, 40), mask="causal", window_left=30, sinks=True, **heads(4, 2), **dims(256)), (128, 1)),
 ]
 

@@ -12,6 +12,7 @@ import torch
 
 from cute_attn import ArgumentError, BatchDecodeWithPagedKVCacheWrapper, xqa_batch_decode_with_kv_cache
 from cute_attn.emulator.settings import using
+from tests.support.dense_attention import attention, seen
 
 KERNELS = [
     pytest.param(None, id="reference"),
@@ -45,13 +46,6 @@ def tokens(cache: torch.Tensor, pages: list[int], kv_len: int) -> tuple[torch.Te
     return k.flatten(0, 1)[:kv_len], v.flatten(0, 1)[:kv_len]
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Returns what rows of q that see all keys attend to, in fp64."""
-    k, v = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    scores = torch.einsum("nhd,mhd->hnm", q.double(), k) / math.sqrt(DIM)
-    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v)
-
-
 KV_LEN, WINDOW = 110, 20
 PAGES = [5, 2, 7, 1, 3, 8, 4]
 
@@ -63,7 +57,7 @@ def test_pages_before_a_window_may_be_gone(kernels: tuple[str, str] | None, dtyp
     torch.manual_seed(0)
     cache, q = torch.randn(9, 2, PAGE, KV_HEADS, DIM).bfloat16(), torch.randn(1, HEADS, DIM).bfloat16()
     k, v = tokens(cache, PAGES, KV_LEN)
-    want = attention(q, k[-WINDOW - 1 :], v[-WINDOW - 1 :])
+    want, _ = attention(q, k, v, seen(1, KV_LEN, window_left=WINDOW))
     pages = torch.tensor(PAGES, dtype=dtype)
     pages[: (KV_LEN - WINDOW - 1) // PAGE] = -1
     made = wrapper(kernels)
@@ -133,5 +127,5 @@ def test_huge_sinks_take_all_the_weight(kernels: tuple[str, str] | None, sink: f
     assert not out[:, others].any()
     torch.testing.assert_close(lse[:, others], want[:, others])
     for i, (pages, kv_len) in enumerate((([0, 1], 20), ([2, 3], 30))):
-        k, v = tokens(cache, pages, kv_len)
-        assert (out[i, 1].double() - attention(q[i : i + 1], k, v)[0, 1]).abs().max() < 1e-2
+        answer, _ = attention(q[i : i + 1], *tokens(cache, pages, kv_len), seen(1, kv_len))
+        assert (out[i, 1].double() - answer[0, 1]).abs().max() < 1e-2

@@ -42,21 +42,20 @@ pytestmark = pytest.mark.emulator
 KERNELS = (("fa2", "sm_90a"), *((target.kernels, target.arch) for target in TARGETS))
 
 
-def dealt(problems: Sequence[Any], features: Callable[[Any], Features]) -> list[tuple[Target, Any, Schedule]]:
-    """What each target needs of the problems that it takes."""
-    return [
-        (target, problem, schedule)
-        for target in TARGETS
-        for problem, schedule in in_turn(
-            needed([problem for problem in problems if target.takes(features(problem))], features),
-            target.schedules,
-            structure,
-        )
-    ]
+def dealt(
+    problems: Sequence[Any], long: Sequence[Any], features: Callable[[Any], Features]
+) -> list[tuple[Target, Any, Schedule]]:
+    """What each target needs of the problems that it takes, besides long ones, which run on all targets."""
+    found = []
+    for target in TARGETS:
+        taken, others = ([x for x in all_ if target.takes(features(x))] for all_ in (problems, long))
+        turns = in_turn(needed(taken, features, others), target.schedules, structure)
+        found += [(target, problem, schedule) for problem, schedule in turns]
+    return found
 
 
-SINGLE = dealt(SMALL, functools.partial(case.features, device=CUDA))
-BATCH = dealt(batch_case.SMALL, functools.partial(batch_case.features, device=CUDA))
+SINGLE = dealt(SMALL, LONG, functools.partial(case.features, device=CUDA))
+BATCH = dealt(batch_case.SMALL, (*BATCHES, *GATHERED), functools.partial(batch_case.features, device=CUDA))
 
 
 def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:

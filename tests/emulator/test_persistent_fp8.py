@@ -21,7 +21,7 @@ def solve(target: Target, case: Fp8Case, schedule: Schedule, sms: int) -> list[s
     return [str(record.spec["kernel"]) for record in emulation.records]
 
 
-@pytest.mark.parametrize(("case", "schedule"), in_turn(needed((*SMALL, *VARIED))), ids=name)
+@pytest.mark.parametrize(("case", "schedule"), in_turn(needed((*SMALL, *VARIED), besides=(*LONG, *CUT))), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_fp8(target: Target, case: Fp8Case, schedule: Schedule) -> None:
     assert solve(target, case, schedule, sms=3) == [target.kernels]

@@ -24,17 +24,19 @@ from tests.support.persistent_emulated import (
     name,
     solve_on,
 )
-from tests.support.schedules import in_turn, way_of_keys
+from tests.support.schedules import ALL_SCHEDULES, in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
 
-LONG_BATCHES = fp8_kv_cases.batches([*BATCHES, *GATHERED])
+LONG_SINGLES = needed(fp8_kv_cases.singles(LONG))
+LONG_BATCHES = needed(fp8_kv_cases.batches([*BATCHES, *GATHERED]))
+FIRST = {way_of_keys(batch): batch for batch in reversed(LONG_BATCHES)}.values()
 
 
 def dealt(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
-    """The problems that are needed, for each target some. What they differ in 16-bit keys have on all targets."""
+    """Problems for each target in turn. What they differ in 16-bit keys have on all targets."""
     targets = itertools.cycle(fp8_kv_cases.TARGETS)
-    return [(next(targets), problem, schedule) for problem, schedule in in_turn(needed(problems))]
+    return [(next(targets), problem, schedule) for problem, schedule in in_turn(problems)]
 
 
 @pytest.fixture(params=fp8_kv_cases.TARGETS, ids=name)
@@ -42,25 +44,38 @@ def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
-@pytest.mark.parametrize(("target", "problem", "schedule"), dealt(fp8_kv_cases.singles(SMALL)), ids=name)
+@pytest.mark.parametrize(
+    ("target", "problem", "schedule"), dealt(needed(fp8_kv_cases.singles(SMALL), besides=LONG_SINGLES)), ids=name
+)
 def test_single(target: Target, problem: Case, schedule: Schedule) -> None:
     solve_on(target, problem, schedule)
 
 
-@pytest.mark.parametrize(("target", "batch", "schedule"), dealt(fp8_kv_cases.batches(batch_case.SMALL)), ids=name)
+@pytest.mark.parametrize(
+    ("target", "batch", "schedule"),
+    dealt(needed(fp8_kv_cases.batches(batch_case.SMALL), besides=LONG_BATCHES)),
+    ids=name,
+)
 def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
     solve_on(target, batch, schedule)
 
 
-@pytest.mark.parametrize(("problem", "schedule"), in_turn(needed(fp8_kv_cases.singles(LONG))), ids=name)
+@pytest.mark.parametrize(("target", "problem", "schedule"), dealt(LONG_SINGLES), ids=name)
 def test_long(target: Target, problem: Case, schedule: Schedule) -> None:
     emulation = solve_on(target, problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
 
 
-@pytest.mark.parametrize(("batch", "schedule"), in_turn(LONG_BATCHES, structure=way_of_keys), ids=name)
+@pytest.mark.parametrize(
+    ("target", "batch", "schedule"),
+    [
+        *itertools.product(fp8_kv_cases.TARGETS, FIRST, ALL_SCHEDULES),
+        *dealt([batch for batch in LONG_BATCHES if batch not in FIRST]),
+    ],
+    ids=name,
+)
 def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    """Ragged keys, boxes of pages, and small pages gathered by one warp."""
+    """Ragged keys, boxes of pages, and small pages gathered by one warp: each way on all targets and schedules."""
     emulation = solve_on(target, batch, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {batch.kv_dtype}
 

@@ -1,12 +1,6 @@
-"""tcgen05.ld and st of every shape against layouts as CUTLASS states them, and the checks of tensor memory.
-
-The PTX ISA shows fragments in figures only, so that the emulator's formulas go back to the same text: slips show here,
-misreadings would not. The corpus runs .32x32b.
-"""
+"""tcgen05.ld and st of .32x32b: a thread has a lane of its warp, a register a column. The checks of tensor memory."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -14,33 +8,10 @@ import pytest
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import EmulatorError, MemoryFault, PtxError, Race, Uninitialised
 from tests.emulator.tcgen05_kernel import Kernel, registers
-from tests.emulator.umma_oracle import layout
 
 pytestmark = pytest.mark.emulator
 
-SHAPES = {"32x32b": 128, "16x64b": 128, "16x128b": 64, "16x256b": 32, "16x32bx2": 128}  # largest repetition
 NUMS = [1 << i for i in range(8)]
-COLUMNS = {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 8, "16x32bx2": 2}  # of one repetition
-CASES = [
-    (shape, num, packed)
-    for (shape, most), num, packed in itertools.product(SHAPES.items(), NUMS, (False, True))
-    if num <= most and COLUMNS[shape] * num * (1 + packed) <= 256
-]
-
-
-def oracle(shape: str, num: int) -> tuple[Array, Array]:
-    """(lane, 32-bit column) of each thread's registers, from the (thread, bit) -> bit layouts of
-    include/cute/atom/copy_traits_sm100.hpp (SM100_TMEM_LOAD_*dp*b*x); a row of bits is one lane."""
-    row = {"32x32b": 32, "16x64b": 64, "16x128b": 128, "16x256b": 256, "16x32bx2": 64}[shape] * num
-    threads, values = {
-        "32x32b": (((32,), (row,)), ((row,), (1,))),
-        "16x64b": (((2, 2, 8), (8 * row, 32, row)), ((32, num), (1, 64))),
-        "16x128b": (((4, 8), (32, row)), ((32, 2, num), (1, 8 * row, 128))),
-        "16x256b": (((4, 8), (64, row)), ((64, 2, num), (1, 8 * row, 256))),
-        "16x32bx2": (((16, 2), (row, 32 * num)), ((32 * num,), (1,))),
-    }[shape]
-    bits = layout(*threads)[:, None] + layout(*values)[None, ::32]
-    return bits // row, bits % row // 32
 
 
 @pytest.fixture(scope="module")
@@ -49,55 +20,22 @@ def image() -> Array:
     return words * np.uint32(0x10001) ^ np.uint32(0x5A5A0000)
 
 
-def _columns(shape: str, num: int, packed: bool) -> tuple[Array, Array, str]:
-    """(lanes, columns [32, registers, 1 or 2], the immediate of .16x32bx2): its halves lie one behind the other."""
-    lanes, columns = oracle(shape, num)
-    wide = columns[..., None] * (2 if packed else 1) + np.arange(2 if packed else 1)
-    split = f", {num * (2 if packed else 1)}" if shape == "16x32bx2" else ""
-    return lanes, wide, split
+@pytest.mark.parametrize("num", NUMS)
+def test_load(image: Array, num: int) -> None:
+    code = f"tcgen05.ld.sync.aligned.32x32b.x{num}.b32 {registers(num)}, [%taddr+4];"
+    _, found = Kernel(tmem=image, warps=[code], results=num, commit=False).run()
+    np.testing.assert_array_equal(found, image[:, :, 4 : 4 + num])
 
 
-def _bases(shape: str) -> list[int]:
-    return [0] if shape == "32x32b" else [0, 16]
-
-
-@pytest.mark.parametrize(("shape", "num", "packed"), CASES)
-def test_load(image: Array, shape: str, num: int, packed: bool) -> None:
-    lanes, columns, split = _columns(shape, num, packed)
-    count, pack = columns.shape[1], ".pack::16b" if packed else ""
-    for base in _bases(shape):
-        address = f"[%taddr+{base << 16}]"
-        code = f"tcgen05.ld.sync.aligned.{shape}.x{num}{pack}.b32 {registers(count)}, {address}{split};"
-        _, found = Kernel(tmem=image, warps=[code], results=count, commit=False).run()
-        for warp in range(4):
-            words = image[0, 32 * warp + base + lanes[..., None], columns]
-            expected = (words[..., 0] & 0xFFFF) | words[..., 1] << np.uint32(16) if packed else words[..., 0]
-            np.testing.assert_array_equal(found[0, 32 * warp : 32 * warp + 32], expected)
-
-
-@pytest.mark.parametrize(("shape", "num", "packed"), [c for c in CASES if c[1] <= 8])
-def test_store(image: Array, shape: str, num: int, packed: bool) -> None:
-    lanes, columns, split = _columns(shape, num, packed)
-    count, unpack = columns.shape[1], ".unpack::16b" if packed else ""
-    last = -(-(int(columns.max()) + 1) // 4) * 4
-    source = f"tcgen05.ld.sync.aligned.32x32b.x{_power(count)}.b32 {registers(_power(count))}, [%taddr];"
-    for base in _bases(shape):
-        address = f"[%taddr+{128 + (base << 16)}]"
-        store = f"tcgen05.st.sync.aligned.{shape}.x{num}{unpack}.b32 {address}{split}, {registers(count)};"
-        code = [source, "tcgen05.wait::ld.sync.aligned;", store, "tcgen05.wait::st.sync.aligned;"]
-        found, _ = Kernel(tmem=image, warps=code, columns=last, first=128, commit=False).run()
-        for warp in range(4):
-            expected = image[0, :, 128 : 128 + last].copy()
-            words = image[0, 32 * warp : 32 * warp + 32, :count, None]
-            if packed:
-                words = np.concatenate([words & 0xFFFF, words >> 16], axis=-1)
-            expected[32 * warp + base + lanes[..., None], columns] = words
-            rows = slice(32 * warp, 32 * warp + 32)
-            np.testing.assert_array_equal(found[0, rows], expected[rows])
-
-
-def _power(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+@pytest.mark.parametrize("num", NUMS)
+def test_store(image: Array, num: int) -> None:
+    load = f"tcgen05.ld.sync.aligned.32x32b.x{num}.b32 {registers(num)}, [%taddr];"
+    store = f"tcgen05.st.sync.aligned.32x32b.x{num}.b32 [%taddr+128], {registers(num)};"
+    code = [load, "tcgen05.wait::ld.sync.aligned;", store, "tcgen05.wait::st.sync.aligned;"]
+    found, _ = Kernel(tmem=image, warps=code, columns=max(num, 4), first=128, commit=False).run()
+    expected = image[:, :, 128 : 128 + max(num, 4)].copy()
+    expected[:, :, :num] = image[:, :, :num]
+    np.testing.assert_array_equal(found, expected)
 
 
 def _raises(kind: type[EmulatorError], match: str, **options: object) -> None:

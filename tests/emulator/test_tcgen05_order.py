@@ -11,6 +11,7 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, EmulatorError, Race, RegisterFault
 from tests.emulator.tcgen05_kernel import AFTER, BEFORE, Kernel
 from tests.emulator.test_tcgen05_mma import Case, Setup
+from tests.emulator.umma_oracle import instruction
 from tests.support.schedules import KINDS
 
 pytestmark = pytest.mark.emulator
@@ -91,12 +92,15 @@ def image() -> Array:
 
 
 def _hand_over(*between: str) -> list[str]:
-    """All warps read columns that a copy by one thread then overwrites, after a CTA barrier."""
-    copy = "mov.b64 %a, {%y, %x1}; tcgen05.cp.cta_group::1.128x128b [%taddr], %a;"
+    """All warps read columns that a product by one thread then overwrites, after a CTA barrier."""
     descriptor = "shr.u32 %y, %base, 4; or.b32 %y, %y, 0x80000; mov.b32 %x1, 0x4008;"  # 128 bytes, 128 bytes
+    word = instruction(128, 8, "f16", "f16", "f32")
+    operands = f"mov.b64 %a, {{%y, %x1}}; mov.b32 %y, {word}; setp.ne.u32 %p1, %tid, %tid;"
+    product = f"{operands} tcgen05.mma.cta_group::1.kind::f16 [%taddr], %a, %a, %y, %p1;"
     commit = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%bar];"
     done = ["WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%bar], 0;", "@!%p1 bra WAIT;", AFTER]
-    return [LOAD, *between, descriptor, "@!%lead bra COPIED;", copy, commit, "COPIED: bar.warp.sync 0xffffffff;", *done]
+    overwrite = ["@!%lead bra WRITTEN;", product, commit, "WRITTEN: bar.warp.sync 0xffffffff;"]
+    return [LOAD, *between, descriptor, *overwrite, *done]
 
 
 def _run(image: Array, warps: list[str], strict: bool = True, results: int = 0) -> Array:
@@ -110,7 +114,7 @@ def test_reads_are_over_before_columns_are_overwritten(image: Array, missing: st
     if missing is None:
         _run(image, _hand_over(*steps))
         return
-    with pytest.raises(Race, match=r"tcgen05\.cp .* a read by tcgen05\.ld|tcgen05\.ld.* a write by tcgen05\.mma"):
+    with pytest.raises(Race, match=r"tcgen05\.mma .* a read by tcgen05\.ld|tcgen05\.ld.* a write by tcgen05\.mma"):
         _run(image, _hand_over(*steps))
 
 

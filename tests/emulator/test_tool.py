@@ -7,12 +7,13 @@ import itertools
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import cute_attn
-from cute_attn import NotSupported, emulator, explain
+from cute_attn import ArgumentError, NotSupported, emulator, explain
 from cute_attn.cli import main
 from cute_attn.dispatch import capabilities, select
 from cute_attn.emulator import timeline
@@ -114,6 +115,19 @@ def test_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_misaligned_rows_are_refused() -> None:
-    kv = torch.randn(9 * 64 + 1).half()[1:].view(9, 1, 64)
-    with pytest.raises(ValueError, match="k must have rows"):
-        cute_attn.single_prefill_with_kv_cache(torch.randn(1, 1, 64).half(), kv, kv, backend="emulator")
+    """Of k, in calls and in runs of a plan; rows of q are copied (`test_calls.py`)."""
+    q, kv = torch.randn(9, 1, 64).half(), torch.randn(9 * 64 + 1).half()[1:].view(9, 1, 64)
+    wrapper = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20).byte(), backend="emulator")
+    ends = torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="k must have rows that start at multiples of 16 bytes"):
+        cute_attn.single_prefill_with_kv_cache(q, kv, kv, backend="emulator")
+    with emulator.using("sm_90a", kernels="fa2"):
+        wrapper.plan(ends, ends, 1, 1, 64)
+        with pytest.raises(ArgumentError, match="k must have rows that start at multiples of 16 bytes"):
+            wrapper.run(q, kv, q)
+
+
+@pytest.mark.parametrize("sms", [0, -1, 1.5, True, "132"])
+def test_sms_must_be_a_positive_count(sms: Any) -> None:
+    with pytest.raises(ArgumentError, match="sms must be None or an int >= 1"), emulator.using("sm_90a", sms=sms):
+        pass

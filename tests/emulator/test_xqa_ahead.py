@@ -17,12 +17,10 @@ import pytest
 from cute_attn import emulator
 from cute_attn.emulator import access
 from cute_attn.emulator.machine import Schedule
-from cute_attn.kernels.formats import KV_BITS
-from cute_attn.kernels.xqa.tiles import Shape, choose, find
-from cute_attn.runtime.arch import named
-from perf import rings
+from cute_attn.kernels.xqa.tiles import Shape
 from tests.emulator.test_xqa import decode
 from tests.support.xqa_case import Built, XqaCase, build
+from tests.support.xqa_rules import forced_ring
 
 pytestmark = pytest.mark.emulator
 
@@ -92,10 +90,6 @@ class Reads(NamedTuple):
 def reads(name: str, built: Built, rewrite: Any, schedule: str, monkeypatch: pytest.MonkeyPatch) -> Reads:
     """What a call reads, which is right."""
     case, ring, _ = CASES[name]
-    kv_dtype = "float8_e4m3fn" if case.kv == "e4m3" else ""
-    hopper = named("sm_90a")
-    rule = find(hopper, KV_BITS[kv_dtype], case.head_dim, Shape(200, keys=201))
-    start = choose("bfloat16", kv_dtype, "bfloat16", case.head_dim, 8, False, rule, hopper)
     spans = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in built.arguments["kv_cache"]]
     found = Reads(set(), Counter())
     load = access.load_global
@@ -109,7 +103,7 @@ def reads(name: str, built: Built, rewrite: Any, schedule: str, monkeypatch: pyt
 
     monkeypatch.setattr(access, "load_global", recorded)
     gpu = emulator.using("sm_90a", sms=16 if "c4" in ring else 2, schedule=Schedule(schedule, 1), rewrite=rewrite)
-    with rings.force_spec(rings.ring(ring, start)), gpu as emulation:
+    with forced_ring(ring, case, Shape(200, keys=201)), gpu as emulation:
         assert built.check(*decode(built)) == ""
     assert emulation.records[0].spec["prefetch"] == ("smem" if ring.endswith("e") else "l2")
     return found

@@ -8,14 +8,14 @@ import re
 
 import pytest
 
-from cute_attn.emulator import Schedule, using
+from cute_attn.emulator import Schedule
 from cute_attn.kernels.programs import program
 from cute_attn.kernels.xqa.tiles import Shape, choose, find
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import named
 from tests.emulator.test_xqa import solve
-from tests.support import batch_case
 from tests.support.batch_case import E5M2, BatchCase, decode, dims, heads
+from tests.support.right import emulate
 from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_case import XqaCase
 
@@ -84,11 +84,7 @@ BATCHES = (
     ids=lambda x: getattr(x, "id", x),
 )
 def test_wrappers(batch: BatchCase, arch: str, schedule: str) -> None:
-    inputs = batch_case.make(batch)
-    with using(arch, kernels="xqa", schedule=Schedule(schedule, 1), sms=2) as emulation:
-        out, lse = batch_case.call(batch, inputs, backend="emulator")
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, result.detail
+    emulation = emulate(batch, arch, "xqa", Schedule(schedule, 1), sms=2)
     assert {record.spec["kernel"] for record in emulation.records} == {"xqa"}
 
 
@@ -96,11 +92,7 @@ def test_wrappers(batch: BatchCase, arch: str, schedule: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_fa2_converts(kv_dtype: str, dtype: str) -> None:
     batch = decode((33, 1), kv_dtype=kv_dtype, dtype=dtype, **heads(2, 1))
-    inputs = batch_case.make(batch)
-    with using("sm_100a", kernels="fa2", sms=1) as emulation:
-        out, lse = batch_case.call(batch, inputs, backend="emulator")
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, result.detail
+    emulation = emulate(batch, "sm_100a", "fa2", sms=1)
     assert "fa2" in {record.spec["kernel"] for record in emulation.records}
 
 

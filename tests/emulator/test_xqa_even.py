@@ -7,17 +7,13 @@ import torch
 
 from cute_attn import emulator, xqa_batch_decode_with_kv_cache
 from cute_attn.emulator.machine import Schedule
-from cute_attn.kernels.formats import KV_BITS
-from cute_attn.kernels.xqa.tiles import EVEN, Shape, choose, find
+from cute_attn.kernels.xqa.tiles import EVEN, Shape
 from cute_attn.request.decode import COUNTER_BYTES
-from cute_attn.runtime.arch import named
-from perf import rings
-from tests.emulator.test_xqa_heads import FORMATS
 from tests.support.schedules import KINDS
-from tests.support.xqa_case import DTYPES, XqaCase, build
+from tests.support.xqa_case import XqaCase, build
+from tests.support.xqa_rules import forced_ring
 
 pytestmark = pytest.mark.emulator
-HOPPER = named("sm_90a")
 WORKSPACE_BYTES = COUNTER_BYTES + (1 << 20)
 WARP_SHARES = "2x2x16x2e"  # two CTAs of two warps per SM, a unit for each warp
 CTA_SHARES = "2x2x16x1"  # a CTA of two warps per SM, a unit for both
@@ -111,15 +107,10 @@ def decode(case: XqaCase, sms: int, text: str, schedule: str) -> tuple[set[str],
     """Compare the outputs of a ring with the reference; return the launches' kinds of work, and whether they left no
     partial."""
     built = build(case)
-    q_dtype = str(DTYPES[case.q]).removeprefix("torch.")
-    kv_dtype = FORMATS[case.kv]
-    rule = find(HOPPER, KV_BITS[kv_dtype], case.head_dim, Shape(EVEN))
-    out_dtype = "float8_e4m3fn" if case.out else q_dtype
-    start = choose(q_dtype, kv_dtype, out_dtype, case.head_dim, 8, case.mask, rule, HOPPER)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
     workspace[COUNTER_BYTES:] = 0xFF  # NaN
     gpu = emulator.using("sm_90a", sms=sms, schedule=Schedule(schedule, 1))
-    with rings.force_spec(rings.ring(text, start)), gpu as emulation:
+    with forced_ring(text, case, Shape(EVEN)), gpu as emulation:
         arguments = built.arguments | {"workspace_buffer": workspace, "backend": "emulator"}
         found = xqa_batch_decode_with_kv_cache(**arguments)
     assert built.check(*found) == ""

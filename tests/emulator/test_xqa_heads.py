@@ -6,17 +6,13 @@ import pytest
 
 from cute_attn import emulator
 from cute_attn.emulator.machine import Schedule
-from cute_attn.kernels.formats import KV_BITS
-from cute_attn.kernels.xqa.tiles import EVEN, Shape, choose, find
-from cute_attn.runtime.arch import named
-from perf import rings
+from cute_attn.kernels.xqa.tiles import EVEN, Shape
 from tests.emulator.test_xqa import decode
 from tests.support.schedules import KINDS, in_turn
-from tests.support.xqa_case import DTYPES, XqaCase, build
+from tests.support.xqa_case import XqaCase, build
+from tests.support.xqa_rules import forced_ring
 
 pytestmark = pytest.mark.emulator
-HOPPER = named("sm_90a")
-FORMATS = {"bf16": "", "fp16": "", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "nvfp4": "nvfp4"}
 
 # (case, ring, rows that share a read of the keys, grid)
 CASES = {
@@ -68,12 +64,8 @@ CASES = {
 def test_a_warp_for_every_head(name: str, schedule: str) -> None:
     case, ring, rows, grid = CASES[name]
     built = build(case)
-    q_dtype = str(DTYPES[case.q]).removeprefix("torch.")
-    out_dtype = "float8_e4m3fn" if case.out else q_dtype
-    rule = find(HOPPER, KV_BITS[FORMATS[case.kv]], case.head_dim, Shape(EVEN))
-    start = choose(q_dtype, FORMATS[case.kv], out_dtype, case.head_dim, rows, case.mask, rule, HOPPER)
     gpu = emulator.using("sm_90a", sms=2, schedule=Schedule(schedule, 1))
-    with rings.force_spec(rings.ring(ring, start)), gpu as emulation:
+    with forced_ring(ring, case, Shape(EVEN), rows), gpu as emulation:
         found = decode(built)
     (record,) = emulation.records
     assert (record.spec["work"], record.grid) == ("heads", grid)

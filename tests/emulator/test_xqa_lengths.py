@@ -13,6 +13,7 @@ from cute_attn.kernels.xqa import tiles
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.support.graphs import graph_wrapper
+from tests.support.right import assert_planned_right, assert_solved
 from tests.support.xqa_rules import move_steps
 
 pytestmark = pytest.mark.emulator
@@ -36,10 +37,7 @@ def case(kv_lens: tuple[int, ...], num_heads: tuple[int, int] = (8, 2), dim: int
 
 def work(planned: Any, batch: BatchCase, emulation: Any) -> str:
     """Plans and runs the batch; tells how the kernel divided it."""
-    inputs = batch_case.make(batch)
-    planned.plan(**batch_case.plan_arguments(batch, inputs))
-    result = batch_case.check(batch, inputs, *batch_case.call(batch, inputs, planned))
-    assert result.ok, result.detail
+    assert_planned_right(batch, planned)
     return str(emulation.records[-1].spec["work"])
 
 
@@ -97,7 +95,7 @@ def test_kernels_follow_the_number_of_short_windows(dtype: str, requests: int, m
     move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, 257: 5, 513: 7, tiles.EVEN: 10})
     batch = windows(requests, 2, **DTYPES[dtype])
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 2)) as emulation:
-        solve_once(batch)
+        assert_solved(batch, backend="emulator")
     found = {tuple(record.spec[key] for key in RING_KEYS) for record in emulation.records}
     assert found == {SHORT_WINDOWS[dtype][requests]}
 
@@ -107,7 +105,7 @@ def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, mo
     """Where four divide the kv heads."""
     move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, tiles.EVEN: PAIRS})
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("delayed", 2)) as emulation:
-        solve_once(windows(5, num_heads, **DTYPES["8 bits"]))
+        assert_solved(windows(5, num_heads, **DTYPES["8 bits"]), backend="emulator")
     (record,) = emulation.records
     assert (record.spec["warps"], record.spec["work"]) == ((4, "heads") if own else (2, "whole"))
 
@@ -121,7 +119,7 @@ def test_kernels_of_longer_windows(requests: int, ring: tuple[object, ...], monk
     move_steps(monkeypatch, pairs={tiles.FEW + 1: 5, tiles.EVEN: PAIRS}, segments={17: 1, 33: 1, 65: 1})
     batch = decode((500, 40, 301)[:requests], window_left=299, **heads(8, 2), **dims(128), **DTYPES["8 bits"])
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 3)) as emulation:
-        solve_once(batch)
+        assert_solved(batch, backend="emulator")
     assert {tuple(record.spec[key] for key in RING_KEYS) for record in emulation.records} == {ring}
 
 
@@ -129,14 +127,6 @@ def windows(requests: int, num_heads: int, **dtype: Any) -> BatchCase:
     """Requests of short windows with sinks, of `num_heads` kv heads."""
     lens = (130, 5, 0, 200, 1)[:requests]
     return decode(lens, window_left=127, sinks=True, **heads(8 * num_heads, num_heads), **dims(64), **dtype)
-
-
-def solve_once(batch: BatchCase) -> None:
-    planned = batch_case.wrapper(batch, backend="emulator")
-    inputs = batch_case.make(batch)
-    planned.plan(**batch_case.plan_arguments(batch, inputs))
-    result = batch_case.check(batch, inputs, *batch_case.call(batch, inputs, planned))
-    assert result.ok, result.detail
 
 
 def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from cute_attn.runtime.arch import named
 from tests.emulator.test_xqa import decode
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, heads
+from tests.support.right import assert_solved
 from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_case import Built, XqaCase, build
 
@@ -159,12 +160,8 @@ BATCHES = (
 @pytest.mark.emulator
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.id)
 def test_batch_wrapper(batch: BatchCase) -> None:
-    inputs = batch_case.make(batch)
     with emulator.using(ARCH, kernels="xqa", schedule=Schedule("adversarial", 1), sms=3) as emulation:
-        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
-        planned.plan(**batch_case.plan_arguments(batch, inputs))
-        out, lse = batch_case.call(batch, inputs, planned)
-    assert batch_case.check(batch, inputs, out, lse).ok
+        assert_solved(batch, backend="emulator")
     assert [record.spec["kernel"] for record in emulation.records] == ["xqa_umma"]
 
 

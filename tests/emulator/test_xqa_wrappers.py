@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -12,19 +13,22 @@ from cute_attn import NotSupported, single_decode_with_kv_cache
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from cute_attn.request import caches
-from tests.support import batch_case, case
+from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.support.case import Case
+from tests.support.cover import needed
 from tests.support.graphs import Captured, emulated_graph
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
+from tests.support.right import Solver, assert_planned_right, emulate
 from tests.support.schedules import KINDS, in_turn
-from tests.support.xqa_batches import GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
+from tests.support.xqa_batches import CUDA, GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
 from tests.support.xqa_rules import move_steps
 
 pytestmark = pytest.mark.emulator
 
 DECODE_CALLS = {name: call for name, call in zip(IDS, CALLS, strict=True) if "decode" in call[0]}
+BATCHES = needed(SMALL, functools.partial(batch_case.features, device=CUDA))
 SINGLE = [problem for problem in MATRIX if problem.kind == "decode" and is_taken(problem)]
 SINGLE += [Case("decode", 1, 150, 4, 1, dim, dim, storage="padded") for dim in (512, 32)]
 
@@ -34,20 +38,15 @@ def assert_xqa(emulation: Emulation) -> None:
 
 
 def solve(batch: BatchCase, sms: int, schedule: Schedule) -> Emulation:
-    inputs = batch_case.make(batch)
     with using("sm_90a", kernels="xqa", schedule=schedule, sms=sms) as emulation:
-        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
-        planned.plan(**batch_case.plan_arguments(batch, inputs))
-        out, lse = batch_case.call(batch, inputs, planned)
-        second = batch_case.call(batch, inputs, planned)  # passes addresses alone
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, result.detail
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(second, (out, lse), strict=True))
+        solver = Solver(batch, backend="emulator")
+        first, second = solver.assert_right(), solver.call()  # the second passes addresses alone
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert_xqa(emulation)
     return emulation
 
 
-@pytest.mark.parametrize(("batch", "schedule"), in_turn(SMALL, KINDS), ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(("batch", "schedule"), in_turn(BATCHES, KINDS), ids=lambda x: getattr(x, "id", x))
 def test_batch(batch: BatchCase, schedule: str) -> None:
     assert len(solve(batch, 2, Schedule(schedule, 1)).records) == 2 * bool(batch.rows)
 
@@ -70,11 +69,7 @@ def test_honour(kind: str, perturbation: Perturbation) -> None:
 
 @pytest.mark.parametrize("problem", SINGLE, ids=lambda problem: problem.id)
 def test_single(problem: Case) -> None:
-    with using("sm_90a", kernels="xqa", sms=2) as emulation:
-        out, lse = case.call(problem, case.make(problem), backend="emulator")
-    result = case.check(problem, out, lse)
-    assert result.ok, result.detail
-    assert_xqa(emulation)
+    assert_xqa(emulate(problem, "sm_90a", "xqa", sms=2))
 
 
 @pytest.mark.parametrize(("kv_len", "kv_layout"), [(0, "NHD"), (1, "HND"), (300, "NHD"), (77, "HND")])
@@ -126,9 +121,7 @@ def test_a_smaller_workspace_means_fewer_ctas() -> None:
         wanted, _ = planned.workspace_size(**batch_case.plan_arguments(batch, inputs))
         for size in (wanted, wanted // 2, 16):
             planned.reset_workspace_buffer(torch.empty(size, dtype=torch.uint8))
-            planned.plan(**batch_case.plan_arguments(batch, inputs))
-            out, lse = batch_case.call(batch, inputs, planned)
-            assert batch_case.check(batch, inputs, out, lse).ok
+            assert_planned_right(batch, planned)
             grids.append(math.prod(emulation.records[-1].grid))
     assert grids[0] > grids[1] > grids[2] == 1
 

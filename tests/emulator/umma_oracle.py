@@ -1,10 +1,10 @@
 """Layouts of tcgen05.mma's matrices and its descriptors, read a second time independently, as CuTe layouts.
 
-Descriptors: the bit fields of `SmemDescriptor`, `InstrDescriptor`, `InstrDescriptorBlockScaled` in CUTLASS
-(cute/arch/mma_sm100_desc.hpp). The emulator follows the tables of PTX ISA 9.7.16.4: two sources.
+Descriptors: the bit fields of `SmemDescriptor` and `InstrDescriptor` in CUTLASS (cute/arch/mma_sm100_desc.hpp). The
+emulator follows the tables of PTX ISA 9.7.16.4: two sources.
 Shared memory: the canonical layouts of PTX ISA 9.7.16.3.3 and `Swizzle` of CUTLASS (cute/swizzle.hpp).
-Tensor memory: the atoms of `tmem_frg` and `tmem_sf_frg` in CUTLASS (cute/atom/mma_traits_sm100_frag.hpp). The PTX ISA
-shows these in figures only, so the emulator's formulas go back to the same text: this tells slips, not misreadings.
+Tensor memory: the atoms of `tmem_frg` in CUTLASS (cute/atom/mma_traits_sm100_frag.hpp). The PTX ISA shows these in
+figures only, so the emulator's formulas go back to the same text: this tells slips, not misreadings.
 What the corpus runs of it is confirmed there: M = 128 in one CTA, M = 256 in two.
 """
 
@@ -17,10 +17,9 @@ import numpy as np
 from cute_attn.emulator.dtypes import Array
 from tests.emulator.tcgen05_kernel import BASE
 
-BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4, "u8": 8, "s8": 8}
-CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5, "u8": 0, "s8": 1}
-SWIZZLE_CODE = {"none": 0, "128x32": 1, "128": 2, "64": 4, "32": 6}
-LINE = {"none": 1, "32": 2, "64": 4, "128": 8, "128x32": 8}  # units of 16 bytes
+CODES = {"f16": 0, "bf16": 1, "e4m3": 0, "e5m2": 1}
+SWIZZLE_CODE = {"none": 0, "128": 2, "64": 4, "32": 6}
+LINE = {"none": 1, "32": 2, "64": 4, "128": 8}  # units of 16 bytes
 
 
 def layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> Array:
@@ -33,7 +32,7 @@ def layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> Array:
 
 def swizzle(offsets: Array, mode: str) -> Array:
     """Swizzle<B, M, S>: B bits from bit M + S on are added to those from bit M on."""
-    b, m, s = {"none": (0, 4, 3), "32": (1, 4, 3), "64": (2, 4, 3), "128": (3, 4, 3), "128x32": (2, 5, 2)}[mode]
+    b, m, s = {"none": (0, 4, 3), "32": (1, 4, 3), "64": (2, 4, 3), "128": (3, 4, 3)}[mode]
     picked = offsets & (((1 << b) - 1) << (m + s))
     found: Array = offsets ^ (picked >> s)
     return found
@@ -45,7 +44,7 @@ class Placed:
 
     mode: str
     mn_major: bool
-    unit: int  # bytes of an item, 1 where items are smaller
+    unit: int  # bytes of an item
     rows: int
     start: int
     slice: int = 0
@@ -56,8 +55,7 @@ class Placed:
         line = LINE[self.mode] * 16
         if not self.mn_major:
             return (16 * 8 * (-(-self.rows // 8) + 1), 128) if self.mode == "none" else (16, 8 * line * 2)
-        lines = 4 if self.mode == "128x32" else 8
-        groups = 32 // self.unit // lines
+        groups = 32 // self.unit // 8
         if self.mode == "none":
             return 128, 128 * (groups + 1)
         pattern = 1024
@@ -71,9 +69,8 @@ class Placed:
             rows, k = (8, -(-self.rows // 8)), (t, 2)
             row_stride, k_stride = ((t, stride), (1, leading)) if self.mode == "none" else ((w * t, stride), (1, t))
         else:
-            lines = 4 if self.mode == "128x32" else 8
             tall = t * w
-            rows, k = (t, w, -(-self.rows // tall)), (lines, 32 // self.unit // lines)
+            rows, k = (t, w, -(-self.rows // tall)), (8, 32 // self.unit // 8)
             if self.mode == "none":
                 row_stride, k_stride = (1, t, stride), (t, leading)
             else:
@@ -95,14 +92,8 @@ class Placed:
 def instruction(
     m: int, n: int, a: str, b: str, d: str, *, a_mn: bool = False, b_mn: bool = False, negate: int = 0
 ) -> int:
-    found = {"f16": 0, "f32": 1, "s32": 2}[d] << 4 | CODES[a] << 7 | CODES[b] << 10 | negate << 13
+    found = {"f16": 0, "f32": 1}[d] << 4 | CODES[a] << 7 | CODES[b] << 10 | negate << 13
     return found | a_mn << 15 | b_mn << 16 | n >> 3 << 17 | m >> 4 << 24
-
-
-def scaled_instruction(m: int, n: int, a: str, b: str, scale: str, a_id: int, b_id: int, four_bit: bool) -> int:
-    codes = (1, 1) if four_bit else (CODES[a], CODES[b])
-    found = b_id << 4 | codes[0] << 7 | codes[1] << 10 | n >> 3 << 17
-    return found | {"ue4m3": 0, "ue8m0": 1}[scale] << 23 | m >> 4 << 24 | a_id << 29
 
 
 # --- tensor memory ----------------------------------------------------------------------------------------------------
@@ -126,18 +117,3 @@ def a_places(m: int, group: int) -> list[Array]:
     if rows == 64:
         return [layout((16, 4), (1, 32))] if group == 1 else [np.arange(64), np.arange(64) + 64]
     return [np.arange(128)]
-
-
-def put_scales(tmem: Array, column: int, codes: Array, first: int, halves: bool) -> None:
-    """Scale factors [rows, count] of one CTA from byte `first` of the words at `column` on; `halves`: as for B where
-    each CTA of a pair has 64 rows."""
-    rows, count = codes.shape
-    if halves:
-        found = layout((32, -(-rows // 64), 2, 2), (1, 512, 64, 32)).reshape(2, 2, -1)
-        found = found[:, :, : rows // 2].transpose(1, 2, 0).reshape(rows, 2)  # [half, row, copy]
-    else:
-        found = layout((32, -(-rows // 32), 4), (1, 512, 32)).reshape(4, -1)[:, :rows].T
-    lanes, bytes_ = found % 128, found // 128
-    view = tmem.view(np.uint8).reshape(128, -1)
-    for i in range(count):
-        view[lanes, 4 * column + bytes_ + first + i] = codes[:, i, None]

@@ -25,8 +25,8 @@ from cute_attn.runtime.spec import KernelSpec
 from tests.gpu import test_xqa as functions
 from tests.gpu import test_xqa_wrappers as wrappers
 from tests.support.batch_case import features as batch_features
-from tests.support.case import features
-from tests.support.matrix import FULL, SMALL, Case, random_case
+from tests.support.case import Case, features
+from tests.support.matrix import FULL, SMALL, random_case
 from tests.support.xqa_batches import CUDA, random_batches
 from tests.support.xqa_batches import SMALL as SMALL_BATCHES
 from tests.support.xqa_case import DTYPES, XqaCase

@@ -10,8 +10,7 @@ import pytest
 from tests.gpu import marks
 from tests.support import cross
 from tests.support.batch_case import BatchCase
-from tests.support.case import Case
-from tests.support.matrix import poisoned_memory
+from tests.support.case import Case, poisoned_memory
 from tests.support.persistent_emulated import Target
 from tests.support.right import Solver
 

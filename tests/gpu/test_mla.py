@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu import marks
-from tests.support.matrix import poisoned_memory
+from tests.support.case import poisoned_memory
 from tests.support.mla_case import MlaCase
 
 pytestmark = marks.SM80

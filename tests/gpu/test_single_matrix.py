@@ -7,7 +7,8 @@ import torch
 
 from tests.gpu import marks
 from tests.gpu.guarded import Guarded
-from tests.support.matrix import FULL, SMALL, Case, call, make, random_case
+from tests.support.case import Case, call, make
+from tests.support.matrix import FULL, SMALL, random_case
 from tests.support.right import assert_right, assert_solved_again
 
 pytestmark = marks.SM80

@@ -16,7 +16,7 @@ from cute_attn import xqa_batch_decode_with_kv_cache
 from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.runtime.arch import for_device
 from tests.gpu import marks
-from tests.support.matrix import poisoned_memory
+from tests.support.case import poisoned_memory
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import STALE, Producer
 

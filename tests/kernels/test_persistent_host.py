@@ -5,7 +5,6 @@ No GPU, no kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.host import combine
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import optional_tensors
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import prepared, variant
 from cute_attn.kernels.host.persistent.prepared import TensorMaps
@@ -30,43 +28,22 @@ from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime import counters, tensormap
 from cute_attn.runtime.launch import CPU
-from cute_attn.runtime.spec import KernelSpec
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.fa2_launches import CombineParams
+from tests.support.named_launches import NamedLaunches
 from tests.support.persistent_host import TARGETS, Target, single
 
 
-class NamedLaunch:
-    """Takes the place of `Launch`: `values` are the parameters of the latest launch by name."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.artifact = SimpleNamespace(params=[SimpleNamespace(name=name) for name in names])
-        self.values: dict[str, Any] = {}
-
-    def bind(self, static: dict[str, Any], *groups: tuple[str, ...]) -> NamedLaunch:
-        self.static, self.groups = static, groups
-        return self
-
-    def fire(self, stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...]) -> None:
-        given = zip(self.groups, (moving, *settled[1:]), strict=True)
-        self.values = self.static | {name: x for names, values in given for name, x in zip(names, values, strict=True)}
-
-
 @pytest.fixture
-def parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
-    """Kernels that are nothing but their parameters' names, which are the result for the attention kernel."""
+def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedLaunches]:
     blocks = pytest.importorskip("cute_attn.kernels.blocks.persistent", reason="needs the DSL", exc_type=ImportError)
     names = (*blocks.PersistentProgram.maps, *blocks.PersistentProgram.params._fields)
-
-    def load(spec: KernelSpec, *where: Any) -> Any:
-        fields = names if isinstance(spec, PersistentSpec) else CombineParams._fields
-        return NamedLaunch(fields)
-
+    launches = NamedLaunches(lambda spec: names if isinstance(spec, PersistentSpec) else CombineParams._fields)
     for module in (prepared, combine):
-        monkeypatch.setattr(module, "load", load)
+        monkeypatch.setattr(module, "load", launches.load)
     prepared_kernel.cache_clear()
-    yield names
+    yield launches
     prepared_kernel.cache_clear()
 
 
@@ -85,14 +62,15 @@ def tile_of(target: Target, problem: Problem) -> Any:
     return target.kernels.tile(problem.settings, target.arch.name, launch)
 
 
-def packed(target: Target, problem: Problem, names: tuple[str, ...]) -> dict[str, Any]:
+def packed(target: Target, problem: Problem, fired: NamedLaunches) -> dict[str, Any]:
     """Parameters of the attention launch by name."""
     schedule = scheduler(target, problem)(problem.qo_len, problem.kv_len)
     gpu = Gpu(target.arch, CPU, 132)
     kernel = prepared.PersistentKernel(target.kernels, problem.settings, schedule.tile, schedule.heads, False, gpu)
     SingleRun(problem.settings, gpu, lambda *lengths: schedule, lambda *tile: kernel)(problem)
-    launch: Any = kernel.attention.of(optional_tensors(problem)[0])[0]
-    return {name: launch.values[name] for name in names}
+    block = fired.blocks[0]
+    assert block.keys() >= set(fired.names_of(fired.specs[0]))
+    return block
 
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
@@ -147,9 +125,9 @@ def test_what_tensor_maps_cannot_hold(monkeypatch: pytest.MonkeyPatch, address: 
         tensormap.Encoder("float16", (64, 0), strides, (64, 8), tensormap.SWIZZLE_128B, 1)(8, address)
 
 
-def test_parameter_blocks_follow_the_kernel(target: Target, parameters: tuple[str, ...]) -> None:
+def test_parameter_blocks_follow_the_kernel(target: Target, fired: NamedLaunches) -> None:
     problem = single()
-    named_values = packed(target, problem, parameters)
+    named_values = packed(target, problem, fired)
     assert decode(named_values["k"]).address == named_values["k_address"] == problem.k.data_ptr()
     assert named_values["counters"] == counters.of_device(CPU).address(0)
     assert (named_values["qo_len"], named_values["kv_len"]) == (100, 300)
@@ -242,7 +220,7 @@ def test_sections_of_a_batch(
     assert places == {(item, head) for item in range(plan.work.item_capacity) for head in range(16)}
 
 
-def test_fp8_tensor_maps_and_scales(target: Target, parameters: tuple[str, ...]) -> None:
+def test_fp8_tensor_maps_and_scales(target: Target, fired: NamedLaunches) -> None:
     """Lines of 128 bytes hold 128 elements; a number a head travels by address."""
     q = torch.zeros(100, 8, 128).to(torch.float8_e4m3fn)
     k, v = torch.zeros(2, 300, 2, 128).to(torch.float8_e4m3fn)
@@ -260,7 +238,7 @@ def test_fp8_tensor_maps_and_scales(target: Target, parameters: tuple[str, ...])
     assert isinstance(spec, target.kernels.spec_type)
     assert spec.dtype == "float8_e4m3fn"
     assert spec.scores == ()  # whatever the sign of the scale: rows of q take it
-    values = packed(target, problem, parameters)
+    values = packed(target, problem, fired)
     addresses = scale_q.data_ptr(), scale_k.data_ptr(), scale_v.data_ptr()
     assert (values["scale_q"], values["scale_k"], values["scale_v"]) == addresses
     assert values["scale"] == -0.5 * 1.4426950408889634
@@ -286,7 +264,7 @@ def test_tensor_maps_of_keys_to_be_widened(target: Target, dim: int, line: int, 
     assert (spec.dtype, spec.kv_dtype) == ("bfloat16", "float8_e5m2")
 
 
-@pytest.mark.usefixtures("parameters")
+@pytest.mark.usefixtures("fired")
 def test_a_plan_makes_its_counters(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run may be captured in a CUDA graph, where memory cannot be made."""
     made: list[int] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from perf import rings
 from tests.gpu import bundle
 from tests.support import batch_case
 from tests.support.batch_case import decode, heads
+from tests.support.named_launches import NamedLaunches
 
 BF16 = torch.bfloat16
 GPU = Gpu(named("sm_90a"), CPU, 2)
@@ -40,31 +40,10 @@ MOST_SMS = {"sm_90a": 144, "sm_100a": 160, "sm_103a": 160, "sm_120a": 192}
 BATCH = decode((40, 3), page_size=4, **heads(4, 2))
 
 
-class Fired:
-    """Takes the place of all loaded kernels: records their specs and the parameters of their launches."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.artifact = SimpleNamespace(params=[SimpleNamespace(name=name) for name in names])
-        self.specs: list[Any] = []
-        self.blocks: list[dict[str, Any]] = []
-
-    def load(self, spec: Any, *where: Any) -> Fired:
-        self.specs.append(spec)
-        return self
-
-    def bind(self, static: dict[str, Any], *groups: tuple[str, ...]) -> Any:
-        def fire(stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...]) -> None:
-            given = zip(groups, (moving, *settled[1:]), strict=True)
-            values = [pair for names, values in given for pair in zip(names, values, strict=True)]
-            self.blocks.append({**static, **dict(values)})
-
-        return SimpleNamespace(fire=fire)
-
-
 @pytest.fixture
-def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fired]:
+def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedLaunches]:
     xqa = pytest.importorskip("cute_attn.kernels.xqa.kernel", reason="needs the DSL", exc_type=ImportError)
-    launch = Fired(xqa.XqaParams._fields)
+    launch = NamedLaunches(lambda spec: xqa.XqaParams._fields)
     monkeypatch.setattr(prepared, "load", launch.load)
     prepared_kernel.cache_clear()
     yield launch
@@ -79,7 +58,7 @@ def plan() -> Any:
     return made
 
 
-def test_a_plan_loads_its_kernel(fired: Fired) -> None:
+def test_a_plan_loads_its_kernel(fired: NamedLaunches) -> None:
     """The first run may be captured in a CUDA graph, where modules cannot be loaded."""
     made = plan()
     assert fired.specs == [made._planned().launch.planned.config.spec]
@@ -127,7 +106,7 @@ def decode_problem(**changes: Any) -> DecodeProblem:
     return problem._replace(**changes)
 
 
-def test_a_call_without_a_plan_is_one_launch_that_reads_its_lengths_itself(fired: Fired) -> None:
+def test_a_call_without_a_plan_is_one_launch_that_reads_its_lengths_itself(fired: NamedLaunches) -> None:
     problem = decode_problem(seq_lens=torch.empty(2, dtype=torch.int32, device="meta"))  # has no numbers to read
     runner = DecodeRun(problem.settings, GPU)
     runner(problem)
@@ -155,7 +134,7 @@ def test_a_call_without_a_plan_is_one_launch_that_reads_its_lengths_itself(fired
     assert len(fired.blocks) == 1
 
 
-def test_addresses_of_one_call_are_not_those_of_the_next(fired: Fired) -> None:
+def test_addresses_of_one_call_are_not_those_of_the_next(fired: NamedLaunches) -> None:
     """What a block has in common with others is kept, and nothing else."""
     some = torch.zeros(4, dtype=torch.int32)
     full = decode_problem(
@@ -176,7 +155,7 @@ def test_addresses_of_one_call_are_not_those_of_the_next(fired: Fired) -> None:
 
 
 @pytest.mark.parametrize(("short", "field"), [("counter_bytes", "counters"), ("partial_bytes", "partials")])
-def test_a_buffer_that_is_too_small_is_not_used(fired: Fired, short: str, field: str) -> None:
+def test_a_buffer_that_is_too_small_is_not_used(fired: NamedLaunches, short: str, field: str) -> None:
     problem = decode_problem()
     runner = DecodeRun(problem.settings, GPU)
     rule = variant.rule_of(problem.settings.features, GPU.arch, variant.shape_of_call(problem))
@@ -207,7 +186,7 @@ def test_launches_of_a_call_without_a_plan() -> None:
 
 
 @pytest.mark.parametrize("qo_len", [1, 5])
-def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fired: Fired) -> None:
+def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fired: NamedLaunches) -> None:
     """And no memory for partial results: a workspace of no bytes will do."""
     problem = decode_problem(qo_len=qo_len)
     for window, whole in ((144 - qo_len, True), (145 - qo_len, False), (-1, False)):

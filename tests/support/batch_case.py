@@ -19,12 +19,12 @@ import torch
 import cute_attn
 from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import Refusal
-from cute_attn.problem import Features, Problem, Settings
+from cute_attn.problem import Features, Problem
 from cute_attn.reference import attention as reference
 from cute_attn.request.bit_packing import packbits
 from cute_attn.runtime.arch import Arch
 from tests.support import multi_item
-from tests.support.case import Numbers, Result, _compare, lse_rounding, tolerance
+from tests.support.case import Numbers, Result, random_mask, verdict
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -198,16 +198,21 @@ def _places(case: BatchCase, generator: torch.Generator) -> tuple[torch.Tensor, 
     return torch.cat([torch.empty(0, dtype=torch.long), *slots]), bounds, torch.cat((around, order, around)), pages
 
 
-def make(case: BatchCase, device: torch.device | str = "cpu") -> BatchInputs:
+def make(
+    case: BatchCase, device: torch.device | str = "cpu", numbers: tuple[torch.Tensor, ...] | None = None
+) -> BatchInputs:
+    """The tensors of a batch, with random numbers or with `numbers` of q, k and v of all tokens."""
     device = torch.device(device)
     generator = torch.Generator().manual_seed(case.seed)
     index_dtype = getattr(torch, case.indices)
     keys = sum(case.kv_lens)
-    k, v = (
-        _store(torch.randn(keys, case.num_kv_heads, d, generator=generator), case)
-        for d in (case.head_dim_qk, case.head_dim_vo)
-    )
-    q = torch.randn(case.rows, case.num_qo_heads, case.head_dim_qk, generator=generator) * case.q_gain
+    if numbers is None:
+        shapes = ((keys, case.num_kv_heads, d) for d in (case.head_dim_qk, case.head_dim_vo))
+        k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+        q = torch.randn(case.rows, case.num_qo_heads, case.head_dim_qk, generator=generator) * case.q_gain
+    else:
+        q, k, v = numbers
+    k, v = _store(k, case), _store(v, case)
     q = q.to(getattr(torch, case.dtype))
     q[: case.first] = math.nan
     if case.kind == "ragged":
@@ -263,10 +268,7 @@ def _requests(
     for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
         keep = None
         if case.mask in ("custom", "packed"):
-            keep = torch.rand(qo_len, kv_len, generator=generator) < 0.6
-            keep[:, kv_len // 3 : 2 * kv_len // 3] = False
-            if qo_len > 1:
-                keep[::7] = False
+            keep = random_mask(qo_len, kv_len, generator)
         found.append(Request(q[row : row + qo_len], k[key : key + kv_len], v[key : key + kv_len], keep))
         row, key = row + qo_len, key + kv_len
     return found
@@ -327,11 +329,7 @@ def plan_arguments(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
 def run_arguments(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
     """Keywords of `run`."""
     arguments: dict[str, Any] = {"return_lse": case.return_lse, "sinks": inputs.sinks}
-    for name in ("q_scale", "k_scale", "v_scale"):
-        value = getattr(case, name)
-        if case.tensor_scales and value is not None:
-            value = torch.tensor([value], dtype=torch.float32, device=inputs.q.device)
-        arguments[name] = value
+    arguments |= case.scale_arguments(inputs.q.device, "q_scale", "k_scale", "v_scale")
     return arguments | {"kv_cache_sf": inputs.kv_cache_sf}
 
 
@@ -358,18 +356,10 @@ def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Te
         rows = slice(row, row + request.q.shape[0])
         _solve(case, request, inputs.sinks, o_ref[rows], lse_ref[rows])
         row = rows.stop
-    empty = lse_ref == -math.inf
     dtype = getattr(torch, case.o_dtype or case.dtype)
     if out.shape != o_ref.shape or out.dtype != dtype or (lse is not None and lse.shape != lse_ref.shape):
         return Result(False, math.inf, math.inf, f"out is {out.dtype} {tuple(out.shape)}")
-    o_tol, lse_tol = tolerance(case)  # type: ignore[arg-type]
-    o_error, detail = _compare("o", out, o_ref, 1 + o_ref.abs(), o_tol, empty[..., None])
-    if lse is None:
-        return Result(not detail, o_error, 0.0, detail)
-    unit = 1 + lse_rounding(case) / lse_tol * lse_ref.masked_fill(empty, 0.0).abs()
-    lse_error, lse_detail = _compare("lse", lse, lse_ref, unit, lse_tol, empty)
-    detail = "; ".join(filter(None, (detail, lse_detail)))
-    return Result(not detail, o_error, lse_error, detail)
+    return verdict(case, (out, lse), (o_ref, lse_ref))
 
 
 def _solve(case: BatchCase, request: Request, sinks: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor) -> None:
@@ -380,17 +370,8 @@ def _solve(case: BatchCase, request: Request, sinks: torch.Tensor | None, o: tor
         custom_mask=request.keep is not None,
         pos_encoding_mode=case.pos_encoding_mode,
     )
-    settings = Settings(
-        features,
-        causal=case.mask == "causal" or (case.kind == "decode" and len(request.q) > 1),
-        window_left=case.window_left,
-        logits_soft_cap=case.logits_soft_cap,
-        sm_scale=case.scale,
-        v_scale=1.0 if case.v_scale is None else case.v_scale,
-        rope_scale=case.rope_scale,
-        rope_theta=case.rope_theta,
-        lse_scale=math.log(2) if case.lse_base == "ln" else 1.0,
-    )
+    causal = case.mask == "causal" or (case.kind == "decode" and len(request.q) > 1)
+    settings = case.settings(features, causal=causal, lse_scale=math.log(2) if case.lse_base == "ln" else 1.0)
     packed = None if request.keep is None else packbits(request.keep.flatten(), "little").to(o.device)
     q, k, v = (x.to(o.device) for x in (request.q, request.k, request.v))
     problem = Problem(settings, len(q), len(k), q, k, v, o, lse, packed, sinks=sinks)

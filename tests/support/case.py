@@ -28,10 +28,18 @@ class Numbers:
     """What follows from the numbers of a case, single request or batch."""
 
     head_dim_qk: int
+    dtype: str
+    o_dtype: str | None
+    window_left: int
     logits_soft_cap: float
+    pos_encoding_mode: str
+    rope_scale: float
+    rope_theta: float
     sm_scale: float | None
     q_scale: float | None
     k_scale: float | None
+    v_scale: float | None
+    tensor_scales: bool
 
     @property
     def q_gain(self) -> float:
@@ -49,6 +57,19 @@ class Numbers:
         default = 1 / math.sqrt(self.head_dim_qk)
         scales = (default if self.sm_scale is None else self.sm_scale, self.q_scale, self.k_scale)
         return math.prod(s for s in scales if s is not None)
+
+    def settings(self, features: Features, **rest: Any) -> Settings:
+        """What the reference is told of the numbers."""
+        same = {name: getattr(self, name) for name in ("window_left", "logits_soft_cap", "rope_scale", "rope_theta")}
+        v_scale = 1.0 if self.v_scale is None else self.v_scale
+        return Settings(features, sm_scale=self.scale, v_scale=v_scale, **same, **rest)
+
+    def scale_arguments(self, device: torch.device, *names: str) -> dict[str, Any]:
+        """Scales of q, k or v as a call gets them."""
+        given = {name: getattr(self, name) for name in names}
+        if not self.tensor_scales:
+            return given
+        return {name: None if x is None else torch.tensor([x], device=device) for name, x in given.items()}
 
 
 @dataclass(frozen=True)
@@ -179,11 +200,11 @@ def _place_qkv(case: Case, values: list[torch.Tensor], device: torch.device) -> 
     return views
 
 
-def _custom_mask(case: Case, generator: torch.Generator) -> torch.Tensor:
+def random_mask(qo_len: int, kv_len: int, generator: torch.Generator) -> torch.Tensor:
     """Six keys in ten, but none in the middle third of the keys, and none at all for some rows."""
-    keep = torch.rand(case.qo_len, case.kv_len, generator=generator) < 0.6
-    keep[:, case.kv_len // 3 : 2 * case.kv_len // 3] = False
-    if case.qo_len > 1:
+    keep = torch.rand(qo_len, kv_len, generator=generator) < 0.6
+    keep[:, kv_len // 3 : 2 * kv_len // 3] = False
+    if qo_len > 1:
         keep[::EMPTY_ROW_STEP] = False
     return keep
 
@@ -200,7 +221,7 @@ def make(case: Case, device: torch.device | str = "cpu") -> Inputs:
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     if case.mask not in ("custom", "packed"):
         return Inputs(q, k, v)
-    keep = _custom_mask(case, generator)
+    keep = random_mask(case.qo_len, case.kv_len, generator)
     if case.mask == "custom":
         wide = torch.ones(case.qo_len, case.kv_len + 3, dtype=torch.bool)
         wide[:, : case.kv_len] = keep
@@ -231,11 +252,8 @@ def call(case: Case, inputs: Inputs, **extra: Any) -> tuple[torch.Tensor, torch.
         )
     }
     arguments |= {"rope_scale": case.rope_scale, "rope_theta": case.rope_theta}
-    for name in ("k_scale", "v_scale") if case.kind == "prefill" else ("q_scale", "k_scale", "v_scale"):
-        value = getattr(case, name)
-        if case.tensor_scales and value is not None:
-            value = torch.tensor([value], dtype=torch.float32, device=inputs.q.device)
-        arguments[name] = value
+    scales = ("k_scale", "v_scale") if case.kind == "prefill" else ("q_scale", "k_scale", "v_scale")
+    arguments |= case.scale_arguments(inputs.q.device, *scales)
     if case.kind == "decode":
         result = cute_attn.single_decode_with_kv_cache(inputs.q[0], inputs.k, inputs.v, **arguments, **extra)
     else:
@@ -286,28 +304,9 @@ def problem(case: Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | N
     packed = inputs.packed_custom_mask
     if inputs.custom_mask is not None:
         packed = packbits(inputs.custom_mask.reshape(-1), "little")
-    settings = Settings(
-        features(case, inputs.q.device)._replace(o_dtype=out.dtype),
-        kv_layout=case.kv_layout,
-        causal=case.mask == "causal",
-        window_left=case.window_left,
-        logits_soft_cap=case.logits_soft_cap,
-        sm_scale=case.scale,
-        v_scale=1.0 if case.v_scale is None else case.v_scale,
-        rope_scale=case.rope_scale,
-        rope_theta=case.rope_theta,
-    )
-    return Problem(
-        settings,
-        case.qo_len,
-        case.kv_len,
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        out,
-        lse,
-        packed_mask=packed,
-    )
+    of_out = features(case, inputs.q.device)._replace(o_dtype=out.dtype)
+    settings = case.settings(of_out, kv_layout=case.kv_layout, causal=case.mask == "causal")
+    return Problem(settings, case.qo_len, case.kv_len, inputs.q, inputs.k, inputs.v, out, lse, packed_mask=packed)
 
 
 # ------------------------------------------------------------------------------------------- verdict
@@ -328,7 +327,7 @@ def lse_rounding(case: Numbers) -> float:
     return 2**-8 if case.dtype == "float8_e4m3fn" else LSE_ROUNDING
 
 
-def tolerance(case: Case) -> tuple[float, float]:
+def tolerance(case: Numbers) -> tuple[float, float]:
     """(o, lse): |o - ref| <= o * (1 + |ref|); |lse - ref| <= lse + lse_rounding * |ref|.
 
     lse is wider where the arithmetic has a reason to be:
@@ -363,13 +362,21 @@ def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
     o_ref = torch.empty(*shape, case.head_dim_vo, dtype=torch.float64, device=out.device)
     lse_ref = torch.empty(shape, dtype=torch.float64, device=out.device)
     reference.run(problem(case, make(case, out.device), o_ref, lse_ref), torch.float64)
+    return verdict(case, (out.reshape(o_ref.shape), None if lse is None else lse.reshape(shape)), (o_ref, lse_ref))
+
+
+def verdict(
+    case: Numbers, found: tuple[torch.Tensor, torch.Tensor | None], expected: tuple[torch.Tensor, torch.Tensor]
+) -> Result:
+    """Compare o and lse with those of the reference, of the same shapes."""
+    (out, lse), (o_ref, lse_ref) = found, expected
     empty = lse_ref == -math.inf
     o_tol, lse_tol = tolerance(case)
-    o_error, detail = _compare("o", out.reshape(o_ref.shape), o_ref, 1 + o_ref.abs(), o_tol, empty[..., None])
+    o_error, detail = _compare("o", out, o_ref, 1 + o_ref.abs(), o_tol, empty[..., None])
     if lse is None:
         return Result(not detail, o_error, 0.0, detail)
     unit = 1 + lse_rounding(case) / lse_tol * lse_ref.masked_fill(empty, 0.0).abs()
-    lse_error, lse_detail = _compare("lse", lse.reshape(shape), lse_ref, unit, lse_tol, empty)
+    lse_error, lse_detail = _compare("lse", lse, lse_ref, unit, lse_tol, empty)
     detail = "; ".join(filter(None, (detail, lse_detail)))
     return Result(not detail, o_error, lse_error, detail)
 

@@ -1,4 +1,4 @@
-"""Which problems of a matrix are emulated: those that have something that no later one has."""
+"""Which problems of a matrix are emulated: a few that have all that any of them has."""
 
 from __future__ import annotations
 
@@ -16,29 +16,36 @@ HEADS, LENGTHS = ("num_qo_heads", "num_kv_heads"), ("qo_len", "kv_len")
 TILE = 64  # tokens of the smallest one
 
 
-def needed(problems: Iterable[Problem], features: Callable[[Problem], Any] | None = None) -> list[Problem]:
-    """The problems that have a trait, or two of the features together, that no later one has.
+def needed(
+    problems: Iterable[Problem], features: Callable[[Problem], Any] | None = None, besides: Iterable[Problem] = ()
+) -> list[Problem]:
+    """A few of the problems that have all traits, and all pairs of features, that any of them has.
 
-    Features and fields choose the code of a kernel. What is left out has no code of its own but what three of them
-    choose together.
+    `besides`: problems that run anyway. Features and fields choose the code of a kernel. What is left out has no code
+    of its own but what three of them choose together.
     """
-    problems, seen, kept = list(problems), set[Trait](), list[Problem]()
-    for problem in reversed(problems):
-        own = _traits(problem) | (_pairs(features(problem)) if features else set())
-        if not own <= seen:
-            kept.append(problem)
-            seen |= own
-    return kept[::-1]
+
+    def own(problem: Problem) -> set[Trait]:
+        return _traits(problem) | (_pairs(features(problem)) if features else set())
+
+    problems = list(problems)
+    missing, seen, kept = [own(problem) for problem in problems], set[Trait]().union(*map(own, besides)), set[int]()
+    while any(traits - seen for traits in missing):
+        richest = max(range(len(problems)), key=lambda i: (len(missing[i] - seen), i))
+        seen |= missing[richest]
+        kept.add(richest)
+    return [problems[i] for i in sorted(kept)]
 
 
 def _traits(problem: Any) -> set[Trait]:
-    """The value of every field. Of numbers the sign counts, of heads the group, of each request's lengths how many
-    tiles they take, and whether it has more queries than keys.
+    """The value of every field, and head dims with the kind of mask. Of numbers the sign counts, of heads the group, of
+    each request's lengths how many tiles they take, and whether it has more queries than keys.
     """
     fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
     qo_heads, kv_heads = fields["heads"] if "heads" in fields else (fields[name] for name in HEADS)
     lengths = [[fields[name]] if name in fields else fields[f"{name}s"] for name in LENGTHS]
-    found: set[Trait] = {("group", qo_heads // kv_heads)}
+    head_dims = (value for name, value in fields.items() if name.startswith("head_dim"))
+    found: set[Trait] = {("group", qo_heads // kv_heads), ("code", *head_dims, _mask(fields))}
     for qo_len, kv_len in zip(*lengths, strict=True):
         found.add(("tiles", min(-(-qo_len // TILE), 2), min(-(-kv_len // TILE), 2), qo_len > kv_len))
     for name, value in fields.items():
@@ -47,6 +54,14 @@ def _traits(problem: Any) -> set[Trait]:
         elif name not in (*FREE, *HEADS, "heads", *LENGTHS, "qo_lens", "kv_lens"):
             found.add((name, value))
     return found
+
+
+def _mask(fields: dict[str, Any]) -> str:
+    """The kind of mask."""
+    given = fields.get("mask", "causal" if fields.get("causal") else "none")
+    if fields.get("custom_mask") or given in ("custom", "packed"):
+        return "bits"
+    return "band" if given != "items" and fields["window_left"] >= 0 else given
 
 
 def _pairs(features: Any) -> set[Trait]:

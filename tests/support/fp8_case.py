@@ -21,10 +21,10 @@ import torch
 import cute_attn
 from cute_attn.problem import Features
 from cute_attn.reference import attention as reference
+from tests.support import batch_case
+from tests.support.batch_case import BatchCase
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-NAN = 0x7F  # in both
-WORKSPACE = 32 << 20
 CLOSE = 1152  # keys
 
 
@@ -69,14 +69,25 @@ class Fp8Case:
         return "-".join(parts)
 
     def features(self, device: torch.device) -> Features:
-        source = "dense" if self.single else "paged" if self.page_size else "ragged"
-        types, dims = (self.dtype, self.dtype, self.o_dtype), (self.head_dim, self.head_dim)
-        scores = {"soft_cap": self.soft_cap > 0, "pos_encoding_mode": self.pos_encoding}
-        return Features(device, *types, *self.heads, *dims, custom_mask=self.custom_mask, kv_source=source, **scores)
+        return batch_case.features(self.batch, device, dense=self.single)
 
     @property
-    def pos_encoding(self) -> str:
-        return "ALIBI" if self.alibi else "NONE"
+    def batch(self) -> BatchCase:
+        """Where its tokens lie, and the options of its plan."""
+        q_dtype, o_dtype = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.o_dtype))
+        dims = self.head_dim, self.head_dim
+        return BatchCase(
+            *("paged" if self.page_size else "ragged", self.qo_lens, self.kv_lens, *self.heads, *dims),
+            page_size=self.page_size or 1,
+            dtype=q_dtype,
+            o_dtype=o_dtype,
+            mask="custom" if self.custom_mask else "causal" if self.causal else "none",
+            window_left=self.window_left,
+            logits_soft_cap=self.soft_cap,
+            pos_encoding_mode="ALIBI" if self.alibi else "NONE",
+            sm_scale=self.sm_scale,
+            fixed_split_size=self.fixed_split_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -125,65 +136,24 @@ def _single(case: Fp8Case, inputs: Inputs, backend: str) -> Any:
     scales: dict[str, Any] = {}
     if case.scales in ("heads", "signed"):
         scales = dict(zip(("scale_q", "scale_k", "scale_v"), inputs.scales, strict=True))
+    same = ("window_left", "sm_scale", "logits_soft_cap", "pos_encoding_mode")
+    options = {name: getattr(case.batch, name) for name in same} | {"causal": case.causal, "o_dtype": case.o_dtype}
+    tensors = inputs.q, inputs.k, inputs.v
     return cute_attn.single_prefill_with_kv_cache(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        causal=case.causal,
-        window_left=case.window_left,
-        custom_mask=inputs.keep,
-        sm_scale=case.sm_scale,
-        logits_soft_cap=case.soft_cap,
-        pos_encoding_mode=case.pos_encoding,
-        o_dtype=case.o_dtype,
-        return_lse=True,
-        backend=backend,
-        **scales,
+        *tensors, custom_mask=inputs.keep, return_lse=True, backend=backend, **options, **scales
     )
 
 
 def _batch(case: Fp8Case, inputs: Inputs, backend: str) -> Any:
-    device = inputs.q.device
-    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-    options = {"causal": case.causal, "window_left": case.window_left, "sm_scale": case.sm_scale}
-    options |= {"logits_soft_cap": case.soft_cap, "pos_encoding_mode": case.pos_encoding}
-    options |= {"fixed_split_size": case.fixed_split_size}
-    options |= {"q_data_type": case.dtype, "kv_data_type": case.dtype, "o_data_type": case.o_dtype}
-    tensors: tuple[Any, ...]
-    if case.page_size:
-        pages = [-(-n // case.page_size) for n in case.kv_lens]
-        order = torch.randperm(sum(pages) + 2, generator=torch.Generator().manual_seed(1))[: sum(pages)]
-        last = [(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens]
-        wrapper: Any = cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
-        where = _ends(pages), order.int().to(device), torch.tensor(last, dtype=torch.int32)
-        wrapper.plan(_ends(case.qo_lens), *where, *case.heads, case.head_dim, case.page_size, **options)
-        tensors = ((_paged(case, inputs.k, order, pages), _paged(case, inputs.v, order, pages)),)
-    else:
-        wrapper = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        wrapper.plan(_ends(case.qo_lens), _ends(case.kv_lens), *case.heads, case.head_dim, **options)
-        tensors = inputs.k, inputs.v
+    device, batch = inputs.q.device, case.batch
+    placed = batch_case.make(batch, device, numbers=tuple(x.cpu().float() for x in (inputs.q, inputs.k, inputs.v)))
+    wrapper = batch_case.wrapper(batch, device, backend=backend)
+    wrapper.plan(**batch_case.plan_arguments(batch, placed))
     extras: dict[str, Any] = {"return_lse": True, "sinks": inputs.sinks}
+    per_head = inputs.scales if case.scales in ("heads", "signed") else ()
     if case.scales == "numbers":
         extras |= dict(zip(("q_scale", "k_scale", "v_scale"), (float(x[0]) for x in inputs.scales), strict=True))
-    elif case.scales != "none":
-        tensors = (*tensors, *inputs.scales)
-    return wrapper.run(inputs.q, *tensors, **extras)
-
-
-def _ends(lengths: list[int] | tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
-def _paged(case: Fp8Case, x: torch.Tensor, order: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """A cache with the tokens of `x`; all else in it is NaN."""
-    cache = torch.full((len(order) + 2, case.page_size, *x.shape[1:]), NAN, dtype=torch.uint8, device=x.device)
-    page, token = 0, 0
-    for n, count in zip(case.kv_lens, counts, strict=True):
-        rows = torch.full((count * case.page_size, *x.shape[1:]), NAN, dtype=torch.uint8, device=x.device)
-        rows[:n] = x[token : token + n].view(torch.uint8)
-        cache[order[page : page + count].to(x.device)] = rows.view(count, case.page_size, *x.shape[1:])
-        page, token = page + count, token + n
-    return cache.view(case.dtype)
+    return wrapper.run(placed.q, *placed.kv, *per_head, **extras)
 
 
 def requests(case: Fp8Case) -> Iterator[tuple[slice, slice]]:

@@ -23,12 +23,12 @@ from tests.support.batch_case import (
     E5M2,
     BatchCase,
     BatchInputs,
+    call,
     check,
     features,
     make,
     plan_arguments,
     run_arguments,
-    wrapper,
 )
 from tests.support.right import assert_right
 
@@ -145,10 +145,7 @@ def base(kind: str, changes: dict[str, Any]) -> BatchCase:
 
 def result(kind: str, case: BatchCase, inputs: BatchInputs, backend: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     if kind in BATCH:
-        made = wrapper(case, inputs.q.device, backend=backend)
-        made.plan(**plan_arguments(case, inputs))
-        found = made.run(inputs.q, *inputs.kv, **run_arguments(case, inputs))
-        return found if case.return_lse else (found, None)
+        return call(case, inputs, backend=backend)
     axis = 1 if case.kv_layout == "HND" else 0
     k, v, *scales = (x.narrow(axis, 0, case.kv_lens[0]) for x in (*inputs.kv, *(inputs.kv_cache_sf or ())))
     arguments = {**plan_arguments(case, inputs), **run_arguments(case, inputs), "kv_layout": case.kv_layout}

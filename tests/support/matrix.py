@@ -11,22 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support.case import Case, Inputs, Result, call, check, make, poisoned_memory, problem, tolerance
-
-__all__ = [
-    "FULL",
-    "SMALL",
-    "Case",
-    "Inputs",
-    "Result",
-    "call",
-    "check",
-    "make",
-    "poisoned_memory",
-    "problem",
-    "random_case",
-    "tolerance",
-]
+from tests.support.case import Case
 
 
 def prefill(

@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
-from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, E4M3, PACKED, prefill
+from tests.support.right import Solver
 
 NARROW = {"o_dtype": "float8_e4m3fn"}
 NARROW_5 = {"o_dtype": "float8_e5m2"}
@@ -30,13 +30,10 @@ PROBLEMS: tuple[Case | BatchCase, ...] = (
 
 def assert_rounded(problem: Case | BatchCase, device: str, backend: str) -> None:
     """The output is right, and the fp32 output of the same kernel rounded to nearest even and saturated."""
-    of = batch_case if isinstance(problem, BatchCase) else case
-    inputs = of.make(problem, device)  # type: ignore[arg-type]
-    out, lse = of.call(problem, inputs, backend=backend)  # type: ignore[arg-type]
-    verdict = of.check(problem, *((inputs,) if isinstance(problem, BatchCase) else ()), out, lse)  # type: ignore[arg-type]
     beyond = problem.v_scale == 300.0
-    assert beyond or verdict.ok, verdict.detail
-    wide, wide_lse = of.call(dataclasses.replace(problem, o_dtype="float32"), inputs, backend=backend)  # type: ignore[arg-type]
+    solver = Solver(problem, device, backend=backend)
+    out, lse = solver.call() if beyond else solver.assert_right()
+    wide, wide_lse = Solver(dataclasses.replace(problem, o_dtype="float32"), device, backend=backend).call()
     largest = torch.finfo(out.dtype).max
     assert not beyond or float(wide.abs().max()) > largest
     assert torch.equal(wide.clamp(-largest, largest).to(out.dtype).view(torch.uint8), out.view(torch.uint8))

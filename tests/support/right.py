@@ -65,6 +65,15 @@ def assert_solved(problem: Case | BatchCase, device: torch.device | str = "cpu",
     Solver(problem, device, **arguments).assert_right()
 
 
+def assert_planned_right(batch: BatchCase, wrapper: Any) -> Pair:
+    """Plan a batch with a wrapper, run it and compare; the results."""
+    inputs = batch_case.make(batch)
+    wrapper.plan(**batch_case.plan_arguments(batch, inputs))
+    results = batch_case.call(batch, inputs, wrapper)
+    assert_right(batch, inputs, *results)
+    return results
+
+
 def assert_solved_again(problem: Case | BatchCase, backend: str, device: str = "cuda") -> None:
     """Right with NaN in every unwritten byte, and bitwise equal in a second run and after a second plan."""
     solver = Solver(problem, device, backend=backend)

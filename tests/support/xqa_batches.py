@@ -43,11 +43,13 @@ GRAPHED = (
 )
 
 
-def taken(batch: BatchCase) -> bool:
-    return not select.reasons_against(XQA, batch_case.features(batch, CUDA), named("sm_90a"))
+def is_taken(problem: Case | BatchCase) -> bool:
+    """Does XQA take this request, or this batch?"""
+    features = (batch_case if isinstance(problem, BatchCase) else case).features(problem, CUDA)
+    return not select.reasons_against(XQA, features, named("sm_90a"))
 
 
-SMALL = [*(batch for batch in batch_case.SMALL if batch.kind == "decode" and taken(batch)), *CASES]
+SMALL = [*(batch for batch in batch_case.SMALL if batch.kind == "decode" and is_taken(batch)), *CASES]
 
 
 def random_batches(seed: int, max_len: int, max_batch: int) -> Iterator[BatchCase]:
@@ -64,11 +66,6 @@ def random_batches(seed: int, max_len: int, max_batch: int) -> Iterator[BatchCas
             "disable_split_kv": False,
         }
         yield dataclasses.replace(drawn, **dims(head_dim), **plain)
-
-
-def is_taken(problem: Case) -> bool:
-    """Does XQA take this single request?"""
-    return not select.reasons_against(XQA, case.features(problem, CUDA), named("sm_90a"))
 
 
 def fp8_request(kv_len: int, device: str, kv_layout: str = "NHD") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

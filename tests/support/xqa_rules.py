@@ -1,13 +1,32 @@
-"""Rules of the decode kernel's rings with other bounds, so that small problems follow those of large ones."""
+"""Rules of the decode kernel's rings with other bounds, so that small problems follow those of large ones; rings that
+no rule has.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import pytest
 
+from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
+from cute_attn.runtime.arch import named
+from perf import rings
+from tests.support.xqa_case import DTYPES, XqaCase
 
 RULES = dict(tiles.RULES)
+HOPPER = named("sm_90a")
+FORMATS = {"bf16": "", "fp16": "", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "nvfp4": "nvfp4"}
+
+
+def forced_ring(text: str, case: XqaCase, shape: tiles.Shape, rows: int = 8) -> AbstractContextManager[object]:
+    """Within, calls on Hopper have the ring of `text`, and of the rule for a shape what the text does not say."""
+    q_dtype, kv_dtype = str(DTYPES[case.q]).removeprefix("torch."), FORMATS[case.kv]
+    rule = tiles.find(HOPPER, KV_BITS[kv_dtype], case.head_dim, shape)
+    out_dtype = "float8_e4m3fn" if case.out else q_dtype
+    start = tiles.choose(q_dtype, kv_dtype, out_dtype, case.head_dim, rows, case.mask, rule, HOPPER)
+    return rings.force_spec(rings.ring(text, start))
 
 
 def move_steps(monkeypatch: pytest.MonkeyPatch, **steps: dict[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""cvt, cvta: between integers, floats, packed 16-bit, fp8, fp6 and fp4 formats."""
+"""cvt, cvta: between integers, floats, packed 16-bit, fp8 and fp4 formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.ptx import Inst, Operand
+from cute_attn.emulator.ptx import Inst
 
 _INTS = "{.u8|.s8|.u16|.s16|.u32|.s32|.u64|.s64}"
 _ROUND = {".rni": "np.rint", ".rzi": "np.trunc", ".rmi": "np.floor", ".rpi": "np.ceil"}
@@ -171,39 +171,7 @@ def _from_fp8(x: Array, kind: str, relu: bool) -> Array:
     return packed
 
 
-@form("cvt.rn.satfinite{|.relu}{.e2m3x2|.e3m2x2}.f32", since=100, conformance="unverified")
-def to_fp6(e: Emitter, inst: Inst, relu: str, to: str) -> None:
-    to_fp8(e, inst, relu, to, ".f32")
-
-
-@form(
-    "cvt.rn.satfinite{|.relu}{.e4m3x2|.e5m2x2}.bf16x2",
-    "cvt.rn.satfinite{|.relu}{.e2m3x2|.e3m2x2}{.f16x2|.bf16x2}",
-    since=100,
-    conformance="unverified",
-)
-def packed_to_small(e: Emitter, inst: Inst, relu: str, to: str, source: str = ".bf16x2") -> None:
-    d, a = inst.operands
-    pair = _unpacked(e, a, source)
-    e.set(d, "u2", f"{e.bind(_fp8_pair, 'fp8_pair')}({pair}, {to[1:5]!r}, {bool(relu)})")
-
-
-def _unpacked(e: Emitter, operand: Operand, source: str) -> str:
-    """Expression of the two halves of a register, as float32: (low, high)."""
-    return f"{e.bind(_halves if source == '.f16x2' else _bf16_halves, 'halves')}({e.get(operand, 'u4')})"
-
-
-def _bf16_halves(x: Array) -> tuple[Array, Array]:
-    wide = floats.bf16_to_f32(floats.unpack16(x))
-    return wide[:, 0], wide[:, 1]
-
-
-@form("cvt.rn{|.relu}.f16x2{.e2m3x2|.e3m2x2}", since=100, conformance="unverified")
-def from_fp6(e: Emitter, inst: Inst, relu: str, source: str) -> None:
-    from_fp8(e, inst, relu, source)
-
-
-@form("cvt.rn{|.relu}.bf16x2{.e4m3x2|.e5m2x2|.e2m3x2|.e3m2x2}", since=100, conformance="unverified")
+@form("cvt.rn{|.relu}.bf16x2{.e4m3x2|.e5m2x2}", since=100, conformance="unverified")
 def small_to_bf16(e: Emitter, inst: Inst, relu: str, source: str) -> None:
     d, a = inst.operands
     e.set(d, "u4", f"{e.bind(_small_to_bf16, 'small_to_bf16')}({e.get(a, 'u2')}, {source[1:5]!r}, {bool(relu)})")
@@ -226,12 +194,6 @@ def to_fp4(e: Emitter, inst: Inst, relu: str) -> None:
     """Convert a pair; operand a goes to the upper four bits."""
     d, a, b = inst.operands
     e.set(d, "u1", f"{e.bind(_fp4_pair, 'fp4_pair')}(({e.get(b, 'f4')}, {e.get(a, 'f4')}), {bool(relu)})")
-
-
-@form("cvt.rn.satfinite{|.relu}.e2m1x2{.f16x2|.bf16x2}", since=100, conformance="unverified")
-def packed_to_fp4(e: Emitter, inst: Inst, relu: str, source: str) -> None:
-    d, a = inst.operands
-    e.set(d, "u1", f"{e.bind(_fp4_pair, 'fp4_pair')}({_unpacked(e, a, source)}, {bool(relu)})")
 
 
 def _fp4_pair(pair: tuple[Array, Array], relu: bool) -> Array:
@@ -261,32 +223,6 @@ def _fp4_to_bf16(x: Array, relu: bool) -> Array:
 
 def _fp4_values(x: Array) -> Array:
     return formats.decode(np.stack([x & 15, x >> np.uint8(4)], axis=1), "e2m1")
-
-
-@form("cvt{.rz|.rp}.satfinite.ue8m0x2.f32", since=100, conformance="unverified")
-def to_scale(e: Emitter, inst: Inst, mode: str) -> None:
-    d, a, b = inst.operands
-    name = e.bind(_scale_pair, "scale_pair")
-    e.set(d, "u2", f"{name}({e.get(b, 'f4')}, {e.get(a, 'f4')}, {mode == '.rp'})")
-
-
-def _scale_pair(low: Array, high: Array, up: bool) -> Array:
-    low, high = np.broadcast_arrays(low, high)
-    codes = np.stack([formats.encode_scale(low, up), formats.encode_scale(high, up)], axis=1)
-    packed: Array = np.ascontiguousarray(codes).view(np.uint16)[:, 0]
-    return packed
-
-
-@form("cvt.rn.bf16x2.ue8m0x2", since=100, conformance="unverified")
-def from_scale(e: Emitter, inst: Inst) -> None:
-    d, a = inst.operands
-    e.set(d, "u4", f"{e.bind(_from_scale, 'from_scale')}({e.get(a, 'u2')})")
-
-
-def _from_scale(x: Array) -> Array:
-    codes = np.ascontiguousarray(x).view(np.uint8)
-    packed: Array = floats.f32_to_bf16(formats.decode_scale(codes)).view(np.uint32)
-    return packed
 
 
 @form("cvta{|.to}{.global|.param|.const}.u64", conformance="order")

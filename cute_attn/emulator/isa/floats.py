@@ -107,21 +107,6 @@ def _pick(a: Array, b: Array, found: Array, prefer_b: Array) -> Array:
     return np.where(zeros, np.where(prefer_b, b, a), found) if some(zeros) else found
 
 
-def extreme(x: Array, largest: bool, nan: bool, taken: Array | None = None) -> Array:
-    """Reduce float32 along the first axis: +0 is above -0; NaN counts only if `nan`, or if there is nothing else, and
-    is canonical then. `taken`: which items count."""
-    bits = x.view(np.int32)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # in the order of the floats
-    here = np.ones(x.shape, np.bool_) if taken is None else taken
-    number = here & ~np.isnan(x)
-    limits = np.iinfo(np.int32)
-    chosen = np.where(number, key, limits.min).max(axis=0) if largest else np.where(number, key, limits.max).min(axis=0)
-    found = chosen ^ ((chosen >> 31) & 0x7FFFFFFF)
-    is_nan = (here & ~number).any(axis=0) if nan else ~number.any(axis=0)
-    result: Array = np.where(is_nan, np.int32(0x7FFFFFFF), found).astype(np.int32).view(np.float32)
-    return result
-
-
 def bf16_to_f32(bits: Array) -> Array:
     widened: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return widened
@@ -170,26 +155,3 @@ def unpack16(x: Array) -> Array:
 def pack32(low: Array, high: Array) -> Array:
     packed: Array = interleaved(low.view(np.uint32), high.view(np.uint32)).view(np.uint64)
     return packed
-
-
-def f32_to_bf16_stochastic(x: Array, random: Array) -> Array:
-    """Convert to bits of bfloat16, away from zero where the discarded 16 bits and 16 random ones carry."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = np.where(np.isinf(x), bits, bits + (random & np.uint32(0xFFFF))) >> np.uint32(16)
-    found: Array = np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
-    return found
-
-
-def f32_to_f16_stochastic(x: Array, random: Array) -> Array:
-    """Convert to bits of float16, away from zero where the discarded part and 13 random bits carry, the most
-    significant ones beside each other."""
-    size = np.where(np.isfinite(x), np.abs(x), 0).astype(np.float64)
-    _, exponent = np.frexp(size)
-    unit = np.ldexp(1.0, np.maximum(exponent - 1, -14) - 10)
-    steps = np.floor(size / unit)
-    away = size / unit - steps + (random & np.uint32(0x1FFF)).astype(np.float64) / (1 << 13) >= 1
-    total = np.where(np.isfinite(x), (steps + away) * unit, np.abs(x))
-    half = np.where(total > 65504, np.inf, np.minimum(total, 65504)).astype(np.float16)
-    code = half.view(np.uint16) | np.where(np.signbit(x), np.uint16(0x8000), np.uint16(0))
-    found: Array = np.where(np.isnan(x), np.uint16(0x7FFF), code)
-    return found

@@ -9,7 +9,7 @@ import numpy as np
 from cute_attn.emulator import access
 from cute_attn.emulator.dtypes import Array, some, tag
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import MemoryFault, PtxError
+from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Addr, Inst, Sym
@@ -19,15 +19,12 @@ _TYPES = "{.b8|.u8|.s8|.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}"
 _NARROW = ".b8|.u8|.s8|.b16|.u16|.s16|.b32|.u32|.s32|.f32"
 _PAIRS = f"{_TYPES[1:-1]}|.v2" + "|.v2".join(_TYPES[1:-1].split("|"))
 _SIZES = "{" + _PAIRS + "|.v4" + "|.v4".join(_NARROW.split("|")) + "}"  # up to 128 bits
-_WIDE = "{.v8.b32|.v8.u32|.v8.s32|.v8.f32|.v4.b64|.v4.u64|.v4.s64|.v4.f64}"  # 256 bits: global memory, from sm_100 on
 _CACHE = "{|.ca|.cg|.cs|.lu|.cv}"
 _L1 = "{|.L1::no_allocate|.L1::evict_first|.L1::evict_last}"
 _PREFETCH = "{|.L2::64B|.L2::128B|.L2::256B}"
 _EVICT = f"{_L1}{_PREFETCH}"
-_L2 = "{|.L2::evict_normal|.L2::evict_first|.L2::evict_last}{|.L2::cache_hint}"
 _VEC = "{|.v2|.v4}"
-_STRENGTHS = ".weak|.volatile|.relaxed.cta|.relaxed.cluster|.relaxed.gpu|.relaxed.sys"
-_WEAK = f"{{|{_STRENGTHS}}}"
+_WEAK = "{|.weak|.volatile|.relaxed.cta|.relaxed.cluster|.relaxed.gpu|.relaxed.sys}"
 
 
 @form(f"ld.param{_VEC}{_TYPES}", golden="memory")
@@ -70,19 +67,6 @@ def ld_global(e: Emitter, inst: Inst, *choices: str) -> None:
     _load(e, inst, _item(choices[-1]), function, [e.address(inst.operands[1], wide=True)])
 
 
-@form(
-    f"ld.global{{|.nc}}{_L1}{_L2}{_PREFETCH}{_WIDE}",
-    f"ld.global{{.ca|.cg|.cs|.lu|.cv}}{_WIDE}",
-    f"ld{{{_STRENGTHS}}}.global{_WIDE}",
-    f"ld{_WIDE}",
-    since=100,
-    conformance="unverified",
-)
-def ld_wide(e: Emitter, inst: Inst, *choices: str) -> None:
-    """Emit a load of 256 bits. Its address must be a multiple of 32, and cache policies change no values."""
-    ld_global(e, inst, *choices)
-
-
 @form("ld.acquire{.cta|.cluster|.gpu|.sys}{|.global}{.b32|.u32|.s32|.b64|.u64|.s64}", golden="memory")
 def ld_acquire(e: Emitter, inst: Inst, scope: str, space: str, kind: str) -> None:
     address = e.address(inst.operands[1], wide=True)
@@ -107,7 +91,6 @@ def _ld_global(w: WarpBatch, mask: Array | None, address: Array, width: int, cou
 
 def _ld_generic(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
     shared, others = access.generic_spaces(w, mask, address)
-    _check_wide(shared, width * count)
     rows: Array = np.zeros((w.size, width * count), np.uint8)
     if some(others):
         rows = access.load_global(w, others, address, width * count, "ld")
@@ -115,11 +98,6 @@ def _ld_generic(w: WarpBatch, mask: Array | None, address: Array, width: int, co
         low = w.full(address).astype(np.uint32)
         rows = np.where(shared[:, None], access.load_shared(w, shared, low, width * count, "ld", True), rows)
     return _columns(rows, width)
-
-
-def _check_wide(shared: Array, nbytes: int) -> None:
-    if nbytes > 16 and some(shared):
-        raise MemoryFault(f"{nbytes} bytes at a generic address of shared memory: only global memory takes 32 at once")
 
 
 def _columns(rows: Array, width: int) -> list[Array]:
@@ -162,39 +140,10 @@ def _storing(inst: Inst) -> Callable[..., None]:
     return _st_strong if ".relaxed" in inst.op or ".volatile" in inst.op else _st_global
 
 
-@form(
-    f"st.global{_L1}{_L2}{_WIDE}",
-    f"st.global{{.wb|.cg|.cs|.wt}}{_WIDE}",
-    f"st{{{_STRENGTHS}}}.global{_WIDE}",
-    f"st{_WIDE}",
-    since=100,
-    conformance="unverified",
-)
-def st_wide(e: Emitter, inst: Inst, *choices: str) -> None:
-    """Emit a store of 256 bits: one row, or item by item where an item is `_`, whose bytes stay as they are."""
-    kind = _item(choices[-1])
-    kept = [i for i, item in enumerate(e.items(inst.operands[1])) if not (isinstance(item, Sym) and item.name == "_")]
-    address = e.address(inst.operands[0], wide=True)
-    if len(kept) == len(e.items(inst.operands[1])):
-        e.call(_storing(inst), [address, _sources(e, inst, kind)])
-        return
-    items = "".join(f"{e.get(e.items(inst.operands[1])[i], f'u{tag(kind)[1]}')}, " for i in kept)
-    e.call(_st_some, [e.bind(_storing(inst), "store"), address, f"({items})", repr(tuple(kept))])
-
-
-def _st_some(
-    w: WarpBatch,
-    mask: Array | None,
-    store: Callable[..., None],
-    address: Array,
-    sources: tuple[Array, ...],
-    places: tuple[int, ...],
-) -> None:
-    at = w.full(address)[w.lanes(mask)]
-    if (at % np.uint64(32)).any():
-        raise MemoryFault(f"st at {int(at[at % np.uint64(32) != 0][0]):#x} is not aligned to 32 bytes")
-    for place, source in zip(places, sources, strict=True):
-        store(w, mask, address + np.uint64(place * source.dtype.itemsize), (source,))
+@form("st.global.v8{.b32|.f32}", since=100, conformance="unverified")
+def st_wide(e: Emitter, inst: Inst, kind: str) -> None:
+    """Emit a store of 256 bits, whose address must be a multiple of 32."""
+    e.call(_st_global, [e.address(inst.operands[0], wide=True), _sources(e, inst, kind)])
 
 
 @form("st.release{.cta|.cluster|.gpu|.sys}{|.global}{.b32|.u32|.s32|.b64|.u64|.s64}", golden="memory")
@@ -219,7 +168,6 @@ def _st_global(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[
 def _st_generic(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
     shared, others = access.generic_spaces(w, mask, address)
     rows = _rows(w, sources)
-    _check_wide(shared, rows.shape[1])
     if some(others):
         access.store_global(w, others, address, rows, "st")
     if some(shared):

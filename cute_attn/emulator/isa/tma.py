@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import MemoryFault, ProxyFault, PtxError
+from cute_attn.emulator.errors import MemoryFault, PtxError
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.bulk import HINT, LATENCY, MULTICAST, Task, bulk_groups, reduced
 from cute_attn.emulator.isa.registry import form
@@ -23,11 +23,9 @@ from cute_attn.emulator.warp_batch import WarpBatch
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
-Boxes = Callable[[tensormap.TensorMap, list[int]], list[list[int]]]  # where the boxes of a tensor operand start
-STALE: Any = object()  # stands for a map that was changed and not acquired since
 _DIMS = "{.1d|.2d|.3d|.4d|.5d}"
 _PAIRS = (100, 103)  # architectures with pairs of CTAs
-_GROUPS = ("{.cta_group::1|.cta_group::2}" + HINT, ".L2::cache_hint{.cta_group::1|.cta_group::2}")
+_GROUP = "{.cta_group::1|.cta_group::2}"
 
 
 # --- tensors: loads ---------------------------------------------------------------------------------------------------
@@ -35,21 +33,21 @@ _GROUPS = ("{.cta_group::1|.cta_group::2}" + HINT, ".L2::cache_hint{.cta_group::
 
 _LOAD = f"cp.async.bulk.tensor{_DIMS}"
 _TILED = ".global{|.tile}.mbarrier::complete_tx::bytes"
-_GATHER = ".global.tile::gather4.mbarrier::complete_tx::bytes"
 
 
 @form(f"{_LOAD}.shared::cta{_TILED}{HINT}", f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}{HINT}", since=90, golden="tma")
 def tensor_load(e: Emitter, inst: Inst, dims: str, *choices: str) -> None:
-    _load(e, inst, int(dims[1]), _one_box)
-
-
-def _one_box(tensor: tensormap.TensorMap, place: list[int]) -> list[list[int]]:
-    return [place]
+    target, source, barrier, *extra = inst.operands
+    table, coordinates = _tensor_operand(e, source, int(dims[1]))
+    multicast = ".multicast::cluster" in inst.op
+    mask = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
+    arguments = [e.address(target, wide=False), table, coordinates, e.address(barrier, wide=False), mask]
+    e.call(_tensor_load, [*arguments, str(multicast), str(".cta_group::2" in inst.op)])
 
 
 @form(
-    *(f"{_LOAD}.shared::cta{_TILED}{group}" for group in _GROUPS),
-    *(f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}{group}" for group in _GROUPS),
+    f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}{_GROUP}{HINT}",
+    f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}.L2::cache_hint{_GROUP}",
     since=100,
     only=_PAIRS,
     conformance="unverified",
@@ -57,43 +55,6 @@ def _one_box(tensor: tensormap.TensorMap, place: list[int]) -> list[list[int]]:
 def pair_load(e: Emitter, inst: Inst, dims: str, *choices: str) -> None:
     """Emit a load that names the CTA group: with .cta_group::2 the barrier may be that of the CTA's peer."""
     tensor_load(e, inst, dims)
-
-
-# gather4 takes a column and four rows. With a box of one row, which the ISA demands, the rows lie one behind another in
-# shared memory, swizzled by their address as the rows of a tile are.
-
-
-@form(f"cp.async.bulk.tensor.2d.shared::cta{_GATHER}{HINT}", since=100, conformance="unverified")
-def gather4(e: Emitter, inst: Inst, *choices: str) -> None:
-    _load(e, inst, 5, _four_rows)
-
-
-@form(
-    *(f"cp.async.bulk.tensor.2d.shared::cta{_GATHER}{group}" for group in _GROUPS),
-    *(f"cp.async.bulk.tensor.2d.shared::cluster{_GATHER}{MULTICAST}{more}" for more in (HINT, *_GROUPS)),
-    since=100,
-    only=_PAIRS,
-    conformance="unverified",
-)
-def pair_gather4(e: Emitter, inst: Inst, *choices: str) -> None:
-    _load(e, inst, 5, _four_rows)
-
-
-def _four_rows(tensor: tensormap.TensorMap, place: list[int]) -> list[list[int]]:
-    """Coordinates of the four boxes of {column, row, row, row, row}."""
-    if tensor.rank != 2 or tensor.box[1] != 1:
-        raise MemoryFault(f"gather4 or scatter4 with a box of {tensor.box}: it needs two dimensions, and one row")
-    return [[place[0], row] for row in place[1:]]
-
-
-def _load(e: Emitter, inst: Inst, numbers: int, boxes: Boxes) -> None:
-    target, source, barrier, *extra = inst.operands
-    table, coordinates = _tensor_operand(e, source, numbers)
-    multicast = ".multicast::cluster" in inst.op
-    mask = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
-    arguments = [e.address(target, wide=False), table, coordinates, e.address(barrier, wide=False), mask]
-    flags = [str(multicast), str(".cta_group::2" in inst.op)]
-    e.call(_tensor_load, [*arguments, e.bind(boxes, "boxes"), *flags])
 
 
 def _tensor_operand(e: Emitter, operand: Operand, numbers: int) -> tuple[str, str]:
@@ -111,10 +72,6 @@ def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
     """Decode the tensor map at an address in the parameters or in global memory."""
     cache: dict[int, tensormap.TensorMap] = w.cta.grid.tensor_maps
     found = cache.get(address)
-    if found is STALE:
-        raise ProxyFault(
-            f"the tensor map at {address:#x} was changed: no fence.proxy.tensormap::generic.acquire follows"
-        )
     if found is None:
         if address >> 56 == GENERIC_PARAM >> 56:
             start = address & ((1 << 56) - 1)
@@ -138,31 +95,29 @@ def _tensor_load(
     coordinates: tuple[Array, ...],
     barrier: Array,
     ctas: Array,
-    boxes: Boxes,
     multicast: bool,
     pair: bool,
 ) -> None:
     maps, targets, barriers, ranks = w.full(table), w.full(target), w.full(barrier), w.full(ctas)
     for lane in w.lanes(mask):
         tensor = _map_at(w, int(maps[lane]))
-        places = boxes(tensor, [int(w.full(c)[lane]) for c in coordinates])
-        _check_places(tensor, places, int(lane))
+        place = [int(w.full(c)[lane]) for c in coordinates]
+        _check_place(tensor, place, int(lane))
         position = int(w.row[lane])
         op = w.begin_op(position, "TMA load")
         at, bar = int(targets[lane]), int(barriers[lane])
         wanted = [r for r in range(16) if int(ranks[lane]) >> r & 1] if multicast else [at >> RANK_SHIFT]
         for rank in wanted:
-            load = _Load(w.cta, tensor, places, rank << RANK_SHIFT | at & OFFSET_MASK, op)
+            load = _Load(w.cta, tensor, place, rank << RANK_SHIFT | at & OFFSET_MASK, op)
             own = bar if not multicast else (bar & OFFSET_MASK) | (_leader(rank, bar, pair) << RANK_SHIFT)
             load.post(own)
 
 
-def _check_places(tensor: tensormap.TensorMap, places: list[list[int]], lane: int) -> None:
-    for place in places:
-        if len(place) != tensor.rank:
-            raise PtxError(f"{len(place)} coordinates of a tensor of rank {tensor.rank}", lane)
-        if place[0] * tensor.item_bytes % tensormap.UNIT:
-            raise MemoryFault(f"TMA at {tuple(place)}: a box must start at a multiple of 16 bytes", lane)
+def _check_place(tensor: tensormap.TensorMap, place: list[int], lane: int) -> None:
+    if len(place) != tensor.rank:
+        raise PtxError(f"{len(place)} coordinates of a tensor of rank {tensor.rank}", lane)
+    if place[0] * tensor.item_bytes % tensormap.UNIT:
+        raise MemoryFault(f"TMA at {tuple(place)}: a box must start at a multiple of 16 bytes", lane)
 
 
 def _leader(rank: int, barrier: int, pair: bool) -> int:
@@ -172,11 +127,11 @@ def _leader(rank: int, barrier: int, pair: bool) -> int:
 
 @dataclass
 class _Load:
-    """Load of boxes, one behind another, into the shared memory of one CTA."""
+    """Load of a box into the shared memory of one CTA."""
 
     cta: Cta
     tensor: tensormap.TensorMap
-    places: list[list[int]]
+    place: list[int]
     target: int
     op: Op | None
 
@@ -187,29 +142,23 @@ class _Load:
 
         def arrive() -> None:
             self.run()
-            waiting.complete(
-                len(self.places) * self.tensor.box_bytes, self.op, (self.op.time if self.op else 0.0) + LATENCY
-            )
+            waiting.complete(self.tensor.box_bytes, self.op, (self.op.time if self.op else 0.0) + LATENCY)
 
         self.cta.post(arrive)
 
     def run(self) -> None:
-        pieces = tensormap.chunks(self.tensor, self.places, self.tensor.line_bytes)
+        pieces = tensormap.chunks(self.tensor, self.place, self.tensor.line_bytes)
         rows = np.zeros((len(pieces.shared), pieces.nbytes), np.uint8)
         if self.tensor.nan_fill:
             rows.view(np.uint16)[:] = 0x7FF7  # whatever the type
         inside = pieces.inside
-        what = f"TMA load at {_named(self.places)}"
+        what = f"TMA load at {tuple(self.place)}"
         if inside.any():
             rows[inside] = access.op_load_global(self.cta, pieces.addresses[inside], pieces.nbytes, self.op, what)
         memory = self.cta.cluster.ctas[self.target >> RANK_SHIFT].smem
         offsets = tensormap.swizzled((self.target & OFFSET_MASK) + pieces.shared, self.tensor.swizzle)
         memory.check(offsets, pieces.nbytes, pieces.nbytes, what)
         memory.op_store(offsets, access.words_of(rows), pieces.nbytes, self.op, what, generic=False)
-
-
-def _named(places: list[list[int]]) -> str:
-    return ", ".join(str(tuple(place)) for place in places)
 
 
 @form(
@@ -225,29 +174,9 @@ def prefetch(e: Emitter, inst: Inst, *choices: str) -> None:
 # --- tensors: stores and reductions -----------------------------------------------------------------------------------
 
 
-@form(
-    f"cp.async.bulk.prefetch.tensor.2d.L2.global.tile::gather4{HINT}",
-    since=100,
-    only=_PAIRS,
-    conformance="order",
-)
-def prefetch_gather4(e: Emitter, inst: Inst, hint: str) -> None:
-    """Emit nothing."""
-
-
 @form(f"cp.async.bulk.tensor{_DIMS}.global.shared::cta{{|.tile}}.bulk_group{HINT}", since=90, golden="tma")
 def tensor_store(e: Emitter, inst: Inst, dims: str, tile: str, hint: str) -> None:
-    _store(e, inst, int(dims[1]), _one_box, "")
-
-
-@form(
-    f"cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group{HINT}",
-    since=100,
-    only=_PAIRS,
-    conformance="unverified",
-)
-def scatter4(e: Emitter, inst: Inst, hint: str) -> None:
-    _store(e, inst, 5, _four_rows, "")
+    _store(e, inst, int(dims[1]), "")
 
 
 @form(
@@ -257,13 +186,13 @@ def scatter4(e: Emitter, inst: Inst, hint: str) -> None:
     golden="tma",
 )
 def tensor_reduce(e: Emitter, inst: Inst, dims: str, op: str, tile: str, hint: str) -> None:
-    _store(e, inst, int(dims[1]), _one_box, op)
+    _store(e, inst, int(dims[1]), op)
 
 
-def _store(e: Emitter, inst: Inst, numbers: int, boxes: Boxes, op: str) -> None:
+def _store(e: Emitter, inst: Inst, numbers: int, op: str) -> None:
     target, source, *_ = inst.operands
     table, coordinates = _tensor_operand(e, target, numbers)
-    e.call(_tensor_store, [table, coordinates, e.address(source, wide=False), e.bind(boxes, "boxes"), repr(op)])
+    e.call(_tensor_store, [table, coordinates, e.address(source, wide=False), repr(op)])
 
 
 def _tensor_store(
@@ -272,37 +201,35 @@ def _tensor_store(
     table: Array,
     coordinates: tuple[Array, ...],
     source: Array,
-    boxes: Boxes,
     reduce: str,
 ) -> None:
     maps, sources = w.full(table), w.full(source)
     tasks: dict[tuple[int, ...], Task] = {}
     for lane in w.lanes(mask):
         tensor = _map_at(w, int(maps[lane]))
-        places = boxes(tensor, [int(w.full(c)[lane]) for c in coordinates])
+        place = [int(w.full(c)[lane]) for c in coordinates]
         at = int(sources[lane])
-        _check_places(tensor, places, int(lane))
-        if min(map(min, places)) < 0:  # unlike a load
-            raise MemoryFault(f"TMA store at {_named(places)}: no coordinate may be negative", int(lane))
+        _check_place(tensor, place, int(lane))
+        if min(place) < 0:  # unlike a load
+            raise MemoryFault(f"TMA store at {tuple(place)}: no coordinate may be negative", int(lane))
         if at % 128:
             raise MemoryFault(f"TMA store from shared {at:#x}, which is not aligned to 128 bytes", int(lane))
         # A warp whose 32 lanes all store one box issues 32 stores with the effect of one.
-        numbers = tuple(number for place in places for number in place)
-        key = (int(w.row[lane]), int(maps[lane]), at, *numbers, int(lane) if reduce else 0)
+        key = (int(w.row[lane]), int(maps[lane]), at, *place, int(lane) if reduce else 0)
         if key not in tasks:
             op = w.begin_op(int(w.row[lane]), "TMA store")
-            action = _store_action(w.cta, tensor, places, at, reduce, op)
+            action = _store_action(w.cta, tensor, place, at, reduce, op)
             tasks[key] = Task(action, op)
             w.cta.post(tasks[key])
         bulk_groups(w, int(lane)).open.append(tasks[key])
 
 
 def _store_action(
-    cta: Cta, tensor: tensormap.TensorMap, places: list[list[int]], source: int, reduce: str, op: Op | None
+    cta: Cta, tensor: tensormap.TensorMap, place: list[int], source: int, reduce: str, op: Op | None
 ) -> Callable[[], None]:
     def run() -> None:
-        what = f"TMA store at {_named(places)}"
-        pieces = tensormap.chunks(tensor, places, tensor.stored_line_bytes)
+        what = f"TMA store at {tuple(place)}"
+        pieces = tensormap.chunks(tensor, place, tensor.stored_line_bytes)
         offsets = tensormap.swizzled((source & OFFSET_MASK) + pieces.shared, tensor.swizzle)
         cta.smem.check(offsets, pieces.nbytes, pieces.nbytes, what)
         addresses = pieces.addresses[pieces.inside]

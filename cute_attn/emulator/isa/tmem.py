@@ -14,7 +14,7 @@ from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.ptx import Imm, Inst
+from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.tensor_memory import WARP, TensorMemory, cells, split_address
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 ARCHS = (100, 103)
 GROUP = "{.cta_group::1|.cta_group::2}"
 _NUM = "{.x1|.x2|.x4|.x8|.x16|.x32|.x64|.x128}"
-MAX_REGISTERS = 128
 
 
 def memory_of(cta: Cta) -> TensorMemory:
@@ -176,114 +175,64 @@ def _relinquish(w: WarpBatch, mask: Array | None, group: int) -> None:
 # --- loads and stores -------------------------------------------------------------------------------------------------
 
 
-def fragment(shape: str, num: int) -> tuple[Array, Array, Array]:
-    """Lane, column and half (1: past the split of .16x32bx2) of each thread and register of a warp; [32, n]."""
-    per = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}[shape]
-    t, r = np.meshgrid(np.arange(32), np.arange(per * num), indexing="ij")
-    half = np.zeros_like(t)
-    if shape == "32x32b":
-        lane, column = t, r
-    elif shape == "16x64b":
-        lane, column = 8 * (t & 1) + t // 4, 2 * r + (t // 2 & 1)
-    elif shape == "16x128b":
-        lane, column = t // 4 + 8 * (r & 1), 4 * (r // 2) + t % 4
-    elif shape == "16x256b":
-        lane, column = t // 4 + 8 * (r // 2 & 1), 8 * (r // 4) + 2 * (t % 4) + (r & 1)
-    else:
-        lane, column, half = t % 16, r, t // 16
-    return lane, column, half
-
-
 class Places(NamedTuple):
-    """Places in tensor memory: lanes and columns [warps, 32, registers, 1 or 2]. Of each warp: its columns, and its
-    cells of the shadow state."""
+    """Places in tensor memory: lanes [warps, 32, 1] and columns [warps, 1, registers]. Of each warp: its cells of the
+    shadow state."""
 
     lanes: Array
     columns: Array
-    distinct: list[Array]
     cells: list[Array]
 
 
-@dataclass(frozen=True)
-class _Move:
-    """An ld or st form with its immediates."""
-
-    shape: str
-    num: int
-    packed: bool
-    split: int
-
-    @functools.lru_cache(512)  # noqa: B019 (moves are values)
-    def places(self, warps: tuple[int, ...], addresses: tuple[int, ...], what: str) -> Places:
-        """The places that each warp moves, at its address."""
-        lane, column, half = fragment(self.shape, self.num)
-        bases = np.array([split_address(a) for a in addresses])
-        allowed = [0] if self.shape == "32x32b" else [0, 16]
-        for warp, (at, _) in zip(warps, bases, strict=True):
-            if at - 32 * (warp % 4) not in allowed:
-                own = f"{32 * (warp % 4)}..{32 * (warp % 4) + 31}"
-                raise MemoryFault(f"{what} at lane {at} of tensor memory by warp {warp}, which may touch {own}")
-        wide = 2 if self.packed else 1
-        columns = (column * wide + half * self.split)[..., None] + np.arange(wide)
-        lanes = bases[:, 0, None, None, None] + lane[None, ..., None]
-        lanes = np.broadcast_to(lanes, (len(warps), *columns.shape))
-        columns = bases[:, 1, None, None, None] + columns[None]
-        distinct = [np.unique(one) for one in columns]
-        return Places(lanes, columns, distinct, [cells(*pair) for pair in zip(lanes, distinct, strict=True)])
-
-
-def _form_of(inst: Inst, shape: str, num: str, packed: str) -> _Move:
-    count, offset = int(num[2:]), 0
-    if shape == ".16x32bx2":
-        immediate = inst.operands[-1] if inst.op.startswith("tcgen05.ld") else inst.operands[1]
-        if not isinstance(immediate, Imm):
-            raise PtxError(f"{inst.op} needs an immediate offset of its second half")
-        offset = immediate.value
-    return _Move(shape[1:], count, bool(packed), offset)
-
-
-_SHAPE = "{.32x32b|.16x64b|.16x128b|.16x256b|.16x32bx2}"
+@functools.lru_cache(512)
+def _places(num: int, warps: tuple[int, ...], addresses: tuple[int, ...], what: str) -> Places:
+    """The places that each warp moves: its 32 lanes by `num` columns, from its address on."""
+    bases = np.array([split_address(a) for a in addresses])
+    for warp, (at, _) in zip(warps, bases, strict=True):
+        own = 32 * (warp % 4)
+        if at != own:
+            raise MemoryFault(f"{what} at lane {at} of tensor memory by warp {warp}, which may touch {own}..{own + 31}")
+    lanes, columns = bases[:, :1] + np.arange(32), bases[:, 1:] + np.arange(num)
+    shadow = [cells(*pair) for pair in zip(lanes, columns, strict=True)]
+    return Places(lanes[:, :, None], columns[:, None, :], shadow)
 
 
 @form(
-    f"tcgen05.ld.sync.aligned{_SHAPE}{_NUM}{{|.pack::16b}}.b32",
+    f"tcgen05.ld.sync.aligned.32x32b{_NUM}.b32",
     since=100,
     only=ARCHS,
     converges=True,
     conformance="unverified",
 )
-def load(e: Emitter, inst: Inst, shape: str, num: str, packed: str) -> None:
-    move = _form_of(inst, shape, num, packed)
+def load(e: Emitter, inst: Inst, num: str) -> None:
     registers = e.items(inst.operands[0])
-    _check_registers(inst, move, len(registers))
-    arguments = f"w, {e.mask}, {e.bind(move, 'move')}, {e.address(inst.operands[1], wide=False)}"
+    _check_registers(inst, num, len(registers))
+    arguments = f"w, {e.mask}, {num[2:]}, {e.address(inst.operands[1], wide=False)}"
     e.line(f"t = {e.bind(_load, 'tmem_load')}({arguments})")
     for i, register in enumerate(registers):
         e.set(register, "u4", f"t[{i}]")
 
 
 @form(
-    f"tcgen05.st.sync.aligned{_SHAPE}{_NUM}{{|.unpack::16b}}.b32",
+    f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32",
     since=100,
     only=ARCHS,
     converges=True,
     conformance="unverified",
 )
-def store(e: Emitter, inst: Inst, shape: str, num: str, packed: str) -> None:
-    move = _form_of(inst, shape, num, packed)
-    registers = e.items(inst.operands[-1])
-    _check_registers(inst, move, len(registers))
+def store(e: Emitter, inst: Inst, num: str) -> None:
+    registers = e.items(inst.operands[1])
+    _check_registers(inst, num, len(registers))
     values = "(" + "".join(f"{e.get(x, 'u4')}, " for x in registers) + ")"
-    e.call(_store, [e.bind(move, "move"), e.address(inst.operands[0], wide=False), values])
+    e.call(_store, [e.address(inst.operands[0], wide=False), values])
 
 
-def _check_registers(inst: Inst, move: _Move, count: int) -> None:
-    wanted = fragment(move.shape, move.num)[0].shape[1]
-    if wanted > MAX_REGISTERS or count != wanted:
-        raise PtxError(f"{inst.op} with {count} registers, it has {min(wanted, MAX_REGISTERS)}")
+def _check_registers(inst: Inst, num: str, count: int) -> None:
+    if count != int(num[2:]):
+        raise PtxError(f"{inst.op} with {count} registers, it has {num[2:]}")
 
 
-def _present(w: WarpBatch, mask: Array | None, move: _Move, address: Array, what: str) -> tuple[Array, Places]:
+def _present(w: WarpBatch, mask: Array | None, num: int, address: Array, what: str) -> tuple[Array, Places]:
     """Positions of the active warps, and the places that they move."""
     whole(w, mask, what)
     first = w.first_lanes(mask)
@@ -292,26 +241,25 @@ def _present(w: WarpBatch, mask: Array | None, move: _Move, address: Array, what
     if (at[active] != at[w.row[active] * 32 + first[0] % 32]).any():
         raise PtxError(f"{what}: the address differs within a warp")
     rows = w.row[first]
-    return rows, move.places(tuple(w.warps[rows].tolist()), tuple(at[first].tolist()), what)
+    return rows, _places(num, tuple(w.warps[rows].tolist()), tuple(at[first].tolist()), what)
 
 
-def _load(w: WarpBatch, mask: Array | None, move: _Move, address: Array) -> Array:
-    what = f"tcgen05.ld.{move.shape}"
+def _load(w: WarpBatch, mask: Array | None, num: int, address: Array) -> Array:
+    what = "tcgen05.ld.32x32b"
     memory = memory_of(w.cta)
-    rows, places = _present(w, mask, move, address, what)
-    for columns in places.distinct:
+    rows, places = _present(w, mask, num, address, what)
+    for columns in places.columns:
         memory.check(columns, what)
     memory.check_valid(places.lanes, places.columns, what)
-    for row, columns, touched in zip(rows, places.distinct, places.cells, strict=True):
+    for row, columns, touched in zip(rows, places.columns, places.cells, strict=True):
         _note_read(w, memory, int(w.agents[row]), columns, touched, what)
-    words = memory.words[places.lanes, places.columns]
-    found = words[..., 0] & np.uint32(0xFFFF) | words[..., 1] << np.uint32(16) if move.packed else words[..., 0]
-    result = np.ascontiguousarray(found.reshape(-1, found.shape[2]).T)
+    found = memory.words[places.lanes, places.columns]
+    result = np.ascontiguousarray(found.reshape(-1, num).T)
     if len(rows) == len(w.warps):
         return result
-    out = np.zeros((found.shape[2], len(w.warps), 32), np.uint32)
-    out[:, rows] = result.reshape(found.shape[2], len(rows), 32)
-    return out.reshape(found.shape[2], -1)
+    out = np.zeros((num, len(w.warps), 32), np.uint32)
+    out[:, rows] = result.reshape(num, len(rows), 32)
+    return out.reshape(num, -1)
 
 
 def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, touched: Array, what: str) -> None:
@@ -330,14 +278,12 @@ def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, t
         memory.complain(what, columns, "write", writer)
 
 
-def _store(w: WarpBatch, mask: Array | None, move: _Move, address: Array, values: tuple[Array, ...]) -> None:
-    what = f"tcgen05.st.{move.shape}"
+def _store(w: WarpBatch, mask: Array | None, address: Array, values: tuple[Array, ...]) -> None:
+    what = "tcgen05.st.32x32b"
     memory = memory_of(w.cta)
-    rows, places = _present(w, mask, move, address, what)
-    words = np.array([w.full(v) for v in values]).reshape(len(values), -1, 32)[:, rows].transpose(1, 2, 0)[..., None]
-    if move.packed:
-        words = np.concatenate([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1)
-    for row, columns, touched in zip(rows, places.distinct, places.cells, strict=True):
+    rows, places = _present(w, mask, len(values), address, what)
+    words = np.array([w.full(v) for v in values]).reshape(len(values), -1, 32)[:, rows].transpose(1, 2, 0)
+    for row, columns, touched in zip(rows, places.columns, places.cells, strict=True):
         memory.check(columns, what)
         op = memory.begin(int(w.agents[row]), "tcgen05.st")
         if op is not None and memory.shadow is not None:

@@ -9,7 +9,6 @@ import numpy as np
 from cute_attn.emulator.dtypes import Array, some, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence
-from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Inst, Pair
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -186,31 +185,6 @@ def _redux(w: WarpBatch, mask: Array | None, op: str, a: Array, member: Array) -
         if active[i].any():
             out[i] = _REDUCE[op](rows[i][active[i]], dtype=rows.dtype)
     return out.ravel()
-
-
-@form(
-    "redux.sync{.min|.max}{|.abs}{|.NaN}.f32",
-    "redux.sync{.min|.max}.NaN.abs.f32",
-    since=100,
-    only=(100, 103),
-    converges=True,
-    conformance="unverified",
-)
-def redux_float(e: Emitter, inst: Inst, op: str, *choices: str) -> None:
-    d, a, member = inst.operands
-    absolute, nan = ".abs" in inst.op, ".NaN" in inst.op
-    arguments = [e.get(a, "f4"), e.get(member, "u4"), str(op == ".max"), str(absolute), str(nan)]
-    e.call(_redux_float, arguments, [(d, "f4")])
-
-
-def _redux_float(
-    w: WarpBatch, mask: Array | None, a: Array, member: Array, largest: bool, absolute: bool, nan: bool
-) -> Array:
-    members(w, mask, member, "redux.sync")
-    rows = np.ascontiguousarray(w.full(a).reshape(-1, 32).T)
-    active = w.active(mask).reshape(-1, 32).T
-    found: Array = floats.extreme(np.abs(rows) if absolute else rows, largest, nan, active)[w.row]
-    return found
 
 
 @form("elect.sync", since=90, converges=True, golden="warp")

@@ -57,7 +57,7 @@ class AnchoredSoftmax(SoftmaxWarps):
                 self.store(ring, context, s, p)
                 total = total + tile_total
             pending = raises
-        return ring.next(s), state._replace(shift=shift, total=total)
+        return ring.next(s), RowState(shift, total)
 
     def probabilities(
         self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: Sequence[Word | None], masked: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from cute_attn.kernels.blocks.default_specs import GATHERED, ITEMS, MODIFIED
@@ -36,19 +35,12 @@ def default_specs(gpu: Arch) -> list[KernelSpec]:
     specs += [_spec(arch, llama, full=True, **rest) for rest in modified_in_pairs]
     specs += [_spec(arch, llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
     specs += [_spec(arch, llama, schedule="items"), _spec(arch, llama, dtype="float16", out_dtype="float16")]
-    specs += [_row_max(arch, dims) for dims in ((64, 64), llama)]
     fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, GATHERED, {"schedule": "items"}, {"mask": "band"})
     fp8 += ({**MODIFIED[0], **ITEMS},)
     for dims in FP8_HEAD_DIMS:
         specs += [_spec(arch, dims, dtype="float8_e4m3fn", **source) for source in fp8]
         specs.append(_spec(arch, dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
     return specs + _fp8_kv_specs(arch)
-
-
-def _row_max(arch: str, dims: tuple[int, int]) -> KernelSpec:
-    """Returns the spec of the form of softmax that no tile of the table has."""
-    tile = dataclasses.replace(choose(arch, TileProblem(dims)), softmax="row_max")
-    return Fa4Spec("bfloat16", "bfloat16", *dims, tile=tile)
 
 
 def _fp8_kv_specs(arch: str) -> list[KernelSpec]:

@@ -74,7 +74,6 @@ class EpilogueWarps:
             order = self.program.order(p, work)
             steps = KvSteps.of(p, work, order, self.spec.tile)
             rings.q.release(q, lanes.lane)
-            stats = self.follow(rings, tmem, steps, stats)
             for i in cutlass.range_constexpr(len(self.query_tiles)):
                 lanes, ring = RowLanes.of(Int32(i), self.spec.tile.ctas), rings.by_name[f"o{i}"]
                 active, address = steps.first[i] < order.total, tmem.output(i) + lanes.tmem
@@ -85,12 +84,6 @@ class EpilogueWarps:
             stats = [rings.by_name[f"stats{i}"].next(state) for i, state in enumerate(stats)]
             head_block = rings.next_head_block(q)
         self.finish(rings)
-
-    def follow(
-        self, rings: SmemRings, tmem: TmemMap, steps: KvSteps, stats: list[PipelineState]
-    ) -> list[PipelineState]:
-        """Does what softmax needs of these warps in the steps of a work item: nothing, if it corrects O itself."""
-        return stats
 
     def staging(self, rings: SmemRings, lanes: RowLanes) -> OutputStaging | None:
         memory = self.tile.memory

@@ -77,7 +77,7 @@ class Fp8Program(Fa4Program):
 
     memory: Fp8Memory
     tile: Fp8Tile
-    softmax_types: ClassVar = {"anchored": Fp8SoftmaxWarps}
+    softmax_warps_type: ClassVar = Fp8SoftmaxWarps
 
     def umma_tile(self, spec: Fa4Spec, memory: Fp8Memory) -> Fp8Tile:
         return Fp8Tile(spec.dtype, memory)

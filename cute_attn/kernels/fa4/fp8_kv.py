@@ -92,7 +92,7 @@ class Fp8KvProgram(Fa4Program):
     """Blackwell kernel for 16-bit q over fp8 K and V."""
 
     memory: Fp8KvMemory
-    softmax_types: ClassVar = {"anchored": NormalizingSoftmax}
+    softmax_warps_type: ClassVar = NormalizingSoftmax
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         super().__init__(spec, arch)

@@ -6,8 +6,7 @@ A persistent CTA, or a pair of them (`pair`), processes work items of two query 
     warp 2             tail: clears rows of V past the keys of a request
     warp 3             MMA: starts all products, S = Q K^T and O += P V, in tensor memory
     warps 4-7, 8-11    softmax of query tile 0, 1: S to P, a row per thread
-    warps 12-15        epilogue: O to global memory, while the next work item is computed; where softmax computes row
-                       maxima, also correction: rescales O where they grow
+    warps 12-15        epilogue: O to global memory, while the next work item is computed
 
 Where O of a query tile fills half of the tensor memory (head dimension 256), a CTA has one query tile, of which two kv
 tiles are in flight, no warps 8-11, and the epilogue instead of them.
@@ -15,7 +14,6 @@ tiles are in flight, no warps 8-11, and the epilogue instead of them.
 Named after the kernel of Dao-AILab's flash-attention for Blackwell, whose division of labour it shares.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import cutlass
@@ -34,7 +32,6 @@ from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
-from cute_attn.kernels.fa4.correction_warps import CorrectionWarps
 from cute_attn.kernels.fa4.epilogue_warps import EpilogueWarps
 from cute_attn.kernels.fa4.mma_warp import OneTileMmaWarp, TwoTileMmaWarp
 from cute_attn.kernels.fa4.pair import CtaPair, PairRings
@@ -44,7 +41,6 @@ from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, Pac
 from cute_attn.kernels.fa4.parts.row_scores import RowAlibi
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.rings import BlackwellRings
-from cute_attn.kernels.fa4.row_max import RowMaxSoftmax
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
@@ -61,11 +57,7 @@ class Fa4Program(PersistentProgram):
     tile: UmmaTile
     maps = OutputMaps._fields
     gathered_kv = TwoWarpGatheredKV
-    softmax_types: ClassVar[Mapping[str, type[SoftmaxWarps]]] = {"anchored": AnchoredSoftmax, "row_max": RowMaxSoftmax}
-    epilogue_types: ClassVar[Mapping[str, type[EpilogueWarps]]] = {
-        "anchored": EpilogueWarps,
-        "row_max": CorrectionWarps,
-    }
+    softmax_warps_type: ClassVar[type[SoftmaxWarps]] = AnchoredSoftmax
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         memory, pairs = BlackwellMemory.of(spec), spec.tile.ctas == 2
@@ -74,8 +66,8 @@ class Fa4Program(PersistentProgram):
         self.rings_type, self.cluster = (PairRings if pairs else BlackwellRings), self.cta.cluster or (1, 1, 1)
         self.tail = (PairTailWarp if pairs else TailWarp)(self, spec, memory)
         self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
-        self.softmax_warps = self.softmax_types[spec.tile.softmax](self, spec, tile)
-        self.epilogue = self.epilogue_types[spec.tile.softmax](self, spec, tile)
+        self.softmax_warps = self.softmax_warps_type(self, spec, tile)
+        self.epilogue = EpilogueWarps(self, spec, tile)
 
     @cute.kernel
     def kernel(

@@ -1,5 +1,5 @@
 """Softmax warpgroups: one per query tile, a row per thread, P in place of S in tensor memory. All run the same code;
-how they turn S into P is the form's (`anchored.py`, `row_max.py`).
+`anchored.py` says how they turn S into P.
 """
 
 from dataclasses import dataclass, replace
@@ -31,11 +31,10 @@ WARPS = 4
 
 
 class RowState(NamedTuple):
-    """Shift (see `OnlineSoftmax`) and sum of a thread's row, and the state of the ring that hands them over."""
+    """Shift (see `OnlineSoftmax`) and sum of a thread's row."""
 
     shift: Float32
     total: Float32
-    stats: PipelineState
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class SoftmaxContext:
     s: Int32  # address in tensor memory, of the warp's lanes of stage 0
     o: Int32
     products: CoveredProducts
-    stats: Ring
 
     def at(self, ring: Ring, s: PipelineState) -> "SoftmaxContext":
         """Returns the context of the kv tile whose scores are at this state of their ring."""
@@ -78,10 +76,10 @@ class SoftmaxWarps:
             work, lanes = QueryTile.load(rings.record(q)), RowLanes.of(query_tile, self.spec.tile.ctas)
             row_scale = self.prepare_q(rings, q, lanes, scale)
             rings.q.release(q, lanes.lane)
-            context = self.context(p, rings, work, lanes, row_scale, tmem, stats_ring)
-            s, state = self.mainloop(ring, context, s, stats)
-            self.publish(stats_ring, state, RowLanes.of(query_tile, self.spec.tile.ctas))
-            q, stats = rings.q.next(q), stats_ring.next(state.stats)
+            context = self.context(p, rings, work, lanes, row_scale, tmem)
+            s, state = self.mainloop(ring, context, s)
+            self.publish(stats_ring, stats, state, RowLanes.of(query_tile, self.spec.tile.ctas))
+            q, stats = rings.q.next(q), stats_ring.next(stats)
             head_block = rings.next_head_block(q)
 
     def prepare_q(self, rings: SmemRings, q: PipelineState, lanes: RowLanes, scale: Float32) -> Float32:
@@ -105,7 +103,6 @@ class SoftmaxWarps:
         lanes: RowLanes,
         scale: Any,
         tmem: TmemMap,
-        stats: Ring,
     ) -> SoftmaxContext:
         order = self.program.order(p, work)
         steps = KvSteps.of(p, work, order, self.spec.tile)
@@ -118,17 +115,14 @@ class SoftmaxWarps:
             s=tmem.scores(lanes.query_tile) + lanes.tmem,
             o=tmem.output(lanes.query_tile) + lanes.tmem,
             products=CoveredProducts() if self.spec.tile.query_tiles == 2 else OutstandingProducts(rings.v, start()),
-            stats=stats,
         )
 
     @cute.jit
-    def mainloop(
-        self, ring: cutlass.Constexpr, context: cutlass.Constexpr, s: PipelineState, stats: PipelineState
-    ) -> Any:
+    def mainloop(self, ring: cutlass.Constexpr, context: cutlass.Constexpr, s: PipelineState) -> Any:
         """Turns S into P for all kv tiles of the query tile; the first one counts as masked."""
         order, first = context.order, context.first
         masked = ptx.minimum(ptx.maximum(order.masked, first + 1), order.total)
-        state = RowState(context.softmax.no_anchors()[0], Float32(0.0), stats)
+        state = RowState(context.softmax.no_anchors()[0], Float32(0.0))
         for step in cutlass.range(first, masked, unroll=1):
             s, state = self.step(ring, context, s, state, order.at(step), step == first, True)
         for step in cutlass.range(masked, order.total, unroll=1):
@@ -187,10 +181,10 @@ class SoftmaxWarps:
         ring.release(s, cute.arch.thread_idx()[0] & 31)
 
     @cute.jit
-    def publish(self, ring: cutlass.Constexpr, state: RowState, lanes: RowLanes) -> None:
+    def publish(self, ring: cutlass.Constexpr, stats: PipelineState, state: RowState, lanes: RowLanes) -> None:
         """Hands shift and sum of every row to the epilogue."""
-        ring.wait_empty(state.stats)
-        ptx.st_shared_v2_f32(ring.address(state.stats) + lanes.lane_row * 8, 0, [state.shift, state.total])
+        ring.wait_empty(stats)
+        ptx.st_shared_v2_f32(ring.address(stats) + lanes.lane_row * 8, 0, [state.shift, state.total])
         ptx.sync_warp()
         if lanes.lane == 0:
-            tma.barrier_arrive(ring.full(state.stats))
+            tma.barrier_arrive(ring.full(stats))

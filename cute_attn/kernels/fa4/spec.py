@@ -8,7 +8,6 @@ from typing import ClassVar
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 
 QUERY_TILE_ROWS = 128  # of a product: all lanes of tensor memory
-SOFTMAX_FORMS = ("anchored", "row_max")
 
 
 @dataclass(frozen=True)
@@ -17,17 +16,14 @@ class BlackwellTile:
 
     `ctas` 2: pairs of CTAs share work items. Each has its own query tiles, and half of every kv tile in shared memory,
     which the products of both read; both wait for the rows that see most.
-    `k_stages` and `v_stages` tiles are in flight. `softmax`: "anchored", exponents relative to anchors that trail the
-    maximum, which is not computed; "row_max": that of every kv tile is, and correction warps rescale O.
-    `polynomial`: of every 16 pairs of exponentials, those computed on the FMA units instead of the MUFU. With fp8 K and
-    V under 16-bit q, `staged` tiles as stored are also in flight.
+    `k_stages` and `v_stages` tiles are in flight. `polynomial`: of every 16 pairs of exponentials, those computed on
+    the FMA units instead of the MUFU. With fp8 K and V under 16-bit q, `staged` tiles as stored are also in flight.
     """
 
     query_tiles: int = 2
     cols: int = 128
     k_stages: int = 2
     v_stages: int = 2
-    softmax: str = "anchored"
     polynomial: int = 0
     ctas: int = 1
     staged: int = 0
@@ -76,15 +72,11 @@ class BlackwellTile:
             "query_tiles must be 1 or 2": self.query_tiles in (1, 2),
             "cols must be 64 or 128": self.cols in (64, 128),
             "k_stages and v_stages must be at least 1": min(self.k_stages, self.v_stages) >= 1,
-            f"softmax must be one of {SOFTMAX_FORMS}": self.softmax in SOFTMAX_FORMS,
             "polynomial must be 0 to 16": 0 <= self.polynomial <= 16,
             "ctas must be 1 or 2": self.ctas in (1, 2),
             "a pair needs 128 cols": self.ctas == 1 or self.cols == 128,
             # The stages of V are numbered as those of S: softmax waits for the product of the kv tile before.
             "one query tile needs two v_stages": self.query_tiles == 2 or self.v_stages == 2,
-            # They follow the products of one CTA, whose S says that O of the kv tile before is complete.
-            "row_max needs two query tiles of one CTA": self.softmax != "row_max"
-            or (self.query_tiles, self.ctas) == (2, 1),
             "staged must be 0 to 2": 0 <= self.staged <= 2,
         }
         for rule, holds in rules.items():
@@ -102,8 +94,6 @@ class Fa4Spec(PersistentSpec):
     def __post_init__(self) -> None:
         if self.tile.ctas == 2 and (self.kv == "gathered" or self.kv_dtype):
             raise ValueError(f"{self}: pairs of CTAs load K and V by TMA, in the dtype of q")
-        if self.tile.softmax == "row_max" and (self.fp8 or self.kv_dtype):
-            raise ValueError(f"{self}: row_max is of 16-bit q, k and v")
 
     @property
     def clears_tail(self) -> bool:
@@ -122,8 +112,6 @@ class Fa4Spec(PersistentSpec):
         """
         if self.tile.query_tiles == 1:
             return (256, 128, 120)
-        if self.tile.softmax == "row_max":  # which keeps a row of scores
-            return (192, 80, 48)
         # Few enough for the epilogue and the producers, and such that ptxas does not spill.
         if self.mask == "multi_item":
             return (192, 64, 64)
