@@ -208,9 +208,8 @@ def test_sections_of_a_batch(
     built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
     plan = target.family.schedule(built.problem.settings, built.lengths, built.limits, target.arch, sms)
     prepared_kernel.cache_clear()
-    _, tiles, *_, found, _, _ = persistent_batch.batch_order(
-        plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity
-    )
+    order = persistent_batch.batch_order(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
+    tiles, found = order[1], order[4]
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
     for index in range(plan.work.item_capacity * plan.tiling.params.num_kv_heads):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
-from cute_attn.schedule.batch import WorkList, longest_first, schedule
-from cute_attn.schedule.cuts import SchedulerParams
+from cute_attn.schedule.batch import SchedulerParams, WorkList, longest_first, schedule
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cute_attn.problem import BatchLimits
 from cute_attn.schedule import cost_model
-from cute_attn.schedule.batch import WorkList, schedule
-from cute_attn.schedule.cuts import SchedulerParams
+from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule
 from cute_attn.schedule.records import NO_PARTIAL
 from tests.schedule.test_batch import PREFILL, batch, check_coverage, check_partials, items_of, merges_of
 from tests.support import makespan

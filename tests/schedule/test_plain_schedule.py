@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
-from cute_attn.schedule.batch import schedule
-from cute_attn.schedule.cuts import SchedulerParams
+from cute_attn.schedule.batch import SchedulerParams, schedule
 from tests.support.plain_schedule import plain_schedule
 
 BATCHES = 700  # of each kind

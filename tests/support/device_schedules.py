@@ -13,8 +13,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.planner import Planner, refusal
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.runtime.launch import CPU
-from cute_attn.schedule.batch import WorkList, schedule
-from cute_attn.schedule.cuts import SchedulerParams
+from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule
 
 DECODE = SchedulerParams(16, 64, 4, 8, False, -1, 264, 2, 4 * 129)
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.problem import BatchLengths, BatchLimits
-from cute_attn.schedule.batch import WorkList, query_tiles, schedule
+from cute_attn.schedule.batch import SchedulerParams, WorkList, query_tiles, schedule
 from cute_attn.schedule.constants import COMBINE_COST, ITEM_COST
-from cute_attn.schedule.cuts import SchedulerParams
 from cute_attn.schedule.records import NO_PARTIAL, Item
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
