@@ -141,8 +141,10 @@ def _work_list(
     ints = allocate(record_ints + len(key_bounds))
     if limits.graph is not None:
         ints[:record_ints] = 0
+    if not len(key_bounds):
+        return WorkList(needed.partials, items, merges, ints)
     ints[record_ints:] = key_bounds
-    return WorkList(needed.partials, items, merges, ints, record_ints if len(key_bounds) else None)
+    return WorkList(needed.partials, items, merges, ints, record_ints)
 
 
 def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray:
