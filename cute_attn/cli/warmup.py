@@ -152,7 +152,7 @@ def targets(text: str | None) -> list[Arch]:
 def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> tuple[list[KernelSpec], list[str]]:
     """Returns the kernels that "auto" may choose for a shape, and why it finds none for some calls."""
     from cute_attn.dispatch import select
-    from cute_attn.dispatch.capabilities import Load, rows_classes
+    from cute_attn.dispatch.capabilities import ROWS_CLASSES, Load
     from cute_attn.dispatch.families import FAMILIES
     from cute_attn.errors import NotSupported
     from cute_attn.kernels.plan.spec import default_specs as plan_specs
@@ -166,7 +166,7 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
             calls = [asked, asked._replace(device_lengths=True)] if decode and source == "paged" else [asked]
             for features in calls:
                 try:
-                    loads = map(Load._make, product(rows_classes(features.kv_dtype), (False, True)))
+                    loads = map(Load._make, product(ROWS_CLASSES, (False, True)))
                     backends = {select.choose(features, "auto", arch, load).name for load in loads}
                 except NotSupported as error:
                     reasons.append(f"{select.title(features, arch)}: {error.refusals[0]}")

@@ -57,8 +57,12 @@ def _at_least(rows: int, **when: Collection[Any]) -> Pass:
     return Rule(f"{{rows}} query rows per kv head are fewer than {rows}", {**when, "rows": up_to(rows - 1)})
 
 
-def _at_most(rows: int, **when: Collection[Any]) -> Pass:
-    return Rule(f"{{rows}} query rows per kv head are more than {rows}", {**when, "rows": above(rows)})
+def _up_to(rows: int, note: str, clustered: Collection[bool] = (False, True), **when: Collection[Any]) -> list[Pass]:
+    """Make the rules of a backend that is faster up to so many rows. `note`: what was measured there; `clustered`: of
+    `Load`, where that is so.
+    """
+    more = Rule(f"{{rows}} query rows per kv head are more than {rows}", {**when, "rows": above(rows)})
+    return [more, Rule("", {**when, "clustered": clustered}, note)]
 
 
 @dataclass(frozen=True)
@@ -122,22 +126,22 @@ BACKENDS = (  # in the order in which "auto" considers them
         passed_over=(
             # Rows that share one read of the keys, but for 16 at head dimension 512; over 8 and 4 bits also those of
             # two reads, three at 256: 1.3 to 2 times as fast as fa2 (docs/kernels/xqa.md).
-            _at_most(16, bits=(8,), head_dim=(32, 80, 112, 512)),
-            _at_most(32, bits=(8,), head_dim=(64, 96, 128)),
-            _at_most(24, bits=(8,), head_dim=(256,)),
-            Rule("", {"bits": (8,), "head_dim": (32, 64, 80, 96, 112, 128, 256, 512)}, _E4M3),
-            _at_most(16, bits=(16,), head_dim=(32, 64, 96, 112)),
-            Rule("", {"bits": (16,), "head_dim": (32, 64, 96, 112)}, "0.97 to 1.2 times as fast as fa2 (H100, H200)"),
-            _at_most(16, **_HOPPER, head_dim=(128, 256)),
-            Rule(
-                "",
-                {**_HOPPER, "head_dim": (128,)},
+            *_up_to(16, _E4M3, bits=(8,), head_dim=(32, 80, 112, 512)),
+            *_up_to(32, _E4M3, bits=(8,), head_dim=(64, 96, 128)),
+            *_up_to(24, _E4M3, bits=(8,), head_dim=(256,)),
+            *_up_to(16, "0.97 to 1.2 times as fast as fa2 (H100, H200)", bits=(16,), head_dim=(32, 64, 96, 112)),
+            *_up_to(
+                16,
                 "1.03 times as fast as fa2 in the mean of 48 batches, 0.91 (2 requests, one kv head) to 1.23 (H100)",
+                **_HOPPER,
+                head_dim=(128,),
             ),
-            Rule(
-                "",
-                {**_HOPPER, "head_dim": (256,), "rows": above(-1), "clustered": (True,)},
+            *_up_to(
+                16,
                 "one request 1.08 to 1.9 times as fast as fa2 (H100), few with windows 1.16 to 1.5 (H200)",
+                **_HOPPER,
+                head_dim=(256,),
+                clustered=(True,),
             ),
             Rule("head dimension {head_dim}, but for what clusters share", {**_HOPPER, "head_dim": (256,)}),
             Rule("head dimension {head_dim} in {bits} bits", {}),
@@ -149,33 +153,16 @@ BACKENDS = (  # in the order in which "auto" considers them
 
 
 _RULES = [rule for backend in BACKENDS for rule in backend.passed_over]
-
-
-def _rows_classes(bits: int) -> list[int]:
-    """Return the packed query rows from which on selection may differ over k and v of so many bits per element."""
-    ranges = (rule.when["rows"] for rule in _RULES if "rows" in rule.when and _concerns(rule, bits))
-    return sorted({n for rows in ranges if isinstance(rows, range) for n in (rows.start, rows.stop) if n < MOST})
-
-
-def _concerns(rule: Pass, bits: int) -> bool:
-    """Tell whether a rule may apply to k and v of so many bits. Only those of 8 bits are prepared by the kernel."""
-    return bits in rule.when.get("bits", (bits,)) and (bits == 8 or "" in rule.when.get("keys", ("",)))
-
-
-_ROWS_CLASSES = {bits: _rows_classes(bits) for bits in (8, 16)}
-
-
-def rows_classes(kv_dtype: torch.dtype) -> list[int]:
-    """Return the packed query rows from which on selection may differ over k and v of a dtype."""
-    return _ROWS_CLASSES[8 * kv_dtype.itemsize]
+_ROWS = [rows for rule in _RULES if isinstance(rows := rule.when.get("rows"), range)]
+ROWS_CLASSES = sorted({0, *(n for rows in _ROWS for n in (rows.start, rows.stop) if n < MOST)})
+# ^ packed query rows from which on selection may differ
+_CLUSTERED = [rule.when for rule in _RULES if rule.when.get("clustered") == (True,)]
 
 
 def counts_clusters(features: Features) -> bool:
     """Tell whether selection depends on `Load.clustered` over such a cache."""
-    known = _known(features, UNKNOWN_LOAD, None)
-    return any(
-        "clustered" in rule.when and all(known[x] in rule.when[x] for x in ("bits", "head_dim")) for rule in _RULES
-    )
+    bits, dim = 8 * features.kv_dtype.itemsize, features.head_dim_qk
+    return any(bits in when["bits"] and dim in when["head_dim"] for when in _CLUSTERED)
 
 
 # Not in the support table: it supports what the GPU backend supports whose kernels it runs.

@@ -20,12 +20,12 @@ from cute_attn.dispatch.capabilities import (
     CAPABILITIES,
     ELSEWHERE,
     EMULATOR,
+    ROWS_CLASSES,
     ROWS_OF_DECODE,
     UNKNOWN_LOAD,
     Backend,
     Load,
     counts_clusters,
-    rows_classes,
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
@@ -74,16 +74,11 @@ def _warn_of_cpu_only(features: Features) -> None:
 
 def _refusal_of_gpus(features: Features) -> Refusal | None:
     """Return a reason of fa2, which runs on every GPU, if no backend takes `features` on any architecture."""
-    on_gpu, reason = features._replace(device=torch.device("cuda")), None
-    for arch in archs.ARCHS.values():
-        for backend in BACKENDS:
-            if "cuda" not in backend.auto_on:
-                continue
-            reasons = reasons_against(backend, on_gpu, arch)
-            if not reasons:
-                return None
-            reason = reasons[-1] if backend.name == "fa2" else reason
-    return reason
+    on_gpu = features._replace(device=torch.device("cuda"))
+    gpus = [backend for backend in BACKENDS if "cuda" in backend.auto_on]
+    reasons = [(b.name, reasons_against(b, on_gpu, arch)) for arch in archs.ARCHS.values() for b in gpus]
+    of_fa2 = [found for name, found in reasons if name == "fa2"]
+    return of_fa2[-1][-1] if all(found for _, found in reasons) else None
 
 
 def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
@@ -101,12 +96,12 @@ def _clustered(settings: Settings, qo_len: int, batch_size: int) -> bool:
 
 
 def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
-    """Return `load_of` with its rows lowered to the largest of `rows_classes` that they reach: selection
-    depends on nothing finer, and the cache of `chosen` stays small.
+    """Return `load_of` with its rows lowered to the largest of ROWS_CLASSES that they reach: selection depends on
+    nothing finer, and the cache of `chosen` stays small.
     """
     if settings.features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
-    load, classes = load_of(settings, qo_len, batch_size), rows_classes(settings.features.kv_dtype)
+    load, classes = load_of(settings, qo_len, batch_size), ROWS_CLASSES
     return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], load.clustered)
 
 

@@ -9,7 +9,6 @@ Lengths may reach 2^30 tokens, query tokens times the GQA group size 2^30 rows.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, GraphLimits, largest
 from cute_attn.schedule import cost_model
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
-from cute_attn.schedule.cuts import Capacity, Device
+from cute_attn.schedule.cuts import Capacity, SchedulerParams
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
@@ -34,36 +33,6 @@ _QO_START, _QO_LEN, _KV_START, _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL
     range(len(Item._fields))
 )
 _NONE = np.empty(0, np.int64)
-
-
-class _SchedulerParams(NamedTuple):
-    rows: int
-    cols: int
-    group_size: int  # num_qo_heads / num_kv_heads
-    num_kv_heads: int
-    causal: bool
-    window_left: int  # negative: none
-    resident_ctas: int  # CTAs that the device runs at once
-    min_split_tiles: int  # kv tiles of the smallest split worth its partial: split_kv.min_split_tiles
-    partial_row_bytes: int  # 4 * (head_dim_vo + 1)
-    l2_section_heads: int = 0  # kv heads processed side by side before the next ones begin; 0: all
-    l2_kv_tokens: int = 0  # kv tokens of so many heads that L2 holds; 0: the order of requests does not matter
-
-
-class SchedulerParams(_SchedulerParams):
-    """Tile of a launch, the mask that all requests share, and properties of the device. What every schedule needs of
-    them is computed once.
-    """
-
-    @functools.cached_property
-    def cost_device(self) -> Device:
-        """Device of the cost model."""
-        return Device.of(self.resident_ctas, self.num_kv_heads, self.min_split_tiles, self.rows, self.cols)
-
-    @functools.cached_property
-    def partial_bytes(self) -> int:
-        """Workspace bytes of one partial: o and lse of a query tile, for every kv head."""
-        return self.num_kv_heads * self.rows * self.partial_row_bytes
 
 
 class WorkList(NamedTuple):
@@ -162,32 +131,28 @@ def schedule(
 
 
 def _work_list(
-    needed: Capacity,
-    capacity: Capacity,
-    limits: BatchLimits,
-    allocate: AllocateInts,
-    key_bounds: np.ndarray | None = None,
+    needed: Capacity, capacity: Capacity, limits: BatchLimits, allocate: AllocateInts, key_bounds: np.ndarray
 ) -> WorkList:
     """Returns a work list with room for the records that are needed, in captured launches for all that may be, and with
     the key bounds.
     """
     items, merges, _ = needed if limits.graph is None else capacity
     record_ints = items * ITEM_INTS + merges * MERGE_INTS
-    ints = allocate(record_ints + (0 if key_bounds is None else len(key_bounds)))
+    ints = allocate(record_ints + len(key_bounds))
     if limits.graph is not None:
         ints[:record_ints] = 0
-    if key_bounds is None:
+    if not len(key_bounds):
         return WorkList(needed.partials, items, merges, ints)
     ints[record_ints:] = key_bounds
     return WorkList(needed.partials, items, merges, ints, record_ints)
 
 
-def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray | None:
+def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray:
     """Returns the key bounds of all rows, flat, then zeros for rows of the last tile that do not exist; for a captured
-    launch zeros for all rows that it has room for. None: no bounds.
+    launch zeros for all rows that it has room for. Empty: no bounds.
     """
     if lengths.key_bounds is None:
-        return None
+        return _NONE
     rows = len(lengths.key_bounds) if limits.graph is None else limits.graph.max_rows
     return np.pad(lengths.key_bounds.ravel(), (0, 2 * (rows - len(lengths.key_bounds) + params.rows)))
 
@@ -244,15 +209,15 @@ def _visible_kv_tiles(
 
 def _balanced_splits(tiles: Items, params: SchedulerParams, capacity: Capacity) -> Splits:
     """Splits the longest query tiles, or those of the last wave, where the cost model expects a shorter launch."""
-    num_splits = cost_model.num_splits(tiles.visible, params.cost_device, capacity)
+    num_splits = cost_model.num_splits(tiles.visible, params, capacity)
     if num_splits is None:
         return Splits(tiles, _NO_ITEMS, _NONE, _NONE)
     num_splits = np.maximum(num_splits, 1)  # a tile that sees no keys is one item too
     splits, index = _repeated(tiles, num_splits)
     items, of = splits.items, num_splits.repeat(num_splits)
     begin, end = index * items.visible // of, (index + 1) * items.visible // of
-    parts = items._replace(begin=items.seen(begin), end=items.seen(end - 1) + 1, visible=end - begin)
-    return splits._replace(items=parts)
+    begin, end, visible = items.seen(begin), items.seen(end - 1) + 1, end - begin
+    return splits._replace(items=items._replace(begin=begin, end=end, visible=visible))
 
 
 def _fixed_size_splits(tiles: Items, params: SchedulerParams, limits: BatchLimits) -> Splits:
@@ -276,17 +241,11 @@ def _fixed_size_splits(tiles: Items, params: SchedulerParams, limits: BatchLimit
             f"float_workspace_buffer must have {needed} bytes for fixed_split_size={size} in this batch, "
             f"got {limits.workspace_bytes}"
         )
-    return _splits_at(tiles, np.full(len(num_splits), chunk), num_splits)
-
-
-def _splits_at(tiles: Items, size: np.ndarray, num_splits: np.ndarray) -> Splits:
-    """Splits every query tile at the multiples of so many kv tiles that it sees, which make so many splits."""
     splits, index = _repeated(tiles, num_splits)
-    items, size = splits.items, size.repeat(num_splits)
-    start = (items.begin // size + index) * size
-    begin, end = np.maximum(start, items.begin), np.minimum(start + size, items.end)
-    parts = items._replace(begin=begin, end=end, visible=_visible(begin, end, items.gap))
-    return splits._replace(items=parts)
+    items = splits.items
+    start = (items.begin // chunk + index) * chunk
+    begin, end = np.maximum(start, items.begin), np.minimum(start + chunk, items.end)
+    return splits._replace(items=items._replace(begin=begin, end=end, visible=_visible(begin, end, items.gap)))
 
 
 def _repeated(tiles: Items, num_splits: np.ndarray) -> tuple[Splits, np.ndarray]:
@@ -383,9 +342,10 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     """
     if limits.max_qo_len is not None:
         return limits.max_qo_len
+    rows, requests = lengths.rows - lengths.first_row, lengths.with_queries
     if limits.graph:
-        return ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size))
-    return -(-(lengths.rows - lengths.first_row) // (lengths.with_queries or 1))
+        rows, requests = limits.graph.max_rows, limits.graph.batch_size
+    return ceil_div(rows, requests or 1)
 
 
 def typical_kv_len(lengths: BatchLengths, limits: BatchLimits) -> int | None:
@@ -394,9 +354,10 @@ def typical_kv_len(lengths: BatchLengths, limits: BatchLimits) -> int | None:
     """
     if limits.keeps_address:
         return None
+    keys, requests = lengths.total_kv, lengths.batch_size
     if limits.graph:
-        return ceil_div(limits.graph.max_kv_tokens, max(1, limits.graph.batch_size))
-    return ceil_div(lengths.total_kv, max(1, lengths.batch_size))
+        keys, requests = limits.graph.max_kv_tokens, limits.graph.batch_size
+    return ceil_div(keys, requests or 1)
 
 
 def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:

@@ -32,7 +32,7 @@ from cute_attn.schedule.constants import (
     UNIT,
     WORTHWHILE,
 )
-from cute_attn.schedule.cuts import Capacity, Cut, Device
+from cute_attn.schedule.cuts import Capacity, Cut, SchedulerParams
 from cute_attn.schedule.last_wave import last_wave
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
@@ -57,13 +57,12 @@ class Tiles(NamedTuple):
     work: int  # time of all, unsplit, for one kv head
 
 
-def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.ndarray | None:
+def num_splits(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> np.ndarray | None:
     """Returns the number of splits of each query tile, given the kv tiles that it sees; None where no split pays."""
     if len(visible) <= FEW_TILES:
-        cut = best_cut(tuple(visible.tolist()), device, capacity)
+        cut = best_cut(visible.astype(np.int64).tobytes(), params, capacity)
     else:
-        total = int(np.add.reduce(visible, dtype=np.int64))
-        cut = _best_cut(visible, largest(visible), total, device, capacity)
+        cut = _best_cut(visible, params, capacity)
     if cut is None:
         return None
     splits = -(-visible // cut.size)
@@ -72,47 +71,45 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
 
 
 @functools.lru_cache(REMEMBERED)
-def best_cut(visible: tuple[int, ...], device: Device, capacity: Capacity) -> Cut | None:
+def best_cut(visible: bytes, params: SchedulerParams, capacity: Capacity) -> Cut | None:
     """Returns how to split a batch of few query tiles; None where no split pays. The steps of an engine differ in kv
     tiles once in 64 tokens of a request or so.
     """
-    longest = max(visible) if visible else 0  # `default` takes longer than all of it
-    return _best_cut(visible, longest, sum(visible), device, capacity)
+    return _best_cut(np.frombuffer(visible, np.int64), params, capacity)
 
 
-def _best_cut(
-    visible: np.ndarray | tuple[int, ...], longest: int, total: int, device: Device, capacity: Capacity
-) -> Cut | None:
-    """Returns the best of all splits; None where none pays. `longest`, `total`: of `visible`."""
+def _best_cut(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> Cut | None:
+    """Returns the best of all splits; None where none pays."""
+    longest, total = largest(visible) if len(visible) else 0, int(np.add.reduce(visible, dtype=np.int64))
     more, of = BALANCED  # of so many waves that longest-first order fills the last one well, no split pays
-    if longest < 2 * device.min_split_tiles or capacity.merges < 1 or capacity.partials < 2:
+    if longest < 2 * params.min_split_tiles or capacity.merges < 1 or capacity.partials < 2:
         return None
-    if longest * device.resident_ctas * of <= (more - of) * total * device.ctas_per_item:
+    if longest * params.resident_ctas * of <= (more - of) * total * params.num_kv_heads:
         return None
-    sizes, costs, counts = _histogram(np.asarray(visible), longest)
+    sizes, costs, counts = _histogram(visible, longest)
     work = int(costs.dot(counts))
-    share = work * device.ctas_per_item // device.resident_ctas
-    unsplit = max(share, _fullest_unsplit(costs, counts, len(visible), device))
+    share = work * params.num_kv_heads // params.resident_ctas
+    unsplit = max(share, _fullest_unsplit(costs, counts, len(visible), params))
     if unsplit * of <= share * more:
         return None
     used = counts.nonzero()[0]
     sizes = sizes.take(used)
     sizes[0] = sizes[0] or 1  # others are above 0
     tiles = Tiles(sizes, counts.take(used), len(visible), work)
-    chunks = candidates(longest, total, device)
-    estimates = _makespans(tiles, chunks, device, capacity)
+    chunks = candidates(longest, total, params)
+    estimates = _makespans(tiles, chunks, params, capacity)
     best = int(estimates.argmin())
-    even, last = Cut(int(estimates[best]), 0, chunks[best]), last_wave(len(visible), longest, device, capacity)
+    even, last = Cut(int(estimates[best]), 0, chunks[best]), last_wave(len(visible), longest, params, capacity)
     found = even if even.time * WORTHWHILE[1] <= unsplit * WORTHWHILE[0] else None
     if last is None or last.time * CUT_WORTHWHILE[1] > unsplit * CUT_WORTHWHILE[0]:
         return found
     return last if found is None or last.time < found.time else found
 
 
-def candidates(longest: int, total: int, device: Device) -> list[int]:
+def candidates(longest: int, total: int, params: SchedulerParams) -> list[int]:
     """Returns the split sizes that are compared, in kv tiles, each once: of equal estimates the first wins."""
-    least = max(device.min_split_tiles, -(-longest // MAX_SPLITS))  # below the longest query tile: `_best_cut`
-    debt, whole = -total * device.ctas_per_item, device.resident_ctas * SHARE_DENOMINATOR  # below 0: this rounds up
+    least = max(params.min_split_tiles, -(-longest // MAX_SPLITS))  # below the longest query tile: `_best_cut`
+    debt, whole = -total * params.num_kv_heads, params.resident_ctas * SHARE_DENOMINATOR  # below 0: this rounds up
     sizes = [-(-longest // divisor) for divisor in LONGEST_DIVISORS]
     sizes += [-(debt * factor // whole) for factor in SHARE_FACTORS]
     return list(dict.fromkeys(least if size < least else longest if size > longest else size for size in sizes))
@@ -130,36 +127,36 @@ def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarra
     return sizes, np.maximum(sizes * UNIT, EMPTY_TILE_TIME) + ITEM_TIME, np.bincount(bin_index, minlength=BINS)
 
 
-def _fullest_unsplit(costs: np.ndarray, counts: np.ndarray, items: int, device: Device) -> int:
+def _fullest_unsplit(costs: np.ndarray, counts: np.ndarray, items: int, params: SchedulerParams) -> int:
     """Returns the time of the fullest CTA of a launch without splits. `costs` ascend where `counts` are not 0."""
-    if items * device.ctas_per_item <= device.resident_ctas:
+    if items * params.num_kv_heads <= params.resident_ctas:
         return largest(costs)
-    waves = counts[::-1].cumsum() * -device.ctas_per_item // device.resident_ctas  # below 0: this rounds up
+    waves = counts[::-1].cumsum() * -params.num_kv_heads // params.resident_ctas  # below 0: this rounds up
     return -smallest(waves * costs[::-1])
 
 
-def _makespans(tiles: Tiles, chunks: list[int], device: Device, capacity: Capacity) -> np.ndarray:
+def _makespans(tiles: Tiles, chunks: list[int], params: SchedulerParams, capacity: Capacity) -> np.ndarray:
     """Returns, for each split size in `chunks`, the makespan when every tile gets the fewest splits of at most this
     size; `IMPOSSIBLE` where the records exceed the capacity.
 
     Of arrays of a few numbers each operation takes the same time: they are as few as possible. Quotients that are to be
     rounded up are those of negative numbers.
     """
-    sizes, ctas = tiles.sizes, device.ctas_per_item
+    sizes, ctas = tiles.sizes, params.num_kv_heads
     splits = -sizes // np.array(chunks)[:, None]  # negative
     is_split = splits < _MINUS_ONE
-    cost = np.where(is_split, ITEM_TIME + device.partial_cost, ITEM_TIME)
+    cost = np.where(is_split, ITEM_TIME + params.partial_cost, ITEM_TIME)
     cost -= sizes // splits * _UNIT  # and the kv tiles of the longest split, which come out negative too
     splits *= -tiles.counts  # items
     longest = most(cost, 1)
-    fullest, items = _fullest(cost, splits, longest, device)
+    fullest, items = _fullest(cost, splits, longest, params)
     merges = is_split.dot(tiles.counts)
     partials = items + (merges - tiles.number)
-    traffic = partials * (device.partial_cost * ctas)
+    traffic = partials * (params.partial_cost * ctas)
     work = items * (ITEM_TIME * ctas) + traffic
     work += (tiles.work - tiles.number * ITEM_TIME) * ctas
-    result = np.maximum(np.maximum(work // device.resident_ctas, fullest), longest)
-    result += traffic // device.resident_ctas + COMBINE_TIME
+    result = np.maximum(np.maximum(work // params.resident_ctas, fullest), longest)
+    result += traffic // params.resident_ctas + COMBINE_TIME
     if (whole := int(sizes[-1])) in chunks:  # splits nothing
         result[chunks.index(whole)] -= COMBINE_TIME
     finest = chunks.index(min(chunks))  # has the most records of every kind
@@ -169,7 +166,9 @@ def _makespans(tiles: Tiles, chunks: list[int], device: Device, capacity: Capaci
     return result
 
 
-def _fullest(cost: np.ndarray, items: np.ndarray, longest: np.ndarray, device: Device) -> tuple[np.ndarray, np.ndarray]:
+def _fullest(
+    cost: np.ndarray, items: np.ndarray, longest: np.ndarray, params: SchedulerParams
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the time of the fullest CTA of every row, which has `items` of each `cost`, rounded down to a fraction of
     the `longest`; and all items of the row.
     """
@@ -177,5 +176,5 @@ def _fullest(cost: np.ndarray, items: np.ndarray, longest: np.ndarray, device: D
     keys = items - (cost // step << _SHIFT)
     keys.sort(1)  # longest items first
     at_least = (keys & _MASK).cumsum(1)  # items of this cost or more, behind the last that is as long
-    waves = at_least * -device.ctas_per_item // device.resident_ctas
+    waves = at_least * -params.num_kv_heads // params.resident_ctas
     return most((keys >> _SHIFT) * step * waves, 1), at_least[:, -1]  # a product of two negative numbers

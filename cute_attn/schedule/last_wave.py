@@ -10,14 +10,14 @@ and all CTAs the others afterwards, so that the launch takes 45 units, and the m
 from __future__ import annotations
 
 from cute_attn.schedule.constants import COMBINE_TIME, ITEM_TIME, MOST_PARTS, UNIT
-from cute_attn.schedule.cuts import Capacity, Cut, Device
+from cute_attn.schedule.cuts import Capacity, Cut, SchedulerParams
 
 
-def last_wave(number: int, longest: int, device: Device, capacity: Capacity) -> Cut | None:
+def last_wave(number: int, longest: int, params: SchedulerParams, capacity: Capacity) -> Cut | None:
     """Returns the best cut of so many query tiles, the longest of so many kv tiles; None where there is no wave before
     the last, or no room. All tiles are taken to be as long as the longest. The planner kernel makes the same cuts.
     """
-    resident, ctas = device.resident_ctas, device.ctas_per_item
+    resident, ctas = params.resident_ctas, params.num_kv_heads
     waves, rest = divmod(number * ctas, resident)
     first = waves * resident // ctas
     if not first or not rest:
@@ -29,12 +29,12 @@ def last_wave(number: int, longest: int, device: Device, capacity: Capacity) -> 
         size = -(-longest // most)
         parts = cut * -(-longest // size)
         fits = cut <= capacity.merges and parts <= capacity.partials and first + parts <= capacity.items
-        if not fits or size < device.min_split_tiles:
+        if not fits or size < params.min_split_tiles:
             break  # nor do more parts
-        part = size * UNIT + ITEM_TIME + device.partial_cost
+        part = size * UNIT + ITEM_TIME + params.partial_cost
         late = max(parts * ctas - idle * (whole // part), 0)
         time = waves * whole - -late // resident * part  # rounded up
-        time += COMBINE_TIME + parts * ctas * device.partial_cost // resident
+        time += COMBINE_TIME + parts * ctas * params.partial_cost // resident
         if best is None or time < best.time:
             best = Cut(time, first, size)
     return best

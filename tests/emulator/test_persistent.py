@@ -207,7 +207,7 @@ def test_batches_in_sections(
     assert_right(batch, solver.inputs, *results)
     assert {record.spec["kernel"] for record in emulation.records} <= {target.kernels, "combine"}
     plan = solver.wrapper._planned().launch.planned.schedule
-    _, heads_per_section = persistent_batch.sections(
+    *_, heads_per_section, _, _ = persistent_batch.batch_order(
         plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity
     )
     assert heads_per_section < plan.tiling.params.num_kv_heads

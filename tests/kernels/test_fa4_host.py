@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from cute_attn.kernels.blocks.tiles import Operands, TileProblem
+from cute_attn.kernels.blocks.tiles import PAGE_ALIGNED, Operands, TileProblem
 from cute_attn.kernels.fa4 import tiles
 from cute_attn.kernels.fa4.default_specs import default_specs
 from cute_attn.kernels.fa4.smem import BlackwellMemory
@@ -51,7 +51,7 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
     sources = {size: tiles.page_source(dims, size) for size in (1, 3, 5, 8, 63, 100, 64, 128, 192)}
     assert [sources[size] for size in (64, 128, 192)] == ["paged"] * 3
     assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
-    assert tiles.choose("sm_100a", TileProblem(dims, "paged")).cols % tiles.PAGE_ALIGNED == 0
+    assert tiles.choose("sm_100a", TileProblem(dims, "paged")).cols % PAGE_ALIGNED == 0
 
 
 @pytest.mark.parametrize("dims", [(112, 112), (128, 128), (192, 128)])

@@ -59,7 +59,7 @@ def scheduler(target: Target, problem: Problem, sms: int = 132) -> Scheduler[Any
 def tile_of(target: Target, problem: Problem) -> Any:
     rows = problem.qo_len * problem.settings.features.num_qo_heads
     launch = launch_of(rows, 132, problem.qo_len, problem.kv_len)
-    return target.kernels.tile_of(problem.settings, target.arch.name, launch)
+    return target.kernels.tile(problem.settings, target.arch.name, launch)
 
 
 def packed(target: Target, problem: Problem, fired: NamedLaunches) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_maps_of_a_single_request(target: Target) -> None:
 def test_boxes_of_pages_do_not_leave_their_page(target: Target, page_size: int, box: int, kv_layout: str) -> None:
     case = paged((1,) * 3, (40, 0, 300), page_size, kv_layout=kv_layout, cache="strided", **heads(6, 2), **dims(128))
     problem = build(case).problem
-    tile = target.kernels.tile(problem.settings.features, target.arch.name)
+    tile = target.kernels.tile(problem.settings._replace(causal=True), target.arch.name)
     k = decode(TensorMaps(problem.settings, tile, 1).k(problem.k)(problem.k.data_ptr()))
     assert page_size % box == tile.cols % box == 0
     assert k.box == (64, box, 1, 1)
@@ -208,7 +208,8 @@ def test_sections_of_a_batch(
     built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
     plan = target.family.schedule(built.problem.settings, built.lengths, built.limits, target.arch, sms)
     prepared_kernel.cache_clear()
-    tiles, found = persistent_batch.sections(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
+    order = persistent_batch.batch_order(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
+    tiles, found = order[1], order[4]
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
     for index in range(plan.work.item_capacity * plan.tiling.params.num_kv_heads):
@@ -232,7 +233,7 @@ def test_fp8_tensor_maps_and_scales(target: Target, fired: NamedLaunches) -> Non
     assert q_map.box == (128, 4, tile.rows // 4, 1)
     assert k_map.dims == (128, 300, 2, 1)
     assert k_map.box == (128, tile.cols, 1, 1)
-    spec = target.kernels.spec_of(problem.settings, tile, split=False)
+    spec = target.kernels.spec(problem.settings, tile, split=False)
     assert isinstance(spec, target.kernels.spec_type)
     assert spec.dtype == "float8_e4m3fn"
     assert spec.scores == ()  # whatever the sign of the scale: rows of q take it
@@ -249,8 +250,7 @@ def test_tensor_maps_of_keys_to_be_widened(target: Target, dim: int, line: int, 
     kinds = {"dtype": "bfloat16", "kv_dtype": "float8_e5m2", "cache": "strided", **heads(6, 2), **dims(dim)}
     lengths = (1,) * 3, (40, 0, 300)
     problem = build(paged(*lengths, page_size, **kinds) if page_size else ragged(*lengths, **kinds)).problem
-    features = problem.settings.features
-    tile = target.kernels.tile(features, target.arch.name, page_size=page_size)
+    tile = target.kernels.tile(problem.settings, target.arch.name)
     of = TensorMaps(problem.settings, tile, 1)
     q, k = decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.k(problem.k)(problem.k.data_ptr()))
     assert (q.swizzle, k.swizzle) == (3, 0)
@@ -259,7 +259,7 @@ def test_tensor_maps_of_keys_to_be_widened(target: Target, dim: int, line: int, 
     assert k.box == (line, min(page_size or tile.cols, tile.cols), 1, 1)
     strides = problem.k.stride()
     assert k.strides[:2] == ((strides[1], strides[2]) if page_size else (strides[0], strides[1]))
-    spec = target.kernels.spec(features, False, tile, page_size=page_size)
+    spec = target.kernels.spec(problem.settings, tile, split=False)
     assert (spec.dtype, spec.kv_dtype) == ("bfloat16", "float8_e5m2")
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from cute_attn.problem import BatchLengths, BatchLimits
 from cute_attn.schedule import constants
-from cute_attn.schedule.batch import SchedulerParams, record_capacity
+from cute_attn.schedule.batch import record_capacity
 from cute_attn.schedule.constants import ITEM_TIME, UNIT
-from cute_attn.schedule.cuts import Capacity
+from cute_attn.schedule.cuts import Capacity, SchedulerParams
 from cute_attn.schedule.records import ITEM_INTS, MAX_SPLITS, MERGE_INTS
 
 NO_PARTIAL = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 Operands = Literal["", "fp8", "fp8_kv", "rope"]  # 16 bits; fp8 q, k and v; only k and v narrower; q and k are rotated
@@ -21,6 +22,17 @@ def tile_dims(head_dims: tuple[int, int], table: tuple[tuple[int, int], ...] = H
 def tile_rows(rows: int, heads: int) -> int:
     """Returns the rows of a query tile that are used: those of whole tokens, which one box of TMA brings."""
     return rows // heads * heads
+
+
+def pages_in_boxes(head_dims: tuple[int, int], page_size: int, operands: Operands) -> bool:
+    """Tells whether pages of so many tokens are loaded by TMA instead of gathered, by the fewest tokens of a box. A box
+    costs TMA some 45 clocks beside its rows (measured on Hopper); a gathered row costs the memory system more than its
+    share of a box. At head dimension 64, K and V of 128 keys take 976 clocks in boxes of 16 rows and 1696 in boxes of
+    8, of the 1380 that two query tiles of fa4 compute; at 128, boxes of 32 take 1232 of 2048 clocks, boxes of 16 1952.
+    """
+    narrow = max(head_dims) <= 64
+    least = 8 if operands == "fp8_kv" else 16 if narrow else 32  # 8: of 8-bit rows under 16-bit q
+    return math.gcd(page_size, PAGE_ALIGNED) >= least
 
 
 UNKNOWN = 1 << 62  # keys of a request: no bound

@@ -6,7 +6,6 @@ registers for windows, mask bits, slopes and caps. Proposals: `python -m perf.tu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -20,6 +19,7 @@ from cute_attn.kernels.blocks.tiles import (
     Launch,
     Operands,
     TileProblem,
+    pages_in_boxes,
     tile_dims,
 )
 from cute_attn.kernels.fa3.spec import HopperTile
@@ -154,18 +154,12 @@ RULES = (  # the first that applies
     *(_rule(dims, tile, of) for of, tiles in _ANY_OF.items() for dims, tile in tiles.items()),
 )
 
-# Minimum tokens per box with which pages are loaded by TMA instead of gathered by a warpgroup. A box costs TMA some 45
-# clocks beside its rows; a gathered row costs the memory system more than its share of a box.
-_MIN_BOX_ROWS = {dims: 16 if dims == (64, 64) else 32 for dims in HEAD_DIMS}
-_MIN_FP8_BOX_ROWS = 8  # of 8-bit rows, which one warp gathers
-
 
 def page_source(head_dims: tuple[int, int], page_size: int, operands: Operands = "") -> str:
     """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa3Spec`. The warps that would gather rows transpose
-    V of fp8, and rotate.
+    V of fp8, and rotate; of 8-bit rows under 16-bit q one warp gathers.
     """
-    min_rows = _MIN_FP8_BOX_ROWS if operands == "fp8_kv" else _MIN_BOX_ROWS[tile_dims(head_dims, HEAD_DIMS)]
-    boxes = operands in ("fp8", "rope") or math.gcd(page_size, PAGE_ALIGNED) >= min_rows
+    boxes = operands in ("fp8", "rope") or pages_in_boxes(head_dims, page_size, operands)
     return "paged" if boxes else "gathered"
 
 

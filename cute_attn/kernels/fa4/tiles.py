@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 
-from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS, PAGE_ALIGNED, Operands, TileProblem, tile_dims
+from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS, Operands, TileProblem, pages_in_boxes, tile_dims
 from cute_attn.kernels.fa4.spec import BlackwellTile
 
 ARCHS = ("sm_100a", "sm_103a")
@@ -53,18 +52,10 @@ _FP8_KV = {
     (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=2, v_stages=2, staged=1),
 }
 
-# Minimum tokens per box with which pages are loaded by TMA instead of gathered by cp.async. A box costs TMA some 45
-# clocks beside its rows (measured on Hopper): at head dimension 64, K and V of 128 keys take 976 clocks in boxes of 16
-# rows and 1696 in boxes of 8, of the 1380 that two query tiles compute; at 128, boxes of 32 take 1232 of 2048 clocks,
-# boxes of 16 take 1952.
-_MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
-_MIN_FP8_BOX_ROWS = 8  # of 8-bit rows under 16-bit q
-
 
 def page_source(head_dims: tuple[int, int], page_size: int, operands: Operands = "") -> str:
-    """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa4Spec`."""
-    min_rows = _MIN_FP8_BOX_ROWS if operands == "fp8_kv" else _MIN_BOX_ROWS[tile_dims(head_dims)]
-    return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
+    """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa4Spec`, "gathered" by cp.async."""
+    return "paged" if pages_in_boxes(head_dims, page_size, operands) else "gathered"
 
 
 def choose(arch: str, problem: TileProblem) -> BlackwellTile:

@@ -15,7 +15,8 @@ from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
 from cute_attn.runtime.launch import Settled, Values, current_stream
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import SchedulerParams, WorkList, max_qo_len
+from cute_attn.schedule.batch import WorkList, max_qo_len
+from cute_attn.schedule.cuts import SchedulerParams
 from cute_attn.schedule.records import ITEM_INTS
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; kv_indices and workspace of the plan in

@@ -15,39 +15,25 @@ STRIDE_FIELDS = ("o_stride_n", "o_stride_h")  # bytes
 FINAL_ROLES = ("v_scale_ptr", "sinks")  # of `operands.ROLES`, those that final results alone need
 
 
-class FinalOutput:
-    """Writes `out` and `lse` of a problem."""
+class Output:
+    """Writes `out` and `lse` of a problem, or fp32 partials of a single request: o [num_splits, qo_len, num_qo_heads,
+    head_dim_vo], and lse [num_splits, qo_len, num_qo_heads], with the same strides for all problems of these settings.
+    """
 
-    stride_fields: tuple[str, ...] = STRIDE_FIELDS
-
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, partial: bool = False) -> None:
+        features = settings.features
+        self.itemsize = features.o_dtype.itemsize
+        self.stride_fields = () if partial else STRIDE_FIELDS
         self.static: Fields = {"v_scale": settings.v_scale}
-        self.itemsize = settings.features.o_dtype.itemsize
+        if partial:
+            row_bytes = 4 * features.head_dim_vo
+            strides = zip(STRIDE_FIELDS, (features.num_qo_heads * row_bytes, row_bytes), strict=True)
+            self.static = {"v_scale": 1.0, **dict(strides), **dict.fromkeys(FINAL_ROLES, 0)}
 
     def strides(self, out: torch.Tensor) -> tuple[int, ...]:
         """Returns the values of `stride_fields`."""
         strides = out.stride()
-        return strides[0] * self.itemsize, strides[-2] * self.itemsize
-
-
-class PartialOutput:
-    """Writes fp32 partials of a single request: o [num_splits, qo_len, num_qo_heads, head_dim_vo], and
-    lse [num_splits, qo_len, num_qo_heads].
-    """
-
-    stride_fields: tuple[str, ...] = ()
-
-    def __init__(self, settings: Settings) -> None:
-        row_bytes = 4 * settings.features.head_dim_vo
-        strides = zip(STRIDE_FIELDS, (settings.features.num_qo_heads * row_bytes, row_bytes), strict=True)
-        self.static: Fields = {"v_scale": 1.0, **dict(strides), **dict.fromkeys(FINAL_ROLES, 0)}
-
-    def strides(self, out: torch.Tensor) -> tuple[int, ...]:
-        """Returns nothing: all problems of the same settings have the same strides."""
-        return ()
-
-
-Output = FinalOutput | PartialOutput
+        return (strides[0] * self.itemsize, strides[-2] * self.itemsize) if self.stride_fields else ()
 
 
 ROW_FIELDS = RowsOfWarps._fields[1:]
@@ -64,7 +50,7 @@ class CombineKernel:
     """
 
     def __init__(self, settings: Settings, heads: int, gpu: Gpu) -> None:
-        features, self.output = settings.features, FinalOutput(settings)
+        features, self.output = settings.features, Output(settings)
         launch = load(combine_spec(features), gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
         numbers, absent = (MERGE_FIELDS, NO_LENGTHS) if batched(features) else (LENGTH_FIELDS, NO_MERGES)
         static = {

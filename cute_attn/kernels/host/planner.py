@@ -18,13 +18,8 @@ from cute_attn.problem import BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.request.settings import MAX_KV_LEN
 from cute_attn.runtime.launch import current_stream
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import (
-    SchedulerParams,
-    max_fixed_size_splits,
-    max_query_tiles,
-    record_capacity,
-)
-from cute_attn.schedule.cuts import Capacity
+from cute_attn.schedule.batch import max_fixed_size_splits, max_query_tiles, record_capacity
+from cute_attn.schedule.cuts import Capacity, SchedulerParams
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
@@ -116,7 +111,7 @@ class Planner:
             "window_left": max(-1, min(params.window_left, 1 << 30)),
             "resident_ctas": params.resident_ctas,
             "min_split_tiles": params.min_split_tiles,
-            "partial_cost": params.cost_device.partial_cost,
+            "partial_cost": params.partial_cost,
             "fixed_chunk": 0 if fixed is None else min(ceil_div(fixed, params.cols), kv_tiles + 1),
             "l2_kv_tokens": min(params.l2_kv_tokens, MAX_PRODUCT),
             "max_tiles": max_tiles,

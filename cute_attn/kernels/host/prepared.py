@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from cute_attn.kernels.host.combine import CombineKernel, Output
+from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.operands import OptionalBounds
 from cute_attn.kernels.host.params import Fields
+from cute_attn.problem import Settings
 from cute_attn.runtime.launch import Launch, Values
 
 MAX_PREPARED = 1024  # of the layers of a model: what runs their calls, kernels, tilings and layouts of tensor maps
@@ -31,10 +33,10 @@ class PreparedKernel:
 
     def __init__(
         self,
+        settings: Settings,
         launch: Launch,
         static: Fields,
         groups: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
-        output: Output,
         combine: CombineKernel | None = None,
         renamed: Mapping[str, str] | None = None,
     ) -> None:
@@ -43,6 +45,7 @@ class PreparedKernel:
         differ.
         """
         addresses, strides, numbers = groups
+        output = Output(settings, partial=combine is not None and not batched(settings.features))
         self.output, self.combine = output, combine
         groups = addresses, strides + output.stride_fields, numbers
         self.attention = OptionalBounds(launch, static | output.static, groups, renamed)

@@ -84,14 +84,20 @@ def _rule(bits: int, rings: Rings, head_dims: range | None = None, **when: Colle
     return bits, Rule(rings, {**dims, **when})
 
 
+def _table(*rows: tuple[int, range, dict[str, range], Rings], **common: range) -> tuple[tuple[int, Rule[Rings]], ...]:
+    """Make rules of rows: bits, head dims, what else is known, and rings. `common`: what all are for."""
+    return tuple(_rule(bits, rings, dims, **common, **when) for bits, dims, when, rings in rows)
+
+
 # A launch takes the first ring of its rule that fits shared memory and registers, and keeps enough bytes on their way
 # to an SM. One CTA per SM has the fewest segments to cut and to merge; several hide each other's prologues and
 # epilogues, which pays for NVFP4, whose warps compute longest. Few pairs are split many ways: many warps have the least
 # to do after their last bytes arrive, and room for a guest lets the next launch start meanwhile.
+_LARGE, _DEEP, _WITH_GUEST = Ring(8, 2, 1, 8192), Ring(4, 3, 1, 8192), Ring(4, 3, 1, 8192, guests=1)
 OTHER_RINGS = (
     Ring(4, 3, 2, 8192),
     Ring(4, 2, 2, 8192),
-    Ring(4, 3, 1, 8192),
+    _DEEP,
     Ring(4, 2, 1, 8192),
     Ring(2, 2, 1, 8192),
 )
@@ -109,13 +115,13 @@ _SHORT = tuple(
 )
 # Measured on H100 and H200 (`python -m perf.tune decode`).
 _FEW = (
-    _rule(16, (Ring(8, 2, 1, 8192),), pairs=up_to(FEW)),
+    _rule(16, (_LARGE,), pairs=up_to(FEW)),
     _rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
     _rule(4, (Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
 )
 _MANY = (
-    _rule(16, (Ring(4, 3, 1, 8192),)),
-    _rule(8, (Ring(8, 2, 1, 8192),)),
+    _rule(16, (_DEEP,)),
+    _rule(8, (_LARGE,)),
     _rule(4, (Ring(2, 2, 2, 8192),)),
 )
 DEFAULT = (*_SHORT, *_FEW, *_MANY)
@@ -139,7 +145,7 @@ _WHOLE_HEADS = Ring(2, 2, 8, 4096, work="heads"), Ring(2, 2, 8, 4096, work="whol
 # A share of a kv head's keys for each warp.
 _EVEN = Ring(2, 2, 8, 4096, work="even")
 # Small CTAs, of rows that registers of so many warps hold, or large ones.
-_MANY_8 = Ring(4, 2, 4, 4096), Ring(8, 2, 1, 8192).to_l2(128)
+_MANY_8 = Ring(4, 2, 4, 4096), _LARGE.to_l2(128)
 # A tile of a window of 128 keys for each of its warps: whatever is read arrives at once.
 _FEW_OF_128 = Ring(4, 2, 4, 2048, work="whole").to_smem(SHORT)
 # All tiles of such a window but one on their way, and no barrier behind them.
@@ -147,28 +153,22 @@ _HEADS_OF_128 = (
     Ring(4, 3, 2, 4096, work="heads").to_l2(SHORT),
     Ring(2, 2, 8, 4096, work="whole").to_smem(SHORT),
 )
-_ALONE_16 = (Ring(8, 2, 1, 8192).in_clusters(8), Ring(4, 3, 1, 8192).in_clusters(8))
-_ONE_16 = (Ring(4, 3, 1, 8192, guests=1).in_clusters(6), Ring(4, 3, 1, 8192).in_clusters(6))
+_MANY_OF_128 = Ring(2, 5, 4, 4096, work="heads").to_l2(SHORT), _SHORT_RINGS[64]
+_FEW_OF_512 = Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT)
 # Windows of 128 keys, 8 kv heads, on an H100 and an H200, relative to CTAs of two warps with early tiles (8 bits, up to
 # 64 requests) or to _SHORT. 8 bits: 8 requests 1.09 and 1.09, 16 0.99 and 1.02; 32 1.03 and 0.99, 64 1.07 and 1.05; 256
 # 1.08 and 1.07. 16 bits: 8 requests 1.32 and 1.30, 16 1.18 and 1.15, 32 1.07 and 1.02. Windows of 512 keys, relative to
 # _SHORT: 8 requests 1.33 and 1.39, 256 1.04 and 1.07; of 32 all rings with keys ahead are slower, 0.96 and less.
 # Keys of a window of 128 and of drafts, which CTAs fetch ahead, all; of 512 keys that takes 1.7 times as long (H100).
 _SHORTEST, _LONGER = up_to(144), range(145, SHORT + 1)
-_HOPPER_WINDOWS = (
-    _rule(8, (_FEW_OF_128,), _NARROW, keys=_SHORTEST, pairs=up_to(FEW)),
-    _rule(8, _HEADS_OF_128, _NARROW, keys=_SHORTEST, pairs=up_to(512)),
-    _rule(
-        8, (Ring(2, 5, 4, 4096, work="heads").to_l2(SHORT), _SHORT_RINGS[64]), _NARROW,
-        keys=_SHORTEST, pairs=above(EVEN - 1),
-    ),
-    _rule(16, (_FEW_OF_128._replace(slot=4096),), _NARROW, keys=_SHORTEST, pairs=up_to(256)),
-    _rule(
-        8, (Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT),), _MEASURED,
-        keys=_LONGER, requests=above(1), pairs=up_to(FEW),
-    ),
-    _rule(8, _WHOLE_HEADS, _MEASURED, keys=_LONGER, pairs=above(EVEN - 1)),
-)  # fmt: skip
+_HOPPER_WINDOWS = _table(  # bits, head dims, launches, rings
+    (8, _NARROW, {"keys": _SHORTEST, "pairs": up_to(FEW)}, (_FEW_OF_128,)),
+    (8, _NARROW, {"keys": _SHORTEST, "pairs": up_to(512)}, _HEADS_OF_128),
+    (8, _NARROW, {"keys": _SHORTEST, "pairs": above(EVEN - 1)}, _MANY_OF_128),
+    (16, _NARROW, {"keys": _SHORTEST, "pairs": up_to(256)}, (_FEW_OF_128._replace(slot=4096),)),
+    (8, _MEASURED, {"keys": _LONGER, "requests": above(1), "pairs": up_to(FEW)}, (_FEW_OF_512,)),
+    (8, _MEASURED, {"keys": _LONGER, "pairs": above(EVEN - 1)}, _WHOLE_HEADS),
+)
 # One request, whose units have clusters of their own. Of 6 CTAs more clusters run at once than of 8, whose GPC leaves
 # SMs over. us without and with keys ahead or a guest: 1 x 8192, 8/1 heads, bf16 6.9 and 6.5, 8 bits 6.6 and 5.8; 28/4
 # heads, 8 bits 9.4 and 7.7 (H100); bf16 9.6 on an H100, 8.5 on an H200, with four warps, three stages and a guest 9.8
@@ -177,35 +177,22 @@ _HOPPER_WINDOWS = (
 # 8 bits, 131072 keys: 88 instead of 69 us (H200).
 _ONE = range(1, 2)  # requests, and units
 _SEVERAL = range(5, 9)  # units
-_HOPPER_ONE = (
-    _rule(16, (Ring(8, 2, 1, 8192).in_clusters(8).to_smem(16),), _MEASURED, requests=_ONE, units=_ONE),
-    _rule(16, _ALONE_16, _CLUSTERED, requests=_ONE, units=_ONE),
-    _rule(
-        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64),), _MEASURED, requests=_ONE,
-        units=_SEVERAL, keys=up_to(2048),
-    ),
-    _rule(
-        16, (Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(16),), _MEASURED, requests=_ONE,
-        units=_SEVERAL, keys=up_to(8192),
-    ),
-    _rule(16, _FEW[0][1].value, _MEASURED, requests=_ONE, pairs=_SEVERAL, units=_SEVERAL, keys=above(LONG)),
-    _rule(16, (Ring(8, 2, 1, 8192).in_clusters(6).to_smem(16),), _MEASURED, requests=_ONE, units=up_to(8)),
-    _rule(16, _ONE_16, _CLUSTERED, requests=_ONE, units=up_to(8)),
-    _rule(8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, requests=_ONE, units=up_to(4)),
-    _rule(
-        8, (Ring(8, 4, 1, 4096).in_clusters(8), Ring(8, 3, 1, 4096).in_clusters(8)), _CLUSTERED,
-        requests=_ONE, units=up_to(4),
-    ),
-    _rule(
-        8, (Ring(8, 2, 1, 4096, guests=1).in_clusters(8).to_l2(128),), _MEASURED, requests=_ONE,
-        units=_SEVERAL, keys=up_to(2048),
-    ),
-    _rule(
-        8, (Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64),), _MEASURED, requests=_ONE,
-        units=_SEVERAL, keys=up_to(8192),
-    ),
-    _rule(4, (Ring(8, 3, 1, 4096).in_clusters(8),), _CLUSTERED, requests=_ONE, units=up_to(4)),
-)  # fmt: skip
+_SMALL, _CLUSTER_8 = Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64)
+_HOPPER_ONE = _table(  # bits, head dims, launches, rings
+    (16, _MEASURED, {"units": _ONE}, (_LARGE.in_clusters(8).to_smem(16),)),
+    (16, _CLUSTERED, {"units": _ONE}, (_LARGE.in_clusters(8), _DEEP.in_clusters(8))),
+    (16, _MEASURED, {"units": _SEVERAL, "keys": up_to(2048)}, (_WITH_GUEST.in_clusters(8).to_smem(64),)),
+    (16, _MEASURED, {"units": _SEVERAL, "keys": up_to(8192)}, (_WITH_GUEST.in_clusters(8).to_smem(16),)),
+    (16, _MEASURED, {"units": _SEVERAL, "pairs": _SEVERAL, "keys": above(LONG)}, _FEW[0][1].value),
+    (16, _MEASURED, {"units": up_to(8)}, (_LARGE.in_clusters(6).to_smem(16),)),
+    (16, _CLUSTERED, {"units": up_to(8)}, (_WITH_GUEST.in_clusters(6), _DEEP.in_clusters(6))),
+    (8, _MEASURED, {"units": up_to(4)}, (_CLUSTER_8,)),
+    (8, _CLUSTERED, {"units": up_to(4)}, tuple(Ring(8, n, 1, 4096).in_clusters(8) for n in (4, 3))),
+    (8, _MEASURED, {"units": _SEVERAL, "keys": up_to(2048)}, (_SMALL.in_clusters(8).to_l2(128),)),
+    (8, _MEASURED, {"units": _SEVERAL, "keys": up_to(8192)}, (_CLUSTER_8,)),
+    (4, _CLUSTERED, {"units": up_to(4)}, (Ring(8, 3, 1, 4096).in_clusters(8),)),
+    requests=_ONE,
+)
 # Few segments, none of them long (mostly windows), have a cluster each. The more segments, the fewer CTAs of a cluster:
 # no cluster should wait for another. It saves a merge in global memory and the search for a share, 3 us. Windows of
 # 1024 and 4096 keys, times as fast as shares (head dim 256 over 16 bits: as fa2). H200: 8 bits, 8 to 16 segments 1.17
@@ -221,14 +208,14 @@ _FEW_RINGS = (  # bits, head dims, most segments, ring
     (8, _WIDE, 12, Ring(4, 2, 1, 8192, guests=1).in_clusters(8)),
     (16, _NARROW, 16, Ring(4, 3, 1, 4096, guests=1).in_clusters(8).to_smem(64)),
     (16, _NARROW, 64, Ring(8, 3, 1, 4096, guests=1).in_clusters(2)),
-    (16, _MEASURED, 10, Ring(4, 3, 1, 8192, guests=1).in_clusters(8).to_smem(64)),
-    (16, _MEASURED, 24, Ring(4, 3, 1, 8192, guests=1).in_clusters(4).to_l2(64)),
-    (16, _MEASURED, 32, Ring(4, 3, 1, 8192, guests=1).in_clusters(6).to_smem(64)),
-    (16, _MEASURED, 64, Ring(8, 2, 1, 8192).in_clusters(2)),
+    (16, _MEASURED, 10, _WITH_GUEST.in_clusters(8).to_smem(64)),
+    (16, _MEASURED, 24, _WITH_GUEST.in_clusters(4).to_l2(64)),
+    (16, _MEASURED, 32, _WITH_GUEST.in_clusters(6).to_smem(64)),
+    (16, _MEASURED, 64, _LARGE.in_clusters(2)),
     (16, _WIDE, 12, Ring(4, 2, 1, 8192).in_clusters(8)),
-    (16, _WIDE, 16, Ring(4, 3, 1, 8192).in_clusters(6)),
-    (16, _WIDE, 24, Ring(4, 3, 1, 8192).in_clusters(4)),
-    (16, _WIDE, 48, Ring(4, 3, 1, 8192).in_clusters(2)),
+    (16, _WIDE, 16, _DEEP.in_clusters(6)),
+    (16, _WIDE, 24, _DEEP.in_clusters(4)),
+    (16, _WIDE, 48, _DEEP.in_clusters(2)),
 )
 _HOPPER_FEW = tuple(
     _rule(
@@ -249,10 +236,10 @@ HOPPER = (
     # Windows of 1024 keys, 688 segments, H200: 1.21 times as fast as shares, 1.06 as fa2; 512 of 1024 keys 1.03.
     _rule(16, (_SHORT_RINGS[1024],), _MEASURED, keys=up_to(2 * SHORT), segments=above(4 * FEW - 1)),
     # 8 x 8192: 1.01 to 1.02 times as fast as the rings of long requests, 1 x 131072 0.98 (8 bits, H100).
-    _rule(16, (Ring(8, 2, 1, 8192).to_l2(256),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
-    _rule(8, (Ring(8, 2, 1, 8192).to_l2(512),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
+    _rule(16, (_LARGE.to_l2(256),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
+    _rule(8, (_LARGE.to_l2(512),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
     # H200, times as fast as one CTA per SM and none ahead: 8 to 88 segments 1.03 to 1.21; 240 1.31, 512 1.01.
-    _rule(8, (Ring(8, 2, 1, 8192).to_l2(128),), _WIDE, segments=up_to(FEW)),
+    _rule(8, (_LARGE.to_l2(128),), _WIDE, segments=up_to(FEW)),
     _rule(8, (Ring(4, 2, 2, 8192).to_l2(128),), _WIDE),
     *_FEW,
     # To shares of large CTAs, lengths on the GPU, H100: 256 x 1024 1.066 (32/8 heads) and 1.075 (64/8), 512 x 512 1.09,

@@ -6,7 +6,7 @@ import torch
 
 from cute_attn.kernels.fa2.host.variant import scores, spec
 from cute_attn.kernels.fa2.spec import Tile
-from cute_attn.kernels.host.combine import CombineKernel, FinalOutput, PartialOutput
+from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, PlainStrides
@@ -55,8 +55,7 @@ class Fa2Kernel(PreparedKernel):
         else:
             static |= {**NO_BATCH, "full_tiles": -1}
         groups = ADDRESS_FIELDS, STRIDE_FIELDS, batch_fields(settings) if batch else LENGTH_FIELDS
-        output = PartialOutput(settings) if split else FinalOutput(settings)
-        super().__init__(launch, static, groups, output, CombineKernel(settings, heads, gpu) if combine else None)
+        super().__init__(settings, launch, static, groups, CombineKernel(settings, heads, gpu) if combine else None)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

@@ -14,7 +14,8 @@ from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
-from cute_attn.schedule.batch import SchedulerParams, orders_by_l2, typical_kv_len, typical_qo_len
+from cute_attn.schedule.batch import orders_by_l2, typical_kv_len, typical_qo_len
+from cute_attn.schedule.cuts import SchedulerParams
 from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 
 
@@ -57,7 +58,7 @@ def tiling(
     launch: Launch = variant.UNKNOWN_LAUNCH,
 ) -> Tiling[variant.T]:
     """Returns the tiling of a launch by what of its lengths decides: few tilings serve all lengths."""
-    tile = prepared(kernels.tile_of, settings, arch, launch, settings.page_size)
+    tile = prepared(kernels.tile, settings, arch, launch)
     heads = kernels.heads_per_tile(settings.features, qo_len, tile)
     return prepared(_of_tile, kernels, settings, tile, heads, kv_len, sms, launch)
 
@@ -107,17 +108,12 @@ def _of_tile(
     return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
 
 
-def sections(params: SchedulerParams, items: int, late: int) -> tuple[int, int]:
-    """Returns the tiles of an L2 section of a launch of so many work items, and the blocks of heads in it.
-    `late`: query tiles whose parts come last.
+def batch_order(params: SchedulerParams, items: int, late: int) -> Values:
+    """Returns the values of the kernel's ORDER_FIELDS for a launch of so many work items. `late`: query tiles whose
+    parts come last.
     """
     heads = params.l2_section_heads if orders_by_l2(params, items, late) else params.num_kv_heads
-    return max(1, items) * heads, heads
-
-
-def batch_order(params: SchedulerParams, items: int, late: int) -> Values:
-    """Returns the values of the kernel's ORDER_FIELDS."""
-    return order_values(items * params.num_kv_heads, *sections(params, items, late))
+    return order_values(items * params.num_kv_heads, max(1, items) * heads, heads)
 
 
 def family(kernels: variant.PersistentKernels[variant.T]) -> TiledFamily[variant.T]:
@@ -125,7 +121,7 @@ def family(kernels: variant.PersistentKernels[variant.T]) -> TiledFamily[variant
     return TiledFamily(
         kernels.name,
         kernels.specs,
-        kernels.spec_of,
+        kernels.spec,
         functools.partial(request_tiling, kernels),
         request_launch,
         functools.partial(batch_tiling, kernels),

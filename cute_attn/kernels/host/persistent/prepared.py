@@ -12,7 +12,7 @@ import torch
 from cute_attn.kernels.blocks.smem_map import TileShape
 from cute_attn.kernels.blocks.tiles import tile_rows
 from cute_attn.kernels.formats import LINE
-from cute_attn.kernels.host.combine import CombineKernel, FinalOutput, PartialOutput
+from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS
@@ -154,7 +154,7 @@ class PersistentKernel(PreparedKernel):
         features = settings.features
         batch = batched(features)
         split = combine and not batch
-        kernel = kernels.spec_of(settings, tile, split)
+        kernel = kernels.spec(settings, tile, split)
         launch = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
         self.counters = counters.of_device(gpu.device_index)  # allocated now: the first run may be captured
         self.maps = TensorMaps(settings, tile, heads)
@@ -181,8 +181,7 @@ class PersistentKernel(PreparedKernel):
             PAGE_FIELDS + BLOCK_SCALE_FIELDS if self.block_scales else PAGE_FIELDS,
             ORDER_FIELDS + (batch_fields(settings) if batch else LENGTH_FIELDS),
         )
-        output = PartialOutput(settings) if split else FinalOutput(settings)
-        super().__init__(launch, static, groups, output, CombineKernel(settings, heads, gpu) if combine else None)
+        super().__init__(settings, launch, static, groups, CombineKernel(settings, heads, gpu) if combine else None)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

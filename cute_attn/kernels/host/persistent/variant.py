@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,13 +55,12 @@ class PersistentKernels(Generic[T]):
     choose_tile: Callable[[str, TileProblem], T]  # from an architecture
     packs_any_group: bool = False  # whether heads share tiles whose rows their number does not divide
 
-    def spec(
-        self, features: Features, window: bool, tile: T, split: bool = False, page_size: int = SMALL_PAGE
-    ) -> PersistentSpec:
-        """Returns the kernel that solves problems of these features with this tile. `window`: the mask has a left
-        bound. `split`: the keys of a single request are split. `page_size`: tokens per page of paged keys.
+    def spec(self, settings: Settings, tile: T, split: bool) -> PersistentSpec:
+        """Returns the kernel that solves problems of these settings with this tile. `split`: the keys of a single
+        request are split.
         """
-        edges = "band" if window else "stop"
+        features = settings.features
+        edges = "band" if settings.window_left >= 0 else "stop"
         mask = "packed" if features.custom_mask else "multi_item" if features.multi_item else edges
         return self.spec_type(
             dtype=short(features.q_dtype),
@@ -71,41 +71,29 @@ class PersistentKernels(Generic[T]):
             scores=scores(features),
             split=split,
             schedule=schedule(features),
-            kv=self.kv_source(features, page_size),
+            kv=self.kv_source(settings),
             kv_dtype=kv_dtype(features),
             tile=tile,
             **({"pos_encoding": "rope"} if rotates(features) else {}),
         )
 
-    def spec_of(self, settings: Settings, tile: T, split: bool) -> PersistentSpec:
-        """Returns the attention kernel of these settings and this tile."""
-        return self.spec(settings.features, settings.window_left >= 0, tile, split, settings.page_size)
-
-    def kv_source(self, features: Features, page_size: int) -> str:
+    def kv_source(self, settings: Settings) -> str:
         """Returns `kv` of a spec."""
+        features = settings.features
         if features.kv_source != "paged":
             return "dense"
         if features.kv_block_scales:  # with boxes of TMA as well as copies of scales the producer spills registers
             return "gathered"
-        return self.page_source(head_dims(features), page_size, operands(features))
+        return self.page_source(head_dims(features), settings.page_size, operands(features))
 
-    def tile(
-        self,
-        features: Features,
-        arch: str,
-        window_left: int = -1,
-        page_size: int = SMALL_PAGE,
-        causal: bool = True,
-        launch: Launch = UNKNOWN_LAUNCH,
-    ) -> T:
-        """Return the tile of these features on an architecture. `window_left`: -1, no window; `page_size`: as in
-        `spec`.
-        """
+    def tile(self, settings: Settings, arch: str, launch: Launch = UNKNOWN_LAUNCH) -> T:
+        """Return the tile of these settings on an architecture, for a launch."""
+        features, causal, window_left = settings.features, settings.causal, settings.window_left
         masked = features.custom_mask or features.multi_item
         modified, window = masked or bool(scores(features)), window_left >= 0
         problem = TileProblem(
             head_dims(features),
-            self.kv_source(features, page_size),
+            self.kv_source(settings),
             operands(features),
             plain=not (modified or window),
             full=not (masked or window or causal),
@@ -115,10 +103,6 @@ class PersistentKernels(Generic[T]):
             chunk_invariant=features.chunk_invariant,
         )
         return self.choose_tile(arch, problem)
-
-    def tile_of(self, settings: Settings, arch: str, launch: Launch, page_size: int = SMALL_PAGE) -> T:
-        """Return the tile of these settings for a launch."""
-        return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal, launch)
 
     def heads_per_tile(self, features: Features, qo_len: int, tile: T) -> int:
         """Return the number of query heads whose rows share a tile: a whole GQA group, or 1.
@@ -138,12 +122,10 @@ class PersistentKernels(Generic[T]):
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
         """Returns every kernel that calls of these features may need, whatever their lengths."""
         kernels: list[KernelSpec] = [
-            self.spec(features, window >= 0, tile, split, page_size)
-            for window in WINDOWS
+            self.spec(settings, self.tile(settings, arch.name, launch), split)
+            for window, causal, page_size in itertools.product(WINDOWS, (True, False), (SMALL_PAGE, LARGE_PAGE))
+            for settings in (Settings(features, causal=causal, window_left=window, page_size=page_size),)
             for launch in LAUNCHES
-            for causal in (True, False)
-            for page_size in (SMALL_PAGE, LARGE_PAGE)
-            for tile in (self.tile(features, arch.name, window, page_size, causal, launch),)
             for split in ((False,) if batched(features) else (False, True))
         ]
         return [*dict.fromkeys(kernels), combine_spec(features)]

@@ -40,7 +40,7 @@ def launch_config(settings: MlaSettings, qo_len: int, arch: Arch, sms: int) -> L
     kv_dtype = "" if settings.kv_dtype == settings.dtype else short(settings.kv_dtype)
     spec = choose(short(settings.dtype), CacheForm(kv_dtype, settings.rope_bits, settings.grouped), rows, arch)
     row_blocks = max(1, ceil_div(rows, spec.rows))
-    return LaunchConfig(spec, qo_len, row_blocks, *shares(spec, 1, row_blocks, sms, UNLIMITED))
+    return shares(spec, qo_len, row_blocks, 1, sms, UNLIMITED)
 
 
 def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> tuple[Bound, LaunchConfig]:

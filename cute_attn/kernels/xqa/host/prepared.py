@@ -7,7 +7,6 @@ import functools
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.combine import FinalOutput
 from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.operands import PlainStrides
 from cute_attn.kernels.host.params import UNBOUNDED, Fields
@@ -57,12 +56,9 @@ class XqaKernel(PreparedKernel):
         self.ahead = config.reads_ahead
         self.paged = features.kv_source == "paged"
         self.plain_strides = PlainStrides(settings, CHUNK)
-        page_size, group = (
-            settings.page_size if self.paged else ONE_PAGE,
-            features.num_qo_heads // features.num_kv_heads,
-        )
+        page_size = settings.page_size if self.paged else ONE_PAGE
         static: Fields = {
-            **config.fields(features.num_kv_heads, group, page_size),
+            **config.fields(features.num_kv_heads, features.num_qo_heads // features.num_kv_heads, page_size),
             "mask_row_bytes": draft_mask_bytes(config.qo_len),
             "window_left": UNBOUNDED if settings.window_left < 0 else min(settings.window_left, UNBOUNDED),
             "scale": settings.sm_scale,
@@ -80,7 +76,7 @@ class XqaKernel(PreparedKernel):
             static |= dict(zip(TABLE_FIELDS, (table.data_ptr(), length.data_ptr(), 0, 0), strict=True))
             settled = ()
         groups = ADDRESS_FIELDS + moving, strides, request + settled
-        super().__init__(launch, static, groups, FinalOutput(settings), renamed=ROLE_NAMES)
+        super().__init__(settings, launch, static, groups, renamed=ROLE_NAMES)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

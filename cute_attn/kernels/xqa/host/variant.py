@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.features import kv_dtype
@@ -11,7 +10,7 @@ from cute_attn.kernels.host.params import Fields, divisor, magic
 from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.spec import ONE_SEGMENT, DecodeSpec, Work, XqaSpec
+from cute_attn.kernels.xqa.spec import ONE_SEGMENT, DecodeSpec, XqaSpec
 from cute_attn.kernels.xqa.tiles import Rings, Shape
 from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
@@ -79,25 +78,16 @@ def specs(features: Features, arch: Arch) -> list[KernelSpec]:
     return list(dict.fromkeys(choose_spec(features, 1, rule, arch) for rule in rules(features, arch)))
 
 
-class Placement(NamedTuple):
-    """Grid of a launch, and what its CTAs leave in device memory."""
-
-    grid: Grid  # (CTA groups, CTAs per group, 1), or of a request (units / units of a CTA, CTAs of a segment, 1)
-    ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
-    partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
-    min_share: int = 1  # tiles of a CTA
-
-
 class LaunchConfig(NamedTuple):
     """Kernel and grid of launches with the same settings and number of query tokens per request."""
 
     spec: DecodeSpec
     qo_len: int  # query tokens of every request, or the most of any
     row_blocks: int  # blocks of query rows per request and kv head
-    grid: Grid  # this and what follows: see `Placement`
-    ctas: int
-    partial_bytes: int
-    min_share: int
+    grid: Grid  # (CTA groups, CTAs per group, 1), or of a request (units / units of a CTA, CTAs of a segment, 1)
+    ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
+    partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
+    min_share: int = 1  # tiles of a CTA
 
     @property
     def counter_bytes(self) -> int:
@@ -155,43 +145,38 @@ def launch_config(
     if features.num_kv_heads % spec.heads:
         raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
     row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
-    place = PLACEMENTS[spec.work if alone or spec.work != "cluster" else "whole"]
-    placement = place(spec, features.num_kv_heads, row_blocks, sms, workspace_bytes)
-    return LaunchConfig(spec, qo_len, row_blocks, *placement)
+    if isinstance(spec, XqaSpec) and spec.work in ONE_SEGMENT:
+        return segments(spec, qo_len, row_blocks, features.num_kv_heads, sms, workspace_bytes, alone)
+    return shares(spec, qo_len, row_blocks, features.num_kv_heads, sms, workspace_bytes)
 
 
-def shares(spec: DecodeSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
-    """Places as many CTAs as run at a time."""
+def shares(
+    spec: DecodeSpec, qo_len: int, row_blocks: int, num_kv_heads: int, sms: int, workspace_bytes: int
+) -> LaunchConfig:
+    """Returns a launch of as many CTAs as run at a time."""
     ctas = max(1, min(sms * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec)))
     groups = cta_group_count(num_kv_heads // spec.heads * row_blocks, ctas)
     size = ctas // groups
     partial_bytes = 0 if ctas == 1 else ctas * partial_bytes_per_cta(spec)
-    return Placement((groups, size, 1), ctas, partial_bytes, 1 if size == 1 else spec.teams)
+    min_share = 1 if size == 1 else spec.teams
+    return LaunchConfig(spec, qo_len, row_blocks, (groups, size, 1), ctas, partial_bytes, min_share)
 
 
-def one_segment(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
-    """Places a CTA for every unit, or for as many as a CTA has, or a cluster."""
-    return Placement((num_kv_heads // spec.heads * row_blocks, spec.cluster_size, 1))
-
-
-def clusters(spec: XqaSpec, num_kv_heads: int, row_blocks: int, sms: int, workspace_bytes: int) -> Placement:
-    """Places the clusters of one request, as many for each unit. One cluster a unit merges in shared memory alone."""
-    units, size = num_kv_heads * row_blocks, spec.cluster_size
-    ctas = min(int(sms * CLUSTERED) * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec))
-    count = ctas // (units * size)
+def segments(
+    spec: XqaSpec, qo_len: int, row_blocks: int, num_kv_heads: int, sms: int, workspace_bytes: int, alone: bool
+) -> LaunchConfig:
+    """Returns a launch of a CTA or a cluster for every unit, or for as many units as a CTA has; of one request alone of
+    as many clusters as there is room for. One cluster a unit merges in shared memory alone.
+    """
+    units, size, count = num_kv_heads // spec.heads * row_blocks, spec.cluster_size, 1
+    if alone and spec.work == "cluster":
+        ctas = min(int(sms * CLUSTERED) * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec))
+        count = ctas // (units * size)
     if count <= 1:
-        return Placement((units, size, 1))
+        return LaunchConfig(spec, qo_len, row_blocks, (units, size, 1))
     used = units * count * size
-    return Placement((units, count * size, 1), used, used * partial_bytes_per_cta(spec), spec.teams)
-
-
-PLACEMENTS: dict[Work, Callable[[Any, int, int, int, int], Placement]] = {
-    "shares": shares,
-    "even": shares,
-    "whole": one_segment,
-    "heads": one_segment,
-    "cluster": clusters,
-}
+    grid, partial_bytes = (units, count * size, 1), used * partial_bytes_per_cta(spec)
+    return LaunchConfig(spec, qo_len, row_blocks, grid, used, partial_bytes, spec.teams)
 
 
 def partial_bytes_per_cta(spec: DecodeSpec) -> int:
