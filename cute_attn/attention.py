@@ -90,8 +90,9 @@ class BatchAttention(BatchWrapper):
         kv_indices : 1-D, page numbers; those of request i are at `kv_indptr[i]:kv_indptr[i + 1]`. An int32 tensor on
             the wrapper's device is not copied: it must not change until the last run.
         kv_len_arr : `[batch_size]`, tokens of each request, at most those of its pages.
-        num_qo_heads, num_kv_heads, head_dim_qk, page_size, causal, sm_scale, logits_soft_cap : as for
+        num_qo_heads, num_kv_heads, head_dim_qk, page_size, sm_scale, logits_soft_cap : as for
             `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len.
         head_dim_vo : at least 1.
         q_data_type, kv_data_type : as there, but default bfloat16. The output has q's dtype, bfloat16 for fp8 q.
         use_profiler : refused unless False.

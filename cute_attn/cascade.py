@@ -425,7 +425,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, Engi
         k_shared, v_shared, unique_kv_cache : prefix and cache, as for
             `BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward`.
         causal : default False. Applies to the requests' own keys; the prefix is seen in full.
-        use_fp16_qk_reduction, sm_scale : as for `BatchPrefillWithPagedKVCacheWrapper.forward`.
+        use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
+        sm_scale : any finite number. Default `head_dim ** -0.5`.
         rope_scale, rope_theta : > 0; without effect, as no position is encoded.
 
         Returns
@@ -438,8 +439,16 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, Engi
         `single_prefill_with_kv_cache`.
         """
         prefix = self._prefix(q, k_shared, v_shared, sm_scale)
-        options = {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "return_lse": True}
-        hint = {"use_fp16_qk_reduction": use_fp16_qk_reduction}
-        return _merged(prefix, self._wrapper.forward(q, unique_kv_cache, causal=causal, **hint, **options))
+        own = self._wrapper.forward(
+            q,
+            unique_kv_cache,
+            causal=causal,
+            use_fp16_qk_reduction=use_fp16_qk_reduction,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            return_lse=True,
+        )
+        return _merged(prefix, own)
 
     run = forward

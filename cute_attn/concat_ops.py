@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.request import checks, trtllm_options
+from cute_attn.request import checks
 
 __all__ = ["concat_mla_k"]
 
@@ -37,7 +37,7 @@ def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, *,
     """
     if backend != "default":
         checks.choice("backend", backend, ("default", "cake"))
-        trtllm_options.refuse(f"backend={backend!r}", "it is not part of this library", 'backend="default"')
+        checks.refuse(f"backend={backend!r}", "it is not part of this library", 'backend="default"')
     parts = ("k_nope", checks.tensor("k_nope", k_nope)), ("k_rope", checks.tensor("k_rope", k_rope))
     tokens, heads, width = (*checks.tensor("k", k).shape, 0, 0, 0)[:3]
     checks.dense("k", k)

@@ -8,7 +8,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.mla import SPARSE
-from cute_attn.request import checks, trtllm_options
+from cute_attn.request import checks
 from cute_attn.request.caches import check_tables
 from cute_attn.request.mla import (
     GROUP,
@@ -104,10 +104,10 @@ def flash_mla_with_kvcache(
         *(("extra_indices_in_kvcache", extra_indices_in_kvcache), ("extra_topk_length", extra_topk_length)),
     ):
         if value is not None:
-            trtllm_options.refuse(f"sparse MLA ({name})", *SPARSE)
+            checks.refuse(f"sparse MLA ({name})", *SPARSE)
     if attn_sink is not None:
         instead = "sinks of trtllm_batch_decode_with_kv_cache_mla"
-        trtllm_options.refuse("attn_sink", "lse would have to leave out what out has", instead)
+        checks.refuse("attn_sink", "lse would have to leave out what out has", instead)
     rope = 0 if isinstance(q, torch.Tensor) and q.shape[-1:] == (LATENT,) else ROPE
     refuse_dims(("head_dim_v", "rotated columns"), (checks.integer("head_dim_v", head_dim_v), rope))
     queries = split_rows("q", q, (4,), QUERY_AXES, rope)
@@ -148,7 +148,10 @@ def _byte_rows(k_cache: Any) -> tuple[Part, ...]:
 def _lengths(q: torch.Tensor, block_table: Any, cache_seqlens: Any) -> MlaLengths:
     """Check lengths and the page table, which must have q's batch size."""
     table = check_tables(block_table, q.device, "block_table")
-    rows = f"[batch_size, max_pages] (a row for each of the {q.shape[0]} requests of q)"
-    checks.shape("block_table", table, (q.shape[0], table.shape[1]), rows)
+    if table.shape[0] != q.shape[0]:
+        raise ArgumentError(
+            f"block_table must have shape [batch_size, max_pages], a row for each of the {q.shape[0]} requests of q, "
+            f"got {checks.describe(table)}"
+        )
     seq_lens = checks.vector("cache_seqlens", cache_seqlens, INDEX_DTYPES, q.shape[0], q.device).contiguous()
     return MlaLengths(seq_lens, table.contiguous(), None, None, q.shape[1])

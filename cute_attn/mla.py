@@ -106,8 +106,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     qk_nope_head_dim : int >= 1, the head dimension before absorption; it changes nothing.
     kv_lora_rank, qk_rope_head_dim : 512 and 64, or 512 and 0 for models without rotated columns; others are refused.
     seq_lens : int32 `[batch_size]`, keys of each request in tokens, those of the query tokens included.
-    block_tables, max_seq_len, skip_softmax_threshold_scale_factor, enable_pdl, return_lse,
-        multi_ctas_kv_counter_buffer : as for `trtllm_batch_decode_with_kv_cache`.
+    block_tables : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
+        last page are not read.
+    max_seq_len, skip_softmax_threshold_scale_factor, enable_pdl, return_lse, multi_ctas_kv_counter_buffer : as for
+        `trtllm_batch_decode_with_kv_cache`.
     sparse_mla_top_k, sparse_mla_top_k_lens : refused unless 0 and None.
     out : written and returned: query's shape with 512 on the last axis, of query's dtype, rows 16-byte aligned on a
         GPU. Default: a new tensor.
@@ -154,13 +156,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if is_dynamo_compiling():
         return trace.operator("trtllm_batch_decode_mla")(locals())
     refuse_other_keys(sparse_mla_top_k, sparse_mla_top_k_lens, uses_shared_paged_kv_idx)
-    trtllm_options.refuse_context_parallelism(cp_world, cp_rank, causal_seqlens_kv_global, enable_dcp)
+    one_token = "one query token"
+    trtllm_options.refuse_context_parallelism(cp_world, cp_rank, causal_seqlens_kv_global, one_token, enable_dcp)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
-    trtllm_options.refuse_given("softmax is in fp32", use_fp16_softmax=use_fp16_softmax)
+    checks.refuse_given("softmax is in fp32", use_fp16_softmax=use_fp16_softmax)
     trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
     for name, value in (("cute_dsl_impl", cute_dsl_impl), ("kv_scale_format", kv_scale_format)):
         if value != "auto":
-            trtllm_options.refuse(f"{name}={value!r}", "it chooses among other kernels", f'{name}="auto"')
+            checks.refuse(f"{name}={value!r}", "it chooses among other kernels", f'{name}="auto"')
     rope = _rotated(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
     checks.boolean("is_var_seq", is_var_seq)
     checks.at_least("max_seq_len", max_seq_len, 0)
@@ -231,7 +234,7 @@ def _rows(value: Any, bounds: Any, rope: int) -> tuple[Any, torch.Size]:
     """Return both parts of the query as rows `[num_tokens, num_heads, ...]`, and the query's shape."""
     parts = split_rows("query", value, (4,) if bounds is None else (3,), QUERY_AXES, rope)
     if value.dtype == NARROW:
-        trtllm_options.refuse("query of float8_e4m3fn", "products have 16 bits", "query.to(torch.bfloat16)")
+        checks.refuse("query of float8_e4m3fn", "products have 16 bits", "query.to(torch.bfloat16)")
     return [part._replace(x=part.x.flatten(0, -3)) for part in parts], value.shape
 
 
@@ -279,6 +282,6 @@ def _rotated(nope: Any, rank: Any, rope: Any) -> int:
 def refuse_other_keys(top_k: Any, top_k_lens: Any, shared: Any) -> None:
     """Refuse calls whose keys are chosen token by token, and tables for keys and for values."""
     if checks.integer("sparse_mla_top_k", top_k) != 0 or top_k_lens is not None:
-        trtllm_options.refuse("sparse MLA (sparse_mla_top_k, sparse_mla_top_k_lens)", *SPARSE)
+        checks.refuse("sparse MLA (sparse_mla_top_k, sparse_mla_top_k_lens)", *SPARSE)
     if not checks.boolean("uses_shared_paged_kv_idx", shared):
-        trtllm_options.refuse("uses_shared_paged_kv_idx=False", "values are columns of the keys", "one page table")
+        checks.refuse("uses_shared_paged_kv_idx=False", "values are columns of the keys", "one page table")

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.request import batch_plan, block_sparse, checks, trtllm_options
+from cute_attn.request import batch_plan, block_sparse, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
-from cute_attn.wrappers.older_forward import forward_of
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 
@@ -113,8 +112,9 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
             is not copied: it must not change until the last run.
         M, N : rows and columns of the mask; N must be a multiple of C. The last row of blocks may be shorter than R.
         R, C : rows and columns of a block, at least 1.
-        num_qo_heads, num_kv_heads, use_fp16_qk_reduction, logits_soft_cap, sm_scale, q_data_type, kv_data_type,
-            non_blocking : as for `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        num_qo_heads, num_kv_heads, use_fp16_qk_reduction, logits_soft_cap, sm_scale, non_blocking : as for
+            `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
         head_dim : of q, k, v and the output, at least 1.
         mask : bool `[blocks, R, C]`, which elements of the listed blocks are kept. Default: all.
         packed_mask : uint8, the bits of `convert_bsr_mask_layout(mask, indptr)`, in little bit order, each row of
@@ -133,7 +133,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         given = locals()
         for name in ("block_mask", "q2k_indices", "q2k_num", "kv_block_lens"):
             batch_plan.refuse(name, given[name], ONE_KERNEL, BSR_INSTEAD)
-        trtllm_options.refuse_given(
+        checks.refuse_given(
             ONE_KERNEL, None, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
         )
         block_sparse.refuse_positions(pos_encoding_mode)
@@ -141,7 +141,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         checks.boolean("non_blocking", non_blocking)
         matrix = block_sparse.matrix(M, N, R, C)
         lengths = block_sparse.bsr(indptr, indices, matrix)
-        options = PlanOptions.of(locals(), head_dim_qk=head_dim, causal=False)
+        options = PlanOptions.of(given, head_dim_qk=head_dim, causal=False)
         packed = block_sparse.bsr_mask(mask, packed_mask, causal, lengths, matrix, self.device)
         return PlanRequest(options, lengths, packed, batch_plan.splits(None, False, C), C, matrix=matrix)
 
@@ -168,7 +168,8 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         k, v : `[N, num_kv_heads, head_dim]` of the planned dtype. Any strides with unit stride on the last axis.
         scale_q, scale_k, scale_v : per-head scales of fp8 attention: floating-point `[num_qo_heads]`,
             `[num_kv_heads]` and `[num_kv_heads]`. Default: ones.
-        out, lse, return_lse, enable_pdl : as for `BatchPrefillWithPagedKVCacheWrapper.run`.
+        out, lse, enable_pdl : as for `BatchPrefillWithPagedKVCacheWrapper.run`.
+        return_lse : return `(out, lse)`.
 
         Returns
         -------
@@ -185,12 +186,38 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         scales = None if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         return self._run(RunArguments(q, cache, None, None, None, out, lse, return_lse, enable_pdl, head_scales=scales))
 
-    forward = forward_of(
-        plan,
-        run,
-        "q, k, v, scale_q, scale_k, scale_v, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, "
-        "rope_scale, rope_theta",
-    )
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Result:
+        """Run with other options than the planned ones: FlashInfer's older form of `run`.
+
+        Parameters
+        ----------
+        q, k, v, scale_q, scale_k, scale_v : the tensors of `run`.
+        pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`,
+            with the same defaults; they replace the planned ones.
+
+        Returns
+        -------
+        What `run` returns.
+
+        Raises
+        ------
+        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
+        """
+        return self._forward(locals())
 
 
 class VariableBlockSparseAttentionWrapper(BlocksWrapper):
@@ -237,8 +264,9 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         block_mask_map : `[num_kv_heads, blocks of rows, blocks of columns]`, bool or numbers: which blocks are seen.
         block_row_sz, block_col_sz : int32 or int64 `[num_kv_heads, blocks]`: query tokens and keys of each block. Every
             kv head has the same sums, qo_len and kv_len.
-        num_qo_heads, num_kv_heads, use_fp16_qk_reduction, logits_soft_cap, sm_scale, non_blocking, q_data_type,
-            kv_data_type : as for `BatchPrefillWithPagedKVCacheWrapper.plan`. Query heads of a kv head share its blocks.
+        num_qo_heads, num_kv_heads, use_fp16_qk_reduction, logits_soft_cap, sm_scale, non_blocking : as for
+            `BatchPrefillWithPagedKVCacheWrapper.plan`. Query heads of a kv head share its blocks.
+        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
         head_dim : of q, k, v and the output, at least 1.
         causal : default False. True: token i sees keys j <= i + kv_len - qo_len of its blocks.
         pos_encoding_mode : refused unless "NONE".
@@ -281,7 +309,8 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         k, v : `[num_kv_heads, kv_len, head_dim]` of the planned dtype. Copied unless their first two axes are one.
         out, lse : written instead of new tensors, in the order of the kernel: `[num_kv_heads * qo_len, group,
             head_dim]` and float32 `[num_kv_heads * qo_len, group]`, with group = num_qo_heads / num_kv_heads.
-        return_lse, enable_pdl : as for `BatchPrefillWithPagedKVCacheWrapper.run`.
+        return_lse : return `(out, lse)`.
+        enable_pdl : as for `BatchPrefillWithPagedKVCacheWrapper.run`.
 
         Returns
         -------
@@ -302,8 +331,32 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
             return block_sparse.by_query_head(result[0], matrix), block_sparse.by_query_head(result[1], matrix)
         return block_sparse.by_query_head(result, matrix)
 
-    forward = forward_of(
-        plan,
-        run,
-        "q, k, v, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta",
-    )
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Result:
+        """Run with other options than the planned ones: FlashInfer's older form of `run`.
+
+        Parameters
+        ----------
+        q, k, v : the tensors of `run`.
+        pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`,
+            with the same defaults; they replace the planned ones.
+
+        Returns
+        -------
+        What `run` returns.
+
+        Raises
+        ------
+        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
+        """
+        return self._forward(locals())

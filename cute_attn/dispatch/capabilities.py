@@ -58,8 +58,8 @@ def _at_least(rows: int, **when: Collection[Any]) -> Pass:
 
 
 def _up_to(rows: int, note: str, clustered: Collection[bool] = (False, True), **when: Collection[Any]) -> list[Pass]:
-    """Make the rules of a backend that is faster up to so many rows. `note`: what was measured there; `clustered`: of
-    `Load`, where that is so.
+    """Make the rules of a backend that is faster up to so many rows. `note`: what was measured there; `clustered`: the
+    values of `Load.clustered` for which it is faster.
     """
     more = Rule(f"{{rows}} query rows per kv head are more than {rows}", {**when, "rows": above(rows)})
     return [more, Rule("", {**when, "clustered": clustered}, note)]
@@ -156,7 +156,7 @@ _RULES = [rule for backend in BACKENDS for rule in backend.passed_over]
 _ROWS = [rows for rule in _RULES if isinstance(rows := rule.when.get("rows"), range)]
 ROWS_CLASSES = sorted({0, *(n for rows in _ROWS for n in (rows.start, rows.stop) if n < MOST)})
 # ^ packed query rows from which on selection may differ
-_CLUSTERED = [rule.when for rule in _RULES if rule.when.get("clustered") == (True,)]
+_CLUSTERED = [rule.when for rule in _RULES if False not in rule.when.get("clustered", (False,))]
 
 
 def counts_clusters(features: Features) -> bool:

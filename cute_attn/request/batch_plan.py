@@ -13,7 +13,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import DeviceLengths, Features, Lengths, Settings
-from cute_attn.request import checks, index_arrays, trtllm_options
+from cute_attn.request import checks, index_arrays
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.names import rename
 from cute_attn.request.operands import check_workspace
@@ -141,7 +141,7 @@ def refuse(name: str, value: Any, reason: str, instead: str, off: bool | None = 
     """Refuse an argument of FlashInfer that this library does not implement, unless it is None or `off`."""
     if value is None or value is off:
         return
-    trtllm_options.refuse(f"{name}={checks.shown(value)}", reason, instead)
+    checks.refuse(f"{name}={checks.shown(value)}", reason, instead)
 
 
 def refuse_jit(jit_args: Any, jit_kwargs: Any = None) -> None:

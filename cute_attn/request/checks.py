@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
+from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotSupported, Refusal
 from cute_attn.problem import MemoryRange, short
 
 Extent = tuple[int, int]  # addresses of the first byte and past the last
@@ -52,6 +52,18 @@ def shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return describe(value)
     return _bounded.repr(value)
+
+
+def refuse(feature: str, reason: str, instead: str) -> None:
+    """Raise NotSupported for a feature that no backend has."""
+    raise NotSupported([Refusal("every backend", feature, reason, instead)])
+
+
+def refuse_given(reason: str, off: bool | None = False, **options: Any) -> None:
+    """Refuse options that are neither None nor `off`."""
+    for name, value in options.items():
+        if value is not None and value is not off:
+            refuse(f"{name}={shown(value)}", reason, f"{name}=None")
 
 
 def boolean(name: str, value: Any) -> bool:

@@ -318,8 +318,7 @@ def flat_tokens(name: str, buffer: torch.Tensor, shape: tuple[int, ...]) -> torc
         return buffer.view(shape)
     except RuntimeError as error:
         raise ArgumentError(
-            f"{name} must have the elements of {shape}, tokens at equal distances, got {checks.describe(buffer)} with "
-            f"strides {buffer.stride()}"
+            f"{name} must have tokens at equal distances, got {checks.describe(buffer)} with strides {buffer.stride()}"
         ) from error
 
 

@@ -6,7 +6,7 @@ import operator
 from typing import Any, NamedTuple
 
 from cute_attn.problem import Lengths
-from cute_attn.request import batch_plan, checks, positional, trtllm_options
+from cute_attn.request import batch_plan, checks, positional
 from cute_attn.request.batch_plan import Mask, PlanOptions, Splits
 from cute_attn.request.block_sparse import Matrix
 from cute_attn.request.once import once
@@ -100,7 +100,7 @@ def decode(
     q_len = batch_plan.count("q_len_per_req", q_len_per_req)
     if is_causal is not None and checks.boolean("is_causal", is_causal) != (q_len > 1):
         feature, reason = f"is_causal={is_causal} with q_len_per_req={q_len}", "tokens see the keys up to their own"
-        trtllm_options.refuse(feature, reason, "a prefill wrapper")
+        checks.refuse(feature, reason, "a prefill wrapper")
     size, given = batch_plan.count("page_size", page_size), PlanOptions(*options)
     q_dtype = data_type if given.q_data_type is None else given.q_data_type
     planned = given._replace(

@@ -6,35 +6,25 @@ from typing import Any
 
 import torch
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
+from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks
 from cute_attn.request.fp4_tensor import FP4Tensor
 
 INTERLEAVED = "FlashInfer interleaves scales of v over 4 tokens there, and kernels here read them in order"
 
 
-def refuse(feature: str, reason: str, instead: str) -> None:
-    """Raise NotSupported for a feature that no backend has."""
-    raise NotSupported([Refusal("every backend", feature, reason, instead)])
-
-
-def refuse_given(reason: str, off: bool | None = False, **options: Any) -> None:
-    """Refuse options that are neither None nor `off`."""
-    for name, value in options.items():
-        if value is not None and value is not off:
-            refuse(f"{name}={checks.shown(value)}", reason, f"{name}=None")
-
-
 def refuse_skipped_softmax(factor: Any) -> None:
     """Refuse a threshold below which weights are dropped. None and 0 drop nothing."""
     if factor is not None and checks.real("skip_softmax_threshold_scale_factor", factor) != 0:
         feature = f"skip_softmax_threshold_scale_factor={factor!r}"
-        refuse(feature, "no weight is dropped from the softmax", "skip_softmax_threshold_scale_factor=None")
+        checks.refuse(feature, "no weight is dropped from the softmax", "skip_softmax_threshold_scale_factor=None")
 
 
 def refuse_softmax_in_other_types(use_fp16_softmax: Any, uses_spcompress: Any) -> None:
     """Refuse a softmax that is not computed in fp32."""
-    refuse_given("softmax is exact and in fp32", use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
+    checks.refuse_given(
+        "softmax is exact and in fp32", use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress
+    )
 
 
 def refuse_sage_attention(sage_attn_sfs: Any, num_elts_per_sage_attn_blk: Any) -> None:
@@ -46,16 +36,22 @@ def refuse_sage_attention(sage_attn_sfs: Any, num_elts_per_sage_attn_blk: Any) -
         if not isinstance(values, tuple | list) or len(values) != 4:
             raise ArgumentTypeError(f"{name} must be a tuple of 4, got {checks.describe(values)}")
         if any(x is not None and (isinstance(x, torch.Tensor) or x != 0) for x in values):
-            refuse(f"{name} (SageAttention)", "q.k is exact", f"{name} of its default, and one scale in bmm1_scale")
+            checks.refuse(
+                f"{name} (SageAttention)", "q.k is exact", f"{name} of its default, and one scale in bmm1_scale"
+            )
 
 
-def refuse_context_parallelism(world: Any, rank: Any, lengths: Any, enabled: Any = False) -> None:
-    """Refuse keys that are shared out among ranks."""
+def refuse_context_parallelism(world: Any, rank: Any, lengths: Any, one_token: str, enabled: Any = None) -> None:
+    """Refuse keys that are shared out among ranks. `one_token`: how the function is told that no row depends on its
+    position. `enabled`: None for functions without `enable_dcp`.
+    """
     ranks = checks.integer("cp_world", world), checks.integer("cp_rank", rank)
-    if checks.boolean("enable_dcp", enabled) or ranks != (1, 0) or lengths is not None:
-        feature = "decode context parallelism (enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global)"
-        instead = "return_lse=True with one query token, or mask, on every rank, and merge_states"
-        refuse(feature, "positions follow from the keys of this rank", instead)
+    asked = enabled is not None and checks.boolean("enable_dcp", enabled)
+    if asked or ranks != (1, 0) or lengths is not None:
+        names = "cp_world, cp_rank, causal_seqlens_kv_global"
+        names = names if enabled is None else f"enable_dcp, {names}"
+        instead = f"{one_token}, with return_lse=True on every rank, and merge_states"
+        checks.refuse(f"decode context parallelism ({names})", "positions follow from the keys of this rank", instead)
 
 
 def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> None:
@@ -63,7 +59,7 @@ def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size
     asked = isinstance(out, FP4Tensor) or (isinstance(out_dtype, str) and out_dtype == "nvfp4")
     if asked or o_sf_scale is not None or o_sf_vec_size is not None:
         reason = "outputs have 16 bits, or 8 on XQA"
-        refuse("NVFP4 output (out_dtype, o_sf_scale, o_sf_vec_size)", reason, "out_dtype=None and quantize out")
+        checks.refuse("NVFP4 output (out_dtype, o_sf_scale, o_sf_vec_size)", reason, "out_dtype=None and quantize out")
 
 
 def output_dtype(out: Any, out_dtype: Any) -> torch.dtype | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
-from cute_attn.request import caches, checks, trtllm_options
+from cute_attn.request import caches, checks
 from cute_attn.request.caches import UsedPages
 from cute_attn.request.settings import MAX_KV_LEN
 
@@ -198,7 +198,7 @@ def joined(paged: Keys, seq_lens: Any, page_size: int, origin: int = 0) -> Keys:
     if tables.stride(1) == 0 and origin == 0:
         return Keys(k, v, keys)
     if tables.is_cuda and torch.cuda.is_current_stream_capturing():
-        trtllm_options.refuse(f"{APART} while a CUDA graph is captured", "it cannot look at the table then", ONE_TABLE)
+        checks.refuse(f"{APART} while a CUDA graph is captured", "it cannot look at the table then", ONE_TABLE)
     lengths = _lengths(seq_lens, tables)
     live = torch.arange(tables.shape[2], device=tables.device) * page_size < lengths.to(tables.device)[:, None]
     apart = (values.long() - keys.long())[live]
@@ -206,9 +206,7 @@ def joined(paged: Keys, seq_lens: Any, page_size: int, origin: int = 0) -> Keys:
         return Keys(k, v, keys)
     nearest, farthest = torch.stack(apart.aminmax()).tolist()
     if nearest != farthest:
-        trtllm_options.refuse(
-            f"{APART} at different distances", "it reads one page table for keys and values", ONE_TABLE
-        )
+        checks.refuse(f"{APART} at different distances", "it reads one page table for keys and values", ONE_TABLE)
     shift = nearest - origin
     pages = min(k.shape[0], v.shape[0]) - abs(shift)
     if pages <= 0:

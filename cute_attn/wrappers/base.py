@@ -38,6 +38,12 @@ Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
 DType = torch.dtype | str
 Scale = float | torch.Tensor
 
+# Arguments of `forward` that are not those of `run`: options of `plan`, and hints.
+FORWARD_OPTIONS = frozenset(
+    ("causal", "pos_encoding_mode", "window_left", "logits_soft_cap", "sm_scale", "rope_scale", "rope_theta")
+)
+FP16_HINTS = "use_fp16_qk_reduction", "allow_fp16_qk_reduction"
+
 
 def makes_plan(request_of: Callable[P, PlanRequest]) -> Callable[P, None]:
     """Decorate a method that checks the arguments of `plan` and returns what they ask for: the result makes the plan,
@@ -154,6 +160,14 @@ class BatchWrapper(EngineHooks, NotCopied):
             self._keep(plan)
 
     # ---- run
+
+    def _forward(self, given: dict[str, Any]) -> Result:
+        """Run with other options than the planned ones. `given`: the arguments of `forward` by name, and `self`."""
+        checks.fp16_hint(**{name: given.pop(name) for name in FP16_HINTS if name in given})
+        self._replan(**{name: given.pop(name) for name in FORWARD_OPTIONS if name in given})
+        del given["self"]
+        made: Any = self
+        return cast(Result, made.run(**given))
 
     def _run(self, arguments: RunArguments) -> Result:
         plan = self._plan

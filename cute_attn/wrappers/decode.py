@@ -11,12 +11,11 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import BatchLengths
-from cute_attn.request import batch_plan, checks, plan_arguments, positional, trtllm_options
+from cute_attn.request import batch_plan, checks, plan_arguments, positional
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
-from cute_attn.wrappers.older_forward import forward_of
 from cute_attn.wrappers.plan_request import lengths_of
 from cute_attn.wrappers.signatures import with_return_lse
 
@@ -202,7 +201,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         if is_dynamo_compiling():
             return trace.operator("paged_decode_run")(locals())
         if skip_softmax_threshold_scale_factor is not None:
-            trtllm_options.refuse_given(
+            checks.refuse_given(
                 "softmax is exact", None, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
             )
         if q_len_per_req is not None:
@@ -217,14 +216,45 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    forward = forward_of(
-        plan,
-        run,
-        "q, paged_kv_cache, pos_encoding_mode, q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, "
-        "rope_scale, rope_theta, * return_lse",
-        "paged_decode_forward",
-        fakes.paged,
-    )
+    @declare.operator("paged_decode_forward", fakes.paged, mutates=(), is_method=True)
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        pos_encoding_mode: str = "NONE",
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Result:
+        """Run with other options than the planned ones: FlashInfer's older form of `run`.
+
+        As `BatchPrefillWithPagedKVCacheWrapper.forward`.
+
+        Parameters
+        ----------
+        q, paged_kv_cache, q_scale, k_scale, v_scale : arguments of `run`.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`, with the
+            same defaults.
+        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
+
+        Returns
+        -------
+        What `run` returns: out, or the pair (out, lse).
+
+        Raises
+        ------
+        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
+        """
+        if is_dynamo_compiling():
+            return trace.operator("paged_decode_forward")(locals())
+        return self._forward(locals())
 
     forward_return_lse = with_return_lse(forward)
 

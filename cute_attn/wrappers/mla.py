@@ -318,9 +318,9 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         if is_dynamo_compiling():
             return trace.operator("mla_run")(locals())
         plan = self._in_force()
-        trtllm_options.refuse_given(NO_PROFILER, profiler_buffer=profiler_buffer)
-        trtllm_options.refuse_given("the plan has lengths and pages", kv_len=kv_len, page_table=page_table)
-        trtllm_options.refuse_given("outputs have 16 bits", o_scale=o_scale)
+        checks.refuse_given(NO_PROFILER, profiler_buffer=profiler_buffer)
+        checks.refuse_given("the plan has lengths and pages", kv_len=kv_len, page_table=page_table)
+        checks.refuse_given("outputs have 16 bits", o_scale=o_scale)
         trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
         if (sinks is not None) != plan.use_sinks:
             raise ArgumentError(f"sinks must be given exactly where plan has use_sinks, which is {plan.use_sinks}")

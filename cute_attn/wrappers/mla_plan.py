@@ -11,7 +11,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import short
-from cute_attn.request import checks, trtllm_options
+from cute_attn.request import checks
 from cute_attn.request.caches import check_tables
 from cute_attn.request.mla import INDEX_DTYPES, LATENT, NARROW, ROPE, MlaLengths
 from cute_attn.request.operands import check_bounds
@@ -231,17 +231,17 @@ def refuse_dims(names: tuple[str, str], dims: tuple[int, int]) -> None:
     if dims not in ((LATENT, ROPE), (LATENT, 0)):
         feature = f"{names[0]}={dims[0]}, {names[1]}={dims[1]}"
         reason = f"rows of the cache have {LATENT} latent columns, and {ROPE} rotated ones or none"
-        trtllm_options.refuse(feature, reason, "zeros in the columns that a model does not have")
+        checks.refuse(feature, reason, "zeros in the columns that a model does not have")
 
 
 def plan_dtypes(q: Any, kv: Any, out: Any) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of queries and out, and of the cache."""
     if q == NARROW:
-        trtllm_options.refuse("q_data_type=float8_e4m3fn", "products have 16 bits", "q_data_type=bfloat16")
+        checks.refuse("q_data_type=float8_e4m3fn", "products have 16 bits", "q_data_type=bfloat16")
     checks.dtype("q_data_type", q, HALF)
     checks.dtype("kv_data_type", kv, (q, NARROW))
     if out is not None and out != q:
-        trtllm_options.refuse(f"output_dtype={out}", "out has the dtype of queries", f"output_dtype={short(q)}")
+        checks.refuse(f"output_dtype={out}", "out has the dtype of queries", f"output_dtype={short(q)}")
     return q, kv
 
 
@@ -260,6 +260,6 @@ def plan_modes(lse_mode: Any, scale_mode: Any, kv_dtype: torch.dtype, *, dynamic
 
 def refuse_results(output_scale: Any, skip_softmax: Any, profiler: Any) -> None:
     if output_scale != "none":
-        trtllm_options.refuse(f"output_scale={output_scale!r}", "outputs have 16 bits", "bmm2_scale of run")
-    trtllm_options.refuse_given("no weight is dropped from the softmax", skip_softmax=skip_softmax)
-    trtllm_options.refuse_given(NO_PROFILER, use_profiler=profiler)
+        checks.refuse(f"output_scale={output_scale!r}", "outputs have 16 bits", "bmm2_scale of run")
+    checks.refuse_given("no weight is dropped from the softmax", skip_softmax=skip_softmax)
+    checks.refuse_given(NO_PROFILER, use_profiler=profiler)

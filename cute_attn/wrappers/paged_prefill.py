@@ -12,11 +12,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, positional, sink_variant, trtllm_options
+from cute_attn.request import batch_plan, checks, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
-from cute_attn.wrappers.older_forward import forward_of
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
@@ -281,7 +280,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         if is_dynamo_compiling():
             return trace.operator("paged_prefill_run")(locals())
         if not (skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None):
-            trtllm_options.refuse_given(
+            checks.refuse_given(
                 "softmax is exact and in fp32",
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
                 use_fp16_softmax=use_fp16_softmax,
@@ -303,14 +302,51 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    forward = forward_of(
-        plan,
-        run,
-        "q, paged_kv_cache, causal, pos_encoding_mode, use_fp16_qk_reduction, k_scale, v_scale, window_left, "
-        "logits_soft_cap, sm_scale, rope_scale, rope_theta, * return_lse, allow_fp16_qk_reduction",
-        "paged_prefill_forward",
-        fakes.paged,
-    )
+    @declare.operator("paged_prefill_forward", fakes.paged, mutates=(), is_method=True)
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+        allow_fp16_qk_reduction: bool | None = None,
+    ) -> Result:
+        """Run with other options than the planned ones: FlashInfer's older form of `run`.
+
+        The options below replace the planned ones, given or by default, for this run and those after it: after
+        `plan(causal=True)`, `forward(q, cache)` is not causal. Where they differ, the batch is scheduled again.
+
+        Parameters
+        ----------
+        q, paged_kv_cache : the tensors of `run`.
+        causal : default False.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`, with the
+            same defaults.
+        use_fp16_qk_reduction, allow_fp16_qk_reduction (its older name) : a hint; scores are always accumulated in fp32.
+        k_scale, v_scale : factors of k and v, default 1: numbers, or one-element tensors.
+        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
+
+        Returns
+        -------
+        What `run` returns: out, or the pair (out, lse).
+
+        Raises
+        ------
+        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
+        """
+        if is_dynamo_compiling():
+            return trace.operator("paged_prefill_forward")(locals())
+        return self._forward(locals())
 
     forward_return_lse = with_return_lse(forward)
 

@@ -11,11 +11,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_run, positional, sink_variant, trtllm_options
+from cute_attn.request import batch_run, checks, positional, sink_variant
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.older_forward import forward_of
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
@@ -131,7 +130,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`; NotSupported also for `v_indptr` and `o_indptr`. After
         an error the previous plan is still in force.
         """
-        trtllm_options.refuse_given("v is indexed like k, and out like q", None, v_indptr=v_indptr, o_indptr=o_indptr)
+        checks.refuse_given("v is indexed like k, and out like q", None, v_indptr=v_indptr, o_indptr=o_indptr)
         return prefill_request(self._place, locals(), NAMES, self._sink_variant)
 
     begin_forward = plan
@@ -198,13 +197,46 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    forward = forward_of(
-        plan,
-        run,
-        "q, k, v, causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, "
-        "rope_scale, rope_theta, * return_lse, allow_fp16_qk_reduction",
-        "ragged_prefill_forward",
-        fakes.ragged,
-    )
+    @declare.operator("ragged_prefill_forward", fakes.ragged, mutates=(), is_method=True)
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+        allow_fp16_qk_reduction: bool | None = None,
+    ) -> Result:
+        """Run with other options than the planned ones: FlashInfer's older form of `run`.
+
+        As `BatchPrefillWithPagedKVCacheWrapper.forward`.
+
+        Parameters
+        ----------
+        q, k, v : the tensors of `run`.
+        causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+            rope_theta : options of `plan`, with the same defaults.
+        allow_fp16_qk_reduction : the older name of `use_fp16_qk_reduction`.
+        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
+
+        Returns
+        -------
+        What `run` returns: out, or the pair (out, lse).
+
+        Raises
+        ------
+        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
+        """
+        if is_dynamo_compiling():
+            return trace.operator("ragged_prefill_forward")(locals())
+        return self._forward(locals())
 
     forward_return_lse = with_return_lse(forward)

@@ -128,7 +128,7 @@ def trtllm_batch_context_with_kv_cache(
     trtllm_options.refuse_softmax_in_other_types(use_fp16_softmax, uses_spcompress)
     trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
     if kv_cache_sf is not None:
-        trtllm_options.refuse("kv_cache_sf (NVFP4 caches)", trtllm_options.INTERLEAVED, NVFP4_INSTEAD)
+        checks.refuse("kv_cache_sf (NVFP4 caches)", trtllm_options.INTERLEAVED, NVFP4_INSTEAD)
     checks.tensor("cum_seq_lens_kv", cum_seq_lens_kv)
     unplanned.refuse_capture("trtllm_batch_context_with_kv_cache", checks.tensor("query", query).device)
     keys = Keys(*cache_halves("kv_cache", kv_cache, may_be_one=True), block_tables)
@@ -468,7 +468,7 @@ def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tupl
     mode = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode
     if mode == "custom":
         instead = "custom_mask of BatchPrefillWithPagedKVCacheWrapper.plan"
-        trtllm_options.refuse(f"mask_mode={mask_mode!r}", "the function has no argument for a mask", instead)
+        checks.refuse(f"mask_mode={mask_mode!r}", "the function has no argument for a mask", instead)
     checks.choice("mask_mode", mode, MASK_MODES)
     size = chunked_attention_size
     chunk = 0 if size is None else max(0, checks.integer("chunked_attention_size", size))

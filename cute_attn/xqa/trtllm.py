@@ -180,11 +180,12 @@ def _check_rare(out: Any, rare: tuple[Any, ...]) -> torch.dtype | None:
         checks.choice("bf16q_fp8kv_transform_mode", transform_mode, ("k_only", "separate_kv"))
     trtllm_options.check_counters(counters)
     reason = "requests share the CTAs by their lengths, in any order"
-    trtllm_options.refuse_given(reason, request_order=order, request_order_plan=order_plan)
+    checks.refuse_given(reason, request_order=order, request_order_plan=order_plan)
     if checks.boolean("enable_block_sparse_attention", block_sparse):
         instead = "a call per kv head with its own block_tables and seq_lens"
-        trtllm_options.refuse("enable_block_sparse_attention", "kv heads share their page table", instead)
-    trtllm_options.refuse_context_parallelism(cp_world, cp_rank, global_lengths)
+        checks.refuse("enable_block_sparse_attention", "kv heads share their page table", instead)
+    one_token = "q_len_per_req=1, or mask"
+    trtllm_options.refuse_context_parallelism(cp_world, cp_rank, global_lengths, one_token)
     return trtllm_options.output_dtype(out, out_dtype)
 
 
@@ -211,6 +212,6 @@ def _base_2(bmm1_scale_log2: Any) -> torch.Tensor:
 def _check_block_scales(backend: Any, uses_shared_paged_kv_idx: Any) -> None:
     if isinstance(backend, str) and backend == "trtllm-gen":
         feature, reason = 'kv_cache_sf with backend="trtllm-gen"', trtllm_options.INTERLEAVED
-        trtllm_options.refuse(feature, reason, 'backend="xqa" and scales in order')
+        checks.refuse(feature, reason, 'backend="xqa" and scales in order')
     if uses_shared_paged_kv_idx is not True:
-        trtllm_options.refuse("pages of their own for NVFP4 values", "scales have one table", "one table")
+        checks.refuse("pages of their own for NVFP4 values", "scales have one table", "one table")

@@ -69,7 +69,10 @@ class Numbers:
         given = {name: getattr(self, name) for name in names}
         if not self.tensor_scales:
             return given
-        return {name: None if x is None else torch.tensor([x], device=device) for name, x in given.items()}
+        return {
+            name: None if x is None else torch.tensor([x], dtype=torch.float32, device=device)
+            for name, x in given.items()
+        }
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def tile_rows(rows: int, heads: int) -> int:
 
 
 def pages_in_boxes(head_dims: tuple[int, int], page_size: int, operands: Operands) -> bool:
-    """Tells whether pages of so many tokens are loaded by TMA instead of gathered, by the fewest tokens of a box. A box
+    """Tells whether pages of so many tokens are loaded by TMA instead of gathered: if a box has enough of them. A box
     costs TMA some 45 clocks beside its rows (measured on Hopper); a gathered row costs the memory system more than its
     share of a box. At head dimension 64, K and V of 128 keys take 976 clocks in boxes of 16 rows and 1696 in boxes of
     8, of the 1380 that two query tiles of fa4 compute; at 128, boxes of 32 take 1232 of 2048 clocks, boxes of 16 1952.
