@@ -153,9 +153,20 @@ BACKENDS = (  # in the order in which "auto" considers them
 
 
 _RULES = [rule for backend in BACKENDS for rule in backend.passed_over]
-_ROWS = [rows for rule in _RULES if isinstance(rows := rule.when.get("rows"), range)]
-ROWS_CLASSES = sorted({0, *(n for rows in _ROWS for n in (rows.start, rows.stop) if n < MOST)})
-# ^ packed query rows from which on selection may differ
+
+
+def _rows_classes(bits: int) -> list[int]:
+    """Return the packed query rows from which on selection may differ over k and v of so many bits per element."""
+    rows = [rule.when.get("rows") for rule in _RULES if _concerns(rule, bits)]
+    return sorted({0, *(n for x in rows if isinstance(x, range) for n in (x.start, x.stop) if n < MOST)})
+
+
+def _concerns(rule: Pass, bits: int) -> bool:
+    """Tell whether a rule may apply to k and v of so many bits. Only those of 8 bits are prepared by the kernel."""
+    return bits in rule.when.get("bits", (bits,)) and (bits == 8 or "" in rule.when.get("keys", ("",)))
+
+
+ROWS_CLASSES = {bits: _rows_classes(bits) for bits in (8, 16)}  # finer ones would make plans anew instead of following
 _CLUSTERED = [rule.when for rule in _RULES if False not in rule.when.get("clustered", (False,))]
 
 

@@ -325,7 +325,7 @@ def test_other_types_are_refused(name: str, parameter: str) -> None:
     also = entry.also if isinstance(entry, Value) else ()
     if first_match(ANY_TYPE, name, parameter):
         return
-    for wrong in (b"?", *{"True": [1], "False": [0], "-1": [-1.0]}.get(default, [])):
+    for wrong in (b"?", "1", *{"True": [1], "False": [0], "-1": [-1.0]}.get(default, [])):
         refusal, _ = attempt(CALLS[owner], method, {parameter: wrong})
         assert type(refusal).__module__ == errors.__name__, f"{wrong}: {refusal}"
         assert any(word in str(refusal) for word in (parameter, *also)), str(refusal)

@@ -360,6 +360,17 @@ def test_a_stride_that_one_token_does_not_use_is_refused_with_two() -> None:
         problem(**{**given, "k": two, "v": two})
 
 
+def test_gradients_are_refused_after_calls_without() -> None:
+    """The flag of a tensor changes while its address stays."""
+    given = {**tensors(), "out": torch.empty(3, 4, 16, dtype=HALF)}
+    for name in ("k", "out"):
+        single_prefill_with_kv_cache(**given)
+        given[name].requires_grad_()
+        with pytest.raises(ArgumentError, match=f"{name} requires grad"):
+            single_prefill_with_kv_cache(**given)
+        given[name].requires_grad_(False)
+
+
 def test_lengths_are_checked_in_every_call() -> None:
     problem()
     with pytest.raises(ArgumentError, match="v must have k's kv_len"):

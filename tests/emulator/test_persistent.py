@@ -58,9 +58,20 @@ SINGLE = dealt(SMALL, LONG, functools.partial(case.features, device=CUDA))
 BATCH = dealt(batch_case.SMALL, (*BATCHES, *GATHERED), functools.partial(batch_case.features, device=CUDA))
 
 
+SCHEDULED = {(target, structure(problem)) for target, problem, _ in (*SINGLE, *BATCH)}
+
+
 def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
-    """Every problem on every target, with asynchronous schedules in turn."""
-    return [(target, problem, schedule) for target in TARGETS for problem, schedule in in_turn(problems, SCHEDULES)]
+    """Every problem on every target, with asynchronous schedules in turn, and the first problem of a structure that no
+    smaller one has with both of them.
+    """
+    found = []
+    for target in TARGETS:
+        later = [x for x in problems if (target, structure(x)) in SCHEDULED]
+        first = [x for x in problems if x not in later]
+        turns = in_turn(later, SCHEDULES) + in_turn(first, SCHEDULES, structure)
+        found += [(target, problem, schedule) for problem, schedule in turns]
+    return found
 
 
 @pytest.mark.parametrize(("target", "problem", "schedule"), SINGLE, ids=name)
