@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -271,3 +273,16 @@ def test_bad_variable_plans_are_named(index: int, value: Any, message: str, erro
         wrapper.plan(*arguments)
     with pytest.raises(ArgumentError, match=r"q must have shape \[4, 8, head_dim\]"):
         wrapper.run(random(2, 8, DIM), random(2, 12, DIM), random(2, 12, DIM))
+
+
+def test_a_wrapper_leaves_its_memory_with_its_last_reference() -> None:
+    """No cycle of references keeps the workspace, masks and indices until the next garbage collection."""
+    blocks, workspace = Blocks(16, 32, 8, 8), torch.zeros(8 << 20, dtype=torch.uint8)
+    wrapper, left = BlockSparseAttentionWrapper(workspace), weakref.ref(workspace)
+    gc.disable()
+    try:
+        wrapper.plan(blocks.indptr, blocks.indices, *blocks.size, 2, 1, DIM)
+        del wrapper, workspace
+        assert left() is None
+    finally:
+        gc.enable()
