@@ -27,11 +27,6 @@ from tests.support.low_level import low_level
 from tests.support.xqa_case import Built, XqaCase, build
 
 CASE = XqaCase((5, 40), heads=(4, 2), head_dim=64, kv_layout="HND")
-KEYWORDS = [  # FlashInfer 0.7.2's after cum_seq_lens_q
-    *("skip_softmax_threshold_scale_factor", "kv_cache_sf", "uses_shared_paged_kv_idx", "lse", "return_lse"),
-    *("bmm1_scale_log2", "multi_ctas_kv_counter_buffer", "enable_block_sparse_attention", "cp_world", "cp_rank"),
-    *("causal_seqlens_kv_global", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan"),
-]
 
 
 def arguments(built: Built) -> dict[str, Any]:
@@ -40,11 +35,6 @@ def arguments(built: Built) -> dict[str, Any]:
 
 def call(built: Built, **changes: Any) -> Any:
     return trtllm_batch_decode_with_kv_cache(**arguments(built) | changes)
-
-
-def test_the_order_of_arguments_is_flashinfers() -> None:
-    names = list(inspect.signature(trtllm_batch_decode_with_kv_cache).parameters)
-    assert names[22 : 22 + len(KEYWORDS)] == KEYWORDS
 
 
 def test_keywords_that_ask_for_nothing() -> None:

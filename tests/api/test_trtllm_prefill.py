@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -421,31 +420,3 @@ def test_errors_of_deepseek(changes: dict[str, Any], kind: type[Exception], word
     _, arguments = deepseek_arguments(ragged((5, 2), (30, 2), mask="causal", **MLA))
     with pytest.raises(kind, match=words):
         trtllm_ragged_attention_deepseek(**arguments | changes)
-
-
-def test_where_the_functions_are() -> None:
-    import cute_attn.decode
-    import cute_attn.prefill
-    import cute_attn.utils
-
-    for name in (
-        "trtllm_batch_context_with_kv_cache",
-        "trtllm_fmha_v2_prefill",
-        "trtllm_ragged_attention_deepseek",
-    ):
-        assert getattr(cute_attn.prefill, name) is getattr(cute_attn, name)
-    for name in ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"):
-        assert getattr(cute_attn.decode, name) is getattr(cute_attn, name)
-    for name in ("FP4Tensor", "get_device_sm_count", "get_trtllm_gen_multi_ctas_kv_counter_bytes"):
-        assert getattr(cute_attn.utils, name) is getattr(cute_attn, name)
-
-
-def test_the_order_of_arguments_is_flashinfers() -> None:
-    names = list(inspect.signature(trtllm_batch_context_with_kv_cache).parameters)
-    assert names[12:22] == [
-        *("window_left", "out", "out_dtype", "o_sf_scale", "o_sf_vec_size", "kv_layout", "enable_pdl", "sinks"),
-        *("kv_cache_sf", "skip_softmax_threshold_scale_factor"),
-    ]
-    assert names[-1] == "backend"
-    names = list(inspect.signature(trtllm_fmha_v2_prefill).parameters)
-    assert names[11:16] == ["block_tables", "out", "out_dtype", "sinks", "pos_encoding_mode"]

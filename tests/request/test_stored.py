@@ -138,10 +138,3 @@ def test_first_and_repeated_calls(entry: str) -> None:
             for name in given.keys() - {*ENTRIES[entry].planned}:
                 if (entry, name) not in UNREAD:
                     assert_refused(call, given, name)
-
-
-def test_imaginary_part_of_a_conjugate_view_is_refused() -> None:
-    q, k = half(5, 4, 64), half(9, 2, 64)
-    conjugate = torch.complex(k.float(), k.float()).conj().imag
-    with pytest.raises(ArgumentError, match="k must not be a negative view"):
-        cute_attn.single_prefill_with_kv_cache(q, conjugate, k)
