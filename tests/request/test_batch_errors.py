@@ -9,19 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-import cute_attn
 from cute_attn import (
     ArgumentError,
     ArgumentTypeError,
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     LayoutError,
     NotPlannedError,
     NotSupported,
     RuntimeArgumentError,
-    fast_decode_plan,
 )
 from cute_attn.request import operands
 from tests.support.error_rows import Row, ints, overlapping, refused, workspace, wrong_type, zeros
@@ -403,16 +400,3 @@ def test_reset_refuses_bad_buffers() -> None:
         with pytest.raises((ArgumentError, ArgumentTypeError)):
             made.reset_workspace_buffer(*bad)
     made.run(**setting.run)
-
-
-def test_every_error_is_public() -> None:
-    assert {"ArgumentError", "ArgumentTypeError", "NotPlannedError", "NotSupported"} <= set(cute_attn.__all__)
-
-
-def test_fast_plan_refuses_other_wrappers() -> None:
-    setting = paged()
-    with pytest.raises(ArgumentTypeError, match="wrapper must be a BatchDecodeWithPagedKVCacheWrapper"):
-        fast_decode_plan(setting.wrapper(workspace()), **decode().plan)
-    made = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), ints(0, 0), ints(0), ints(0))
-    with pytest.raises(ArgumentError, match="the batch size must stay 1"):
-        fast_decode_plan(made, **decode().plan)

@@ -14,8 +14,6 @@ from cute_attn import (
     LayoutError,
     NotPlannedError,
     NotSupported,
-    nvfp4_kv_dequantize,
-    nvfp4_quantize_paged_kv_cache,
 )
 from tests.support.dense_attention import EVERYWHERE, assert_near, attention, random
 from tests.support.executors import REFERENCE, Executor
@@ -82,17 +80,6 @@ def test_bfloat16_is_the_default_and_k_and_v_may_differ_in_strides() -> None:
     out, lse = wrapper.run(q, (kv[:, 0].contiguous(), kv[:, 1]))
     assert_near(out, lse, expected(q, kv))
     assert wrapper.float_workspace_buffer.device == q.device
-
-
-def test_nvfp4() -> None:
-    q, kv = cache(REFERENCE)
-    packed, scales, k_scale, v_scale = nvfp4_quantize_paged_kv_cache(*kv.unbind(1), "NHD")
-    wrapper = made(REFERENCE)
-    wrapper.plan(*PLANNED, q_data_type=torch.float16, kv_data_type=torch.uint8)
-    out, lse = wrapper.run(q, packed, k_scale=k_scale, v_scale=v_scale, kv_cache_sf=scales)
-    pairs = zip(packed, scales, (k_scale, v_scale), strict=True)
-    values = [nvfp4_kv_dequantize(x, sf, torch.tensor(scale), torch.float32) for x, sf, scale in pairs]
-    assert_near(out, lse, expected(q, torch.stack(values, 1)))
 
 
 BAD: list[tuple[int | str, Any, str, type]] = [

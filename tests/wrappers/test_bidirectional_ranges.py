@@ -208,26 +208,6 @@ def test_other_backends_refuse_with_a_reason() -> None:
         planned(case, inputs, made(case, "cpu", "emulator"))
 
 
-WRONG_PLANS = {
-    "causal": ({"causal": True}, "causal must be False, got True: the mask is causal with the ranges of run"),
-    "window": ({"window_left": 8}, "window_left must be -1, got 8"),
-    "mask": ({"custom_mask": torch.ones(4, dtype=torch.bool)}, "custom_mask must be None"),
-    "items": ({"prefix_len_ptr": torch.ones(3, dtype=torch.int32)}, "prefix_len_ptr must be None"),
-    "dtype": ({"q_data_type": "bfloat16"}, "q_data_type must be torch.float16, which the constructor was given"),
-    "head_dim_vo": ({"head_dim_vo": 128}, "head_dim_vo must be 64, which the constructor was given, got 128"),
-    "encoding": ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode must be 'NONE', which the constructor was given"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_PLANS)
-def test_plans_of_other_masks_are_refused(name: str) -> None:
-    options, message = WRONG_PLANS[name]
-    case = Case()
-    inputs = Inputs(case)
-    with pytest.raises(ArgumentError, match=message):
-        made(case, "cpu").plan(*inputs.index, *case.heads, case.dim, case.page_size, **options)
-
-
 RANGES = torch.zeros(108, 2, dtype=torch.int32)
 WRONG_RUNS = {
     "shape": ((RANGES[1:],), ArgumentError, r"bidirectional_ranges must have shape \[rows of q, 2\]"),
@@ -248,13 +228,3 @@ def test_wrong_ranges_are_refused(name: str) -> None:
     wrapper = planned(case, inputs, made(case, "cpu"))
     with pytest.raises(error, match=message):
         wrapper.run(inputs.q, inputs.cache, *arguments)
-
-
-def test_outputs_must_not_lie_over_ranges() -> None:
-    case = Case()
-    inputs = Inputs(case)
-    wrapper = planned(case, inputs, made(case, "cpu"))
-    memory = torch.zeros(108 * 4 * 64 + 216, dtype=torch.float16)
-    out, ranges = memory[: 108 * 4 * 64].view(108, 4, 64), memory.view(torch.int32)[:216].view(108, 2)
-    with pytest.raises(ArgumentError, match=r"out.*bidirectional_ranges"):
-        wrapper.run(inputs.q, inputs.cache, ranges, out=out)

@@ -12,6 +12,7 @@ from cute_attn import ArgumentError, NotPlannedError, RuntimeArgumentError
 from cute_attn.wrappers import engine_attributes
 from tests.support import graphs
 from tests.support.batch_case import (
+    NO_PAGE,
     BatchCase,
     call,
     decode,
@@ -102,6 +103,7 @@ def test_index_buffers_hold_the_plan(case: BatchCase, graph: bool) -> None:
         held["_paged_kv_last_page_len_buf"] = inputs.last_page_len
         used = int(inputs.kv_indptr[-1])
         assert torch.equal(made._paged_kv_indices_buf[:used], inputs.kv_indices[:used])
+        assert (made._paged_kv_indices_buf[used:] == NO_PAGE).all()
     for name, value in held.items():
         buffer = getattr(made, name)
         assert (buffer is None) == (value is None), name

@@ -76,16 +76,3 @@ def test_index_buffers_must_be_apart() -> None:
     made: Any = graphs.graph_wrapper(DECODE, "cpu", 64, 0)[0]
     with pytest.raises(ArgumentError, match="float_workspace_buffer must not share memory with paged_kv_indices_buf"):
         made.reset_workspace_buffer(made._paged_kv_indices_buf[4:])
-
-
-def test_a_run_that_fails_moves_no_plan() -> None:
-    """`out` that overlaps q is found before a run schedules or launches anything."""
-    inputs = make(DECODE)
-    made: Any = graphs.graph_wrapper(DECODE, "cpu", 40, 0)[0]
-    made.plan(**plan_arguments(DECODE, inputs))
-    before, held = inputs.q.clone(), made._planned()
-    with pytest.raises(ArgumentError, match="out must not share memory with q"):
-        made.run(inputs.q, *inputs.kv, out=inputs.q)
-    assert torch.equal(inputs.q, before)
-    assert made._planned() is held
-    assert not held.cached_runs

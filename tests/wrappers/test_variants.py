@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cute_attn import ArgumentError, RuntimeArgumentError
-from cute_attn.errors import NotSupported, WorkspaceError
+from cute_attn.errors import WorkspaceError
 from cute_attn.runtime.staging import Staging
 from cute_attn.wrappers import plan
 from cute_attn.wrappers.plan import Plan
@@ -235,9 +235,3 @@ def test_workspace_size_makes_no_plan_though_plan_is_replaced() -> None:
     made.plan = lambda *_, **__: pytest.fail("plan was called")
     assert made.workspace_size(**arguments) == (0, 0)
     assert made._plan is None
-
-
-def test_a_backend_that_refuses_a_variant_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = wrapper(DECODE, backend="xqa")
-    with pytest.raises(NotSupported, match="xqa refuses"):
-        made.plan(**plan_arguments(DECODE, make(DECODE)))
