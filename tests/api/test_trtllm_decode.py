@@ -105,7 +105,6 @@ def test_values_in_pages_of_their_own() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"skip_softmax_threshold_scale_factor": 1e-30}, NotSupported, "skip_softmax_threshold_scale_factor=1e-30"),
     ({"enable_block_sparse_attention": True}, NotSupported, "enable_block_sparse_attention"),
     ({"cp_world": 2}, NotSupported, "cp_world"),
     ({"causal_seqlens_kv_global": torch.zeros(2, dtype=torch.int32)}, NotSupported, "causal_seqlens_kv_global"),
@@ -113,8 +112,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bf16q_fp8kv_transform_mode": "both"}, LayoutError, "bf16q_fp8kv_transform_mode must be one of"),
     ({"bmm1_scale_log2": 0.1}, ArgumentTypeError, "bmm1_scale_log2 must be a floating-point tensor"),
     ({"bmm1_scale_log2": torch.ones(2)}, ArgumentTypeError, "bmm1_scale_log2 must be a floating-point tensor"),
-    ({"o_sf_scale": 1.0}, NotSupported, "NVFP4 output"),
-    ({"o_sf_vec_size": 16}, NotSupported, "NVFP4 output"),
+    ({"out_dtype": "nvfp4"}, NotSupported, "NVFP4 output"),
     ({"out_dtype": "nonsense"}, ArgumentError, "out_dtype must name a dtype"),
     ({"backend": "cute-dsl"}, NotSupported, "cute-dsl refuses"),
     ({"backend": "cake"}, NotSupported, "cake refuses"),

@@ -285,12 +285,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         NotSupported,
         "NVFP4 output",
     ),
-    ({"o_sf_scale": 1.0}, NotSupported, "NVFP4 output"),
     ({"kv_cache_sf": torch.zeros(1)}, NotSupported, "interleaves scales of v"),
     ({"sinks": [torch.zeros(2), torch.zeros(2)]}, ArgumentError, "list of 2"),
-    ({"skip_softmax_threshold_scale_factor": 1e-30}, NotSupported, "skip_softmax_threshold_scale_factor=1e-30"),
-    ({"use_fp16_softmax": True}, NotSupported, "use_fp16_softmax"),
-    ({"uses_spcompress": True}, NotSupported, "uses_spcompress"),
     ({"backend": "cake"}, NotSupported, "cake"),
     ({"backend": "nonsense"}, LayoutError, "backend must be one of"),
     ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "^workspace_buffer must be contiguous"),
@@ -386,7 +382,6 @@ def test_deepseek_with_lengths_on_the_host() -> None:
 
 BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key": torch.zeros(32, 2, 128).half()}, ArgumentError, "^key must have"),
-    ({"sage_attn_sfs": (torch.ones(1), None, None, None)}, NotSupported, "sage_attn_sfs"),
     ({"num_elts_per_sage_attn_blk": (1, 0, 0, 0)}, NotSupported, "num_elts_per_sage_attn_blk"),
     ({"sage_attn_sfs": None}, ArgumentTypeError, "sage_attn_sfs must be a tuple of 4"),
     ({"o_sf_scale": "x"}, ArgumentTypeError, "o_sf_scale must be a number"),
@@ -407,7 +402,6 @@ BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
         "rows of key and value",
     ),
     ({"attention_sinks": [torch.zeros(2)] * 2}, ArgumentError, "^attention_sinks must be a tensor or a list"),
-    ({"use_fp16_softmax": True}, NotSupported, "use_fp16_softmax"),
     ({"is_causal": 1}, ArgumentTypeError, "is_causal must be True or False"),
     ({"backend": "cudnn"}, NotSupported, "cudnn"),
 ]

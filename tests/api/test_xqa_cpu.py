@@ -95,10 +95,6 @@ def test_trtllm_name() -> None:
     arguments = {k: v for k, v in ragged.arguments.items() if k not in ("kv_layout", "q_cu_seq_lens", "q_len_per_req")}
     bounds = ragged.arguments["q_cu_seq_lens"]
     assert ragged.check(*trtllm_batch_decode_with_kv_cache(**arguments, max_q_len=3, cum_seq_lens_q=bounds)) == ""
-    with pytest.raises(NotSupported, match="NVFP4 output"):
-        trtllm_batch_decode_with_kv_cache(**arguments, out_dtype="nvfp4")
-    with pytest.raises(LayoutError, match="backend"):
-        trtllm_batch_decode_with_kv_cache(**arguments, backend="trtllm")
 
 
 def test_the_low_level_form() -> None:
