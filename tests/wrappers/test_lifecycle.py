@@ -25,38 +25,17 @@ from tests.support.batch_case import (
     NO_PAGE,
     WORKSPACE,
     BatchCase,
-    BatchInputs,
     call,
     decode,
     heads,
     make,
-    paged,
     plan_arguments,
-    ragged,
     random_lengths,
     wrapper,
 )
 from tests.support.formula import assert_batch_right
 from tests.support.right import planned
-
-PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(4, 2))
-RAGGED = ragged((5, 0, 17), (40, 3, 33), **heads(4, 2))
-DECODE = decode((40, 3, 0), page_size=4, **heads(4, 2))
-KINDS = [PAGED, RAGGED, DECODE]
-IDS = ["paged", "ragged", "decode"]
-
-
-def run(case: BatchCase, inputs: BatchInputs, made: Any, **extra: Any) -> None:
-    """Run a planned wrapper and compare."""
-    out, lse = call(case, inputs, made, **extra)
-    assert_batch_right(case, inputs, out, lse)
-
-
-def plan_and_run(case: BatchCase, made: Any, **extra: Any) -> None:
-    inputs = make(case)
-    made.plan(**{**plan_arguments(case, inputs), **extra})
-    run(case, inputs, made)
-
+from tests.wrappers.kinds import DECODE, IDS, KINDS, PAGED, RAGGED, plan_and_run, plan_case, run
 
 # ---- plan and run
 
@@ -66,8 +45,7 @@ def test_any_number_of_runs_and_plans(case: BatchCase) -> None:
     made = wrapper(case)
     for seed in range(3):
         other = random_lengths(dataclasses.replace(case, seed=seed), seed, 50)
-        inputs = make(other)
-        made.plan(**plan_arguments(other, inputs))
+        inputs = plan_case(other, made)
         for _ in range(2):
             run(other, inputs, made)
 
@@ -286,12 +264,11 @@ FROZEN: list[tuple[BatchCase, dict[str, Any], type[Exception], str]] = [
 def test_graph_mode_refuses(case: BatchCase, change: dict[str, Any], error: type[Exception], message: str) -> None:
     """The previous plan stays in force, with its numbers in the buffers."""
     made, buffers = graph_wrapper(case)
-    inputs = make(case)
-    made.plan(**plan_arguments(case, inputs))
+    inputs = plan_case(case, made)
     held = {name: buffer.clone() for name, buffer in buffers.items()}
     other = dataclasses.replace(case, **change)
     with pytest.raises(error, match=message):
-        made.plan(**plan_arguments(other, make(other)))
+        plan_case(other, made)
     assert all(torch.equal(held[name], buffer) for name, buffer in buffers.items())
     run(case, inputs, made)
     if error is RuntimeArgumentError:  # a new start
