@@ -466,39 +466,24 @@ def test_another_artifact_in_a_bundle_is_refused(
             artifacts.get(ToySpec(threads=threads), ARCH, toy_program)
 
 
-def owner(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Nobody who owns files here is trusted any more."""
-    monkeypatch.setattr(cache, "_trusted_users", lambda: (path.stat().st_uid + 1,))
+NOT_MINE = 0  # nobody who owns files here is trusted any more
 
 
-def open_to_others(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    path.chmod(path.stat().st_mode | 0o002)
-
-
-def open_to_the_group(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    path.chmod(path.stat().st_mode | 0o020)
-
-
-@pytest.mark.parametrize(
-    ("danger", "message"),
-    [(owner, "belongs to user"), (open_to_others, "chmod go-w"), (open_to_the_group, "chmod go-w")],
-)
+@pytest.mark.parametrize("danger", [NOT_MINE, 0o002, 0o020])
 @pytest.mark.parametrize("where", ["directory", "file"])
 def test_cache_that_others_control_is_not_used(
-    danger: Callable[[pytest.MonkeyPatch, Path], None],
-    message: str,
-    where: str,
-    tmp_path: Path,
-    forget: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
+    danger: int, where: str, tmp_path: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = artifacts.get(SPEC, ARCH, toy_program)
-    danger(monkeypatch, cache.directory() if where == "directory" else cached_file())
+    path = cache.directory() if where == "directory" else cached_file()
+    path.chmod(path.stat().st_mode | danger)
+    if danger == NOT_MINE:
+        monkeypatch.setattr(cache, "_trusted_users", lambda: (path.stat().st_uid + 1,))
     forget()
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match="belongs to user" if danger == NOT_MINE else "chmod go-w"):
         assert artifacts.get(SPEC, ARCH, toy_program) == artifact
     assert compiles(tmp_path) == 2
-    if where == "file" and danger is not owner:  # replaced by a private one
+    if where == "file" and danger != NOT_MINE:  # replaced by a private one
         forget()
         artifacts.get(SPEC, ARCH, toy_program)
         assert compiles(tmp_path) == 2

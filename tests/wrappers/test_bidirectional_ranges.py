@@ -74,7 +74,8 @@ def ranges_of(rows: list[tuple[int, int]], device: str = "cpu") -> torch.Tensor:
 
 
 def index(inputs: BatchInputs) -> tuple[torch.Tensor, ...]:
-    return inputs.qo_indptr, inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len
+    names = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
+    return tuple(getattr(inputs, name).to(inputs.q.device) for name in names)
 
 
 def made(case: Case, device: str, backend: str = "auto", **options: Any) -> Any:
@@ -165,7 +166,7 @@ def test_captured_runs_read_ranges_at_their_address() -> None:
     case = CASES["windows"]
     inputs, ranges = make(case.batch, "cuda"), ranges_of(case.rows(), "cuda")
     names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
-    buffers = {name: x.cuda() for name, x in zip(names, index(inputs), strict=True)}
+    buffers = {name: x.clone() for name, x in zip(names, index(inputs), strict=True)}
     wrapper = planned(case, inputs, made(case, "cuda", use_cuda_graph=True, **buffers))
     run(case, inputs, wrapper, ranges, return_lse=True)
     (out, lse), replay = cuda_graph(lambda: run(case, inputs, wrapper, ranges, return_lse=True))
