@@ -293,14 +293,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "words"), BAD, ids=[f"{next(iter(b[0]))}-{i}" for i, b in enumerate(BAD)])
-def test_errors_name_the_argument(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    _, arguments = context_arguments(CASE)
-    with pytest.raises(kind, match=words):
-        trtllm_batch_context_with_kv_cache(**arguments | changes)
-    trtllm_batch_context_with_kv_cache(**arguments)
-
-
 BAD_FMHA_V2: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_layout": "QKV"}, LayoutError, "input_layout must be one of"),
     ({"qkv": None}, ArgumentTypeError, "qkv must be a tuple of 2"),
@@ -315,13 +307,6 @@ BAD_FMHA_V2: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"pos_encoding_mode": "ROPE_LLAMA"}, LayoutError, "pos_encoding_mode must be one of"),
     ({"skip_softmax_threshold_scale_factor": 0.1}, NotSupported, "skip_softmax_threshold_scale_factor"),
 ]
-
-
-@pytest.mark.parametrize(("changes", "kind", "words"), BAD_FMHA_V2, ids=[str(b[0]) for b in BAD_FMHA_V2])
-def test_errors_of_fmha_v2(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    _, arguments = fmha_v2_arguments(paged((5, 20), (30, 20), mask="causal"), "Q_PAGED_KV_NHD", "cpu")
-    with pytest.raises(kind, match=words):
-        trtllm_fmha_v2_prefill(**arguments | changes)
 
 
 def test_ragged_keys_beyond_their_tensor() -> None:
@@ -407,10 +392,25 @@ BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+GOOD: dict[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]] = {
+    "context": lambda: (trtllm_batch_context_with_kv_cache, context_arguments(CASE)[1]),
+    "fmha v2": lambda: (trtllm_fmha_v2_prefill, fmha_v2_arguments(*PAGED_FMHA_V2, "cpu")[1]),
+    "deepseek": lambda: (trtllm_ragged_attention_deepseek, deepseek_arguments(RAGGED_DEEPSEEK)[1]),
+}
+PAGED_FMHA_V2 = paged((5, 20), (30, 20), mask="causal"), "Q_PAGED_KV_NHD"
+RAGGED_DEEPSEEK = ragged((5, 2), (30, 2), mask="causal", **MLA)
+ALL_BAD = [
+    (name, *row)
+    for name, rows in (("context", BAD), ("fmha v2", BAD_FMHA_V2), ("deepseek", BAD_DEEPSEEK))
+    for row in rows
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "kind", "words"), BAD_DEEPSEEK, ids=[f"{next(iter(b[0]))}-{i}" for i, b in enumerate(BAD_DEEPSEEK)]
+    ("name", "changes", "kind", "words"), ALL_BAD, ids=[f"{row[0]}-{next(iter(row[1]))}" for row in ALL_BAD]
 )
-def test_errors_of_deepseek(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    _, arguments = deepseek_arguments(ragged((5, 2), (30, 2), mask="causal", **MLA))
+def test_errors_name_the_argument(name: str, changes: dict[str, Any], kind: type[Exception], words: str) -> None:
+    function, arguments = GOOD[name]()
     with pytest.raises(kind, match=words):
-        trtllm_ragged_attention_deepseek(**arguments | changes)
+        function(**arguments | changes)
+    function(**arguments)
