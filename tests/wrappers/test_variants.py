@@ -109,28 +109,6 @@ def test_the_default_scale_named_by_forward_is_no_variant(case: BatchCase) -> No
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_a_plan_renews_what_ran(case: BatchCase) -> None:
-    """A captured launch reads the schedule that each later plan must renew, at the same address."""
-    made = made_for(case)
-    plan_case(case, made)
-    forward(case, made, sm_scale=0.3)
-    forward(case, made, logits_soft_cap=5.0)
-    forward(case, made, (4, 2), sm_scale=0.3)
-    used = [variant for variant in made._plan.variants if variant.used]
-    assert len(used) == 3
-    assert made._plan.base not in used
-    for seed in range(1, 3):
-        other = random_lengths(dataclasses.replace(case, seed=seed), seed, 30)
-        if case.kind == "ragged" and sum(other.kv_lens) > sum(case.kv_lens):
-            continue
-        plan_case(other, made)
-        renewed = [variant for variant in made._plan.variants if variant.batch is not None]
-        assert [variant.staging for variant in renewed] == [variant.staging for variant in used]
-        assert all(list(v.batch.lengths.host.kv_len) == list(other.kv_lens) for v in renewed)
-        forward(other, made, logits_soft_cap=5.0)
-
-
-@pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_eager_plans_forget_what_no_longer_runs(case: BatchCase) -> None:
     made = wrapper(case)
     for scale in (0.1, 0.2, 0.3):
