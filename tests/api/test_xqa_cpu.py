@@ -208,13 +208,6 @@ def test_the_low_level_form_names_the_argument(name: str, wrong: Any, error: typ
         xqa(**given | {name: wrong})
 
 
-@pytest.mark.parametrize("wrong", [{"out_dtype": 3}, {"out": 3, "out_dtype": torch.float16}], ids=["dtype", "out"])
-def test_the_engines_form_names_wrong_types(wrong: dict[str, Any]) -> None:
-    arguments = {k: v for k, v in build(CASE).arguments.items() if k not in ("return_lse", "q_cu_seq_lens")}
-    with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
-        trtllm_batch_decode_with_kv_cache(**arguments | wrong)
-
-
 def test_nvfp4_needs_its_scales() -> None:
     built = build(dataclasses.replace(CASE, kv="nvfp4"))
     with pytest.raises(ArgumentError, match="kv_cache_sf"):

@@ -99,22 +99,6 @@ def test_constructor(kind: str, row: Row) -> None:
     raises(row, lambda: SETTINGS[kind]().wrapper(**arguments))
 
 
-UNUSED = {
-    "paged": ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "custom_mask_buf", "mask_indptr_buf"),
-    "ragged": ("qo_indptr_buf", "kv_indptr_buf", "custom_mask_buf"),
-    "decode": ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"),
-}
-
-
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNUSED.items() for name in names])
-def test_buffers_without_a_graph(kind: str, name: str) -> None:
-    """Buffers are not used without a graph; what is no buffer may be another argument, passed by position."""
-    make = SETTINGS[kind]().wrapper
-    make(workspace(), **{name: ints(0)})
-    with pytest.raises(ArgumentTypeError, match=f"^{name} must be a torch.Tensor, got 'fa2'"):
-        make(workspace(), **{name: "fa2"})
-
-
 def raises(row: Row, function: Callable[[], Any]) -> None:
     with pytest.raises(row.error) as error:
         function()
