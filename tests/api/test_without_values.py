@@ -4,6 +4,7 @@ Nor is a tensor made of Python's numbers, whose copy from the host could not be 
 
 from __future__ import annotations
 
+import re
 from unittest import mock
 
 import pytest
