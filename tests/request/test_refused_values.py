@@ -59,7 +59,7 @@ def single(**changes: Any) -> None:
     ca.single_prefill_with_kv_cache(**{**given, **changes})
 
 
-def decode(**changes: Any) -> None:
+def trtllm(**changes: Any) -> None:
     given = {"block_tables": ints(0, 1)[:, None], "seq_lens": ints(3, 2), "max_seq_len": 4, "kv_layout": "NHD"}
     rest = {"query": halves(2, 4, 16), "kv_cache": halves(2, 2, 4, 2, 16), "workspace_buffer": WORKSPACE}
     ca.trtllm_batch_decode_with_kv_cache(**{**given, **rest, "bmm1_scale": 0.25, **changes})
@@ -94,11 +94,11 @@ ESCAPED: list[tuple[str, Callable[[], Any]]] = [
     ("indptr", lambda: ca.segment_packbits(torch.ones(9), ints(0, 9).to_sparse())),
     ("k_global_sf", lambda: ca.nvfp4_quantize_paged_kv_cache(PAGES, PAGES, "NHD", torch.ones(1).to_sparse())),
     ("v_cache", lambda: ca.nvfp4_quantize_paged_kv_cache(PAGES, PAGES.to(META), "NHD")),
-    ("max_seq_len", lambda: decode(max_seq_len=BIG)),
-    ("cp_world", lambda: decode(cp_world=ARRAY)),
-    ("lse_layout", lambda: decode(lse_layout=ARRAY)),
-    ("block_tables", lambda: decode(**{**OWN_TABLES, "block_tables": OWN_TABLES["block_tables"].to(META)})),
-    ("seq_lens", lambda: decode(**OWN_TABLES, seq_lens=ints(3, 2).to(torch.complex64))),
+    ("max_seq_len", lambda: trtllm(max_seq_len=BIG)),
+    ("cp_world", lambda: trtllm(cp_world=ARRAY)),
+    ("lse_layout", lambda: trtllm(lse_layout=ARRAY)),
+    ("block_tables", lambda: trtllm(**{**OWN_TABLES, "block_tables": OWN_TABLES["block_tables"].to(META)})),
+    ("seq_lens", lambda: trtllm(**OWN_TABLES, seq_lens=ints(3, 2).to(torch.complex64))),
     ("page_size", lambda: ca.get_seq_lens(ints(0, 2), ints(3), BIG)),
     ("nnz", lambda: ca.get_batch_indices_positions(ints(0, 2), ints(3), 1 << 62)),
     ("num_levels", lambda: ca.MultiLevelCascadeAttentionWrapper(BIG, WORKSPACE)),
@@ -136,9 +136,9 @@ BAD: list[tuple[str, Callable[[], Any]]] = [
     ("q_data_type", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", q_data_type=torch.int8)),
     ("kv_data_type", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", kv_data_type=torch.int8)),
     ("unique_kv_last_page_len", lambda: shared_prefix(16, 99)),
-    ("max_q_len", lambda: decode(max_q_len="x", cum_seq_lens_q=ints(0, 1, 2))),
-    ("bmm1_scale_log2", lambda: decode(bmm1_scale_log2=torch.tensor(3))),
-    ("out_dtype", lambda: decode(out_dtype=torch.float32)),
+    ("max_q_len", lambda: trtllm(max_q_len="x", cum_seq_lens_q=ints(0, 1, 2))),
+    ("bmm1_scale_log2", lambda: trtllm(bmm1_scale_log2=torch.tensor(3))),
+    ("out_dtype", lambda: trtllm(out_dtype=torch.float32)),
     ("out_dtype", lambda: of("trtllm_batch_context_with_kv_cache", out_dtype=torch.int8)),
 ]
 
