@@ -54,6 +54,11 @@ class TicketPartition(EvenPartition):
         """Segments of the CTA group."""
         return self.p.batch * self.p.units_per_cta_group
 
+    @property
+    def draws(self) -> Boolean:
+        """Whether there are more tickets than two for each CTA."""
+        return self.segments > 2 * cute.arch.grid_dim()[1]
+
     def dealt(self, share: Share) -> Boolean:
         """Whether segments are dealt out."""
         return share.size == BEYOND
@@ -75,9 +80,10 @@ class TicketPartition(EvenPartition):
     @cute.jit
     def next_ticket(self, segment: Segment, share: Share) -> Int32:
         """The ticket after that of a segment."""
-        cta = ptx.opaque(cute.arch.block_idx()[1])
-        ticket = cta + cute.arch.grid_dim()[1]
-        if segment.start != cta * share.pitch + self.p.overhead:
+        cta, ctas = ptx.opaque(cute.arch.block_idx()[1]), cute.arch.grid_dim()[1]
+        first = segment.start == cta * share.pitch + self.p.overhead
+        ticket = cta + ptx.select(first, ctas, 2 * ctas)
+        if isa.all_of([segment.start != cta * share.pitch + self.p.overhead, self.draws]):
             ticket = ptx.ld_shared_b32(self.place)
         return ticket
 
@@ -96,7 +102,7 @@ class TicketPartition(EvenPartition):
     def draw(self, share: Share) -> Int32:
         """Draw a ticket, by thread 0. The CTA that draws the last one resets the counter."""
         ticket, ctas = Int32(0), cute.arch.grid_dim()[1]
-        if isa.all_of([cute.arch.thread_idx()[0] == 0, self.dealt(share), self.segments > 2 * ctas]):
+        if isa.all_of([cute.arch.thread_idx()[0] == 0, self.dealt(share), self.draws]):
             counter = self.p.counters + Int64(cute.arch.block_idx()[0]) * Int64(4)
             drawn = isa.draw(counter)
             if drawn == self.segments - ctas - 1:
