@@ -90,8 +90,8 @@ def test_shares_of_ctas(name: str) -> None:
     assert decode(case, sms, CTA_SHARES, "adversarial") == ({"shares"}, whole)
 
 
-# Segments that CTAs take one after the other (`parts.tickets`): at most two, or as many as they come to; up to 32 tiles,
-# or to a quarter of an equal share.
+# Segments that CTAs take one after the other (`parts.tickets`): two at most, or as many as they come to. They have up
+# to 32 tiles, or up to a quarter of an equal share.
 DEALT = {
     "two each": (XqaCase((40, 300, 77, 0, 5, 120), kv="e5m2", heads=(4, 1), sinks=True), 3),
     "one more": (XqaCase((40, 300, 77, 0, 5, 120, 512), kv="bf16", heads=(4, 1)), 3),
@@ -107,8 +107,10 @@ DEALT = {
 }
 
 
-@pytest.mark.parametrize("schedule", KINDS)
-@pytest.mark.parametrize("name", DEALT)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(name, schedule) for schedule in KINDS for name in (DEALT if schedule == "adversarial" else ("many", "one more"))],
+)
 def test_segments_are_dealt_out(name: str, schedule: str) -> None:
     case, sms = DEALT[name]
     assert decode(case, sms, CTA_SHARES, schedule) == ({"shares"}, True)

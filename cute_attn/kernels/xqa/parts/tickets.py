@@ -1,9 +1,13 @@
-"""Partition by tickets: where there are more segments than CTAs and none of them is long, each CTA takes the next
-segment as soon as it has finished one, so that CTAs whose memory answers late take fewer."""
+"""Partition by tickets: where there are more segments than CTAs and none of them is long, a CTA takes the next segment
+as soon as it has finished one. No segment is cut, and CTAs whose memory answers late take fewer.
+
+Ticket t is segment t of the CTA group's sequence. The first two tickets of CTA c of C are c and c + C. The others come
+from a counter in global memory, one segment early: thread 0 draws a ticket before the first copies of the next segment
+(`draw`), and stores it in shared memory between the two barriers of the merge (`keep`). Every segment has the positions
+of the longest one in the sequence (`Share.pitch`), and the share of a CTA is the whole sequence."""
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
@@ -15,28 +19,25 @@ from cute_attn.kernels.xqa.parts.partition import BEYOND, Costs, KvSplit, Segmen
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
+# Positions of a segment, whose parts cost more than a wait for the CTA that has it: always, or where half of an equal
+# share is as long.
+SHORT, LONGER = 36, 72
 
-import os
-DEAL_SHIFT, DEAL_SHORT = int(os.environ.get('DEAL_SHIFT','2')), int(os.environ.get('DEAL_SHORT','36'))
 
 @dataclass(frozen=True)
 class TicketPartition(EvenPartition):
-    """Partition that deals whole segments to CTAs as they become free, or cuts as `EvenPartition` does.
-
-    Ticket t is segment t of the CTA group's sequence. The first two tickets of CTA c of C are c and c + C. The others
-    come from a counter in global memory, one segment early: thread 0 draws a ticket when the copies of the next segment
-    have been issued (`draw`), and stores it in shared memory between the two barriers of the merge (`keep`). Segments
-    that are dealt out have equal places in the sequence (`Share.pitch`), and a share is the whole sequence.
-    """
+    """Partition that deals whole segments to CTAs as these become free, or divides them as `EvenPartition` does."""
 
     spec: XqaSpec
 
     def share(self, costs: Costs) -> Share:
-        p, ctas, cta = self.p, cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
+        ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
         share = super().share(costs)
-        longest = ptx.divide(ptx.warp_maximum(costs.longest), p.units_per_cta_group)
+        longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group)
         equal = self.per_cta(isa.shuffle(costs.reach, Int32(31)) + ctas - 1)
-        dealt = isa.all_of([self.segments > ctas, longest <= self.most(equal)])
+        # With two segments at most, whole ones that `EvenPartition` gives to a CTA are known to it from the start.
+        uneven = ptx.select(self.draws, Int32(0), share.pitch) == Int32(0)
+        dealt = isa.all_of([self.segments > ctas, longest <= self.most(equal), uneven])
         total = self.segments * longest
         return Share(
             ptx.select(dealt, cta * longest, share.begin),
@@ -46,8 +47,10 @@ class TicketPartition(EvenPartition):
         )
 
     def most(self, equal: Int32) -> Int32:
-        """Positions of the longest segment that is dealt out, where equal shares have `equal`."""
-        return ptx.maximum(equal >> DEAL_SHIFT, Int32(DEAL_SHORT))
+        """Positions of the longest segment that is dealt out, where an equal share has `equal`: the CTA that takes one
+        last is the only one that works then."""
+        longer = ptx.minimum(ptx.maximum(equal >> 1, Int32(SHORT)), Int32(LONGER))
+        return ptx.maximum(equal >> 2, longer)
 
     @property
     def segments(self) -> Int32:
@@ -56,7 +59,7 @@ class TicketPartition(EvenPartition):
 
     @property
     def draws(self) -> Boolean:
-        """Whether there are more tickets than two for each CTA."""
+        """Whether there are more than two tickets for each CTA."""
         return self.segments > 2 * cute.arch.grid_dim()[1]
 
     def dealt(self, share: Share) -> Boolean:
@@ -64,9 +67,8 @@ class TicketPartition(EvenPartition):
         return share.size == BEYOND
 
     def split(self, segment: Segment, share: Share) -> KvSplit:
-        cta = ptx.opaque(cute.arch.block_idx()[1])  # computed again: no register holds it meanwhile
-        begin = ptx.select(self.dealt(share), Int32(0), cta * share.size)
-        return super(EvenPartition, self).split(segment, share._replace(begin=begin))
+        size = ptx.select(self.dealt(share), Int32(0), share.size)  # no segment begins before a share of all
+        return super().split(segment, share._replace(size=size))
 
     @cute.jit
     def next_segment(self, segment: Segment, share: Share) -> Segment:
@@ -79,17 +81,17 @@ class TicketPartition(EvenPartition):
 
     @cute.jit
     def next_ticket(self, segment: Segment, share: Share) -> Int32:
-        """The ticket after that of a segment."""
+        """The ticket after that of a segment; without more than two for each CTA, one of no segment is the third."""
         cta, ctas = ptx.opaque(cute.arch.block_idx()[1]), cute.arch.grid_dim()[1]
         first = segment.start == cta * share.pitch + self.p.overhead
         ticket = cta + ptx.select(first, ctas, 2 * ctas)
-        if isa.all_of([segment.start != cta * share.pitch + self.p.overhead, self.draws]):
+        if isa.all_of([ticket >= 2 * ctas, self.draws]):
             ticket = ptx.ld_shared_b32(self.place)
         return ticket
 
     @property
     def place(self) -> Int32:
-        """Address of the next ticket, where a CTA that has cut a segment counts arrivals."""
+        """Address of the next ticket: the word in which other partitions count arrivals at a segment that was cut."""
         return shared_memory() + XqaMemory.of(self.spec).ticket
 
     def segment_of(self, ticket: Int32, share: Share) -> Segment:
@@ -100,7 +102,7 @@ class TicketPartition(EvenPartition):
 
     @cute.jit
     def draw(self, share: Share) -> Int32:
-        """Draw a ticket, by thread 0. The CTA that draws the last one resets the counter."""
+        """Draw a ticket, by thread 0. The CTA that draws the last one sets the counter to 0 for the next launch."""
         ticket, ctas = Int32(0), cute.arch.grid_dim()[1]
         if isa.all_of([cute.arch.thread_idx()[0] == 0, self.dealt(share), self.draws]):
             counter = self.p.counters + Int64(cute.arch.block_idx()[0]) * Int64(4)
