@@ -35,6 +35,16 @@ _QO_START, _QO_LEN, _KV_START, _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL
 _NONE = np.empty(0, np.int64)
 
 
+class Size(NamedTuple):
+    """What of the lengths of a launch decides its tile."""
+
+    qo_len: int  # query tokens of a typical request
+    kv_len: int | None  # mean number of keys of a request
+    # ^ None: a captured launch serves other lengths too, or results must not depend on lengths: those of fixed splits
+    rows: int  # query tokens of all requests
+    longest: int  # keys of the longest request of a batch, where its order considers them, else 0
+
+
 class WorkList(NamedTuple):
     """Work list of a launch. `ints` is copied to the device: all items, padded with zero records to `item_capacity`,
     then all merges, padded with zero records to `merge_capacity`, then the key bounds of multi-item scoring.
@@ -348,16 +358,15 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     return ceil_div(rows, requests or 1)
 
 
-def typical_kv_len(lengths: BatchLengths, limits: BatchLimits) -> int | None:
-    """Returns the mean number of keys of a request, by which the tile is chosen; where lengths are on the device, that
-    of the tokens in k and v. None where a captured launch serves other lengths too.
-    """
-    if limits.keeps_address:
-        return None
-    keys, requests = lengths.total_kv, lengths.batch_size
+def size_of(lengths: BatchLengths, limits: BatchLimits) -> Size:
+    """Returns the size of a batch; where lengths are on the device, `kv_len` counts the tokens in k and v."""
+    keys, requests, rows = lengths.total_kv, lengths.batch_size, lengths.rows - lengths.first_row
+    # A blank item, which launches of a fixed size may have, ends a CTA's work: behind it must be no other section.
+    longest = lengths.longest_kv
     if limits.graph:
-        keys, requests = limits.graph.max_kv_tokens, limits.graph.batch_size
-    return ceil_div(keys, requests or 1)
+        keys, requests, rows, longest = limits.graph.max_kv_tokens, limits.graph.batch_size, limits.graph.max_rows, 0
+    any_lengths = limits.keeps_address or limits.fixed_split_size is not None or limits.disable_split_kv
+    return Size(typical_qo_len(lengths, limits), None if any_lengths else ceil_div(keys, requests or 1), rows, longest)
 
 
 def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:

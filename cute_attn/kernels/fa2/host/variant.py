@@ -9,11 +9,11 @@ from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
-from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings, short
+from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
-from cute_attn.schedule.batch import typical_qo_len
+from cute_attn.schedule.batch import Size
 from cute_attn.schedule.cuts import SchedulerParams
 from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 
@@ -82,21 +82,16 @@ def specs(features: Features, arch: Arch) -> list[KernelSpec]:
     return [*kernels, combine_spec(features)]
 
 
-def batch_tiling(settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int) -> Tiling[Tile]:
-    """Returns the tiling of a batch on a GPU of `arch` with `sms` multiprocessors."""
+def tiling(settings: Settings, size: Size, arch: Arch, sms: int) -> Tiling[Tile]:
+    """Returns the tiling of a launch on a GPU of `arch` with `sms` multiprocessors."""
     features = settings.features
+    rows = size.qo_len * features.num_qo_heads // features.num_kv_heads
     if features.chunk_invariant:  # with many rows a decode step has the bits of a prefill
-        return prepared(tiling, settings, MANY_ROWS, arch, sms)
-    return request_tiling(settings, typical_qo_len(lengths, limits), 0, arch, sms)
+        rows = MANY_ROWS
+    return prepared(_of_rows, settings, min(rows, MANY_ROWS), arch, sms)
 
 
-def request_tiling(settings: Settings, qo_len: int, kv_len: int, arch: Arch, sms: int) -> Tiling[Tile]:
-    """Returns the tiling of requests with these lengths."""
-    rows = qo_len * settings.features.num_qo_heads // settings.features.num_kv_heads
-    return prepared(tiling, settings, min(rows, MANY_ROWS), arch, sms)
-
-
-def tiling(settings: Settings, rows: int, arch: Arch, sms: int) -> Tiling[Tile]:
+def _of_rows(settings: Settings, rows: int, arch: Arch, sms: int) -> Tiling[Tile]:
     """Returns the tiling for requests of `rows` packed rows."""
     features = settings.features
     kind = variant(features)
