@@ -68,10 +68,10 @@ def choose_spec(features: Features, qo_len: int, rule: Rule[Rings], arch: Arch) 
     return tiles.choose(*dtypes, *shape, rule, arch, features.num_kv_heads)
 
 
-def specs(features: Features, arch: Arch) -> list[KernelSpec]:
-    """Return every kernel that calls of one query token and of these features may need."""
+def specs(features: Features, arch: Arch, qo_len: int = 1) -> list[KernelSpec]:
+    """Return every kernel that calls of these features and `qo_len` query tokens per request may need."""
     rules = tiles.rules(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk)
-    return list(dict.fromkeys(choose_spec(features, 1, rule, arch) for rule in rules))
+    return list(dict.fromkeys(choose_spec(features, qo_len, rule, arch) for rule in rules))
 
 
 class LaunchConfig(NamedTuple):
