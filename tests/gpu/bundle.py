@@ -45,7 +45,8 @@ def xqa_kernels(random: int, arch: Arch) -> list[KernelSpec]:
     """Of XQA in `test_xqa.py` and `test_matrices.py`, with so many random problems each."""
     asked = [(functions.case_of(functions.KERNELS[i % len(functions.KERNELS)], i)) for i in range(random)]
     asked += [*functions.LARGE, *functions.GRAPHED, *functions.PRODUCED]
-    specs = dict.fromkeys(kernel for case in asked for kernel in for_all_lengths(*of_function(case), arch))
+    calls = map(of_function, asked)
+    specs = dict.fromkeys(kernel for of, qo_len in calls for kernel in xqa_specs(of, arch, qo_len))
     batches = [*SMALL_BATCHES, *matrices.LARGE_DECODE, *matrices.GRAPHED["xqa"]]
     for first in range(0, random, matrices.CHUNK):
         batches += itertools.islice(random_batches(first, 3000, 12), matrices.CHUNK)
