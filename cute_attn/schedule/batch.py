@@ -97,17 +97,9 @@ class Splits(NamedTuple):
     """Work items in the order of query tiles, and the query tiles that need a merge."""
 
     items: Items
-    merged: Items  # query tiles with several splits
-    first_partial: np.ndarray  # index of the first partial of each of these
-    num_splits: np.ndarray  # number of splits of each of these
-
-    @property
-    def num_partials(self) -> int:
-        """Partials that items write."""
-        return self.first_partial.item(-1) + self.num_splits.item(-1) if len(self.num_splits) else 0
-
-
-_NO_ITEMS = Items(_NONE, _NONE, _NONE, _NONE, _NONE)
+    tiles: Items
+    merged: np.ndarray = _NONE  # indices of the query tiles with several splits
+    num_splits: np.ndarray = _NONE  # of these
 
 
 def allocate_ints(size: int) -> np.ndarray:
@@ -128,7 +120,7 @@ def schedule(
     fixed = limits.fixed_split_size is not None and not limits.disable_split_kv
     tiles = query_tiles(lengths, params)
     splits = _fixed_size_splits(tiles, params, limits) if fixed else _balanced_splits(tiles, params, capacity)
-    needed = Capacity(len(splits.items.end), len(splits.num_splits), splits.num_partials)
+    needed = Capacity(len(splits.items.end), len(splits.merged), int(np.add.reduce(splits.num_splits)))
     work = _work_list(needed, capacity, limits, allocate, _key_bounds(lengths, params, limits))
     requests = _request_records(lengths)
     records = _item_records(requests, params, splits.items)
@@ -221,7 +213,7 @@ def _balanced_splits(tiles: Items, params: SchedulerParams, capacity: Capacity) 
     """Splits the longest query tiles, or those of the last wave, where the cost model expects a shorter launch."""
     num_splits = cost_model.num_splits(tiles.visible, params, capacity)
     if num_splits is None:
-        return Splits(tiles, _NO_ITEMS, _NONE, _NONE)
+        return Splits(tiles, tiles)
     num_splits = np.maximum(num_splits, 1)  # a tile that sees no keys is one item too
     splits, index = _repeated(tiles, num_splits)
     items, of = splits.items, num_splits.repeat(num_splits)
@@ -260,16 +252,12 @@ def _fixed_size_splits(tiles: Items, params: SchedulerParams, limits: BatchLimit
 
 def _repeated(tiles: Items, num_splits: np.ndarray) -> tuple[Splits, np.ndarray]:
     """Returns every query tile as often as it has splits, and the index of each among those of its tile."""
-    start = num_splits.cumsum() - num_splits
-    tile = np.arange(len(num_splits)).repeat(num_splits)
-    index = np.arange(len(tile)) - start.take(tile)
     several = num_splits > 1
-    partials = num_splits * several
-    first_partial = partials.cumsum() - partials
-    partial = np.where(several.take(tile), first_partial.take(tile) + index, NO_PARTIAL)
-    merged = several.nonzero()[0]
-    items = tiles.take(tile)._replace(partial=partial)
-    return Splits(items, tiles.take(merged), first_partial.take(merged), num_splits.take(merged)), index
+    first, is_part = num_splits.cumsum() - num_splits, several.repeat(num_splits)
+    index = np.arange(len(is_part)) - first.repeat(num_splits)
+    partial = np.where(is_part, is_part.cumsum() - 1, NO_PARTIAL)
+    items = tiles.take(np.arange(len(num_splits)).repeat(num_splits))._replace(partial=partial)
+    return Splits(items, tiles, several.nonzero()[0], num_splits[several]), index
 
 
 def _item_order(lengths: BatchLengths, params: SchedulerParams, items: Items, late: int) -> np.ndarray:
@@ -296,9 +284,9 @@ def _item_records(requests: np.ndarray, params: SchedulerParams, items: Items) -
 
 
 def _write_merges(records: np.ndarray, requests: np.ndarray, splits: Splits) -> None:
-    records[:, :2] = requests[:, :2].take(splits.merged.request, 0)  # qo_start, qo_len
-    records[:, 2] = splits.merged.first_row
-    records[:, 3] = splits.first_partial
+    records[:, :2] = requests[:, :2].take(splits.tiles.request.take(splits.merged), 0)  # qo_start, qo_len
+    records[:, 2] = splits.tiles.first_row.take(splits.merged)
+    records[:, 3] = splits.num_splits.cumsum() - splits.num_splits  # first_partial
     records[:, 4] = splits.num_splits
     records[:, len(Merge._fields) :] = 0
 
