@@ -13,7 +13,7 @@ from cute_attn.kernels.rules import MOST, Rule, above, first, up_to
 from cute_attn.kernels.xqa.spec import is_head_dim
 from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
-from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.arch import ARCHS, Arch
 
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 
@@ -72,9 +72,12 @@ class Backend:
     name: str
     runs_on: str
     auto_on: tuple[str, ...]  # device types on which "auto" considers it
-    capability: tuple[int, int] | None  # minimum compute capability; None: any device
-    only: tuple[str, ...] = ()  # the architectures that it is built for; empty: all from `capability` on
+    archs: Collection[str] | None  # the architectures that it is built for; None: any device
     passed_over: tuple[Pass, ...] = ()  # the first that applies says whether it is
+
+    def runs(self, arch: Arch | None) -> bool:
+        """Return whether it has kernels for an architecture (None: the CPU)."""
+        return self.archs is None or (arch is not None and arch.name in self.archs)
 
     def preference(self, features: Features, load: Load, arch: Arch | None) -> Pass:
         """Return the rule that says whether "auto" prefers others to this backend on `arch` although it supports
@@ -97,7 +100,6 @@ BACKENDS = (  # in the order in which "auto" considers them
         "fa4",
         "NVIDIA data-centre Blackwell (compute capability 10.0, 10.3; emulated, not yet run on hardware)",
         ("cuda",),
-        (10, 0),
         ("sm_100a", "sm_103a"),
         passed_over=(
             Rule(
@@ -112,7 +114,6 @@ BACKENDS = (  # in the order in which "auto" considers them
         "fa3",
         "NVIDIA Hopper (compute capability 9.0)",
         ("cuda",),
-        (9, 0),
         ("sm_90a",),
         # Measured on an H100 at 4096 tokens (docs/kernels/fa3.md, fp8.md): 1.2 to 2.6 times as fast as fa2. Tiles of 33
         # to 64 rows take as long: over e4m3 1.1 to 1.9 times as fast, docs/kernels/xqa.md.
@@ -122,7 +123,7 @@ BACKENDS = (  # in the order in which "auto" considers them
         "xqa",
         "NVIDIA GPUs from compute capability 8.0, decode",
         ("cuda",),
-        (8, 0),
+        ARCHS,
         passed_over=(
             # Rows that share one read of the keys, but for 16 at head dimension 512; over 8 and 4 bits also those of
             # two reads, three at 256: 1.3 to 2 times as fast as fa2 (docs/kernels/xqa.md).
@@ -147,7 +148,7 @@ BACKENDS = (  # in the order in which "auto" considers them
             Rule("head dimension {head_dim} in {bits} bits", {}),
         ),
     ),
-    Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
+    Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), ARCHS),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
 
