@@ -20,10 +20,11 @@ from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 MANY_ROWS = tiles.APPEND_ROWS + 1  # packed rows of a request: no tile is chosen for more
 
 
-def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
-    """Returns the kernel that solves problems of these features with this tile. `split`: the CTAs of a single request
+def spec(settings: Settings, tile: Tile, split: bool = False) -> Fa2Spec:
+    """Returns the kernel that solves problems of these settings with this tile. `split`: the CTAs of a single request
     write partials; whether those of a batch do is in its records.
     """
+    features = settings.features
     return Fa2Spec(
         dtype=short(features.q_dtype),
         out_dtype="float32" if split else short(features.o_dtype),
@@ -60,11 +61,6 @@ def kv_copy_bytes(features: Features) -> int:
     return 16 if whole and not features.half_aligned_kv else 8
 
 
-def spec_of(settings: Settings, tile: Tile, split: bool) -> Fa2Spec:
-    """Returns the attention kernel of these settings and this tile."""
-    return spec(settings.features, tile, split)
-
-
 def variant(features: Features) -> tiles.Variant:
     """Returns the part of the features that the choice of a tile depends on."""
     plain = mask(features) == "band" and features.pos_encoding_mode != "ROPE_LLAMA" and not scores(features)
@@ -75,7 +71,7 @@ def variant(features: Features) -> tiles.Variant:
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
     """Returns every kernel that calls of these features may need, whatever their lengths."""
     kernels: list[KernelSpec] = [
-        spec(features, tile, split)
+        spec(Settings(features), tile, split)
         for tile in tiles.candidates(variant(features), arch)
         for split in ((False,) if batched(features) else (False, True))
     ]
