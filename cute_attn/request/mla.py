@@ -7,6 +7,8 @@ the parts. Lengths and page numbers stay on the device: `check_values` looks at 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,22 +44,107 @@ class MlaSettings(NamedTuple):
     enable_pdl: bool | None
 
 
-class MlaLengths(NamedTuple):
-    """Where the tokens of each request are: contiguous int32 tensors on the device."""
+class Names(NamedTuple):
+    """The caller's names of the arrays of `MlaLengths`, for messages. Without one for `kv_indptr` pages are a table."""
 
-    seq_lens: torch.Tensor  # [batch_size] keys
-    pages: torch.Tensor  # page numbers: [batch_size, max_pages], or those of all requests one after the other
-    page_starts: torch.Tensor | None  # [batch_size] index of each request's first page; None: `pages` is a table
+    qo_indptr: str
+    kv_indptr: str
+    kv_indices: str
+    kv_len: str
+
+
+class MlaLengths(NamedTuple):
+    """Where the tokens of each request are: int32 tensors. Launches read contiguous ones on the device."""
+
+    names: Names
     qo_indptr: torch.Tensor | None  # [batch_size + 1] rows of q; None: every request has `qo_len`
+    kv_indptr: torch.Tensor | None  # [batch_size + 1] index of each request's first page; None: a table
+    kv_indices: torch.Tensor  # page numbers: [batch_size, max_pages], or those of all requests one after the other
+    kv_len: torch.Tensor  # [batch_size] keys
     qo_len: int  # query tokens of every request, or the most of any
+    rows: int | None = None  # of q, where the plan fixes them
+
+    @classmethod
+    def checked(
+        cls, names: Names, arrays: Sequence[Any], qo_len: Any = None, device: torch.device | None = None
+    ) -> MlaLengths:
+        """Check arrays in the order of their names, which must have one batch size. `qo_len` None: the most that the
+        bounds of queries have, which synchronises on a GPU. `device`: where arrays must be; None: anywhere.
+        """
+        qo_indptr, kv_indptr, kv_indices, kv_len = arrays
+        if names.kv_indptr:
+            kv_indices, size = checks.vector(names.kv_indices, kv_indices, INDEX_DTYPES, None, device), None
+        else:
+            kv_indices = caches.check_tables(kv_indices, device, names.kv_indices)
+            size = kv_indices.shape[0]
+        kv_len = checks.vector(names.kv_len, kv_len, INDEX_DTYPES, size, device)
+        size = kv_len.shape[0] + 1
+        for name, x in zip(names, (qo_indptr, kv_indptr), strict=False):
+            if x is not None:
+                checks.vector(name, x, INDEX_DTYPES, size, device, f"batch_size + 1 = {size}")
+        lengths = cls(names, qo_indptr, kv_indptr, kv_indices, kv_len, qo_len)
+        return lengths if qo_indptr is None else lengths._with_most_queries(qo_indptr)
+
+    def _with_most_queries(self, bounds: torch.Tensor) -> MlaLengths:
+        """Return these lengths with the most query tokens of a request, and all of them where the host knows. A maximum
+        of the caller spares reading the bounds from a GPU.
+        """
+        most: int | None = self.qo_len
+        if most is not None:
+            checks.at_least("max_q_len", most, 0)
+            if not bounds.is_cpu:
+                return self
+        ends = bounds.tolist()
+        if most is None:
+            most = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
+        operands.check_bounds(self.names.qo_indptr, ends, most)
+        return self._replace(qo_len=most, rows=ends[-1])
 
     @property
     def batch_size(self) -> int:
-        return self.seq_lens.shape[0]
+        return self.kv_len.shape[0]
 
     def capacity(self, page_size: int) -> int:
         """Return the most keys that a request can have."""
-        return min(self.pages.shape[-1] * page_size, MAX_KV_LEN)
+        return min(self.kv_indices.shape[-1] * page_size, MAX_KV_LEN)
+
+    def check_rows(self, name: str, x: torch.Tensor) -> None:
+        """Check that queries have a row for each request."""
+        if x.shape[0] != self.batch_size:
+            what = f"one row for each of the {self.batch_size} requests of {self.names.kv_indices}"
+            raise ArgumentError(f"{name} must have {what}, got {checks.describe(x)}")
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """Return the arrays that there are, by the caller's names."""
+        return {name: x for name, x in zip(self.names, self[1:5], strict=True) if x is not None}
+
+    def on(self, device: torch.device) -> MlaLengths:
+        """Return these lengths as launches on a device read them."""
+        arrays = ((name, getattr(self, name)) for name in Names._fields)
+        there: dict[str, Any] = {
+            name: x.to(device, non_blocking=True).contiguous() for name, x in arrays if x is not None
+        }
+        return self._replace(**there)
+
+    def check(self, page_size: int) -> UsedPages:
+        """Check the lengths, whose values are on the host or are read there. Return where the pages in use are."""
+        kv_len = self.kv_len.cpu().numpy().astype(np.int64)
+        size = self.kv_indices.shape[-1]
+        if self.kv_indptr is None:
+            first = np.arange(self.batch_size) * size
+            counts = np.full_like(first, size)
+        else:
+            starts = self.kv_indptr.cpu().numpy().astype(np.int64)
+            first, counts = starts[:-1], np.minimum(starts[1:], size) - starts[:-1]
+        room = np.minimum(counts * page_size, MAX_KV_LEN)
+        wrong = (kv_len < 0) | (kv_len > room)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ArgumentError(
+                f"{self.names.kv_len} must be within 0..{room[i]}, the tokens of a request's pages in "
+                f"{self.names.kv_indptr or self.names.kv_indices}; request {i} has {kv_len[i]}"
+            )
+        return UsedPages.of(kv_len, first, page_size)
 
 
 class MlaProblem(NamedTuple):
@@ -98,20 +185,8 @@ class Parts(NamedTuple):
         return [part for part in self if part is not None]
 
 
-class Names(NamedTuple):
-    """The caller's names of what problems have under others, for messages."""
-
-    workspace: str
-    seq_lens: str
-    pages: str
-    page_starts: str
-    qo_indptr: str
-
-
 class MlaOptions(NamedTuple):
     """Arguments of a call besides tensors of tokens, not checked yet."""
-
-    names: Names
 
     causal: bool
     sm_scale: Any
@@ -172,7 +247,8 @@ def _check_parts(parts: Parts) -> Parts:
     for part in parts[2:]:
         if part is not None and part.x.shape[-1]:
             _check_cache(part)
-    return parts._replace(q_nope=_readable(q), q_pe=_readable(parts.q_pe))
+    q_nope, q_pe = (part._replace(x=operands.readable_query(part.x)) for part in (q, parts.q_pe))
+    return parts._replace(q_nope=q_nope, q_pe=q_pe)
 
 
 def _check_scales(scales: Part, ckv: Part) -> None:
@@ -190,32 +266,21 @@ def _check_scales(scales: Part, ckv: Part) -> None:
 def _check_cache(part: Part) -> None:
     """Refuse a cache that kernels cannot read: copies of caches are never made silently."""
     name, x = part
-    strides = [stride * x.itemsize for stride in operands.outer_strides(x)]
-    aligned = x.device.type == "cpu" or operands.aligned(x)
-    if x.stride(-1) != 1 or max(strides, default=0) > MAX_INDEX or not aligned:
-        raise ArgumentError(
-            f"{name} must have stride 1 on its last axis, rows that start at multiples of {operands.ALIGNMENT} bytes "
-            f"on a GPU, and strides of at most {MAX_INDEX} bytes; got address % {operands.ALIGNMENT} = "
-            f"{x.data_ptr() % operands.ALIGNMENT} and strides {x.stride()}"
-        )
-
-
-def _readable(part: Part) -> Part:
-    name, x = part
-    if not x.shape[-1] or (x.stride(-1) == 1 and (x.device.type == "cpu" or operands.aligned(x))):
-        return part
-    return Part(name, x.clone(memory_format=torch.contiguous_format))
+    operands.check_rows(name, x, operands.ALIGNMENT)
+    if max(operands.outer_strides(x), default=0) * x.itemsize > MAX_INDEX:
+        raise ArgumentError(f"{name} must have strides of at most {MAX_INDEX} bytes, got strides {x.stride()}")
 
 
 # ---- problems
 
 
-def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: MlaOptions) -> MlaProblem:
+def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions) -> MlaProblem:
     """Check a call and allocate the outputs that the caller did not pass."""
+    scratch, given_parts = operands.partials_in(*workspace), parts
     parts = _check_parts(parts)
     q, page_size = parts.q_nope.x, parts.ckv.x.shape[1]
-    checks.device(options.names.workspace, scratch.partial_buffer, q.device)
-    checks.device(options.names.pages, lengths.pages, q.device)
+    for name, x in (workspace, (lengths.names.kv_indices, lengths.kv_indices)):
+        checks.device(name, x, q.device)
     sm_scale, scale = _scale("bmm1_scale", options.sm_scale, q.device)
     v_number, v_scale = _scale("bmm2_scale", options.v_scale, q.device)
     if options.enable_pdl is not None:
@@ -242,6 +307,9 @@ def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: Ml
     wants_lse = options.lse is None and checks.boolean("return_lse", options.return_lse)
     given = options.out, options.lse, wants_lse
     out, lse = operands.outputs(q, given, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
+    scale_tensors = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
+    read = *given_parts.given(), *lengths.arrays().items(), *scale_tensors
+    checks.apart((workspace, ("out", out), ("lse", lse)), read)
     sinks = options.sinks
     if sinks is not None:
         sinks = operands.per_head("sinks", sinks, ("num_heads", q.shape[1]), q.device)
@@ -256,37 +324,14 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
     return (1.0, on_device[0]) if on_device else (checks.real(name, number), None)
 
 
-# ---- lengths
-
-
-def check_apart(problem: MlaProblem, parts: Parts, options: MlaOptions) -> None:
-    """Refuse outputs and a workspace that share memory with each other or with what the call reads."""
-    names, lengths = options.names, problem.lengths
-    written = (names.workspace, problem.scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)
-    scales = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
-    checks.apart(written, (*parts.given(), *zip(names[1:], lengths[:4], strict=True), *scales))
-
-
-def check_values(problem: MlaProblem, names: Names) -> None:
+def check_values(problem: MlaProblem) -> None:
     """Check lengths and page numbers, which launches trust. On a GPU this synchronises."""
-    lengths, page_size, width = problem.lengths, problem.settings.page_size, problem.lengths.pages.shape[-1]
-    kv_len = lengths.seq_lens.cpu().numpy().astype(np.int64)
-    first = np.zeros_like(kv_len)  # of a row, or of all pages
-    if lengths.page_starts is not None:
-        first = lengths.page_starts.cpu().numpy().astype(np.int64)
-    room = (width - first) * page_size
-    wrong = (kv_len < 0) | (kv_len > np.minimum(room, MAX_KV_LEN))
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise ArgumentError(
-            f"{names.seq_lens} must be within 0..{room[i]}, the tokens of a request's pages; "
-            f"request {i} has {kv_len[i]}"
-        )
-    in_table = lengths.page_starts is None
-    used = caches.in_table(lengths.pages, kv_len, page_size) if in_table else UsedPages.of(kv_len, first, page_size)
-    used.check(used.take(lengths.pages), problem.ckv.shape[0], names.pages)
+    lengths = problem.lengths
+    used = lengths.check(problem.settings.page_size)
+    used.check(used.take(lengths.kv_indices), problem.ckv.shape[0], lengths.names.kv_indices)
     if lengths.qo_indptr is not None:
         bounds, rows = lengths.qo_indptr.tolist(), problem.q_nope.shape[0]
-        operands.check_bounds(names.qo_indptr, bounds, lengths.qo_len)
+        operands.check_bounds(lengths.names.qo_indptr, bounds, lengths.qo_len)
         if bounds[-1] > rows:
-            raise ArgumentError(f"{names.qo_indptr} must end at most at {rows}, the rows of queries, got {bounds[-1]}")
+            name = lengths.names.qo_indptr
+            raise ArgumentError(f"{name} must end at most at {rows}, the rows of queries, got {bounds[-1]}")

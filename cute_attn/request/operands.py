@@ -91,8 +91,12 @@ def readable(
     if kv_alignment is None:
         kv_alignment = NARROW_ALIGNMENT if k.itemsize == 1 else ALIGNMENT
     for name, x in zip(names[1:], (k, v), strict=True):
-        _check_unit_stride(name, x)
-        _check_alignment(name, x, kv_alignment)
+        check_rows(name, x, kv_alignment)
+    return readable_query(q)
+
+
+def readable_query(q: torch.Tensor) -> torch.Tensor:
+    """Return q with rows that kernels can read, copied where needed."""
     if (q.stride(-1) != 1 and q.shape[-1] > 1) or (q.device.type in KERNEL_DEVICES and not aligned(q)):
         return q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
     return q
@@ -116,13 +120,14 @@ def is_expanded(*tensors: torch.Tensor) -> bool:
     return any(stride == 0 and count > 1 for x in tensors for stride, count in zip(x.stride(), x.shape, strict=True))
 
 
-def _check_unit_stride(name: str, tensor: torch.Tensor) -> None:
-    """Refuse k or v whose last axis does not have unit stride."""
+def check_rows(name: str, tensor: torch.Tensor, alignment: int) -> None:
+    """Refuse a cache whose last axis does not have unit stride, and on a GPU rows that are not so aligned."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ArgumentError(
             f"{name} must have stride 1 on its last axis, got strides {tensor.stride()}; "
             f"a copy of a cache is never made silently: pass {name}.contiguous()"
         )
+    _check_alignment(name, tensor, alignment)
 
 
 def _check_alignment(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> None:

@@ -70,7 +70,7 @@ def run(problem: MlaProblem, gpu: Gpu) -> None:
         own = problem.q_nope.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
         partials = own.data_ptr()
     counted = counters.of_device(gpu.device_index, counters.SEMAPHORES).address(stream)
-    optional = (problem.lse, lengths.pages, lengths.page_starts, lengths.seq_lens, lengths.qo_indptr)
+    optional = (problem.lse, lengths.kv_indices, lengths.kv_indptr, lengths.kv_len, lengths.qo_indptr)
     factors = (problem.scale, problem.v_scale, problem.sinks, problem.ckv_scales)
     tensors = problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out, *optional, *factors
     addresses = *(0 if x is None else x.data_ptr() for x in tensors), partials, counted
@@ -88,5 +88,5 @@ def _strides(problem: MlaProblem) -> Values:
 def _numbers(problem: MlaProblem) -> Values:
     """Return the values of NUMBERS."""
     lengths = problem.lengths
-    table_stride = lengths.pages.stride(0) if lengths.page_starts is None else 0
+    table_stride = lengths.kv_indices.stride(0) if lengths.kv_indptr is None else 0
     return table_stride, lengths.batch_size, lengths.capacity(problem.settings.page_size)
