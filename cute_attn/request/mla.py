@@ -120,31 +120,30 @@ class MlaLengths(NamedTuple):
 
     def on(self, device: torch.device) -> MlaLengths:
         """Return these lengths as launches on a device read them."""
-        arrays = ((name, getattr(self, name)) for name in Names._fields)
-        there: dict[str, Any] = {
-            name: x.to(device, non_blocking=True).contiguous() for name, x in arrays if x is not None
-        }
-        return self._replace(**there)
+        there: list[Any] = [None if x is None else _on(x, device) for x in self[1:5]]
+        return MlaLengths(self.names, *there, *self[5:])
 
-    def check(self, page_size: int) -> UsedPages:
-        """Check the lengths, whose values are on the host or are read there. Return where the pages in use are."""
-        kv_len = self.kv_len.cpu().numpy().astype(np.int64)
-        size = self.kv_indices.shape[-1]
+    def on_host(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Check the keys of each request, and return them and the index of its first page. On a GPU they are read."""
+        kv_len, size = self.kv_len.cpu().numpy().astype(np.int64), self.kv_indices.shape[-1]
         if self.kv_indptr is None:
-            first = np.arange(self.batch_size) * size
-            counts = np.full_like(first, size)
+            bounds = np.arange(self.batch_size + 1) * size
+            room = np.full_like(kv_len, size * page_size)
         else:
-            starts = self.kv_indptr.cpu().numpy().astype(np.int64)
-            first, counts = starts[:-1], np.minimum(starts[1:], size) - starts[:-1]
-        room = np.minimum(counts * page_size, MAX_KV_LEN)
-        wrong = (kv_len < 0) | (kv_len > room)
+            bounds = self.kv_indptr.cpu().numpy().astype(np.int64)
+            room = (np.minimum(bounds[1:], size) - bounds[:-1]) * page_size
+        wrong = (kv_len < 0) | (kv_len > np.minimum(room, MAX_KV_LEN))
         if wrong.any():
             i = int(wrong.argmax())
             raise ArgumentError(
                 f"{self.names.kv_len} must be within 0..{room[i]}, the tokens of a request's pages in "
                 f"{self.names.kv_indptr or self.names.kv_indices}; request {i} has {kv_len[i]}"
             )
-        return UsedPages.of(kv_len, first, page_size)
+        return kv_len, bounds[:-1]
+
+
+def _on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return (x if x.device == device else x.to(device, non_blocking=True)).contiguous()
 
 
 class MlaProblem(NamedTuple):
@@ -229,7 +228,6 @@ def _check_parts(parts: Parts) -> Parts:
             f"got {checks.describe(q.x)} and {checks.describe(parts.ckv.x)}"
         )
     for name, x in parts.given():
-        checks.check_grad(name, x)
         checks.device(name, x, q.x.device)
     checks.dtype(parts.q_pe.name, parts.q_pe.x.dtype, (q.x.dtype,))
     checks.dtype(parts.ckv.name, parts.ckv.x.dtype, (q.x.dtype, NARROW))
@@ -244,10 +242,9 @@ def _check_parts(parts: Parts) -> Parts:
             )
     if parts.ckv_scales is not None:
         _check_scales(parts.ckv_scales, parts.ckv)
-    for part in parts[2:]:
-        if part is not None and part.x.shape[-1]:
-            _check_cache(part)
-    q_nope, q_pe = (part._replace(x=operands.readable_query(part.x)) for part in (q, parts.q_pe))
+    ckv, kpe = parts.ckv, parts.kpe if parts.kpe.x.shape[-1] else parts.ckv
+    _check_strides(ckv, kpe)
+    q_nope, q_pe = (_readable(part, ckv, kpe) if part.x.shape[-1] else part for part in (q, parts.q_pe))
     return parts._replace(q_nope=q_nope, q_pe=q_pe)
 
 
@@ -261,14 +258,22 @@ def _check_scales(scales: Part, ckv: Part) -> None:
             f"Invalid shape of {scales.name}: it must be [num_pages, page_size, {LATENT // GROUP}], here {shape}; "
             f"got {checks.describe(scales.x)}"
         )
+    checks.check_grad(*scales)
+    operands.check_rows(*scales, operands.ALIGNMENT)
+    _check_strides(scales)
 
 
-def _check_cache(part: Part) -> None:
-    """Refuse a cache that kernels cannot read: copies of caches are never made silently."""
-    name, x = part
-    operands.check_rows(name, x, operands.ALIGNMENT)
-    if max(operands.outer_strides(x), default=0) * x.itemsize > MAX_INDEX:
-        raise ArgumentError(f"{name} must have strides of at most {MAX_INDEX} bytes, got strides {x.stride()}")
+def _check_strides(*caches: Part) -> None:
+    """Refuse caches whose strides kernels cannot count."""
+    for name, x in caches:
+        if max(x.stride()) * x.itemsize > MAX_INDEX:
+            raise ArgumentError(f"{name} must have strides of at most {MAX_INDEX} bytes, got strides {x.stride()}")
+
+
+def _readable(q: Part, ckv: Part, kpe: Part) -> Part:
+    """Return one part of queries as kernels read it beside the cache."""
+    tensors, names = (q.x, ckv.x, kpe.x), (q.name, ckv.name, kpe.name)
+    return Part(q.name, operands.readable(*tensors, operands.placement(*tensors), names, operands.ALIGNMENT))
 
 
 # ---- problems
@@ -327,7 +332,8 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
 def check_values(problem: MlaProblem) -> None:
     """Check lengths and page numbers, which launches trust. On a GPU this synchronises."""
     lengths = problem.lengths
-    used = lengths.check(problem.settings.page_size)
+    page_size = problem.settings.page_size
+    used = UsedPages.of(*lengths.on_host(page_size), page_size)
     used.check(used.take(lengths.kv_indices), problem.ckv.shape[0], lengths.names.kv_indices)
     if lengths.qo_indptr is not None:
         bounds, rows = lengths.qo_indptr.tolist(), problem.q_nope.shape[0]

@@ -92,11 +92,6 @@ def readable(
         kv_alignment = NARROW_ALIGNMENT if k.itemsize == 1 else ALIGNMENT
     for name, x in zip(names[1:], (k, v), strict=True):
         check_rows(name, x, kv_alignment)
-    return readable_query(q)
-
-
-def readable_query(q: torch.Tensor) -> torch.Tensor:
-    """Return q with rows that kernels can read, copied where needed."""
     if (q.stride(-1) != 1 and q.shape[-1] > 1) or (q.device.type in KERNEL_DEVICES and not aligned(q)):
         return q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
     return q

@@ -72,6 +72,7 @@ class GraphBuffers:
         for name, kind in kinds.items():
             if masked or kind.holds not in Mask._fields:
                 self._add(name, kind, given[name], workspace)
+        self._extents = [checks.extent(buffer) for buffer in self.buffers.values()]
         self._staged = {
             what: Staging(workspace.device, target=self.holding[what]) for what in LENGTHS if what in self.holding
         }
@@ -182,8 +183,7 @@ class GraphBuffers:
         if source.dtype == torch.int64:
             return caches.as_int32(source, source.device)
         start, stop = checks.extent(source)
-        buffers = map(checks.extent, self.buffers.values())
-        return source.clone() if any(start < end and first < stop for first, end in buffers) else source
+        return source.clone() if any(start < end and first < stop for first, end in self._extents) else source
 
     def captured(self, lengths: DeviceLengths) -> DeviceLengths:
         """Return the lengths of a planner launch that is captured: its replays read the buffers, which hold the lengths

@@ -12,6 +12,7 @@ import torch
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import short
 from cute_attn.request import checks
+from cute_attn.request.caches import UsedPages
 from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, Names
 from cute_attn.request.settings import HALF
 
@@ -132,7 +133,7 @@ def plan_lengths(metadata: Any, flat: dict[str, Any], page_size: int) -> MlaLeng
         raise ArgumentError(f"plan must get metadata, or {', or '.join(FORMS.values())}")
     for lengths in found:
         if lengths.kv_len.is_cpu and (lengths.kv_indptr is None or lengths.kv_indptr.is_cpu):
-            lengths.check(page_size)
+            lengths.on_host(page_size)
     if len(found) == 2:
         _check_equal(found, page_size)
     return found[0]
@@ -144,7 +145,7 @@ def _check_equal(forms: Sequence[MlaLengths], page_size: int) -> None:
         (name, one), (other_name, other) = ((getattr(x.names, field), getattr(x, field).tolist()) for x in forms)
         if one != other:
             raise ArgumentError(f"{name} and {other_name} must be equal, got {checks.shown(one)} and {other}")
-    used = [lengths.check(page_size) for lengths in forms]
+    used = [UsedPages.of(*lengths.on_host(page_size), page_size) for lengths in forms]
     one, other = (pages.take(lengths.kv_indices).cpu() for pages, lengths in zip(used, forms, strict=True))
     if not torch.equal(one, other):
         i = np.repeat(np.arange(len(used[0].counts)), used[0].counts)[int((one != other).nonzero()[0])]

@@ -362,9 +362,9 @@ def test_graphs_over_tables() -> None:
         wrapper.plan(metadata=metadata(case, "dense", seq_lens=case.seq_lens.clone()), **plan_options(case))
     buffers = (case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens)
     buffered = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *(x.clone() for x in buffers))
-    with pytest.raises(ArgumentError, match="cum_seq_lens_q must not be given to a wrapper whose"):
+    with pytest.raises(ArgumentError, match="block_tables, seq_lens must not be given to a wrapper whose"):
         buffered.plan(metadata=metadata(case, "dense"), **plan_options(case))
-    with pytest.raises(ArgumentError, match="qo_indptr must have a buffer from the construction"):
+    with pytest.raises(ArgumentError, match="kv_len_arr must have buffers from the construction"):
         cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), use_cuda_graph=True).plan(
             metadata=metadata(case, "csr"), **plan_options(case)
         )
@@ -382,7 +382,7 @@ def test_plans_check_all_before_they_write() -> None:
     given |= {"page_size": 2, "causal": True, "sm_scale": SCALE}
     given |= {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     for changes, message in (
-        ({"kv_indices": torch.zeros(99, dtype=torch.int32)}, "kv indices must fit the 8 elements of their buffer, got 99"),
+        ({"kv_indices": torch.zeros(99, dtype=torch.int32)}, "kv indices must fit the 8 elements"),
         ({"qo_indptr": torch.tensor([0, 2, 1], dtype=torch.int32)}, "qo_indptr must not decrease"),
         ({"qo_indptr": torch.tensor([1, 2, 3], dtype=torch.int32)}, "qo_indptr must start at 0"),
         ({"kv_len_arr": torch.tensor([9, 7], dtype=torch.int32)}, "kv_len_arr must be within 0.*request 1 has 7"),
