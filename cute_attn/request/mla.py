@@ -120,8 +120,9 @@ class MlaLengths(NamedTuple):
 
     def on(self, device: torch.device) -> MlaLengths:
         """Return these lengths as launches on a device read them."""
-        there: list[Any] = [None if x is None else _on(x, device) for x in self[1:5]]
-        return MlaLengths(self.names, *there, *self[5:])
+        arrays = zip(Names._fields, self[1:5], strict=True)
+        there: dict[str, Any] = {name: None if x is None else _on(x, device) for name, x in arrays}
+        return self._replace(**there)
 
     def on_host(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Check the keys of each request, and return them and the index of its first page. On a GPU they are read."""
@@ -143,7 +144,12 @@ class MlaLengths(NamedTuple):
 
 
 def _on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return (x if x.device == device else x.to(device, non_blocking=True)).contiguous()
+    return (x if x.device == device else x.to(device, non_blocking=not copied_at_once(x, device))).contiguous()
+
+
+def copied_at_once(x: torch.Tensor, device: torch.device) -> bool:
+    """Tell whether a copy to a device must end before `plan` returns: the caller may then overwrite pinned memory."""
+    return x.is_cpu and device.type != "cpu" and x.is_pinned()
 
 
 class MlaProblem(NamedTuple):
@@ -242,9 +248,8 @@ def _check_parts(parts: Parts) -> Parts:
             )
     if parts.ckv_scales is not None:
         _check_scales(parts.ckv_scales, parts.ckv)
-    ckv, kpe = parts.ckv, parts.kpe if parts.kpe.x.shape[-1] else parts.ckv
-    _check_strides(ckv, kpe)
-    q_nope, q_pe = (_readable(part, ckv, kpe) if part.x.shape[-1] else part for part in (q, parts.q_pe))
+    q_nope = _readable(q, parts.ckv, parts.ckv_scales or parts.ckv)
+    q_pe = _readable(parts.q_pe, parts.ckv, parts.kpe) if parts.kpe.x.shape[-1] else parts.q_pe
     return parts._replace(q_nope=q_nope, q_pe=q_pe)
 
 
@@ -258,22 +263,15 @@ def _check_scales(scales: Part, ckv: Part) -> None:
             f"Invalid shape of {scales.name}: it must be [num_pages, page_size, {LATENT // GROUP}], here {shape}; "
             f"got {checks.describe(scales.x)}"
         )
-    checks.check_grad(*scales)
-    operands.check_rows(*scales, operands.ALIGNMENT)
-    _check_strides(scales)
 
 
-def _check_strides(*caches: Part) -> None:
-    """Refuse caches whose strides kernels cannot count."""
-    for name, x in caches:
+def _readable(q: Part, k: Part, v: Part) -> Part:
+    """Return one part of queries as kernels read it. Two parts of the cache are refused where kernels cannot."""
+    for name, x in (k, v):
         if max(x.stride()) * x.itemsize > MAX_INDEX:
             raise ArgumentError(f"{name} must have strides of at most {MAX_INDEX} bytes, got strides {x.stride()}")
-
-
-def _readable(q: Part, ckv: Part, kpe: Part) -> Part:
-    """Return one part of queries as kernels read it beside the cache."""
-    tensors, names = (q.x, ckv.x, kpe.x), (q.name, ckv.name, kpe.name)
-    return Part(q.name, operands.readable(*tensors, operands.placement(*tensors), names, operands.ALIGNMENT))
+    placed, names = operands.placement(q.x, k.x, v.x), (q.name, k.name, v.name)
+    return Part(q.name, operands.readable(q.x, k.x, v.x, placed, names, operands.ALIGNMENT))
 
 
 # ---- problems
@@ -281,7 +279,7 @@ def _readable(q: Part, ckv: Part, kpe: Part) -> Part:
 
 def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions) -> MlaProblem:
     """Check a call and allocate the outputs that the caller did not pass."""
-    scratch, given_parts = operands.partials_in(*workspace), parts
+    scratch, given = operands.partials_in(*workspace), parts.given()
     parts = _check_parts(parts)
     q, page_size = parts.q_nope.x, parts.ckv.x.shape[1]
     for name, x in (workspace, (lengths.names.kv_indices, lengths.kv_indices)):
@@ -310,17 +308,15 @@ def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: Mla
         options.enable_pdl,
     )
     wants_lse = options.lse is None and checks.boolean("return_lse", options.return_lse)
-    given = options.out, options.lse, wants_lse
-    out, lse = operands.outputs(q, given, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
+    buffers = options.out, options.lse, wants_lse
+    out, lse = operands.outputs(q, buffers, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
     scale_tensors = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
-    read = *given_parts.given(), *lengths.arrays().items(), *scale_tensors
-    checks.apart((workspace, ("out", out), ("lse", lse)), read)
+    checks.apart((workspace, ("out", out), ("lse", lse)), (*given, *lengths.arrays().items(), *scale_tensors))
     sinks = options.sinks
     if sinks is not None:
         sinks = operands.per_head("sinks", sinks, ("num_heads", q.shape[1]), q.device)
-    q_nope, q_pe, ckv, kpe = (part.x for part in parts[:4])
-    ckv_scales = None if parts.ckv_scales is None else parts.ckv_scales.x
-    return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks, ckv_scales)
+    q_nope, q_pe, ckv, kpe, *groups = (part.x for part in parts.given())
+    return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks, *groups)
 
 
 def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
@@ -331,8 +327,7 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
 
 def check_values(problem: MlaProblem) -> None:
     """Check lengths and page numbers, which launches trust. On a GPU this synchronises."""
-    lengths = problem.lengths
-    page_size = problem.settings.page_size
+    lengths, page_size = problem.lengths, problem.settings.page_size
     used = UsedPages.of(*lengths.on_host(page_size), page_size)
     used.check(used.take(lengths.kv_indices), problem.ckv.shape[0], lengths.names.kv_indices)
     if lengths.qo_indptr is not None:

@@ -91,7 +91,8 @@ def readable(
     if kv_alignment is None:
         kv_alignment = NARROW_ALIGNMENT if k.itemsize == 1 else ALIGNMENT
     for name, x in zip(names[1:], (k, v), strict=True):
-        check_rows(name, x, kv_alignment)
+        _check_unit_stride(name, x)
+        _check_alignment(name, x, kv_alignment)
     if (q.stride(-1) != 1 and q.shape[-1] > 1) or (q.device.type in KERNEL_DEVICES and not aligned(q)):
         return q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
     return q
@@ -115,14 +116,13 @@ def is_expanded(*tensors: torch.Tensor) -> bool:
     return any(stride == 0 and count > 1 for x in tensors for stride, count in zip(x.stride(), x.shape, strict=True))
 
 
-def check_rows(name: str, tensor: torch.Tensor, alignment: int) -> None:
-    """Refuse a cache whose last axis does not have unit stride, and on a GPU rows that are not so aligned."""
+def _check_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """Refuse k or v whose last axis does not have unit stride."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ArgumentError(
             f"{name} must have stride 1 on its last axis, got strides {tensor.stride()}; "
             f"a copy of a cache is never made silently: pass {name}.contiguous()"
         )
-    _check_alignment(name, tensor, alignment)
 
 
 def _check_alignment(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> None:

@@ -21,6 +21,7 @@ from cute_attn.request.mla import (
     Part,
     Parts,
     check_values,
+    copied_at_once,
     mla_problem,
     split_rows,
     whole_part,
@@ -216,8 +217,10 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
                 f"without them plans must get {FORMS[OF_TABLE]}"
             )
         self._graph.check_room(lengths.batch_size, lengths.kv_indices.numel())
-        fields = {name: getattr(lengths, name) for name in names._fields}
-        for copy in [copy for name, x in fields.items() for copy in self._graph.copies(name, x)]:
+        copies: list[Any] = []
+        for name, x in zip(names._fields, lengths.arrays().values(), strict=True):
+            copies += self._graph.copies(name, x, not copied_at_once(x, self.device))
+        for copy in copies:
             copy()
         buffers: dict[str, Any] = self._graph.holding
         return lengths._replace(**buffers)
