@@ -120,9 +120,8 @@ class MlaLengths(NamedTuple):
 
     def on(self, device: torch.device) -> MlaLengths:
         """Return these lengths as launches on a device read them."""
-        arrays = zip(Names._fields, self[1:5], strict=True)
-        there: dict[str, Any] = {name: None if x is None else _on(x, device) for name, x in arrays}
-        return self._replace(**there)
+        there = [None if x is None else _on(x, device) for x in self[1:5]]
+        return self._make((self.names, *there, *self[5:]))
 
     def on_host(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Check the keys of each request, and return them and the index of its first page. On a GPU they are read."""
@@ -311,7 +310,8 @@ def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: Mla
     buffers = options.out, options.lse, wants_lse
     out, lse = operands.outputs(q, buffers, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
     scale_tensors = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
-    checks.apart((workspace, ("out", out), ("lse", lse)), (*given, *lengths.arrays().items(), *scale_tensors))
+    arrays = zip(lengths.names, lengths[1:5], strict=True)
+    checks.apart((workspace, ("out", out), ("lse", lse)), (*given, *arrays, *scale_tensors))
     sinks = options.sinks
     if sinks is not None:
         sinks = operands.per_head("sinks", sinks, ("num_heads", q.shape[1]), q.device)

@@ -173,7 +173,9 @@ class GraphBuffers:
 
     def copies(self, what: str, source: torch.Tensor, non_blocking: bool = True) -> Copies:
         """Return the copy of numbers to the start of the buffer that holds them; none where they are there."""
-        target = self.holding[what][: source.numel()]
+        target, size = self.holding[what], source.numel()
+        if size != target.numel():
+            target = target[:size]
         if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype and source.is_contiguous():
             return ()
         return [functools.partial(target.copy_, self._aside(source), non_blocking=non_blocking)]
@@ -183,7 +185,8 @@ class GraphBuffers:
         if source.dtype == torch.int64:
             return caches.as_int32(source, source.device)
         start, stop = checks.extent(source)
-        return source.clone() if any(start < end and first < stop for first, end in self._extents) else source
+        met = [first for first, end in self._extents if start < end and first < stop]
+        return source.clone() if met else source
 
     def captured(self, lengths: DeviceLengths) -> DeviceLengths:
         """Return the lengths of a planner launch that is captured: its replays read the buffers, which hold the lengths

@@ -82,7 +82,9 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        self._float_workspace_buffer, _ = scratch_memory("float_workspace_buffer", float_workspace_buffer)
+        name = "float_workspace_buffer"
+        self._float_workspace_buffer, _ = scratch_memory(name, float_workspace_buffer)  # serving engines read it
+        self._workspace = Part(name, self._float_workspace_buffer)
         self._backend = dispatch.checked_name(backend, SAME)
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
         buffers = dict(zip(OF_LIST, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
@@ -327,8 +329,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             plan.causal, sm_scale, 1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse,
             "ln" if natural else "log2", plan.enable_pdl, sinks, ckv_scale, kpe_scale,
         )  # fmt: skip
-        workspace = Part("float_workspace_buffer", self._float_workspace_buffer)
-        problem = run(parts, plan.lengths, workspace, options, self._backend)
+        problem = run(parts, plan.lengths, self._workspace, options, self._backend)
         if not return_lse:
             return problem.out
         assert problem.lse is not None
