@@ -91,9 +91,9 @@ class MlaLengths(NamedTuple):
         """
         most: int | None = self.qo_len
         if most is not None:
-            checks.at_least("max_q_len", most, 0)
+            most = checks.at_least("max_q_len", most, 0)
             if not bounds.is_cpu:
-                return self
+                return self._replace(qo_len=most)
         ends = bounds.tolist()
         if most is None:
             most = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
@@ -132,7 +132,8 @@ class MlaLengths(NamedTuple):
         else:
             bounds = self.kv_indptr.cpu().numpy().astype(np.int64)
             room = (np.minimum(bounds[1:], size) - bounds[:-1]) * page_size
-        wrong = (kv_len < 0) | (kv_len > np.minimum(room, MAX_KV_LEN))
+        room = np.minimum(room, MAX_KV_LEN)
+        wrong = (kv_len < 0) | (kv_len > room)
         if wrong.any():
             i = int(wrong.argmax())
             raise ArgumentError(

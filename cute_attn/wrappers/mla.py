@@ -92,6 +92,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         if self._use_cuda_graph and any(x is not None for x in buffers.values()):
             self._graph = GraphBuffers(float_workspace_buffer, buffers)
         self._planned: Planned | None = None
+        self._o_dtype: torch.dtype | None = None  # of the latest plan, for traced runs
         self._handle = declare.handle_of(self)
 
     @property
@@ -103,11 +104,6 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
     def is_cuda_graph_enabled(self) -> bool:
         """Whether plans copy their arrays to buffers of the caller."""
         return self._use_cuda_graph
-
-    @property
-    def _o_dtype(self) -> torch.dtype | None:
-        """The dtype of outputs of the latest plan, for traced runs."""
-        return None if self._planned is None else self._planned.dtypes[0]
 
     # ---- plan
 
@@ -189,15 +185,13 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             dtypes,
             checks.boolean("causal", causal),
             checks.real("sm_scale", sm_scale),
-            (
-                mla_plan.plan_layout("query_layout", query_layout),
-                mla_plan.plan_layout("kv_cache_layout", kv_cache_layout),
-            ),
+            mla_plan.plan_layouts(query_layout=query_layout, kv_cache_layout=kv_cache_layout),
             *mla_plan.plan_modes(lse_mode, scale_mode, dtypes[1], dynamic=metadata is None),
             None if enable_pdl is None else checks.boolean("enable_pdl", enable_pdl),
             checks.boolean("use_sinks", use_sinks),
         )
         self._planned = Planned(self._placed(lengths), *options)
+        self._o_dtype = dtypes[0]
 
     def _placed(self, lengths: MlaLengths) -> MlaLengths:
         """Return lengths where launches read them. Nothing is written before all is checked."""

@@ -101,7 +101,7 @@ class Planned(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]  # of queries and of the cache
     causal: bool
     sm_scale: float
-    layouts: tuple[str | None, str | None]  # of queries and of the cache, where the plan says
+    layouts: tuple[str | None, ...]  # of queries and of the cache, where the plan says
     lse_mode: str | None  # one of LSE_MODES; None: any
     scale_mode: str
     enable_pdl: bool | None
@@ -174,8 +174,9 @@ def plan_dtypes(q: Any, kv: Any, out: Any) -> tuple[torch.dtype, torch.dtype]:
     return q, kv
 
 
-def plan_layout(name: str, value: Any) -> str | None:
-    return None if value is None else checks.choice(name, value, LAYOUTS)
+def plan_layouts(**given: Any) -> tuple[str | None, ...]:
+    """Check the forms of queries and of the cache, by name; None: either."""
+    return tuple(None if value is None else checks.choice(name, value, LAYOUTS) for name, value in given.items())
 
 
 def plan_modes(lse_mode: Any, scale_mode: Any, kv_dtype: torch.dtype, *, dynamic: bool) -> tuple[str | None, str]:
