@@ -121,7 +121,7 @@ class MlaLengths(NamedTuple):
     def on(self, device: torch.device) -> MlaLengths:
         """Return these lengths as launches on a device read them."""
         there = [None if x is None else _on(x, device) for x in self[1:5]]
-        return self._make((self.names, *there, *self[5:]))
+        return MlaLengths._make((self.names, *there, *self[5:]))
 
     def on_host(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Check the keys of each request, and return them and the index of its first page. On a GPU they are read."""

@@ -198,13 +198,13 @@ def test_plans_of_a_graph_keep_their_buffers() -> None:
     wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *buffers)
     options = (4, LATENT, ROPE, 2, False, SCALE, torch.bfloat16, torch.bfloat16)
     for each in (case, other):
-        given = [each.qo_indptr, each.kv_indptr, each.indices, each.seq_lens]
-        wrapper.plan(*given, *options)
+        wrapper.plan(each.qo_indptr, each.kv_indptr, each.indices, each.seq_lens, *options)
         each.check(wrapper.run(*each.parts(), return_lse=True))
         assert torch.equal(buffers[3], each.seq_lens)
-    longer = torch.tensor([0, 2, 4], dtype=torch.int32)
     with pytest.raises(ArgumentError, match="no request more query tokens than the first plan"):
-        wrapper.plan(longer, *arrays[1:], *options)
+        wrapper.plan(torch.tensor([0, 2, 4], dtype=torch.int32), *arrays[1:], *options)
+    with pytest.raises(ArgumentError, match="kv_indptr must have 3 elements for batch size 2, got 2"):
+        cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, buffers[0], buffers[1][:2], *buffers[2:])
 
 
 # ---- FlashMLA's names
