@@ -1,7 +1,7 @@
 """The calls that vLLM's FlashInfer backend makes, in its order and with its keywords: its prefill and decode wrappers.
 
 Written after reading vLLM 0.33.0 (`v1/attention/backends/flashinfer.py`, the sparse prefill of Step5, the ragged
-prefill of MLA models). The functions without a plan are in `test_vllm_functions.py`.
+prefill of MLA models). The functions without a plan are in `test_functions.py`.
 """
 
 from __future__ import annotations
