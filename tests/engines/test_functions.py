@@ -148,9 +148,7 @@ def test_decode_over_an_nvfp4_cache(name: str, device: str) -> None:
     assert_close(out, held.expected(SCALE)[0], 8e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "causal"), [*((name, True) for name in ENGINES), *((name, False) for name in XQA)]
-)
+@pytest.mark.parametrize(("name", "causal"), [*((name, True) for name in ENGINES), *((name, False) for name in XQA)])
 @pytest.mark.parametrize("q_lens", [(3, 3, 3), (35, 35, 35), (4, 1, 2), (4, 1, 0, 2)])
 def test_verification(name: str, causal: bool, q_lens: tuple[int, ...], device: str) -> None:
     """As many drafts for every request, or not; a graph's padding leaves requests without tokens. Not causal: a block
