@@ -27,6 +27,7 @@ from cute_attn.integrations.vllm.cache import CacheFormat, views
 from cute_attn.integrations.vllm.encoder import EncoderAttention
 from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, split_decodes
 from cute_attn.integrations.vllm.support import Asked
+from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.emulated_calls import emulated_append
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.vllm_case import CACHE_DTYPES, UNTOUCHED, Step
@@ -195,8 +196,10 @@ def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: 
     case = Step(MIXED, LLAMA)
     step = case.metadata()
     plans: list[int] = []
-    planned = type(step)._plan
-    monkeypatch.setattr(type(step), "_plan", lambda self, *a: (plans.append(1), planned(self, *a))[1])
+    plan = BatchPrefillWithPagedKVCacheWrapper.plan
+    monkeypatch.setattr(
+        BatchPrefillWithPagedKVCacheWrapper, "plan", lambda self, *a, **o: (plans.append(1), plan(self, *a, **o))[1]
+    )
     for window_left, scale in ((-1, 0.125), (-1, 0.3), (8, 0.125), (-1, 0.125)):
         layer = Layer(4, 64, scale, 2, window_left=window_left)
         attention = LayerAttention(layer, BF16, None)

@@ -16,7 +16,26 @@ from cute_attn.integrations.vllm.impl import CuteAttnImpl
 from cute_attn.integrations.vllm.support import Asked
 
 
-class CuteAttnBackend(AttentionBackend):
+class OnKernels:
+    """What holds for both of vLLM's kinds of backends, as the kernels are the same."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return multiples of 16. Kernels take any page size, but a block of so few tokens has too many pages."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Return False: how many query tokens a request has is read on the host."""
+        return False
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Return whether some kernel runs on the GPU."""
+        return support.compute_capability_reason(capability.major, capability.minor) is None
+
+
+class CuteAttnBackend(OnKernels, AttentionBackend):
     """Decoder self-attention on cute_attn's kernels. What is not supported is refused with a reason when vLLM
     validates its configuration: MLA, sparse attention, context parallelism.
     """
@@ -40,11 +59,6 @@ class CuteAttnBackend(AttentionBackend):
     def get_builder_cls() -> type[CuteAttnMetadataBuilder]:
         """Return the class that builds the metadata of a step."""
         return CuteAttnMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return multiples of 16. Kernels take any page size, but a block of so few tokens has too many pages."""
-        return [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -89,19 +103,9 @@ class CuteAttnBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: how many query tokens a request has is read on the host."""
-        return False
-
-    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """Return True: with VLLM_BATCH_INVARIANT=1 all steps run plans whose keys are not split."""
         return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether some kernel runs on the GPU."""
-        return support.compute_capability_reason(capability.major, capability.minor) is None
 
     @classmethod
     def supports_combination(
