@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import transformers
@@ -33,7 +35,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
         return plan(self, *args, **options)
 
     monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", counted)
-    monkeypatch.setattr(plans, "_plans", plans.Plans())
+    monkeypatch.setattr(plans, "_sessions", OrderedDict())
     return calls
 
 
