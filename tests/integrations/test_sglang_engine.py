@@ -408,7 +408,8 @@ def state_addresses(backend: CuteAttnBackend) -> list[int]:
     if isinstance(step, tables.TableStep):
         used = [x for x in (step.tables, step.window_tables, step.seq_lens, step.mask) if x is not None]
     else:
-        used = [x for wrapper in step._wrappers.values() for x in wrapper._place.graph.index.values()]
+        names = "_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"
+        used = [getattr(wrapper, name) for wrapper in step._wrappers.values() for name in names]
     if backend._window_loc is not None:
         used.append(backend._window_loc)
     return [x.data_ptr() for x in used]
