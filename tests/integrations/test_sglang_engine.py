@@ -31,6 +31,7 @@ import cute_attn.integrations.sglang as plugin
 from cute_attn.integrations.sglang import planned, tables
 from cute_attn.integrations.sglang.backend import CuteAttnBackend
 from tests.support import sglang_runner
+from tests.support.noted import noted
 from tests.support.sglang_runner import HEAD_DIM, HEADS, Runner
 
 HALF_STEP = 1 / 128  # of bfloat16 at 1, twice
@@ -213,32 +214,16 @@ def test_nothing_is_copied(page_size: int, monkeypatch: pytest.MonkeyPatch) -> N
     """Calls get the pool's memory with its strides, and every layer of a kind runs the plan of the first."""
     layers = [sglang_runner.layer(i) for i in range(3)]
     runner = Runner(layers, page_size)
-    backend, seen, plans = CuteAttnBackend(runner), [], []
-    decode, run = tables.xqa_batch_decode_with_kv_cache, planned.BatchPrefillWithPagedKVCacheWrapper.run
-    plan = planned.BatchPrefillWithPagedKVCacheWrapper.plan
-
-    def seen_decode(q: torch.Tensor, cache: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(cache)
-        return decode(q, cache, *args, **kwargs)
-
-    def seen_run(wrapper: Any, q: torch.Tensor, cache: Any, **kwargs: Any) -> Any:
-        seen.append(cache)
-        return run(wrapper, q, cache, **kwargs)
-
-    def seen_plan(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-        plans.append(args)
-        plan(wrapper, *args, **kwargs)
-
-    monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", seen_decode)
-    monkeypatch.setattr(planned.BatchPrefillWithPagedKVCacheWrapper, "run", seen_run)
-    monkeypatch.setattr(planned.BatchPrefillWithPagedKVCacheWrapper, "plan", seen_plan)
+    backend, wrapper = CuteAttnBackend(runner), planned.BatchPrefillWithPagedKVCacheWrapper
+    plans, runs = (noted(monkeypatch, wrapper, name) for name in ("plan", "run"))
+    decodes = noted(monkeypatch, tables, "xqa_batch_decode_with_kv_cache")
     for batch in (runner.extend([1, 2], [40, 3]), runner.decode([2, 1])):
         backend.init_forward_metadata(batch)
         for layer in layers:
             backend.forward(*new_tokens(batch), layer, batch)
     assert len(plans) == 1
-    assert len(seen) == 6
-    for layer, cache in zip(layers * 2, seen, strict=True):
+    caches = [call.args[2] for call in runs] + [call.args[1] for call in decodes]
+    for layer, cache in zip(layers * 2, caches, strict=True):
         for pages, buffer in zip(cache, runner.token_to_kv_pool.get_kv_buffer(layer.layer_id), strict=True):
             assert pages.data_ptr() == buffer.data_ptr()
             assert pages.shape[1:] == (page_size, NUM_KV_HEADS, HEAD_DIM)

@@ -20,6 +20,7 @@ from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from tests.support.dense_attention import attention, seen
 from tests.support.executors import DEVICES
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
+from tests.support.noted import noted
 
 HEADS = 4
 KIND = LayerKind(False, HEADS, 1, LATENT + ROPE, SCALE, -1, 0.0, True)
@@ -62,11 +63,7 @@ def test_rows_of_the_pool(q_lens: tuple[int, ...], page_size: int, narrow: bool,
 @pytest.mark.parametrize("device", DEVICES)
 def test_prompts_are_planned_once_per_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = LatentAttention(device)
-    plans: list[int] = []
-    plan = BatchPrefillWithRaggedKVCacheWrapper.plan
-    monkeypatch.setattr(
-        BatchPrefillWithRaggedKVCacheWrapper, "plan", lambda self, *a, **o: (plans.append(1), plan(self, *a, **o))[1]
-    )
+    plans = noted(monkeypatch, BatchPrefillWithRaggedKVCacheWrapper, "plan")
     kind = KIND._replace(num_kv_heads=HEADS, head_dim=192)
     generator = torch.Generator().manual_seed(0)
     for q_lens in ((7, 1, 30), (7, 2)):

@@ -21,6 +21,7 @@ from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from tests.support.dense_attention import attention, seen
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
+from tests.support.noted import noted
 
 ENTRIES = [*DEVICES, pytest.param("emulator", marks=pytest.mark.emulator)]
 SCALED = 0.5  # of e4m3 caches
@@ -134,11 +135,7 @@ def test_prefills_merge_new_tokens_and_chunks_of_context(device: str, monkeypatc
     generator = torch.Generator().manual_seed(0)
     workspace = torch.empty(8 << 20, dtype=torch.uint8, device=device)
     prefills = LatentPrefills(heads, SCALE, 128 + ROPE, 128, workspace)
-    plans: list[Any] = []
-    planned = BatchPrefillWithRaggedKVCacheWrapper.plan
-    monkeypatch.setattr(
-        BatchPrefillWithRaggedKVCacheWrapper, "plan", lambda self, *a, **o: (plans.append(o), planned(self, *a, **o))[1]
-    )
+    plans = noted(monkeypatch, BatchPrefillWithRaggedKVCacheWrapper, "plan")
     prefills.begin(torch.tensor(new))
     for _ in range(2):
 
@@ -168,7 +165,7 @@ def test_prefills_merge_new_tokens_and_chunks_of_context(device: str, monkeypatc
             mine = slice(*own)
             want = formula(q[mine].cpu(), torch.cat((keys, own_k[mine])).cpu(), torch.cat((values, own_v[mine])).cpu())
             torch.testing.assert_close(merged[mine].cpu(), want, rtol=1e-2, atol=1e-2)
-    assert [plan["causal"] for plan in plans] == [True, False, False]
+    assert [plan.kwargs["causal"] for plan in plans] == [True, False, False]
     prefills.begin(torch.tensor([3]))
     q, k, v = q[:3], own_k[:3], own_v[:3]
     out = torch.empty(3, heads, 128, dtype=q.dtype, device=device)

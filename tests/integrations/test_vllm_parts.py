@@ -29,13 +29,14 @@ from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, spl
 from cute_attn.integrations.vllm.support import Asked
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.emulated_calls import emulated_append
+from tests.support.engine_case import nvfp4_values
 from tests.support.executors import DEVICES, needs_gpu
+from tests.support.noted import noted
 from tests.support.vllm_case import CACHE_DTYPES, UNTOUCHED, Step
 
 BF16 = torch.bfloat16
 LLAMA = Layer(4, 64, 0.125, 2)
 MIXED = [(1, 37), (1, 5), (20, 20), (7, 50)]  # two decodes, a prefill, an extension
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
 
 def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -112,9 +113,7 @@ def nvfp4_rows(case: Step, side: int) -> list[torch.Tensor]:
             inner = case.cache[block].transpose(0, 1) if case.memory_order == "NHD" else case.cache[block]
             page = inner.cpu().contiguous().view(2, -1)[side]
             codes, scales = page[: cells * dim // 2], page[cells * dim // 2 :].view(torch.float8_e4m3fn)
-            nibbles = torch.stack((codes & 15, codes >> 4), -1).view(cells, dim)
-            values = E2M1[(nibbles & 7).long()] * torch.where(nibbles >= 8, -1.0, 1.0)
-            values *= scales.double().view(cells, dim // 16).repeat_interleave(16, 1) * case.scales[side]
+            values = nvfp4_values(codes.view(cells, -1), scales.view(cells, -1), case.scales[side])
             shape = (size, heads, dim) if case.memory_order == "NHD" else (heads, size, dim)
             values = values.view(shape)
             tokens.append(values if case.memory_order == "NHD" else values.transpose(0, 1))
@@ -195,11 +194,7 @@ def test_kernels_read_and_write_the_cache(
 def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Step(MIXED, LLAMA)
     step = case.metadata()
-    plans: list[int] = []
-    plan = BatchPrefillWithPagedKVCacheWrapper.plan
-    monkeypatch.setattr(
-        BatchPrefillWithPagedKVCacheWrapper, "plan", lambda self, *a, **o: (plans.append(1), plan(self, *a, **o))[1]
-    )
+    plans = noted(monkeypatch, BatchPrefillWithPagedKVCacheWrapper, "plan")
     for window_left, scale in ((-1, 0.125), (-1, 0.3), (8, 0.125), (-1, 0.125)):
         layer = Layer(4, 64, scale, 2, window_left=window_left)
         attention = LayerAttention(layer, BF16, None)
