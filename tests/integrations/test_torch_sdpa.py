@@ -253,12 +253,7 @@ def replaced() -> set[str]:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA kernels of its own")
-@pytest.mark.parametrize("has_registry", [True, False])
-def test_activate_and_deactivate(has_registry: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn import attention
-
-    if not has_registry:  # an older torch
-        monkeypatch.delattr(attention, "restore_flash_attention_impl", raising=False)
+def test_activate_and_deactivate() -> None:
     before = replaced()
     for _ in range(2):
         sdpa.activate()
@@ -271,9 +266,6 @@ def test_activate_and_deactivate(has_registry: bool, monkeypatch: pytest.MonkeyP
         assert replaced() == before
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="this torch has no registry"
-)
 def test_torch_knows_the_name() -> None:
     from torch.nn import attention
 
