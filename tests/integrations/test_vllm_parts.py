@@ -22,11 +22,11 @@ from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.integrations import vllm as plugin
 from cute_attn.integrations.vllm import support
-from cute_attn.integrations.vllm.attention import Layer, LayerAttention, has_standard_slopes
+from cute_attn.integrations.vllm.attention import LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.cache import CacheFormat, views
 from cute_attn.integrations.vllm.encoder import EncoderAttention
 from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, split_decodes
-from cute_attn.integrations.vllm.support import Asked
+from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.emulated_calls import emulated_append
 from tests.support.engine_case import nvfp4_values
@@ -426,36 +426,39 @@ def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
 # ---- what is supported
 
 
+def of(head_size: int, kv_cache_dtype: str = "auto", **options: Any) -> Layer:
+    return Layer(8, head_size, 0.1, 8, kv_cache_dtype, **options)
+
+
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("layer", "dtype", "words"),
     [
-        (Asked(128, BF16, "fp8", sinks=True), None),
-        (Asked(256, torch.float16, "nvfp4", soft_cap=True), None),
-        (Asked(80, BF16, "auto", alibi=True), None),
-        (Asked(320, BF16), "other head dimensions"),
-        (Asked(512, BF16, "nvfp4"), "NVFP4 k and v with head dimension 512"),
-        (Asked(72, BF16, "fp8"), "blocks of 16 elements, got head_size 72"),
-        (Asked(128, BF16, "float16"), "must have the model's dtype torch.bfloat16"),
-        (Asked(128, BF16, "int8_per_token_head"), "kv_cache_dtype must be one of auto, float16"),
+        (of(128, "fp8", sinks=True), BF16, None),
+        (of(256, "nvfp4", soft_cap=30.0), torch.float16, None),
+        (of(80, alibi=True), BF16, None),
+        (of(320), BF16, "other head dimensions"),
+        (of(512, "nvfp4"), BF16, "NVFP4 k and v with head dimension 512"),
+        (of(72, "fp8"), BF16, "blocks of 16 elements, got head_size 72"),
+        (of(128, "float16"), BF16, "must have the model's dtype torch.bfloat16"),
+        (of(128, "int8_per_token_head"), BF16, "kv_cache_dtype must be one of auto, float16"),
     ],
 )
-def test_reasons(asked: Asked, words: str | None) -> None:
-    reason = support.reason(asked, (9, 0))
+def test_reasons(layer: Layer, dtype: torch.dtype, words: str | None) -> None:
+    reason = support.reason(layer, dtype, (9, 0))
     assert reason is None if words is None else words in str(reason)
 
 
 def test_compute_capabilities() -> None:
     assert support.compute_capability_reason(9, 0) is support.compute_capability_reason(8, 6) is None
     assert "7.5 is not supported" in str(support.compute_capability_reason(7, 5))
-    assert "11.0 is not supported" in str(support.reason(Asked(128, BF16), (11, 0)))
+    assert "11.0 is not supported" in str(support.reason(of(128), BF16, (11, 0)))
 
 
 @pytest.mark.parametrize(
-    ("asked", "without_plan"),
-    [(Asked(128, BF16), True), (Asked(128, BF16, soft_cap=True), False), (Asked(128, BF16, alibi=True), False)],
+    ("layer", "without_plan"), [(of(128), True), (of(128, soft_cap=30.0), False), (of(128, alibi=True), False)]
 )
-def test_which_layers_decode_without_a_plan(asked: Asked, without_plan: bool) -> None:
-    assert support.decodes_without_plan(asked, None) is support.decodes_without_plan(asked, (9, 0)) is without_plan
+def test_which_layers_decode_without_a_plan(layer: Layer, without_plan: bool) -> None:
+    assert all(support.decodes_without_plan(layer, BF16, x) is without_plan for x in (None, (9, 0)))
 
 
 def test_layers_that_no_kernel_supports_are_refused_when_they_are_made() -> None:

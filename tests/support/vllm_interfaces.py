@@ -24,7 +24,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from cute_attn.integrations import vllm as plugin
-from cute_attn.integrations.vllm.attention import Layer
+from cute_attn.integrations.vllm.support import Layer
 from tests.support.vllm_case import Step
 
 HOPPER = DeviceCapability(9, 0)

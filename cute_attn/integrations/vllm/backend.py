@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from cute_attn.integrations.vllm import NAME, support
 from cute_attn.integrations.vllm.builder import CuteAttnMetadataBuilder
 from cute_attn.integrations.vllm.impl import CuteAttnImpl
-from cute_attn.integrations.vllm.support import Asked
+from cute_attn.integrations.vllm.support import Layer
 
 
 class OnKernels:
@@ -123,5 +123,5 @@ class CuteAttnBackend(OnKernels, AttentionBackend):
         """Return why no kernel of the GPU supports the combination, or None."""
         if use_mm_prefix and envs.VLLM_BATCH_INVARIANT:
             return "batch invariance with images whose tokens see each other: steps without images run another kernel"
-        asked = Asked(head_size, dtype, kv_cache_dtype, has_sink)
-        return support.reason(asked, (device_capability.major, device_capability.minor))
+        layer = Layer(8, head_size, 1.0, 8, kv_cache_dtype or "auto", sinks=has_sink)  # no answer depends on the heads
+        return support.reason(layer, dtype, (device_capability.major, device_capability.minor))

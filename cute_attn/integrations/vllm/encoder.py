@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.integrations.vllm.attention import Layer
 from cute_attn.integrations.vllm.metadata import LayerType, StepMetadata
+from cute_attn.integrations.vllm.support import Layer
 
 
 class EncoderAttention:
