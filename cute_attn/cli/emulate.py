@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cute_attn.cli.explain import check_sizes
+from cute_attn.cli.explain import add_request, check_sizes
 from cute_attn.cli.replay import TOLERANCE, errors
 from cute_attn.cli.terminal import table
 from cute_attn.errors import ArgumentError
@@ -39,16 +39,8 @@ def add(commands: Any) -> None:
         default="auto",
         help="kernels to run (default auto: what such a GPU runs)",
     )
-    parser.add_argument("--qo-len", type=int, default=128, help="number of query tokens (default 128)")
-    parser.add_argument("--kv-len", type=int, default=256, help="number of keys and values (default 256)")
-    parser.add_argument("--num-qo-heads", type=int, default=1, help="number of query heads (default 1)")
-    parser.add_argument("--num-kv-heads", type=int, default=1, help="number of kv heads (default 1)")
-    parser.add_argument("--head-dim", type=int, default=64, help="head dimension of q, k and v (default 64)")
+    add_request(parser, qo_len=128, kv_len=256, num_qo_heads=1, num_kv_heads=1, head_dim=64)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of all tensors (default bfloat16)")
-    parser.add_argument("--causal", action="store_true", help="causal mask, aligned to the bottom right")
-    parser.add_argument("--window-left", type=int, default=-1, help="size of a sliding window (default -1: none)")
-    parser.add_argument("--logits-soft-cap", type=float, help="soft cap of the logits (default: none)")
-    parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
     parser.add_argument(
         "--schedule",
         choices=("eager", "delayed", "adversarial", "lagging"),

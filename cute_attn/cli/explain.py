@@ -32,26 +32,18 @@ def add(commands: Any) -> None:
         help="show which backend takes a problem, why the others do not, and which kernels would run",
         description="Exits 0 if a backend takes the problem, 1 if none does, 2 if an argument is invalid.",
     )
-    parser.add_argument("--qo-len", type=int, default=1, help="number of query tokens (default 1: decode)")
-    parser.add_argument("--kv-len", type=int, default=4096, help="number of keys and values (default 4096)")
+    add_request(parser, qo_len=1, kv_len=4096, num_qo_heads=32, num_kv_heads=8, head_dim=128)
     batch = parser.add_argument_group("batches, as the wrappers plan them")
     batch.add_argument("--batch", type=int, metavar="N", help="N requests of --qo-len query tokens and --kv-len keys")
     batch.add_argument("--qo-lens", metavar="N,N", help="query tokens of each request (default: --qo-len)")
     batch.add_argument("--kv-lens", metavar="N,N", help="keys of each request (default: --kv-len)")
     batch.add_argument("--page-size", type=int, metavar="N", help="tokens per page (default: ragged keys and values)")
-    parser.add_argument("--num-qo-heads", type=int, default=32, help="number of query heads (default 32)")
-    parser.add_argument("--num-kv-heads", type=int, default=8, help="number of kv heads (default 8)")
-    parser.add_argument("--head-dim", type=int, default=128, help="head dimension of q and k (default 128)")
     parser.add_argument("--head-dim-vo", type=int, help="head dimension of v and the output (default: --head-dim)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of q (default bfloat16)")
     parser.add_argument("--kv-dtype", choices=(*DTYPES, "nvfp4"), help="dtype of k and v (default: --dtype)")
     parser.add_argument("--o-dtype", choices=DTYPES, help="dtype of the output (default: --dtype)")
     parser.add_argument("--kv-layout", default="NHD", help="NHD (default) or HND")
-    parser.add_argument("--causal", action="store_true", help="causal mask, aligned to the bottom right")
     parser.add_argument("--custom-mask", action="store_true", help="packed custom mask")
-    parser.add_argument("--window-left", type=int, default=-1, help="size of a sliding window (default -1: none)")
-    parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
-    parser.add_argument("--logits-soft-cap", type=float, help="soft cap of the logits (default: none)")
     parser.add_argument("--sinks", action="store_true", help="attention sinks")
     parser.add_argument(
         "--arch",
@@ -62,6 +54,26 @@ def add(commands: Any) -> None:
     parser.add_argument("--specs", action="store_true", help="print the spec of each kernel as JSON too")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of text")
     parser.set_defaults(run=run)
+
+
+SIZES = {
+    "qo_len": "number of query tokens, 1 in a decode step",
+    "kv_len": "number of keys and values",
+    "num_qo_heads": "number of query heads",
+    "num_kv_heads": "number of kv heads",
+    "head_dim": "head dimension of q and k, and of v where it has none of its own",
+}
+
+
+def add_request(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Adds the sizes of a request, with their defaults, and its mask and scores."""
+    for name, what in SIZES.items():
+        default, flag = defaults[name], f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=default, help=f"{what} (default {default})")
+    parser.add_argument("--causal", action="store_true", help="causal mask, aligned to the bottom right")
+    parser.add_argument("--window-left", type=int, default=-1, help="size of a sliding window (default -1: none)")
+    parser.add_argument("--logits-soft-cap", type=float, help="soft cap of the logits (default: none)")
+    parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -149,7 +161,7 @@ def target(options: argparse.Namespace) -> tuple[archs.Arch | None, int]:
 
 def check_sizes(options: argparse.Namespace) -> None:
     """Refuses sizes of a request below 0."""
-    for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim"):
+    for name in SIZES:
         if getattr(options, name) < 0:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
 
