@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from cute_attn.dispatch.capabilities import Load
     from cute_attn.kernels.host.batch import BatchSchedule
-    from cute_attn.problem import BatchLengths, Features, Settings
+    from cute_attn.problem import BatchLengths, Features, Problem, Settings
     from cute_attn.request.settings import Call
 
 CPU = "cpu"
@@ -77,28 +77,45 @@ def add_request(parser: argparse.ArgumentParser, **defaults: int) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from cute_attn.cli import planned
     from cute_attn.dispatch import select
-    from cute_attn.request import single as single_request
 
     arch, sms = target(options)
     if any(value is not None for value in (options.batch, options.qo_lens, options.kv_lens, options.page_size)):
         return run_batch(options, arch, sms)
-    call = make_call(options)
-    problem = single_request.problem(call) if arch is None else planned.on_gpu(call)
+    problem = problem_of(make_call(options), on_gpu=arch is not None)
     features = problem.features
     load = select.load_of(problem.settings, problem.qo_len)
     title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len} on {sms} multiprocessors of {arch and arch.name}"
 
     def launches() -> Planned:
         assert arch is not None
-        return "", planned.launches(problem, arch, sms)
+        return "", launches_of(problem, arch, sms)
 
     return answer(options, features, arch, load, title, launches)
 
 
 Launches = Sequence[tuple[KernelSpec, tuple[int, int, int]]]
 Planned = tuple[str, Launches]  # the schedule in words, and kernels and grids
+
+
+def problem_of(call: Call, on_gpu: bool) -> Problem:
+    """Returns a call with CPU tensors, checked like any other; `on_gpu`: as if they were there, for planning alone."""
+    import torch
+
+    from cute_attn.request import single
+
+    problem = single.problem(call)
+    features = problem.features._replace(device=torch.device("cuda" if on_gpu else "cpu"))
+    return problem._replace(settings=problem.settings._replace(features=features))
+
+
+def launches_of(problem: Problem, arch: archs.Arch, sms: int) -> Launches:
+    """Returns kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
+    from cute_attn.dispatch import select
+    from cute_attn.dispatch.families import FAMILIES
+
+    load = select.load_of(problem.settings, problem.qo_len)
+    return FAMILIES[select.choose(problem.features, "auto", arch, load).name].launches(problem, arch, sms)
 
 
 def answer(
@@ -145,8 +162,6 @@ def target(options: argparse.Namespace) -> tuple[archs.Arch | None, int]:
     """Returns the architecture and the number of multiprocessors to plan for; (None, 0) means the CPU."""
     import torch
 
-    from cute_attn.cli import planned
-
     if options.sms is not None and options.sms < 1:
         raise ArgumentError(f"--sms must be at least 1, got {options.sms}")
     if options.arch == CPU:
@@ -156,7 +171,7 @@ def target(options: argparse.Namespace) -> tuple[archs.Arch | None, int]:
         sms = torch.cuda.get_device_properties(index).multi_processor_count
         return archs.for_device(index), options.sms or sms
     arch = archs.of_gpu("sm_90a" if options.arch is None else options.arch)
-    return arch, options.sms or planned.TYPICAL_SMS[arch.name]
+    return arch, options.sms or archs.TYPICAL_SMS[arch.name]
 
 
 def check_sizes(options: argparse.Namespace) -> None:
