@@ -50,7 +50,7 @@ class Workspaces(NamedTuple):
         )
 
 
-@functools.cache
+@functools.lru_cache(16)
 def _shared_workspaces(device: torch.device) -> Workspaces:
     return Workspaces.on(device)
 
