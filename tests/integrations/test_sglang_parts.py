@@ -22,6 +22,7 @@ from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
 from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, table_step
+from tests.support.engine_case import Graph
 from tests.support.executors import GPU_MARKS
 from tests.support.noted import noted
 from tests.support.sglang_case import (
@@ -257,10 +258,7 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
         buffers.fill(requests, seq_lens, 0)
         attention.run(buffers.view(2, 1, with_mask=False), kind, q, cache, out, None, None, None)
 
-    layer()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer()
+    graph = Graph(device, layer)
     for server in servers:
         slots.copy_(server.slots)
         seq_lens.copy_(server.seq_lens)

@@ -29,7 +29,7 @@ from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, spl
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.emulated_calls import emulated_append
-from tests.support.engine_case import nvfp4_values
+from tests.support.engine_case import Graph, nvfp4_values
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.noted import noted
 from tests.support.vllm_case import CACHE_DTYPES, UNTOUCHED, Step
@@ -249,15 +249,6 @@ def batch_invariant_output(
 # ---- CUDA graphs
 
 
-def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 @needs_gpu
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
@@ -273,7 +264,7 @@ def test_a_graph_writes_the_cache_and_decodes_with_the_lengths_of_its_replay(kv_
         attention.write(rows[0], rows[1], case.cache, slots, scales)
         attention.run(query, case.cache, step, out)
 
-    graph = captured(run)
+    graph = Graph("cuda", run)
     lengths = (20, 4, 33)
     step.batch.seq_lens.copy_(torch.tensor(lengths))
     rows[1].mul_(-1)
@@ -311,13 +302,13 @@ def test_a_graph_plans_its_decodes_again(name: str, q_len: int, device: str) -> 
     def step() -> None:
         attention.run(query, case.cache, StepMetadata(batch, made.decodes, made.sessions, for_capture=True), out)
 
-    replay: Callable[[], Any] = captured(step).replay if device == "cuda" else step
+    graph = Graph(device, step)
     for now in lengths:
         order = torch.tensor((1, 2, 0) if now == lengths[1] else (0, 1, 2))
         seq_lens.copy_(torch.tensor([now[i] for i in order]))
         tables.copy_(case.tables[order])
         out.fill_(UNTOUCHED)
-        replay()
+        graph.replay()
         part = copy.copy(case)
         used = [(row, i) for row, i in enumerate(order.tolist()) if now[i]]
         part.q = [query.cpu()[row * q_len : (row + 1) * q_len] for row, _ in used]

@@ -63,21 +63,12 @@ class Lengths(NamedTuple):
     last_page_len: np.ndarray
 
 
-def whole_pages(rows: Rows) -> bool:
-    """Tell whether every run sees the first keys of its request."""
-    return all(run.kv_start == 0 for run in rows.runs)
-
-
-def lengths_of_pages(rows: Rows) -> Lengths:
-    """Return the arrays of a batch in which a request's keys are one page."""
+def lengths_of(rows: Rows, pages: TokenPages | None) -> Lengths:
+    """Return the arrays of a batch in which every key is a page of `pages`; without them a request's keys are one."""
     q_len, request, kv_len = (np.array([getattr(r, f) for r in rows.runs]) for f in ("q_len", "request", "kv_len"))
-    live = kv_len > 0
-    return Lengths(bounds(q_len), bounds(live), request[live], np.maximum(kv_len, 1))
-
-
-def lengths_of_tokens(rows: Rows, pages: TokenPages) -> Lengths:
-    """Return the arrays of a batch in which every key is a page."""
-    q_len, kv_len = (np.array([getattr(r, f) for r in rows.runs]) for f in ("q_len", "kv_len"))
+    if pages is None:
+        live = kv_len > 0
+        return Lengths(bounds(q_len), bounds(live), request[live], np.maximum(kv_len, 1))
     indices = [
         r.request * pages.request + np.arange(r.kv_start, r.kv_start + r.kv_len) * pages.token for r in rows.runs
     ]
@@ -144,8 +135,8 @@ class Operands(NamedTuple):
 def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
     """Compute runs of query rows over ranges of keys."""
     k, v = operands.k, operands.v
-    whole, page_size, numbers = whole_pages(rows), k.shape[2], (0, 0)
-    if not whole:
+    pages, page_size, numbers = None, k.shape[2], (0, 0)
+    if any(run.kv_start for run in rows.runs):  # not the first keys of its request
         pages = token_pages(k, v)
         k, v, page_size, numbers = pages.k, pages.v, 1, (pages.request, pages.token)
     structure = operands.structure(rows.causal, rows.window_left, masked=False)
@@ -153,8 +144,7 @@ def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
         content = Content(rows.runs, page_size, numbers)
         session = _session(structure, content)
         if session.content is None:
-            lengths = lengths_of_pages(rows) if whole else lengths_of_tokens(rows, pages)
-            _plan(session, structure, lengths, page_size)
+            _plan(session, structure, lengths_of(rows, pages), page_size)
             session.content = content
         return operands.run(session, k, v)
 
@@ -181,7 +171,7 @@ def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds:
                 )
                 seen = seen & (number[:, None] == number)
             flat = seen.expand(batch, 1, q_len, page_size).reshape(-1)
-            _plan(session, structure, lengths_of_pages(rows), page_size, flat)
+            _plan(session, structure, lengths_of(rows, None), page_size, flat)
             session.content = content
         return operands.run(session, k, v)
 
