@@ -250,6 +250,11 @@ HOPPER = (
     # beside 1 x 16000 0.87. Head dim 64: 120 x 300 1.73 (8/8), 60 x 1000 1.05 (16/8), but 64 x 8192 0.92 (64/8).
     _rule(8, _MANY_8, _MEASURED),
     _rule(8, _MANY_8, _NARROW, mean=up_to(1024)),
+    # To one CTA of 4 warps and 3 stages per SM, H200: 30 x 102 to 506 1.50 times as fast, 90 x 500 1.18, 100 x 300 to
+    # 500 1.22; 4 CTAs 1.32, 1.12 and 1.17, and of longer requests, 40 x 300 to 5000, 64 x 8192, 200 x 2000, 1.03 to
+    # 1.04, where 2 have 0.98 to 1.02.
+    _rule(16, (Ring(4, 3, 2, 8192),), _NARROW, mean=up_to(1024)),
+    _rule(16, (Ring(4, 2, 4, 4096),), _NARROW),
     # 13 batches of 384 to 2048 pairs, to one CTA per SM: 0.94 (48 x 500, 16/8 heads), others 1.00 to 1.15 (H200).
     _rule(16, (Ring(4, 3, 2, 8192),), _MEASURED),
     *_MANY,
