@@ -127,20 +127,6 @@ def test_o_scale_divides_a_narrow_v_scale_in_fp32() -> None:
     torch.testing.assert_close(large / 2**17, made.run(*tensors))
 
 
-@pytest.mark.parametrize("kind", ["paged", "ragged"])
-def test_fp8_head_scales(kind: str) -> None:
-    made, tensors = planned(kind, q_data_type=FP8)
-    ones = torch.ones(4), torch.ones(2), torch.ones(2)
-    plain, lse = made.run(*tensors, return_lse=True)
-    assert plain.dtype == torch.bfloat16
-    assert same(made.run(*tensors, *ones, return_lse=True), (plain, lse))
-    doubled = made.run(*tensors, *ones[:2], torch.tensor([2.0, 3.0]))
-    torch.testing.assert_close(doubled[:, :2], plain[:, :2] * 2)
-    torch.testing.assert_close(doubled[:, 2:], plain[:, 2:] * 3, rtol=1e-2, atol=1e-2)
-    by_scale = made.run(*tensors, torch.full((4,), 0.5), torch.full((2,), 3.0), ones[2], return_lse=True)
-    assert same(by_scale, made.run(*tensors, k_scale=1.5, return_lse=True))
-
-
 BAD_RUNS: list[tuple[str, tuple[Any, ...]]] = [
     ("paged", (0.5,)),
     ("paged", (0.5, 2.0)),
@@ -172,34 +158,5 @@ def planned_for_decode() -> tuple[Any, tuple[Any, ...]]:
 def test_head_scales_of_decode() -> None:
     made, tensors = planned_for_decode()
     scaled = made.run(*tensors, torch.ones(4), torch.full((2,), 2.0), torch.ones(2))
+    assert scaled.dtype == torch.bfloat16
     assert torch.equal(scaled, made.run(*tensors, k_scale=2.0))
-
-
-# ---- the documents' examples
-
-
-def causal_masks(qo_indptr: torch.Tensor, kv_len: torch.Tensor) -> torch.Tensor:
-    qo_len = qo_indptr[1:] - qo_indptr[:-1]
-    pairs = zip(qo_len.tolist(), kv_len.tolist(), strict=True)
-    return torch.cat([torch.ones(q, k, dtype=torch.bool).tril(k - q).flatten() for q, k in pairs])
-
-
-def test_a_causal_custom_mask_is_causal() -> None:
-    """Calls in the forms of FlashInfer's older examples: positions up to page_size (head_dim), then keywords."""
-    qo_indptr = ints(0, 33, 44, 55, 66, 77, 88, 100)
-    kv_indptr, last_page_len = ints(0, 17, 29, 44, 48, 66, 100, 128), ints(1, 7, 14, 4, 3, 1, 16)
-    where = qo_indptr, kv_indptr, torch.arange(128).int(), last_page_len, 8, 2, 64, 16
-    made = BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD")
-    made.plan(*where, causal=True)
-    q, cache = torch.randn(2, 100, 8, 64).half(), torch.randn(2, 128, 2, 16, 2, 64).half()
-    outputs = [made.run(q[i], cache[i]) for i in range(2)]
-    made.plan(*where, custom_mask=causal_masks(qo_indptr, 16 * (kv_indptr.diff() - 1) + last_page_len))
-    for i in range(2):
-        torch.testing.assert_close(made.run(q[i], cache[i]), outputs[i], rtol=1e-3, atol=1e-3)
-
-    ragged_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD")
-    ragged_wrapper.plan(qo_indptr, qo_indptr.clone(), 8, 2, 64, causal=True)
-    k, v = torch.randn(2, 100, 2, 64).half()
-    out = ragged_wrapper.run(q[0], k, v)
-    ragged_wrapper.plan(qo_indptr, qo_indptr.clone(), 8, 2, 64, custom_mask=causal_masks(qo_indptr, qo_indptr.diff()))
-    torch.testing.assert_close(ragged_wrapper.run(q[0], k, v), out, rtol=1e-3, atol=1e-3)

@@ -18,13 +18,6 @@ BitOrder = Literal["big", "little"]
 ORDERS = st.sampled_from(("big", "little"))
 
 
-def test_packbits_by_hand() -> None:
-    x = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0, 1, 1], dtype=torch.bool)
-    assert packbits(x).tolist() == [0b10110010, 0b11000000]
-    assert packbits(x, bitorder="little").tolist() == [0b01001101, 0b00000011]
-    assert packbits(x).dtype == torch.uint8
-
-
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=200), ORDERS)
 def test_packbits_is_numpys(bits: list[bool], order: BitOrder) -> None:
@@ -105,10 +98,3 @@ def test_packbits_names_a_bad_argument(arguments: tuple[Any, ...], error: type[E
 def test_segment_packbits_names_a_bad_argument(arguments: tuple[Any, ...], error: type[Exception], name: str) -> None:
     with pytest.raises(error, match=f"^{name} must"):
         segment_packbits(*arguments)
-
-
-def test_errors_keep_flashinfers_types() -> None:
-    with pytest.raises(RuntimeError):
-        packbits(X, "middle")
-    with pytest.raises(ValueError, match="bitorder"):
-        packbits(X, "middle")

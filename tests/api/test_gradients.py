@@ -1,9 +1,7 @@
-"""Tensors that torch wants derivatives of are refused in every call: none are computed."""
+"""Tensors that torch wants derivatives of, under compile and where a call was seen before. All calls: `test_stored`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,38 +14,9 @@ from tests.support.torch_ops import CASES, fresh_dynamo, operands
 
 __all__ = ["fresh_dynamo"]  # a fixture
 
-DIFFERENTIABLE = ("dequantise pages", "merge_state", "merge_states", "merge")
-
-
-def leaf(x: torch.Tensor) -> torch.Tensor:
-    return x.requires_grad_()
-
 
 def with_tangent(x: torch.Tensor) -> torch.Tensor:
     return forward_ad.make_dual(x, torch.ones_like(x))
-
-
-WANTED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], AbstractContextManager[Any]]]] = {
-    "requires grad|is written and must not require grad": (leaf, nullcontext),
-    "has a tangent of forward-mode AD": (with_tangent, forward_ad.dual_level),
-}
-
-
-def float_tensors(name: str) -> list[int]:
-    return [i for i, x in enumerate(CASES[name]("cpu").tensors) if x.is_floating_point()]
-
-
-@pytest.mark.parametrize("why", WANTED)
-@pytest.mark.parametrize("name", [name for name in CASES if name not in DIFFERENTIABLE])
-def test_every_tensor_of_a_call(name: str, why: str) -> None:
-    call, (wanted, context) = CASES[name]("cpu"), WANTED[why]
-    for i in float_tensors(name):
-        tensors = list(call.with_own_tensors())
-        with context():
-            tensors[i] = wanted(tensors[i])
-            with pytest.raises(ArgumentError, match=why):
-                call.function(*tensors)
-            call.function(*(x.detach() for x in tensors))
 
 
 COMPILED = [
@@ -115,11 +84,3 @@ def test_block_scales() -> None:
         cute_attn.single_prefill_with_kv_cache(q, k, v, kv_cache_sf=tuple(scales))
     with torch.no_grad():
         attention()
-
-
-@pytest.mark.parametrize("quantize", [cute_attn.fp8_quantize_paged_kv_cache, cute_attn.nvfp4_quantize_paged_kv_cache])
-def test_quantised_caches(quantize: Callable[..., Any]) -> None:
-    k, v = (torch.randn(2, 2, 4, 16, requires_grad=required) for required in (False, True))
-    with pytest.raises(ArgumentError, match="v_cache requires grad"):
-        quantize(k, v)
-    quantize(k, v.detach())

@@ -111,29 +111,12 @@ def test_bounds_without_their_maximum() -> None:
     case.check(case.trtllm(max_q_len=None))
 
 
-REFUSED: dict[str, Any] = {
-    "sparse_mla_top_k": 8,
-    "sparse_mla_top_k_lens": torch.zeros(2),
-    "uses_shared_paged_kv_idx": False,
-    "enable_dcp": True,
-    "cp_world": 2,
-    "cp_rank": 1,
-    "causal_seqlens_kv_global": torch.zeros(2),
-    "skip_softmax_threshold_scale_factor": 0.1,
-    "use_fp16_softmax": True,
-    "cute_dsl_impl": "modular",
-    "kv_scale_format": "pow2_fp32",
-    "kv_lora_rank": 256,
-    "qk_rope_head_dim": 32,
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_arguments(name: str) -> None:
-    """The message names the argument, and what to use instead."""
+@pytest.mark.parametrize(("name", "value"), [("kv_lora_rank", 256), ("qk_rope_head_dim", 32)])
+def test_refused_sizes(name: str, value: int) -> None:
+    """The message names the argument, and what to use instead. Keywords: `test_flashinfer_keywords`."""
     case = CASES["decode"]
     where = {"qk_nope_head_dim": 128, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "block_tables": case.table}
-    options: dict[str, Any] = {**where, "seq_lens": case.seq_lens, "max_seq_len": 9, name: REFUSED[name]}
+    options: dict[str, Any] = {**where, "seq_lens": case.seq_lens, "max_seq_len": 9, name: value}
     with pytest.raises(NotSupported, match=rf"{name}(.|\n)*Instead: "):
         cute_attn.trtllm_batch_decode_with_kv_cache_mla(case.q[:, None], case.cache, case.workspace(), **options)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -105,25 +104,6 @@ def test_head_dims_of_keys_and_values_may_differ() -> None:
     assert torch.equal(k[0, 1], key[0])
     assert torch.equal(v[0, 1], value[0])
     assert k[1].abs().sum() + v[1].abs().sum() == 0
-
-
-def test_append_neither_waits_for_the_device_nor_asks_for_values() -> None:
-    """Runs on tensors without values: whatever needs them, or a size that depends on them, fails."""
-    meta = {"device": "meta"}
-    cache, rows = torch.zeros(5, 2, 4, HEADS, DIM, **meta), torch.zeros(7, HEADS, DIM, **meta)
-    ints = torch.zeros(7, dtype=torch.int32, **meta)
-    requests, positions = cute_attn.get_batch_indices_positions(ints[:3], ints[:2], 7)
-    cute_attn.append_paged_kv_cache(rows, rows, requests, positions, cache, ints, ints[:3], ints[:2])
-    assert cute_attn.get_seq_lens(ints[:3], ints[:2], 4).shape == (2,)
-
-
-def test_append_puts_no_number_on_the_device() -> None:
-    """A number copied from the host could not be captured: no tensor is made from Python values."""
-    batch = Batch(4)
-    cache, rows = torch.zeros(batch.num_pages, 2, 4, HEADS, DIM), torch.zeros(5, HEADS, DIM)
-    with mock.patch.object(torch, "tensor", side_effect=AssertionError), mock.patch.object(torch.Tensor, "item"):
-        requests, positions = cute_attn.get_batch_indices_positions(batch.append_indptr, batch.seq_lens, 5)
-        cute_attn.append_paged_kv_cache(rows, rows, requests, positions, cache, *batch.table())
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -96,17 +95,6 @@ def test_nvfp4_dequantize(dtype: torch.dtype) -> None:
         assert torch.equal(result, want)
 
 
-def test_nvfp4_numbers_survive_quantisation() -> None:
-    packed = torch.randint(0, 256, (64, 8), dtype=torch.uint8)
-    packed[:, 0] = 0x77  # the largest magnitude is there: the scale then comes back
-    scales = torch.randint(1, 0x7F, (64, 1), dtype=torch.uint8)
-    one = torch.ones(1)
-    values = cute_attn.nvfp4_kv_dequantize(packed, scales, one, torch.float32)
-    requantized, requantized_scales = cute_attn.nvfp4_kv_quantize(values, one)
-    assert torch.equal(requantized, packed)
-    assert torch.equal(requantized_scales, scales)
-
-
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("sf", [None, (torch.tensor([7.0]), torch.tensor([0.5]))])
 def test_nvfp4_paged_cache(layout: str, sf: tuple[torch.Tensor, torch.Tensor] | None) -> None:
@@ -194,20 +182,6 @@ def test_fp8_ties_go_to_the_even_code() -> None:
     ties = torch.tensor([1.0625, 1.1875, -1.0625, 464.0, 1e4, 2**-10, 3 * 2**-10]).reshape(1, 1, 1, 7)
     (k, _), *_ = cute_attn.fp8_quantize_paged_kv_cache(ties, ties, k_scale=1.0, v_scale=1.0)
     assert k.view(torch.uint8).flatten().tolist() == [0x38, 0x3A, 0xB8, 0x7E, 0x7E, 0, 2]
-
-
-def test_quantisation_for_graphs_asks_for_no_values_and_puts_none_on_the_device() -> None:
-    meta = {"device": "meta"}
-    x, one = torch.zeros(5, 2, 32, **meta), torch.ones(1, **meta)
-    ints = torch.zeros(5, dtype=torch.int32, **meta)
-    cache = torch.zeros(3, 2, 4, 2, 16, dtype=torch.uint8, **meta)
-    sf = torch.zeros(3, 2, 4, 2, 2, dtype=torch.float8_e4m3fn, **meta)
-    with mock.patch.object(torch, "tensor", side_effect=AssertionError):
-        packed, scales = cute_attn.nvfp4_kv_quantize(x.flatten(0, 1), one)
-        assert cute_attn.nvfp4_kv_dequantize(packed, scales, one).shape == (10, 32)
-        table = ints, ints[:3], ints[:2]
-        cute_attn.nvfp4_quantize_append_paged_kv_cache(x, x, ints, ints, cache, sf, *table, one, 0.5)
-        cute_attn.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(x, x, ints, cache, sf, 0.5, one)
 
 
 X, ONE = torch.zeros(4, 32), torch.ones(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import math
 import threading
@@ -16,17 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn import ArgumentError, ArgumentTypeError, single_decode_with_kv_cache, single_prefill_with_kv_cache
+from cute_attn import ArgumentError, single_decode_with_kv_cache, single_prefill_with_kv_cache
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.host import gpu as loading
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED
-from cute_attn.kernels.host.prepared import MAX_PREPARED
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.problem import Problem
-from cute_attn.request import once, operands
+from cute_attn.request import operands
 from cute_attn.request import settings as request_settings
 from cute_attn.request import single as single_request
 from cute_attn.request.settings import Call
@@ -34,7 +32,6 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Artifact, Param
 from cute_attn.wrappers import calls
-from tests.support.dense_attention import attention, seen
 from tests.support.error_rows import TABLE, Row
 from tests.support.fa2_launches import Fa2Params, RecordedLaunch, record
 from tests.support.stub_driver import StubDriver, forget_loaded
@@ -79,31 +76,6 @@ def problem(**arguments: Any) -> Problem:
 
 
 # ---- every argument gets where it belongs
-
-
-@pytest.mark.parametrize("function", [single_prefill_with_kv_cache, single_decode_with_kv_cache])
-def test_arguments_reach_the_field_of_their_name(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Call] = []
-
-    def record(call: Call) -> Any:
-        seen.append(call)
-        return SimpleNamespace(out=None, lse=0)
-
-    monkeypatch.setattr(single_request, "problem", record)
-    monkeypatch.setattr(backends, "run", lambda problem, backend: None)
-    hints = ("use_fp16_qk_reduction", "allow_fp16_qk_reduction", "use_tensor_cores", "backend")  # no fields of Call
-    names = [name for name in inspect.signature(function).parameters if name not in hints]
-    given = {name: object() for name in names}
-    function(**given)
-    (call,) = seen
-    got = {**call._asdict(), **dict(zip(("scale_q", "scale_k", "scale_v"), call.head_scales, strict=True))}
-    assert {name: got[name] for name in names} == given
-    absent = set(got) - set(names) - {"decode", "head_scales"}
-    assert all(
-        got[name] is inspect.signature(Call).parameters[name].default
-        for name in absent - {"scale_q", "scale_k", "scale_v"}
-    )
-    assert call.decode is (function is single_decode_with_kv_cache)
 
 
 # ---- memoised settings equal those computed from scratch
@@ -262,31 +234,6 @@ def test_bad_input(
     assert message() == message() == first
 
 
-@pytest.mark.parametrize(
-    ("name", "good", "bad"),
-    [
-        ("causal", True, 1),
-        ("causal", False, 0.0),
-        ("window_left", 1, True),
-        ("window_left", 2, 2.0),
-        ("sm_scale", 1.0, True),
-        ("sm_scale", 0, False),
-        ("logits_soft_cap", 1, True),
-        ("rope_theta", 1.0, True),
-        ("k_scale", 1.0, True),
-        ("return_lse", True, 1),
-        ("enable_pdl", False, 0),
-    ],
-)
-def test_equal_is_not_enough(name: str, good: Any, bad: Any) -> None:
-    assert good == bad
-    arguments = tensors()
-    for _ in range(2):
-        single_prefill_with_kv_cache(**arguments, **{name: good})
-        with pytest.raises(ArgumentTypeError, match=name):
-            single_prefill_with_kv_cache(**arguments, **{name: bad})
-
-
 def test_backends_are_told_apart() -> None:
     class Named:
         def __str__(self) -> str:
@@ -360,29 +307,6 @@ def test_a_stride_that_one_token_does_not_use_is_refused_with_two() -> None:
         problem(**{**given, "k": two, "v": two})
 
 
-def test_gradients_are_refused_after_calls_without() -> None:
-    """The flag of a tensor changes while its address stays."""
-    given = {**tensors(), "out": torch.empty(3, 4, 16, dtype=HALF)}
-    for name in ("k", "out"):
-        single_prefill_with_kv_cache(**given)
-        given[name].requires_grad_()
-        with pytest.raises(ArgumentError, match=f"{name} requires grad"):
-            single_prefill_with_kv_cache(**given)
-        given[name].requires_grad_(False)
-
-
-def test_lengths_are_checked_in_every_call() -> None:
-    problem()
-    with pytest.raises(ArgumentError, match="v must have k's kv_len"):
-        problem(v=torch.zeros(6, 2, 16, dtype=HALF))
-    with pytest.raises(ArgumentError, match="k and v must have at most"):
-        problem(**{name: torch.zeros(1, 1, 16, dtype=HALF).expand(1 << 31, 2, 16) for name in ("k", "v")})
-    with pytest.raises(ArgumentError, match="custom_mask must have shape"):
-        problem(custom_mask=torch.ones(3, 6, dtype=torch.bool))
-    with pytest.raises(ArgumentError, match="custom_mask must have shape"):
-        problem(custom_mask=torch.ones(20, dtype=torch.bool))
-
-
 def test_a_flat_custom_mask_is_the_same_mask() -> None:
     given, mask = tensors(), torch.rand(3, 7) < 0.5
     out = single_prefill_with_kv_cache(**given, custom_mask=mask)
@@ -445,32 +369,7 @@ def test_threads_and_streams_share_memos(monkeypatch: pytest.MonkeyPatch) -> Non
         assert p.right == (p.kv_len - p.qo_len if run["stream"] % 2 == 0 else UNBOUNDED)
 
 
-def test_threads_get_their_own_results() -> None:
-    wrong = []
-
-    def work(seed: int) -> None:
-        given = {name: tensor.mul(seed + 1) for name, tensor in common.items()}
-        for step in range(20):
-            scale = 0.1 * (step % 5) + 0.01 * seed
-            out = single_prefill_with_kv_cache(**given, sm_scale=scale, causal=step % 2 == 0)
-            expected, _ = attention(*given.values(), seen(3, 7, causal=step % 2 == 0), scale)
-            if not torch.allclose(out.double(), expected, rtol=2e-3, atol=2e-3):
-                wrong.append((seed, step))
-
-    common = tensors()
-    in_threads(work, range(4))
-    assert not wrong
-
-
 # ---- what is kept
-
-
-def test_what_is_remembered_is_bounded() -> None:
-    given = tensors()
-    for i in range(2 * once.CACHE_SIZE + 10):
-        single_prefill_with_kv_cache(**given, sm_scale=1.0 + i / 1024)
-    assert request_settings.call_settings.kept.cache_info().currsize == once.CACHE_SIZE
-    assert prepared_kernel.cache_info().currsize <= MAX_PREPARED
 
 
 @pytest.mark.usefixtures("on_fa2")

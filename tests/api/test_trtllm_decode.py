@@ -27,11 +27,6 @@ from tests.support.low_level import low_level
 from tests.support.xqa_case import Built, XqaCase, build
 
 CASE = XqaCase((5, 40), heads=(4, 2), head_dim=64, kv_layout="HND")
-KEYWORDS = [  # FlashInfer 0.7.2's after cum_seq_lens_q
-    *("skip_softmax_threshold_scale_factor", "kv_cache_sf", "uses_shared_paged_kv_idx", "lse", "return_lse"),
-    *("bmm1_scale_log2", "multi_ctas_kv_counter_buffer", "enable_block_sparse_attention", "cp_world", "cp_rank"),
-    *("causal_seqlens_kv_global", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan"),
-]
 
 
 def arguments(built: Built) -> dict[str, Any]:
@@ -40,11 +35,6 @@ def arguments(built: Built) -> dict[str, Any]:
 
 def call(built: Built, **changes: Any) -> Any:
     return trtllm_batch_decode_with_kv_cache(**arguments(built) | changes)
-
-
-def test_the_order_of_arguments_is_flashinfers() -> None:
-    names = list(inspect.signature(trtllm_batch_decode_with_kv_cache).parameters)
-    assert names[22 : 22 + len(KEYWORDS)] == KEYWORDS
 
 
 def test_keywords_that_ask_for_nothing() -> None:
@@ -115,7 +105,6 @@ def test_values_in_pages_of_their_own() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"skip_softmax_threshold_scale_factor": 1e-30}, NotSupported, "skip_softmax_threshold_scale_factor=1e-30"),
     ({"enable_block_sparse_attention": True}, NotSupported, "enable_block_sparse_attention"),
     ({"cp_world": 2}, NotSupported, "cp_world"),
     ({"causal_seqlens_kv_global": torch.zeros(2, dtype=torch.int32)}, NotSupported, "causal_seqlens_kv_global"),
@@ -123,8 +112,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bf16q_fp8kv_transform_mode": "both"}, LayoutError, "bf16q_fp8kv_transform_mode must be one of"),
     ({"bmm1_scale_log2": 0.1}, ArgumentTypeError, "bmm1_scale_log2 must be a floating-point tensor"),
     ({"bmm1_scale_log2": torch.ones(2)}, ArgumentTypeError, "bmm1_scale_log2 must be a floating-point tensor"),
-    ({"o_sf_scale": 1.0}, NotSupported, "NVFP4 output"),
-    ({"o_sf_vec_size": 16}, NotSupported, "NVFP4 output"),
+    ({"out_dtype": "nvfp4"}, NotSupported, "NVFP4 output"),
     ({"out_dtype": "nonsense"}, ArgumentError, "out_dtype must name a dtype"),
     ({"backend": "cute-dsl"}, NotSupported, "cute-dsl refuses"),
     ({"backend": "cake"}, NotSupported, "cake refuses"),

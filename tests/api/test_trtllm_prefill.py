@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -286,24 +285,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         NotSupported,
         "NVFP4 output",
     ),
-    ({"o_sf_scale": 1.0}, NotSupported, "NVFP4 output"),
     ({"kv_cache_sf": torch.zeros(1)}, NotSupported, "interleaves scales of v"),
     ({"sinks": [torch.zeros(2), torch.zeros(2)]}, ArgumentError, "list of 2"),
-    ({"skip_softmax_threshold_scale_factor": 1e-30}, NotSupported, "skip_softmax_threshold_scale_factor=1e-30"),
-    ({"use_fp16_softmax": True}, NotSupported, "use_fp16_softmax"),
-    ({"uses_spcompress": True}, NotSupported, "uses_spcompress"),
     ({"backend": "cake"}, NotSupported, "cake"),
     ({"backend": "nonsense"}, LayoutError, "backend must be one of"),
     ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "^workspace_buffer must be contiguous"),
 ]
-
-
-@pytest.mark.parametrize(("changes", "kind", "words"), BAD, ids=[f"{next(iter(b[0]))}-{i}" for i, b in enumerate(BAD)])
-def test_errors_name_the_argument(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    _, arguments = context_arguments(CASE)
-    with pytest.raises(kind, match=words):
-        trtllm_batch_context_with_kv_cache(**arguments | changes)
-    trtllm_batch_context_with_kv_cache(**arguments)
 
 
 BAD_FMHA_V2: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -320,13 +307,6 @@ BAD_FMHA_V2: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"pos_encoding_mode": "ROPE_LLAMA"}, LayoutError, "pos_encoding_mode must be one of"),
     ({"skip_softmax_threshold_scale_factor": 0.1}, NotSupported, "skip_softmax_threshold_scale_factor"),
 ]
-
-
-@pytest.mark.parametrize(("changes", "kind", "words"), BAD_FMHA_V2, ids=[str(b[0]) for b in BAD_FMHA_V2])
-def test_errors_of_fmha_v2(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    _, arguments = fmha_v2_arguments(paged((5, 20), (30, 20), mask="causal"), "Q_PAGED_KV_NHD", "cpu")
-    with pytest.raises(kind, match=words):
-        trtllm_fmha_v2_prefill(**arguments | changes)
 
 
 def test_ragged_keys_beyond_their_tensor() -> None:
@@ -387,7 +367,6 @@ def test_deepseek_with_lengths_on_the_host() -> None:
 
 BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key": torch.zeros(32, 2, 128).half()}, ArgumentError, "^key must have"),
-    ({"sage_attn_sfs": (torch.ones(1), None, None, None)}, NotSupported, "sage_attn_sfs"),
     ({"num_elts_per_sage_attn_blk": (1, 0, 0, 0)}, NotSupported, "num_elts_per_sage_attn_blk"),
     ({"sage_attn_sfs": None}, ArgumentTypeError, "sage_attn_sfs must be a tuple of 4"),
     ({"o_sf_scale": "x"}, ArgumentTypeError, "o_sf_scale must be a number"),
@@ -408,44 +387,30 @@ BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
         "rows of key and value",
     ),
     ({"attention_sinks": [torch.zeros(2)] * 2}, ArgumentError, "^attention_sinks must be a tensor or a list"),
-    ({"use_fp16_softmax": True}, NotSupported, "use_fp16_softmax"),
     ({"is_causal": 1}, ArgumentTypeError, "is_causal must be True or False"),
     ({"backend": "cudnn"}, NotSupported, "cudnn"),
 ]
 
 
+GOOD: dict[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]] = {
+    "context": lambda: (trtllm_batch_context_with_kv_cache, context_arguments(CASE)[1]),
+    "fmha v2": lambda: (trtllm_fmha_v2_prefill, fmha_v2_arguments(*PAGED_FMHA_V2, "cpu")[1]),
+    "deepseek": lambda: (trtllm_ragged_attention_deepseek, deepseek_arguments(RAGGED_DEEPSEEK)[1]),
+}
+PAGED_FMHA_V2 = paged((5, 20), (30, 20), mask="causal"), "Q_PAGED_KV_NHD"
+RAGGED_DEEPSEEK = ragged((5, 2), (30, 2), mask="causal", **MLA)
+ALL_BAD = [
+    (name, *row)
+    for name, rows in (("context", BAD), ("fmha v2", BAD_FMHA_V2), ("deepseek", BAD_DEEPSEEK))
+    for row in rows
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "kind", "words"), BAD_DEEPSEEK, ids=[f"{next(iter(b[0]))}-{i}" for i, b in enumerate(BAD_DEEPSEEK)]
+    ("name", "changes", "kind", "words"), ALL_BAD, ids=[f"{row[0]}-{next(iter(row[1]))}" for row in ALL_BAD]
 )
-def test_errors_of_deepseek(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    _, arguments = deepseek_arguments(ragged((5, 2), (30, 2), mask="causal", **MLA))
+def test_errors_name_the_argument(name: str, changes: dict[str, Any], kind: type[Exception], words: str) -> None:
+    function, arguments = GOOD[name]()
     with pytest.raises(kind, match=words):
-        trtllm_ragged_attention_deepseek(**arguments | changes)
-
-
-def test_where_the_functions_are() -> None:
-    import cute_attn.decode
-    import cute_attn.prefill
-    import cute_attn.utils
-
-    for name in (
-        "trtllm_batch_context_with_kv_cache",
-        "trtllm_fmha_v2_prefill",
-        "trtllm_ragged_attention_deepseek",
-    ):
-        assert getattr(cute_attn.prefill, name) is getattr(cute_attn, name)
-    for name in ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"):
-        assert getattr(cute_attn.decode, name) is getattr(cute_attn, name)
-    for name in ("FP4Tensor", "get_device_sm_count", "get_trtllm_gen_multi_ctas_kv_counter_bytes"):
-        assert getattr(cute_attn.utils, name) is getattr(cute_attn, name)
-
-
-def test_the_order_of_arguments_is_flashinfers() -> None:
-    names = list(inspect.signature(trtllm_batch_context_with_kv_cache).parameters)
-    assert names[12:22] == [
-        *("window_left", "out", "out_dtype", "o_sf_scale", "o_sf_vec_size", "kv_layout", "enable_pdl", "sinks"),
-        *("kv_cache_sf", "skip_softmax_threshold_scale_factor"),
-    ]
-    assert names[-1] == "backend"
-    names = list(inspect.signature(trtllm_fmha_v2_prefill).parameters)
-    assert names[11:16] == ["block_tables", "out", "out_dtype", "sinks", "pos_encoding_mode"]
+        function(**arguments | changes)
+    function(**arguments)

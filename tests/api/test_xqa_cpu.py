@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from typing import Any
 
@@ -25,10 +24,6 @@ from cute_attn.xqa import xqa
 from tests.support.low_level import low_level
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 
-SEED = [
-    *("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale", "bmm2_scale"),
-    *("window_left", "out", "sinks", "kv_layout", "enable_pdl", "q_len_per_req", "o_scale", "mask", "kv_cache_sf"),
-]
 CASE = XqaCase((5, 40), heads=(4, 2), head_dim=64)
 
 
@@ -41,13 +36,6 @@ def test_random(seed: int) -> None:
     built = build(random_case(seed, longest=200))
     out, lse = xqa_batch_decode_with_kv_cache(**built.arguments)
     assert built.check(out, lse) == ""
-
-
-def test_the_seed_order_of_arguments() -> None:
-    assert list(inspect.signature(xqa_batch_decode_with_kv_cache).parameters)[: len(SEED)] == SEED
-    built = build(CASE)
-    positional = [built.arguments[name] for name in SEED]
-    assert built.check(xqa_batch_decode_with_kv_cache(*positional), None) == ""
 
 
 def test_shapes_of_results() -> None:
@@ -107,10 +95,6 @@ def test_trtllm_name() -> None:
     arguments = {k: v for k, v in ragged.arguments.items() if k not in ("kv_layout", "q_cu_seq_lens", "q_len_per_req")}
     bounds = ragged.arguments["q_cu_seq_lens"]
     assert ragged.check(*trtllm_batch_decode_with_kv_cache(**arguments, max_q_len=3, cum_seq_lens_q=bounds)) == ""
-    with pytest.raises(NotSupported, match="NVFP4 output"):
-        trtllm_batch_decode_with_kv_cache(**arguments, out_dtype="nvfp4")
-    with pytest.raises(LayoutError, match="backend"):
-        trtllm_batch_decode_with_kv_cache(**arguments, backend="trtllm")
 
 
 def test_the_low_level_form() -> None:
@@ -224,13 +208,6 @@ def test_the_low_level_form_names_the_argument(name: str, wrong: Any, error: typ
         xqa(**given | {name: wrong})
 
 
-@pytest.mark.parametrize("wrong", [{"out_dtype": 3}, {"out": 3, "out_dtype": torch.float16}], ids=["dtype", "out"])
-def test_the_engines_form_names_wrong_types(wrong: dict[str, Any]) -> None:
-    arguments = {k: v for k, v in build(CASE).arguments.items() if k not in ("return_lse", "q_cu_seq_lens")}
-    with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
-        trtllm_batch_decode_with_kv_cache(**arguments | wrong)
-
-
 def test_nvfp4_needs_its_scales() -> None:
     built = build(dataclasses.replace(CASE, kv="nvfp4"))
     with pytest.raises(ArgumentError, match="kv_cache_sf"):
@@ -260,13 +237,6 @@ def test_rows_that_a_gpu_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ArgumentError, match=f"{name} must start at a multiple of 16 bytes"):
             call(built, **changes)
     assert torch.equal(call(built), expected)
-
-
-def test_no_gradients() -> None:
-    built = build(CASE)
-    query = built.arguments["query"].clone().requires_grad_()
-    with pytest.raises(ArgumentError, match="query requires grad"):
-        call(built, query=query)
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 78, 132, 264, 396, 528])

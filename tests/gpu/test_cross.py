@@ -1,20 +1,19 @@
 """Two ways to one result: fa2 and persistent kernels on the same inputs, both right and as close to each other as two
-right results are; items and the custom mask that they are.
+right results are.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from cute_attn import single_prefill_with_kv_cache
 from tests.gpu import marks
-from tests.support import case, cross, multi_item
-from tests.support.batch_case import BatchCase, call, dims, heads, paged, plan_arguments
+from tests.support import case, cross
+from tests.support.batch_case import BatchCase
 from tests.support.case import Case, poisoned_memory
 from tests.support.matrix import BF16, CAUSAL, E4M3, HND, prefill
 from tests.support.persistent_emulated import Target
@@ -57,18 +56,3 @@ def test_rope_far_from_the_start(target: Target) -> None:
     (o2, lse2), (o3, lse3) = (single_prefill_with_kv_cache(q, k, v, backend=name, **options) for name in names)
     torch.testing.assert_close(o3, o2, rtol=2**-6, atol=2e-2)
     torch.testing.assert_close(lse3, lse2, rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("backend", [pytest.param(name, marks=of) for name, of in marks.OF.items() if name != "xqa"])
-def test_items_are_a_custom_mask(backend: str) -> None:
-    problem = paged((700, 90), (2500, 800), mask="items", longest_item=30, **BF16, **heads(8, 2), **dims(128))
-    solver = Solver(problem, "cuda", backend=backend)
-    out, lse = solver.call()
-    arguments: dict[str, Any] = plan_arguments(problem, solver.inputs)
-    names = multi_item.draw(problem.qo_lens, problem.kv_lens, 1, 0).arguments("cpu")
-    plain = {name: value for name, value in arguments.items() if name not in names}
-    keep = torch.cat([request.keep.flatten() for request in solver.inputs.requests if request.keep is not None])
-    solver.wrapper.plan(**plain, custom_mask=keep)
-    expected, expected_lse = call(problem, solver.inputs, solver.wrapper)
-    torch.testing.assert_close(out, expected, rtol=1.6e-2, atol=1e-2)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)

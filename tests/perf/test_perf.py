@@ -202,22 +202,6 @@ def sdpa(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
     return o.transpose(0, 1)
 
 
-def test_oracle_accepts_correct_and_rejects_wrong_outputs() -> None:
-    w = one_request(150, 170, 4, 2, 64, 64, causal=True, dtype="float16")
-    x = w.inputs(CPU)
-    oracle = bench.oracle(w, x)
-    right = sdpa(w, x)
-    assert oracle.error(right) < 1e-4
-    assert oracle.rejection(oracle.error(right)) is None
-    for row in (0, w.qo_lens[0] - 1):  # both ends are checked
-        wrong = right.clone()
-        wrong[row] += 1.0
-        assert oracle.rejection(oracle.error(wrong))
-    wrong = right.clone()
-    wrong[-1, 0, 0] = float("nan")
-    assert oracle.rejection(oracle.error(wrong))
-
-
 @given(st.integers(1, 20000))
 def test_checked_rows_are_distinct_and_exist(qo_len: int) -> None:
     rows = bench.checked_rows(qo_len)
@@ -279,9 +263,9 @@ def test_our_batches_are_correct_and_the_oracle_checks_every_request(w: BatchWor
         truth = bench.oracle(w, x)
         right = call()
         assert truth.rejection(truth.error(right)) is None
-        for start in w.qo_indptr[:-1]:
+        for row in (*w.qo_indptr[:-1], *(stop - 1 for stop in w.qo_indptr[1:])):
             wrong = right.clone()
-            wrong[start] += 1.0
+            wrong[row] += 1.0
             assert truth.rejection(truth.error(wrong))
 
 

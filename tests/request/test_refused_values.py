@@ -14,8 +14,10 @@ import torch
 import cute_attn as ca
 from cute_attn.cli import main
 from cute_attn.request.names import rename
+from tests.support.flashinfer_calls import Calls
 
 WORKSPACE = torch.zeros(1 << 16, dtype=torch.uint8)
+CALLS = Calls("cpu").by_name()
 REFUSED = (ca.ArgumentError, ca.ArgumentTypeError, ca.NotSupported)
 
 
@@ -27,13 +29,10 @@ def halves(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.bfloat16)
 
 
-def prefill(**options: Any) -> None:
-    wrapper = ca.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
-    wrapper.plan(ints(0, 2), ints(0, 1), ints(0), ints(4), 4, 2, 16, 4, q_data_type="bfloat16", **options)
-
-
-def block_sparse(**options: Any) -> None:
-    ca.BlockSparseAttentionWrapper(WORKSPACE).plan(ints(0, 1), ints(0), 2, 2, 2, 2, 4, 2, 16, **options)
+def of(name: str, **changes: Any) -> None:
+    """A good call of a function or a method, but for what changes."""
+    owner, _, method = name.partition(".")
+    CALLS[owner](method, changes)
 
 
 def fmha(**options: Any) -> None:
@@ -42,9 +41,9 @@ def fmha(**options: Any) -> None:
 
 
 CHANGE_NOTHING: list[tuple[str, Callable[[], Any]]] = [
-    ("uniform_q_len", lambda: prefill(uniform_q_len="x")),
-    ("k_scale", lambda: block_sparse(k_scale=0)),
-    ("use_clc", lambda: block_sparse(use_clc=False)),
+    ("uniform_q_len", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", uniform_q_len="x")),
+    ("k_scale", lambda: of("BlockSparseAttentionWrapper.plan", k_scale=0)),
+    ("use_clc", lambda: of("BlockSparseAttentionWrapper.plan", use_clc=False)),
     ("block_tables", lambda: fmha(block_tables=ints(0)[None])),
     ("rows", lambda: ca.explain(arch="h100", rows=4)),
     ("custom_mask", lambda: ca.explain(arch="h100", custom_mask="no")),  # type: ignore[arg-type]
@@ -55,29 +54,21 @@ CHANGE_NOTHING: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-def single(**options: Any) -> None:
-    given = {"q": halves(5, 4, 16), "k": halves(9, 2, 16), "v": halves(9, 2, 16), **options}
-    ca.single_prefill_with_kv_cache(**given)
+def single(**changes: Any) -> None:
+    given = {"q": halves(5, 4, 16), "k": halves(9, 2, 16), "v": halves(9, 2, 16)}
+    ca.single_prefill_with_kv_cache(**{**given, **changes})
 
 
-def trtllm(**options: Any) -> None:
+def trtllm(**changes: Any) -> None:
     given = {"block_tables": ints(0, 1)[:, None], "seq_lens": ints(3, 2), "max_seq_len": 4, "kv_layout": "NHD"}
     rest = {"query": halves(2, 4, 16), "kv_cache": halves(2, 2, 4, 2, 16), "workspace_buffer": WORKSPACE}
-    ca.trtllm_batch_decode_with_kv_cache(**{**given, **rest, "bmm1_scale": 0.25, **options})
+    ca.trtllm_batch_decode_with_kv_cache(**{**given, **rest, "bmm1_scale": 0.25, **changes})
 
 
 def variable(**options: Any) -> None:
     given = {"block_mask_map": torch.ones(2, 1, 1), "block_row_sz": ints(2, 2)[:, None], "num_qo_heads": 4}
     rest = {"block_col_sz": ints(3, 3)[:, None], "num_kv_heads": 2, "head_dim": 16}
     ca.VariableBlockSparseAttentionWrapper(WORKSPACE).plan(**{**given, **rest, **options})
-
-
-def attention(run: dict[str, Any], **options: Any) -> None:
-    given = {"qo_indptr": ints(0, 1), "kv_indptr": ints(0, 1), "kv_indices": ints(0), "kv_len_arr": ints(3)}
-    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 16, "head_dim_vo": 16, "page_size": 4}
-    wrapper = ca.BatchAttention("NHD", "cpu")
-    wrapper.plan(**{**given, **sizes, **options})
-    wrapper.run(halves(1, 4, 16), halves(1, 2, 4, 2, 16), **run)
 
 
 def inference(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -113,8 +104,11 @@ ESCAPED: list[tuple[str, Callable[[], Any]]] = [
     ("num_levels", lambda: ca.MultiLevelCascadeAttentionWrapper(BIG, WORKSPACE)),
     ("block_mask_map", lambda: variable(block_mask_map=torch.ones(2, 1, 1, device=META))),
     ("block_row_sz", lambda: variable(block_row_sz=ints(2, 2)[:, None].to(META))),
-    ("kv_len_arr", lambda: attention({}, kv_len_arr=ints(3).to(META))),
-    ("logits_soft_cap", lambda: attention({"logits_soft_cap": torch.ones(3)})),
+    (
+        "kv_len_arr",
+        lambda: ca.BatchAttention("NHD", "cpu").plan(*[ints(0, 1)] * 2, ints(0), ints(3).to(META), 4, 2, 16, 16, 4),
+    ),
+    ("logits_soft_cap", lambda: of("BatchAttention.run", logits_soft_cap=torch.ones(3))),
     ("head_dim_vo", lambda: ca.explain(arch="h100", head_dim_vo="x")),  # type: ignore[arg-type]
 ]
 
@@ -133,39 +127,19 @@ def test_the_command_refuses_integers_beyond_64_bits(capsys: pytest.CaptureFixtu
 # ---- names
 
 
-LENGTHS: dict[str, Any] = {"seq_lens": ints(3, 4), "workspace_buffer": WORKSPACE}
-TABLES = ints(0, 1)[:, None]
-BOTH = {"query": halves(2, 4, 64), "kv_cache": halves(2, 2, 16, 2, 64), "block_tables": TABLES, **LENGTHS}
-
-
-def plan(**options: Any) -> None:
-    wrapper = ca.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
-    wrapper.plan(ints(0, 2), ints(0, 1), ints(0), ints(4), 4, 2, 16, 4, **options)
-
-
 def shared_prefix(*last: int) -> None:
     wrapper = ca.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WORKSPACE)
     wrapper.begin_forward(ints(0, 1, 2), ints(0, 1), ints(*last), 4, 2, 64, 16)
 
 
-def decode(**options: Any) -> None:
-    ca.trtllm_batch_decode_with_kv_cache(**{**BOTH, "max_seq_len": 16, "kv_layout": "NHD", **options})
-
-
-def context(**options: Any) -> None:
-    given = {"max_q_len": 1, "max_kv_len": 16, "bmm1_scale": 0.25, "bmm2_scale": 1.0, "batch_size": 2}
-    bounds = {"cum_seq_lens_q": ints(0, 1, 2), "cum_seq_lens_kv": ints(0, 3, 7), "kv_layout": "NHD"}
-    ca.trtllm_batch_context_with_kv_cache(**{**BOTH, **given, **bounds, **options})
-
-
 BAD: list[tuple[str, Callable[[], Any]]] = [
-    ("q_data_type", lambda: plan(q_data_type=torch.int8)),
-    ("kv_data_type", lambda: plan(q_data_type="bfloat16", kv_data_type=torch.int8)),
+    ("q_data_type", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", q_data_type=torch.int8)),
+    ("kv_data_type", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", kv_data_type=torch.int8)),
     ("unique_kv_last_page_len", lambda: shared_prefix(16, 99)),
-    ("max_q_len", lambda: decode(max_q_len="x", cum_seq_lens_q=ints(0, 1, 2))),
-    ("bmm1_scale_log2", lambda: decode(bmm1_scale_log2=torch.tensor(3))),
-    ("out_dtype", lambda: decode(out_dtype=torch.float32)),
-    ("out_dtype", lambda: context(out_dtype=torch.int8)),
+    ("max_q_len", lambda: trtllm(max_q_len="x", cum_seq_lens_q=ints(0, 1, 2))),
+    ("bmm1_scale_log2", lambda: trtllm(bmm1_scale_log2=torch.tensor(3))),
+    ("out_dtype", lambda: trtllm(out_dtype=torch.float32)),
+    ("out_dtype", lambda: of("trtllm_batch_context_with_kv_cache", out_dtype=torch.int8)),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import cute_attn
 from cute_attn.errors import ArgumentError, ArgumentTypeError
@@ -65,6 +66,7 @@ class Wrong(NamedTuple):
     of: Callable[[torch.Tensor], bool] = lambda x: True
 
 
+BY_TORCH = ("dequantise pages", "concat", "merge")  # whose operations take tangents
 UNREAD = {("trtllm fmha, pages", "cum_seq_lens_kv"), ("trtllm context", "cum_seq_lens_kv")}
 SCRATCH = "workspace_buffer|semaphores"
 WRONG = {
@@ -87,6 +89,12 @@ WRONG = {
     "derivatives": Wrong(
         lambda x: x.detach().clone().requires_grad_(),
         "^NAME (requires|.*not require) grad",
+        "[sv]_other",
+        torch.is_floating_point,
+    ),
+    "a tangent": Wrong(
+        lambda x: forward_ad.make_dual(x, torch.ones_like(x)),
+        "^NAME has a tangent of forward-mode AD",
         "[sv]_other",
         torch.is_floating_point,
     ),
@@ -117,15 +125,16 @@ def assert_refused(
     for kind, wrong in WRONG.items():
         if kind not in but and wrong.of(x) and not re.fullmatch(wrong.but, name):
             message = wrong.message.replace("NAME", f"({called}|{AGREES_WITH.get((kind, name), called)})")
-            with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+            with forward_ad.dual_level(), pytest.raises((ArgumentError, ArgumentTypeError), match=message):
                 call({**given, name: wrong.made(x)})
 
 
 @pytest.mark.parametrize(("function", "make"), CALLS, ids=[function.__name__ for function, _ in CALLS])
 def test_functions_without_outputs(function: Callable[..., Any], make: Callable[[], dict[str, Any]]) -> None:
     function(**make())
+    wanted = ("derivatives", "a tangent") if make in (merge, merge_many) else ()  # which torch's operations take
     for name in make():
-        assert_refused(lambda given: function(**given), make(), name, "another device", "half as wide", "derivatives")
+        assert_refused(lambda given: function(**given), make(), name, "another device", "half as wide", *wanted)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -137,11 +146,4 @@ def test_first_and_repeated_calls(entry: str) -> None:
                 call(given)
             for name in given.keys() - {*ENTRIES[entry].planned}:
                 if (entry, name) not in UNREAD:
-                    assert_refused(call, given, name)
-
-
-def test_imaginary_part_of_a_conjugate_view_is_refused() -> None:
-    q, k = half(5, 4, 64), half(9, 2, 64)
-    conjugate = torch.complex(k.float(), k.float()).conj().imag
-    with pytest.raises(ArgumentError, match="k must not be a negative view"):
-        cute_attn.single_prefill_with_kv_cache(q, conjugate, k)
+                    assert_refused(call, given, name, *["a tangent"] * (entry in BY_TORCH))

@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,39 +38,28 @@ def written(tmp_path: Path, *artifacts: tuple[ToySpec, Artifact]) -> Path:
     return directory
 
 
-def open_to_others(path: Path) -> None:
-    path.chmod(path.stat().st_mode | 0o002)
+GIVEN_AWAY = 0
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
-def open_to_the_group(path: Path) -> None:
-    path.chmod(path.stat().st_mode | 0o020)
-
-
-def give_away(path: Path) -> None:
-    os.chown(path, 65534, -1)
-
-
-@pytest.mark.parametrize(
-    ("danger", "message"),
-    [
-        (open_to_others, "chmod go-w"),
-        (open_to_the_group, "chmod go-w"),
-        pytest.param(give_away, "user 65534", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
-    ],
-)
+@pytest.mark.parametrize("danger", [0o002, 0o020, pytest.param(GIVEN_AWAY, marks=AS_ROOT)])
 @pytest.mark.parametrize("where", [".", "manifest.json", "*.artifact"])
-def test_a_bundle_that_others_control_is_refused(
-    danger: Callable[[Path], None], message: str, where: str, tmp_path: Path
-) -> None:
+def test_a_bundle_that_others_control_is_refused(danger: int, where: str, tmp_path: Path) -> None:
+    def endanger() -> None:
+        path.chmod(path.stat().st_mode | danger)
+        if danger == GIVEN_AWAY:
+            os.chown(path, 65534, -1)
+
+    message = "user 65534" if danger == GIVEN_AWAY else "chmod go-w"
     directory = written(tmp_path)
     path = directory if where == "." else next(directory.glob(where))
     if where != "*.artifact":
-        danger(path)
+        endanger()
         with pytest.raises(ArtifactError, match=message):
             bundle.counts(directory)
     else:
         assert bundle.find(SPEC, ARCH) == made(SPEC)  # its manifest is known from now on
-        danger(path)
+        endanger()
     with pytest.raises(ArtifactError, match=message) as caught:
         bundle.find(SPEC, ARCH)
     assert str(path) in str(caught.value)

@@ -10,9 +10,7 @@ from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.artifact import Param
-from cute_attn.runtime.artifacts import Outcome
 from cute_attn.runtime.compile import compile_spec, count_matrix_instructions
-from cute_attn.runtime.spec import KernelSpec
 from tests.support import subprocesses
 from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
 
@@ -77,25 +75,6 @@ except ArgumentError as err:
     assert subprocesses.run(code).strip().endswith("got 'sm_70' False")
     with pytest.raises(ArgumentError):
         artifacts.get_many({"sm_70": [ToySpec()]}, toy_program)
-
-
-def test_processes_compile_the_same_bytes_and_report_failures_as_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(artifacts, "_memory", {})
-    specs = [ToySpec(threads=64), BrokenSpec(), ToySpec(threads=96)]
-    seen: list[tuple[KernelSpec, str, Outcome]] = []
-    asked = {"sm_90a": specs, "sm_100a": specs[:1]}
-    outcomes = artifacts.get_many(asked, toy_program, jobs=2, progress=lambda *a: seen.append(a))
-    assert list(outcomes) == [("sm_90a", spec) for spec in specs] + [("sm_100a", specs[0])]
-    assert {(arch, spec): outcome for spec, arch, outcome in seen} == outcomes
-    for (arch, spec), outcome in outcomes.items():
-        if spec == BrokenSpec():
-            assert isinstance(outcome, ArtifactError)
-            assert "toy of iron" in str(outcome)
-        else:
-            assert outcome == compile_spec(spec, arch, toy_program)
 
 
 def test_missing_dsl_is_explained(tmp_path: Path) -> None:

@@ -196,12 +196,6 @@ def test_loading_happens_once_and_before_the_first_launch(driver: StubDriver) ->
     assert len(driver.calls) == before
 
 
-def test_driver_error_names_code_kernel_and_grid(driver: StubDriver) -> None:
-    driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
-    with pytest.raises(RuntimeError, match=r"cute_attn_toy_0 with grid \(0, 1, 1\).*CUDA_ERROR_INVALID_VALUE"):
-        fire(Launch(toy(), 0), VALUES, (0, 1, 1), 0)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

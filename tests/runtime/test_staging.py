@@ -65,26 +65,21 @@ def uploaded(staging: Staging, ints: np.ndarray) -> torch.Tensor:
     return memory
 
 
-def test_successive_plans_do_not_overwrite_what_is_being_copied() -> None:
+@pytest.mark.parametrize("target", [None, torch.zeros(12, dtype=torch.int32)], ids=["own memory", "a caller's buffer"])
+def test_successive_plans_do_not_overwrite_what_is_being_copied(target: torch.Tensor | None) -> None:
+    """Two uploads do not wait, and each later one waits for the last but one alone."""
     copies = LateCopies()
-    staging = Staging(CPU, copies)
+    staging = Staging(CPU, copies, target)
     for seed in range(5):
-        ints = numbers(100 * seed)
+        ints = numbers(100 * seed).astype(np.int32 if target is None else np.int64)
         uploaded(staging, ints)
         ints[:] = -1  # the caller's array is free again
-    copies.finish()
-    assert copies.arrived == [numbers(100 * seed).tolist() for seed in range(5)]
-
-
-def test_two_uploads_do_not_wait_and_the_third_waits_for_the_first_alone() -> None:
-    copies = LateCopies()
-    staging = Staging(CPU, copies)
-    uploaded(staging, numbers(1))
-    uploaded(staging, numbers(2))
-    assert (copies.waits, len(copies.arrived)) == (0, 0)
-    uploaded(staging, numbers(3))
-    assert (copies.waits, len(copies.arrived)) == (1, 1)
+        assert (copies.waits, len(copies.arrived)) == (max(0, seed - 1),) * 2
+    uploaded(staging, numbers(0, 0))
     assert len(copies.buffers) == 2
+    copies.finish()
+    assert copies.arrived[:5] == [numbers(100 * seed).tolist() for seed in range(5)]
+    assert target is None or target.tolist() == [*range(400, 410), 0, 0]
 
 
 def test_reserved_memory_is_copied_directly_and_not_shared_meanwhile() -> None:
@@ -258,17 +253,3 @@ def test_a_wait_for_a_copy_spares_the_captures_of_other_threads() -> None:
         driver.calls.clear()
         end.synchronize()
     assert driver.calls == [("mode", "relaxed"), ("wait",), ("mode", "global")]
-
-
-def test_uploads_into_buffers_of_callers_do_not_overwrite_what_is_being_copied() -> None:
-    copies, target = LateCopies(), torch.zeros(12, dtype=torch.int32)
-    staging = Staging(CPU, copies, target)
-    for seed in range(5):
-        lengths = numbers(100 * seed).astype(np.int64)
-        uploaded(staging, lengths)
-        lengths[:] = -1  # the caller's array is free again
-        assert copies.waits == max(0, seed - 1)
-    uploaded(staging, numbers(0, 0))
-    copies.finish()
-    assert copies.arrived == [numbers(100 * seed).tolist() for seed in range(5)]
-    assert target.tolist() == [*range(400, 410), 0, 0]

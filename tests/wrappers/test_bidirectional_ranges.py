@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,36 +16,30 @@ from cute_attn import (
     NotSupported,
     emulator,
 )
-from tests.support.dense_attention import assert_near, attention
+from tests.support.batch_case import BatchCase, BatchInputs, dims, heads, make, paged
+from tests.support.dense_attention import assert_near
 from tests.support.executors import CUDA, GPU_MARKS, REFERENCE, Executor, needs_gpu
+from tests.support.formula import batch_formula
+from tests.support.graphs import cuda_graph
 
 NONE = (-1, -1)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests of (query tokens, keys). `seed`: of tensors and of ranges: of none, of an image's, of any keys."""
+    """A batch, whose seed is that of the ranges too, and the windows of a run."""
 
-    lengths: tuple[tuple[int, int], ...] = ((33, 33), (70, 200), (5, 150))
-    heads: tuple[int, int] = (4, 2)
-    dim: int = 64
-    page_size: int = 16
+    batch: BatchCase
     windows: tuple[int, int] = (-1, -1)
-    dtype: torch.dtype = torch.float16
-    kv_dtype: torch.dtype = torch.float16
-    soft_cap: float = 0.0
-    sinks: bool = False
-    plan: tuple[tuple[str, Any], ...] = ()
-    seed: int = 0
 
     def rows(self) -> list[tuple[int, int]]:
         """A range of every token: none, those of an image of 37 tokens, or any keys, some past the last."""
-        generator, rows = torch.Generator().manual_seed(self.seed), []
+        generator, rows = torch.Generator().manual_seed(self.batch.seed), []
 
         def below(n: int) -> int:
             return int(torch.randint(0, n, (1,), generator=generator))
 
-        for qo_len, kv_len in self.lengths:
+        for qo_len, kv_len in zip(self.batch.qo_lens, self.batch.kv_lens, strict=True):
             for position in range(kv_len - qo_len, kv_len):
                 image, first = position // 37 * 37, below(kv_len)
                 choices = (NONE, (image, image + 36), (first, first + below(80)), (0, 3), (first, first - 2))
@@ -57,7 +50,7 @@ class Case:
         """The mask of every request, written out."""
         causal_window, range_window = self.windows
         of_token, masks = iter(rows), []
-        for qo_len, kv_len in self.lengths:
+        for qo_len, kv_len in zip(self.batch.qo_lens, self.batch.kv_lens, strict=True):
             keep = torch.zeros(qo_len, kv_len, dtype=torch.bool)
             for i, position in enumerate(range(kv_len - qo_len, kv_len)):
                 first, last = next(of_token)
@@ -68,164 +61,129 @@ class Case:
             masks.append(keep)
         return masks
 
+    def check(self, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor, rows: Any = None) -> None:
+        """Compare with attention under the masks."""
+        masks = self.keep(self.rows() if rows is None else rows)
+        requests = [dataclasses.replace(r, keep=keep) for r, keep in zip(inputs.requests, masks, strict=True)]
+        expected = batch_formula(self.batch, dataclasses.replace(inputs, requests=requests))
+        assert_near(out, lse, (torch.from_numpy(expected[0]), torch.from_numpy(expected[1])))
 
-class Inputs:
-    """Tensors of a case on a device."""
 
-    def __init__(self, case: Case, device: str = "cpu") -> None:
-        generator = torch.Generator().manual_seed(case.seed)
-        counts = [-(-kv_len // case.page_size) for _, kv_len in case.lengths]
-        self.order = torch.randperm(sum(counts) + 2, generator=generator)[: sum(counts)].int()
-        self.kv_indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-        self.qo_indptr = torch.tensor([0, *itertools.accumulate(n for n, _ in case.lengths)], dtype=torch.int32)
-        self.last = torch.tensor([(n - 1) % case.page_size + 1 for _, n in case.lengths], dtype=torch.int32)
-        q = torch.randn(int(self.qo_indptr[-1]), case.heads[0], case.dim, generator=generator)
-        pages = torch.randn(sum(counts) + 2, 2, case.page_size, case.heads[1], case.dim, generator=generator)
-        self.q, self.cache = q.to(device, case.dtype), pages.to(device, case.kv_dtype)
-        self.sinks = torch.linspace(-1, 2, case.heads[0], device=device) if case.sinks else None
-        self.rows = case.rows()
-        self.ranges = torch.tensor(self.rows, dtype=torch.int32, device=device)
-        self.index = [x.to(device) for x in (self.qo_indptr, self.kv_indptr, self.order, self.last)]
+def ranges_of(rows: list[tuple[int, int]], device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def index(inputs: BatchInputs) -> tuple[torch.Tensor, ...]:
+    names = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
+    return tuple(getattr(inputs, name).to(inputs.q.device) for name in names)
 
 
 def made(case: Case, device: str, backend: str = "auto", **options: Any) -> Any:
     """A wrapper for the case."""
-    workspace = torch.empty(4 << 20, dtype=torch.uint8, device=device)
-    dtypes = {"q_data_type": case.dtype, "kv_data_type": case.kv_dtype, "o_data_type": case.dtype}
-    dims = {"head_dim_qk": case.dim, "head_dim_vo": case.dim}
-    return BatchPrefillWithCausalBidirectionalRangesWrapper(workspace, backend=backend, **dtypes, **dims, **options)
+    workspace, batch = torch.empty(4 << 20, dtype=torch.uint8, device=device), case.batch
+    dtypes = {"q_data_type": batch.dtype, "kv_data_type": batch.kv_dtype or batch.dtype, "o_data_type": batch.dtype}
+    sizes = {"head_dim_qk": batch.head_dim_qk, "head_dim_vo": batch.head_dim_vo}
+    return BatchPrefillWithCausalBidirectionalRangesWrapper(workspace, backend=backend, **dtypes, **sizes, **options)
 
 
-def planned(case: Case, inputs: Inputs, wrapper: Any) -> Any:
-    wrapper.plan(*inputs.index, *case.heads, case.dim, case.page_size, logits_soft_cap=case.soft_cap, **dict(case.plan))
+def planned(case: Case, inputs: BatchInputs, wrapper: Any) -> Any:
+    names = ("num_qo_heads", "num_kv_heads", "page_size", "logits_soft_cap", "fixed_split_size", "disable_split_kv")
+    options = {name: getattr(case.batch, name) for name in names}
+    wrapper.plan(*index(inputs), head_dim_qk=case.batch.head_dim_qk, **options)
     return wrapper
 
 
-def run(case: Case, inputs: Inputs, wrapper: Any, **options: Any) -> Any:
+def run(case: Case, inputs: BatchInputs, wrapper: Any, ranges: torch.Tensor, **options: Any) -> Any:
     sinks = {} if inputs.sinks is None else {"sinks": inputs.sinks}
-    return wrapper.run(inputs.q, inputs.cache, inputs.ranges, *case.windows, **sinks, **options)
+    return wrapper.run(inputs.q, *inputs.kv, ranges, *case.windows, **sinks, **options)
 
 
-def check(case: Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, rows: Any = None) -> None:
-    """Compare every request with attention under its mask."""
-    for i, keep in enumerate(case.keep(inputs.rows if rows is None else rows)):
-        tokens = slice(int(inputs.qo_indptr[i]), int(inputs.qo_indptr[i + 1]))
-        ids = inputs.order[int(inputs.kv_indptr[i]) : int(inputs.kv_indptr[i + 1])].long()
-        pages = inputs.cache[ids.to(inputs.cache.device)].float()
-        k, v = (pages[:, j].flatten(0, 1)[: keep.shape[1]] for j in range(2))
-        expected = attention(inputs.q[tokens], k, v, keep, case.dim**-0.5, soft_cap=case.soft_cap, sinks=inputs.sinks)
-        assert_near(out[tokens], lse[tokens], expected)
+PLAIN = paged((33, 70, 5), (33, 200, 150), **heads(4, 2))
+
+
+def plain(seed: int, **changes: Any) -> BatchCase:
+    return dataclasses.replace(PLAIN, seed=seed, **changes)
 
 
 CASES = {
-    "plain": Case(),
-    "windows": Case(windows=(20, 10), seed=1),
-    "window of causal keys": Case(windows=(20, -1), seed=2),
-    "own key only": Case(windows=(0, 0), seed=3),
-    "pages of 1": Case(dim=128, heads=(8, 1), page_size=1, seed=4),
-    "one split": Case(plan=(("disable_split_kv", True),), windows=(50, -1), seed=5),
-    "fixed splits": Case(plan=(("fixed_split_size", 64),), lengths=((20, 300), (3, 90)), seed=6),
-    "few tokens": Case(lengths=((1, 400), (3, 20), (2, 2)), seed=7),
-    "more tokens than keys": Case(lengths=((40, 20), (3, 1)), seed=8),
-    "fp8 cache": Case(kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, seed=9),
-    "soft cap and sinks": Case(soft_cap=3.0, sinks=True, seed=10),
-    "many rows": Case(lengths=((300, 420),), heads=(2, 2), seed=11),
+    "plain": Case(PLAIN),
+    "windows": Case(plain(1), (20, 10)),
+    "window of causal keys": Case(plain(2), (20, -1)),
+    "own key only": Case(plain(3), (0, 0)),
+    "pages of 1": Case(plain(4, page_size=1, **heads(8, 1), **dims(128))),
+    "one split": Case(plain(5, disable_split_kv=True), (50, -1)),
+    "fixed splits": Case(paged((20, 3), (300, 90), fixed_split_size=64, seed=6, **heads(4, 2))),
+    "few tokens": Case(paged((1, 3, 2), (400, 20, 2), seed=7, **heads(4, 2))),
+    "more tokens than keys": Case(paged((40, 3), (20, 1), seed=8, **heads(4, 2))),
+    "fp8 cache": Case(plain(9, kv_dtype="float8_e4m3fn", dtype="bfloat16")),
+    "soft cap and sinks": Case(plain(10, logits_soft_cap=3.0, sinks=True)),
+    "many rows": Case(paged((300,), (420,), seed=11, **heads(2, 2))),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_matches_attention_under_the_mask(name: str, executor: Executor) -> None:
     case = CASES[name]
-    inputs = Inputs(case, executor.device)
-    with executor.active():
-        wrapper = planned(case, inputs, made(case, executor.device, executor.backend))
-        check(case, inputs, *run(case, inputs, wrapper, return_lse=True))
+    inputs, ranges = make(case.batch, executor.device), ranges_of(case.rows(), executor.device)
+    wrapper = planned(case, inputs, made(case, executor.device, executor.backend))
+    case.check(inputs, *run(case, inputs, wrapper, ranges, return_lse=True))
 
 
 @pytest.mark.parametrize("executor", [REFERENCE, pytest.param(CUDA, marks=GPU_MARKS)], ids=lambda x: x.name)
 def test_one_plan_runs_layers_of_other_windows_and_ranges(executor: Executor) -> None:
     """Each layer twice: the second call is repeated from the first one's entry."""
-    case = Case()
-    inputs = Inputs(case, executor.device)
+    case = CASES["plain"]
+    inputs, some = make(case.batch, executor.device), case.rows()
     wrapper = planned(case, inputs, made(case, executor.device, executor.backend))
-    nothing = [NONE] * len(inputs.rows)
-    other = torch.tensor(nothing, dtype=torch.int32, device=executor.device)
-    for windows, ranges, rows in 2 * [
-        ((-1, -1), inputs.ranges, inputs.rows),
-        ((9, -1), inputs.ranges, inputs.rows),
-        ((9, -1), other, nothing),
-        ((-1, 4), inputs.ranges, inputs.rows),
-    ]:
+    none = [NONE] * len(some)
+    tensors = {id(rows): ranges_of(rows, executor.device) for rows in (some, none)}
+    for windows, rows in 2 * [((-1, -1), some), ((9, -1), some), ((9, -1), none), ((-1, 4), some)]:
         layer = dataclasses.replace(case, windows=windows)
-        check(layer, inputs, *wrapper.run(inputs.q, inputs.cache, ranges, *windows, return_lse=True), rows)
+        layer.check(inputs, *run(layer, inputs, wrapper, tensors[id(rows)], return_lse=True), rows)
 
 
 @pytest.mark.emulator
 def test_a_prompt_cut_into_chunks_has_the_same_bits() -> None:
     """Under fixed splits: rows of other ranges in a tile change neither the order nor the number of a row's tiles."""
-    whole = Case(lengths=((150, 150),), heads=(2, 2), windows=(40, -1), plan=(("disable_split_kv", True),), seed=3)
-    inputs = Inputs(whole)
+    whole = Case(paged((150,), (150,), disable_split_kv=True, seed=3, **heads(2, 2)), (40, -1))
+    inputs, ranges = make(whole.batch), ranges_of(whole.rows())
     with emulator.using("sm_90a", kernels="fa2"):
-        expected = run(whole, inputs, planned(whole, inputs, made(whole, "cpu", "emulator")))
+        expected = run(whole, inputs, planned(whole, inputs, made(whole, "cpu", "emulator")), ranges)
         for first, last in ((0, 70), (70, 71), (71, 150)):
-            part, rows = dataclasses.replace(whole, lengths=((last - first, last),)), slice(first, last)
-            chunk = Inputs(whole)
-            chunk.q, chunk.ranges = inputs.q[rows], inputs.ranges[rows].clone()
-            pages = -(-last // 16)
-            lengths = [0, last - first], [0, pages], chunk.order[:pages].tolist(), [(last - 1) % 16 + 1]
-            chunk.index = [torch.tensor(x, dtype=torch.int32) for x in lengths]
-            out = run(part, chunk, planned(part, chunk, made(part, "cpu", "emulator")))
+            rows, pages = slice(first, last), -(-last // 16)
+            lengths = [0, last - first], [0, pages], inputs.kv_indices[:pages].tolist(), [(last - 1) % 16 + 1]
+            arrays = zip(("qo_indptr", "kv_indptr", "kv_indices", "last_page_len"), lengths, strict=True)
+            chunk = dataclasses.replace(inputs, q=inputs.q[rows], **{name: torch.tensor(x) for name, x in arrays})
+            wrapper = planned(whole, chunk, made(whole, "cpu", "emulator"))
+            out = run(whole, chunk, wrapper, ranges[rows].clone())
             # Keys of a range that a chunk does not have yet are not seen: rows whose ranges end within it are compared.
-            compared = inputs.ranges[rows, 1] < last
+            compared = ranges[rows, 1] < last
             assert torch.equal(out[compared], expected[rows][compared])
 
 
 @needs_gpu
 def test_captured_runs_read_ranges_at_their_address() -> None:
     case = CASES["windows"]
-    inputs = Inputs(case, "cuda")
-    buffers = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
-    index = {name: x.clone() for name, x in zip(buffers, inputs.index, strict=True)}
-    wrapper = planned(case, inputs, made(case, "cuda", use_cuda_graph=True, **index))
-    run(case, inputs, wrapper, return_lse=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = run(case, inputs, wrapper, return_lse=True)
+    inputs, ranges = make(case.batch, "cuda"), ranges_of(case.rows(), "cuda")
+    names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+    buffers = {name: x.clone() for name, x in zip(names, index(inputs), strict=True)}
+    wrapper = planned(case, inputs, made(case, "cuda", use_cuda_graph=True, **buffers))
+    run(case, inputs, wrapper, ranges, return_lse=True)
+    (out, lse), replay = cuda_graph(lambda: run(case, inputs, wrapper, ranges, return_lse=True))
     for seed in (5, 6):
-        rows = dataclasses.replace(case, seed=seed).rows()
-        inputs.ranges.copy_(torch.tensor(rows, dtype=torch.int32))
-        graph.replay()
-        check(case, inputs, out, lse, rows)
+        rows = Case(plain(seed)).rows()
+        ranges.copy_(ranges_of(rows))
+        replay()
+        case.check(inputs, out, lse, rows)
 
 
 def test_other_backends_refuse_with_a_reason() -> None:
-    case = Case()
-    inputs = Inputs(case)
+    case = CASES["plain"]
     with (
         emulator.using("sm_90a", kernels="fa3"),
         pytest.raises(NotSupported, match="its warps take the last tile of keys"),
     ):
-        planned(case, inputs, made(case, "cpu", "emulator"))
-
-
-WRONG_PLANS = {
-    "causal": ({"causal": True}, "causal must be False, got True: the mask is causal with the ranges of run"),
-    "window": ({"window_left": 8}, "window_left must be -1, got 8"),
-    "mask": ({"custom_mask": torch.ones(4, dtype=torch.bool)}, "custom_mask must be None"),
-    "items": ({"prefix_len_ptr": torch.ones(3, dtype=torch.int32)}, "prefix_len_ptr must be None"),
-    "dtype": ({"q_data_type": "bfloat16"}, "q_data_type must be torch.float16, which the constructor was given"),
-    "head_dim_vo": ({"head_dim_vo": 128}, "head_dim_vo must be 64, which the constructor was given, got 128"),
-    "encoding": ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode must be 'NONE', which the constructor was given"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_PLANS)
-def test_plans_of_other_masks_are_refused(name: str) -> None:
-    options, message = WRONG_PLANS[name]
-    case = Case()
-    inputs = Inputs(case)
-    with pytest.raises(ArgumentError, match=message):
-        made(case, "cpu").plan(*inputs.index, *case.heads, case.dim, case.page_size, **options)
+        planned(case, make(case.batch), made(case, "cpu", "emulator"))
 
 
 RANGES = torch.zeros(108, 2, dtype=torch.int32)
@@ -243,18 +201,7 @@ WRONG_RUNS = {
 @pytest.mark.parametrize("name", WRONG_RUNS)
 def test_wrong_ranges_are_refused(name: str) -> None:
     arguments, error, message = WRONG_RUNS[name]
-    case = Case()
-    inputs = Inputs(case)
+    case, inputs = CASES["plain"], make(PLAIN)
     wrapper = planned(case, inputs, made(case, "cpu"))
     with pytest.raises(error, match=message):
-        wrapper.run(inputs.q, inputs.cache, *arguments)
-
-
-def test_outputs_must_not_lie_over_ranges() -> None:
-    case = Case()
-    inputs = Inputs(case)
-    wrapper = planned(case, inputs, made(case, "cpu"))
-    memory = torch.zeros(108 * 4 * 64 + 216, dtype=torch.float16)
-    out, ranges = memory[: 108 * 4 * 64].view(108, 4, 64), memory.view(torch.int32)[:216].view(108, 2)
-    with pytest.raises(ArgumentError, match=r"out.*bidirectional_ranges"):
-        wrapper.run(inputs.q, inputs.cache, ranges, out=out)
+        wrapper.run(inputs.q, *inputs.kv, *arguments)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError, ArgumentTypeError, RuntimeArgumentError, fast_decode_plan, fast_prefill_plan
-from tests.support import graphs
 from tests.support.batch_case import (
     BatchCase,
     call,
@@ -22,16 +21,13 @@ from tests.support.batch_case import (
     random_lengths,
     wrapper,
 )
-from tests.support.formula import assert_batch_right
 from tests.support.right import planned
+from tests.wrappers import kinds
+from tests.wrappers.kinds import eager_and_graph, made_for, plan_case
 
 DECODE = decode((40, 3, 9), page_size=4, **heads(4, 2))
 PREFILL = paged((3, 3, 3), (40, 9, 33), page_size=1, **heads(4, 2))
 NOT_FAST = ("o_data_type", "lse_base")
-
-
-def made_for(case: BatchCase, graph: bool) -> Any:
-    return graphs.graph_wrapper(case, "cpu", 200, 400)[0] if graph else wrapper(case)
 
 
 def fast_arguments(case: BatchCase) -> dict[str, Any]:
@@ -40,20 +36,19 @@ def fast_arguments(case: BatchCase) -> dict[str, Any]:
 
 
 def run(case: BatchCase, made: Any) -> None:
-    inputs = make(case)
-    assert_batch_right(case, inputs, *call(case, inputs, made))
+    kinds.run(case, make(case), made)
 
 
 # ---- decode
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@eager_and_graph
 @pytest.mark.parametrize("attribute", ["", "plan", "begin_forward"])
 def test_decode(attribute: str, graph: bool, q_len: int) -> None:
     """The first plan is a full one; later ones are fast, with the o_data_type and lse_base of the first."""
     case = dataclasses.replace(DECODE, qo_lens=(q_len,) * 3, o_dtype="float32", lse_base="ln")
-    made = made_for(case, graph)
+    made = made_for(case, graph, pages=200)
     made.begin_forward(**plan_arguments(case, make(case)))
     run(case, made)
     if attribute:
@@ -68,15 +63,15 @@ def test_decode(attribute: str, graph: bool, q_len: int) -> None:
 
 
 def test_q_len_is_named_by_its_errors() -> None:
-    made = made_for(DECODE, graph=True)
-    made.plan(**plan_arguments(DECODE, make(DECODE)))
+    made = made_for(DECODE)
+    plan_case(DECODE, made)
     with pytest.raises(RuntimeArgumentError, match="q_len_per_req must stay 1 with use_cuda_graph=True, got 2"):
         fast_decode_plan(made, **{**fast_arguments(DECODE), "q_len_per_req": 2})
     with pytest.raises(ValueError, match="q_len_per_req must be at least 1, got 0"):
         fast_decode_plan(made, **{**fast_arguments(DECODE), "q_len_per_req": 0})
     with pytest.raises(NotImplementedError, match="is_causal=True with q_len_per_req=1"):
-        made.plan(**plan_arguments(DECODE, make(DECODE)), is_causal=True)
-    made.plan(**plan_arguments(DECODE, make(DECODE)), is_causal=False)
+        plan_case(DECODE, made, is_causal=True)
+    plan_case(DECODE, made, is_causal=False)
     run(DECODE, made)
     inputs = make(dataclasses.replace(DECODE, qo_lens=(2, 2, 2)))
     with pytest.raises(ValueError, match=r"q must have the planned 3 rows \(batch size 3 \* q_len_per_req 1 of plan"):
@@ -119,10 +114,10 @@ def fast_prefill(case: BatchCase, plan: Any, **more: Any) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("mask", ["none", "custom", "causal"])
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@eager_and_graph
 def test_prefill(graph: bool, mask: str, page_size: int) -> None:
     case = dataclasses.replace(PREFILL, mask=mask, page_size=page_size, o_dtype="float32", logits_soft_cap=4.0)
-    made = made_for(case, graph)
+    made = made_for(case, graph, pages=200)
     made.begin_forward(**plan_arguments(case, make(case)))
     run(case, made)
     made.begin_forward = functools.partial(fast_prefill_plan, made)

@@ -33,6 +33,9 @@ CASES = (
     paged((70, 3), (90, 33), page_size=3, **HALVES, kv_layout="HND", k_scale=0.5, v_scale=2.0, **dims(256)),
     ragged(*UNEVEN, **HALVES, logits_soft_cap=30.0, mask="packed", **heads(4, 2), **dims(192, 128)),
     decode((65, 12), **HALVES, **heads(8, 2), **dims(512)),
+    # NVFP4: 64 bytes of values, 72 bytes apart, as beside their block scales
+    paged((30, 10), (39, 32), kv_dtype="nvfp4", cache="halves", mask="causal", **heads(4, 2), **dims(128)),
+    decode((39, 32), kv_dtype="nvfp4", cache="halves", kv_layout="HND", **heads(4, 2), **dims(128)),
 )
 
 
@@ -172,29 +175,3 @@ def test_captured_runs(executor: Executor) -> None:
     plan(made, tokens)
     assert torch.equal(tokens.q, shorter.q)
     assert_close(graph.replay(), shorter.expected(128**-0.5)[0])
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("rows", [(1, 1), (30, 10)], ids=["decode", "prefill"])
-def test_nvfp4_beside_its_block_scales(rows: tuple[int, int], layout: str, executor: Executor) -> None:
-    """A token's 128 values take 64 bytes and 8 of scales behind them in one allocation: rows are 72 bytes apart."""
-    pages, page_size, num_kv_heads, dim = 6, 16, 2, 128
-    order = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
-    whole = torch.randint(0, 256, (pages, 2, *order, 72), dtype=torch.uint8)
-    whole[..., 64:] = torch.randint(32, 57, (pages, 2, *order, 8), dtype=torch.uint8)  # scales of 1/8 to 1
-    data, scales = whole[..., :64].flatten(0, -2), whole[..., 64:].flatten(0, -2)
-    values = cute_attn.nvfp4_kv_dequantize(data, scales, torch.ones(1), torch.float16)
-    values = values.view(*whole.shape[:-1], dim)
-    q = torch.randn(sum(rows), 4, dim).half()
-    bounds, pages_of = torch.tensor([0, rows[0], sum(rows)]), torch.tensor([3, 1, 5, 0, 2])
-    index = bounds, torch.tensor([0, 3, 5]), pages_of, torch.tensor([7, 16])
-    results = []
-    for place, cache, backend in (("cpu", values, "reference"), (executor.device, whole, executor.backend)):
-        made = cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace(place), layout, backend=backend)
-        kv_dtype = {"kv_data_type": cache.dtype}
-        made.plan(*index, 4, num_kv_heads, dim, page_size, causal=True, q_data_type=torch.float16, **kv_dtype)
-        cache = cache.to(place)
-        sf = cache[..., 64:].unbind(1) if cache.dtype == torch.uint8 else None
-        kv = (cache[..., :64] if sf else cache).unbind(1)
-        results.append(made.run(q.to(place), kv, kv_cache_sf=sf).cpu())
-    torch.testing.assert_close(results[1], results[0], rtol=2e-3, atol=2e-3)

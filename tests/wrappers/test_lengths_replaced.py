@@ -14,7 +14,6 @@ from cute_attn.emulator.settings import using
 from cute_attn.errors import ArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_run, index_arrays
-from cute_attn.request.plan_arguments import prefill
 from tests.support.batch_case import BatchCase, call, decode, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED
 from tests.support.graphs import graph_wrapper
@@ -194,17 +193,3 @@ def test_lengths_of_uniform_queries(batch_size: int, q_len: int) -> None:
     computed = BatchLengths(bounds, kv_len, kv_len)
     for name in ("longest_qo", "with_queries", "equal_qo"):
         assert getattr(told, name) == getattr(computed, name)
-
-
-def test_arguments_are_checked_by_type() -> None:
-    """Equal arguments of other types are others: 1 == True."""
-    options = (2, 1, 64, None, "float16")
-    first = prefill(1, False, True, None, False, *options)
-    assert prefill(1, False, True, None, False, *options) is first
-    for wrong in ((1, 0, True, None, False), (1, False, 1, None, False), (True, False, True, None, False)):
-        with pytest.raises(TypeError, match="must be"):
-            prefill(*wrong, *options)
-    scale = torch.tensor(2.0)
-    assert prefill(1, False, True, None, False, *options, scale) is not prefill(
-        1, False, True, None, False, *options, scale
-    )

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,47 +18,24 @@ from cute_attn import (
     fast_decode_plan,
 )
 from cute_attn.dispatch import capabilities, select
-from cute_attn.dispatch.reference import ReferenceRun
 from cute_attn.errors import NotSupported, Refusal
-from cute_attn.problem import BatchProblem, Features
+from cute_attn.problem import Features
 from tests.support import graphs
 from tests.support.batch_case import (
     NO_PAGE,
     WORKSPACE,
     BatchCase,
-    BatchInputs,
     call,
     decode,
     heads,
     make,
-    paged,
     plan_arguments,
-    ragged,
     random_lengths,
-    run_arguments,
     wrapper,
 )
 from tests.support.formula import assert_batch_right
 from tests.support.right import planned
-
-PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(4, 2))
-RAGGED = ragged((5, 0, 17), (40, 3, 33), **heads(4, 2))
-DECODE = decode((40, 3, 0), page_size=4, **heads(4, 2))
-KINDS = [PAGED, RAGGED, DECODE]
-IDS = ["paged", "ragged", "decode"]
-
-
-def run(case: BatchCase, inputs: BatchInputs, made: Any, **extra: Any) -> None:
-    """Run a planned wrapper and compare."""
-    out, lse = call(case, inputs, made, **extra)
-    assert_batch_right(case, inputs, out, lse)
-
-
-def plan_and_run(case: BatchCase, made: Any, **extra: Any) -> None:
-    inputs = make(case)
-    made.plan(**{**plan_arguments(case, inputs), **extra})
-    run(case, inputs, made)
-
+from tests.wrappers.kinds import DECODE, IDS, KINDS, PAGED, RAGGED, plan_and_run, plan_case, run
 
 # ---- plan and run
 
@@ -69,8 +45,7 @@ def test_any_number_of_runs_and_plans(case: BatchCase) -> None:
     made = wrapper(case)
     for seed in range(3):
         other = random_lengths(dataclasses.replace(case, seed=seed), seed, 50)
-        inputs = make(other)
-        made.plan(**plan_arguments(other, inputs))
+        inputs = plan_case(other, made)
         for _ in range(2):
             run(other, inputs, made)
 
@@ -199,13 +174,6 @@ def test_forward_keeps_the_mask() -> None:
     assert_batch_right(case, inputs, out, lse)
 
 
-def test_forward_of_decode() -> None:
-    case = dataclasses.replace(DECODE, pos_encoding_mode="ALIBI", k_scale=0.5)
-    made, inputs = wrapper(case), make(case)
-    made.plan(**plan_arguments(DECODE, inputs))
-    assert_batch_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, "ALIBI", k_scale=0.5))
-
-
 # ---- decode
 
 
@@ -265,57 +233,6 @@ def graph_wrapper(case: BatchCase, pages: int = 40, mask_bytes: int = 200) -> tu
     return graphs.graph_wrapper(case, "cpu", pages, mask_bytes)
 
 
-@pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_graph_mode_keeps_addresses(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[BatchProblem] = []
-    made, buffers = graph_wrapper(case)
-    assert made.is_cuda_graph_enabled
-    for seed in range(4):
-        other = random_lengths(case, seed, max(case.kv_lens)) if seed else case
-        if case.kind == "ragged" and sum(other.kv_lens) > sum(case.kv_lens):
-            continue
-        inputs = make(other)
-        made.plan(**plan_arguments(other, inputs))
-        plan = made._planned()
-        launch = plan.launch
-        plan.launch = ReferenceRun(lambda problem, launch=launch: (seen.append(problem), launch(problem)))
-        run(other, inputs, made)
-        if case.kind != "ragged":
-            assert seen[-1].kv_indices is next(b for name, b in buffers.items() if "indices" in name)
-        assert plan.limits.keeps_address
-        assert plan.limits.graph is not None
-        assert plan.limits.graph.batch_size == 3
-        assert plan.limits.graph.max_rows == case.rows
-    assert len({problem.workspace.data_ptr() for problem in seen if problem.workspace is not None}) == 1
-
-
-def test_graph_buffers_hold_the_plan() -> None:
-    made, buffers = graph_wrapper(dataclasses.replace(PAGED, mask="custom"))
-    case = dataclasses.replace(PAGED, mask="custom", seed=3)
-    inputs = make(case)
-    made.plan(**plan_arguments(case, inputs))
-    assert torch.equal(buffers["qo_indptr_buf"], inputs.qo_indptr)
-    assert torch.equal(buffers["paged_kv_indptr_buf"], inputs.kv_indptr)
-    assert torch.equal(buffers["paged_kv_last_page_len_buf"], inputs.last_page_len)
-    used = int(inputs.kv_indptr[-1])
-    assert torch.equal(buffers["paged_kv_indices_buf"][:used], inputs.kv_indices[:used])
-    assert (buffers["paged_kv_indices_buf"][used:] == NO_PAGE).all()
-    sizes = np.array(PAGED.qo_lens) * np.array(PAGED.kv_lens)
-    assert buffers["mask_indptr_buf"].tolist() == [0, *np.cumsum(-(-sizes // 8))]
-    run(case, inputs, made)
-    other = dataclasses.replace(case, qo_lens=(1, 9, 3), kv_lens=(5, 7, 31))
-    plan_and_run(other, made)
-
-
-def test_graph_limits_of_decode() -> None:
-    case = decode((40, 3, 9), q_len=2, page_size=4)
-    made, _ = graph_wrapper(case, pages=30)
-    plan_and_run(case, made)
-    graph = made._planned().limits.graph
-    assert graph is not None
-    assert tuple(graph) == (3, 6, 120, 2)
-
-
 FROZEN: list[tuple[BatchCase, dict[str, Any], type[Exception], str]] = [
     (PAGED, {"qo_lens": (5, 17), "kv_lens": (3, 3)}, ArgumentError, "the batch size must stay 3"),
     (PAGED, {"qo_lens": (5, 1, 17)}, ArgumentError, r"qo_indptr\[-1\] must not exceed 22"),
@@ -347,12 +264,11 @@ FROZEN: list[tuple[BatchCase, dict[str, Any], type[Exception], str]] = [
 def test_graph_mode_refuses(case: BatchCase, change: dict[str, Any], error: type[Exception], message: str) -> None:
     """The previous plan stays in force, with its numbers in the buffers."""
     made, buffers = graph_wrapper(case)
-    inputs = make(case)
-    made.plan(**plan_arguments(case, inputs))
+    inputs = plan_case(case, made)
     held = {name: buffer.clone() for name, buffer in buffers.items()}
     other = dataclasses.replace(case, **change)
     with pytest.raises(error, match=message):
-        made.plan(**plan_arguments(other, make(other)))
+        plan_case(other, made)
     assert all(torch.equal(held[name], buffer) for name, buffer in buffers.items())
     run(case, inputs, made)
     if error is RuntimeArgumentError:  # a new start
@@ -379,29 +295,6 @@ def test_cuda_graph_decode_wrapper() -> None:
 
 
 # ---- selection
-
-
-def test_features_of_a_run_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = []
-    original = select.reasons_against
-    monkeypatch.setattr(select, "reasons_against", lambda *args: (checked.append(args), original(*args))[1])
-    inputs = make(dataclasses.replace(PAGED, sinks=True))
-    made = wrapper(PAGED)
-    made.plan(**plan_arguments(PAGED, inputs))
-    checked.clear()
-    for _ in range(3):
-        made.run(inputs.q, *inputs.kv, sinks=inputs.sinks)
-    ((_, features, _),) = checked
-    assert features.sinks
-
-
-def test_plans_know_the_source_of_keys() -> None:
-    for case, source in ((PAGED, "paged"), (RAGGED, "ragged"), (DECODE, "paged")):
-        made, inputs = planned(case)
-        settings = made._planned().settings
-        assert settings.features.kv_source == source
-        assert settings.page_size == case.page_size
-        assert run_arguments(case, inputs)["sinks"] is None
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)

@@ -10,8 +10,8 @@ import torch
 
 from cute_attn import ArgumentError, NotPlannedError, RuntimeArgumentError
 from cute_attn.wrappers import engine_attributes
-from tests.support import graphs
 from tests.support.batch_case import (
+    NO_PAGE,
     BatchCase,
     call,
     decode,
@@ -23,6 +23,7 @@ from tests.support.batch_case import (
     wrapper,
 )
 from tests.support.formula import assert_batch_right
+from tests.wrappers.kinds import eager_and_graph, made_for, plan_case, run
 
 PAGED = paged((5, 1, 17), (40, 3, 33), page_size=4, **heads(4, 2))
 RAGGED = ragged((5, 1, 17), (40, 3, 33), **heads(4, 2))
@@ -34,8 +35,8 @@ BUFFERS = ("_qo_indptr_buf", "_kv_indptr_buf", "_paged_kv_indptr_buf", "_paged_k
 
 
 def planned(case: BatchCase, graph: bool = False) -> Any:
-    made = graphs.graph_wrapper(case, "cpu", 40, 400)[0] if graph else wrapper(case)
-    made.plan(**plan_arguments(case, make(case)))
+    made = made_for(case, graph)
+    plan_case(case, made)
     return made
 
 
@@ -89,7 +90,7 @@ def test_an_option_that_was_not_given() -> None:
     assert made._logits_soft_cap == 0.0
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@eager_and_graph
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_index_buffers_hold_the_plan(case: BatchCase, graph: bool) -> None:
     inputs, made = make(case), planned(case, graph)
@@ -102,6 +103,7 @@ def test_index_buffers_hold_the_plan(case: BatchCase, graph: bool) -> None:
         held["_paged_kv_last_page_len_buf"] = inputs.last_page_len
         used = int(inputs.kv_indptr[-1])
         assert torch.equal(made._paged_kv_indices_buf[:used], inputs.kv_indices[:used])
+        assert (made._paged_kv_indices_buf[used:] == NO_PAGE).all()
     for name, value in held.items():
         buffer = getattr(made, name)
         assert (buffer is None) == (value is None), name
@@ -109,10 +111,10 @@ def test_index_buffers_hold_the_plan(case: BatchCase, graph: bool) -> None:
             assert buffer.dtype == torch.int32
             assert buffer.tolist() == value.tolist()
     assert made._max_total_num_rows == (case.rows if graph else None)
-    assert_batch_right(case, inputs, *call(case, inputs, made))
+    run(case, inputs, made)
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@eager_and_graph
 def test_mask_buffers(graph: bool) -> None:
     made = planned(dataclasses.replace(PAGED, mask="custom"), graph)
     assert made._custom_mask_buf.dtype == torch.uint8
@@ -125,7 +127,7 @@ def test_lengths_written_after_a_plan_count(inference: bool) -> None:
     bound, exact = PAGED, dataclasses.replace(PAGED, kv_lens=(34, 2, 33))
     with torch.inference_mode(inference), torch.no_grad():
         inputs, made = make(bound), planned(bound)
-        assert_batch_right(bound, inputs, *call(bound, inputs, made))
+        run(bound, inputs, made)
         shorter = dataclasses.replace(
             inputs,
             requests=[
@@ -149,7 +151,7 @@ def test_lengths_written_after_a_plan_count(inference: bool) -> None:
             made._paged_kv_indptr_buf.sub_(0)
             assert made._planned() is not before
         made.plan(**plan_arguments(bound, inputs))
-        assert_batch_right(bound, inputs, *call(bound, inputs, made))
+        run(bound, inputs, made)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError, BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
-from tests.support import graphs
-from tests.support.batch_case import call, decode, heads, make, paged, plan_arguments
-from tests.support.formula import assert_batch_right
+from tests.support.batch_case import decode, heads, make, paged
+from tests.wrappers.kinds import made_for, plan_and_run, plan_case, run
 
 DECODE = decode((40, 3, 9), page_size=4, **heads(4, 2))
 PAGED = paged((5, 1, 17), (40, 3, 33), page_size=4, mask="custom", **heads(4, 2))
@@ -21,7 +20,7 @@ PAGED = paged((5, 1, 17), (40, 3, 33), page_size=4, mask="custom", **heads(4, 2)
 def test_page_numbers_in_their_own_buffer(name: str) -> None:
     """The caller may have packed them there, at any stride: reading and writing must not cross."""
     inputs = make(DECODE)
-    made: Any = graphs.graph_wrapper(DECODE, "cpu", 40, 0)[0]
+    made: Any = made_for(DECODE)
     buffer, used = made._paged_kv_indices_buf, int(inputs.kv_indptr[-1])
     wide = torch.zeros(40, dtype=torch.int64)
     view = {
@@ -32,21 +31,20 @@ def test_page_numbers_in_their_own_buffer(name: str) -> None:
         "strided int64": wide[::2][:used],
     }[name]
     view.copy_(inputs.kv_indices[:used])
-    made.plan(**{**plan_arguments(DECODE, inputs), "indices": view})
+    plan_case(DECODE, made, indices=view)
     assert torch.equal(buffer[:used], inputs.kv_indices[:used])
-    assert_batch_right(DECODE, inputs, *call(DECODE, inputs, made))
+    run(DECODE, inputs, made)
 
 
 def test_mask_bits_in_their_own_buffer() -> None:
     case = dataclasses.replace(PAGED, mask="packed")
     inputs = make(case)
-    made: Any = graphs.graph_wrapper(case, "cpu", 40, 400)[0]
+    made: Any = made_for(case)
     for start in (0, 5):
         bits = inputs.masks["packed_custom_mask"]
         view = made._custom_mask_buf[start : start + len(bits)]
         view.copy_(bits)
-        made.plan(**{**plan_arguments(case, inputs), "packed_custom_mask": view})
-        assert_batch_right(case, inputs, *call(case, inputs, made))
+        plan_and_run(case, made, packed_custom_mask=view)
 
 
 def ints(size: int) -> torch.Tensor:
@@ -73,19 +71,6 @@ def test_index_buffers_must_be_apart() -> None:
             paged_kv_indices_buf=ints(9),
             paged_kv_last_page_len_buf=ints(3),
         )
-    made: Any = graphs.graph_wrapper(DECODE, "cpu", 64, 0)[0]
+    made: Any = made_for(DECODE, pages=64)
     with pytest.raises(ArgumentError, match="float_workspace_buffer must not share memory with paged_kv_indices_buf"):
         made.reset_workspace_buffer(made._paged_kv_indices_buf[4:])
-
-
-def test_a_run_that_fails_moves_no_plan() -> None:
-    """`out` that overlaps q is found before a run schedules or launches anything."""
-    inputs = make(DECODE)
-    made: Any = graphs.graph_wrapper(DECODE, "cpu", 40, 0)[0]
-    made.plan(**plan_arguments(DECODE, inputs))
-    before, held = inputs.q.clone(), made._planned()
-    with pytest.raises(ArgumentError, match="out must not share memory with q"):
-        made.run(inputs.q, *inputs.kv, out=inputs.q)
-    assert torch.equal(inputs.q, before)
-    assert made._planned() is held
-    assert not held.cached_runs

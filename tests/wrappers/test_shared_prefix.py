@@ -13,36 +13,33 @@ from cute_attn import (
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
     NotPlannedError,
 )
-from tests.support.dense_attention import assert_near, attention, random
+from tests.support.batch_case import heads, make, paged
+from tests.support.dense_attention import assert_near, attention, random, seen
 from tests.support.executors import DEVICES
 
-HEADS, KV_HEADS, DIM, PAGE, PREFIX = 4, 2, 64, 4, 21
-QO, KV = (3, 1, 5), (9, 1, 6)
-QO_INDPTR = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
-INDPTR, INDICES = torch.tensor([0, 3, 4, 6], dtype=torch.int32), torch.tensor([4, 0, 5, 1, 3, 2], dtype=torch.int32)
-PAGES = INDPTR, INDICES, torch.tensor([1, 1, 2])
-SIZES = HEADS, KV_HEADS, DIM, PAGE
+STEP, QO, KV = (1, 1, 1), (3, 1, 5), (9, 1, 6)
+SIZES = 4, 2, 64, 4
 
 
 class Batch:
-    def __init__(self, rows: int, device: str, layout: str, dtype: torch.dtype = torch.float16) -> None:
-        self.q = random(rows, HEADS, DIM, dtype=dtype, seed=1)
-        self.prefix = random(2, PREFIX, KV_HEADS, DIM, dtype=dtype, seed=2)
-        self.cache = random(6, 2, PAGE, KV_HEADS, DIM, dtype=dtype, seed=3)
-        prefix, cache = self.prefix, self.cache
-        if layout == "HND":
-            prefix, cache = prefix.transpose(1, 2).contiguous(), cache.transpose(2, 3).contiguous()
-        self.given = self.q.to(device), *prefix.to(device), cache.to(device)
+    """Requests with keys of their own behind 21 that all share."""
 
-    def expected(self, qo_lens: tuple[int, ...], causal: bool, sm_scale: float | None = None) -> Any:
-        outs, row = [], 0
-        for i, (qo_len, kv_len) in enumerate(zip(qo_lens, KV, strict=True)):
-            own = self.cache[PAGES[1][PAGES[0][i] : PAGES[0][i + 1]]].transpose(0, 1).flatten(1, 2)[:, :kv_len]
-            keep = torch.ones(qo_len, PREFIX + kv_len, dtype=torch.bool)
-            keep = keep.tril(PREFIX + kv_len - qo_len) if causal else keep
-            outs.append(attention(self.q[row : row + qo_len], *torch.cat((self.prefix, own), 1), keep, sm_scale))
-            row += qo_len
-        return tuple(map(torch.cat, zip(*outs, strict=True)))
+    def __init__(self, qo_lens: tuple[int, ...], device: str = "cpu", layout: str = "NHD", dtype: str = "float16"):
+        case = paged(qo_lens, KV, page_size=4, kv_layout=layout, cache="one", dtype=dtype, **heads(4, 2))
+        self.inputs = make(case, device)
+        self.prefix = random(2, 21, 2, 64, dtype=getattr(torch, dtype), seed=2)
+        prefix = self.prefix if layout == "NHD" else self.prefix.transpose(1, 2).contiguous()
+        self.given = self.inputs.q, *prefix.to(device), *self.inputs.kv
+        index = self.inputs.qo_indptr, self.inputs.kv_indptr, self.inputs.kv_indices, self.inputs.last_page_len
+        self.qo_indptr, *self.pages = (x.to(device) for x in index)
+
+    def expected(self, causal: bool = False, sm_scale: float | None = None) -> Any:
+        found = []
+        for request in self.inputs.requests:
+            pairs = zip(self.prefix.double(), (request.k, request.v), strict=True)
+            k, v = (torch.cat(pair) for pair in pairs)
+            found.append(attention(request.q, k, v, seen(len(request.q), len(k), causal), sm_scale))
+        return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 def workspace(device: str) -> torch.Tensor:
@@ -53,11 +50,11 @@ def workspace(device: str) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("forms", [("begin_forward", "forward"), ("plan", "run")])
 def test_decode(forms: tuple[str, str], layout: str, device: str) -> None:
-    batch = Batch(3, device, layout)
+    batch = Batch(STEP, device, layout)
     wrapper = BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), layout)
-    getattr(wrapper, forms[0])(*(x.to(device) for x in PAGES), *SIZES)
+    getattr(wrapper, forms[0])(*batch.pages, *SIZES)
     out = getattr(wrapper, forms[1])(*batch.given)
-    assert_near(out, None, batch.expected((1, 1, 1), False))
+    assert_near(out, None, batch.expected())
     wrapper.end_forward()
 
 
@@ -65,31 +62,31 @@ def test_decode(forms: tuple[str, str], layout: str, device: str) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(("causal", "sm_scale"), [(False, None), (True, 0.3)])
 def test_prefill(causal: bool, sm_scale: float | None, layout: str, device: str) -> None:
-    batch = Batch(sum(QO), device, layout)
+    batch = Batch(QO, device, layout)
     wrapper = BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), layout)
-    wrapper.begin_forward(QO_INDPTR.to(device), *(x.to(device) for x in PAGES), *SIZES)
+    wrapper.begin_forward(batch.qo_indptr, *batch.pages, *SIZES)
     wrapper.prewarm_paged_kv_stride_variant()
     out = wrapper.forward(*batch.given, causal=causal, sm_scale=sm_scale)
-    assert_near(out, None, batch.expected(QO, causal, sm_scale))
+    assert_near(out, None, batch.expected(causal, sm_scale))
 
 
 def test_other_dtypes() -> None:
-    batch = Batch(3, "cpu", "NHD", torch.bfloat16)
+    batch = Batch(STEP, dtype="bfloat16")
     wrapper = BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace("cpu"))
-    wrapper.begin_forward(*PAGES, *SIZES, data_type="bfloat16")
-    assert_near(wrapper.forward(*batch.given), None, batch.expected((1, 1, 1), False))
-    batch = Batch(sum(QO), "cpu", "NHD", torch.bfloat16)
+    wrapper.begin_forward(*batch.pages, *SIZES, data_type="bfloat16")
+    assert_near(wrapper.forward(*batch.given), None, batch.expected())
+    batch = Batch(QO, dtype="bfloat16")
     prefill = BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace("cpu"))
-    prefill.plan(QO_INDPTR, *PAGES, *SIZES, q_data_type=torch.bfloat16)
-    assert_near(prefill.run(*batch.given), None, batch.expected(QO, False))
+    prefill.plan(batch.qo_indptr, *batch.pages, *SIZES, q_data_type=torch.bfloat16)
+    assert_near(prefill.run(*batch.given), None, batch.expected())
 
 
 def test_errors_and_workspaces() -> None:
-    batch = Batch(3, "cpu", "NHD")
+    batch = Batch(STEP)
     wrapper = BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace("cpu"))
     with pytest.raises(NotPlannedError):
         wrapper.forward(*batch.given)
-    wrapper.begin_forward(*PAGES, *SIZES)
+    wrapper.begin_forward(*batch.pages, *SIZES)
     q, k, v, cache = batch.given
     with pytest.raises(ArgumentError, match="v_shared must have k's kv_len"):
         wrapper.forward(q, k, v[1:], cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -19,42 +20,34 @@ from cute_attn import (
     NotPlannedError,
     NotSupported,
 )
-from tests.support.dense_attention import EVERYWHERE, assert_near, attention, random
+from tests.support.batch_case import BatchInputs, heads, make, paged, ragged
+from tests.support.dense_attention import EVERYWHERE, assert_near
 from tests.support.executors import CUDA, REFERENCE, Executor, needs_gpu
+from tests.support.formula import batch_formula
+from tests.support.graphs import cuda_graph
 
-HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 8
-QO, KV = (5, 1, 9), (30, 17, 9)
-QO_INDPTR = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
-INDPTR, INDICES = torch.tensor([0, 4, 7, 9], dtype=torch.int32), torch.tensor([7, 2, 5, 0, 8, 1, 6, 3, 4]).int()
-PAGES = INDPTR, INDICES, torch.tensor([6, 1, 1])
-SINKS = torch.tensor([0.3, -2.0, 4.0, 0.0])
-MADE_FOR = {"q_data_type": torch.float16, "kv_data_type": torch.float16, "head_dim_qk": DIM, "head_dim_vo": DIM}
+CASE = paged((5, 1, 9), (30, 17, 9), page_size=8, mask="causal", sinks=True, **heads(4, 2))
+RAGGED = ragged(CASE.qo_lens, CASE.kv_lens, mask="causal", sinks=True, **heads(4, 2))
+INPUTS, SIZES = make(CASE), (4, 2, 64, 8)
+MADE_FOR = {"q_data_type": torch.float16, "kv_data_type": torch.float16, "head_dim_qk": 64, "head_dim_vo": 64}
 PLAN: dict[str, Any] = {"q_data_type": torch.float16, "kv_data_type": torch.float16, "causal": True}
+BUFFERS = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
 
 
 def jit_args(uri: str = "batch_prefill_attention_sink_f16_swa_False_fa2") -> tuple[Any, ...]:
     """FlashInfer's arguments of the variant, its CUDA source aside."""
     dtypes = torch.float16, torch.float16, torch.float16, torch.int32
-    return uri, *dtypes, DIM, DIM, ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", "struct"
+    return uri, *dtypes, 64, 64, ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", "struct"
 
 
-def cache(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q = random(sum(QO), HEADS, DIM, device=device, seed=1)
-    k, v = (random(9, PAGE, KV_HEADS, DIM, device=device, seed=seed) for seed in (2, 3))
-    return q, k, v
+def expected(sm_scale: float, inputs: BatchInputs = INPUTS, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle. `changes`: of the case."""
+    o, lse = batch_formula(dataclasses.replace(CASE, sm_scale=sm_scale, **changes), inputs)
+    return torch.from_numpy(o), torch.from_numpy(lse)
 
 
-def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, window: int = -1) -> Any:
-    """The oracle, request by request, over the pages put in order."""
-    outs, row = [], 0
-    for i, (qo_len, kv_len) in enumerate(zip(QO, KV, strict=True)):
-        pages = PAGES[1][PAGES[0][i] : PAGES[0][i + 1]].to(k.device)
-        keep = torch.ones(qo_len, kv_len, dtype=torch.bool).tril(kv_len - qo_len)
-        keep = keep.triu(kv_len - qo_len - window) if window >= 0 else keep
-        keys = (x[pages].flatten(0, 1)[:kv_len] for x in (k, v))
-        outs.append(attention(q[row : row + qo_len], *keys, keep, sm_scale, sinks=SINKS))
-        row += qo_len
-    return tuple(map(torch.cat, zip(*outs, strict=True)))
+def index(inputs: BatchInputs = INPUTS) -> tuple[torch.Tensor, ...]:
+    return inputs.qo_indptr, inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len
 
 
 def made(executor: Executor, **options: Any) -> BatchAttentionWithAttentionSinkWrapper:
@@ -65,63 +58,56 @@ def made(executor: Executor, **options: Any) -> BatchAttentionWithAttentionSinkW
 @pytest.mark.parametrize("executor", EVERYWHERE)
 @pytest.mark.parametrize("window", [-1, 11])
 def test_sinks_and_scale_follow_the_cache(window: int, executor: Executor) -> None:
-    q, k, v = cache(executor.device)
-    sinks = SINKS.to(executor.device)
+    inputs = make(CASE, executor.device)
+    given = inputs.q, *inputs.kv, inputs.sinks
     with executor.active():
         wrapper = made(executor, window_left=window)
-        wrapper.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, window_left=window, sm_scale=0.3, **PLAN)
-        out, lse = wrapper.run(q, (k, v), sinks, 0.2, return_lse=True)
-        planned = wrapper.run(q, (k, v), sinks)
-        buffer = torch.empty_like(q)
-        doubled = wrapper.run(q, (k, v), sinks, 0.3, v_scale=2.0, out=buffer)
-    assert_near(out, lse, expected(q, k, v, 0.2, window))
-    assert_near(planned, None, expected(q, k, v, 0.3, window))
+        wrapper.plan(*index(inputs), *SIZES, window_left=window, sm_scale=0.3, **PLAN)
+        out, lse = wrapper.run(*given, 0.2, return_lse=True)
+        planned = wrapper.run(*given)
+        buffer = torch.empty_like(inputs.q)
+        doubled = wrapper.run(*given, 0.3, v_scale=2.0, out=buffer)
+    assert_near(out, lse, expected(0.2, window_left=window))
+    assert_near(planned, None, expected(0.3, window_left=window))
     assert doubled is buffer
-    assert_near(doubled, None, expected(q, k, 2 * v, 0.3, window))
+    assert_near(doubled, None, expected(0.3, window_left=window, v_scale=2.0))
 
 
 def test_another_scale_is_no_other_plan() -> None:
-    q, k, v = cache()
-    wrapper = made(REFERENCE)
-    wrapper.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, **PLAN)
+    wrapper, tensors, sinks = made(REFERENCE), (INPUTS.q, *INPUTS.kv), INPUTS.sinks
+    wrapper.plan(*index(), *SIZES, **PLAN)
     plan = wrapper._planned()
     for sm_scale in (0.1, 1.0, -0.5, 0.0):
-        assert_near(wrapper.run(q, (k, v), SINKS, sm_scale), None, expected(q, k, v, sm_scale))
+        assert_near(wrapper.run(*tensors, sinks, sm_scale), None, expected(sm_scale))
     assert wrapper._planned() is plan
-    by_keyword = wrapper.run(q, (k, v), sinks=SINKS, q_scale=0.5, k_scale=torch.tensor(2.0))
-    assert_near(by_keyword, None, expected(q, k, v, DIM**-0.5))
-    scaled = wrapper.run(q, (k, v), SINKS, 0.1, q_scale=torch.tensor([3.0]))
-    assert_near(scaled, None, expected(q, k, v, 0.3))
+    by_keyword = wrapper.run(*tensors, sinks=sinks, q_scale=0.5, k_scale=torch.tensor(2.0))
+    assert_near(by_keyword, None, expected(1 / 8))
+    assert_near(wrapper.run(*tensors, sinks, 0.1, q_scale=torch.tensor([3.0])), None, expected(0.3))
     tiny = torch.tensor(2.0**-24, dtype=torch.float16)  # a third of it is 0 in its own dtype
-    scaled = wrapper.run(q, (k, v), SINKS, DIM**-0.5 / 3, q_scale=tiny, k_scale=2.0**24)
-    assert_near(scaled, None, expected(q, k, v, DIM**-0.5 / 3))
+    assert_near(wrapper.run(*tensors, sinks, 1 / 24, q_scale=tiny, k_scale=2.0**24), None, expected(1 / 24))
 
 
 def test_scales_change_with_fixed_buffers() -> None:
     """CUDA-graph mode: plans with other lengths, and runs with other scales, keep addresses and options."""
-    q, k, v = cache()
-    buffers = [torch.zeros(n, dtype=torch.int32) for n in (4, 4, 9, 3)]
-    wrapper = BatchAttentionWithAttentionSinkWrapper(torch.zeros(1 << 18), "NHD", True, *buffers, **MADE_FOR)
-    for last, sm_scale in ((torch.tensor([1, 1, 1]), 0.4), (PAGES[2], 0.2), (PAGES[2], 0.7)):
-        wrapper.plan(QO_INDPTR, *PAGES[:2], last, HEADS, KV_HEADS, np.int64(DIM), PAGE, **PLAN)
-        out = wrapper.run(q, (k, v), SINKS, sm_scale)
-    assert_near(out, None, expected(q, k, v, 0.7))
+    wrapper = made(REFERENCE, use_cuda_graph=True, **dict(zip(BUFFERS, map(torch.zeros_like, index()), strict=True)))
+    for last, sm_scale in ((torch.tensor([1, 1, 1]), 0.4), (INPUTS.last_page_len, 0.2), (INPUTS.last_page_len, 0.7)):
+        wrapper.plan(*index()[:3], last, 4, 2, np.int64(64), 8, **PLAN)
+        out = wrapper.run(INPUTS.q, *INPUTS.kv, INPUTS.sinks, sm_scale)
+    assert_near(out, None, expected(0.7))
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_jit_args_of_the_sink_variant(kind: Any) -> None:
-    q, k, v = cache()
     options = {"jit_args": kind(jit_args()), "jit_kwargs": {"use_sliding_window": False}}
     paged: Any = BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 18), "NHD", backend="auto", **options)
-    paged.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, **PLAN)
-    assert_near(paged.run(q, (k, v), SINKS, 0.2), None, expected(q, k, v, 0.2))
+    paged.plan(*index(), *SIZES, **PLAN)
+    assert_near(paged.run(INPUTS.q, *INPUTS.kv, INPUTS.sinks, 0.2), None, expected(0.2))
     ragged: Any = BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(1 << 18), kv_layout="NHD", **options)
-    order = [PAGES[1][PAGES[0][i] : PAGES[0][i + 1]] for i in range(3)]
-    keys, values = (torch.cat([x[pages].flatten(0, 1)[:n] for pages, n in zip(order, KV, strict=True)]) for x in (k, v))
-    ragged.plan(QO_INDPTR, torch.tensor([0, *KV]).cumsum(0), HEADS, KV_HEADS, DIM, **PLAN)
-    out, lse = ragged.run(q, keys, values, SINKS, 0.2, return_lse=True)
-    assert_near(out, lse, expected(q, k, v, 0.2))
-    assert_near(ragged.run_return_lse(q, keys, values, SINKS, 0.7)[0], None, expected(q, k, v, 0.7))
+    inputs = make(RAGGED)
+    ragged.plan(inputs.qo_indptr, inputs.kv_indptr, *SIZES[:3], **PLAN)
+    out, lse = ragged.run(inputs.q, *inputs.kv, inputs.sinks, 0.2, return_lse=True)
+    assert_near(out, lse, expected(0.2, inputs))
+    assert_near(ragged.run_return_lse(inputs.q, *inputs.kv, inputs.sinks, 0.7)[0], None, expected(0.7, inputs))
 
 
 REFUSED: list[tuple[Any, Any, str, type]] = [
@@ -163,29 +149,28 @@ def test_jit_args_that_ask_for_nothing_are_accepted() -> None:
 def test_plans_agree_with_the_constructor(changed: dict[str, Any], message: str) -> None:
     wrapper = made(REFERENCE)
     with pytest.raises(ArgumentError, match=message):
-        wrapper.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, **{**PLAN, **changed})
+        wrapper.plan(*index(), *SIZES, **{**PLAN, **changed})
 
 
 def test_bad_runs_are_named() -> None:
-    q, k, v = cache()
-    wrapper = made(REFERENCE)
+    wrapper, tensors, sinks = made(REFERENCE), (INPUTS.q, *INPUTS.kv), INPUTS.sinks
     with pytest.raises(NotPlannedError):
-        wrapper.run(q, (k, v), SINKS, 0.2)
-    wrapper.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, **PLAN)
+        wrapper.run(*tensors, sinks, 0.2)
+    wrapper.plan(*index(), *SIZES, **PLAN)
     bad: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((), {}, "sinks must follow keys and values"),
-        ((SINKS,), {"sinks": SINKS}, "sinks were given twice"),
-        ((SINKS, 0.2, 1.0), {}, "the positional arguments after keys and values are sinks and sm_scale"),
-        ((SINKS, "0.2"), {}, "sm_scale must be a number"),
-        ((SINKS, math.inf), {}, "sm_scale must be finite"),
-        ((SINKS[:2],), {}, r"sinks must have shape \[num_qo_heads\]"),
+        ((sinks,), {"sinks": sinks}, "sinks were given twice"),
+        ((sinks, 0.2, 1.0), {}, "the positional arguments after keys and values are sinks and sm_scale"),
+        ((sinks, "0.2"), {}, "sm_scale must be a number"),
+        ((sinks, math.inf), {}, "sm_scale must be finite"),
+        ((torch.zeros(2),), {}, r"sinks must have shape \[num_qo_heads\]"),
     ]
     for args, options, message in bad:
         with pytest.raises(ValueError, match=message):
-            wrapper.run(q, (k, v), *args, **options)
-    wrapper.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, sm_scale=0, **PLAN)
+            wrapper.run(*tensors, *args, **options)
+    wrapper.plan(*index(), *SIZES, sm_scale=0, **PLAN)
     with pytest.raises(ArgumentError, match=r"sm_scale of plan.* must not be 0"):
-        wrapper.run(q, (k, v), SINKS, 0.2)
+        wrapper.run(*tensors, sinks, 0.2)
 
 
 def test_bad_constructors_are_named() -> None:
@@ -205,18 +190,13 @@ def test_bad_constructors_are_named() -> None:
 @needs_gpu
 def test_a_captured_run_keeps_its_scale() -> None:
     """A run with another scale than the planned one is captured, and replayed with other lengths."""
-    device = "cuda"
-    q, k, v = cache(device)
-    sinks, buffers = SINKS.to(device), [torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 4, 9, 3)]
-    names = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
-    wrapper = made(CUDA, use_cuda_graph=True, **dict(zip(names, buffers, strict=True)))
-    shorter = PAGES[0].clone(), PAGES[1], torch.tensor([1, 1, 1])
-    wrapper.plan(QO_INDPTR, *shorter, HEADS, KV_HEADS, DIM, PAGE, **PLAN)
-    out = torch.empty_like(q)
-    wrapper.run(q, (k, v), sinks, 0.2, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wrapper.run(q, (k, v), sinks, 0.2, out=out)
-    wrapper.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, **PLAN)
-    graph.replay()
-    assert_near(out, None, expected(q, k, v, 0.2))
+    inputs = make(CASE, "cuda")
+    buffers = dict(zip(BUFFERS, (torch.zeros_like(x, device="cuda") for x in index()), strict=True))
+    wrapper, given = made(CUDA, use_cuda_graph=True, **buffers), (inputs.q, *inputs.kv, inputs.sinks, 0.2)
+    wrapper.plan(*index()[:3], torch.tensor([1, 1, 1]), *SIZES, **PLAN)
+    out = torch.empty_like(inputs.q)
+    wrapper.run(*given, out=out)
+    _, replay = cuda_graph(lambda: wrapper.run(*given, out=out))
+    wrapper.plan(*index(), *SIZES, **PLAN)
+    replay()
+    assert_near(out, None, expected(0.2))

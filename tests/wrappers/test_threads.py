@@ -14,17 +14,11 @@ import torch
 from cute_attn.kernels.host.batch import BatchRun, Launched, Memory
 from cute_attn.problem import BatchProblem
 from cute_attn.runtime.launch import CPU
-from tests.support.batch_case import call, decode, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.batch_case import heads, make, plan_arguments, wrapper
 from tests.support.engine_graphs import sliced
-from tests.support.formula import assert_batch_right
 from tests.support.threads import in_threads
+from tests.wrappers.kinds import IDS, KINDS, plan_and_run, run
 
-CASES = [
-    paged((5, 0, 7), (20, 3, 13), page_size=4, **heads(4, 2)),
-    ragged((5, 0, 7), (20, 3, 13), **heads(4, 2)),
-    decode((20, 3, 13), page_size=4, **heads(4, 2)),
-]
-IDS = ["paged", "ragged", "decode"]
 THREADS, ROUNDS = 8, 6
 
 
@@ -37,7 +31,7 @@ def frequent_switches() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_runs_of_one_plan(case: Any) -> None:
     """Each thread has scales and heads of its own; the first run of each is prepared while others run."""
     inputs, made = make(case), wrapper(case)
@@ -49,20 +43,18 @@ def test_runs_of_one_plan(case: Any) -> None:
             layer = dataclasses.replace(case, k_scale=1 + i / 4, **heads(*fewer[i % 4]))
             tensors = sliced(inputs, *fewer[i % 4])
             for _ in range(ROUNDS):
-                assert_batch_right(layer, tensors, *call(layer, tensors, made))
+                run(layer, tensors, made)
 
         in_threads(work, range(THREADS))
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_a_wrapper_per_thread(case: Any) -> None:
     def work(i: int) -> None:
         made = wrapper(case)
         for seed in range(ROUNDS):
             mine = dataclasses.replace(case, seed=seed * THREADS + i, sm_scale=0.1 + i / 10)
-            inputs = make(mine)
-            made.plan(**plan_arguments(mine, inputs))
-            assert_batch_right(mine, inputs, *call(mine, inputs, made))
+            plan_and_run(mine, made)
 
     in_threads(work, range(THREADS))
 

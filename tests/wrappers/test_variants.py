@@ -12,37 +12,26 @@ from typing import Any
 import pytest
 
 from cute_attn import ArgumentError, RuntimeArgumentError
-from cute_attn.errors import NotSupported, WorkspaceError
+from cute_attn.errors import WorkspaceError
 from cute_attn.runtime.staging import Staging
 from cute_attn.wrappers import plan
 from cute_attn.wrappers.plan import Plan
-from tests.support import graphs
 from tests.support.batch_case import (
     BatchCase,
-    call,
-    decode,
     heads,
     make,
-    paged,
     plan_arguments,
-    ragged,
     random_lengths,
     wrapper,
 )
 from tests.support.engine_graphs import sliced
 from tests.support.formula import assert_batch_right
 from tests.support.right import planned
+from tests.wrappers import kinds
+from tests.wrappers.kinds import IDS, eager_and_graph, made_for, plan_case, run
 
-PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(8, 4))
-RAGGED = ragged((5, 0, 17), (40, 3, 33), **heads(8, 4))
-DECODE = decode((40, 3, 0), page_size=4, **heads(8, 4))
-KINDS = [PAGED, RAGGED, DECODE]
-IDS = ["paged", "ragged", "decode"]
+PAGED, RAGGED, DECODE = KINDS = [dataclasses.replace(case, **heads(8, 4)) for case in kinds.KINDS]
 FEWER = [(4, 4), (4, 2), (8, 1), (2, 1), (8, 4)]
-
-
-def graph_wrapper(case: BatchCase, **arguments: Any) -> Any:
-    return graphs.graph_wrapper(case, "cpu", 40, 400, **arguments)[0]
 
 
 def forward(case: BatchCase, made: Any, fewer: tuple[int, int] | None = None, **changed: Any) -> None:
@@ -60,20 +49,19 @@ def forward(case: BatchCase, made: Any, fewer: tuple[int, int] | None = None, **
 # ---- heads
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@eager_and_graph
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_planned_heads_are_a_bound(case: BatchCase, graph: bool) -> None:
     """Layers of a model run one plan with different heads, in any order, any number of times."""
-    made = graph_wrapper(case) if graph else wrapper(case)
+    made = made_for(case, graph)
     for seed in range(3):
         most = random_lengths(dataclasses.replace(case, seed=seed), seed, 40) if seed else case
         if case.kind == "ragged" and sum(most.kv_lens) > sum(case.kv_lens):
             continue
-        inputs = make(most)
-        made.plan(**plan_arguments(most, inputs))
+        inputs = plan_case(most, made)
         for fewer in (*FEWER, *FEWER):
             layer, tensors = dataclasses.replace(most, **heads(*fewer)), sliced(inputs, *fewer)
-            assert_batch_right(layer, tensors, *call(layer, tensors, made))
+            run(layer, tensors, made)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
@@ -97,15 +85,15 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@eager_and_graph
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_forward_settles_what_the_plan_left_open(case: BatchCase, graph: bool) -> None:
     """Plans name only defaults; each layer's `forward` says the rest, and layers differ."""
-    made = graph_wrapper(case) if graph else wrapper(case)
+    made = made_for(case, graph)
     masks = ({}, {"mask": "causal"}) if case.kind != "decode" else ({},)
     for seed in range(2):
         case = dataclasses.replace(case, seed=seed)
-        made.begin_forward(**plan_arguments(case, make(case)))
+        plan_case(case, made)
         for options in OPTIONS:
             for mask in masks:
                 forward(case, made, **options, **mask)
@@ -121,39 +109,17 @@ def test_the_default_scale_named_by_forward_is_no_variant(case: BatchCase) -> No
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_a_plan_renews_what_ran(case: BatchCase) -> None:
-    """A captured launch reads the schedule that each later plan must renew, at the same address."""
-    made = graph_wrapper(case)
-    made.begin_forward(**plan_arguments(case, make(case)))
-    forward(case, made, sm_scale=0.3)
-    forward(case, made, logits_soft_cap=5.0)
-    forward(case, made, (4, 2), sm_scale=0.3)
-    used = [variant for variant in made._plan.variants if variant.used]
-    assert len(used) == 3
-    assert made._plan.base not in used
-    for seed in range(1, 3):
-        other = random_lengths(dataclasses.replace(case, seed=seed), seed, 30)
-        if case.kind == "ragged" and sum(other.kv_lens) > sum(case.kv_lens):
-            continue
-        made.begin_forward(**plan_arguments(other, make(other)))
-        renewed = [variant for variant in made._plan.variants if variant.batch is not None]
-        assert [variant.staging for variant in renewed] == [variant.staging for variant in used]
-        assert all(list(v.batch.lengths.host.kv_len) == list(other.kv_lens) for v in renewed)
-        forward(other, made, logits_soft_cap=5.0)
-
-
-@pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_eager_plans_forget_what_no_longer_runs(case: BatchCase) -> None:
     made = wrapper(case)
     for scale in (0.1, 0.2, 0.3):
-        made.plan(**plan_arguments(case, make(case)))
+        plan_case(case, made)
         forward(case, made, sm_scale=scale)
         forward(case, made, sm_scale=scale, logits_soft_cap=3.0)
         assert len(made._plan.variants) <= 5
-    made.plan(**plan_arguments(case, make(case)))
+    plan_case(case, made)
     assert [v.overrides.get("sm_scale") for v in made._plan.variants if v.batch] == [0.3, 0.3]
     other = dataclasses.replace(case, dtype="bfloat16")
-    made.plan(**plan_arguments(other, make(other)))
+    plan_case(other, made)
     assert made._plan.variants == [made._plan.base]
 
 
@@ -163,7 +129,7 @@ def test_the_number_of_variants_is_bounded() -> None:
         made.forward(inputs.q, *inputs.kv, sm_scale=1 + i / 100)
     assert len(made._plan.variants) == plan.MAX_VARIANTS
     forward(DECODE, made)
-    graphed = graph_wrapper(DECODE)
+    graphed = made_for(DECODE)
     graphed.plan(**plan_arguments(DECODE, inputs))
     for i in range(plan.MAX_VARIANTS - 1):
         graphed.forward(inputs.q, *inputs.kv, sm_scale=1 + i / 100)
@@ -177,9 +143,8 @@ def test_the_number_of_variants_is_bounded() -> None:
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_nothing_is_scheduled_during_a_capture(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = graph_wrapper(case)
-    inputs = make(case)
-    made.begin_forward(**plan_arguments(case, inputs))
+    made = made_for(case)
+    inputs = plan_case(case, made)
     forward(case, made, sm_scale=0.3)
     monkeypatch.setattr(plan, "is_capturing", lambda device: True)
     made.forward(inputs.q, *inputs.kv, sm_scale=0.3)
@@ -197,8 +162,8 @@ def test_nothing_is_scheduled_during_a_capture(case: BatchCase, monkeypatch: pyt
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_a_plan_that_fails_half_way_leaves_the_previous_one(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two schedules are made again, and the second fails: nothing is written over the records of the first."""
-    made = graph_wrapper(case)
-    made.begin_forward(**plan_arguments(case, make(case)))
+    made = made_for(case)
+    plan_case(case, made)
     forward(case, made, sm_scale=0.3)
     forward(case, made, logits_soft_cap=5.0)
     scheduled, calls = Plan.scheduled, []
@@ -213,7 +178,7 @@ def test_a_plan_that_fails_half_way_leaves_the_previous_one(case: BatchCase, mon
     monkeypatch.setattr(Staging, "send", lambda staging: pytest.fail("a schedule was written"))
     other = dataclasses.replace(case, kv_lens=(2, 1, 1), qo_lens=case.qo_lens)
     with pytest.raises(WorkspaceError, match="no room"):
-        made.begin_forward(**plan_arguments(other, make(other)))
+        plan_case(other, made)
     assert calls == [v.staging for v in made._plan.variants if v.used]
     for options in ({"sm_scale": 0.3}, {"logits_soft_cap": 5.0}):
         forward(case, made, **options)
@@ -224,9 +189,9 @@ def test_a_predicted_variant_may_not_refuse_another_plan() -> None:
     made, inputs = planned(PAGED)
     made.forward(inputs.q, *inputs.kv, pos_encoding_mode="ALIBI")
     other = dataclasses.replace(PAGED, page_size=8)
-    made.plan(**plan_arguments(other, make(other)))
+    plan_case(other, made)
     inputs = make(other)
-    assert_batch_right(other, inputs, *call(other, inputs, made))
+    run(other, inputs, made)
 
 
 def test_workspace_size_makes_no_plan_though_plan_is_replaced() -> None:
@@ -235,9 +200,3 @@ def test_workspace_size_makes_no_plan_though_plan_is_replaced() -> None:
     made.plan = lambda *_, **__: pytest.fail("plan was called")
     assert made.workspace_size(**arguments) == (0, 0)
     assert made._plan is None
-
-
-def test_a_backend_that_refuses_a_variant_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = wrapper(DECODE, backend="xqa")
-    with pytest.raises(NotSupported, match="xqa refuses"):
-        made.plan(**plan_arguments(DECODE, make(DECODE)))
