@@ -14,8 +14,8 @@ from cute_attn.kernels.append.slots import SLOTS
 from cute_attn.kernels.append.spec import THREADS, AppendSpec
 from cute_attn.kernels.append.units import Operand, Place, Source, unit_of
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.rows import Divisor
-from cute_attn.kernels.blocks.scalars import zeros
 from cute_attn.runtime.arch import named
 
 MIN_CTAS = 8  # per multiprocessor: 64 registers per thread. Without a bound ptxas takes fewer, and spills
@@ -91,29 +91,16 @@ class AppendParams(NamedTuple):
     num_slots: Int32
 
 
-class AppendProgram:
+class AppendProgram(GridProgram):
     params = AppendParams
+    min_ctas = MIN_CTAS
 
     def __init__(self, spec: AppendSpec, arch: str) -> None:
         self.block = (THREADS, 1, 1)
-        self.smem_bytes = 0
         self.slots = SLOTS[spec.slots]()
         self.unit = unit_of(spec, arch)
         self.per_thread = spec.per_thread
         self.pdl = named(arch).pdl
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(AppendParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: AppendParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=0,
-            min_blocks_per_mp=MIN_CTAS,
-            preferred_smem_carveout=0,  # without it the DSL asks a driver
-        )
 
     @cute.kernel
     def kernel(self, params: AppendParams) -> None:

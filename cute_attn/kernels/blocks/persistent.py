@@ -22,8 +22,9 @@ from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, Persiste
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.producer import Producer
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.roles import WarpRole
-from cute_attn.kernels.blocks.scalars import device_scale, zeros
+from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
@@ -31,7 +32,7 @@ from cute_attn.kernels.blocks.tile_scheduler import GridTiles, ItemTiles, QueryT
 from cute_attn.schedule.records import NO_PARTIAL
 
 
-class PersistentProgram:
+class PersistentProgram(GridProgram):
     """Attention kernel of persistent CTAs with TMA and specialised warps."""
 
     params: Any = PersistentParams  # or `extended` ones
@@ -44,6 +45,7 @@ class PersistentProgram:
         self.spec, self.memory, self.tile, self.cta = spec, memory, tile, cta
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = memory.bytes
+        self.cluster, self.min_ctas = cta.cluster or (1, 1, 1), spec.tile.per_sm
         self.producer = self.producer_type(spec, memory, self.tiles(), self.order, self.gathered_kv, cta)
 
     @property
@@ -59,24 +61,13 @@ class PersistentProgram:
         """Runs the role of this thread's warp."""
         raise NotImplementedError
 
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(self.params), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: AnyParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        # Launches pass their own tensor maps; this one only gives the parameters their type.
+    def before_params(self, params: AnyParams) -> list[Any]:
+        """Returns blank tensor maps, which give these arguments their type: launches pass their own."""
         sizes, strides = [Int32(64)] * 4, [Int64(128)] * 3
         blank = create_tensor_map_tiled(
             params.o, BFloat16, sizes, strides, [64, 64, 1, 1], swizzle=TensorMapSwizzle.s128b
         )
-        self.kernel(*[blank for _ in self.maps], params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            cluster=self.cta.cluster,
-            smem=self.smem_bytes,
-            min_blocks_per_mp=self.spec.tile.per_sm,
-            preferred_smem_carveout=100,  # percent; the default asks the driver, which compiles need not have
-        )
+        return [blank for _ in self.maps]
 
     @cute.kernel
     def kernel(

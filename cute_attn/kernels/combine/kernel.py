@@ -7,7 +7,7 @@ order, are added last, however many warps there are: bits depend on the number o
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +15,8 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
-from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
+from cute_attn.kernels.blocks.program import GridProgram
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
 from cute_attn.kernels.combine.spec import WARPS, CombineSpec
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.arch import named
@@ -97,8 +98,9 @@ class MergeRows:
         )
 
 
-class CombineProgram:
+class CombineProgram(GridProgram):
     params = CombineParams
+    min_ctas = 0
 
     def __init__(self, spec: CombineSpec, arch: str) -> None:
         self.spec = spec
@@ -106,13 +108,6 @@ class CombineProgram:
         self.smem_bytes = WARPS * spec.head_dim_vo * 4
         self.rows: GridRows | MergeRows = GridRows() if spec.schedule == "grid" else MergeRows()
         self.pdl = named(arch).pdl
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(CombineParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: CombineParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes)
 
     @cute.kernel
     def kernel(self, params: CombineParams) -> None:

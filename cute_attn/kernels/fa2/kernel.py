@@ -25,8 +25,9 @@ from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Pa
 from cute_attn.kernels.blocks.key_ranges import RangeMask
 from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
 from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
-from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
 from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
@@ -140,12 +141,12 @@ class Work:
     ring: Int32
 
 
-class Fa2Program:
+class Fa2Program(GridProgram):
     """Kernel for 16-bit q; `fp8.Fp8Program` replaces what operands of 8 bits change."""
 
     params = Fa2Params
     softmax_type = RunningSoftmax
-    min_ctas = 0  # per SM, that ptxas leaves registers for; 0: as it likes
+    min_ctas = 0
 
     def __init__(self, spec: Fa2Spec, arch: str) -> None:
         self.spec = spec
@@ -160,18 +161,6 @@ class Fa2Program:
 
     def warp_tile(self) -> WarpTile:
         return (SlicedTile if self.spec.tile.exchange else WarpTile)(self.spec.dtype, self.memory)
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(Fa2Params), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: Fa2Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=self.smem_bytes,
-            min_blocks_per_mp=self.min_ctas,
-        )
 
     @cute.kernel
     def kernel(self, params: Fa2Params) -> None:

@@ -63,7 +63,7 @@ class Fa4Program(PersistentProgram):
         memory, pairs = BlackwellMemory.of(spec), spec.tile.ctas == 2
         tile = self.umma_tile(spec, memory)
         super().__init__(spec, memory, tile, CtaPair() if pairs else ONE_CTA)
-        self.rings_type, self.cluster = (PairRings if pairs else BlackwellRings), self.cta.cluster or (1, 1, 1)
+        self.rings_type = PairRings if pairs else BlackwellRings
         self.tail = (PairTailWarp if pairs else TailWarp)(self, spec, memory)
         self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
         self.softmax_warps = self.softmax_warps_type(self, spec, tile)

@@ -9,14 +9,13 @@ the schedule before it ended. Stages, with a barrier between them:
     records       of items, by a stable counting sort
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.scalars import shared_memory, zeros
+from cute_attn.kernels.blocks.program import GridProgram
+from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.plan.parts.arithmetic import (
     add_shared_wide,
     least,
@@ -32,26 +31,13 @@ from cute_attn.kernels.plan.spec import PlanSpec
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
 
 
-class PlanProgram:
+class PlanProgram(GridProgram):
     params = PlanParams
 
     def __init__(self, spec: PlanSpec, arch: str) -> None:
         self.block = (spec.threads, 1, 1)
         self.warps = spec.threads // 32
         self.smem_bytes = Smem.bytes(self.warps)
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(PlanParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: PlanParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=0,  # without it the DSL asks a driver
-        )
 
     @cute.kernel
     def kernel(self, params: PlanParams) -> None:

@@ -18,8 +18,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.scalars import shared_memory, warp_index, zeros
+from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, early_partition, early_segment
 from cute_attn.kernels.xqa.parts.kinds import KINDS, make_partition, make_team
@@ -146,7 +147,7 @@ class SegmentWork:
     softmax: ColumnSoftmax
 
 
-class XqaProgram:
+class XqaProgram(GridProgram):
     """The decode kernel of one spec, for one architecture."""
 
     def __init__(self, spec: XqaSpec, arch: str) -> None:
@@ -160,22 +161,8 @@ class XqaProgram:
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.cluster = (1, spec.cluster_size, 1)
+        self.min_ctas = spec.ctas + spec.guests
         self.pdl = named(arch).pdl
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(self.params), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: Any, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        grid, block = [grid_x, grid_y, grid_z], list(self.block)
-        self.kernel(params).launch(
-            grid=grid,
-            block=block,
-            smem=self.smem_bytes,
-            cluster=self.cluster if self.spec.work == "cluster" else None,
-            min_blocks_per_mp=self.spec.ctas + self.spec.guests,
-            preferred_smem_carveout=100,  # without it the DSL asks a driver
-        )
 
     @cute.kernel
     def kernel(self, params: Any) -> None:
