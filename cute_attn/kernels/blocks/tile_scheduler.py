@@ -204,8 +204,8 @@ class DynamicTileScheduler:
         if self.thread == 0:
             stopped = tma.atomic_increment(self.counters + Int64(4))
             if stopped == cute.arch.grid_dim()[0] - 1:
-                ptx.st_global_b32(self.counters, Int32(0))
-                ptx.st_global_b32(self.counters + Int64(4), Int32(0))
+                ptx.st_global_b32(self.counters, 0, Int32(0))
+                ptx.st_global_b32(self.counters + Int64(4), 0, Int32(0))
 
 
 @dataclass(frozen=True)

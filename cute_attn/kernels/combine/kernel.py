@@ -145,7 +145,7 @@ class CombineProgram(GridProgram):
         thread = Int32(cute.arch.thread_idx()[0]) if shared else lane_index()
         if cutlass.and_(thread == 0, p.lse != Int64(0)):
             index = Int64(row.token) * Int64(p.num_qo_heads) + Int64(row.head)
-            ptx.st_global_f32(p.lse + index * Int64(4), merged)
+            ptx.st_global_f32(p.lse + index * Int64(4), 0, merged)
         if cutlass.const_expr(shared):
             self.store_shared_sums(p, row, weights, factor)
         else:
@@ -228,7 +228,7 @@ class CombineProgram(GridProgram):
             if cutlass.const_expr(self.spec.out_dtype == "float32"):
                 ptx.st_global_v4_f32(destination + Int64(dim) * Int64(4), 0, values)
             elif cutlass.const_expr(self.spec.out_dtype in FP8_DTYPES):
-                ptx.st_global_b32(destination + Int64(dim), ptx.pack_8(self.spec.out_dtype, values))
+                ptx.st_global_b32(destination + Int64(dim), 0, ptx.pack_8(self.spec.out_dtype, values))
             else:
                 pairs = ptx.pack_pairs(self.spec.out_dtype, values)
                 ptx.st_global_v2(destination + Int64(dim) * Int64(2), 0, pairs)

@@ -115,8 +115,8 @@ class PairTileScheduler(DynamicTileScheduler):
         if self.draws():
             stopped = tma.atomic_increment(self.counters + Int64(4))
             if stopped == cute.arch.grid_dim()[0] // CTAS - 1:
-                ptx.st_global_b32(self.counters, Int32(0))
-                ptx.st_global_b32(self.counters + Int64(4), Int32(0))
+                ptx.st_global_b32(self.counters, 0, Int32(0))
+                ptx.st_global_b32(self.counters + Int64(4), 0, Int32(0))
 
     def draws(self) -> Boolean:
         """Whether this thread draws for the pair."""

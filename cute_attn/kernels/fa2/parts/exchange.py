@@ -92,7 +92,7 @@ class Exchange:
         if self.quad_lane == 0:
             column = self.column(self.lanes.warp_col)
             for slot in cutlass.range_constexpr(len(self.layout.slots)):
-                ptx.st_shared_f32(column + self.lanes.row(slot) * 4, values[slot])
+                ptx.st_shared_f32(column + self.lanes.row(slot) * 4, 0, values[slot])
 
     def columns(self, row: Int32) -> list[Float32]:
         """Reads what the warps have put for a row."""
@@ -105,7 +105,7 @@ class Exchange:
         if cutlass.and_(self.quad_lane == 0, self.lanes.warp_col == 0):
             factors = self.base + Int32(self.memory.row_factors)
             for slot in cutlass.range_constexpr(len(self.layout.slots)):
-                ptx.st_shared_f32(factors + self.lanes.row(slot) * 4, values[slot])
+                ptx.st_shared_f32(factors + self.lanes.row(slot) * 4, 0, values[slot])
 
     def factor(self, row: Int32) -> Float32:
         return ptx.ld_shared_f32(self.base + Int32(self.memory.row_factors) + row * 4)

@@ -112,7 +112,7 @@ class SegmentMerge:
         if cute.arch.thread_idx()[0] == 0:
             arrived = isa.add_arrival(counter)
             if arrived == count - 1:
-                ptx.st_global_b32(counter, Int32(0))
+                ptx.st_global_b32(counter, 0, Int32(0))
             ptx.st_shared_b32(self.ticket, 0, arrived)
         self.sync()
         return ptx.ld_shared_b32(self.ticket) == count - 1
@@ -171,7 +171,7 @@ class SegmentMerge:
                     ptx.st_global_v2(place, i * 32 * VECTOR * 2, pairs[2 * i : 2 * i + 2])
                 if cutlass.and_(self.lane == 0, p.lse != Int64(0)):
                     index = Int64(self.rows.start + self.rows.token(row)) * Int64(p.group) + Int64(head)
-                    ptx.st_global_f32(p.lse + index * Int64(4), lse)
+                    ptx.st_global_f32(p.lse + index * Int64(4), 0, lse)
 
     @cute.jit
     def store_states(self, index: Int32, rows: list[Int32], states: list[RowState]) -> None:

@@ -253,7 +253,7 @@ class MmaWarpgroup:
         if place.quad_lane == 0:
             column = self.column(offset, place.warpgroup)
             for slot in cutlass.range_constexpr(len(values)):
-                ptx.st_shared_f32(column + place.row(slot) * 4, values[slot])
+                ptx.st_shared_f32(column + place.row(slot) * 4, 0, values[slot])
 
     def read_column(self, offset: int, warpgroup: Int32) -> list[Float32]:
         column = self.column(offset, warpgroup)

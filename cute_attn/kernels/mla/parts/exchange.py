@@ -25,7 +25,7 @@ class Exchange:
         if self.place.quad_lane == 0:
             column = self.column(self.place.slice)
             for slot in cutlass.range_constexpr(len(values)):
-                ptx.st_shared_f32(column + self.place.row(slot) * 4, values[slot])
+                ptx.st_shared_f32(column + self.place.row(slot) * 4, 0, values[slot])
 
     def columns(self, slot: int) -> list[Float32]:
         """Read what all slices have put for a row slot."""

@@ -178,7 +178,7 @@ class Cta:
         p = self.p
         carry, keys, longest = Int32(0), Int64(0), Int32(0)
         if self.thread == 0:
-            ptx.st_global_b32(p.first_tile, Int32(0))
+            ptx.st_global_b32(p.first_tile, 0, Int32(0))
         first = Int32(0)
         while first < p.batch_size:
             i = first + self.thread

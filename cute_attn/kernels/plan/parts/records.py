@@ -156,7 +156,7 @@ class Records:
             sort(cta, count, cost_key, self.write_item)
 
     def store_order(self, i: Int32, position: Int32) -> None:
-        ptx.st_global_b32(self.cta.p.order + Int64(position) * Int64(4), i)
+        ptx.st_global_b32(self.cta.p.order + Int64(position) * Int64(4), 0, i)
 
     def ordered(self, i: Int32) -> Int32:
         return ptx.ld_global_u32(self.cta.p.order + Int64(i) * Int64(4))
@@ -193,7 +193,7 @@ class Records:
             before, total = cta.exclusive_sum(kv_len, Int64(1 << 60))
             if position < p.batch_size:
                 end = most(carry + before + kv_len - Int64(1), Int64(0))
-                ptx.st_global_b32(p.groups + Int64(i) * Int64(4), Int32(wide_quotient(end, tokens)))
+                ptx.st_global_b32(p.groups + Int64(i) * Int64(4), 0, Int32(wide_quotient(end, tokens)))
             carry = carry + total
             first = first + Int32(cta.threads)
         ptx.sync_threads()

@@ -48,5 +48,5 @@ class LengthsProgram(GridProgram):
             last = ptx.select(last < Int32(1), Int32(1), ptx.select(last > p.page_size, p.page_size, last))
             has_pages = cutlass.and_(cutlass.and_(begin >= 0, begin < end), end <= p.num_indices)
             keys = (end - begin - 1) * p.page_size + last
-            ptx.st_global_b32(p.seq_lens + place, ptx.select(has_pages, keys, Int32(0)))
-            ptx.st_global_b32(p.page_starts + place, ptx.select(has_pages, begin, Int32(0)))
+            ptx.st_global_b32(p.seq_lens + place, 0, ptx.select(has_pages, keys, Int32(0)))
+            ptx.st_global_b32(p.page_starts + place, 0, ptx.select(has_pages, begin, Int32(0)))

@@ -187,12 +187,12 @@ class Merge:
         p, head = self.p, rows.head(row)
         factor, lse = self.finish.row(result.maximum, result.total, head)
         if cutlass.and_(dim == 0, p.lse != Int64(0)):
-            ptx.st_global_f32(self.lse_address(rows, row, head), lse)
+            ptx.st_global_f32(self.lse_address(rows, row, head), 0, lse)
         values = [x * factor for x in result.values]
         place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
         if cutlass.const_expr(self.spec.out_dtype == "float8_e4m3fn"):
             packed = ptx.permute(isa.to_e4m3_pair(*values[:2]), isa.to_e4m3_pair(*values[2:]), 0x5410)
-            ptx.st_global_b32(place + Int64(dim), packed)
+            ptx.st_global_b32(place + Int64(dim), 0, packed)
         else:
             pairs = ptx.pack_pairs(self.spec.out_dtype, values)
             ptx.st_global_v2(place + Int64(dim * 2), 0, pairs)
@@ -253,7 +253,7 @@ class Merge:
     def reset(self, counter: Int64) -> None:
         """Set a counter to 0 for the next launch."""
         if cute.arch.thread_idx()[0] == 0:
-            ptx.st_global_b32(counter, Int32(0))
+            ptx.st_global_b32(counter, 0, Int32(0))
 
     @cute.jit
     def merge_splits(self, rows: PackedRows, first: Int32, count: Int32) -> None:

@@ -65,8 +65,8 @@ class WarpMerge(Merge):
                     ptx.st_shared_v2_f32(at, 0, [upper, lower])
                 else:  # row g + 8 differs in bit 3, which the swizzle may flip
                     far = outputs + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim + distance, row) * 4
-                    ptx.st_shared_f32(at, upper)
-                    ptx.st_shared_f32(far, lower)
+                    ptx.st_shared_f32(at, 0, upper)
+                    ptx.st_shared_f32(far, 0, lower)
 
     @cute.jit
     def publish_stats(self, stats: Int32, maximum: list[Float32], totals: list[Float32]) -> None:

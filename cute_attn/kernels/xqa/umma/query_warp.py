@@ -113,7 +113,7 @@ class QueryWarp:
         """Hands Q on, with the factor from products to base-2 exponents."""
         tma.fence_async()
         if lane == 0:
-            ptx.st_shared_f32(shared.scratch("q_scales") + slot * 4, scale)
+            ptx.st_shared_f32(shared.scratch("q_scales") + slot * 4, 0, scale)
         ptx.sync_warp()
         if lane == 0:
             tma.barrier_arrive(full)

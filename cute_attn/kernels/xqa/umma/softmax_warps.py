@@ -144,7 +144,7 @@ class SoftmaxWarps:
     def clear_shifts(self, shared: cutlass.Constexpr) -> None:
         thread = ptx.thread_index()
         if thread < self.spec.rows:
-            ptx.st_shared_f32(shared.scratch("shifts") + thread * 4, Float32(0.0))
+            ptx.st_shared_f32(shared.scratch("shifts") + thread * 4, 0, Float32(0.0))
 
     # --- a tile -----------------------------------------------------------------------------------------------------
 
@@ -245,10 +245,10 @@ class SoftmaxWarps:
             delta = ptx.select(moves, Float32(self.probabilities.offset) - high, Float32(0.0))
             at = thread * 4
             shift = ptx.ld_shared_f32(shared.scratch("shifts") + at)
-            ptx.st_shared_f32(shared.scratch("shifts") + at, shift + delta)
+            ptx.st_shared_f32(shared.scratch("shifts") + at, 0, shift + delta)
             # Before the first token there is nothing to rescale, but the factor might be infinite.
             factor = ptx.select(unset, Float32(1.0), ptx.exp2(delta))
-            ptx.st_shared_f32(shared.scratch("factors") + at, factor)
+            ptx.st_shared_f32(shared.scratch("factors") + at, 0, factor)
             unset = cutlass.and_(unset, first == Boolean(False))
         search = tma.any_of_warpgroup(Int32(VOTE_BARRIER), unset)  # the factors are visible, too
         totals = []
@@ -284,7 +284,7 @@ class SoftmaxWarps:
         columns = shared.scratch("columns") + (thread >> 5) * (self.spec.rows * 4) + thread % size * 4
         for first in self.chunks:
             value = reduce_columns(op, x[first : first + size], thread & 31)
-            ptx.st_shared_f32(columns + first * 4, value)
+            ptx.st_shared_f32(columns + first * 4, 0, value)
         tma.named_sync(Int32(SYNC_BARRIER), THREADS)
 
     def shared_columns(self, shared: UmmaShared, column: Int32) -> list[Float32]:
@@ -331,7 +331,7 @@ class SoftmaxWarps:
                     for i in cutlass.range_constexpr(OUTPUT_COLUMNS):
                         row = first + i
                         where = outputs + merge.swizzled_dim(dim, Int32(row)) * 4
-                        ptx.st_shared_f32(where + Int32(row * spec.head_dim * 4), values[i])
+                        ptx.st_shared_f32(where + Int32(row * spec.head_dim * 4), 0, values[i])
 
     def outputs(self, context: SoftmaxContext, piece: int, first: int) -> list[Float32]:
         """Loads columns of O^T; the terms of P have columns of their own."""
