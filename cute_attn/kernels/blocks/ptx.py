@@ -174,7 +174,7 @@ def ld_shared_u16(address: Int32, offset: int = 0) -> Int32:
 def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
     """Loads if `wanted`; otherwise returns 0 and reads nothing."""
     text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1];}"
-    return asm(text, [Int32], [address, select(wanted, Int32(1), Int32(0))])
+    return asm(text, [Int32], [address, flag(wanted)])
 
 
 def ld_page_id_if(address: Int64, wanted: Boolean) -> Int32:
@@ -188,7 +188,7 @@ def ld_global_v4_f32_if(address: Int64, wanted: Boolean) -> list[Float32]:
     """Loads if `wanted`; otherwise returns zeros and reads nothing."""
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
     text = f"{{.reg .pred p; setp.ne.b32 p, $5, 0; {zeros} @p ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4];}}"
-    return asm(text, [Float32] * 4, [address, select(wanted, Int32(1), Int32(0))])
+    return asm(text, [Float32] * 4, [address, flag(wanted)])
 
 
 def ld_global_u8(address: Int64) -> Int32:
@@ -203,7 +203,7 @@ def st_global_v8(address: Int64, offset: int, values: Sequence[Any], aligned: Bo
         f"{{.reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.v8.b32 [$0+{offset}], {{{whole}}};"
         f"@!p st.global.v4.b32 [$0+{offset}], {{{low}}}; @!p st.global.v4.b32 [$0+{offset + 16}], {{{high}}};}}"
     )
-    asm(text, [], [address, select(aligned, Int32(1), Int32(0)), *values])
+    asm(text, [], [address, flag(aligned), *values])
 
 
 # --- synchronisation ------------------------------------------------------------------------------------------------
@@ -474,12 +474,12 @@ def select(condition: Boolean, a: Any, b: Any) -> Any:
     return type(a)(select_(condition, a, b))
 
 
-def bits(x: Float32) -> Int32:
-    return asm("mov.b32 $0, $1;", [Int32], [x], pure=True)
+def flag(condition: Boolean) -> Int32:
+    """Returns 1 if the condition holds, else 0."""
+    return select(condition, Int32(1), Int32(0))
 
 
-def from_bits(x: Int32) -> Float32:
-    return asm("mov.b32 $0, $1;", [Float32], [x], pure=True)
+bits, from_bits = arithmetic("mov.b32", Int32), arithmetic("mov.b32", Float32)
 
 
 def minimum(a: Int32, b: Int32) -> Int32:

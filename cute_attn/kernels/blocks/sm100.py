@@ -9,7 +9,7 @@ from typing import Any
 
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_attn.kernels.blocks.ptx import asm
+from cute_attn.kernels.blocks.ptx import arithmetic, asm
 
 TMEM_COLUMNS = 512
 LANE_SHIFT = 16
@@ -185,22 +185,8 @@ def halves(x: Int64) -> list[Float32]:
     return asm("mov.b64 {$0, $1}, $2;", [Float32, Float32], [x], pure=True)
 
 
-def fma_pair(a: Int64, b: Int64, c: Int64) -> Int64:
-    return asm("fma.rn.ftz.f32x2 $0, $1, $2, $3;", [Int64], [a, b, c], pure=True)
-
-
-def mul_pair(a: Int64, b: Int64) -> Int64:
-    return asm("mul.rn.ftz.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)
-
-
-def add_pair(a: Int64, b: Int64) -> Int64:
-    return asm("add.rn.ftz.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)
-
-
-def fmax3(a: Float32, b: Float32, c: Float32) -> Float32:
-    return asm("max.f32 $0, $1, $2, $3;", [Float32], [a, b, c], pure=True)
-
-
-def fmax3_nan(a: Float32, b: Float32, c: Float32) -> Float32:
-    """Returns the maximum, NaN if any is."""
-    return asm("max.NaN.f32 $0, $1, $2, $3;", [Float32], [a, b, c], pure=True)
+fma_pair = arithmetic("fma.rn.ftz.f32x2", Int64)
+mul_pair = arithmetic("mul.rn.ftz.f32x2", Int64)
+add_pair = arithmetic("add.rn.ftz.f32x2", Int64)
+fmax3 = arithmetic("max.f32")
+fmax3_nan = arithmetic("max.NaN.f32")  # NaN if any operand is

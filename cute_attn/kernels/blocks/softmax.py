@@ -167,6 +167,37 @@ class OnlineSoftmax:
         return [self.exp2.sum(self.layout.of_slot(p, slot)) + total[slot] for slot in self.slots]
 
 
+class Running(NamedTuple):
+    """Running state: the output accumulator; per row slot the shift and the sum of this thread's columns."""
+
+    out: list[Float32]
+    shift: list[Float32]
+    total: list[Float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningSoftmax(OnlineSoftmax):
+    """Online softmax whose outputs stay in registers, laid out as `output`, rescaled where anchors move."""
+
+    output: RegisterLayout
+
+    def start(self) -> Running:
+        return Running(self.output.zeros(), self.no_anchors(), self.zero_sums())
+
+    @cute.jit
+    def raise_anchors(self, running: Running, row_max: list[Float32]) -> Running:
+        """Raises the anchors of rows whose maximum exceeds the slack; rescales outputs and sums in the same branch."""
+        exceeded = self.exceeded(running.shift, row_max)
+        if cute.arch.vote_any_sync(any_of(exceeded)):
+            running = self.rescaled(running, self.raised(running.shift, row_max, exceeded))
+        return running
+
+    def rescaled(self, running: Running, rescale: Rescale) -> Running:
+        out = self.output.scale_rows(running.out, rescale.factors)
+        total = [x * factor for x, factor in zip(running.total, rescale.factors, strict=True)]
+        return Running(out, rescale.shift, total)
+
+
 def add(a: Float32, b: Float32) -> Float32:
     return a + b
 

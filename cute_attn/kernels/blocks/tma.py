@@ -105,7 +105,7 @@ def any_of_warpgroup(barrier: Int32, value: Boolean) -> Boolean:
     """Returns whether `value` holds in any thread of the warpgroup; synchronises the warpgroup."""
     vote = "barrier.cta.red.or.aligned.pred q, $2, 128, p;"
     text = f"{{ .reg .pred p, q; setp.ne.s32 p, $1, 0; {vote} selp.s32 $0, 1, 0, q; }}"
-    return asm(text, [Int32], [ptx.select(value, Int32(1), Int32(0)), barrier]) != 0
+    return asm(text, [Int32], [ptx.flag(value), barrier]) != 0
 
 
 def release_registers(count: int) -> None:

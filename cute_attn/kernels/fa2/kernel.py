@@ -30,6 +30,7 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
 from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax
 from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
 from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows
 from cute_attn.kernels.fa2.parts.exchange import Exchange, SharedRows, SlicedRows, SlicedTile
@@ -37,7 +38,7 @@ from cute_attn.kernels.fa2.parts.kv import DenseKV, HalfChunks, NoScales, ScaleR
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
 from cute_attn.kernels.fa2.parts.paged_kv import PagedKV
 from cute_attn.kernels.fa2.parts.rope import NoRotation, Rotation
-from cute_attn.kernels.fa2.parts.softmax import OwnRows, Running, RunningSoftmax
+from cute_attn.kernels.fa2.parts.softmax import OwnRows
 from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile
 from cute_attn.kernels.fa2.smem import SharedMemory
 from cute_attn.kernels.fa2.spec import Fa2Spec

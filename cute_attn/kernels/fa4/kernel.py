@@ -31,7 +31,6 @@ from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
 from cute_attn.kernels.fa4.epilogue_warps import EpilogueWarps
 from cute_attn.kernels.fa4.mma_warp import OneTileMmaWarp, TwoTileMmaWarp
 from cute_attn.kernels.fa4.pair import CtaPair, PairRings
@@ -57,7 +56,7 @@ class Fa4Program(PersistentProgram):
     tile: UmmaTile
     maps = OutputMaps._fields
     gathered_kv = TwoWarpGatheredKV
-    softmax_warps_type: ClassVar[type[SoftmaxWarps]] = AnchoredSoftmax
+    softmax_warps_type: ClassVar[type[SoftmaxWarps]] = SoftmaxWarps
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         memory, pairs = BlackwellMemory.of(spec), spec.tile.ctas == 2

@@ -18,7 +18,6 @@ from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.plan.parts.arithmetic import (
     add_shared_wide,
-    least,
     load_shared_wide,
     raise_shared,
     warp_max,
@@ -72,7 +71,7 @@ class PlanProgram(GridProgram):
         num_items, num_merges, longest_item = records.make_splits(num_tiles)
         self.reduce(cta, Smem.longest_item, longest_item)
         ptx.sync_threads()
-        num_items, num_merges = least(num_items, p.item_capacity), least(num_merges, p.merge_capacity)
+        num_items, num_merges = ptx.minimum(num_items, p.item_capacity), ptx.minimum(num_merges, p.merge_capacity)
         records.write_items(
             num_items,
             num_merges,
@@ -80,8 +79,8 @@ class PlanProgram(GridProgram):
             ptx.ld_shared_b32(cta.base + Int32(Smem.longest_kv)),
             load_shared_wide(cta.base + Int32(Smem.total_kv)),
         )
-        self.clear(cta, p.items, ITEM_INTS, num_items, least(old_items, p.item_capacity))
-        self.clear(cta, p.merges, MERGE_INTS, num_merges, least(old_merges, p.merge_capacity))
+        self.clear(cta, p.items, ITEM_INTS, num_items, ptx.minimum(old_items, p.item_capacity))
+        self.clear(cta, p.merges, MERGE_INTS, num_merges, ptx.minimum(old_merges, p.merge_capacity))
         if cta.thread == 0:
             ptx.st_global_v2(p.counts, 0, [num_items, num_merges])
 

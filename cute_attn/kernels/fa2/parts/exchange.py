@@ -7,6 +7,7 @@ CTA barrier each; then every warp adds P V for all rows of the CTA and its slice
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import cutlass
 import cutlass.cute as cute
@@ -17,9 +18,8 @@ from cute_attn.kernels.blocks.epilogue import RowStats
 from cute_attn.kernels.blocks.fragment_store import FragmentStore
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled, swizzled_offset
-from cute_attn.kernels.blocks.softmax import any_of
+from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, any_of
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
-from cute_attn.kernels.fa2.parts.softmax import Running, RunningSoftmax
 from cute_attn.kernels.fa2.smem import SharedMemory
 
 
@@ -144,7 +144,7 @@ class SharedRows:
         softmax, exchange = self.softmax, self.exchange
         exchange.put_column(softmax.row_max(s))
         ptx.sync_threads()
-        row_max = [self.maximum(exchange.columns(exchange.lanes.row(slot))) for slot in softmax.slots]
+        row_max = [reduce(ptx.fmax, exchange.columns(exchange.lanes.row(slot))) for slot in softmax.slots]
         rescale = softmax.raised(running.shift, row_max, softmax.exceeded(running.shift, row_max))
         p = softmax.exponentials(s, rescale.shift, may_be_empty=masked)
         exchange.put_p(p, self.tile.dtype)
@@ -156,13 +156,6 @@ class SharedRows:
         v = operand + Int32(exchange.memory.operand_v) + exchange.lanes.v
         out = self.tile.accumulate(out, exchange.fragments_of_p(), v)
         return Running(out, rescale.shift, total)
-
-    @staticmethod
-    def maximum(values: list[Float32]) -> Float32:
-        result = values[0]
-        for value in values[1:]:
-            result = ptx.fmax(result, value)
-        return result
 
     @cute.jit
     def rescale_if_needed(self, out: list[Float32]) -> list[Float32]:

@@ -19,6 +19,7 @@ from cute_attn.kernels.blocks.epilogue import Target
 from cute_attn.kernels.blocks.pipeline import start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index
+from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.blocks.warpgroup_store import WarpgroupStore
 from cute_attn.kernels.mla.hopper.merge import SegmentMerge
 from cute_attn.kernels.mla.hopper.partition import LatentPartition
@@ -26,7 +27,7 @@ from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
 from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.hopper.segments import SegmentRecord
 from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
-from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup, Running
+from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup
 from cute_attn.kernels.mla.parts.softmax import CausalMask
 from cute_attn.kernels.mla.program import LatentProgram, MlaParams
 from cute_attn.kernels.mla.spec import HopperMlaSpec

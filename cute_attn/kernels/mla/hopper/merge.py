@@ -79,7 +79,7 @@ class SegmentMerge:
     def state(self, index: Int32, row: Int32) -> tuple[Int64, Int64]:
         """Addresses of (maximum, sum) and of the outputs of a row, of part `index`. A CTA has room for two: for a
         segment that it begins and another CTA ends, and for one that another CTA began."""
-        partial = self.cta(index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
+        partial = self.cta(index) * 2 + ptx.flag(index == 0)
         place = Int64(partial) * Int64(self.spec.rows) + Int64(row)
         outputs = self.p.partials + Int64(self.ctas * (2 * self.spec.rows * 8))
         return self.p.partials + place * Int64(8), outputs + place * Int64(LATENT * 4)

@@ -37,7 +37,7 @@ class SegmentRecord(NamedTuple):
         return cls(
             begin=split.begin,
             end=split.end,
-            whole=ptx.select(split.whole, Int32(1), Int32(0)),
+            whole=ptx.flag(split.whole),
             kv_len=request.kv_len,
             diagonal=request.kv_len - request.qo_len + 1 + p.right,
             first_row=rows.first,

@@ -205,7 +205,7 @@ class NarrowTileCopies(TileCopies):
     def scale_of(self, group: int, address: Int32) -> Float32:
         """Return a scale of this thread's row, which the row's thread of that number has copied."""
         row_lane = ptx.thread_index() & Int32(32 - LANES)
-        return ptx.from_bits(isa.shuffle(ptx.ld_shared_b32(address), row_lane + group))
+        return ptx.from_bits(ptx.shuffle_from(ptx.ld_shared_b32(address), row_lane + group))
 
     def position(self, chunk: Int32) -> Int32:
         """Offset in this thread's row of chunk 0 to 15 of a pair of lines."""

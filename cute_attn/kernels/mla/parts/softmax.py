@@ -5,25 +5,17 @@ end of a segment.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax, add, any_of, tree
+from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, add, tree
 from cute_attn.kernels.mla.parts.exchange import Exchange
 from cute_attn.kernels.mla.parts.place import Place
 from cute_attn.kernels.xqa.parts.merge import Merge
-
-
-class Running(NamedTuple):
-    """Outputs of this thread; per row slot the negated anchor in log2 units, and the sum of this thread's columns."""
-
-    out: list[Float32]
-    shift: list[Float32]
-    total: list[Float32]
 
 
 @dataclass(frozen=True)
@@ -32,35 +24,21 @@ class SharedSoftmax:
     exchange: Exchange
 
     @property
-    def rows(self) -> OnlineSoftmax:
+    def rows(self) -> RunningSoftmax:
         """The softmax of scores that are scaled already: in log2 units."""
         layout = self.place.scores
-        return OnlineSoftmax(layout, [Float32(1.0) for _ in layout.slots])
-
-    def start(self) -> Running:
-        return Running(self.place.outputs.zeros(), self.rows.no_anchors(), self.rows.zero_sums())
+        return RunningSoftmax(layout, [Float32(1.0) for _ in layout.slots], output=self.place.outputs)
 
     def add_scores(self, running: Running, s: list[Float32]) -> Running:
         """Turn scores into P in shared memory, and rescale outputs and sums where anchors move."""
         rows, exchange = self.rows, self.exchange
         exchange.put_column(rows.row_max(s))
         self.place.sync_group()
-        running = self.raise_anchors(running, [tree(ptx.fmax, exchange.columns(slot)) for slot in rows.slots])
+        running = rows.raise_anchors(running, [tree(ptx.fmax, exchange.columns(slot)) for slot in rows.slots])
         p = rows.exponentials(s, running.shift, may_be_empty=True)
         exchange.put_p(p)
         self.place.sync_group()
         return running._replace(total=rows.sums(p, running.total))
-
-    @cute.jit
-    def raise_anchors(self, running: Running, row_max: list[Float32]) -> Running:
-        rows = self.rows
-        exceeded = rows.exceeded(running.shift, row_max)
-        if cute.arch.vote_any_sync(any_of(exceeded)):
-            shift, factors = rows.raised(running.shift, row_max, exceeded)
-            out = self.place.outputs.scale_rows(running.out, factors)
-            total = [x * factor for x, factor in zip(running.total, factors, strict=True)]
-            running = Running(out, shift, total)
-        return running
 
     def publish(self, merge: Merge, running: Running) -> None:
         """Write outputs, maxima and sums where the merge reads them. All warps are done with the tiles."""

@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.plan.parts.arithmetic import most, quotient_up, warp_max, wide_quotient
+from cute_attn.kernels.plan.parts.arithmetic import quotient_up, warp_max, wide_quotient
 from cute_attn.schedule.constants import COMBINE_TIME, IMPOSSIBLE, ITEM_TIME, MOST_PARTS, UNIT
 
 LANES = 32
@@ -25,11 +25,11 @@ def last_wave(p: Any, lane: Int32, num_tiles: Int32, longest: Int32) -> Cut:
     waves = ptx.divide(num_tiles * p.num_kv_heads, p.resident_ctas)
     first = ptx.divide(waves * p.resident_ctas, p.num_kv_heads)
     tiles, idle = num_tiles - first, waves * p.resident_ctas - first * p.num_kv_heads
-    size = most(quotient_up(longest, lane + Int32(2)), Int32(1))
+    size = ptx.maximum(quotient_up(longest, lane + Int32(2)), Int32(1))
     parts = tiles * quotient_up(longest, size)
     whole = longest * Int32(UNIT) + Int32(ITEM_TIME)
     part = size * Int32(UNIT) + Int32(ITEM_TIME) + p.partial_cost
-    late = most(parts * p.num_kv_heads - idle * ptx.divide(whole, part), Int32(0))
+    late = ptx.maximum(parts * p.num_kv_heads - idle * ptx.divide(whole, part), Int32(0))
     time = Int64(waves) * Int64(whole) + Int64(quotient_up(late, p.resident_ctas)) * Int64(part)
     traffic = wide_quotient(Int64(parts * p.num_kv_heads) * Int64(p.partial_cost), Int64(p.resident_ctas))
     time = time + Int64(COMBINE_TIME) + traffic

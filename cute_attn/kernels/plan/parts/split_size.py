@@ -11,9 +11,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.plan.parts.arithmetic import (
     add_shared,
     inclusive_sum,
-    least,
     load_shared_wide,
-    most,
     quotient_up,
     raise_shared,
     store_shared_wide,
@@ -59,7 +57,7 @@ class SplitSize:
         """
         p = self.cta.p
         more, of = BALANCED
-        fits = least(p.merge_capacity, p.partial_capacity >> 1) >= 1
+        fits = ptx.minimum(p.merge_capacity, p.partial_capacity >> 1) >= 1
         long = self.longest >= p.min_split_tiles + p.min_split_tiles
         mine = Int64(self.longest) * Int64(p.resident_ctas) * Int64(of)
         few_waves = mine > self.total * Int64(p.num_kv_heads) * Int64(more - of)
@@ -106,10 +104,10 @@ class SplitSize:
             number = ptx.select(index == i, Int32(constant), number)
         whole = Int64(p.resident_ctas) * Int64(SHARE_DENOMINATOR)
         work = self.total * Int64(p.num_kv_heads) * Int64(number) + whole - Int64(1)
-        of_share = Int32(least(wide_quotient(work, whole), Int64(self.longest)))
+        of_share = Int32(ptx.minimum(wide_quotient(work, whole), Int64(self.longest)))
         size = ptx.select(index < len(LONGEST_DIVISORS), quotient_up(self.longest, number), of_share)
-        smallest = most(p.min_split_tiles, quotient_up(self.longest, Int32(MAX_SPLITS)))
-        return least(most(size, smallest), self.longest)
+        smallest = ptx.maximum(p.min_split_tiles, quotient_up(self.longest, Int32(MAX_SPLITS)))
+        return ptx.minimum(ptx.maximum(size, smallest), self.longest)
 
     def bin(self, step: Int32) -> tuple[Int32, Int32]:
         """Returns size and count of this lane's bin in a step."""
@@ -133,15 +131,15 @@ class SplitSize:
             place = self.cta.base + (Int32(BINS - 1) - (step * 32 + lane)) * 4  # longest first
             size = ptx.ld_shared_b32(place + Int32(Smem.sizes))
             count = ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
-            cost = Int64(most(size * UNIT, Int32(EMPTY_TILE_TIME)) + Int32(ITEM_TIME))
+            cost = Int64(ptx.maximum(size * UNIT, Int32(EMPTY_TILE_TIME)) + Int32(ITEM_TIME))
             at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
-            fullest = most(fullest, self.waves(at_least) * cost)
+            fullest = ptx.maximum(fullest, self.waves(at_least) * cost)
             work = work + cost * Int64(count)
             carry = ptx.shuffle_from(at_least, Int32(31))
         share = self.share_of(warp_sum(work))
         fullest = warp_max(fullest)
         if lane == 0:
-            store_shared_wide(self.cta.base + Int32(Smem.unsplit), most(share, fullest))
+            store_shared_wide(self.cta.base + Int32(Smem.unsplit), ptx.maximum(share, fullest))
             store_shared_wide(self.cta.base + Int32(Smem.share), share)
 
     @cute.jit
@@ -155,11 +153,11 @@ class SplitSize:
         for step in cutlass.range(STEPS, unroll=1):
             size, count = self.bin(step)
             splits, cost = self.item(size, chunk)
-            longest = most(longest, cost)
+            longest = ptx.maximum(longest, cost)
             items = items + splits * count
             partials = partials + ptx.select(splits > 1, splits * count, Int32(0))
             merges = merges + ptx.select(splits > 1, count, Int32(0))
-            tiles = tiles + Int64(most(size * UNIT, Int32(EMPTY_TILE_TIME))) * Int64(count)
+            tiles = tiles + Int64(ptx.maximum(size * UNIT, Int32(EMPTY_TILE_TIME))) * Int64(count)
         longest, items, partials = warp_max(longest), warp_sum(items), warp_sum(partials)
         merges, tiles = warp_sum(merges), warp_sum(tiles)
         width = ptx.divide(longest, Int32(BINS)) + Int32(1)
@@ -170,7 +168,7 @@ class SplitSize:
         ptx.sync_warp()
         fullest = self.fullest(histogram, width)
         work = tiles + Int64(items) * Int64(ITEM_TIME) + Int64(partials) * Int64(p.partial_cost)
-        result = most(most(self.share_of(work), fullest), Int64(longest))
+        result = ptx.maximum(ptx.maximum(self.share_of(work), fullest), Int64(longest))
         merging = Int64(COMBINE_TIME) + self.share_of(Int64(partials) * Int64(p.partial_cost))
         result = result + ptx.select(partials > 0, merging, Int64(0))
         over = cutlass.or_(partials > p.partial_capacity, items > p.item_capacity)
@@ -180,8 +178,8 @@ class SplitSize:
 
     def item(self, size: Int32, chunk: Int32) -> tuple[Int32, Int32]:
         """Returns the splits of a query tile that sees `size` kv tiles, and the time of the longest."""
-        splits = most(quotient_up(size, chunk), Int32(1))
-        cost = most(quotient_up(size, splits), Int32(1)) * Int32(UNIT) + Int32(ITEM_TIME)
+        splits = ptx.maximum(quotient_up(size, chunk), Int32(1))
+        cost = ptx.maximum(quotient_up(size, splits), Int32(1)) * Int32(UNIT) + Int32(ITEM_TIME)
         return splits, cost + ptx.select(splits > 1, self.cta.p.partial_cost, Int32(0))
 
     @cute.jit
@@ -193,7 +191,7 @@ class SplitSize:
             index = Int32(BINS - 1) - (step * 32 + lane)  # longest first
             count = ptx.ld_shared_b32(histogram + index * 4)
             at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
-            found = most(found, self.waves(at_least) * Int64(index) * Int64(width))
+            found = ptx.maximum(found, self.waves(at_least) * Int64(index) * Int64(width))
             carry = ptx.shuffle_from(at_least, Int32(31))
         return warp_max(found)
 

@@ -24,7 +24,7 @@ class EvenPartition(Partition):
 
     def share(self, costs: Costs) -> Share:
         p, ctas, cta = self.p, cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
-        total = isa.shuffle(costs.reach, Int32(31))
+        total = ptx.shuffle_from(costs.reach, Int32(31))
         equal = self.equal_share(total)
         most = equal.size + self.spare(equal.size)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), p.units_per_cta_group)

@@ -242,5 +242,5 @@ def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
 
 
 def _shifted(x: Int32) -> Int32:
-    moved = isa.asm("shr.u32 $0, $1, 1;", [Int32], [x], pure=True)
+    moved = isa.shift_right(x, 1)
     return (x & Int32(-0x7FFF8000)) | (moved & Int32(0x3F803F80))

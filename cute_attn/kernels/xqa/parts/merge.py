@@ -215,7 +215,7 @@ class Merge:
         index = self.cta_index(share)
         if self.spec.heads > 1:
             index = index * self.spec.heads + warp_index()
-        return index * 2 + ptx.select(before == 0, Int32(1), Int32(0))
+        return index * 2 + ptx.flag(before == 0)
 
     def cta_index(self, share: Int32) -> Int32:
         """Linear index of the CTA that has share number `share` in this CTA's group."""

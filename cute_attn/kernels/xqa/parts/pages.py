@@ -90,7 +90,7 @@ class PagedKv:
         ]
         for i in range(self.copy_steps):
             first = i * layout.rows_per_step
-            k_place, v_place = (isa.shuffle(x, row + first % 32) for x in places[first // 32])
+            k_place, v_place = (ptx.shuffle_from(x, row + first % 32) for x in places[first // 32])
             exists = isa.less_unsigned(start + row + (first - self.first_token), left)
             size = ptx.select(exists, Int32(CHUNK), Int32(0))
             bits = layout.step_bits(first)

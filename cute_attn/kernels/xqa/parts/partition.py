@@ -242,17 +242,17 @@ class Partition:
         run, reach = costs.run, costs.reach
         ended = ptx.count_ones(isa.ballot(reach <= share.begin))  # 32 for a share past the last request
         holder = ptx.minimum(ended, Int32(31))
-        before = isa.shuffle(reach - costs.own, holder)
+        before = ptx.shuffle_from(reach - costs.own, holder)
         index, passed = ptx.select(run == 1, ended, holder * run), before
         for i in cutlass.range(0, ptx.select(run == 1, Int32(0), run), unroll=4):
             passed = passed + self.cost(holder * run + i)
             behind = passed <= share.begin
-            index = index + ptx.select(behind, Int32(1), Int32(0))
+            index = index + ptx.flag(behind)
             before = ptx.select(behind, passed, before)
         return index, before
 
     def share(self, costs: Costs) -> Share:
-        return self.equal_share(isa.shuffle(costs.reach, Int32(31)))
+        return self.equal_share(ptx.shuffle_from(costs.reach, Int32(31)))
 
     def equal_share(self, total: Int32) -> Share:
         ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]

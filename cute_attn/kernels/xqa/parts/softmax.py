@@ -6,23 +6,12 @@ votes.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.softmax import INFINITY, SLACK, add, tree
-
-
-class Running(NamedTuple):
-    """Output accumulator and, per column slot, the negated anchor in log2 units (+inf: no token seen) and this lane's
-    partial sum."""
-
-    out: list[Float32]
-    shift: list[Float32]
-    total: list[Float32]
+from cute_attn.kernels.blocks.softmax import INFINITY, SLACK, Running, add, any_of, tree
 
 
 @dataclass(frozen=True)
@@ -56,11 +45,7 @@ class ColumnSoftmax:
     @cute.jit
     def rescale_if_needed(self, running: Running, s: list[Float32]) -> Running:
         maxima = [self.largest(self.of_slot(s, slot)) for slot in self.slots]
-        rises = self.exceeds_slack(running, maxima)
-        any_rise = rises[0]
-        for rise in rises[1:]:
-            any_rise = cutlass.or_(any_rise, rise)
-        if cute.arch.vote_any_sync(any_rise):
+        if cute.arch.vote_any_sync(any_of(self.exceeds_slack(running, maxima))):
             running = self.rescale(running, maxima)
         return running
 

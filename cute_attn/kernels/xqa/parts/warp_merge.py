@@ -8,9 +8,10 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
-from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
+from cute_attn.kernels.xqa.parts.softmax import reduce_column
 from cute_attn.kernels.xqa.parts.tile_forms import Format
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec

@@ -107,7 +107,7 @@ class TokenRows:
         length = request.kv_len - request.first_token
         target = slot + in_lines(first, chunk, layout.line)
         for i in range(0, self.warp_rows, layout.rows):
-            source = isa.mad_wide(isa.shuffle(places[i // 32], row + i % 32), Int32(CHUNK), start)
+            source = isa.mad_wide(ptx.shuffle_from(places[i // 32], row + i % 32), Int32(CHUNK), start)
             size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
             shared = target ^ Int32(layout.flipped(i)) if layout.flipped(i) else target
             for within in range(0, layout.piece_bytes, layout.line):
