@@ -12,13 +12,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm100
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
 from cute_attn.kernels.blocks.register_layout import RowLayout
 from cute_attn.kernels.blocks.roles import WarpRole
-from cute_attn.kernels.blocks.row_store import RowStore
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.output_staging import OutputStaging
@@ -28,6 +28,45 @@ from cute_attn.kernels.fa4.work import KvSteps
 
 WARPS = 4
 COLUMNS = 32  # of O that are loaded at a time, or the half where O ends
+
+
+@dataclass(frozen=True)
+class RowStore:
+    """Store of threads that own whole rows, without exchange between lanes: some columns at a time as tensor memory
+    gives them, and their lse.
+    """
+
+    layout: RowLayout
+    lanes: RowLanes
+    rows: PackedRows
+    target: Target | Partials
+    epilogue: FinalEpilogue | PartialEpilogue
+
+    @cute.jit
+    def write_lse(self, shift: list[Float32], total: list[Float32]) -> Float32:
+        """Stores the lse of the thread's row, from what softmax leaves; returns the factor for the row's output."""
+        row, stats = self.lanes.row(0), RowStats.of(self.layout, shift, total)
+        factor, lse = self.epilogue.row(stats.maximum[0], stats.total[0], self.rows.head(row))
+        if self.rows.exists(row):
+            self.target.store_lse(self.rows, row, lse)
+        return factor
+
+    @cute.jit
+    def write_columns(self, first: cutlass.Constexpr, values: list[Float32], factor: Float32) -> None:
+        """Stores the layout's columns, or fewer, to the output's columns from `first`; all multiples of eight.
+
+        Rows of `out` need not start at multiples of 32 bytes, where the hardware would take 32 bytes at a time.
+        """
+        row, values, target = self.lanes.row(0), [x * factor for x in values], self.target
+        if self.rows.exists(row):
+            size, aligned = target.element_bytes, target.aligned_to_32
+            address, at_once = target.row(self.rows, row) + Int64(first * size), 32 // size
+            for i in cutlass.range_constexpr(0, len(values), at_once):
+                part = values[i : i + at_once]
+                if cutlass.const_expr(len(part) == at_once):
+                    target.store_32_bytes(address, i * size, part, aligned)
+                else:
+                    target.store_8(address, i * size, part)
 
 
 @dataclass(frozen=True)

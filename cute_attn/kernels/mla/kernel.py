@@ -32,9 +32,9 @@ from cute_attn.kernels.mla.program import LatentProgram, MlaParams
 from cute_attn.kernels.mla.smem import MlaMemory
 from cute_attn.kernels.mla.spec import MlaSpec
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.merge import StateMerge
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
-from cute_attn.kernels.xqa.parts.state_merge import StateMerge
 
 Scales = tuple[Float32, Float32]
 

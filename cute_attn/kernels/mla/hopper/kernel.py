@@ -22,7 +22,6 @@ from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_i
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.blocks.warpgroup_store import WarpgroupStore
 from cute_attn.kernels.mla.hopper.merge import SegmentMerge
-from cute_attn.kernels.mla.hopper.partition import LatentPartition
 from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
 from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.hopper.segments import SegmentRecord
@@ -31,7 +30,17 @@ from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWar
 from cute_attn.kernels.mla.parts.softmax import CausalMask
 from cute_attn.kernels.mla.program import LatentProgram, MlaParams
 from cute_attn.kernels.mla.spec import HopperMlaSpec
+from cute_attn.kernels.xqa.parts.partition import EvenPartition
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
+
+SWITCH = 4  # tiles in whose time a CTA ends a part of a segment and begins another
+
+
+class LatentPartition(EvenPartition):
+    """Partition of CTAs that are bound by computing: the one with the largest share ends last."""
+
+    def spare(self, size: Int32) -> Int32:
+        return Int32(SWITCH)
 
 
 class HopperMlaProgram(LatentProgram):

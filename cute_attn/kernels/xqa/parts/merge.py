@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import warp_index
@@ -306,3 +306,43 @@ class Merge:
         if self.has_columns(dim) is not True:
             exists = isa.all_of([exists, self.has_columns(dim)])
         return SoftmaxState(maximum, total, isa.ld_l2_if(exists, outputs + Int64(self.head_dim(dim) * 4), 4))
+
+
+@dataclass(frozen=True)
+class StateMerge(Merge):
+    """Merge where all warps of a CTA have one state, which lies in shared memory: by `threads` threads from the first
+    of the CTA, which meet at a named barrier."""
+
+    barrier: int
+    threads: int
+
+    @classmethod
+    def of(
+        cls,
+        spec: DecodeSpec,
+        memory: StateMemory,
+        p: Any,
+        base: Int32,
+        finish: FinalEpilogue,
+        barrier: int,
+        threads: int,
+    ) -> "StateMerge":
+        return cls(spec, memory, LoneWarp(), p, base, finish, barrier, threads)
+
+    @property
+    def states(self) -> range:
+        return range(1)
+
+    @property
+    def lanes(self) -> int:
+        return self.threads
+
+    def state_and_lane(self) -> tuple[Int32, Int32]:
+        return Int32(0), cute.arch.thread_idx()[0]
+
+    def sync(self) -> None:
+        tma.named_sync(Int32(self.barrier), self.threads)
+
+    @property
+    def vectors_per_lane(self) -> int:
+        return min(2 * VECTORS_PER_LANE, self.spec.rows * self.vectors_per_row // self.lanes)

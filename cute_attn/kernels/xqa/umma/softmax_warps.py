@@ -18,10 +18,9 @@ from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import add, tree
 from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.xqa.parts.merge import StateMerge
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, kv_split
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
-from cute_attn.kernels.xqa.parts.state_merge import StateMerge
-from cute_attn.kernels.xqa.umma.columns import reduce_columns
 from cute_attn.kernels.xqa.umma.masks import TokenMask
 from cute_attn.kernels.xqa.umma.operands import probabilities
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
@@ -348,3 +347,21 @@ class SoftmaxWarps:
         outputs, zeros = shared.scratch("outputs"), [Float32(0.0) for _ in range(4)]
         for i in cutlass.range(ptx.thread_index(), self.spec.rows * self.spec.head_dim // 4, THREADS, unroll=1):
             ptx.st_shared_v4_f32(outputs + i * 16, 0, zeros)
+
+
+def reduce_columns(op: Any, values: list[Float32], lane: Int32) -> Float32:
+    """Reduces 16 or 32 values over all lanes; lane l returns value l modulo their number.
+
+    Lanes that differ in one bit share the work: each passes on the half of the values that the other keeps.
+    """
+    if len(values) == 16:
+        values = [op(x, ptx.shuffle_xor(x, 16)) for x in values]
+    while len(values) > 1:
+        half = len(values) // 2
+        upper = lane & half != Int32(0)
+        kept = []
+        for low, high in zip(values[:half], values[half:], strict=True):
+            keep, give = ptx.select(upper, high, low), ptx.select(upper, low, high)
+            kept.append(op(keep, ptx.shuffle_xor(give, half)))
+        values = kept
+    return values[0]
