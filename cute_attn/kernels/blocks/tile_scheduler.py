@@ -50,9 +50,9 @@ class QueryTile(NamedTuple):
             kv_start=self.kv_start + base, kv_len=self.kv_len - base, kv_begin=Int32(0), kv_end=self.kv_end - base
         )
 
-    def mask(self) -> Int64:
-        """Byte offset in the packed mask."""
-        return mask_offset(self.mask_low, self.mask_high)
+    def mask(self, p: Any) -> Int64:
+        """Address of the first byte of the packed mask."""
+        return p.mask + mask_offset(self.mask_low, self.mask_high)
 
     def store(self, address: Int32) -> None:
         words = [*self, Int32(0)]

@@ -7,6 +7,7 @@ order, are added last, however many warps there are: bits depend on the number o
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import cutlass
@@ -17,6 +18,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
+from cute_attn.kernels.blocks.softmax import add
 from cute_attn.kernels.combine.spec import WARPS, CombineSpec
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.arch import named
@@ -136,10 +138,10 @@ class CombineProgram(GridProgram):
     @cute.jit
     def merge(self, p: CombineParams, row: cutlass.Constexpr, shared: cutlass.Constexpr) -> None:
         lse = self.lane_values(p, row)
-        maximum = warp_reduce(ptx.fmax, fold(ptx.fmax, lse))
+        maximum = warp_reduce(ptx.fmax, reduce(ptx.fmax, lse))
         anchor = ptx.select(maximum == ptx.NEG_INF, Float32(0.0), maximum)
         weights = [ptx.exp2(x - anchor) for x in lse]
-        total = warp_reduce(add, fold(add, weights))
+        total = warp_reduce(add, reduce(add, weights))
         epilogue = FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
         factor, merged = epilogue.row(maximum, total, row.head)
         thread = Int32(cute.arch.thread_idx()[0]) if shared else lane_index()
@@ -223,7 +225,7 @@ class CombineProgram(GridProgram):
     ) -> None:
         """Adds four sums and stores 4 dimensions from `dim` on, in threads that have some."""
         if dim < self.spec.head_dim_vo:
-            values = [fold(add, list(four)) * factor for four in zip(*sums, strict=True)]
+            values = [reduce(add, list(four)) * factor for four in zip(*sums, strict=True)]
             destination = p.o + Int64(row.token) * p.o_stride_n + Int64(row.head) * p.o_stride_h
             if cutlass.const_expr(self.spec.out_dtype == "float32"):
                 ptx.st_global_v4_f32(destination + Int64(dim) * Int64(4), 0, values)
@@ -249,17 +251,6 @@ def lane_index() -> Int32:
 
 def warp_index() -> Int32:
     return Int32(cute.arch.thread_idx()[0]) // 32
-
-
-def add(a: Float32, b: Float32) -> Float32:
-    return a + b
-
-
-def fold(op, values):  # type: ignore[no-untyped-def]
-    result = values[0]
-    for value in values[1:]:
-        result = op(result, value)
-    return result
 
 
 def warp_reduce(op, x):  # type: ignore[no-untyped-def]

@@ -11,7 +11,6 @@ the end. Two CTAs share an SM, so that the softmax of one overlaps the matrix pr
 exceeds the registers of a warp (`tile.exchange`), warps exchange P and divide the output's columns.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,15 +19,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.composition import AttentionProgram
 from cute_attn.kernels.blocks.dequant import e2m1_converter, fp8_converter
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
-from cute_attn.kernels.blocks.key_ranges import RangeMask
-from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
-from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
-from cute_attn.kernels.blocks.program import GridProgram
+from cute_attn.kernels.blocks.masks import BandMask, TileOrder
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
-from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
+from cute_attn.kernels.blocks.scores import Scores
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax
 from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
@@ -37,7 +34,7 @@ from cute_attn.kernels.fa2.parts.exchange import Exchange, SharedRows, SlicedRow
 from cute_attn.kernels.fa2.parts.kv import DenseKV, HalfChunks, NoScales, ScaleRows, Team, TokenRows, WholeChunks
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
 from cute_attn.kernels.fa2.parts.paged_kv import PagedKV
-from cute_attn.kernels.fa2.parts.rope import NoRotation, Rotation
+from cute_attn.kernels.fa2.parts.rope import Rotation
 from cute_attn.kernels.fa2.parts.softmax import OwnRows
 from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile
 from cute_attn.kernels.fa2.smem import SharedMemory
@@ -137,12 +134,12 @@ class Work:
     mask: BandMask
     scores: Scores
     products: OwnRows | SharedRows
-    rotation: NoRotation | Rotation
+    rotation: Rotation | None
     order: TileOrder
     ring: Int32
 
 
-class Fa2Program(GridProgram):
+class Fa2Program(AttentionProgram):
     """Kernel for 16-bit q; `fp8.Fp8Program` replaces what operands of 8 bits change."""
 
     params = Fa2Params
@@ -204,9 +201,9 @@ class Fa2Program(GridProgram):
 
     def compose(self, p: Fa2Params, work_tile: WorkTile, base: Int32) -> Work:
         memory = self.memory
-        rows = packed_rows(p, work_tile)
+        rows = work_tile.rows(p)
         lanes, team = Lanes.of(memory, cute.arch.thread_idx()[0]), Team.of(memory)
-        mask = self.make_mask(p, work_tile, rows, lanes)
+        mask = self.mask(p, work_tile, lanes)
         scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
         return Work(
             tile=self.tile,
@@ -217,7 +214,7 @@ class Fa2Program(GridProgram):
             kv=self.make_kv(p, work_tile, team),
             source=self.make_source(base),
             mask=mask,
-            scores=self.make_scores(p, scale, work_tile.kv_head, rows, lanes),
+            scores=self.scores(p, work_tile, lanes, scale),
             products=self.make_products(Float32(ptx.LOG2E) if self.spec.scores else scale, lanes, base),
             rotation=self.make_rotation(p, base),
             order=self.order(p, mask, work_tile),
@@ -279,32 +276,9 @@ class Fa2Program(GridProgram):
             return SharedRows(tile, softmax, Exchange(self.memory, base, lanes, layout))
         return OwnRows(tile, softmax, lanes)
 
-    def make_mask(self, p: Fa2Params, work_tile: WorkTile, rows: PackedRows, lanes: Lanes) -> BandMask:
-        band, layout = Band(work_tile.kv_end, work_tile.left, work_tile.right), self.tile.scores_layout
-        if self.spec.mask == "packed":
-            return PackedMask(band, layout, rows, lanes, work_tile.mask, p.mask + p.mask_bytes, work_tile.kv_len)
-        if self.spec.mask == "multi_item":
-            return MultiItemMask(band, layout, rows, lanes, KeyBounds(p.mask, rows))
-        if self.spec.mask == "ranges":
-            return RangeMask(band, layout, rows, lanes, p.mask, p.range_left, rows.last_token(self.spec.tile.rows))
-        return BandMask(band, layout, rows, lanes)
-
-    def make_scores(self, p: Fa2Params, scale: Float32, kv_head: Int32, rows: PackedRows, lanes: Lanes) -> Scores:
-        makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
-            "scale": lambda: self.scale_step(p, scale, kv_head, rows, lanes),
-            "alibi": lambda: Alibi(self.tile.scores_layout, rows, lanes, p.num_qo_heads),
-            "soft_cap": lambda: SoftCap(p.soft_cap),
-        }
-        return Scores([makers[name]() for name in self.spec.scores])
-
-    def scale_step(
-        self, p: Fa2Params, scale: Float32, kv_head: Int32, rows: PackedRows, lanes: Lanes
-    ) -> Scale | RowScales:
-        return Scale(scale)
-
-    def make_rotation(self, p: Fa2Params, base: Int32) -> NoRotation | Rotation:
+    def make_rotation(self, p: Fa2Params, base: Int32) -> Rotation | None:
         if self.spec.pos_encoding == "none":
-            return NoRotation()
+            return None
         table = base + Int32(self.memory.rope_table)
         pitch = self.memory.qk_pitch
         return Rotation(self.spec.dtype, self.spec.head_dim_qk, table, p.rope_base, p.rope_ratio, self.block[0], pitch)
@@ -327,7 +301,7 @@ class Fa2Program(GridProgram):
         self, p: Fa2Params, work: cutlass.Constexpr, base: Int32, out: list[Float32], stats: cutlass.Constexpr
     ) -> None:
         work_tile = self.schedule.work_tile(p)
-        rows = packed_rows(p, work_tile)
+        rows = work_tile.rows(p)
         if work_tile.partial == NO_PARTIAL:
             self.write_whole(p, rows, work_tile.kv_head, work, base, out, stats)
         else:
@@ -367,7 +341,8 @@ class Fa2Program(GridProgram):
         """Copies Q rows into shared memory, by all threads in one cp.async group; nonexistent rows become zeros."""
         thread, pitch, chunks = cute.arch.thread_idx()[0], self.memory.qk_pitch, self.memory.q_bytes // CHUNK
         chunk = thread % 8
-        work.rotation.prepare()
+        if cutlass.const_expr(work.rotation is not None):
+            work.rotation.prepare()
         for row in cutlass.range(thread // 8, self.spec.tile.rows, self.block[0] // 8, unroll=1):
             source = work.rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * CHUNK)
             size = ptx.select(work.rows.exists(row), Int32(CHUNK), Int32(0))
@@ -375,7 +350,7 @@ class Fa2Program(GridProgram):
                 part = ptx.select(chunk < chunks - line * 8, size, Int32(0))
                 ptx.cp_async_16(base + swizzled(row, chunk, pitch), line * LINE, source, line * LINE, part)
         ptx.cp_async_commit()
-        if cutlass.const_expr(self.spec.pos_encoding == "rope"):
+        if cutlass.const_expr(work.rotation is not None):
             ptx.cp_async_wait(0)
             ptx.sync_threads()
             shift = work_tile.kv_len - work_tile.qo_len
@@ -427,7 +402,7 @@ class Fa2Program(GridProgram):
 
     @cute.jit
     def rotate_k(self, work: Work, k: Int32, kv_tile: Int32) -> None:
-        if cutlass.const_expr(self.spec.pos_encoding == "rope"):
+        if cutlass.const_expr(work.rotation is not None):
             rows = self.spec.tile.team_cols
             row0 = work.team.index * rows
             start = kv_tile * self.spec.tile.cols + row0
@@ -440,10 +415,3 @@ class Fa2Program(GridProgram):
         end = shared_memory() + Int32(self.memory.ring_end)
         moved = slot + Int32(steps * size)
         return ptx.select(moved >= end, moved - Int32(self.spec.tile.stages * size), moved)
-
-
-def packed_rows(p: Fa2Params, work_tile: WorkTile) -> PackedRows:
-    group = Divisor(p.group, p.group_multiplier, p.group_shift)
-    return PackedRows(
-        work_tile.first_row, work_tile.qo_len * p.group, group, work_tile.kv_head * p.group, work_tile.qo_start
-    )

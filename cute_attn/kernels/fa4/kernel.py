@@ -148,7 +148,7 @@ class Fa4Program(PersistentProgram):
     def mask(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> StopWords:
         band, rows, row = work.band(p), work.rows(p), lanes.row(0)
         if self.spec.mask == "packed":
-            return PackedWords(band, rows, row, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
+            return PackedWords(band, rows, row, work.mask(p), p.mask + p.mask_bytes, work.kv_len)
         if self.spec.mask == "multi_item":
             return MultiItemWords.of(band, rows, row, KeyBounds(p.mask, rows))
         return (BandWords if self.spec.mask == "band" else StopWords)(band, rows, row)

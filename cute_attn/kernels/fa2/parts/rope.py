@@ -12,17 +12,6 @@ from cute_attn.kernels.fa2.parts.kv import Team
 
 
 @dataclass(frozen=True)
-class NoRotation:
-    """Rotation for pos_encoding other than RoPE: leaves rows unchanged."""
-
-    def prepare(self) -> None:
-        pass
-
-    def rotate_rows(self, team: Team, target: Int32, rows: int, position: object) -> None:
-        pass
-
-
-@dataclass(frozen=True)
 class Rotation(RotaryTable):
     """RoPE of rows in shared memory, `pitch` bytes apart."""
 

@@ -1,5 +1,6 @@
 """The cut of the last wave: `schedule.last_wave`, whose numbers these are bit by bit."""
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import cutlass
@@ -41,10 +42,7 @@ def last_wave(p: Any, lane: Int32, num_tiles: Int32, longest: Int32) -> Cut:
         parts <= p.partial_capacity,
         first + parts <= p.item_capacity,
     )
-    fits = conditions[0]
-    for condition in conditions[1:]:
-        fits = cutlass.and_(fits, condition)
-    time = ptx.select(fits, time, Int64(IMPOSSIBLE))
+    time = ptx.select(reduce(cutlass.and_, conditions), time, Int64(IMPOSSIBLE))
     best = Int64(0) - warp_max(Int64(0) - (time * Int64(LANES) + Int64(lane)))
     time = wide_quotient(best, Int64(LANES))
     lane = Int32(best - time * Int64(LANES))

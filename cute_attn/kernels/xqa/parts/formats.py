@@ -37,22 +37,27 @@ LoadQ = Callable[[Int32, int, int], Operand]  # words from a lane's byte offset 
 
 
 @dataclass(frozen=True)
-class Unscaled:
-    """What formats without block scales have in common; P^T is used as it is."""
+class OwnP:
+    """What formats have in common that use P^T as it is."""
 
     slack = SLACK
-
-    def k_scales(self, slot: Int32, m: int) -> list[Operand]:
-        return []
-
-    def v_scales(self, slot: Int32) -> ScalesOf:
-        return lambda m: []
 
     def p_tokens(self, b: Operand) -> Operand:
         return b
 
     def p_operands(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
         return p
+
+
+@dataclass(frozen=True)
+class Unscaled(OwnP):
+    """What formats without block scales have in common."""
+
+    def k_scales(self, slot: Int32, m: int) -> list[Operand]:
+        return []
+
+    def v_scales(self, slot: Int32) -> ScalesOf:
+        return lambda m: []
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Kv8Bit(Unscaled):
     def halves(self, x: Int32) -> list[Int32]:
         """Bytes (0, 1) and (2, 3) as f16x2."""
         if self.dtype == "float8_e5m2":
-            return [ptx.permute(x, Int32(0), 0x1404), ptx.permute(x, Int32(0), 0x3424)]
+            return ptx.e5m2x4_to_f16(x)
         return e4m3_halves(x, self.native)
 
 
@@ -236,9 +241,9 @@ def flatten(lists: list[list[Int32]]) -> list[Int32]:
 def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
     """Bytes (0, 1) and (2, 3) as f16x2; divided by E4M3_SHIFTED where the GPU cannot convert e4m3."""
     if native:
-        return [isa.e4m3_pair(x, 0), isa.e4m3_pair(x, 1)]
+        return ptx.e4m3x4_to_f16(x, native=True)
     # Moves the sign to bit 15 and the other bits to 13..7, where fp16's bias makes them 2^-8 times the number.
-    return [_shifted(ptx.permute(x, Int32(0), selector)) for selector in (0x1404, 0x3424)]
+    return [_shifted(pair) for pair in ptx.e5m2x4_to_f16(x)]
 
 
 def _shifted(x: Int32) -> Int32:

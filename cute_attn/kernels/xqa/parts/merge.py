@@ -8,6 +8,7 @@ depends on lengths alone, not on timing, so results are deterministic.
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple, Protocol
 
 import cutlass
@@ -69,9 +70,7 @@ def rescale_factor(maximum: Float32, new: Float32) -> Float32:
 
 
 def merge_states(parts: list[SoftmaxState]) -> SoftmaxState:
-    maximum = parts[0].maximum
-    for part in parts[1:]:
-        maximum = ptx.fmax(maximum, part.maximum)
+    maximum = reduce(ptx.fmax, [part.maximum for part in parts])
     total, values = Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)]
     for part in parts:
         factor = rescale_factor(part.maximum, maximum)
@@ -191,8 +190,7 @@ class Merge:
         values = [x * factor for x in result.values]
         place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
         if cutlass.const_expr(self.spec.out_dtype == "float8_e4m3fn"):
-            packed = ptx.permute(isa.to_e4m3_pair(*values[:2]), isa.to_e4m3_pair(*values[2:]), 0x5410)
-            ptx.st_global_b32(place + Int64(dim), 0, packed)
+            ptx.st_global_b32(place + Int64(dim), 0, ptx.pack_8(self.spec.out_dtype, values))
         else:
             pairs = ptx.pack_pairs(self.spec.out_dtype, values)
             ptx.st_global_v2(place + Int64(dim * 2), 0, pairs)
