@@ -126,11 +126,13 @@ def cp_async_arrive(barrier: Int32) -> None:
 
 
 class Load:
-    """Loads of one scalar, or of a list of 2 or 4 adjacent ones, from an address and an immediate offset."""
+    """Loads of one scalar, or of a list of 2 or 4 adjacent ones, from an address and an immediate offset. `form`: their
+    type in memory, if not that of the scalar.
+    """
 
-    def __init__(self, space: str, kind: type, count: int = 1) -> None:
+    def __init__(self, space: str, kind: type, count: int = 1, form: str = "") -> None:
         registers = ", ".join(f"${i}" for i in range(count))
-        self.outputs, self.form = [kind] * count, _vector(space, kind, count)
+        self.outputs, self.form = [kind] * count, _vector(space, kind, count, form)
         self.registers, self.address = f"{{{registers}}}" if count > 1 else registers, f"${count}"
 
     def __call__(self, address: Int32 | Int64, offset: int = 0) -> Any:
@@ -140,17 +142,20 @@ class Load:
 class Store:
     """Stores of one scalar, or of a list of 2 or 4, as those of `Load`."""
 
-    def __init__(self, space: str, kind: type, count: int = 1) -> None:
+    def __init__(self, space: str, kind: type, count: int = 1, form: str = "") -> None:
         registers = ", ".join(f"${i + 1}" for i in range(count))
-        self.form, self.registers = _vector(space, kind, count), f"{{{registers}}}" if count > 1 else registers
+        self.form, self.registers = _vector(space, kind, count, form), f"{{{registers}}}" if count > 1 else registers
 
     def __call__(self, address: Int32 | Int64, offset: int, values: Any) -> None:
         values = values if isinstance(values, Sequence) else [values]
         asm(f"st.{self.form} [$0+{offset}], {self.registers};", [], [address, *values])
 
 
-def _vector(space: str, kind: type, count: int) -> str:
-    return f"{space}{f'.v{count}' if count > 1 else ''}.{'f32' if kind is Float32 else 'b32'}"
+_FORM = {Int32: "b32", Int64: "b64", Float32: "f32"}
+
+
+def _vector(space: str, kind: type, count: int, form: str) -> str:
+    return f"{space}{f'.v{count}' if count > 1 else ''}.{form or _FORM[kind]}"
 
 
 ld_shared_b32, ld_shared_f32 = Load("shared", Int32), Load("shared", Float32)
@@ -158,6 +163,7 @@ ld_shared_v2, ld_shared_v2_f32 = Load("shared", Int32, 2), Load("shared", Float3
 ld_shared_v4, ld_shared_v4_f32 = Load("shared", Int32, 4), Load("shared", Float32, 4)
 ld_global_u32, ld_global_f32 = Load("global", Int32), Load("global", Float32)
 ld_global_v2, ld_global_v4 = Load("global", Int32, 2), Load("global", Int32, 4)
+ld_global_u8 = Load("global", Int32, form="u8")
 
 st_shared_b32, st_shared_f32 = Store("shared", Int32), Store("shared", Float32)
 st_shared_v2, st_shared_v2_f32 = Store("shared", Int32, 2), Store("shared", Float32, 2)
@@ -189,10 +195,6 @@ def ld_global_v4_f32_if(address: Int64, wanted: Boolean) -> list[Float32]:
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
     text = f"{{.reg .pred p; setp.ne.b32 p, $5, 0; {zeros} @p ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4];}}"
     return asm(text, [Float32] * 4, [address, flag(wanted)])
-
-
-def ld_global_u8(address: Int64) -> Int32:
-    return asm("ld.global.u8 $0, [$1];", [Int32], [address])
 
 
 def st_global_v8(address: Int64, offset: int, values: Sequence[Any], aligned: Boolean) -> None:
@@ -295,8 +297,9 @@ def scaled_fraction(n: Int32, upper: Int32, lower: Int32) -> Float32:
     return asm(text, [Float32], [n, upper, lower], pure=True)
 
 
-def shuffle_xor(x: Float32, lane_mask: int) -> Float32:
-    return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Float32], [x])
+def shuffle_xor(x: Any, lane_mask: int) -> Any:
+    """Reads a 32-bit scalar of the lane whose index differs in these bits."""
+    return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [type(x)], [x])
 
 
 def shuffle_from(x: Any, lane: Int32) -> Any:
@@ -311,10 +314,6 @@ def shuffle_address(x: Int64, lane: Int32) -> Int64:
         "shfl.sync.idx.b32 h, h, $2, 31, 0xffffffff; mov.b64 $0, {l, h};}"
     )
     return asm(text, [Int64], [x, lane])
-
-
-def shuffle_xor_b32(x: Int32, lane_mask: int) -> Int32:
-    return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Int32], [x])
 
 
 def warp_minimum(x: Int32) -> Int32:

@@ -401,7 +401,7 @@ class Fa2Program(AttentionProgram):
         return State(running, self.advance(slot, 1), page_ids)
 
     @cute.jit
-    def rotate_k(self, work: Work, k: Int32, kv_tile: Int32) -> None:
+    def rotate_k(self, work: cutlass.Constexpr, k: Int32, kv_tile: Int32) -> None:
         if cutlass.const_expr(work.rotation is not None):
             rows = self.spec.tile.team_cols
             row0 = work.team.index * rows

@@ -39,7 +39,7 @@ class QNormalization:
         largest = Int32(0)
         for offset in offsets:
             largest = largest_magnitude(ptx.ld_shared_v4(at, offset), largest)
-        largest = ptx.maximum(largest, ptx.shuffle_xor_b32(largest, 1))
+        largest = ptx.maximum(largest, ptx.shuffle_xor(largest, 1))
         factor, inverse = normalizing_factors(largest)
         for offset in offsets:
             ptx.st_shared_v4(at, offset, normalized(ptx.ld_shared_v4(at, offset), factor))

@@ -21,10 +21,18 @@ class MlaMemory:
     """
 
     spec: MlaSpec
+    # As the merge of XQA reads it: one state.
+    tile_dim = LATENT  # columns of an output row
+    ring_bytes = 0  # distance of the outputs of two states
+    outputs = 0  # offset
 
     def __post_init__(self) -> None:
         if self.rows * LATENT * 4 > self.p:
             raise ValueError(f"{self.spec}: outputs must fit the memory of tiles and query rows")
+
+    @property
+    def rows(self) -> int:
+        return self.spec.rows
 
     @property
     def row_bytes(self) -> int:
@@ -81,23 +89,3 @@ class MlaMemory:
     @property
     def bytes(self) -> int:
         return self.ticket + 16
-
-    # --- as the merge of XQA reads it: one state ---------------------------------------------------------------------
-
-    @property
-    def rows(self) -> int:
-        return self.spec.rows
-
-    @property
-    def tile_dim(self) -> int:
-        """Columns of an output row."""
-        return LATENT
-
-    @property
-    def ring_bytes(self) -> int:
-        """Distance of the outputs of two states."""
-        return 0
-
-    @property
-    def outputs(self) -> int:
-        return 0

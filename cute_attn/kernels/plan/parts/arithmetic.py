@@ -12,6 +12,7 @@ def quotient_up(a: Int32, b: Int32) -> Int32:
 
 
 wide_quotient = ptx.arithmetic("div.u64", Int64)  # a >= 0 by b > 0, rounding down
+load_shared_wide, store_shared_wide = ptx.Load("shared", Int64), ptx.Store("shared", Int64)
 
 
 def add_shared(address: Int32, value: Int32) -> None:
@@ -25,14 +26,6 @@ def add_shared_wide(address: Int32, value: Int64) -> None:
 def raise_shared(address: Int32, value: Int32) -> None:
     """Stores the larger of the number in memory and `value`; both are >= 0."""
     ptx.asm("red.shared.max.u32 [$0], $1;", [], [address, value])
-
-
-def load_shared_wide(address: Int32) -> Int64:
-    return ptx.asm("ld.shared.b64 $0, [$1];", [Int64], [address])
-
-
-def store_shared_wide(address: Int32, value: Int64) -> None:
-    ptx.asm("st.shared.b64 [$0], $1;", [], [address, value])
 
 
 def equal_lanes(x: Int32) -> Int32:

@@ -17,6 +17,7 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     inclusive_sum,
     lane_before,
     quotient_up,
+    store_shared_wide,
 )
 from cute_attn.schedule.constants import BINS, CANDIDATES
 
@@ -127,7 +128,7 @@ class Cta:
         sums, step = self.base + Int32(Smem.warp_sums), 8
         through = inclusive_sum(x, self.lane, most_)
         if self.lane == 31:
-            ptx.asm("st.shared.b64 [$0], $1;", [], [sums + self.warp * Int32(step), Int64(through)])
+            store_shared_wide(sums + self.warp * Int32(step), 0, Int64(through))
         ptx.sync_threads()
         of_lane = ptx.asm(
             "ld.shared.b64 $0, [$1];", [Int64], [sums + ptx.minimum(self.lane, Int32(self.warps - 1)) * step]

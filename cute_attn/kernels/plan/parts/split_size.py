@@ -139,8 +139,8 @@ class SplitSize:
         share = self.share_of(warp_sum(work))
         fullest = warp_max(fullest)
         if lane == 0:
-            store_shared_wide(self.cta.base + Int32(Smem.unsplit), ptx.maximum(share, fullest))
-            store_shared_wide(self.cta.base + Int32(Smem.share), share)
+            store_shared_wide(self.cta.base + Int32(Smem.unsplit), 0, ptx.maximum(share, fullest))
+            store_shared_wide(self.cta.base + Int32(Smem.share), 0, share)
 
     @cute.jit
     def estimate(self, index: Int32) -> None:
@@ -174,7 +174,7 @@ class SplitSize:
         over = cutlass.or_(partials > p.partial_capacity, items > p.item_capacity)
         result = ptx.select(cutlass.or_(over, merges > p.merge_capacity), Int64(IMPOSSIBLE), result)
         if lane == 0:
-            store_shared_wide(self.cta.base + Int32(Smem.estimates) + index * 8, result)
+            store_shared_wide(self.cta.base + Int32(Smem.estimates) + index * 8, 0, result)
 
     def item(self, size: Int32, chunk: Int32) -> tuple[Int32, Int32]:
         """Returns the splits of a query tile that sees `size` kv tiles, and the time of the longest."""

@@ -243,7 +243,7 @@ def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
     if native:
         return ptx.e4m3x4_to_f16(x, native=True)
     # Moves the sign to bit 15 and the other bits to 13..7, where fp16's bias makes them 2^-8 times the number.
-    return [_shifted(pair) for pair in ptx.e5m2x4_to_f16(x)]
+    return [_shifted(ptx.permute(x, Int32(0), selector)) for selector in (0x1404, 0x3424)]
 
 
 def _shifted(x: Int32) -> Int32:

@@ -76,7 +76,8 @@ class HeadMerge(WholeMerge):
         p = self.p
         place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
         if self.spec.out_dtype == "float8_e4m3fn":
-            words = [ptx.pack_8(self.spec.out_dtype, values[i : i + 4]) for i in range(0, STORED_DIMS, 4)]
+            pairs = [isa.to_e4m3_pair(*values[i : i + 2]) for i in range(0, STORED_DIMS, 2)]
+            words = [ptx.permute(pairs[i], pairs[i + 1], 0x5410) for i in (0, 2)]
             ptx.st_global_v2(place + Int64(dim), 0, words)
         else:
             ptx.st_global_v4(place + Int64(dim * 2), 0, ptx.pack_pairs(self.spec.out_dtype, values))

@@ -53,6 +53,12 @@ def select_bits(mask: int, a: Int32, b: Int32) -> Int32:
     return asm(f"lop3.b32 $0, $1, $2, {mask:#x}, 0xE4;", [Int32], [a, b], pure=True)
 
 
+def to_e4m3_pair(lo: Float32, hi: Float32) -> Int32:
+    """Two floats as e4m3 in the low 16 bits, saturated to 448 (sm_89 and later)."""
+    text = "{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $1, $2; cvt.u32.u16 $0, p;}"
+    return asm(text, [Int32], [hi, lo], pure=True)
+
+
 def scale_f16x2(a: Int32, pair: Int32, half: int) -> Int32:
     """Both halves of `a` times one half of `pair`."""
     source = "lh"[half]

@@ -190,7 +190,8 @@ class Merge:
         values = [x * factor for x in result.values]
         place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
         if cutlass.const_expr(self.spec.out_dtype == "float8_e4m3fn"):
-            ptx.st_global_b32(place + Int64(dim), 0, ptx.pack_8(self.spec.out_dtype, values))
+            packed = ptx.permute(isa.to_e4m3_pair(*values[:2]), isa.to_e4m3_pair(*values[2:]), 0x5410)
+            ptx.st_global_b32(place + Int64(dim), 0, packed)
         else:
             pairs = ptx.pack_pairs(self.spec.out_dtype, values)
             ptx.st_global_v2(place + Int64(dim * 2), 0, pairs)
