@@ -63,21 +63,27 @@ class DequantWarps(TransformWarps):
         return KvState(k, v)
 
     def dequantize_k(self, rings: SmemRings, transform: KvDequant, at: OperandState) -> OperandState:
-        staged, ring = rings.staged_k, rings.k
-        staged.wait_full(at.staged)
-        ring.wait_empty(at.operand)
-        transform.run(transform.k, staged.address(at.staged), ring.address(at.operand))
-        self.publish_operand([staged.empty(at.staged), ring.full(at.operand)], transform.lane)
-        return OperandState(staged.next(at.staged), ring.next(at.operand))
+        return self.dequantize(rings.staged_k, rings.k, transform, transform.k, at, None)
+
+    def dequantize_v(self, rings: SmemRings, transform: KvDequant, at: OperandState, valid: Int32) -> OperandState:
+        return self.dequantize(rings.staged_v, rings.v, transform, transform.v, at, valid)
 
     @cute.jit
-    def dequantize_v(self, rings: SmemRings, transform: cutlass.Constexpr, at: OperandState, valid: Int32) -> Any:
-        staged, ring = rings.staged_v, rings.v
+    def dequantize(
+        self,
+        staged: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
+        transform: cutlass.Constexpr,
+        rows: cutlass.Constexpr,
+        at: OperandState,
+        valid: Any,
+    ) -> Any:
+        """Dequantizes a tile. `valid`: its keys, where those behind them may have to be cleared."""
         staged.wait_full(at.staged)
-        if cutlass.const_expr(self.clears_tail):  # noqa: SIM102
+        if cutlass.const_expr(self.clears_tail and valid is not None):  # noqa: SIM102
             if valid < self.spec.tile.cols:
-                transform.clear(transform.v, staged.address(at.staged), valid)
+                transform.clear(rows, staged.address(at.staged), valid)
         ring.wait_empty(at.operand)
-        transform.run(transform.v, staged.address(at.staged), ring.address(at.operand))
+        transform.run(rows, staged.address(at.staged), ring.address(at.operand))
         self.publish_operand([staged.empty(at.staged), ring.full(at.operand)], transform.lane)
         return OperandState(staged.next(at.staged), ring.next(at.operand))

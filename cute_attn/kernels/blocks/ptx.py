@@ -65,30 +65,27 @@ def ldmatrix_x4(address: Int32, offset: int, *, transpose: bool = False) -> list
     )
 
 
+_MATRIX = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+
+
 def mma_m16n8k16(dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence[Float32]) -> list[Float32]:
     """Computes C + A(16x16, row) B(16x8, col) with fp32 accumulation, for dtype "float16" or "bfloat16"."""
-    ab = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-    return asm(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{ab}.{ab}.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        [Float32] * 4,
-        [*a, *b, *c],
-        pure=True,
-    )
+    return _mma("m16n8k16", dtype, dtype, [*a, *b, *c])
 
 
 def mma_m16n8k32(
     a_dtype: str, b_dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence[Float32]
 ) -> list[Float32]:
     """Computes C + A(16x32, row) B(32x8, col) of fp8 dtypes with fp32 accumulation (sm_89 and later)."""
-    names = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-    return asm(
-        f"mma.sync.aligned.m16n8k32.row.col.f32.{names[a_dtype]}.{names[b_dtype]}.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        [Float32] * 4,
-        [*a, *b, *c],
-        pure=True,
+    return _mma("m16n8k32", a_dtype, b_dtype, [*a, *b, *c])
+
+
+def _mma(shape: str, a: str, b: str, registers: list[Any]) -> list[Float32]:
+    text = (
+        f"mma.sync.aligned.{shape}.row.col.f32.{_MATRIX[a]}.{_MATRIX[b]}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
+    return asm(text, [Float32] * 4, registers, pure=True)
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------

@@ -128,19 +128,6 @@ def deallocate(tmem: Int32, columns: int, ctas: int = 1) -> None:
     asm(f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 $0, {columns};", [], [tmem])
 
 
-def load_4d_to_pair(
-    shared: Int32, tensor_map: Int64, coordinates: Sequence[Int32], barrier: Int32, policy: int
-) -> None:
-    """Copies a box into this CTA's shared memory; its bytes count towards the phase of a barrier of either CTA of the
-    pair. For one thread.
-    """
-    text = (
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint "
-        "[$0], [$1, {$2, $3, $4, $5}], [$6], $7;"
-    )
-    asm(text, [], [shared, tensor_map, *coordinates, barrier, Int64(policy)])
-
-
 def load_columns(address: Int32, offset: int, count: int) -> list[Float32]:
     """Starts loading `count` columns of this thread's lane. The registers may be used after `wait_loads`."""
     registers = ", ".join(f"${i}" for i in range(count))

@@ -12,7 +12,7 @@ from typing import ClassVar
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_attn.kernels.blocks import cluster, ptx, sm100, tma
+from cute_attn.kernels.blocks import cluster, ptx, tma
 from cute_attn.kernels.blocks.cta import CtaLoads, OneCta
 from cute_attn.kernels.blocks.persistent_params import Maps
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
@@ -70,10 +70,10 @@ class PairLoads(CtaLoads):
 
     def expect(self, barrier: Int32, num_bytes: int) -> None:
         expected = ptx.select(cluster.rank() == LEADER, Int32(CTAS * num_bytes), Int32(0))
-        ptx.asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [], [barrier, expected])
+        tma.barrier_expect(barrier, expected)
 
     def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
-        sm100.load_4d_to_pair(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy)
+        tma.load_4d(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy, ".cta_group::2")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from cute_attn.kernels.blocks.dequant import fp8_converter
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
 from cute_attn.kernels.blocks.softmax import Running
-from cute_attn.kernels.mla.parts.copies import NarrowTileCopies, QueryCopies, TileCopies, TokenPlaces
+from cute_attn.kernels.mla.parts.copies import NarrowTileCopies, QueryCopies, TileCopies
 from cute_attn.kernels.mla.parts.exchange import Exchange
 from cute_attn.kernels.mla.parts.place import Place
 from cute_attn.kernels.mla.parts.products import Products
@@ -33,6 +33,7 @@ from cute_attn.kernels.mla.smem import MlaMemory
 from cute_attn.kernels.mla.spec import MlaSpec
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.merge import StateMerge
+from cute_attn.kernels.xqa.parts.pages import TokenPages
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
 
@@ -44,7 +45,7 @@ class LoopState(NamedTuple):
 
     running: Running
     slot: Int32
-    places: TokenPlaces
+    places: TokenPages
 
 
 class MlaProgram(LatentProgram):
@@ -110,7 +111,7 @@ class MlaProgram(LatentProgram):
         ptx.sync_threads()
         softmax.publish(merge, state.running)
 
-    def start_copies(self, tiles: TileCopies, split: KvSplit) -> TokenPlaces:
+    def start_copies(self, tiles: TileCopies, split: KvSplit) -> TokenPages:
         """Start copying the first tiles. Returns the places of the tile that follows. Empty groups are committed too,
         so that counting groups counts tiles."""
         ahead = self.spec.stages - 1

@@ -109,9 +109,9 @@ class SplitSize:
         smallest = ptx.maximum(p.min_split_tiles, quotient_up(self.longest, Int32(MAX_SPLITS)))
         return ptx.minimum(ptx.maximum(size, smallest), self.longest)
 
-    def bin(self, step: Int32) -> tuple[Int32, Int32]:
-        """Returns size and count of this lane's bin in a step."""
-        place = self.cta.base + (step * 32 + self.cta.lane) * 4
+    def bin(self, index: Int32) -> tuple[Int32, Int32]:
+        """Returns size and count of a bin."""
+        place = self.cta.base + index * 4
         return ptx.ld_shared_b32(place + Int32(Smem.sizes)), ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
 
     def share_of(self, work: Int64) -> Int64:
@@ -128,9 +128,7 @@ class SplitSize:
         lane = self.cta.lane
         work, fullest, carry = Int64(0), Int64(0), Int32(0)
         for step in cutlass.range(STEPS, unroll=1):
-            place = self.cta.base + (Int32(BINS - 1) - (step * 32 + lane)) * 4  # longest first
-            size = ptx.ld_shared_b32(place + Int32(Smem.sizes))
-            count = ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
+            size, count = self.bin(Int32(BINS - 1) - (step * 32 + lane))  # longest first
             cost = Int64(ptx.maximum(size * UNIT, Int32(EMPTY_TILE_TIME)) + Int32(ITEM_TIME))
             at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
             fullest = ptx.maximum(fullest, self.waves(at_least) * cost)
@@ -151,7 +149,7 @@ class SplitSize:
         items, partials, merges, tiles = Int32(0), Int32(0), Int32(0), Int64(0)
         longest = Int32(0)
         for step in cutlass.range(STEPS, unroll=1):
-            size, count = self.bin(step)
+            size, count = self.bin(step * 32 + lane)
             splits, cost = self.item(size, chunk)
             longest = ptx.maximum(longest, cost)
             items = items + splits * count
@@ -162,7 +160,7 @@ class SplitSize:
         merges, tiles = warp_sum(merges), warp_sum(tiles)
         width = ptx.divide(longest, Int32(BINS)) + Int32(1)
         for step in cutlass.range(STEPS, unroll=1):
-            size, count = self.bin(step)
+            size, count = self.bin(step * 32 + lane)
             splits, cost = self.item(size, chunk)
             add_shared(histogram + ptx.divide(cost, width) * 4, splits * count)
         ptx.sync_warp()
