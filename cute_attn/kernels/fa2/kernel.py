@@ -412,6 +412,6 @@ class Fa2Program(AttentionProgram):
     def advance(self, slot: Int32, steps: int) -> Int32:
         """Returns the shared address `steps` slots later in the ring."""
         size = self.memory.slot_bytes
-        end = shared_memory() + Int32(self.memory.ring_end)
+        end = shared_memory() + Int32(self.memory.converted)
         moved = slot + Int32(steps * size)
         return ptx.select(moved >= end, moved - Int32(self.spec.tile.stages * size), moved)

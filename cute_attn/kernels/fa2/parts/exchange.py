@@ -112,7 +112,7 @@ class Exchange:
 
     def put_p(self, p: list[Float32], dtype: str) -> None:
         """Writes this thread's part of P in 16 bits."""
-        column = self.base + Int32(self.memory.converted_end) + self.lanes.first_col() * 2
+        column = self.base + Int32(self.memory.p) + self.lanes.first_col() * 2
         for slot in self.layout.slots:
             address = column + self.lanes.row(slot) * self.memory.p_pitch
             for i, first in self.layout.pairs(slot):
@@ -121,7 +121,7 @@ class Exchange:
     def fragments_of_p(self) -> list[list[list[Int32]]]:
         """Loads the A fragments of P, [block of 16 rows][k-step]."""
         memory, lane = self.memory, self.lanes.lane
-        address = self.base + Int32(memory.converted_end) + lane % 16 * memory.p_pitch + lane // 16 * CHUNK
+        address = self.base + Int32(memory.p) + lane % 16 * memory.p_pitch + lane // 16 * CHUNK
         return [
             [
                 ptx.ldmatrix_x4(address, m * 16 * memory.p_pitch + step * 2 * CHUNK)
