@@ -241,7 +241,7 @@ def flatten(lists: list[list[Int32]]) -> list[Int32]:
 def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
     """Bytes (0, 1) and (2, 3) as f16x2; divided by E4M3_SHIFTED where the GPU cannot convert e4m3."""
     if native:
-        return ptx.e4m3x4_to_f16(x, native=True)
+        return [isa.e4m3_pair(x, 0), isa.e4m3_pair(x, 1)]
     # Moves the sign to bit 15 and the other bits to 13..7, where fp16's bias makes them 2^-8 times the number.
     return [_shifted(ptx.permute(x, Int32(0), selector)) for selector in (0x1404, 0x3424)]
 

@@ -53,6 +53,13 @@ def select_bits(mask: int, a: Int32, b: Int32) -> Int32:
     return asm(f"lop3.b32 $0, $1, $2, {mask:#x}, 0xE4;", [Int32], [a, b], pure=True)
 
 
+def e4m3_pair(x: Int32, half: int) -> Int32:
+    """Bytes 2 * half and 2 * half + 1 as f16x2 (sm_89 and later)."""
+    source = "lh"[half]
+    text = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.rn.f16x2.e4m3x2 $0, {source};}}"
+    return asm(text, [Int32], [x], pure=True)
+
+
 def to_e4m3_pair(lo: Float32, hi: Float32) -> Int32:
     """Two floats as e4m3 in the low 16 bits, saturated to 448 (sm_89 and later)."""
     text = "{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $1, $2; cvt.u32.u16 $0, p;}"
