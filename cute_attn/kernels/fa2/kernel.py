@@ -31,9 +31,17 @@ from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax
 from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
 from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows
 from cute_attn.kernels.fa2.parts.exchange import Exchange, SharedRows, SlicedRows, SlicedTile
-from cute_attn.kernels.fa2.parts.kv import DenseKV, HalfChunks, NoScales, ScaleRows, Team, TokenRows, WholeChunks
+from cute_attn.kernels.fa2.parts.kv import (
+    DenseKV,
+    HalfChunks,
+    NoScales,
+    PagedKV,
+    ScaleRows,
+    Team,
+    TokenRows,
+    WholeChunks,
+)
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
-from cute_attn.kernels.fa2.parts.paged_kv import PagedKV
 from cute_attn.kernels.fa2.parts.rope import Rotation
 from cute_attn.kernels.fa2.parts.softmax import OwnRows
 from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile

@@ -8,8 +8,14 @@ from typing import Any
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.dequant_warps import DequantWarps
-from cute_attn.kernels.blocks.kv_dequant import MIN_SCALE, OPERAND, largest_magnitude, normalized, normalizing_factors
+from cute_attn.kernels.blocks.kv_dequant import (
+    MIN_SCALE,
+    OPERAND,
+    DequantWarps,
+    largest_magnitude,
+    normalized,
+    normalizing_factors,
+)
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.scalars import device_scale

@@ -12,8 +12,7 @@ from cutlass import Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.block_scaled_kv import BlockScaledParams, BlockScaledProducer
 from cute_attn.kernels.blocks.dequant import Fp8
-from cute_attn.kernels.blocks.dequant_warps import DequantWarps
-from cute_attn.kernels.blocks.kv_dequant import OPERAND, SWIZZLE_ROWS, KvDequant, StagedRows
+from cute_attn.kernels.blocks.kv_dequant import OPERAND, SWIZZLE_ROWS, DequantWarps, KvDequant, StagedRows
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.fa3.fp8_kv import Fp8KvProgram
 from cute_attn.kernels.fa3.smem import BlockScales, Nvfp4KvMemory

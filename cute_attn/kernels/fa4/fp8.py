@@ -11,11 +11,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.e4m3_softmax import PEAK_LOG2
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue
 from cute_attn.kernels.blocks.fp8_scales import MIN_SCALE, row_scale, scaled_epilogues
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.scores import RowScales
+from cute_attn.kernels.blocks.softmax import PEAK_LOG2
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.kernel import Fa4Program
 from cute_attn.kernels.fa4.parts.fp8 import SUM_LIMIT, Fp8Exp2, Fp8Softmax, Fp8Sums, Fp8Tile

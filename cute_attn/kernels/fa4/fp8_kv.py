@@ -13,10 +13,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.dequant_warps import DequantWarps
 from cute_attn.kernels.blocks.kv_dequant import (
     MIN_SCALE,
     OPERAND,
+    DequantWarps,
     largest_magnitude,
     normalized,
     normalizing_factors,

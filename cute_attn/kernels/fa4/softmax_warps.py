@@ -14,8 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
-from cute_attn.kernels.blocks.column_words import hide
-from cute_attn.kernels.blocks.masks import TileOrder
+from cute_attn.kernels.blocks.masks import TileOrder, hide
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start

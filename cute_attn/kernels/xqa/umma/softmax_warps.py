@@ -18,10 +18,10 @@ from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import add, tree
 from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.xqa.parts.masks import TokenMask
 from cute_attn.kernels.xqa.parts.merge import StateMerge
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, kv_split
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
-from cute_attn.kernels.xqa.umma.masks import TokenMask
 from cute_attn.kernels.xqa.umma.operands import probabilities
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
