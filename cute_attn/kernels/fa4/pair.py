@@ -88,13 +88,6 @@ class PairTileScheduler(DynamicTileScheduler):
         return cute.arch.block_idx()[0] // CTAS
 
     @cute.jit
-    def fetch_next(self) -> Int32:
-        fetched = Int32(0)
-        if self.draws():
-            fetched = tma.atomic_increment(self.counters)
-        return fetched
-
-    @cute.jit
     def broadcast_next(self, fetched: Int32, record: Int32, q: PipelineState) -> Int32:
         ring, word = self.ring, record + Int32(4 * NEXT_TILE_WORD)
         if self.thread == 0:
@@ -108,19 +101,13 @@ class PairTileScheduler(DynamicTileScheduler):
         index = cute.arch.make_warp_uniform(ptx.ld_shared_b32(word))
         ptx.sync_warp()
         ring.release(q, self.thread)
-        return index + cute.arch.grid_dim()[0] // CTAS
-
-    @cute.jit
-    def finish(self) -> None:
-        if self.draws():
-            stopped = tma.atomic_increment(self.counters + Int64(4))
-            if stopped == cute.arch.grid_dim()[0] // CTAS - 1:
-                ptx.st_global_b32(self.counters, 0, Int32(0))
-                ptx.st_global_b32(self.counters + Int64(4), 0, Int32(0))
+        return index + self.teams()
 
     def draws(self) -> Boolean:
-        """Whether this thread draws for the pair."""
         return (self.thread | cluster.rank()) == 0
+
+    def teams(self) -> Int32:
+        return cute.arch.grid_dim()[0] // CTAS
 
 
 class CtaPair(OneCta):

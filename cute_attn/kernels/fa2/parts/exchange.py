@@ -78,10 +78,6 @@ class Exchange:
     lanes: Lanes
     layout: MmaFragmentLayout  # of the scores
 
-    @property
-    def quad_lane(self) -> Int32:
-        return MmaFragmentLayout.quad_lane(self.lanes.lane)
-
     def column(self, warp_col: Int32) -> Int32:
         """Address of one number per row for a warp column."""
         return self.base + Int32(self.memory.row_maxima) + warp_col * (self.memory.tile.rows * 4)
@@ -89,7 +85,7 @@ class Exchange:
     @cute.jit
     def put_column(self, values: list[Float32]) -> None:
         """Writes a number per row of this warp, the same in all lanes of a quad, to the warp's column."""
-        if self.quad_lane == 0:
+        if self.lanes.quad_lane == 0:
             column = self.column(self.lanes.warp_col)
             for slot in cutlass.range_constexpr(len(self.layout.slots)):
                 ptx.st_shared_f32(column + self.lanes.row(slot) * 4, 0, values[slot])
@@ -102,7 +98,7 @@ class Exchange:
     @cute.jit
     def put_factors(self, values: list[Float32]) -> None:
         """Writes a number per row, which the warps of the row agree on."""
-        if cutlass.and_(self.quad_lane == 0, self.lanes.warp_col == 0):
+        if cutlass.and_(self.lanes.quad_lane == 0, self.lanes.warp_col == 0):
             factors = self.base + Int32(self.memory.row_factors)
             for slot in cutlass.range_constexpr(len(self.layout.slots)):
                 ptx.st_shared_f32(factors + self.lanes.row(slot) * 4, 0, values[slot])

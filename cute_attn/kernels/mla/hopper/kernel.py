@@ -140,7 +140,7 @@ class HopperMlaProgram(LatentProgram):
     def store_state(self, merge: SegmentMerge, mma: MmaWarpgroup, running: Running) -> None:
         """Store the state of this CTA's part of a segment: unnormalised outputs, maxima and sums."""
         place = mma.place
-        layout, first = place.outputs, place.warpgroup * place.dims + place.first_score_column()
+        layout, first = place.outputs, place.warpgroup * place.dims + place.first_col()
         for slot in cutlass.range_constexpr(len(layout.slots)):
             row = place.row(slot)
             stats, outputs = merge.state(merge.own, row)

@@ -19,7 +19,7 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
-from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.register_layout import FragmentPosition, MmaFragmentLayout
 from cute_attn.kernels.blocks.smem import swizzled
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Running, add, any_of
 from cute_attn.kernels.formats import LINE
@@ -36,7 +36,7 @@ BOTH = 256  # threads
 
 
 @dataclass(frozen=True)
-class WarpgroupPlace:
+class WarpgroupPlace(FragmentPosition):
     """Where a thread is: its warpgroup has all rows and, of the outputs, half of the columns."""
 
     spec: HopperMlaSpec
@@ -64,14 +64,8 @@ class WarpgroupPlace:
         return LATENT // 2
 
     @property
-    def quad_lane(self) -> Int32:
-        return MmaFragmentLayout.quad_lane(self.lane)
-
-    def row(self, slot: int) -> Int32:
-        return self.warp * 16 + MmaFragmentLayout.lane_row(self.lane) + MmaFragmentLayout.row(slot)
-
-    def first_score_column(self) -> Int32:
-        return MmaFragmentLayout.lane_col(self.lane)
+    def first_row(self) -> Int32:
+        return self.warp * 16
 
 
 @dataclass(frozen=True)

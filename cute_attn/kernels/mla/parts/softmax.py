@@ -125,7 +125,7 @@ class CausalMask:
         place, layout = self.place, self.place.scores
         kept = list(s)
         if start + place.spec.cols > self.common:
-            first = start + place.first_score_column()
+            first = start + place.first_col()
             for slot in layout.slots:
                 for i, column in layout.places(slot):
                     visible = first + column < self.stops[slot]
