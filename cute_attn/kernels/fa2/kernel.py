@@ -23,6 +23,7 @@ from cute_attn.kernels.blocks.composition import AttentionProgram
 from cute_attn.kernels.blocks.dequant import e2m1_converter, fp8_converter
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
 from cute_attn.kernels.blocks.masks import BandMask, TileOrder
+from cute_attn.kernels.blocks.rope import RowRotation
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
 from cute_attn.kernels.blocks.scores import Scores
@@ -41,9 +42,7 @@ from cute_attn.kernels.fa2.parts.kv import (
     TokenRows,
     WholeChunks,
 )
-from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
-from cute_attn.kernels.fa2.parts.rope import Rotation
-from cute_attn.kernels.fa2.parts.softmax import OwnRows
+from cute_attn.kernels.fa2.parts.mma import Lanes, OwnRows, WarpTile
 from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile
 from cute_attn.kernels.fa2.smem import SharedMemory
 from cute_attn.kernels.fa2.spec import Fa2Spec
@@ -142,7 +141,7 @@ class Work:
     mask: BandMask
     scores: Scores
     products: OwnRows | SharedRows
-    rotation: Rotation | None
+    rotation: RowRotation | None
     order: TileOrder
     ring: Int32
 
@@ -284,12 +283,14 @@ class Fa2Program(AttentionProgram):
             return SharedRows(tile, softmax, Exchange(self.memory, base, lanes, layout))
         return OwnRows(tile, softmax, lanes)
 
-    def make_rotation(self, p: Fa2Params, base: Int32) -> Rotation | None:
+    def make_rotation(self, p: Fa2Params, base: Int32) -> RowRotation | None:
         if self.spec.pos_encoding == "none":
             return None
         table = base + Int32(self.memory.rope_table)
         pitch = self.memory.qk_pitch
-        return Rotation(self.spec.dtype, self.spec.head_dim_qk, table, p.rope_base, p.rope_ratio, self.block[0], pitch)
+        return RowRotation(
+            self.spec.dtype, self.spec.head_dim_qk, table, p.rope_base, p.rope_ratio, self.block[0], pitch
+        )
 
     # --- output -----------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,7 @@ from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.blocks.warpgroup_store import WarpgroupStore
 from cute_attn.kernels.mla.hopper.merge import SegmentMerge
 from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
-from cute_attn.kernels.mla.hopper.rings import Rings
-from cute_attn.kernels.mla.hopper.segments import SegmentRecord
+from cute_attn.kernels.mla.hopper.rings import Rings, SegmentRecord
 from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
 from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup
 from cute_attn.kernels.mla.parts.softmax import CausalMask
