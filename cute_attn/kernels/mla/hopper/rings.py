@@ -17,8 +17,6 @@ from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, S
 
 PRODUCERS = 128  # threads, each of which arrives at the full barriers
 WARPS = 4  # of an MMA warpgroup, each of which arrives at the empty barriers
-
-
 NO_WORK = -1  # as `begin`: no segments are left
 
 
