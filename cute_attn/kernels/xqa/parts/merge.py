@@ -57,7 +57,7 @@ class StateMemory(Protocol):
 
 
 class SoftmaxState(NamedTuple):
-    """State of one row: maximum in log2 units, sum of exp2(score - maximum), VECTOR_WIDTH unnormalised outputs."""
+    """State of one row: maximum in log2 units, sum of exp2(score - maximum), some unnormalised outputs."""
 
     maximum: Float32
     total: Float32
