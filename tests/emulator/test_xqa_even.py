@@ -1,4 +1,4 @@
-"""Shares of a warp's own unit (`parts.even`) on the emulator: requests of about equal lengths, and of any others."""
+"""Shares of a warp's own unit (`WarpShares`) on the emulator: requests of about equal lengths, and of any others."""
 
 from __future__ import annotations
 

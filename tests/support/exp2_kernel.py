@@ -38,11 +38,11 @@ class Exp2Program:
         p = self.exp2.exponentials(x, params.scale, params.shift)
         sums = self.exp2.add(self.exp2.zero_sums(), x, p)
         self.store(params.p + offset, p)
-        ptx.st_global_f32(params.sums + Int64(thread) * Int64(4), self.exp2.sum(sums))
+        ptx.st_global_f32(params.sums + Int64(thread) * Int64(4), 0, self.exp2.sum(sums))
 
     def store(self, address: Int64, p: list[Float32]) -> None:
         for i, x in enumerate(p):
-            ptx.st_global_f32(address + Int64(4 * i), x)
+            ptx.st_global_f32(address + Int64(4 * i), 0, x)
 
     @cute.jit
     def __call__(self, params: Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:

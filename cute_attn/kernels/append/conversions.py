@@ -18,9 +18,7 @@ MARGIN = 2.0**-20
 MARGIN_UNITS = 16  # the same and more, in units of the last place of a quotient
 
 
-def multiply(a: Float32, b: Float32) -> Float32:
-    """Multiplies with subnormal numbers, and without contraction to an fma."""
-    return ptx.asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
+multiply = ptx.arithmetic("mul.rn.f32")  # with subnormal numbers, and without contraction to an fma
 
 
 @dataclass(frozen=True)

@@ -14,109 +14,77 @@ from cute_attn.kernels.append.slots import SLOTS
 from cute_attn.kernels.append.spec import THREADS, AppendSpec
 from cute_attn.kernels.append.units import Operand, Place, Source, unit_of
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.rows import Divisor
-from cute_attn.kernels.blocks.scalars import zeros
 from cute_attn.runtime.arch import named
 
 MIN_CTAS = 8  # per multiprocessor: 64 registers per thread. Without a bound ptxas takes fewer, and spills
 
 
-class AppendParams(NamedTuple):
-    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides and steps are bytes."""
+named_tuple: Any = NamedTuple  # of fields that type checkers do not see
 
-    # keys
-    k_source: Int64
-    k_source_row: Int64
-    k_source_head: Int64
-    k_source_step: Int64
-    k_cache: Int64
-    k_cache_page: Int64
-    k_cache_token: Int64
-    k_cache_head: Int64
-    k_sf: Int64
-    k_sf_page: Int64
-    k_sf_token: Int64
-    k_sf_head: Int64
-    k_scale: Float32
-    k_scale_address: Int64
-    k_units: Int32  # of a head's row, for each thread's first: half of them where a thread has two
-    k_units_multiplier: Int32
-    k_units_shift: Int32
-    # values, which may have another head dimension
-    v_source: Int64
-    v_source_row: Int64
-    v_source_head: Int64
-    v_source_step: Int64
-    v_cache: Int64
-    v_cache_page: Int64
-    v_cache_token: Int64
-    v_cache_head: Int64
-    v_sf: Int64
-    v_sf_page: Int64
-    v_sf_token: Int64
-    v_sf_head: Int64
-    v_scale: Float32
-    v_scale_address: Int64
-    v_units: Int32
-    v_units_multiplier: Int32
-    v_units_shift: Int32
+
+def index_fields(*names: str) -> dict[str, type]:
+    """Returns the parameters of tensors of indices: address, step, and whether they are of int64."""
+    return {name + part: kind for name in names for part, kind in (("", Int64), ("_step", Int64), ("_wide", Int32))}
+
+
+OPERAND_FIELDS = {
+    "source": Int64,
+    "source_row": Int64,
+    "source_head": Int64,
+    "source_step": Int64,
+    "cache": Int64,
+    "cache_page": Int64,
+    "cache_token": Int64,
+    "cache_head": Int64,
+    "sf": Int64,
+    "sf_page": Int64,
+    "sf_token": Int64,
+    "sf_head": Int64,
+    "scale": Float32,
+    "scale_address": Int64,
+    "units": Int32,  # of a head's row, for each thread's first: half of them where a thread has two
+    "units_multiplier": Int32,
+    "units_shift": Int32,
+}
+FIELDS = {
+    # keys, and values, which may have another head dimension
+    **{f"{side}_{name}": kind for side in "kv" for name, kind in OPERAND_FIELDS.items()},
     # both
-    rows: Int32
-    heads: Int32
-    heads_multiplier: Int32
-    heads_shift: Int32
-    page_size: Int32
-    page_size_multiplier: Int32
-    page_size_shift: Int32
-    num_pages: Int32
-    # slots "pages"; of each tensor of indices its address, step, and whether it is of int64
-    batch_indices: Int64
-    batch_indices_step: Int64
-    batch_indices_wide: Int32
-    positions: Int64
-    positions_step: Int64
-    positions_wide: Int32
-    kv_indices: Int64
-    kv_indices_step: Int64
-    kv_indices_wide: Int32
-    kv_indptr: Int64
-    kv_indptr_step: Int64
-    kv_indptr_wide: Int32
-    batch_size: Int32
-    num_indices: Int32
+    "rows": Int32,
+    "heads": Int32,
+    "heads_multiplier": Int32,
+    "heads_shift": Int32,
+    "page_size": Int32,
+    "page_size_multiplier": Int32,
+    "page_size_shift": Int32,
+    "num_pages": Int32,
+    # slots "pages"
+    **index_fields("batch_indices", "positions", "kv_indices", "kv_indptr"),
+    "batch_size": Int32,
+    "num_indices": Int32,
     # slots "mapped"
-    slot_mapping: Int64
-    slot_mapping_step: Int64
-    slot_mapping_wide: Int32
-    num_slots: Int32
+    **index_fields("slot_mapping"),
+    "num_slots": Int32,
+}
+# Kernel parameters, in order. Addresses are Int64, 0 where absent; strides and steps are bytes.
+AppendParams: Any = named_tuple("AppendParams", [*FIELDS.items()])
 
 
-class AppendProgram:
+class AppendProgram(GridProgram):
     params = AppendParams
+    min_ctas = MIN_CTAS
 
     def __init__(self, spec: AppendSpec, arch: str) -> None:
         self.block = (THREADS, 1, 1)
-        self.smem_bytes = 0
         self.slots = SLOTS[spec.slots]()
         self.unit = unit_of(spec, arch)
         self.per_thread = spec.per_thread
         self.pdl = named(arch).pdl
 
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(AppendParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: AppendParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=0,
-            min_blocks_per_mp=MIN_CTAS,
-            preferred_smem_carveout=0,  # without it the DSL asks a driver
-        )
-
     @cute.kernel
-    def kernel(self, params: AppendParams) -> None:
+    def kernel(self, params: Any) -> None:
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
@@ -126,7 +94,7 @@ class AppendProgram:
             self.append(params, "v_")
 
     @cute.jit
-    def append(self, p: AppendParams, side: cutlass.Constexpr) -> None:
+    def append(self, p: Any, side: cutlass.Constexpr) -> None:
         """Writes this thread's units of keys ("k_") or values ("v_"), `k_units` or `v_units` apart in a head's row."""
         units = Divisor(*fields(p, f"{side}units", ("", "_multiplier", "_shift")))
         heads = Divisor(*fields(p, "heads", ("", "_multiplier", "_shift")))
@@ -148,12 +116,12 @@ class AppendProgram:
                     self.unit.store(operand, scale, Source(source, mine[i], loaded[i]), slot, head)
 
 
-def operand_of(p: AppendParams, side: str) -> Operand:
+def operand_of(p: Any, side: str) -> Operand:
     """Returns keys or values."""
     source, row, head, step = fields(p, f"{side}source", ("", "_row", "_head", "_step"))
     cache, block_scales = (Place(*fields(p, side + name, ("", "_page", "_token", "_head"))) for name in ("cache", "sf"))
     return Operand(source, row, head, step, cache, block_scales, *fields(p, f"{side}scale", ("", "_address")))
 
 
-def fields(p: AppendParams, stem: str, suffixes: tuple[str, ...]) -> list[Any]:
+def fields(p: Any, stem: str, suffixes: tuple[str, ...]) -> list[Any]:
     return [getattr(p, stem + suffix) for suffix in suffixes]

@@ -7,26 +7,19 @@ from cutlass import Float32, Int32, Int64
 from cute_attn.kernels.append.spec import BLOCK
 from cute_attn.kernels.blocks import ptx
 
-_TYPES = {1: "u8", 2: "u16", 4: "u32", 8: "v2.u32", 16: "v4.u32"}
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+_FORMS: dict[int, tuple[int, str]] = {1: (1, "u8"), 2: (1, "u16"), 4: (1, ""), 8: (2, ""), 16: (4, "")}  # by bytes
+_LOADS = {size: ptx.Load("global", Int32, *form) for size, form in _FORMS.items()}
+_STORES = {size: ptx.Store("global", Int32, *form) for size, form in _FORMS.items()}
 
 
 def load(address: Int64, num_bytes: int) -> list[Int32]:
-    words = max(num_bytes // 4, 1)
-    registers = ", ".join(f"${i}" for i in range(words))
-    found = ptx.asm(
-        f"ld.global.{_TYPES[num_bytes]} {_vector(registers, words)}, [${words}];", [Int32] * words, [address]
-    )
-    return found if words > 1 else [found]
+    found = _LOADS[num_bytes](address)
+    return found if num_bytes > 4 else [found]
 
 
 def store(address: Int64, num_bytes: int, words: list[Int32]) -> None:
-    registers = ", ".join(f"${i + 1}" for i in range(len(words)))
-    ptx.asm(f"st.global.{_TYPES[num_bytes]} [$0], {_vector(registers, len(words))};", [], [address, *words])
-
-
-def _vector(registers: str, words: int) -> str:
-    return f"{{{registers}}}" if words > 1 else registers
+    _STORES[num_bytes](address, 0, words)
 
 
 def store_words(address: Int64, words: list[Int32], whole: bool) -> None:

@@ -18,7 +18,7 @@ from cute_attn.kernels.blocks.persistent_params import Maps, extended
 from cute_attn.kernels.blocks.producer import Producer
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.blocks.tma_kv import DenseTmaKV
+from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, KvSource
 
 LANES = 32
 WORD = 4
@@ -91,7 +91,7 @@ class PageTokens:
 
 
 @dataclass(frozen=True)
-class BlockScaledKV:
+class BlockScaledKV(KvSource):
     """Source of K and V with block scales. `source` loads their rows."""
 
     cols: int
@@ -149,9 +149,6 @@ class BlockScaledKV:
     def copy_row(self, scales: ScaleRows, target: Int32, address: Int64, size: Int32) -> None:
         for word in range(scales.words):
             ptx.cp_async_4(target + WORD * word, address + Int64(WORD * word), size)
-
-    def commit(self, barriers: list[Int32]) -> None:
-        """Nothing to do: the copies themselves arrive at the barriers."""
 
 
 class BlockScaledProducer(Producer):

@@ -2,6 +2,7 @@
 
 from cutlass import Int32
 
+from cute_attn.kernels.blocks import tma
 from cute_attn.kernels.blocks.ptx import asm
 
 
@@ -47,12 +48,7 @@ def barrier_wait(barrier: Int32, phase: Int32, *, relaxed: bool = False) -> None
     """Waits at a barrier of this CTA, where threads of other CTAs arrive, for the phase of parity `phase`. `relaxed`:
     the other half of such arrivals; else L1 is invalidated.
     """
-    order = "relaxed" if relaxed else "acquire"
-    text = (
-        f"{{ .reg .pred p;\nWAIT: mbarrier.try_wait.parity.{order}.cluster.shared::cta.b64 p, [$0], $1;\n"
-        "@p bra DONE;\nbra WAIT;\nDONE: }"
-    )
-    asm(text, [], [barrier, phase])
+    tma.barrier_wait(barrier, phase, ".relaxed.cluster" if relaxed else ".acquire.cluster")
 
 
 def store_async(address: Int32, value: Int32, barrier: Int32) -> None:

@@ -96,7 +96,7 @@ class Target:
     def store_lse(self, rows: PackedRows, row: Int32, value: Float32) -> None:
         if self.lse != Int64(0):
             index = Int64(rows.start + rows.token(row)) * Int64(self.num_heads) + Int64(rows.head(row))
-            ptx.st_global_f32(self.lse + index * Int64(4), value)
+            ptx.st_global_f32(self.lse + index * Int64(4), 0, value)
 
     def store_8(self, address: Int64, offset: int, values: list[Float32]) -> None:
         """Stores eight adjacent elements of a row."""
@@ -131,7 +131,7 @@ class Partials:
         return self.o + (self.first + Int64(row)) * Int64(self.head_dim * 4)
 
     def store_lse(self, rows: PackedRows, row: Int32, value: Float32) -> None:
-        ptx.st_global_f32(self.lse + (self.first + Int64(row)) * Int64(4), value)
+        ptx.st_global_f32(self.lse + (self.first + Int64(row)) * Int64(4), 0, value)
 
     def store_8(self, address: Int64, offset: int, values: list[Float32]) -> None:
         store_8_f32(address, offset, values)

@@ -15,6 +15,7 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.blocks.tma_kv import KvSource
 from cute_attn.kernels.formats import LINE
 
 ROWS_PER_PASS = 4  # of a warp, eight threads per row
@@ -31,7 +32,7 @@ class PageRows:
 
 
 @dataclass(frozen=True)
-class GatheredKV:
+class GatheredKV(KvSource):
     """Rows gathered by a warpgroup of producers: a part of the tile per warp, in rounds of one row per lane, whose page
     ids the lanes hold. Rows past the end become zeros.
     """
@@ -117,14 +118,13 @@ class TwoWarpGatheredKV(GatheredKV):
 
 
 @dataclass(frozen=True)
-class GatheredFp8KV:
+class GatheredFp8KV(KvSource):
     """Rows of 8-bit elements gathered by the producer warp alone for the transform warps: contiguous, not swizzled.
     Four lanes copy 64 bytes of a row; each lane holds the page ids of `cols` / 32 rows. Rows past the end become zeros.
 
     Only the readers wait for the copies, at the barrier; they read through the generic proxy, so no fence is needed.
     """
 
-    warps: ClassVar[int] = 1
     arrivals: ClassVar[int] = 32  # at a full barrier per tile: every lane's own copies
     cols: int
     lane: Int32
@@ -162,6 +162,3 @@ class GatheredFp8KV:
                     part = size if whole else ptx.select(chunk < rows.chunks - 4 * column, size, Int32(0))
                     ptx.cp_async_16(shared, (first * columns + column) * 64, source, column * 64, part)
         ptx.cp_async_arrive(barrier)
-
-    def commit(self, barriers: list[Int32]) -> None:
-        """Nothing to do: the copies themselves arrive at the barriers."""

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.masks import BandMask, TileOrder
+from cute_attn.kernels.blocks.masks import BandMask, Sees, TileOrder
 
 NO_KEY = (1 << 31) - 1  # where an empty interval starts
 WARP = 32
@@ -84,16 +84,9 @@ class RangeMask(BandMask):
         start = ptx.select(joined, ptx.minimum(band.start, own.start), band.start)
         return Interval(start, ptx.select(joined, ptx.maximum(band.stop, own.stop), band.stop))
 
-    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
-        out = list(s)
-        first_col = kv_start + self.lanes.first_col()
-        for slot in self.layout.slots:
-            token = ptx.minimum(self.rows.token(self.lanes.row(slot)), self.last_token)
-            band, own = (
-                Interval(x.start - first_col, x.stop - first_col) for x in (self.band_of(token), self.range_of(token))
-            )
-            for register, column in self.layout.places(slot):
-                col = Int32(column)
-                seen = cutlass.or_(band.sees(col), own.sees(col))
-                out[register] = ptx.select(seen, out[register], Float32(ptx.NEG_INF))
-        return out
+    def seen_by(self, token: Int32, first_col: Int32) -> Sees:
+        token = ptx.minimum(token, self.last_token)
+        band, own = (
+            Interval(x.start - first_col, x.stop - first_col) for x in (self.band_of(token), self.range_of(token))
+        )
+        return lambda column: cutlass.or_(band.sees(column), own.sees(column))

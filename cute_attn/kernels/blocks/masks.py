@@ -4,15 +4,18 @@ Masked tiles come first: the order does not matter to softmax, and the loop over
 code.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.register_layout import RegisterLayout, TilePosition
 from cute_attn.kernels.blocks.rows import PackedRows
+
+Sees = Callable[[Int32], Boolean]  # whether a column, relative to a thread's first, is visible
 
 
 @dataclass(frozen=True)
@@ -93,27 +96,25 @@ class BandMask:
         out = list(s)
         first_col = kv_start + self.lanes.first_col()
         for slot in self.layout.slots:
-            token = self.rows.token(self.lanes.row(slot))
-            # Relative to this thread's first column the columns are constants; only the limits vary.
-            stop, start = self.band.stop(token) - first_col, token + self.band.left - first_col
+            sees = self.seen_by(self.rows.token(self.lanes.row(slot)), first_col)
             for register, column in self.layout.places(slot):
-                col = Int32(column)
-                seen = cutlass.and_(col < stop, col >= start)
-                out[register] = ptx.select(seen, out[register], Float32(ptx.NEG_INF))
+                out[register] = ptx.select(sees(Int32(column)), out[register], Float32(ptx.NEG_INF))
         return out
+
+    def seen_by(self, token: Int32, first_col: Int32) -> Sees:
+        """Returns whether a token sees a column. Relative to this thread's first column, the columns are constants;
+        only the limits vary.
+        """
+        stop, start = self.band.stop(token) - first_col, token + self.band.left - first_col
+        return lambda column: cutlass.and_(column < stop, column >= start)
 
 
 class StopMask(BandMask):
     """Mask of a band without left bound: one comparison per score."""
 
-    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
-        out = list(s)
-        first_col = kv_start + self.lanes.first_col()
-        for slot in self.layout.slots:
-            stop = self.band.stop(self.rows.token(self.lanes.row(slot))) - first_col
-            for register, column in self.layout.places(slot):
-                out[register] = ptx.select(Int32(column) < stop, out[register], Float32(ptx.NEG_INF))
-        return out
+    def seen_by(self, token: Int32, first_col: Int32) -> Sees:
+        stop = self.band.stop(token) - first_col
+        return lambda column: column < stop
 
 
 @dataclass(frozen=True)
@@ -179,3 +180,25 @@ def _signed(bits: int) -> int:
 def funnel_shift_right(low: Int32, high: Int32, shift: Int32) -> Int32:
     """Returns the low 32 bits of (high:low) >> shift, for shift in [0, 31]."""
     return ptx.asm("shf.r.wrap.b32 $0, $1, $2, $3;", [Int32], [low, high, shift], pure=True)
+
+
+# Words of 32 columns, bit i set where a mask hides column i. A word costs a few instructions per chunk of columns, and
+# ptxas turns tests of its bits for zero into predicates, seven or eight with one R2P.
+COLUMNS = 32  # of a word
+
+
+def columns_before(stop: Int32) -> Int32:
+    """Returns the word of the columns below `stop`."""
+    return ~columns_from(stop)
+
+
+def columns_from(start: Int32) -> Int32:
+    """Returns the word of the columns from `start`. The shift clamps: nothing is left of 32 and more."""
+    return ptx.asm("shl.b32 $0, -1, $1;", [Int32], [ptx.maximum(start, Int32(0))], pure=True)
+
+
+def hide(s: list[Float32], hidden: Int32, value: Float32) -> list[Float32]:
+    """Sets the scores of hidden columns to `value`."""
+    word = ptx.opaque(hidden)  # hoisted out of a loop, each test would take an instruction of its own
+    bits = [word & Int32(1 << i if i < 31 else -(1 << 31)) for i in range(len(s))]
+    return [ptx.select(bit == Int32(0), x, value) for x, bit in zip(s, bits, strict=True)]

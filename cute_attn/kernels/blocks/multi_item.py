@@ -6,10 +6,10 @@ The keys between are hidden: tiles of which no row sees a key are left out of th
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.masks import BandMask, TileOrder
+from cute_attn.kernels.blocks.masks import BandMask, Sees, TileOrder
 from cute_attn.kernels.blocks.rows import PackedRows
 
 
@@ -87,16 +87,7 @@ class MultiItemMask(BandMask):
     def tiles(self, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
         return self.bounds.order(super().tiles(tile_rows, cols, first, last), cols)
 
-    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
-        out = list(s)
-        first_col = kv_start + self.lanes.first_col()
-        for slot in self.layout.slots:
-            token = self.rows.token(self.lanes.row(slot))
-            stop, start = self.band.stop(token) - first_col, token + self.band.left - first_col
-            prefix_end, item_start = (bound - first_col for bound in self.bounds.of_token(token))
-            for register, column in self.layout.places(slot):
-                col = Int32(column)
-                inside = cutlass.and_(col < stop, col >= start)
-                seen = cutlass.and_(inside, cutlass.or_(col < prefix_end, col >= item_start))
-                out[register] = ptx.select(seen, out[register], Float32(ptx.NEG_INF))
-        return out
+    def seen_by(self, token: Int32, first_col: Int32) -> Sees:
+        inside = super().seen_by(token, first_col)
+        prefix_end, item_start = (bound - first_col for bound in self.bounds.of_token(token))
+        return lambda column: cutlass.and_(inside(column), cutlass.or_(column < prefix_end, column >= item_start))

@@ -4,7 +4,6 @@ A family adds its rings (a `TileMemory`), its register layout (`tile`) and the r
 What the spec composes is made here: order of kv tiles, mask, score modifications, softmax and epilogues.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -13,25 +12,25 @@ from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.composition import AttentionProgram
 from cute_attn.kernels.blocks.cta import ONE_CTA, OneCta
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
 from cute_attn.kernels.blocks.gathered_kv import GatheredKV
-from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
-from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
+from cute_attn.kernels.blocks.masks import PackedMask, TileOrder
+from cute_attn.kernels.blocks.multi_item import KeyBounds
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.producer import Producer
 from cute_attn.kernels.blocks.roles import WarpRole
-from cute_attn.kernels.blocks.scalars import device_scale, zeros
-from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
+from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import GridTiles, ItemTiles, QueryTile, TileSchedule
 from cute_attn.schedule.records import NO_PARTIAL
 
 
-class PersistentProgram:
+class PersistentProgram(AttentionProgram):
     """Attention kernel of persistent CTAs with TMA and specialised warps."""
 
     params: Any = PersistentParams  # or `extended` ones
@@ -44,6 +43,7 @@ class PersistentProgram:
         self.spec, self.memory, self.tile, self.cta = spec, memory, tile, cta
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = memory.bytes
+        self.cluster, self.min_ctas = cta.cluster or (1, 1, 1), spec.tile.per_sm
         self.producer = self.producer_type(spec, memory, self.tiles(), self.order, self.gathered_kv, cta)
 
     @property
@@ -59,24 +59,13 @@ class PersistentProgram:
         """Runs the role of this thread's warp."""
         raise NotImplementedError
 
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(self.params), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: AnyParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        # Launches pass their own tensor maps; this one only gives the parameters their type.
+    def before_params(self, params: AnyParams) -> list[Any]:
+        """Returns blank tensor maps, which give these arguments their type: launches pass their own."""
         sizes, strides = [Int32(64)] * 4, [Int64(128)] * 3
         blank = create_tensor_map_tiled(
             params.o, BFloat16, sizes, strides, [64, 64, 1, 1], swizzle=TensorMapSwizzle.s128b
         )
-        self.kernel(*[blank for _ in self.maps], params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            cluster=self.cta.cluster,
-            smem=self.smem_bytes,
-            min_blocks_per_mp=self.spec.tile.per_sm,
-            preferred_smem_carveout=100,  # percent; the default asks the driver, which compiles need not have
-        )
+        return [blank for _ in self.maps]
 
     @cute.kernel
     def kernel(
@@ -129,29 +118,6 @@ class PersistentProgram:
         if self.spec.mask == "packed":
             return PackedMask.all_masked(order)
         return order.with_full(p.full_tiles) if self.spec.schedule == "items" and not self.spec.fp8 else order
-
-    def mask(self, p: PersistentParams, work: QueryTile, lanes: Any) -> Any:
-        band, rows, layout = work.band(p), work.rows(p), self.tile.scores_layout
-        if self.spec.mask == "packed":
-            return PackedMask(band, layout, rows, lanes, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
-        if self.spec.mask == "multi_item":
-            return MultiItemMask(band, layout, rows, lanes, KeyBounds(p.mask, rows))
-        kind = BandMask if self.spec.mask == "band" else StopMask
-        return kind(band, layout, rows, lanes)
-
-    def scores(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> Scores:
-        makers: dict[str, Callable[[], Any]] = {
-            "scale": lambda: self.scale_step(p, work, lanes, scale),
-            "alibi": lambda: self.alibi_step(p, work, lanes),
-            "soft_cap": lambda: SoftCap(p.soft_cap),
-        }
-        return Scores([makers[name]() for name in self.spec.scores])
-
-    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> Scale | RowScales:
-        return Scale(scale)
-
-    def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: Any) -> Any:
-        return Alibi(self.tile.scores_layout, work.rows(p), lanes, p.num_qo_heads)
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         layout, log2_scale = self.tile.scores_layout, Float32(ptx.LOG2E) if self.spec.scores else scale

@@ -26,12 +26,10 @@ from cute_attn.kernels.blocks.tile_scheduler import (
     TileSchedule,
     WarpgroupTileScheduler,
 )
-from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, PagedTmaKV
+from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, KvSource, PagedTmaKV
 from cute_attn.kernels.formats import KV_BITS, LINE
 
 PRODUCER_BARRIER = 8  # named barrier of a warpgroup that gathers; families use other numbers
-
-KVSource = DenseTmaKV | PagedTmaKV | GatheredKV | GatheredFp8KV
 
 
 class Producer:
@@ -120,12 +118,12 @@ class Producer:
                     loads.load_4d(box, maps.q, coordinates, barrier, tma.EVICT_FIRST)
 
     def load(
-        self, ring: Ring, state: PipelineState, source: KVSource, operand: Any, kv_tile: Int32, page_ids: list[Int32]
+        self, ring: Ring, state: PipelineState, source: Any, operand: Any, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
         ring.wait_empty(state)
         source.copy(operand, ring.address(state), ring.full(state), kv_tile, page_ids)
 
-    def source(self, p: PersistentParams, maps: Maps, work: QueryTile) -> KVSource:
+    def source(self, p: PersistentParams, maps: Maps, work: QueryTile) -> Any:
         cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
         k, v = self.cta.operands(maps, self.memory, cols)
@@ -148,9 +146,9 @@ class Producer:
         return head_dim * bits // 8 // CHUNK
 
 
-def source_type(spec: PersistentSpec, gathered: type[GatheredKV]) -> type[KVSource]:
+def source_type(spec: PersistentSpec, gathered: type[GatheredKV]) -> type[KvSource]:
     """Returns how K and V tiles are loaded."""
-    sources: dict[str, type[KVSource]] = {
+    sources: dict[str, type[KvSource]] = {
         "dense": DenseTmaKV,
         "paged": PagedTmaKV,
         "gathered": GatheredFp8KV if spec.kv_dtype else gathered,

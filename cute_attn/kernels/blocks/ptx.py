@@ -5,7 +5,7 @@ it may be merged and moved. Addresses of shared memory are 32-bit (`Int32`), of 
 Python integer `offset` becomes an immediate of the address.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cutlass import Boolean, Float32, Float64, Int32, Int64
@@ -65,30 +65,27 @@ def ldmatrix_x4(address: Int32, offset: int, *, transpose: bool = False) -> list
     )
 
 
+_MATRIX = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+
+
 def mma_m16n8k16(dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence[Float32]) -> list[Float32]:
     """Computes C + A(16x16, row) B(16x8, col) with fp32 accumulation, for dtype "float16" or "bfloat16"."""
-    ab = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-    return asm(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{ab}.{ab}.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        [Float32] * 4,
-        [*a, *b, *c],
-        pure=True,
-    )
+    return _mma("m16n8k16", dtype, dtype, [*a, *b, *c])
 
 
 def mma_m16n8k32(
     a_dtype: str, b_dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence[Float32]
 ) -> list[Float32]:
     """Computes C + A(16x32, row) B(32x8, col) of fp8 dtypes with fp32 accumulation (sm_89 and later)."""
-    names = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-    return asm(
-        f"mma.sync.aligned.m16n8k32.row.col.f32.{names[a_dtype]}.{names[b_dtype]}.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        [Float32] * 4,
-        [*a, *b, *c],
-        pure=True,
+    return _mma("m16n8k32", a_dtype, b_dtype, [*a, *b, *c])
+
+
+def _mma(shape: str, a: str, b: str, registers: list[Any]) -> list[Float32]:
+    text = (
+        f"mma.sync.aligned.{shape}.row.col.f32.{_MATRIX[a]}.{_MATRIX[b]}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
+    return asm(text, [Float32] * 4, registers, pure=True)
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------
@@ -125,66 +122,62 @@ def cp_async_arrive(barrier: Int32) -> None:
     asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [barrier])
 
 
-def ld_shared_v4(address: Int32, offset: int = 0) -> list[Int32]:
-    return asm(f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
+class Load:
+    """Loads of one scalar, or of a list of 2 or 4 adjacent ones, from an address and an immediate offset. `form`: their
+    type in memory, if not that of the scalar.
+    """
+
+    def __init__(self, space: str, kind: type, count: int = 1, form: str = "") -> None:
+        registers = ", ".join(f"${i}" for i in range(count))
+        self.outputs, self.form = [kind] * count, _vector(space, kind, count, form)
+        self.registers, self.address = f"{{{registers}}}" if count > 1 else registers, f"${count}"
+
+    def __call__(self, address: Int32 | Int64, offset: int = 0) -> Any:
+        return asm(f"ld.{self.form} {self.registers}, [{self.address}+{offset}];", self.outputs, [address])
+
+
+class Store:
+    """Stores of one scalar, or of a list of 2 or 4, as those of `Load`."""
+
+    def __init__(self, space: str, kind: type, count: int = 1, form: str = "") -> None:
+        registers = ", ".join(f"${i + 1}" for i in range(count))
+        self.form, self.registers = _vector(space, kind, count, form), f"{{{registers}}}" if count > 1 else registers
+
+    def __call__(self, address: Int32 | Int64, offset: int, values: Any) -> None:
+        values = values if isinstance(values, Sequence) else [values]
+        asm(f"st.{self.form} [$0+{offset}], {self.registers};", [], [address, *values])
+
+
+_FORM = {Int32: "b32", Int64: "b64", Float32: "f32"}
+
+
+def _vector(space: str, kind: type, count: int, form: str) -> str:
+    return f"{space}{f'.v{count}' if count > 1 else ''}.{form or _FORM[kind]}"
+
+
+ld_shared_b32, ld_shared_f32 = Load("shared", Int32), Load("shared", Float32)
+ld_shared_v2, ld_shared_v2_f32 = Load("shared", Int32, 2), Load("shared", Float32, 2)
+ld_shared_v4, ld_shared_v4_f32 = Load("shared", Int32, 4), Load("shared", Float32, 4)
+ld_global_u32, ld_global_f32 = Load("global", Int32), Load("global", Float32)
+ld_global_v2, ld_global_v4 = Load("global", Int32, 2), Load("global", Int32, 4)
+ld_global_u8 = Load("global", Int32, form="u8")
+
+st_shared_b32, st_shared_f32 = Store("shared", Int32), Store("shared", Float32)
+st_shared_v2, st_shared_v2_f32 = Store("shared", Int32, 2), Store("shared", Float32, 2)
+st_shared_v4, st_shared_v4_f32 = Store("shared", Int32, 4), Store("shared", Float32, 4)
+st_global_b32, st_global_f32 = Store("global", Int32), Store("global", Float32)
+st_global_v2, st_global_v2_f32 = Store("global", Int32, 2), Store("global", Float32, 2)
+st_global_v4, st_global_v4_f32 = Store("global", Int32, 4), Store("global", Float32, 4)
 
 
 def ld_shared_u16(address: Int32, offset: int = 0) -> Int32:
     return asm(f"{{.reg .b16 h; ld.shared.b16 h, [$1+{offset}]; cvt.u32.u16 $0, h;}}", [Int32], [address])
 
 
-def ld_shared_v4_f32(address: Int32, offset: int = 0) -> list[Float32]:
-    return asm(f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Float32] * 4, [address])
-
-
-def ld_shared_v2(address: Int32, offset: int = 0) -> list[Int32]:
-    return asm(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{offset}];", [Int32] * 2, [address])
-
-
-def ld_shared_v2_f32(address: Int32, offset: int = 0) -> list[Float32]:
-    return asm(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{offset}];", [Float32] * 2, [address])
-
-
-def st_shared_v4(address: Int32, offset: int, values: Sequence[Int32]) -> None:
-    asm(f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
-
-
-def st_shared_v2(address: Int32, offset: int, values: Sequence[Int32]) -> None:
-    asm(f"st.shared.v2.b32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
-
-
-def ld_shared_f32(address: Int32, offset: int = 0) -> Float32:
-    return asm(f"ld.shared.f32 $0, [$1+{offset}];", [Float32], [address])
-
-
-def st_shared_f32(address: Int32, value: Float32) -> None:
-    asm("st.shared.f32 [$0], $1;", [], [address, value])
-
-
-def st_shared_v2_f32(address: Int32, offset: int, values: Sequence[Float32]) -> None:
-    asm(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
-
-
-def st_shared_v4_f32(address: Int32, offset: int, values: Sequence[Float32]) -> None:
-    asm(f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
-
-
-def ld_shared_b32(address: Int32, offset: int = 0) -> Int32:
-    return asm(f"ld.shared.b32 $0, [$1+{offset}];", [Int32], [address])
-
-
-def st_shared_b32(address: Int32, offset: int, value: Int32) -> None:
-    asm(f"st.shared.b32 [$0+{offset}], $1;", [], [address, value])
-
-
-def ld_global_f32(address: Int64) -> Float32:
-    return asm("ld.global.f32 $0, [$1];", [Float32], [address])
-
-
 def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
     """Loads if `wanted`; otherwise returns 0 and reads nothing."""
     text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1];}"
-    return asm(text, [Int32], [address, select(wanted, Int32(1), Int32(0))])
+    return asm(text, [Int32], [address, flag(wanted)])
 
 
 def ld_page_id_if(address: Int64, wanted: Boolean) -> Int32:
@@ -194,47 +187,11 @@ def ld_page_id_if(address: Int64, wanted: Boolean) -> Int32:
     return maximum(ld_global_u32_if(address, wanted), Int32(0))
 
 
-def ld_global_v2(address: Int64, offset: int = 0) -> list[Int32]:
-    return asm(f"ld.global.v2.u32 {{$0, $1}}, [$2+{offset}];", [Int32] * 2, [address])
-
-
-def ld_global_v4(address: Int64, offset: int = 0) -> list[Int32]:
-    return asm(f"ld.global.v4.u32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
-
-
 def ld_global_v4_f32_if(address: Int64, wanted: Boolean) -> list[Float32]:
     """Loads if `wanted`; otherwise returns zeros and reads nothing."""
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
     text = f"{{.reg .pred p; setp.ne.b32 p, $5, 0; {zeros} @p ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4];}}"
-    return asm(text, [Float32] * 4, [address, select(wanted, Int32(1), Int32(0))])
-
-
-def ld_global_u8(address: Int64) -> Int32:
-    return asm("ld.global.u8 $0, [$1];", [Int32], [address])
-
-
-def ld_global_u32(address: Int64) -> Int32:
-    return asm("ld.global.u32 $0, [$1];", [Int32], [address])
-
-
-def st_global_f32(address: Int64, value: Float32) -> None:
-    asm("st.global.f32 [$0], $1;", [], [address, value])
-
-
-def st_global_b32(address: Int64, value: Int32) -> None:
-    asm("st.global.b32 [$0], $1;", [], [address, value])
-
-
-def st_global_v2_f32(address: Int64, offset: int, values: Sequence[Float32]) -> None:
-    asm(f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
-
-
-def st_global_v4_f32(address: Int64, offset: int, values: Sequence[Float32]) -> None:
-    asm(f"st.global.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
-
-
-def st_global_v4(address: Int64, offset: int, values: Sequence[Int32]) -> None:
-    asm(f"st.global.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
+    return asm(text, [Float32] * 4, [address, flag(wanted)])
 
 
 def st_global_v8(address: Int64, offset: int, values: Sequence[Any], aligned: Boolean) -> None:
@@ -245,11 +202,7 @@ def st_global_v8(address: Int64, offset: int, values: Sequence[Any], aligned: Bo
         f"{{.reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.v8.b32 [$0+{offset}], {{{whole}}};"
         f"@!p st.global.v4.b32 [$0+{offset}], {{{low}}}; @!p st.global.v4.b32 [$0+{offset + 16}], {{{high}}};}}"
     )
-    asm(text, [], [address, select(aligned, Int32(1), Int32(0)), *values])
-
-
-def st_global_v2(address: Int64, offset: int, values: Sequence[Int32]) -> None:
-    asm(f"st.global.v2.b32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
+    asm(text, [], [address, flag(aligned), *values])
 
 
 # --- synchronisation ------------------------------------------------------------------------------------------------
@@ -281,57 +234,32 @@ def thread_index() -> Int32:
 # --- arithmetic -----------------------------------------------------------------------------------------------------
 
 
-def _unary(text: str, x: Float32) -> Float32:
-    return asm(text + " $0, $1;", [Float32], [x], pure=True)
+def arithmetic(form: str, kind: type = Float32) -> Callable[..., Any]:
+    """Returns the function of an instruction, of its operands, which have the type of its result."""
+
+    def compute(*operands: Any) -> Any:
+        registers = ", ".join(f"${i}" for i in range(len(operands) + 1))
+        return asm(f"{form} {registers};", [kind], operands, pure=True)
+
+    return compute
 
 
-def exp2(x: Float32) -> Float32:
-    return _unary("ex2.approx.ftz.f32", x)
-
-
-def log2(x: Float32) -> Float32:
-    return _unary("lg2.approx.ftz.f32", x)
-
-
-def tanh(x: Float32) -> Float32:
-    """Computes tanh with an absolute error up to 2^-11 (the PTX ISA's bound for tanh.approx)."""
-    return _unary("tanh.approx.f32", x)
-
-
-def sin(x: Float32) -> Float32:
-    return _unary("sin.approx.ftz.f32", x)
-
-
-def cos(x: Float32) -> Float32:
-    return _unary("cos.approx.ftz.f32", x)
-
-
-def reciprocal(x: Float32) -> Float32:
-    return _unary("rcp.approx.ftz.f32", x)
-
-
-def round_to_integer(x: Float32) -> Float32:
-    return _unary("cvt.rni.f32.f32", x)
-
-
-def floor(x: Float32) -> Float32:
-    return _unary("cvt.rmi.f32.f32", x)
-
-
-def fma(a: Float32, b: Float32, c: Float32) -> Float32:
-    return asm("fma.rn.f32 $0, $1, $2, $3;", [Float32], [a, b, c], pure=True)
-
-
-def fmax(a: Float32, b: Float32) -> Float32:
-    return asm("max.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
-
-
-def magnitude(x: Float32) -> Float32:
-    return asm("abs.f32 $0, $1;", [Float32], [x], pure=True)
-
-
-def fmin(a: Float32, b: Float32) -> Float32:
-    return asm("min.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
+exp2 = arithmetic("ex2.approx.ftz.f32")
+log2 = arithmetic("lg2.approx.ftz.f32")
+tanh = arithmetic("tanh.approx.f32")  # with an absolute error up to 2^-11 (the PTX ISA's bound)
+sin = arithmetic("sin.approx.ftz.f32")
+cos = arithmetic("cos.approx.ftz.f32")
+reciprocal = arithmetic("rcp.approx.ftz.f32")
+round_to_integer = arithmetic("cvt.rni.f32.f32")
+floor = arithmetic("cvt.rmi.f32.f32")
+magnitude = arithmetic("abs.f32")
+fma = arithmetic("fma.rn.f32")
+fmax = arithmetic("max.f32")
+fmin = arithmetic("min.f32")
+divide = arithmetic("div.u32", Int32)  # 0 <= a < 2^32 by b > 0, rounding down
+count_ones = arithmetic("popc.b32", Int32)
+minimum_u32 = arithmetic("min.u32", Int32)
+subtract_f16 = arithmetic("sub.rn.f16x2", Int32)  # of pairs
 
 
 def mad_u32(a: Int32, b: Int64, c: Int64) -> Int64:
@@ -366,8 +294,9 @@ def scaled_fraction(n: Int32, upper: Int32, lower: Int32) -> Float32:
     return asm(text, [Float32], [n, upper, lower], pure=True)
 
 
-def shuffle_xor(x: Float32, lane_mask: int) -> Float32:
-    return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Float32], [x])
+def shuffle_xor(x: Any, lane_mask: int) -> Any:
+    """Reads a 32-bit scalar of the lane whose index differs in these bits."""
+    return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [type(x)], [x])
 
 
 def shuffle_from(x: Any, lane: Int32) -> Any:
@@ -382,10 +311,6 @@ def shuffle_address(x: Int64, lane: Int32) -> Int64:
         "shfl.sync.idx.b32 h, h, $2, 31, 0xffffffff; mov.b64 $0, {l, h};}"
     )
     return asm(text, [Int64], [x, lane])
-
-
-def shuffle_xor_b32(x: Int32, lane_mask: int) -> Int32:
-    return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Int32], [x])
 
 
 def warp_minimum(x: Int32) -> Int32:
@@ -423,15 +348,6 @@ def unpack_pairs(dtype: str, pairs: Sequence[Int32]) -> list[Float32]:
 
 
 # --- narrow numbers -------------------------------------------------------------------------------------------------
-
-
-def divide(a: Int32, b: Int32) -> Int32:
-    """Divides 0 <= a < 2^32 by b > 0, rounding down."""
-    return asm("div.u32 $0, $1, $2;", [Int32], [a, b], pure=True)
-
-
-def count_ones(x: Int32) -> Int32:
-    return asm("popc.b32 $0, $1;", [Int32], [x], pure=True)
 
 
 def permute(a: Int32, b: Int32, selector: int) -> Int32:
@@ -500,11 +416,6 @@ def e5m2_of_f16(low: Int32, high: Int32) -> Int32:
     return _narrowed("e5m2", low, high)
 
 
-def subtract_f16(a: Int32, b: Int32) -> Int32:
-    """Subtracts fp16 pairs."""
-    return asm("sub.rn.f16x2 $0, $1, $2;", [Int32], [a, b], pure=True)
-
-
 def e2m1x8_to_16(dtype: str, word: Int32) -> list[Int32]:
     """Converts eight e2m1 numbers, low nibble first: shifts exponent and mantissa, then fixes the bias by a product."""
     shift, mask, factor = {"float16": (3, 0x0E000E00, 0x74007400), "bfloat16": (6, 0x01C001C0, 0x7E807E80)}[dtype]
@@ -559,20 +470,16 @@ def select(condition: Boolean, a: Any, b: Any) -> Any:
     return type(a)(select_(condition, a, b))
 
 
-def bits(x: Float32) -> Int32:
-    return asm("mov.b32 $0, $1;", [Int32], [x], pure=True)
+def flag(condition: Boolean) -> Int32:
+    """Returns 1 if the condition holds, else 0."""
+    return select(condition, Int32(1), Int32(0))
 
 
-def from_bits(x: Int32) -> Float32:
-    return asm("mov.b32 $0, $1;", [Float32], [x], pure=True)
+bits, from_bits = arithmetic("mov.b32", Int32), arithmetic("mov.b32", Float32)
 
 
 def minimum(a: Int32, b: Int32) -> Int32:
     return select(a < b, a, b)
-
-
-def minimum_u32(a: Int32, b: Int32) -> Int32:
-    return asm("min.u32 $0, $1, $2;", [Int32], [a, b], pure=True)
 
 
 def maximum(a: Int32, b: Int32) -> Int32:

@@ -134,6 +134,35 @@ class MmaFragmentLayout(RegisterLayout):
         return cls.quad_lane(lane) * 2
 
 
+class FragmentPosition:
+    """`TilePosition` of a thread whose part lies as `MmaFragmentLayout` says, in the rows from `first_row`, which are
+    those of its warp.
+    """
+
+    lane: Int32
+
+    @property
+    def first_row(self) -> Int32:
+        raise NotImplementedError
+
+    @property
+    def quad_lane(self) -> Int32:
+        return MmaFragmentLayout.quad_lane(self.lane)
+
+    def row(self, slot: int) -> Int32:
+        return self.first_row + MmaFragmentLayout.lane_row(self.lane) + MmaFragmentLayout.row(slot)
+
+    def first_col(self) -> Int32:
+        return self.first_warp_col() + self.lane_col()
+
+    def first_warp_col(self) -> Int32:
+        """By default every warp sees all columns."""
+        return Int32(0)
+
+    def lane_col(self) -> Int32:
+        return MmaFragmentLayout.lane_col(self.lane)
+
+
 @dataclass(frozen=True)
 class RowLayout(RegisterLayout):
     """Part of a thread that owns a whole row, as tcgen05.ld.32x32b gives it: register i is column i."""

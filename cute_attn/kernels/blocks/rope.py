@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.smem import swizzled
 
 TWO_PI = 6.283185307179586
 
@@ -79,3 +80,22 @@ class RotaryTable:
         error = ptx.fma(position, hi, Float32(0.0) - product)
         turns = (product - ptx.round_to_integer(product)) + ptx.fma(position, lo, error)
         return turns * Float32(TWO_PI)
+
+
+@dataclass(frozen=True)
+class RowRotation(RotaryTable):
+    """RoPE of rows in shared memory by a team of threads, `pitch` bytes apart."""
+
+    pitch: int
+
+    @cute.jit
+    def rotate_rows(self, team: Any, target: Int32, rows: cutlass.Constexpr, position: cutlass.Constexpr) -> None:
+        """Rotates a team's rows in place; `position` maps a row to its token position. The caller provides barriers."""
+        pairs = self.head_dim // 16  # of 16-byte chunks
+        lanes = 1 << (pairs - 1).bit_length()  # adjacent threads per row: a power of two
+        chunk = team.thread % lanes
+        if chunk < pairs:
+            for row in cutlass.range(team.thread // lanes, rows, team.size // lanes, unroll=1):
+                low = target + swizzled(row, chunk, self.pitch)
+                high = target + swizzled(row, chunk + pairs, self.pitch)
+                self.rotate_chunk(low, high, self.table + chunk * 64, Float32(position(row)))

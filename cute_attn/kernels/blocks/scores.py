@@ -64,6 +64,23 @@ class Alibi:
         return out
 
 
+@dataclass(frozen=True)
+class RowAlibi:
+    """`Alibi` of a thread that owns a row. The slope is computed once: its division is a subroutine."""
+
+    slope: Float32
+    token: Int32
+
+    @classmethod
+    def of(cls, rows: PackedRows, row: Int32, num_qo_heads: Int32) -> "RowAlibi":
+        slope = ptx.asm("mov.b32 $0, $1;", [Float32], [alibi_slope(rows.head(row), num_qo_heads)])
+        return cls(slope, rows.token(row))
+
+    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
+        start = self.slope * Float32(kv_start - self.token)
+        return [x + ptx.fma(self.slope, Float32(column), start) for column, x in enumerate(s)]
+
+
 @cute.jit
 def alibi_slope(head: Int32, num_heads: Int32) -> Float32:
     """Returns 2^(-8 (h + 1) / n) for the first n = 2^floor(log2 heads) heads, then 2^(-4 (2 (h - n) + 1) / n).

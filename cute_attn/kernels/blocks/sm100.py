@@ -9,7 +9,7 @@ from typing import Any
 
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_attn.kernels.blocks.ptx import asm
+from cute_attn.kernels.blocks.ptx import arithmetic, asm
 
 TMEM_COLUMNS = 512
 LANE_SHIFT = 16
@@ -128,19 +128,6 @@ def deallocate(tmem: Int32, columns: int, ctas: int = 1) -> None:
     asm(f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 $0, {columns};", [], [tmem])
 
 
-def load_4d_to_pair(
-    shared: Int32, tensor_map: Int64, coordinates: Sequence[Int32], barrier: Int32, policy: int
-) -> None:
-    """Copies a box into this CTA's shared memory; its bytes count towards the phase of a barrier of either CTA of the
-    pair. For one thread.
-    """
-    text = (
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint "
-        "[$0], [$1, {$2, $3, $4, $5}], [$6], $7;"
-    )
-    asm(text, [], [shared, tensor_map, *coordinates, barrier, Int64(policy)])
-
-
 def load_columns(address: Int32, offset: int, count: int) -> list[Float32]:
     """Starts loading `count` columns of this thread's lane. The registers may be used after `wait_loads`."""
     registers = ", ".join(f"${i}" for i in range(count))
@@ -185,22 +172,8 @@ def halves(x: Int64) -> list[Float32]:
     return asm("mov.b64 {$0, $1}, $2;", [Float32, Float32], [x], pure=True)
 
 
-def fma_pair(a: Int64, b: Int64, c: Int64) -> Int64:
-    return asm("fma.rn.ftz.f32x2 $0, $1, $2, $3;", [Int64], [a, b, c], pure=True)
-
-
-def mul_pair(a: Int64, b: Int64) -> Int64:
-    return asm("mul.rn.ftz.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)
-
-
-def add_pair(a: Int64, b: Int64) -> Int64:
-    return asm("add.rn.ftz.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)
-
-
-def fmax3(a: Float32, b: Float32, c: Float32) -> Float32:
-    return asm("max.f32 $0, $1, $2, $3;", [Float32], [a, b, c], pure=True)
-
-
-def fmax3_nan(a: Float32, b: Float32, c: Float32) -> Float32:
-    """Returns the maximum, NaN if any is."""
-    return asm("max.NaN.f32 $0, $1, $2, $3;", [Float32], [a, b, c], pure=True)
+fma_pair = arithmetic("fma.rn.ftz.f32x2", Int64)
+mul_pair = arithmetic("mul.rn.ftz.f32x2", Int64)
+add_pair = arithmetic("add.rn.ftz.f32x2", Int64)
+fmax3 = arithmetic("max.f32")
+fmax3_nan = arithmetic("max.NaN.f32")  # NaN if any operand is

@@ -5,8 +5,10 @@ A kernel family declares its rings and scratch regions in order; all offsets fol
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from itertools import takewhile
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from cute_attn.kernels.formats import LINE
 
@@ -84,6 +86,28 @@ class SmemMap:
 
 def barriers_of(ring: str) -> str:
     return f"{ring} barriers"
+
+
+class MemoryRegion:
+    """Bytes of shared memory behind those of the regions that a `MemoryMap` declares before; read as their offset."""
+
+    def __init__(self, size: Callable[[Any], int]) -> None:
+        self.size = size
+
+    def __get__(self, memory: Any, owner: type) -> int:
+        return sum(region.size(memory) for region in takewhile(lambda region: region is not self, regions_of(owner)))
+
+
+def regions_of(owner: type) -> list[MemoryRegion]:
+    return [value for value in vars(owner).values() if isinstance(value, MemoryRegion)]
+
+
+class MemoryMap:
+    """Map of shared memory whose regions follow each other in the order of their declaration."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(region.size(self) for region in regions_of(type(self)))
 
 
 class TileShape(Protocol):

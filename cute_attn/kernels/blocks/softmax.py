@@ -8,7 +8,7 @@ shift: negated and scaled, ready for the FMA; +inf before any visible key.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -165,6 +165,57 @@ class OnlineSoftmax:
     def sums(self, p: list[Float32], total: list[Float32]) -> list[Float32]:
         """Adds to the sums per thread; those of a row are reduced once, at the end."""
         return [self.exp2.sum(self.layout.of_slot(p, slot)) + total[slot] for slot in self.slots]
+
+
+class Running(NamedTuple):
+    """Running state: the output accumulator; per row slot the shift and the sum of this thread's columns."""
+
+    out: list[Float32]
+    shift: list[Float32]
+    total: list[Float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningSoftmax(OnlineSoftmax):
+    """Online softmax whose outputs stay in registers, laid out as `output`, rescaled where anchors move."""
+
+    output: RegisterLayout
+
+    def start(self) -> Running:
+        return Running(self.output.zeros(), self.no_anchors(), self.zero_sums())
+
+    @cute.jit
+    def raise_anchors(self, running: Running, row_max: list[Float32]) -> Running:
+        """Raises the anchors of rows whose maximum exceeds the slack; rescales outputs and sums in the same branch."""
+        exceeded = self.exceeded(running.shift, row_max)
+        if cute.arch.vote_any_sync(any_of(exceeded)):
+            running = self.rescaled(running, self.raised(running.shift, row_max, exceeded))
+        return running
+
+    def rescaled(self, running: Running, rescale: Rescale) -> Running:
+        out = self.output.scale_rows(running.out, rescale.factors)
+        total = [x * factor for x, factor in zip(running.total, rescale.factors, strict=True)]
+        return Running(out, rescale.shift, total)
+
+
+P_DTYPE = "float8_e4m3fn"
+P_MAX = 448.0  # of e4m3, which has full precision from 2^-6
+PEAK_LOG2 = 7.1  # to which rows dominated by one key are raised; leaves room for a peak up to three times as high
+MAX_RAISE = 4.0  # log2, at a time
+
+
+@dataclass(frozen=True)
+class E4m3Softmax(OnlineSoftmax):
+    """Online softmax with P in the range of e4m3: the largest P right after a rescale is 2^`p_log2`."""
+
+    p_log2: ClassVar[float]
+
+    def anchor(self, high: Float32, slot: int) -> Float32:
+        return self.exponent(Float32(0.0) - high, Float32(self.p_log2), slot)
+
+    def raised_by(self, room: Float32) -> Float32:
+        """Returns the exponent by which the P of a row grow, if there is `room` (log2) for it."""
+        return ptx.fmin(ptx.fmax(ptx.floor(room), Float32(0.0)), Float32(MAX_RAISE))
 
 
 def add(a: Float32, b: Float32) -> Float32:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.masks import Band
@@ -50,9 +50,9 @@ class QueryTile(NamedTuple):
             kv_start=self.kv_start + base, kv_len=self.kv_len - base, kv_begin=Int32(0), kv_end=self.kv_end - base
         )
 
-    def mask(self) -> Int64:
-        """Byte offset in the packed mask."""
-        return mask_offset(self.mask_low, self.mask_high)
+    def mask(self, p: Any) -> Int64:
+        """Address of the first byte of the packed mask."""
+        return p.mask + mask_offset(self.mask_low, self.mask_high)
 
     def store(self, address: Int32) -> None:
         words = [*self, Int32(0)]
@@ -188,10 +188,18 @@ class DynamicTileScheduler:
         """Returns the index of the first tile."""
         return cute.arch.block_idx()[0]
 
+    def draws(self) -> Boolean:
+        """Whether this thread draws for all that share a tile."""
+        return self.thread == 0
+
+    def teams(self) -> Int32:
+        """Returns how many draw: CTAs, or what shares a tile."""
+        return cute.arch.grid_dim()[0]
+
     @cute.jit
     def fetch_next(self) -> Int32:
         fetched = Int32(0)
-        if self.thread == 0:
+        if self.draws():
             fetched = tma.atomic_increment(self.counters)
         return fetched
 
@@ -201,11 +209,11 @@ class DynamicTileScheduler:
 
     @cute.jit
     def finish(self) -> None:
-        if self.thread == 0:
+        if self.draws():
             stopped = tma.atomic_increment(self.counters + Int64(4))
-            if stopped == cute.arch.grid_dim()[0] - 1:
-                ptx.st_global_b32(self.counters, Int32(0))
-                ptx.st_global_b32(self.counters + Int64(4), Int32(0))
+            if stopped == self.teams() - 1:
+                ptx.st_global_b32(self.counters, 0, Int32(0))
+                ptx.st_global_b32(self.counters + Int64(4), 0, Int32(0))
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,15 @@ def prefetch_tensor_map(tensor_map: Int64) -> None:
     asm("prefetch.tensormap [$0];", [], [tensor_map])
 
 
-def load_4d(shared: Int32, tensor_map: Int64, coordinates: Sequence[Int32], barrier: Int32, policy: int) -> None:
-    """Copies a box into shared memory; its bytes count towards the barrier's phase. For one thread."""
+def load_4d(
+    shared: Int32, tensor_map: Int64, coordinates: Sequence[Int32], barrier: Int32, policy: int, group: str = ""
+) -> None:
+    """Copies a box into shared memory; its bytes count towards the barrier's phase. For one thread.
+
+    `group` ".cta_group::2": into this CTA's shared memory, at a barrier of either CTA of a pair.
+    """
     text = (
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        f"cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{group}.L2::cache_hint "
         "[$0], [$1, {$2, $3, $4, $5}], [$6], $7;"
     )
     asm(text, [], [shared, tensor_map, *coordinates, barrier, Int64(policy)])
@@ -82,10 +87,13 @@ def barrier_arrive(barrier: Int32) -> None:
     asm("mbarrier.arrive.shared::cta.b64 _, [$0];", [], [barrier])
 
 
-def barrier_wait(barrier: Int32, phase: Int32) -> None:
-    """Waits until the phase of parity `phase` is complete."""
+def barrier_wait(barrier: Int32, phase: Int32, scope: str = "") -> None:
+    """Waits until the phase of parity `phase` is complete. `scope`: of the order, and of the threads that arrive, if
+    not the CTA's.
+    """
     text = (
-        "{ .reg .pred p;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@p bra DONE;\nbra WAIT;\nDONE: }"
+        f"{{ .reg .pred p;\nWAIT: mbarrier.try_wait.parity{scope}.shared::cta.b64 p, [$0], $1;\n"
+        "@p bra DONE;\nbra WAIT;\nDONE: }"
     )
     asm(text, [], [barrier, phase])
 
@@ -105,7 +113,7 @@ def any_of_warpgroup(barrier: Int32, value: Boolean) -> Boolean:
     """Returns whether `value` holds in any thread of the warpgroup; synchronises the warpgroup."""
     vote = "barrier.cta.red.or.aligned.pred q, $2, 128, p;"
     text = f"{{ .reg .pred p, q; setp.ne.s32 p, $1, 0; {vote} selp.s32 $0, 1, 0, q; }}"
-    return asm(text, [Int32], [ptx.select(value, Int32(1), Int32(0)), barrier]) != 0
+    return asm(text, [Int32], [ptx.flag(value), barrier]) != 0
 
 
 def release_registers(count: int) -> None:

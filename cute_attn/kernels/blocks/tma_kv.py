@@ -44,14 +44,26 @@ class TmaOperand:
         return cutlass.and_(slot_row >= 0, slot_row < self.keys)
 
 
+class KvSource:
+    """How K and V tiles are loaded: by the producer warp alone, whose copies arrive at full barriers by themselves."""
+
+    warps: ClassVar[int] = 1
+    arrivals: ClassVar[int] = 1  # at a full barrier per tile
+
+    def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
+        """Loads the page ids of what this lane copies of a tile."""
+        return []
+
+    def commit(self, barriers: list[Int32]) -> None:
+        """Completes issued copies, and arrives at the full barriers of their tiles."""
+
+
 @dataclass(frozen=True)
-class DenseTmaKV:
+class DenseTmaKV(KvSource):
     """Contiguous keys, one box per column; token 0 of the request is row `start`. Rows past the end hold the next
     request's keys, or zeros past the end of the tensor.
     """
 
-    warps: ClassVar[int] = 1
-    arrivals: ClassVar[int] = 1  # at a full barrier per tile
     cols: int
     start: Int32
     kv_head: Int32
@@ -59,9 +71,6 @@ class DenseTmaKV:
     k: TmaOperand
     v: TmaOperand
     loads: Any
-
-    def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
-        return []
 
     @cute.jit
     def copy(
@@ -75,18 +84,13 @@ class DenseTmaKV:
                 box = target + Int32(column * operand.keys * operand.rows.pitch)
                 self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
-    def commit(self, barriers: list[Int32]) -> None:
-        """Nothing to do: TMA counts its own bytes at the barriers."""
-
 
 @dataclass(frozen=True)
-class PagedTmaKV:
+class PagedTmaKV(KvSource):
     """Paged keys. A box holds as many tokens as are contiguous both in a page and in a tile: their greatest common
     divisor.
     """
 
-    warps: ClassVar[int] = 1
-    arrivals: ClassVar[int] = 1  # at a full barrier per tile
     cols: int
     kv_head: Int32
     lane: Int32
@@ -129,6 +133,3 @@ class PagedTmaKV:
                     coordinates = [operand.item(column), within, self.kv_head, page_ids[i]]
                     box = target + slot_row * operand.rows.pitch + Int32(column * operand.keys * operand.rows.pitch)
                     self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
-
-    def commit(self, barriers: list[Int32]) -> None:
-        """Nothing to do: TMA counts its own bytes at the barriers."""

@@ -63,7 +63,7 @@ class WarpgroupStore(FragmentStore):
             for low in range(4):
                 if not low & bit:
                     high = low | bit
-                    got = ptx.shuffle_xor_b32(ptx.select(upper, mine[low], mine[high]), bit)
+                    got = ptx.shuffle_xor(ptx.select(upper, mine[low], mine[high]), bit)
                     mine[low], mine[high] = ptx.select(upper, got, mine[low]), ptx.select(upper, mine[high], got)
         return mine
 

@@ -7,7 +7,8 @@ order, are added last, however many warps there are: bits depend on the number o
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +16,9 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
-from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
+from cute_attn.kernels.blocks.program import GridProgram
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
+from cute_attn.kernels.blocks.softmax import add
 from cute_attn.kernels.combine.spec import WARPS, CombineSpec
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.arch import named
@@ -97,8 +100,9 @@ class MergeRows:
         )
 
 
-class CombineProgram:
+class CombineProgram(GridProgram):
     params = CombineParams
+    min_ctas = 0
 
     def __init__(self, spec: CombineSpec, arch: str) -> None:
         self.spec = spec
@@ -106,13 +110,6 @@ class CombineProgram:
         self.smem_bytes = WARPS * spec.head_dim_vo * 4
         self.rows: GridRows | MergeRows = GridRows() if spec.schedule == "grid" else MergeRows()
         self.pdl = named(arch).pdl
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(CombineParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: CombineParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes)
 
     @cute.kernel
     def kernel(self, params: CombineParams) -> None:
@@ -141,16 +138,16 @@ class CombineProgram:
     @cute.jit
     def merge(self, p: CombineParams, row: cutlass.Constexpr, shared: cutlass.Constexpr) -> None:
         lse = self.lane_values(p, row)
-        maximum = warp_reduce(ptx.fmax, fold(ptx.fmax, lse))
+        maximum = warp_reduce(ptx.fmax, reduce(ptx.fmax, lse))
         anchor = ptx.select(maximum == ptx.NEG_INF, Float32(0.0), maximum)
         weights = [ptx.exp2(x - anchor) for x in lse]
-        total = warp_reduce(add, fold(add, weights))
+        total = warp_reduce(add, reduce(add, weights))
         epilogue = FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
         factor, merged = epilogue.row(maximum, total, row.head)
         thread = Int32(cute.arch.thread_idx()[0]) if shared else lane_index()
         if cutlass.and_(thread == 0, p.lse != Int64(0)):
             index = Int64(row.token) * Int64(p.num_qo_heads) + Int64(row.head)
-            ptx.st_global_f32(p.lse + index * Int64(4), merged)
+            ptx.st_global_f32(p.lse + index * Int64(4), 0, merged)
         if cutlass.const_expr(shared):
             self.store_shared_sums(p, row, weights, factor)
         else:
@@ -228,12 +225,12 @@ class CombineProgram:
     ) -> None:
         """Adds four sums and stores 4 dimensions from `dim` on, in threads that have some."""
         if dim < self.spec.head_dim_vo:
-            values = [fold(add, list(four)) * factor for four in zip(*sums, strict=True)]
+            values = [reduce(add, list(four)) * factor for four in zip(*sums, strict=True)]
             destination = p.o + Int64(row.token) * p.o_stride_n + Int64(row.head) * p.o_stride_h
             if cutlass.const_expr(self.spec.out_dtype == "float32"):
                 ptx.st_global_v4_f32(destination + Int64(dim) * Int64(4), 0, values)
             elif cutlass.const_expr(self.spec.out_dtype in FP8_DTYPES):
-                ptx.st_global_b32(destination + Int64(dim), ptx.pack_8(self.spec.out_dtype, values))
+                ptx.st_global_b32(destination + Int64(dim), 0, ptx.pack_8(self.spec.out_dtype, values))
             else:
                 pairs = ptx.pack_pairs(self.spec.out_dtype, values)
                 ptx.st_global_v2(destination + Int64(dim) * Int64(2), 0, pairs)
@@ -254,17 +251,6 @@ def lane_index() -> Int32:
 
 def warp_index() -> Int32:
     return Int32(cute.arch.thread_idx()[0]) // 32
-
-
-def add(a: Float32, b: Float32) -> Float32:
-    return a + b
-
-
-def fold(op, values):  # type: ignore[no-untyped-def]
-    result = values[0]
-    for value in values[1:]:
-        result = op(result, value)
-    return result
 
 
 def warp_reduce(op, x):  # type: ignore[no-untyped-def]

@@ -8,12 +8,12 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.fp8_scales import ScaledPartialEpilogue
-from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 from cute_attn.kernels.blocks.scores import RowScales
 from cute_attn.kernels.fa2.kernel import Fa2Params, Fa2Program
 from cute_attn.kernels.fa2.parts.fp8 import Fp8Softmax, Fp8WarpTile
 from cute_attn.kernels.fa2.parts.mma import Lanes
+from cute_attn.kernels.fa2.parts.tile_scheduler import WorkTile
 
 
 class Fp8Program(Fa2Program):
@@ -25,9 +25,9 @@ class Fp8Program(Fa2Program):
     def warp_tile(self) -> Fp8WarpTile:
         return Fp8WarpTile(self.spec.dtype, self.memory)
 
-    def scale_step(self, p: Fa2Params, scale: Float32, kv_head: Int32, rows: PackedRows, lanes: Lanes) -> RowScales:
+    def scale_step(self, p: Fa2Params, work: WorkTile, lanes: Lanes, scale: Float32) -> RowScales:
         """Returns the scales of the thread's rows, which may have any sign."""
-        common = scale * head_scale(p.scale_k, kv_head)
+        common, rows = scale * head_scale(p.scale_k, work.kv_head), work.rows(p)
         layout = self.tile.scores_layout
         scales = [common * head_scale(p.scale_q, rows.head(lanes.row(slot))) for slot in layout.slots]
         return RowScales(layout, lambda: scales)

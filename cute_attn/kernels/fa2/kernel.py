@@ -11,7 +11,6 @@ the end. Two CTAs share an SM, so that the softmax of one overlaps the matrix pr
 exceeds the registers of a warp (`tile.exchange`), warps exchange P and divide the output's columns.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,23 +19,30 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.composition import AttentionProgram
 from cute_attn.kernels.blocks.dequant import e2m1_converter, fp8_converter
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
-from cute_attn.kernels.blocks.key_ranges import RangeMask
-from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
-from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
+from cute_attn.kernels.blocks.masks import BandMask, TileOrder
+from cute_attn.kernels.blocks.rope import RowRotation
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
-from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
-from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
+from cute_attn.kernels.blocks.scores import Scores
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax
 from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
 from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows
 from cute_attn.kernels.fa2.parts.exchange import Exchange, SharedRows, SlicedRows, SlicedTile
-from cute_attn.kernels.fa2.parts.kv import DenseKV, HalfChunks, NoScales, ScaleRows, Team, TokenRows, WholeChunks
-from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
-from cute_attn.kernels.fa2.parts.paged_kv import PagedKV
-from cute_attn.kernels.fa2.parts.rope import NoRotation, Rotation
-from cute_attn.kernels.fa2.parts.softmax import OwnRows, Running, RunningSoftmax
+from cute_attn.kernels.fa2.parts.kv import (
+    DenseKV,
+    HalfChunks,
+    NoScales,
+    PagedKV,
+    ScaleRows,
+    Team,
+    TokenRows,
+    WholeChunks,
+)
+from cute_attn.kernels.fa2.parts.mma import Lanes, OwnRows, WarpTile
 from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile
 from cute_attn.kernels.fa2.smem import SharedMemory
 from cute_attn.kernels.fa2.spec import Fa2Spec
@@ -135,17 +141,17 @@ class Work:
     mask: BandMask
     scores: Scores
     products: OwnRows | SharedRows
-    rotation: NoRotation | Rotation
+    rotation: RowRotation | None
     order: TileOrder
     ring: Int32
 
 
-class Fa2Program:
+class Fa2Program(AttentionProgram):
     """Kernel for 16-bit q; `fp8.Fp8Program` replaces what operands of 8 bits change."""
 
     params = Fa2Params
     softmax_type = RunningSoftmax
-    min_ctas = 0  # per SM, that ptxas leaves registers for; 0: as it likes
+    min_ctas = 0
 
     def __init__(self, spec: Fa2Spec, arch: str) -> None:
         self.spec = spec
@@ -160,18 +166,6 @@ class Fa2Program:
 
     def warp_tile(self) -> WarpTile:
         return (SlicedTile if self.spec.tile.exchange else WarpTile)(self.spec.dtype, self.memory)
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(Fa2Params), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: Fa2Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=self.smem_bytes,
-            min_blocks_per_mp=self.min_ctas,
-        )
 
     @cute.kernel
     def kernel(self, params: Fa2Params) -> None:
@@ -214,9 +208,9 @@ class Fa2Program:
 
     def compose(self, p: Fa2Params, work_tile: WorkTile, base: Int32) -> Work:
         memory = self.memory
-        rows = packed_rows(p, work_tile)
+        rows = work_tile.rows(p)
         lanes, team = Lanes.of(memory, cute.arch.thread_idx()[0]), Team.of(memory)
-        mask = self.make_mask(p, work_tile, rows, lanes)
+        mask = self.mask(p, work_tile, lanes)
         scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
         return Work(
             tile=self.tile,
@@ -227,7 +221,7 @@ class Fa2Program:
             kv=self.make_kv(p, work_tile, team),
             source=self.make_source(base),
             mask=mask,
-            scores=self.make_scores(p, scale, work_tile.kv_head, rows, lanes),
+            scores=self.scores(p, work_tile, lanes, scale),
             products=self.make_products(Float32(ptx.LOG2E) if self.spec.scores else scale, lanes, base),
             rotation=self.make_rotation(p, base),
             order=self.order(p, mask, work_tile),
@@ -289,35 +283,14 @@ class Fa2Program:
             return SharedRows(tile, softmax, Exchange(self.memory, base, lanes, layout))
         return OwnRows(tile, softmax, lanes)
 
-    def make_mask(self, p: Fa2Params, work_tile: WorkTile, rows: PackedRows, lanes: Lanes) -> BandMask:
-        band, layout = Band(work_tile.kv_end, work_tile.left, work_tile.right), self.tile.scores_layout
-        if self.spec.mask == "packed":
-            return PackedMask(band, layout, rows, lanes, work_tile.mask, p.mask + p.mask_bytes, work_tile.kv_len)
-        if self.spec.mask == "multi_item":
-            return MultiItemMask(band, layout, rows, lanes, KeyBounds(p.mask, rows))
-        if self.spec.mask == "ranges":
-            return RangeMask(band, layout, rows, lanes, p.mask, p.range_left, rows.last_token(self.spec.tile.rows))
-        return BandMask(band, layout, rows, lanes)
-
-    def make_scores(self, p: Fa2Params, scale: Float32, kv_head: Int32, rows: PackedRows, lanes: Lanes) -> Scores:
-        makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
-            "scale": lambda: self.scale_step(p, scale, kv_head, rows, lanes),
-            "alibi": lambda: Alibi(self.tile.scores_layout, rows, lanes, p.num_qo_heads),
-            "soft_cap": lambda: SoftCap(p.soft_cap),
-        }
-        return Scores([makers[name]() for name in self.spec.scores])
-
-    def scale_step(
-        self, p: Fa2Params, scale: Float32, kv_head: Int32, rows: PackedRows, lanes: Lanes
-    ) -> Scale | RowScales:
-        return Scale(scale)
-
-    def make_rotation(self, p: Fa2Params, base: Int32) -> NoRotation | Rotation:
+    def make_rotation(self, p: Fa2Params, base: Int32) -> RowRotation | None:
         if self.spec.pos_encoding == "none":
-            return NoRotation()
+            return None
         table = base + Int32(self.memory.rope_table)
         pitch = self.memory.qk_pitch
-        return Rotation(self.spec.dtype, self.spec.head_dim_qk, table, p.rope_base, p.rope_ratio, self.block[0], pitch)
+        return RowRotation(
+            self.spec.dtype, self.spec.head_dim_qk, table, p.rope_base, p.rope_ratio, self.block[0], pitch
+        )
 
     # --- output -----------------------------------------------------------------------------------------------------
 
@@ -337,7 +310,7 @@ class Fa2Program:
         self, p: Fa2Params, work: cutlass.Constexpr, base: Int32, out: list[Float32], stats: cutlass.Constexpr
     ) -> None:
         work_tile = self.schedule.work_tile(p)
-        rows = packed_rows(p, work_tile)
+        rows = work_tile.rows(p)
         if work_tile.partial == NO_PARTIAL:
             self.write_whole(p, rows, work_tile.kv_head, work, base, out, stats)
         else:
@@ -377,7 +350,8 @@ class Fa2Program:
         """Copies Q rows into shared memory, by all threads in one cp.async group; nonexistent rows become zeros."""
         thread, pitch, chunks = cute.arch.thread_idx()[0], self.memory.qk_pitch, self.memory.q_bytes // CHUNK
         chunk = thread % 8
-        work.rotation.prepare()
+        if cutlass.const_expr(work.rotation is not None):
+            work.rotation.prepare()
         for row in cutlass.range(thread // 8, self.spec.tile.rows, self.block[0] // 8, unroll=1):
             source = work.rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * CHUNK)
             size = ptx.select(work.rows.exists(row), Int32(CHUNK), Int32(0))
@@ -385,7 +359,7 @@ class Fa2Program:
                 part = ptx.select(chunk < chunks - line * 8, size, Int32(0))
                 ptx.cp_async_16(base + swizzled(row, chunk, pitch), line * LINE, source, line * LINE, part)
         ptx.cp_async_commit()
-        if cutlass.const_expr(self.spec.pos_encoding == "rope"):
+        if cutlass.const_expr(work.rotation is not None):
             ptx.cp_async_wait(0)
             ptx.sync_threads()
             shift = work_tile.kv_len - work_tile.qo_len
@@ -436,8 +410,8 @@ class Fa2Program:
         return State(running, self.advance(slot, 1), page_ids)
 
     @cute.jit
-    def rotate_k(self, work: Work, k: Int32, kv_tile: Int32) -> None:
-        if cutlass.const_expr(self.spec.pos_encoding == "rope"):
+    def rotate_k(self, work: cutlass.Constexpr, k: Int32, kv_tile: Int32) -> None:
+        if cutlass.const_expr(work.rotation is not None):
             rows = self.spec.tile.team_cols
             row0 = work.team.index * rows
             start = kv_tile * self.spec.tile.cols + row0
@@ -447,13 +421,6 @@ class Fa2Program:
     def advance(self, slot: Int32, steps: int) -> Int32:
         """Returns the shared address `steps` slots later in the ring."""
         size = self.memory.slot_bytes
-        end = shared_memory() + Int32(self.memory.ring_end)
+        end = shared_memory() + Int32(self.memory.converted)
         moved = slot + Int32(steps * size)
         return ptx.select(moved >= end, moved - Int32(self.spec.tile.stages * size), moved)
-
-
-def packed_rows(p: Fa2Params, work_tile: WorkTile) -> PackedRows:
-    group = Divisor(p.group, p.group_multiplier, p.group_shift)
-    return PackedRows(
-        work_tile.first_row, work_tile.qo_len * p.group, group, work_tile.kv_head * p.group, work_tile.qo_start
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_attn.kernels.blocks.smem_map import MemoryMap, MemoryRegion
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.formats import KV_BITS, LINE
 
@@ -11,7 +12,7 @@ SCALES_PITCH = 32  # bytes of NVFP4 block scales per token: 16 for K, then 16 fo
 
 
 @dataclass(frozen=True)
-class SharedMemory:
+class SharedMemory(MemoryMap):
     """Byte offsets of the mma.sync kernel: Q, a ring of `stages` (K, V) pairs as stored, then extras of some variants.
 
     Pitches are whole lines, which wastes space for short rows of fp8 and NVFP4: eight threads copy any row.
@@ -23,6 +24,16 @@ class SharedMemory:
     rope: bool
     kv_dtype: str = ""
     fp8: bool = False  # operands of 8 bits, else of 16
+    q = MemoryRegion(lambda m: m.tile.rows * m.qk_pitch)
+    ring = MemoryRegion(lambda m: m.tile.stages * m.slot_bytes)
+    converted = MemoryRegion(
+        lambda m: m.operand_v + m.tile.cols * m.vo_pitch if m.kv_dtype else 0
+    )  # K and V in 16 bits
+    p = MemoryRegion(lambda m: m.tile.exchange * m.tile.rows * m.p_pitch)  # of warps that exchange it
+    row_maxima = MemoryRegion(lambda m: m.tile.exchange * m.tile.warps_cols * m.tile.rows * 4)  # fp32, per warp column
+    row_factors = MemoryRegion(lambda m: m.tile.exchange * m.tile.rows * 4)  # fp32, of the output rows
+    # (hi, lo) fp32 pairs of rotation frequencies, one per pair of dimensions.
+    rope_table = MemoryRegion(lambda m: m.rope * m.head_dim_qk // 2 * 8)
 
     @classmethod
     def of(cls, spec: Fa2Spec) -> SharedMemory:
@@ -70,11 +81,6 @@ class SharedMemory:
         return -(-self.v_bytes // LINE) * LINE
 
     @property
-    def ring(self) -> int:
-        """Start of the K/V ring, after Q."""
-        return self.tile.rows * self.qk_pitch
-
-    @property
     def staging_pitch(self) -> int:
         """Pitch of 16-bit output rows, which are staged in place of Q and of the drained ring."""
         return max(self.qk_pitch, -(-self.head_dim_vo * 2 // LINE) * LINE)
@@ -94,22 +100,9 @@ class SharedMemory:
         return self.scales_offset + (self.tile.cols * SCALES_PITCH if self.kv_dtype == "nvfp4" else 0)
 
     @property
-    def ring_end(self) -> int:
-        return self.ring + self.tile.stages * self.slot_bytes
-
-    @property
     def operand_v(self) -> int:
         """Offset of 16-bit V from 16-bit K, in the ring or converted."""
         return self.tile.cols * self.qk_pitch
-
-    @property
-    def converted(self) -> int:
-        """Start of the (K, V) pair converted to 16 bits."""
-        return self.ring_end
-
-    @property
-    def converted_end(self) -> int:
-        return self.converted + (self.operand_v + self.tile.cols * self.vo_pitch if self.kv_dtype else 0)
 
     @property
     def slice_bytes(self) -> int:
@@ -124,21 +117,6 @@ class SharedMemory:
         return self.tile.cols * 2 + 16
 
     @property
-    def row_maxima(self) -> int:
-        """Start of the fp32 maxima per warp column and row, after P at `converted_end`."""
-        return self.converted_end + self.tile.rows * self.p_pitch
-
-    @property
-    def row_factors(self) -> int:
-        """Start of the fp32 factors of the output rows."""
-        return self.row_maxima + self.tile.warps_cols * self.tile.rows * 4
-
-    @property
-    def rope_table(self) -> int:
-        """Start of the (hi, lo) fp32 pairs of rotation frequencies, one per pair of dimensions."""
-        return self.row_factors + self.tile.rows * 4 if self.tile.exchange else self.converted_end
-
-    @property
     def merge_pitch(self) -> int:
         """Pitch of fp32 output rows when the warps of a row merge; padded so that the rows of a quad differ in bank."""
         return self.head_dim_vo * 4 + 32
@@ -150,7 +128,7 @@ class SharedMemory:
 
     @property
     def bytes(self) -> int:
-        total = self.rope_table + (self.head_dim_qk // 2 * 8 if self.rope else 0)
+        total = super().bytes
         if not self.tile.one_team:
             total = max(total, self.merge_outputs + self.tile.warps_cols * self.tile.rows * self.merge_pitch)
         return max(total, self.tile.rows * self.staging_pitch)

@@ -4,6 +4,7 @@
 partials are stored by the threads that own the rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,23 +12,113 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_attn.kernels.blocks import ptx, sm100
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
+from cute_attn.kernels.blocks import ptx, sm100, tma
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
 from cute_attn.kernels.blocks.register_layout import RowLayout
 from cute_attn.kernels.blocks.roles import WarpRole
-from cute_attn.kernels.blocks.row_store import RowStore
+from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
-from cute_attn.kernels.fa4.parts.output_staging import OutputStaging
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS, Fa4Spec
 from cute_attn.kernels.fa4.work import KvSteps
+from cute_attn.kernels.formats import LINE
 
+BARRIER = 1  # named, of the epilogue warpgroup
+COLUMN_BYTES = QUERY_TILE_ROWS * LINE
 WARPS = 4
 COLUMNS = 32  # of O that are loaded at a time, or the half where O ends
+
+
+@dataclass(frozen=True)
+class RowStore:
+    """Store of threads that own whole rows, without exchange between lanes: some columns at a time as tensor memory
+    gives them, and their lse.
+    """
+
+    layout: RowLayout
+    lanes: RowLanes
+    rows: PackedRows
+    target: Target | Partials
+    epilogue: FinalEpilogue | PartialEpilogue
+
+    @cute.jit
+    def write_lse(self, shift: list[Float32], total: list[Float32]) -> Float32:
+        """Stores the lse of the thread's row, from what softmax leaves; returns the factor for the row's output."""
+        row, stats = self.lanes.row(0), RowStats.of(self.layout, shift, total)
+        factor, lse = self.epilogue.row(stats.maximum[0], stats.total[0], self.rows.head(row))
+        if self.rows.exists(row):
+            self.target.store_lse(self.rows, row, lse)
+        return factor
+
+    @cute.jit
+    def write_columns(self, first: cutlass.Constexpr, values: list[Float32], factor: Float32) -> None:
+        """Stores the layout's columns, or fewer, to the output's columns from `first`; all multiples of eight.
+
+        Rows of `out` need not start at multiples of 32 bytes, where the hardware would take 32 bytes at a time.
+        """
+        row, values, target = self.lanes.row(0), [x * factor for x in values], self.target
+        if self.rows.exists(row):
+            size, aligned = target.element_bytes, target.aligned_to_32
+            address, at_once = target.row(self.rows, row) + Int64(first * size), 32 // size
+            for i in cutlass.range_constexpr(0, len(values), at_once):
+                part = values[i : i + at_once]
+                if cutlass.const_expr(len(part) == at_once):
+                    target.store_32_bytes(address, i * size, part, aligned)
+                else:
+                    target.store_8(address, i * size, part)
+
+
+@dataclass(frozen=True)
+class OutputStaging:
+    """Staging buffer of one query tile of 16-bit outputs, in shared memory, in columns of 128-byte lines as TMA reads
+    them. One thread of the warpgroup, always the same, starts the stores and waits for them.
+    """
+
+    dtype: str
+    columns: int  # of lines
+    buffer: Int32
+    lanes: RowLanes
+
+    @property
+    def storing(self) -> Boolean:
+        """Whether this thread is the one that stores."""
+        return self.lanes.lane_row == 0
+
+    @cute.jit
+    def acquire(self) -> None:
+        """Waits until the tile before has been read from the buffer."""
+        self.drain()
+        tma.named_sync(Int32(BARRIER), QUERY_TILE_ROWS)
+
+    def write_columns(self, first: int, values: Sequence[Float32]) -> None:
+        """Writes columns from `first`, multiples of eight, of the thread's row."""
+        row = self.buffer + swizzled(self.lanes.lane_row, Int32(0), LINE)
+        for i in range(0, len(values), 8):
+            chunk, words = (first + i) // 8, ptx.pack_pairs(self.dtype, values[i : i + 8])
+            ptx.st_shared_v4(row ^ Int32(chunk % 8 * CHUNK), chunk // 8 * COLUMN_BYTES, words)
+
+    @cute.jit
+    def store(self, tensor_map: Int64, place: list[Int32]) -> None:
+        """Starts storing the buffer to the rows from `place` (head, token, block of heads), after all writes."""
+        tma.fence_async()
+        tma.named_sync(Int32(BARRIER), QUERY_TILE_ROWS)
+        if self.storing:
+            for column in cutlass.range_constexpr(self.columns):
+                tma.store_4d(
+                    tensor_map, [Int32(column * (LINE // 2)), *place], self.buffer + Int32(column * COLUMN_BYTES)
+                )
+            tma.store_commit()
+
+    @cute.jit
+    def drain(self) -> None:
+        """Waits until all stores have read the buffer."""
+        if self.storing:
+            tma.store_wait_read()
 
 
 @dataclass(frozen=True)

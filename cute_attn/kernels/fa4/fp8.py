@@ -11,24 +11,23 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.e4m3_softmax import PEAK_LOG2
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue
 from cute_attn.kernels.blocks.fp8_scales import MIN_SCALE, row_scale, scaled_epilogues
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.scores import RowScales
+from cute_attn.kernels.blocks.softmax import PEAK_LOG2
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
 from cute_attn.kernels.fa4.kernel import Fa4Program
 from cute_attn.kernels.fa4.parts.fp8 import SUM_LIMIT, Fp8Exp2, Fp8Softmax, Fp8Sums, Fp8Tile
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.smem import Fp8Memory
-from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext
+from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
 
 RAISE_KEYS = 1024  # after which rows dominated by one key are raised in the range of e4m3
 
 
-class Fp8SoftmaxWarps(AnchoredSoftmax):
+class Fp8SoftmaxWarps(SoftmaxWarps):
     """Softmax warps whose P is e4m3: rows with small sums are raised, so that probabilities far below the row's peak no
     longer underflow.
     """

@@ -13,10 +13,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.dequant_warps import DequantWarps
 from cute_attn.kernels.blocks.kv_dequant import (
     MIN_SCALE,
     OPERAND,
+    DequantWarps,
     largest_magnitude,
     normalized,
     normalizing_factors,
@@ -28,18 +28,17 @@ from cute_attn.kernels.blocks.scores import RowScales
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
 from cute_attn.kernels.fa4.kernel import Fa4Program
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.umma import UmmaTile
 from cute_attn.kernels.fa4.smem import Fp8KvMemory
-from cute_attn.kernels.fa4.softmax_warps import WARPS
+from cute_attn.kernels.fa4.softmax_warps import WARPS, SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.formats import LINE
 
 
-class NormalizingSoftmax(AnchoredSoftmax):
+class NormalizingSoftmax(SoftmaxWarps):
     """Softmax warps that convert their rows of bf16 q before the first product."""
 
     tile: UmmaTile

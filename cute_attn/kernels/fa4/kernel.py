@@ -29,16 +29,15 @@ from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import OutputMaps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.scores import RowAlibi
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
 from cute_attn.kernels.fa4.epilogue_warps import EpilogueWarps
 from cute_attn.kernels.fa4.mma_warp import OneTileMmaWarp, TwoTileMmaWarp
 from cute_attn.kernels.fa4.pair import CtaPair, PairRings
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, PackedWords, StopWords
-from cute_attn.kernels.fa4.parts.row_scores import RowAlibi
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.rings import BlackwellRings
 from cute_attn.kernels.fa4.smem import BlackwellMemory
@@ -57,13 +56,13 @@ class Fa4Program(PersistentProgram):
     tile: UmmaTile
     maps = OutputMaps._fields
     gathered_kv = TwoWarpGatheredKV
-    softmax_warps_type: ClassVar[type[SoftmaxWarps]] = AnchoredSoftmax
+    softmax_warps_type: ClassVar[type[SoftmaxWarps]] = SoftmaxWarps
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         memory, pairs = BlackwellMemory.of(spec), spec.tile.ctas == 2
         tile = self.umma_tile(spec, memory)
         super().__init__(spec, memory, tile, CtaPair() if pairs else ONE_CTA)
-        self.rings_type, self.cluster = (PairRings if pairs else BlackwellRings), self.cta.cluster or (1, 1, 1)
+        self.rings_type = PairRings if pairs else BlackwellRings
         self.tail = (PairTailWarp if pairs else TailWarp)(self, spec, memory)
         self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
         self.softmax_warps = self.softmax_warps_type(self, spec, tile)
@@ -149,7 +148,7 @@ class Fa4Program(PersistentProgram):
     def mask(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> StopWords:
         band, rows, row = work.band(p), work.rows(p), lanes.row(0)
         if self.spec.mask == "packed":
-            return PackedWords(band, rows, row, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
+            return PackedWords(band, rows, row, work.mask(p), p.mask + p.mask_bytes, work.kv_len)
         if self.spec.mask == "multi_item":
             return MultiItemWords.of(band, rows, row, KeyBounds(p.mask, rows))
         return (BandWords if self.spec.mask == "band" else StopWords)(band, rows, row)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_attn.kernels.blocks import cluster, ptx, sm100, tma
+from cute_attn.kernels.blocks import cluster, ptx, tma
 from cute_attn.kernels.blocks.cta import CtaLoads, OneCta
 from cute_attn.kernels.blocks.persistent_params import Maps
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
@@ -70,10 +70,10 @@ class PairLoads(CtaLoads):
 
     def expect(self, barrier: Int32, num_bytes: int) -> None:
         expected = ptx.select(cluster.rank() == LEADER, Int32(CTAS * num_bytes), Int32(0))
-        ptx.asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [], [barrier, expected])
+        tma.barrier_expect(barrier, expected)
 
     def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
-        sm100.load_4d_to_pair(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy)
+        tma.load_4d(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy, ".cta_group::2")
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,6 @@ class PairTileScheduler(DynamicTileScheduler):
 
     def first(self) -> Int32:
         return cute.arch.block_idx()[0] // CTAS
-
-    @cute.jit
-    def fetch_next(self) -> Int32:
-        fetched = Int32(0)
-        if self.draws():
-            fetched = tma.atomic_increment(self.counters)
-        return fetched
 
     @cute.jit
     def broadcast_next(self, fetched: Int32, record: Int32, q: PipelineState) -> Int32:
@@ -108,19 +101,13 @@ class PairTileScheduler(DynamicTileScheduler):
         index = cute.arch.make_warp_uniform(ptx.ld_shared_b32(word))
         ptx.sync_warp()
         ring.release(q, self.thread)
-        return index + cute.arch.grid_dim()[0] // CTAS
-
-    @cute.jit
-    def finish(self) -> None:
-        if self.draws():
-            stopped = tma.atomic_increment(self.counters + Int64(4))
-            if stopped == cute.arch.grid_dim()[0] // CTAS - 1:
-                ptx.st_global_b32(self.counters, Int32(0))
-                ptx.st_global_b32(self.counters + Int64(4), Int32(0))
+        return index + self.teams()
 
     def draws(self) -> Boolean:
-        """Whether this thread draws for the pair."""
         return (self.thread | cluster.rank()) == 0
+
+    def teams(self) -> Int32:
+        return cute.arch.grid_dim()[0] // CTAS
 
 
 class CtaPair(OneCta):

@@ -1,17 +1,20 @@
-"""Softmax warpgroups: one per query tile, a row per thread, P in place of S in tensor memory. All run the same code;
-`anchored.py` says how they turn S into P.
+"""Softmax warpgroups: one per query tile, a row per thread, P in place of S in tensor memory. All run the same code.
+
+Anchors trail the row's maximum, as in fa3: only the first kv tile is searched for its maximum. The sums show afterwards
+whether exponentials overflowed the slack; S is intact until then, and P is computed anew from it. So no row maximum, no
+hand-over of scale factors and no correction between S and P.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
-from cute_attn.kernels.blocks.column_words import hide
-from cute_attn.kernels.blocks.masks import TileOrder
+from cute_attn.kernels.blocks.masks import TileOrder, hide
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
@@ -20,6 +23,7 @@ from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.scores import Scores
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
+from cute_attn.kernels.fa4.parts.exp2 import PairSums
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import StopWords, Word
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, TmemMap, UmmaTile
@@ -28,6 +32,7 @@ from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.work import CoveredProducts, KvSteps, OutstandingProducts
 
 WARPS = 4
+RESCALED_COLUMNS = 16  # at a time
 
 
 class RowState(NamedTuple):
@@ -126,21 +131,41 @@ class SoftmaxWarps:
         for step in cutlass.range(first, masked, unroll=1):
             s, state = self.step(ring, context, s, state, order.at(step), step == first, True)
         for step in cutlass.range(masked, order.total, unroll=1):
-            s, state = self.step(ring, context, s, state, order.full_at(step), cutlass.Boolean(False), False)
+            s, state = self.step(ring, context, s, state, order.full_at(step), Boolean(False), False)
         return s, state
 
+    @cute.jit
     def step(
         self,
-        ring: Ring,
-        context: SoftmaxContext,
+        ring: cutlass.Constexpr,
+        context: cutlass.Constexpr,
         s: PipelineState,
         state: RowState,
         kv_tile: Int32,
-        first: cutlass.Boolean,
-        masked: bool,
+        first: Boolean,
+        masked: cutlass.Constexpr,
     ) -> Any:
-        """Turns S of a kv tile into P and updates the state."""
-        raise NotImplementedError
+        """Computes P with the anchors of earlier tiles, and again where that exceeds the slack. The first tile has
+        none, so it begins with raising them.
+        """
+        shift, total, context = state.shift, state.total, context.at(ring, s)
+        words = self.words(context, kv_tile) if masked else [None for _ in self.tile.chunks]
+        ring.wait_full(s)
+        sm100.fence_after_sync()
+        limit = Float32(self.limit(context))
+        raises, pending = self.raises_first(state, kv_tile, first), Boolean(True)
+        while pending:
+            if raises:
+                # At most once: even NaN and infinite scores do not exceed the limit then.
+                limit = Float32(float("inf"))
+                shift, total = self.raise_anchors(context, shift, total, kv_tile, first, masked)
+            p, tile_total, level = self.probabilities(context, shift, kv_tile, words, masked)
+            raises = cute.arch.vote_any_sync(level > limit)
+            if not raises:
+                self.store(ring, context, s, p)
+                total = total + tile_total
+            pending = raises
+        return ring.next(s), RowState(shift, total)
 
     def words(self, context: SoftmaxContext, kv_tile: Int32) -> list[Word]:
         """Returns the mask of a kv tile, of which what has to be loaded is loaded while S is computed."""
@@ -159,6 +184,85 @@ class SoftmaxWarps:
     def hidden(self, context: SoftmaxContext) -> Float32:
         return Float32(ptx.NEG_INF)
 
+    def probabilities(
+        self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: Sequence[Word | None], masked: bool
+    ) -> tuple[list[Int32], Float32, Float32]:
+        """Computes P of the thread's row, packed, its sum, and what must not exceed `limit`. A chunk is loaded while
+        the one before is processed.
+        """
+        softmax, p = self.softmax_of(context, masked), []
+        exp2: Any = softmax.exp2  # of pairs
+        sums = exp2.zero_sums()
+        shifts = softmax.finite([shift]) if masked else [shift]
+        loaded = self.load(context, Int32(0))
+        for chunk, word in zip(self.tile.chunks, words, strict=True):
+            start = ptx.opaque(kv_tile * self.spec.tile.cols) + Int32(chunk * CHUNK_COLUMNS)
+            s = sm100.wait_loads(loaded)
+            if chunk + 1 in self.tile.chunks:
+                loaded = self.load(context, Int32((chunk + 1) * CHUNK_COLUMNS))
+            s = self.modified(context, s, start, None)
+            s = self.visible(context, s, word()) if word else s
+            exponentials = softmax.exponentials(s, shifts, may_be_empty=False)
+            sums = exp2.add(sums, s, exponentials)
+            p += self.tile.probabilities(exponentials)
+        total = exp2.sum(sums)
+        return p, total, self.level(sums, total)
+
+    def softmax_of(self, context: SoftmaxContext, masked: bool) -> OnlineSoftmax:
+        """Returns the softmax of a masked or of another tile: masks take issue slots, and so do polynomials."""
+        softmax: Any = context.softmax
+        return replace(softmax, exp2=softmax.exp2.beside_masks()) if masked else softmax
+
+    @cute.jit
+    def visible(self, context: cutlass.Constexpr, s: list[Float32], word: Int32) -> Any:
+        """Hides columns of a chunk, unless all rows of the warp see all of it: at the diagonal, 1.5 of 4 on average."""
+        if cute.arch.vote_any_sync(word != Int32(0)):
+            s = hide(s, word, self.hidden(context))
+        return s
+
+    def limit(self, context: SoftmaxContext) -> float:
+        """Returns the largest `level` with which P is kept."""
+        return 2.0**context.softmax.slack * self.spec.tile.cols
+
+    def level(self, sums: PairSums, total: Float32) -> Float32:
+        """Returns what bounds the exponentials of a tile from above: their sum."""
+        return total
+
+    def raises_first(self, state: RowState, kv_tile: Int32, first: Boolean) -> Boolean:
+        """Returns whether a kv tile begins with raising the anchors, the same for all threads of the warp."""
+        return first
+
+    @cute.jit
+    def raise_anchors(
+        self,
+        context: cutlass.Constexpr,
+        shift: Float32,
+        total: Float32,
+        kv_tile: Int32,
+        first: Boolean,
+        masked: cutlass.Constexpr,
+    ) -> Any:
+        """Moves the anchors of rows whose maximum exceeds the slack to it; rescales sums, and outputs unless there is
+        none yet. A loop over small chunks, since it is rare.
+        """
+        high = Float32(ptx.NEG_INF)
+        for column in cutlass.range(0, self.spec.tile.cols, CHUNK_COLUMNS, unroll=1):
+            start = kv_tile * self.spec.tile.cols + column
+            word = context.mask.word(start) if masked else None
+            s = self.modified(context, sm100.wait_loads(self.load(context, column)), start, word)
+            s = self.ascending(context, s)
+            for i in cutlass.range_constexpr(0, CHUNK_COLUMNS, 2):
+                high = sm100.fmax3_nan(high, s[i], s[i + 1])
+        new, factor = self.raised(context, high, shift, total, kv_tile)
+        columns = ptx.select(first, Int32(0), Int32(self.tile.output_columns))
+        context.products.wait()
+        rescale(context.o, columns, factor)
+        return new, total * factor
+
+    def ascending(self, context: SoftmaxContext, s: list[Float32]) -> list[Float32]:
+        """Returns scores of which the largest has the largest exponential."""
+        return s
+
     def raised(
         self, context: SoftmaxContext, high: Float32, shift: Float32, total: Float32, kv_tile: Int32
     ) -> tuple[Float32, Float32]:
@@ -168,7 +272,7 @@ class SoftmaxWarps:
         new = softmax.anchor(high, 0)
         new = ptx.select(high == Float32(float("inf")), Float32(float("nan")), new)
         # The negation holds for NaN too, which spreads over the row.
-        exceeds = cutlass.Boolean(softmax.exponent(high, old) <= Float32(softmax.slack)) == cutlass.Boolean(False)
+        exceeds = Boolean(softmax.exponent(high, old) <= Float32(softmax.slack)) == Boolean(False)
         return ptx.select(exceeds, new, shift), ptx.select(exceeds, ptx.exp2(new - old), Float32(1.0))
 
     def store(self, ring: Ring, context: SoftmaxContext, s: PipelineState, p: list[Int32]) -> None:
@@ -188,3 +292,15 @@ class SoftmaxWarps:
         ptx.sync_warp()
         if lanes.lane == 0:
             tma.barrier_arrive(ring.full(stats))
+
+
+@cute.jit
+def rescale(o: Int32, columns: Int32, factor: Float32) -> None:
+    """Multiplies the first columns of the thread's row of O in tensor memory, a multiple of `RESCALED_COLUMNS`."""
+    factors = sm100.pair(factor, factor)
+    for at in cutlass.range(0, columns, RESCALED_COLUMNS, unroll=1):
+        values, scaled = sm100.wait_loads(sm100.load_columns(o + at, 0, RESCALED_COLUMNS)), []
+        for i in cutlass.range_constexpr(0, RESCALED_COLUMNS, 2):
+            scaled += sm100.halves(sm100.mul_pair(sm100.pair(values[i], values[i + 1]), factors))
+        sm100.store_columns(o + at, 0, scaled)
+    sm100.wait_stores()

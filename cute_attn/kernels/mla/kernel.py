@@ -22,18 +22,19 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import fp8_converter
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
-from cute_attn.kernels.mla.parts.copies import NarrowTileCopies, QueryCopies, TileCopies, TokenPlaces
-from cute_attn.kernels.mla.parts.exchange import Exchange
+from cute_attn.kernels.blocks.softmax import Running
+from cute_attn.kernels.mla.parts.copies import NarrowTileCopies, QueryCopies, TileCopies
 from cute_attn.kernels.mla.parts.place import Place
 from cute_attn.kernels.mla.parts.products import Products
-from cute_attn.kernels.mla.parts.softmax import CausalMask, Running, SharedSoftmax
+from cute_attn.kernels.mla.parts.softmax import CausalMask, Exchange, SharedSoftmax
 from cute_attn.kernels.mla.program import LatentProgram, MlaParams
 from cute_attn.kernels.mla.smem import MlaMemory
 from cute_attn.kernels.mla.spec import MlaSpec
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.merge import StateMerge
+from cute_attn.kernels.xqa.parts.pages import TokenPages
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
-from cute_attn.kernels.xqa.parts.state_merge import StateMerge
 
 Scales = tuple[Float32, Float32]
 
@@ -43,7 +44,7 @@ class LoopState(NamedTuple):
 
     running: Running
     slot: Int32
-    places: TokenPlaces
+    places: TokenPages
 
 
 class MlaProgram(LatentProgram):
@@ -100,7 +101,7 @@ class MlaProgram(LatentProgram):
         tiles, softmax = self.tiles(p, segment), self.softmax(place)
         QueryCopies(self.memory, p).fetch(rows, shared_memory() + Int32(self.memory.q))
         places = self.start_copies(tiles, split)
-        state = LoopState(softmax.start(), shared_memory(), places)
+        state = LoopState(softmax.rows.start(), shared_memory(), places)
         request = segment.request
         mask = CausalMask.of(place, rows, request.kv_len, request.kv_len - request.qo_len + 1 + p.right)
         for tile in cutlass.range(split.begin, split.end, unroll=1):
@@ -109,7 +110,7 @@ class MlaProgram(LatentProgram):
         ptx.sync_threads()
         softmax.publish(merge, state.running)
 
-    def start_copies(self, tiles: TileCopies, split: KvSplit) -> TokenPlaces:
+    def start_copies(self, tiles: TileCopies, split: KvSplit) -> TokenPages:
         """Start copying the first tiles. Returns the places of the tile that follows. Empty groups are committed too,
         so that counting groups counts tiles."""
         ahead = self.spec.stages - 1

@@ -2,10 +2,9 @@
 
 from typing import Any, ClassVar, NamedTuple
 
-import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_attn.kernels.blocks.scalars import zeros
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.mla.spec import AnyMlaSpec
 from cute_attn.runtime.arch import named
 
@@ -69,12 +68,11 @@ class MlaParams(NamedTuple):
     lse_scale: Float32
 
 
-class LatentProgram:
+class LatentProgram(GridProgram):
     """Base of the kernels. A subclass has `kernel` and the type of its map of shared memory."""
 
     params = MlaParams
     memory_type: ClassVar[Any]
-    kernel: Any
 
     def __init__(self, spec: AnyMlaSpec, arch: str) -> None:
         self.spec = spec
@@ -82,16 +80,3 @@ class LatentProgram:
         self.block = (spec.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.arch = named(arch)
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(MlaParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: MlaParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # without it the DSL asks a driver
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_attn.kernels.blocks.smem_map import MemoryMap, MemoryRegion
 from cute_attn.kernels.mla.spec import LATENT, ROPE, MlaSpec
 
 ITEM_BYTES = 2
@@ -13,7 +14,7 @@ SCALE_BYTES = 4  # of the scale of a group
 
 
 @dataclass(frozen=True)
-class MlaMemory:
+class MlaMemory(MemoryMap):
     """A ring of tiles as the cache has them; over 8 bits also one tile in 16; the query rows, P, and numbers per row.
     Rows of 16-bit tiles and of queries have whole lines, swizzled.
 
@@ -21,10 +22,25 @@ class MlaMemory:
     """
 
     spec: MlaSpec
+    ring = MemoryRegion(lambda m: m.spec.stages * m.slot_bytes)
+    tile = MemoryRegion(lambda m: m.spec.cols * m.row_bytes if m.spec.kv_bits == 8 else 0)  # in 16 bits
+    q = MemoryRegion(lambda m: m.rows * m.row_bytes)
+    p = MemoryRegion(lambda m: m.rows * m.p_pitch)
+    columns = MemoryRegion(lambda m: m.spec.slices * m.rows * 4)  # a number per row from each warp of a row group
+    stats = MemoryRegion(lambda m: m.rows * 8)  # (maximum, sum) per row
+    ticket = MemoryRegion(lambda m: 16)  # one word: the number of CTAs that had written their partials before this one
+    # As the merge of XQA reads it: one state.
+    tile_dim = LATENT  # columns of an output row
+    ring_bytes = 0  # distance of the outputs of two states
+    outputs = 0  # offset
 
     def __post_init__(self) -> None:
         if self.rows * LATENT * 4 > self.p:
             raise ValueError(f"{self.spec}: outputs must fit the memory of tiles and query rows")
+
+    @property
+    def rows(self) -> int:
+        return self.spec.rows
 
     @property
     def row_bytes(self) -> int:
@@ -46,58 +62,5 @@ class MlaMemory:
         return LANES * SCALE_BYTES if self.spec.grouped else 0
 
     @property
-    def tile(self) -> int:
-        """Offset of the tile in 16 bits, and end of the ring."""
-        return self.spec.stages * self.slot_bytes
-
-    @property
-    def q(self) -> int:
-        converted = self.spec.cols * self.row_bytes if self.spec.kv_bits == 8 else 0
-        return self.tile + converted
-
-    @property
-    def p(self) -> int:
-        return self.q + self.rows * self.row_bytes
-
-    @property
     def p_pitch(self) -> int:
         return self.spec.cols * ITEM_BYTES + PADDING
-
-    @property
-    def columns(self) -> int:
-        """Offset of a number per row from each warp of a row group."""
-        return self.p + self.rows * self.p_pitch
-
-    @property
-    def stats(self) -> int:
-        """Offset of (maximum, sum) per row."""
-        return self.columns + self.spec.slices * self.rows * 4
-
-    @property
-    def ticket(self) -> int:
-        """Offset of one word: the number of CTAs that had written their partials before this one."""
-        return self.stats + self.rows * 8
-
-    @property
-    def bytes(self) -> int:
-        return self.ticket + 16
-
-    # --- as the merge of XQA reads it: one state ---------------------------------------------------------------------
-
-    @property
-    def rows(self) -> int:
-        return self.spec.rows
-
-    @property
-    def tile_dim(self) -> int:
-        """Columns of an output row."""
-        return LATENT
-
-    @property
-    def ring_bytes(self) -> int:
-        """Distance of the outputs of two states."""
-        return 0
-
-    @property
-    def outputs(self) -> int:
-        return 0

@@ -9,17 +9,15 @@ the schedule before it ended. Stages, with a barrier between them:
     records       of items, by a stable counting sort
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.scalars import shared_memory, zeros
+from cute_attn.kernels.blocks.program import GridProgram
+from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.plan.parts.arithmetic import (
     add_shared_wide,
-    least,
     load_shared_wide,
     raise_shared,
     warp_max,
@@ -32,26 +30,13 @@ from cute_attn.kernels.plan.spec import PlanSpec
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
 
 
-class PlanProgram:
+class PlanProgram(GridProgram):
     params = PlanParams
 
     def __init__(self, spec: PlanSpec, arch: str) -> None:
         self.block = (spec.threads, 1, 1)
         self.warps = spec.threads // 32
         self.smem_bytes = Smem.bytes(self.warps)
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(PlanParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: PlanParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=0,  # without it the DSL asks a driver
-        )
 
     @cute.kernel
     def kernel(self, params: PlanParams) -> None:
@@ -86,7 +71,7 @@ class PlanProgram:
         num_items, num_merges, longest_item = records.make_splits(num_tiles)
         self.reduce(cta, Smem.longest_item, longest_item)
         ptx.sync_threads()
-        num_items, num_merges = least(num_items, p.item_capacity), least(num_merges, p.merge_capacity)
+        num_items, num_merges = ptx.minimum(num_items, p.item_capacity), ptx.minimum(num_merges, p.merge_capacity)
         records.write_items(
             num_items,
             num_merges,
@@ -94,8 +79,8 @@ class PlanProgram:
             ptx.ld_shared_b32(cta.base + Int32(Smem.longest_kv)),
             load_shared_wide(cta.base + Int32(Smem.total_kv)),
         )
-        self.clear(cta, p.items, ITEM_INTS, num_items, least(old_items, p.item_capacity))
-        self.clear(cta, p.merges, MERGE_INTS, num_merges, least(old_merges, p.merge_capacity))
+        self.clear(cta, p.items, ITEM_INTS, num_items, ptx.minimum(old_items, p.item_capacity))
+        self.clear(cta, p.merges, MERGE_INTS, num_merges, ptx.minimum(old_merges, p.merge_capacity))
         if cta.thread == 0:
             ptx.st_global_v2(p.counts, 0, [num_items, num_merges])
 

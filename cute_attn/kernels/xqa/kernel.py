@@ -18,8 +18,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.scalars import shared_memory, warp_index, zeros
+from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
+from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, early_partition, early_segment
 from cute_attn.kernels.xqa.parts.kinds import KINDS, make_partition, make_team
@@ -29,7 +31,7 @@ from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, load_word
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
-from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
+from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax
 from cute_attn.kernels.xqa.parts.tile_forms import tile_forms
 from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -146,7 +148,7 @@ class SegmentWork:
     softmax: ColumnSoftmax
 
 
-class XqaProgram:
+class XqaProgram(GridProgram):
     """The decode kernel of one spec, for one architecture."""
 
     def __init__(self, spec: XqaSpec, arch: str) -> None:
@@ -160,22 +162,8 @@ class XqaProgram:
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.cluster = (1, spec.cluster_size, 1)
+        self.min_ctas = spec.ctas + spec.guests
         self.pdl = named(arch).pdl
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(self.params), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: Any, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        grid, block = [grid_x, grid_y, grid_z], list(self.block)
-        self.kernel(params).launch(
-            grid=grid,
-            block=block,
-            smem=self.smem_bytes,
-            cluster=self.cluster if self.spec.work == "cluster" else None,
-            min_blocks_per_mp=self.spec.ctas + self.spec.guests,
-            preferred_smem_carveout=100,  # without it the DSL asks a driver
-        )
 
     @cute.kernel
     def kernel(self, params: Any) -> None:

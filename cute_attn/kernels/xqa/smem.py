@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES, MemoryMap, MemoryRegion
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.spec import SCALE_BLOCK, XqaSpec
 
 
 @dataclass(frozen=True)
-class XqaMemory:
+class XqaMemory(MemoryMap):
     """Byte offsets in shared memory: a ring of `stages` slots per warp, the statistics of the merge, then the partial
     scores that the warps of a team exchange, or the states that the CTAs of a cluster send each other.
 
@@ -26,6 +27,14 @@ class XqaMemory:
     kv_bits: int
     team: int
     cluster_size: int = 1
+    rings = MemoryRegion(lambda m: m.warps * m.ring_bytes)
+    stats = MemoryRegion(lambda m: m.warps * m.rows * 8)  # (maximum, sum) per warp and row
+    ticket = MemoryRegion(lambda m: 16)  # one word: the number of CTAs that had written their partials before this one
+    partial_scores = MemoryRegion(lambda m: 2 * m.warps * m.score_bytes)  # two buffers per warp, whose tiles take turns
+    inbox = MemoryRegion(lambda m: m.sent_vectors * 16)  # output vectors that the CTAs of a cluster send to this one
+    inbox_stats = MemoryRegion(lambda m: m.sent_vectors * 8)  # (maximum, sum) of every vector sent
+    # Where a CTA of a cluster waits for what the others send.
+    inbox_barrier = MemoryRegion(lambda m: BARRIER_BYTES if m.cluster_size > 1 else 0)
 
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:
@@ -91,30 +100,9 @@ class XqaMemory:
         return self.rows * self.tile_dim * 4
 
     @property
-    def stats(self) -> int:
-        """Offset of (maximum, sum) per warp and row."""
-        return self.warps * self.ring_bytes
-
-    @property
-    def ticket(self) -> int:
-        """Offset of one word: the number of CTAs that had written their partials before this one."""
-        return self.stats + self.warps * self.rows * 8
-
-    @property
-    def partial_scores(self) -> int:
-        """Offset of the partial scores: two buffers per warp, whose tiles take turns."""
-        return self.ticket + 16
-
-    @property
     def score_bytes(self) -> int:
         """Bytes of a buffer of partial scores."""
         return self.rows * self.cols * 4 if self.team > 1 else 0
-
-    @property
-    def inbox(self) -> int:
-        """Offset of the output vectors that the CTAs of a cluster send to this one, which are followed by their
-        statistics."""
-        return self.partial_scores + 2 * self.warps * self.score_bytes
 
     @property
     def inbox_vectors(self) -> int:
@@ -122,15 +110,6 @@ class XqaMemory:
         return -(-self.output_bytes // 16 // self.cluster_size)
 
     @property
-    def inbox_stats(self) -> int:
-        """Offset of (maximum, sum) of every vector sent."""
-        return self.inbox + self.cluster_size * self.inbox_vectors * 16
-
-    @property
-    def inbox_barrier(self) -> int:
-        """Offset of the barrier where a CTA of a cluster waits for what the others send."""
-        return self.inbox_stats + self.cluster_size * self.inbox_vectors * 8
-
-    @property
-    def bytes(self) -> int:
-        return self.inbox_barrier + 8 if self.cluster_size > 1 else self.inbox
+    def sent_vectors(self) -> int:
+        """Vectors that the CTAs of a cluster send to one."""
+        return self.cluster_size * self.inbox_vectors if self.cluster_size > 1 else 0

@@ -1,6 +1,7 @@
 """Epilogues of the mma.sync kernel: rows of one warp, and rows whose keys several warps share."""
 
 from dataclasses import dataclass
+from functools import reduce
 
 import cutlass
 import cutlass.cute as cute
@@ -113,9 +114,7 @@ class MergedWarps(FragmentStore):
         memory = self.memory
         shape = memory.tile
         parts = [ptx.ld_shared_v2_f32(self.base + row * 8, w * shape.rows * 8) for w in range(shape.warps_cols)]
-        maximum = parts[0][0]
-        for part in parts[1:]:
-            maximum = ptx.fmax(maximum, part[0])
+        maximum = reduce(ptx.fmax, [part[0] for part in parts])
         anchor = ptx.select(maximum == ptx.NEG_INF, Float32(0.0), maximum)
         weights = [ptx.exp2(part[0] - anchor) for part in parts]
         total = Float32(0.0)

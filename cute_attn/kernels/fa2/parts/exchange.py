@@ -7,6 +7,7 @@ CTA barrier each; then every warp adds P V for all rows of the CTA and its slice
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import cutlass
 import cutlass.cute as cute
@@ -17,9 +18,8 @@ from cute_attn.kernels.blocks.epilogue import RowStats
 from cute_attn.kernels.blocks.fragment_store import FragmentStore
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled, swizzled_offset
-from cute_attn.kernels.blocks.softmax import any_of
+from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, any_of
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
-from cute_attn.kernels.fa2.parts.softmax import Running, RunningSoftmax
 from cute_attn.kernels.fa2.smem import SharedMemory
 
 
@@ -78,10 +78,6 @@ class Exchange:
     lanes: Lanes
     layout: MmaFragmentLayout  # of the scores
 
-    @property
-    def quad_lane(self) -> Int32:
-        return MmaFragmentLayout.quad_lane(self.lanes.lane)
-
     def column(self, warp_col: Int32) -> Int32:
         """Address of one number per row for a warp column."""
         return self.base + Int32(self.memory.row_maxima) + warp_col * (self.memory.tile.rows * 4)
@@ -89,10 +85,10 @@ class Exchange:
     @cute.jit
     def put_column(self, values: list[Float32]) -> None:
         """Writes a number per row of this warp, the same in all lanes of a quad, to the warp's column."""
-        if self.quad_lane == 0:
+        if self.lanes.quad_lane == 0:
             column = self.column(self.lanes.warp_col)
             for slot in cutlass.range_constexpr(len(self.layout.slots)):
-                ptx.st_shared_f32(column + self.lanes.row(slot) * 4, values[slot])
+                ptx.st_shared_f32(column + self.lanes.row(slot) * 4, 0, values[slot])
 
     def columns(self, row: Int32) -> list[Float32]:
         """Reads what the warps have put for a row."""
@@ -102,17 +98,17 @@ class Exchange:
     @cute.jit
     def put_factors(self, values: list[Float32]) -> None:
         """Writes a number per row, which the warps of the row agree on."""
-        if cutlass.and_(self.quad_lane == 0, self.lanes.warp_col == 0):
+        if cutlass.and_(self.lanes.quad_lane == 0, self.lanes.warp_col == 0):
             factors = self.base + Int32(self.memory.row_factors)
             for slot in cutlass.range_constexpr(len(self.layout.slots)):
-                ptx.st_shared_f32(factors + self.lanes.row(slot) * 4, values[slot])
+                ptx.st_shared_f32(factors + self.lanes.row(slot) * 4, 0, values[slot])
 
     def factor(self, row: Int32) -> Float32:
         return ptx.ld_shared_f32(self.base + Int32(self.memory.row_factors) + row * 4)
 
     def put_p(self, p: list[Float32], dtype: str) -> None:
         """Writes this thread's part of P in 16 bits."""
-        column = self.base + Int32(self.memory.converted_end) + self.lanes.first_col() * 2
+        column = self.base + Int32(self.memory.p) + self.lanes.first_col() * 2
         for slot in self.layout.slots:
             address = column + self.lanes.row(slot) * self.memory.p_pitch
             for i, first in self.layout.pairs(slot):
@@ -121,7 +117,7 @@ class Exchange:
     def fragments_of_p(self) -> list[list[list[Int32]]]:
         """Loads the A fragments of P, [block of 16 rows][k-step]."""
         memory, lane = self.memory, self.lanes.lane
-        address = self.base + Int32(memory.converted_end) + lane % 16 * memory.p_pitch + lane // 16 * CHUNK
+        address = self.base + Int32(memory.p) + lane % 16 * memory.p_pitch + lane // 16 * CHUNK
         return [
             [
                 ptx.ldmatrix_x4(address, m * 16 * memory.p_pitch + step * 2 * CHUNK)
@@ -144,7 +140,7 @@ class SharedRows:
         softmax, exchange = self.softmax, self.exchange
         exchange.put_column(softmax.row_max(s))
         ptx.sync_threads()
-        row_max = [self.maximum(exchange.columns(exchange.lanes.row(slot))) for slot in softmax.slots]
+        row_max = [reduce(ptx.fmax, exchange.columns(exchange.lanes.row(slot))) for slot in softmax.slots]
         rescale = softmax.raised(running.shift, row_max, softmax.exceeded(running.shift, row_max))
         p = softmax.exponentials(s, rescale.shift, may_be_empty=masked)
         exchange.put_p(p, self.tile.dtype)
@@ -156,13 +152,6 @@ class SharedRows:
         v = operand + Int32(exchange.memory.operand_v) + exchange.lanes.v
         out = self.tile.accumulate(out, exchange.fragments_of_p(), v)
         return Running(out, rescale.shift, total)
-
-    @staticmethod
-    def maximum(values: list[Float32]) -> Float32:
-        result = values[0]
-        for value in values[1:]:
-            result = ptx.fmax(result, value)
-        return result
 
     @cute.jit
     def rescale_if_needed(self, out: list[Float32]) -> list[Float32]:

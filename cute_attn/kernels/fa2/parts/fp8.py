@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.e4m3_softmax import P_DTYPE, P_MAX, E4m3Softmax
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.smem import swizzled_offset
+from cute_attn.kernels.blocks.softmax import P_DTYPE, P_MAX, E4m3Softmax, RunningSoftmax
 from cute_attn.kernels.fa2.parts.mma import WarpTile
-from cute_attn.kernels.fa2.parts.softmax import RunningSoftmax
 
 STEP = 32  # tokens of a product with V
 EVEN, ODD = 0x6420, 0x7531  # bytes of two words

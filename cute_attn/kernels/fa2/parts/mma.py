@@ -10,8 +10,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.register_layout import FragmentPosition, MmaFragmentLayout
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled, swizzled_offset
+from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax
 from cute_attn.kernels.fa2.smem import SharedMemory
 
 
@@ -96,7 +97,7 @@ class WarpTile:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class Lanes(FragmentPosition):
     """Position of this thread: its warp, and its ldmatrix row addresses inside the Q, K and V tiles."""
 
     rows_per_warp: int
@@ -130,15 +131,28 @@ class Lanes:
             v = swizzled(col0 + lane % 16, lane // 16, memory.vo_pitch)
         return cls(rows_per_warp, cols_per_warp, warp_row, warp_col, lane, q, k, v)
 
-    def row(self, slot: int) -> Int32:
-        first = self.warp_row * self.rows_per_warp + MmaFragmentLayout.lane_row(self.lane)
-        return first + MmaFragmentLayout.row(slot)
-
-    def first_col(self) -> Int32:
-        return self.first_warp_col() + self.lane_col()
+    @property
+    def first_row(self) -> Int32:
+        return self.warp_row * self.rows_per_warp
 
     def first_warp_col(self) -> Int32:
         return self.warp_col * self.cols_per_warp
 
-    def lane_col(self) -> Int32:
-        return MmaFragmentLayout.lane_col(self.lane)
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Softmax of rows whose scores and outputs one warp holds, and the products with V."""
+
+    tile: WarpTile
+    softmax: RunningSoftmax
+    lanes: Lanes
+
+    def add(self, running: Running, s: list[Float32], operand: Int32, masked: bool) -> Running:
+        """Adds a tile with scores `s` and 16-bit K and V at `operand` to the running state."""
+        softmax = self.softmax
+        running = softmax.raise_anchors(running, softmax.row_max(s))
+        p = softmax.exponentials(s, running.shift, may_be_empty=masked)
+        total = softmax.sums(p, running.total)
+        v = operand + Int32(self.tile.memory.operand_v) + self.lanes.v
+        out = self.tile.accumulate(running.out, self.tile.probabilities(p), v)
+        return Running(out, running.shift, total)

@@ -6,7 +6,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.blocks.masks import Band
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.tile_scheduler import load_item, mask_offset
 from cute_attn.schedule.records import NO_PARTIAL, Item
 
@@ -24,10 +25,21 @@ class WorkTile:
     kv_end: Int32  # tokens from here are hidden or belong to another CTA
     right: Int32
     left: Int32
-    mask: Int64
+    mask_bits: Int64
     first_tile: Int32
     last_tile: Int32
     partial: Int32
+
+    def band(self, p: Any) -> Band:
+        return Band(self.kv_end, self.left, self.right)
+
+    def rows(self, p: Any) -> PackedRows:
+        group = Divisor(p.group, p.group_multiplier, p.group_shift)
+        return PackedRows(self.first_row, self.qo_len * p.group, group, self.kv_head * p.group, self.qo_start)
+
+    def mask(self, p: Any) -> Int64:
+        """Address of the first byte of the packed mask."""
+        return self.mask_bits
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class GridSchedule:
             kv_end=p.kv_len,
             right=p.right,
             left=p.left,
-            mask=p.mask,
+            mask_bits=p.mask,
             first_tile=first,
             last_tile=first + p.tiles_per_split,
             partial=Int32(NO_PARTIAL),
@@ -85,7 +97,7 @@ class ItemSchedule:
             kv_end=item.kv_end,
             right=position + p.right,
             left=position + p.left,
-            mask=p.mask + mask_offset(item.mask_low, item.mask_high),
+            mask_bits=p.mask + mask_offset(item.mask_low, item.mask_high),
             first_tile=item.kv_begin // self.cols,
             last_tile=(item.kv_end + Int32(self.cols - 1)) // self.cols,
             partial=item.partial,

@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
-from cute_attn.kernels.blocks.e4m3_softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax
 from cute_attn.kernels.blocks.warpgroup_store import NarrowStore, WarpgroupStore
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import Fp8Memory

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90
-from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.register_layout import FragmentPosition, MmaFragmentLayout
 from cute_attn.kernels.blocks.sm90 import STEP_BYTES, operand_offset
 from cute_attn.kernels.blocks.smem import swizzled
 from cute_attn.kernels.fa3.smem import HopperMemory
@@ -84,7 +84,7 @@ class WarpgroupTile:
 
 
 @dataclass(frozen=True)
-class WarpgroupLanes:
+class WarpgroupLanes(FragmentPosition):
     """Position of this thread among the MMA threads."""
 
     warpgroup: Int32  # index among the MMA warpgroups
@@ -98,19 +98,9 @@ class WarpgroupLanes:
         warp = cute.arch.make_warp_uniform(thread >> 5)
         return cls((warp >> 2) - Int32(1), warp & 3, thread & 31)
 
-    def row(self, slot: int) -> Int32:
-        first = self.warpgroup * WARPGROUP_ROWS + self.warp * 16 + MmaFragmentLayout.lane_row(self.lane)
-        return first + MmaFragmentLayout.row(slot)
-
-    def first_col(self) -> Int32:
-        return self.lane_col()
-
-    def first_warp_col(self) -> Int32:
-        """Returns 0: every warp sees all columns."""
-        return Int32(0)
-
-    def lane_col(self) -> Int32:
-        return MmaFragmentLayout.lane_col(self.lane)
+    @property
+    def first_row(self) -> Int32:
+        return self.warpgroup * WARPGROUP_ROWS + self.warp * 16
 
 
 class RematerializedLanes:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100
-from cute_attn.kernels.blocks.e4m3_softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax
-from cute_attn.kernels.blocks.softmax import tree
+from cute_attn.kernels.blocks.softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax, tree
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2, PairSums
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, UmmaTile
 

@@ -9,8 +9,7 @@ from functools import partial
 
 from cutlass import Int32, Int64
 
-from cute_attn.kernels.blocks.column_words import columns_before, columns_from
-from cute_attn.kernels.blocks.masks import Band, funnel_shift_right, load_mask_word
+from cute_attn.kernels.blocks.masks import Band, columns_before, columns_from, funnel_shift_right, load_mask_word
 from cute_attn.kernels.blocks.multi_item import KeyBounds
 from cute_attn.kernels.blocks.rows import PackedRows
 

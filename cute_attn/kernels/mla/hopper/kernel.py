@@ -19,18 +19,27 @@ from cute_attn.kernels.blocks.epilogue import Target
 from cute_attn.kernels.blocks.pipeline import start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index
+from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.blocks.warpgroup_store import WarpgroupStore
 from cute_attn.kernels.mla.hopper.merge import SegmentMerge
-from cute_attn.kernels.mla.hopper.partition import LatentPartition
 from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
-from cute_attn.kernels.mla.hopper.rings import Rings
-from cute_attn.kernels.mla.hopper.segments import SegmentRecord
+from cute_attn.kernels.mla.hopper.rings import Rings, SegmentRecord
 from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
-from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup, Running
+from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup
 from cute_attn.kernels.mla.parts.softmax import CausalMask
 from cute_attn.kernels.mla.program import LatentProgram, MlaParams
 from cute_attn.kernels.mla.spec import HopperMlaSpec
+from cute_attn.kernels.xqa.parts.partition import EvenPartition
 from cute_attn.kernels.xqa.parts.scales import final_epilogue
+
+SWITCH = 4  # tiles in whose time a CTA ends a part of a segment and begins another
+
+
+class LatentPartition(EvenPartition):
+    """Partition of CTAs that are bound by computing: the one with the largest share ends last."""
+
+    def spare(self, size: Int32) -> Int32:
+        return Int32(SWITCH)
 
 
 class HopperMlaProgram(LatentProgram):
@@ -130,7 +139,7 @@ class HopperMlaProgram(LatentProgram):
     def store_state(self, merge: SegmentMerge, mma: MmaWarpgroup, running: Running) -> None:
         """Store the state of this CTA's part of a segment: unnormalised outputs, maxima and sums."""
         place = mma.place
-        layout, first = place.outputs, place.warpgroup * place.dims + place.first_score_column()
+        layout, first = place.outputs, place.warpgroup * place.dims + place.first_col()
         for slot in cutlass.range_constexpr(len(layout.slots)):
             row = place.row(slot)
             stats, outputs = merge.state(merge.own, row)

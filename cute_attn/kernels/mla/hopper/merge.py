@@ -21,7 +21,7 @@ from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.mla.spec import LATENT, HopperMlaSpec
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.merge import rescale_factor
+from cute_attn.kernels.xqa.parts.merge import SoftmaxState, rescale_factor
 
 GROUP = 12  # about the root of the number of SMs
 # Rows of a warp, and states of each, whose loads are in flight together.
@@ -29,14 +29,6 @@ WARP_ROWS = 2
 WARP_STATES = 3
 VECTOR = 4  # floats of a load
 VECTORS = LATENT // (32 * VECTOR)  # of a row, per lane
-
-
-class RowState(NamedTuple):
-    """State of a row: maximum in log2 units, sum, and this lane's outputs."""
-
-    maximum: Float32
-    total: Float32
-    out: list[Float32]
 
 
 class Parts(NamedTuple):
@@ -79,7 +71,7 @@ class SegmentMerge:
     def state(self, index: Int32, row: Int32) -> tuple[Int64, Int64]:
         """Addresses of (maximum, sum) and of the outputs of a row, of part `index`. A CTA has room for two: for a
         segment that it begins and another CTA ends, and for one that another CTA began."""
-        partial = self.cta(index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
+        partial = self.cta(index) * 2 + ptx.flag(index == 0)
         place = Int64(partial) * Int64(self.spec.rows) + Int64(row)
         outputs = self.p.partials + Int64(self.ctas * (2 * self.spec.rows * 8))
         return self.p.partials + place * Int64(8), outputs + place * Int64(LATENT * 4)
@@ -112,7 +104,7 @@ class SegmentMerge:
         if cute.arch.thread_idx()[0] == 0:
             arrived = isa.add_arrival(counter)
             if arrived == count - 1:
-                ptx.st_global_b32(counter, Int32(0))
+                ptx.st_global_b32(counter, 0, Int32(0))
             ptx.st_shared_b32(self.ticket, 0, arrived)
         self.sync()
         return ptx.ld_shared_b32(self.ticket) == count - 1
@@ -127,7 +119,7 @@ class SegmentMerge:
         for row in cutlass.range(warp_index(), count, warps * WARP_ROWS, unroll=1):
             rows = [row + warps * i for i in range(WARP_ROWS)]
             zeros = [Float32(0.0)] * (VECTORS * VECTOR)
-            states = [RowState(Float32(ptx.NEG_INF), Float32(0.0), zeros) for _ in rows]
+            states = [SoftmaxState(Float32(ptx.NEG_INF), Float32(0.0), zeros) for _ in rows]
             for i in cutlass.range(0, parts.count, WARP_STATES, unroll=1):
                 loaded = [[self.load(parts, i + j, row) for row in rows] for j in range(WARP_STATES)]
                 for more in loaded:
@@ -141,7 +133,7 @@ class SegmentMerge:
     def lane(self) -> Int32:
         return cute.arch.thread_idx()[0] & 31
 
-    def load(self, parts: Parts, i: Int32, row: Int32) -> RowState:
+    def load(self, parts: Parts, i: Int32, row: Int32) -> SoftmaxState:
         """Load a row's state from the `i`-th of the parts; an empty one behind the last."""
         stats, outputs = self.state(parts.begin + i * parts.step, row)
         exists = isa.all_of([i < parts.count, self.rows.exists(row)])
@@ -149,16 +141,16 @@ class SegmentMerge:
         maximum = ptx.select(exists, maximum, Float32(ptx.NEG_INF))
         lane = outputs + Int64(self.lane * (VECTOR * 4))
         out = [x for i in range(VECTORS) for x in isa.ld_l2_if(exists, lane + Int64(i * 32 * VECTOR * 4), VECTOR)]
-        return RowState(maximum, total, out)
+        return SoftmaxState(maximum, total, out)
 
-    def merged(self, a: RowState, b: RowState) -> RowState:
+    def merged(self, a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
         maximum = ptx.fmax(a.maximum, b.maximum)
         one, other = rescale_factor(a.maximum, maximum), rescale_factor(b.maximum, maximum)
-        out = [ptx.fma(x, one, y * other) for x, y in zip(a.out, b.out, strict=True)]
-        return RowState(maximum, ptx.fma(a.total, one, b.total * other), out)
+        out = [ptx.fma(x, one, y * other) for x, y in zip(a.values, b.values, strict=True)]
+        return SoftmaxState(maximum, ptx.fma(a.total, one, b.total * other), out)
 
     @cute.jit
-    def store(self, rows: list[Int32], states: list[RowState]) -> None:
+    def store(self, rows: list[Int32], states: list[SoftmaxState]) -> None:
         """Store final outputs and lse."""
         p = self.p
         for row, state in zip(rows, states, strict=True):
@@ -166,15 +158,15 @@ class SegmentMerge:
                 head = self.rows.head(row)
                 factor, lse = self.finish.row(state.maximum, state.total, head)
                 place = self.rows.address(p.o, row, p.o_stride_n, p.o_stride_h) + Int64(self.lane * (VECTOR * 2))
-                pairs = ptx.pack_pairs(self.spec.out_dtype, [x * factor for x in state.out])
+                pairs = ptx.pack_pairs(self.spec.out_dtype, [x * factor for x in state.values])
                 for i in cutlass.range_constexpr(VECTORS):
                     ptx.st_global_v2(place, i * 32 * VECTOR * 2, pairs[2 * i : 2 * i + 2])
                 if cutlass.and_(self.lane == 0, p.lse != Int64(0)):
                     index = Int64(self.rows.start + self.rows.token(row)) * Int64(p.group) + Int64(head)
-                    ptx.st_global_f32(p.lse + index * Int64(4), lse)
+                    ptx.st_global_f32(p.lse + index * Int64(4), 0, lse)
 
     @cute.jit
-    def store_states(self, index: Int32, rows: list[Int32], states: list[RowState]) -> None:
+    def store_states(self, index: Int32, rows: list[Int32], states: list[SoftmaxState]) -> None:
         """Store merged states in the place of that of part `index`, which all lanes have read."""
         ptx.sync_warp()
         for row, state in zip(rows, states, strict=True):
@@ -182,6 +174,6 @@ class SegmentMerge:
                 stats, outputs = self.state(index, row)
                 lane = outputs + Int64(self.lane * (VECTOR * 4))
                 for i in cutlass.range_constexpr(VECTORS):
-                    ptx.st_global_v4_f32(lane, i * 32 * VECTOR * 4, state.out[VECTOR * i : VECTOR * (i + 1)])
+                    ptx.st_global_v4_f32(lane, i * 32 * VECTOR * 4, state.values[VECTOR * i : VECTOR * (i + 1)])
                 if self.lane == 0:
                     ptx.st_global_v2_f32(stats, 0, [state.maximum, state.total])

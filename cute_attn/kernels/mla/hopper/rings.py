@@ -1,16 +1,76 @@
-"""Rings of the kernel on wgmma: query rows in one slot, tiles in two, half by half."""
+"""What the producer warpgroup hands over: rings of query rows, in one slot, and of tiles, in two, half by half; and
+records of segments.
+"""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from cutlass import Int32
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
 
-from cute_attn.kernels.blocks import tma
+from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES
 from cute_attn.kernels.mla.hopper.smem import HALVES, RECORD_BYTES, HopperMlaMemory
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
 
 PRODUCERS = 128  # threads, each of which arrives at the full barriers
 WARPS = 4  # of an MMA warpgroup, each of which arrives at the empty barriers
+NO_WORK = -1  # as `begin`: no segments are left
+
+
+class SegmentRecord(NamedTuple):
+    """A CTA's part of a segment, as the producer warpgroup leaves it in shared memory for the MMA warpgroups, which
+    then need not know how work is divided, and keep nothing of it in registers."""
+
+    begin: Int32  # tiles
+    end: Int32
+    whole: Int32  # 1: the part is the whole segment
+    kv_len: Int32
+    diagonal: Int32  # keys that token 0 sees
+    first_row: Int32  # of the query rows
+    row_count: Int32
+    start_row: Int32
+    first_share: Int32  # of those that have a part of the segment
+    shares: Int32
+
+    @classmethod
+    def of(cls, partition: Partition, segment: Segment, share: Share, split: KvSplit) -> "SegmentRecord":
+        p, request = partition.p, segment.request
+        rows = partition.rows(segment, partition.spec.rows)
+        first = ptx.divide(segment.start, share.size)
+        last = ptx.divide(segment.start + request.tiles - 1, share.size)
+        return cls(
+            begin=split.begin,
+            end=split.end,
+            whole=ptx.flag(split.whole),
+            kv_len=request.kv_len,
+            diagonal=request.kv_len - request.qo_len + 1 + p.right,
+            first_row=rows.first,
+            row_count=rows.count,
+            start_row=rows.start,
+            first_share=first,
+            shares=last - first + 1,
+        )
+
+    @classmethod
+    def load(cls, address: Int32) -> "SegmentRecord":
+        words = [word for i in range(0, RECORD_BYTES, 16) for word in ptx.ld_shared_v4(address, i)]
+        return cls(*(cute.arch.make_warp_uniform(word) for word in words[: len(cls._fields)]))
+
+    def store(self, address: Int32) -> None:
+        """Write the record, by one thread. Others see it behind the full barrier of Q."""
+        words = [*self, *(Int32(0) for _ in range(RECORD_BYTES // 4 - len(self)))]
+        for i in range(0, len(words), 4):
+            ptx.st_shared_v4(address, 4 * i, words[i : i + 4])
+
+    def rows(self, p: Any) -> PackedRows:
+        group = Divisor(p.group, p.group_multiplier, p.group_shift)
+        return PackedRows(self.first_row, self.row_count, group, Int32(0), self.start_row)
+
+    def split(self) -> KvSplit:
+        return KvSplit(self.begin, self.end, self.whole != 0, Boolean(True))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES
+from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES, MemoryMap, MemoryRegion
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.spec import HopperMlaSpec
 
@@ -14,13 +14,22 @@ RECORD_BYTES = 48  # of a segment, as the producers leave it for the MMA warpgro
 
 
 @dataclass(frozen=True)
-class HopperMlaMemory:
+class HopperMlaMemory(MemoryMap):
     """Two slots of a tile each, the query rows, P, and numbers per row.
 
     Tiles, query rows and P have columns of lines, one after the other: 128 bytes of all rows, swizzled.
     """
 
     spec: HopperMlaSpec
+    tiles = MemoryRegion(lambda m: m.spec.stages * m.slot_bytes)
+    q = MemoryRegion(lambda m: m.columns * m.spec.rows * LINE)
+    p = MemoryRegion(lambda m: m.spec.rows * LINE)
+    shifts = MemoryRegion(lambda m: 2 * m.spec.rows * 4)  # a negated anchor per row from each MMA warpgroup
+    totals = MemoryRegion(lambda m: 2 * m.spec.rows * 4)  # a sum per row from each MMA warpgroup
+    # Full and empty barriers of Q, and of both halves of each slot.
+    barriers = MemoryRegion(lambda m: 2 * BARRIER_BYTES + HALVES * m.half_barrier_bytes)
+    records = MemoryRegion(lambda m: 2 * RECORD_BYTES)  # of segments, used in turn
+    ticket = MemoryRegion(lambda m: 16)  # one word: the number of CTAs that had stored their states before this one
 
     @property
     def columns(self) -> int:
@@ -42,43 +51,6 @@ class HopperMlaMemory:
         return self.columns * self.column_bytes
 
     @property
-    def q(self) -> int:
-        return self.spec.stages * self.slot_bytes
-
-    @property
-    def p(self) -> int:
-        return self.q + self.columns * self.spec.rows * LINE
-
-    @property
-    def shifts(self) -> int:
-        """Offset of a negated anchor per row from each MMA warpgroup."""
-        return self.p + self.spec.rows * LINE
-
-    @property
-    def totals(self) -> int:
-        """Offset of a sum per row from each MMA warpgroup."""
-        return self.shifts + 2 * self.spec.rows * 4
-
-    @property
-    def barriers(self) -> int:
-        """Offset of the full and empty barriers of Q, and of both halves of each slot."""
-        return self.totals + 2 * self.spec.rows * 4
-
-    @property
     def half_barrier_bytes(self) -> int:
         """Bytes of the full and empty barriers of one half of all slots."""
         return 2 * self.spec.stages * BARRIER_BYTES
-
-    @property
-    def records(self) -> int:
-        """Offset of two records of segments, used in turn."""
-        return self.barriers + 2 * BARRIER_BYTES + HALVES * self.half_barrier_bytes
-
-    @property
-    def ticket(self) -> int:
-        """Offset of one word: the number of CTAs that had stored their states before this one."""
-        return self.records + 2 * RECORD_BYTES
-
-    @property
-    def bytes(self) -> int:
-        return self.ticket + 16

@@ -11,7 +11,7 @@ rescales its outputs when it sees that they moved.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -19,9 +19,9 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
-from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.register_layout import FragmentPosition, MmaFragmentLayout
 from cute_attn.kernels.blocks.smem import swizzled
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax, add, any_of
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Running, add, any_of
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.hopper.smem import HALVES, HopperMlaMemory
@@ -35,16 +35,8 @@ TOTALS_BARRIER = 3
 BOTH = 256  # threads
 
 
-class Running(NamedTuple):
-    """Outputs of this thread; per row slot the negated anchor in log2 units, and the sum of this thread's columns."""
-
-    out: list[Float32]
-    shift: list[Float32]
-    total: list[Float32]
-
-
 @dataclass(frozen=True)
-class WarpgroupPlace:
+class WarpgroupPlace(FragmentPosition):
     """Where a thread is: its warpgroup has all rows and, of the outputs, half of the columns."""
 
     spec: HopperMlaSpec
@@ -72,14 +64,8 @@ class WarpgroupPlace:
         return LATENT // 2
 
     @property
-    def quad_lane(self) -> Int32:
-        return MmaFragmentLayout.quad_lane(self.lane)
-
-    def row(self, slot: int) -> Int32:
-        return self.warp * 16 + MmaFragmentLayout.lane_row(self.lane) + MmaFragmentLayout.row(slot)
-
-    def first_score_column(self) -> Int32:
-        return MmaFragmentLayout.lane_col(self.lane)
+    def first_row(self) -> Int32:
+        return self.warp * 16
 
 
 @dataclass(frozen=True)
@@ -253,7 +239,7 @@ class MmaWarpgroup:
         if place.quad_lane == 0:
             column = self.column(offset, place.warpgroup)
             for slot in cutlass.range_constexpr(len(values)):
-                ptx.st_shared_f32(column + place.row(slot) * 4, values[slot])
+                ptx.st_shared_f32(column + place.row(slot) * 4, 0, values[slot])
 
     def read_column(self, offset: int, warpgroup: Int32) -> list[Float32]:
         column = self.column(offset, warpgroup)

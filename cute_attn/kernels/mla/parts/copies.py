@@ -7,27 +7,22 @@ A thread that has copied numbers of 8 bits converts the same ones: its part of a
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import Fp8, scaled
-from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.smem import ITEM_BYTES, LANES, SCALE_BYTES, MlaMemory
 from cute_attn.kernels.mla.spec import GROUP, LATENT
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.pages import TokenPages, page_id, token_pages
 
 LATENT_LINES = LATENT * ITEM_BYTES // LINE
-
-
-class TokenPlaces(NamedTuple):
-    """Pages and slots of the tokens of a tile that this thread copies."""
-
-    pages: list[Int32]
-    slots: list[Int32]
 
 
 @dataclass(frozen=True)
@@ -86,26 +81,20 @@ class TileCopies(RowCopies):
         """The first token of each step."""
         return range(0, self.memory.spec.cols, self.step)
 
-    def no_places(self) -> TokenPlaces:
-        return TokenPlaces([Int32(0) for _ in self.tokens], [Int32(0) for _ in self.tokens])
+    def places(self, tile: Int32, wanted: Boolean) -> TokenPages:
+        """Read the page numbers of the tokens of a tile that this thread copies; an unwanted tile reads nothing."""
+        tokens = (tile * self.memory.spec.cols + (self.row + first) for first in self.tokens)
+        exists = partial(self.exists, wanted)
+        return token_pages(self.p, tokens, exists, partial(page_id, self.table))
 
-    def places(self, tile: Int32, wanted: Boolean) -> TokenPlaces:
-        """Read the page numbers of a tile's tokens; an unwanted tile reads nothing."""
-        pages, slots = [], []
-        divisor = Divisor(self.p.page_size, self.p.page_multiplier, self.p.page_shift)
-        for first in self.tokens:
-            token = tile * self.memory.spec.cols + (self.row + first)
-            index = divisor.quotient(token)
-            exists = isa.all_of([wanted, token < self.kv_len])
-            pages.append(isa.load_if(exists, self.table + Int64(index) * Int64(4), 0, 1)[0])
-            slots.append(token - index * self.p.page_size)
-        return TokenPlaces(pages, slots)
+    def exists(self, wanted: Boolean, token: Int32) -> Boolean:
+        return isa.all_of([wanted, token < self.kv_len])
 
     def operand(self, slot: Int32) -> Int32:
         """Return where the tile in a slot is in 16 bits, for all threads; call it once, behind a barrier."""
         return slot
 
-    def fetch(self, places: TokenPlaces, tile: Int32, wanted: Boolean, shared: Int32) -> None:
+    def fetch(self, places: TokenPages, tile: Int32, wanted: Boolean, shared: Int32) -> None:
         """Start copying a tile into the slot at `shared`, as one group, which is empty for an unwanted tile."""
         p = self.p
         for first, page, slot in zip(self.tokens, *places, strict=True):
@@ -205,7 +194,7 @@ class NarrowTileCopies(TileCopies):
     def scale_of(self, group: int, address: Int32) -> Float32:
         """Return a scale of this thread's row, which the row's thread of that number has copied."""
         row_lane = ptx.thread_index() & Int32(32 - LANES)
-        return ptx.from_bits(isa.shuffle(ptx.ld_shared_b32(address), row_lane + group))
+        return ptx.from_bits(ptx.shuffle_from(ptx.ld_shared_b32(address), row_lane + group))
 
     def position(self, chunk: Int32) -> Int32:
         """Offset in this thread's row of chunk 0 to 15 of a pair of lines."""

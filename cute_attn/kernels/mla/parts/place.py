@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.register_layout import FragmentPosition, MmaFragmentLayout
 from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.blocks.tma import named_sync
 from cute_attn.kernels.mla.spec import LATENT, MlaSpec
@@ -15,7 +15,7 @@ FIRST_BARRIER = 1  # of the row groups; barrier 0 is that of the CTA
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(FragmentPosition):
     """Adjacent warps have other rows, warps `row_groups` apart the same rows and other tokens and columns."""
 
     spec: MlaSpec
@@ -62,17 +62,8 @@ class Place:
         """First row of the warp in the CTA's tile."""
         return self.row_group * self.group_rows
 
-    @property
-    def quad_lane(self) -> Int32:
-        return MmaFragmentLayout.quad_lane(self.lane)
-
-    def row(self, slot: int) -> Int32:
-        """Row of a row slot in the CTA's tile."""
-        return self.first_row + MmaFragmentLayout.lane_row(self.lane) + MmaFragmentLayout.row(slot)
-
-    def first_score_column(self) -> Int32:
-        """Column of this thread's first score in a tile."""
-        return self.slice * self.slice_cols + MmaFragmentLayout.lane_col(self.lane)
+    def first_warp_col(self) -> Int32:
+        return self.slice * self.slice_cols
 
     def sync_group(self) -> None:
         """Barrier of the warps that have the same rows."""

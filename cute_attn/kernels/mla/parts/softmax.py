@@ -5,25 +5,72 @@ end of a segment.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax, add, any_of, tree
-from cute_attn.kernels.mla.parts.exchange import Exchange
+from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, add, tree
 from cute_attn.kernels.mla.parts.place import Place
+from cute_attn.kernels.mla.smem import MlaMemory
 from cute_attn.kernels.xqa.parts.merge import Merge
 
 
-class Running(NamedTuple):
-    """Outputs of this thread; per row slot the negated anchor in log2 units, and the sum of this thread's columns."""
+@dataclass(frozen=True)
+class Exchange:
+    """Shared memory in which the warps of a row group tell each other numbers per row, P, and their outputs."""
 
-    out: list[Float32]
-    shift: list[Float32]
-    total: list[Float32]
+    memory: MlaMemory
+    place: Place
+    base: Int32  # of shared memory
+
+    @cute.jit
+    def put_column(self, values: list[Float32]) -> None:
+        """Write a number per row slot, the same in all lanes of a quad, to the column of this warp's slice."""
+        if self.place.quad_lane == 0:
+            column = self.column(self.place.slice)
+            for slot in cutlass.range_constexpr(len(values)):
+                ptx.st_shared_f32(column + self.place.row(slot) * 4, 0, values[slot])
+
+    def columns(self, slot: int) -> list[Float32]:
+        """Read what all slices have put for a row slot."""
+        address, step = self.column(Int32(0)) + self.place.row(slot) * 4, self.memory.rows * 4
+        return [ptx.ld_shared_f32(address, i * step) for i in range(self.memory.spec.slices)]
+
+    def column(self, index: Int32) -> Int32:
+        return self.base + Int32(self.memory.columns) + index * (self.memory.rows * 4)
+
+    def put_p(self, p: list[Float32]) -> None:
+        """Write this thread's part of P in 16 bits."""
+        place, layout = self.place, self.place.scores
+        column = place.slice * place.slice_cols + MmaFragmentLayout.lane_col(place.lane)
+        for slot in layout.slots:
+            address = self.base + Int32(self.memory.p) + place.row(slot) * self.memory.p_pitch + column * 2
+            for i, first in layout.pairs(slot):
+                ptx.st_shared_b32(address, first * 2, ptx.pack_16(self.memory.spec.dtype, p[i], p[i + 1]))
+
+    def put_outputs(self, merge: Merge, out: list[Float32]) -> None:
+        """Write this thread's outputs where the merge reads them."""
+        place, layout = self.place, self.place.outputs
+        first = place.slice * place.slice_dim + MmaFragmentLayout.lane_col(place.lane)
+        for slot in layout.slots:
+            row = place.row(slot)
+            address = self.base + Int32(self.memory.outputs) + row * (self.memory.tile_dim * 4)
+            for i, column in layout.pairs(slot):
+                dim = merge.swizzled_dim(first + column, row)
+                ptx.st_shared_v2_f32(address + dim * 4, 0, out[i : i + 2])
+
+    @cute.jit
+    def put_stats(self, maxima: list[Float32], totals: list[Float32]) -> None:
+        """Write maximum and sum of every row where the merge reads them."""
+        if cutlass.and_(self.place.quad_lane == 0, self.place.slice == 0):
+            for slot in cutlass.range_constexpr(len(maxima)):
+                at = self.base + Int32(self.memory.stats) + self.place.row(slot) * 8
+                ptx.st_shared_v2_f32(at, 0, [maxima[slot], totals[slot]])
 
 
 @dataclass(frozen=True)
@@ -32,35 +79,21 @@ class SharedSoftmax:
     exchange: Exchange
 
     @property
-    def rows(self) -> OnlineSoftmax:
+    def rows(self) -> RunningSoftmax:
         """The softmax of scores that are scaled already: in log2 units."""
         layout = self.place.scores
-        return OnlineSoftmax(layout, [Float32(1.0) for _ in layout.slots])
-
-    def start(self) -> Running:
-        return Running(self.place.outputs.zeros(), self.rows.no_anchors(), self.rows.zero_sums())
+        return RunningSoftmax(layout, [Float32(1.0) for _ in layout.slots], output=self.place.outputs)
 
     def add_scores(self, running: Running, s: list[Float32]) -> Running:
         """Turn scores into P in shared memory, and rescale outputs and sums where anchors move."""
         rows, exchange = self.rows, self.exchange
         exchange.put_column(rows.row_max(s))
         self.place.sync_group()
-        running = self.raise_anchors(running, [tree(ptx.fmax, exchange.columns(slot)) for slot in rows.slots])
+        running = rows.raise_anchors(running, [tree(ptx.fmax, exchange.columns(slot)) for slot in rows.slots])
         p = rows.exponentials(s, running.shift, may_be_empty=True)
         exchange.put_p(p)
         self.place.sync_group()
         return running._replace(total=rows.sums(p, running.total))
-
-    @cute.jit
-    def raise_anchors(self, running: Running, row_max: list[Float32]) -> Running:
-        rows = self.rows
-        exceeded = rows.exceeded(running.shift, row_max)
-        if cute.arch.vote_any_sync(any_of(exceeded)):
-            shift, factors = rows.raised(running.shift, row_max, exceeded)
-            out = self.place.outputs.scale_rows(running.out, factors)
-            total = [x * factor for x, factor in zip(running.total, factors, strict=True)]
-            running = Running(out, shift, total)
-        return running
 
     def publish(self, merge: Merge, running: Running) -> None:
         """Write outputs, maxima and sums where the merge reads them. All warps are done with the tiles."""
@@ -92,7 +125,7 @@ class CausalMask:
         place, layout = self.place, self.place.scores
         kept = list(s)
         if start + place.spec.cols > self.common:
-            first = start + place.first_score_column()
+            first = start + place.first_col()
             for slot in layout.slots:
                 for i, column in layout.places(slot):
                     visible = first + column < self.stops[slot]

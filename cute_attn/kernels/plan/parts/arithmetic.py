@@ -11,9 +11,8 @@ def quotient_up(a: Int32, b: Int32) -> Int32:
     return ptx.divide(a + b - Int32(1), b)
 
 
-def wide_quotient(a: Int64, b: Int64) -> Int64:
-    """Divides a >= 0 by b > 0, rounding down."""
-    return ptx.asm("div.u64 $0, $1, $2;", [Int64], [a, b], pure=True)
+wide_quotient = ptx.arithmetic("div.u64", Int64)  # a >= 0 by b > 0, rounding down
+load_shared_wide, store_shared_wide = ptx.Load("shared", Int64), ptx.Store("shared", Int64)
 
 
 def add_shared(address: Int32, value: Int32) -> None:
@@ -27,14 +26,6 @@ def add_shared_wide(address: Int32, value: Int64) -> None:
 def raise_shared(address: Int32, value: Int32) -> None:
     """Stores the larger of the number in memory and `value`; both are >= 0."""
     ptx.asm("red.shared.max.u32 [$0], $1;", [], [address, value])
-
-
-def load_shared_wide(address: Int32) -> Int64:
-    return ptx.asm("ld.shared.b64 $0, [$1];", [Int64], [address])
-
-
-def store_shared_wide(address: Int32, value: Int64) -> None:
-    ptx.asm("st.shared.b64 [$0], $1;", [], [address, value])
 
 
 def equal_lanes(x: Int32) -> Int32:
@@ -69,7 +60,7 @@ def inclusive_sum(x: Any, lane: Int32, most: Any) -> Any:
     """Returns the sum up to each lane, at most `most`, of numbers between 0 and that."""
     for distance in (1, 2, 4, 8, 16):
         before = ptx.select(lane >= distance, _shuffled("up", x, distance), type(x)(0))
-        x = least(x + before, most)
+        x = ptx.minimum(x + before, most)
     return x
 
 
@@ -81,18 +72,10 @@ def warp_sum(x: Any) -> Any:
 
 def warp_max(x: Any) -> Any:
     for distance in (1, 2, 4, 8, 16):
-        x = most(x, _shuffled("bfly", x, distance))
+        x = ptx.maximum(x, _shuffled("bfly", x, distance))
     return x
-
-
-def least(a: Any, b: Any) -> Any:
-    return ptx.select(a < b, a, b)
-
-
-def most(a: Any, b: Any) -> Any:
-    return ptx.select(a > b, a, b)
 
 
 def clamp(x: Int32, low: Int32, high: Int32) -> Int32:
     """Returns `x` within [low, high]."""
-    return least(most(x, low), high)
+    return ptx.minimum(ptx.maximum(x, low), high)

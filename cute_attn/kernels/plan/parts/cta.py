@@ -16,9 +16,8 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     from_lane,
     inclusive_sum,
     lane_before,
-    least,
-    most,
     quotient_up,
+    store_shared_wide,
 )
 from cute_attn.schedule.constants import BINS, CANDIDATES
 
@@ -120,8 +119,8 @@ class Cta:
     def segment(self, count: Int32) -> tuple[Int32, Int32]:
         """Returns the range of `count` numbers that this warp takes, in order of warps; a multiple of 32 but one."""
         size = quotient_up(count, Int32(self.threads)) * Int32(32)
-        begin = least(self.warp * size, count)
-        return begin, least(begin + size, count)
+        begin = ptx.minimum(self.warp * size, count)
+        return begin, ptx.minimum(begin + size, count)
 
     @cute.jit
     def exclusive_sum(self, x: Any, most_: Any) -> Any:
@@ -129,16 +128,18 @@ class Cta:
         sums, step = self.base + Int32(Smem.warp_sums), 8
         through = inclusive_sum(x, self.lane, most_)
         if self.lane == 31:
-            ptx.asm("st.shared.b64 [$0], $1;", [], [sums + self.warp * Int32(step), Int64(through)])
+            store_shared_wide(sums + self.warp * Int32(step), 0, Int64(through))
         ptx.sync_threads()
-        of_lane = ptx.asm("ld.shared.b64 $0, [$1];", [Int64], [sums + least(self.lane, Int32(self.warps - 1)) * step])
+        of_lane = ptx.asm(
+            "ld.shared.b64 $0, [$1];", [Int64], [sums + ptx.minimum(self.lane, Int32(self.warps - 1)) * step]
+        )
         of_lane = ptx.select(self.lane < self.warps, of_lane, Int64(0))
         sums_through = inclusive_sum(of_lane, self.lane, Int64(most_))
         before = from_lane(lane_before(sums_through, self.lane), self.warp)
         total = from_lane(sums_through, Int32(self.warps - 1))
         ptx.sync_threads()  # the next sums overwrite these
         kind = type(x)
-        return least(kind(before) + lane_before(through, self.lane), most_), kind(total)
+        return ptx.minimum(kind(before) + lane_before(through, self.lane), most_), kind(total)
 
     # ---- the batch
 
@@ -154,7 +155,7 @@ class Cta:
         paged = p.last_page_len != Int64(0)
         kv_start = clamp(ptx.ld_global_u32(p.kv_indptr + place), Int32(0), p.max_kv)
         kv_stop = clamp(ptx.ld_global_u32(p.kv_indptr + place + Int64(4)), kv_start, p.max_kv)
-        count = least(kv_stop - kv_start, p.max_pages)
+        count = ptx.minimum(kv_stop - kv_start, p.max_pages)
         last = clamp(ptx.ld_global_u32_if(p.last_page_len + place, paged), Int32(1), p.page_size)
         tokens = ptx.select(count > 0, (count - Int32(1)) * p.page_size + last, Int32(0))
         return Request(start, qo_len, kv_start, ptx.select(paged, tokens, count))
@@ -163,10 +164,10 @@ class Cta:
         """Returns the range of kv tiles that some row of a query tile sees: `schedule.batch._visible_kv_tiles`."""
         p = self.p
         behind = request.kv_len - request.qo_len  # a token's position less its number
-        last = least(ptx.divide(first_row + p.rows - Int32(1), p.group_size), request.qo_len - Int32(1))
-        stop = ptx.select(p.causal != 0, most(last + behind + Int32(1), Int32(0)), request.kv_len)
-        window = least(p.window_left, Int32(1 << 30))
-        start = most(ptx.divide(first_row, p.group_size) + behind - window, Int32(0))
+        last = ptx.minimum(ptx.divide(first_row + p.rows - Int32(1), p.group_size), request.qo_len - Int32(1))
+        stop = ptx.select(p.causal != 0, ptx.maximum(last + behind + Int32(1), Int32(0)), request.kv_len)
+        window = ptx.minimum(p.window_left, Int32(1 << 30))
+        start = ptx.maximum(ptx.divide(first_row, p.group_size) + behind - window, Int32(0))
         begin = ptx.select(p.window_left < 0, Int32(0), ptx.divide(start, p.cols))
         return begin, quotient_up(stop, p.cols)
 
@@ -178,21 +179,21 @@ class Cta:
         p = self.p
         carry, keys, longest = Int32(0), Int64(0), Int32(0)
         if self.thread == 0:
-            ptx.st_global_b32(p.first_tile, Int32(0))
+            ptx.st_global_b32(p.first_tile, 0, Int32(0))
         first = Int32(0)
         while first < p.batch_size:
             i = first + self.thread
             tiles = Int32(0)
             if i < p.batch_size:
                 request = self.request(i)
-                tiles = least(quotient_up(request.qo_len * p.group_size, p.rows), p.max_tiles)
+                tiles = ptx.minimum(quotient_up(request.qo_len * p.group_size, p.rows), p.max_tiles)
                 keys = keys + Int64(request.kv_len)
-                longest = most(longest, request.kv_len)
+                longest = ptx.maximum(longest, request.kv_len)
             before, total = self.exclusive_sum(tiles, p.max_tiles)
             if i < p.batch_size:
-                through = least(carry + before + tiles, p.max_tiles)
+                through = ptx.minimum(carry + before + tiles, p.max_tiles)
                 ptx.asm("st.global.b32 [$0+4], $1;", [], [p.first_tile + Int64(i) * Int64(4), through])
-            carry = least(carry + total, p.max_tiles)
+            carry = ptx.minimum(carry + total, p.max_tiles)
             first = first + Int32(self.threads)
         return carry, keys, longest
 
@@ -221,7 +222,7 @@ class Cta:
             first_row = (tile - ptx.ld_global_u32(p.first_tile + Int64(i) * Int64(4))) * p.rows
             begin, end = self.visible(request, first_row)
             ptx.st_global_v4(p.tiles + Int64(tile) * Int64(16), 0, [i, first_row, begin, end])
-            longest = most(longest, end - begin)
+            longest = ptx.maximum(longest, end - begin)
             total = total + Int64(end - begin)
             tile = tile + Int32(self.threads)
         return longest, total

@@ -9,8 +9,6 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.plan.parts.arithmetic import (
     inclusive_sum,
-    least,
-    most,
     quotient_up,
     wide_quotient,
 )
@@ -35,10 +33,10 @@ class Records:
     def splits_of(self, tile: Int32, begin: Int32, end: Int32) -> Int32:
         """Returns the number of splits of a query tile that sees the kv tiles [begin, end)."""
         fixed = self.cta.p.fixed_chunk
-        size = most(ptx.select(fixed != 0, fixed, self.chunk), Int32(1))
+        size = ptx.maximum(ptx.select(fixed != 0, fixed, self.chunk), Int32(1))
         whole = ptx.select(fixed != 0, quotient_up(end, size) - ptx.divide(begin, size), quotient_up(end - begin, size))
         none = cutlass.and_(fixed == 0, cutlass.or_(self.chunk == 0, tile < self.first))
-        return ptx.select(none, Int32(1), most(whole, Int32(1)))
+        return ptx.select(none, Int32(1), ptx.maximum(whole, Int32(1)))
 
     @cute.jit
     def make_splits(self, num_tiles: Int32) -> tuple[Int32, Int32, Int32]:
@@ -54,7 +52,7 @@ class Records:
             splits = self.splits_of(tile, first, last)
             items = items + splits
             partials = partials + ptx.select(splits > 1, splits, Int32(0))
-            merges = merges + ptx.select(splits > 1, Int32(1), Int32(0))
+            merges = merges + ptx.flag(splits > 1)
             tile = tile + Int32(32)
         item, num_items = self.before_warp(items)
         partial, _ = self.before_warp(partials)
@@ -66,19 +64,19 @@ class Records:
             if tile < end:
                 i, first_row, first, last = ptx.ld_global_v4(p.tiles + Int64(tile) * Int64(16), 0)
                 splits = self.splits_of(tile, first, last)
-            several = ptx.select(splits > 1, Int32(1), Int32(0))
+            several = ptx.flag(splits > 1)
             items = item + inclusive_sum(splits, cta.lane, Int32(NO_LIMIT))
             partials = partial + inclusive_sum(splits * several, cta.lane, Int32(NO_LIMIT))
             merges = merge + inclusive_sum(several, cta.lane, Int32(NO_LIMIT))
             my_item, my_partial, my_merge = items - splits, partials - splits * several, merges - several
-            my_partial = most(least(my_partial, p.partial_capacity - splits), Int32(0))
+            my_partial = ptx.maximum(ptx.minimum(my_partial, p.partial_capacity - splits), Int32(0))
             if cutlass.and_(splits > 1, my_merge < p.merge_capacity):
                 self.write_merge(my_merge, i, first_row, my_partial, splits)
             j = Int32(0)
             while j < splits:
                 slot = ptx.select(splits > 1, my_partial + j, Int32(NO_PARTIAL))
                 cost = self.store_split(my_item + j, tile, first, last, j, splits, slot)
-                longest = most(longest, cost)
+                longest = ptx.maximum(longest, cost)
                 j = j + Int32(1)
             item = ptx.shuffle_from(items, Int32(31))
             partial = ptx.shuffle_from(partials, Int32(31))
@@ -100,11 +98,11 @@ class Records:
         visible = last - first
         begin = first + ptx.divide(j * visible, splits)
         end = first + ptx.divide((j + Int32(1)) * visible, splits)
-        size = most(p.fixed_chunk, Int32(1))
+        size = ptx.maximum(p.fixed_chunk, Int32(1))
         start = (ptx.divide(first, size) + j) * size
         fixed = p.fixed_chunk != 0
-        begin = ptx.select(fixed, most(start, first), begin)
-        end = ptx.select(fixed, least(start + size, last), end)
+        begin = ptx.select(fixed, ptx.maximum(start, first), begin)
+        end = ptx.select(fixed, ptx.minimum(start + size, last), end)
         if item < p.item_capacity:
             ptx.st_global_v4(p.splits + Int64(item) * Int64(16), 0, [begin, end, tile, slot])
         return end - begin
@@ -122,7 +120,7 @@ class Records:
         i, first_row = ptx.ld_global_v2(p.tiles + Int64(tile) * Int64(16), 0)
         request = self.cta.request(i)
         record = p.items + Int64(position) * Int64(4 * ITEM_INTS)
-        kv_begin, kv_end = begin * p.cols, least(end * p.cols, request.kv_len)
+        kv_begin, kv_end = begin * p.cols, ptx.minimum(end * p.cols, request.kv_len)
         ptx.st_global_v4(record, 0, [request.qo_start, request.qo_len, request.kv_start, request.kv_len])
         ptx.st_global_v4(record, 16, [first_row, kv_begin, kv_end, slot])
         ptx.st_global_v4(record, 32, [zero, zero, i, zero])
@@ -156,7 +154,7 @@ class Records:
             sort(cta, count, cost_key, self.write_item)
 
     def store_order(self, i: Int32, position: Int32) -> None:
-        ptx.st_global_b32(self.cta.p.order + Int64(position) * Int64(4), i)
+        ptx.st_global_b32(self.cta.p.order + Int64(position) * Int64(4), 0, i)
 
     def ordered(self, i: Int32) -> Int32:
         return ptx.ld_global_u32(self.cta.p.order + Int64(i) * Int64(4))
@@ -182,7 +180,7 @@ class Records:
         sort(cta, p.batch_size, length_key, self.store_order)
         ptx.sync_threads()
         least_tokens = wide_quotient(total_kv - Int64(1), Int64(SORT_BINS)) + Int64(1)
-        tokens = most(Int64(p.l2_kv_tokens), least_tokens)
+        tokens = ptx.maximum(Int64(p.l2_kv_tokens), least_tokens)
         carry, first = Int64(0), Int32(0)
         while first < p.batch_size:
             position = first + cta.thread
@@ -192,8 +190,8 @@ class Records:
                 kv_len = Int64(cta.request(i).kv_len)
             before, total = cta.exclusive_sum(kv_len, Int64(1 << 60))
             if position < p.batch_size:
-                end = most(carry + before + kv_len - Int64(1), Int64(0))
-                ptx.st_global_b32(p.groups + Int64(i) * Int64(4), Int32(wide_quotient(end, tokens)))
+                end = ptx.maximum(carry + before + kv_len - Int64(1), Int64(0))
+                ptx.st_global_b32(p.groups + Int64(i) * Int64(4), 0, Int32(wide_quotient(end, tokens)))
             carry = carry + total
             first = first + Int32(cta.threads)
         ptx.sync_threads()

@@ -1,7 +1,8 @@
 """The split size of a batch by the cost model: `schedule.cost_model`, whose numbers these are bit by bit."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -11,9 +12,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.plan.parts.arithmetic import (
     add_shared,
     inclusive_sum,
-    least,
     load_shared_wide,
-    most,
     quotient_up,
     raise_shared,
     store_shared_wide,
@@ -22,7 +21,6 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     wide_quotient,
 )
 from cute_attn.kernels.plan.parts.cta import Cta, Smem
-from cute_attn.kernels.plan.parts.last_wave import Cut, last_wave
 from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
@@ -33,6 +31,7 @@ from cute_attn.schedule.constants import (
     IMPOSSIBLE,
     ITEM_TIME,
     LONGEST_DIVISORS,
+    MOST_PARTS,
     SHARE_DENOMINATOR,
     SHARE_FACTORS,
     UNIT,
@@ -42,6 +41,43 @@ from cute_attn.schedule.records import MAX_SPLITS
 
 STEPS = BINS // 32  # of a warp over all bins
 NO_LIMIT = (1 << 31) - 1
+LANES = 32
+
+
+class Cut(NamedTuple):
+    """Query tiles from `first` on are split into parts of at most `size` kv tiles. `size` 0: none is split."""
+
+    time: Int64
+    first: Int32
+    size: Int32
+
+
+def last_wave(p: Any, lane: Int32, num_tiles: Int32, longest: Int32) -> Cut:
+    """Returns the best cut, for all lanes: each estimates one number of parts. `time` IMPOSSIBLE: there is none."""
+    waves = ptx.divide(num_tiles * p.num_kv_heads, p.resident_ctas)
+    first = ptx.divide(waves * p.resident_ctas, p.num_kv_heads)
+    tiles, idle = num_tiles - first, waves * p.resident_ctas - first * p.num_kv_heads
+    size = ptx.maximum(quotient_up(longest, lane + Int32(2)), Int32(1))
+    parts = tiles * quotient_up(longest, size)
+    whole = longest * Int32(UNIT) + Int32(ITEM_TIME)
+    part = size * Int32(UNIT) + Int32(ITEM_TIME) + p.partial_cost
+    late = ptx.maximum(parts * p.num_kv_heads - idle * ptx.divide(whole, part), Int32(0))
+    time = Int64(waves) * Int64(whole) + Int64(quotient_up(late, p.resident_ctas)) * Int64(part)
+    traffic = wide_quotient(Int64(parts * p.num_kv_heads) * Int64(p.partial_cost), Int64(p.resident_ctas))
+    time = time + Int64(COMBINE_TIME) + traffic
+    conditions = (
+        lane < MOST_PARTS - 1,
+        cutlass.and_(first > 0, waves * p.resident_ctas < num_tiles * p.num_kv_heads),
+        size >= p.min_split_tiles,
+        tiles <= p.merge_capacity,
+        parts <= p.partial_capacity,
+        first + parts <= p.item_capacity,
+    )
+    time = ptx.select(reduce(cutlass.and_, conditions), time, Int64(IMPOSSIBLE))
+    best = Int64(0) - warp_max(Int64(0) - (time * Int64(LANES) + Int64(lane)))
+    time = wide_quotient(best, Int64(LANES))
+    lane = Int32(best - time * Int64(LANES))
+    return Cut(time, first, quotient_up(longest, lane + Int32(2)))
 
 
 @dataclass(frozen=True)
@@ -59,7 +95,7 @@ class SplitSize:
         """
         p = self.cta.p
         more, of = BALANCED
-        fits = least(p.merge_capacity, p.partial_capacity >> 1) >= 1
+        fits = ptx.minimum(p.merge_capacity, p.partial_capacity >> 1) >= 1
         long = self.longest >= p.min_split_tiles + p.min_split_tiles
         mine = Int64(self.longest) * Int64(p.resident_ctas) * Int64(of)
         few_waves = mine > self.total * Int64(p.num_kv_heads) * Int64(more - of)
@@ -106,14 +142,14 @@ class SplitSize:
             number = ptx.select(index == i, Int32(constant), number)
         whole = Int64(p.resident_ctas) * Int64(SHARE_DENOMINATOR)
         work = self.total * Int64(p.num_kv_heads) * Int64(number) + whole - Int64(1)
-        of_share = Int32(least(wide_quotient(work, whole), Int64(self.longest)))
+        of_share = Int32(ptx.minimum(wide_quotient(work, whole), Int64(self.longest)))
         size = ptx.select(index < len(LONGEST_DIVISORS), quotient_up(self.longest, number), of_share)
-        smallest = most(p.min_split_tiles, quotient_up(self.longest, Int32(MAX_SPLITS)))
-        return least(most(size, smallest), self.longest)
+        smallest = ptx.maximum(p.min_split_tiles, quotient_up(self.longest, Int32(MAX_SPLITS)))
+        return ptx.minimum(ptx.maximum(size, smallest), self.longest)
 
-    def bin(self, step: Int32) -> tuple[Int32, Int32]:
-        """Returns size and count of this lane's bin in a step."""
-        place = self.cta.base + (step * 32 + self.cta.lane) * 4
+    def bin(self, index: Int32) -> tuple[Int32, Int32]:
+        """Returns size and count of a bin."""
+        place = self.cta.base + index * 4
         return ptx.ld_shared_b32(place + Int32(Smem.sizes)), ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
 
     def share_of(self, work: Int64) -> Int64:
@@ -130,19 +166,17 @@ class SplitSize:
         lane = self.cta.lane
         work, fullest, carry = Int64(0), Int64(0), Int32(0)
         for step in cutlass.range(STEPS, unroll=1):
-            place = self.cta.base + (Int32(BINS - 1) - (step * 32 + lane)) * 4  # longest first
-            size = ptx.ld_shared_b32(place + Int32(Smem.sizes))
-            count = ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
-            cost = Int64(most(size * UNIT, Int32(EMPTY_TILE_TIME)) + Int32(ITEM_TIME))
+            size, count = self.bin(Int32(BINS - 1) - (step * 32 + lane))  # longest first
+            cost = Int64(ptx.maximum(size * UNIT, Int32(EMPTY_TILE_TIME)) + Int32(ITEM_TIME))
             at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
-            fullest = most(fullest, self.waves(at_least) * cost)
+            fullest = ptx.maximum(fullest, self.waves(at_least) * cost)
             work = work + cost * Int64(count)
             carry = ptx.shuffle_from(at_least, Int32(31))
         share = self.share_of(warp_sum(work))
         fullest = warp_max(fullest)
         if lane == 0:
-            store_shared_wide(self.cta.base + Int32(Smem.unsplit), most(share, fullest))
-            store_shared_wide(self.cta.base + Int32(Smem.share), share)
+            store_shared_wide(self.cta.base + Int32(Smem.unsplit), 0, ptx.maximum(share, fullest))
+            store_shared_wide(self.cta.base + Int32(Smem.share), 0, share)
 
     @cute.jit
     def estimate(self, index: Int32) -> None:
@@ -153,35 +187,35 @@ class SplitSize:
         items, partials, merges, tiles = Int32(0), Int32(0), Int32(0), Int64(0)
         longest = Int32(0)
         for step in cutlass.range(STEPS, unroll=1):
-            size, count = self.bin(step)
+            size, count = self.bin(step * 32 + lane)
             splits, cost = self.item(size, chunk)
-            longest = most(longest, cost)
+            longest = ptx.maximum(longest, cost)
             items = items + splits * count
             partials = partials + ptx.select(splits > 1, splits * count, Int32(0))
             merges = merges + ptx.select(splits > 1, count, Int32(0))
-            tiles = tiles + Int64(most(size * UNIT, Int32(EMPTY_TILE_TIME))) * Int64(count)
+            tiles = tiles + Int64(ptx.maximum(size * UNIT, Int32(EMPTY_TILE_TIME))) * Int64(count)
         longest, items, partials = warp_max(longest), warp_sum(items), warp_sum(partials)
         merges, tiles = warp_sum(merges), warp_sum(tiles)
         width = ptx.divide(longest, Int32(BINS)) + Int32(1)
         for step in cutlass.range(STEPS, unroll=1):
-            size, count = self.bin(step)
+            size, count = self.bin(step * 32 + lane)
             splits, cost = self.item(size, chunk)
             add_shared(histogram + ptx.divide(cost, width) * 4, splits * count)
         ptx.sync_warp()
         fullest = self.fullest(histogram, width)
         work = tiles + Int64(items) * Int64(ITEM_TIME) + Int64(partials) * Int64(p.partial_cost)
-        result = most(most(self.share_of(work), fullest), Int64(longest))
+        result = ptx.maximum(ptx.maximum(self.share_of(work), fullest), Int64(longest))
         merging = Int64(COMBINE_TIME) + self.share_of(Int64(partials) * Int64(p.partial_cost))
         result = result + ptx.select(partials > 0, merging, Int64(0))
         over = cutlass.or_(partials > p.partial_capacity, items > p.item_capacity)
         result = ptx.select(cutlass.or_(over, merges > p.merge_capacity), Int64(IMPOSSIBLE), result)
         if lane == 0:
-            store_shared_wide(self.cta.base + Int32(Smem.estimates) + index * 8, result)
+            store_shared_wide(self.cta.base + Int32(Smem.estimates) + index * 8, 0, result)
 
     def item(self, size: Int32, chunk: Int32) -> tuple[Int32, Int32]:
         """Returns the splits of a query tile that sees `size` kv tiles, and the time of the longest."""
-        splits = most(quotient_up(size, chunk), Int32(1))
-        cost = most(quotient_up(size, splits), Int32(1)) * Int32(UNIT) + Int32(ITEM_TIME)
+        splits = ptx.maximum(quotient_up(size, chunk), Int32(1))
+        cost = ptx.maximum(quotient_up(size, splits), Int32(1)) * Int32(UNIT) + Int32(ITEM_TIME)
         return splits, cost + ptx.select(splits > 1, self.cta.p.partial_cost, Int32(0))
 
     @cute.jit
@@ -193,7 +227,7 @@ class SplitSize:
             index = Int32(BINS - 1) - (step * 32 + lane)  # longest first
             count = ptx.ld_shared_b32(histogram + index * 4)
             at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
-            found = most(found, self.waves(at_least) * Int64(index) * Int64(width))
+            found = ptx.maximum(found, self.waves(at_least) * Int64(index) * Int64(width))
             carry = ptx.shuffle_from(at_least, Int32(31))
         return warp_max(found)
 

@@ -4,14 +4,14 @@ A thread computes one request. Whatever the numbers are, a request gets no more 
 numbers, and no more keys than its pages hold.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.scalars import zeros
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
 from cute_attn.runtime.arch import named
 
@@ -28,26 +28,12 @@ class LengthsParams(NamedTuple):
     num_indices: Int32
 
 
-class LengthsProgram:
+class LengthsProgram(GridProgram):
     params = LengthsParams
 
     def __init__(self, spec: LengthsSpec, arch: str) -> None:
         self.block = (THREADS, 1, 1)
-        self.smem_bytes = 0
         self.pdl = named(arch).pdl
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(LengthsParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: LengthsParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=0,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=0,  # without it the DSL asks a driver
-        )
 
     @cute.kernel
     def kernel(self, p: LengthsParams) -> None:
@@ -62,5 +48,5 @@ class LengthsProgram:
             last = ptx.select(last < Int32(1), Int32(1), ptx.select(last > p.page_size, p.page_size, last))
             has_pages = cutlass.and_(cutlass.and_(begin >= 0, begin < end), end <= p.num_indices)
             keys = (end - begin - 1) * p.page_size + last
-            ptx.st_global_b32(p.seq_lens + place, ptx.select(has_pages, keys, Int32(0)))
-            ptx.st_global_b32(p.page_starts + place, ptx.select(has_pages, begin, Int32(0)))
+            ptx.st_global_b32(p.seq_lens + place, 0, ptx.select(has_pages, keys, Int32(0)))
+            ptx.st_global_b32(p.page_starts + place, 0, ptx.select(has_pages, begin, Int32(0)))

@@ -6,10 +6,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.softmax import SLACK
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.e2m1 import HardwareE2m1
-from cute_attn.kernels.xqa.parts.formats import LoadQ, Operand, ScalesOf, e4m3_halves, flatten
+from cute_attn.kernels.xqa.parts.formats import LoadQ, Operand, OwnP, ScalesOf, e4m3_halves, flatten
 from cute_attn.kernels.xqa.parts.layouts import BlockLayout
 from cute_attn.kernels.xqa.smem import XqaMemory
 
@@ -18,7 +17,7 @@ MATRIX = 256  # bytes of the matrix whose bytes `ldmatrix` transposes
 
 
 @dataclass(frozen=True)
-class Kv4BitBlocks:
+class Kv4BitBlocks(OwnP):
     """`Kv4Bit` for `BlockReads`: 32 elements of K per lane, token and read, two scale blocks; 16 of V, one.
 
     The scales of K are then bytes side by side in shared memory, one load per token. Those of V must come in pairs of
@@ -31,7 +30,6 @@ class Kv4BitBlocks:
 
     operands_per_load = 4  # of 32 bytes of a row
     dequant_factor = 1.0
-    slack = SLACK
 
     @property
     def q_bytes(self) -> int:
@@ -82,12 +80,6 @@ class Kv4BitBlocks:
     def _scaled_pairs(self, x: Int32, y: Int32, scales: Int32) -> Operand:
         """Eight dims of two tokens, a pair each, times the tokens' scales."""
         return [isa.mul_f16x2(pair, scales) for pairs in self.e2m1.v_pairs(x, y) for pair in pairs]
-
-    def p_tokens(self, b: Operand) -> Operand:
-        return b
-
-    def p_operands(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
-        return p
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         return g * 16 + (tile // BLOCKS * (16 * BLOCKS) + tile % BLOCKS * 2), 1

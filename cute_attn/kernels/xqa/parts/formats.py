@@ -37,22 +37,27 @@ LoadQ = Callable[[Int32, int, int], Operand]  # words from a lane's byte offset 
 
 
 @dataclass(frozen=True)
-class Unscaled:
-    """What formats without block scales have in common; P^T is used as it is."""
+class OwnP:
+    """What formats have in common that use P^T as it is."""
 
     slack = SLACK
-
-    def k_scales(self, slot: Int32, m: int) -> list[Operand]:
-        return []
-
-    def v_scales(self, slot: Int32) -> ScalesOf:
-        return lambda m: []
 
     def p_tokens(self, b: Operand) -> Operand:
         return b
 
     def p_operands(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
         return p
+
+
+@dataclass(frozen=True)
+class Unscaled(OwnP):
+    """What formats without block scales have in common."""
+
+    def k_scales(self, slot: Int32, m: int) -> list[Operand]:
+        return []
+
+    def v_scales(self, slot: Int32) -> ScalesOf:
+        return lambda m: []
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Kv8Bit(Unscaled):
     def halves(self, x: Int32) -> list[Int32]:
         """Bytes (0, 1) and (2, 3) as f16x2."""
         if self.dtype == "float8_e5m2":
-            return [ptx.permute(x, Int32(0), 0x1404), ptx.permute(x, Int32(0), 0x3424)]
+            return ptx.e5m2x4_to_f16(x)
         return e4m3_halves(x, self.native)
 
 
@@ -242,5 +247,5 @@ def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
 
 
 def _shifted(x: Int32) -> Int32:
-    moved = isa.asm("shr.u32 $0, $1, 1;", [Int32], [x], pure=True)
+    moved = isa.shift_right(x, 1)
     return (x & Int32(-0x7FFF8000)) | (moved & Int32(0x3F803F80))

@@ -57,7 +57,7 @@ class HeadMerge(WholeMerge):
         maximum, total = self.row_state(row)
         factor, lse = self.finish.row(maximum, total, head)
         if isa.all_of([rows.exists(row), self.team.thread() < self.spec.rows, self.p.lse != Int64(0)]):
-            ptx.st_global_f32(self.lse_address(rows, row, head), lse)
+            ptx.st_global_f32(self.lse_address(rows, row, head), 0, lse)
         return factor
 
     def row_state(self, row: Int32) -> list[Float32]:

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_attn.kernels.blocks.ptx import asm, select
+from cute_attn.kernels.blocks.ptx import arithmetic, asm, flag, select
 
 # --- bytes and halves -----------------------------------------------------------------------------------------------
 
-
-def permute_by(a: Int32, b: Int32, selector: Int32) -> Int32:
-    """`permute` with a selector known at run time only."""
-    return asm("prmt.b32 $0, $1, $2, $3;", [Int32], [a, b, selector], pure=True)
+permute_by = arithmetic("prmt.b32", Int32)  # `permute` with a selector known at run time only
+mul_f16x2 = arithmetic("mul.rn.f16x2", Int32)
 
 
 def e2m1_spread(x: Int32) -> list[Int32]:
@@ -68,10 +66,6 @@ def to_e4m3_pair(lo: Float32, hi: Float32) -> Int32:
     return asm(text, [Int32], [hi, lo], pure=True)
 
 
-def mul_f16x2(a: Int32, b: Int32) -> Int32:
-    return asm("mul.rn.f16x2 $0, $1, $2;", [Int32], [a, b], pure=True)
-
-
 def scale_f16x2(a: Int32, pair: Int32, half: int) -> Int32:
     """Both halves of `a` times one half of `pair`."""
     source = "lh"[half]
@@ -84,10 +78,7 @@ def scale_f16x2(a: Int32, pair: Int32, half: int) -> Int32:
 
 # --- integers -------------------------------------------------------------------------------------------------------
 
-
-def mad_wide(a: Int32, b: Int32, c: Int64) -> Int64:
-    """a * b + c, a and b unsigned."""
-    return asm("mad.wide.u32 $0, $1, $2, $3;", [Int64], [a, b, c], pure=True)
+mad_wide = arithmetic("mad.wide.u32", Int64)  # a * b + c, a and b unsigned
 
 
 def less_unsigned(a: Int32, b: Int32) -> Boolean:
@@ -103,26 +94,17 @@ def movmatrix(x: Int32) -> Int32:
     return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x])
 
 
-def shuffle(x: Int32, lane: Int32) -> Int32:
-    return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [Int32], [x, lane])
-
-
 def shuffle_up(x: Int32, delta: int) -> Int32:
     """Value of the lane `delta` below; lanes without such a lane keep their own."""
     return asm(f"shfl.sync.up.b32 $0, $1, {delta}, 0, 0xffffffff;", [Int32], [x])
 
 
 def ballot(x: Boolean) -> Int32:
-    flag = select(x, Int32(1), Int32(0))
     text = "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
-    return asm(text, [Int32], [flag])
+    return asm(text, [Int32], [flag(x)])
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
-
-
-def _flag(condition: Boolean) -> Int32:
-    return select(condition, Int32(1), Int32(0))
 
 
 def load_if(condition: Boolean, address: Int64, offset: int, words: int) -> list[Int32]:
@@ -157,7 +139,7 @@ def _load(form: str, kind: type, condition: Boolean, address: Int64, offset: int
         + " ".join(f"mov.b32 ${i}, {t};" for i, t in enumerate(temporaries))
         + "}"
     )
-    loaded = asm(text, [kind] * words, [address, _flag(condition)])
+    loaded = asm(text, [kind] * words, [address, flag(condition)])
     return loaded if words > 1 else [loaded]
 
 
@@ -179,7 +161,7 @@ def _copy(
     text = (
         f"{{.reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.{form} [$0+{offset}], [$1+{source_offset}], {size}, $2;}}"
     )
-    asm(text, [], [shared, source, present, _flag(condition)])
+    asm(text, [], [shared, source, present, flag(condition)])
 
 
 def ldmatrix_bytes(address: Int32, offset: int, count: int) -> list[Int32]:
@@ -202,7 +184,7 @@ def draw(counter: Int64) -> Int32:
 
 
 def all_of(conditions: Sequence[Boolean]) -> Boolean:
-    held = select(conditions[0], Int32(1), Int32(0))
+    held = flag(conditions[0])
     for condition in conditions[1:]:
         held = select(condition, held, Int32(0))
     return held != Int32(0)

@@ -3,9 +3,15 @@
 from typing import Any, NamedTuple
 
 from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
-from cute_attn.kernels.xqa.parts.even import WarpShares
 from cute_attn.kernels.xqa.parts.head_merge import EvenMerge, HeadMerge
-from cute_attn.kernels.xqa.parts.partition import ClusterSegments, Load, Partition, WholeSegments, load_word
+from cute_attn.kernels.xqa.parts.partition import (
+    ClusterSegments,
+    Load,
+    Partition,
+    WarpShares,
+    WholeSegments,
+    load_word,
+)
 from cute_attn.kernels.xqa.parts.team import HeadWarp, LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.parts.tickets import TicketPartition
 from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge, WholeMerge

@@ -8,13 +8,14 @@ depends on lengths alone, not on timing, so results are deterministic.
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import warp_index
@@ -56,7 +57,7 @@ class StateMemory(Protocol):
 
 
 class SoftmaxState(NamedTuple):
-    """State of one row: maximum in log2 units, sum of exp2(score - maximum), VECTOR_WIDTH unnormalised outputs."""
+    """State of one row: maximum in log2 units, sum of exp2(score - maximum), some unnormalised outputs."""
 
     maximum: Float32
     total: Float32
@@ -69,9 +70,7 @@ def rescale_factor(maximum: Float32, new: Float32) -> Float32:
 
 
 def merge_states(parts: list[SoftmaxState]) -> SoftmaxState:
-    maximum = parts[0].maximum
-    for part in parts[1:]:
-        maximum = ptx.fmax(maximum, part.maximum)
+    maximum = reduce(ptx.fmax, [part.maximum for part in parts])
     total, values = Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)]
     for part in parts:
         factor = rescale_factor(part.maximum, maximum)
@@ -187,12 +186,12 @@ class Merge:
         p, head = self.p, rows.head(row)
         factor, lse = self.finish.row(result.maximum, result.total, head)
         if cutlass.and_(dim == 0, p.lse != Int64(0)):
-            ptx.st_global_f32(self.lse_address(rows, row, head), lse)
+            ptx.st_global_f32(self.lse_address(rows, row, head), 0, lse)
         values = [x * factor for x in result.values]
         place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
         if cutlass.const_expr(self.spec.out_dtype == "float8_e4m3fn"):
             packed = ptx.permute(isa.to_e4m3_pair(*values[:2]), isa.to_e4m3_pair(*values[2:]), 0x5410)
-            ptx.st_global_b32(place + Int64(dim), packed)
+            ptx.st_global_b32(place + Int64(dim), 0, packed)
         else:
             pairs = ptx.pack_pairs(self.spec.out_dtype, values)
             ptx.st_global_v2(place + Int64(dim * 2), 0, pairs)
@@ -215,7 +214,7 @@ class Merge:
         index = self.cta_index(share)
         if self.spec.heads > 1:
             index = index * self.spec.heads + warp_index()
-        return index * 2 + ptx.select(before == 0, Int32(1), Int32(0))
+        return index * 2 + ptx.flag(before == 0)
 
     def cta_index(self, share: Int32) -> Int32:
         """Linear index of the CTA that has share number `share` in this CTA's group."""
@@ -253,7 +252,7 @@ class Merge:
     def reset(self, counter: Int64) -> None:
         """Set a counter to 0 for the next launch."""
         if cute.arch.thread_idx()[0] == 0:
-            ptx.st_global_b32(counter, Int32(0))
+            ptx.st_global_b32(counter, 0, Int32(0))
 
     @cute.jit
     def merge_splits(self, rows: PackedRows, first: Int32, count: Int32) -> None:
@@ -306,3 +305,43 @@ class Merge:
         if self.has_columns(dim) is not True:
             exists = isa.all_of([exists, self.has_columns(dim)])
         return SoftmaxState(maximum, total, isa.ld_l2_if(exists, outputs + Int64(self.head_dim(dim) * 4), 4))
+
+
+@dataclass(frozen=True)
+class StateMerge(Merge):
+    """Merge where all warps of a CTA have one state, which lies in shared memory: by `threads` threads from the first
+    of the CTA, which meet at a named barrier."""
+
+    barrier: int
+    threads: int
+
+    @classmethod
+    def of(
+        cls,
+        spec: DecodeSpec,
+        memory: StateMemory,
+        p: Any,
+        base: Int32,
+        finish: FinalEpilogue,
+        barrier: int,
+        threads: int,
+    ) -> "StateMerge":
+        return cls(spec, memory, LoneWarp(), p, base, finish, barrier, threads)
+
+    @property
+    def states(self) -> range:
+        return range(1)
+
+    @property
+    def lanes(self) -> int:
+        return self.threads
+
+    def state_and_lane(self) -> tuple[Int32, Int32]:
+        return Int32(0), cute.arch.thread_idx()[0]
+
+    def sync(self) -> None:
+        tma.named_sync(Int32(self.barrier), self.threads)
+
+    @property
+    def vectors_per_lane(self) -> int:
+        return min(2 * VECTORS_PER_LANE, self.spec.rows * self.vectors_per_row // self.lanes)

@@ -1,6 +1,6 @@
 """Copies of K and V tiles from a paged cache into one warp's ring."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,10 +18,29 @@ from cute_attn.kernels.xqa.smem import XqaMemory
 
 
 class TokenPages(NamedTuple):
-    """Cache positions of a tile's tokens: lane l holds those of tokens l, l + 32, ..."""
+    """Cache positions of some tokens of a tile: lane l of a warp has those of tokens l, l + 32, ... in XQA."""
 
     pages: list[Int32]
     offsets: list[Int32]  # of the tokens, within their pages
+
+
+LoadPageId = Callable[[Boolean, Int32], Int32]  # the id of the request's page of this index, if it is wanted
+
+
+def token_pages(p: Any, tokens: Iterable[Int32], exists: Callable[[Int32], Boolean], load: LoadPageId) -> TokenPages:
+    """Read the page ids of tokens; nothing of one that does not exist."""
+    divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
+    pages, offsets = [], []
+    for token in tokens:
+        index = divisor.quotient(token)
+        pages.append(load(exists(token), index))
+        offsets.append(token - index * p.page_size)
+    return TokenPages(pages, offsets)
+
+
+def page_id(table: Int64, exists: Boolean, index: Int32) -> Int32:
+    """Read the id of page `index` of the request whose page ids are at `table`."""
+    return isa.load_if(exists, table + Int64(index) * Int64(4), 0, 1)[0]
 
 
 @dataclass(frozen=True)
@@ -57,20 +76,13 @@ class PagedKv:
 
     def page_id(self, exists: Boolean, index: Int32) -> Int32:
         """Read the id of the request's page `index`."""
-        return isa.load_if(exists, self.table + Int64(index) * Int64(4), 0, 1)[0]
+        return page_id(self.table, exists, index)
 
     def prefetch_page_ids(self, tile: Int32, wanted: Boolean) -> TokenPages:
         """Read the page ids of a tile's tokens; an unwanted tile reads nothing."""
-        pages, offsets = [], []
         lane = cute.arch.thread_idx()[0] & 31
-        divisor = Divisor(self.p.page_size, self.p.page_multiplier, self.p.page_shift)
-        for start in range(0, self.memory.cols, 32):
-            token = tile * self.memory.cols + (lane + start)
-            index = divisor.quotient(token)
-            exists = isa.all_of([wanted, self.readable(token)])
-            pages.append(self.page_id(exists, index))
-            offsets.append(token - index * self.p.page_size)
-        return TokenPages(pages, offsets)
+        tokens = (tile * self.memory.cols + (lane + start) for start in range(0, self.memory.cols, 32))
+        return token_pages(self.p, tokens, lambda token: isa.all_of([wanted, self.readable(token)]), self.page_id)
 
     def copies(self, token_pages: TokenPages, tile: Int32, wanted: Boolean, slot: Int32) -> Iterator[None]:
         """Copy a tile into the ring slot at shared address `slot`, one step per `next`, so that the caller can
@@ -90,7 +102,7 @@ class PagedKv:
         ]
         for i in range(self.copy_steps):
             first = i * layout.rows_per_step
-            k_place, v_place = (isa.shuffle(x, row + first % 32) for x in places[first // 32])
+            k_place, v_place = (ptx.shuffle_from(x, row + first % 32) for x in places[first // 32])
             exists = isa.less_unsigned(start + row + (first - self.first_token), left)
             size = ptx.select(exists, Int32(CHUNK), Int32(0))
             bits = layout.step_bits(first)

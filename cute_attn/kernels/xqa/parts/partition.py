@@ -34,7 +34,7 @@ class Share(NamedTuple):
     begin: Int32
     end: Int32
     size: Int32
-    pitch: Int32 | int = 0  # positions of every segment, see `even`; 0: a segment has those that it needs
+    pitch: Int32 | int = 0  # positions of every segment, see `EvenPartition`; 0: a segment has those that it needs
 
 
 class Costs(NamedTuple):
@@ -242,17 +242,17 @@ class Partition:
         run, reach = costs.run, costs.reach
         ended = ptx.count_ones(isa.ballot(reach <= share.begin))  # 32 for a share past the last request
         holder = ptx.minimum(ended, Int32(31))
-        before = isa.shuffle(reach - costs.own, holder)
+        before = ptx.shuffle_from(reach - costs.own, holder)
         index, passed = ptx.select(run == 1, ended, holder * run), before
         for i in cutlass.range(0, ptx.select(run == 1, Int32(0), run), unroll=4):
             passed = passed + self.cost(holder * run + i)
             behind = passed <= share.begin
-            index = index + ptx.select(behind, Int32(1), Int32(0))
+            index = index + ptx.flag(behind)
             before = ptx.select(behind, passed, before)
         return index, before
 
     def share(self, costs: Costs) -> Share:
-        return self.equal_share(isa.shuffle(costs.reach, Int32(31)))
+        return self.equal_share(ptx.shuffle_from(costs.reach, Int32(31)))
 
     def equal_share(self, total: Int32) -> Share:
         ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
@@ -309,6 +309,67 @@ class Partition:
         """Index of the request behind that of a segment, past the last one for a segment beyond the share."""
         index = following.index + 1
         return index if share is None else ptx.select(self.overlaps(following, share), index, self.p.batch)
+
+
+@dataclass(frozen=True)
+class EvenPartition(Partition):
+    """Partition that gives CTAs equally many whole segments, or cuts segments into equally many equal parts, where the
+    largest share is then at most `spare` positions larger than equal shares. Each segment has the positions of the
+    longest one then (`Share.pitch`). Other requests are cut as they are by `Partition`."""
+
+    def spare(self, size: Int32) -> Int32:
+        """Positions by which the largest share may exceed equal shares of `size`: two rounds of the warps of an SM's
+        only CTA, or four of a smaller CTA's, take less time than a partial result, which is written, read and merged.
+        """
+        return Int32((2 if self.spec.ctas == 1 else 4) * self.spec.teams)
+
+    def share(self, costs: Costs) -> Share:
+        p, ctas, cta = self.p, cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
+        total = ptx.shuffle_from(costs.reach, Int32(31))
+        equal = self.equal_share(total)
+        most = equal.size + self.spare(equal.size)
+        longest = ptx.divide(ptx.warp_maximum(costs.longest), p.units_per_cta_group)
+        segments = p.batch * p.units_per_cta_group
+        of_cta = self.per_cta(segments + ctas - 1)  # segments
+        parts = ptx.maximum(ptx.divide(ctas, ptx.maximum(segments, Int32(1))), Int32(1))  # of a segment
+        parts = ptx.select(of_cta * longest <= most, Int32(1), parts)
+        part = ptx.divide(longest + parts - 1, parts)
+        size = of_cta * part
+        even = isa.all_of([size >= equal.size, size <= most])
+        pitch = ptx.select(even, parts * part, Int32(0))
+        total = ptx.select(even, segments * pitch, total)
+        return self.share_of(cta, total, ptx.select(even, size, equal.size), pitch)
+
+    @cute.jit
+    def find(self, costs: Costs, share: Share) -> tuple[Int32, Int32]:
+        index, before = Int32(0), Int32(0)
+        if share.pitch > 0:
+            length = share.pitch * self.p.units_per_cta_group
+            index = ptx.divide(share.begin, length)
+            before = index * length
+        else:
+            index, before = Partition.find(self, costs, share)
+        return index, before
+
+    def split(self, segment: Segment, share: Share) -> KvSplit:
+        begin = ptx.opaque(cute.arch.block_idx()[1]) * share.size  # computed again: no register holds it meanwhile
+        return super().split(segment, share._replace(begin=begin))
+
+    def length(self, request: Request, share: Share) -> Int32:
+        return ptx.select(share.pitch > 0, share.pitch, super().length(request, share))
+
+    def next_start(self, segment: Segment, share: Share | None) -> Int32:
+        assert share is not None
+        return segment.start + self.length(segment.request, share)
+
+
+@dataclass(frozen=True)
+class WarpShares(EvenPartition):
+    """Partition of small CTAs, many of which run on an SM: while those with longer segments are alone, half of them
+    keep enough bytes in flight."""
+
+    def spare(self, size: Int32) -> Int32:
+        return size >> 2
 
 
 @dataclass(frozen=True)

@@ -6,23 +6,12 @@ votes.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, Int64
 
-from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.softmax import INFINITY, SLACK, add, tree
-
-
-class Running(NamedTuple):
-    """Output accumulator and, per column slot, the negated anchor in log2 units (+inf: no token seen) and this lane's
-    partial sum."""
-
-    out: list[Float32]
-    shift: list[Float32]
-    total: list[Float32]
+from cute_attn.kernels.blocks import ptx, sm100
+from cute_attn.kernels.blocks.softmax import INFINITY, SLACK, Running, add, any_of, tree
 
 
 @dataclass(frozen=True)
@@ -56,11 +45,7 @@ class ColumnSoftmax:
     @cute.jit
     def rescale_if_needed(self, running: Running, s: list[Float32]) -> Running:
         maxima = [self.largest(self.of_slot(s, slot)) for slot in self.slots]
-        rises = self.exceeds_slack(running, maxima)
-        any_rise = rises[0]
-        for rise in rises[1:]:
-            any_rise = cutlass.or_(any_rise, rise)
-        if cute.arch.vote_any_sync(any_rise):
+        if cute.arch.vote_any_sync(any_of(self.exceeds_slack(running, maxima))):
             running = self.rescale(running, maxima)
         return running
 
@@ -93,6 +78,36 @@ class ColumnSoftmax:
 
     def sums(self, p: list[Float32], total: list[Float32]) -> list[Float32]:
         return [tree(add, self.of_slot(p, slot)) + total[slot] for slot in self.slots]
+
+
+@dataclass(frozen=True)
+class PackedColumnSoftmax(ColumnSoftmax):
+    """The softmax with two scores an instruction (sm_100 and later): the two columns of a lane lie side by side."""
+
+    def largest(self, values: list[Float32]) -> Float32:
+        """Maximum, three numbers at a time."""
+        while len(values) > 1:
+            threes = [values[i : i + 3] for i in range(0, len(values), 3)]
+            values = [sm100.fmax3(*x) if len(x) == 3 else x[0] if len(x) == 1 else ptx.fmax(*x) for x in threes]
+        return values[0]
+
+    def exponentials(self, s: list[Float32], shift: list[Float32]) -> list[Float32]:
+        finite = [ptx.select(x == Float32(INFINITY), Float32(0.0), x) for x in shift]
+        scales, shifts = self._pairs(self.log2_scale), self._pairs(finite)
+        blocks = [self.slot(i) // 2 for i in range(0, len(s), 2)]
+        scaled = [sm100.fma_pair(x, scales[b], shifts[b]) for x, b in zip(self._pairs(s), blocks, strict=True)]
+        return [ptx.exp2(x) for two in scaled for x in sm100.halves(two)]
+
+    def sums(self, p: list[Float32], total: list[Float32]) -> list[Float32]:
+        """Sums of both columns at once."""
+        pairs, found = self._pairs(p), self._pairs(total)
+        for block in range(self.row_blocks):
+            mine = [x for i, x in enumerate(pairs) if self.slot(2 * i) // 2 == block]
+            found[block] = sm100.add_pair(tree(sm100.add_pair, mine), found[block])
+        return [x for two in found for x in sm100.halves(two)]
+
+    def _pairs(self, values: list[Float32]) -> list[Int64]:
+        return [sm100.pair(*values[i : i + 2]) for i in range(0, len(values), 2)]
 
 
 def reduce_column(op, x):  # type: ignore[no-untyped-def]  # over traced values

@@ -14,8 +14,7 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.even import EvenPartition
-from cute_attn.kernels.xqa.parts.partition import BEYOND, Costs, KvSplit, Segment, Share
+from cute_attn.kernels.xqa.parts.partition import BEYOND, Costs, EvenPartition, KvSplit, Segment, Share
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
@@ -34,7 +33,7 @@ class TicketPartition(EvenPartition):
         ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
         share = super().share(costs)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group)
-        equal = self.per_cta(isa.shuffle(costs.reach, Int32(31)) + ctas - 1)
+        equal = self.per_cta(ptx.shuffle_from(costs.reach, Int32(31)) + ctas - 1)
         # With two segments at most, whole ones that `EvenPartition` gives to a CTA are known to it from the start.
         uneven = ptx.select(self.draws, Int32(0), share.pitch) == Int32(0)
         dealt = isa.all_of([self.segments > ctas, longest <= self.most(equal), uneven])
@@ -108,7 +107,7 @@ class TicketPartition(EvenPartition):
             counter = self.p.counters + Int64(cute.arch.block_idx()[0]) * Int64(4)
             drawn = isa.draw(counter)
             if drawn == self.segments - ctas - 1:
-                ptx.st_global_b32(counter, Int32(0))
+                ptx.st_global_b32(counter, 0, Int32(0))
             ticket = drawn + 2 * ctas
         return ticket
 

@@ -6,9 +6,8 @@ from cute_attn.kernels.xqa.parts.block_format import Kv4BitBlocks
 from cute_attn.kernels.xqa.parts.e2m1 import HardwareE2m1, SpreadBits
 from cute_attn.kernels.xqa.parts.formats import Kv4Bit, Kv8Bit, Kv16Bit
 from cute_attn.kernels.xqa.parts.layouts import BlockLayout, TileLayout
-from cute_attn.kernels.xqa.parts.packed_softmax import PackedColumnSoftmax
 from cute_attn.kernels.xqa.parts.reads import BlockReads, MatrixReads
-from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax
+from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, PackedColumnSoftmax
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.arch import Arch

@@ -8,9 +8,10 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
-from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
+from cute_attn.kernels.xqa.parts.softmax import reduce_column
 from cute_attn.kernels.xqa.parts.tile_forms import Format
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -65,8 +66,8 @@ class WarpMerge(Merge):
                     ptx.st_shared_v2_f32(at, 0, [upper, lower])
                 else:  # row g + 8 differs in bit 3, which the swizzle may flip
                     far = outputs + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim + distance, row) * 4
-                    ptx.st_shared_f32(at, upper)
-                    ptx.st_shared_f32(far, lower)
+                    ptx.st_shared_f32(at, 0, upper)
+                    ptx.st_shared_f32(far, 0, lower)
 
     @cute.jit
     def publish_stats(self, stats: Int32, maximum: list[Float32], totals: list[Float32]) -> None:

@@ -8,15 +8,15 @@ head dims are the M of the products, packed rows their N. A CTA has one ring of 
     warps 5, 6   producers: cp.async by token (`producer_warps`)
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.roles import WarpRole, empty_arrivals, full_arrivals
-from cute_attn.kernels.blocks.scalars import zeros
 from cute_attn.kernels.xqa.kernel import XqaParams
 from cute_attn.kernels.xqa.umma.mma_warp import MmaWarp
 from cute_attn.kernels.xqa.umma.producer_warps import ProducerWarps, QkvProducerWarps
@@ -29,7 +29,7 @@ MMA_WARP = SOFTMAX_WARPS
 PRODUCER_WARP = MMA_WARP + 1
 
 
-class XqaUmmaProgram:
+class XqaUmmaProgram(GridProgram):
     """The decode kernel of one spec."""
 
     params = XqaParams
@@ -51,18 +51,6 @@ class XqaUmmaProgram:
     @property
     def warps(self) -> int:
         return sum(role.warps for role in self.roles)
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(XqaParams), Int32(1), Int32(1), Int32(1))
-
-    @cute.jit
-    def __call__(self, params: XqaParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(
-            grid=[grid_x, grid_y, grid_z],
-            block=list(self.block),
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-        )
 
     @cute.kernel
     def kernel(self, params: XqaParams) -> None:

@@ -5,7 +5,8 @@ the async proxy: the MMA warp fences between its wait and its products.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -14,9 +15,10 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, start
 from cute_attn.kernels.blocks.roles import WarpRole
-from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.pages import TokenPages, page_id, token_pages
 from cute_attn.kernels.xqa.parts.partition import Partition, Segment, kv_split
 from cute_attn.kernels.xqa.umma.operands import in_lines
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
@@ -24,13 +26,6 @@ from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.kernels.xqa.umma.work import first_tile, tile_count
 
 WARPS = 2  # with the others no more than eight, which leaves 255 registers for a thread
-
-
-class TokenPages(NamedTuple):
-    """Cache positions of a tile's tokens: lane l holds those of the warp's tokens l and l + 32."""
-
-    pages: list[Int32]
-    offsets: list[Int32]  # of the tokens, within their pages
 
 
 @dataclass(frozen=True)
@@ -83,17 +78,15 @@ class TokenRows:
         return self.spec.cols // WARPS
 
     def pages(self, tile: Int32, wanted: Boolean) -> TokenPages:
-        """Reads the page ids of this lane's tokens; an unwanted tile reads nothing."""
-        request, p, lane = self.segment.request, self.p, self.thread & 31
-        pages, offsets = [], []
-        for i in range(0, self.warp_rows, 32):
-            token = tile * self.spec.cols + (self.thread >> 5) * self.warp_rows + lane + i
-            index = Divisor(p.page_size, p.page_multiplier, p.page_shift).quotient(token)
+        """Reads the page ids of this lane's tokens, l and l + 32 of the warp's; an unwanted tile reads nothing."""
+        request, lane, rows = self.segment.request, self.thread & 31, range(0, self.warp_rows, 32)
+        tokens = (tile * self.spec.cols + (self.thread >> 5) * self.warp_rows + lane + i for i in rows)
+
+        def exists(token: Int32) -> Boolean:
             readable = isa.less_unsigned(token - request.first_token, request.kv_len - request.first_token)
-            exists = isa.all_of([wanted, readable])
-            pages.append(isa.load_if(exists, self.table + Int64(index) * Int64(4), 0, 1)[0])
-            offsets.append(token - index * p.page_size)
-        return TokenPages(pages, offsets)
+            return isa.all_of([wanted, readable])
+
+        return token_pages(self.p, tokens, exists, partial(page_id, self.table))
 
     def copy(self, operand: str, piece: int, tile: Int32, pages: TokenPages, slot: Int32) -> None:
         """Copies the warp's rows of a piece of K or V to a slot."""
@@ -107,7 +100,7 @@ class TokenRows:
         length = request.kv_len - request.first_token
         target = slot + in_lines(first, chunk, layout.line)
         for i in range(0, self.warp_rows, layout.rows):
-            source = isa.mad_wide(isa.shuffle(places[i // 32], row + i % 32), Int32(CHUNK), start)
+            source = isa.mad_wide(ptx.shuffle_from(places[i // 32], row + i % 32), Int32(CHUNK), start)
             size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
             shared = target ^ Int32(layout.flipped(i)) if layout.flipped(i) else target
             for within in range(0, layout.piece_bytes, layout.line):

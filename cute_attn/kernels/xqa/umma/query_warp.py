@@ -76,7 +76,7 @@ class QueryWarp:
                     # What is infinite or NaN must not become finite in other rows.
                     largest = ptx.maximum(largest, ptx.select(magnitude < Int32(INFINITY), magnitude, Int32(0)))
         for lane_mask in (16, 8, 4, 2, 1):
-            largest = ptx.maximum(largest, ptx.shuffle_xor_b32(largest, lane_mask))
+            largest = ptx.maximum(largest, ptx.shuffle_xor(largest, lane_mask))
         exponent = ptx.minimum(Int32(TARGET_EXPONENT + 127) - ((largest + Int32(QUARTER)) >> 23), Int32(MAX_EXPONENT))
         factor, inverse = (ptx.from_bits((127 + x) << 23) for x in (exponent, Int32(0) - exponent))
         return factor, inverse
@@ -113,7 +113,7 @@ class QueryWarp:
         """Hands Q on, with the factor from products to base-2 exponents."""
         tma.fence_async()
         if lane == 0:
-            ptx.st_shared_f32(shared.scratch("q_scales") + slot * 4, scale)
+            ptx.st_shared_f32(shared.scratch("q_scales") + slot * 4, 0, scale)
         ptx.sync_warp()
         if lane == 0:
             tma.barrier_arrive(full)

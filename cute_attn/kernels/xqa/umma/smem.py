@@ -57,6 +57,8 @@ class UmmaMemory:
 
     # --- as the merge of XQA reads it: one state ---------------------------------------------------------------------
 
+    ring_bytes = 0  # distance of the outputs of two states
+
     @property
     def rows(self) -> int:
         return self.spec.rows
@@ -65,11 +67,6 @@ class UmmaMemory:
     def tile_dim(self) -> int:
         """Columns of an output row."""
         return self.spec.head_dim
-
-    @property
-    def ring_bytes(self) -> int:
-        """Distance of the outputs of two states."""
-        return 0
 
     @property
     def outputs(self) -> int:

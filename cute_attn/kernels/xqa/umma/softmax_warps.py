@@ -18,11 +18,10 @@ from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import add, tree
 from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.xqa.parts.masks import TokenMask
+from cute_attn.kernels.xqa.parts.merge import StateMerge
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, kv_split
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
-from cute_attn.kernels.xqa.parts.state_merge import StateMerge
-from cute_attn.kernels.xqa.umma.columns import reduce_columns
-from cute_attn.kernels.xqa.umma.masks import TokenMask
 from cute_attn.kernels.xqa.umma.operands import probabilities
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
@@ -144,7 +143,7 @@ class SoftmaxWarps:
     def clear_shifts(self, shared: cutlass.Constexpr) -> None:
         thread = ptx.thread_index()
         if thread < self.spec.rows:
-            ptx.st_shared_f32(shared.scratch("shifts") + thread * 4, Float32(0.0))
+            ptx.st_shared_f32(shared.scratch("shifts") + thread * 4, 0, Float32(0.0))
 
     # --- a tile -----------------------------------------------------------------------------------------------------
 
@@ -245,10 +244,10 @@ class SoftmaxWarps:
             delta = ptx.select(moves, Float32(self.probabilities.offset) - high, Float32(0.0))
             at = thread * 4
             shift = ptx.ld_shared_f32(shared.scratch("shifts") + at)
-            ptx.st_shared_f32(shared.scratch("shifts") + at, shift + delta)
+            ptx.st_shared_f32(shared.scratch("shifts") + at, 0, shift + delta)
             # Before the first token there is nothing to rescale, but the factor might be infinite.
             factor = ptx.select(unset, Float32(1.0), ptx.exp2(delta))
-            ptx.st_shared_f32(shared.scratch("factors") + at, factor)
+            ptx.st_shared_f32(shared.scratch("factors") + at, 0, factor)
             unset = cutlass.and_(unset, first == Boolean(False))
         search = tma.any_of_warpgroup(Int32(VOTE_BARRIER), unset)  # the factors are visible, too
         totals = []
@@ -284,7 +283,7 @@ class SoftmaxWarps:
         columns = shared.scratch("columns") + (thread >> 5) * (self.spec.rows * 4) + thread % size * 4
         for first in self.chunks:
             value = reduce_columns(op, x[first : first + size], thread & 31)
-            ptx.st_shared_f32(columns + first * 4, value)
+            ptx.st_shared_f32(columns + first * 4, 0, value)
         tma.named_sync(Int32(SYNC_BARRIER), THREADS)
 
     def shared_columns(self, shared: UmmaShared, column: Int32) -> list[Float32]:
@@ -331,7 +330,7 @@ class SoftmaxWarps:
                     for i in cutlass.range_constexpr(OUTPUT_COLUMNS):
                         row = first + i
                         where = outputs + merge.swizzled_dim(dim, Int32(row)) * 4
-                        ptx.st_shared_f32(where + Int32(row * spec.head_dim * 4), values[i])
+                        ptx.st_shared_f32(where + Int32(row * spec.head_dim * 4), 0, values[i])
 
     def outputs(self, context: SoftmaxContext, piece: int, first: int) -> list[Float32]:
         """Loads columns of O^T; the terms of P have columns of their own."""
@@ -348,3 +347,21 @@ class SoftmaxWarps:
         outputs, zeros = shared.scratch("outputs"), [Float32(0.0) for _ in range(4)]
         for i in cutlass.range(ptx.thread_index(), self.spec.rows * self.spec.head_dim // 4, THREADS, unroll=1):
             ptx.st_shared_v4_f32(outputs + i * 16, 0, zeros)
+
+
+def reduce_columns(op: Any, values: list[Float32], lane: Int32) -> Float32:
+    """Reduces 16 or 32 values over all lanes; lane l returns value l modulo their number.
+
+    Lanes that differ in one bit share the work: each passes on the half of the values that the other keeps.
+    """
+    if len(values) == 16:
+        values = [op(x, ptx.shuffle_xor(x, 16)) for x in values]
+    while len(values) > 1:
+        half = len(values) // 2
+        upper = lane & half != Int32(0)
+        kept = []
+        for low, high in zip(values[:half], values[half:], strict=True):
+            keep, give = ptx.select(upper, high, low), ptx.select(upper, low, high)
+            kept.append(op(keep, ptx.shuffle_xor(give, half)))
+        values = kept
+    return values[0]
