@@ -111,6 +111,21 @@ class Emitter:
             value = f"where({self.mask}, {value}, R[{operand.index}])"
         self.line(f"R[{operand.index}] = {value}")
 
+    def compute(self, inst: Inst, function: str | Callable[..., Any], *kinds: str) -> None:
+        """Set the first operand to a function of the others, or to a pattern of `{0}`, `{1}`, ... `kinds`: types of the
+        operands; all are of the type that the opcode ends with where none are given.
+        """
+        target, *sources = inst.operands
+        own = kinds or (OF_PTX[inst.op.rpartition(".")[2]],) * len(inst.operands)
+        values = [self.get(x, kind) for x, kind in zip(sources, own[1:], strict=True)]
+        if isinstance(function, str):
+            if f"{{{len(values) - 1}}}" not in function or f"{{{len(values)}}}" in function:
+                raise PtxError(f"{inst.op} with {len(values)} operands")
+            self.set(target, own[0], function.format(*values))
+        else:
+            name = self.bind(function, getattr(function, "__name__", "computed"))
+            self.set(target, own[0], f"{name}({', '.join(values)})")
+
     def call(
         self, function: Callable[..., Any], arguments: Sequence[str], results: Sequence[tuple[Operand, str]] = ()
     ) -> None:
