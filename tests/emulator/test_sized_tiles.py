@@ -17,7 +17,7 @@ from cute_attn.schedule.cuts import Cut
 from tests.support.batch_case import BatchCase, dims, heads, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, prefill
-from tests.support.persistent_emulated import FA3, name, solve_on
+from tests.support.persistent_emulated import FA3, assert_cut, name, solve_on
 from tests.support.schedules import all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -79,5 +79,5 @@ def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
         mock.patch.object(cost_model, "BALANCED", (0, 1)),
     ):
         emulation = solve_on(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
-    assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
+    assert_cut(FA3, emulation)
     assert_tile(LONGEST, batch.mask, emulation)
