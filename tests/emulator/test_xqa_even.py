@@ -112,7 +112,7 @@ DEALT = {
 )
 def test_segments_are_dealt_out(name: str, schedule: str) -> None:
     case, sms = DEALT[name]
-    assert decode(case, sms, CTA_SHARES, schedule) == ({"shares"}, True)
+    assert shares(case, sms, CTA_SHARES, schedule) == ({"shares"}, True)
 
 
 # The same where an SM has two of them; four rounds are eight tiles. The last one is of the ring for many requests.
