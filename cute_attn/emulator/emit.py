@@ -111,14 +111,35 @@ class Emitter:
             value = f"where({self.mask}, {value}, R[{operand.index}])"
         self.line(f"R[{operand.index}] = {value}")
 
+    def compute(self, inst: Inst, function: str | Callable[..., Any], *kinds: str) -> None:
+        """Set the first operand to a function of the others, or to a pattern of `{0}`, `{1}`, ... `kinds`: types of the
+        operands; all are of the type that the opcode ends with where none are given.
+        """
+        target, *sources = inst.operands
+        own = kinds or (OF_PTX[inst.op.rpartition(".")[2]],) * len(inst.operands)
+        values = [self.get(x, kind) for x, kind in zip(sources, own[1:], strict=True)]
+        if isinstance(function, str):
+            if f"{{{len(values) - 1}}}" not in function or f"{{{len(values)}}}" in function:
+                raise PtxError(f"{inst.op} with {len(values)} operands")
+            self.set(target, own[0], function.format(*values))
+        else:
+            name = self.bind(function, getattr(function, "__name__", "computed"))
+            self.set(target, own[0], f"{name}({', '.join(values)})")
+
     def call(
-        self, function: Callable[..., Any], arguments: Sequence[str], results: Sequence[tuple[Operand, str]] = ()
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[str],
+        results: Sequence[tuple[Operand, str]] = (),
+        rows: bool = False,
     ) -> None:
-        """Emit `function(w, mask, *arguments)`, which returns one array for each of `results`."""
+        """Emit `function(w, mask, *arguments)`, which returns one array for each of `results`; `rows`: as rows of one
+        array, even if there is one result.
+        """
         text = f"{self.bind(function, function.__name__)}({', '.join(('w', self.mask, *arguments))})"
         if not results:
             self.line(text)
-        elif len(results) == 1:
+        elif len(results) == 1 and not rows:
             self.set(*results[0], text)
         else:
             self.line(f"t = {text}")
@@ -134,8 +155,16 @@ class Emitter:
         base = self.get(operand.base, kind)
         return f"({base} + {self.constant(operand.offset, kind)})" if operand.offset else base
 
+    def shared_address(self, operand: Operand, space: str) -> str:
+        """Address expression in shared memory, u4; generic where the opcode names no space."""
+        return self.address(operand, wide=False) if space else f"{self.address(operand, wide=True)}.astype(u4)"
+
     def items(self, operand: Operand) -> tuple[Operand, ...]:
         return operand.items if isinstance(operand, Vec) else (operand,)
+
+    def values(self, operands: Sequence[Operand], kind: str) -> str:
+        """Tuple of the operands' values."""
+        return "(" + "".join(f"{self.get(operand, kind)}, " for operand in operands) + ")"
 
     def constant(self, value: int, kind: str) -> str:
         name = f"c_{kind}_{value & ((1 << 64) - 1):x}"

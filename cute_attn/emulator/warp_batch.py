@@ -100,6 +100,15 @@ class WarpBatch:
         """Positions of the active lanes."""
         return self._lanes if mask is None else np.flatnonzero(mask)
 
+    def each(self, mask: Array | None, *registers: Array) -> Iterator[tuple[int, ...]]:
+        """Positions of the active lanes, each with its values of integer registers."""
+        lanes = self.lanes(mask)
+        return zip(lanes.tolist(), *(self.full(x)[lanes].tolist() for x in registers), strict=True)
+
+    def thread(self, lane: int) -> int:
+        """Number in the CTA of the thread at a position."""
+        return int(self.warps[self.row[lane]]) * 32 + int(self.lane[lane])
+
     def active_agents(self, mask: Array | None) -> Array:
         """The agents of the warps that have active lanes."""
         return self.agents if mask is None else self.agents[mask.reshape(-1, 32).any(axis=1)]

@@ -6,7 +6,7 @@ import collections
 import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch
 from cute_attn import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache, single_prefill_with_kv_cache
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.kernels.fa2.host.family import FAMILY
+from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.host import gpu as loading
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.gpu import Gpu
@@ -22,9 +23,9 @@ from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.host.single import SingleRun
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
-from cute_attn.runtime.artifact import Artifact, Param
+from cute_attn.runtime.artifact import Artifact
 from cute_attn.wrappers import calls
-from tests.support.fa2_launches import Fa2Params
+from tests.support.named_launches import params_of
 from tests.support.stub_driver import StubDriver, forget_loaded
 
 WARM, CALLS = 1_000, 10_000
@@ -92,8 +93,7 @@ def test_plans_and_runs_on_the_reference() -> None:
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     """Calls with CPU tensors go to fa2 on a pretended H200, whose driver does nothing."""
-    kinds = {name: "f32" if hint is float else "i64" for name, hint in get_type_hints(Fa2Params).items()}
-    params = tuple(Param(name, kind, 8 * i, 4 if kind == "f32" else 8) for i, (name, kind) in enumerate(kinds.items()))
+    params = params_of(Fa2Spec("float16", "float16", 64, 64))
     driver = StubDriver(params)
 
     def get(spec: Any, arch: str, program_of: Any) -> Artifact:

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ import torch
 from cute_attn import ArgumentError, single_decode_with_kv_cache, single_prefill_with_kv_cache
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.kernels.fa2.host.family import FAMILY
+from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.host import gpu as loading
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.gpu import Gpu
@@ -30,10 +31,10 @@ from cute_attn.request import single as single_request
 from cute_attn.request.settings import Call
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
-from cute_attn.runtime.artifact import Artifact, Param
+from cute_attn.runtime.artifact import Artifact
 from cute_attn.wrappers import calls
 from tests.support.error_rows import TABLE, Row
-from tests.support.fa2_launches import Fa2Params, RecordedLaunch, record
+from tests.support.named_launches import params_of, recorded
 from tests.support.stub_driver import StubDriver, forget_loaded
 from tests.support.threads import in_threads
 
@@ -318,16 +319,16 @@ def test_a_flat_custom_mask_is_the_same_mask() -> None:
 
 
 @pytest.mark.usefixtures("on_fa2", "aligned_memory")
-def test_a_growing_cache_decides_its_settings_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_cache_decides_its_settings_once() -> None:
     """Decode over a growing cache: every launch has its own length. Numbers: `tests/wrappers/test_single_calls.py`."""
-    record(monkeypatch)
     given = tensors(kv_len=700, dim=64)
     q, k, v = given["q"][0], given["k"], given["v"]
     kv_lens = (0, 1, 2, 63, 64, 65, 699, 700, 64)
-    for kv_len, window_left in itertools.product(kv_lens, (-1, 20)):
-        single_decode_with_kv_cache(q, k[:kv_len], v[:kv_len], window_left=window_left)
+    with recorded() as launches:
+        for kv_len, window_left in itertools.product(kv_lens, (-1, 20)):
+            single_decode_with_kv_cache(q, k[:kv_len], v[:kv_len], window_left=window_left)
+        launched = [launch for launch in launches.fired if isinstance(launch.spec, Fa2Spec)]
     assert request_settings.call_settings.kept.cache_info().currsize == 2
-    launched = [launch for launch in RecordedLaunch.fired if isinstance(launch.params, Fa2Params)]
     assert [launch.params.kv_len for launch in launched] == [n for n in kv_lens for _ in range(2)]
     assert {launch.grid[2] for launch in launched} > {1}  # whole and split
 
@@ -335,8 +336,7 @@ def test_a_growing_cache_decides_its_settings_once(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("on_fa2")
 def test_threads_and_streams_share_memos(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch carries the addresses, numbers and stream of one call, while others are under way."""
-    kinds = {name: "f32" if hint is float else "i64" for name, hint in get_type_hints(Fa2Params).items()}
-    params = tuple(Param(name, kind, 8 * i, 4 if kind == "f32" else 8) for i, (name, kind) in enumerate(kinds.items()))
+    params = params_of(Fa2Spec("float16", "float16", 64, 64))
     artifact = Artifact("sm_90a", "kernel", b"cubin", "", params, (128, 1, 1), 0, 0, 0, 0, {})
     driver, own = StubDriver(params), threading.local()
     driver.launch_seconds = 1e-4
@@ -360,21 +360,21 @@ def test_threads_and_streams_share_memos(monkeypatch: pytest.MonkeyPatch) -> Non
     in_threads(work, range(1, 5))
     forget_loaded()
     launched = [
-        Fa2Params(*(int.from_bytes(x, "little", signed=True) for x in run["params"])) for run in driver.launches
+        {p.name: int.from_bytes(x, "little", signed=True) for p, x in zip(params, run["params"], strict=True)}
+        for run in driver.launches
     ]
-    assert sorted(p.q for p in launched) == sorted(calls)
+    assert sorted(p["q"] for p in launched) == sorted(calls)
     assert len(calls) == 200
     for p, run in zip(launched, driver.launches, strict=True):
-        assert calls[p.q] == (run["stream"], p.qo_len, p.kv_len)
-        assert p.right == (p.kv_len - p.qo_len if run["stream"] % 2 == 0 else UNBOUNDED)
+        assert calls[p["q"]] == (run["stream"], p["qo_len"], p["kv_len"])
+        assert p["right"] == (p["kv_len"] - p["qo_len"] if run["stream"] % 2 == 0 else UNBOUNDED)
 
 
 # ---- what is kept
 
 
 @pytest.mark.usefixtures("on_fa2")
-def test_no_tensor_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    record(monkeypatch)
+def test_no_tensor_is_kept_alive() -> None:
     given = {
         **tensors(),
         "out": torch.empty(3, 4, 16, dtype=HALF),
@@ -384,7 +384,8 @@ def test_no_tensor_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
         "custom_mask": torch.ones(3, 7, dtype=torch.bool),
     }
     references = [weakref.ref(tensor) for tensor in given.values()]
-    single_prefill_with_kv_cache(**given)
+    with recorded():
+        single_prefill_with_kv_cache(**given)
     wrong = torch.ones(1)
     references.append(weakref.ref(wrong))
     for name in ("sm_scale", "window_left", "causal", "o_dtype", "kv_layout"):

@@ -24,6 +24,7 @@ from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.request.settings import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
 from cute_attn.runtime.arch import ARCHS, Arch, named
+from tests.support.batch_case import dims
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CUDA = Features(torch.device("cuda:0"), BF16, BF16, BF16, 32, 8, 128, 128)
@@ -32,52 +33,60 @@ HOPPER, AMPERE = named("sm_90a"), named("sm_80")
 FA2, FA3, XQA = (capabilities.BY_NAME[name] for name in ("fa2", "fa3", "xqa"))
 REFERENCE = capabilities.BY_NAME["reference"]
 
+Asked = dict[str, Any]
+FP8_Q: Asked = {"q_dtype": E4M3, "kv_dtype": E4M3}
+NVFP4: Asked = {"kv_dtype": torch.uint8, "kv_block_scales": True}
+ROPE, ALIBI = {"pos_encoding_mode": "ROPE_LLAMA"}, {"pos_encoding_mode": "ALIBI"}
+EVERYTHING: Asked = {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False}
+ODD_GROUP = {"num_qo_heads": 7, "num_kv_heads": 1}
+sources = pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
+persistent = pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a")])
+
+
+def assert_faster(asked: Asked, backend: str, arch: str, least: int = 65) -> None:
+    """That the backend takes problems of `least` query rows, and fa2 those of fewer."""
+    features = CUDA._replace(**asked)
+    assert select.choose(features, arch=named(arch), load=Load(least)).name == backend
+    assert select.choose(features, arch=named(arch), load=Load(least - 1)) is FA2
+
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (16, 240), (192, 128), (256, 256), (512, 512)])
 @pytest.mark.parametrize("dtype", HALF)
 def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], dtype: torch.dtype) -> None:
-    features = CUDA._replace(q_dtype=dtype, kv_dtype=dtype, head_dim_qk=head_dims[0], head_dim_vo=head_dims[1])
+    features = CUDA._replace(q_dtype=dtype, kv_dtype=dtype, **dims(*head_dims))
+    asked: Asked
     for asked in (
         {},
-        {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False},
-        {"pos_encoding_mode": "ROPE_LLAMA", "o_dtype": torch.float32},
-        {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
+        EVERYTHING,
+        ROPE | {"o_dtype": torch.float32},
+        ALIBI | ODD_GROUP,
         {"kv_dtype": torch.float8_e5m2},
     ):
         assert select.choose(features._replace(**asked), arch=named(arch), load=Load(1)) is FA2
 
 
-@pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
+@sources
 @pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (112, 112), (192, 128), (48, 16), (256, 256)])
 @pytest.mark.parametrize(
     ("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a"), ("fa4", "sm_103a")], ids=lambda name: name
 )
 def test_persistent_kernels_take_many_rows(backend: str, arch: str, kv_source: str, head_dims: tuple[int, int]) -> None:
-    features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source)
-    changes: tuple[dict[str, Any], ...] = (
-        {},
-        {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False, "o_dtype": torch.float32},
-        {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
-        {"multi_item": True},
-    )
-    able, on = capabilities.BY_NAME[backend], named(arch)
-    for asked in changes:
-        wanted = features._replace(**asked)
-        assert select.choose(wanted, arch=on, load=Load(65)) is able
-        assert select.choose(wanted, arch=on, load=Load(64)) is FA2
-        assert select.choose(wanted, arch=named("sm_120a"), load=Load(65)) is FA2
-        assert select.choose(wanted, backend, on, load=Load(1)) is able
+    where = {"kv_source": kv_source} | dims(*head_dims)
+    for changes in ({}, EVERYTHING | {"o_dtype": torch.float32}, ALIBI | ODD_GROUP, {"multi_item": True}):
+        asked = where | changes
+        assert_faster(asked, backend, arch)
+        features = CUDA._replace(**asked)
+        assert select.choose(features, arch=named("sm_120a"), load=Load(65)) is FA2
+        assert select.choose(features, backend, named(arch), load=Load(1)).name == backend
 
 
-@pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
+@sources
 @pytest.mark.parametrize("kv_dtype", FP8)
-@pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a")])
+@persistent
 def test_persistent_kernels_widen_8_bit_keys(backend: str, arch: str, kv_dtype: torch.dtype, kv_source: str) -> None:
-    features = CUDA._replace(kv_dtype=kv_dtype, kv_source=kv_source)
     least = {"fa3": 33, "fa4": 65}[backend]
-    assert select.choose(features, arch=named(arch), load=Load(least)).name == backend
-    assert select.choose(features, arch=named(arch), load=Load(least - 1)) is FA2
+    assert_faster({"kv_dtype": kv_dtype, "kv_source": kv_source}, backend, arch, least)
 
 
 @pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_100a"), ("fa4", "sm_90a"), ("fa4", "sm_120a")])
@@ -89,43 +98,36 @@ def test_kernels_of_one_architecture_run_nowhere_else(backend: str, arch: str) -
 @pytest.mark.parametrize(
     "asked",
     [
-        {"pos_encoding_mode": "ROPE_LLAMA", "kv_dtype": E4M3},
-        {"pos_encoding_mode": "ROPE_LLAMA", "kv_dtype": torch.uint8, "kv_block_scales": True},
-        {"head_dim_qk": 512, "head_dim_vo": 512},
+        ROPE | {"kv_dtype": E4M3},
+        ROPE | NVFP4,
+        dims(512),
         {"expanded": True},
         {"kv_dtype": E4M3, "head_dim_vo": 72},
         {"kv_dtype": E4M3, "half_aligned_kv": True},
     ],
 )
-@pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a")])
-def test_what_persistent_kernels_refuse_fa2_takes(backend: str, arch: str, asked: dict[str, Any]) -> None:
+@persistent
+def test_what_persistent_kernels_refuse_fa2_takes(backend: str, arch: str, asked: Asked) -> None:
     assert select.choose(CUDA._replace(**asked), arch=named(arch)) is FA2
     with pytest.raises(NotSupported, match=f"{backend} refuses"):
         select.choose(CUDA._replace(**asked), backend, named(arch))
 
 
-@pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
+@sources
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize(
-    "asked",
-    [{"pos_encoding_mode": "ROPE_LLAMA"}, {"kv_dtype": torch.uint8, "kv_block_scales": True, "soft_cap": True}],
-)
+@pytest.mark.parametrize(("changes", "least"), [(ROPE, 65), (NVFP4 | {"soft_cap": True}, 33)])
 def test_fa3_takes_many_rows_that_its_transform_warps_prepare(
-    asked: dict[str, Any], head_dims: tuple[int, int], kv_source: str
+    changes: Asked, least: int, head_dims: tuple[int, int], kv_source: str
 ) -> None:
-    features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source, **asked)
-    least = 33 if "kv_block_scales" in asked else 65
-    assert select.choose(features, arch=HOPPER, load=Load(least)).name == "fa3"
-    assert select.choose(features, arch=HOPPER, load=Load(least - 1)) is FA2
+    asked = changes | {"kv_source": kv_source} | dims(*head_dims)
+    features = CUDA._replace(**asked)
+    assert_faster(asked, "fa3", "sm_90a", least)
     assert least in capabilities.ROWS_CLASSES[8 * features.kv_dtype.itemsize]
     for arch in ("sm_80", "sm_100a", "sm_120a"):
         assert select.choose(features, arch=named(arch), load=Load(65)) is FA2
-    for refused in ({"head_dim_qk": 72, "head_dim_vo": 72}, {"head_dim_qk": 512, "head_dim_vo": 512}):
+    for refused in (dims(72), dims(512)):
         with pytest.raises(NotSupported, match="fa3 refuses"):
             select.choose(features._replace(**refused), "fa3", HOPPER)
-
-
-FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
 
 
 @pytest.mark.parametrize(
@@ -135,111 +137,92 @@ FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
         {"per_head_scales": True},
         {"kv_source": "paged"},
         {"positive_scale": False},
-        {"head_dim_qk": 64, "head_dim_vo": 64},
-        {"head_dim_qk": 256, "head_dim_vo": 256},
-        {"head_dim_qk": 80, "head_dim_vo": 80},
-        {"head_dim_qk": 192, "head_dim_vo": 128},
-        {"soft_cap": True, "pos_encoding_mode": "ALIBI"},
+        dims(64),
+        dims(256),
+        dims(80),
+        dims(192, 128),
+        ALIBI | {"soft_cap": True},
     ],
 )
 @pytest.mark.parametrize(
     ("backend", "arch"),
     [("fa3", "sm_90a"), ("fa4", "sm_100a"), ("fa4", "sm_103a"), ("fa2", "sm_120a"), ("fa2", "sm_121a")],
 )
-def test_one_backend_takes_fp8_queries(backend: str, arch: str, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_one_backend_takes_fp8_queries(rows: int, backend: str, arch: str, asked: Asked) -> None:
     """However few the rows: no other backend supports fp8 q."""
-    assert select.choose(FP8_Q._replace(**asked), arch=named(arch), load=Load(1)).name == backend
-    assert select.choose(FP8_Q._replace(**asked), arch=named(arch), load=Load(1000)).name == backend
+    assert select.choose(CUDA._replace(**FP8_Q | asked), arch=named(arch), load=Load(rows)).name == backend
+
+
+@pytest.mark.parametrize("o_dtype", FP8)
+@pytest.mark.parametrize("asked", [{}, FP8_Q, {"kv_dtype": E4M3}, {"kv_source": "paged", "sinks": True}])
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_fp8_output_is_for_fa3(rows: int, asked: Asked, o_dtype: torch.dtype) -> None:
+    """However few the rows: no other backend writes it after a plan."""
+    features = CUDA._replace(**asked, o_dtype=o_dtype)
+    assert select.choose(features, arch=HOPPER, load=Load(rows)).name == "fa3"
+    with pytest.raises(NotSupported, match="fa2 refuses output of an fp8 dtype"):
+        select.choose(features, arch=AMPERE)
+
+
+@sources
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_fa2_takes_nvfp4(kv_source: str, head_dims: tuple[int, int]) -> None:
+    features = CUDA._replace(**NVFP4 | dims(*head_dims), kv_source=kv_source)
+    assert select.choose(features, arch=AMPERE) is FA2
+    assert select.choose(features, "fa2", HOPPER) is FA2
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_fa2_refuses_fp8_queries_without_instructions_for_them(arch: str) -> None:
     with pytest.raises(NotSupported, match=r"fa2 refuses q of an fp8 dtype, before compute capability 12\.0"):
-        select.choose(FP8_Q, "fa2", named(arch))
+        select.choose(CUDA._replace(**FP8_Q), "fa2", named(arch))
 
 
-@pytest.mark.parametrize(
-    ("asked", "feature"),
-    [
-        ({"head_dim_vo": 72}, "q of an fp8 dtype with a head dimension that is no multiple of 16"),
-        ({"head_dim_qk": 512, "head_dim_vo": 512}, "q of an fp8 dtype with head dimension 512"),
-        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode ROPE_LLAMA with q of an fp8 dtype"),
+ODD_OUTPUT = "output of an fp8 dtype with a head dimension that is no multiple of 16"
+PER_HEAD: tuple[Asked, str] = {"per_head_scales": True}, "per-head scales beside q of float16 or bfloat16"
+# (asked, feature of the refusal)
+REFUSED: dict[tuple[str, str], tuple[tuple[Asked, str], ...]] = {
+    ("fa2", "sm_80"): (
+        (FP8_Q, "q of an fp8 dtype, before compute capability 12.0"),
+        PER_HEAD,
+        (NVFP4 | dims(80), "NVFP4 k and v with a head dimension that is no multiple of 64"),
+        (NVFP4 | dims(512), "NVFP4 k and v with head dimension 512"),
         ({"o_dtype": E4M3}, "output of an fp8 dtype"),
-    ],
-)
-def test_what_fa2_refuses_of_fp8_queries(asked: dict[str, Any], feature: str) -> None:
-    with pytest.raises(NotSupported, match=f"fa2 refuses {feature}"):
-        select.choose(FP8_Q._replace(**asked), arch=named("sm_120a"))
+        (ROPE | {"head_dim_qk": 72}, "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16"),
+        ({"head_dim_qk": 68}, "other head dimensions"),
+        (dims(264, 128), "other head dimensions"),
+        (dims(512, 256), "other head dimensions"),
+    ),
+    ("fa2", "sm_120a"): (
+        (FP8_Q | {"head_dim_vo": 72}, "q of an fp8 dtype with a head dimension that is no multiple of 16"),
+        (FP8_Q | dims(512), "q of an fp8 dtype with head dimension 512"),
+        (FP8_Q | ROPE, "pos_encoding_mode ROPE_LLAMA with q of an fp8 dtype"),
+        (FP8_Q | {"o_dtype": E4M3}, "output of an fp8 dtype"),
+    ),
+    ("fa3", "sm_90a"): (
+        PER_HEAD,
+        (FP8_Q | {"head_dim_vo": 72}, "k and v of an fp8 dtype with a head dimension that is no multiple of 16"),
+        (FP8_Q | dims(512), "head dimension 512"),
+        (FP8_Q | ROPE, "pos_encoding_mode ROPE_LLAMA with q of an fp8 dtype"),
+        (FP8_Q | {"o_dtype": E4M3, "head_dim_vo": 72}, ODD_OUTPUT),
+        (dims(72) | {"o_dtype": E4M3}, ODD_OUTPUT),
+        (dims(72) | {"o_dtype": torch.float8_e5m2}, ODD_OUTPUT),
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [
-        {"head_dim_vo": 72},
-        {"head_dim_qk": 512, "head_dim_vo": 512},
-        {"pos_encoding_mode": "ROPE_LLAMA"},
-        {"o_dtype": E4M3, "head_dim_vo": 72},
-    ],
+    ("backend", "arch", "asked", "feature"), [(*where, *row) for where, rows in REFUSED.items() for row in rows]
 )
-def test_what_fa3_refuses_of_fp8_queries(asked: dict[str, Any]) -> None:
-    with pytest.raises(NotSupported, match="fa3 refuses"):
-        select.choose(FP8_Q._replace(**asked), "fa3", HOPPER)
-    with pytest.raises(NotSupported, match="fa3 refuses per-head scales beside"):
-        select.choose(CUDA._replace(per_head_scales=True), "fa3", HOPPER)
-
-
-@pytest.mark.parametrize("o_dtype", FP8)
-def test_fp8_output_is_for_fa3(o_dtype: torch.dtype) -> None:
-    """However few the rows: no other backend writes it after a plan."""
-    for asked in ({}, {"q_dtype": E4M3, "kv_dtype": E4M3}, {"kv_dtype": E4M3}, {"kv_source": "paged", "sinks": True}):
-        features = CUDA._replace(o_dtype=o_dtype, **asked)  # type: ignore[arg-type]
-        for rows in (1, 1000):
-            assert select.choose(features, arch=HOPPER, load=Load(rows)).name == "fa3"
-        with pytest.raises(NotSupported, match="fa2 refuses output of an fp8 dtype"):
-            select.choose(features, arch=AMPERE)
-    with pytest.raises(NotSupported, match="fa3 refuses output of an fp8 dtype with a head dimension"):
-        select.choose(CUDA._replace(o_dtype=o_dtype, head_dim_qk=72, head_dim_vo=72), "fa3", HOPPER)
-
-
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
-def test_fa2_takes_nvfp4(kv_source: str, head_dims: tuple[int, int]) -> None:
-    features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source)
-    features = features._replace(kv_dtype=torch.uint8, kv_block_scales=True)
-    assert select.choose(features, arch=AMPERE) is FA2
-    assert select.choose(features, "fa2", HOPPER) is FA2
-
-
-REFUSED_BY_FA2: list[tuple[dict[str, Any], str]] = [
-    ({"q_dtype": E4M3, "kv_dtype": E4M3}, "q of an fp8 dtype, before compute capability 12.0"),
-    (
-        {"kv_dtype": torch.uint8, "kv_block_scales": True, "head_dim_qk": 80, "head_dim_vo": 80},
-        "NVFP4 k and v with a head dimension that is no multiple of 64",
-    ),
-    ({"per_head_scales": True}, "per-head scales beside q of float16 or bfloat16"),
-    ({"o_dtype": E4M3}, "output of an fp8 dtype"),
-    (
-        {"kv_dtype": torch.uint8, "kv_block_scales": True, "head_dim_qk": 512, "head_dim_vo": 512},
-        "NVFP4 k and v with head dimension 512",
-    ),
-    (
-        {"pos_encoding_mode": "ROPE_LLAMA", "head_dim_qk": 72},
-        "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",
-    ),
-    ({"head_dim_qk": 68}, "other head dimensions"),
-    ({"head_dim_qk": 264, "head_dim_vo": 128}, "other head dimensions"),
-    ({"head_dim_qk": 512, "head_dim_vo": 256}, "other head dimensions"),
-]
-
-
-@pytest.mark.parametrize(("asked", "feature"), REFUSED_BY_FA2)
-@pytest.mark.parametrize("backend", ["auto", "fa2"])
-def test_refusals_of_fa2(backend: str, asked: dict[str, Any], feature: str) -> None:
+@pytest.mark.parametrize("by_name", [True, False])
+def test_refusals(by_name: bool, backend: str, arch: str, asked: Asked, feature: str) -> None:
     """On a GPU nothing falls back to the reference by itself: it would be a thousand times slower."""
     with pytest.raises(NotSupported) as error:
-        select.choose(CUDA._replace(**asked), backend, AMPERE)
-    refusal = next(r for r in error.value.refusals if r[:2] == ("fa2", feature))
-    assert all(refusal)
+        select.choose(CUDA._replace(**asked), backend if by_name else "auto", named(arch))
+    refusals = [refusal for refusal in error.value.refusals if refusal[0] == backend]
+    assert feature in {refusal[1] for refusal in refusals}
+    assert all(all(refusal) for refusal in refusals)
     assert feature in str(error.value)
 
 

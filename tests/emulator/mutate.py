@@ -32,7 +32,7 @@ from cute_attn.emulator import EmulatorError, Schedule, using
 from tests.emulator.equivalents import excuse
 from tests.emulator.mutations import MUTATIONS, Mutant, applied, mutants
 from tests.emulator.patched import sharing
-from tests.support import batch_case, fp8_case
+from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.batch_case import decode as batch_decode
 from tests.support.case import Case
@@ -256,8 +256,6 @@ def solve(case: AnyCase) -> str:
         with mock.patch.object(batch_case, "WORKSPACE", WORKSPACE):
             if isinstance(case, MlaCase):
                 case.check(case.trtllm(backend="emulator"))
-            elif isinstance(case, Fp8Case):
-                fp8_case.solve(case, "emulator")
             else:
                 assert_solved(case, backend="emulator")
     except AssertionError as wrong:

@@ -13,12 +13,12 @@ import torch
 from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, narrow_sums, program, using
 from cute_attn.emulator.isa import mma
-from cute_attn.emulator.settings import Emulation
 from cute_attn.emulator.warp_batch import WarpBatch
 from tests.support import fp8_case, multi_item
 from tests.support.cover import needed
 from tests.support.fp8_case import CUT, E4M3, LONG, SMALL, VARIED, Fp8Case
 from tests.support.persistent_emulated import CUDA, name
+from tests.support.right import emulate, families
 from tests.support.schedules import ALL_SCHEDULES, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -33,16 +33,6 @@ DECODE: tuple[Fp8Case, ...] = (
 )
 
 
-def solve(case: Fp8Case, schedule: Schedule, sms: int) -> Emulation:
-    with using(ARCH, schedule=schedule, sms=sms) as emulation:
-        fp8_case.solve(case, "emulator")
-    return emulation
-
-
-def kernels(emulation: Emulation) -> list[object]:
-    return [record.spec["kernel"] for record in emulation.records]
-
-
 @pytest.mark.parametrize(
     ("case", "schedule"),
     in_turn(needed((*DECODE, *SMALL, *VARIED), functools.partial(Fp8Case.features, device=CUDA), (*LONG, *CUT))),
@@ -50,8 +40,8 @@ def kernels(emulation: Emulation) -> list[object]:
 )
 def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
     """ "auto" takes fa2, and its products are those of 8 bits."""
-    emulation = solve(case, schedule, sms=3)
-    assert kernels(emulation) in (["fa2"], ["fa2", "combine"])
+    emulation = emulate(case, ARCH, schedule=schedule, sms=3)
+    assert families(emulation) in (["fa2"], ["fa2", "combine"])
     forms = {form for record in emulation.records for form in record.stats.instructions if form.startswith("mma.sync")}
     assert forms
     assert all(".m16n8k32." in form for form in forms)
@@ -60,12 +50,12 @@ def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
 @pytest.mark.parametrize(("case", "schedule"), in_turn(CUT), ids=name)
 def test_cut_keys(case: Fp8Case, schedule: Schedule) -> None:
     """Partial outputs hold the scale of their head; their merge applies what is left."""
-    assert kernels(solve(case, schedule, sms=16)) == ["fa2", "combine"]
+    assert families(emulate(case, ARCH, schedule=schedule, sms=16)) == ["fa2", "combine"]
 
 
 @pytest.mark.parametrize("case", LONG, ids=name)
 def test_many_tiles(case: Fp8Case) -> None:
-    assert kernels(solve(case, Schedule(), sms=1))[0] == "fa2"
+    assert families(emulate(case, ARCH, sms=1))[0] == "fa2"
 
 
 @pytest.fixture
@@ -90,7 +80,7 @@ def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     calls: list[int] = []
     monkeypatch.setattr(mma, "_mma", multiply_add)
-    solve(LONG[0], Schedule(), sms=1)
+    emulate(LONG[0], ARCH, sms=1)
     assert calls
 
 

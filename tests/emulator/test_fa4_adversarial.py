@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from cute_attn import single_prefill_with_kv_cache
-from cute_attn.emulator import Schedule, using
+from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.matrix import BF16, CAUSAL, prefill
 from tests.support.persistent_emulated import FA4, name, solve_on
+from tests.support.right import emulate_call, executed
 from tests.support.schedules import SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -34,24 +35,15 @@ def normal(qo_len: int, kv_len: int, head_dim: int = 64, num_heads: int = 1, see
     return q, k, v
 
 
-def solve(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, schedule: Schedule | None = None, sms: int = 1, **options: Any
-) -> Emulation:
-    """Solves a request in bf16, NaN where the reference has it."""
-    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    with using(FA4.arch, kernels=FA4.kernels, schedule=schedule, sms=sms) as emulation:
-        out, lse = single_prefill_with_kv_cache(q, k, v, return_lse=True, backend="emulator", **options)
-    expected, expected_lse = single_prefill_with_kv_cache(q, k, v, return_lse=True, backend="reference", **options)
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2, equal_nan=True)
-    expected_lse[expected_lse == torch.inf] = torch.nan  # kernels subtract an infinite maximum from itself
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3, equal_nan=True)
-    return emulation
+def solve(*qkv: torch.Tensor, schedule: Schedule | None = None, **options: Any) -> Emulation:
+    """Solves a request in bf16 on one multiprocessor."""
+    options |= {"on": FA4.on, "schedule": schedule, "sms": 1, "near": 2e-2, "lse_near": 2e-3}
+    return emulate_call(single_prefill_with_kv_cache, *(x.bfloat16() for x in qkv), **options)
 
 
 def loads(emulation: Emulation) -> int:
     """Loads from tensor memory: a tile whose scores rise takes more."""
-    counts = [count for record in emulation.records for count in record.stats.instructions.items()]
-    return sum(count for form, count in counts if form.startswith(FA4.recomputes))
+    return executed(emulation, FA4.recomputes)
 
 
 # ---- tiles and rings
@@ -99,7 +91,7 @@ HIDDEN = {
 @pytest.mark.parametrize(("hidden", "schedule"), in_turn(HIDDEN, structure=all_alike), ids=name)
 def test_hidden_tiles(hidden: str, schedule: Schedule) -> None:
     q, k, v = normal(256, 3 * TILE)
-    solve(q, k, v, schedule, custom_mask=keeping(*HIDDEN[hidden], 256, 3 * TILE))
+    solve(q, k, v, schedule=schedule, custom_mask=keeping(*HIDDEN[hidden], 256, 3 * TILE))
 
 
 @pytest.mark.parametrize(("lengths", "schedule"), in_turn(((256, 128), (256, 100), (300, 20), (512, 300))), ids=name)
@@ -136,8 +128,8 @@ def with_scores(qo_len: int, scores: torch.Tensor, rows: slice = slice(None), se
 
 @pytest.mark.parametrize(("rise", "schedule"), in_turn((40, 3, 9, 14, 200), structure=all_alike), ids=name)
 def test_scores_rise_in_every_chunk(rise: int, schedule: Schedule) -> None:
-    flat = loads(solve(*with_scores(200, torch.zeros(4 * TILE)), schedule))
-    risen = loads(solve(*with_scores(200, rise * levels(4 * TILE, CHUNK)), schedule))
+    flat = loads(solve(*with_scores(200, torch.zeros(4 * TILE)), schedule=schedule))
+    risen = loads(solve(*with_scores(200, rise * levels(4 * TILE, CHUNK)), schedule=schedule))
     assert risen > flat
 
 
@@ -147,7 +139,7 @@ def test_scores_rise_in_one_chunk(rise: int, chunk: int, schedule: Schedule) -> 
     """Of every tile: what the tile stored of P before is stored again."""
     scores = rise * levels(4 * TILE, TILE)
     scores[torch.arange(4 * TILE) % TILE // CHUNK != chunk] = 0.0
-    solve(*with_scores(200, scores), schedule)
+    solve(*with_scores(200, scores), schedule=schedule)
 
 
 @pytest.mark.parametrize("tile", [0, 1, 2, 3])
@@ -155,7 +147,7 @@ def test_one_tile_rises(tile: int) -> None:
     """Before and after tiles that do not: outputs of the one are forgotten, those of the other count for nothing."""
     scores = torch.zeros(4 * TILE)
     scores[tile * TILE + 5] = 300.0
-    solve(*with_scores(200, scores), SCHEDULES[1])
+    solve(*with_scores(200, scores), schedule=SCHEDULES[1])
 
 
 @pytest.mark.parametrize(("row", "schedule"), in_turn((0, 31, 37, 127, 128, 199), SCHEDULES), ids=name)
@@ -163,7 +155,7 @@ def test_one_tile_rises(tile: int) -> None:
 def test_a_rise_in_one_lane(rise: int, row: int, schedule: Schedule) -> None:
     """Of one warp, which rescales all its rows, by 1 but for this one."""
     scores, rows = levels(3 * TILE, CHUNK), slice(row, row + 1)
-    ran = [loads(solve(*with_scores(200, x * scores, rows), schedule)) for x in (0, rise)]
+    ran = [loads(solve(*with_scores(200, x * scores, rows), schedule=schedule)) for x in (0, rise)]
     assert ran[0] < ran[1]
 
 
@@ -172,7 +164,7 @@ def test_a_rise_in_one_lane(rise: int, row: int, schedule: Schedule) -> None:
 def test_numbers_that_are_none_stay_in_their_row(value: float, masked: bool, schedule: Schedule) -> None:
     q, k, v = normal(200, 300)
     q[77] = value
-    solve(q, k, v, schedule, causal=masked)
+    solve(q, k, v, schedule=schedule, causal=masked)
 
 
 @pytest.mark.parametrize(("key", "schedule"), in_turn((3, 40, 130, 299)), ids=name)
@@ -181,7 +173,7 @@ def test_keys_of_infinite_score(key: int, schedule: Schedule) -> None:
     q, k, v = normal(200, 300)
     q[:, :, 0] = torch.where(torch.arange(200) % 3 == 0, 1.0, -1.0)[:, None]
     k[key, :, 0] = torch.inf
-    solve(q, k, v, schedule)
+    solve(q, k, v, schedule=schedule)
 
 
 @pytest.mark.parametrize(("tile", "schedule"), in_turn((0, 1, 2)), ids=name)
@@ -192,7 +184,7 @@ def test_an_infinite_anchor_above_scores_of_minus_infinity(tile: int, schedule: 
     k[:, :, 0] = -torch.inf
     k[tile * TILE : (tile + 1) * TILE, :, 0] = 0.0
     k[tile * TILE + 9, :, 0] = torch.inf
-    solve(q, k, v, schedule)
+    solve(q, k, v, schedule=schedule)
 
 
 @pytest.mark.parametrize(("tile", "schedule"), in_turn((0, 1, 2)), ids=name)
@@ -201,7 +193,7 @@ def test_scores_of_minus_infinity(tile: int, schedule: Schedule) -> None:
     q, k, v = normal(200, 3 * TILE)
     q[:, :, 0] = 1.0
     k[tile * TILE : (tile + 1) * TILE, :, 0] = -torch.inf
-    solve(q, k, v, schedule)
+    solve(q, k, v, schedule=schedule)
 
 
 # ---- work items

@@ -17,7 +17,7 @@ from tests.support.batch_case import E4M3, BatchCase, dims, features, heads, pag
 from tests.support.graphs import graph_wrapper
 from tests.support.matrix import BF16
 from tests.support.persistent_emulated import CUDA, TARGETS, Target, name
-from tests.support.right import assert_planned_right, emulate
+from tests.support.right import assert_planned_right, emulate, executed, families
 from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
@@ -41,12 +41,7 @@ def solve(case: BatchCase, arch: str, kernels: str, schedule: Schedule, sms: int
     return emulation
 
 
-def products(emulation: Emulation) -> int:
-    """Matrix instructions that ran."""
-    counts = [count for record in emulation.records for count in record.stats.instructions.items()]
-    return sum(count for form, count in counts if form.startswith(("wgmma.mma_async", "tcgen05.mma", "mma.sync")))
-
-
+PRODUCTS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
 PERSISTENT = [
     (target, case, schedule)
     for target in TARGETS
@@ -70,7 +65,7 @@ def test_splits(schedule: Schedule, kernels: str, arch: str) -> None:
     """Several CTAs divide what a query tile sees, or, with a fixed size, some of them find nothing."""
     case = paged((30,), (2600,), page_size=16, mask="items", **heads(2, 1))
     emulation = solve(case, arch, kernels, schedule, sms=16)
-    assert [record.spec["kernel"] for record in emulation.records] == [kernels, "combine"]
+    assert families(emulation) == [kernels, "combine"]
     solve(dataclasses.replace(case, qo_lens=(66,), kv_lens=(700,), fixed_split_size=8), arch, kernels, schedule)
 
 
@@ -82,7 +77,7 @@ def test_hidden_tiles_are_skipped(kernels: str, arch: str) -> None:
     counts, outs = [], []
     for arguments in (items.arguments("cpu"), {"custom_mask": items.keep[0].flatten()}):
         out, emulation = ragged_call(150, kv_len, (kernels, arch), Schedule(), arguments)
-        counts.append(products(emulation))
+        counts.append(executed(emulation, *PRODUCTS))
         outs.append(out)
     torch.testing.assert_close(*outs, rtol=2e-3, atol=2e-3)
     assert counts[0] < counts[1] / 3

@@ -34,7 +34,7 @@ from tests.support.persistent_emulated import (
     name,
     solve_on,
 )
-from tests.support.right import Solver, assert_right
+from tests.support.right import Solver, assert_right, emulate_call, executed
 from tests.support.schedules import SCHEDULES, in_turn, structure, way_of_keys
 
 pytestmark = pytest.mark.emulator
@@ -101,24 +101,9 @@ def test_gathered_pages(target: Target, batch: BatchCase, schedule: Schedule) ->
     assert {record.spec["kv"] for record in emulation.records} == {"gathered"}
 
 
-def recomputing(
-    target: Target,
-    *qkv: torch.Tensor,
-    schedule: Schedule | None = None,
-    sms: int | None = None,
-    near: float = 2e-3,
-    **arguments: Any,
-) -> int:
-    """The number of instructions of a prefill call of which recomputed tiles run more. Its result is as the reference
-    has it.
-    """
-    with using(target.arch, kernels=target.kernels, schedule=schedule, sms=sms) as emulation:
-        out, lse = single_prefill_with_kv_cache(*qkv, return_lse=True, backend="emulator", **arguments)
-    expected = single_prefill_with_kv_cache(*qkv, return_lse=True, backend="reference", **arguments)
-    torch.testing.assert_close(out, expected[0], rtol=near, atol=near)
-    torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
-    counts = [count for record in emulation.records for count in record.stats.instructions.items()]
-    return sum(count for form, count in counts if form.startswith(target.recomputes))
+def recomputing(target: Target, *qkv: torch.Tensor, **arguments: Any) -> int:
+    """The number of instructions of a prefill call, whose result is right, of which recomputed tiles run more."""
+    return executed(emulate_call(single_prefill_with_kv_cache, *qkv, on=target.on, **arguments), target.recomputes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -169,16 +154,13 @@ def test_rows_that_see_nothing_yet(target: Target) -> None:
     assert ran[0] == ran[1]
 
 
-@pytest.mark.parametrize(("kernels", "arch"), KERNELS)
+@pytest.mark.parametrize("on", KERNELS, ids="-".join)
 @pytest.mark.parametrize("cap", [1e-50, 1e-39, 1e38])
-def test_caps_without_a_reciprocal(kernels: str, arch: str, cap: float) -> None:
+def test_caps_without_a_reciprocal(on: tuple[str, str], cap: float) -> None:
     """Soft caps whose inverse is infinite or 0 in fp32."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (20, 70, 70))
     q[3] = 0.0
-    with using(arch, kernels=kernels):
-        out = single_prefill_with_kv_cache(q, k, v, logits_soft_cap=cap, backend="emulator")
-    expected = single_prefill_with_kv_cache(q, k, v, logits_soft_cap=cap, backend="reference")
-    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+    emulate_call(single_prefill_with_kv_cache, q, k, v, on=on, logits_soft_cap=cap)
 
 
 @pytest.mark.parametrize(("kernels", "arch"), KERNELS)

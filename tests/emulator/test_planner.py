@@ -14,12 +14,12 @@ from cute_attn.runtime.arch import named
 from cute_attn.runtime.launch import CPU
 from cute_attn.schedule.records import NO_PARTIAL, Item, Merge
 from tests.support import device_schedules
-from tests.support.device_schedules import DECODE, Case, Memory, bounded, cases, difference
+from tests.support.device_schedules import Case, Memory, bounded, cases, difference
+from tests.support.makespan import DECODE, PREFILL
 
 pytestmark = pytest.mark.emulator
 
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
-PREFILL = DECODE._replace(rows=128, causal=True, min_split_tiles=4)
 WAVES = PREFILL._replace(group_size=1, causal=False, resident_ctas=132, l2_kv_tokens=9000)
 L2 = DECODE._replace(l2_kv_tokens=40_000, resident_ctas=40)
 

@@ -15,6 +15,7 @@ from cute_attn.dispatch import emulator as emulator_backend
 from cute_attn.emulator import EmulatorError
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.emulator.machine import Schedule
+from cute_attn.emulator.settings import Record
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host.family import DecodeRun
 from cute_attn.problem import DecodeProblem
@@ -29,14 +30,23 @@ WORKSPACE_BYTES = 10 << 20
 MANY = 1 << 30
 
 
-def decode(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(built: Built, workspace: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The public call on the emulator, with NaN where partial results will be."""
-    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
-    workspace[COUNTER_BYTES:] = 0xFF
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8) if workspace is None else workspace
+    workspace[:COUNTER_BYTES], workspace[COUNTER_BYTES:] = 0, 0xFF
     arguments = built.arguments | {"workspace_buffer": workspace, "backend": "emulator"}
     out, lse = xqa_batch_decode_with_kv_cache(**arguments)
     assert not workspace[:COUNTER_BYTES].any()
     return out, lse
+
+
+def launches(case: XqaCase, sms: int, schedule: str, workspace: torch.Tensor | None = None) -> list[Record]:
+    """Those of the public call on an emulated Hopper GPU, the results of which are compared with the reference."""
+    built = build(case)
+    with emulator.using("sm_90a", sms=sms, schedule=Schedule(schedule, 1)) as emulation:
+        found = decode(built, workspace)
+    assert built.check(*found) == ""
+    return emulation.records
 
 
 def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cute_attn import emulator
-from cute_attn.emulator.machine import Schedule
-from tests.emulator.test_xqa import decode
+from tests.emulator.test_xqa import launches
 from tests.support.schedules import KINDS, in_turn
-from tests.support.xqa_case import XqaCase, build
+from tests.support.xqa_case import XqaCase
 
 pytestmark = pytest.mark.emulator
 
@@ -51,9 +49,5 @@ CASES = {
 @pytest.mark.parametrize(("name", "schedule"), in_turn(CASES, KINDS))
 def test_segments_of_clusters(name: str, schedule: str) -> None:
     case, sms, cluster, grid = CASES[name]
-    built = build(case)
-    with emulator.using("sm_90a", sms=sms, schedule=Schedule(schedule, 1)) as emulation:
-        out, lse = decode(built)
-    (record,) = emulation.records
+    (record,) = launches(case, sms, schedule)
     assert (record.spec["cluster_size"], record.grid) == (cluster, grid)
-    assert built.check(out, lse) == ""

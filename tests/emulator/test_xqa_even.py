@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_attn import emulator, xqa_batch_decode_with_kv_cache
-from cute_attn.emulator.machine import Schedule
 from cute_attn.kernels.xqa.tiles import EVEN, Shape
 from cute_attn.request.decode import COUNTER_BYTES
+from tests.emulator.test_xqa import launches
 from tests.support.schedules import KINDS
-from tests.support.xqa_case import XqaCase, build
+from tests.support.xqa_case import XqaCase
 from tests.support.xqa_rules import forced_ring
 
 pytestmark = pytest.mark.emulator
@@ -65,7 +64,7 @@ RUNS = [(name, schedule) for schedule in KINDS for name in (CASES if schedule ==
 @pytest.mark.parametrize(("name", "schedule"), RUNS)
 def test_shares_of_warps(name: str, schedule: str) -> None:
     case, sms, whole = CASES[name]
-    works, left_none = decode(case, sms, WARP_SHARES, schedule)
+    works, left_none = shares(case, sms, WARP_SHARES, schedule)
     assert works <= {"even"}
     assert left_none == whole
 
@@ -87,7 +86,7 @@ OF_CTAS = {
 @pytest.mark.parametrize("name", OF_CTAS)
 def test_shares_of_ctas(name: str) -> None:
     case, sms, whole = OF_CTAS[name]
-    assert decode(case, sms, CTA_SHARES, "adversarial") == ({"shares"}, whole)
+    assert shares(case, sms, CTA_SHARES, "adversarial") == ({"shares"}, whole)
 
 
 # Segments that CTAs take one after the other (`parts.tickets`): two at most, or as many as they come to. They have up
@@ -113,7 +112,7 @@ DEALT = {
 )
 def test_segments_are_dealt_out(name: str, schedule: str) -> None:
     case, sms = DEALT[name]
-    assert decode(case, sms, CTA_SHARES, schedule) == ({"shares"}, True)
+    assert shares(case, sms, CTA_SHARES, schedule) == ({"shares"}, True)
 
 
 # The same where an SM has two of them; four rounds are eight tiles. The last one is of the ring for many requests.
@@ -126,20 +125,12 @@ OF_SMALL_CTAS = {
 @pytest.mark.parametrize("name", OF_SMALL_CTAS)
 def test_shares_of_small_ctas(name: str) -> None:
     case, sms, text, whole = OF_SMALL_CTAS[name]
-    assert decode(case, sms, text, "adversarial") == ({"shares"}, whole)
+    assert shares(case, sms, text, "adversarial") == ({"shares"}, whole)
 
 
-def decode(case: XqaCase, sms: int, text: str, schedule: str) -> tuple[set[str], bool]:
-    """Compare the outputs of a ring with the reference; return the launches' kinds of work, and whether they left no
-    partial."""
-    built = build(case)
-    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
-    workspace[COUNTER_BYTES:] = 0xFF  # NaN
-    gpu = emulator.using("sm_90a", sms=sms, schedule=Schedule(schedule, 1))
-    with forced_ring(text, case, Shape(EVEN)), gpu as emulation:
-        arguments = built.arguments | {"workspace_buffer": workspace, "backend": "emulator"}
-        found = xqa_batch_decode_with_kv_cache(**arguments)
-    assert built.check(*found) == ""
-    assert not workspace[:COUNTER_BYTES].any()
-    works = {record.spec["work"] for record in emulation.records}
+def shares(case: XqaCase, sms: int, text: str, schedule: str) -> tuple[set[str], bool]:
+    """The kinds of work of the launches with a ring, and whether they left no partial."""
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
+    with forced_ring(text, case, Shape(EVEN)):
+        works = {record.spec["work"] for record in launches(case, sms, schedule, workspace)}
     return works, bool((workspace[COUNTER_BYTES:] == 0xFF).all())

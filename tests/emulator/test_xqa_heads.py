@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cute_attn import emulator
-from cute_attn.emulator.machine import Schedule
 from cute_attn.kernels.xqa.tiles import EVEN, Shape
-from tests.emulator.test_xqa import decode
+from tests.emulator.test_xqa import launches
 from tests.support.schedules import KINDS, in_turn
-from tests.support.xqa_case import XqaCase, build
+from tests.support.xqa_case import XqaCase
 from tests.support.xqa_rules import forced_ring
 
 pytestmark = pytest.mark.emulator
@@ -63,10 +61,6 @@ CASES = {
 @pytest.mark.parametrize(("name", "schedule"), in_turn(CASES, KINDS, lambda name: CASES[name][0].kv))
 def test_a_warp_for_every_head(name: str, schedule: str) -> None:
     case, ring, rows, grid = CASES[name]
-    built = build(case)
-    gpu = emulator.using("sm_90a", sms=2, schedule=Schedule(schedule, 1))
-    with forced_ring(ring, case, Shape(EVEN), rows), gpu as emulation:
-        found = decode(built)
-    (record,) = emulation.records
+    with forced_ring(ring, case, Shape(EVEN), rows):
+        (record,) = launches(case, 2, schedule)
     assert (record.spec["work"], record.grid) == ("heads", grid)
-    assert built.check(*found) == ""

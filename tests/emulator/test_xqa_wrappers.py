@@ -20,7 +20,7 @@ from tests.support.cover import needed
 from tests.support.graphs import Captured, emulated_graph
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
-from tests.support.right import Solver, assert_planned_right, emulate
+from tests.support.right import Solver, assert_planned_right, emulate, emulate_call
 from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_batches import CUDA, GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
 from tests.support.xqa_rules import move_steps
@@ -91,12 +91,8 @@ def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str, monkeypatch: pyt
     k, v = (torch.randn(900, 1, 64, generator=generator).to(kv_dtype) for _ in "kv")
     step = torch.arange(900)[:, None, None] / 900
     k = (k.float() + 4 * step * q[2].float()).to(kv_dtype)
-    with using("sm_90a", kernels="xqa", schedule=Schedule(schedule, 1), sms=2) as emulation:
-        out, lse = single_decode_with_kv_cache(q, k, v, backend="emulator", return_lse=True)
-    expected = single_decode_with_kv_cache(q, k, v, backend="reference", return_lse=True)
-    torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
-    assert_xqa(emulation)
+    on = ("xqa", "sm_90a")
+    assert_xqa(emulate_call(single_decode_with_kv_cache, q, k, v, on=on, schedule=Schedule(schedule, 1), sms=2))
 
 
 # ---- plans

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,8 +37,8 @@ from tests.support.batch_case import (
     random_lengths,
     wrapper,
 )
-from tests.support.fa2_launches import CombineParams, Fa2Params, RecordedLaunch, record
 from tests.support.graphs import graph_wrapper
+from tests.support.named_launches import STREAM, NamedLaunch, recorded
 
 GPU = Gpu(named("sm_90a"), 0, 66)
 TILE = Tile(16, 16, 1, 1, 2)  # small: small batches then have many
@@ -46,13 +47,14 @@ LONG = ragged((1, 1, 1), (40, 0, 900), **heads(6, 2))  # whose last request is c
 
 
 @pytest.fixture(autouse=True)
-def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
-    record(monkeypatch)
+def on_fa2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fa2_variant.tiles, "choose", lambda *args: TILE)
     monkeypatch.setattr(fa2_variant.tiles, "resident_ctas", lambda *args: 2)
     monkeypatch.setattr(gpus, "of_device", lambda index: GPU)
     monkeypatch.setattr(select, "chosen", lambda features, name, *load: capabilities.BY_NAME["fa2"])
     monkeypatch.setattr(select, "reasons_against", lambda *args: [])
+    with recorded():
+        yield
 
 
 def planned(built: Built, staging: Staging | None = None) -> SplitKvBatchRun:
@@ -70,10 +72,8 @@ def launched(case: BatchCase) -> Built:
 
 def test_keys_are_cut_and_merged() -> None:
     built = launched(dataclasses.replace(LONG, v_scale=2.0, sinks=True, lse_base="ln"))
-    main, combine = RecordedLaunch.fired
-    assert main.stream == combine.stream == 77
-    assert isinstance(main.params, Fa2Params)
-    assert isinstance(combine.params, CombineParams)
+    main, combine = NamedLaunch.fired
+    assert main.stream == combine.stream == STREAM
     assert combine.params.rows_per_merge == 3  # the rows of one token
     assert combine.params.slot_rows == TILE.rows
     rows = built.limits.workspace_bytes // (LONG.num_kv_heads * TILE.rows * 4 * 65) * LONG.num_kv_heads * TILE.rows
@@ -86,8 +86,8 @@ def test_keys_are_cut_and_merged() -> None:
 
 def test_launches_without_a_gpu() -> None:
     built = launched(LONG)
-    _, named_launches = FAMILY.batch_launches(built.problem.settings, built.lengths, built.limits, GPU.arch, GPU.sms)
-    assert named_launches == [(launch.spec, launch.grid) for launch in RecordedLaunch.fired]
+    _, expected = FAMILY.batch_launches(built.problem.settings, built.lengths, built.limits, GPU.arch, GPU.sms)
+    assert expected == [(launch.spec, launch.grid) for launch in NamedLaunch.fired]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_launches_without_a_gpu() -> None:
 )
 def test_nothing_to_merge_or_to_do(case: BatchCase, count: int) -> None:
     launched(case)
-    assert len(RecordedLaunch.fired) == count
+    assert len(NamedLaunch.fired) == count
 
 
 def test_settings_of_a_run() -> None:
@@ -104,12 +104,12 @@ def test_settings_of_a_run() -> None:
     run, settings = planned(built), built.problem.settings
     for change in ({"sm_scale": 0.3}, {"v_scale": 2.0}, {}):
         run(built.problem._replace(settings=settings._replace(**change)))
-    assert [launch.params.scale for launch in RecordedLaunch.fired[::2]] == [0.3 * LOG2E, *[64**-0.5 * LOG2E] * 2]
-    assert [launch.params.v_scale for launch in RecordedLaunch.fired[1::2]] == [1.0, 2.0, 1.0]
-    assert len({id(launch.artifact) for launch in RecordedLaunch.fired}) == 2  # no kernel is loaded a second time
+    assert [launch.params.scale for launch in NamedLaunch.fired[::2]] == [0.3 * LOG2E, *[64**-0.5 * LOG2E] * 2]
+    assert [launch.params.v_scale for launch in NamedLaunch.fired[1::2]] == [1.0, 2.0, 1.0]
+    assert len({id(launch.artifact) for launch in NamedLaunch.fired}) == 2  # no kernel is loaded a second time
     features = settings.features._replace(positive_scale=False)
     run(built.problem._replace(settings=settings._replace(features=features, sm_scale=-0.2)))
-    assert len({id(launch.artifact) for launch in RecordedLaunch.fired}) == 3
+    assert len({id(launch.artifact) for launch in NamedLaunch.fired}) == 3
 
 
 def test_scales_on_the_device() -> None:
@@ -118,7 +118,7 @@ def test_scales_on_the_device() -> None:
     settings, scales, v_scale = built.problem.settings, (torch.tensor([-0.5]), torch.tensor(3.0)), torch.tensor([0.25])
     settings = settings._replace(features=settings.features._replace(positive_scale=False))
     planned(built)(built.problem._replace(settings=settings, scale_tensors=scales, v_scale_tensor=v_scale))
-    main, combine = (launch.params for launch in RecordedLaunch.fired)
+    main, combine = (launch.params for launch in NamedLaunch.fired)
     assert (main.scale0, main.scale1) == tuple(x.data_ptr() for x in scales)
     assert main.v_scale_ptr == combine.v_scale_ptr == v_scale.data_ptr()  # of whole segments, and of merged ones
 
@@ -129,7 +129,7 @@ def test_graph_launches_keep_their_form() -> None:
     limits = built.limits._replace(graph=GraphLimits(7, 9, 1900), keeps_address=True)
     run = planned(dataclasses.replace(built, limits=limits), staging)
     run(built.problem)
-    grids = [launch.grid for launch in RecordedLaunch.fired]
+    grids = [launch.grid for launch in NamedLaunch.fired]
     other = build(ragged((1, 0, 1), (64, 3, 700), **heads(6, 2)))
     again = planned(dataclasses.replace(other, limits=limits), staging)
     assert [again.schedule.grid, again.schedule.combine.grid] == grids
@@ -144,7 +144,7 @@ def test_captured_launches_keep_their_records() -> None:
     inputs, (made, _) = make(case), graph_wrapper(case, "cpu", 30, 200)
     made.plan(**plan_arguments(case, inputs))
     call(case, inputs, made)
-    address, size = RecordedLaunch.fired[0].params.items, made._planned().launch.records.numel()
+    address, size = NamedLaunch.fired[0].params.items, made._planned().launch.records.numel()
     records = ctypes.string_at(address, 4 * size)
     made.reset_workspace_buffer(torch.empty_like(made._workspace))
     other = random_lengths(case, 1, 150)

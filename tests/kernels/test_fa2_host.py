@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import named
-from tests.support.fa2_launches import CombineParams, Fa2Params, RecordedLaunch, record
+from tests.support.named_launches import STREAM, NamedLaunch, recorded
 
 H200 = Gpu(named("sm_90a"), 0, 132)
 SMALL = Tile(16, 16, 1, 1, 2)
@@ -27,11 +28,12 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-4}
 
 
 @pytest.fixture(autouse=True)
-def contract(monkeypatch: pytest.MonkeyPatch) -> None:
+def contract(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Recorded launches, and small tiles so that small problems have many."""
-    record(monkeypatch)
     monkeypatch.setattr(fa2_variant.tiles, "choose", lambda *args: SMALL)
     monkeypatch.setattr(fa2_variant.tiles, "resident_ctas", lambda *args: 2)
+    with recorded():
+        yield
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -54,7 +56,7 @@ def build(qo_len: int = 5, kv_len: int = 300, heads: tuple[int, int] = (6, 2), *
 def test_where_keys_are_split(arguments: dict[str, Any], split: bool) -> None:
     """Not where one tile is visible."""
     solve(build(**arguments))
-    assert (RecordedLaunch.fired[0].grid[2] > 1) == split
+    assert (NamedLaunch.fired[0].grid[2] > 1) == split
 
 
 @pytest.mark.parametrize("kv_len", [40, 300], ids=["whole", "split"])
@@ -64,9 +66,8 @@ def test_scales_on_the_device(kv_len: int) -> None:
     scales = torch.tensor([-0.5]), torch.tensor(3.0)
     settings = problem.settings._replace(features=problem.features._replace(positive_scale=False))
     solve(problem._replace(settings=settings, scale_tensors=scales, v_scale_tensor=v_scale))
-    main, last = RecordedLaunch.fired[0], RecordedLaunch.fired[-1]
+    main, last = NamedLaunch.fired[0], NamedLaunch.fired[-1]
     assert isinstance(main.spec, Fa2Spec)
-    assert isinstance(main.params, Fa2Params)
     assert main.spec.scores == ("scale",)
     assert (main.params.scale0, main.params.scale1) == tuple(x.data_ptr() for x in scales)
     assert (last.params.v_scale_ptr, last.params.v_scale) == (v_scale.data_ptr(), 2.0)
@@ -76,19 +77,17 @@ def test_scales_on_the_device(kv_len: int) -> None:
 
 def test_no_query_tokens_launch_nothing() -> None:
     solve(build(qo_len=0))
-    assert RecordedLaunch.fired == []
+    assert NamedLaunch.fired == []
 
 
 def test_split_launches_partials_and_then_combines() -> None:
     solve(build(qo_len=1, kv_len=2000, o_dtype=torch.bfloat16, v_scale=2.0, sinks=torch.zeros(6)))
-    main, combine = RecordedLaunch.fired
-    assert main.stream == combine.stream == 77
+    main, combine = NamedLaunch.fired
+    assert main.stream == combine.stream == STREAM
     assert isinstance(main.spec, Fa2Spec)
-    assert isinstance(main.params, Fa2Params)
     assert main.spec.split
     assert main.spec.out_dtype == "float32"
     assert (main.params.v_scale, main.params.sinks) == (1.0, 0)  # the combine kernel applies them
-    assert isinstance(combine.params, CombineParams)
     assert combine.spec == CombineSpec("bfloat16", 64)
     assert combine.params.num_splits == main.grid[2]
 
@@ -99,7 +98,7 @@ def test_split_launches_partials_and_then_combines() -> None:
 )
 def test_pdl(arch: str, asked: bool | None, used: bool) -> None:
     solve(build(enable_pdl=asked), arch=arch)
-    assert [launch.pdl for launch in RecordedLaunch.fired] == [used, used]
+    assert [launch.pdl for launch in NamedLaunch.fired] == [used, used]
 
 
 def test_kernels_are_loaded_once() -> None:
@@ -107,10 +106,10 @@ def test_kernels_are_loaded_once() -> None:
     runner = FAMILY.prepare(problem.settings, H200)
     for kv_len in (300, 290, 280):
         runner(problem._replace(kv_len=kv_len, k=problem.k[:kv_len], v=problem.v[:kv_len]))
-    assert len({id(launch.artifact) for launch in RecordedLaunch.fired}) == 2
+    assert len({id(launch.artifact) for launch in NamedLaunch.fired}) == 2
     other = FAMILY.prepare(build(heads=(4, 4)).settings, H200)
     other(build(heads=(4, 4)))
-    assert len({id(launch.artifact) for launch in RecordedLaunch.fired}) == 2  # head counts are no part of a spec
+    assert len({id(launch.artifact) for launch in NamedLaunch.fired}) == 2  # head counts are no part of a spec
 
 
 def test_lengths_do_not_grow_the_memo_without_bound() -> None:
@@ -147,10 +146,3 @@ E5M2 = torch.zeros(300, 2, 64).to(torch.float8_e5m2)
 def test_spec(arguments: dict[str, Any], fields: dict[str, Any]) -> None:
     spec = fa2_variant.spec(build(**arguments).settings, SMALL)
     assert {name: getattr(spec, name) for name in fields} == fields
-
-
-def test_parameter_blocks_follow_the_kernels() -> None:
-    kernel = pytest.importorskip("cute_attn.kernels.fa2.kernel", reason="needs the DSL", exc_type=ImportError)
-    combine = pytest.importorskip("cute_attn.kernels.combine.kernel", reason="needs the DSL", exc_type=ImportError)
-    assert kernel.Fa2Params._fields == Fa2Params._fields
-    assert combine.CombineParams._fields == CombineParams._fields

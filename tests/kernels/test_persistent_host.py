@@ -14,9 +14,7 @@ from cute_attn import ArgumentError
 from cute_attn.dispatch import emulator
 from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
-from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.combine.spec import CombineSpec
-from cute_attn.kernels.host import combine
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import prepared, variant
@@ -30,21 +28,14 @@ from cute_attn.runtime import counters, tensormap
 from cute_attn.runtime.launch import CPU
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, make, paged, plan_arguments, ragged, wrapper
-from tests.support.fa2_launches import CombineParams
-from tests.support.named_launches import NamedLaunches
+from tests.support.named_launches import NamedLaunch, recorded
 from tests.support.persistent_host import TARGETS, Target, single
 
 
 @pytest.fixture
-def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedLaunches]:
-    blocks = pytest.importorskip("cute_attn.kernels.blocks.persistent", reason="needs the DSL", exc_type=ImportError)
-    names = (*blocks.PersistentProgram.maps, *blocks.PersistentProgram.params._fields)
-    launches = NamedLaunches(lambda spec: names if isinstance(spec, PersistentSpec) else CombineParams._fields)
-    for module in (prepared, combine):
-        monkeypatch.setattr(module, "load", launches.load)
-    prepared_kernel.cache_clear()
-    yield launches
-    prepared_kernel.cache_clear()
+def fired() -> Iterator[list[NamedLaunch]]:
+    with recorded() as launches:
+        yield launches.fired
 
 
 @pytest.fixture(params=TARGETS, ids=lambda target: target.name)
@@ -62,15 +53,13 @@ def tile_of(target: Target, problem: Problem) -> Any:
     return target.kernels.tile(problem.settings, target.arch.name, launch)
 
 
-def packed(target: Target, problem: Problem, fired: NamedLaunches) -> dict[str, Any]:
+def packed(target: Target, problem: Problem, fired: list[NamedLaunch]) -> Any:
     """Parameters of the attention launch by name."""
     schedule = scheduler(target, problem)(problem.qo_len, problem.kv_len)
     gpu = Gpu(target.arch, CPU, 132)
     kernel = prepared.PersistentKernel(target.kernels, problem.settings, schedule.tile, schedule.heads, False, gpu)
     SingleRun(problem.settings, gpu, lambda *lengths: schedule, lambda *tile: kernel)(problem)
-    block = fired.blocks[0]
-    assert block.keys() >= set(fired.names_of(fired.specs[0]))
-    return block
+    return fired[0].params
 
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
@@ -125,15 +114,15 @@ def test_what_tensor_maps_cannot_hold(monkeypatch: pytest.MonkeyPatch, address: 
         tensormap.Encoder("float16", (64, 0), strides, (64, 8), tensormap.SWIZZLE_128B, 1)(8, address)
 
 
-def test_parameter_blocks_follow_the_kernel(target: Target, fired: NamedLaunches) -> None:
+def test_parameter_blocks_follow_the_kernel(target: Target, fired: list[NamedLaunch]) -> None:
     problem = single()
-    named_values = packed(target, problem, fired)
-    assert decode(named_values["k"]).address == named_values["k_address"] == problem.k.data_ptr()
-    assert named_values["counters"] == counters.of_device(CPU).address(0)
-    assert (named_values["qo_len"], named_values["kv_len"]) == (100, 300)
-    assert (named_values["num_qo_heads"], named_values["group"], named_values["kv_group"]) == (8, 4, 1)
-    assert named_values["box_rows"] == tile_of(target, problem).cols
-    assert named_values["kv_indices"] == 0
+    values = packed(target, problem, fired)
+    assert decode(values.k).address == values.k_address == problem.k.data_ptr()
+    assert values.counters == counters.of_device(CPU).address(0)
+    assert (values.qo_len, values.kv_len) == (100, 300)
+    assert (values.num_qo_heads, values.group, values.kv_group) == (8, 4, 1)
+    assert values.box_rows == tile_of(target, problem).cols
+    assert values.kv_indices == 0
 
 
 @pytest.mark.parametrize(
@@ -219,7 +208,7 @@ def test_sections_of_a_batch(
     assert places == {(item, head) for item in range(plan.work.item_capacity) for head in range(16)}
 
 
-def test_fp8_tensor_maps_and_scales(target: Target, fired: NamedLaunches) -> None:
+def test_fp8_tensor_maps_and_scales(target: Target, fired: list[NamedLaunch]) -> None:
     """Lines of 128 bytes hold 128 elements; a number a head travels by address."""
     q = torch.zeros(100, 8, 128).to(torch.float8_e4m3fn)
     k, v = torch.zeros(2, 300, 2, 128).to(torch.float8_e4m3fn)
@@ -239,8 +228,8 @@ def test_fp8_tensor_maps_and_scales(target: Target, fired: NamedLaunches) -> Non
     assert spec.scores == ()  # whatever the sign of the scale: rows of q take it
     values = packed(target, problem, fired)
     addresses = scale_q.data_ptr(), scale_k.data_ptr(), scale_v.data_ptr()
-    assert (values["scale_q"], values["scale_k"], values["scale_v"]) == addresses
-    assert values["scale"] == -0.5 * 1.4426950408889634
+    assert (values.scale_q, values.scale_k, values.scale_v) == addresses
+    assert values.scale == -0.5 * 1.4426950408889634
 
 
 @pytest.mark.parametrize(("dim", "line"), [(64, 64), (96, 128), (128, 128), (256, 256)])

@@ -29,7 +29,7 @@ from perf import rings
 from tests.gpu import bundle
 from tests.support import batch_case
 from tests.support.batch_case import decode, heads
-from tests.support.named_launches import NamedLaunches
+from tests.support.named_launches import NamedLaunch, recorded
 
 BF16 = torch.bfloat16
 GPU = Gpu(named("sm_90a"), CPU, 2)
@@ -41,13 +41,9 @@ BATCH = decode((40, 3), page_size=4, **heads(4, 2))
 
 
 @pytest.fixture
-def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedLaunches]:
-    xqa = pytest.importorskip("cute_attn.kernels.xqa.kernel", reason="needs the DSL", exc_type=ImportError)
-    launch = NamedLaunches(lambda spec: xqa.XqaParams._fields)
-    monkeypatch.setattr(prepared, "load", launch.load)
-    prepared_kernel.cache_clear()
-    yield launch
-    prepared_kernel.cache_clear()
+def launches() -> Iterator[type[NamedLaunch]]:
+    with recorded() as named:
+        yield named
 
 
 def plan() -> Any:
@@ -58,10 +54,10 @@ def plan() -> Any:
     return made
 
 
-def test_a_plan_loads_its_kernel(fired: NamedLaunches) -> None:
+def test_a_plan_loads_its_kernel(launches: type[NamedLaunch]) -> None:
     """The first run may be captured in a CUDA graph, where modules cannot be loaded."""
     made = plan()
-    assert fired.specs == [made._planned().launch.planned.config.spec]
+    assert launches.loaded == [made._planned().launch.planned.config.spec]
 
 
 def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +102,11 @@ def decode_problem(**changes: Any) -> DecodeProblem:
     return problem._replace(**changes)
 
 
-def test_a_call_without_a_plan_is_one_launch_that_reads_its_lengths_itself(fired: NamedLaunches) -> None:
+def test_a_call_without_a_plan_is_one_launch_that_reads_its_lengths_itself(launches: type[NamedLaunch]) -> None:
     problem = decode_problem(seq_lens=torch.empty(2, dtype=torch.int32, device="meta"))  # has no numbers to read
     runner = DecodeRun(problem.settings, GPU)
     runner(problem)
-    (block,) = fired.blocks
+    (block,) = (vars(launch.params) for launch in launches.fired)
     where = {name: block[name] for name in ("table", "table_stride", "page_starts", "q_indptr", "mask", "batch")}
     assert where == {
         "table": problem.block_tables.data_ptr(),
@@ -131,10 +127,10 @@ def test_a_call_without_a_plan_is_one_launch_that_reads_its_lengths_itself(fired
         "partials": scratch.partials,
     }
     runner(problem._replace(q=problem.q[:0]))
-    assert len(fired.blocks) == 1
+    assert len(launches.fired) == 1
 
 
-def test_addresses_of_one_call_are_not_those_of_the_next(fired: NamedLaunches) -> None:
+def test_addresses_of_one_call_are_not_those_of_the_next(launches: type[NamedLaunch]) -> None:
     """What a block has in common with others is kept, and nothing else."""
     some = torch.zeros(4, dtype=torch.int32)
     full = decode_problem(
@@ -146,7 +142,7 @@ def test_addresses_of_one_call_are_not_those_of_the_next(fired: NamedLaunches) -
     runner(full._replace(settings=nvfp4))
     runner(decode_problem(settings=nvfp4, block_scales=full.block_scales))
     DecodeRun(full.settings, GPU)(decode_problem())
-    first, second, third = fired.blocks
+    first, second, third = (vars(launch.params) for launch in launches.fired)
     optional = ("q_indptr", "mask", "sinks", "lse", "v_scale_ptr", "scale_ptr")
     of_scales = ("k_sf", "v_sf", "k_sf_stride_page", "k_sf_stride_n", "k_sf_stride_h")
     assert all(first[name] for name in optional + of_scales)
@@ -155,7 +151,7 @@ def test_addresses_of_one_call_are_not_those_of_the_next(fired: NamedLaunches) -
 
 
 @pytest.mark.parametrize(("short", "field"), [("counter_bytes", "counters"), ("partial_bytes", "partials")])
-def test_a_buffer_that_is_too_small_is_not_used(fired: NamedLaunches, short: str, field: str) -> None:
+def test_a_buffer_that_is_too_small_is_not_used(launches: type[NamedLaunch], short: str, field: str) -> None:
     problem = decode_problem()
     runner = DecodeRun(problem.settings, GPU)
     rule = variant.rule_of(problem.settings.features, GPU.arch, variant.shape_of_call(problem))
@@ -163,7 +159,7 @@ def test_a_buffer_that_is_too_small_is_not_used(fired: NamedLaunches, short: str
     needed = problem.scratch._replace(counter_bytes=config.counter_bytes, partial_bytes=config.partial_bytes)
     runner(problem._replace(scratch=needed))
     runner(problem._replace(scratch=needed._replace(**{short: getattr(needed, short) - 1})))
-    enough, less = fired.blocks
+    enough, less = (vars(launch.params) for launch in launches.fired)
     assert {name for name in enough if enough[name] != less[name]} == {field}
     assert enough[field] == getattr(needed, field)
 
@@ -186,7 +182,7 @@ def test_launches_of_a_call_without_a_plan() -> None:
 
 
 @pytest.mark.parametrize("qo_len", [1, 5])
-def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fired: NamedLaunches) -> None:
+def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, launches: type[NamedLaunch]) -> None:
     """And no memory for partial results: a workspace of no bytes will do."""
     problem = decode_problem(qo_len=qo_len)
     for window, whole in ((144 - qo_len, True), (145 - qo_len, False), (-1, False)):

@@ -14,20 +14,9 @@ from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.schedule.batch import SchedulerParams, WorkList, longest_first, schedule
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
+from tests.support.makespan import DECODE, PREFILL
 
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
-DECODE = SchedulerParams(
-    rows=16,
-    cols=64,
-    group_size=4,
-    num_kv_heads=8,
-    causal=False,
-    window_left=-1,
-    resident_ctas=264,
-    min_split_tiles=2,
-    partial_row_bytes=4 * 129,
-)
-PREFILL = DECODE._replace(rows=128, causal=True, min_split_tiles=4)
 
 
 def batch(qo_lens: list[int], kv_lens: list[int]) -> BatchLengths:
@@ -346,3 +335,16 @@ def test_longest_first_rounds_to_a_256th_of_the_longest() -> None:
     sorted_cost = cost[longest_first(cost)]
     assert (sorted_cost[1:] - sorted_cost[:-1] <= 100_000 / 256).all()
     assert not (sorted_cost[1:] <= sorted_cost[:-1]).all()
+
+
+def test_facts_of_lengths() -> None:
+    """What several stages of a plan share."""
+    lengths = BatchLengths(np.array([1, 4, 4, 9]), np.zeros(3, np.int64), np.array([7, 0, 12]))
+    assert (lengths.qo_len.tolist(), lengths.longest_qo, lengths.longest_kv, lengths.with_queries) == (
+        [3, 0, 5],
+        5,
+        12,
+        2,
+    )
+    empty = BatchLengths(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    assert (empty.qo_len.tolist(), empty.longest_qo, empty.longest_kv, empty.with_queries) == ([], 0, 0, 0)

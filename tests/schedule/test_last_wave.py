@@ -13,8 +13,9 @@ from cute_attn.problem import BatchLimits
 from cute_attn.schedule import cost_model
 from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule
 from cute_attn.schedule.records import NO_PARTIAL
-from tests.schedule.test_batch import PREFILL, batch, check_coverage, check_partials, items_of, merges_of
+from tests.schedule.test_batch import batch, check_coverage, check_partials, items_of, merges_of
 from tests.support import makespan
+from tests.support.makespan import PREFILL
 
 LIMITS = BatchLimits(workspace_bytes=512 << 20)
 CHUNKS = PREFILL._replace(group_size=1, num_kv_heads=40, resident_ctas=132, min_split_tiles=2, l2_kv_tokens=1)

@@ -15,8 +15,6 @@ from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLim
 from cute_attn.runtime.launch import CPU
 from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule
 
-DECODE = SchedulerParams(16, 64, 4, 8, False, -1, 264, 2, 4 * 129)
-
 
 class Case(NamedTuple):
     """A batch, the tile of its launch and its limits. `page_size` 0: ragged. `q_len`: of every request, or 0."""

@@ -194,7 +194,7 @@ def check(case: Fp8Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -
             assert relative < limit, f"{case.id}: relative error {relative:.3g}"
 
 
-def solve(case: Fp8Case, backend: str, device: str = "cpu") -> None:
+def solve(case: Fp8Case, backend: str, device: torch.device | str = "cpu") -> None:
     """Make a case, call it and compare."""
     inputs = make(case, device)
     check(case, inputs, *call(case, inputs, backend))

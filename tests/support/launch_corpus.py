@@ -19,7 +19,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -43,20 +43,35 @@ CODES = {"i32": "<i", "i64": "<q", "f32": "<f", "f64": "<d"}
 Script = Callable[["Recorder"], None]
 
 
-class Recorder(NullDriver):
-    """A driver that keeps launches, and the named memory that their addresses are told by."""
+class Launched(NamedTuple):
+    """What a launch passed to the driver: its grid and the bytes of every parameter, by name."""
+
+    grid: tuple[int, int, int]
+    values: dict[str, bytes]
+    artifact: Any
+
+
+class RecordingDriver(NullDriver):
+    """Keeps launches."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.names: dict[str, torch.Tensor] = {}  # kept alive, so that no address comes twice
-        self._launched: list[tuple[Any, str, list[tuple[str, str, bytes]]]] = []  # by the call that is recorded
-        self._before: dict[str, dict[str, str]] = {}  # parameters of each kernel's latest launch
+        self.recorded: list[Launched] = []
 
     def cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> tuple[int]:  # noqa: N802
         pointers = (ctypes.c_void_p * len(function.params)).from_address(params)
-        read = [(p.name, p.kind, ctypes.string_at(at, p.size)) for p, at in zip(function.params, pointers, strict=True)]
-        self._launched.append((function, f"{config.gridDimX}x{config.gridDimY}x{config.gridDimZ}", read))
+        values = {p.name: ctypes.string_at(at, p.size) for p, at in zip(function.params, pointers, strict=True)}
+        self.recorded.append(Launched((config.gridDimX, config.gridDimY, config.gridDimZ), values, function))
         return (0,)
+
+
+class Recorder(RecordingDriver):
+    """A driver that keeps launches as lines, and the named memory that their addresses are told by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.names: dict[str, torch.Tensor] = {}  # kept alive, so that no address comes twice
+        self._before: dict[str, dict[str, str]] = {}  # parameters of each kernel's latest launch
 
     def named(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Name the memory of a tensor."""
@@ -82,19 +97,19 @@ class Recorder(NullDriver):
             if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in known:
                 self.named(f"result {i} of {label}", tensor)
         self.lines.append(label + failed)
-        self.lines += map(self._line, self._launched)  # now: later calls may allocate what this one has freed
-        self._launched.clear()
+        self.lines += map(self._line, self.recorded)  # now: later calls may allocate what this one has freed
+        self.recorded.clear()
         return result
 
-    def _line(self, launched: tuple[Any, str, list[tuple[str, str, bytes]]]) -> str:
-        artifact, grid, params = launched
+    def _line(self, launched: Launched) -> str:
+        grid, values, artifact = launched
         spec = hashlib.sha256(json.dumps(artifact.spec, sort_keys=True).encode()).hexdigest()[:8]
         kernel, places = f"{artifact.spec['kernel']} {spec}", _Places(self.names)
-        now = {name: places.text(kind, raw) for name, kind, raw in params}
+        now = {param.name: places.text(param.kind, values[param.name]) for param in artifact.params}
         before = self._before.get(kernel, {})
         changed = " ".join(f"{name}={value}" for name, value in now.items() if before.get(name) != value)
         self._before[kernel] = now
-        return f"  {kernel} {grid} of {artifact.block[0]}: {changed}"
+        return f"  {kernel} {'x'.join(map(str, grid))} of {artifact.block[0]}: {changed}"
 
 
 class _Places:

@@ -15,10 +15,19 @@ from cute_attn.schedule.records import NO_PARTIAL, Item
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
 LIMITS = BatchLimits(workspace_bytes=1 << 40)
+# Of fa2 at head dim 128 and 32 heads over 8 on an H200.
 DECODE = SchedulerParams(
-    16, 64, 4, 8, False, -1, 264, 2, 4 * 129
-)  # d 128, 32/8 heads on an H200, as the fa2 backend has it
-PREFILL = SchedulerParams(128, 64, 4, 8, True, -1, 264, 4, 4 * 129)
+    rows=16,
+    cols=64,
+    group_size=4,
+    num_kv_heads=8,
+    causal=False,
+    window_left=-1,
+    resident_ctas=264,
+    min_split_tiles=2,
+    partial_row_bytes=4 * 129,
+)
+PREFILL = DECODE._replace(rows=128, causal=True, min_split_tiles=4)
 MOST_TILES = 600  # query tiles of a batch that is simulated
 
 

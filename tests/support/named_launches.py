@@ -1,33 +1,92 @@
-"""Kernels that are nothing but the names of their parameters: what host code hands to a launch, by name."""
+"""Launches that do nothing: what host code hands over, by the names of the kernels' parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, get_type_hints
+from unittest import mock
 
+import pytest
+
+from cute_attn.emulator import adapter
+from cute_attn.kernels.host import batch as host_batch
+from cute_attn.kernels.host import gpu as loading
+from cute_attn.kernels.host import single as host_single
+from cute_attn.kernels.host.prepared import prepared as prepared_kernel
+from cute_attn.kernels.programs import program
+from cute_attn.runtime.artifact import Param
+from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.spec import KernelSpec
 
+STREAM = 77
 
-class NamedLaunches:
-    """`load` takes the place of the function that loads kernels. `specs`: what it loaded; `blocks`: the parameters of
-    every launch.
+
+def params_of(spec: KernelSpec, arch: str = "sm_90a") -> tuple[Param, ...]:
+    """Parameters that a kernel declares, of 8 bytes each, or 4 for fp32. The kernel is not compiled."""
+    pytest.importorskip("cutlass.cute", reason="needs the DSL", exc_type=ImportError)
+    made = program(spec, arch)
+    floats = {"Float32": "f32", "Float64": "f64"}
+    kinds = dict.fromkeys(getattr(made, "maps", ()), "map")
+    kinds |= {name: floats.get(hint.__name__, "i64") for name, hint in get_type_hints(made.params).items()}
+    return tuple(Param(name, kind, 8 * i, 4 if kind == "f32" else 8) for i, (name, kind) in enumerate(kinds.items()))
+
+
+class NamedLaunch:
+    """Takes the place of `Launch` and of `EmulatedLaunch`. Within `recorded`, `loaded` has the specs of loaded kernels,
+    and `fired` what was launched: its spec, grid, stream, `params` with a number per name, and whether with PDL.
     """
 
-    def __init__(self, names_of: Callable[[KernelSpec], Sequence[str]]) -> None:
-        self.names_of = names_of
-        self.specs: list[Any] = []
-        self.blocks: list[dict[str, Any]] = []
+    loaded: ClassVar[list[KernelSpec]] = []
+    fired: ClassVar[list[NamedLaunch]] = []
+    static: dict[str, Any]
+    groups: tuple[Sequence[str], ...]
+    grid: tuple[int, int, int]
+    stream: int
+    params: Any
 
-    def load(self, spec: KernelSpec, *where: Any) -> Any:
-        self.specs.append(spec)
-        params = [SimpleNamespace(name=name) for name in self.names_of(spec)]
-        return SimpleNamespace(artifact=SimpleNamespace(params=params), bind=self._bind)
+    def __init__(self, artifact: Any, device_index: int = CPU, *, pdl: bool) -> None:
+        self.artifact, self.spec, self.pdl = artifact, artifact.spec, pdl
+        NamedLaunch.loaded.append(self.spec)
 
-    def _bind(self, static: dict[str, Any], *groups: Sequence[str]) -> Any:
-        def fire(stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...]) -> None:
-            given = zip(groups, (moving, *settled[1:]), strict=True)
-            moved = {name: x for names, values in given for name, x in zip(names, values, strict=True)}
-            self.blocks.append(static | moved)
+    def bind(self, static: dict[str, Any], *groups: Sequence[str]) -> NamedLaunch:
+        bound = copy.copy(self)
+        bound.static, bound.groups = static, groups
+        return bound
 
-        return SimpleNamespace(fire=fire)
+    def fire(self, stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...]) -> None:
+        grid, *rest = settled
+        values = dict(self.static)
+        for fields, given in zip(self.groups, (moving, *rest), strict=True):
+            values |= zip(fields, given, strict=True)
+        assert values.keys() == {param.name for param in self.artifact.params}
+        fired = copy.copy(self)
+        fired.grid, fired.stream, fired.params = grid, stream, SimpleNamespace(**values)
+        NamedLaunch.fired.append(fired)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[type[NamedLaunch]]:
+    """Recorded launches in place of those of a GPU or of the emulator, on `STREAM`; kernels are not compiled."""
+
+    def forget() -> None:
+        NamedLaunch.loaded.clear()
+        NamedLaunch.fired.clear()
+        loading.load.cache_clear()
+        prepared_kernel.cache_clear()
+
+    def artifact(spec: KernelSpec, arch: str, program_of: Any) -> Any:
+        return SimpleNamespace(spec=spec, params=params_of(spec, arch))
+
+    forget()
+    with (
+        mock.patch.object(loading, "Launch", NamedLaunch),
+        mock.patch.object(adapter, "EmulatedLaunch", NamedLaunch),
+        mock.patch.object(loading, "artifacts", SimpleNamespace(get=artifact)),
+        mock.patch.object(host_single, "current_stream", return_value=STREAM),
+        mock.patch.object(host_batch, "current_stream", return_value=STREAM),
+    ):
+        yield NamedLaunch
+    forget()

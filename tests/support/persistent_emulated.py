@@ -14,7 +14,7 @@ from cute_attn.runtime.arch import Arch, named
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, prefill
-from tests.support.right import emulate
+from tests.support.right import AnyCase, emulate, families
 from tests.support.schedules import ALL_SCHEDULES
 
 CUDA = torch.device("cuda")
@@ -32,6 +32,10 @@ class Target(NamedTuple):
 
     def takes(self, features: Features) -> bool:
         return not select.reasons_against(capabilities.BY_NAME[self.kernels], features, named(self.arch))
+
+    @property
+    def on(self) -> tuple[str, str]:
+        return self.kernels, self.arch
 
     def runs_on(self, arch: Arch) -> bool:
         return capabilities.BY_NAME[self.kernels].runs(arch)
@@ -83,14 +87,14 @@ def name(value: object) -> str:
     return value.kind if isinstance(value, Schedule) else str(getattr(value, "id", value))
 
 
-def solve_on(target: Target, problem: Case | BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
+def solve_on(target: Target, problem: AnyCase, schedule: Schedule, sms: int | None = None) -> Emulation:
     """Run a case on the target's GPU and compare with the reference."""
     return emulate(problem, target.arch, target.kernels, schedule, sms)
 
 
 def assert_cut(target: Target, emulation: Emulation) -> None:
     """The keys were split, and the partials merged."""
-    assert [record.spec["kernel"] for record in emulation.records] == [target.kernels, "combine"]
+    assert families(emulation) == [target.kernels, "combine"]
 
 
 def assert_auto_runs(target: Target, batch: BatchCase, kv: str) -> None:

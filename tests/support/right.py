@@ -1,17 +1,20 @@
-"""Cases, single requests and batches alike: planned, solved by any backend, compared with the fp64 reference."""
+"""Cases of every kind: planned, solved by any backend, compared with the fp64 reference."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
-from tests.support import batch_case, case
+from tests.support import batch_case, case, fp8_case
 from tests.support.batch_case import BatchCase, BatchInputs
 from tests.support.case import Case, poisoned_memory
+from tests.support.fp8_case import Fp8Case
 
+AnyCase = Case | BatchCase | Fp8Case
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -61,8 +64,11 @@ def assert_right(problem: Case | BatchCase, inputs: Any, out: torch.Tensor, lse:
     assert result.ok, f"{problem}: {result.detail}"
 
 
-def assert_solved(problem: Case | BatchCase, device: torch.device | str = "cpu", **arguments: Any) -> None:
-    Solver(problem, device, **arguments).assert_right()
+def assert_solved(problem: AnyCase, device: torch.device | str = "cpu", *, backend: str, **arguments: Any) -> None:
+    if isinstance(problem, Fp8Case):
+        fp8_case.solve(problem, backend, device)
+    else:
+        Solver(problem, device, backend=backend, **arguments).assert_right()
 
 
 def assert_planned_right(batch: BatchCase, wrapper: Any) -> Pair:
@@ -88,7 +94,7 @@ def assert_solved_again(problem: Case | BatchCase, backend: str, device: str = "
 
 
 def emulate(
-    problem: Case | BatchCase,
+    problem: AnyCase,
     arch: str,
     kernels: str = "auto",
     schedule: Schedule | None = None,
@@ -97,5 +103,38 @@ def emulate(
     """Solve a case on an emulated GPU. What ran, if anything, is the named kernel, and the merge of its partials."""
     with using(arch, kernels=kernels, schedule=schedule, sms=sms) as emulation:
         assert_solved(problem, backend="emulator")
-    assert kernels == "auto" or {record.spec["kernel"] for record in emulation.records} <= {kernels, "combine"}
+    assert kernels == "auto" or set(families(emulation)) <= {kernels, "combine"}
     return emulation
+
+
+def emulate_call(
+    function: Callable[..., Any],
+    *tensors: torch.Tensor,
+    on: tuple[str, str],
+    schedule: Schedule | None = None,
+    sms: int | None = None,
+    near: float = 2e-3,
+    lse_near: float = 1e-3,
+    **options: Any,
+) -> Emulation:
+    """Compare out and lse of a call on (kernels, arch) with the reference's, NaN where that has it. Where it has an
+    infinite lse kernels have NaN: they subtract an infinite maximum from itself.
+    """
+    with using(on[1], kernels=on[0], schedule=schedule, sms=sms) as emulation:
+        out, lse = function(*tensors, return_lse=True, backend="emulator", **options)
+    expected, expected_lse = function(*tensors, return_lse=True, backend="reference", **options)
+    expected_lse[expected_lse == torch.inf] = torch.nan
+    torch.testing.assert_close(out, expected, rtol=near, atol=near, equal_nan=True)
+    torch.testing.assert_close(lse, expected_lse, rtol=lse_near, atol=lse_near, equal_nan=True)
+    return emulation
+
+
+def families(emulation: Emulation) -> list[str]:
+    """The kernels' families, in the order of the launches."""
+    return [str(record.spec["kernel"]) for record in emulation.records]
+
+
+def executed(emulation: Emulation, *forms: str) -> int:
+    """The number of executed instructions whose opcodes begin so."""
+    counts = [count for record in emulation.records for count in record.stats.instructions.items()]
+    return sum(count for form, count in counts if form.startswith(forms))

@@ -6,13 +6,14 @@ last page: who reads either is found out.
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+
+from tests.support.dense_attention import attention, seen
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -78,43 +79,28 @@ class Built:
     sinks: np.ndarray | None
 
     def oracle(self) -> tuple[np.ndarray, np.ndarray]:
-        """out and base-2 lse in fp64, row by row."""
-        case = self.case
-        outs, lses = [], []
-        row = 0
-        for i, kv_len in enumerate(case.seq_lens):
-            k, v = self.keys[i].transpose(1, 2, 0), self.values[i].transpose(1, 0, 2)
-            for r in range(case.qo_lens[i]):
-                q = self.query[row].reshape(case.heads[1], -1, case.head_dim)
-                z = (q @ k).reshape(case.heads[0], kv_len) * case.scale
-                z[:, ~self._visible(row, r, case.qo_lens[i], kv_len)] = -math.inf
-                if self.sinks is not None:
-                    z = np.concatenate([z, self.sinks[:, None]], axis=1)
-                top = np.max(z, axis=1, initial=-math.inf, keepdims=True)
-                with np.errstate(divide="ignore"):
-                    p = np.exp(z - np.where(np.isinf(top), 0.0, top))
-                    total = p.sum(axis=1)
-                    lses.append((np.log(total) + np.where(np.isinf(top), 0.0, top)[:, 0]) / math.log(2))
-                weights = p[:, :kv_len] / np.where(total == 0, 1.0, total)[:, None]
-                o = weights.reshape(case.heads[1], case.heads[0] // case.heads[1], kv_len) @ v
-                outs.append(o.reshape(case.heads[0], case.head_dim) * case.bmm2_scale * case.o_scale)
-                row += 1
-        shape = (len(outs), case.heads[0])
-        o = np.stack(outs) if outs else np.zeros((*shape, case.head_dim))
-        if case.out == "e4m3":
-            o = np.clip(o / case.o_scale, -448, 448)
-        return o, (np.stack(lses) if lses else np.zeros(shape))
+        """out and base-2 lse in fp64, request by request."""
+        case, row = self.case, 0
+        o, lse = (
+            np.zeros((sum(case.qo_lens), case.heads[0], case.head_dim)),
+            np.zeros((sum(case.qo_lens), case.heads[0])),
+        )
+        sinks = None if self.sinks is None else torch.from_numpy(self.sinks)
+        for qo_len, keys, values in zip(case.qo_lens, self.keys, self.values, strict=True):
+            rows, row = slice(row, row + qo_len), row + qo_len
+            q, k, v = map(torch.from_numpy, (self.query[rows], keys, values))
+            found = attention(q, k, v, self._visible(rows, qo_len, len(keys)), case.scale, sinks=sinks)
+            o[rows], lse[rows] = (x.numpy() for x in found)
+        o *= case.bmm2_scale * case.o_scale
+        return (np.clip(o / case.o_scale, -448, 448) if case.out == "e4m3" else o), lse
 
-    def _visible(self, row: int, r: int, qo_len: int, kv_len: int) -> np.ndarray:
-        key = np.arange(kv_len)
-        position = kv_len - qo_len + r
-        visible = key <= position
+    def _visible(self, rows: slice, qo_len: int, kv_len: int) -> torch.Tensor:
+        """A mask says which draft tokens are seen; a window restricts both."""
+        kept = seen(qo_len, kv_len, self.mask_bits is None, self.case.window_left)
         if self.mask_bits is not None:
-            draft = key - (kv_len - qo_len)
-            visible = np.where(draft < 0, True, self.mask_bits[row, np.clip(draft, 0, qo_len - 1)])
-        if self.case.window_left >= 0:
-            visible &= key >= position - self.case.window_left
-        return visible
+            drafts = torch.from_numpy(self.mask_bits[rows])[:, max(qo_len - kv_len, 0) : qo_len]
+            kept[:, max(kv_len - qo_len, 0) :] &= drafts
+        return kept
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None) -> str:
         """ "" if out and lse are right, else what is wrong."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,10 +17,9 @@ from cute_attn import (
     xqa_batch_decode_with_kv_cache,
 )
 from cute_attn.request import decode as request_decode
-from cute_attn.runtime import launch
 from cute_attn.wrappers import calls
 from cute_attn.xqa import decode as xqa_decode
-from perf.pretended_gpu import NullDriver, pretended_gpu
+from tests.support.launch_corpus import Launched, RecordingDriver, pretended
 
 HEADS, HEAD_DIM, PAGE_SIZE, PAGES, BATCH = (8, 2), 64, 16, 12, 3
 WORKSPACE_BYTES = 16 << 20
@@ -38,33 +36,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 FUNCTIONS = {"xqa": xqa_batch_decode_with_kv_cache, "trtllm": trtllm_batch_decode_with_kv_cache}
 
-Launched = tuple[tuple[int, int, int], dict[str, bytes]]  # grid, and the bytes of every parameter
-
-
-class RecordingDriver(NullDriver):
-    """Keeps what launches pass to the driver."""
-
-    def __init__(self) -> None:
-        self.recorded: list[Launched] = []
-
-    def cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> tuple[int]:  # noqa: N802
-        pointers = (ctypes.c_void_p * len(function.params)).from_address(params)
-        values = {p.name: ctypes.string_at(at, p.size) for p, at in zip(function.params, pointers, strict=True)}
-        self.recorded.append(((config.gridDimX, config.gridDimY, config.gridDimZ), values))
-        return (0,)
-
 
 @pytest.fixture
 def driver() -> Iterator[RecordingDriver]:
     """A pretended H100 for CPU tensors, whose values nobody looks at."""
     recording = RecordingDriver()
-    with pretended_gpu("sm_90a"), pytest.MonkeyPatch.context() as patch:  # undone before what it lies over
-        patch.setattr(launch, "load_driver", lambda: recording)
-        patch.setattr(launch, "_function", lambda artifact, index: artifact)
-        patch.setattr(xqa_decode, "looks_at_values", lambda device: False)
-        calls.forget()
+    with pretended(recording):
         yield recording
-    calls.forget()
 
 
 @pytest.fixture
@@ -117,9 +95,9 @@ def call_with(function: Callable[..., Any], call: dict[str, Any]) -> Any:
     return function(**call)
 
 
-def own_memory(launched: Launched, call: dict[str, Any]) -> Launched:
-    """Removes addresses that the launch allocates itself."""
-    grid, values = launched
+def own_memory(launched: Launched, call: dict[str, Any]) -> tuple[Any, dict[str, bytes]]:
+    """Return the grid and the parameters but for addresses of memory that the launch allocates itself."""
+    grid, values, _ = launched
     own = {"counters", "partials"} if call["workspace_buffer"].nbytes < WORKSPACE_BYTES else set()
     own |= {name for name, buffer in (("o", "out"), ("lse", "lse")) if buffer not in call}
     return grid, {name: value for name, value in values.items() if name not in own}

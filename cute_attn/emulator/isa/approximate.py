@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array
@@ -12,22 +14,14 @@ from cute_attn.emulator.ptx import Inst
 
 
 def _unary(e: Emitter, inst: Inst, ftz: str, function: str) -> None:
-    source = e.get(inst.operands[1], "f4")
-    if ftz:
-        flush = e.bind(floats.flush, "flush")
-        e.set(inst.operands[0], "f4", f"{flush}({function}({flush}({source})))")
-    else:
-        e.set(inst.operands[0], "f4", f"{function}({source})")
+    flush = e.bind(floats.flush, "flush") if ftz else ""
+    e.compute(inst, f"{flush}({function}({flush}({{0}})))" if ftz else f"{function}({{0}})")
 
 
 @form("{ex2|lg2|tanh|sqrt|sin|cos}.approx{|.ftz}.f32", conformance="approx", golden="approx")
 def function_of_one(e: Emitter, inst: Inst, op: str, ftz: str) -> None:
     name = {"ex2": "np.exp2", "lg2": "np.log2"}.get(op, f"np.{op}")
-    if op in ("sin", "cos"):
-        wide = e.bind(_sine if op == "sin" else _cosine, op)
-        _unary(e, inst, ftz, wide)
-        return
-    _unary(e, inst, ftz, name)
+    _unary(e, inst, ftz, e.bind(_sine if op == "sin" else _cosine, op) if op in ("sin", "cos") else name)
 
 
 def _sine(x: Array) -> Array:
@@ -53,9 +47,7 @@ def _reciprocal_root(x: Array) -> Array:
 
 @form("div{.approx|.full}{|.ftz}.f32", conformance="approx", golden="approx")
 def divide(e: Emitter, inst: Inst, mode: str, ftz: str) -> None:
-    d, a, b = inst.operands
-    text = f"{e.get(a, 'f4')} / {e.get(b, 'f4')}"
-    e.set(d, "f4", f"{e.bind(floats.flush, 'flush')}({text})" if ftz else text)
+    e.compute(inst, f"{e.bind(floats.flush, 'flush')}({{0}} / {{1}})" if ftz else "{0} / {1}")
 
 
 @form(
@@ -65,11 +57,10 @@ def divide(e: Emitter, inst: Inst, mode: str, ftz: str) -> None:
     conformance="approx",
 )
 def function_of_two(e: Emitter, inst: Inst, op: str, kind: str) -> None:
-    name = e.bind(_pairwise, "pairwise")
-    e.set(inst.operands[0], "u4", f"{name}({e.get(inst.operands[1], 'u4')}, {op!r}, {kind!r})")
+    e.compute(inst, functools.partial(_pairwise, op, kind))
 
 
-def _pairwise(x: Array, op: str, kind: str) -> Array:
+def _pairwise(op: str, kind: str, x: Array) -> Array:
     raw = floats.unpack16(x)
     wide = raw.view(np.float16).astype(np.float32) if kind == ".f16x2" else floats.bf16_to_f32(raw)
     value = np.exp2(wide) if op == "ex2" else np.tanh(wide)

@@ -7,50 +7,36 @@ import numpy as np
 from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.isa import floats
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import computed, form
 from cute_attn.emulator.ptx import Inst, Pair
 
 _WIDER = {"u2": "u4", "i2": "i4", "u4": "u8", "i4": "i8"}
 _SIGN = {"add": "+", "sub": "-", "mul": "*"}
-_UNSIGNED = {"i2": "u2", "i4": "u4", "i8": "u8"}
-
-
-def _binary(e: Emitter, inst: Inst, kind: str, pattern: str) -> None:
-    d, a, b = inst.operands
-    e.set(d, kind, pattern.format(a=e.get(a, kind), b=e.get(b, kind)))
+_INTS, _SIGNED, _FLOATS = "{.u16|.s16|.u32|.s32|.u64|.s64}", "{.s16|.s32|.s64}", "{.f32|.f64}"
 
 
 # --- integers ---------------------------------------------------------------------------------------------------------
 
 
-@form("{add|sub}{.u16|.s16|.u32|.s32|.u64|.s64}", golden="integer")
-def add(e: Emitter, inst: Inst, op: str, kind: str) -> None:
-    _binary(e, inst, tag(kind), f"{{a}} {_SIGN[op]} {{b}}")
-
-
-@form("mul.lo{.u16|.s16|.u32|.s32|.u64|.s64}", golden="integer")
-def mul_lo(e: Emitter, inst: Inst, kind: str) -> None:
-    _binary(e, inst, tag(kind), "{a} * {b}")
-
-
 @form("mul.wide{.u16|.s16|.u32|.s32}", golden="integer")
 def mul_wide(e: Emitter, inst: Inst, kind: str) -> None:
-    d, a, b = inst.operands
     t, wide = tag(kind), _WIDER[tag(kind)]
-    e.set(d, wide, f"{e.get(a, t)}.astype({wide}) * {e.get(b, t)}")
+    e.compute(inst, f"{{0}}.astype({wide}) * {{1}}", wide, t, t)
+
+
+@form("mad.wide{.u16|.s16|.u32|.s32}", golden="integer")
+def mad_wide(e: Emitter, inst: Inst, kind: str) -> None:
+    t, wide = tag(kind), _WIDER[tag(kind)]
+    e.compute(inst, f"{{0}}.astype({wide}) * {{1}} + {{2}}", wide, t, t, wide)
 
 
 @form("mul.hi{.u16|.s16}")
-@form("mul.hi{.u32|.s32}", golden="integer")
-def mul_hi(e: Emitter, inst: Inst, kind: str) -> None:
+@form("{mul|mad}.hi{.u32|.s32}", golden="integer")
+def high(e: Emitter, inst: Inst, *choices: str) -> None:
+    kind = choices[-1]
     t, wide = tag(kind), _WIDER[tag(kind)]
-    _binary(e, inst, t, f"(({{a}}.astype({wide}) * {{b}}) >> {e.constant(int(kind[2:]), wide)}).astype({t})")
-
-
-@form("mul.hi{.u64|.s64}", golden="integer")
-def mul_hi64(e: Emitter, inst: Inst, kind: str) -> None:
-    name = e.bind(_high64 if kind == ".u64" else _high64_signed, "high64")
-    _binary(e, inst, tag(kind), f"{name}({{a}}, {{b}})")
+    product = f"(({{0}}.astype({wide}) * {{1}}) >> {e.constant(int(kind[2:]), wide)}).astype({t})"
+    e.compute(inst, f"{product} + {{2}}" if "mad" in choices else product)
 
 
 def _high64(a: Array, b: Array) -> Array:
@@ -65,34 +51,6 @@ def _high64_signed(a: Array, b: Array) -> Array:
     ua, ub = a.view(np.uint64), b.view(np.uint64)
     high = _high64(ua, ub) - np.where(a < 0, ub, np.uint64(0)) - np.where(b < 0, ua, np.uint64(0))
     return high.view(np.int64)
-
-
-@form("mad.lo{.u16|.s16|.u32|.s32|.u64|.s64}", golden="integer")
-def mad_lo(e: Emitter, inst: Inst, kind: str) -> None:
-    d, a, b, c = inst.operands
-    t = tag(kind)
-    e.set(d, t, f"{e.get(a, t)} * {e.get(b, t)} + {e.get(c, t)}")
-
-
-@form("mad.wide{.u16|.s16|.u32|.s32}", golden="integer")
-def mad_wide(e: Emitter, inst: Inst, kind: str) -> None:
-    d, a, b, c = inst.operands
-    t, wide = tag(kind), _WIDER[tag(kind)]
-    e.set(d, wide, f"{e.get(a, t)}.astype({wide}) * {e.get(b, t)} + {e.get(c, wide)}")
-
-
-@form("mad.hi{.u32|.s32}", golden="integer")
-def mad_hi(e: Emitter, inst: Inst, kind: str) -> None:
-    d, a, b, c = inst.operands
-    t, wide = tag(kind), _WIDER[tag(kind)]
-    high = f"(({e.get(a, t)}.astype({wide}) * {e.get(b, t)}) >> {e.constant(32, wide)}).astype({t})"
-    e.set(d, t, f"{high} + {e.get(c, t)}")
-
-
-@form("{div|rem}{.u16|.s16|.u32|.s32|.u64|.s64}", golden="integer")
-def divide(e: Emitter, inst: Inst, op: str, kind: str) -> None:
-    name = e.bind(_quotient if op == "div" else _remainder, op)
-    _binary(e, inst, tag(kind), f"{name}({{a}}, {{b}})")
 
 
 def _quotient(a: Array, b: Array) -> Array:
@@ -110,24 +68,28 @@ def _remainder(a: Array, b: Array) -> Array:
     return result
 
 
-@form("{min|max}{.u16|.s16|.u32|.s32|.u64|.s64}", golden="integer")
-def extreme(e: Emitter, inst: Inst, op: str, kind: str) -> None:
-    _binary(e, inst, tag(kind), f"np.{op}imum({{a}}, {{b}})")
-
-
-@form("{min|max}.relu.s32", since=90, golden="integer")
-def extreme_relu(e: Emitter, inst: Inst, op: str) -> None:
-    _binary(e, inst, "i4", f"np.maximum(np.{op}imum({{a}}, {{b}}), {e.constant(0, 'i4')})")
-
-
-@form("neg{.s16|.s32|.s64}", golden="integer")
-def neg(e: Emitter, inst: Inst, kind: str) -> None:
-    e.set(inst.operands[0], tag(kind), f"-{e.get(inst.operands[1], tag(kind))}")
-
-
-@form("abs{.s16|.s32|.s64}", golden="integer")
-def absolute(e: Emitter, inst: Inst, kind: str) -> None:
-    e.set(inst.operands[0], tag(kind), f"np.abs({e.get(inst.operands[1], tag(kind))})")
+computed(
+    {
+        f"add{_INTS}": "{0} + {1}",
+        f"sub{_INTS}": "{0} - {1}",
+        f"mul.lo{_INTS}": "{0} * {1}",
+        f"mad.lo{_INTS}": "{0} * {1} + {2}",
+        f"min{_INTS}": "np.minimum({0}, {1})",
+        f"max{_INTS}": "np.maximum({0}, {1})",
+        f"neg{_SIGNED}": "-{0}",
+        f"abs{_SIGNED}": "np.abs({0})",
+        f"div{_INTS}": _quotient,
+        f"rem{_INTS}": _remainder,
+        "mul.hi.u64": _high64,
+        "mul.hi.s64": _high64_signed,
+    },
+    golden="integer",
+)
+computed(
+    {f"{op}.relu.s32": f"np.maximum(np.{op}imum({{0}}, {{1}}), i4.type(0))" for op in ("min", "max")},
+    since=90,
+    golden="integer",
+)
 
 
 # --- floats -----------------------------------------------------------------------------------------------------------
@@ -181,22 +143,19 @@ def fma_f32(e: Emitter, inst: Inst, ftz: str, sat: str) -> None:
     e.set(d, "f4", _saturated(e, sat, _flushed(e, ftz, text)))
 
 
-@form("{add|sub|mul}{|.rn}.f64", golden="float64")
-def arithmetic_f64(e: Emitter, inst: Inst, op: str, mode: str) -> None:
-    _binary(e, inst, "f8", f"{{a}} {_SIGN[op]} {{b}}")
-
-
-@form("fma.rn.f64", conformance="approx")
-def fma_f64(e: Emitter, inst: Inst) -> None:
-    d, *sources = inst.operands
-    a, b, c = (e.get(x, "f8") for x in sources)
-    e.set(d, "f8", f"{e.bind(_fma64, 'fma64')}({a}, {b}, {c})")
-
-
 def _fma64(a: Array, b: Array, c: Array) -> Array:
     """a * b + c: rounded once if the platform's long double has 64 bits of mantissa, and nearly always otherwise."""
     total: Array = (a.astype(np.longdouble) * b + c).astype(np.float64)
     return total
+
+
+computed({"fma.rn.f64": _fma64}, conformance="approx")
+computed(
+    {f"{op}{{|.rn}}.f64": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
+    | {"min.f64": floats.minimum, "max.f64": floats.maximum},
+    golden="float64",
+)
+computed({f"copysign{_FLOATS}": "np.copysign({1}, {0})"}, golden="float32")
 
 
 @form("{min|max}{|.ftz}{|.NaN}.f32", golden="float32")
@@ -214,20 +173,10 @@ def _extreme(e: Emitter, op: str, nan: str) -> str:
     return e.bind(getattr(floats, f"{op}imum{suffix}"), op + suffix)
 
 
-@form("{min|max}.f64", golden="float64")
-def extreme_f64(e: Emitter, inst: Inst, op: str) -> None:
-    _binary(e, inst, "f8", f"{_extreme(e, op, '')}({{a}}, {{b}})")
-
-
 @form("{neg|abs}{|.ftz}{.f32|.f64}", golden="float32")
 def sign(e: Emitter, inst: Inst, op: str, ftz: str, kind: str) -> None:
     source = _flushed(e, ftz, e.get(inst.operands[1], tag(kind)))
     e.set(inst.operands[0], tag(kind), f"-{source}" if op == "neg" else f"np.abs({source})")
-
-
-@form("copysign{.f32|.f64}", golden="float32")
-def copysign(e: Emitter, inst: Inst, kind: str) -> None:
-    _binary(e, inst, tag(kind), "np.copysign({b}, {a})")
 
 
 @form("{div|rcp|sqrt}.rn{|.ftz}{.f32|.f64}", golden="float32")
@@ -357,19 +306,5 @@ def setp_float(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kin
 
 @form("selp{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}", golden="predicate")
 def selp(e: Emitter, inst: Inst, kind: str) -> None:
-    d, a, b, p = inst.operands
     t = tag(kind)
-    e.set(d, t, f"where({e.get(p, 'p')}, {e.get(a, t)}, {e.get(b, t)})")
-
-
-_LOGIC = {"and": "&", "or": "|", "xor": "^"}
-
-
-@form("{and|or|xor}.pred", golden="predicate")
-def logic_pred(e: Emitter, inst: Inst, op: str) -> None:
-    _binary(e, inst, "p", f"{{a}} {_LOGIC[op]} {{b}}")
-
-
-@form("not.pred", golden="predicate")
-def not_pred(e: Emitter, inst: Inst) -> None:
-    e.set(inst.operands[0], "p", f"~{e.get(inst.operands[1], 'p')}")
+    e.compute(inst, "where({2}, {0}, {1})", t, t, t, "p")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.isa import floats
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import computed, form
 from cute_attn.emulator.ptx import Inst, Reg, Sym, Vec
-
-_LOGIC = {"and": "&", "or": "|", "xor": "^"}
 
 
 @form("mov{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64|.pred}", golden="bits")
@@ -51,15 +51,9 @@ def _pack4(whole: np.dtype, *parts: Array) -> Array:  # type: ignore[type-arg]
     return packed
 
 
-@form("{and|or|xor}{.b16|.b32|.b64}", golden="bits")
-def logic(e: Emitter, inst: Inst, op: str, kind: str) -> None:
-    d, a, b = inst.operands
-    e.set(d, tag(kind), f"{e.get(a, tag(kind))} {_LOGIC[op]} {e.get(b, tag(kind))}")
-
-
-@form("not{.b16|.b32|.b64}", golden="bits")
-def not_(e: Emitter, inst: Inst, kind: str) -> None:
-    e.set(inst.operands[0], tag(kind), f"~{e.get(inst.operands[1], tag(kind))}")
+_LOGIC = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}"}
+computed({f"{op}{{.b16|.b32|.b64}}": pattern for op, pattern in _LOGIC.items()}, golden="bits")
+computed({f"{op}.pred": pattern for op, pattern in _LOGIC.items()}, golden="predicate")
 
 
 @form("shl{.b16|.b32|.b64}", golden="bits")
@@ -99,12 +93,10 @@ def _shift_right(x: Array, count: Array) -> Array:
 
 @form("shf{.l|.r}{.wrap|.clamp}.b32", golden="bits")
 def funnel(e: Emitter, inst: Inst, side: str, mode: str) -> None:
-    d, a, b, c = inst.operands
-    name = e.bind(_funnel, "funnel")
-    e.set(d, "u4", f"{name}({e.get(a, 'u4')}, {e.get(b, 'u4')}, {e.get(c, 'u4')}, {side == '.l'}, {mode == '.wrap'})")
+    e.compute(inst, functools.partial(_funnel, side == ".l", mode == ".wrap"))
 
 
-def _funnel(low: Array, high: Array, count: Array, left: bool, wrap: bool) -> Array:
+def _funnel(left: bool, wrap: bool, low: Array, high: Array, count: Array) -> Array:
     both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
     n = (count & np.uint32(31) if wrap else np.minimum(count, np.uint32(32))).astype(np.uint64)
     shifted = (both << n) >> np.uint64(32) if left else both >> n
@@ -114,23 +106,16 @@ def _funnel(low: Array, high: Array, count: Array, left: bool, wrap: bool) -> Ar
 
 @form("lop3.b32", golden="bits")
 def lop3(e: Emitter, inst: Inst) -> None:
-    d, a, b, c, table = inst.operands
-    name = e.bind(_lop3, "lop3")
-    e.set(d, "u4", f"{name}({e.get(a, 'u4')}, {e.get(b, 'u4')}, {e.get(c, 'u4')}, {table.value})")  # type: ignore[union-attr]
+    table = inst.operands[4].value  # type: ignore[union-attr]
+    e.compute(inst._replace(operands=inst.operands[:4]), functools.partial(_lop3, table))
 
 
-def _lop3(a: Array, b: Array, c: Array, table: int) -> Array:
+def _lop3(table: int, a: Array, b: Array, c: Array) -> Array:
     result = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
     for row in range(8):
         if table >> row & 1:
             result |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
     return result
-
-
-@form("prmt.b32", golden="bits")
-def prmt(e: Emitter, inst: Inst) -> None:
-    d, a, b, c = inst.operands
-    e.set(d, "u4", f"{e.bind(_prmt, 'prmt')}({e.get(a, 'u4')}, {e.get(b, 'u4')}, {e.get(c, 'u4')})")
 
 
 def _prmt(a: Array, b: Array, selector: Array) -> Array:
@@ -149,12 +134,6 @@ def _prmt(a: Array, b: Array, selector: Array) -> Array:
         byte = np.where(choice & 8, np.where(byte & 0x80, 0xFF, 0), byte)
         result |= byte.astype(np.uint32) << np.uint32(8 * i)
     return result
-
-
-@form("{clz|popc|brev}.b32", golden="bits")
-def count(e: Emitter, inst: Inst, op: str) -> None:
-    function = {"clz": _clz, "popc": _popc, "brev": _brev}[op]
-    e.set(inst.operands[0], "u4", f"{e.bind(function, op[:4])}({e.get(inst.operands[1], 'u4')})")
 
 
 def _bit_table(x: Array) -> Array:
@@ -180,16 +159,9 @@ def _bfind(x: Array) -> Array:
     return np.where(x == 0, 0xFFFFFFFF, 31 - _clz(x).astype(np.int64)).astype(np.uint32)
 
 
-@form("bfind.u32", golden="bits")
-def bfind(e: Emitter, inst: Inst) -> None:
-    e.set(inst.operands[0], "u4", f"{e.bind(_bfind, 'bfind')}({e.get(inst.operands[1], 'u4')})")
-
-
 @form("bfe{.u32|.s32}", golden="bits")
 def bfe(e: Emitter, inst: Inst, kind: str) -> None:
-    d, a, b, c = inst.operands
-    name = e.bind(_bfe, "bfe")
-    e.set(d, tag(kind), f"{name}({e.get(a, tag(kind))}, {e.get(b, 'u4')}, {e.get(c, 'u4')})")
+    e.compute(inst, _bfe, tag(kind), tag(kind), "u4", "u4")
 
 
 def _bfe(x: Array, position: Array, length: Array) -> Array:
@@ -205,15 +177,21 @@ def _bfe(x: Array, position: Array, length: Array) -> Array:
     return field.astype(x.dtype)
 
 
-@form("bfi.b32", golden="bits")
-def bfi(e: Emitter, inst: Inst) -> None:
-    d, a, b, c, n = inst.operands
-    name = e.bind(_bfi, "bfi")
-    e.set(d, "u4", f"{name}({e.get(a, 'u4')}, {e.get(b, 'u4')}, {e.get(c, 'u4')}, {e.get(n, 'u4')})")
-
-
 def _bfi(a: Array, b: Array, position: Array, length: Array) -> Array:
     position, length = (position & 255).astype(np.uint64), (length & 255).astype(np.uint64)
     mask = ((np.uint64(1) << np.minimum(length, 32)) - np.uint64(1)) << np.minimum(position, 63)
     moved = a.astype(np.uint64) << np.minimum(position, 63)
     return ((b & ~mask) | (moved & mask)).astype(np.uint32)
+
+
+computed(
+    {
+        "prmt.b32": _prmt,
+        "clz.b32": _clz,
+        "popc.b32": _popc,
+        "brev.b32": _brev,
+        "bfind.u32": _bfind,
+        "bfi.b32": _bfi,
+    },
+    golden="bits",
+)

@@ -44,17 +44,19 @@ def bulk_load(e: Emitter, inst: Inst, *choices: str) -> None:
     e.call(_bulk_load, [*arguments, e.address(barrier, wide=False), ctas])
 
 
+def ranks_of(ctas: int) -> list[int]:
+    """Ranks of the CTAs that a mask names."""
+    return [rank for rank in range(16) if ctas >> rank & 1]
+
+
 def _bulk_load(
     w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array, ctas: Array
 ) -> None:
-    targets, sources, sizes, barriers, masks = (w.full(x) for x in (target, source, size, barrier, ctas))
-    for lane in w.lanes(mask):
-        at, start, nbytes, bar = int(targets[lane]), int(sources[lane]), int(sizes[lane]), int(barriers[lane])
+    for lane, at, start, nbytes, bar, named in w.each(mask, target, source, size, barrier, ctas):
         _sixteen(at, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk load")
-        wanted = [r for r in range(16) if int(masks[lane]) >> r & 1] or [at >> RANK_SHIFT]
-        for rank in wanted:
-            own = bar if len(wanted) == 1 and not masks[lane] else (bar & OFFSET_MASK) | rank << RANK_SHIFT
+        for rank in ranks_of(named) or [at >> RANK_SHIFT]:
+            own = (bar & OFFSET_MASK) | rank << RANK_SHIFT if named else bar
             waiting = mbarrier.target(w.cta, own, op, "a bulk load")
             memory = w.cta.cluster.ctas[rank].smem
             w.cta.post(_bulk_action(w.cta, memory, at & OFFSET_MASK, start, nbytes, op, waiting))
@@ -73,7 +75,7 @@ def _bulk_action(
         rows = access.op_load_global(cta, start + steps, 16, op, "bulk load")
         memory.check(offset + steps, 16, 16, "bulk load")
         memory.op_store(offset + steps, access.words_of(rows), 16, op, "bulk load", generic=False)
-        waiting.complete(nbytes, op, (op.time if op else 0.0) + LATENCY)
+        waiting.complete(nbytes, op, LATENCY)
 
     return run
 
@@ -86,12 +88,10 @@ def bulk_between(e: Emitter, inst: Inst) -> None:
 
 
 def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
-    targets, sources, sizes, barriers = (w.full(x) for x in (target, source, size, barrier))
-    for lane in w.lanes(mask):
-        at, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
+    for lane, at, start, nbytes, bar in w.each(mask, target, source, size, barrier):
         _sixteen(at, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
-        waiting = mbarrier.target(w.cta, int(barriers[lane]), op, "a bulk copy")
+        waiting = mbarrier.target(w.cta, bar, op, "a bulk copy")
         memory = w.cta.cluster.ctas[at >> RANK_SHIFT].smem
 
         def run(memory=memory, at=at, start=start, nbytes=nbytes, op=op, waiting=waiting) -> None:  # type: ignore[no-untyped-def]
@@ -99,7 +99,7 @@ def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array
             words = w.cta.smem.op_load((start & OFFSET_MASK) + steps, 16, op, "bulk copy")
             memory.check((at & OFFSET_MASK) + steps, 16, 16, "bulk copy")
             memory.op_store((at & OFFSET_MASK) + steps, words, 16, op, "bulk copy", generic=False)
-            waiting.complete(nbytes, op, (op.time if op else 0.0) + LATENCY)
+            waiting.complete(nbytes, op, LATENCY)
 
         w.cta.post(run)
 
@@ -130,13 +130,11 @@ def _bulk_out(e: Emitter, inst: Inst, reduce: str, kind: str) -> None:
 def _bulk_store(
     w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, reduce: str, kind: str
 ) -> None:
-    targets, sources, sizes = w.full(target), w.full(source), w.full(size)
-    for lane in w.lanes(mask):
-        to, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
+    for lane, to, start, nbytes in w.each(mask, target, source, size):
         _sixteen(to, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk store")
         action = _bulk_store_action(w.cta, to, start & OFFSET_MASK, nbytes, reduce, kind, op)
-        bulk_groups(w, int(lane)).add(w.cta, action, op)
+        bulk_groups(w, lane).add(w.cta, action, op)
 
 
 def _bulk_store_action(
@@ -220,8 +218,7 @@ def bulk_groups(w: WarpBatch, lane: int) -> BulkGroups:
         cta.extra["bulk groups"] = {}
         cta.closing.append(lambda: _check_unread(cta))
     table = cta.extra["bulk groups"]
-    key = int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane])
-    found: BulkGroups = table.setdefault(key, BulkGroups())
+    found: BulkGroups = table.setdefault(w.thread(lane), BulkGroups())
     return found
 
 
@@ -240,8 +237,7 @@ def commit_group(e: Emitter, inst: Inst) -> None:
 def _commit(w: WarpBatch, mask: Array | None) -> None:
     table = w.cta.extra.get("bulk groups", {})
     for lane in w.lanes(mask):
-        key = int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane])
-        groups = table.get(key)
+        groups = table.get(w.thread(lane))
         if groups is not None:
             groups.committed.append(groups.open)
             groups.open = []
@@ -274,7 +270,7 @@ def _wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
     table = w.cta.extra.get("bulk groups", {})
     waits = []
     for lane in w.lanes(mask):
-        groups = table.get(int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane]))
+        groups = table.get(w.thread(lane))
         if groups is None:
             continue
         finished = groups.committed[: max(len(groups.committed) - keep, 0)]

@@ -94,8 +94,7 @@ def _wait(w: WarpBatch, mask: Array | None) -> None:
 )
 def st_async(e: Emitter, inst: Inst, weak: str, vec: str, kind: str) -> None:
     target, source, barrier = inst.operands
-    width = f"u{tag(kind)[1]}"
-    values = "(" + "".join(f"{e.get(x, width)}, " for x in e.items(source)) + ")"
+    values = e.values(e.items(source), f"u{tag(kind)[1]}")
     e.call(_st_async, [e.address(target, wide=False), values, e.address(barrier, wide=False)])
 
 
@@ -113,7 +112,7 @@ def _st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arr
         op = w.begin_op(int(w.row[group[0]]), "st.async")
         memory.op_store(where, access.words_of(data[group]), nbytes, op, "st.async", generic=False)
         waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
-        waiting.complete(nbytes * len(group), op, op.time if op else 0.0)
+        waiting.complete(nbytes * len(group), op)
 
 
 def _groups(lanes: Array, *keys: Array) -> Iterator[Array]:

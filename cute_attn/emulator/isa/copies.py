@@ -25,11 +25,8 @@ _SHARED = "{.shared|.shared::cta}"
 @form(f"ldmatrix.sync.aligned.m8n8{{.x1|.x2|.x4}}{{|.trans}}{_SHARED}.b16", converges=True, golden="matrix")
 def ldmatrix(e: Emitter, inst: Inst, count: str, trans: str, space: str) -> None:
     d, address = inst.operands
-    items = e.items(d)
-    arguments = f"w, {e.mask}, {e.address(address, wide=False)}, {_COUNT[count]}, {bool(trans)}"
-    e.line(f"t = {e.bind(_ldmatrix, 'ldmatrix')}({arguments})")
-    for i, item in enumerate(items):
-        e.set(item, "u4", f"t[{i}]")
+    arguments = [e.address(address, wide=False), str(_COUNT[count]), str(bool(trans))]
+    e.call(_ldmatrix, arguments, [(item, "u4") for item in e.items(d)], rows=True)
 
 
 def _row_addresses(w: WarpBatch, address: Array, count: int) -> Array:
@@ -85,10 +82,8 @@ def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
 )
 def ldmatrix_bytes(e: Emitter, inst: Inst, count: str, space: str) -> None:
     d, address = inst.operands
-    arguments = f"w, {e.mask}, {e.address(address, wide=False)}, {_COUNT[count]}"
-    e.line(f"t = {e.bind(_ldmatrix_bytes, 'ldmatrix_bytes')}({arguments})")
-    for i, item in enumerate(e.items(d)):
-        e.set(item, "u4", f"t[{i}]")
+    results = [(item, "u4") for item in e.items(d)]
+    e.call(_ldmatrix_bytes, [e.address(address, wide=False), str(_COUNT[count])], results, rows=True)
 
 
 def _ldmatrix_bytes(w: WarpBatch, mask: Array | None, address: Array, count: int) -> Array:
@@ -101,8 +96,7 @@ def _ldmatrix_bytes(w: WarpBatch, mask: Array | None, address: Array, count: int
 @form(f"stmatrix.sync.aligned.m8n8{{.x1|.x2|.x4}}{{|.trans}}{_SHARED}.b16", since=90, converges=True, golden="matrix")
 def stmatrix(e: Emitter, inst: Inst, count: str, trans: str, space: str) -> None:
     address, sources = inst.operands
-    values = "(" + "".join(f"{e.get(x, 'u4')}, " for x in e.items(sources)) + ")"
-    e.call(_stmatrix, [e.address(address, wide=False), values, str(bool(trans))])
+    e.call(_stmatrix, [e.address(address, wide=False), e.values(e.items(sources), "u4"), str(bool(trans))])
 
 
 def _stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], trans: bool) -> None:

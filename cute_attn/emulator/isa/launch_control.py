@@ -55,17 +55,14 @@ _SPACE = "{|.shared::cta}"
     conformance="unverified",
 )
 def try_cancel(e: Emitter, inst: Inst, space: str, multicast: str) -> None:
-    wide = [e.address(x, wide=not space) for x in inst.operands]
-    address, barrier = wide if space else [f"{x}.astype(u4)" for x in wide]
-    e.call(_try_cancel, [address, barrier, str(bool(multicast))])
+    e.call(_try_cancel, [*(e.shared_address(x, space) for x in inst.operands), str(bool(multicast))])
 
 
 def _try_cancel(w: WarpBatch, mask: Array | None, address: Array, barrier: Array, multicast: bool) -> None:
     """Write the response, opaque to programs: the coordinates of the first CTA, and whether there is one."""
-    for lane in w.lanes(mask):
+    for lane, at, bar in w.each(mask, address & OFFSET_MASK, barrier & OFFSET_MASK):
         origin = w.cta.grid.cancel()
         response = np.array([*origin, 1] if origin is not None else [0, 0, 0, 0], np.uint32).view("V16")
-        at, bar = (int(w.full(x)[lane]) & OFFSET_MASK for x in (address, barrier))
         ctas = w.cta.cluster.ctas if multicast else [w.cta]
         op = w.begin_op(int(w.row[lane]), "clusterlaunchcontrol.try_cancel")
         places = [cta.rank << RANK_SHIFT | bar for cta in ctas]
@@ -79,7 +76,7 @@ def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, respons
         offsets = access.offsets_of(np.array([at], np.uint32))
         cta.smem.check(offsets, RESPONSE_BYTES, RESPONSE_BYTES, "try_cancel")
         cta.smem.op_store(offsets, response, RESPONSE_BYTES, op, "try_cancel", generic=False)
-        barrier.complete(RESPONSE_BYTES, op, (op.time if op else 0.0) + LATENCY)
+        barrier.complete(RESPONSE_BYTES, op, LATENCY)
 
 
 @form("clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", since=100, conformance="unverified")

@@ -175,8 +175,7 @@ def _st_generic(w: WarpBatch, mask: Array | None, address: Array, sources: tuple
 
 
 def _sources(e: Emitter, inst: Inst, kind: str) -> str:
-    width = f"u{tag(kind)[1]}"
-    return "(" + "".join(f"{e.get(item, width)}, " for item in e.items(inst.operands[1])) + ")"
+    return e.values(e.items(inst.operands[1]), f"u{tag(kind)[1]}")
 
 
 def _rows(w: WarpBatch, sources: tuple[Array, ...]) -> Array:

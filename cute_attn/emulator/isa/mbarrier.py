@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cute_attn.emulator import access
 from cute_attn.emulator.clocks import ORDER, PROXY, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
@@ -90,12 +89,12 @@ class Mbarrier:
         self.add_tx(expect)
         self._count(count, agent)
 
-    def arrive_by(self, op: Op | None, time: float) -> None:
+    def arrive_by(self, op: Op | None, latency: float) -> None:
         """Arrive on behalf of an asynchronous operation that has ended."""
-        self._join(op, time)
+        self._join(op, latency)
         self._count(1, op.agent if op is not None else 0)
 
-    def _join(self, op: Op | None, time: float) -> None:
+    def _join(self, op: Op | None, latency: float) -> None:
         if op is not None and self.clock is not None:
             if op.clock[PROXY, self.made_by] < self.made_at:
                 raise BarrierFault(
@@ -106,7 +105,7 @@ class Mbarrier:
             coming = next((use for use in self.remote if use.op is op and use.phase is None), None)
             if coming is not None:
                 coming.phase = self.phase
-        self.time = max(self.time, time)
+        self.time = max(self.time, (op.time if op is not None else 0.0) + latency)
 
     def _count(self, count: int, agent: int) -> None:
         if count > self.pending:
@@ -120,9 +119,9 @@ class Mbarrier:
         if abs(self.tx) > MAX_TX:
             raise BarrierFault(f"{self.name}: transaction count {self.tx} is out of range")
 
-    def complete(self, num_bytes: int, op: Op | None, time: float) -> None:
+    def complete(self, num_bytes: int, op: Op | None, latency: float = 0.0) -> None:
         """Count bytes of an asynchronous operation that have arrived."""
-        self._join(op, time)
+        self._join(op, latency)
         self.tx -= num_bytes
         self.advance()
 
@@ -190,11 +189,7 @@ def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = Fa
 
 def _shared_address(e: Emitter, inst: Inst, position: int, space: str) -> tuple[str, str]:
     """Address expression, and whether it may refer to other CTAs of the cluster."""
-    operand = inst.operands[position]
-    if space == "":
-        wide = e.address(operand, wide=True)
-        return f"{wide}.astype(u4)", "True"
-    return e.address(operand, wide=False), str(space == ".shared::cluster")
+    return e.shared_address(inst.operands[position], space), str(space in ("", ".shared::cluster"))
 
 
 # --- life of a barrier ------------------------------------------------------------------------------------------------
@@ -207,20 +202,17 @@ def init(e: Emitter, inst: Inst, space: str) -> None:
 
 
 def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None:
-    where, counts = w.full(address), w.full(count)
-    for lane in w.lanes(mask):
-        offset = access.offsets_of(where[lane : lane + 1])
-        w.cta.smem.check(offset, 8, 8, "mbarrier.init")
-        if not 1 <= counts[lane] <= MAX_COUNT:
-            raise BarrierFault(f"mbarrier.init with a count of {counts[lane]}", int(lane))
+    for lane, where, number in w.each(mask, address & OFFSET_MASK, count):
+        w.cta.smem.check(np.array([where]), 8, 8, "mbarrier.init")
+        if not 1 <= number <= MAX_COUNT:
+            raise BarrierFault(f"mbarrier.init with a count of {number}", lane)
         agents = w.lane_agents[lane : lane + 1]
-        w.cta.smem.store(offset, np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
-        w.cta.smem.valid.data[int(offset[0]) : int(offset[0]) + 8] = MBARRIER
+        w.cta.smem.store(np.array([where]), np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
+        w.cta.smem.valid.data[where : where + 8] = MBARRIER
         if not w.cta.mbarriers and "mbarriers" not in w.cta.extra:
             w.cta.extra["mbarriers"] = True
             w.cta.closing += [lambda: _check_phases(w.cta), lambda: _check_remote(w.cta)]
-        name = f"mbarrier at shared {int(offset[0]):#x}"
-        w.cta.mbarriers[int(offset[0])] = Mbarrier(w.cta, int(counts[lane]), int(agents[0]), name)
+        w.cta.mbarriers[where] = Mbarrier(w.cta, number, int(agents[0]), f"mbarrier at shared {where:#x}")
 
 
 def _check_phases(cta: Cta) -> None:
@@ -265,10 +257,9 @@ def inval(e: Emitter, inst: Inst, space: str) -> None:
 
 
 def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
-    where = w.full(address)
-    for lane in w.lanes(mask):
-        at(w.cta, int(where[lane]))
-        offset = int(where[lane]) & OFFSET_MASK
+    for _, where in w.each(mask, address):
+        at(w.cta, where)
+        offset = where & OFFSET_MASK
         del w.cta.mbarriers[offset]
         w.cta.smem.valid.data[offset : offset + 8] = 0
 
@@ -329,19 +320,17 @@ def _arrive(
     relaxed: bool,
 ) -> Array:
     """Arrive. The token is the number of the current phase."""
-    where, counts, bytes_ = w.full(address), w.full(count), w.full(tx)
     token = np.zeros(w.size, np.uint64)
-    lanes = w.lanes(mask)
     first: _Phases = {}
-    for lane in lanes:
-        barrier = at(w.cta, int(where[lane]), cluster)
+    for lane, where, number, expected in w.each(mask, address, count, tx):
+        barrier = at(w.cta, where, cluster)
         token[lane] = barrier.phase
-        _check_straddling(w, int(lane), barrier, first)
+        _check_straddling(w, lane, barrier, first)
         if drop:
             barrier.count -= 1
         agent = int(w.lane_agents[lane])
         barrier.used_by(w.cta, "an arrival", agent=agent)
-        barrier.arrive(agent, int(counts[lane]), int(bytes_[lane]), relaxed)
+        barrier.arrive(agent, number, expected, relaxed)
     if w.cta.clocks is not None:
         agents = w.active_agents(mask)
         w.cta.clocks.v[agents, ORDER, agents] += 1
@@ -355,13 +344,12 @@ def transaction(e: Emitter, inst: Inst, op: str, sem: str, scope: str, space: st
 
 
 def _transaction(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, count: Array, expect: bool) -> None:
-    where, counts = w.full(address), w.full(count)
-    for lane in w.lanes(mask):
-        barrier = at(w.cta, int(where[lane]), cluster)
+    for lane, where, number in w.each(mask, address, count):
+        barrier = at(w.cta, where, cluster)
         agent = int(w.lane_agents[lane])
         barrier.seen(agent)
         barrier.used_by(w.cta, "a change of the expected bytes", agent=agent)
-        barrier.add_tx(int(counts[lane]) if expect else -int(counts[lane]))
+        barrier.add_tx(number if expect else -number)
         if not expect:
             barrier.advance()
 
@@ -376,15 +364,14 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
     """Arrive for each lane once its copies so far have landed; without .noinc, raise the pending count first."""
     from cute_attn.emulator.isa.copies import outstanding
 
-    where, lanes, clocks = w.full(address), w.lanes(mask), w.cta.clocks
-    copies = {}
-    for row in np.unique(w.row[lanes]):
+    clocks, copies = w.cta.clocks, {}
+    for row in np.unique(w.row[w.lanes(mask)]):
         ops = outstanding(w, int(row))
         copies[int(row)] = np.maximum.reduce([op.clock for op in ops]) if ops else None
     first: _Phases = {}
-    for lane in lanes:
-        barrier = at(w.cta, int(where[lane]))
-        _check_straddling(w, int(lane), barrier, first)
+    for lane, where in w.each(mask, address):
+        barrier = at(w.cta, where)
+        _check_straddling(w, lane, barrier, first)
         agent = int(w.lane_agents[lane])
         barrier.seen(agent)
         landed = copies[int(w.row[lane])]

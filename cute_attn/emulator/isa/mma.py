@@ -63,16 +63,13 @@ def mma_8bit(e: Emitter, inst: Inst, shape: str, a: str, b: str) -> None:
 def mma_f16(e: Emitter, inst: Inst, shape: str) -> None:
     """Emit a product with fp16 accumulators: two words of pairs."""
     d, a, b, c = (e.items(x) for x in inst.operands)
-    sources = ["(" + "".join(f"{e.get(x, 'u4')}, " for x in group) + ")" for group in (a, b, c)]
-    e.call(_mma_f16, sources, [(x, "u4") for x in d])
+    e.call(_mma_f16, [e.values(group, "u4") for group in (a, b, c)], [(x, "u4") for x in d])
 
 
 def _emit(e: Emitter, inst: Inst, a_decode: Decode, b_decode: Decode) -> None:
     d, a, b, c = (e.items(x) for x in inst.operands)
-    groups = [("u4", a), ("u4", b), ("f4", c)]
-    sources = ["(" + "".join(f"{e.get(x, kind)}, " for x in group) + ")" for kind, group in groups]
-    how = e.bind((a_decode, b_decode), "decode")
-    e.call(_mma, [how, *sources], [(x, "f4") for x in d])
+    sources = [e.values(group, kind) for group, kind in ((a, "u4"), (b, "u4"), (c, "f4"))]
+    e.call(_mma, [e.bind((a_decode, b_decode), "decode"), *sources], [(x, "f4") for x in d])
 
 
 def whole(w: WarpBatch, mask: Array | None, what: str) -> None:

@@ -47,12 +47,11 @@ def publish(w: WarpBatch, mask: Array | None, address: Array, release: bool) -> 
     cluster, relation = w.cta.cluster, w.cta.grid.happens_before
     if cluster.clocks is None:
         return
-    where = w.full(address)
-    for lane in w.lanes(mask):
+    for lane, where in w.each(mask, address):
         agent = int(w.lane_agents[lane])
         message = _message(cluster, agent) if release else relation.fenced.get((cluster.number, agent))
         if message is not None:
-            relation.released.setdefault(int(where[lane]), []).append(message)
+            relation.released.setdefault(where, []).append(message)
 
 
 def observe(w: WarpBatch, mask: Array | None, address: Array, acquire: bool) -> None:
@@ -60,9 +59,8 @@ def observe(w: WarpBatch, mask: Array | None, address: Array, acquire: bool) -> 
     cluster, relation = w.cta.cluster, w.cta.grid.happens_before
     if cluster.clocks is None or not relation.released:
         return
-    where = w.full(address)
-    for lane in w.lanes(mask):
-        messages = relation.released.get(int(where[lane]), [])
+    for lane, where in w.each(mask, address):
+        messages = relation.released.get(where, [])
         agent = int(w.lane_agents[lane])
         if acquire:
             _acquire(cluster, agent, messages)

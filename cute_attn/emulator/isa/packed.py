@@ -29,7 +29,6 @@ def fma(e: Emitter, inst: Inst, mode: str, ftz: str) -> None:
 
 
 def _pairwise(e: Emitter, inst: Inst, function: Callable[..., Array], mode: str, ftz: str) -> None:
-    d, *sources = inst.operands
     rounding = mode[1:] or "rn"
 
     def pairwise(*pairs: Array) -> Array:
@@ -40,8 +39,7 @@ def _pairwise(e: Emitter, inst: Inst, function: Callable[..., Array], mode: str,
         result = floats.flush(found) if ftz else found
         return np.ascontiguousarray(result, np.float32).view(np.uint64)
 
-    name = e.bind(pairwise, "pairwise")
-    e.set(d, "u8", f"{name}({', '.join(e.get(x, 'u8') for x in sources)})")
+    e.compute(inst, pairwise)
 
 
 def _equal(pairs: tuple[Array, ...]) -> list[Array]:

@@ -17,11 +17,13 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import UnknownForm
+from cute_attn.emulator.ptx import Inst
 
 Build = Callable[..., None]
 
@@ -75,6 +77,19 @@ def form(*templates: str, **traits: Any) -> Callable[[Build], Build]:
         return build
 
     return register
+
+
+def computed(functions: Mapping[str, str | Callable[..., Any]], *kinds: str, **traits: Any) -> None:
+    """Register forms that compute one value of others (`Emitter.compute`): functions or patterns by template."""
+
+    def register(function: str | Callable[..., Any]) -> Build:
+        def build(e: Emitter, inst: Inst, *choices: str) -> None:
+            e.compute(inst, function, *kinds)
+
+        return build
+
+    for template, function in functions.items():
+        form(template, **traits)(register(function))
 
 
 def expand(template: str) -> list[tuple[str, tuple[str, ...]]]:

@@ -14,7 +14,7 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault, PtxError
 from cute_attn.emulator.isa import mbarrier
-from cute_attn.emulator.isa.bulk import HINT, LATENCY, MULTICAST, Task, bulk_groups, reduced
+from cute_attn.emulator.isa.bulk import HINT, LATENCY, MULTICAST, Task, bulk_groups, ranks_of, reduced
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Addr, Inst, Operand, Vec
@@ -65,7 +65,7 @@ def _tensor_operand(e: Emitter, operand: Operand, numbers: int) -> tuple[str, st
     if len(items) != numbers:
         raise PtxError(f"{len(items)} coordinates where {numbers} are needed")
     base = e.address(Addr(operand.base, operand.offset), wide=True)
-    return base, "(" + "".join(f"{e.get(item, 'i4')}, " for item in items) + ")"
+    return base, e.values(items, "i4")
 
 
 def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
@@ -98,16 +98,11 @@ def _tensor_load(
     multicast: bool,
     pair: bool,
 ) -> None:
-    maps, targets, barriers, ranks = w.full(table), w.full(target), w.full(barrier), w.full(ctas)
-    for lane in w.lanes(mask):
-        tensor = _map_at(w, int(maps[lane]))
-        place = [int(w.full(c)[lane]) for c in coordinates]
-        _check_place(tensor, place, int(lane))
-        position = int(w.row[lane])
-        op = w.begin_op(position, "TMA load")
-        at, bar = int(targets[lane]), int(barriers[lane])
-        wanted = [r for r in range(16) if int(ranks[lane]) >> r & 1] if multicast else [at >> RANK_SHIFT]
-        for rank in wanted:
+    for lane, map_address, at, bar, named, *place in w.each(mask, table, target, barrier, ctas, *coordinates):
+        tensor = _map_at(w, map_address)
+        _check_place(tensor, place, lane)
+        op = w.begin_op(int(w.row[lane]), "TMA load")
+        for rank in ranks_of(named) if multicast else [at >> RANK_SHIFT]:
             load = _Load(w.cta, tensor, place, rank << RANK_SHIFT | at & OFFSET_MASK, op)
             own = bar if not multicast else (bar & OFFSET_MASK) | (_leader(rank, bar, pair) << RANK_SHIFT)
             load.post(own)
@@ -142,7 +137,7 @@ class _Load:
 
         def arrive() -> None:
             self.run()
-            waiting.complete(self.tensor.box_bytes, self.op, (self.op.time if self.op else 0.0) + LATENCY)
+            waiting.complete(self.tensor.box_bytes, self.op, LATENCY)
 
         self.cta.post(arrive)
 
@@ -203,25 +198,22 @@ def _tensor_store(
     source: Array,
     reduce: str,
 ) -> None:
-    maps, sources = w.full(table), w.full(source)
     tasks: dict[tuple[int, ...], Task] = {}
-    for lane in w.lanes(mask):
-        tensor = _map_at(w, int(maps[lane]))
-        place = [int(w.full(c)[lane]) for c in coordinates]
-        at = int(sources[lane])
-        _check_place(tensor, place, int(lane))
+    for lane, map_address, at, *place in w.each(mask, table, source, *coordinates):
+        tensor = _map_at(w, map_address)
+        _check_place(tensor, place, lane)
         if min(place) < 0:  # unlike a load
-            raise MemoryFault(f"TMA store at {tuple(place)}: no coordinate may be negative", int(lane))
+            raise MemoryFault(f"TMA store at {tuple(place)}: no coordinate may be negative", lane)
         if at % 128:
-            raise MemoryFault(f"TMA store from shared {at:#x}, which is not aligned to 128 bytes", int(lane))
+            raise MemoryFault(f"TMA store from shared {at:#x}, which is not aligned to 128 bytes", lane)
         # A warp whose 32 lanes all store one box issues 32 stores with the effect of one.
-        key = (int(w.row[lane]), int(maps[lane]), at, *place, int(lane) if reduce else 0)
+        key = (int(w.row[lane]), map_address, at, *place, lane if reduce else 0)
         if key not in tasks:
             op = w.begin_op(int(w.row[lane]), "TMA store")
             action = _store_action(w.cta, tensor, place, at, reduce, op)
             tasks[key] = Task(action, op)
             w.cta.post(tasks[key])
-        bulk_groups(w, int(lane)).open.append(tasks[key])
+        bulk_groups(w, lane).open.append(tasks[key])
 
 
 def _store_action(

@@ -26,6 +26,9 @@ GROUP = "{.cta_group::1|.cta_group::2}"
 _NUM = "{.x1|.x2|.x4|.x8|.x16|.x32|.x64|.x128}"
 
 
+tensor_form = functools.partial(form, since=100, only=ARCHS, conformance="unverified")
+
+
 def memory_of(cta: Cta) -> TensorMemory:
     found = cta.extra.get("tcgen05")
     if found is None:
@@ -115,19 +118,9 @@ class _Allocating(Wait):
         return True
 
 
-@form(
-    f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32",
-    since=100,
-    only=ARCHS,
-    solo=True,
-    converges=True,
-    conformance="unverified",
-)
+@tensor_form(f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32", solo=True, converges=True)
 def alloc(e: Emitter, inst: Inst, group: str, space: str) -> None:
-    address = (
-        e.address(inst.operands[0], wide=False) if space else f"{e.address(inst.operands[0], wide=True)}.astype(u4)"
-    )
-    e.call(_alloc, [address, e.get(inst.operands[1], "u4"), group[-1]])
+    e.call(_alloc, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4"), group[-1]])
 
 
 def _alloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group: int) -> None:
@@ -142,7 +135,7 @@ def _alloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group
         w.wait = waiting
 
 
-@form(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", since=100, only=ARCHS, converges=True, conformance="unverified")
+@tensor_form(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", converges=True)
 def dealloc(e: Emitter, inst: Inst, group: str) -> None:
     e.call(_dealloc, [e.get(inst.operands[0], "u4"), e.get(inst.operands[1], "u4"), group[-1]])
 
@@ -151,18 +144,12 @@ def _dealloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, gro
     whole(w, mask, "tcgen05.dealloc")
     pair_of(w.cta, group)
     memory = memory_of(w.cta)
-    for lane in w.first_lanes(mask):
-        start, columns = int(w.full(address)[lane]), int(w.full(count)[lane])
+    first = w.first_lanes(mask)
+    for lane, start, columns in zip(first, w.full(address)[first].tolist(), w.full(count)[first].tolist(), strict=True):
         memory.free(start, columns, int(w.lane_agents[lane]))
 
 
-@form(
-    f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned",
-    since=100,
-    only=ARCHS,
-    converges=True,
-    conformance="unverified",
-)
+@tensor_form(f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned", converges=True)
 def relinquish(e: Emitter, inst: Inst, group: str) -> None:
     e.call(_relinquish, [group[-1]])
 
@@ -197,34 +184,19 @@ def _places(num: int, warps: tuple[int, ...], addresses: tuple[int, ...], what: 
     return Places(lanes[:, :, None], columns[:, None, :], shadow)
 
 
-@form(
-    f"tcgen05.ld.sync.aligned.32x32b{_NUM}.b32",
-    since=100,
-    only=ARCHS,
-    converges=True,
-    conformance="unverified",
-)
+@tensor_form(f"tcgen05.ld.sync.aligned.32x32b{_NUM}.b32", converges=True)
 def load(e: Emitter, inst: Inst, num: str) -> None:
     registers = e.items(inst.operands[0])
     _check_registers(inst, num, len(registers))
-    arguments = f"w, {e.mask}, {num[2:]}, {e.address(inst.operands[1], wide=False)}"
-    e.line(f"t = {e.bind(_load, 'tmem_load')}({arguments})")
-    for i, register in enumerate(registers):
-        e.set(register, "u4", f"t[{i}]")
+    arguments = [num[2:], e.address(inst.operands[1], wide=False)]
+    e.call(_load, arguments, [(register, "u4") for register in registers], rows=True)
 
 
-@form(
-    f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32",
-    since=100,
-    only=ARCHS,
-    converges=True,
-    conformance="unverified",
-)
+@tensor_form(f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32", converges=True)
 def store(e: Emitter, inst: Inst, num: str) -> None:
     registers = e.items(inst.operands[1])
     _check_registers(inst, num, len(registers))
-    values = "(" + "".join(f"{e.get(x, 'u4')}, " for x in registers) + ")"
-    e.call(_store, [e.address(inst.operands[0], wide=False), values])
+    e.call(_store, [e.address(inst.operands[0], wide=False), e.values(registers, "u4")])
 
 
 def _check_registers(inst: Inst, num: str, count: int) -> None:
@@ -294,7 +266,7 @@ def _store(w: WarpBatch, mask: Array | None, address: Array, values: tuple[Array
     memory.valid[places.lanes, places.columns] = True
 
 
-@form("tcgen05.wait::{ld|st}.sync.aligned", since=100, only=ARCHS, converges=True, conformance="unverified")
+@tensor_form("tcgen05.wait::{ld|st}.sync.aligned", converges=True)
 def wait(e: Emitter, inst: Inst, which: str) -> None:
     e.call(_wait, [repr(f"tcgen05.{which}")])
 
@@ -308,7 +280,7 @@ def _wait(w: WarpBatch, mask: Array | None, kind: str) -> None:
             stream.wait()
 
 
-@form("tcgen05.fence::{before|after}_thread_sync", since=100, only=ARCHS, conformance="unverified")
+@tensor_form("tcgen05.fence::{before|after}_thread_sync")
 def fence(e: Emitter, inst: Inst, which: str) -> None:
     e.call(_fence_before if which == "before" else _fence_after, [])
 

@@ -13,8 +13,8 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault, PtxError
 from cute_attn.emulator.isa import mbarrier
-from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.isa.tmem import ARCHS, GROUP, memory_of, pair_of
+from cute_attn.emulator.isa.bulk import ranks_of
+from cute_attn.emulator.isa.tmem import GROUP, memory_of, pair_of, tensor_form
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Addr, Inst
 from cute_attn.emulator.tensor_memory import split_address
@@ -90,12 +90,7 @@ class _Product:
         memory.store(lanes, columns, umma.accumulate(folded, before, x), op, "tcgen05.mma (D)")
 
 
-@form(
-    f"tcgen05.mma{GROUP}{{.kind::f16|.kind::f8f6f4}}",
-    since=100,
-    only=ARCHS,
-    conformance="unverified",
-)
+@tensor_form(f"tcgen05.mma{GROUP}{{.kind::f16|.kind::f8f6f4}}")
 def product(e: Emitter, inst: Inst, group: str, kind: str) -> None:
     if len(inst.operands) != 5:
         raise PtxError(f"{inst.op}: disabled lanes and scale-input-d are not supported")
@@ -119,13 +114,12 @@ def _issue(
     keep: Array,
 ) -> None:
     pair = pair_of(w.cta, kind.group)
-    for lane in w.lanes(mask):
-        at = [int(w.full(x)[lane]) for x in (d, a, b)]
-        what = umma.decode(int(w.full(word)[lane]), kind)
-        umma.check_tensor_memory(what, kind, at[0], at[1] if in_tmem else None)
-        one = _Product(kind, what, at[0], at[1], in_tmem, at[2], bool(w.full(keep)[lane]))
+    for lane, target, left, right, number, adds in w.each(mask, d, a, b, word, keep):
+        what = umma.decode(number, kind)
+        umma.check_tensor_memory(what, kind, target, left if in_tmem else None)
+        one = _Product(kind, what, target, left, in_tmem, right, bool(adds))
         op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND, int(w.lane[lane]))
-        w.cta.post(lambda one=one, op=op: one.run(pair, op), _queue(w, int(lane)))  # type: ignore[misc]
+        w.cta.post(lambda one=one, op=op: one.run(pair, op), _queue(w, lane))  # type: ignore[misc]
 
 
 def _queue(w: WarpBatch, lane: int) -> str:
@@ -136,34 +130,24 @@ def _queue(w: WarpBatch, lane: int) -> str:
 # --- commit -----------------------------------------------------------------------------------------------------------
 
 
-@form(
-    f"tcgen05.commit{GROUP}.mbarrier::arrive::one{{|.shared::cluster}}{{|.multicast::cluster}}.b64",
-    since=100,
-    only=ARCHS,
-    conformance="unverified",
-)
+@tensor_form(f"tcgen05.commit{GROUP}.mbarrier::arrive::one{{|.shared::cluster}}{{|.multicast::cluster}}.b64")
 def commit(e: Emitter, inst: Inst, group: str, space: str, multicast: str) -> None:
     address, *rest = inst.operands
-    where = e.address(address, wide=False) if space else f"{e.address(address, wide=True)}.astype(u4)"
-    ctas = e.get(rest[0], "u4") if multicast else "None"
-    e.call(_commit, [group[-1], where, ctas])
+    ctas = e.get(rest[0], "u4") if multicast else e.constant(0, "u4")
+    e.call(_commit, [group[-1], e.shared_address(address, space), ctas, str(bool(multicast))])
 
 
-def _commit(w: WarpBatch, mask: Array | None, group: int, address: Array, ctas: Array | None) -> None:
+def _commit(w: WarpBatch, mask: Array | None, group: int, address: Array, ctas: Array, multicast: bool) -> None:
     pair_of(w.cta, group)
-    for lane in w.lanes(mask):
-        agent = int(w.lane_agents[lane])
-        at = int(w.full(address)[lane])
-        ranks = [at >> RANK_SHIFT]
-        if ctas is not None:
-            ranks = [rank for rank in range(16) if int(w.full(ctas)[lane]) >> rank & 1]
-        stream = memory_of(w.cta).stream(agent, KIND, int(w.lane[lane]))
+    for lane, at, named in w.each(mask, address, ctas):
+        ranks = ranks_of(named) if multicast else [at >> RANK_SHIFT]
+        stream = memory_of(w.cta).stream(int(w.lane_agents[lane]), KIND, int(w.lane[lane]))
         op = None if stream is None else stream.commit()
         places = [rank << RANK_SHIFT | at & OFFSET_MASK for rank in ranks]
         barriers = [mbarrier.target(w.cta, place, op, "tcgen05.commit", in_order=True) for place in places]
 
         def arrive(barriers: list[mbarrier.Mbarrier] = barriers, op: Op | None = op) -> None:
             for barrier in barriers:
-                barrier.arrive_by(op, (op.time if op else 0.0) + LATENCY)
+                barrier.arrive_by(op, LATENCY)
 
-        w.cta.post(arrive, _queue(w, int(lane)))
+        w.cta.post(arrive, _queue(w, lane))

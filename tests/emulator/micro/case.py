@@ -219,11 +219,12 @@ def elementwise(
     unit: str = "",
     ulps: int = 0,
     data: Sequence[np.ndarray[Any, Any]] | None = None,
+    **options: str,
 ) -> Case:
-    """A thread an item: `code` finds its inputs in %a0, %a1, ... and leaves the result in %d."""
+    """A thread an item: `code` finds its inputs in %a0, %a1, ... and leaves the result in %d. `options`: of `Text`."""
     source = rng(f"{family}/{name}")
     arrays = list(data) if data is not None else [values(kind, count, source) for kind in sources]
-    text = Text(threads=count)
+    text = Text(threads=count, **options)  # type: ignore[arg-type]
     registers = [f".reg .b{_register_bits(kind)} %a{i};" for i, kind in enumerate(sources)]
     text.add(*registers, f".reg .b{_register_bits(result)} %d;", ".reg .b64 %at;")
     offset = 0

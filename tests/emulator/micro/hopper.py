@@ -65,6 +65,26 @@ def _products() -> Iterator[Case]:
     yield product("f16", "f16", 64, 3, (0, 0), signs=(1, -1))
 
 
+def _operand(text: Text, index: int, start: int, leading: int, stride: int, swizzle: int) -> None:
+    """Put the descriptor of operand `index` into %rd10 or %rd11."""
+    text.add("mov.u32 %r2, sm;", f"add.u32 %r2, %r2, {start};", "shr.u32 %r2, %r2, 4;", "and.b32 %r2, %r2, 0x3fff;")
+    text.add("cvt.u64.u32 %rd1, %r2;", f"mov.b64 %rd2, {descriptor(leading, stride, swizzle)};")
+    text.add(f"or.b64 %rd1{index}, %rd1, %rd2;")
+
+
+def _multiply(text: Text, shape: str, count: int, left: str, flags: str) -> None:
+    """Issue a product, wait for it and store its `count` registers."""
+    outputs = "{" + ", ".join(f"%d{i}" for i in range(count)) + "}"
+    text.add("setp.eq.u32 %p1, 0, 0;", "wgmma.fence.sync.aligned;")
+    text.add(
+        f"wgmma.mma_async.sync.aligned.{shape} {outputs}, {left}, %rd11, %p1, {flags};",
+        "wgmma.commit_group.sync.aligned;",
+        "wgmma.wait_group.sync.aligned 0;",
+        f"mad.wide.u32 %rd3, %me, {4 * count}, %dst;",
+        *(f"st.global.b32 [%rd3+{4 * i}], %d{i};" for i in range(count)),
+    )
+
+
 def product(
     a: str,
     b: str,
@@ -91,30 +111,14 @@ def product(
         text.add(f"mad.lo.u32 %r1, %me, {count}, {i};", "and.b32 %r1, %r1, 7;", "cvt.rn.f32.u32 %r1, %r1;")
         text.add("cvt.rn.f16x2.f32 %r1, %r1, %r1;" if half else "", f"mov.b32 %d{i}, %r1;")
     for index, (rows, start) in enumerate(((64, 0), (n, A_BYTES))):
-        leading, stride = strides(rows, swizzle, bool(majors[index]))
-        text.add(
-            "mov.u32 %r2, sm;",
-            f"add.u32 %r2, %r2, {start + step};",
-            "shr.u32 %r2, %r2, 4;",
-            "and.b32 %r2, %r2, 0x3fff;",
-        )
-        text.add("cvt.u64.u32 %rd1, %r2;", f"mov.b64 %rd2, {descriptor(leading, stride, swizzle)};")
-        text.add(f"or.b64 %rd1{index}, %rd1, %rd2;")
+        _operand(text, index, start + step, *strides(rows, swizzle, bool(majors[index])), swizzle)
     left = "%rd10"
     if registers:
         text.add("mov.u32 %r2, sm;", "mad.lo.u32 %r2, %me, 16, %r2;", "ld.shared.v4.b32 {%r4, %r5, %r6, %r7}, [%r2];")
         left = "{%r4, %r5, %r6, %r7}"
-    outputs = "{" + ", ".join(f"%d{i}" for i in range(count)) + "}"
     shape = f"m64n{n}k{16 if wide else 32}.{'f16' if half else 'f32'}.{a}.{b}"
     transposed = (f", {majors[1]}" if registers else f", {majors[0]}, {majors[1]}") if wide else ""
-    text.add("setp.eq.u32 %p1, 0, 0;", "wgmma.fence.sync.aligned;")
-    text.add(
-        f"wgmma.mma_async.sync.aligned.{shape} {outputs}, {left}, %rd11, %p1, {signs[0]}, {signs[1]}{transposed};",
-        "wgmma.commit_group.sync.aligned;",
-        "wgmma.wait_group.sync.aligned 0;",
-        f"mad.wide.u32 %rd3, %me, {4 * count}, %dst;",
-        *(f"st.global.b32 [%rd3+{4 * i}], %d{i};" for i in range(count)),
-    )
+    _multiply(text, shape, count, left, f"{signs[0]}, {signs[1]}{transposed}")
     return Case("wgmma", name, text.ptx(), blob, 128 * 4 * count, unit="f2" if half else "f4", threads=128)
 
 
@@ -143,20 +147,8 @@ def _narrow_sum(kind: str, largest: int, name: str, sums: tuple[int, float], lea
     text.add(f".reg .b32 %d<{count}>;", f"mad.wide.u32 %rd3, %me, {4 * count}, %src;")
     text.add(*(f"ld.global.b32 %d{i}, [%rd3+{codes.size + 4 * i}];" for i in range(count)))
     for index, (rows, start) in enumerate(((64, 0), (NARROW_N, A_BYTES // 2))):
-        leading, stride = strides(rows, 0, False)
-        text.add("mov.u32 %r2, sm;", f"add.u32 %r2, %r2, {start};", "shr.u32 %r2, %r2, 4;", "and.b32 %r2, %r2, 0x3fff;")
-        text.add("cvt.u64.u32 %rd1, %r2;", f"mov.b64 %rd2, {descriptor(leading, stride, 0)};")
-        text.add(f"or.b64 %rd1{index}, %rd1, %rd2;")
-    outputs = "{" + ", ".join(f"%d{i}" for i in range(count)) + "}"
-    text.add(
-        "setp.eq.u32 %p1, 0, 0;",
-        "wgmma.fence.sync.aligned;",
-        f"wgmma.mma_async.sync.aligned.m64n{NARROW_N}k32.f32.{kind}.{kind} {outputs}, %rd10, %rd11, %p1, 1, 1;",
-        "wgmma.commit_group.sync.aligned;",
-        "wgmma.wait_group.sync.aligned 0;",
-        f"mad.wide.u32 %rd3, %me, {4 * count}, %dst;",
-        *(f"st.global.b32 [%rd3+{4 * i}], %d{i};" for i in range(count)),
-    )
+        _operand(text, index, start, *strides(rows, 0, False), 0)
+    _multiply(text, f"m64n{NARROW_N}k32.f32.{kind}.{kind}", count, "%rd10", "1, 1")
     data = codes.tobytes() + old.astype(np.float32).tobytes()
     return Case("narrow", f"{kind}.{name}", text.ptx(), data, 128 * 4 * count, unit="f4", threads=128)
 
