@@ -15,8 +15,14 @@ from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 
-BSR_INSTEAD = "indptr and indices, or VariableBlockSparseAttentionWrapper"
 ONE_KERNEL = "it belongs to a kernel of FlashInfer's that is not part of this library"
+OF_ONE_KERNEL = (  # arguments of it, and what to use instead
+    (
+        ("block_mask", "q2k_indices", "q2k_num", "kv_block_lens"),
+        "indptr and indices, or VariableBlockSparseAttentionWrapper",
+    ),
+    (("kv_splits", "use_clc", "q_scale", "k_scale", "v_scale"), ""),
+)
 
 
 def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
@@ -131,11 +137,8 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
         given = locals()
-        for name in ("block_mask", "q2k_indices", "q2k_num", "kv_block_lens"):
-            batch_plan.refuse(name, given[name], ONE_KERNEL, BSR_INSTEAD)
-        checks.refuse_given(
-            ONE_KERNEL, None, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
-        )
+        for names, instead in OF_ONE_KERNEL:
+            checks.refuse_given(ONE_KERNEL, instead, None, **{name: given[name] for name in names})
         block_sparse.refuse_positions(pos_encoding_mode)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)

@@ -85,9 +85,8 @@ def bsr_mask(
         mask = checks.tensor("mask", mask)
         block, blocks = (size.block_rows, size.page_size), lengths.kv_end
         if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[0] < blocks or mask.shape[1:] != block:
-            raise ArgumentError(
-                f"mask must be a bool tensor of shape [blocks, R, C] = [{blocks}, {block[0]}, {block[1]}], "
-                f"got {checks.describe(mask)}"
+            raise checks.wrong(
+                f"mask must be a bool tensor of shape [blocks, R, C] = [{blocks}, {block[0]}, {block[1]}]", mask
             )
         flat = _flattened(mask, lengths.kv_indptr, lengths.qo_len)
         return batch_plan.mask(flat, packed_mask, lengths, device, "packed_mask")
@@ -134,9 +133,7 @@ def pages(k: Any, v: Any, size: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x)
         if x.dim() != 3 or x.shape[0] != size.columns:
-            raise ArgumentError(
-                f"{name} must have shape [N, num_kv_heads, head_dim] with N = {size.columns}, got {checks.describe(x)}"
-            )
+            raise checks.wrong(f"{name} must have shape [N, num_kv_heads, head_dim] with N = {size.columns}", x)
     return k.unflatten(0, (size.pages, size.page_size)), v.unflatten(0, (size.pages, size.page_size))
 
 
@@ -187,9 +184,7 @@ def _sizes(name: str, value: Any, num_kv_heads: int) -> np.ndarray:
     value = checks.readable(name, value)
     checks.dtype(name, value.dtype, index_arrays.DTYPES)
     if value.dim() != 2 or value.shape[0] != num_kv_heads:
-        raise ArgumentError(
-            f"{name} must have shape [num_kv_heads = {num_kv_heads}, blocks], got {checks.describe(value)}"
-        )
+        raise checks.wrong(f"{name} must have shape [num_kv_heads = {num_kv_heads}, blocks]", value)
     sizes: np.ndarray = value.cpu().numpy().astype(np.int64)
     if (sizes < 0).any():
         raise ArgumentError(f"{name} must not be negative, got {sizes.min()}")
@@ -207,7 +202,7 @@ def by_kv_head(q: Any, k: Any, v: Any, group: int, size: Matrix) -> tuple[torch.
     for name, x, heads, length in (*shapes, ("v", v, size.heads, size.columns)):
         checks.tensor(name, x)
         if x.dim() != 3 or x.shape[:2] != (heads, length):
-            raise ArgumentError(f"{name} must have shape [{heads}, {length}, head_dim], got {checks.describe(x)}")
+            raise checks.wrong(f"{name} must have shape [{heads}, {length}, head_dim]", x)
     k, v = (x.reshape(-1, size.page_size, 1, x.shape[2]) for x in (k, v))
     return q.unflatten(0, (size.heads, group)).transpose(1, 2).flatten(0, 1), k, v
 

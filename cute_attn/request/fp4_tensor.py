@@ -39,14 +39,14 @@ class FP4Tensor:
         checks.dtype("scale", checks.tensor("scale", scale).dtype, (torch.float8_e4m3fn,))
         start, rows = checks.integer("scale_start_index", scale_start_index), scale.shape[0]
         if rows % SCALE_ROWS:
-            raise ArgumentError(f"scale must have a multiple of {SCALE_ROWS} rows, got {checks.describe(scale)}")
+            raise checks.wrong(f"scale must have a multiple of {SCALE_ROWS} rows", scale)
         if not 0 <= start < rows or start + data.shape[0] > rows:
             raise ArgumentError(
                 f"scale_start_index must be in 0..{rows - 1} and leave {data.shape[0]} rows of scale, got {start}"
             )
         packed = None if original_shape is None else (*original_shape[:-1], (original_shape[-1] + 1) // 2)
         if packed is not None and tuple(data.shape) != packed:
-            raise ArgumentError(f"data must have shape {packed} for original_shape, got {checks.describe(data)}")
+            raise checks.wrong(f"data must have shape {packed} for original_shape", data)
         self.data, self.scale = data, scale
         self.scale_start_index, self.original_shape = start, original_shape
         self.dtype: Any = "nvfp4"

@@ -28,13 +28,10 @@ class KeyRanges(NamedTuple):
 
     def tensor(self, rows: int, device: torch.device) -> torch.Tensor:
         """Return the ranges, which the kernel reads where they are."""
-        ranges = checks.tensor(NAME, self.ranges)
-        checks.dtype(NAME, ranges.dtype, (torch.int32,))
-        checks.shape(NAME, ranges, (rows, 2), "[rows of q, 2]")
-        checks.device(NAME, ranges, device)
+        ranges = checks.operand(NAME, self.ranges, (torch.int32,), (rows, 2), "[rows of q, 2]", device)
         checks.contiguous(NAME, ranges)
         if ranges.data_ptr() % 8:
-            raise ArgumentError(f"{NAME} must be 8-byte aligned, got {checks.describe(ranges)}")
+            raise checks.wrong(f"{NAME} must be 8-byte aligned", ranges)
         return ranges
 
     def windows(self) -> tuple[int, int]:

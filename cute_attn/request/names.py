@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 
 _WORDS = ("q", "k", "v", "out", "query", "mask")  # may stand for something else inside of a message, except behind:
 _BEFORE_NAMES = (" share memory with ", ", the rows of ")
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Return a context whose errors have other names, or beginnings: `rename`."""
+    try:
+        yield
+    except (ArgumentError, ArgumentTypeError) as error:
+        rename(error, names)
+        raise
 
 
 def rename(error: ArgumentError | ArgumentTypeError, names: Mapping[str, str]) -> None:

@@ -87,8 +87,11 @@ def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Se
     """
     stored, call = Stored(*fields), Call._make((*NOT_OPTIONS, *options))
     _check_structure(given, stored)
-    soft_cap = _soft_cap(call)
-    sm_scale = _score_scale(call, given)
+    cap = checks.real_or("logits_soft_cap", call.logits_soft_cap, 0.0)
+    soft_cap = min(max(cap, 1 / MAX_SOFT_CAP), MAX_SOFT_CAP) if cap > 0 else 0.0  # 0: none
+    sm_scale = checks.real_or("sm_scale", call.sm_scale, given.head_dim_qk**-0.5)
+    q_scale, k_scale = checks.real_or("q_scale", call.q_scale, 1.0), checks.real_or("k_scale", call.k_scale, 1.0)
+    sm_scale = checks.real("sm_scale * q_scale * k_scale", sm_scale * q_scale * k_scale)
     checks.boolean("return_lse", call.return_lse)
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
@@ -106,12 +109,6 @@ def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Se
         LSE_BASES[checks.choice("lse_base", call.lse_base, tuple(LSE_BASES))],
         stored.page_size,
     )
-
-
-def _soft_cap(call: Call) -> float:
-    """Return the clamped soft cap, 0 for none."""
-    cap = checks.real_or("logits_soft_cap", call.logits_soft_cap, 0.0)
-    return min(max(cap, 1 / MAX_SOFT_CAP), MAX_SOFT_CAP) if cap > 0 else 0.0
 
 
 def _features(given: Features, stored: Stored, call: Call, soft_cap: bool, positive_scale: bool) -> Features:
@@ -177,16 +174,10 @@ def _check_dtypes(given: Features, v: torch.dtype) -> None:
         )
 
 
-def _score_scale(call: Call, given: Features) -> float:
-    sm_scale = checks.real_or("sm_scale", call.sm_scale, given.head_dim_qk**-0.5)
-    q_scale, k_scale = checks.real_or("q_scale", call.q_scale, 1.0), checks.real_or("k_scale", call.k_scale, 1.0)
-    return checks.real("sm_scale * q_scale * k_scale", sm_scale * q_scale * k_scale)
-
-
 def _out_dtype(o_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:
     if o_dtype is None:
         return torch.bfloat16 if q_dtype in FP8 else q_dtype
     if not isinstance(o_dtype, torch.dtype):
-        raise ArgumentTypeError(f"o_dtype must be a torch.dtype, got {checks.describe(o_dtype)}")
+        raise checks.wrong("o_dtype must be a torch.dtype", o_dtype, ArgumentTypeError)
     checks.dtype("o_dtype", o_dtype, OUT_DTYPES)
     return o_dtype

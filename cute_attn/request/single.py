@@ -99,13 +99,11 @@ def _refuse_ranks(call: Call) -> None:
     layout = checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS)
     if call.q.dim() != 3 - call.decode:
         axes = "[num_qo_heads, head_dim]" if call.decode else "[qo_len, num_qo_heads, head_dim_qk]"
-        raise ArgumentError(f"q must have shape {axes}, got {checks.describe(call.q)}")
+        raise checks.wrong(f"q must have shape {axes}", call.q)
     axes = ", ".join(LAYOUTS[layout].axes("kv_len", "num_kv_heads", "head_dim"))
     for name, tensor in (("k", call.k), ("v", call.v)):
         if tensor.dim() != 3:
-            raise ArgumentError(
-                f"{name} must have shape [{axes}] (kv_layout {layout!r}), got {checks.describe(tensor)}"
-            )
+            raise checks.wrong(f"{name} must have shape [{axes}] (kv_layout {layout!r})", tensor)
 
 
 def _refuse_mismatch(call: Call) -> None:
@@ -146,10 +144,7 @@ def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:
         if call.packed_custom_mask is None:
             packed = packbits(mask.reshape(-1), bitorder="little")
     if call.packed_custom_mask is not None:
-        packed = checks.tensor("packed_custom_mask", call.packed_custom_mask)
-        checks.dtype("packed_custom_mask", packed.dtype, (torch.uint8,))
-        num_bytes = (lengths[0] * lengths[1] + 7) // 8
-        checks.shape("packed_custom_mask", packed, (num_bytes,), "[ceil(qo_len * kv_len / 8)]")
-        checks.device("packed_custom_mask", packed, call.q.device)
-        packed = packed.contiguous()
+        given, size = call.packed_custom_mask, (lengths[0] * lengths[1] + 7) // 8
+        meaning, device = "[ceil(qo_len * kv_len / 8)]", call.q.device
+        packed = checks.operand("packed_custom_mask", given, (torch.uint8,), (size,), meaning, device).contiguous()
     return packed

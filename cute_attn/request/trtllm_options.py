@@ -11,6 +11,7 @@ from cute_attn.request import checks
 from cute_attn.request.fp4_tensor import FP4Tensor
 
 INTERLEAVED = "FlashInfer interleaves scales of v over 4 tokens there, and kernels here read them in order"
+EXACT = "softmax is exact and in fp32"
 
 
 def refuse_skipped_softmax(factor: Any) -> None:
@@ -20,13 +21,6 @@ def refuse_skipped_softmax(factor: Any) -> None:
         checks.refuse(feature, "no weight is dropped from the softmax", "skip_softmax_threshold_scale_factor=None")
 
 
-def refuse_softmax_in_other_types(use_fp16_softmax: Any, uses_spcompress: Any) -> None:
-    """Refuse a softmax that is not computed in fp32."""
-    checks.refuse_given(
-        "softmax is exact and in fp32", use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress
-    )
-
-
 def refuse_sage_attention(sage_attn_sfs: Any, num_elts_per_sage_attn_blk: Any) -> None:
     """Refuse scales of blocks of queries and keys, each with the number of its elements."""
     for name, values in (
@@ -34,7 +28,7 @@ def refuse_sage_attention(sage_attn_sfs: Any, num_elts_per_sage_attn_blk: Any) -
         ("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk),
     ):
         if not isinstance(values, tuple | list) or len(values) != 4:
-            raise ArgumentTypeError(f"{name} must be a tuple of 4, got {checks.describe(values)}")
+            raise checks.wrong(f"{name} must be a tuple of 4", values, ArgumentTypeError)
         if any(x is not None and (isinstance(x, torch.Tensor) or x != 0) for x in values):
             checks.refuse(
                 f"{name} (SageAttention)", "q.k is exact", f"{name} of its default, and one scale in bmm1_scale"
@@ -69,12 +63,12 @@ def output_dtype(out: Any, out_dtype: Any) -> torch.dtype | None:
         if not isinstance(out_dtype, torch.dtype):
             raise ArgumentError(f"out_dtype must name a dtype of torch, got {name!r}")
     if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
-        raise ArgumentTypeError(f"out_dtype must be a torch.dtype, got {checks.describe(out_dtype)}")
+        raise checks.wrong("out_dtype must be a torch.dtype", out_dtype, ArgumentTypeError)
     if out is None:
         return out_dtype
     given = checks.tensor("out", out).dtype
     if out_dtype is not None and given != out_dtype:
-        raise ArgumentError(f"out must have out_dtype {out_dtype}, got {checks.describe(out)}")
+        raise checks.wrong(f"out must have out_dtype {out_dtype}", out)
     return given
 
 

@@ -29,7 +29,7 @@ from cute_attn.wrappers.engine_attributes import EngineHooks, IndexCopy
 from cute_attn.wrappers.graph import GraphBuffers
 from cute_attn.wrappers.plan import Plan, UnsupportedByPlan, make_plan, measure
 from cute_attn.wrappers.plan_request import Place
-from cute_attn.wrappers.signatures import NotCopied
+from cute_attn.wrappers.signatures import EndsForward
 
 P = ParamSpec("P")
 
@@ -71,7 +71,7 @@ def kept_options(wrapper: Any, made_by: type[BatchWrapper]) -> dict[str, Any]:
 
 
 @engine_attributes.readable
-class BatchWrapper(EngineHooks, NotCopied):
+class BatchWrapper(EngineHooks, EndsForward):
     """What all batch wrappers share. Subclasses declare the constructor, `plan`, `run` and `forward`."""
 
     kv_source = ""  # set by subclasses: ragged | paged
@@ -313,6 +313,3 @@ class BatchWrapper(EngineHooks, NotCopied):
         self._float_workspace_buffer, self._copies = float_workspace_buffer, {}
         self._place = self._place._replace(workspace=workspace)
         self._keep(None)
-
-    def end_forward(self) -> None:
-        """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""

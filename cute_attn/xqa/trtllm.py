@@ -135,7 +135,7 @@ def trtllm_batch_decode_with_kv_cache(
             "uses_shared_paged_kv_idx", uses_shared_paged_kv_idx
         ):
             k, v = cache_views("kv_cache", kv_cache, kv_layout, may_be_one=True)
-            k, v, block_tables = unplanned.joined(unplanned.Keys(k, v, block_tables), seq_lens, k.shape[1])
+            k, v, block_tables = unplanned.joined(unplanned.Keys(k, v, block_tables), seq_lens)
             kv_cache, kv_layout = (k, v), "NHD"
         scale, factor = (bmm1_scale, 1.0) if bmm1_scale_log2 is None else (_base_2(bmm1_scale_log2), math.log(2.0))
         if isinstance(sinks, list | tuple):
@@ -144,7 +144,7 @@ def trtllm_batch_decode_with_kv_cache(
             query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask, sinks, scale, bmm2_scale,
             kv_cache_sf, out, lse, max_seq_len, window_left, enable_pdl,
             _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse, kv_layout,
-            _backend_here(backend), Form(None, False, dtype, lse_layout, factor),
+            select.checked_name(backend, same=SAME), Form(None, False, dtype, lse_layout, factor),
         )  # fmt: skip
     except (ArgumentError, ArgumentTypeError) as error:
         rename(error, _names(out, max_q_len, bmm1_scale_log2))
@@ -161,13 +161,6 @@ def _names(out: Any, max_q_len: Any, bmm1_scale_log2: Any) -> dict[str, str]:
     if out is None:
         found["out must have dtype"] = "out_dtype must be"
     return found
-
-
-def _backend_here(backend: Any) -> str:
-    """Return the backend that stands for one of FlashInfer's, or the caller's own choice of ours."""
-    if isinstance(backend, str) and backend in SAME:
-        return "auto"
-    return select.checked_name(backend)
 
 
 def _check_rare(out: Any, rare: tuple[Any, ...]) -> torch.dtype | None:
@@ -204,8 +197,8 @@ def _q_len(q_len_per_req: Any, max_q_len: Any, cum_seq_lens_q: Any, uniform_q_le
 def _base_2(bmm1_scale_log2: Any) -> torch.Tensor:
     if isinstance(bmm1_scale_log2, torch.Tensor) and bmm1_scale_log2.numel() == 1:
         return bmm1_scale_log2
-    raise ArgumentTypeError(
-        f"bmm1_scale_log2 must be a floating-point tensor of one element, got {checks.describe(bmm1_scale_log2)}"
+    raise checks.wrong(
+        "bmm1_scale_log2 must be a floating-point tensor of one element", bmm1_scale_log2, ArgumentTypeError
     )
 
 

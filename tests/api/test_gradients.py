@@ -16,7 +16,7 @@ from tests.support.torch_ops import CASES, fresh_dynamo, operands
 
 __all__ = ["fresh_dynamo"]  # a fixture
 
-DIFFERENTIABLE = ("nvfp4_dequantize_paged", "merge_state", "merge_states", "merge_state_in_place")
+DIFFERENTIABLE = ("nvfp4_dequantize_paged", "merge_state", "merge_states")
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
