@@ -244,12 +244,15 @@ def writable(name: str, value: torch.Tensor) -> None:
 
 
 def shape(name: str, value: torch.Tensor, expected: tuple[int | None, ...], meaning: str) -> None:
-    """Check a shape, in which None stands for any size. `meaning`: its axes by name, for the message."""
+    """Check a shape, in which None stands for any size. `meaning`: `[its axes by name]`, for the message."""
     if value.shape == expected:
         return
     fits = [size is None or size == given for size, given in zip(expected, value.shape, strict=False)]
     if value.dim() != len(expected) or not all(fits):
-        raise wrong(f"{name} must have shape {meaning} = {str(expected).replace('None', 'any')}", value)
+        axes = meaning[1:].partition("]")[0].split(", ")
+        sizes = ", ".join(str(axis if size is None else size) for axis, size in zip(axes, expected, strict=False))
+        sizes = f"[{sizes}]" if None in expected else str(expected)
+        raise wrong(f"{name} must have shape {meaning if sizes in meaning else f'{meaning} = {sizes}'}", value)
 
 
 def first(wrong: Any) -> int | None:

@@ -131,7 +131,7 @@ def trtllm_batch_context_with_kv_cache(
         checks.refuse("kv_cache_sf (NVFP4 caches)", trtllm_options.INTERLEAVED, NVFP4_INSTEAD)
     checks.tensor("cum_seq_lens_kv", cum_seq_lens_kv)
     unplanned.refuse_capture("trtllm_batch_context_with_kv_cache", checks.tensor("query", query).device)
-    keys = Keys(*cache_views("the cache", kv_cache, kv_layout, may_be_one=True), block_tables)
+    keys = Keys(*cache_views("kv_cache", kv_cache, kv_layout, may_be_one=True), block_tables)
     if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
         keys = unplanned.joined(keys, seq_lens)
     backend, causal = select.checked_name(backend, same=("trtllm-gen",)), checks.boolean("causal", causal)
