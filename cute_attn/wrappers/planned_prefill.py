@@ -36,6 +36,16 @@ class Structure(NamedTuple):
     chunk: int  # > 0: a token sees no key before the multiple of it at or before its own position
     options: PlanOptions
 
+    @classmethod
+    def of(cls, query: torch.Tensor, keys: Keys, backend: str = "auto", chunk: int = 0, **others: Any) -> Structure:
+        """Return the structure of a call with these tensors. `others`: options of a plan that they do not tell. Scales
+        are factors of a run, so that layers with other scales share a plan.
+        """
+        k, v, _ = keys
+        sizes = query.shape[1], k.shape[-2], query.shape[2], v.shape[-1]
+        options = PlanOptions(*sizes, query.dtype, k.dtype, sm_scale=1.0, **others)
+        return cls(backend, k.shape[1] if keys.paged else 0, chunk, options)
+
 
 class Session:
     """A wrapper, the lengths that it is planned for, and where it reads page numbers."""

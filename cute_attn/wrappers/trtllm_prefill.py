@@ -475,7 +475,18 @@ def _checked(call: Call) -> Any:
         keys = keys._replace(tables=check_tables(keys.tables, query.device).contiguous())
     read = {name: given[name] for name in (ARRAYS[:2] if keys.paged else ARRAYS[:3])}
     lengths = unplanned.lengths(read, call.bounds, query, keys.k)
-    structure = _structure(call)
+    dtype = trtllm_options.output_dtype(call.out, call.out_dtype)
+    structure = Structure.of(
+        query,
+        keys,
+        call.backend,
+        call.chunk,
+        o_data_type=dtype or (query.dtype if query.itemsize > 1 else torch.bfloat16),
+        pos_encoding_mode=call.pos_encoding_mode,
+        causal=call.causal,
+        window_left=max(-1, checks.whole("window_left", call.window_left)),
+        logits_soft_cap=call.logits_soft_cap,
+    )
     workspace = checks.tensor("workspace_buffer", call.workspace_buffer)
     checks.device("workspace_buffer", workspace, query.device)
     check_workspace("workspace_buffer", workspace)
@@ -496,27 +507,6 @@ def _checked(call: Call) -> Any:
     made, made_lse = result if call.return_lse else (result, None)
     out = made if out is None else out
     return (out, made_lse if lse is None else lse) if call.return_lse else out
-
-
-def _structure(call: Call) -> Structure:
-    """Return what a plan of the call depends on besides lengths."""
-    query, k, v = call.query, call.keys.k, call.keys.v
-    dtype = trtllm_options.output_dtype(call.out, call.out_dtype)
-    options = PlanOptions(
-        query.shape[1],
-        k.shape[-2],
-        query.shape[2],
-        v.shape[-1],
-        query.dtype,
-        k.dtype,
-        dtype or (query.dtype if query.itemsize > 1 else torch.bfloat16),
-        call.pos_encoding_mode,
-        call.causal,
-        max(-1, checks.whole("window_left", call.window_left)),
-        call.logits_soft_cap,
-        sm_scale=1.0,  # scales are factors of a run, so that layers with other scales share a plan
-    )
-    return Structure(call.backend, k.shape[1] if call.keys.paged else 0, call.chunk, options)
 
 
 def _outputs(call: Call, rows: int, options: PlanOptions) -> tuple[Any, Any]:
