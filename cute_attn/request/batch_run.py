@@ -147,17 +147,13 @@ def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout
     if (wanted == base and not transposed) or (lse is None and not returned):
         return None
     if transposed and lse is not None:
-        _check_transposed_lse(plan, arguments)
+        q = checks.tensor("q", arguments.q)
+        heads = q.shape[1] if q.dim() == 3 else plan.settings.features.num_qo_heads
+        axes = "[num_qo_heads, rows] (lse_layout 'HN')"
+        operands.check_output("lse", lse, (heads, plan.rows), axes, torch.float32, q.device)
+        checks.contiguous("lse", lse)
+        _keep_apart(plan, arguments, arguments.kv_cache)
     return LseForm(wanted / base, transposed)
-
-
-def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
-    q = checks.tensor("q", arguments.q)
-    heads = q.shape[1] if q.dim() == 3 else plan.settings.features.num_qo_heads
-    axes = "[num_qo_heads, rows] (lse_layout 'HN')"
-    operands.check_output("lse", arguments.lse, (heads, plan.rows), axes, torch.float32, q.device)
-    checks.contiguous("lse", arguments.lse)
-    _keep_apart(plan, arguments, arguments.kv_cache)
 
 
 # ---- settings
@@ -225,9 +221,19 @@ def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.
     """Check that q, k and v are what was planned, except their strides and addresses."""
     f, device = plan.settings.features, plan.workspace.device
     if not q.device == k.device == v.device == device or q.dtype != f.q_dtype or not k.dtype == v.dtype == f.kv_dtype:
-        _refuse_kinds(plan, q, k, v)
+        for name, x, dtype in (("q", q, f.q_dtype), ("k", k, f.kv_dtype), ("v", v, f.kv_dtype)):
+            checks.device(name, x, device, "the workspace's device")
+            if x.dtype != dtype:
+                option = "q_data_type" if name == "q" else "kv_data_type"
+                planned = f"the planned dtype {checks.short(dtype)} ({option})"
+                raise ArgumentError(f"{name} must have {planned}, got {checks.short(x.dtype)}")
     if q.shape != (plan.rows, f.num_qo_heads, f.head_dim_qk):
-        _refuse_query(plan, q)
+        meaning = "qo_indptr[-1]"
+        if plan.lengths.q_len is not None:
+            meaning = f"batch size {plan.lengths.batch_size} * q_len_per_req {plan.lengths.q_len} of plan()"
+        if plan.rows != (q.shape[0] if q.dim() else -1):
+            raise checks.wrong(f"q must have the planned {plan.rows} rows ({meaning})", q)
+        checks.shape("q", q, (plan.rows, f.num_qo_heads, f.head_dim_qk), "[rows, num_qo_heads, head_dim_qk]")
     packing = 2 if f.kv_block_scales else 1  # numbers of NVFP4 per byte
     k_shape = _check_kv_shape(plan, "k", k, f.head_dim_qk // packing)
     v_shape = _check_kv_shape(plan, "v", v, f.head_dim_vo // packing)
@@ -235,27 +241,6 @@ def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.
         raise ArgumentError(
             f"k and v must agree in all axes but the last, got {checks.describe(k)} and {checks.describe(v)}"
         )
-
-
-def _refuse_kinds(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    f, device = plan.settings.features, plan.workspace.device
-    for name, x, dtype in (("q", q, f.q_dtype), ("k", k, f.kv_dtype), ("v", v, f.kv_dtype)):
-        checks.device(name, x, device, "the workspace's device")
-        if x.dtype != dtype:
-            raise ArgumentError(
-                f"{name} must have the planned dtype {checks.short(dtype)} "
-                f"({'q' if name == 'q' else 'kv'}_data_type), got {checks.short(x.dtype)}"
-            )
-
-
-def _refuse_query(plan: BatchPlan, q: torch.Tensor) -> None:
-    f = plan.settings.features
-    if plan.rows != (q.shape[0] if q.dim() else -1):
-        meaning = "qo_indptr[-1]"
-        if plan.lengths.q_len is not None:
-            meaning = f"batch size {plan.lengths.batch_size} * q_len_per_req {plan.lengths.q_len} of plan()"
-        raise checks.wrong(f"q must have the planned {plan.rows} rows ({meaning})", q)
-    checks.shape("q", q, (plan.rows, f.num_qo_heads, f.head_dim_qk), "[rows, num_qo_heads, head_dim_qk]")
 
 
 def _check_kv_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> torch.Size:

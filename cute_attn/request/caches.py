@@ -119,7 +119,8 @@ class UsedPages(NamedTuple):
             i = int(bad.nonzero()[0])
             request, place = int(np.repeat(np.arange(len(self.counts)), self.counts)[i]), int(_places(self.counts)[i])
             named = name.format(entry=self.positions[i], request=request, place=place)
-            raise _wrong(named, (request, place), ids[i], num_pages)
+            pages = f"pages 0..{num_pages - 1}" if num_pages else "no pages"
+            raise ArgumentError(f"{named}, page {place} of request {request}, is {int(ids[i])}; the cache has {pages}")
 
 
 NO_PAGES = UsedPages(*np.empty((2, 0), np.int64))
@@ -135,12 +136,6 @@ def _places(counts: np.ndarray) -> np.ndarray:
     """Return the place of every page among those of its request."""
     first = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) - np.repeat(first, counts)
-
-
-def _wrong(name: str, where: tuple[int, int], page: torch.Tensor, num_pages: int) -> ArgumentError:
-    """Return the error for a page that the cache does not have. `where`: its request and its place among the pages."""
-    pages = f"pages 0..{num_pages - 1}" if num_pages else "no pages"
-    return ArgumentError(f"{name}, page {where[1]} of request {where[0]}, is {int(page)}; the cache has {pages}")
 
 
 def check_host_range(name: str, indices: torch.Tensor, used: slice) -> None:

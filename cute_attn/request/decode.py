@@ -300,18 +300,13 @@ def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> Non
     checks.apart((*written, ("lse", call.lse_copy)), problem.given)
     if values and not (problem.q.is_cuda and torch.cuda.is_current_stream_capturing()):
         if problem.qo_indptr is not None:
-            _check_queries(_on_host(problem.qo_indptr), problem, call)
+            bounds, rows = _on_host(problem.qo_indptr).tolist(), problem.q.shape[0]
+            operands.check_bounds("q_cu_seq_lens", bounds, problem.qo_len)
+            if bounds[-1] > rows or (bounds[-1] < rows and call.out is None):  # rows of no request are of a given out
+                raise ArgumentError(f"q_cu_seq_lens must end at {rows}, the rows of query, got {bounds[-1]}")
         lengths = _on_host(problem.seq_lens)
         _check_lengths(lengths, problem, call)
         _check_pages(lengths, problem)
-
-
-def _check_queries(bounds: np.ndarray, problem: DecodeProblem, call: DecodeCall) -> None:
-    """Check `q_cu_seq_lens`: from 0, not decreasing, within the rows of query, no request longer than announced."""
-    rows, last = problem.q.shape[0], int(bounds[-1])
-    operands.check_bounds("q_cu_seq_lens", bounds.tolist(), problem.qo_len)
-    if last > rows or (last < rows and call.out is None):  # rows of no request are those of a given out
-        raise ArgumentError(f"q_cu_seq_lens must end at {rows}, the rows of query, got {last}")
 
 
 def _check_lengths(lengths: np.ndarray, problem: DecodeProblem, call: DecodeCall) -> None:

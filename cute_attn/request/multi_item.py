@@ -63,17 +63,12 @@ class _ItemRows(NamedTuple):
         row, request, position = row[behind], request[behind], position[behind]
         _check_room(lengths.kv_len - prefix_len, request, stride, len(positions))
         in_item = positions[request * stride + position - prefix_len[request]]
-        found = cls(row, request, position, in_item, prefix_len)
-        found._check_steps()
-        return found
-
-    def _check_steps(self) -> None:
-        jumps = (np.diff(self.in_item) > 1) & (np.diff(self.request) == 0)
-        if (i := checks.first(jumps)) is not None:
+        if (i := checks.first((np.diff(in_item) > 1) & (np.diff(request) == 0))) is not None:
             raise ArgumentError(
                 "token_pos_in_items_ptr must not grow by more than 1 from token to token, got "
-                f"{self.in_item[i + 1]} after {self.in_item[i]} (request {self.request[i]}, key {self.position[i + 1]})"
+                f"{in_item[i + 1]} after {in_item[i]} (request {request[i]}, key {position[i + 1]})"
             )
+        return cls(row, request, position, in_item, prefix_len)
 
     def check_longest(self, max_item_len: np.ndarray) -> None:
         """Refuse a maximum that a token's position exceeds."""

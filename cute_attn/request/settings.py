@@ -143,23 +143,7 @@ def check_device(device: torch.device) -> None:
 
 def _check_structure(given: Features, stored: Stored) -> None:
     check_device(given.device)
-    _check_dtypes(given, stored.v_dtype)
-    counts = {name: getattr(given, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk")}
-    counts["head_dim_vo"] = stored.head_dim_v
-    if min(counts.values()) < 1:
-        raise ArgumentError(
-            "q, k and v must have at least one head and head dimension 1, got "
-            + ", ".join(f"{name} {value}" for name, value in counts.items())
-        )
-    if given.num_qo_heads % given.num_kv_heads:
-        raise RuntimeArgumentError(
-            f"num_qo_heads of q must be a multiple of num_kv_heads of k and v, "
-            f"got {given.num_qo_heads} and {given.num_kv_heads}"
-        )
-
-
-def _check_dtypes(given: Features, v: torch.dtype) -> None:
-    q, k = given.q_dtype, given.kv_dtype
+    q, k, v = given.q_dtype, given.kv_dtype, stored.v_dtype
     if k != v:
         raise ArgumentError(f"k and v must have the same dtype, got {checks.short(k)} and {checks.short(v)}")
     checks.dtype("q", q, Q_DTYPES)
@@ -171,6 +155,18 @@ def _check_dtypes(given: Features, v: torch.dtype) -> None:
         raise ArgumentError(
             "kv_cache_sf (k_sf, v_sf) must come with uint8 (NVFP4) k and v, and only with them; "
             f"got kv_cache_sf {'given' if given.kv_block_scales else 'None'} and k of {checks.short(k)}"
+        )
+    counts = {name: getattr(given, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk")}
+    counts["head_dim_vo"] = stored.head_dim_v
+    if min(counts.values()) < 1:
+        raise ArgumentError(
+            "q, k and v must have at least one head and head dimension 1, got "
+            + ", ".join(f"{name} {value}" for name, value in counts.items())
+        )
+    if given.num_qo_heads % given.num_kv_heads:
+        raise RuntimeArgumentError(
+            f"num_qo_heads of q must be a multiple of num_kv_heads of k and v, "
+            f"got {given.num_qo_heads} and {given.num_kv_heads}"
         )
 
 

@@ -40,8 +40,10 @@ def problem(call: Call) -> Problem:
         _refuse_mismatch(call)
     tokens, heads = _layout(call)
     kv_len, num_kv_heads = k_shape[tokens], k_shape[heads]
-    if kv_len > MAX_KV_LEN or qo_len * num_qo_heads > MAX_ROWS:
-        _refuse_lengths(qo_len, num_qo_heads, kv_len)
+    if kv_len > MAX_KV_LEN:
+        raise ArgumentError(f"k and v must have at most {MAX_KV_LEN} tokens, got {kv_len}")
+    if qo_len * num_qo_heads > MAX_ROWS:
+        raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {qo_len} x {num_qo_heads}")
     try:
         placed = operands.placement(q, k, v)
     except RuntimeError:  # sparse tensors have no memory
@@ -113,12 +115,6 @@ def _refuse_mismatch(call: Call) -> None:
     raise ArgumentError(
         f"v must have k's kv_len and num_kv_heads, got {checks.describe(call.k)} and {checks.describe(call.v)}"
     )
-
-
-def _refuse_lengths(qo_len: int, num_qo_heads: int, kv_len: int) -> None:
-    if kv_len > MAX_KV_LEN:
-        raise ArgumentError(f"k and v must have at most {MAX_KV_LEN} tokens, got {kv_len}")
-    raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {qo_len} x {num_qo_heads}")
 
 
 def _keep_apart(call: Call) -> None:

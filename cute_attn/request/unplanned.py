@@ -122,7 +122,15 @@ def lengths(arrays: Mapping[str, Any], bounds: Bounds, query: torch.Tensor, k: t
     _check_bound("max_q_len", bounds.max_q_len, "cum_seq_lens_q", qo_len)
     _check_bound("max_kv_len", bounds.max_kv_len, "seq_lens", kv_len)
     if kv_indptr:
-        _check_kv_bounds(kv_indptr[0], kv_len, k.shape[0])
+        bounds, rows = kv_indptr[0], k.shape[0]
+        if not np.array_equal(np.diff(bounds), kv_len):
+            raise ArgumentError(
+                "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
+            )
+        if bounds[0] < 0 or bounds[-1] > rows:
+            raise ArgumentError(
+                f"cum_seq_lens_kv must stay within 0..{rows}, the rows of k and v, got {bounds[0]}..{bounds[-1]}"
+            )
     return Lengths(qo_indptr, kv_len, *kv_indptr)
 
 
@@ -130,18 +138,6 @@ def _check_bound(name: str, bound: Any, lengths_name: str, values: np.ndarray) -
     bound = checks.integer(name, bound)
     if (i := checks.first((values < 0) | (values > min(bound, MAX_KV_LEN)))) is not None:
         raise ArgumentError(f"{lengths_name} must give each request 0 to {name} = {bound}; request {i} has {values[i]}")
-
-
-def _check_kv_bounds(kv_indptr: np.ndarray, kv_len: np.ndarray, rows: int) -> None:
-    """Check the rows of ragged keys: those that `seq_lens` says, within k and v."""
-    if not np.array_equal(np.diff(kv_indptr), kv_len):
-        raise ArgumentError(
-            "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
-        )
-    if kv_indptr[0] < 0 or kv_indptr[-1] > rows:
-        raise ArgumentError(
-            f"cum_seq_lens_kv must stay within 0..{rows}, the rows of k and v, got {kv_indptr[0]}..{kv_indptr[-1]}"
-        )
 
 
 def chunks(size: int, kv_len: np.ndarray) -> dict[str, Any]:

@@ -137,7 +137,12 @@ def trtllm_batch_decode_with_kv_cache(
             k, v = cache_views("kv_cache", kv_cache, kv_layout, may_be_one=True)
             k, v, block_tables = unplanned.joined(unplanned.Keys(k, v, block_tables), seq_lens)
             kv_cache, kv_layout = (k, v), "NHD"
-        scale, factor = (bmm1_scale, 1.0) if bmm1_scale_log2 is None else (_base_2(bmm1_scale_log2), math.log(2.0))
+        scale, factor = bmm1_scale, 1.0
+        if bmm1_scale_log2 is not None:
+            scale, factor = bmm1_scale_log2, math.log(2.0)
+            if not isinstance(scale, torch.Tensor) or scale.numel() != 1:
+                accepted = "bmm1_scale_log2 must be a floating-point tensor of one element"
+                raise checks.wrong(accepted, scale, ArgumentTypeError)
         if isinstance(sinks, list | tuple):
             sinks = trtllm_options.one_sink(sinks)
         return run(
@@ -192,14 +197,6 @@ def _q_len(q_len_per_req: Any, max_q_len: Any, cum_seq_lens_q: Any, uniform_q_le
             said = f"None or q_len_per_req, {expected}" if max_q_len is None else "None for ragged queries"
             raise ArgumentError(f"uniform_q_len must be {said}, got {uniform_q_len}")
     return q_len_per_req if max_q_len is None else max_q_len
-
-
-def _base_2(bmm1_scale_log2: Any) -> torch.Tensor:
-    if isinstance(bmm1_scale_log2, torch.Tensor) and bmm1_scale_log2.numel() == 1:
-        return bmm1_scale_log2
-    raise checks.wrong(
-        "bmm1_scale_log2 must be a floating-point tensor of one element", bmm1_scale_log2, ArgumentTypeError
-    )
 
 
 def _check_block_scales(backend: Any, uses_shared_paged_kv_idx: Any) -> None:
