@@ -11,7 +11,6 @@ from cute_attn.dispatch import backends
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, Refusal
 from cute_attn.problem import Problem
 from cute_attn.request import checks, index_arrays, single
-from cute_attn.request.names import renamed
 from cute_attn.request.settings import POS_ENCODING_MODES, Call
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result
 from cute_attn.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
@@ -244,7 +243,7 @@ class _SharedPrefixWrapper(EndsForward):
     def _prefix(self, q: Any, k_shared: Any, v_shared: Any, sm_scale: Any) -> Problem:
         """Check the call over the prefix, which all query tokens see in full. Nothing is launched yet."""
         call = Call(q, k_shared, v_shared, kv_layout=self._wrapper._kv_layout, sm_scale=sm_scale, return_lse=True)
-        with renamed({"k": "k_shared", "v": "v_shared", "k and v": "k_shared and v_shared"}):
+        with checks.renamed({"k": "k_shared", "v": "v_shared", "k and v": "k_shared and v_shared"}):
             return single.problem(call)
 
 
@@ -304,7 +303,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         The errors of `BatchDecodeWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
         pages = unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len
-        with renamed(DECODE_PLAN_NAMES):
+        with checks.renamed(DECODE_PLAN_NAMES):
             self._wrapper.plan(*pages, num_qo_heads, num_kv_heads, head_dim, page_size, data_type=data_type)
 
     plan = begin_forward

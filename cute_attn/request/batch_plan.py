@@ -15,7 +15,6 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import DeviceLengths, Features, Lengths, Settings
 from cute_attn.request import checks, index_arrays
 from cute_attn.request.bit_packing import pack_segments
-from cute_attn.request.names import renamed
 from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import MAX_INDEX, MAX_ROWS, Stored, call_settings
 
@@ -92,7 +91,7 @@ def plan_settings(options: PlanOptions, kv_layout: str, page_size: int, **featur
     )
     stored = Stored(kv_dtype, head_dim_qk // packing, head_dim_vo // packing, page_size=page_size)
     *first, lse_base = options[PlanOptions._fields.index("pos_encoding_mode") :]  # in the order of `Call`
-    with renamed(PLAN_NAMES):
+    with checks.renamed(PLAN_NAMES):
         return call_settings(given, stored, kv_layout, *first, None, None, None, o_dtype, False, None, lse_base)
 
 

@@ -1,7 +1,7 @@
 """Check the tensors of one run of a planned batch and make a `BatchProblem` of them.
 
 The layers of a model run the same plan with tensors that differ in their addresses only: such runs are repeated without
-coming here (`wrappers.run_cache`).
+coming here (`wrappers.calls`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from cute_attn.request import checks, trtllm_options, unplanned
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.caches import cache_views, check_tables
 from cute_attn.request.fp4_tensor import FP4Tensor
-from cute_attn.request.names import renamed
 from cute_attn.request.operands import check_workspace
 from cute_attn.request.unplanned import Bounds, Keys
 from cute_attn.wrappers import planned_prefill
@@ -463,7 +462,7 @@ def _encoding(pos_encoding_mode: Any, causal: bool) -> str:
 
 def _run(call: Call) -> Any:
     """Check and run a call. Errors have the caller's names of arguments."""
-    with renamed({**WRAPPER_NAMES, **call.names}):
+    with checks.renamed({**WRAPPER_NAMES, **call.names}):
         return _checked(call)
 
 

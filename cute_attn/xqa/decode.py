@@ -19,7 +19,6 @@ from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks
 from cute_attn.request.caches import cache_views
 from cute_attn.request.decode import DecodeCall, Form, before_launch, decode_problem, positive_or_one
-from cute_attn.request.names import renamed
 from cute_attn.request.operands import flat_tokens, number_or_tensor
 from cute_attn.runtime import switches
 from cute_attn.runtime.arch import multiprocessors
@@ -259,7 +258,7 @@ def xqa(
     ------
     The errors of `xqa_batch_decode_with_kv_cache`.
     """
-    with renamed(LOW_LEVEL_NAMES):
+    with checks.renamed(LOW_LEVEL_NAMES):
         k, _ = cache_views("kv_cache", (k_cache, v_cache), kv_layout)
         expected = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
         if (k.shape[2], k.shape[1]) != expected:

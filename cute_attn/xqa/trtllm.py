@@ -16,7 +16,6 @@ from cute_attn.request import checks, trtllm_options, unplanned
 from cute_attn.request.caches import cache_views
 from cute_attn.request.decode import Form
 from cute_attn.request.fp4_tensor import FP4Tensor
-from cute_attn.request.names import rename
 from cute_attn.xqa.decode import Cache, run
 
 SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's implementations of this function; one here stands for both
@@ -152,7 +151,7 @@ def trtllm_batch_decode_with_kv_cache(
             select.checked_name(backend, same=SAME), Form(None, False, dtype, lse_layout, factor),
         )  # fmt: skip
     except (ArgumentError, ArgumentTypeError) as error:
-        rename(error, _names(out, max_q_len, bmm1_scale_log2))
+        checks.rename(error, _names(out, max_q_len, bmm1_scale_log2))
         raise
 
 

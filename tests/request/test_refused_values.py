@@ -13,7 +13,7 @@ import torch
 
 import cute_attn as ca
 from cute_attn.cli import main
-from cute_attn.request.names import rename
+from cute_attn.request import checks
 
 WORKSPACE = torch.zeros(1 << 16, dtype=torch.uint8)
 REFUSED = (ca.ArgumentError, ca.ArgumentTypeError, ca.NotSupported)
@@ -177,5 +177,5 @@ def test_names_are_those_of_the_call(name: str, call: Callable[[], Any]) -> None
 
 def test_words_inside_of_a_message_stay() -> None:
     error = ca.ArgumentError("out must not run out of q_len; q_len_per_req and x.q_len are others")
-    rename(error, {"out": "output", "q_len": "rows"})
+    checks.rename(error, {"out": "output", "q_len": "rows"})
     assert str(error) == "output must not run out of rows; q_len_per_req and x.q_len are others"
