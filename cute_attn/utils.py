@@ -6,7 +6,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
-from cute_attn.request.fp4_tensor import FP4Tensor
+from cute_attn.request.trtllm_options import FP4Tensor
 from cute_attn.runtime import arch
 
 __all__ = [

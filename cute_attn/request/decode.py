@@ -96,6 +96,11 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
     checks.device("workspace_buffer", scratch.partial_buffer, device)
     checks.device("semaphores", scratch.counter_buffer, device)
     out, lse = _outputs(call, settings.features, qo_len)
+    sinks = call.sinks
+    if sinks is not None:
+        if checks.tensor("sinks", sinks).dim() != 1 and sinks.numel() == settings.features.num_qo_heads:
+            sinks = sinks.reshape(-1)  # given in any shape
+        sinks = operands.check_per_head("sinks", sinks, settings.features)
     read = call.query, k, v, *(block_scales or (None, None)), *call[OF_LAUNCH]
     return DecodeProblem(
         settings,
@@ -113,7 +118,7 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
         None if call.mask is None else _draft_mask(call.mask, num_tokens, qo_len, device),
         found.of_scores,
         found.of_v,
-        None if call.sinks is None else _sinks(call.sinks, settings.features),
+        sinks,
         block_scales,
         (*zip(READ, read, strict=True), *call.form.factors),
     )
@@ -187,14 +192,6 @@ def positive_or_one(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor):
         raise checks.wrong(f"{name} must be a number", value, ArgumentTypeError)
     return checks.positive(name, value)
-
-
-def _sinks(value: Any, features: Features) -> torch.Tensor:
-    """Return one number per query head, given in any shape."""
-    value = checks.tensor("sinks", value)
-    if value.dim() != 1 and value.numel() == features.num_qo_heads:
-        value = value.reshape(-1)
-    return operands.check_per_head("sinks", value, features)
 
 
 # ---- lengths, tables, masks
@@ -300,11 +297,11 @@ def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> Non
     checks.apart((*written, ("lse", call.lse_copy)), problem.given)
     if values and not (problem.q.is_cuda and torch.cuda.is_current_stream_capturing()):
         if problem.qo_indptr is not None:
-            bounds, rows = _on_host(problem.qo_indptr).tolist(), problem.q.shape[0]
+            bounds, rows = problem.qo_indptr.tolist(), problem.q.shape[0]
             operands.check_bounds("q_cu_seq_lens", bounds, problem.qo_len)
             if bounds[-1] > rows or (bounds[-1] < rows and call.out is None):  # rows of no request are of a given out
                 raise ArgumentError(f"q_cu_seq_lens must end at {rows}, the rows of query, got {bounds[-1]}")
-        lengths = _on_host(problem.seq_lens)
+        lengths = problem.seq_lens.cpu().numpy().astype(np.int64)
         _check_lengths(lengths, problem, call)
         _check_pages(lengths, problem)
 
@@ -331,7 +328,3 @@ def _check_pages(kv_len: np.ndarray, problem: DecodeProblem) -> None:
     if (window_left := problem.settings.window_left) >= 0:
         unseen = used.before(kv_len - problem.qo_len - window_left, page_size, tables.device)
     used.check(used.take(tables), problem.k.shape[0], caches.TABLE_ENTRY, unseen)
-
-
-def _on_host(lengths: torch.Tensor) -> np.ndarray:
-    return lengths.cpu().numpy().astype(np.int64)

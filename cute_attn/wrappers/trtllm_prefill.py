@@ -13,8 +13,8 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks, trtllm_options, unplanned
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.caches import cache_views, check_tables
-from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.operands import check_workspace
+from cute_attn.request.trtllm_options import FP4Tensor
 from cute_attn.request.unplanned import Bounds, Keys
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Structure

@@ -15,7 +15,7 @@ from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options, unplanned
 from cute_attn.request.caches import cache_views
 from cute_attn.request.decode import Form
-from cute_attn.request.fp4_tensor import FP4Tensor
+from cute_attn.request.trtllm_options import FP4Tensor
 from cute_attn.xqa.decode import Cache, run
 
 SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's implementations of this function; one here stands for both
