@@ -165,7 +165,16 @@ def nvfp4_kv_dequantize_paged(
         return
     caches, block_scales = cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout)
     device = caches[0].device
-    outputs = _check_dequantized(caches, output_k, output_v)
+    outputs = checks.tensor("output_k", output_k), checks.tensor("output_v", output_v)
+    first: tuple[int | None, ...] = (None, None)
+    for name, output, cache in zip(("output_k", "output_v"), outputs, caches, strict=True):
+        axes = "[batch_size, max_seq_len, num_kv_heads, head_dim]"
+        checks.shape(name, output, (*first, cache.shape[2], 2 * cache.shape[3]), axes)
+        first = output.shape[:2]
+        checks.dtype(name, output.dtype, INPUTS)
+        checks.dtype(name, output.dtype, (outputs[0].dtype,))
+        checks.device(name, output, cache.device, "device")
+        checks.dense(name, output)
     batch_size, max_seq_len = output_k.shape[:2]
     tables = checks.tensor("block_tables", block_tables)
     checks.shape("block_tables", tables, (batch_size, None), "[batch_size, max_pages]")
@@ -322,18 +331,3 @@ def _dequantized(packed: torch.Tensor, block_scales: torch.Tensor, scale: float 
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     blocks = e2m1_values(codes).unflatten(-1, (-1, BLOCK)) * block_scales.double()[..., None]
     return (blocks * scale).flatten(-2).float()
-
-
-def _check_dequantized(caches: Pair, output_k: Any, output_v: Any) -> Pair:
-    """Check the outputs of a dequantised cache, given as views [num_pages, page_size, num_kv_heads, head_dim / 2]."""
-    outputs = checks.tensor("output_k", output_k), checks.tensor("output_v", output_v)
-    first: tuple[int | None, ...] = (None, None)
-    for name, output, cache in zip(("output_k", "output_v"), outputs, caches, strict=True):
-        axes = "[batch_size, max_seq_len, num_kv_heads, head_dim]"
-        checks.shape(name, output, (*first, cache.shape[2], 2 * cache.shape[3]), axes)
-        first = output.shape[:2]
-        checks.dtype(name, output.dtype, INPUTS)
-        checks.dtype(name, output.dtype, (outputs[0].dtype,))
-        checks.device(name, output, cache.device, "device")
-        checks.dense(name, output)
-    return outputs

@@ -87,8 +87,7 @@ WRONG = {
     "derivatives": Wrong(
         lambda x: x.detach().clone().requires_grad_(),
         "^NAME (requires|.*not require) grad",
-        "[sv]_other",
-        torch.is_floating_point,
+        of=torch.is_floating_point,
     ),
     "a negative view": Wrong(torch._neg_view, "^NAME must .*be a negative view", of=torch.is_floating_point),
     # torch has no sparse tensors of 8-bit floats
