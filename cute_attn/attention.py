@@ -254,8 +254,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         position encoding that are not the constructor's.
         """
         given = locals()
-        key_ranges.check_plan(given)
-        key_ranges.check_made_for(self._made_for, given)
+        key_ranges.check_plan(given, self._made_for)
         return prefill_request(self._place, {**given, **self._made_for, **NOT_HERE}, PAGED_NAMES)
 
     begin_forward = plan

@@ -10,6 +10,7 @@ from cute_attn.errors import ArgumentError
 from cute_attn.request import batch_plan, block_sparse, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.block_sparse import convert_bsr_mask_layout
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
 
@@ -23,25 +24,6 @@ OF_ONE_KERNEL = (  # arguments of it, and what to use instead
     ),
     (("kv_splits", "use_clc", "q_scale", "k_scale", "v_scale"), ""),
 )
-
-
-def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
-    """Flatten the mask of a BSR matrix: row by row of each row of blocks, as `packbits` takes it.
-
-    Parameters
-    ----------
-    mask : `[blocks, R, C]`, of any dtype.
-    indptr : int32 or int64 `[rows of blocks + 1]` from 0 to the number of blocks. On a GPU it costs a synchronisation.
-
-    Returns
-    -------
-    `[blocks * R * C]` of the mask's dtype.
-
-    Raises
-    ------
-    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype or value).
-    """
-    return block_sparse.flattened_bsr(mask, indptr)
 
 
 class BlocksWrapper(BatchWrapper):
@@ -288,7 +270,8 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         matrix, lengths = block_sparse.variable(block_mask_map, block_row_sz, block_col_sz, kv_heads)
         sizes = {"num_qo_heads": heads // kv_heads, "num_kv_heads": 1, "head_dim_qk": head_dim}
         options = PlanOptions.of(locals(), **sizes, causal=False)
-        mask = block_sparse.variable_mask(causal, lengths, matrix, self.device)
+        flat = block_sparse.causal_mask(lengths, matrix) if checks.boolean("causal", causal) else None
+        mask = batch_plan.mask(flat, None, lengths, self.device)
         splits = batch_plan.splits(None, False, matrix.page_size)
         return PlanRequest(options, lengths, mask, splits, matrix.page_size, matrix=matrix)
 

@@ -91,14 +91,28 @@ def bsr_mask(
         flat = _flattened(mask, lengths.kv_indptr, lengths.qo_len)
         return batch_plan.mask(flat, packed_mask, lengths, device, "packed_mask")
     if packed_mask is None and causal:
-        return batch_plan.mask(_causal(lengths, size), None, lengths, device)
+        return batch_plan.mask(causal_mask(lengths, size), None, lengths, device)
     return batch_plan.mask(None, packed_mask, lengths, device, "packed_mask")
 
 
-def flattened_bsr(mask: Any, indptr: Any) -> torch.Tensor:
-    """Check a BSR mask and return it row by row of each row of blocks."""
-    mask, bounds = checks.tensor("mask", mask), index_arrays.indptr("indptr", indptr)
-    if mask.dim() != 3 or bounds[0] != 0 or bounds[-1] != mask.shape[0]:
+def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
+    """Flatten the mask of a BSR matrix: row by row of each row of blocks, as `packbits` takes it.
+
+    Parameters
+    ----------
+    mask : `[blocks, R, C]`, of any dtype.
+    indptr : int32 or int64 `[rows of blocks + 1]` from 0 to the number of blocks. On a GPU it costs a synchronisation.
+
+    Returns
+    -------
+    `[blocks * R * C]` of the mask's dtype.
+
+    Raises
+    ------
+    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype or value).
+    """
+    bounds = index_arrays.indptr("indptr", indptr)
+    if checks.tensor("mask", mask).dim() != 3 or bounds[0] != 0 or bounds[-1] != mask.shape[0]:
         raise ArgumentError(
             f"mask must have shape [indptr[-1], R, C] with indptr[0] = 0, got {checks.describe(mask)} and indptr "
             f"{bounds[0]}..{bounds[-1]}"
@@ -114,7 +128,7 @@ def _flattened(mask: torch.Tensor, bounds: np.ndarray, rows: np.ndarray) -> torc
     return torch.cat(parts) if parts else mask.flatten()
 
 
-def _causal(lengths: BatchLengths, size: Matrix) -> torch.Tensor:
+def causal_mask(lengths: BatchLengths, size: Matrix) -> torch.Tensor:
     """Return the masks [qo_len, kv_len] of all requests, flattened: row i of the matrix sees columns j <= i + N - M."""
     indices = lengths.kv_indices
     assert indices is not None
@@ -171,12 +185,6 @@ def variable(
     names = "block_row_sz", "block_mask_map", "block_mask_map", "block_col_sz"
     arrays = IndexArrays(names, torch.from_numpy(qo_indptr), kv_indptr, indices, full, size.page_size)
     return size, arrays.on_host()
-
-
-def variable_mask(causal: Any, lengths: BatchLengths, size: Matrix, device: torch.device) -> Mask:
-    """Pack the causal mask of a matrix of variable blocks, if `causal`."""
-    flat = _causal(lengths, size) if checks.boolean("causal", causal) else None
-    return batch_plan.mask(flat, None, lengths, device)
 
 
 def _sizes(name: str, value: Any, num_kv_heads: int) -> np.ndarray:

@@ -128,24 +128,20 @@ TABLE_ENTRY = "block_tables[{request}, {place}]"  # name of a page number for `U
 
 
 def in_table(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> UsedPages:
-    """Return the pages of requests with so many keys, a row of `tables` each."""
-    return UsedPages.of(kv_len, np.arange(len(kv_len)) * tables.shape[1], page_size)
+    """Check that `tables`, a row per request, have room for so many keys, and return where their pages are."""
+    width = tables.shape[1]
+    if (i := checks.first(kv_len > width * page_size)) is not None:
+        raise ArgumentError(
+            f"seq_lens must be at most {width * page_size}, the {width} pages of block_tables times {page_size} "
+            f"tokens; request {i} has {kv_len[i]}"
+        )
+    return UsedPages.of(kv_len, np.arange(len(kv_len)) * width, page_size)
 
 
 def _places(counts: np.ndarray) -> np.ndarray:
     """Return the place of every page among those of its request."""
     first = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) - np.repeat(first, counts)
-
-
-def check_host_range(name: str, indices: torch.Tensor, used: slice) -> None:
-    """Raise ArgumentError if one of the used int64 page numbers on the CPU does not fit int32."""
-    pages = indices[used]
-    if (i := checks.first((pages < -1) | (pages > MAX_PAGE))) is not None:
-        raise ArgumentError(
-            f"{name}[{used.start + i}] must be a page within 0..{MAX_PAGE}, or -1 where no query sees it, "
-            f"got {int(pages[i])}"
-        )
 
 
 def as_int32(indices: torch.Tensor, device: torch.device) -> torch.Tensor:

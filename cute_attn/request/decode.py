@@ -301,30 +301,15 @@ def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> Non
             operands.check_bounds("q_cu_seq_lens", bounds, problem.qo_len)
             if bounds[-1] > rows or (bounds[-1] < rows and call.out is None):  # rows of no request are of a given out
                 raise ArgumentError(f"q_cu_seq_lens must end at {rows}, the rows of query, got {bounds[-1]}")
-        lengths = problem.seq_lens.cpu().numpy().astype(np.int64)
-        _check_lengths(lengths, problem, call)
-        _check_pages(lengths, problem)
-
-
-def _check_lengths(lengths: np.ndarray, problem: DecodeProblem, call: DecodeCall) -> None:
-    """Check `seq_lens` against the pages of the tables and `max_seq_len`."""
-    pages, page_size = problem.block_tables.shape[1], problem.settings.page_size
-    room = pages * page_size
-    limits = [
-        (MAX_KV_LEN, f"within 0..{MAX_KV_LEN}"),
-        (room, f"at most {room}, the {pages} pages of block_tables times {page_size} tokens"),
-    ]
-    if call.max_seq_len is not None:
-        limits.append((int(call.max_seq_len), f"at most max_seq_len = {call.max_seq_len}"))
-    for most, rule in limits:
-        if (i := checks.first((lengths < 0) | (lengths > most))) is not None:
-            raise ArgumentError(f"seq_lens must be {rule}; request {i} has {lengths[i]}")
-
-
-def _check_pages(kv_len: np.ndarray, problem: DecodeProblem) -> None:
-    """Check every page number that the launch reads: those before the window are not read."""
-    page_size, tables, unseen = problem.settings.page_size, problem.block_tables, None
-    used = caches.in_table(tables, kv_len, page_size)
-    if (window_left := problem.settings.window_left) >= 0:
-        unseen = used.before(kv_len - problem.qo_len - window_left, page_size, tables.device)
-    used.check(used.take(tables), problem.k.shape[0], caches.TABLE_ENTRY, unseen)
+        kv_len = problem.seq_lens.cpu().numpy().astype(np.int64)
+        limits = [(MAX_KV_LEN, f"within 0..{MAX_KV_LEN}")]
+        if call.max_seq_len is not None:
+            limits.append((int(call.max_seq_len), f"at most max_seq_len = {call.max_seq_len}"))
+        for most, rule in limits:
+            if (i := checks.first((kv_len < 0) | (kv_len > most))) is not None:
+                raise ArgumentError(f"seq_lens must be {rule}; request {i} has {kv_len[i]}")
+        page_size, tables, unseen = problem.settings.page_size, problem.block_tables, None
+        used = caches.in_table(tables, kv_len, page_size)
+        if (window_left := problem.settings.window_left) >= 0:  # pages before the window are not read
+            unseen = used.before(kv_len - problem.qo_len - window_left, page_size, tables.device)
+        used.check(used.take(tables), problem.k.shape[0], caches.TABLE_ENTRY, unseen)

@@ -112,7 +112,12 @@ def _check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> 
     if indices.numel() < end:
         raise ArgumentError(f"{names[2]} must have the {end} entries that {names[1]} counts, got {indices.numel()}")
     if indices.dtype == torch.int64 and indices.is_cpu:
-        caches.check_host_range(names[2], indices, slice(first, end))
+        pages = indices[first:end]
+        if (i := checks.first((pages < -1) | (pages > caches.MAX_PAGE))) is not None:  # they must fit int32
+            raise ArgumentError(
+                f"{names[2]}[{first + i}] must be a page within 0..{caches.MAX_PAGE}, or -1 where no query sees it, "
+                f"got {int(pages[i])}"
+            )
 
 
 def _check_bounds(name: str, value: Any) -> None:

@@ -65,7 +65,9 @@ def placement(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Placement:
     joined |= k_strides[0] | k_strides[1] | k_strides[-2] | v_strides[0] | v_strides[1] | v_strides[-2]
     # 16 elements are a multiple of 16 bytes in any dtype: common strides need no further check.
     uncommon = joined % ALIGNMENT or not q_strides[-1] == k_strides[-1] == v_strides[-1] == 1
-    expanded = (0 in q_strides or 0 in k_strides or 0 in v_strides) and is_expanded(q, k, v)
+    expanded = (0 in q_strides or 0 in k_strides or 0 in v_strides) and any(
+        stride == 0 and count > 1 for x in (q, k, v) for stride, count in zip(x.stride(), x.shape, strict=True)
+    )
     if not uncommon:
         return Placement(True, expanded, False)
     half_aligned = k.itemsize == 1 and not (aligned(k) and aligned(v))
@@ -113,11 +115,6 @@ def aligned(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> bool:
 def outer_strides(x: torch.Tensor) -> list[int]:
     """Return the strides of all axes but the last, without axes of size 1, whose strides are never used."""
     return [stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
-
-
-def is_expanded(*tensors: torch.Tensor) -> bool:
-    """Tell whether an axis longer than 1 has a stride of 0."""
-    return any(stride == 0 and count > 1 for x in tensors for stride, count in zip(x.stride(), x.shape, strict=True))
 
 
 def _check_alignment(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
-from cute_attn.request import caches, checks
-from cute_attn.request.caches import UsedPages
+from cute_attn.request import checks
 from cute_attn.request.settings import MAX_KV_LEN
 
 NOWHERE = np.empty(0, np.int64)
@@ -122,14 +121,14 @@ def lengths(arrays: Mapping[str, Any], bounds: Bounds, query: torch.Tensor, k: t
     _check_bound("max_q_len", bounds.max_q_len, "cum_seq_lens_q", qo_len)
     _check_bound("max_kv_len", bounds.max_kv_len, "seq_lens", kv_len)
     if kv_indptr:
-        bounds, rows = kv_indptr[0], k.shape[0]
-        if not np.array_equal(np.diff(bounds), kv_len):
+        ragged, rows = kv_indptr[0], k.shape[0]
+        if not np.array_equal(np.diff(ragged), kv_len):
             raise ArgumentError(
                 "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
             )
-        if bounds[0] < 0 or bounds[-1] > rows:
+        if ragged[0] < 0 or ragged[-1] > rows:
             raise ArgumentError(
-                f"cum_seq_lens_kv must stay within 0..{rows}, the rows of k and v, got {bounds[0]}..{bounds[-1]}"
+                f"cum_seq_lens_kv must stay within 0..{rows}, the rows of k and v, got {ragged[0]}..{ragged[-1]}"
             )
     return Lengths(qo_indptr, kv_len, *kv_indptr)
 
@@ -155,20 +154,6 @@ def chunks(size: int, kv_len: np.ndarray) -> dict[str, Any]:
         "token_pos_in_items_ptr": torch.from_numpy(np.tile(positions, len(kv_len))),
         "token_pos_in_items_len": longest,
     }
-
-
-def page_list(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> UsedPages:
-    """Check that tables have room for the keys of every request, and return where their pages are."""
-    batch_size, width = tables.shape
-    counts = -(-kv_len // page_size)
-    if batch_size != len(kv_len):
-        raise checks.wrong(f"block_tables must have {len(kv_len)} rows, one per request", tables)
-    if (i := checks.first(counts > width)) is not None:
-        raise ArgumentError(
-            f"seq_lens must be at most {width * page_size}, the {width} pages of block_tables times {page_size} "
-            f"tokens; request {i} has {kv_len[i]}"
-        )
-    return caches.in_table(tables, kv_len, page_size)
 
 
 # ---- tables in which keys and values have pages of their own
