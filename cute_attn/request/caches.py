@@ -129,7 +129,9 @@ TABLE_ENTRY = "block_tables[{request}, {place}]"  # name of a page number for `U
 
 def in_table(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> UsedPages:
     """Check that `tables`, a row per request, have room for so many keys, and return where their pages are."""
-    width = tables.shape[1]
+    batch_size, width = tables.shape
+    if batch_size != len(kv_len):
+        raise checks.wrong(f"block_tables must have {len(kv_len)} rows, one per request", tables)
     if (i := checks.first(kv_len > width * page_size)) is not None:
         raise ArgumentError(
             f"seq_lens must be at most {width * page_size}, the {width} pages of block_tables times {page_size} "

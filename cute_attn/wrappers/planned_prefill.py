@@ -78,8 +78,6 @@ class Session:
         """Write the page numbers of a batch to where its plan reads them."""
         tables = keys.tables
         if not planned:
-            if len(tables) != len(lengths.kv_len):
-                raise checks.wrong(f"block_tables must have {len(lengths.kv_len)} rows, one per request", tables)
             self.pages = caches.in_table(tables, lengths.kv_len, self.structure.page_size)
             self.positions = torch.from_numpy(self.pages.positions).to(tables.device)
             with capture.lasting():
