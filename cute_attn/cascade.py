@@ -336,11 +336,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, EngineHooks):
-    """Prefill or append attention of a batch over a prefix that all requests share, in tensors of its own, and the
-    requests' keys in a paged cache. `MultiLevelCascadeAttentionWrapper` also takes prefixes in pages.
-
-    The keys of a request are those of the prefix and its own, in this order; results over both are merged as by
-    `merge_state`.
+    """Prefill or append attention of a batch over a prefix that all requests share: as
+    `BatchDecodeWithSharedPrefixPagedKVCacheWrapper`, with any number of query tokens per request.
 
     Parameters
     ----------

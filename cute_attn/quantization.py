@@ -181,12 +181,9 @@ def nvfp4_kv_dequantize_paged(
     checks.dtype("block_tables", tables.dtype, (torch.int32, torch.int64))
     (num_pages, page_size), max_pages = caches[0].shape[:2], tables.shape[1]
     if max_pages * page_size < max_seq_len:
-        raise checks.wrong(
-            f"block_tables column count insufficient: max_pages * page_size must be >= {max_seq_len}, the outputs' "
-            f"max_seq_len; the page_size is {page_size}",
-            tables,
-            RuntimeArgumentError,
-        )
+        needed = f"max_pages * page_size must be >= {max_seq_len}, the outputs' max_seq_len"
+        accepted = f"block_tables column count insufficient: {needed}; the page_size is {page_size}"
+        raise checks.wrong(accepted, tables, RuntimeArgumentError)
     checks.device("block_tables", tables, device, "device")
     lens = integers("seq_lens", seq_lens, batch_size, device).long()
     if device.type == "cpu" and batch_size and not 0 <= int(lens.min()) <= int(lens.max()) <= max_seq_len:

@@ -252,11 +252,9 @@ def _check_kv_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> 
         return shape
     meant = axes.axes("page_size" if paged else "kv_indptr[-1]", "num_kv_heads", "head_dim")
     expected = axes.axes(str(tokens) if paged else f"{tokens} or more", str(heads), str(width))
-    raise checks.wrong(
-        f"{name}{' of paged_kv_cache' * paged} must have shape [{', '.join(('pages',) * paged + meant)}] = "
-        f"[{', '.join(('any',) * paged + expected)}] (kv_layout {layout!r})",
-        x,
-    )
+    names, sizes = ", ".join(("pages",) * paged + meant), ", ".join(("any",) * paged + expected)
+    named = f"{name} of paged_kv_cache" if paged else name
+    raise checks.wrong(f"{named} must have shape [{names}] = [{sizes}] (kv_layout {layout!r})", x)
 
 
 # ---- scales and outputs

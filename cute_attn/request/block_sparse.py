@@ -85,9 +85,8 @@ def bsr_mask(
         mask = checks.tensor("mask", mask)
         block, blocks = (size.block_rows, size.page_size), lengths.kv_end
         if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[0] < blocks or mask.shape[1:] != block:
-            raise checks.wrong(
-                f"mask must be a bool tensor of shape [blocks, R, C] = [{blocks}, {block[0]}, {block[1]}]", mask
-            )
+            expected = f"[{blocks}, {block[0]}, {block[1]}]"
+            raise checks.wrong(f"mask must be a bool tensor of shape [blocks, R, C] = {expected}", mask)
         flat = _flattened(mask, lengths.kv_indptr, lengths.qo_len)
         return batch_plan.mask(flat, packed_mask, lengths, device, "packed_mask")
     if packed_mask is None and causal:

@@ -236,11 +236,8 @@ def _draft_mask(value: Any, num_tokens: int, qo_len: int, device: torch.device) 
     checks.device("mask", value, device)
     words = draft_mask_bytes(qo_len) // value.element_size()
     if value.dim() < 2 or value.shape[-1] != words or value.numel() != num_tokens * words:
-        raise checks.wrong(
-            f"mask must have {num_tokens} rows of {words} words of {checks.short(value.dtype)} "
-            "(32 * ceil(q_len_per_req / 32) bits)",
-            value,
-        )
+        row = f"{words} words of {checks.short(value.dtype)} (32 * ceil(q_len_per_req / 32) bits)"
+        raise checks.wrong(f"mask must have {num_tokens} rows of {row}", value)
     return value.reshape(num_tokens, words).contiguous()
 
 

@@ -39,7 +39,12 @@ def bound_keys(given: tuple[Any, Any, Any, Any], lengths: Lengths, mask: Mask) -
     positions = _integers("token_pos_in_items_ptr", token_pos_in_items_ptr)
     rows = _ItemRows.of(lengths, prefix_len, positions, stride)
     if max_item_len_ptr is not None:
-        rows.check_longest(_per_request("max_item_len_ptr", max_item_len_ptr, lengths.batch_size))
+        most = _per_request("max_item_len_ptr", max_item_len_ptr, lengths.batch_size)[rows.request]
+        if (i := checks.first(rows.in_item > most)) is not None:
+            raise ArgumentError(
+                f"max_item_len_ptr must be at least the positions in items; request {rows.request[i]} has "
+                f"{most[i]} and a token at {rows.in_item[i]}"
+            )
     return lengths.replace(key_bounds=rows.key_bounds(lengths))
 
 
@@ -69,14 +74,6 @@ class _ItemRows(NamedTuple):
                 f"{in_item[i + 1]} after {in_item[i]} (request {request[i]}, key {position[i + 1]})"
             )
         return cls(row, request, position, in_item, prefix_len)
-
-    def check_longest(self, max_item_len: np.ndarray) -> None:
-        """Refuse a maximum that a token's position exceeds."""
-        if (i := checks.first(self.in_item > max_item_len[self.request])) is not None:
-            raise ArgumentError(
-                f"max_item_len_ptr must be at least the positions in items; request {self.request[i]} has "
-                f"{max_item_len[self.request[i]]} and a token at {self.in_item[i]}"
-            )
 
     def key_bounds(self, lengths: BatchLengths) -> np.ndarray:
         """Return `BatchLengths.key_bounds`. Nothing is hidden from tokens of the prefix."""

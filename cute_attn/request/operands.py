@@ -156,9 +156,8 @@ def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, tuple
     if not isinstance(value, torch.Tensor):
         return value, ()
     if value.numel() != 1 or not value.dtype.is_floating_point:
-        raise checks.wrong(
-            f"{name} must be a number or a floating-point tensor of one element", value, ArgumentTypeError
-        )
+        accepted = "a number or a floating-point tensor of one element"
+        raise checks.wrong(f"{name} must be {accepted}", value, ArgumentTypeError)
     checks.check_grad(name, checks.stored(name, value))
     if value.device.type == "cpu":
         return value.item(), ()

@@ -37,7 +37,11 @@ def problem(call: Call) -> Problem:
     qo_len, num_qo_heads, head_dim_q = (1, *q_shape) if decode else q_shape
     device = q.device
     if k_shape[:2] != v_shape[:2] or k.device != device or v.device != device:
-        _refuse_mismatch(call)
+        check_device(device)
+        checks.device("k", k, device)
+        checks.device("v", v, device)
+        shapes = f"{checks.describe(k)} and {checks.describe(v)}"
+        raise ArgumentError(f"v must have k's kv_len and num_kv_heads, got {shapes}")
     tokens, heads = _layout(call)
     kv_len, num_kv_heads = k_shape[tokens], k_shape[heads]
     if kv_len > MAX_KV_LEN:
@@ -106,15 +110,6 @@ def _refuse_ranks(call: Call) -> None:
     for name, tensor in (("k", call.k), ("v", call.v)):
         if tensor.dim() != 3:
             raise checks.wrong(f"{name} must have shape [{axes}] (kv_layout {layout!r})", tensor)
-
-
-def _refuse_mismatch(call: Call) -> None:
-    check_device(call.q.device)
-    checks.device("k", call.k, call.q.device)
-    checks.device("v", call.v, call.q.device)
-    raise ArgumentError(
-        f"v must have k's kv_len and num_kv_heads, got {checks.describe(call.k)} and {checks.describe(call.v)}"
-    )
 
 
 def _keep_apart(call: Call) -> None:

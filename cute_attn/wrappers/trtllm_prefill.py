@@ -229,9 +229,8 @@ def trtllm_fmha_v2_prefill(
     if input_layout in PAGED_LAYOUTS:
         keys = _pages(keys._replace(tables=block_tables), seq_lens)
     elif block_tables is not None:
-        raise checks.wrong(
-            f"block_tables must be None with input_layout={input_layout!r}, which has no pages", block_tables
-        )
+        accepted = f"None with input_layout={input_layout!r}, which has no pages"
+        raise checks.wrong(f"block_tables must be {accepted}", block_tables)
     soft_cap = checks.real_or("logits_soft_cap_scale", logits_soft_cap_scale, 0.0)
     call = Call(
         workspace_buffer, query, keys, (cum_seq_lens_q, seq_lens, cum_seq_lens_kv, block_tables),
