@@ -324,10 +324,8 @@ def trtllm_ragged_attention_deepseek(
     arrays, names = (cum_seq_lens_q, seq_lens, cum_seq_lens_kv), RAGGED_NAMES
     if not q_seq_lens_cpu is kv_seq_lens_cpu is None:
         arrays, names = unplanned.from_host(q_seq_lens_cpu, kv_seq_lens_cpu), RAGGED_NAMES | HOST_NAMES
-    backend, causal = (
-        select.checked_name(backend, same=("trtllm-gen", "cute-dsl")),
-        checks.boolean("is_causal", is_causal),
-    )
+    backend = select.checked_name(backend, same=("trtllm-gen", "cute-dsl"))
+    causal = checks.boolean("is_causal", is_causal)
     call = Call(
         workspace_buffer, query, _ragged({"key": key, "value": value}), (*arrays, None),
         Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, None, attention_sinks, backend, causal,
