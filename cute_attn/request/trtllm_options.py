@@ -1,5 +1,5 @@
-"""Options of FlashInfer's TRT-LLM functions: what asks for nothing is accepted, what has no meaning here is refused, and
-so is its container of NVFP4 outputs.
+"""Options of FlashInfer's TRT-LLM functions: what asks for nothing is accepted, what has no meaning here is refused,
+as is its container of NVFP4 outputs.
 """
 
 from __future__ import annotations
