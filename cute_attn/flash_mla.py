@@ -9,10 +9,8 @@ import torch
 from cute_attn.errors import ArgumentError
 from cute_attn.mla import SPARSE
 from cute_attn.request import checks
-from cute_attn.request.caches import check_tables
 from cute_attn.request.mla import (
     GROUP,
-    INDEX_DTYPES,
     LATENT,
     NARROW,
     ROPE,
@@ -23,14 +21,13 @@ from cute_attn.request.mla import (
     Parts,
     split_rows,
 )
-from cute_attn.request.operands import partials_in
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla_plan import refuse_dims
 
 __all__ = ["SchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
-NAMES = Names("the workspace", "cache_seqlens", "block_table", "", "")
+NAMES = Names("", "", "block_table", "cache_seqlens")
 QUERY_AXES = "[batch_size, q_len, num_heads, 576 or 512]"
 CACHE_AXES = "[num_pages, page_size, 1, 576], or 512 without rotated columns"
 # Bytes of a row of an 8-bit cache: latent e4m3 numbers, fp32 scales of their groups, rotated bfloat16 numbers.
@@ -116,13 +113,15 @@ def flash_mla_with_kvcache(
     if k_cache.shape[2] != 1:
         raise ArgumentError(f"k_cache must have shape {CACHE_AXES}, got {checks.describe(k_cache)}")
     scale = checks.real_or("softmax_scale", softmax_scale, (LATENT + rope) ** -0.5)
-    options = MlaOptions(NAMES, causal, scale, 1.0, None, None, True, "ln", None)
+    options = MlaOptions(causal, scale, 1.0, None, None, True, "ln", None)
     parts = Parts(
         *(part._replace(x=part.x.flatten(0, 1)) for part in queries),
         *(part._replace(x=part.x[:, :, 0]) for part in cache),
     )
-    scratch = partials_in("", q.new_empty(0, dtype=torch.uint8))  # launches take memory of their own
-    problem = calls.run(parts, _lengths(q, block_table, cache_seqlens), scratch, options, "auto")
+    lengths = MlaLengths.checked(NAMES, (None, None, block_table, cache_seqlens), q.shape[1], q.device)
+    lengths.check_rows("q", q)
+    workspace = Part("the workspace", q.new_empty(0, dtype=torch.uint8))  # launches take memory of their own
+    problem = calls.run(parts, lengths.on(q.device), workspace, options, "auto")
     assert problem.lse is not None
     batch_size, q_len = q.shape[:2]
     out, lse = (x.unflatten(0, (batch_size, q_len)) for x in (problem.out, problem.lse))
@@ -143,15 +142,3 @@ def _byte_rows(k_cache: Any) -> tuple[Part, ...]:
     except RuntimeError as error:
         raise ArgumentError(f"{name} must have rows at multiples of 16 bytes, got strides {x.stride()}") from error
     return tuple(Part(name, view) for view in views)
-
-
-def _lengths(q: torch.Tensor, block_table: Any, cache_seqlens: Any) -> MlaLengths:
-    """Check lengths and the page table, which must have q's batch size."""
-    table = check_tables(block_table, q.device, "block_table")
-    if table.shape[0] != q.shape[0]:
-        raise ArgumentError(
-            f"block_table must have shape [batch_size, max_pages], a row for each of the {q.shape[0]} requests of q, "
-            f"got {checks.describe(table)}"
-        )
-    seq_lens = checks.vector("cache_seqlens", cache_seqlens, INDEX_DTYPES, q.shape[0], q.device).contiguous()
-    return MlaLengths(seq_lens, table.contiguous(), None, None, q.shape[1])

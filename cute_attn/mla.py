@@ -11,21 +11,11 @@ from cute_attn.dispatch import mla as dispatch
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options
-from cute_attn.request.caches import check_tables
-from cute_attn.request.mla import (
-    INDEX_DTYPES,
-    LATENT,
-    NARROW,
-    MlaLengths,
-    MlaOptions,
-    Names,
-    Parts,
-    split_rows,
-)
-from cute_attn.request.operands import flat_tokens, partials_in
+from cute_attn.request.mla import LATENT, NARROW, MlaLengths, MlaOptions, Part, Parts, split_rows
+from cute_attn.request.operands import flat_tokens
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla import BatchMLAPagedAttentionWrapper
-from cute_attn.wrappers.mla_plan import MLAPlanMetadata, refuse_dims
+from cute_attn.wrappers.mla_plan import OF_TABLE, MLAPlanMetadata, refuse_dims
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -38,7 +28,6 @@ SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's dense implementations of th
 QUERY_AXES = "[batch_size, q_len, num_heads, columns], or [num_tokens, num_heads, columns] with cum_seq_lens_q"
 CACHE_AXES = "[num_pages, page_size, columns] or [num_pages, 1, page_size, columns]"
 SPARSE = ("keys are all tokens of a request", "sparse_mla_top_k=0 and a page table")
-NAMES = Names("workspace_buffer", "seq_lens", "block_tables", "", "cum_seq_lens_q")
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
 
 
@@ -170,13 +159,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     backend = dispatch.checked_name(backend, SAME)
     base = checks.choice("return_lse_base", return_lse_base or "base2", ("base2", "basee"))
     queries, shape = _rows(query, cum_seq_lens_q, rope)
-    lengths = _lengths(block_tables, seq_lens, cum_seq_lens_q, max_q_len, shape)
+    lengths = _lengths((cum_seq_lens_q, None, block_tables, seq_lens), max_q_len, query)
     options = MlaOptions(
-        NAMES, True, bmm1_scale, bmm2_scale, _flat("out", out, shape), _flat("lse", lse, shape), return_lse,
+        True, bmm1_scale, bmm2_scale, _flat("out", out, shape), _flat("lse", lse, shape), return_lse,
         LSE_BASES[base], enable_pdl, trtllm_options.one_sink(sinks),
     )  # fmt: skip
-    scratch = partials_in("workspace_buffer", workspace_buffer)
-    problem = calls.run(Parts(*queries, *_cache(kv_cache, rope)), lengths, scratch, options, backend)
+    workspace = Part("workspace_buffer", workspace_buffer)
+    problem = calls.run(Parts(*queries, *_cache(kv_cache, rope)), lengths, workspace, options, backend)
     found = problem.out.view(*shape[:-1], LATENT) if out is None else out
     if not return_lse:
         return found
@@ -255,20 +244,16 @@ def _flat(name: str, buffer: Any, shape: torch.Size) -> Any:
     return buffer if name == "lse" and buffer.dim() == 2 else flat_tokens(name, buffer, (-1, *buffer.shape[2:]))
 
 
-def _lengths(block_tables: Any, seq_lens: Any, bounds: Any, max_q_len: Any, shape: torch.Size) -> MlaLengths:
+def _lengths(arrays: tuple[Any, ...], max_q_len: Any, query: torch.Tensor) -> MlaLengths:
     """Check lengths and the page table, which must have one batch size."""
-    device = checks.tensor("block_tables", block_tables).device
-    tables = check_tables(block_tables, device).contiguous()
-    seq_lens = checks.vector("seq_lens", seq_lens, INDEX_DTYPES, tables.shape[0], device).contiguous()
-    if bounds is None:
-        if max_q_len is not None:
-            raise ArgumentError(f"max_q_len must come with cum_seq_lens_q, got {checks.describe(max_q_len)} alone")
-        if shape[0] != tables.shape[0]:
-            raise ArgumentError(f"query must have one row for each of the {tables.shape[0]} requests, got {shape[0]}")
-        return MlaLengths(seq_lens, tables, None, None, shape[1])
-    bounds = checks.vector("cum_seq_lens_q", bounds, INDEX_DTYPES, tables.shape[0] + 1, device).contiguous()
-    most = int(bounds.diff().max()) if max_q_len is None and tables.shape[0] else max_q_len or 1
-    return MlaLengths(seq_lens, tables, None, bounds, checks.at_least("max_q_len", most, 0))
+    device = checks.tensor("block_tables", arrays[2]).device
+    if arrays[0] is not None:
+        return MlaLengths.checked(OF_TABLE, arrays, max_q_len or None, device).on(device)
+    if max_q_len is not None:
+        raise ArgumentError(f"max_q_len must come with cum_seq_lens_q, got {checks.describe(max_q_len)} alone")
+    lengths = MlaLengths.checked(OF_TABLE, arrays, query.shape[1], device)
+    lengths.check_rows("query", query)
+    return lengths.on(device)
 
 
 def _rotated(nope: Any, rank: Any, rope: Any) -> int:

@@ -109,9 +109,7 @@ def _group(division: Division, plain: Features) -> Group:
 def _ask(backend: Backend, features: Features, arch: archs.Arch) -> Cell:
     from cute_attn.dispatch import select
 
-    if backend.capability is not None and (
-        arch.capability < backend.capability or (backend.only and arch.name not in backend.only)
-    ):
+    if not backend.runs(arch):
         return Cell("-")
     refusals = select.reasons_against(backend, features, arch)
     return Cell("no", f"{refusals[0][2]}; instead: {refusals[0][3]}") if refusals else Cell("yes")

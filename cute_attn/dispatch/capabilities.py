@@ -13,7 +13,7 @@ from cute_attn.kernels.rules import MOST, Rule, above, first, up_to
 from cute_attn.kernels.xqa.spec import is_head_dim
 from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
-from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.arch import ARCHS, Arch
 
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 
@@ -72,9 +72,12 @@ class Backend:
     name: str
     runs_on: str
     auto_on: tuple[str, ...]  # device types on which "auto" considers it
-    capability: tuple[int, int] | None  # minimum compute capability; None: any device
-    only: tuple[str, ...] = ()  # the architectures that it is built for; empty: all from `capability` on
+    archs: Collection[str] | None  # the architectures that it is built for; None: any device
     passed_over: tuple[Pass, ...] = ()  # the first that applies says whether it is
+
+    def runs(self, arch: Arch | None) -> bool:
+        """Return whether it has kernels for an architecture (None: the CPU)."""
+        return self.archs is None or (arch is not None and arch.name in self.archs)
 
     def preference(self, features: Features, load: Load, arch: Arch | None) -> Pass:
         """Return the rule that says whether "auto" prefers others to this backend on `arch` although it supports
@@ -97,7 +100,6 @@ BACKENDS = (  # in the order in which "auto" considers them
         "fa4",
         "NVIDIA data-centre Blackwell (compute capability 10.0, 10.3; emulated, not yet run on hardware)",
         ("cuda",),
-        (10, 0),
         ("sm_100a", "sm_103a"),
         passed_over=(
             Rule(
@@ -112,7 +114,6 @@ BACKENDS = (  # in the order in which "auto" considers them
         "fa3",
         "NVIDIA Hopper (compute capability 9.0)",
         ("cuda",),
-        (9, 0),
         ("sm_90a",),
         # Measured on an H100 at 4096 tokens (docs/kernels/fa3.md, fp8.md): 1.2 to 2.6 times as fast as fa2. Tiles of 33
         # to 64 rows take as long: over e4m3 1.1 to 1.9 times as fast, docs/kernels/xqa.md.
@@ -122,7 +123,7 @@ BACKENDS = (  # in the order in which "auto" considers them
         "xqa",
         "NVIDIA GPUs from compute capability 8.0, decode",
         ("cuda",),
-        (8, 0),
+        ARCHS,
         passed_over=(
             # Rows that share one read of the keys, but for 16 at head dimension 512; over 8 and 4 bits also those of
             # two reads, three at 256: 1.3 to 2 times as fast as fa2 (docs/kernels/xqa.md).
@@ -147,7 +148,7 @@ BACKENDS = (  # in the order in which "auto" considers them
             Rule("head dimension {head_dim} in {bits} bits", {}),
         ),
     ),
-    Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
+    Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), ARCHS),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
 
@@ -212,9 +213,16 @@ class Capability:
         return self.needed(features)
 
 
+def _no(reason: str, instead: str, *backends: str) -> dict[str, Unsupported]:
+    """Return that backends do not support a feature for one reason."""
+    return dict.fromkeys(backends, Unsupported(reason, instead))
+
+
+_FA2 = 'backend="fa2"'
 _WIDEN = "pass q, k and v as float16 or bfloat16"
-NO_FP8 = Unsupported("its matrix instructions take 16-bit types", _WIDEN)
+_DEQUANTISE = "dequantise k and v to q's dtype first"
 _HALF_ALIGNED = 'backend="fa2" with q of float16 or bfloat16, or pad k and v with zeros'
+_NO_FP8 = _no("its matrix instructions take 16-bit types", _WIDEN, "xqa")
 _CONVERT = "o_dtype=torch.bfloat16 and a conversion after it"
 
 
@@ -243,142 +251,108 @@ def _uncommon_head_dims(features: Features) -> bool:
 
 CAPABILITIES = (
     Capability("q, k, v of float16 or bfloat16", lambda f: f.q_dtype in HALF and f.kv_dtype == f.q_dtype),
-    Capability(
-        "q of an fp8 dtype",
-        lambda f: f.q_dtype in FP8,
-        {"xqa": NO_FP8},
-    ),
+    Capability("q of an fp8 dtype", lambda f: f.q_dtype in FP8, _NO_FP8),
     Capability(
         "q of an fp8 dtype, before compute capability 12.0",
         lambda f: f.q_dtype in FP8,
-        {"fa2": Unsupported("mma.sync multiplies fp8 in hardware only from there on", _WIDEN)},
+        _no("mma.sync multiplies fp8 in hardware only from there on", _WIDEN, "fa2"),
         below=(12, 0),
     ),
     Capability(
         "q of an fp8 dtype with a head dimension that is no multiple of 16",
         lambda f: f.q_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
-        {
-            "fa2": Unsupported(
-                "it copies rows of q in units of 16 bytes", "pad q, k and v with zeros, and pass sm_scale"
-            )
-        },
+        _no("it copies rows of q in units of 16 bytes", "pad q, k and v with zeros, and pass sm_scale", "fa2"),
     ),
     Capability(
         "q of an fp8 dtype with head dimension 512",
         lambda f: f.q_dtype in FP8 and _head_dims(f) == WIDE_HEAD_DIMS,
-        {"fa2": Unsupported("its warps exchange P in 16 bits there", _WIDEN)},
+        _no("its warps exchange P in 16 bits there", _WIDEN, "fa2"),
     ),
     Capability("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
     Capability(
         "NVFP4 k and v (kv_cache_sf)",
         lambda f: f.kv_block_scales,
-        {"fa4": Unsupported("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')},
+        _no("it widens keys and values of 8 bits, no fewer", _FA2, "fa4"),
     ),
     Capability(
         "NVFP4 k and v with a head dimension that is no multiple of 64",
         lambda f: f.kv_block_scales and not _multiples(f, 64),
-        {
-            **dict.fromkeys(
-                ("fa3", "fa2"),
-                Unsupported(
-                    "a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first"
-                ),
-            ),
-            "xqa": Unsupported(
-                "a warp copies a token's block scales as 4, 8 or 16 bytes", "dequantise k and v to q's dtype first"
-            ),
-        },
+        _no("a token's block scales are no whole words of 4 bytes", _DEQUANTISE, "fa3", "fa2")
+        | _no("a warp copies a token's block scales as 4, 8 or 16 bytes", _DEQUANTISE, "xqa"),
     ),
     Capability(
         "NVFP4 k and v with head dimension 512",
         lambda f: f.kv_block_scales and _head_dims(f) == WIDE_HEAD_DIMS,
-        {"fa2": Unsupported("its tiles hold the block scales of 256 dimensions", "k and v of float8_e4m3fn")},
+        _no("its tiles hold the block scales of 256 dimensions", "k and v of float8_e4m3fn", "fa2"),
     ),
     Capability(
         "per-head scales (scale_q, scale_k, scale_v)",
         lambda f: f.per_head_scales,
-        {"xqa": Unsupported("they belong to fp8 attention", "multiply them into q, k and v")},
+        _no("they belong to fp8 attention", "multiply them into q, k and v", "xqa"),
     ),
     Capability(
         "per-head scales beside q of float16 or bfloat16",
         lambda f: f.per_head_scales and f.q_dtype in HALF,
-        dict.fromkeys(
-            ("fa4", "fa3", "xqa", "fa2"), Unsupported("they belong to fp8 attention", "multiply them into q, k and v")
-        ),
+        _no("they belong to fp8 attention", "multiply them into q, k and v", "fa4", "fa3", "xqa", "fa2"),
     ),
     Capability("output of float16 or bfloat16", lambda f: f.o_dtype in HALF),
     Capability(
-        "output of float32",
-        lambda f: f.o_dtype == torch.float32,
-        {"xqa": Unsupported("its epilogue writes 16 bits", 'backend="fa2"')},
+        "output of float32", lambda f: f.o_dtype == torch.float32, _no("its epilogue writes 16 bits", _FA2, "xqa")
     ),
     Capability(
         "output of an fp8 dtype",
         lambda f: f.o_dtype in FP8 and not f.device_lengths,
-        {
-            **dict.fromkeys(("fa4", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", _CONVERT)),
-            "xqa": Unsupported("a plan does not tell the scale of the output", "xqa_batch_decode_with_kv_cache"),
-        },
+        _no("its epilogue writes 16 or 32 bits", _CONVERT, "fa4", "fa2")
+        | _no("a plan does not tell the scale of the output", "xqa_batch_decode_with_kv_cache", "xqa"),
     ),
     Capability(
         "output of an fp8 dtype with a head dimension that is no multiple of 16",
         lambda f: f.o_dtype in FP8 and not f.device_lengths and f.head_dim_vo % 16 != 0,
-        {"fa3": Unsupported("it stores rows in units of 16 bytes", _CONVERT)},
+        _no("it stores rows in units of 16 bytes", _CONVERT, "fa3"),
     ),
     Capability(
         "output of float8_e4m3fn, lengths on the device",
         lambda f: f.o_dtype in FP8 and f.device_lengths,
-        dict.fromkeys(("fa4", "fa3", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", "a 16-bit out")),
+        _no("its epilogue writes 16 or 32 bits", "a 16-bit out", "fa4", "fa3", "fa2"),
     ),
     Capability(
         "output of float8_e4m3fn, lengths on the device, before compute capability 9.0",
         lambda f: f.o_dtype in FP8 and f.device_lengths,
-        {"xqa": Unsupported("older GPUs run a kernel without that conversion", "a 16-bit out")},
+        _no("older GPUs run a kernel without that conversion", "a 16-bit out", "xqa"),
         below=(9, 0),
     ),
     Capability("head dimensions 64, 128 and 256", lambda f: _head_dims(f) in COMMON_HEAD_DIMS),
     Capability(
         "head dimension 512",
         lambda f: _head_dims(f) == WIDE_HEAD_DIMS,
-        {
-            "fa4": Unsupported("its output fills tensor memory, where scores lie too", 'backend="fa2"'),
-            "fa3": Unsupported("its output exceeds the registers of an MMA warpgroup", 'backend="fa2"'),
-        },
+        _no("its output fills tensor memory, where scores lie too", _FA2, "fa4")
+        | _no("its output exceeds the registers of an MMA warpgroup", _FA2, "fa3"),
     ),
-    Capability(
-        "head dimensions (qk, vo) that are other multiples of 8 up to 256, equal or not",
-        _uncommon_head_dims,
-    ),
+    Capability("head dimensions (qk, vo) that are other multiples of 8 up to 256, equal or not", _uncommon_head_dims),
     Capability(
         "other head dimensions",
         lambda f: tile_dims(_head_dims(f)) is None,
-        dict.fromkeys(
-            ("fa4", "fa3", "fa2"),
-            Unsupported("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale"),
-        ),
+        _no("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale", "fa4", "fa3", "fa2"),
     ),
     Capability(
         "k and v of an fp8 dtype with a head dimension that is no multiple of 16",
         lambda f: f.kv_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
-        dict.fromkeys(("fa4", "fa3"), Unsupported("it copies rows in units of 16 bytes", _HALF_ALIGNED)),
+        _no("it copies rows in units of 16 bytes", _HALF_ALIGNED, "fa4", "fa3"),
     ),
     Capability(
         "k and v of an fp8 dtype or NVFP4 with rows that start at multiples of 8 bytes, not all of 16",
         lambda f: f.half_aligned_kv,
-        {
-            **dict.fromkeys(("fa4", "fa3"), Unsupported("it copies rows in units of 16 bytes", _HALF_ALIGNED)),
-            "xqa": Unsupported("it copies rows in units of 16 bytes", 'backend="fa2"'),
-        },
+        _no("it copies rows in units of 16 bytes", _HALF_ALIGNED, "fa4", "fa3")
+        | _no("it copies rows in units of 16 bytes", _FA2, "xqa"),
     ),
     Capability(
         f"decode with head dimensions that are not equal, or no {XQA_HEAD_DIMS}",
         lambda f: f.decode and _no_xqa_head_dim(f),
-        {
-            "xqa": Unsupported(
-                "its tiles hold k and v of one width, copied in chunks of 16 bytes",
-                'backend="fa2" in a batch wrapper or a single request',
-            )
-        },
+        _no(
+            "its tiles hold k and v of one width, copied in chunks of 16 bytes",
+            'backend="fa2" in a batch wrapper or a single request',
+            "xqa",
+        ),
     ),
     Capability("any num_qo_heads / num_kv_heads", _always),
     Capability(
@@ -387,69 +361,56 @@ CAPABILITIES = (
     Capability(
         "prefill",
         lambda f: not f.decode,
-        {"xqa": Unsupported("its rows are the newest tokens of a request", 'backend="auto", or a decode function')},
+        _no("its rows are the newest tokens of a request", 'backend="auto", or a decode function', "xqa"),
     ),
     Capability("causal mask, sliding window, any lengths", _always),
     Capability(
         "custom masks, boolean and packed",
         lambda f: f.custom_mask,
-        {"xqa": Unsupported("its masks are those of drafts", 'backend="fa2", or xqa_batch_decode_with_kv_cache')},
+        _no("its masks are those of drafts", 'backend="fa2", or xqa_batch_decode_with_kv_cache', "xqa"),
     ),
     Capability(
         "multi-item scoring (prefix_len_ptr, token_pos_in_items_ptr)",
         lambda f: f.multi_item,
-        {"xqa": Unsupported("its masks are those of drafts", 'backend="fa2"')},
+        _no("its masks are those of drafts", _FA2, "xqa"),
     ),
     Capability(
         "multi-item scoring with q of an fp8 dtype",
         lambda f: f.multi_item and f.q_dtype in FP8,
-        {
-            "fa3": Unsupported("its fp8 kernel has no registers left for the bounds of items", _WIDEN),
-            "xqa": NO_FP8,
-        },
+        _no("its fp8 kernel has no registers left for the bounds of items", _WIDEN, "fa3") | _NO_FP8,
     ),
     Capability(
         "causal mask with a range of keys per token (BatchPrefillWithCausalBidirectionalRangesWrapper)",
         lambda f: f.key_ranges,
-        {
-            **dict.fromkeys(
-                ("fa4", "fa3"), Unsupported("its warps take the last tile of keys from the band alone", 'backend="fa2"')
-            ),
-            "xqa": Unsupported("its masks are those of drafts", 'backend="fa2"'),
-        },
+        _no("its warps take the last tile of keys from the band alone", _FA2, "fa4", "fa3")
+        | _no("its masks are those of drafts", _FA2, "xqa"),
     ),
-    Capability(
-        "logits_soft_cap", lambda f: f.soft_cap, {"xqa": Unsupported("its softmax has no step for it", 'backend="fa2"')}
-    ),
+    Capability("logits_soft_cap", lambda f: f.soft_cap, _no("its softmax has no step for it", _FA2, "xqa")),
     Capability(
         "pos_encoding_mode ROPE_LLAMA",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA",
-        {
-            "fa4": Unsupported("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
-            "xqa": Unsupported("it reads q and k as they are", 'backend="fa2", or rotate q and k first'),
-        },
+        _no("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first', "fa4")
+        | _no("it reads q and k as they are", 'backend="fa2", or rotate q and k first', "xqa"),
     ),
     Capability(
         "pos_encoding_mode ROPE_LLAMA with k and v of fewer bits than q",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and (f.kv_dtype in FP8 or f.kv_block_scales),
-        {"fa3": Unsupported("its transform warps either rotate or convert", 'backend="fa2"')},
+        _no("its transform warps either rotate or convert", _FA2, "fa3"),
     ),
     Capability(
         "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and _uncommon_head_dims(f) and f.head_dim_qk % 16 != 0,
-        dict.fromkeys(
-            ("fa3", "fa2"), Unsupported("it rotates eight pairs of dimensions at a time", "rotate q and k first")
-        ),
+        _no("it rotates eight pairs of dimensions at a time", "rotate q and k first", "fa3", "fa2"),
     ),
     Capability(
         "pos_encoding_mode ROPE_LLAMA with q of an fp8 dtype",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and f.q_dtype in FP8,
-        dict.fromkeys(("fa3", "fa2"), Unsupported("it rotates tiles of 16 bits", "rotate q and k first")),
+        _no("it rotates tiles of 16 bits", "rotate q and k first", "fa3", "fa2"),
     ),
     Capability(
         "pos_encoding_mode ALIBI",
         lambda f: f.pos_encoding_mode == "ALIBI",
-        {"xqa": Unsupported("its softmax has no step for it", 'backend="fa2"')},
+        _no("its softmax has no step for it", _FA2, "xqa"),
     ),
     Capability("attention sinks", lambda f: f.sinks),
     Capability("q_scale, k_scale, v_scale as numbers or device tensors", _always),
@@ -457,42 +418,37 @@ CAPABILITIES = (
     Capability(
         "batches with ragged k and v",
         lambda f: f.kv_source == "ragged",
-        {"xqa": Unsupported("it finds the keys of a batch through page tables", 'backend="fa2"')},
+        _no("it finds the keys of a batch through page tables", _FA2, "xqa"),
     ),
     Capability("batches with paged k and v", lambda f: f.kv_source == "paged"),
     Capability(
         "lengths and page tables on the device, without a plan (xqa_batch_decode_with_kv_cache)",
         lambda f: f.device_lengths,
-        dict.fromkeys(
-            ("fa4", "fa3", "fa2"),
-            Unsupported("it schedules a batch from lengths on the host", "a batch wrapper"),
-        ),
+        _no("it schedules a batch from lengths on the host", "a batch wrapper", "fa4", "fa3", "fa2"),
     ),
     Capability(
         "tree masks of draft tokens",
         lambda f: f.draft_mask,
-        dict.fromkeys(
-            ("fa4", "fa3", "fa2"), Unsupported("its masks cover all keys", "custom_mask of a batch prefill wrapper")
-        ),
+        _no("its masks cover all keys", "custom_mask of a batch prefill wrapper", "fa4", "fa3", "fa2"),
     ),
     Capability(
         "fixed_split_size, disable_split_kv",
         lambda f: f.own_splits,
-        {"xqa": Unsupported("its kernel cuts the keys of all requests into equal shares", 'backend="fa2"')},
+        _no("its kernel cuts the keys of all requests into equal shares", _FA2, "xqa"),
     ),
     Capability(
         "expanded q, k or v (a stride of 0)",
         lambda f: f.expanded,
-        dict.fromkeys(("fa4", "fa3"), Unsupported("its tensor maps have strides of 16 bytes or more", 'backend="fa2"')),
+        _no("its tensor maps have strides of 16 bytes or more", _FA2, "fa4", "fa3"),
     ),
     Capability(
         "paged k or v that span 64 GiB or more",
         lambda f: f.large_cache,
-        {"xqa": Unsupported("it counts 16 bytes of them in 32 bits", 'backend="fa2"')},
+        _no("it counts 16 bytes of them in 32 bits", _FA2, "xqa"),
     ),
     Capability(
         "block scales of a token that do not start at a multiple of their size or of 16 bytes",
         lambda f: f.loose_scales,
-        {"xqa": Unsupported("it copies them as one", 'backend="fa2"')},
+        _no("it copies them as one", _FA2, "xqa"),
     ),
 )

@@ -28,9 +28,9 @@ from cute_attn.problem import (
     DecodeProblem,
     DeviceLengths,
     Request,
-    Scratch,
     Settings,
 )
+from cute_attn.request.mla import MlaProblem
 from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT, aligned
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, named
@@ -110,7 +110,7 @@ class EmulatedRun:
         single requests in the number of keys and in the GPU; None for decode calls, whose values every call looks at.
         """
         run, problem = self.run_of(problem), _placed(problem)
-        with _visible(problem, run):
+        with visible(problem, run):
             fire = run(problem)
         if fire is None or isinstance(problem, DecodeProblem):
             return None
@@ -123,7 +123,7 @@ class EmulatedRun:
             given: Any = others._replace(**dict(zip(names, tensors[:5] + tensors[6:], strict=True)))
             now = _placed(with_optional(given, roles, tensors[5]))
             run = self.run_of(now)
-            with _visible(now, run):
+            with visible(now, run):
                 if run in fires:
                     fires[run](now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
                 elif (fire := run(now)) is not None:
@@ -166,23 +166,24 @@ def _placed(problem: Placed) -> Placed:
 
 
 @contextlib.contextmanager
-def _visible(problem: Request | BatchProblem, run: object) -> Iterator[None]:
-    """Makes visible to emulated kernels: the tensors of a problem, the shared counters, and of `run` its `records`,
-    which launches may only read, and its `counters`.
+def visible(problem: Request | BatchProblem | MlaProblem, run: object = None) -> Iterator[None]:
+    """Makes visible to emulated kernels: the tensors of a problem and of its scratch memory, the shared counters, and
+    of `run` its `records`, which launches may only read, and its `counters`.
     """
     inputs, outputs = _roles(problem)
     inputs |= _tensors("records", getattr(run, "records", None))
     memory = [*_tensors("", getattr(run, "counters", None)).values()]
-    if isinstance(problem, DecodeProblem):
-        in_scratch, outputs["partials"] = scratch_memory(problem.scratch)
-        memory.append(in_scratch)
-    with shown(inputs, outputs, memory):
+    if isinstance(problem, (DecodeProblem, MlaProblem)):
+        scratch = problem.scratch
+        memory.append(_bytes_at(scratch.counter_buffer, scratch.counters, scratch.counter_bytes))
+        outputs["partials"] = _bytes_at(scratch.partial_buffer, scratch.partials, scratch.partial_bytes)
+    with _shown(inputs, outputs, memory):
         yield
 
 
 @contextlib.contextmanager
-def shown(
-    inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor], counted: Sequence[torch.Tensor] = ()
+def _shown(
+    inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor], counted: Sequence[torch.Tensor]
 ) -> Iterator[None]:
     """Makes tensors visible to emulated kernels, and the shared counters beside those in `counted`. Raises a
     LaunchFault if counters are not zero afterwards. Launches of other threads wait.
@@ -205,22 +206,17 @@ def shown(
                 counter.zero_()  # a launch that failed leaves others
 
 
-def _roles(problem: Request | BatchProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _roles(
+    problem: Request | BatchProblem | MlaProblem,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns the tensors that kernels may only read, and those that they write."""
     inputs: dict[str, torch.Tensor] = {}
     outputs: dict[str, torch.Tensor] = {}
-    for name, value in zip(problem._fields, problem, strict=True):
-        if name != "scratch":
+    lengths = problem.lengths._asdict() if isinstance(problem, MlaProblem) else {}
+    for name, value in (problem._asdict() | lengths).items():
+        if name not in ("scratch", "lengths"):
             (outputs if name in OUTPUTS else inputs).update(_tensors(name, value))
     return inputs, outputs
-
-
-def scratch_memory(scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the memory of counters and of partial results of a decode call."""
-    return (
-        _bytes_at(scratch.counter_buffer, scratch.counters, scratch.counter_bytes),
-        _bytes_at(scratch.partial_buffer, scratch.partials, scratch.partial_bytes),
-    )
 
 
 def _bytes_at(buffer: torch.Tensor, address: int, num_bytes: int) -> torch.Tensor:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from cute_attn.dispatch import select
-from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, Backend, Load
+from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, TAKEN, Backend, Load, Pass
 from cute_attn.errors import ArgumentError, Refusal
-from cute_attn.kernels.rules import Rule
 from cute_attn.problem import DecodeProblem, Features, Problem, Request
 from cute_attn.request import checks, nvfp4, single
 from cute_attn.request.settings import Call
@@ -237,34 +235,26 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
     arch = select.arch_for(features.device, arch)
     candidates = select.candidates(features, "auto", load, arch)
     rules = {b.name: b.preference(features, load, arch) for b in candidates}
-    skipped = {name: rule.value for name, rule in rules.items()}
     able = [b for b in candidates if not select.reasons_against(b, features, arch)]
     found = []
     for backend in BACKENDS if arch else (*BACKENDS, EMULATOR):
+        rule = rules.get(backend.name, TAKEN)
+        note = f" ({rule.note})" if rule.note else ""
         if refusals := select.reasons_against(backend, features, arch):
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
         elif backend in able[:1]:
-            reason = _why_chosen(backend, features, skipped, able)
-            found.append(Verdict(backend.name, CHOSEN, reason + _note(rules[backend.name])))
-        elif why := skipped.get(backend.name):
-            found.append(
-                Verdict(
-                    backend.name, PASSED_OVER, f"{why}: another backend is faster there{_note(rules[backend.name])}"
-                )
-            )
+            found.append(Verdict(backend.name, CHOSEN, _why_chosen(features, rule, able) + note))
+        elif rule.value:
+            found.append(Verdict(backend.name, PASSED_OVER, f"{rule.value}: another backend is faster there{note}"))
         else:
             found.append(Verdict(backend.name, ABLE, f'taken only with backend="{backend.name}"'))
     return found
 
 
-def _note(rule: Rule[str]) -> str:
-    return f" ({rule.note})" if rule.note else ""
-
-
-def _why_chosen(backend: Backend, features: Features, skipped: Mapping[str, str], able: list[Backend]) -> str:
+def _why_chosen(features: Features, rule: Pass, able: list[Backend]) -> str:
     if len(able) == 1:
         return "CPU tensors run on it" if features.device.type == "cpu" else "no other backend of this GPU takes it"
-    if skipped[backend.name]:
+    if rule.value:
         return "all that take it are passed over for others where they can, and it comes first"
     order = ", ".join(b.name for b in BACKENDS if features.device.type in b.auto_on)
     return f"the first of {order} that takes it and is not passed over"

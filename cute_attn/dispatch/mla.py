@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from cute_attn.dispatch import emulator, select
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.kernels.host import gpu as gpus
@@ -29,18 +27,9 @@ def run(problem: MlaProblem, backend: str) -> None:
         instead = " or ".join(f'backend="{name}"' for name in RUNS_ON[kind])
         raise NotSupported([Refusal(backend, f"{kind} tensors", "it runs on tensors of the other kind", instead)])
     if backend == "emulator":
-        _emulate(problem)
+        with emulator.visible(problem):
+            launch.run(problem, emulator.emulated_gpu())
     elif backend == "reference" or kind == "cpu":
         reference.run(problem)
     else:
         launch.run(problem, gpus.of_device(problem.settings.device.index))
-
-
-def _emulate(problem: MlaProblem) -> None:
-    """Run the kernel for CPU tensors on the architecture that is emulated now."""
-    tensors = {name: x for name, x in (problem._asdict() | problem.lengths._asdict()).items() if torch.is_tensor(x)}
-    written = ("out", "lse")
-    outputs: dict[str, torch.Tensor] = {name: tensors.pop(name) for name in written if name in tensors}
-    counted, outputs["partials"] = emulator.scratch_memory(problem.scratch)
-    with emulator.shown(tensors, outputs, [counted]):
-        launch.run(problem, emulator.emulated_gpu())

@@ -151,15 +151,8 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None, 
             logger.info("%s: %s for %s", backend, candidate.name, title(features, arch))
             return candidate
         refused.append((candidate, reasons))
-    refused.sort(key=lambda each: (not _runs_on(each[0], arch), len(each[1])))
+    refused.sort(key=lambda each: (not each[0].runs(arch), len(each[1])))
     raise NotSupported([reason for _, reasons in refused for reason in reasons])
-
-
-def _runs_on(backend: Backend, arch: Arch | None) -> bool:
-    """Tell whether a backend has kernels for an architecture (None: the CPU)."""
-    if backend.capability is None or arch is None:
-        return backend.capability is None
-    return arch.capability >= backend.capability and (not backend.only or arch.name in backend.only)
 
 
 def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> list[Refusal]:
@@ -167,7 +160,7 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
     if backend is EMULATOR:
         return _reasons_against_emulator(features)
     refusals = []
-    if not _runs_on(backend, arch):
+    if not backend.runs(arch):
         where = f"{features.device.type} tensors" if arch is None else arch.name
         instead = 'backend="reference", or tensors on a GPU' if arch is None else 'backend="reference"'
         refusals.append(Refusal(backend.name, where, f"it runs on {backend.runs_on}", instead))
@@ -196,7 +189,7 @@ def emulated(features: Features, arch: Arch, load: Load = UNKNOWN_LOAD) -> Backe
     NotSupported is raised as by `choose`, but in the emulator's name.
     """
     kernels = emulation.current().kernels
-    if kernels != "auto" and BY_NAME[checked_name(kernels)].capability is None:
+    if kernels != "auto" and BY_NAME[checked_name(kernels)].archs is None:
         raise LayoutError(f"kernels of an emulation must be 'auto' or a GPU's backend, got {kernels!r}")
     try:
         return choose(features._replace(device=torch.device("cuda")), kernels, arch, load)

@@ -69,13 +69,14 @@ def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
     return view
 
 
-def check_tables(value: Any, device: torch.device, name: str = "block_tables") -> torch.Tensor:
-    """Check a page table `[batch_size, max_pages]`."""
+def check_tables(value: Any, device: torch.device | None, name: str = "block_tables") -> torch.Tensor:
+    """Check a page table `[batch_size, max_pages]` on a device; None: on any."""
     value = checks.tensor(name, value)
     if value.dim() != 2:
         raise checks.wrong(f"{name} must have shape [batch_size, max_pages]", value)
     checks.dtype(name, value.dtype, (torch.int32,))
-    checks.device(name, value, device)
+    if device is not None:
+        checks.device(name, value, device)
     return value
 
 

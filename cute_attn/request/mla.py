@@ -7,6 +7,8 @@ the parts. Lengths and page numbers stay on the device: `check_values` looks at 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,22 +44,112 @@ class MlaSettings(NamedTuple):
     enable_pdl: bool | None
 
 
-class MlaLengths(NamedTuple):
-    """Where the tokens of each request are: contiguous int32 tensors on the device."""
+class Names(NamedTuple):
+    """The caller's names of the arrays of `MlaLengths`, for messages. Without one for `kv_indptr` pages are a table."""
 
-    seq_lens: torch.Tensor  # [batch_size] keys
-    pages: torch.Tensor  # page numbers: [batch_size, max_pages], or those of all requests one after the other
-    page_starts: torch.Tensor | None  # [batch_size] index of each request's first page; None: `pages` is a table
+    qo_indptr: str
+    kv_indptr: str
+    kv_indices: str
+    kv_len: str
+
+
+class MlaLengths(NamedTuple):
+    """Where the tokens of each request are: int32 tensors. Launches read contiguous ones on the device."""
+
+    names: Names
     qo_indptr: torch.Tensor | None  # [batch_size + 1] rows of q; None: every request has `qo_len`
+    kv_indptr: torch.Tensor | None  # [batch_size + 1] index of each request's first page; None: a table
+    kv_indices: torch.Tensor  # page numbers: [batch_size, max_pages], or those of all requests one after the other
+    kv_len: torch.Tensor  # [batch_size] keys
     qo_len: int  # query tokens of every request, or the most of any
+    rows: int | None = None  # of q, where the plan fixes them
+
+    @classmethod
+    def checked(
+        cls, names: Names, arrays: Sequence[Any], qo_len: Any = None, device: torch.device | None = None
+    ) -> MlaLengths:
+        """Check arrays in the order of their names, which must have one batch size. `qo_len` None: the most that the
+        bounds of queries have, which synchronises on a GPU. `device`: where arrays must be; None: anywhere.
+        """
+        qo_indptr, kv_indptr, kv_indices, kv_len = arrays
+        if names.kv_indptr:
+            kv_indices, size = checks.vector(names.kv_indices, kv_indices, INDEX_DTYPES, None, device), None
+        else:
+            kv_indices = caches.check_tables(kv_indices, device, names.kv_indices)
+            size = kv_indices.shape[0]
+        kv_len = checks.vector(names.kv_len, kv_len, INDEX_DTYPES, size, device)
+        size = kv_len.shape[0] + 1
+        for name, x in zip(names, (qo_indptr, kv_indptr), strict=False):
+            if x is not None:
+                checks.vector(name, x, INDEX_DTYPES, size, device, f"batch_size + 1 = {size}")
+        lengths = cls(names, qo_indptr, kv_indptr, kv_indices, kv_len, qo_len)
+        return lengths if qo_indptr is None else lengths._with_most_queries(qo_indptr)
+
+    def _with_most_queries(self, bounds: torch.Tensor) -> MlaLengths:
+        """Return these lengths with the most query tokens of a request, and all of them where the host knows. A maximum
+        of the caller spares reading the bounds from a GPU.
+        """
+        most: int | None = self.qo_len
+        if most is not None:
+            most = checks.at_least("max_q_len", most, 0)
+            if not bounds.is_cpu:
+                return self._replace(qo_len=most)
+        ends = bounds.tolist()
+        if most is None:
+            most = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
+        operands.check_bounds(self.names.qo_indptr, ends, most)
+        return self._replace(qo_len=most, rows=ends[-1])
 
     @property
     def batch_size(self) -> int:
-        return self.seq_lens.shape[0]
+        return self.kv_len.shape[0]
 
     def capacity(self, page_size: int) -> int:
         """Return the most keys that a request can have."""
-        return min(self.pages.shape[-1] * page_size, MAX_KV_LEN)
+        return min(self.kv_indices.shape[-1] * page_size, MAX_KV_LEN)
+
+    def check_rows(self, name: str, x: torch.Tensor) -> None:
+        """Check that queries have a row for each request."""
+        if x.shape[0] != self.batch_size:
+            what = f"one row for each of the {self.batch_size} requests of {self.names.kv_indices}"
+            raise ArgumentError(f"{name} must have {what}, got {checks.describe(x)}")
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """Return the arrays that there are, by the caller's names."""
+        return {name: x for name, x in zip(self.names, self[1:5], strict=True) if x is not None}
+
+    def on(self, device: torch.device) -> MlaLengths:
+        """Return these lengths as launches on a device read them."""
+        there = [None if x is None else _on(x, device) for x in self[1:5]]
+        return MlaLengths._make((self.names, *there, *self[5:]))
+
+    def on_host(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Check the keys of each request, and return them and the index of its first page. On a GPU they are read."""
+        kv_len, size = self.kv_len.cpu().numpy().astype(np.int64), self.kv_indices.shape[-1]
+        if self.kv_indptr is None:
+            bounds = np.arange(self.batch_size + 1) * size
+            room = np.full_like(kv_len, size * page_size)
+        else:
+            bounds = self.kv_indptr.cpu().numpy().astype(np.int64)
+            room = (np.minimum(bounds[1:], size) - bounds[:-1]) * page_size
+        room = np.minimum(room, MAX_KV_LEN)
+        wrong = (kv_len < 0) | (kv_len > room)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ArgumentError(
+                f"{self.names.kv_len} must be within 0..{room[i]}, the tokens of a request's pages in "
+                f"{self.names.kv_indptr or self.names.kv_indices}; request {i} has {kv_len[i]}"
+            )
+        return kv_len, bounds[:-1]
+
+
+def _on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return (x if x.device == device else x.to(device, non_blocking=not copied_at_once(x, device))).contiguous()
+
+
+def copied_at_once(x: torch.Tensor, device: torch.device) -> bool:
+    """Tell whether a copy to a device must end before `plan` returns: the caller may then overwrite pinned memory."""
+    return x.is_cpu and device.type != "cpu" and x.is_pinned()
 
 
 class MlaProblem(NamedTuple):
@@ -98,20 +190,8 @@ class Parts(NamedTuple):
         return [part for part in self if part is not None]
 
 
-class Names(NamedTuple):
-    """The caller's names of what problems have under others, for messages."""
-
-    workspace: str
-    seq_lens: str
-    pages: str
-    page_starts: str
-    qo_indptr: str
-
-
 class MlaOptions(NamedTuple):
     """Arguments of a call besides tensors of tokens, not checked yet."""
-
-    names: Names
 
     causal: bool
     sm_scale: Any
@@ -154,7 +234,6 @@ def _check_parts(parts: Parts) -> Parts:
             f"got {checks.describe(q.x)} and {checks.describe(parts.ckv.x)}"
         )
     for name, x in parts.given():
-        checks.check_grad(name, x)
         checks.device(name, x, q.x.device)
     checks.dtype(parts.q_pe.name, parts.q_pe.x.dtype, (q.x.dtype,))
     checks.dtype(parts.ckv.name, parts.ckv.x.dtype, (q.x.dtype, NARROW))
@@ -169,10 +248,9 @@ def _check_parts(parts: Parts) -> Parts:
             )
     if parts.ckv_scales is not None:
         _check_scales(parts.ckv_scales, parts.ckv)
-    for part in parts[2:]:
-        if part is not None and part.x.shape[-1]:
-            _check_cache(part)
-    return parts._replace(q_nope=_readable(q), q_pe=_readable(parts.q_pe))
+    q_nope = _readable(q, parts.ckv, parts.ckv_scales or parts.ckv)
+    q_pe = _readable(parts.q_pe, parts.ckv, parts.kpe) if parts.kpe.x.shape[-1] else parts.q_pe
+    return parts._replace(q_nope=q_nope, q_pe=q_pe)
 
 
 def _check_scales(scales: Part, ckv: Part) -> None:
@@ -187,35 +265,25 @@ def _check_scales(scales: Part, ckv: Part) -> None:
         )
 
 
-def _check_cache(part: Part) -> None:
-    """Refuse a cache that kernels cannot read: copies of caches are never made silently."""
-    name, x = part
-    strides = [stride * x.itemsize for stride in operands.outer_strides(x)]
-    aligned = x.device.type == "cpu" or operands.aligned(x)
-    if x.stride(-1) != 1 or max(strides, default=0) > MAX_INDEX or not aligned:
-        raise ArgumentError(
-            f"{name} must have stride 1 on its last axis, rows that start at multiples of {operands.ALIGNMENT} bytes "
-            f"on a GPU, and strides of at most {MAX_INDEX} bytes; got address % {operands.ALIGNMENT} = "
-            f"{x.data_ptr() % operands.ALIGNMENT} and strides {x.stride()}"
-        )
-
-
-def _readable(part: Part) -> Part:
-    name, x = part
-    if not x.shape[-1] or (x.stride(-1) == 1 and (x.device.type == "cpu" or operands.aligned(x))):
-        return part
-    return Part(name, x.clone(memory_format=torch.contiguous_format))
+def _readable(q: Part, k: Part, v: Part) -> Part:
+    """Return one part of queries as kernels read it. Two parts of the cache are refused where kernels cannot."""
+    for name, x in (k, v):
+        if max(x.stride()) * x.itemsize > MAX_INDEX:
+            raise ArgumentError(f"{name} must have strides of at most {MAX_INDEX} bytes, got strides {x.stride()}")
+    placed, names = operands.placement(q.x, k.x, v.x), (q.name, k.name, v.name)
+    return Part(q.name, operands.readable(q.x, k.x, v.x, placed, names, operands.ALIGNMENT))
 
 
 # ---- problems
 
 
-def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: MlaOptions) -> MlaProblem:
+def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions) -> MlaProblem:
     """Check a call and allocate the outputs that the caller did not pass."""
+    scratch, given = operands.partials_in(*workspace), parts.given()
     parts = _check_parts(parts)
     q, page_size = parts.q_nope.x, parts.ckv.x.shape[1]
-    checks.device(options.names.workspace, scratch.partial_buffer, q.device)
-    checks.device(options.names.pages, lengths.pages, q.device)
+    for name, x in (workspace, (lengths.names.kv_indices, lengths.kv_indices)):
+        checks.device(name, x, q.device)
     sm_scale, scale = _scale("bmm1_scale", options.sm_scale, q.device)
     v_number, v_scale = _scale("bmm2_scale", options.v_scale, q.device)
     if options.enable_pdl is not None:
@@ -240,14 +308,16 @@ def mla_problem(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: Ml
         options.enable_pdl,
     )
     wants_lse = options.lse is None and checks.boolean("return_lse", options.return_lse)
-    given = options.out, options.lse, wants_lse
-    out, lse = operands.outputs(q, given, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
+    buffers = options.out, options.lse, wants_lse
+    out, lse = operands.outputs(q, buffers, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
+    scale_tensors = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
+    arrays = zip(lengths.names, lengths[1:5], strict=True)
+    checks.apart((workspace, ("out", out), ("lse", lse)), (*given, *arrays, *scale_tensors))
     sinks = options.sinks
     if sinks is not None:
         sinks = operands.per_head("sinks", sinks, ("num_heads", q.shape[1]), q.device)
-    q_nope, q_pe, ckv, kpe = (part.x for part in parts[:4])
-    ckv_scales = None if parts.ckv_scales is None else parts.ckv_scales.x
-    return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks, ckv_scales)
+    q_nope, q_pe, ckv, kpe, *groups = (part.x for part in parts.given())
+    return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks, *groups)
 
 
 def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
@@ -256,37 +326,14 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
     return (1.0, on_device[0]) if on_device else (checks.real(name, number), None)
 
 
-# ---- lengths
-
-
-def check_apart(problem: MlaProblem, parts: Parts, options: MlaOptions) -> None:
-    """Refuse outputs and a workspace that share memory with each other or with what the call reads."""
-    names, lengths = options.names, problem.lengths
-    written = (names.workspace, problem.scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)
-    scales = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
-    checks.apart(written, (*parts.given(), *zip(names[1:], lengths[:4], strict=True), *scales))
-
-
-def check_values(problem: MlaProblem, names: Names) -> None:
+def check_values(problem: MlaProblem) -> None:
     """Check lengths and page numbers, which launches trust. On a GPU this synchronises."""
-    lengths, page_size, width = problem.lengths, problem.settings.page_size, problem.lengths.pages.shape[-1]
-    kv_len = lengths.seq_lens.cpu().numpy().astype(np.int64)
-    first = np.zeros_like(kv_len)  # of a row, or of all pages
-    if lengths.page_starts is not None:
-        first = lengths.page_starts.cpu().numpy().astype(np.int64)
-    room = (width - first) * page_size
-    wrong = (kv_len < 0) | (kv_len > np.minimum(room, MAX_KV_LEN))
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise ArgumentError(
-            f"{names.seq_lens} must be within 0..{room[i]}, the tokens of a request's pages; "
-            f"request {i} has {kv_len[i]}"
-        )
-    in_table = lengths.page_starts is None
-    used = caches.in_table(lengths.pages, kv_len, page_size) if in_table else UsedPages.of(kv_len, first, page_size)
-    used.check(used.take(lengths.pages), problem.ckv.shape[0], names.pages)
+    lengths, page_size = problem.lengths, problem.settings.page_size
+    used = UsedPages.of(*lengths.on_host(page_size), page_size)
+    used.check(used.take(lengths.kv_indices), problem.ckv.shape[0], lengths.names.kv_indices)
     if lengths.qo_indptr is not None:
         bounds, rows = lengths.qo_indptr.tolist(), problem.q_nope.shape[0]
-        operands.check_bounds(names.qo_indptr, bounds, lengths.qo_len)
+        operands.check_bounds(lengths.names.qo_indptr, bounds, lengths.qo_len)
         if bounds[-1] > rows:
-            raise ArgumentError(f"{names.qo_indptr} must end at most at {rows}, the rows of queries, got {bounds[-1]}")
+            name = lengths.names.qo_indptr
+            raise ArgumentError(f"{name} must end at most at {rows}, the rows of queries, got {bounds[-1]}")

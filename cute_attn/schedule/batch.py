@@ -35,6 +35,16 @@ _QO_START, _QO_LEN, _KV_START, _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL
 _NONE = np.empty(0, np.int64)
 
 
+class Size(NamedTuple):
+    """What of the lengths of a launch decides its tile."""
+
+    qo_len: int  # query tokens of a typical request
+    kv_len: int | None  # mean number of keys of a request
+    # ^ None: a captured launch serves other lengths too, or results must not depend on lengths: those of fixed splits
+    rows: int  # query tokens of all requests
+    longest: int  # keys of the longest request of a batch, where its order considers them, else 0
+
+
 class WorkList(NamedTuple):
     """Work list of a launch. `ints` is copied to the device: all items, padded with zero records to `item_capacity`,
     then all merges, padded with zero records to `merge_capacity`, then the key bounds of multi-item scoring.
@@ -87,17 +97,9 @@ class Splits(NamedTuple):
     """Work items in the order of query tiles, and the query tiles that need a merge."""
 
     items: Items
-    merged: Items  # query tiles with several splits
-    first_partial: np.ndarray  # index of the first partial of each of these
-    num_splits: np.ndarray  # number of splits of each of these
-
-    @property
-    def num_partials(self) -> int:
-        """Partials that items write."""
-        return self.first_partial.item(-1) + self.num_splits.item(-1) if len(self.num_splits) else 0
-
-
-_NO_ITEMS = Items(_NONE, _NONE, _NONE, _NONE, _NONE)
+    tiles: Items
+    merged: np.ndarray = _NONE  # indices of the query tiles with several splits
+    num_splits: np.ndarray = _NONE  # of these
 
 
 def allocate_ints(size: int) -> np.ndarray:
@@ -118,7 +120,7 @@ def schedule(
     fixed = limits.fixed_split_size is not None and not limits.disable_split_kv
     tiles = query_tiles(lengths, params)
     splits = _fixed_size_splits(tiles, params, limits) if fixed else _balanced_splits(tiles, params, capacity)
-    needed = Capacity(len(splits.items.end), len(splits.num_splits), splits.num_partials)
+    needed = Capacity(len(splits.items.end), len(splits.merged), int(np.add.reduce(splits.num_splits)))
     work = _work_list(needed, capacity, limits, allocate, _key_bounds(lengths, params, limits))
     requests = _request_records(lengths)
     records = _item_records(requests, params, splits.items)
@@ -211,7 +213,7 @@ def _balanced_splits(tiles: Items, params: SchedulerParams, capacity: Capacity) 
     """Splits the longest query tiles, or those of the last wave, where the cost model expects a shorter launch."""
     num_splits = cost_model.num_splits(tiles.visible, params, capacity)
     if num_splits is None:
-        return Splits(tiles, _NO_ITEMS, _NONE, _NONE)
+        return Splits(tiles, tiles)
     num_splits = np.maximum(num_splits, 1)  # a tile that sees no keys is one item too
     splits, index = _repeated(tiles, num_splits)
     items, of = splits.items, num_splits.repeat(num_splits)
@@ -250,16 +252,12 @@ def _fixed_size_splits(tiles: Items, params: SchedulerParams, limits: BatchLimit
 
 def _repeated(tiles: Items, num_splits: np.ndarray) -> tuple[Splits, np.ndarray]:
     """Returns every query tile as often as it has splits, and the index of each among those of its tile."""
-    start = num_splits.cumsum() - num_splits
-    tile = np.arange(len(num_splits)).repeat(num_splits)
-    index = np.arange(len(tile)) - start.take(tile)
     several = num_splits > 1
-    partials = num_splits * several
-    first_partial = partials.cumsum() - partials
-    partial = np.where(several.take(tile), first_partial.take(tile) + index, NO_PARTIAL)
-    merged = several.nonzero()[0]
-    items = tiles.take(tile)._replace(partial=partial)
-    return Splits(items, tiles.take(merged), first_partial.take(merged), num_splits.take(merged)), index
+    first, is_part = num_splits.cumsum() - num_splits, several.repeat(num_splits)
+    index = np.arange(len(is_part)) - first.repeat(num_splits)
+    partial = np.where(is_part, is_part.cumsum() - 1, NO_PARTIAL)
+    items = tiles.take(np.arange(len(num_splits)).repeat(num_splits))._replace(partial=partial)
+    return Splits(items, tiles, several.nonzero()[0], num_splits[several]), index
 
 
 def _item_order(lengths: BatchLengths, params: SchedulerParams, items: Items, late: int) -> np.ndarray:
@@ -286,9 +284,9 @@ def _item_records(requests: np.ndarray, params: SchedulerParams, items: Items) -
 
 
 def _write_merges(records: np.ndarray, requests: np.ndarray, splits: Splits) -> None:
-    records[:, :2] = requests[:, :2].take(splits.merged.request, 0)  # qo_start, qo_len
-    records[:, 2] = splits.merged.first_row
-    records[:, 3] = splits.first_partial
+    records[:, :2] = requests[:, :2].take(splits.tiles.request.take(splits.merged), 0)  # qo_start, qo_len
+    records[:, 2] = splits.tiles.first_row.take(splits.merged)
+    records[:, 3] = splits.num_splits.cumsum() - splits.num_splits  # first_partial
     records[:, 4] = splits.num_splits
     records[:, len(Merge._fields) :] = 0
 
@@ -348,16 +346,15 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     return ceil_div(rows, requests or 1)
 
 
-def typical_kv_len(lengths: BatchLengths, limits: BatchLimits) -> int | None:
-    """Returns the mean number of keys of a request, by which the tile is chosen; where lengths are on the device, that
-    of the tokens in k and v. None where a captured launch serves other lengths too.
-    """
-    if limits.keeps_address:
-        return None
-    keys, requests = lengths.total_kv, lengths.batch_size
+def size_of(lengths: BatchLengths, limits: BatchLimits) -> Size:
+    """Returns the size of a batch; where lengths are on the device, `kv_len` counts the tokens in k and v."""
+    keys, requests, rows = lengths.total_kv, lengths.batch_size, lengths.rows - lengths.first_row
+    # A blank item, which launches of a fixed size may have, ends a CTA's work: behind it must be no other section.
+    longest = lengths.longest_kv
     if limits.graph:
-        keys, requests = limits.graph.max_kv_tokens, limits.graph.batch_size
-    return ceil_div(keys, requests or 1)
+        keys, requests, rows, longest = limits.graph.max_kv_tokens, limits.graph.batch_size, limits.graph.max_rows, 0
+    any_lengths = limits.keeps_address or limits.fixed_split_size is not None or limits.disable_split_kv
+    return Size(typical_qo_len(lengths, limits), None if any_lengths else ceil_div(keys, requests or 1), rows, longest)
 
 
 def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:

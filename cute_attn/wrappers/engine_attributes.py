@@ -19,7 +19,7 @@ from cute_attn.request.index_arrays import IndexArrays, int32
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import capture
 from cute_attn.runtime.staging import is_capturing
-from cute_attn.wrappers.graph import GraphBuffers, planned
+from cute_attn.wrappers.graph import KINDS, Kind, stem
 from cute_attn.wrappers.plan import Plan
 from cute_attn.wrappers.plan_request import Place
 
@@ -96,32 +96,29 @@ RAGGED = (QUERIES, "_kv_indptr_buf")
 PAGED = (QUERIES, "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
 
 
-def _is_paged(request: PlanRequest) -> bool:
-    return request.lengths.kv_indices is not None
-
-
 def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
     def read(wrapper: Wrapper) -> torch.Tensor | None:
-        graph, plan = wrapper._place.graph, wrapper._plan
-        if graph is not None and (buffer := _buffer(graph, name)) is not None:
+        place, plan = wrapper._place, wrapper._plan
+        if name != QUERIES and name.startswith("_paged") != (place.kv_source == "paged"):
+            return None
+        if place.graph is not None and (buffer := place.graph.holding.get(_kind(name).holds)) is not None:
             return buffer
         if name in wrapper._copies:
             return wrapper._copies[name].tensor
-        if plan is None or (name != QUERIES and name.startswith("_paged") != _is_paged(plan.request)):
+        if plan is None:
             return None
         lengths = plan.request.lengths
-        tensor = _on_device(planned(name, lengths.host), wrapper._place.device)
+        tensor = _on_device(getattr(lengths.host, _kind(name).holds), place.device)
         of_decode = lengths.q_len is not None and name == QUERIES
-        if graph is None and not of_decode:  # whose plan says how many tokens every request has
+        if place.graph is None and not of_decode:  # whose plan says how many tokens every request has
             wrapper._copies[name] = IndexCopy.of(tensor)
         return tensor
 
     return read
 
 
-def _buffer(graph: GraphBuffers, name: str) -> torch.Tensor | None:
-    """Return the caller's buffer; the parameters of prefill and of decode wrappers have other names."""
-    return graph.buffers.get(name[1:], graph.buffers.get(f"{name[1:]}fer"))
+def _kind(name: str) -> Kind:
+    return KINDS[stem(name[1:])]
 
 
 ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {
@@ -203,9 +200,9 @@ def written_lengths(request: PlanRequest, copies: dict[str, IndexCopy], device: 
         raise RuntimeArgumentError(f"{name} must not be written: the mask belongs to the planned lengths")
 
     def array(name: str) -> torch.Tensor:
-        return copies[name].tensor if name in copies else torch.from_numpy(planned(name, lengths.host))
+        return copies[name].tensor if name in copies else torch.from_numpy(getattr(lengths.host, _kind(name).holds))
 
-    if not _is_paged(request):
+    if lengths.kv_indices is None:
         return IndexArrays(RAGGED, array(RAGGED[0]), array(RAGGED[1])).on_host()
     pages = lengths.kv_indices, array(PAGED[3]), request.page_size, lengths.q_len
     return IndexArrays(PAGED, array(PAGED[0]), array(PAGED[1]), *pages).on_host()

@@ -18,7 +18,34 @@ from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime.staging import Staging
 
 Copies = Sequence[Callable[[], Any]]
-MORE_THAN_REQUESTS = {"indptr": 1, "last_page_len": 0}  # elements of buffers with these names; others have any size
+
+
+class Kind(NamedTuple):
+    """What a buffer holds, and how many numbers."""
+
+    holds: str  # a field of `Lengths` or of `Mask`
+    more: int | None  # elements beyond the batch size; None: any number
+    dtype: torch.dtype = torch.int32
+
+
+MASK, MASK_OFFSETS = "packed", "offsets"
+KINDS = {  # by the name of a constructor's argument, without what `stem` removes
+    "qo_indptr": Kind("qo_indptr", 1),
+    "kv_indptr": Kind("kv_indptr", 1),
+    "kv_indices": Kind("kv_indices", None),
+    "kv_len_arr": Kind("kv_len", 0),
+    "paged_kv_indptr": Kind("kv_indptr", 1),
+    "paged_kv_indices": Kind("kv_indices", None),
+    "paged_kv_last_page_len": Kind("last_page_len", 0),
+    "custom_mask": Kind(MASK, None, torch.uint8),
+    "mask_indptr": Kind(MASK_OFFSETS, 1),
+}
+LENGTHS = ("qo_indptr", "kv_indptr", "last_page_len")  # fields of `Lengths` that plans upload
+
+
+def stem(name: str) -> str:
+    """Return the name of a buffer without its ending: those of prefill and of decode wrappers differ."""
+    return name.removesuffix("fer").removesuffix("_buf")
 
 
 class GraphInvariants(NamedTuple):
@@ -33,42 +60,46 @@ class GraphInvariants(NamedTuple):
 class GraphBuffers:
     """The buffers of a wrapper with CUDA graphs. They share no memory, because a plan writes them all."""
 
-    def __init__(
-        self,
-        workspace: torch.Tensor,
-        given: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, workspace: torch.Tensor, given: Mapping[str, Any]) -> None:
         """`given`: the constructor's arguments, by name. The first whose size follows from the batch size sets it. Of
         the mask buffers both or neither are given.
         """
-        self.buffers: dict[str, torch.Tensor] = {}
-        self.mask: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.buffers: dict[str, torch.Tensor] = {}  # by the caller's name
+        self.holding: dict[str, torch.Tensor] = {}  # by `Kind.holds`
         self.batch_size = 0
-        masked = any(value is not None for name, value in given.items() if "mask" in name)
-        for name, value in given.items():
-            if "mask" in name and not masked:
-                continue
-            more = next((more for part, more in MORE_THAN_REQUESTS.items() if part in name), None)
-            dtype = torch.uint8 if name == "custom_mask_buf" else torch.int32
-            buffer = batch_plan.graph_buffer(name, value, dtype, workspace.device)
-            if more is not None and not self.buffers:
-                self.batch_size = buffer.numel() - more
-            size = buffer.numel() if more is None else self.batch_size + more
+        kinds = {name: KINDS[stem(name)] for name in given}
+        masked = any(given[name] is not None for name, kind in kinds.items() if kind.holds in Mask._fields)
+        for name, kind in kinds.items():
+            if masked or kind.holds not in Mask._fields:
+                self._add(name, kind, given[name], workspace)
+        self._extents = [checks.extent(buffer) for buffer in self.buffers.values()]
+        self._staged = {
+            what: Staging(workspace.device, target=self.holding[what]) for what in LENGTHS if what in self.holding
+        }
+
+    def _add(self, name: str, kind: Kind, value: Any, workspace: torch.Tensor) -> None:
+        """Check a buffer beside those before it."""
+        buffer = batch_plan.graph_buffer(name, value, kind.dtype, workspace.device)
+        if kind.more is not None:
+            if not self.buffers:
+                self.batch_size = buffer.numel() - kind.more
+            size = self.batch_size + kind.more
             if buffer.numel() != size:
                 raise ArgumentError(
                     f"{name} must have {size} elements for batch size {self.batch_size}, got {buffer.numel()}"
                 )
-            checks.apart(((name, buffer),), (("float_workspace_buffer", workspace), *self.buffers.items()))
-            self.buffers[name] = buffer
-        own = {name: x for name, x in self.buffers.items() if not ("indices" in name or "mask" in name)}
-        self._lengths = {name: Staging(buffer.device, target=buffer) for name, buffer in own.items()}
-        if masked:
-            self.mask = self.buffers["custom_mask_buf"], self.buffers["mask_indptr_buf"]
+        checks.apart(((name, buffer),), (("float_workspace_buffer", workspace), *self.buffers.items()))
+        self.buffers[name] = self.holding[kind.holds] = buffer
+
+    @property
+    def mask(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The buffers of packed masks and of their offsets."""
+        return (self.holding[MASK], self.holding[MASK_OFFSETS]) if MASK in self.holding else None
 
     @property
     def page_indices(self) -> torch.Tensor:
         """The buffer of page numbers."""
-        return next(buffer for name, buffer in self.buffers.items() if "indices" in name)
+        return self.holding["kv_indices"]
 
     # ---- what plans must keep
 
@@ -79,19 +110,10 @@ class GraphBuffers:
         plan that changes more than lengths, or for which buffers or captured launches have no room.
         """
         lengths = request.lengths
-        if lengths.batch_size != self.batch_size:
-            raise ArgumentError(
-                f"the batch size must stay {self.batch_size} with use_cuda_graph=True (the size of the index "
-                f"buffers), got {lengths.batch_size}"
-            )
+        host_lengths = isinstance(lengths, BatchLengths)
+        self.check_room(lengths.batch_size, lengths.kv_end if host_lengths and lengths.kv_indices is not None else 0)
         if lengths.rows is None:
             return None
-        host_lengths = isinstance(lengths, BatchLengths)
-        if host_lengths and lengths.kv_indices is not None and lengths.kv_end > self.page_indices.numel():
-            raise ArgumentError(
-                f"the paged kv indices must fit the {self.page_indices.numel()} elements of their buffer, "
-                f"got {lengths.kv_end}"
-            )
         self._check_mask(request.mask)
         if before is None:
             most_keys = lengths.kv_end if lengths.kv_indices is None else self.page_indices.numel() * settings.page_size
@@ -101,6 +123,18 @@ class GraphBuffers:
         first_row = lengths.first_row if host_lengths else before.first_row
         _check_unchanged(before, GraphInvariants(settings, request.splits, before.limits, first_row))
         return before
+
+    def check_room(self, batch_size: int, pages: int) -> None:
+        """Refuse a batch of another size, or of more page numbers than the buffer holds."""
+        if batch_size != self.batch_size:
+            raise ArgumentError(
+                f"the batch size must stay {self.batch_size} with use_cuda_graph=True (the size of the index "
+                f"buffers), got {batch_size}"
+            )
+        if pages and pages > self.page_indices.numel():
+            raise ArgumentError(
+                f"the paged kv indices must fit the {self.page_indices.numel()} elements of their buffer, got {pages}"
+            )
 
     def _check_mask(self, mask: Mask) -> None:
         if mask.packed is None:
@@ -119,26 +153,29 @@ class GraphBuffers:
         """
         lengths, mask = request.lengths, request.mask
         copies: list[Callable[[], Any]] = []
-        for name, staging in self._lengths.items():
+        for what, staging in self._staged.items():
             if isinstance(lengths, DeviceLengths):
-                copies += self._copy(self.buffers[name], planned(name, lengths), True)
+                copies += self.copies(what, getattr(lengths, what))
             else:
-                staging.upload(planned(name, lengths))
+                staging.upload(getattr(lengths, what))
                 copies.append(staging.send)
         if lengths.kv_indices is not None:
-            used, buffer = lengths.kv_indices[: lengths.kv_end], self.page_indices
+            used = lengths.kv_indices[: lengths.kv_end]
             # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
             waits = isinstance(lengths, BatchLengths) and not used.is_cuda and used.is_pinned()
-            copies += self._copy(buffer[: lengths.kv_end], used, not waits)
-            lengths = lengths.replace(kv_indices=buffer)
+            copies += self.copies("kv_indices", used, not waits)
+            lengths = lengths.replace(kv_indices=self.page_indices)
         if mask.packed is not None and self.mask is not None:
-            bits, bounds = self.mask
-            copies += self._copy(bits[: mask.packed.numel()], mask.packed, False)
-            copies += self._copy(bounds, int32(mask.offsets), False)
-            mask = mask._replace(packed=bits)
+            copies += self.copies(MASK, mask.packed, False)
+            copies += self.copies(MASK_OFFSETS, int32(mask.offsets), False)
+            mask = mask._replace(packed=self.mask[0])
         return request._replace(lengths=lengths, mask=mask), copies
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> Copies:
+    def copies(self, what: str, source: torch.Tensor, non_blocking: bool = True) -> Copies:
+        """Return the copy of numbers to the start of the buffer that holds them; none where they are there."""
+        target, size = self.holding[what], source.numel()
+        if size != target.numel():
+            target = target[:size]
         if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype and source.is_contiguous():
             return ()
         return [functools.partial(target.copy_, self._aside(source), non_blocking=non_blocking)]
@@ -148,23 +185,14 @@ class GraphBuffers:
         if source.dtype == torch.int64:
             return caches.as_int32(source, source.device)
         start, stop = checks.extent(source)
-        buffers = map(checks.extent, self.buffers.values())
-        return source.clone() if any(start < end and first < stop for first, end in buffers) else source
+        met = [first for first, end in self._extents if start < end and first < stop]
+        return source.clone() if met else source
 
     def captured(self, lengths: DeviceLengths) -> DeviceLengths:
         """Return the lengths of a planner launch that is captured: its replays read the buffers, which hold the lengths
         of the latest plan.
         """
-        held = {name: next((x for own, x in self.buffers.items() if name in own), None) for name in _LENGTHS}
-        return lengths.replace(**held)
-
-
-_LENGTHS = ("qo_indptr", "kv_indptr", "last_page_len")  # parts of the buffers' names
-
-
-def planned(name: str, lengths: Lengths) -> Any:
-    """Return what a buffer of lengths receives, where the lengths are."""
-    return getattr(lengths, next(part for part in _LENGTHS if part in name))
+        return lengths.replace(**{what: self.holding.get(what) for what in LENGTHS})
 
 
 def _check_sizes(limits: GraphLimits, lengths: Lengths, q_len: int | None) -> None:

@@ -10,41 +10,38 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.dispatch import mla as dispatch
 from cute_attn.errors import ArgumentError, NotPlannedError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.problem import Scratch, short
-from cute_attn.request import batch_plan, checks, trtllm_options
+from cute_attn.problem import short
+from cute_attn.request import checks, trtllm_options
 from cute_attn.request.mla import (
     LATENT,
     NARROW,
     MlaLengths,
     MlaOptions,
     MlaProblem,
-    Names,
     Part,
     Parts,
-    check_apart,
     check_values,
+    copied_at_once,
     mla_problem,
     split_rows,
     whole_part,
 )
-from cute_attn.request.operands import partials_in
+from cute_attn.request.operands import scratch_memory
 from cute_attn.runtime import switches
 from cute_attn.wrappers import mla_plan
-from cute_attn.wrappers.mla_plan import CSR, NO_PROFILER, Arrays, Planned
+from cute_attn.wrappers.graph import GraphBuffers
+from cute_attn.wrappers.mla_plan import FORMS, NO_PROFILER, OF_LIST, OF_TABLE, Planned
 from cute_attn.wrappers.signatures import NotCopied
 
 SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one implementation here stands for all
-NAMES = Names("float_workspace_buffer", "kv_len_arr", "kv_indices", "kv_indptr", "qo_indptr")
 Named = tuple[str, Any]  # of an argument
-DENSE_NAMES = Names("float_workspace_buffer", "seq_lens", "block_tables", "", "cum_seq_lens_q")
 
 
-def run(parts: Parts, lengths: MlaLengths, scratch: Scratch, options: MlaOptions, backend: str) -> MlaProblem:
+def run(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions, backend: str) -> MlaProblem:
     """Check a call, and run it on a backend. Return it with its outputs."""
-    problem = mla_problem(parts, lengths, scratch, options)
-    check_apart(problem, parts, options)
+    problem = mla_problem(parts, lengths, workspace, options)
     if looks_at_values(problem.q_nope):
-        check_values(problem, options.names)
+        check_values(problem)
     dispatch.run(problem, backend)
     return problem
 
@@ -85,17 +82,17 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        self._scratch = partials_in("float_workspace_buffer", float_workspace_buffer)
-        self._float_workspace_buffer = float_workspace_buffer  # serving engines read it
+        name = "float_workspace_buffer"
+        self._float_workspace_buffer, _ = scratch_memory(name, float_workspace_buffer)  # serving engines read it
+        self._workspace = Part(name, self._float_workspace_buffer)
         self._backend = dispatch.checked_name(backend, SAME)
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
-        buffers = dict(zip(CSR, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
-        self._buffers: dict[str, torch.Tensor] = {}
+        buffers = dict(zip(OF_LIST, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
+        self._graph: GraphBuffers | None = None
         if self._use_cuda_graph and any(x is not None for x in buffers.values()):
-            named = {name: batch_plan.graph_buffer(name, x, torch.int32, self.device) for name, x in buffers.items()}
-            checks.apart(named.items(), (("float_workspace_buffer", float_workspace_buffer),))
-            self._buffers = named
+            self._graph = GraphBuffers(float_workspace_buffer, buffers)
         self._planned: Planned | None = None
+        self._o_dtype: torch.dtype | None = None  # of the latest plan, for traced runs
         self._handle = declare.handle_of(self)
 
     @property
@@ -107,11 +104,6 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
     def is_cuda_graph_enabled(self) -> bool:
         """Whether plans copy their arrays to buffers of the caller."""
         return self._use_cuda_graph
-
-    @property
-    def _o_dtype(self) -> torch.dtype | None:
-        """The dtype of outputs of the latest plan, for traced runs."""
-        return None if self._planned is None else self._planned.dtypes[0]
 
     # ---- plan
 
@@ -184,8 +176,8 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         mla_plan.refuse_dims(("head_dim_ckv", "head_dim_kpe"), dims)
         dtypes = mla_plan.plan_dtypes(q_data_type, kv_data_type, output_dtype)
         page_size = checks.at_least("page_size", page_size, 1)
-        arrays = qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens
-        flat = dict(zip((*CSR, *mla_plan.DENSE, "max_q_len"), (*arrays, max_q_len), strict=True))
+        given = locals()
+        lengths = mla_plan.plan_lengths(metadata, {name: given[name] for name in mla_plan.FIELDS}, page_size)
         options = (
             checks.at_least("num_heads", num_heads, 1),
             dims[1],
@@ -193,67 +185,57 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             dtypes,
             checks.boolean("causal", causal),
             checks.real("sm_scale", sm_scale),
-            (
-                mla_plan.plan_layout("query_layout", query_layout),
-                mla_plan.plan_layout("kv_cache_layout", kv_cache_layout),
-            ),
+            mla_plan.plan_layouts(query_layout=query_layout, kv_cache_layout=kv_cache_layout),
             *mla_plan.plan_modes(lse_mode, scale_mode, dtypes[1], dynamic=metadata is None),
             None if enable_pdl is None else checks.boolean("enable_pdl", enable_pdl),
             checks.boolean("use_sinks", use_sinks),
         )
-        lengths, rows = self._lengths(mla_plan.index_arrays(metadata, flat, page_size))
-        self._planned = Planned(lengths, rows, *options)
+        self._planned = Planned(self._placed(lengths), *options)
+        self._o_dtype = dtypes[0]
 
-    def _lengths(self, arrays: Arrays) -> tuple[MlaLengths, int | None]:
-        """Return lengths on the device, and the rows of q. Nothing is written before all is checked."""
-        most, rows = mla_plan.most_queries(arrays)
+    def _placed(self, lengths: MlaLengths) -> MlaLengths:
+        """Return lengths where launches read them. Nothing is written before all is checked."""
         if not self._use_cuda_graph:
-            arrays = arrays.moved(lambda _, x: x.to(self.device, non_blocking=True).contiguous())
-            return arrays.lengths(most), rows
-        most = self._most_queries(arrays.names[0], most)
-        for name, x in arrays.by_name().items():
-            self._check_captured(name, x, table=arrays.starts is None)
-        if arrays.starts is None:
-            self._buffers = arrays.by_name()
-        else:
-            arrays = arrays.moved(lambda name, x: _copied(self._buffers[name], x))
-        return arrays.lengths(most), rows
-
-    def _most_queries(self, name: str, most: int) -> int:
-        """Return the most query tokens of a request that captured launches have room for."""
-        if self._planned is None:
-            return most
-        room = self._planned.lengths.qo_len
-        if most > room:
+            return lengths.on(self.device)
+        names, first = lengths.names, lengths if self._planned is None else self._planned.lengths
+        if lengths.qo_len > first.qo_len:
             raise ArgumentError(
-                f"{name} must give no request more query tokens than the first plan of a CUDA graph, {room}; got {most}"
+                f"{names.qo_indptr} must give no request more query tokens than the first plan of a CUDA graph, "
+                f"{first.qo_len}; got {lengths.qo_len}"
             )
-        return room
-
-    def _check_captured(self, name: str, x: torch.Tensor, *, table: bool) -> None:
-        """Check that an array fits what captured launches read: a buffer, or the same array of a form with a table."""
-        buffer = self._buffers.get(name)
-        if table:
-            self._check_kept(name, x, buffer)
-        elif buffer is None:
+        lengths = lengths._replace(qo_len=first.qo_len)
+        if lengths.kv_indptr is None:
+            self._check_kept(lengths, first)
+            return lengths
+        if self._graph is None:
             raise ArgumentError(
-                f"{name} must have a buffer from the construction of a wrapper with use_cuda_graph=True; "
-                f"without buffers plans must get {', '.join(mla_plan.DENSE)}"
+                f"{FORMS[OF_LIST]} must have buffers from the construction of a wrapper with use_cuda_graph=True; "
+                f"without them plans must get {FORMS[OF_TABLE]}"
             )
-        elif x.shape[0] > buffer.shape[0] or (name != "kv_indices" and x.shape[0] != buffer.shape[0]):
-            raise ArgumentError(f"{name} must fit its buffer of {buffer.shape[0]} elements, got {x.shape[0]}")
+        self._graph.check_room(lengths.batch_size, lengths.kv_indices.numel())
+        copies: list[Any] = []
+        for name, x in zip(names._fields, lengths.arrays().values(), strict=True):
+            copies += self._graph.copies(name, x, not copied_at_once(x, self.device))
+        for copy in copies:
+            copy()
+        buffers: dict[str, Any] = self._graph.holding
+        return lengths._replace(**buffers)
 
-    def _check_kept(self, name: str, x: torch.Tensor, kept: torch.Tensor | None) -> None:
-        checks.device(name, x, self.device)
-        checks.contiguous(name, x)
-        if kept is None and self._buffers:
-            names = ", ".join(self._buffers)
-            raise ArgumentError(f"{name} must not be given to a wrapper whose captured launches read {names}")
-        if kept is not None and (kept.data_ptr(), kept.shape) != (x.data_ptr(), x.shape):
+    def _check_kept(self, lengths: MlaLengths, first: MlaLengths) -> None:
+        """Check that a table of pages and its lengths are those of the first plan, which captured launches read."""
+        if self._graph is not None:
             raise ArgumentError(
-                f"{name} must be the array of the first plan of a CUDA graph, which captured launches read: "
-                "change its numbers in place"
+                f"{FORMS[OF_TABLE]} must not be given to a wrapper whose captured launches read {FORMS[OF_LIST]}"
             )
+        kept = first.arrays()
+        for name, x in lengths.arrays().items():
+            checks.device(name, x, self.device)
+            checks.contiguous(name, x)
+            if (kept[name].data_ptr(), kept[name].shape) != (x.data_ptr(), x.shape):
+                raise ArgumentError(
+                    f"{name} must be the array of the first plan of a CUDA graph, which captured launches read: "
+                    "change its numbers in place"
+                )
 
     # ---- run
 
@@ -338,11 +320,10 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         _check_planned(parts, plan)
         sm_scale = plan.sm_scale if bmm1_scale is None else bmm1_scale
         options = MlaOptions(
-            DENSE_NAMES if plan.lengths.page_starts is None else NAMES, plan.causal, sm_scale,
-            1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse, "ln" if natural else "log2",
-            plan.enable_pdl, sinks, ckv_scale, kpe_scale,
+            plan.causal, sm_scale, 1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse,
+            "ln" if natural else "log2", plan.enable_pdl, sinks, ckv_scale, kpe_scale,
         )  # fmt: skip
-        problem = run(parts, plan.lengths, self._scratch, options, self._backend)
+        problem = run(parts, plan.lengths, self._workspace, options, self._backend)
         if not return_lse:
             return problem.out
         assert problem.lse is not None
@@ -355,12 +336,6 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
 
 
 # ---- arguments
-
-
-def _copied(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copy an index array to the buffer that captured launches read."""
-    buffer[: value.shape[0]].copy_(value, non_blocking=True)
-    return buffer
 
 
 def _check_lse_mode(planned: str | None, asked: bool, natural: bool) -> None:
@@ -424,7 +399,7 @@ def _check_planned(parts: Parts, plan: Planned) -> None:
         rotated = x is parts.kpe.x and parts.ckv_scales is not None  # may be wider, see `mla_problem`
         if x.dtype != planned and not rotated:
             raise ArgumentError(f"{name}.dtype must be as planned, {short(planned)}, got {short(x.dtype)}")
-    tokens = q.shape[0] if plan.rows is None else plan.rows
+    tokens = q.shape[0] if plan.lengths.rows is None else plan.lengths.rows
     if q.shape[:2] != (tokens, plan.num_heads):
         raise ArgumentError(
             f"{q_name} must have {tokens} tokens of {plan.num_heads} heads, as planned, got {checks.describe(q)}"

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import short
 from cute_attn.request import checks
-from cute_attn.request.caches import check_tables
-from cute_attn.request.mla import INDEX_DTYPES, LATENT, NARROW, ROPE, MlaLengths
-from cute_attn.request.operands import check_bounds
+from cute_attn.request.caches import UsedPages
+from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, Names
 from cute_attn.request.settings import HALF
 
 LAYOUTS = ("packed", "split")
 LSE_MODES = ("none", "base2", "basee")
 SCALE_MODES = ("default", "kv-per-tensor", "bmm-scalar", "bmm-tensor")
-CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
-DENSE = ("cum_seq_lens_q", "block_tables", "seq_lens")
+OF_LIST = Names("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+OF_TABLE = Names("cum_seq_lens_q", "", "block_tables", "seq_lens")
+FORMS = {form: ", ".join(filter(None, form)) for form in (OF_LIST, OF_TABLE)}
 NO_PROFILER = "no kernel records a profile"
 
 
@@ -88,49 +88,20 @@ class MLAPlanMetadata:
         return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
 
 
-class Arrays(NamedTuple):
-    """Checked index arrays of a plan, in the form that the launch reads."""
-
-    bounds: torch.Tensor  # [batch_size + 1] query tokens of each request
-    lens: torch.Tensor  # [batch_size] keys of each request
-    pages: torch.Tensor  # of all requests one after the other, or a table
-    starts: torch.Tensor | None  # [batch_size + 1] of the pages of each request; None: `pages` is a table
-    max_q_len: int | None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The caller's names of the arrays."""
-        return (DENSE[0], DENSE[2], DENSE[1]) if self.starts is None else (CSR[0], CSR[3], CSR[2], CSR[1])
-
-    def by_name(self) -> dict[str, torch.Tensor]:
-        return {name: x for name, x in zip(self.names, self[:4], strict=False) if x is not None}
-
-    def moved(self, move: Callable[[str, torch.Tensor], torch.Tensor]) -> Arrays:
-        """Return these arrays elsewhere. `move`: from a name and an array to the array there."""
-        there = [move(name, x) for name, x in self.by_name().items()]
-        return Arrays(there[0], there[1], there[2], there[3] if len(there) > 3 else None, self.max_q_len)
-
-    def page_counts(self) -> torch.Tensor:
-        """Return the pages of each request."""
-        return torch.full_like(self.lens, self.pages.shape[1]) if self.starts is None else self.starts.diff()
-
-    def lengths(self, most: int) -> MlaLengths:
-        starts = None if self.starts is None else self.starts[:-1]
-        return MlaLengths(self.lens, self.pages, starts, self.bounds, most)
+FIELDS = tuple(field.name for field in fields(MLAPlanMetadata))
 
 
 class Planned(NamedTuple):
     """A plan: lengths on the device, and what `run` must agree with."""
 
     lengths: MlaLengths
-    rows: int | None  # of q; None: not known on the host
     num_heads: int
     rope: int  # rotated columns
     page_size: int
     dtypes: tuple[torch.dtype, torch.dtype]  # of queries and of the cache
     causal: bool
     sm_scale: float
-    layouts: tuple[str | None, str | None]  # of queries and of the cache, where the plan says
+    layouts: tuple[str | None, ...]  # of queries and of the cache, where the plan says
     lse_mode: str | None  # one of LSE_MODES; None: any
     scale_mode: str
     enable_pdl: bool | None
@@ -140,8 +111,8 @@ class Planned(NamedTuple):
 # ---- index arrays
 
 
-def index_arrays(metadata: Any, flat: dict[str, Any], page_size: int) -> Arrays:
-    """Return the checked arrays of a plan. `flat`: arguments besides `metadata`, by name."""
+def plan_lengths(metadata: Any, flat: dict[str, Any], page_size: int) -> MlaLengths:
+    """Return the checked lengths of a plan, where the caller has them. `flat`: arguments beside `metadata`, by name."""
     given = [name for name, value in flat.items() if value is not None]
     if metadata is None:
         metadata = MLAPlanMetadata(**flat)
@@ -149,78 +120,36 @@ def index_arrays(metadata: Any, flat: dict[str, Any], page_size: int) -> Arrays:
         raise ArgumentError(f"metadata must be an MLAPlanMetadata, got {checks.describe(metadata)}")
     elif given:
         raise ArgumentError(f"metadata must come without {', '.join(given)}: it has them all")
-    values = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
-    forms = [names for names in (CSR, DENSE) if any(values[name] is not None for name in names)]
-    if not forms:
-        raise ArgumentError(f"plan must get metadata, or {', '.join(CSR)}, or {', '.join(DENSE)}")
-    arrays = [_form(names, values) for names in forms]
-    for form in arrays:
-        _check_sizes(form, page_size)
-    if len(arrays) == 2:
-        _check_equal(arrays[0], arrays[1], page_size)
-    return arrays[0]
+    arrays = {name: getattr(metadata, name) for name in FIELDS}
+    found = []
+    for form, names in FORMS.items():
+        values = [arrays.get(name) for name in form]
+        missing = [name for name, x in zip(form, values, strict=True) if name and x is None]
+        if not missing:
+            found.append(MlaLengths.checked(form, values, arrays["max_q_len"]))
+        elif any(x is not None for x in values):
+            raise ArgumentError(f"{names} must be given together; missing: {', '.join(missing)}")
+    if not found:
+        raise ArgumentError(f"plan must get metadata, or {', or '.join(FORMS.values())}")
+    for lengths in found:
+        if lengths.kv_len.is_cpu and (lengths.kv_indptr is None or lengths.kv_indptr.is_cpu):
+            lengths.on_host(page_size)
+    if len(found) == 2:
+        _check_equal(found, page_size)
+    return found[0]
 
 
-def _form(names: tuple[str, ...], values: dict[str, Any]) -> Arrays:
-    most, missing = values["max_q_len"], [name for name in names if values[name] is None]
-    if missing:
-        raise ArgumentError(f"{', '.join(names)} must be given together; missing: {', '.join(missing)}")
-    if most is not None:
-        checks.at_least("max_q_len", most, 0)
-    if names is CSR:
-        bounds, starts, pages, lens = (checks.vector(name, values[name], INDEX_DTYPES) for name in names)
-        return Arrays(bounds, lens, pages, starts, most)
-    table = checks.tensor("block_tables", values["block_tables"])
-    pages = check_tables(table, table.device)
-    bounds, lens = (checks.vector(name, values[name], INDEX_DTYPES) for name in DENSE[::2])
-    return Arrays(bounds, lens, pages, None, most)
-
-
-def _check_sizes(arrays: Arrays, page_size: int) -> None:
-    """Check that arrays have one batch size and, where the host has the numbers, that requests have enough pages."""
-    size, (bounds, lens, pages, *starts) = arrays.lens.shape[0], arrays.names
-    rows = (pages, arrays.pages, size, "batch_size")
-    if arrays.starts is not None:
-        rows = (starts[0], arrays.starts, size + 1, "batch_size + 1")
-    for name, x, wanted, what in ((bounds, arrays.bounds, size + 1, "batch_size + 1"), rows):
-        if x.shape[0] != wanted:
-            raise ArgumentError(f"{name} must have {wanted} elements ({what}), got {len(x)}")
-    counts = arrays.page_counts()
-    if not (arrays.lens.is_cpu and counts.is_cpu):
-        return
-    wrong = (arrays.lens < 0) | (arrays.lens > counts * page_size)
-    if bool(wrong.any()):
-        i = int(wrong.nonzero()[0])
-        raise ArgumentError(
-            f"{lens} must be within 0 and the tokens of a request's pages in {rows[0]}; "
-            f"request {i} has {int(arrays.lens[i])} tokens and {int(counts[i])} pages of {page_size}"
-        )
-
-
-def _check_equal(csr: Arrays, dense: Arrays, page_size: int) -> None:
+def _check_equal(forms: Sequence[MlaLengths], page_size: int) -> None:
     """Check that both forms of metadata describe the same requests."""
-    assert csr.starts is not None
-    pairs = ((CSR[0], csr.bounds, DENSE[0], dense.bounds), (CSR[3], csr.lens, DENSE[2], dense.lens))
-    for name, x, other, y in pairs:
-        if x.tolist() != y.tolist():
-            raise ArgumentError(f"{name} and {other} must be equal, got {checks.shown(x.tolist())} and {y.tolist()}")
-    table, pages, starts = dense.pages.tolist(), csr.pages.tolist(), csr.starts.tolist()
-    for i, length in enumerate(csr.lens.tolist()):
-        count = -(-length // page_size)
-        if table[i][:count] != pages[starts[i] : starts[i] + count]:
-            raise ArgumentError(f"block_tables and kv_indices must have the same pages; those of request {i} differ")
-
-
-def most_queries(arrays: Arrays) -> tuple[int, int | None]:
-    """Return the most query tokens of a request, and all of them where the host knows. A maximum of the caller spares
-    reading the bounds from a GPU."""
-    name, bounds, most = arrays.names[0], arrays.bounds, arrays.max_q_len
-    if most is not None and not bounds.is_cpu:
-        return most, None
-    ends = bounds.tolist()
-    longest = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
-    check_bounds(name, ends, longest if most is None else most)
-    return longest if most is None else most, ends[-1]
+    for field in ("qo_indptr", "kv_len"):
+        (name, one), (other_name, other) = ((getattr(x.names, field), getattr(x, field).tolist()) for x in forms)
+        if one != other:
+            raise ArgumentError(f"{name} and {other_name} must be equal, got {checks.shown(one)} and {other}")
+    used = [UsedPages.of(*lengths.on_host(page_size), page_size) for lengths in forms]
+    one, other = (pages.take(lengths.kv_indices).cpu() for pages, lengths in zip(used, forms, strict=True))
+    if not torch.equal(one, other):
+        i = np.repeat(np.arange(len(used[0].counts)), used[0].counts)[int((one != other).nonzero()[0])]
+        raise ArgumentError(f"block_tables and kv_indices must have the same pages; those of request {i} differ")
 
 
 # ---- other arguments
@@ -245,8 +174,9 @@ def plan_dtypes(q: Any, kv: Any, out: Any) -> tuple[torch.dtype, torch.dtype]:
     return q, kv
 
 
-def plan_layout(name: str, value: Any) -> str | None:
-    return None if value is None else checks.choice(name, value, LAYOUTS)
+def plan_layouts(**given: Any) -> tuple[str | None, ...]:
+    """Check the forms of queries and of the cache, by name; None: either."""
+    return tuple(None if value is None else checks.choice(name, value, LAYOUTS) for name, value in given.items())
 
 
 def plan_modes(lse_mode: Any, scale_mode: Any, kv_dtype: torch.dtype, *, dynamic: bool) -> tuple[str | None, str]:

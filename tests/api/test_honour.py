@@ -28,13 +28,13 @@ def test_reference(kind: str, perturbation: Perturbation) -> None:
 
 
 @pytest.mark.parametrize(("kind", "perturbation"), CALLS, ids=IDS)
-@pytest.mark.parametrize("backend", [b for b in capabilities.BACKENDS if b.capability], ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", [b for b in capabilities.BACKENDS if b.archs], ids=lambda b: b.name)
 def test_refusals_say_why_and_what_instead(
     backend: capabilities.Backend, kind: str, perturbation: Perturbation
 ) -> None:
     case = base(kind, perturbation.after)
     wanted = features(case, torch.device("cuda:0"), dense=kind not in BATCH)
-    arch = named(backend.only[0] if backend.only else "sm_90a")
+    arch = named("sm_100a" if backend.name == "fa4" else "sm_90a")
     reasons = select.reasons_against(backend, wanted, arch)
     rows = [row for row in capabilities.CAPABILITIES if backend.name in row.unsupported and row.needed(wanted)]
     assert [reason[1] for reason in reasons] == [row.feature for row in rows]

@@ -77,7 +77,7 @@ OF_CTAS = {
     "two segments a share": (XqaCase((60, 49, 64, 50, 64, 64, 55), kv="e4m3", heads=(4, 1), sinks=True), 4, True),
     "whole segments rather than parts": (XqaCase((40, 48), kv="e4m3", heads=(4, 1)), 4, True),
     "two parts of a segment": (XqaCase((220, 250), kv="bf16", heads=(4, 1)), 4, False),
-    "unequal": (XqaCase((40, 300, 77, 0, 5, 120), kv="e5m2", heads=(4, 1), sinks=True), 3, False),
+    "unequal": (XqaCase((40, 700, 77, 0, 5, 120), kv="e5m2", heads=(4, 1), sinks=True), 3, False),
     "several CTA groups, windows": (XqaCase((500, 300, 401), kv="bf16", heads=(8, 2), window_left=99), 8, True),
     "blocks of rows": (XqaCase((90, 6, 96, 90), kv="e4m3", heads=(16, 2), q_len=3), 8, True),
     "a pair of warps a tile": (XqaCase((70, 96, 81), kv="e4m3", heads=(4, 1), head_dim=256), 4, True),
@@ -88,6 +88,32 @@ OF_CTAS = {
 def test_shares_of_ctas(name: str) -> None:
     case, sms, whole = OF_CTAS[name]
     assert decode(case, sms, CTA_SHARES, "adversarial") == ({"shares"}, whole)
+
+
+# Segments that CTAs take one after the other (`parts.tickets`): two at most, or as many as they come to. They have up
+# to 32 tiles, or up to a quarter of an equal share.
+DEALT = {
+    "two each": (XqaCase((40, 300, 77, 0, 5, 120), kv="e5m2", heads=(4, 1), sinks=True), 3),
+    "one more": (XqaCase((40, 300, 77, 0, 5, 120, 512), kv="bf16", heads=(4, 1)), 3),
+    "many": (XqaCase((60, 9, 64, 0, 33, 12, 0, 64, 505, 7, 31, 1, 90), kv="e4m3", heads=(4, 1), sinks=True), 3),
+    "long, of a quarter of a share": (XqaCase((600,) * 9, kv="e4m3", heads=(4, 1)), 2),
+    "several units of CTA groups, windows": (XqaCase((500, 300, 401) * 2, heads=(16, 4), window_left=99), 4),
+    "blocks of rows, queries of unequal length": (
+        XqaCase((60, 40, 77, 33, 96), kv="e4m3", heads=(8, 2), q_len=4, q_lens=(4, 2, 0, 1, 4), mask=True, out="e4m3"),
+        3,
+    ),
+    "one CTA": (XqaCase((40, 90, 7, 31), kv="e4m3", heads=(4, 1)), 1),
+    "a pair of warps a tile": (XqaCase((70, 96, 81, 5, 60), kv="e4m3", heads=(4, 1), head_dim=512), 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(name, schedule) for schedule in KINDS for name in (DEALT if schedule == "adversarial" else ("many", "one more"))],
+)
+def test_segments_are_dealt_out(name: str, schedule: str) -> None:
+    case, sms = DEALT[name]
+    assert decode(case, sms, CTA_SHARES, schedule) == ({"shares"}, True)
 
 
 # The same where an SM has two of them; four rounds are eight tiles. The last one is of the ring for many requests.

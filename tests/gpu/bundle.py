@@ -17,7 +17,7 @@ import torch
 from cute_attn.kernels.append.spec import AppendSpec
 from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.programs import program
-from cute_attn.kernels.xqa.host.variant import choose_spec, rules
+from cute_attn.kernels.xqa.host.variant import specs as xqa_specs
 from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, named
@@ -45,21 +45,17 @@ def xqa_kernels(random: int, arch: Arch) -> list[KernelSpec]:
     """Of XQA in `test_xqa.py` and `test_matrices.py`, with so many random problems each."""
     asked = [(functions.case_of(functions.KERNELS[i % len(functions.KERNELS)], i)) for i in range(random)]
     asked += [*functions.LARGE, *functions.GRAPHED, *functions.PRODUCED]
-    specs = dict.fromkeys(kernel for case in asked for kernel in for_all_lengths(*of_function(case), arch))
+    calls = map(of_function, asked)
+    specs = dict.fromkeys(kernel for of, qo_len in calls for kernel in xqa_specs(of, arch, qo_len))
     batches = [*SMALL_BATCHES, *matrices.LARGE_DECODE, *matrices.GRAPHED["xqa"]]
     for first in range(0, random, matrices.CHUNK):
         batches += itertools.islice(random_batches(first, 3000, 12), matrices.CHUNK)
     for batch in batches:
         qo_len = batch.qo_lens[0] if batch.qo_lens else 1
-        specs.update(dict.fromkeys(for_all_lengths(batch_features(batch, CUDA), qo_len, arch)))
+        specs.update(dict.fromkeys(xqa_specs(batch_features(batch, CUDA), arch, qo_len)))
     for single in matrices.SINGLE_DECODE:
-        specs.update(dict.fromkeys(for_all_lengths(features(single, CUDA), 1, arch)))
+        specs.update(dict.fromkeys(xqa_specs(features(single, CUDA), arch, 1)))
     return list(specs)
-
-
-def for_all_lengths(asked: Features, qo_len: int, arch: Arch) -> list[KernelSpec]:
-    """Every kernel that calls of these features and `qo_len` query tokens per request may need."""
-    return [choose_spec(asked, qo_len, rule, arch) for rule in rules(asked, arch)]
 
 
 def of_function(case: XqaCase) -> tuple[Features, int]:

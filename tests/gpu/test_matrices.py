@@ -210,7 +210,7 @@ def test_outputs_in_fp8_are_rounded_once(backend: str, problem: Problem) -> None
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("kind", "perturbation"), CALLS, ids=IDS)
-@pytest.mark.parametrize("backend", [b.name for b in capabilities.BACKENDS if b.capability])
+@pytest.mark.parametrize("backend", [b.name for b in capabilities.BACKENDS if b.archs])
 def test_honour(backend: str, kind: str, perturbation: Perturbation) -> None:
     honour(kind, perturbation, backend, "cuda", archs.for_device(torch.cuda.current_device()))
 

@@ -45,7 +45,8 @@ def test_cuda_graphs_of_inductor_see_new_plans() -> None:
         plain.plan(indptr, indices, lengths, *heads, q_data_type=torch_ops.BF16)
         torch.compiler.cudagraph_mark_step_begin()
         got = function(q).clone()
-        torch.testing.assert_close(got, plain.run(q * 2, cache) + 1, rtol=2**-7, atol=1e-3)
+        # The sum cancels: an output that rounds otherwise in another schedule differs by its own ulp.
+        torch.testing.assert_close(got, plain.run(q * 2, cache) + 1, rtol=2**-7, atol=2**-7)
 
 
 def test_a_wrapper_without_cuda_graphs_is_not_captured() -> None:

@@ -145,7 +145,7 @@ E5M2 = torch.zeros(300, 2, 64).to(torch.float8_e5m2)
     ],
 )
 def test_spec(arguments: dict[str, Any], fields: dict[str, Any]) -> None:
-    spec = fa2_variant.spec(build(**arguments).features, SMALL)
+    spec = fa2_variant.spec(build(**arguments).settings, SMALL)
     assert {name: getattr(spec, name) for name in fields} == fields
 
 

@@ -18,6 +18,7 @@ from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.tiles import RESERVED_SMEM
 from cute_attn.problem import Features
 from cute_attn.runtime import arch as archs
+from cute_attn.schedule.batch import Size
 from perf import rings, run, tiles, tune
 from perf.rows import SECTIONS, Section
 from perf.tiles import Trial
@@ -85,7 +86,7 @@ def test_plans_take_a_trial() -> None:
     settings = build(ragged((70,), (90,), mask="causal", window_left=40, **heads(8, 1), **dims(64))).problem.settings
 
     def planned() -> tuple[Any, int, int]:
-        found = tiling(KERNELS, settings, 64, 1 << 20, "sm_90a", 132)
+        found = tiling(KERNELS, settings, Size(64, None, 64, 1 << 20), archs.named("sm_90a"), 132)
         return found.tile, found.params.num_kv_heads, found.params.l2_kv_tokens
 
     own = planned()

@@ -156,15 +156,17 @@ def check_order(work: WorkList, lengths: BatchLengths, params: SchedulerParams, 
     """
     groups, tokens = {}, 0
     group_tokens = max(params.l2_kv_tokens, -(-int(lengths.kv_len.sum()) // 256))
-    for request in sorted(range(len(lengths.kv_len)), key=lambda i: -lengths.kv_len[i]):
+    width = int(lengths.kv_len.max(initial=0)) // 256 + 1  # lengths, in kv tiles too, are rounded to a 256th
+    for request in sorted(range(len(lengths.kv_len)), key=lambda i: -(lengths.kv_len[i] // width)):
         tokens += int(lengths.kv_len[request])
         groups[request] = max(tokens - 1, 0) // group_tokens if params.l2_kv_tokens else 0
     few_waves = len(items_of(work)) * params.num_kv_heads < 4 * params.resident_ctas
     if few_waves or (merges_of(work) and limits.fixed_split_size is None):  # parts come last
         groups = dict.fromkeys(groups, 0)
+    sizes = [len(tiles_of(item, params)) for item in items_of(work)]
     keys = [
-        (groups[item.request], -len(tiles_of(item, params)), item.request, item.first_row, item.kv_begin)
-        for item in items_of(work)
+        (groups[item.request], -(size // (max(sizes) // 256 + 1)), item.request, item.first_row, item.kv_begin)
+        for item, size in zip(items_of(work), sizes, strict=True)
     ]
     assert keys == sorted(keys)
 

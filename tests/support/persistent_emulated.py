@@ -34,7 +34,7 @@ class Target(NamedTuple):
         return not select.reasons_against(capabilities.BY_NAME[self.kernels], features, named(self.arch))
 
     def runs_on(self, arch: Arch) -> bool:
-        return arch.name in capabilities.BY_NAME[self.kernels].only
+        return capabilities.BY_NAME[self.kernels].runs(arch)
 
 
 FA3 = Target("fa3", "sm_90a", (Schedule(),), "wgmma.mma_async")  # the whole matrix runs on Hopper GPUs, too

@@ -12,10 +12,9 @@ from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.index_arrays import bounds, int32
 from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, MlaOptions, Names, Part, Parts
-from cute_attn.request.operands import partials_in
 from cute_attn.wrappers import mla
 
-NAMES = Names("workspace", "seq_lens", "block_table", "", "query_start_loc")
+NAMES = Names("query_start_loc", "", "block_table", "seq_lens")
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # vLLM's names
 DIMS = (LATENT, ROPE)
 NEW_TOKENS = -1  # beside the numbers of chunks
@@ -35,7 +34,7 @@ class LatentDecodes(NamedTuple):
         """Return the lengths and pages of a call."""
         decodes = self.decodes
         starts = None if decodes.uniform else self.query_start_loc
-        return MlaLengths(self.seq_lens, self.block_table, None, starts, decodes.q_len)
+        return MlaLengths(NAMES, starts, None, self.block_table, self.seq_lens, decodes.q_len)
 
 
 def decode(
@@ -76,10 +75,10 @@ def decode(
         Part("q_nope", q_nope[:used]), Part("q_pe", q_pe[:used]), Part("kv_cache", ckv), Part("kv_cache", kpe)
     )
     options = MlaOptions(
-        names=NAMES, causal=True, sm_scale=scale * factor, v_scale=factor, out=out[:used],
+        causal=True, sm_scale=scale * factor, v_scale=factor, out=out[:used],
         lse=None if lse is None else lse[:used], return_lse=return_lse, lse_base="ln", enable_pdl=None,
     )  # fmt: skip
-    mla.run(parts, step.lengths(), partials_in("workspace", step.workspace), options, step.backend)
+    mla.run(parts, step.lengths(), Part("workspace", step.workspace), options, step.backend)
     return out, lse
 
 

@@ -133,14 +133,12 @@ _FP8_KV = {
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }
 
-# Rotated q and k, whatever the mask and the scores.
+# Rotated q and k, whatever the mask and the scores. Staged tiles hold 16-bit rows, so that fewer fit.
 _ROPE = {
-    (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False, staged=2, transform_warps=7),
+    **_FP8_KV,
     (96, 96): HopperTile(128, 128, 2, 1, staged=1, transform_warps=7),
     (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=1, transform_warps=7),
     (192, 128): HopperTile(128, 64, 2, 1, staged=1, transform_warps=7),
-    (192, 192): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
-    (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }
 
 _PLAIN_OF: dict[Operands, dict[tuple[int, int], HopperTile]] = {"": _PLAIN, "fp8": _FP8_PLAIN, "fp8_kv": _FP8_KV_PLAIN}

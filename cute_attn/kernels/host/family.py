@@ -33,7 +33,7 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import batch as batch_schedule
-from cute_attn.schedule.batch import AllocateInts, WorkList, allocate_ints
+from cute_attn.schedule.batch import AllocateInts, Size, WorkList, allocate_ints, size_of
 
 KernelLaunch = tuple[KernelSpec, Grid]
 
@@ -72,9 +72,8 @@ class TiledFamily(Generic[T]):
     name: str
     specs: Callable[[Features, Arch], list[KernelSpec]]  # all that calls of these features may need
     spec: Callable[[Settings, T, bool], KernelSpec]  # from a tile, and whether a single request's keys are split
-    request_tiling: Callable[[Settings, int, int, Arch, int], Tiling[T]]  # from qo_len and kv_len
+    tiling: Callable[[Settings, Size, Arch, int], Tiling[T]]
     request_launch: RequestLaunch[T]
-    tiling: Callable[[Settings, BatchLengths, BatchLimits, Arch, int], Tiling[T]]
     kernel: Callable[[Settings, T, int, bool, Gpu], PreparedKernel]
     # ^ loaded, for a tile, its heads, and whether partials are combined
 
@@ -82,7 +81,7 @@ class TiledFamily(Generic[T]):
         """Returns what schedules single requests of these settings."""
 
         def scheduled(qo_len: int, kv_len: int) -> SingleSchedule[T]:
-            tiling = self.request_tiling(settings, qo_len, kv_len, arch, sms)
+            tiling = self.tiling(settings, Size(qo_len, kv_len, qo_len, 0), arch, sms)
             return schedule_request(settings, tiling, self.request_launch, qo_len, kv_len)
 
         return scheduled
@@ -117,7 +116,7 @@ class TiledFamily(Generic[T]):
         allocate: AllocateInts = allocate_ints,
     ) -> BatchSchedule[T]:
         """Returns the schedule of a batch, with records from `allocate`."""
-        tiling = self.tiling(settings, lengths, limits, arch, sms)
+        tiling = self.tiling(settings, size_of(lengths, limits), arch, sms)
         work = batch_schedule.schedule(lengths, tiling.params, limits, allocate)
         return BatchSchedule.of(tiling, work, lengths, limits, sms)
 
@@ -134,7 +133,7 @@ class TiledFamily(Generic[T]):
         """
         kernel_of = functools.partial(self._kernel_of, gpu)
         if isinstance(lengths, DeviceLengths):
-            tiling = self.tiling(settings, NO_LENGTHS, limits, gpu.arch, gpu.sms)
+            tiling = self.tiling(settings, size_of(NO_LENGTHS, limits), gpu.arch, gpu.sms)
             if refusal(tiling.params, limits) is not None:
                 return None
             planner = Planner(tiling.params, limits, settings.page_size, gpu)

@@ -203,12 +203,13 @@ class XqaProgram:
                 state = self.mainloop_step(work, state, i)
             self.publish(merge, work.warp_tiles.split, state.running)
             following = partition.next_segment(segment, share)
-            words, token_pages = query_rows.no_words(), work.kv.no_pages()
+            words, token_pages, ticket = query_rows.no_words(), work.kv.no_pages(), Int32(0)
             if partition.overlaps(following, share):
+                ticket = partition.draw(share)
                 words = query_rows.load(following)
                 kv_tiles = self.paged_kv(params, following), self.warp_tiles(params, following, share)
                 token_pages = self.load_prologue(*kv_tiles)
-            self.write_output(merge, query_rows.rows(segment), segment, share, work.warp_tiles.split)
+            self.write_output(merge, query_rows.rows(segment), segment, share, work.warp_tiles.split, ticket)
             segment = following
         ptx.cp_async_wait(0)
 
@@ -351,10 +352,13 @@ class XqaProgram:
             merge.publish(running, warp_index())
 
     @cute.jit
-    def write_output(self, merge: Merge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
+    def write_output(
+        self, merge: Merge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit, ticket: Int32
+    ) -> None:
         if split.active:
             merge.sync()
             merge.write(rows, segment, share, split)
+            make_partition(self.spec, merge.p).keep(ticket)
             merge.sync()  # before the slots are filled again
 
     # --- matrix products --------------------------------------------------------------------------------------------

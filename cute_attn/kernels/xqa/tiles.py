@@ -78,15 +78,9 @@ class Ring(NamedTuple):
 Rings = tuple[Ring, ...]  # in order of preference
 
 
-def _rule(bits: int, rings: Rings, head_dims: range | None = None, **when: Collection[Any]) -> tuple[int, Rule[Rings]]:
+def _rule(bits: int, *rings: Ring, **when: Collection[Any]) -> tuple[int, Rule[Rings]]:
     """Make a rule of launches over caches of some bits per element."""
-    dims = {} if head_dims is None else {"head_dim": head_dims}
-    return bits, Rule(rings, {**dims, **when})
-
-
-def _table(*rows: tuple[int, range, dict[str, range], Rings], **common: range) -> tuple[tuple[int, Rule[Rings]], ...]:
-    """Make rules of rows: bits, head dims, what else is known, and rings. `common`: what all are for."""
-    return tuple(_rule(bits, rings, dims, **common, **when) for bits, dims, when, rings in rows)
+    return bits, Rule(rings, when)
 
 
 # A launch takes the first ring of its rule that fits shared memory and registers, and keeps enough bytes on their way
@@ -109,37 +103,32 @@ _SHORT_RINGS = {
     1024: Ring(4, 3, 2, 8192, work="whole"),
 }
 _SHORT = tuple(
-    _rule(bits, (ring,), range(1, size * 8 // bits + 1), keys=up_to(SHORT))
+    _rule(bits, ring, head_dim=range(1, size * 8 // bits + 1), keys=up_to(SHORT))
     for bits in (16, 8, 4)
     for size, ring in _SHORT_RINGS.items()
 )
 # Measured on H100 and H200 (`python -m perf.tune decode`).
 _FEW = (
-    _rule(16, (_LARGE,), pairs=up_to(FEW)),
-    _rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
-    _rule(4, (Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096)), pairs=up_to(FEW)),
+    _rule(16, _LARGE, pairs=up_to(FEW)),
+    _rule(8, Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), pairs=up_to(FEW)),
+    _rule(4, Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096), pairs=up_to(FEW)),
 )
-_MANY = (
-    _rule(16, (_DEEP,)),
-    _rule(8, (_LARGE,)),
-    _rule(4, (Ring(2, 2, 2, 8192),)),
-)
+_MANY = _rule(16, _DEEP), _rule(8, _LARGE), _rule(4, Ring(2, 2, 2, 8192))
 DEFAULT = (*_SHORT, *_FEW, *_MANY)
 # For 8 TB/s over 148 SMs, of which none has been measured: what arrives in 1 us is 54 KB. At that rate NVFP4 leaves 20
 # issue slots per token. Those that a tile takes whatever its size are spread over more tokens here.
 FAST_MEMORY = (
     *_SHORT,
-    _rule(16, (Ring(8, 3, 1, 8192),), pairs=up_to(FEW)),
-    _rule(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192)), pairs=up_to(FEW)),
-    _rule(4, (Ring(8, 3, 1, 8192),), pairs=up_to(FEW)),
-    _rule(16, (Ring(4, 3, 2, 8192),)),
-    _rule(8, (Ring(8, 3, 1, 8192),)),
-    _rule(4, (Ring(4, 3, 2, 8192, most=128),)),
+    _rule(16, Ring(8, 3, 1, 8192), pairs=up_to(FEW)),
+    _rule(8, Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192), pairs=up_to(FEW)),
+    _rule(4, Ring(8, 3, 1, 8192), pairs=up_to(FEW)),
+    _rule(16, Ring(4, 3, 2, 8192)),
+    _rule(8, Ring(8, 3, 1, 8192)),
+    _rule(4, Ring(4, 3, 2, 8192, most=128)),
 )
-_CLUSTERED = range(1, WARP_DIM + 1)  # head dims
-_MEASURED = range(128, 129)  # head dims of rings that were measured at one
-_NARROW = range(64, 65)
-_WIDE = range(129, WARP_DIM + 1)
+# Head dims. Rings that were measured at one are for that.
+_CLUSTERED, _WIDE = {"head_dim": range(1, WARP_DIM + 1)}, {"head_dim": range(129, WARP_DIM + 1)}
+_NARROW, _MEASURED = {"head_dim": range(64, 65)}, {"head_dim": range(128, 129)}
 # A kv head for each warp, or a CTA.
 _WHOLE_HEADS = Ring(2, 2, 8, 4096, work="heads"), Ring(2, 2, 8, 4096, work="whole")
 # A share of a kv head's keys for each warp.
@@ -161,13 +150,13 @@ _FEW_OF_512 = Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT)
 # _SHORT: 8 requests 1.33 and 1.39, 256 1.04 and 1.07; of 32 all rings with keys ahead are slower, 0.96 and less.
 # Keys of a window of 128 and of drafts, which CTAs fetch ahead, all; of 512 keys that takes 1.7 times as long (H100).
 _SHORTEST, _LONGER = up_to(144), range(145, SHORT + 1)
-_HOPPER_WINDOWS = _table(  # bits, head dims, launches, rings
-    (8, _NARROW, {"keys": _SHORTEST, "pairs": up_to(FEW)}, (_FEW_OF_128,)),
-    (8, _NARROW, {"keys": _SHORTEST, "pairs": up_to(512)}, _HEADS_OF_128),
-    (8, _NARROW, {"keys": _SHORTEST, "pairs": above(EVEN - 1)}, _MANY_OF_128),
-    (16, _NARROW, {"keys": _SHORTEST, "pairs": up_to(256)}, (_FEW_OF_128._replace(slot=4096),)),
-    (8, _MEASURED, {"keys": _LONGER, "requests": above(1), "pairs": up_to(FEW)}, (_FEW_OF_512,)),
-    (8, _MEASURED, {"keys": _LONGER, "pairs": above(EVEN - 1)}, _WHOLE_HEADS),
+_HOPPER_WINDOWS = (
+    _rule(8, _FEW_OF_128, **_NARROW, keys=_SHORTEST, pairs=up_to(FEW)),
+    _rule(8, *_HEADS_OF_128, **_NARROW, keys=_SHORTEST, pairs=up_to(512)),
+    _rule(8, *_MANY_OF_128, **_NARROW, keys=_SHORTEST, pairs=above(EVEN - 1)),
+    _rule(16, _FEW_OF_128._replace(slot=4096), **_NARROW, keys=_SHORTEST, pairs=up_to(256)),
+    _rule(8, _FEW_OF_512, **_MEASURED, keys=_LONGER, requests=above(1), pairs=up_to(FEW)),
+    _rule(8, *_WHOLE_HEADS, **_MEASURED, keys=_LONGER, pairs=above(EVEN - 1)),
 )
 # One request, whose units have clusters of their own. Of 6 CTAs more clusters run at once than of 8, whose GPC leaves
 # SMs over. us without and with keys ahead or a guest: 1 x 8192, 8/1 heads, bf16 6.9 and 6.5, 8 bits 6.6 and 5.8; 28/4
@@ -175,23 +164,23 @@ _HOPPER_WINDOWS = _table(  # bits, head dims, launches, rings
 # and 8.9. 8 kv heads: one cluster of 8 a unit merges once, and leaves the CTAs of the next launch SMs of their own.
 # H100, H200: bf16, 2048 keys 6.5, 6.0 us instead of 7.3, 6.8 by 12 CTAs a unit; 8192 15.6, 13.2 instead of 16.2, 13.3.
 # 8 bits, 131072 keys: 88 instead of 69 us (H200).
-_ONE = range(1, 2)  # requests, and units
-_SEVERAL = range(5, 9)  # units
+_ONE, _SEVERAL = range(1, 2), range(5, 9)  # requests or units; units
+_ALONE, _FOUR, _EIGHT = ({"requests": _ONE, "units": units} for units in (_ONE, up_to(4), up_to(8)))
+_FIVE_TO_8 = {**_MEASURED, "requests": _ONE, "units": _SEVERAL}
 _SMALL, _CLUSTER_8 = Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096, guests=1).in_clusters(8).to_l2(64)
-_HOPPER_ONE = _table(  # bits, head dims, launches, rings
-    (16, _MEASURED, {"units": _ONE}, (_LARGE.in_clusters(8).to_smem(16),)),
-    (16, _CLUSTERED, {"units": _ONE}, (_LARGE.in_clusters(8), _DEEP.in_clusters(8))),
-    (16, _MEASURED, {"units": _SEVERAL, "keys": up_to(2048)}, (_WITH_GUEST.in_clusters(8).to_smem(64),)),
-    (16, _MEASURED, {"units": _SEVERAL, "keys": up_to(8192)}, (_WITH_GUEST.in_clusters(8).to_smem(16),)),
-    (16, _MEASURED, {"units": _SEVERAL, "pairs": _SEVERAL, "keys": above(LONG)}, _FEW[0][1].value),
-    (16, _MEASURED, {"units": up_to(8)}, (_LARGE.in_clusters(6).to_smem(16),)),
-    (16, _CLUSTERED, {"units": up_to(8)}, (_WITH_GUEST.in_clusters(6), _DEEP.in_clusters(6))),
-    (8, _MEASURED, {"units": up_to(4)}, (_CLUSTER_8,)),
-    (8, _CLUSTERED, {"units": up_to(4)}, tuple(Ring(8, n, 1, 4096).in_clusters(8) for n in (4, 3))),
-    (8, _MEASURED, {"units": _SEVERAL, "keys": up_to(2048)}, (_SMALL.in_clusters(8).to_l2(128),)),
-    (8, _MEASURED, {"units": _SEVERAL, "keys": up_to(8192)}, (_CLUSTER_8,)),
-    (4, _CLUSTERED, {"units": up_to(4)}, (Ring(8, 3, 1, 4096).in_clusters(8),)),
-    requests=_ONE,
+_HOPPER_ONE = (
+    _rule(16, _LARGE.in_clusters(8).to_smem(16), **_MEASURED, **_ALONE),
+    _rule(16, _LARGE.in_clusters(8), _DEEP.in_clusters(8), **_CLUSTERED, **_ALONE),
+    _rule(16, _WITH_GUEST.in_clusters(8).to_smem(64), **_FIVE_TO_8, keys=up_to(2048)),
+    _rule(16, _WITH_GUEST.in_clusters(8).to_smem(16), **_FIVE_TO_8, keys=up_to(8192)),
+    _rule(16, _LARGE, **_FIVE_TO_8, pairs=_SEVERAL, keys=above(LONG)),
+    _rule(16, _LARGE.in_clusters(6).to_smem(16), **_MEASURED, **_EIGHT),
+    _rule(16, _WITH_GUEST.in_clusters(6), _DEEP.in_clusters(6), **_CLUSTERED, **_EIGHT),
+    _rule(8, _CLUSTER_8, **_MEASURED, **_FOUR),
+    _rule(8, Ring(8, 4, 1, 4096).in_clusters(8), Ring(8, 3, 1, 4096).in_clusters(8), **_CLUSTERED, **_FOUR),
+    _rule(8, _SMALL.in_clusters(8).to_l2(128), **_FIVE_TO_8, keys=up_to(2048)),
+    _rule(8, _CLUSTER_8, **_FIVE_TO_8, keys=up_to(8192)),
+    _rule(4, Ring(8, 3, 1, 4096).in_clusters(8), **_CLUSTERED, **_FOUR),
 )
 # Few segments, none of them long (mostly windows), have a cluster each. The more segments, the fewer CTAs of a cluster:
 # no cluster should wait for another. It saves a merge in global memory and the search for a share, 3 us. Windows of
@@ -218,12 +207,10 @@ _FEW_RINGS = (  # bits, head dims, most segments, ring
     (16, _WIDE, 48, _DEEP.in_clusters(2)),
 )
 _HOPPER_FEW = tuple(
-    _rule(
-        bits, (ring, ring._replace(warps=4, guests=0)), dims,
-        keys=range(SHORT + 1 if ring.cluster_size == 2 else _LONGER.start, CLUSTERED_KEYS + 1), segments=up_to(most),
-    )
+    _rule(bits, ring, ring._replace(warps=4, guests=0), **dims, keys=keys, segments=up_to(most))
     for bits, dims, most, ring in _FEW_RINGS
-)  # fmt: skip
+    for keys in (range(SHORT + 1 if ring.cluster_size == 2 else _LONGER.start, CLUSTERED_KEYS + 1),)
+)
 # Keys to L2: what a launch fetches while CTAs of the preceding one end, one after the other, its own would wait for.
 # Tiles to shared memory, relative to that, H100 and H200: clusters over 16 bits, 1 x 2048 and 1 x 8192, 1.01 to 1.07
 # times as fast, over 8 bits 0.94 to 0.98; 64 windows 1.02 and 0.98. Time lies in instructions as much as in latencies
@@ -234,24 +221,29 @@ HOPPER = (
     *_HOPPER_FEW,
     *_SHORT,
     # Windows of 1024 keys, 688 segments, H200: 1.21 times as fast as shares, 1.06 as fa2; 512 of 1024 keys 1.03.
-    _rule(16, (_SHORT_RINGS[1024],), _MEASURED, keys=up_to(2 * SHORT), segments=above(4 * FEW - 1)),
+    _rule(16, _SHORT_RINGS[1024], **_MEASURED, keys=up_to(2 * SHORT), segments=above(4 * FEW - 1)),
     # 8 x 8192: 1.01 to 1.02 times as fast as the rings of long requests, 1 x 131072 0.98 (8 bits, H100).
-    _rule(16, (_LARGE.to_l2(256),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
-    _rule(8, (_LARGE.to_l2(512),), _MEASURED, requests=above(1), pairs=up_to(FEW)),
+    _rule(16, _LARGE.to_l2(256), **_MEASURED, requests=above(1), pairs=up_to(FEW)),
+    _rule(8, _LARGE.to_l2(512), **_MEASURED, requests=above(1), pairs=up_to(FEW)),
     # H200, times as fast as one CTA per SM and none ahead: 8 to 88 segments 1.03 to 1.21; 240 1.31, 512 1.01.
-    _rule(8, (_LARGE.to_l2(128),), _WIDE, segments=up_to(FEW)),
-    _rule(8, (Ring(4, 2, 2, 8192).to_l2(128),), _WIDE),
+    _rule(8, _LARGE.to_l2(128), **_WIDE, segments=up_to(FEW)),
+    _rule(8, Ring(4, 2, 2, 8192).to_l2(128), **_WIDE),
     *_FEW,
     # To shares of large CTAs, lengths on the GPU, H100: 256 x 1024 1.066 (32/8 heads) and 1.075 (64/8), 512 x 512 1.09,
     # 256 x 8192 1.04, 256 x 200 to 1800 1.03, 256 x 64 to 4096 1.04. Over 16 bits 0.99 to 1.00.
-    _rule(8, (_EVEN, *_MANY_8), _MEASURED, pairs=above(EVEN - 1)),
+    _rule(8, _EVEN, *_MANY_8, **_MEASURED, pairs=above(EVEN - 1)),
     # To 8 warps with stages of 8 KB, one CTA per SM, H200: 91 x 35 to 313 1.21 times as fast (16/4 heads), 195 x 142
     # 1.65, 128 x 512 1.12, 100 x 64 to 800 1.14 (32/8), 64 x 2048 1.01, 64 x 8192 0.99, 60 x 200 to 6000 0.99, 63 x 100
     # beside 1 x 16000 0.87. Head dim 64: 120 x 300 1.73 (8/8), 60 x 1000 1.05 (16/8), but 64 x 8192 0.92 (64/8).
-    _rule(8, _MANY_8, _MEASURED),
-    _rule(8, _MANY_8, _NARROW, mean=up_to(1024)),
+    _rule(8, *_MANY_8, **_MEASURED),
+    _rule(8, *_MANY_8, **_NARROW, mean=up_to(1024)),
+    # To one CTA of 4 warps and 3 stages per SM, H200: 30 x 102 to 506 1.50 times as fast, 90 x 500 1.18, 100 x 300 to
+    # 500 1.22; 4 CTAs 1.32, 1.12 and 1.17, and of longer requests, 40 x 300 to 5000, 64 x 8192, 200 x 2000, 1.03 to
+    # 1.04, where 2 have 0.98 to 1.02.
+    _rule(16, Ring(4, 3, 2, 8192), **_NARROW, mean=up_to(1024)),
+    _rule(16, Ring(4, 2, 4, 4096), **_NARROW),
     # 13 batches of 384 to 2048 pairs, to one CTA per SM: 0.94 (48 x 500, 16/8 heads), others 1.00 to 1.15 (H200).
-    _rule(16, (Ring(4, 3, 2, 8192),), _MEASURED),
+    _rule(16, Ring(4, 3, 2, 8192), **_MEASURED),
     *_MANY,
 )
 # By major compute capability (0: others), which tells memory bandwidth and shared memory of an SM, and bits per element

@@ -38,7 +38,7 @@ class Fa2Kernel(PreparedKernel):
         features = settings.features
         batch = batched(features)
         split = combine and not batch
-        launch = load(spec(features, tile, split=split), gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
+        launch = load(spec(settings, tile, split), gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
         self.plain_strides = PlainStrides(settings)
         static: Fields = {
             **divisor("group", heads),

@@ -9,21 +9,22 @@ from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
-from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings, short
+from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
-from cute_attn.schedule.batch import typical_qo_len
+from cute_attn.schedule.batch import Size
 from cute_attn.schedule.cuts import SchedulerParams
 from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 
 MANY_ROWS = tiles.APPEND_ROWS + 1  # packed rows of a request: no tile is chosen for more
 
 
-def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
-    """Returns the kernel that solves problems of these features with this tile. `split`: the CTAs of a single request
+def spec(settings: Settings, tile: Tile, split: bool = False) -> Fa2Spec:
+    """Returns the kernel that solves problems of these settings with this tile. `split`: the CTAs of a single request
     write partials; whether those of a batch do is in its records.
     """
+    features = settings.features
     return Fa2Spec(
         dtype=short(features.q_dtype),
         out_dtype="float32" if split else short(features.o_dtype),
@@ -60,11 +61,6 @@ def kv_copy_bytes(features: Features) -> int:
     return 16 if whole and not features.half_aligned_kv else 8
 
 
-def spec_of(settings: Settings, tile: Tile, split: bool) -> Fa2Spec:
-    """Returns the attention kernel of these settings and this tile."""
-    return spec(settings.features, tile, split)
-
-
 def variant(features: Features) -> tiles.Variant:
     """Returns the part of the features that the choice of a tile depends on."""
     plain = mask(features) == "band" and features.pos_encoding_mode != "ROPE_LLAMA" and not scores(features)
@@ -75,28 +71,23 @@ def variant(features: Features) -> tiles.Variant:
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
     """Returns every kernel that calls of these features may need, whatever their lengths."""
     kernels: list[KernelSpec] = [
-        spec(features, tile, split)
+        spec(Settings(features), tile, split)
         for tile in tiles.candidates(variant(features), arch)
         for split in ((False,) if batched(features) else (False, True))
     ]
     return [*kernels, combine_spec(features)]
 
 
-def batch_tiling(settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int) -> Tiling[Tile]:
-    """Returns the tiling of a batch on a GPU of `arch` with `sms` multiprocessors."""
+def tiling(settings: Settings, size: Size, arch: Arch, sms: int) -> Tiling[Tile]:
+    """Returns the tiling of a launch on a GPU of `arch` with `sms` multiprocessors."""
     features = settings.features
+    rows = size.qo_len * features.num_qo_heads // features.num_kv_heads
     if features.chunk_invariant:  # with many rows a decode step has the bits of a prefill
-        return prepared(tiling, settings, MANY_ROWS, arch, sms)
-    return request_tiling(settings, typical_qo_len(lengths, limits), 0, arch, sms)
+        rows = MANY_ROWS
+    return prepared(_of_rows, settings, min(rows, MANY_ROWS), arch, sms)
 
 
-def request_tiling(settings: Settings, qo_len: int, kv_len: int, arch: Arch, sms: int) -> Tiling[Tile]:
-    """Returns the tiling of requests with these lengths."""
-    rows = qo_len * settings.features.num_qo_heads // settings.features.num_kv_heads
-    return prepared(tiling, settings, min(rows, MANY_ROWS), arch, sms)
-
-
-def tiling(settings: Settings, rows: int, arch: Arch, sms: int) -> Tiling[Tile]:
+def _of_rows(settings: Settings, rows: int, arch: Arch, sms: int) -> Tiling[Tile]:
     """Returns the tiling for requests of `rows` packed rows."""
     features = settings.features
     kind = variant(features)

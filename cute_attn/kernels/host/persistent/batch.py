@@ -11,56 +11,26 @@ from cute_attn.kernels.host.params import magic
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.persistent.prepared import PersistentKernel, order_values
 from cute_attn.kernels.host.prepared import Grid, prepared
-from cute_attn.problem import BatchLengths, BatchLimits, Settings
+from cute_attn.problem import Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
-from cute_attn.schedule.batch import orders_by_l2, typical_kv_len, typical_qo_len
+from cute_attn.schedule.batch import Size, orders_by_l2
 from cute_attn.schedule.cuts import SchedulerParams
 from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 
 
-def batch_tiling(
-    kernels: variant.PersistentKernels[variant.T],
-    settings: Settings,
-    lengths: BatchLengths,
-    limits: BatchLimits,
-    arch: Arch,
-    sms: int,
-) -> Tiling[variant.T]:
-    """Returns the tiling of a batch on a GPU with `sms` multiprocessors."""
-    qo_len, kv_len = typical_qo_len(lengths, limits), typical_kv_len(lengths, limits)
-    launch = variant.UNKNOWN_LAUNCH
-    # Results of fixed splits must not depend on lengths.
-    if kv_len is not None and limits.fixed_split_size is None and not limits.disable_split_kv:
-        rows = limits.graph.max_rows if limits.graph else lengths.rows - lengths.first_row
-        launch = variant.launch_of(rows * settings.features.num_qo_heads, sms, qo_len, kv_len)
-    # A blank item, which launches of a fixed size may have, ends a CTA's work: behind it must be no other section.
-    longest = 0 if limits.graph else lengths.longest_kv
-    section = 1 << (longest - 1).bit_length() if longest else 0
-    return tiling(kernels, settings, qo_len, section, arch.name, sms, launch)
-
-
-def request_tiling(
-    kernels: variant.PersistentKernels[variant.T], settings: Settings, qo_len: int, kv_len: int, arch: Arch, sms: int
-) -> Tiling[variant.T]:
-    """Returns the tiling of a single request."""
-    launch = variant.launch_of(qo_len * settings.features.num_qo_heads, sms, qo_len, kv_len)
-    return tiling(kernels, settings, qo_len, 0, arch.name, sms, launch)
-
-
 def tiling(
-    kernels: variant.PersistentKernels[variant.T],
-    settings: Settings,
-    qo_len: int,
-    kv_len: int,
-    arch: str,
-    sms: int,
-    launch: Launch = variant.UNKNOWN_LAUNCH,
+    kernels: variant.PersistentKernels[variant.T], settings: Settings, size: Size, arch: Arch, sms: int
 ) -> Tiling[variant.T]:
-    """Returns the tiling of a launch by what of its lengths decides: few tilings serve all lengths."""
-    tile = prepared(kernels.tile, settings, arch, launch)
-    heads = kernels.heads_per_tile(settings.features, qo_len, tile)
-    return prepared(_of_tile, kernels, settings, tile, heads, kv_len, sms, launch)
+    """Returns the tiling of a launch on a GPU with `sms` multiprocessors: few tilings serve all lengths."""
+    launch, features = variant.UNKNOWN_LAUNCH, settings.features
+    if size.kv_len is not None:
+        launch = variant.launch_of(size.rows * features.num_qo_heads, sms, size.qo_len, size.kv_len)
+    tile = prepared(kernels.tile, settings, arch.name, launch)
+    section = 1 << (size.longest - 1).bit_length() if size.longest else 0
+    return prepared(
+        _of_tile, kernels, settings, tile, kernels.heads_per_tile(features, size.qo_len, tile), section, sms, launch
+    )
 
 
 def request_launch(
@@ -122,8 +92,7 @@ def family(kernels: variant.PersistentKernels[variant.T]) -> TiledFamily[variant
         kernels.name,
         kernels.specs,
         kernels.spec,
-        functools.partial(request_tiling, kernels),
+        functools.partial(tiling, kernels),
         request_launch,
-        functools.partial(batch_tiling, kernels),
         functools.partial(PersistentKernel, kernels),
     )

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec, PersistentTile
 from cute_attn.kernels.blocks.tiles import (
     LONG_TOKENS,
@@ -23,12 +21,11 @@ from cute_attn.kernels.blocks.tiles import (
 )
 from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
 from cute_attn.problem import Features, Settings, short
-from cute_attn.request.settings import MAX_KV_LEN
+from cute_attn.request.settings import FP8, MAX_KV_LEN
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
 SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: every page size has the kernels of one of these
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SECTION_BYTES = 32 << 20  # keys and values of an L2 section
 # The same in launches of short requests: 1.01 to 1.07 times as fast as sections of 32 MiB on 16 x 1024 causal tokens,
 # where longer requests lose up to 1.3 % (H100).

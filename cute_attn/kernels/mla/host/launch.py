@@ -6,8 +6,6 @@ that is too small; counters are those of the stream, or of a captured launch.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 from cute_attn.kernels.host.gpu import Gpu, load
@@ -70,23 +68,23 @@ def run(problem: MlaProblem, gpu: Gpu) -> None:
         own = problem.q_nope.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
         partials = own.data_ptr()
     counted = counters.of_device(gpu.device_index, counters.SEMAPHORES).address(stream)
-    optional = (problem.lse, lengths.pages, lengths.page_starts, lengths.seq_lens, lengths.qo_indptr)
-    factors = (problem.scale, problem.v_scale, problem.sinks, problem.ckv_scales)
-    tensors = problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out, *optional, *factors
-    addresses = *(0 if x is None else x.data_ptr() for x in tensors), partials, counted
-    bound.fire(stream, addresses, (config.grid, _strides(problem), _numbers(problem)))
+    tensors = (
+        *(problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out, problem.lse),
+        *(lengths.kv_indices, lengths.kv_indptr, lengths.kv_len, lengths.qo_indptr),
+        *(problem.scale, problem.v_scale, problem.sinks, problem.ckv_scales),
+    )
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    bound.fire(stream, (*addresses, partials, counted), (config.grid, _strides(problem), _numbers(problem)))
 
 
 def _strides(problem: MlaProblem) -> Values:
     """Return the values of STRIDES, in bytes."""
     tensors = problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out, problem.ckv_scales
-    none = (0, 0)
-    strides = (none if x is None else [stride * x.itemsize for stride in x.stride()[:2]] for x in tensors)
-    return tuple(itertools.chain.from_iterable(strides))
+    return tuple([0 if x is None else x.stride(axis) * x.itemsize for x in tensors for axis in (0, 1)])
 
 
 def _numbers(problem: MlaProblem) -> Values:
     """Return the values of NUMBERS."""
     lengths = problem.lengths
-    table_stride = lengths.pages.stride(0) if lengths.page_starts is None else 0
+    table_stride = lengths.kv_indices.stride(0) if lengths.kv_indptr is None else 0
     return table_stride, lengths.batch_size, lengths.capacity(problem.settings.page_size)

@@ -58,11 +58,6 @@ def rule_of(features: Features, arch: Arch, shape: Shape) -> Rule[Rings]:
     return tiles.find(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, shape)
 
 
-def rules(features: Features, arch: Arch) -> list[Rule[Rings]]:
-    """Return every rule that launches over these caches may follow."""
-    return tiles.rules(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk)
-
-
 def choose_spec(features: Features, qo_len: int, rule: Rule[Rings], arch: Arch) -> XqaSpec | XqaUmmaSpec:
     """Return the kernel for `qo_len` query tokens per request."""
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
@@ -73,9 +68,10 @@ def choose_spec(features: Features, qo_len: int, rule: Rule[Rings], arch: Arch) 
     return tiles.choose(*dtypes, *shape, rule, arch, features.num_kv_heads)
 
 
-def specs(features: Features, arch: Arch) -> list[KernelSpec]:
-    """Return every kernel that calls of one query token and of these features may need."""
-    return list(dict.fromkeys(choose_spec(features, 1, rule, arch) for rule in rules(features, arch)))
+def specs(features: Features, arch: Arch, qo_len: int = 1) -> list[KernelSpec]:
+    """Return every kernel that calls of these features and `qo_len` query tokens per request may need."""
+    rules = tiles.rules(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk)
+    return list(dict.fromkeys(choose_spec(features, qo_len, rule, arch) for rule in rules))
 
 
 class LaunchConfig(NamedTuple):

@@ -196,6 +196,11 @@ def add_arrival(counter: Int64) -> Int32:
     return asm("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", [Int32], [counter])
 
 
+def draw(counter: Int64) -> Int32:
+    """Return the next number of a counter in global memory, without an order of other accesses."""
+    return asm("atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", [Int32], [counter])
+
+
 def all_of(conditions: Sequence[Boolean]) -> Boolean:
     held = select(conditions[0], Int32(1), Int32(0))
     for condition in conditions[1:]:

@@ -3,10 +3,11 @@
 from typing import Any, NamedTuple
 
 from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
-from cute_attn.kernels.xqa.parts.even import EvenPartition, WarpShares
+from cute_attn.kernels.xqa.parts.even import WarpShares
 from cute_attn.kernels.xqa.parts.head_merge import EvenMerge, HeadMerge
 from cute_attn.kernels.xqa.parts.partition import ClusterSegments, Load, Partition, WholeSegments, load_word
 from cute_attn.kernels.xqa.parts.team import HeadWarp, LoneWarp, WarpTeam
+from cute_attn.kernels.xqa.parts.tickets import TicketPartition
 from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge, WholeMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import Work, XqaSpec
@@ -19,7 +20,7 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[Work, Kind] = {
-    "shares": Kind(EvenPartition, WarpMerge),
+    "shares": Kind(TicketPartition, WarpMerge),
     "even": Kind(WarpShares, EvenMerge, HeadWarp),
     "whole": Kind(WholeSegments, WholeMerge),
     "heads": Kind(WholeSegments, HeadMerge, HeadWarp),

@@ -298,6 +298,13 @@ class Partition:
             following = Segment(index, self.first_unit, start, self.first_page(index), self.request(index))
         return following
 
+    def draw(self, share: Share) -> Int32:
+        """Draw the ticket of the segment after the next one, see `tickets`; 0 where segments have none."""
+        return Int32(0)
+
+    def keep(self, ticket: Int32) -> None:
+        """Store a ticket that was drawn."""
+
     def next_request(self, following: Segment, share: Share | None) -> Int32:
         """Index of the request behind that of a segment, past the last one for a segment beyond the share."""
         index = following.index + 1

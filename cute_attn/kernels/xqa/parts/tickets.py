@@ -1,0 +1,119 @@
+"""Partition by tickets: where there are more segments than CTAs and none of them is long, a CTA takes the next segment
+as soon as it has finished one. No segment is cut, and CTAs whose memory answers late take fewer.
+
+Ticket t is segment t of the CTA group's sequence. The first two tickets of CTA c of C are c and c + C. The others come
+from a counter in global memory, one segment early: thread 0 draws a ticket before the first copies of the next segment
+(`draw`), and stores it in shared memory between the two barriers of the merge (`keep`). Every segment has the positions
+of the longest one in the sequence (`Share.pitch`), and the share of a CTA is the whole sequence."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.scalars import shared_memory
+from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.even import EvenPartition
+from cute_attn.kernels.xqa.parts.partition import BEYOND, Costs, KvSplit, Segment, Share
+from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.spec import XqaSpec
+
+# Positions of a segment, whose parts cost more than a wait for the CTA that has it: always, or where half of an equal
+# share is as long.
+SHORT, LONGER = 36, 72
+
+
+@dataclass(frozen=True)
+class TicketPartition(EvenPartition):
+    """Partition that deals whole segments to CTAs as these become free, or divides them as `EvenPartition` does."""
+
+    spec: XqaSpec
+
+    def share(self, costs: Costs) -> Share:
+        ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
+        share = super().share(costs)
+        longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group)
+        equal = self.per_cta(isa.shuffle(costs.reach, Int32(31)) + ctas - 1)
+        # With two segments at most, whole ones that `EvenPartition` gives to a CTA are known to it from the start.
+        uneven = ptx.select(self.draws, Int32(0), share.pitch) == Int32(0)
+        dealt = isa.all_of([self.segments > ctas, longest <= self.most(equal), uneven])
+        total = self.segments * longest
+        return Share(
+            ptx.select(dealt, cta * longest, share.begin),
+            ptx.select(dealt, total, share.end),
+            ptx.select(dealt, Int32(BEYOND), share.size),
+            ptx.select(dealt, longest, share.pitch),
+        )
+
+    def most(self, equal: Int32) -> Int32:
+        """Positions of the longest segment that is dealt out, where an equal share has `equal`: the CTA that takes one
+        last is the only one that works then."""
+        longer = ptx.minimum(ptx.maximum(equal >> 1, Int32(SHORT)), Int32(LONGER))
+        return ptx.maximum(equal >> 2, longer)
+
+    @property
+    def segments(self) -> Int32:
+        """Segments of the CTA group."""
+        return self.p.batch * self.p.units_per_cta_group
+
+    @property
+    def draws(self) -> Boolean:
+        """Whether there are more than two tickets for each CTA."""
+        return self.segments > 2 * cute.arch.grid_dim()[1]
+
+    def dealt(self, share: Share) -> Boolean:
+        """Whether segments are dealt out."""
+        return share.size == BEYOND
+
+    def split(self, segment: Segment, share: Share) -> KvSplit:
+        size = ptx.select(self.dealt(share), Int32(0), share.size)  # no segment begins before a share of all
+        return super().split(segment, share._replace(size=size))
+
+    @cute.jit
+    def next_segment(self, segment: Segment, share: Share) -> Segment:
+        following = segment
+        if self.dealt(share):
+            following = self.segment_of(self.next_ticket(segment, share), share)
+        else:
+            following = EvenPartition.next_segment(self, segment, share)
+        return following
+
+    @cute.jit
+    def next_ticket(self, segment: Segment, share: Share) -> Int32:
+        """The ticket after that of a segment; without more than two for each CTA, one of no segment is the third."""
+        cta, ctas = ptx.opaque(cute.arch.block_idx()[1]), cute.arch.grid_dim()[1]
+        first = segment.start == cta * share.pitch + self.p.overhead
+        ticket = cta + ptx.select(first, ctas, 2 * ctas)
+        if isa.all_of([ticket >= 2 * ctas, self.draws]):
+            ticket = ptx.ld_shared_b32(self.place)
+        return ticket
+
+    @property
+    def place(self) -> Int32:
+        """Address of the next ticket: the word in which other partitions count arrivals at a segment that was cut."""
+        return shared_memory() + XqaMemory.of(self.spec).ticket
+
+    def segment_of(self, ticket: Int32, share: Share) -> Segment:
+        index = ptx.divide(ticket, self.p.units_per_cta_group)
+        unit = (ticket - index * self.p.units_per_cta_group) * self.unit_step + self.first_unit
+        start = ticket * share.pitch + self.p.overhead
+        return Segment(index, unit, start, self.first_page(index), self.request(index))
+
+    @cute.jit
+    def draw(self, share: Share) -> Int32:
+        """Draw a ticket, by thread 0. The CTA that draws the last one sets the counter to 0 for the next launch."""
+        ticket, ctas = Int32(0), cute.arch.grid_dim()[1]
+        if isa.all_of([cute.arch.thread_idx()[0] == 0, self.dealt(share), self.draws]):
+            counter = self.p.counters + Int64(cute.arch.block_idx()[0]) * Int64(4)
+            drawn = isa.draw(counter)
+            if drawn == self.segments - ctas - 1:
+                ptx.st_global_b32(counter, Int32(0))
+            ticket = drawn + 2 * ctas
+        return ticket
+
+    @cute.jit
+    def keep(self, ticket: Int32) -> None:
+        """Store a ticket that was drawn, between two barriers of the CTA."""
+        if ticket > 0:
+            ptx.st_shared_b32(self.place, 0, ticket)
