@@ -198,8 +198,8 @@ def latent_rows(name: str, rows: Any, cache_name: str, cache: Any) -> tuple[torc
         raise checks.wrong(f"{cache_name} must have shape [num_pages, page_size, n]", cache)
     checks.dense(cache_name, cache)
     checks.check_grad(cache_name, cache)
-    of = f"{cache_name}'s device"
-    rows = checks.operand(name, rows, (cache.dtype,), (None, cache.shape[2]), "[nnz, n]", cache.device, of)
+    axes, of = f"[nnz, {cache.shape[2]}]", f"{cache_name}'s device"
+    rows = checks.operand(name, rows, (cache.dtype,), (None, cache.shape[2]), axes, cache.device, of)
     return rows[:, None], cache[:, :, None]
 
 
