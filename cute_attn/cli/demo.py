@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from cute_attn.cli import kernels, specs
+from cute_attn.cli import explain, kernels, specs
 from cute_attn.cli.terminal import table
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.spec import KernelSpec
@@ -223,14 +223,13 @@ def emulator_errors() -> dict[str, float]:
 
 def kernel_specs(model: Model, arch_name: str) -> list[KernelSpec]:
     """Returns the kernels that prefill of the prompt and the last decode step launch on this architecture."""
-    from cute_attn.cli import planned
     from cute_attn.dispatch.explain import Described, described
 
-    arch, sms = archs.named(arch_name), planned.TYPICAL_SMS[arch_name]
+    arch, sms = archs.named(arch_name), archs.TYPICAL_SMS[arch_name]
     shape = model.num_qo_heads, model.num_kv_heads, model.head_dim
     prompt = Described(model.prompt, model.prompt, *shape, causal=True)
     token = Described(1, model.prompt + model.steps, *shape)
     found: list[KernelSpec] = []
     for asked in (prompt, token):
-        found += [spec for spec, _ in planned.launches(planned.on_gpu(described(asked)), arch, sms)]
+        found += [spec for spec, _ in explain.launches_of(explain.problem_of(described(asked), True), arch, sms)]
     return list(dict.fromkeys(found))

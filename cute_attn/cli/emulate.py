@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cute_attn.cli.explain import check_sizes
+from cute_attn.cli.explain import add_request, check_sizes
+from cute_attn.cli.replay import TOLERANCE, errors
 from cute_attn.cli.terminal import table
 from cute_attn.errors import ArgumentError
 from cute_attn.runtime import arch as archs
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from cute_attn.emulator.settings import Record
 
-TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
+DTYPES = "float16", "bfloat16"
 TOP = 12  # most frequent instructions that are listed
 
 
@@ -37,18 +39,8 @@ def add(commands: Any) -> None:
         default="auto",
         help="kernels to run (default auto: what such a GPU runs)",
     )
-    parser.add_argument("--qo-len", type=int, default=128, help="number of query tokens (default 128)")
-    parser.add_argument("--kv-len", type=int, default=256, help="number of keys and values (default 256)")
-    parser.add_argument("--num-qo-heads", type=int, default=1, help="number of query heads (default 1)")
-    parser.add_argument("--num-kv-heads", type=int, default=1, help="number of kv heads (default 1)")
-    parser.add_argument("--head-dim", type=int, default=64, help="head dimension of q, k and v (default 64)")
-    parser.add_argument(
-        "--dtype", choices=TOLERANCE, default="bfloat16", help="dtype of all tensors (default bfloat16)"
-    )
-    parser.add_argument("--causal", action="store_true", help="causal mask, aligned to the bottom right")
-    parser.add_argument("--window-left", type=int, default=-1, help="size of a sliding window (default -1: none)")
-    parser.add_argument("--logits-soft-cap", type=float, help="soft cap of the logits (default: none)")
-    parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
+    add_request(parser, qo_len=128, kv_len=256, num_qo_heads=1, num_kv_heads=1, head_dim=64)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of all tensors (default bfloat16)")
     parser.add_argument(
         "--schedule",
         choices=("eager", "delayed", "adversarial", "lagging"),
@@ -131,12 +123,10 @@ def barrier_names(record: Record) -> dict[int, str]:
 
 
 def max_error(options: argparse.Namespace) -> float:
-    """Solves the problem; returns the largest error relative to 1 + |output|, infinite if an output is NaN."""
+    """Solves the problem; returns the largest error relative to 1 + |output|, infinite if only one output is a NaN."""
     import torch
 
-    from cute_attn.dispatch import backends
-    from cute_attn.reference import attention as reference
-    from cute_attn.request import single as single_request
+    from cute_attn import single_prefill_with_kv_cache
 
     generator = torch.Generator().manual_seed(options.seed)
 
@@ -146,22 +136,18 @@ def max_error(options: argparse.Namespace) -> float:
         return numbers.to(getattr(torch, options.dtype))
 
     kv = options.kv_len, options.num_kv_heads
-    call = single_request.Call(
-        normal(options.qo_len, options.num_qo_heads),
-        normal(*kv),
-        normal(*kv),
+    run = functools.partial(
+        single_prefill_with_kv_cache,
+        *(normal(options.qo_len, options.num_qo_heads), normal(*kv), normal(*kv)),
         causal=options.causal,
         window_left=options.window_left,
         logits_soft_cap=options.logits_soft_cap,
         pos_encoding_mode=options.pos_encoding_mode,
         return_lse=True,
     )
-    problem = single_request.problem(call)
-    backends.run(problem, "emulator")
-    truth = problem._replace(out=torch.empty_like(problem.out, dtype=torch.float64), lse=None)
-    reference.run(truth, torch.float64)
-    error = (problem.out.double() - truth.out).abs() / (1 + truth.out.abs())
-    return float(error.nan_to_num(float("inf")).max()) if error.numel() else 0.0
+    out, _ = run(backend="emulator")
+    truth, _ = run(backend="reference", o_dtype=torch.float32)
+    return errors(out, truth)[1]
 
 
 def print_record(record: Record) -> None:

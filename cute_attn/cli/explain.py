@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cute_attn.cli import explain_batch, specs
+from cute_attn.cli import specs
 from cute_attn.errors import ArgumentError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.spec import KernelSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from cute_attn.dispatch.capabilities import Load
-    from cute_attn.problem import Features
+    from cute_attn.kernels.host.batch import BatchSchedule
+    from cute_attn.problem import BatchLengths, Features, Problem, Settings
     from cute_attn.request.settings import Call
 
 CPU = "cpu"
+WORKSPACE_BYTES = 128 << 20  # of a batch: what callers are told to bring
 DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -27,26 +32,18 @@ def add(commands: Any) -> None:
         help="show which backend takes a problem, why the others do not, and which kernels would run",
         description="Exits 0 if a backend takes the problem, 1 if none does, 2 if an argument is invalid.",
     )
-    parser.add_argument("--qo-len", type=int, default=1, help="number of query tokens (default 1: decode)")
-    parser.add_argument("--kv-len", type=int, default=4096, help="number of keys and values (default 4096)")
+    add_request(parser, qo_len=1, kv_len=4096, num_qo_heads=32, num_kv_heads=8, head_dim=128)
     batch = parser.add_argument_group("batches, as the wrappers plan them")
     batch.add_argument("--batch", type=int, metavar="N", help="N requests of --qo-len query tokens and --kv-len keys")
     batch.add_argument("--qo-lens", metavar="N,N", help="query tokens of each request (default: --qo-len)")
     batch.add_argument("--kv-lens", metavar="N,N", help="keys of each request (default: --kv-len)")
     batch.add_argument("--page-size", type=int, metavar="N", help="tokens per page (default: ragged keys and values)")
-    parser.add_argument("--num-qo-heads", type=int, default=32, help="number of query heads (default 32)")
-    parser.add_argument("--num-kv-heads", type=int, default=8, help="number of kv heads (default 8)")
-    parser.add_argument("--head-dim", type=int, default=128, help="head dimension of q and k (default 128)")
     parser.add_argument("--head-dim-vo", type=int, help="head dimension of v and the output (default: --head-dim)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of q (default bfloat16)")
     parser.add_argument("--kv-dtype", choices=(*DTYPES, "nvfp4"), help="dtype of k and v (default: --dtype)")
     parser.add_argument("--o-dtype", choices=DTYPES, help="dtype of the output (default: --dtype)")
     parser.add_argument("--kv-layout", default="NHD", help="NHD (default) or HND")
-    parser.add_argument("--causal", action="store_true", help="causal mask, aligned to the bottom right")
     parser.add_argument("--custom-mask", action="store_true", help="packed custom mask")
-    parser.add_argument("--window-left", type=int, default=-1, help="size of a sliding window (default -1: none)")
-    parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
-    parser.add_argument("--logits-soft-cap", type=float, help="soft cap of the logits (default: none)")
     parser.add_argument("--sinks", action="store_true", help="attention sinks")
     parser.add_argument(
         "--arch",
@@ -59,29 +56,66 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+SIZES = {
+    "qo_len": "number of query tokens, 1 in a decode step",
+    "kv_len": "number of keys and values",
+    "num_qo_heads": "number of query heads",
+    "num_kv_heads": "number of kv heads",
+    "head_dim": "head dimension of q and k, and of v where it has none of its own",
+}
+
+
+def add_request(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Adds the sizes of a request, with their defaults, and its mask and scores."""
+    for name, what in SIZES.items():
+        default, flag = defaults[name], f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=default, help=f"{what} (default {default})")
+    parser.add_argument("--causal", action="store_true", help="causal mask, aligned to the bottom right")
+    parser.add_argument("--window-left", type=int, default=-1, help="size of a sliding window (default -1: none)")
+    parser.add_argument("--logits-soft-cap", type=float, help="soft cap of the logits (default: none)")
+    parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
+
+
 def run(options: argparse.Namespace) -> int:
-    from cute_attn.cli import planned
     from cute_attn.dispatch import select
-    from cute_attn.request import single as single_request
 
     arch, sms = target(options)
-    if explain_batch.wanted(options):
-        return explain_batch.run(options, arch, sms)
-    call = make_call(options)
-    problem = single_request.problem(call) if arch is None else planned.on_gpu(call)
+    if any(value is not None for value in (options.batch, options.qo_lens, options.kv_lens, options.page_size)):
+        return run_batch(options, arch, sms)
+    problem = problem_of(make_call(options), on_gpu=arch is not None)
     features = problem.features
     load = select.load_of(problem.settings, problem.qo_len)
     title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len} on {sms} multiprocessors of {arch and arch.name}"
 
     def launches() -> Planned:
         assert arch is not None
-        return "", planned.launches(problem, arch, sms)
+        return "", launches_of(problem, arch, sms)
 
     return answer(options, features, arch, load, title, launches)
 
 
 Launches = Sequence[tuple[KernelSpec, tuple[int, int, int]]]
 Planned = tuple[str, Launches]  # the schedule in words, and kernels and grids
+
+
+def problem_of(call: Call, on_gpu: bool) -> Problem:
+    """Returns a call with CPU tensors, checked like any other; `on_gpu`: as if they were there, for planning alone."""
+    import torch
+
+    from cute_attn.request import single
+
+    problem = single.problem(call)
+    features = problem.features._replace(device=torch.device("cuda" if on_gpu else "cpu"))
+    return problem._replace(settings=problem.settings._replace(features=features))
+
+
+def launches_of(problem: Problem, arch: archs.Arch, sms: int) -> Launches:
+    """Returns kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
+    from cute_attn.dispatch import select
+    from cute_attn.dispatch.families import FAMILIES
+
+    load = select.load_of(problem.settings, problem.qo_len)
+    return FAMILIES[select.choose(problem.features, "auto", arch, load).name].launches(problem, arch, sms)
 
 
 def answer(
@@ -128,8 +162,6 @@ def target(options: argparse.Namespace) -> tuple[archs.Arch | None, int]:
     """Returns the architecture and the number of multiprocessors to plan for; (None, 0) means the CPU."""
     import torch
 
-    from cute_attn.cli import planned
-
     if options.sms is not None and options.sms < 1:
         raise ArgumentError(f"--sms must be at least 1, got {options.sms}")
     if options.arch == CPU:
@@ -139,12 +171,12 @@ def target(options: argparse.Namespace) -> tuple[archs.Arch | None, int]:
         sms = torch.cuda.get_device_properties(index).multi_processor_count
         return archs.for_device(index), options.sms or sms
     arch = archs.of_gpu("sm_90a" if options.arch is None else options.arch)
-    return arch, options.sms or planned.TYPICAL_SMS[arch.name]
+    return arch, options.sms or archs.TYPICAL_SMS[arch.name]
 
 
 def check_sizes(options: argparse.Namespace) -> None:
     """Refuses sizes of a request below 0."""
-    for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim"):
+    for name in SIZES:
         if getattr(options, name) < 0:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
 
@@ -155,3 +187,134 @@ def make_call(options: argparse.Namespace) -> Call:
 
     check_sizes(options)
     return explain.described(explain.Described(*(getattr(options, name) for name in explain.Described._fields)))
+
+
+# ---- batches: what a wrapper would plan
+
+
+def run_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> int:
+    """Exit codes as those of single requests."""
+    from cute_attn.dispatch import select
+    from cute_attn.dispatch.families import FAMILIES
+    from cute_attn.problem import BatchLimits
+    from cute_attn.schedule import batch as batch_schedule
+
+    batch = tokens(options)
+    q_len = newest(options, batch)
+    settings = described(options, q_len is not None, on_gpu=arch is not None)
+    limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=q_len)
+    features = settings.features
+    qo_len = batch_schedule.typical_qo_len(batch, limits)
+    load = select.load_of(settings, qo_len, batch.batch_size)
+    keys = f"{batch.total_kv} keys"
+    where = f"{keys} in pages of {options.page_size}" if options.page_size else keys
+    on = f"on {sms} multiprocessors of {arch and arch.name}"
+
+    def launches() -> Planned:
+        assert arch is not None
+        backend = select.choose(features, "auto", arch, load)
+        plan, found = FAMILIES[backend.name].batch_launches(settings, batch, limits, arch, sms)
+        return schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys", found
+
+    count = f"{_count(batch.batch_size, 'request')}, {_count(batch.rows, 'query token')}"
+    title = f"{count}, {where} {on}"
+    return answer(options, features, arch, load, title, launches)
+
+
+def schedule(plan: BatchSchedule[object]) -> str:
+    """Tile, work items, cuts and workspace of a plan."""
+    from cute_attn.schedule.records import Item, Merge
+
+    work, params = plan.work, plan.tiling.params
+    begin, end = (work.items[:, Item._fields.index(name)] for name in ("kv_begin", "kv_end"))
+    splits = work.merges[:, Merge._fields.index("num_splits")]
+    longest = int((end - begin).max(initial=0))
+    lines = [
+        f"  tile: {params.rows} packed rows ({_count(params.group_size, 'head')} of each token) x {params.cols} keys",
+        f"  {_count(len(work.items), 'work item')} x {params.num_kv_heads}, the longest of {longest} keys",
+    ]
+    if len(splits) == 0:
+        return "\n".join((*lines, "  no query tile is cut"))
+    fewest, most = int(splits.min()), int(splits.max())
+    cut = f"{_count(len(splits), 'query tile')} cut into {fewest if fewest == most else f'{fewest} to {most}'} splits"
+    workspace, _ = plan.workspace()
+    return "\n".join((*lines, f"  {cut}: {work.num_partials} partials, {workspace / 2**20:.1f} MiB of workspace"))
+
+
+def newest(options: argparse.Namespace, batch: BatchLengths) -> int | None:
+    """Query tokens of every request, if a decode wrapper could plan this."""
+    from cute_attn.dispatch import select
+
+    q_len, heads = batch.equal_qo, (options.num_qo_heads, options.num_kv_heads)
+    if q_len is None or options.page_size is None or options.custom_mask:
+        return None
+    return q_len if select.are_newest(q_len, heads, options.causal) else None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def tokens(options: argparse.Namespace) -> BatchLengths:
+    """Lengths of the requests, checked as a plan checks them."""
+    import torch
+
+    from cute_attn.request import batch_plan
+    from cute_attn.request.index_arrays import IndexArrays
+
+    qo_lens, kv_lens = (_lengths(options, name) for name in ("qo_lens", "kv_lens"))
+    if options.batch is not None and options.batch < 1:
+        raise ArgumentError(f"--batch must be at least 1, got {options.batch}")
+    count = options.batch if options.batch is not None else max(len(qo_lens or ()), len(kv_lens or ()), 1)
+    qo_lens, kv_lens = qo_lens or [options.qo_len] * count, kv_lens or [options.kv_len] * count
+    for name, lengths in (("--qo-lens", qo_lens), ("--kv-lens", kv_lens)):
+        if len(lengths) != count:
+            raise ArgumentError(f"{name} must have a length for each of {count} requests, got {len(lengths)}")
+
+    def bounds(lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64, device="cpu")
+
+    if options.page_size is None:
+        return IndexArrays(("qo_indptr", "kv_indptr"), bounds(qo_lens), bounds(kv_lens)).on_host()
+    size = batch_plan.count("page_size", options.page_size)
+    pages = [-(-n // size) for n in kv_lens]
+    tails = [n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)]
+    last = torch.tensor(tails, dtype=torch.int64, device="cpu")
+    indices = torch.arange(sum(pages), device="cpu")
+    names = ("--qo-lens", *["--kv-lens"] * 3)
+    return IndexArrays(names, bounds(qo_lens), bounds(pages), indices, last, size).on_host()
+
+
+def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:
+    text = getattr(options, name)
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ArgumentError(f"--{name.replace('_', '-')} must be integers with commas, got {text!r}") from error
+
+
+def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settings:
+    """Settings of the plan that the options describe."""
+    import torch
+
+    from cute_attn.request import batch_plan
+
+    kv_dtype = "uint8" if options.kv_dtype == "nvfp4" else options.kv_dtype
+    planned = batch_plan.PlanOptions(
+        *(options.num_qo_heads, options.num_kv_heads, options.head_dim, options.head_dim_vo),
+        *(options.dtype, kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
+        *(options.window_left, options.logits_soft_cap),
+    )
+    settings = batch_plan.plan_settings(
+        planned,
+        options.kv_layout,
+        options.page_size or 1,
+        device=torch.device("cpu"),
+        kv_source="ragged" if options.page_size is None else "paged",
+        custom_mask=options.custom_mask,
+        decode=decode,
+    )
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return settings._replace(features=settings.features._replace(device=device, sinks=options.sinks))

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cute_attn.runtime import arch as archs
 
 if TYPE_CHECKING:
+    from cute_attn.cli.support_rows import Division
     from cute_attn.dispatch.capabilities import Backend
     from cute_attn.problem import Features
 
 ORDER = ("fa4", "fa3", "xqa", "fa2", "reference")
-ALL_ARCHS = tuple(archs.ARCHS)
 
 
 class Cell(NamedTuple):
@@ -39,24 +38,6 @@ class Group(NamedTuple):
 
     title: str
     rows: list[Row]
-
-
-class Sample(NamedTuple):
-    """Features, and the architectures on which backends are asked about them."""
-
-    features: Features
-    archs: Sequence[str] = ALL_ARCHS
-
-
-@dataclass(frozen=True)
-class Division:
-    """A group before anybody was asked: `row_of` says in which row a sample belongs."""
-
-    title: str
-    samples: Callable[[Features], Iterator[Sample]]  # from a plain problem
-    row_of: Callable[[Features, archs.Arch], str]
-    archs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # other than those of the samples, by backend
-    decode: bool = True  # xqa is asked about decode problems only
 
 
 def add(commands: Any) -> None:
@@ -174,7 +155,7 @@ def _latent_table() -> list[str]:
     rows: dict[tuple[str, ...], list[str]] = {}
     for label, kernels in latent().items():
         rows.setdefault(tuple(kernels.values()), []).append(label)
-    lines = ["| rows of the cache | " + " | ".join(ALL_ARCHS) + " |", "|---" + "|:---:" * len(ALL_ARCHS) + "|"]
+    lines = ["| rows of the cache | " + " | ".join(archs.ARCHS) + " |", "|---" + "|:---:" * len(archs.ARCHS) + "|"]
     return [*lines, *(f"| {'; '.join(labels)} | " + " | ".join(cells) + " |" for cells, labels in rows.items())]
 
 

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from cute_attn.cli.support import Division, Sample
 from cute_attn.kernels.mla.spec import CacheForm
 from cute_attn.problem import Features, short
 from cute_attn.request.settings import FP8, HALF
-from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.arch import ARCHS, Arch
 
 BF16, E4M3, NVFP4 = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
 CASES = (8, 16, 24, 40, 48, 64, 72, 80, 96, 112, 120, 128, 136, 192, 200, 256, 264)
 EQUAL = (*range(8, 641, 8), 4, 12, 100, 129, 500)
+
+
+class Sample(NamedTuple):
+    """Features, and the architectures on which backends are asked about them."""
+
+    features: Features
+    archs: Sequence[str] = tuple(ARCHS)
+
+
+@dataclass(frozen=True)
+class Division:
+    """A group before anybody was asked: `row_of` says in which row a sample belongs."""
+
+    title: str
+    samples: Callable[[Features], Iterator[Sample]]  # from a plain problem
+    row_of: Callable[[Features, Arch], str]
+    archs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # other than those of the samples, by backend
+    decode: bool = True  # xqa is asked about decode problems only
 
 
 def plain() -> Features:

@@ -16,16 +16,14 @@ import numpy as np
 import torch
 
 from cute_attn.errors import NotSupported, Refusal
+from cute_attn.integrations import workspaces
 from cute_attn.prefill import single_prefill_with_kv_cache
 from cute_attn.request import checks, unplanned
 from cute_attn.request.unplanned import NOWHERE, Keys, Lengths
-from cute_attn.runtime import capture
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Structure
 from cute_attn.xqa import xqa_batch_decode_with_kv_cache
 
-WORKSPACE_BYTES = 128 << 20  # enough for every batch
-MAX_WORKSPACES = 8  # streams with a workspace of their own
 TO_TRAIN = (
     ", or train with cute_attn.integrations.sdpa.deactivate() or another backend of torch.nn.attention.sdpa_kernel"
 )
@@ -273,7 +271,7 @@ def _paged(
     xqa_batch_decode_with_kv_cache(
         q,
         (k, v),
-        q.new_empty(16),  # too small: a launch then takes semaphores of its stream, or of its captured launch
+        workspaces.too_small(q.device),
         block_table,
         seq_lens,
         max_k,
@@ -306,22 +304,8 @@ def _planned(
     structure = Structure.of(q, keys, o_data_type=out.dtype, causal=band.causal, window_left=band.window_left)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     options = {"q_scale": q.shape[2] ** -0.5 if scale is None else scale, "out": out, "lse": lse}
-    planned_prefill.run(_workspace_of(q.device), structure, q, keys, lengths, options)
+    planned_prefill.run(workspaces.of_stream(q.device), structure, q, keys, lengths, options)
     return lse
-
-
-def _workspace_of(device: torch.device) -> torch.Tensor:
-    if device.type != "cuda":
-        return _workspace(device, 0)
-    return _workspace(device, torch.cuda.current_stream(device).cuda_stream)
-
-
-@functools.lru_cache(MAX_WORKSPACES)
-def _workspace(device: torch.device, stream: int) -> torch.Tensor:
-    """Return the memory for partial results of a stream."""
-    if device.type != "cuda":
-        return torch.empty(1 << 10, dtype=torch.uint8, device=device)
-    return _kept(device, functools.partial(torch.empty, WORKSPACE_BYTES, dtype=torch.uint8, device=device))
 
 
 @functools.lru_cache(64)
@@ -334,12 +318,7 @@ def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> Lengths:
 @functools.lru_cache(64)
 def _page_per_request(batch: int, device: torch.device) -> torch.Tensor:
     pages = functools.partial(torch.arange, batch, dtype=torch.int32, device=device)
-    return (_kept(device, pages) if device.type == "cuda" else pages())[:, None]
-
-
-def _kept(device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return device memory that outlives the call, and any CUDA graph during whose capture or warm-up it is made."""
-    return capture.outside(torch.cuda.current_device() if device.index is None else device.index, make)
+    return workspaces.lasting(device, pages)[:, None]
 
 
 def _is_one_axis(x: torch.Tensor, axis: int) -> bool:

@@ -18,7 +18,9 @@ A batch is one such problem per request; keys of paged caches are gathered first
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -279,14 +281,14 @@ def run_decode(problem: DecodeProblem) -> None:
 def _request(
     problem: BatchProblem | DecodeProblem,
     rows: slice,
-    tokens: _Range | _Pages,
+    tokens: _Tokens,
     packed_mask: torch.Tensor | None,
     head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> Problem:
     """Return one request of a batch: rows of q, out and lse, and tokens of k, v and block scales."""
     scales = problem.block_scales
     return Problem(
-        problem.settings._replace(kv_layout=tokens.selected_layout),
+        problem.settings._replace(kv_layout=tokens.kv_layout),
         rows.stop - rows.start,
         tokens.kv_len,
         problem.q[rows],
@@ -315,50 +317,31 @@ def _packed_mask(draft_mask: torch.Tensor, kv_len: int) -> torch.Tensor:
     return packbits(keep.flatten(), "little")
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Tokens of one request in ragged k, v or block scales."""
+class _Tokens(NamedTuple):
+    """The tokens of one request in k, v or block scales."""
 
-    start: int
     kv_len: int
-    kv_layout: str
-
-    @property
-    def selected_layout(self) -> str:
-        return self.kv_layout
-
-    def select(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.narrow(1 if self.kv_layout == "HND" else 0, self.start, self.kv_len)
+    kv_layout: str  # of what `select` returns
+    select: Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class _Pages:
-    """Tokens of one request gathered from paged k, v or block scales: `[kv_len, heads, width]`."""
-
-    pages: torch.Tensor
-    kv_len: int
-    kv_layout: str
-
-    @property
-    def selected_layout(self) -> str:
-        return "NHD"
-
-    def select(self, tensor: torch.Tensor) -> torch.Tensor:
-        page = tensor[self.pages.clamp(0, max(0, len(tensor) - 1))]  # before a window a page may be none
-        return (page.transpose(1, 2) if self.kv_layout == "HND" else page).flatten(0, 1)[: self.kv_len]
-
-
-def _tokens(problem: BatchProblem, start: int, kv_len: int) -> _Range | _Pages:
+def _tokens(problem: BatchProblem, start: int, kv_len: int) -> _Tokens:
     """Return how to select the tokens of a request: `start` is a row of ragged k and v or an index into kv_indices."""
-    if problem.kv_indices is None:
-        return _Range(start, kv_len, problem.settings.kv_layout)
-    return _page_tokens(problem.settings, problem.kv_indices[start:], kv_len)
+    if problem.kv_indices is not None:
+        return _page_tokens(problem.settings, problem.kv_indices[start:], kv_len)
+    layout = problem.settings.kv_layout
+    return _Tokens(kv_len, layout, lambda x: x.narrow(1 if layout == "HND" else 0, start, kv_len))
 
 
-def _page_tokens(settings: Settings, pages: torch.Tensor, kv_len: int) -> _Pages:
-    """Return how to select the tokens of a request whose pages come first in `pages`."""
-    num_pages = -(-kv_len // settings.page_size)
-    return _Pages(pages[:num_pages].long(), kv_len, settings.kv_layout)
+def _page_tokens(settings: Settings, pages: torch.Tensor, kv_len: int) -> _Tokens:
+    """Return how to gather the tokens of a request whose pages come first in `pages`: `[kv_len, heads, width]`."""
+    used = pages[: -(-kv_len // settings.page_size)].long()
+
+    def select(x: torch.Tensor) -> torch.Tensor:
+        page = x[used.clamp(0, max(0, len(x) - 1))]  # before a window a page may be none
+        return (page.transpose(1, 2) if settings.kv_layout == "HND" else page).flatten(0, 1)[:kv_len]
+
+    return _Tokens(kv_len, "NHD", select)
 
 
 def _head_scales(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

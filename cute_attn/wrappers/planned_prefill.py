@@ -112,7 +112,7 @@ class Place:
             self.workspace = extent
         if structure.backend == "emulator":  # its plans are for the architecture that is emulated now
             return Session(workspace, structure)
-        return _kept(self.sessions, structure, lambda: Session(workspace, structure), MAX_STRUCTURES)
+        return kept(self.sessions, structure, lambda: Session(workspace, structure), MAX_STRUCTURES)
 
 
 _places: OrderedDict[tuple[torch.device, int], Place] = OrderedDict()
@@ -133,16 +133,16 @@ def run(
     device = query.device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     with _places_lock:
-        place = _kept(_places, (device, stream), Place, MAX_STREAMS)
+        place = kept(_places, (device, stream), Place, MAX_STREAMS)
     with place.lock:
         return place.session(workspace, structure).run(query, keys, lengths, options)
 
 
-def _kept(kept: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:
+def kept(values: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:
     """Return the value of a key, made if it is new; the least recently used are dropped beyond `most`."""
-    if key not in kept:
-        kept[key] = make()
-        if len(kept) > most:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]
+    if key not in values:
+        values[key] = make()
+        if len(values) > most:
+            values.popitem(last=False)
+    values.move_to_end(key)
+    return values[key]

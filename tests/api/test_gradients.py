@@ -16,7 +16,7 @@ from tests.support.torch_ops import CASES, fresh_dynamo, operands
 
 __all__ = ["fresh_dynamo"]  # a fixture
 
-DIFFERENTIABLE = ("nvfp4_dequantize_paged", "merge_state", "merge_states")
+DIFFERENTIABLE = ("dequantise pages", "merge_state", "merge_states")
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
@@ -51,20 +51,20 @@ def test_every_tensor_of_a_call(name: str, why: str) -> None:
 
 
 COMPILED = [
-    ("paged_prefill_run_into", 2, r"paged_kv_cache\[1\]"),  # v of a pair
-    ("ragged_prefill_run", 0, "q"),
+    ("paged", "v", r"paged_kv_cache\[1\]"),  # v of a pair
+    ("ragged", "q", "q"),
     ("sink_run", 2, r"args\[0\]"),
-    ("xqa_batch_decode_into", 1, "kv_cache"),
+    ("xqa, one cache", "kv_cache", "kv_cache"),
     ("trtllm_batch_decode", 7, r"sinks\[0\]"),  # in a list
-    ("append_pair", 4, r"paged_kv_cache\[0\]"),
+    ("append", "k of paged_kv_cache", r"paged_kv_cache\[0\]"),
 ]
 
 
 @pytest.mark.parametrize(("name", "i", "argument"), COMPILED, ids=[f"{name}-{i}" for name, i, _ in COMPILED])
-def test_tensors_of_a_compiled_call(name: str, i: int, argument: str) -> None:
+def test_tensors_of_a_compiled_call(name: str, i: int | str, argument: str) -> None:
     call = CASES[name]("cpu")
     tensors = list(call.with_own_tensors())
-    tensors[i].requires_grad_()
+    tensors[i if isinstance(i, int) else call.names.index(i)].requires_grad_()
     function = torch.compile(call.function, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=f"{argument} requires grad, and cute_attn computes no gradients"):
         function(*tensors)

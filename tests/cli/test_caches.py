@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from cute_attn.cli import bundle, main, terminal, warmup, warmup_shapes
+from cute_attn.cli import bundle, explain, main, terminal, warmup, warmup_shapes
 from cute_attn.cli.terminal import ProgressBar
 from cute_attn.cli.warmup_shapes import SOURCES, Shape
 from cute_attn.dispatch import select
@@ -22,7 +21,6 @@ from cute_attn.dispatch.families import FAMILIES
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.problem import BatchLimits, Settings
-from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import TYPICAL_SMS, named
 from cute_attn.schedule.batch import typical_qo_len
@@ -58,15 +56,8 @@ def test_no_batch_of_the_model_needs_another_kernel(arch: str, kv_dtype: str) ->
 
 
 def batch_launches(settings: Settings, qo_lens: list[int], kv_lens: list[int], arch: str) -> list[Any]:
-    def bounds(lengths: list[int]) -> torch.Tensor:
-        return torch.tensor([0, *lengths]).cumsum(0)
-
-    size = settings.page_size
-    pages = torch.tensor([-(-n // size) for n in kv_lens])
-    last = torch.tensor(kv_lens) - (pages - 1) * size
-    table = bounds(pages.tolist()), torch.arange(int(pages.sum())), last, size
-    names = ("a", "b", "c", "d")
-    lengths = IndexArrays(names, bounds(qo_lens), *table).on_host()
+    texts = {"qo_lens": ",".join(map(str, qo_lens)), "kv_lens": ",".join(map(str, kv_lens))}
+    lengths = explain.tokens(argparse.Namespace(batch=None, page_size=settings.page_size, **texts))
     limits = BatchLimits(128 << 20, max_qo_len=1 if settings.features.decode else None)
     rows = typical_qo_len(lengths, limits) * 4
     backend = select.choose(settings.features, "auto", named(arch), Load(rows))

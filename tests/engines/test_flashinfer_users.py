@@ -1,4 +1,4 @@
-"""What else callers use: appends, promised lengths of queries, dequantised pages, XQA itself.
+"""What else callers use: appends, promised lengths of queries, caches with strides of their own, XQA itself.
 
 FlashInfer's documents and tests have these forms; TensorRT-LLM's backend appends and plans as `test_append_and_attend`.
 """
@@ -13,14 +13,12 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import quantization
 from tests.support.engine_case import (
     BF16,
     Batch,
     Tokens,
     assert_close,
     draft_mask,
-    nvfp4_cache,
     workspace,
 )
 
@@ -91,23 +89,20 @@ def test_uniform_query_lengths(promise: int | None, device: str) -> None:
     assert_close(wrapper.run(tokens.q, tokens.caches()), tokens.expected(SCALE, causal=True)[0])
 
 
-# ---- NVFP4, XQA
+# ---- caches, XQA
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_dequantised_pages(layout: str, device: str) -> None:
-    """Into tensors of the caller, where slots past a request's length stay as they are."""
-    tokens = Tokens(MIXED, device)
-    data, scales, held = nvfp4_cache(tokens, layout)
-    k, v = (torch.full((3, 40, 2, 128), 7.0, dtype=BF16, device=device) for _ in range(2))
-    factors = (torch.tensor([x], device=device) for x in (0.002, 0.003))
-    quantization.nvfp4_kv_dequantize_paged(
-        data, scales, tokens.block_tables(4), tokens.seq_lens, *factors, k, v, kv_layout=layout
-    )
-    for found, side in ((k, held.keys), (v, held.values)):
-        for row, stored in zip(found.cpu(), side, strict=True):
-            torch.testing.assert_close(row[: len(stored)].double(), stored, rtol=2**-8, atol=1e-9)
-            assert bool((row[len(stored) :] == 7).all())
+def test_k_and_v_may_have_strides_of_their_own(device: str) -> None:
+    """FlashInfer's decode says that they "must have identical strides"; here nothing needs that."""
+    tokens = Tokens(Batch((1, 1), (33, 70)), device)
+    k, v = tokens.caches()
+    apart = torch.full((len(v), 20, 2, 128), math.nan, dtype=BF16, device=device)[:, :16]
+    apart.copy_(v)
+    assert k.stride() != apart.stride()
+    wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    where = (tokens.kv_indptr, tokens.kv_indices, tokens.last_page_len, 4, 2, 128, 16)
+    wrapper.plan(*where, q_data_type=BF16, sm_scale=SCALE)
+    assert_close(wrapper.run(tokens.q, (k, apart)), tokens.expected(SCALE)[0])
 
 
 @pytest.mark.parametrize("words", [12, 2 << 20], ids=["few", "8MiB"])

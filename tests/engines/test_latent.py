@@ -7,7 +7,7 @@ import math
 import torch
 
 import cute_attn
-from cute_attn import concat_ops, flash_mla
+from cute_attn import flash_mla
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
 
 STEP = {"heads": 16, "q_lens": (1, 1, 1), "kv_lens": (37, 0, 130)}
@@ -97,13 +97,3 @@ def test_new_tokens_are_appended_and_attended(device: str) -> None:
     cute_attn.append_paged_mla_kv_cache(*rows.split((LATENT, ROPE), dim=1), requests, positions, ckv, kpe, *where)
     wrapper = case.wrapper()
     case.check(wrapper.run(*case.parts()[:2], ckv, kpe, return_lse=True))
-
-
-def test_keys_of_prefill(device: str) -> None:
-    """SGLang writes keys into the first columns of wider rows."""
-    nope = torch.randn(5, 4, 128, device=device).bfloat16()
-    rope = torch.randn(5, 1, 64, device=device).bfloat16()
-    keys = torch.zeros(5, 4, 256, dtype=torch.bfloat16, device=device)
-    concat_ops.concat_mla_k(keys[..., :192], nope, rope)
-    assert torch.equal(keys[..., :192], torch.cat((nope, rope.expand(-1, 4, -1)), dim=-1))
-    assert not keys[..., 192:].any()

@@ -1,12 +1,17 @@
-"""The calls of SGLang's FlashInfer backend without graphs: `begin_forward` with lengths, `forward` with the options.
+"""The calls of SGLang's FlashInfer backend: `begin_forward` with lengths, `forward` with the options; captured or not.
 
 Written after reading SGLang 0.5.23 (`srt/layers/attention/flashinfer_backend.py` and its subclasses). Pages have one
-token; index arrays are on the device. Captured calls are in `test_sglang_graphs.py`.
+token; index arrays are on the device. Captured calls are planned and captured once with the largest batch, then planned
+again and replayed: `begin_forward` leaves scale, soft cap and causality open; the first `forward` settles them, and
+later plans keep them. After the capture, SGLang replaces `begin_forward` of decode wrappers with
+`partial(fast_decode_plan, wrapper)`, and of prefill wrappers with a function of its own, of `fast_prefill_plan`'s form.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +21,16 @@ from cute_attn import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    fast_decode_plan,
 )
 from cute_attn.cascade import merge_state
+from cute_attn.prefill import fast_prefill_plan
 from tests.support import multi_item
 from tests.support.engine_case import (
     BF16,
     E4M3,
     Batch,
+    Graph,
     Tokens,
     assert_close,
     assert_lse,
@@ -32,93 +40,205 @@ from tests.support.engine_case import (
 )
 
 SCALE = 0.11
-DECODE = Batch((1, 1, 1, 1), (33, 1, 16, 70), page_size=1)
+POOL = 400  # slots
+LENGTHS = [(90, 90, 90), (33, 1, 70), (5, 64, 2), (16, 1, 1)]
+WINDOW = 20
 EXTEND = Batch((7, 1, 20), (30, 17, 20), page_size=1)
+UNSCALED = {"logits_soft_cap": 0.0, "k_scale": None, "v_scale": None}
+CAPTURED = pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
 
 
-def begin_decode(wrapper: Any, tokens: Tokens, **changes: Any) -> None:
-    """`FlashInferIndicesUpdaterDecode.call_begin_forward` before `fast_decode_plan` is installed."""
-    batch = tokens.batch
-    wrapper.begin_forward(
-        tokens.kv_indptr.to(tokens.device),
-        tokens.kv_indices,
-        torch.ones(len(batch.kv_lens), dtype=torch.int32, device=tokens.device),
-        *(*batch.heads, batch.dim, 1),
-        data_type=batch.kv_dtype,
-        q_data_type=batch.dtype,
-        non_blocking=True,
-        **{"fixed_split_size": None, "disable_split_kv": False, **changes},
-    )
+class Buffers:
+    """What the backend allocates once: tokens, caches and the index buffers of its wrappers."""
+
+    def __init__(self, first: Tokens) -> None:
+        device, requests = first.device, len(first.batch.kv_lens)
+
+        def zeros(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        self.device, self.q = device, torch.zeros_like(first.q)
+        self.cache = [torch.zeros_like(x) for x in first.pool()]
+        self.kv_indptr, self.qo_indptr, self.mask_indptr = zeros(9), zeros(9), zeros(9)
+        self.indices, self.last_page_len = zeros(2 * POOL), torch.ones(8, dtype=torch.int32, device=device)
+        self.mask = torch.zeros(4096, dtype=torch.uint8, device=device)
+        self.requests = requests
+
+    def fill(self, tokens: Tokens) -> None:
+        self.q[: len(tokens.q)].copy_(tokens.q)
+        for target, source in zip(self.cache, tokens.pool(), strict=True):
+            target.copy_(source)
+        self.indices[: len(tokens.kv_indices)].copy_(tokens.kv_indices)
+
+    def decode(self, captured: bool = True) -> Any:
+        buffers = {
+            "use_cuda_graph": True,
+            "paged_kv_indptr_buffer": self.kv_indptr[: self.requests + 1],
+            "paged_kv_indices_buffer": self.indices,
+            "paged_kv_last_page_len_buffer": self.last_page_len[: self.requests],
+        }
+        place, backend = (workspace(self.device), "NHD"), gpu_backend(self.device, "fa2")
+        return BatchDecodeWithPagedKVCacheWrapper(
+            *place, backend=backend, use_tensor_cores=False, **(buffers if captured else {})
+        )
+
+    def prefill(self, with_mask: bool = False) -> Any:
+        extra = {"custom_mask_buf": self.mask, "mask_indptr_buf": self.mask_indptr[: self.requests + 1]}
+        return BatchPrefillWithPagedKVCacheWrapper(
+            workspace(self.device),
+            "NHD",
+            use_cuda_graph=True,
+            backend=gpu_backend(self.device, "fa2"),
+            qo_indptr_buf=self.qo_indptr[: self.requests + 1],
+            paged_kv_indptr_buf=self.kv_indptr[: self.requests + 1],
+            paged_kv_indices_buf=self.indices,
+            paged_kv_last_page_len_buf=self.last_page_len[: self.requests],
+            **(extra if with_mask else {}),
+        )
 
 
-def decode_wrapper(device: str) -> Any:
-    return BatchDecodeWithPagedKVCacheWrapper(
-        workspace(device), "NHD", backend=gpu_backend(device, "fa2"), use_tensor_cores=False
-    )
+def cases(q_lens: Sequence[int], lengths: Sequence[Sequence[int]], device: str, **changes: Any) -> list[Tokens]:
+    return [
+        Tokens(Batch(q_lens, kv_lens, page_size=1, num_pages=POOL, seed=i, **changes), device)
+        for i, kv_lens in enumerate(lengths)
+    ]
 
 
-def decoded(tokens: Tokens, plan: dict[str, Any] | None = None, **forward: Any) -> torch.Tensor:
-    """One layer of a new wrapper."""
-    wrapper = decode_wrapper(tokens.device)
-    begin_decode(wrapper, tokens, **(plan or {}))
-    return forward_decode(wrapper, tokens, **forward)
+# ---- decode
 
 
-def forward_decode(wrapper: Any, tokens: Tokens, **changes: Any) -> torch.Tensor:
-    options = {"sm_scale": SCALE, "logits_soft_cap": 0.0, "k_scale": None, "v_scale": None, **changes}
-    return wrapper.forward(tokens.q, tokens.pool(), **options)
+def begin_decode(wrapper: Any, tokens: Tokens, buffers: Buffers | None = None, **changes: Any) -> None:
+    """`FlashInferIndicesUpdaterDecode.call_begin_forward`: with graphs, from the wrapper's own buffers."""
+    batch, requests = tokens.batch, len(tokens.batch.kv_lens)
+    bounds, indices = tokens.kv_indptr.to(tokens.device), tokens.kv_indices
+    last = torch.ones(requests, dtype=torch.int32, device=tokens.device)
+    options: dict[str, Any] = {"fixed_split_size": None, "disable_split_kv": False, **changes}
+    if buffers is not None:
+        bounds = buffers.kv_indptr[: requests + 1].copy_(bounds)
+        wrapper._paged_kv_indices_buf[: len(indices)].copy_(indices)
+        indices, last = options.pop("indices", wrapper._paged_kv_indices_buf), buffers.last_page_len[:requests]
+    if hasattr(wrapper.begin_forward, "func") and wrapper.begin_forward.func == fast_decode_plan:
+        options["global_override_indptr_cpu"] = ends(batch.kv_lens)
+    dtypes = {"data_type": batch.kv_dtype, "q_data_type": batch.dtype, "non_blocking": True}
+    wrapper.begin_forward(bounds, indices, last, *batch.heads, batch.dim, 1, **dtypes, **options)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_decode_with_the_default_scale(dim: int, device: str) -> None:
-    """SGLang computes the default itself: it must be the library's to the last bit."""
-    tokens = Tokens(dataclasses.replace(DECODE, dim=dim), device)
-    assert_close(decoded(tokens, sm_scale=dim**-0.5), tokens.expected(dim**-0.5)[0])
+def steps_of_decode(steps: list[Tokens], captured: bool, forward: dict[str, Any], plan: dict[str, Any]) -> None:
+    buffers = Buffers(steps[0])
+    wrapper, held = buffers.decode(captured), buffers if captured else None
+    begin_decode(wrapper, steps[0], held, **plan)
+    options = {**UNSCALED, **forward}
+    run: Callable[[], Any] = lambda: wrapper.forward(buffers.q, tuple(buffers.cache), **options)  # noqa: E731
+    if captured:
+        wrapper.begin_forward = partial(fast_decode_plan, wrapper)
+        run = Graph(buffers.device, run).replay
+    for now in steps:
+        buffers.fill(now)
+        begin_decode(wrapper, now, held, **plan)
+        assert_close(run(), now.solved(**forward))
 
 
-def test_decode_with_another_scale_and_a_cap(device: str) -> None:
-    """Two layers of a step after one `begin_forward`."""
-    tokens = Tokens(DECODE, device)
-    wrapper = decode_wrapper(device)
+CAPPED = {"sm_scale": 0.2, "logits_soft_cap": 2.0}
+DECODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # batch, forward, plan
+    # SGLang computes the default scale itself: it must be the library's to the last bit.
+    **{f"dim-{dim}": ({"dim": dim}, {"sm_scale": dim**-0.5}, {}) for dim in (64, 96, 128, 256)},
+    "capped": ({}, CAPPED, {}),
+    "deterministic": ({}, CAPPED, {"disable_split_kv": True}),
+    "split-size": ({}, {"sm_scale": SCALE}, {"fixed_split_size": 2048}),
+    "e4m3": ({"kv_dtype": E4M3}, {"sm_scale": SCALE, "k_scale": 0.6, "v_scale": 1.7}, {}),
+}
+
+
+@CAPTURED
+@pytest.mark.parametrize("name", DECODES)
+def test_decode(name: str, captured: bool, device: str) -> None:
+    batch, forward, plan = DECODES[name]
+    steps_of_decode(cases((1,) * 3, LENGTHS, device, **batch), captured, forward, plan)
+
+
+def test_layers_of_other_scales_and_caps(device: str) -> None:
+    """Layers of a step after one `begin_forward`."""
+    (tokens,) = cases((1,) * 4, [(33, 1, 16, 70)], device)
+    wrapper = Buffers(tokens).decode(captured=False)
     begin_decode(wrapper, tokens)
-    for scale, cap in ((SCALE, 2.0), (0.2, 0.0), (SCALE, 2.0)):
-        out = forward_decode(wrapper, tokens, sm_scale=scale, logits_soft_cap=cap)
-        assert_close(out, tokens.expected(scale, soft_cap=cap)[0])
+    for options in ({"sm_scale": SCALE, "logits_soft_cap": 2.0}, {"sm_scale": 0.2}) * 2:
+        out = wrapper.forward(tokens.q, tokens.pool(), **{**UNSCALED, **options})
+        assert_close(out, tokens.solved(**options))
 
 
-def test_decode_over_an_fp8_cache(device: str) -> None:
-    tokens = Tokens(dataclasses.replace(DECODE, kv_dtype=E4M3), device)
-    out = decoded(tokens, k_scale=0.6, v_scale=1.7)
-    assert_close(out, tokens.expected(SCALE * 0.6, v_scale=1.7)[0])
+@CAPTURED
+def test_sliding_windows(captured: bool, device: str) -> None:
+    """Two wrappers, of which one has the window's keys alone."""
+    steps = cases((1,) * 3, LENGTHS, device)
+    near = [tokens.newest([min(n, WINDOW + 1) for n in tokens.batch.kv_lens]) for tokens in steps]
+    sides = (near, steps)
+    held = [Buffers(side[0]) for side in sides]
+    wrappers = [buffers.decode(captured) for buffers in held]
 
+    def begin(number: int) -> None:
+        for side, buffers, wrapper in zip(sides, held, wrappers, strict=True):
+            buffers.fill(side[number])
+            begin_decode(wrapper, side[number], buffers if captured else None)
 
-def test_deterministic_decode(device: str) -> None:
-    tokens = Tokens(DECODE, device)
-    assert_close(decoded(tokens, {"fixed_split_size": 2048}), tokens.expected(SCALE)[0])
+    def run() -> tuple[torch.Tensor, ...]:
+        pairs = zip(wrappers, held, strict=True)
+        return tuple(w.forward(b.q, tuple(b.cache), sm_scale=SCALE, **UNSCALED) for w, b in pairs)
 
-
-def test_decode_of_a_model_with_sliding_windows(device: str) -> None:
-    """Two wrappers share a workspace; the windowed one has the indices of the window alone."""
-    tokens, window = Tokens(DECODE, device), 20
-    near = tokens.newest([min(n, window + 1) for n in DECODE.kv_lens])
-    wrappers = [decode_wrapper(device), decode_wrapper(device)]
-    for wrapper, part in zip(wrappers, (near, tokens), strict=True):
-        begin_decode(wrapper, part)
-    assert_close(forward_decode(wrappers[0], near), tokens.expected(SCALE, window_left=window)[0])
-    assert_close(forward_decode(wrappers[1], tokens), tokens.expected(SCALE)[0])
+    begin(0)
+    again: Callable[[], Any] = run
+    if captured:
+        for wrapper in wrappers:
+            wrapper.begin_forward = partial(fast_decode_plan, wrapper)
+        again = Graph(device, run).replay
+    for number, now in enumerate(steps):
+        begin(number)
+        local, full = again()
+        assert_close(local, now.expected(SCALE, window_left=WINDOW)[0])
+        assert_close(full, now.expected(SCALE)[0])
 
 
 def test_planned_for_more_heads_than_a_layer_has(device: str) -> None:
     """SGLang plans with the most heads of any layer."""
-    tokens = Tokens(DECODE, device)
-    wrapper = decode_wrapper(device)
-    most = dataclasses.replace(DECODE, heads=(8, 2))
-    planned = Tokens(most, device)
+    (tokens,), (planned,) = (cases((1,) * 4, [(33, 1, 16, 70)], device, heads=heads) for heads in ((4, 2), (8, 2)))
+    wrapper = Buffers(planned).decode(captured=False)
     begin_decode(wrapper, planned)
-    assert_close(forward_decode(wrapper, planned), planned.expected(SCALE)[0])
     tokens.kv_indices, tokens.pages, tokens.slots = planned.kv_indices, planned.pages, planned.slots
-    assert_close(forward_decode(wrapper, tokens), tokens.expected(SCALE)[0])
-    assert_close(forward_decode(wrapper, planned), planned.expected(SCALE)[0])
+    for layer in (planned, tokens, planned):
+        out = wrapper.forward(layer.q, layer.pool(), sm_scale=SCALE, **UNSCALED)
+        assert_close(out, layer.expected(SCALE)[0])
+
+
+def test_steps_of_a_draft(device: str) -> None:
+    """Two branches of each request; page numbers are a row of a larger buffer, longer than what is used."""
+    steps = cases((1,) * 4, [(40, 40, 40, 40), (33, 33, 8, 8), (2, 2, 39, 39)], device)
+    buffers = Buffers(steps[0])
+    wrapper = buffers.decode()
+    for number, now in enumerate(steps):
+        buffers.fill(now)
+        begin_decode(wrapper, now, buffers, indices=buffers.indices[: len(now.kv_indices) + 12])
+        if number == 0:
+            wrapper.begin_forward = partial(fast_decode_plan, wrapper)
+            forward = partial(wrapper.forward, buffers.q, tuple(buffers.cache), sm_scale=SCALE, **UNSCALED)
+            graph = Graph(device, forward)
+        assert_close(graph.replay(), now.expected(SCALE)[0])
+
+
+def test_plan_may_be_replaced_too(device: str) -> None:
+    """vLLM and others bind `plan` itself; what the first plan said of the output's dtype stays."""
+    steps = cases((1,) * 3, LENGTHS, device, kv_dtype=E4M3)
+    buffers = Buffers(steps[0])
+    wrapper = buffers.decode()
+    where = (buffers.indices, buffers.last_page_len[:3], 4, 2, 128, 1)
+    options = {"q_data_type": BF16, "kv_data_type": E4M3, "sm_scale": SCALE}
+    buffers.fill(steps[0])
+    wrapper.plan(steps[0].kv_indptr, *where, **options, o_data_type=torch.float16)
+    wrapper.plan = partial(fast_decode_plan, wrapper)
+    for now in steps:
+        buffers.fill(now)
+        wrapper.plan(now.kv_indptr, *where, **options)
+        out = wrapper.run(buffers.q, tuple(buffers.cache))
+        assert out.dtype == torch.float16
+        assert_close(out, now.expected(SCALE)[0])
 
 
 # ---- extend
@@ -133,12 +253,19 @@ def ragged_wrapper(device: str) -> Any:
 
 
 def begin_paged(wrapper: Any, tokens: Tokens, **changes: Any) -> None:
-    """`FlashInferIndicesUpdaterPrefill.call_begin_forward`: 256 entries of kv_indices are left over."""
+    """`FlashInferIndicesUpdaterPrefill.call_begin_forward`: 256 entries of kv_indices are left over. Where
+    `begin_forward` has been replaced, lengths that the host knows spare the plan every synchronisation.
+    """
     batch, device = tokens.batch, tokens.device
     indices = torch.full((len(tokens.kv_indices) + 256,), 1 << 30, dtype=torch.int32, device=device)
     indices[: len(tokens.kv_indices)] = tokens.kv_indices
     options = {"custom_mask": None, "non_blocking": True, "fixed_split_size": None, "prefix_len_ptr": None}
     options |= {"token_pos_in_items_ptr": None, "token_pos_in_items_len": 0, "max_item_len_ptr": None, **changes}
+    if hasattr(wrapper.begin_forward, "func"):
+        options |= {"qo_indptr_host": tokens.qo_indptr, "kv_indptr_host": tokens.token_indptr}
+        options |= {"kv_lens_host": tokens.seq_lens.cpu(), "max_q_len": batch.q_lens[0]}
+        width = None if options["custom_mask"] is None else batch.q_lens[0]
+        options |= {"max_kv_len": max(batch.kv_lens), "uniform_verify_width": width}
     wrapper.begin_forward(
         tokens.qo_indptr.to(device),
         tokens.kv_indptr.to(device),
@@ -152,8 +279,7 @@ def begin_paged(wrapper: Any, tokens: Tokens, **changes: Any) -> None:
 
 
 def forward_paged(wrapper: Any, tokens: Tokens, name: str = "forward", **changes: Any) -> Any:
-    options = {"causal": True, "sm_scale": SCALE, "window_left": -1, "logits_soft_cap": 0.0}
-    options |= {"k_scale": None, "v_scale": None, **changes}
+    options = {"causal": True, "sm_scale": SCALE, "window_left": -1, **UNSCALED, **changes}
     return getattr(wrapper, name)(tokens.q, tokens.pool(), **options)
 
 
@@ -164,18 +290,21 @@ def attended(tokens: Tokens, plan: dict[str, Any] | None = None, **forward: Any)
     return forward_paged(wrapper, tokens, **forward)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["", "encoder"])
-@pytest.mark.parametrize("cap", [0.0, 2.0])
-def test_paged_extend(causal: bool, cap: float, device: str) -> None:
-    tokens = Tokens(EXTEND, device)
-    out = attended(tokens, causal=causal, logits_soft_cap=cap)
-    assert_close(out, tokens.expected(SCALE, causal=causal, soft_cap=cap)[0])
+EXTENDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # batch, plan, forward
+    "plain": ({}, {}, {}),
+    "capped": ({}, {}, {"logits_soft_cap": 2.0}),
+    "encoder": ({}, {}, {"causal": False}),
+    "encoder-capped": ({}, {}, {"causal": False, "logits_soft_cap": 2.0}),
+    "e4m3": ({"kv_dtype": E4M3}, {"fixed_split_size": 4096}, {"k_scale": 0.6, "v_scale": 1.7}),
+}
 
 
-def test_paged_extend_over_an_fp8_cache(device: str) -> None:
-    tokens = Tokens(dataclasses.replace(EXTEND, kv_dtype=E4M3), device)
-    out = attended(tokens, {"fixed_split_size": 4096}, k_scale=0.6, v_scale=1.7)
-    assert_close(out, tokens.expected(SCALE * 0.6, causal=True, v_scale=1.7)[0])
+@pytest.mark.parametrize("name", EXTENDS)
+def test_paged_extend(name: str, device: str) -> None:
+    batch, plan, forward = EXTENDS[name]
+    tokens = Tokens(dataclasses.replace(EXTEND, **batch), device)
+    out = attended(tokens, plan, **forward)
+    assert_close(out, tokens.solved(**{"sm_scale": SCALE, "causal": True, **forward}))
 
 
 def test_paged_extend_with_a_window(device: str) -> None:
@@ -201,35 +330,21 @@ def test_ragged_extend(device: str) -> None:
         assert_close(out, tokens.expected(SCALE, causal=True, soft_cap=cap)[0])
 
 
-def split(tokens: Tokens) -> tuple[Tokens, Tokens]:
-    """The cached prefix and the new tokens of every request, with the same queries."""
-    cached = [n - m for m, n in zip(tokens.batch.q_lens, tokens.batch.kv_lens, strict=True)]
-    parts = []
-    for cut, lens in ((lambda x, n: x[:n], cached), (lambda x, n: x[n:], list(tokens.batch.q_lens))):
-        pairs = ([cut(x, n) for x, n in zip(side, cached, strict=True)] for side in (tokens.keys, tokens.values))
-        part = Tokens(dataclasses.replace(tokens.batch, kv_lens=lens), tokens.device, *pairs)
-        part.q, part.queries = tokens.q, tokens.queries
-        parts.append(part)
-    return parts[0], parts[1]
-
-
 @pytest.mark.parametrize("window", [-1, 5])
 def test_extend_of_a_cached_prefix(window: int, device: str) -> None:
     """New tokens over themselves, and over the prefix; with a window, the latter's last tokens under a uint8 mask."""
     tokens = Tokens(EXTEND, device)
-    cached, new = split(tokens)
+    cached, new = tokens.split()
     mask = None
     if window >= 0:
         lens = cached.batch.kv_lens
-        starts = [max(0, n - window) for n in lens]
-        pairs = ([x[n:] for x, n in zip(side, starts, strict=True)] for side in (cached.keys, cached.values))
-        near = dataclasses.replace(cached.batch, kv_lens=[n - first for n, first in zip(lens, starts, strict=True)])
+        near = [min(n, window) for n in lens]
         blocks = [
-            (torch.arange(first, n)[None] >= torch.arange(m)[:, None] + n - window).to(torch.uint8).flatten()
-            for first, n, m in zip(starts, lens, cached.batch.q_lens, strict=True)
+            (torch.arange(n - kept, n)[None] >= torch.arange(m)[:, None] + n - window).to(torch.uint8).flatten()
+            for kept, n, m in zip(near, lens, cached.batch.q_lens, strict=True)
         ]
         mask = torch.cat(blocks).to(device)
-        cached = Tokens(near, device, *pairs)
+        cached = cached.newest(near)
         cached.q = new.q
     ragged, paged = ragged_wrapper(device), paged_wrapper(device)
     bounds = tokens.qo_indptr.to(device)
@@ -250,15 +365,6 @@ def test_cross_attention(device: str) -> None:
     tokens = Tokens(dataclasses.replace(EXTEND, kv_lens=(12, 12, 12)), device)
     keep = [torch.arange(12)[None].expand(n, -1) < most for n, most in zip(EXTEND.q_lens, (12, 5, 9), strict=True)]
     out = attended(tokens, {"custom_mask": torch.cat([x.flatten() for x in keep]).to(device)}, causal=False)
-    assert_close(out, tokens.expected(SCALE, keep=keep)[0])
-
-
-def test_verification_of_a_tree(device: str) -> None:
-    """EAGLE: every draft token sees the prefix and its ancestors; `causal=True` gives way to the mask."""
-    tokens = Tokens(Batch((4, 4), (30, 17), page_size=1), device)
-    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
-    keep = [torch.cat([torch.ones(4, n - 4, dtype=torch.bool), tree], 1) for n in tokens.batch.kv_lens]
-    out = attended(tokens, {"custom_mask": torch.cat([x.flatten() for x in keep]).to(device)})
     assert_close(out, tokens.expected(SCALE, keep=keep)[0])
 
 
@@ -296,7 +402,7 @@ def test_ragged_prefill_of_mla(device: str) -> None:
     """Decompressed keys of 192 and values of 128: new tokens, a chunk of the prefix, and both merged."""
     whole = Tokens(Batch((9, 4), (30, 11), heads=(4, 4), dim=192, dim_vo=128), device)
     results = []
-    for tokens, causal in zip(split(whole), (False, True), strict=True):
+    for tokens, causal in zip(whole.split(), (False, True), strict=True):
         wrapper = ragged_wrapper(device)
         wrapper.begin_forward(
             qo_indptr=tokens.qo_indptr.to(device),
@@ -314,3 +420,95 @@ def test_ragged_prefill_of_mla(device: str) -> None:
     expected = whole.expected(SCALE, causal=True)
     assert_close(out, expected[0])
     assert_lse(lse, expected[1])
+
+
+# ---- captured prefills
+
+
+def replay_prefill(
+    steps: list[Tokens], keeps: list[list[torch.Tensor]] | None, causal: bool, fast: bool = False
+) -> None:
+    buffers = Buffers(steps[0])
+    wrapper = buffers.prefill(keeps is not None)
+    planned: list[Tokens] = []
+
+    def plan(number: int) -> None:
+        buffers.fill(steps[number])
+        mask = None if keeps is None else torch.cat([x.flatten() for x in keeps[number]]).to(buffers.device)
+        begin_paged(wrapper, steps[number], custom_mask=mask)
+        planned[:] = [steps[number]]
+
+    def run() -> torch.Tensor:
+        """On the CPU nothing is captured, and there are as many rows as are planned."""
+        rows = len(buffers.q) if buffers.device == "cuda" else len(planned[0].q)
+        options = {"causal": causal, "sm_scale": SCALE, "window_left": -1, **UNSCALED}
+        return wrapper.forward(buffers.q[:rows], tuple(buffers.cache), **options)
+
+    plan(0)
+    if fast:
+        wrapper.begin_forward = partial(fast_prefill_plan, wrapper)
+    graph = Graph(buffers.device, run)
+    for number, now in enumerate(steps):
+        plan(number)
+        out = graph.replay()
+        keep = None if keeps is None else keeps[number]
+        assert_close(out[: len(now.q)], now.expected(SCALE, causal=causal, keep=keep)[0])
+
+
+def test_buffers_that_the_backend_reads(device: str) -> None:
+    """It writes page numbers into one, and tells by another whether a mask was captured."""
+    buffers = Buffers(cases((4,) * 3, [(80, 90, 70)], device)[0])
+    plain, masked = buffers.prefill(), buffers.prefill(with_mask=True)
+    assert plain._custom_mask_buf is None
+    assert masked._custom_mask_buf is buffers.mask
+    assert masked._mask_indptr_buf.data_ptr() == buffers.mask_indptr.data_ptr()
+    assert plain._qo_indptr_buf.data_ptr() == buffers.qo_indptr.data_ptr()
+    for wrapper in (plain, masked, buffers.decode()):
+        assert wrapper.is_cuda_graph_enabled
+        assert wrapper._paged_kv_indices_buf is buffers.indices
+        assert wrapper._paged_kv_indptr_buf.data_ptr() == buffers.kv_indptr.data_ptr()
+        assert wrapper._paged_kv_last_page_len_buf.data_ptr() == buffers.last_page_len.data_ptr()
+        assert wrapper._float_workspace_buffer.device == wrapper.device
+
+
+FAST = pytest.mark.parametrize("fast", [False, True], ids=["", "host-lengths"])
+
+
+def trees(tokens: Tokens, generator: torch.Generator) -> list[torch.Tensor]:
+    """EAGLE: every draft token sees the prefix and its ancestors."""
+    keep = [torch.ones(4, n, dtype=torch.bool) for n in tokens.batch.kv_lens]
+    for block in keep:
+        tree = (torch.rand(4, 4, generator=generator) < 0.5).tril() | torch.eye(4, dtype=torch.bool)
+        block[:, block.shape[1] - 4 :] = tree
+    return keep
+
+
+@FAST
+def test_captured_verification_of_a_tree(fast: bool, device: str) -> None:
+    steps = cases((4,) * 3, [(80, 90, 70), (33, 4, 70), (5, 64, 12)], device)
+    generator = torch.Generator().manual_seed(3)
+    replay_prefill(steps, [trees(now, generator) for now in steps], True, fast)
+
+
+def test_verification_of_a_tree(device: str) -> None:
+    """`causal=True` gives way to the mask."""
+    tokens = Tokens(Batch((4, 4), (30, 17), page_size=1), device)
+    keep = trees(tokens, torch.Generator().manual_seed(4))
+    out = attended(tokens, {"custom_mask": torch.cat([x.flatten() for x in keep]).to(device)})
+    assert_close(out, tokens.expected(SCALE, keep=keep)[0])
+
+
+@FAST
+@pytest.mark.parametrize("causal", [True, False], ids=["draft-extend", "bidirectional-verify"])
+def test_as_many_tokens_for_every_request(causal: bool, fast: bool, device: str) -> None:
+    replay_prefill(cases((3,) * 3, [(80, 90, 70), (33, 3, 70), (5, 64, 12)], device), None, causal, fast)
+
+
+def test_whole_prefill(device: str) -> None:
+    """Request slots and rows are those of the capture: later batches have fewer rows, and slots without tokens."""
+    whole = [((16, 10, 6), (16, 30, 40)), ((5, 11, 0), (25, 11, 0)), ((20, 0, 0), (60, 0, 0)), ((1, 1, 1), (9, 1, 70))]
+    steps = [
+        Tokens(Batch(q_lens, kv_lens, page_size=1, num_pages=POOL, seed=i), device)
+        for i, (q_lens, kv_lens) in enumerate(whole)
+    ]
+    replay_prefill(steps, None, True)

@@ -1,7 +1,7 @@
 """The calls that vLLM's FlashInfer backend makes, in its order and with its keywords: its prefill and decode wrappers.
 
 Written after reading vLLM 0.33.0 (`v1/attention/backends/flashinfer.py`, the sparse prefill of Step5, the ragged
-prefill of MLA models). The functions without a plan are in `test_vllm_functions.py`.
+prefill of MLA models). The functions without a plan are in `test_functions.py`.
 """
 
 from __future__ import annotations
@@ -73,12 +73,8 @@ def run_prefill(wrapper: Any, tokens: Tokens, cache: Any, **changes: Any) -> tor
     return out
 
 
-def prefilled(tokens: Tokens, cache: Any, layout: str, plan: dict[str, Any], **run: Any) -> torch.Tensor:
-    """A step of a new wrapper, whose attributes are what vLLM compares in every forward."""
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(tokens.device), layout, backend="auto")
-    plan_prefill(wrapper, tokens, **plan)
-    check_attributes(wrapper, plan.get("window_left", -1), plan.get("logits_soft_cap"), plan.get("causal", True))
-    return run_prefill(wrapper, tokens, cache, **run)
+def prefill_wrapper(device: str, layout: str = "NHD") -> Any:
+    return BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout, backend="auto")
 
 
 def check_attributes(wrapper: Any, window_left: int, soft_cap: float | None, causal: bool | None) -> None:
@@ -88,55 +84,10 @@ def check_attributes(wrapper: Any, window_left: int, soft_cap: float | None, cau
     assert causal is None or wrapper._causal == causal
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "draft"])
-def test_prefill(layout: str, causal: bool, device: str) -> None:
-    """K and V are halves of one tensor; `causal=False` is a draft model's block."""
-    tokens = Tokens(PREFILL, device)
-    out = prefilled(tokens, tokens.caches(layout, fused=True), layout, {"causal": causal})
-    assert_close(out, tokens.expected(SCALE, causal=causal)[0])
-
-
-def test_prefill_with_window_and_soft_cap(device: str) -> None:
-    tokens = Tokens(PREFILL, device)
-    out = prefilled(tokens, tokens.caches(fused=True), "NHD", {"window_left": 9, "logits_soft_cap": 2.0})
-    assert_close(out, tokens.expected(SCALE, causal=True, window_left=9, soft_cap=2.0)[0])
-
-
-@pytest.mark.parametrize(
-    ("q_dtype", "kv_dtype"), [(BF16, E4M3), (BF16, E5M2), (E4M3, E4M3)], ids=["e4m3-cache", "e5m2-cache", "e4m3-query"]
-)
-def test_prefill_over_an_fp8_cache(q_dtype: torch.dtype, kv_dtype: torch.dtype, device: str) -> None:
-    """On Hopper vLLM quantises the query too; vLLM's cache is bytes, viewed as fp8."""
-    tokens = Tokens(Batch(PREFILL.q_lens, PREFILL.kv_lens, dtype=q_dtype, kv_dtype=kv_dtype), device)
-    cache = tuple(x.view(torch.uint8).view(kv_dtype) for x in tokens.caches("HND", fused=True))
-    out = prefilled(tokens, cache, "HND", {}, q_scale=0.9, k_scale=0.6, v_scale=1.7)
-    expected = tokens.expected(SCALE * 0.9 * 0.6, causal=True, v_scale=1.7)[0]
-    assert_close(out, expected, 6e-3 if q_dtype == BF16 else 5e-2)
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_prefill_over_an_nvfp4_cache(layout: str, device: str) -> None:
-    tokens = Tokens(PREFILL, device)
-    data, scales, held = nvfp4_cache(tokens, layout)
-    plan = {"kv_data_type": torch.uint8}
-    out = prefilled(tokens, data, layout, plan, k_scale=0.002, v_scale=0.003, kv_cache_sf=scales)
-    assert_close(out, held.expected(SCALE, causal=True)[0])
-
-
-@pytest.mark.parametrize("dim", [64, 256, 512])
-def test_head_dimensions(dim: int, device: str) -> None:
-    """All that vLLM's backend names; 512 is that of Gemma 4's global layers."""
-    for batch, causal in ((PREFILL, True), (DECODE, False)):
-        tokens = Tokens(dataclasses.replace(batch, dim=dim), device)
-        out = (prefilled if causal else decoded)(tokens, tokens.caches(fused=True), "NHD", {})
-        assert_close(out, tokens.expected(SCALE, causal=causal)[0])
-
-
 def test_batch_invariant_prefill(device: str) -> None:
     """`disable_split_kv` decides, and a request's bits do not depend on the others."""
     tokens = Tokens(PREFILL, device)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend="auto")
+    wrapper = prefill_wrapper(device)
     plan_prefill(wrapper, tokens, fixed_split_size=4096, disable_split_kv=True)
     cache = tokens.caches(fused=True)
     out = run_prefill(wrapper, tokens, cache).clone()
@@ -224,50 +175,71 @@ def decode_wrapper(device: str, layout: str, backend: str = "auto", buffers: tup
     )
 
 
-def decoded(tokens: Tokens, cache: Any, layout: str, plan: dict[str, Any], **run: Any) -> torch.Tensor:
-    """A step of a new wrapper without graphs."""
-    wrapper = decode_wrapper(tokens.device, layout)
-    plan_decode(wrapper, tokens, **plan)
-    check_attributes(wrapper, plan.get("window_left", -1), plan.get("logits_soft_cap"), None)
-    return run_decode(wrapper, tokens, cache, **run)
+RUN = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0, "kv_cache_sf": None, "sinks": None}
 
 
 def run_decode(wrapper: Any, tokens: Tokens, cache: Any, **changes: Any) -> torch.Tensor:
     out = torch.empty_like(tokens.q, dtype=BF16)
-    arguments = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0, "kv_cache_sf": None, "sinks": None, **changes}
-    wrapper.run(tokens.q, cache, out=out, **arguments)
+    wrapper.run(tokens.q, cache, out=out, **{**RUN, **changes})
     return out
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-def test_decode(layout: str, with_sinks: bool, device: str) -> None:
-    tokens = Tokens(DECODE, device)
-    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device) if with_sinks else None
-    out = decoded(tokens, tokens.caches(layout, fused=True), layout, {"window_left": 40}, sinks=sinks)
-    assert_close(out, tokens.expected(SCALE, window_left=40, sinks=sinks)[0])
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A batch of new prefills or decodes, the layout of its cache, and options of its plan and its run."""
+
+    batch: Batch
+    layout: str = "NHD"
+    plan: dict[str, Any] = dataclasses.field(default_factory=dict)
+    run: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: float = 6e-3
 
 
-def test_decode_with_soft_cap(device: str) -> None:
-    tokens = Tokens(DECODE, device)
-    out = decoded(tokens, tokens.caches(fused=True), "NHD", {"logits_soft_cap": 2.0})
-    assert_close(out, tokens.expected(SCALE, soft_cap=2.0)[0])
+def stored(batch: Batch, dtype: torch.dtype, q_dtype: torch.dtype = BF16) -> Batch:
+    return dataclasses.replace(batch, dtype=q_dtype, kv_dtype=dtype)
 
 
-@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_decode_over_an_fp8_cache(kv_dtype: torch.dtype, device: str) -> None:
-    tokens = Tokens(Batch(DECODE.q_lens, DECODE.kv_lens, kv_dtype=kv_dtype), device)
-    cache = tokens.caches("HND", fused=True)
-    out = decoded(tokens, cache, "HND", {}, q_scale=0.9, k_scale=0.6, v_scale=1.7)
-    assert_close(out, tokens.expected(SCALE * 0.9 * 0.6, v_scale=1.7)[0])
+FP8_SCALES = {"q_scale": 0.9, "k_scale": 0.6, "v_scale": 1.7}
+NVFP4 = {"plan": {"kv_data_type": torch.uint8}, "run": {"k_scale": 0.002, "v_scale": 0.003}}
+DRAFT = {"causal": False}  # a draft model's block
+STEPS = {
+    **{f"prefill-{layout}": Step(PREFILL, layout) for layout in ("NHD", "HND")},
+    **{f"prefill-draft-{layout}": Step(PREFILL, layout, DRAFT) for layout in ("NHD", "HND")},
+    "prefill-window-cap": Step(PREFILL, plan={"window_left": 9, "logits_soft_cap": 2.0}),
+    "prefill-e4m3": Step(stored(PREFILL, E4M3), "HND", run=FP8_SCALES),
+    "prefill-e5m2": Step(stored(PREFILL, E5M2), "HND", run=FP8_SCALES),
+    "prefill-e4m3-query": Step(stored(PREFILL, E4M3, E4M3), "HND", run=FP8_SCALES, error=5e-2),  # on Hopper
+    **{f"prefill-nvfp4-{layout}": Step(PREFILL, layout, **NVFP4) for layout in ("NHD", "HND")},
+    **{f"decode-window-{layout}": Step(DECODE, layout, {"window_left": 40}) for layout in ("NHD", "HND")},
+    "decode-sinks": Step(DECODE, plan={"window_left": 40}, run={"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+    "decode-cap": Step(DECODE, plan={"logits_soft_cap": 2.0}),
+    "decode-e4m3": Step(stored(DECODE, E4M3), "HND", run=FP8_SCALES),
+    "decode-e5m2": Step(stored(DECODE, E5M2), "HND", run=FP8_SCALES),
+    "decode-nvfp4": Step(DECODE, **NVFP4),
+    # All head dimensions that vLLM's backend names; 512 is that of Gemma 4's global layers.
+    **{f"prefill-{dim}": Step(dataclasses.replace(PREFILL, dim=dim)) for dim in (64, 256, 512)},
+    **{f"decode-{dim}": Step(dataclasses.replace(DECODE, dim=dim)) for dim in (64, 256, 512)},
+}
 
 
-def test_decode_over_an_nvfp4_cache(device: str) -> None:
-    tokens = Tokens(DECODE, device)
-    data, scales, held = nvfp4_cache(tokens, "NHD")
-    plan = {"kv_data_type": torch.uint8}
-    out = decoded(tokens, data, "NHD", plan, k_scale=0.002, v_scale=0.003, kv_cache_sf=scales)
-    assert_close(out, held.expected(SCALE)[0])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name: str, device: str) -> None:
+    """K and V are halves of one tensor, of bytes viewed as fp8. Attributes are what vLLM compares in every forward."""
+    batch, layout, plan = STEPS[name].batch, STEPS[name].layout, STEPS[name].plan
+    tokens, decodes = Tokens(batch, device), name.startswith("decode")
+    run = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in STEPS[name].run.items()}
+    held, options = tokens, {**plan, **run}
+    if "nvfp4" in name:  # whose scales are part of what the cache holds
+        cache, run["kv_cache_sf"], held = nvfp4_cache(tokens, layout)
+        options = {}
+    else:
+        cache = tuple(x.view(torch.uint8).view(batch.kv_dtype) for x in tokens.caches(layout, fused=True))
+    wrapper = decode_wrapper(device, layout) if decodes else prefill_wrapper(device, layout)
+    (plan_decode if decodes else plan_prefill)(wrapper, tokens, **plan)
+    causal = None if decodes else plan.get("causal", True)
+    check_attributes(wrapper, plan.get("window_left", -1), plan.get("logits_soft_cap"), causal)
+    out = (run_decode if decodes else run_prefill)(wrapper, tokens, cache, **run)
+    assert_close(out, held.solved(**{"sm_scale": SCALE, "causal": not decodes, **options}), STEPS[name].error)
 
 
 def test_decode_of_several_tokens(device: str) -> None:
@@ -305,8 +277,7 @@ def test_captured_decode(q_len: int, options: dict[str, Any], kv_dtype: torch.dt
     out = torch.empty_like(q)
 
     def run() -> torch.Tensor:
-        arguments = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0, "kv_cache_sf": None, "sinks": None}
-        wrapper.run(q, cache, out=out, **arguments)
+        wrapper.run(q, cache, out=out, **RUN)
         return out
 
     plan_decode(wrapper, tokens[0], **options)
@@ -335,18 +306,7 @@ def test_decode_over_shards_of_the_keys(device: str) -> None:
         plan_decode(wrapper, shard)
         lse = torch.empty(shard.q.shape[:2], dtype=torch.float32, device=device)
         out = torch.empty_like(shard.q)
-        wrapper.run(
-            shard.q,
-            shard.caches(fused=True),
-            q_scale=1.0,
-            k_scale=1.0,
-            v_scale=1.0,
-            out=out,
-            lse=lse,
-            return_lse=True,
-            kv_cache_sf=None,
-            sinks=None,
-        )
+        wrapper.run(shard.q, shard.caches(fused=True), out=out, lse=lse, return_lse=True, **RUN)
         parts.append((out, lse))
     out, lse = merge(parts)
     expected = tokens.expected(SCALE)
@@ -354,14 +314,20 @@ def test_decode_over_shards_of_the_keys(device: str) -> None:
     assert_lse(lse.float(), expected[1])
 
 
+def planned_ragged(tokens: Tokens, causal: bool, **changes: Any) -> Any:
+    heads, dim = tokens.batch.heads, tokens.batch.dim
+    options: dict[str, Any] = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim_qk": dim, "causal": causal}
+    options |= {"head_dim_vo": tokens.batch.dim_vo or dim, "sm_scale": SCALE, "window_left": -1}
+    bounds = {"qo_indptr": host(tokens.qo_indptr), "kv_indptr": host(tokens.token_indptr), "logits_soft_cap": None}
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(tokens.device), "NHD", backend="auto")
+    wrapper.plan(**{**options, **bounds, "q_data_type": BF16, **changes})
+    return wrapper
+
+
 def test_prefill_over_shards_of_the_keys(device: str) -> None:
     """Two passes: new tokens over the shards of the context, not causal, and over themselves."""
     whole = Tokens(Batch((7, 3), (30, 21)), device)
-    context = [n - m for n, m in zip(whole.batch.kv_lens, whole.batch.q_lens, strict=True)]
-    past = Tokens(Batch((7, 3), context), device, *([x[:n] for x, n in zip(parts, context, strict=True)]
-                  for parts in (whole.keys, whole.values)))  # fmt: skip
-    past.q, past.queries = whole.q, whole.queries
-    parts = []
+    (past, new), parts = whole.split(), []
     for rank in range(2):
         shard = past.shard(rank, 2)
         native = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "HND")
@@ -369,24 +335,9 @@ def test_prefill_over_shards_of_the_keys(device: str) -> None:
         check_attributes(native, -1, None, False)
         cache = shard.caches("HND", fused=True)
         parts.append(native.run(whole.q, cache, k_scale=1.0, v_scale=1.0, return_lse=True))
-    new = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
-    new.plan(
-        qo_indptr=host(whole.qo_indptr),
-        kv_indptr=host(whole.qo_indptr),
-        num_qo_heads=4,
-        num_kv_heads=2,
-        head_dim_qk=128,
-        head_dim_vo=128,
-        causal=True,
-        sm_scale=SCALE,
-        window_left=-1,
-        logits_soft_cap=None,
-        q_data_type=BF16,
-    )
-    check_attributes(new, -1, None, True)
-    pairs = zip((whole.keys, whole.values), (past.keys, past.values), strict=True)
-    key, value = (torch.cat([x[len(y) :] for x, y in zip(*pair, strict=True)]).to(BF16).to(device) for pair in pairs)
-    parts.append(new.run(whole.q, key, value, return_lse=True))
+    ragged = planned_ragged(new, causal=True)
+    check_attributes(ragged, -1, None, True)
+    parts.append(ragged.run(whole.q, *new.ragged(), return_lse=True))
     assert_close(merge(parts)[0], whole.expected(SCALE, causal=True)[0])
 
 
@@ -422,30 +373,12 @@ def test_compact_sparse_prefill(device: str) -> None:
 
 
 def test_ragged_prefill_of_mla(device: str) -> None:
-    """Decompressed keys of 192 and values of 128: new tokens, then a chunk of the context."""
-    new = Tokens(Batch((9, 4), (9, 4), heads=(4, 4), dim=192, dim_vo=128), device)
-    chunk = Tokens(Batch((9, 4), (30, 0), heads=(4, 4), dim=192, dim_vo=128, seed=1), device)
-    chunk.q, chunk.queries = new.q, new.queries
-    results = []
-    for tokens, causal in ((new, True), (chunk, False)):
-        wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD", backend="auto")
-        wrapper.plan(
-            qo_indptr=tokens.qo_indptr.to(device),
-            kv_indptr=tokens.token_indptr.to(device),
-            num_qo_heads=4,
-            num_kv_heads=4,
-            head_dim_qk=192,
-            head_dim_vo=128,
-            causal=causal,
-            sm_scale=SCALE,
-            window_left=-1,
-            logits_soft_cap=None,
-            q_data_type=BF16,
-            o_data_type=BF16,
-        )
-        k, v = tokens.ragged()
-        results.append(wrapper.run(q=tokens.q, k=k, v=v, out=None, return_lse=True))
-    for (out, lse), tokens, causal in zip(results, (new, chunk), (True, False), strict=True):
+    """Decompressed keys of 192 and values of 128: a chunk of the context, which a request has not, and new tokens."""
+    whole = Tokens(Batch((9, 4), (39, 4), heads=(4, 4), dim=192, dim_vo=128), device)
+    for tokens, causal in zip(whole.split(), (False, True), strict=True):
+        bounds = {"qo_indptr": tokens.qo_indptr.to(device), "kv_indptr": tokens.token_indptr.to(device)}
+        wrapper, (k, v) = planned_ragged(tokens, causal, **bounds, o_data_type=BF16), tokens.ragged()
+        out, lse = wrapper.run(q=tokens.q, k=k, v=v, out=None, return_lse=True)
         expected = tokens.expected(SCALE, causal=causal)
         assert_close(out, expected[0])
         assert_lse(lse, expected[1])

@@ -31,6 +31,7 @@ import cute_attn.integrations.sglang as plugin
 from cute_attn.integrations.sglang import planned, tables
 from cute_attn.integrations.sglang.backend import CuteAttnBackend
 from tests.support import sglang_runner
+from tests.support.noted import noted
 from tests.support.sglang_runner import HEAD_DIM, HEADS, Runner
 
 HALF_STEP = 1 / 128  # of bfloat16 at 1, twice
@@ -66,40 +67,32 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(out.double(), expected.double(), rtol=HALF_STEP, atol=HALF_STEP)
 
 
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """fp64 attention of a request: q `[rows, heads, dim]`, keys `[kv_len, kv_heads, dim]`, visible `[rows, kv_len]`."""
-    return attention(q, keys, values, visible, HEAD_DIM**-0.5, soft_cap, sinks)[0].flatten(1)
-
-
-def gathered(runner: Runner, layer: Any, request: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a request, read slot by slot."""
-    slots = runner.req_to_token_pool.req_to_token[request, :kv_len].long()
-    pool = runner.token_to_kv_pool
-    mapping = getattr(pool, "layers_mapping", None)
-    if mapping is not None and mapping[layer.layer_id][1]:
-        slots = pool.translate_loc_from_full_to_swa(slots)
-    return tuple(buffer[slots] for buffer in pool.get_kv_buffer(layer.layer_id))
-
-
 def expected(
-    runner: Runner, layer: Any, batch: Any, q: torch.Tensor, q_lens: list[int], **options: Any
+    runner: Runner,
+    layer: Any,
+    batch: Any,
+    q: torch.Tensor,
+    q_lens: list[int],
+    among: torch.Tensor | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
+    **options: Any,
 ) -> torch.Tensor:
-    """The oracle of a causal batch whose pool already holds the new keys."""
-    rows, first = [], 0
-    for i, q_len in enumerate(q_lens):
-        kv_len = int(batch.seq_lens[i])
-        keys, values = gathered(runner, layer, int(batch.req_pool_indices[i]), kv_len)
-        visible = seen(q_len, kv_len, window_left=layer.sliding_window_size if layer.sliding_window_size > 0 else -1)
-        part = q[first : first + q_len].view(-1, NUM_HEADS, HEAD_DIM)
-        rows.append(attend(part, keys, values, visible, **options))
-        first += q_len
+    """fp64 attention of a causal batch, of keys and values read from the pool slot by slot. `among`: which of a
+    request's drafts, which its length does not count, see which.
+    """
+    rows, pool = [], runner.token_to_kv_pool
+    mapping = getattr(pool, "layers_mapping", None)
+    for i, part in enumerate(q.view(-1, NUM_HEADS, HEAD_DIM).split(q_lens)):
+        kv_len = int(batch.seq_lens[i]) + (0 if among is None else len(among))
+        slots = runner.req_to_token_pool.req_to_token[int(batch.req_pool_indices[i]), :kv_len].long()
+        if mapping is not None and mapping[layer.layer_id][1]:
+            slots = pool.translate_loc_from_full_to_swa(slots)
+        buffers = zip(pool.get_kv_buffer(layer.layer_id), scales, strict=True)
+        keys, values = (x.view(torch.uint8)[slots].view(x.dtype).double() * scale for x, scale in buffers)
+        visible = seen(len(part), kv_len, window_left=max(layer.sliding_window_size, 0) or -1)
+        if among is not None:
+            visible[:, kv_len - len(among) :] = among
+        rows.append(attention(part, keys, values, visible, HEAD_DIM**-0.5, **options)[0].flatten(1))
     return torch.cat(rows)
 
 
@@ -193,16 +186,7 @@ def test_fp8_pools(dtype: torch.dtype, as_tensor: bool) -> None:
     for batch, q_lens in ((runner.extend([1, 2], [40, 3]), [40, 3]), (runner.decode([2, 1]), [1, 1])):
         q, k, v = new_tokens(batch)
         out = forward(backend, layer, batch, (q, k.clone(), v.clone()))
-        rows, first = [], 0
-        for i, q_len in enumerate(q_lens):
-            kv_len = int(batch.seq_lens[i])
-            slots = runner.req_to_token_pool.req_to_token[int(batch.req_pool_indices[i]), :kv_len].long()
-            keys, values = (x.view(torch.uint8)[slots].view(dtype) for x in pool.get_kv_buffer(0))
-            visible = torch.arange(kv_len) <= torch.arange(kv_len - q_len, kv_len)[:, None]
-            part = q[first : first + q_len].view(-1, NUM_HEADS, HEAD_DIM)
-            rows.append(attend(part, keys.double() * 0.5, values.double() * 2.0, visible))
-            first += q_len
-        assert_close(out, torch.cat(rows))
+        assert_close(out, expected(runner, layer, batch, q, q_lens, scales=(0.5, 2.0)))
 
 
 def test_head_major_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,32 +214,16 @@ def test_nothing_is_copied(page_size: int, monkeypatch: pytest.MonkeyPatch) -> N
     """Calls get the pool's memory with its strides, and every layer of a kind runs the plan of the first."""
     layers = [sglang_runner.layer(i) for i in range(3)]
     runner = Runner(layers, page_size)
-    backend, seen, plans = CuteAttnBackend(runner), [], []
-    decode, run = tables.xqa_batch_decode_with_kv_cache, planned.BatchPrefillWithPagedKVCacheWrapper.run
-    plan = planned.BatchPrefillWithPagedKVCacheWrapper.plan
-
-    def seen_decode(q: torch.Tensor, cache: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(cache)
-        return decode(q, cache, *args, **kwargs)
-
-    def seen_run(wrapper: Any, q: torch.Tensor, cache: Any, **kwargs: Any) -> Any:
-        seen.append(cache)
-        return run(wrapper, q, cache, **kwargs)
-
-    def seen_plan(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-        plans.append(args)
-        plan(wrapper, *args, **kwargs)
-
-    monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", seen_decode)
-    monkeypatch.setattr(planned.BatchPrefillWithPagedKVCacheWrapper, "run", seen_run)
-    monkeypatch.setattr(planned.BatchPrefillWithPagedKVCacheWrapper, "plan", seen_plan)
+    backend, wrapper = CuteAttnBackend(runner), planned.BatchPrefillWithPagedKVCacheWrapper
+    plans, runs = (noted(monkeypatch, wrapper, name) for name in ("plan", "run"))
+    decodes = noted(monkeypatch, tables, "xqa_batch_decode_with_kv_cache")
     for batch in (runner.extend([1, 2], [40, 3]), runner.decode([2, 1])):
         backend.init_forward_metadata(batch)
         for layer in layers:
             backend.forward(*new_tokens(batch), layer, batch)
     assert len(plans) == 1
-    assert len(seen) == 6
-    for layer, cache in zip(layers * 2, seen, strict=True):
+    caches = [call.args[2] for call in runs] + [call.args[1] for call in decodes]
+    for layer, cache in zip(layers * 2, caches, strict=True):
         for pages, buffer in zip(cache, runner.token_to_kv_pool.get_kv_buffer(layer.layer_id), strict=True):
             assert pages.data_ptr() == buffer.data_ptr()
             assert pages.shape[1:] == (page_size, NUM_KV_HEADS, HEAD_DIM)
@@ -309,17 +277,6 @@ def drafts(mask: torch.Tensor | None, topk: int) -> Any:
     return SimpleNamespace(custom_mask=mask, draft_token_num=DRAFTS, topk=topk)
 
 
-def verified(runner: Runner, layer: Any, batch: Any, q: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-    rows = []
-    for i, request in enumerate(batch.req_pool_indices.tolist()):
-        before = int(batch.seq_lens[i])
-        keys, values = gathered(runner, layer, request, before + DRAFTS)
-        visible = torch.cat((torch.ones(DRAFTS, before, dtype=torch.bool), among), 1)
-        part = q[i * DRAFTS : (i + 1) * DRAFTS].view(-1, NUM_HEADS, HEAD_DIM)
-        rows.append(attend(part, keys, values, visible))
-    return torch.cat(rows)
-
-
 @pytest.mark.parametrize("with_prefix", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_drafts_in_trees(page_size: int, with_prefix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,14 +296,14 @@ def test_drafts_in_trees(page_size: int, with_prefix: bool, monkeypatch: pytest.
         mask = torch.cat([torch.cat((part, among), 1).flatten() for part in ones])
         batch = runner.verify([2, 1], drafts(mask, 2))
         qkv = new_tokens(batch)
-        assert_close(forward(backend, layer, batch, qkv), verified(runner, layer, batch, qkv[0], among))
+        assert_close(forward(backend, layer, batch, qkv), expected(runner, layer, batch, qkv[0], [DRAFTS] * 2, among))
         # Overlapped planning brings the mask late.
         late = drafts(torch.zeros_like(mask), 2)
         batch.spec_info = late
         backend.init_forward_metadata(batch)
         backend.update_verify_buffers_to_fill_after_draft(drafts(mask, 2), None)
         out = backend.forward(*qkv, layer, batch)
-        assert_close(out, verified(runner, layer, batch, qkv[0], among))
+        assert_close(out, expected(runner, layer, batch, qkv[0], [DRAFTS] * 2, among))
 
 
 def test_drafts_in_chains() -> None:
@@ -361,7 +318,9 @@ def test_drafts_in_chains() -> None:
         batch = runner.verify([2, 1], drafts(None, 1))
         qkv = new_tokens(batch)
         out = forward(backend, layer, batch, qkv)
-        assert_close(out, verified(runner, layer, batch, qkv[0], torch.ones(DRAFTS, DRAFTS).tril().bool()))
+        assert_close(
+            out, expected(runner, layer, batch, qkv[0], [DRAFTS] * 2, torch.ones(DRAFTS, DRAFTS).tril().bool())
+        )
 
 
 # ---- hooks of CUDA graphs, called in their order without a graph
@@ -408,7 +367,8 @@ def state_addresses(backend: CuteAttnBackend) -> list[int]:
     if isinstance(step, tables.TableStep):
         used = [x for x in (step.tables, step.window_tables, step.seq_lens, step.mask) if x is not None]
     else:
-        used = [x for wrapper in step._wrappers.values() for x in wrapper._place.graph.index.values()]
+        names = "_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"
+        used = [getattr(wrapper, name) for wrapper in step._wrappers.values() for name in names]
     if backend._window_loc is not None:
         used.append(backend._window_loc)
     return [x.data_ptr() for x in used]
@@ -432,7 +392,7 @@ def test_hooks_of_verification() -> None:
         owned.buffer[: 2 * DRAFTS * DRAFTS] = among.flatten().repeat(2)
         qkv = new_tokens(batch)
         out = replayed(backend, layer, batch, batch, qkv)
-        assert_close(out, verified(runner, layer, batch, qkv[0], among))
+        assert_close(out, expected(runner, layer, batch, qkv[0], [DRAFTS] * 2, among))
 
 
 # ---- selection and refusals

@@ -17,9 +17,9 @@ from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind
 from cute_attn.integrations.sglang.tables import TableStep
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
-from tests.support.dense_attention import attention, seen
 from tests.support.executors import DEVICES
-from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
+from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase, newest
+from tests.support.noted import noted
 
 HEADS = 4
 KIND = LayerKind(False, HEADS, 1, LATENT + ROPE, SCALE, -1, 0.0, True)
@@ -28,11 +28,6 @@ needs_sglang = [
     pytest.mark.engines,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang: docs/integrations/sglang.md"),
 ]
-
-
-def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """fp64 attention of the newest tokens of a request; k and v `[keys, heads, ...]`."""
-    return attention(q, k, v, seen(len(q), len(k)), SCALE)[0]
 
 
 def assert_close(found: torch.Tensor, want: torch.Tensor) -> None:
@@ -62,11 +57,7 @@ def test_rows_of_the_pool(q_lens: tuple[int, ...], page_size: int, narrow: bool,
 @pytest.mark.parametrize("device", DEVICES)
 def test_prompts_are_planned_once_per_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = LatentAttention(device)
-    plans: list[int] = []
-    plan = BatchPrefillWithRaggedKVCacheWrapper.plan
-    monkeypatch.setattr(
-        BatchPrefillWithRaggedKVCacheWrapper, "plan", lambda self, *a, **o: (plans.append(1), plan(self, *a, **o))[1]
-    )
+    plans = noted(monkeypatch, BatchPrefillWithRaggedKVCacheWrapper, "plan")
     kind = KIND._replace(num_kv_heads=HEADS, head_dim=192)
     generator = torch.Generator().manual_seed(0)
     for q_lens in ((7, 1, 30), (7, 2)):
@@ -77,7 +68,7 @@ def test_prompts_are_planned_once_per_step(device: str, monkeypatch: pytest.Monk
             out = torch.empty_like(v).to(device)
             attention.run_new(step, kind, (q.to(device), k.to(device), v.to(device)), out)
             parts = zip(*(x.split(q_lens) for x in (q, k, v)), strict=True)
-            assert_close(out, torch.cat([causal(*part) for part in parts]))
+            assert_close(out, torch.cat([newest(*part) for part in parts]))
     assert len(plans) == 2
 
 
@@ -150,7 +141,7 @@ def check_rows(backend: Any, runner: Any, layer: Any, batch: Any, q_lens: list[i
         keys = rows_of(runner, batch, i).expand(-1, HEADS, -1) * scale
         if scale == 1:
             assert torch.equal(keys[-q_lens[i] :, 0], row.split(q_lens)[i][:, 0].float())
-        want.append(causal(part, keys, keys[..., :LATENT]).flatten(1))
+        want.append(newest(part, keys, keys[..., :LATENT]).flatten(1))
     assert_close(out, torch.cat(want))
 
 
@@ -170,7 +161,7 @@ class TestServer:
         v = torch.randn(39, HEADS, 128).bfloat16()
         out = backend.forward(q.flatten(1), k, v, prompts, batch, save_kv_cache=False)
         parts = zip(*(x.split([9, 30]) for x in (q, k, v)), strict=True)
-        assert_close(out, torch.cat([causal(*part) for part in parts]).flatten(1))
+        assert_close(out, torch.cat([newest(*part) for part in parts]).flatten(1))
         check_rows(backend, runner, absorbed, batch, [9, 30])
         for later, q_lens in (
             (runner.extend([1, 2], [5, 1]), [5, 1]),

@@ -22,7 +22,9 @@ from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
 from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, table_step
+from tests.support.engine_case import Graph
 from tests.support.executors import GPU_MARKS
+from tests.support.noted import noted
 from tests.support.sglang_case import (
     BF16,
     DIM,
@@ -158,21 +160,14 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
 
 
 def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits would make results depend on the rest of the batch. Decodes are prefills of one token: the same bits."""
-    seen: list[bool] = []
-
-    class Recorded(planned.BatchPrefillWithPagedKVCacheWrapper):
-        def plan(self, *args: Any, **options: Any) -> None:
-            seen.append(options["disable_split_kv"])
-            super().plan(*args, **options)
-
-    monkeypatch.setattr(planned, "BatchPrefillWithPagedKVCacheWrapper", Recorded)
+    """Splits would make results depend on the rest of the batch."""
+    plans = noted(monkeypatch, planned.BatchPrefillWithPagedKVCacheWrapper, "plan")
     for deterministic in (False, True):
         form = CacheFormat(BF16, BF16, "NHD", 16, deterministic)
         for decode, q_lens in ((False, [3, 1]), (True, [1, 1])):
             attention = PlannedAttention(workspace("cpu"), form, decode)
             begin(Server(16, [37, 5]), q_lens, attention, kinds=[KINDS["full"], KINDS["window"]])
-    assert seen == [False, False, True, True, True, True]
+    assert [plan.kwargs["disable_split_kv"] for plan in plans] == [False] * 4 + [True] * 4
 
 
 @DEVICES
@@ -263,10 +258,7 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
         buffers.fill(requests, seq_lens, 0)
         attention.run(buffers.view(2, 1, with_mask=False), kind, q, cache, out, None, None, None)
 
-    layer()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer()
+    graph = Graph(device, layer)
     for server in servers:
         slots.copy_(server.slots)
         seq_lens.copy_(server.seq_lens)

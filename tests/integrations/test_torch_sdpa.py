@@ -19,6 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cute_attn
 from cute_attn.integrations import aten_flash, sdpa
+from tests.support.dense_attention import attention, seen
+from tests.support.noted import noted
 
 aten = torch.ops.aten
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
@@ -47,13 +49,12 @@ def some_heads(heads: int, tokens: int) -> torch.Tensor:
 
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **band: Any) -> tuple[Any, Any]:
     """Attention of `[..., heads, tokens, head_dim]` in fp64, and the natural-log lse."""
-    group = q.shape[-3] // k.shape[-3]
-    k, v = (x.double().repeat_interleave(group, -3) for x in (k, v))
-    scores = q.double() @ k.mT * (band.get("scale") or DIM**-0.5)
-    distance = torch.arange(q.shape[-2])[:, None] + k.shape[-2] - q.shape[-2] - torch.arange(k.shape[-2])
-    hidden = (distance < 0) & causal | (distance > band.get("left", 1 << 20))
-    scores = scores.masked_fill(hidden, -math.inf)
-    return torch.softmax(scores, -1) @ v, scores.logsumexp(-1)
+    if q.dim() == 4:
+        results = [expected(*request, causal, **band) for request in zip(q, k, v, strict=True)]
+        return tuple(map(torch.stack, zip(*results, strict=True)))
+    kept = seen(q.shape[1], k.shape[1], causal, band.get("left", -1))
+    out, lse = attention(*(x.transpose(0, 1) for x in (q, k, v)), kept, band.get("scale"))
+    return out.transpose(0, 1), lse.T * math.log(2)
 
 
 def steps(x: torch.Tensor) -> list[int]:
@@ -82,16 +83,10 @@ def test_dense(make_q: Any, make_kv: Any, qo_len: int, causal: bool, scale: floa
 def test_no_layout_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v reach the kernels where they are."""
     q, k, v = by_tokens(HEADS, 5), by_heads(KV_HEADS, 9), by_heads(KV_HEADS, 9)
-    seen: list[int] = []
-    run = aten_flash.planned_prefill.run
-
-    def record(workspace: Any, structure: Any, query: Any, keys: Any, *rest: Any) -> Any:
-        seen.extend(x.data_ptr() for x in (query, keys.k, keys.v))
-        return run(workspace, structure, query, keys, *rest)
-
-    monkeypatch.setattr(aten_flash.planned_prefill, "run", record)
+    runs = noted(monkeypatch, aten_flash.planned_prefill, "run")
     aten._scaled_dot_product_flash_attention(q, k, v)
-    assert seen == [x.data_ptr() for x in (q, k, v)]
+    (_, _, query, keys, *_), _ = runs[0]
+    assert [x.data_ptr() for x in (query, keys.k, keys.v)] == [x.data_ptr() for x in (q, k, v)]
 
 
 @pytest.mark.usefixtures("_on_cpu")
@@ -258,12 +253,7 @@ def replaced() -> set[str]:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA kernels of its own")
-@pytest.mark.parametrize("has_registry", [True, False])
-def test_activate_and_deactivate(has_registry: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn import attention
-
-    if not has_registry:  # an older torch
-        monkeypatch.delattr(attention, "restore_flash_attention_impl", raising=False)
+def test_activate_and_deactivate() -> None:
     before = replaced()
     for _ in range(2):
         sdpa.activate()
@@ -276,9 +266,6 @@ def test_activate_and_deactivate(has_registry: bool, monkeypatch: pytest.MonkeyP
         assert replaced() == before
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="this torch has no registry"
-)
 def test_torch_knows_the_name() -> None:
     from torch.nn import attention
 

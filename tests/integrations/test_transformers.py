@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import transformers
@@ -10,6 +12,7 @@ from transformers import masking_utils
 from cute_attn.integrations.transformers import forward, plans, register
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support import tiny_transformers as tiny
+from tests.support.noted import Noted, noted
 
 OURS = "cute_attn"
 CLOSE = 1.15  # times the error of eager bf16, whose sums differ from CPU to CPU
@@ -23,18 +26,10 @@ def _registered() -> None:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """The options of every plan that the test makes, after those of other tests are forgotten."""
-    calls: list[dict] = []
-    plan = BatchPrefillWithPagedKVCacheWrapper.plan
-
-    def counted(self, *args, **options):
-        calls.append(options)
-        return plan(self, *args, **options)
-
-    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", counted)
-    monkeypatch.setattr(plans, "_plans", plans.Plans())
-    return calls
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
+    """Every plan that the test makes, after those of other tests are forgotten."""
+    monkeypatch.setattr(plans, "_sessions", OrderedDict())
+    return noted(monkeypatch, BatchPrefillWithPagedKVCacheWrapper, "plan")
 
 
 def padding_of(kind: str, ids: torch.Tensor) -> torch.Tensor | None:
@@ -89,7 +84,7 @@ def test_packed_sequences_do_not_see_each_other(name, planned):
     eager = torch.cat([tiny.logits(model.half, "eager", part) for part in parts], 1)
     ours = tiny.logits(model.half, OURS, ids, position_ids=positions, use_cache=False)
     assert tiny.error(ours, exact) <= CLOSE * tiny.error(eager, exact)
-    assert all(call["custom_mask"] is None for call in planned)  # chunks part the sequences further
+    assert all(call.kwargs["custom_mask"] is None for call in planned)  # chunks part the sequences further
 
 
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4, 0, 1, 2], [5, 6, 7, 8, 9, 0, 1, 2]])
@@ -122,7 +117,7 @@ def test_one_plan_per_layer_type_and_forward_pass(planned):
     model.set_attn_implementation(OURS)
     with torch.no_grad():
         cache = model(ids, attention_mask=tiny.left_padding(ids, 3), use_cache=True).past_key_values
-        assert sorted(call["window_left"] for call in planned) == [-1, 7]
+        assert sorted(call.kwargs["window_left"] for call in planned) == [-1, 7]
         model(ids[:, :1], attention_mask=tiny.left_padding(ids.repeat(1, 2)[:, :16], 3), past_key_values=cache)
     assert len(planned) == 4
     planned.clear()
@@ -134,20 +129,13 @@ def test_one_exact_mask_per_layer_type_and_forward_pass(planned):
     """Llama 4 has 2 chunked and 2 full layers; a chunk needs the exact mask."""
     model = tiny.pair("llama4").half
     tiny.logits(model, OURS, tiny.tokens(2, 15))
-    assert sorted(call["custom_mask"] is not None for call in planned) == [False, True]
+    assert sorted(call.kwargs["custom_mask"] is not None for call in planned) == [False, True]
     tiny.logits(model, OURS, tiny.tokens(2, 15))
     assert len(planned) == 3  # an exact mask is a new one in each forward pass
 
 
 def test_decode_of_a_static_cache_makes_no_plan_and_copies_nothing(planned, monkeypatch):
-    seen = []
-    run = forward.xqa_batch_decode_with_kv_cache
-
-    def noted(query, kv_cache, *args, **options):
-        seen.append([x.untyped_storage().data_ptr() for x in kv_cache])
-        return run(query, kv_cache, *args, **options)
-
-    monkeypatch.setattr(forward, "xqa_batch_decode_with_kv_cache", noted)
+    decodes = noted(monkeypatch, forward, "xqa_batch_decode_with_kv_cache")
     model, ids = tiny.pair("llama").half, tiny.tokens(3, 9)
     cache = transformers.StaticCache(model.config, max_cache_len=16)
     model.set_attn_implementation(OURS)
@@ -160,7 +148,7 @@ def test_decode_of_a_static_cache_makes_no_plan_and_copies_nothing(planned, monk
     own = [
         [layer.keys.untyped_storage().data_ptr(), layer.values.untyped_storage().data_ptr()] for layer in cache.layers
     ]
-    assert seen == own * 2
+    assert [[x.untyped_storage().data_ptr() for x in call.args[1]] for call in decodes] == own * 2
     assert len(planned) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy as np
@@ -380,21 +381,10 @@ def test_register_refuses_bad_names_and_old_releases(monkeypatch):
 )
 def test_kernels_read_caches_in_place(q_len, padding, monkeypatch):
     """Hopper's kernels on the emulator: a page per request, and pages of one token, in a static cache of 48 tokens."""
-    monkeypatch.setattr(plans, "_plans", plans.Plans())
+    monkeypatch.setattr(plans, "_sessions", OrderedDict())
     kept = None if padding is None else torch.nn.functional.pad(padding, (0, 8))
     mask, seen = described(48, q_len, torch.tensor(40 - q_len), kept)
     q, k, v = layer(heads=2, kv_heads=1, q_len=q_len, kv_len=48, dims=(64, 64))
     with using("sm_90a"):
         out, _ = forward.attention(MODULE, q, k, v, mask, backend="emulator")
     assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
-
-
-def test_workspaces_of_streams_are_bounded(monkeypatch):
-    monkeypatch.setattr(plans, "WORKSPACE_BYTES", 16)
-    kept = plans.Plans()
-    structure = plans.Structure(torch.device("cpu"), 0, "auto", 4, 2, 64, 64, torch.float16, True, -1, 0.0, False)
-    first = kept._workspace(structure)
-    for stream in range(100):
-        kept._workspace(structure._replace(stream=stream % 60))
-        assert kept._workspace(structure) is first, "a stream in use keeps its workspace"
-    assert len(kept.workspaces) == plans.MAX_STREAMS

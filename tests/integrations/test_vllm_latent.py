@@ -18,9 +18,10 @@ from cute_attn.integrations.vllm import latent, support
 from cute_attn.integrations.vllm.latent import LatentDecodes, LatentPrefills
 from cute_attn.integrations.vllm.metadata import split_decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
-from tests.support.dense_attention import attention, seen
+from tests.support.engine_case import Graph
 from tests.support.executors import DEVICES, needs_gpu
-from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
+from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase, newest
+from tests.support.noted import noted
 
 ENTRIES = [*DEVICES, pytest.param("emulator", marks=pytest.mark.emulator)]
 SCALED = 0.5  # of e4m3 caches
@@ -102,25 +103,15 @@ def test_ranks_are_merged_by_natural_lse() -> None:
 def test_a_graph_decodes_with_the_lengths_of_its_replay(q_len: int) -> None:
     case = MlaCase(heads=16, q_lens=(q_len,) * 3, kv_lens=(70, 40, 20), page_size=16, device="cuda")
     step = described(case, "cuda")
-    latent.decode(case.q, case.cache, step, SCALE, 1.0, True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = latent.decode(case.q, case.cache, step, SCALE, 1.0, True)
+    graph = Graph("cuda", lambda: latent.decode(case.q, case.cache, step, SCALE, 1.0, True))
     shorter = dataclasses.replace(case, kv_lens=(33, 2, 20), made={**case.made})
     object.__setattr__(shorter, "made", case.made)
     step.seq_lens.copy_(torch.tensor([33, 2, 20]))
-    graph.replay()
-    assert lse is not None
+    out, lse = graph.replay()
     shorter.check((out, lse / math.log(2)))
 
 
 # ---- prefills
-
-
-def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the newest tokens of one request, fp64."""
-    return attention(q, k, v, seen(len(q), len(k)), SCALE)[0]
 
 
 def indptr(lengths: Sequence[int], device: str) -> torch.Tensor:
@@ -134,11 +125,7 @@ def test_prefills_merge_new_tokens_and_chunks_of_context(device: str, monkeypatc
     generator = torch.Generator().manual_seed(0)
     workspace = torch.empty(8 << 20, dtype=torch.uint8, device=device)
     prefills = LatentPrefills(heads, SCALE, 128 + ROPE, 128, workspace)
-    plans: list[Any] = []
-    planned = BatchPrefillWithRaggedKVCacheWrapper.plan
-    monkeypatch.setattr(
-        BatchPrefillWithRaggedKVCacheWrapper, "plan", lambda self, *a, **o: (plans.append(o), planned(self, *a, **o))[1]
-    )
+    plans = noted(monkeypatch, BatchPrefillWithRaggedKVCacheWrapper, "plan")
     prefills.begin(torch.tensor(new))
     for _ in range(2):
 
@@ -166,14 +153,14 @@ def test_prefills_merge_new_tokens_and_chunks_of_context(device: str, monkeypatc
                 for x in range(2)
             )
             mine = slice(*own)
-            want = formula(q[mine].cpu(), torch.cat((keys, own_k[mine])).cpu(), torch.cat((values, own_v[mine])).cpu())
+            want = newest(q[mine].cpu(), torch.cat((keys, own_k[mine])).cpu(), torch.cat((values, own_v[mine])).cpu())
             torch.testing.assert_close(merged[mine].cpu(), want, rtol=1e-2, atol=1e-2)
-    assert [plan["causal"] for plan in plans] == [True, False, False]
+    assert [plan.kwargs["causal"] for plan in plans] == [True, False, False]
     prefills.begin(torch.tensor([3]))
     q, k, v = q[:3], own_k[:3], own_v[:3]
     out = torch.empty(3, heads, 128, dtype=q.dtype, device=device)
     assert prefills.run((q, k, v), out, False) is out  # planned again
-    torch.testing.assert_close(out.double().cpu(), formula(q.cpu(), k.cpu(), v.cpu()), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out.double().cpu(), newest(q.cpu(), k.cpu(), v.cpu()), rtol=1e-2, atol=1e-2)
 
 
 # ---- refusals

@@ -22,19 +22,21 @@ from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.integrations import vllm as plugin
 from cute_attn.integrations.vllm import support
-from cute_attn.integrations.vllm.attention import Layer, LayerAttention, has_standard_slopes
+from cute_attn.integrations.vllm.attention import LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.cache import CacheFormat, views
 from cute_attn.integrations.vllm.encoder import EncoderAttention
 from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, split_decodes
-from cute_attn.integrations.vllm.support import Asked
+from cute_attn.integrations.vllm.support import Layer
+from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.emulated_calls import emulated_append
+from tests.support.engine_case import Graph, nvfp4_values
 from tests.support.executors import DEVICES, needs_gpu
+from tests.support.noted import noted
 from tests.support.vllm_case import CACHE_DTYPES, UNTOUCHED, Step
 
 BF16 = torch.bfloat16
 LLAMA = Layer(4, 64, 0.125, 2)
 MIXED = [(1, 37), (1, 5), (20, 20), (7, 50)]  # two decodes, a prefill, an extension
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
 
 def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -111,9 +113,7 @@ def nvfp4_rows(case: Step, side: int) -> list[torch.Tensor]:
             inner = case.cache[block].transpose(0, 1) if case.memory_order == "NHD" else case.cache[block]
             page = inner.cpu().contiguous().view(2, -1)[side]
             codes, scales = page[: cells * dim // 2], page[cells * dim // 2 :].view(torch.float8_e4m3fn)
-            nibbles = torch.stack((codes & 15, codes >> 4), -1).view(cells, dim)
-            values = E2M1[(nibbles & 7).long()] * torch.where(nibbles >= 8, -1.0, 1.0)
-            values *= scales.double().view(cells, dim // 16).repeat_interleave(16, 1) * case.scales[side]
+            values = nvfp4_values(codes.view(cells, -1), scales.view(cells, -1), case.scales[side])
             shape = (size, heads, dim) if case.memory_order == "NHD" else (heads, size, dim)
             values = values.view(shape)
             tokens.append(values if case.memory_order == "NHD" else values.transpose(0, 1))
@@ -194,9 +194,7 @@ def test_kernels_read_and_write_the_cache(
 def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Step(MIXED, LLAMA)
     step = case.metadata()
-    plans: list[int] = []
-    planned = type(step)._plan
-    monkeypatch.setattr(type(step), "_plan", lambda self, *a: (plans.append(1), planned(self, *a))[1])
+    plans = noted(monkeypatch, BatchPrefillWithPagedKVCacheWrapper, "plan")
     for window_left, scale in ((-1, 0.125), (-1, 0.3), (8, 0.125), (-1, 0.125)):
         layer = Layer(4, 64, scale, 2, window_left=window_left)
         attention = LayerAttention(layer, BF16, None)
@@ -251,15 +249,6 @@ def batch_invariant_output(
 # ---- CUDA graphs
 
 
-def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 @needs_gpu
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
@@ -275,7 +264,7 @@ def test_a_graph_writes_the_cache_and_decodes_with_the_lengths_of_its_replay(kv_
         attention.write(rows[0], rows[1], case.cache, slots, scales)
         attention.run(query, case.cache, step, out)
 
-    graph = captured(run)
+    graph = Graph("cuda", run)
     lengths = (20, 4, 33)
     step.batch.seq_lens.copy_(torch.tensor(lengths))
     rows[1].mul_(-1)
@@ -313,13 +302,13 @@ def test_a_graph_plans_its_decodes_again(name: str, q_len: int, device: str) -> 
     def step() -> None:
         attention.run(query, case.cache, StepMetadata(batch, made.decodes, made.sessions, for_capture=True), out)
 
-    replay: Callable[[], Any] = captured(step).replay if device == "cuda" else step
+    graph = Graph(device, step)
     for now in lengths:
         order = torch.tensor((1, 2, 0) if now == lengths[1] else (0, 1, 2))
         seq_lens.copy_(torch.tensor([now[i] for i in order]))
         tables.copy_(case.tables[order])
         out.fill_(UNTOUCHED)
-        replay()
+        graph.replay()
         part = copy.copy(case)
         used = [(row, i) for row, i in enumerate(order.tolist()) if now[i]]
         part.q = [query.cpu()[row * q_len : (row + 1) * q_len] for row, _ in used]
@@ -428,36 +417,39 @@ def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
 # ---- what is supported
 
 
+def of(head_size: int, kv_cache_dtype: str = "auto", **options: Any) -> Layer:
+    return Layer(8, head_size, 0.1, 8, kv_cache_dtype, **options)
+
+
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("layer", "dtype", "words"),
     [
-        (Asked(128, BF16, "fp8", sinks=True), None),
-        (Asked(256, torch.float16, "nvfp4", soft_cap=True), None),
-        (Asked(80, BF16, "auto", alibi=True), None),
-        (Asked(320, BF16), "other head dimensions"),
-        (Asked(512, BF16, "nvfp4"), "NVFP4 k and v with head dimension 512"),
-        (Asked(72, BF16, "fp8"), "blocks of 16 elements, got head_size 72"),
-        (Asked(128, BF16, "float16"), "must have the model's dtype torch.bfloat16"),
-        (Asked(128, BF16, "int8_per_token_head"), "kv_cache_dtype must be one of auto, float16"),
+        (of(128, "fp8", sinks=True), BF16, None),
+        (of(256, "nvfp4", soft_cap=30.0), torch.float16, None),
+        (of(80, alibi=True), BF16, None),
+        (of(320), BF16, "other head dimensions"),
+        (of(512, "nvfp4"), BF16, "NVFP4 k and v with head dimension 512"),
+        (of(72, "fp8"), BF16, "blocks of 16 elements, got head_size 72"),
+        (of(128, "float16"), BF16, "must have the model's dtype torch.bfloat16"),
+        (of(128, "int8_per_token_head"), BF16, "kv_cache_dtype must be one of auto, float16"),
     ],
 )
-def test_reasons(asked: Asked, words: str | None) -> None:
-    reason = support.reason(asked, (9, 0))
+def test_reasons(layer: Layer, dtype: torch.dtype, words: str | None) -> None:
+    reason = support.reason(layer, dtype, (9, 0))
     assert reason is None if words is None else words in str(reason)
 
 
 def test_compute_capabilities() -> None:
     assert support.compute_capability_reason(9, 0) is support.compute_capability_reason(8, 6) is None
     assert "7.5 is not supported" in str(support.compute_capability_reason(7, 5))
-    assert "11.0 is not supported" in str(support.reason(Asked(128, BF16), (11, 0)))
+    assert "11.0 is not supported" in str(support.reason(of(128), BF16, (11, 0)))
 
 
 @pytest.mark.parametrize(
-    ("asked", "without_plan"),
-    [(Asked(128, BF16), True), (Asked(128, BF16, soft_cap=True), False), (Asked(128, BF16, alibi=True), False)],
+    ("layer", "without_plan"), [(of(128), True), (of(128, soft_cap=30.0), False), (of(128, alibi=True), False)]
 )
-def test_which_layers_decode_without_a_plan(asked: Asked, without_plan: bool) -> None:
-    assert support.decodes_without_plan(asked, None) is support.decodes_without_plan(asked, (9, 0)) is without_plan
+def test_which_layers_decode_without_a_plan(layer: Layer, without_plan: bool) -> None:
+    assert all(support.decodes_without_plan(layer, BF16, x) is without_plan for x in (None, (9, 0)))
 
 
 def test_layers_that_no_kernel_supports_are_refused_when_they_are_made() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, emulator
-from cute_attn.integrations import distributed
+from cute_attn.integrations import aten_flash, distributed
 from cute_attn.integrations.distributed import travel
 from tests.support.dense_attention import attention
 
@@ -407,14 +407,7 @@ def context_parallel(device: torch.device, group: Any) -> None:
 
     def flash(q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, **options: Any) -> Any:
         shapes.append((q.shape[2], k.shape[2], is_causal))
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-        for b in range(q.shape[0]):
-            o, s = cute_attn.single_prefill_with_kv_cache(
-                *(x[b].transpose(0, 1) for x in (q, k, v)), causal=is_causal, return_lse=True, lse_base="ln"
-            )
-            out[b], lse[b] = o.transpose(0, 1), s.t()
-        seed = torch.empty(2, dtype=torch.uint64)
-        return out, lse, None, None, q.shape[2], k.shape[2], seed, seed[0], torch.empty(0)
+        return aten_flash.scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, **options)
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention", flash, "CPU")

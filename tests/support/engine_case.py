@@ -140,6 +140,19 @@ class Tokens:
         sides = ([x[len(x) - n :] for x, n in zip(side, lens, strict=True)] for side in (self.keys, self.values))
         return Tokens(dataclasses.replace(self.batch, kv_lens=lens), self.device, *sides)
 
+    def split(self) -> tuple[Tokens, Tokens]:
+        """The cached prefix and the new tokens of every request, with the same queries."""
+        cached = [n - m for m, n in zip(self.batch.q_lens, self.batch.kv_lens, strict=True)]
+        parts = []
+        for old, lens in ((True, cached), (False, list(self.batch.q_lens))):
+            pairs = zip(self.keys, self.values, cached, strict=True)
+            keys, values = zip(*((k[:n], v[:n]) if old else (k[n:], v[n:]) for k, v, n in pairs), strict=True)
+            batch = dataclasses.replace(self.batch, kv_lens=lens)
+            part = Tokens(batch, self.device, list(keys), list(values))
+            part.q, part.queries = self.q, self.queries
+            parts.append(part)
+        return parts[0], parts[1]
+
     def shard(self, rank: int, world: int) -> Tokens:
         """The same queries over every `world`-th key from number `rank` on."""
         lens = [len(range(rank, n, world)) for n in self.batch.kv_lens]
@@ -152,6 +165,12 @@ class Tokens:
         parts = zip(self.queries, self.keys, self.values, keeps, strict=True)
         solved = [attend(q, k, v, scale, keep=keep, **options) for q, k, v, keep in parts]
         return torch.cat([o for o, _ in solved]), torch.cat([lse for _, lse in solved])
+
+    def solved(self, **options: Any) -> torch.Tensor:
+        """The outputs that `expected` gives for options by the names that wrappers have for them; None: the default."""
+        given = {name: value for name, value in options.items() if value is not None}
+        scale = given.pop("sm_scale") * given.pop("q_scale", 1.0) * given.pop("k_scale", 1.0)
+        return self.expected(scale, soft_cap=given.pop("logits_soft_cap", 0.0), **given)[0]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

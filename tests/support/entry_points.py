@@ -258,9 +258,9 @@ def sink_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
     return cute_attn.BatchAttentionWithAttentionSinkWrapper(workspace, **sizes, **options)
 
 
-def mixed_wrapper(_: torch.Tensor, **options: Any) -> Any:
+def mixed_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
     """Return a wrapper that owns its workspace."""
-    return cute_attn.BatchAttention(device="cpu", **options)
+    return cute_attn.BatchAttention(device=workspace.device, **options)
 
 
 def plan_mixed(made: Any, given: Tensors) -> None:

@@ -21,6 +21,11 @@ ONE: Scales = (1.0, 1.0)
 SCALE = (128 + ROPE) ** -0.5
 
 
+def newest(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """fp64 attention of the newest tokens of a request over decompressed keys and values `[keys, heads, ...]`."""
+    return attention(q, k, v, seen(len(q), len(k)), SCALE)[0]
+
+
 @dataclass(frozen=True)
 class MlaCase:
     """A batch whose requests have `kv_lens` keys and `q_lens` query tokens. Pages that no request has are NaN, and so

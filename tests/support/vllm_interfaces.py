@@ -6,6 +6,7 @@ Prints vLLM's version. Errors are assertions.
 from __future__ import annotations
 
 import inspect
+import itertools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from cute_attn.integrations import vllm as plugin
-from cute_attn.integrations.vllm.attention import Layer
+from cute_attn.integrations.vllm.support import Layer
 from tests.support.vllm_case import Step
 
 HOPPER = DeviceCapability(9, 0)
@@ -32,7 +33,8 @@ HOPPER = DeviceCapability(9, 0)
 def check_signatures(ours: type, base: type) -> None:
     """Check that nothing abstract is left, and that every override takes the arguments of what it overrides."""
     assert not getattr(ours, "__abstractmethods__", None), ours.__abstractmethods__
-    for name, value in vars(ours).items():
+    own = [cls for cls in ours.__mro__ if cls.__module__.startswith(plugin.__name__)]
+    for name, value in itertools.chain.from_iterable(vars(cls).items() for cls in own):
         theirs = getattr(base, name, None)
         if (name.startswith("__") and name != "__init__") or not callable(theirs):
             continue

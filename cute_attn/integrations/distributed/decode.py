@@ -275,7 +275,7 @@ def _refuse_positions(
 
 def _torch_dtype(value: DType) -> torch.dtype:
     """Return a dtype given as itself or by name; the local plan refuses what is neither."""
-    named = getattr(torch, value, None) if isinstance(value, str) else value
+    named = checks.named_dtype(value)
     if not isinstance(named, torch.dtype):
         raise ArgumentTypeError(f"dtypes must be torch dtypes or their names, got {checks.describe(value)}")
     return named

@@ -36,7 +36,7 @@ def shard_kv_lens(kv_lens: torch.Tensor, page_size: int, rank: int, world_size: 
     tensor([48,  0])
     """
     checks.dtype("kv_lens", checks.tensor("kv_lens", kv_lens).dtype, INT_DTYPES)
-    page_size, world_size = _counts(page_size, world_size)
+    page_size, world_size = checks.at_least("page_size", page_size, 1), checks.at_least("world_size", world_size, 1)
     rank = checks.integer("rank", rank)
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank must be in 0..{world_size - 1}, got {rank}")
@@ -62,14 +62,6 @@ def shard_positions(positions: torch.Tensor, page_size: int, world_size: int) ->
     ArgumentTypeError (not a tensor or int), ArgumentError (dtype or value).
     """
     checks.dtype("positions", checks.tensor("positions", positions).dtype, INT_DTYPES)
-    page_size, world_size = _counts(page_size, world_size)
+    page_size, world_size = checks.at_least("page_size", page_size, 1), checks.at_least("world_size", world_size, 1)
     page = positions // page_size
     return page % world_size, page // world_size * page_size + positions % page_size
-
-
-def _counts(page_size: int, world_size: int) -> tuple[int, int]:
-    counts = checks.integer("page_size", page_size), checks.integer("world_size", world_size)
-    for name, value in zip(("page_size", "world_size"), counts, strict=True):
-        if value < 1:
-            raise ArgumentError(f"{name} must be >= 1, got {value}")
-    return counts

@@ -49,6 +49,12 @@ class Ranks(NamedTuple):
         dist.all_to_all_single(raw(received), raw(sent), list(receive_sizes), list(send_sizes), group=self.group)
 
 
+def check_tokens(name: str, x: Any) -> None:
+    """Check the axes of tokens that a rank holds."""
+    if checks.tensor(name, x).dim() != 3:
+        raise ArgumentError(f"{name} must have shape [tokens, num_heads, head_dim], got {checks.describe(x)}")
+
+
 def raw(x: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as bytes on its last axis: the same for every dtype and transport."""
     return x if x.dtype == torch.uint8 else x.view(torch.uint8)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.integrations.distributed.ranks import Ranks
+from cute_attn.integrations.distributed.ranks import Ranks, check_tokens
 from cute_attn.integrations.distributed.travel import KV, around_the_ring
 from cute_attn.integrations.distributed.zigzag import chunk_lengths, halves, resolved_length
 from cute_attn.prefill import single_prefill_with_kv_cache
@@ -140,8 +140,7 @@ def merge_in_place(o: torch.Tensor, lse: torch.Tensor, o_other: torch.Tensor, ls
 def _checked_length(q: Any, k: Any, v: Any, seq_len: Any, ranks: Ranks) -> int:
     """Check what the ring relies on; the attention call checks the rest. Return the tokens of all ranks."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if checks.tensor(name, x).dim() != 3:
-            raise ArgumentError(f"{name} must have shape [tokens, num_heads, head_dim], got {checks.describe(x)}")
+        check_tokens(name, x)
         if x.shape[0] != q.shape[0]:
             raise ArgumentError(f"{name} must have q's {q.shape[0]} tokens, got {checks.describe(x)}")
     return resolved_length(seq_len, q.shape[0], ranks, "q")

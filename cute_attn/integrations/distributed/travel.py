@@ -27,7 +27,7 @@ def around_the_ring(kv: KV, tokens: Sequence[int], ranks: Ranks) -> Iterator[KV]
     `kv`: contiguous tensors with tokens on their first axis. `tokens`: of each rank.
     """
     buffers = [tuple(x.new_empty(max(tokens), *x.shape[1:]) for x in kv) for _ in range(ranks.world_size - 1)[:BUFFERS]]
-    streams = Streams.of(kv[0].device)
+    streams = Streams(kv[0].device)
     messages: list[Any] = []
     read: list[Any] = []  # events: the work of a step has been launched on the current stream
     for step in range(ranks.world_size):
@@ -57,36 +57,25 @@ def exchange(kv: KV, arriving: KV, ranks: Ranks) -> list[Any]:
 
 
 class Streams:
-    """The stream from which messages start, beside the current one. On a CPU there are none: a wait blocks the host."""
+    """The stream from which messages start, beside the current one, whose work until now it follows. On a CPU there is
+    none: a wait blocks the host.
+    """
 
-    @classmethod
-    def of(cls, device: torch.device) -> Streams:
-        """Return the streams of a device. The side stream follows what is on the current one now."""
-        return CudaStreams(device) if device.type == "cuda" else cls()
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._side = device, None
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)
+            self._side.wait_stream(torch.cuda.current_stream(device))
 
     def side(self) -> contextlib.AbstractContextManager[Any]:
         """Make the side stream the current one."""
-        return contextlib.nullcontext()
-
-    def mark(self) -> Any:
-        """Return an event at the end of the current stream."""
-
-    def wait(self, event: Any) -> None:
-        """Let the current stream wait for an event."""
-
-
-class CudaStreams(Streams):
-    """Streams of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._side = device, torch.cuda.Stream(device)
-        self._side.wait_stream(torch.cuda.current_stream(device))
-
-    def side(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self._side)
 
     def mark(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event()
+        """Return an event at the end of the current stream."""
+        return None if self._side is None else torch.cuda.current_stream(self._device).record_event()
 
     def wait(self, event: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)
+        """Let the current stream wait for an event."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)

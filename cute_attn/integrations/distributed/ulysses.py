@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
-from cute_attn.integrations.distributed.ranks import Ranks
+from cute_attn.integrations.distributed.ranks import Ranks, check_tokens
 from cute_attn.prefill import single_prefill_with_kv_cache
 from cute_attn.request import checks
 
@@ -112,8 +112,7 @@ def tokens_to_heads(
     """
     ranks = Ranks.of(group)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if checks.tensor(name, x).dim() != 3:
-            raise ArgumentError(f"{name} must have shape [tokens, num_heads, head_dim], got {checks.describe(x)}")
+        check_tokens(name, x)
         checks.device(name, x, q.device)
         if x.shape[0] != q.shape[0] or x.dtype != q.dtype:
             raise ArgumentError(f"{name} must have q's tokens and dtype, got {checks.describe(x)}")

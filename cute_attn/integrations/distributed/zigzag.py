@@ -61,7 +61,7 @@ def zigzag_positions(seq_len: int, *, device: torch.device | str | None = None, 
     ------
     ArgumentTypeError, ArgumentError (seq_len, group).
     """
-    ranks, seq_len = Ranks.of(group), _length(seq_len)
+    ranks, seq_len = Ranks.of(group), checks.at_least("seq_len", seq_len, 0)
     chunks = chunk_lengths(seq_len, ranks.world_size)
     first, second = ranks.rank, len(chunks) - 1 - ranks.rank
     spans = [(sum(chunks[:i]), sum(chunks[: i + 1])) for i in (first, second)]
@@ -121,12 +121,6 @@ def unshard_zigzag(x: torch.Tensor, *, dim: int = 0, seq_len: int | None = None,
     parts = [gathered[r].split([*halves(chunks, r), most - sum(halves(chunks, r))]) for r in range(ranks.world_size)]
     ordered = [part[0] for part in parts] + [part[1] for part in reversed(parts)]
     return torch.cat(ordered).movedim(0, dim).contiguous()
-
-
-def _length(seq_len: Any) -> int:
-    if checks.integer("seq_len", seq_len) < 0:
-        raise ArgumentError(f"seq_len must be >= 0, got {seq_len}")
-    return seq_len
 
 
 def _axis(x: Any, dim: Any) -> int:

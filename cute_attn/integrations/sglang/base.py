@@ -14,8 +14,8 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.limits import FP8_DTYPES, ServerFacts, layer_facts
-from cute_attn.integrations.sglang.metadata import LayerKind, PageTables
-from cute_attn.integrations.sglang.tables import GraphTables, Scale, TableStep, table_step
+from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, Scale
+from cute_attn.integrations.sglang.tables import GraphTables, TableStep, table_step
 from cute_attn.runtime import capture
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_attn.integrations.sglang.metadata import LayerKind
-from cute_attn.integrations.sglang.tables import Scale, TableStep
+from cute_attn.integrations.sglang.metadata import LayerKind, Scale
+from cute_attn.integrations.sglang.tables import TableStep
 from cute_attn.mla import trtllm_batch_decode_with_kv_cache_mla
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.mla import LATENT, ROPE

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cute_attn.integrations.sglang.limits import soft_cap_of, window_of
+from cute_attn.request.index_arrays import bounds, int32, last_page_len
 
 WORD_BITS = 32  # of the masks of drafts
+Scale = float | torch.Tensor | None  # of keys or values of an fp8 pool; None: 1
 
 
 class LayerKind(NamedTuple):
@@ -54,20 +57,16 @@ class Lengths(NamedTuple):
     num_pages: int
 
 
-def lengths(q_lens: Sequence[int] | torch.Tensor, kv_lens: Sequence[int] | torch.Tensor, page_size: int) -> Lengths:
-    """Return the lengths of a batch from query tokens and keys of each request, the query tokens' own included."""
-    q = torch.as_tensor(q_lens, dtype=torch.int32, device="cpu")
-    kv = torch.as_tensor(kv_lens, dtype=torch.int32, device="cpu")
-    pages = (kv + (page_size - 1)) // page_size
-    qo_indptr, kv_indptr = _bounds(q), _bounds(pages)
-    last_page_len = kv - (pages - 1).clamp_min(0) * page_size
-    return Lengths(qo_indptr, kv_indptr, last_page_len, int(qo_indptr[-1]), int(kv_indptr[-1]))
+def lengths(q_lens: Sequence[int], kv_lens: Sequence[int] | torch.Tensor, page_size: int) -> Lengths:
+    """Return the lengths of a batch from query tokens and keys of each request, the query tokens' own included.
 
-
-def _bounds(counts: torch.Tensor) -> torch.Tensor:
-    bounds = counts.new_zeros(len(counts) + 1)
-    torch.cumsum(counts, 0, out=bounds[1:])
-    return bounds
+    `kv_lens` may be a tensor on the CPU.
+    """
+    kv = np.asarray(kv_lens, np.int64)
+    pages = -(-kv // page_size)
+    qo_indptr, kv_indptr = bounds(np.asarray(q_lens, np.int64)), bounds(pages)
+    last = last_page_len(kv, pages, page_size)
+    return Lengths(int32(qo_indptr), int32(kv_indptr), int32(last), int(qo_indptr[-1]), int(kv_indptr[-1]))
 
 
 class PageTables:

@@ -6,18 +6,14 @@ A step is planned once per kind of layer, by the first layer of that kind; the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from cute_attn.decode import BatchDecodeWithPagedKVCacheWrapper
-from cute_attn.integrations.sglang.metadata import LayerKind, Lengths
+from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, Scale
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 WORKSPACE_BYTES = 128 << 20  # enough for every batch whose splits the plan chooses
-
-Wrapper = BatchPrefillWithPagedKVCacheWrapper | BatchDecodeWithPagedKVCacheWrapper
-Scale = float | torch.Tensor | None
 
 
 class CacheFormat(NamedTuple):
@@ -68,7 +64,7 @@ class PlannedAttention:
         self._format = format
         self._decode = decode
         self._graph_buffers = graph_buffers
-        self._wrappers: dict[LayerKind, Wrapper] = {}
+        self._wrappers: dict[LayerKind, BatchPrefillWithPagedKVCacheWrapper] = {}
         self._planned: set[LayerKind] = set()
         self._step: Step | None = None
         self._indices: dict[bool, torch.Tensor] = {}
@@ -103,52 +99,37 @@ class PlannedAttention:
         self._wrappers[kind].run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, sinks=sinks)
 
     def _plan(self, kind: LayerKind) -> None:
+        """Plan a layer's wrapper. A decode is a prefill of one token per request: in deterministic mode with the bits
+        of longer ones; otherwise the plan promises that length, and selection treats it as a decode.
+        """
         assert self._step is not None
-        wrapper = self._wrappers.get(kind)
-        if wrapper is None:
-            wrapper = self._wrappers[kind] = self._new_wrapper(kind)
-        if isinstance(wrapper, BatchDecodeWithPagedKVCacheWrapper):
-            self._plan_decode(wrapper, kind, self._step.lengths)
-        else:
-            self._plan_extend(wrapper, kind, self._step.lengths)
+        if kind not in self._wrappers:
+            buffers = () if self._graph_buffers is None else self._graph_buffers(kind.in_window_pool)
+            place = self._workspace, self._format.layout
+            self._wrappers[kind] = BatchPrefillWithPagedKVCacheWrapper(*place, bool(buffers), *buffers)
+        lengths, one_token = self._step.lengths, self._decode and not self._format.deterministic
+        self._wrappers[kind].plan(
+            lengths.qo_indptr,
+            lengths.kv_indptr,
+            self._page_indices(kind.in_window_pool),
+            lengths.last_page_len,
+            kind.num_qo_heads,
+            kind.num_kv_heads,
+            kind.head_dim,
+            self._format.page_size,
+            causal=kind.causal and not one_token,
+            window_left=kind.window_left,
+            logits_soft_cap=kind.soft_cap,
+            sm_scale=kind.sm_scale,
+            q_data_type=self._format.q_dtype,
+            kv_data_type=self._format.kv_dtype,
+            disable_split_kv=self._format.deterministic,
+            uniform_q_len=1 if one_token else None,
+        )
         self._planned.add(kind)
-
-    def _new_wrapper(self, kind: LayerKind) -> Wrapper:
-        """Return a wrapper of the mode. In deterministic mode a decode is a prefill of one token, with its bits."""
-        place, buffers = (self._workspace, self._format.layout), None
-        if self._graph_buffers is not None:
-            buffers = self._graph_buffers(kind.in_window_pool)
-        if not self._decode or self._format.deterministic:
-            return BatchPrefillWithPagedKVCacheWrapper(*place, buffers is not None, *(buffers or ()))
-        return BatchDecodeWithPagedKVCacheWrapper(*place, buffers is not None, False, *(buffers or (None,))[1:])
 
     def _page_indices(self, in_window_pool: bool) -> torch.Tensor:
         assert self._step is not None
         if in_window_pool not in self._indices:
             self._indices[in_window_pool] = self._step.page_indices(in_window_pool)
         return self._indices[in_window_pool]
-
-    def _plan_decode(self, wrapper: BatchDecodeWithPagedKVCacheWrapper, kind: LayerKind, lengths: Lengths) -> None:
-        wrapper.plan(lengths.kv_indptr, *self._pages_and_heads(kind, lengths), **self._options(kind))
-
-    def _plan_extend(self, wrapper: BatchPrefillWithPagedKVCacheWrapper, kind: LayerKind, lengths: Lengths) -> None:
-        pages_and_heads = self._pages_and_heads(kind, lengths)
-        wrapper.plan(lengths.qo_indptr, lengths.kv_indptr, *pages_and_heads, causal=kind.causal, **self._options(kind))
-
-    def _pages_and_heads(
-        self, kind: LayerKind, lengths: Lengths
-    ) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
-        """Return the arguments of a plan behind its indptrs."""
-        pages = self._page_indices(kind.in_window_pool), lengths.last_page_len
-        return *pages, kind.num_qo_heads, kind.num_kv_heads, kind.head_dim, self._format.page_size
-
-    def _options(self, kind: LayerKind) -> dict[str, Any]:
-        """Return the options that plans of decode and of extends share."""
-        return {
-            "window_left": kind.window_left,
-            "logits_soft_cap": kind.soft_cap,
-            "sm_scale": kind.sm_scale,
-            "q_data_type": self._format.q_dtype,
-            "kv_data_type": self._format.kv_dtype,
-            "disable_split_kv": self._format.deterministic,
-        }

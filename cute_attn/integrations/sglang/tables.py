@@ -7,12 +7,10 @@ from typing import NamedTuple
 import torch
 
 from cute_attn.decode import xqa_batch_decode_with_kv_cache
-from cute_attn.integrations.sglang.metadata import WORD_BITS, LayerKind, PageTables, draft_mask
+from cute_attn.integrations.sglang.metadata import WORD_BITS, LayerKind, PageTables, Scale, draft_mask
 from cute_attn.runtime import capture
 
 WORKSPACE_BYTES = 32 << 20  # 8 MiB of counters, which must start as 0, and partial results
-
-Scale = float | torch.Tensor | None
 
 
 class TableStep(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from cute_attn.decode import xqa_batch_decode_with_kv_cache
 from cute_attn.dispatch import capabilities
 from cute_attn.errors import ArgumentError
+from cute_attn.integrations import workspaces
 from cute_attn.integrations.transformers import checks, descriptors, plans
 from cute_attn.integrations.transformers.descriptors import Rows, Run
 from cute_attn.integrations.transformers.pages import token_pages
@@ -201,7 +202,7 @@ def run_decode(operands: Operands, lengths: torch.Tensor, tables: torch.Tensor) 
     out = xqa_batch_decode_with_kv_cache(
         q[:, :, 0],
         (k, v),
-        _no_workspace(q.device),
+        workspaces.too_small(q.device),
         tables,
         lengths,
         operands.k.shape[2],
@@ -212,12 +213,6 @@ def run_decode(operands: Operands, lengths: torch.Tensor, tables: torch.Tensor) 
     )
     assert isinstance(out, torch.Tensor)
     return out[:, None]
-
-
-@functools.lru_cache(16)
-def _no_workspace(device: torch.device) -> torch.Tensor:
-    """Return a workspace too small for any launch, which then takes memory of its own stream, or of its graph."""
-    return torch.zeros(16, dtype=torch.uint8, device=device)
 
 
 def _planned_decode(operands: Operands, mask: torch.Tensor) -> Rows | torch.Tensor:

@@ -1,7 +1,7 @@
 """Custom ops, so that a layer is one node of a graph that torch.compile traces.
 
 `decode` reads lengths and pages on the device and may be captured in a CUDA graph. `planned` reads them on the host, in
-every layer; inductor leaves it out of CUDA graphs (from torch 2.9 on: the tag `cudagraph_unsafe`).
+every layer; inductor leaves it out of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -15,13 +15,7 @@ from cute_attn.integrations.transformers.plans import Operands
 NAMESPACE = "cute_attn_transformers"
 
 
-def _tags(*names: str) -> tuple[torch.Tag, ...]:
-    """Return those tags that this release of torch has."""
-    return tuple(getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name))
-
-
-STRIDES = _tags("needs_exact_strides") or _tags("needs_fixed_stride_order")  # caches are read in place
-UNSAFE = _tags("cudagraph_unsafe")
+EXACT = (torch.Tag.needs_exact_strides,)  # caches are read in place
 
 
 def _decode(
@@ -69,7 +63,10 @@ def _output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> to
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-for _name, _function, _marks in (("decode", _decode, STRIDES), ("planned", _planned, (*STRIDES, *UNSAFE))):
+for _name, _function, _marks in (
+    ("decode", _decode, EXACT),
+    ("planned", _planned, (*EXACT, torch.Tag.cudagraph_unsafe)),
+):
     _op = f"{NAMESPACE}::{_name}"
     torch.library.define(_op, torch.library.infer_schema(_function, mutates_args=()), tags=_marks)
     torch.library.impl(_op, "CompositeExplicitAutograd", _function)

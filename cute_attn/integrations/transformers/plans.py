@@ -14,32 +14,25 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from cute_attn.integrations import workspaces
 from cute_attn.integrations.transformers import descriptors
 from cute_attn.integrations.transformers.descriptors import Rows
 from cute_attn.integrations.transformers.pages import TokenPages, token_pages
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.request.index_arrays import bounds, int32
+from cute_attn.wrappers.planned_prefill import Structure as PlanStructure
+from cute_attn.wrappers.planned_prefill import kept
 
-WORKSPACE_BYTES = 128 << 20  # enough for every plan without `fixed_split_size`
 MAX_STRUCTURES = 32
-MAX_STREAMS = 16  # whose workspaces are kept for structures to come
 PLANS_PER_STRUCTURE = 2  # encoder and decoder, or two models, may differ in lengths only
 
 
 class Structure(NamedTuple):
-    """What a plan depends on besides lengths and masks."""
+    """What a plan depends on besides lengths and masks. `plan`: without the page size."""
 
     device: torch.device
     stream: int
-    backend: str
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int
-    dtype: torch.dtype
-    causal: bool
-    window_left: int
-    logits_soft_cap: float
+    plan: PlanStructure
     masked: bool
 
 
@@ -55,8 +48,9 @@ class Content(NamedTuple):
 class Session:
     """A wrapper and what it is planned for."""
 
-    def __init__(self, workspace: torch.Tensor, backend: str) -> None:
-        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
+    def __init__(self, structure: Structure) -> None:
+        workspace = workspaces.of_stream(structure.device)
+        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=structure.plan.backend)
         self.content: Content | None = None
 
 
@@ -69,64 +63,33 @@ class Lengths(NamedTuple):
     last_page_len: np.ndarray
 
 
-def whole_pages(rows: Rows) -> bool:
-    """Tell whether every run sees the first keys of its request."""
-    return all(run.kv_start == 0 for run in rows.runs)
-
-
-def lengths_of_pages(rows: Rows) -> Lengths:
-    """Return the arrays of a batch in which a request's keys are one page."""
+def lengths_of(rows: Rows, pages: TokenPages | None) -> Lengths:
+    """Return the arrays of a batch in which every key is a page of `pages`; without them a request's keys are one."""
     q_len, request, kv_len = (np.array([getattr(r, f) for r in rows.runs]) for f in ("q_len", "request", "kv_len"))
-    live = kv_len > 0
-    return Lengths(bounds(q_len), bounds(live), request[live], np.maximum(kv_len, 1))
-
-
-def lengths_of_tokens(rows: Rows, pages: TokenPages) -> Lengths:
-    """Return the arrays of a batch in which every key is a page."""
-    q_len, kv_len = (np.array([getattr(r, f) for r in rows.runs]) for f in ("q_len", "kv_len"))
+    if pages is None:
+        live = kv_len > 0
+        return Lengths(bounds(q_len), bounds(live), request[live], np.maximum(kv_len, 1))
     indices = [
         r.request * pages.request + np.arange(r.kv_start, r.kv_start + r.kv_len) * pages.token for r in rows.runs
     ]
     return Lengths(bounds(q_len), bounds(kv_len), np.concatenate(indices), np.ones(len(rows.runs), np.int64))
 
 
-class Plans:
-    """Planned wrappers, the least recently used of which are planned again. One thread at a time uses them."""
+_sessions: OrderedDict[Structure, list[Session]] = OrderedDict()
+_lock = threading.Lock()  # one thread at a time uses them
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.sessions: OrderedDict[Structure, list[Session]] = OrderedDict()
-        self.workspaces: OrderedDict[tuple[torch.device, int], torch.Tensor] = OrderedDict()
 
-    def session(self, structure: Structure, content: Content) -> Session:
-        """Return the session planned for `content`, or the least recently used one, whose `content` is then None."""
-        sessions = self.sessions.setdefault(structure, [])
-        self.sessions.move_to_end(structure)
-        if len(self.sessions) > MAX_STRUCTURES:
-            self.sessions.popitem(last=False)
-        for i, session in enumerate(sessions):
-            if session.content == content:
-                sessions.append(sessions.pop(i))
-                return session
-        if len(sessions) < PLANS_PER_STRUCTURE:
-            sessions.append(Session(self._workspace(structure), structure.backend))
-        else:
-            sessions.append(sessions.pop(0))
+def _session(structure: Structure, content: Content) -> Session:
+    """Return the session planned for `content`, or the least recently used one, whose `content` is then None."""
+    sessions = kept(_sessions, structure, list[Session], MAX_STRUCTURES)
+    planned = next((i for i, session in enumerate(sessions) if session.content == content), None)
+    if planned is None and len(sessions) < PLANS_PER_STRUCTURE:
+        sessions.append(Session(structure))
+    else:
+        sessions.append(sessions.pop(planned or 0))
+    if planned is None:
         sessions[-1].content = None
-        return sessions[-1]
-
-    def _workspace(self, structure: Structure) -> torch.Tensor:
-        """Return the partial results' memory of a stream: its launches run one after the other."""
-        place = structure.device, structure.stream
-        if place not in self.workspaces:
-            self.workspaces[place] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=structure.device)
-        self.workspaces.move_to_end(place)
-        if len(self.workspaces) > MAX_STREAMS:
-            self.workspaces.popitem(last=False)
-        return self.workspaces[place]
-
-
-_plans = Plans()
+    return sessions[-1]
 
 
 class Operands(NamedTuple):
@@ -142,22 +105,23 @@ class Operands(NamedTuple):
 
     def structure(self, causal: bool, window_left: int, masked: bool) -> Structure:
         """Return what a plan for them depends on."""
-        device = self.q.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return Structure(
-            device=device,
-            stream=stream,
+        device, dtype = self.q.device, self.q.dtype
+        plan = PlanStructure(
+            kv_layout="HND",
             backend=self.backend,
             num_qo_heads=self.q.shape[1],
             num_kv_heads=self.k.shape[1],
             head_dim_qk=self.q.shape[3],
             head_dim_vo=self.v.shape[3],
-            dtype=self.q.dtype,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+            o_data_type=dtype,
             causal=causal,
             window_left=window_left,
             logits_soft_cap=self.soft_cap,
-            masked=masked,
         )
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        return Structure(device, stream, plan, masked)
 
     def run(self, session: Session, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Run a planned wrapper; returns `[batch, q_len, heads, head_dim]`."""
@@ -171,17 +135,16 @@ class Operands(NamedTuple):
 def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
     """Compute runs of query rows over ranges of keys."""
     k, v = operands.k, operands.v
-    whole, page_size, numbers = whole_pages(rows), k.shape[2], (0, 0)
-    if not whole:
+    pages, page_size, numbers = None, k.shape[2], (0, 0)
+    if any(run.kv_start for run in rows.runs):  # not the first keys of its request
         pages = token_pages(k, v)
         k, v, page_size, numbers = pages.k, pages.v, 1, (pages.request, pages.token)
     structure = operands.structure(rows.causal, rows.window_left, masked=False)
-    with _plans.lock:
+    with _lock:
         content = Content(rows.runs, page_size, numbers)
-        session = _plans.session(structure, content)
+        session = _session(structure, content)
         if session.content is None:
-            lengths = lengths_of_pages(rows) if whole else lengths_of_tokens(rows, pages)
-            _plan(session, structure, lengths, page_size)
+            _plan(session, structure, lengths_of(rows, pages), page_size)
             session.content = content
         return operands.run(session, k, v)
 
@@ -195,9 +158,9 @@ def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds:
     batch, _, q_len, _ = operands.q.shape
     page_size = k.shape[2]
     structure = operands.structure(causal=False, window_left=-1, masked=True)
-    with _plans.lock:
+    with _lock:
         content = Content(identity, page_size, (batch, q_len), bounds)
-        session = _plans.session(structure, content)
+        session = _session(structure, content)
         if session.content is None or identity is None:
             rows = descriptors.whole(batch, q_len, [page_size] * batch, causal=False, window_left=-1)
             seen = descriptors.visible(mask)
@@ -208,7 +171,7 @@ def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds:
                 )
                 seen = seen & (number[:, None] == number)
             flat = seen.expand(batch, 1, q_len, page_size).reshape(-1)
-            _plan(session, structure, lengths_of_pages(rows), page_size, flat)
+            _plan(session, structure, lengths_of(rows, None), page_size, flat)
             session.content = content
         return operands.run(session, k, v)
 
@@ -218,21 +181,5 @@ def _plan(
 ) -> None:
     """Plan a wrapper. Scales are factors of a run, so that layers of different scales share a plan."""
     indices = int32(lengths.kv_indices).to(structure.device, non_blocking=True)
-    session.wrapper.plan(
-        int32(lengths.qo_indptr),
-        int32(lengths.kv_indptr),
-        indices,
-        int32(lengths.last_page_len),
-        structure.num_qo_heads,
-        structure.num_kv_heads,
-        structure.head_dim_qk,
-        page_size,
-        head_dim_vo=structure.head_dim_vo,
-        custom_mask=mask,
-        causal=structure.causal,
-        sm_scale=1.0,
-        window_left=structure.window_left,
-        logits_soft_cap=structure.logits_soft_cap,
-        q_data_type=structure.dtype,
-        kv_data_type=structure.dtype,
-    )
+    where = int32(lengths.qo_indptr), int32(lengths.kv_indptr), indices, int32(lengths.last_page_len)
+    session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **structure.plan.options())

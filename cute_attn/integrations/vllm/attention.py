@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,31 +12,10 @@ from cute_attn.errors import ArgumentError
 from cute_attn.integrations.vllm import cache, support
 from cute_attn.integrations.vllm.cache import CacheFormat, CacheViews
 from cute_attn.integrations.vllm.metadata import KV_LAYOUT, LayerType, StepMetadata
-from cute_attn.integrations.vllm.support import COPY, Asked
+from cute_attn.integrations.vllm.support import COPY, Layer
 from cute_attn.xqa.decode import xqa_batch_decode_with_kv_cache
 
 RANGES = "bidirectional_ranges", "causal_window_left", "range_window_left"
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What is known of a layer when its model is made."""
-
-    num_heads: int
-    head_size: int
-    scale: float
-    num_kv_heads: int
-    kv_cache_dtype: str = "auto"
-    window_left: int = -1  # keys before a token's own that it sees; -1: all
-    soft_cap: float = 0.0
-    alibi: bool = False
-    sinks: bool = False
-
-    def asked(self, dtype: torch.dtype) -> Asked:
-        """Return the question to the capabilities table for queries of `dtype`."""
-        return Asked(
-            self.head_size, dtype, self.kv_cache_dtype, self.sinks, soft_cap=self.soft_cap > 0, alibi=self.alibi
-        )
 
 
 def has_standard_slopes(slopes: list[float] | None, num_heads: int) -> bool:
@@ -72,11 +50,10 @@ class LayerAttention:
         self.layer = layer
         self.stored = support.stored_as(layer.kv_cache_dtype)
         self.format = CacheFormat(layer.num_kv_heads, layer.head_size, self.stored)
-        asked = layer.asked(dtype)
-        if capability is not None and (reason := support.reason(asked, capability)):
+        if capability is not None and (reason := support.reason(layer, dtype, capability)):
             raise NotImplementedError(reason)
         self.batch_invariant = batch_invariant
-        self.plans_decode = batch_invariant or not support.decodes_without_plan(asked, capability)
+        self.plans_decode = batch_invariant or not support.decodes_without_plan(layer, dtype, capability)
         self.sinks: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None  # the cache that `_views` are of
         self._views: CacheViews

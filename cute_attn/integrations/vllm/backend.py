@@ -13,10 +13,29 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from cute_attn.integrations.vllm import NAME, support
 from cute_attn.integrations.vllm.builder import CuteAttnMetadataBuilder
 from cute_attn.integrations.vllm.impl import CuteAttnImpl
-from cute_attn.integrations.vllm.support import Asked
+from cute_attn.integrations.vllm.support import Layer
 
 
-class CuteAttnBackend(AttentionBackend):
+class OnKernels:
+    """What holds for both of vLLM's kinds of backends, as the kernels are the same."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return multiples of 16. Kernels take any page size, but a block of so few tokens has too many pages."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Return False: how many query tokens a request has is read on the host."""
+        return False
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Return whether some kernel runs on the GPU."""
+        return support.compute_capability_reason(capability.major, capability.minor) is None
+
+
+class CuteAttnBackend(OnKernels, AttentionBackend):
     """Decoder self-attention on cute_attn's kernels. What is not supported is refused with a reason when vLLM
     validates its configuration: MLA, sparse attention, context parallelism.
     """
@@ -40,11 +59,6 @@ class CuteAttnBackend(AttentionBackend):
     def get_builder_cls() -> type[CuteAttnMetadataBuilder]:
         """Return the class that builds the metadata of a step."""
         return CuteAttnMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return multiples of 16. Kernels take any page size, but a block of so few tokens has too many pages."""
-        return [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -89,19 +103,9 @@ class CuteAttnBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: how many query tokens a request has is read on the host."""
-        return False
-
-    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """Return True: with VLLM_BATCH_INVARIANT=1 all steps run plans whose keys are not split."""
         return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether some kernel runs on the GPU."""
-        return support.compute_capability_reason(capability.major, capability.minor) is None
 
     @classmethod
     def supports_combination(
@@ -119,5 +123,5 @@ class CuteAttnBackend(AttentionBackend):
         """Return why no kernel of the GPU supports the combination, or None."""
         if use_mm_prefix and envs.VLLM_BATCH_INVARIANT:
             return "batch invariance with images whose tokens see each other: steps without images run another kernel"
-        asked = Asked(head_size, dtype, kv_cache_dtype, has_sink)
-        return support.reason(asked, (device_capability.major, device_capability.minor))
+        layer = Layer(8, head_size, 1.0, 8, kv_cache_dtype or "auto", sinks=has_sink)  # no answer depends on the heads
+        return support.reason(layer, dtype, (device_capability.major, device_capability.minor))

@@ -11,14 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from cute_attn.integrations.vllm.encoder import EncoderAttention
 from cute_attn.integrations.vllm.impl import CuteAttnImpl
-from cute_attn.integrations.vllm.metadata import (
-    Batch,
-    Sessions,
-    StepMetadata,
-    Workspaces,
-    shared_workspaces,
-    split_decodes,
-)
+from cute_attn.integrations.vllm.metadata import Batch, Sessions, StepMetadata, split_decodes, workspaces
 
 
 class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
@@ -30,9 +23,7 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        # Micro-batches have a builder each, and run at the same time. Here, not in a step: graphs keep the address.
-        overlap = getattr(vllm_config.parallel_config, "use_ubatching", False)
-        self._sessions = Sessions(Workspaces.on(device) if overlap else shared_workspaces(device))
+        self._sessions = Sessions(workspaces(vllm_config, device))
         self._speculates = vllm_config.speculative_config is not None
 
     @classmethod

@@ -2,40 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 
-from cute_attn.integrations.vllm.attention import Layer
-from cute_attn.integrations.vllm.metadata import StepMetadata
-from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
-
-
-class EncoderType(NamedTuple):
-    """What a plan depends on besides lengths."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-    soft_cap: float
-    batch_invariant: bool
-
-    def wrapper(self, workspace: torch.Tensor, backend: str) -> BatchPrefillWithRaggedKVCacheWrapper:
-        """Return a wrapper for layers of the type."""
-        return BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-
-    def options(self) -> dict[str, Any]:
-        """Return the keywords of its `plan`."""
-        return {
-            "num_qo_heads": self.num_qo_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim_qk": self.head_size,
-            "sm_scale": 1.0,
-            "logits_soft_cap": self.soft_cap,
-            "q_data_type": self.dtype,
-            "disable_split_kv": self.batch_invariant,
-        }
+from cute_attn.integrations.vllm.metadata import LayerType, StepMetadata
+from cute_attn.integrations.vllm.support import Layer
 
 
 class EncoderAttention:
@@ -80,10 +50,20 @@ class EncoderAttention:
         `query` and `output` are `[tokens, heads, head_size]`, `key` and `value` `[tokens, kv_heads, head_size]`; rows
         past the step's tokens are padding.
         """
-        layer = self.layer
-        kind = EncoderType(
-            layer.num_heads, layer.num_kv_heads, layer.head_size, query.dtype, layer.soft_cap, self.batch_invariant
+        kind = LayerType(
+            self.layer.num_heads,
+            self.layer.num_kv_heads,
+            self.layer.head_size,
+            page_size=0,
+            q_dtype=query.dtype,
+            kv_dtype=query.dtype,
+            window_left=-1,
+            soft_cap=self.layer.soft_cap,
+            pos_encoding_mode="NONE",
+            decodes_too=True,
+            batch_invariant=self.batch_invariant,
+            causal=False,
         )
-        session = step.planned_encoder(kind)
+        session = step.planned(kind)
         rows = session.rows
-        session.wrapper.run(query[rows], key[rows], value[rows], q_scale=layer.scale, out=output[rows])
+        session.wrapper.run(query[rows], key[rows], value[rows], q_scale=self.layer.scale, out=output[rows])

@@ -9,7 +9,7 @@ results must be batch invariant: one kernel then computes a token, whether as pa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,11 +19,15 @@ import torch
 
 from cute_attn.attention import BatchPrefillWithCausalBidirectionalRangesWrapper
 from cute_attn.errors import NotSupported, Refusal
-from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.caches import in_table
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
 
-Wrapper = BatchPrefillWithPagedKVCacheWrapper | BatchPrefillWithCausalBidirectionalRangesWrapper
+Wrapper = (
+    BatchPrefillWithPagedKVCacheWrapper
+    | BatchPrefillWithCausalBidirectionalRangesWrapper
+    | BatchPrefillWithRaggedKVCacheWrapper
+)
 Spans = dict[int, list[tuple[int, int]]]  # of a request: the first and the last position of each of its images
 
 KV_LAYOUT = "HND"  # of the views of `cache.py`
@@ -46,10 +50,17 @@ class Workspaces(NamedTuple):
         )
 
 
-@functools.cache
-def shared_workspaces(device: torch.device) -> Workspaces:
-    """Return the workspaces that all KV cache groups of a device share."""
+@functools.lru_cache(16)
+def _shared_workspaces(device: torch.device) -> Workspaces:
     return Workspaces.on(device)
+
+
+def workspaces(vllm_config: Any, device: torch.device) -> Workspaces:
+    """Return the workspaces of a builder, made before its steps, as CUDA graphs keep their addresses: those that all KV
+    cache groups of a device share, or of its own where micro-batches, which have a builder each, run at the same time.
+    """
+    overlap = getattr(vllm_config.parallel_config, "use_ubatching", False)
+    return Workspaces.on(device) if overlap else _shared_workspaces(device)
 
 
 class Size(NamedTuple):
@@ -67,7 +78,7 @@ class LayerType(NamedTuple):
     num_qo_heads: int
     num_kv_heads: int
     head_size: int
-    page_size: int
+    page_size: int  # 0: an encoder's layer, whose keys are those of the query tokens
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     window_left: int
@@ -80,6 +91,8 @@ class LayerType(NamedTuple):
 
     def wrapper(self, workspace: torch.Tensor, backend: str) -> Wrapper:
         """Return a wrapper for layers of the type."""
+        if not self.page_size:
+            return BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
         if not self.ranges:
             return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, backend=backend)
         return BatchPrefillWithCausalBidirectionalRangesWrapper(
@@ -99,18 +112,22 @@ class LayerType(NamedTuple):
     def options(self) -> dict[str, Any]:
         """Return the keywords of its `plan`. Where tokens have ranges, runs say the mask."""
         mask = {} if self.ranges else {"causal": self.causal, "window_left": self.window_left}
-        return mask | {
-            "num_qo_heads": self.num_qo_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim_qk": self.head_size,
-            "page_size": self.page_size,
-            "pos_encoding_mode": self.pos_encoding_mode,
-            "sm_scale": 1.0,
-            "logits_soft_cap": self.soft_cap,
-            "q_data_type": self.q_dtype,
-            "kv_data_type": self.kv_dtype,
-            "disable_split_kv": self.batch_invariant,
-        }
+        pages = {"page_size": self.page_size} if self.page_size else {}
+        return (
+            mask
+            | pages
+            | {
+                "num_qo_heads": self.num_qo_heads,
+                "num_kv_heads": self.num_kv_heads,
+                "head_dim_qk": self.head_size,
+                "pos_encoding_mode": self.pos_encoding_mode,
+                "sm_scale": 1.0,
+                "logits_soft_cap": self.soft_cap,
+                "q_data_type": self.q_dtype,
+                "kv_data_type": self.kv_dtype,
+                "disable_split_kv": self.batch_invariant,
+            }
+        )
 
 
 class Decodes(NamedTuple):
@@ -263,11 +280,6 @@ class Session:
         self.rows = slice(0)  # of the query, that the step's plan is for
         self.ranges: torch.Tensor | None = None  # `token_ranges` of these rows
 
-    def use_for(self, step: StepMetadata, first: int) -> None:
-        """Take the plan that was made for the requests of a step from `first` on."""
-        starts = step.batch.query_start_loc_cpu
-        self.step, self.rows = step, slice(int(starts[first]), int(starts[step.batch.num_reqs]))
-
 
 class Sessions:
     """The wrappers of a KV cache group: one for each type of its layers. `backend`: of all calls, "auto" by default."""
@@ -275,9 +287,9 @@ class Sessions:
     def __init__(self, workspaces: Workspaces, backend: str = "auto") -> None:
         self.workspaces = workspaces
         self.backend = backend
-        self._by_type: dict[Any, Session] = {}
+        self._by_type: dict[tuple[LayerType, Size | None], Session] = {}
 
-    def of(self, layer: Any, size: Size | None = None) -> Session:
+    def of(self, layer: LayerType, size: Size | None = None) -> Session:
         """Return the session of a layer type, made by its first layer. `size`: of a CUDA graph, which has its own."""
         session = self._by_type.get((layer, size))
         if session is None:
@@ -320,58 +332,55 @@ class StepMetadata:
 
         NotSupported while a CUDA graph is captured, but for uniform decodes: other plans need lengths on the host.
         """
-        if self.for_capture and self.decodes.uniform and not self.has_prefills:
-            return self._planned_in_graph(layer._replace(causal=self.causal))
         first = 0 if layer.decodes_too else self.decodes.num_reqs
-        ranges = None if self.mm_prefix_range is None else self._ranges_from(first, self.mm_prefix_range)
+        if not layer.page_size:
+            starts = self.batch.query_start_loc_cpu
+            return self._session(layer, self._rows_from(0), lambda: (starts, starts))
+        layer = layer._replace(causal=self.causal)
+        if self.for_capture and self.decodes.uniform and not self.has_prefills:
+            return self._planned_in_graph(layer)
         if not self.causal and layer.window_left >= 0:
             raise NotImplementedError("a sliding window of tokens that see later keys: kernels have none to the right")
-        layer = layer._replace(ranges=ranges is not None, causal=self.causal)
-        session = self.sessions.of(layer)
-        if session.step is not self:
-            session.step = None
-            self._plan(session.wrapper, layer, first)
-            session.use_for(self, first)
-            session.ranges = ranges
+        ranges = None if self.mm_prefix_range is None else self._ranges_from(first, self.mm_prefix_range)
+        layer = layer._replace(ranges=ranges is not None)
+        session = self._session(layer, self._rows_from(first), lambda: self._pages_from(first, layer.page_size))
+        session.ranges = ranges
         return session
 
     def _planned_in_graph(self, layer: LayerType) -> Session:
         """Return the session of a layer type whose plan becomes a part of the graph."""
-        decodes, batch = self.decodes, self.batch
+        decodes, batch, key = self.decodes, self.batch, (-1, layer.page_size)
+        if key not in self._pages:
+            self._pages[key] = device_pages(batch, decodes.q_len, layer.page_size)
         size = Size(decodes.num_reqs, decodes.q_len, batch.block_table.shape[1], batch.seq_lens.device)
+        return self._session(layer, slice(0, decodes.num_tokens), lambda: self._pages[key], size)
+
+    def _session(
+        self, layer: LayerType, rows: slice, arrays: Callable[[], Iterable[torch.Tensor]], size: Size | None = None
+    ) -> Session:
+        """Return the session of a layer type, planned over index arrays by the first layer that asks for it."""
         session = self.sessions.of(layer, size)
         if session.step is not self:
             session.step = None
-            key = -1, layer.page_size
-            if key not in self._pages:
-                self._pages[key] = device_pages(batch, decodes.q_len, layer.page_size)
-            session.wrapper.plan(*self._pages[key], **layer.options())
-            session.step, session.rows = self, slice(0, decodes.num_tokens)
+            session.wrapper.plan(*arrays(), **layer.options())
+            session.step, session.rows = self, rows
         return session
 
-    def planned_encoder(self, layer: Any) -> Session:
-        """Return the session of a type of an encoder's layers, planned for this step: by the first layer of the type.
-        Keys are those of the query tokens.
-        """
-        session = self.sessions.of(layer)
-        if session.step is not self:
-            session.step = None
-            starts = self.batch.query_start_loc_cpu
-            session.wrapper.plan(starts, starts, **layer.options())
-            session.use_for(self, 0)
-        return session
+    def _rows_from(self, first: int) -> slice:
+        """Return the rows of the query of the requests from `first` on."""
+        starts = self.batch.query_start_loc_cpu
+        return slice(int(starts[first]), int(starts[self.batch.num_reqs]))
 
     def _ranges_from(self, first: int, spans: Spans) -> torch.Tensor | None:
         if first not in self._ranges:
             self._ranges[first] = token_ranges(self.batch, first, spans)
         return self._ranges[first]
 
-    def _plan(self, wrapper: Wrapper, layer: LayerType, first: int) -> None:
+    def _pages_from(self, first: int, page_size: int) -> Pages:
         if self.batch.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
             feature = "capture in a CUDA graph of requests that need a plan"
             reason = "it reads lengths on the host and schedules by them"
             raise NotSupported([Refusal("CUTE_ATTN", feature, reason, "cudagraph_mode PIECEWISE")])
-        key = first, layer.page_size
-        if key not in self._pages:
-            self._pages[key] = pages(self.batch, first, layer.page_size)
-        wrapper.plan(*self._pages[key], **layer.options())
+        if (first, page_size) not in self._pages:
+            self._pages[first, page_size] = pages(self.batch, first, page_size)
+        return self._pages[first, page_size]

@@ -16,11 +16,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from cute_attn.integrations.vllm import MLA_NAME, latent, support
+from cute_attn.integrations.vllm.backend import OnKernels
 from cute_attn.integrations.vllm.latent import LatentDecodes
-from cute_attn.integrations.vllm.metadata import Workspaces, shared_workspaces, split_decodes
+from cute_attn.integrations.vllm.metadata import split_decodes, workspaces
 
 BLOCK_SIZE = 64  # tokens, where the user has not said: short blocks make long tables
 
@@ -42,9 +43,7 @@ class CuteAttnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Cute
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Micro-batches have a builder each, and run at the same time. Here, not in a step: graphs keep the address.
-        overlap = getattr(vllm_config.parallel_config, "use_ubatching", False)
-        self._workspace = (Workspaces.on(device) if overlap else shared_workspaces(device)).planned
+        self._workspace = workspaces(vllm_config, device).planned
 
     def _build_decode(
         self,
@@ -117,7 +116,7 @@ class CuteAttnMLAImpl(MLACommonImpl[MLACommonMetadata[CuteAttnMLADecodeMetadata]
         )  # fmt: skip
 
 
-class CuteAttnMLABackend(MLACommonBackend):
+class CuteAttnMLABackend(OnKernels, MLACommonBackend):
     """Latent attention on cute_attn's kernels. What is not supported is refused with a reason when vLLM validates its
     configuration: sparse attention, sliding windows, prefill context parallelism, batch invariance.
     """
@@ -145,25 +144,10 @@ class CuteAttnMLABackend(MLACommonBackend):
         """Return the columns of a row of the cache."""
         return [sum(latent.DIMS)]
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return multiples of 16, as the other backend does."""
-        return [MultipleOf(16)]
-
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the block size where the user has not said one."""
         return max(default_block_size, BLOCK_SIZE)
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: how many query tokens a request has is read on the host."""
-        return False
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether the kernel runs on the GPU."""
-        return support.compute_capability_reason(capability.major, capability.minor) is None
 
     @classmethod
     def supports_combination(

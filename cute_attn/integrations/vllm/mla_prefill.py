@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefil
 
 from cute_attn.integrations.vllm import MLA_NAME, support
 from cute_attn.integrations.vllm.latent import LatentPrefills
-from cute_attn.integrations.vllm.metadata import Workspaces, shared_workspaces
+from cute_attn.integrations.vllm.metadata import workspaces
 
 
 class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
@@ -61,9 +61,7 @@ class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
         """Take the prefills of the next step. Its first layer plans them."""
         super().prepare_metadata(prefill_metadata)
         if self._prefills is None:
-            overlap = getattr(self.vllm_config.parallel_config, "use_ubatching", False)
-            device = prefill_metadata.query_start_loc.device
-            workspace = (Workspaces.on(device) if overlap else shared_workspaces(device)).planned
+            workspace = workspaces(self.vllm_config, prefill_metadata.query_start_loc.device).planned
             dims = self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
             self._prefills = LatentPrefills(self.num_heads, self.scale, *dims, workspace)
         self._prefills.begin(prefill_metadata.query_lens_cpu)

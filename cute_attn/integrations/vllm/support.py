@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -22,18 +22,21 @@ STORED = {
     "fp8_e5m2": "float8_e5m2",
     "nvfp4": NVFP4,
 }
-HEADS = 8  # query heads and kv heads of the question to the table: no answer depends on them
 
 
-class Asked(NamedTuple):
-    """A configuration that vLLM asks about."""
+@dataclass(frozen=True)
+class Layer:
+    """What is known of a layer when its model is made."""
 
+    num_heads: int
     head_size: int
-    dtype: torch.dtype
-    kv_cache_dtype: str | None = None  # one of vLLM's names; None: "auto"
-    sinks: bool = False
-    soft_cap: bool = False
+    scale: float
+    num_kv_heads: int
+    kv_cache_dtype: str = "auto"
+    window_left: int = -1  # keys before a token's own that it sees; -1: all
+    soft_cap: float = 0.0
     alibi: bool = False
+    sinks: bool = False
 
 
 def stored_as(kv_cache_dtype: str) -> str:
@@ -53,7 +56,7 @@ def element(stored: str, dtype: torch.dtype) -> torch.dtype:
 def compute_capability_reason(major: int, minor: int) -> str | None:
     """Return why no backend runs on GPUs of a compute capability; None if one does."""
     try:
-        refusals = select.refusals(_features(Asked(128, torch.bfloat16), decode=False), (major, minor))
+        refusals = select.refusals(_features(Layer(8, 128, 1.0, 8), torch.bfloat16, decode=False), (major, minor))
     except ArgumentError as error:
         return str(error)
     return str(refusals[0]) if refusals else None
@@ -66,17 +69,17 @@ def cache_reason(kv_cache_dtype: str, dtype: torch.dtype) -> str | None:
     return f"a 16-bit KV cache must have the model's dtype {dtype}, got kv_cache_dtype {kv_cache_dtype!r}"
 
 
-def reason(asked: Asked, capability: tuple[int, int]) -> str | None:
-    """Return why a configuration is not supported on GPUs of a compute capability; None if it is."""
-    kv_cache_dtype = asked.kv_cache_dtype or "auto"
-    if found := cache_reason(kv_cache_dtype, asked.dtype):
+def reason(layer: Layer, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+    """Return why a layer of a model of `dtype` is not supported on GPUs of a compute capability; None if it is."""
+    kv_cache_dtype = layer.kv_cache_dtype
+    if found := cache_reason(kv_cache_dtype, dtype):
         return found
     if kv_cache_dtype not in STORED:
         return f"kv_cache_dtype must be one of {', '.join(STORED)}, got {kv_cache_dtype!r}"
-    if STORED[kv_cache_dtype] != COPY and asked.head_size % 16:
-        return f"8-bit and 4-bit caches are written in blocks of 16 elements, got head_size {asked.head_size}"
+    if STORED[kv_cache_dtype] != COPY and layer.head_size % 16:
+        return f"8-bit and 4-bit caches are written in blocks of 16 elements, got head_size {layer.head_size}"
     try:
-        refusals = select.refusals(_features(asked, decode=False), capability)
+        refusals = select.refusals(_features(layer, dtype, decode=False), capability)
     except ArgumentError as error:
         return str(error)
     # Those of fa2, which runs on every GPU here; the others have these and more.
@@ -86,32 +89,32 @@ def reason(asked: Asked, capability: tuple[int, int]) -> str | None:
     )
 
 
-def decodes_without_plan(asked: Asked, capability: tuple[int, int] | None) -> bool:
+def decodes_without_plan(layer: Layer, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
     """Tell whether decode reads lengths and block tables on the device, so that CUDA graphs can contain it.
 
     `capability`: of the GPU; None: CPU tensors, where the reference has the limits of no GPU but those of the call.
     """
-    if asked.soft_cap or asked.alibi:  # not among the arguments of the decode call
+    if layer.soft_cap > 0 or layer.alibi:  # not among the arguments of the decode call
         return False
-    return capability is None or not select.refusals(_features(asked, decode=True), capability)
+    return capability is None or not select.refusals(_features(layer, dtype, decode=True), capability)
 
 
-def _features(asked: Asked, decode: bool) -> Features:
+def _features(layer: Layer, dtype: torch.dtype, decode: bool) -> Features:
     """Return the question to the table: paged prefill by a plan, or decode without one."""
-    stored = STORED[asked.kv_cache_dtype or "auto"]
+    stored = STORED[layer.kv_cache_dtype]
     return Features(
         device=torch.device("cuda"),
-        q_dtype=asked.dtype,
-        kv_dtype=element(stored, asked.dtype),
-        o_dtype=asked.dtype,
-        num_qo_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim_qk=asked.head_size,
-        head_dim_vo=asked.head_size,
-        soft_cap=asked.soft_cap,
-        pos_encoding_mode="ALIBI" if asked.alibi else "NONE",
+        q_dtype=dtype,
+        kv_dtype=element(stored, dtype),
+        o_dtype=dtype,
+        num_qo_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim_qk=layer.head_size,
+        head_dim_vo=layer.head_size,
+        soft_cap=layer.soft_cap > 0,
+        pos_encoding_mode="ALIBI" if layer.alibi else "NONE",
         kv_block_scales=stored == NVFP4,
-        sinks=asked.sinks,
+        sinks=layer.sinks,
         kv_source="paged",
         decode=decode,
         device_lengths=decode,

@@ -1,0 +1,36 @@
+"""Workspaces for calls whose callers bring none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from cute_attn.runtime import capture
+
+BYTES = 128 << 20  # enough for every plan without `fixed_split_size`
+MAX_STREAMS = 16  # with a workspace of their own
+
+
+def of_stream(device: torch.device) -> torch.Tensor:
+    """Return the memory for partial results of the current stream, whose launches run one after the other."""
+    return _of(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@functools.lru_cache(MAX_STREAMS)
+def _of(device: torch.device, stream: int) -> torch.Tensor:
+    return lasting(device, functools.partial(torch.empty, BYTES, dtype=torch.uint8, device=device))
+
+
+@functools.lru_cache(MAX_STREAMS)
+def too_small(device: torch.device) -> torch.Tensor:
+    """Return a workspace too small for any launch, which then takes memory of its own stream, or of its graph."""
+    return lasting(device, functools.partial(torch.zeros, 16, dtype=torch.uint8, device=device))
+
+
+def lasting(device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return memory that outlives the call, and any CUDA graph during whose capture or warm-up it is made."""
+    if device.type != "cuda":
+        return make()
+    return capture.outside(torch.cuda.current_device() if device.index is None else device.index, make)
