@@ -4,12 +4,9 @@ query token (`BatchPrefillWithCausalBidirectionalRangesWrapper`); with attention
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, key_ranges, sink_variant
 from cute_attn.request.batch_plan import PlanOptions
@@ -18,7 +15,7 @@ from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.key_ranges import KeyRanges
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, makes_plan
-from cute_attn.wrappers.paged_prefill import PAGED_NAMES, BatchAttentionWithAttentionSinkWrapper
+from cute_attn.wrappers.paged_prefill import PAGED_BUFFERS, PAGED_NAMES, BatchAttentionWithAttentionSinkWrapper
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import with_return_lse
 
@@ -52,13 +49,14 @@ class BatchAttention(BatchWrapper):
 
     Raises
     ------
-    LayoutError (`kv_layout`), and what torch raises for `device`.
+    ArgumentError (`device`), LayoutError (`kv_layout`), and what torch raises for a device that is not there.
     """
 
     kv_source = "paged"
 
     def __init__(self, kv_layout: str = "NHD", device: torch.device | str = "cuda") -> None:
-        self.float_workspace_buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        place = checks.usable_device("device", device)
+        self.float_workspace_buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=place)
         super().__init__(self.float_workspace_buffer, kv_layout, False, "auto")
 
     @makes_plan
@@ -101,14 +99,14 @@ class BatchAttention(BatchWrapper):
         ------
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
-        batch_plan.refuse("use_profiler", use_profiler, NO_PROFILER, "a profiler of the GPU's maker", off=False)
+        checks.refuse_given(NO_PROFILER, "a profiler of the GPU's maker", use_profiler=use_profiler)
         page_size = batch_plan.count("page_size", page_size)
         arrays = IndexArrays(NAMES, qo_indptr, kv_indptr, kv_indices, page_size=page_size)
         lengths = arrays.on_host_in_tokens(kv_len_arr)
         splits = batch_plan.splits(None, False, page_size)
         return PlanRequest(PlanOptions.of(locals()), lengths, batch_plan.NO_MASK, splits, page_size)
 
-    @declare.operator("batch_attention_run", fakes.paged, is_method=True)
+    @declare.operator("batch_attention_run", fakes.attention, is_method=True)
     def run(
         self,
         q: torch.Tensor,
@@ -145,22 +143,16 @@ class BatchAttention(BatchWrapper):
         """
         if is_dynamo_compiling():
             return trace.operator("batch_attention_run")(locals())
-        batch_plan.refuse("profiler_buffer", profiler_buffer, NO_PROFILER, "profiler_buffer=None")
+        checks.refuse_given(NO_PROFILER, off=None, profiler_buffer=profiler_buffer)
         if logits_soft_cap is not None and checks.real("logits_soft_cap", logits_soft_cap) != 0:
-            self._check_soft_cap(logits_soft_cap)
+            planned = self._in_force().settings.logits_soft_cap
+            agrees = max(0.0, logits_soft_cap) == max(0.0, planned)
+            checks.as_planned(agrees, "logits_soft_cap", logits_soft_cap, planned, "0 or ")
         result = self._run(
             RunArguments(q, kv_cache, None, k_scale, v_scale, out, lse, return_lse=True, kv_cache_sf=kv_cache_sf)
         )
         assert isinstance(result, tuple)
         return result
-
-    def _check_soft_cap(self, logits_soft_cap: Any) -> None:
-        """Refuse any soft cap but the planned one: it may be other code."""
-        planned = self._in_force().settings.logits_soft_cap
-        if max(0.0, checks.real("logits_soft_cap", logits_soft_cap)) != max(0.0, planned):
-            raise ArgumentError(
-                f"logits_soft_cap of run() must be 0 or the planned {planned}, got {logits_soft_cap}: pass it to plan()"
-            )
 
 
 class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
@@ -207,12 +199,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         given = locals()
         sink_variant.made_for(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._set_graph_buffers(
-            qo_indptr_buf=qo_indptr_buf,
-            paged_kv_indptr_buf=paged_kv_indptr_buf,
-            paged_kv_indices_buf=paged_kv_indices_buf,
-            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
-        )
+        self._set_graph_buffers(**{name: given[name] for name in PAGED_BUFFERS})
         self._place = self._place._replace(key_ranges=True)
         self._made_for = {name: given[name] for name in MADE_FOR}
 
@@ -267,13 +254,12 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
         position encoding that are not the constructor's.
         """
         given = locals()
-        key_ranges.check_plan(given)
-        key_ranges.check_made_for(self._made_for, given)
+        key_ranges.check_plan(given, self._made_for)
         return prefill_request(self._place, {**given, **self._made_for, **NOT_HERE}, PAGED_NAMES)
 
     begin_forward = plan
 
-    @declare.operator("ranges_prefill_run", fakes.paged, is_method=True)
+    @declare.operator("ranges_prefill_run", fakes.attention, is_method=True)
     def run(
         self,
         q: torch.Tensor,

@@ -11,14 +11,13 @@ from cute_attn.dispatch import backends
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, Refusal
 from cute_attn.problem import Problem
 from cute_attn.request import checks, index_arrays, single
-from cute_attn.request.names import rename
 from cute_attn.request.settings import POS_ENCODING_MODES, Call
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result
 from cute_attn.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.wrappers.engine_attributes import EngineHooks
 from cute_attn.wrappers.merge import merge_state, merge_state_in_place, merge_states
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from cute_attn.wrappers.signatures import NotCopied, accepts_older_names
+from cute_attn.wrappers.signatures import EndsForward, accepts_older_names
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -30,6 +29,10 @@ __all__ = [
 ]
 
 ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+OPTIONS = (  # of a plan, which all levels share
+    *("pos_encoding_mode", "use_fp16_qk_reduction", "sm_scale", "window_left", "logits_soft_cap", "rope_scale"),
+    *("rope_theta", "q_data_type", "kv_data_type"),
+)
 DECODE_PLAN_NAMES = {
     "indptr": "unique_kv_indptr",
     "indices": "unique_kv_indices",
@@ -40,7 +43,7 @@ DECODE_PLAN_NAMES = {
 }
 
 
-class MultiLevelCascadeAttentionWrapper(EngineHooks, NotCopied):
+class MultiLevelCascadeAttentionWrapper(EngineHooks, EndsForward):
     """Attention of a batch whose requests share prefixes. A shared page is read once for all queries that share it.
 
     Level 0 has the keys that most requests share, the last level those of single requests. In each level, groups of
@@ -158,18 +161,17 @@ class MultiLevelCascadeAttentionWrapper(EngineHooks, NotCopied):
         ArgumentTypeError (not a list), ArgumentError (lists of another length, levels with different numbers of query
         tokens), NotSupported (positions), and the errors of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
-        options = locals().copy()
-        del options["self"]
+        given = locals()
         self._ready = False
         self._refuse_positions(pos_encoding_mode, window_left)
-        arrays = [self._levels(name, options.pop(name)) for name in ARRAYS]
-        sizes = [options.pop(name) for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")]
+        arrays = [self._levels(name, given[name]) for name in ARRAYS]
         rows = [int(index_arrays.indptr(f"qo_indptr_arr[{i}]", indptr)[-1]) for i, indptr in enumerate(arrays[0])]
         if len(set(rows)) > 1:
             raise ArgumentError(f"qo_indptr_arr must end with the same number of query tokens everywhere, got {rows}")
-        last = self._wrappers[-1]
+        options = {name: given[name] for name in OPTIONS}
         for wrapper, *level in zip(self._wrappers, *arrays, strict=True):
-            wrapper.plan(*level, *sizes, **{**options, "causal": causal if wrapper is last else False})
+            options["causal"] = causal if wrapper is self._wrappers[-1] else False
+            wrapper.plan(*level, num_qo_heads, num_kv_heads, head_dim, page_size, **options)
         self._ready = True
 
     begin_forward = plan
@@ -200,41 +202,27 @@ class MultiLevelCascadeAttentionWrapper(EngineHooks, NotCopied):
 
     forward = run
 
-    def end_forward(self) -> None:
-        """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""
-
     def _levels(self, name: str, arrays: Any) -> Sequence[Any]:
         if not isinstance(arrays, list | tuple):
-            raise ArgumentTypeError(
-                f"{name} must be a list with a tensor for each level, got {checks.describe(arrays)}"
-            )
+            raise checks.wrong(f"{name} must be a list with a tensor for each level", arrays, ArgumentTypeError)
         if len(arrays) != self._num_levels:
             raise ArgumentError(f"{name} must have a tensor for each of {self._num_levels} levels, got {len(arrays)}")
         return arrays
 
     def _refuse_positions(self, pos_encoding_mode: Any, window_left: Any) -> None:
-        checks.choice("pos_encoding_mode", pos_encoding_mode, POS_ENCODING_MODES)
-        refusals = [
-            Refusal("cascade", feature, "a level knows positions within itself only", "a paged wrapper over all pages")
-            for feature, used in (
-                (f"pos_encoding_mode={pos_encoding_mode!r}", pos_encoding_mode != "NONE"),
-                (f"window_left={window_left!r}", checks.whole("window_left", window_left) >= 0),
-            )
-            if used
-        ]
-        if refusals and self._num_levels > 1:
-            raise NotSupported(refusals)
+        reason, instead, used = "a level knows positions within itself only", "a paged wrapper over all pages", []
+        if checks.choice("pos_encoding_mode", pos_encoding_mode, POS_ENCODING_MODES) != "NONE":
+            used.append(f"pos_encoding_mode={pos_encoding_mode!r}")
+        if checks.whole("window_left", window_left) >= 0:
+            used.append(f"window_left={window_left!r}")
+        if used and self._num_levels > 1:
+            raise NotSupported([Refusal("cascade", feature, reason, instead) for feature in used])
 
 
-class _SharedPrefixWrapper(NotCopied):
-    """What the two wrappers share: the wrapper of the requests' own keys, and the merging of both results."""
+class _SharedPrefixWrapper(EndsForward):
+    """What the two wrappers share: the call over the prefix, and the merging of both results."""
 
-    _made_of: type[BatchWrapper]  # the wrapper of the requests' own keys
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        made_of: Any = self._made_of
-        self._wrapper: Any = made_of(float_workspace_buffer, kv_layout)
-        self._kv_layout = kv_layout
+    _wrapper: BatchWrapper  # of the requests' own keys
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
@@ -252,17 +240,11 @@ class _SharedPrefixWrapper(NotCopied):
         """
         self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
-    def end_forward(self) -> None:
-        """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""
-
     def _prefix(self, q: Any, k_shared: Any, v_shared: Any, sm_scale: Any) -> Problem:
         """Check the call over the prefix, which all query tokens see in full. Nothing is launched yet."""
-        call = Call(q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True)
-        try:
+        call = Call(q, k_shared, v_shared, kv_layout=self._wrapper._kv_layout, sm_scale=sm_scale, return_lse=True)
+        with checks.renamed({"k": "k_shared", "v": "v_shared", "k and v": "k_shared and v_shared"}):
             return single.problem(call)
-        except (ArgumentError, ArgumentTypeError) as error:
-            rename(error, {"k": "k_shared", "v": "v_shared", "k and v": "k_shared and v_shared"})
-            raise
 
 
 def _merged(prefix: Problem, own: Result) -> torch.Tensor:
@@ -291,7 +273,10 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ArgumentTypeError (not a tensor), ArgumentError (not contiguous, not 16-byte aligned), LayoutError (`kv_layout`).
     """
 
-    _made_of = BatchDecodeWithPagedKVCacheWrapper
+    _wrapper: BatchDecodeWithPagedKVCacheWrapper
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
 
     def begin_forward(
         self,
@@ -318,11 +303,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         The errors of `BatchDecodeWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
         pages = unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len
-        try:
+        with checks.renamed(DECODE_PLAN_NAMES):
             self._wrapper.plan(*pages, num_qo_heads, num_kv_heads, head_dim, page_size, data_type=data_type)
-        except (ArgumentError, ArgumentTypeError) as error:
-            rename(error, DECODE_PLAN_NAMES)
-            raise
 
     plan = begin_forward
 
@@ -354,11 +336,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, EngineHooks):
-    """Prefill or append attention of a batch over a prefix that all requests share, in tensors of its own, and the
-    requests' keys in a paged cache. `MultiLevelCascadeAttentionWrapper` also takes prefixes in pages.
-
-    The keys of a request are those of the prefix and its own, in this order; results over both are merged as by
-    `merge_state`.
+    """Prefill or append attention of a batch over a prefix that all requests share: as
+    `BatchDecodeWithSharedPrefixPagedKVCacheWrapper`, with any number of query tokens per request.
 
     Parameters
     ----------
@@ -369,7 +348,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, Engi
     The errors of `BatchDecodeWithSharedPrefixPagedKVCacheWrapper`.
     """
 
-    _made_of = BatchPrefillWithPagedKVCacheWrapper
+    _wrapper: BatchPrefillWithPagedKVCacheWrapper
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
 
     def begin_forward(
         self,

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-@declare.operator("single_decode", fakes.single)
+@declare.operator("single_decode", fakes.attention)
 def single_decode_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,

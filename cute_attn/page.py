@@ -13,7 +13,8 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, nvfp4, page_table
+from cute_attn.request import append as appending
+from cute_attn.request import batch_plan, checks, nvfp4
 from cute_attn.request.append import Append, Tensors
 from cute_attn.request.nvfp4 import Pair
 from cute_attn.request.settings import MAX_INDEX
@@ -70,12 +71,9 @@ def append_paged_kv_cache(
     if is_dynamo_compiling():
         trace.operator("append")(locals())
         return
-    k_cache, v_cache = page_table.writable_views("paged_kv_cache", paged_kv_cache, kv_layout)
-    for name, rows, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
-        page_table.check_rows(name, rows, cache, cache.shape[3], "paged_kv_cache")
-        checks.dtype(name, rows.dtype, (cache.dtype,))
-    page_table.check_same_rows(append_key, append_value)
-    table = page_table.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    k_cache, v_cache = appending.writable_views("paged_kv_cache", paged_kv_cache, kv_layout)
+    appending.check_rows({"append_key": append_key, "append_value": append_value}, (k_cache, v_cache))
+    table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     table.check(append_key.shape[0], k_cache)
     request = Append((append_key, append_value), (k_cache, v_cache), table)
     _keep_apart(request.rows, request.caches, table)
@@ -113,17 +111,14 @@ def append_paged_mla_kv_cache(
         trace.operator("append_mla")(locals())
         return
     pairs = (("append_ckv", append_ckv, "ckv_cache", ckv_cache), ("append_kpe", append_kpe, "kpe_cache", kpe_cache))
-    rows, caches = zip(*(page_table.latent_rows(*pair) for pair in pairs), strict=True)
+    rows, caches = zip(*(appending.latent_rows(*pair) for pair in pairs), strict=True)
     if caches[0].shape[:2] != caches[1].shape[:2] or caches[0].device != caches[1].device:
         raise ArgumentError(
             "ckv_cache and kpe_cache must have the same pages and page size, on one device, "
             f"got {checks.describe(ckv_cache)} and {checks.describe(kpe_cache)}"
         )
-    if rows[0].shape[0] != rows[1].shape[0]:
-        raise ArgumentError(
-            f"append_kpe must have as many rows as append_ckv, {rows[0].shape[0]}, got {checks.describe(append_kpe)}"
-        )
-    table = page_table.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    appending.check_same_rows({"append_ckv": append_ckv, "append_kpe": append_kpe})
+    table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     table.check(rows[0].shape[0], caches[0])
     named = zip(("ckv_cache", "kpe_cache"), caches, strict=True)
     read = zip(("append_ckv", "append_kpe", *table._fields), (*rows, *table), strict=True)
@@ -163,13 +158,13 @@ def get_batch_indices_positions(
     nnz = checks.integer("nnz", nnz)
     if not 0 <= nnz <= MAX_INDEX:
         raise ArgumentError(f"nnz must be within 0..{MAX_INDEX}, got {nnz}")
-    indptr = page_table.index_bounds("append_indptr", append_indptr, None)
+    indptr = appending.index_bounds("append_indptr", append_indptr)
     batch_size = indptr.numel() - 1
-    lens = page_table.integers("seq_lens", seq_lens, batch_size, indptr.device)
+    lens = appending.integers("seq_lens", seq_lens, batch_size, indptr.device).long()
     buffers = []
     for name, buffer in (("batch_indices", batch_indices), ("positions", positions)):
         if buffer is not None:
-            page_table.integers(name, buffer, nnz, indptr.device)
+            appending.integers(name, buffer, nnz, indptr.device)
             checks.dtype(name, buffer.dtype, (torch.int32,))
         else:
             buffer = torch.empty(nnz, dtype=torch.int32, device=indptr.device)
@@ -209,8 +204,8 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     also bounds that decrease).
     """
     page_size = batch_plan.count("page_size", page_size)
-    indptr = page_table.index_bounds("kv_indptr", kv_indptr, None)
-    last = page_table.integers("kv_last_page_len", kv_last_page_len, indptr.numel() - 1, indptr.device)
+    indptr = appending.index_bounds("kv_indptr", kv_indptr)
+    last = appending.integers("kv_last_page_len", kv_last_page_len, indptr.numel() - 1, indptr.device).long()
     lens = (indptr.diff() - 1).clamp(min=0) * page_size + last
     return lens if torch.int64 in (kv_indptr.dtype, kv_last_page_len.dtype) else lens.int()
 
@@ -251,9 +246,9 @@ def nvfp4_quantize_append_paged_kv_cache(
     if is_dynamo_compiling():
         trace.operator("append_nvfp4")(locals())
         return
-    caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, page_table.writable_views)
-    _check_append(append_key, append_value, caches)
-    table = page_table.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
+    appending.check_rows({"append_key": append_key, "append_value": append_value}, caches, 2, nvfp4.INPUTS)
+    table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     table.check(append_key.shape[0], caches[0])
     _append((append_key, append_value), caches, scale_caches, (k_scale, v_scale), table)
 
@@ -287,19 +282,22 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     if is_dynamo_compiling():
         trace.operator("append_nvfp4_slots")(locals())
         return
-    caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, page_table.writable_views)
-    _check_append(append_key, append_value, caches)
-    if _is_capturing(caches[0].device):
-        nvfp4.refuse_temporary_scales(caches[0].device, k_scale=k_scale, v_scale=v_scale)
-    page_table.check_integers("slot_mapping", slot_mapping, None, caches[0].device)
+    caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
+    appending.check_rows({"append_key": append_key, "append_value": append_value}, caches, 2, nvfp4.INPUTS)
+    device = caches[0].device
+    if _is_capturing(device):  # a graph would keep other scales as they are now, whatever the caller changes later
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if not isinstance(scale, torch.Tensor) or scale.device != device:
+                raise checks.wrong(f"{name} must be a float32 tensor on {device} during CUDA graph capture", scale)
+    appending.integers("slot_mapping", slot_mapping, None, device)
     nnz = slot_mapping.numel()
     if nnz > append_key.shape[0]:
-        raise ArgumentError(f"append_key must have a row for each of {nnz} slots, got {checks.describe(append_key)}")
+        raise checks.wrong(f"append_key must have a row for each of {nnz} slots", append_key)
     rows = append_key[:nnz], append_value[:nnz]
-    _append(rows, caches, scale_caches, (k_scale, v_scale), page_table.SlotMapping(slot_mapping))
+    _append(rows, caches, scale_caches, (k_scale, v_scale), appending.SlotMapping(slot_mapping))
 
 
-def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], slots: page_table.Slots) -> None:
+def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], slots: appending.Slots) -> None:
     device = caches[0].device
     _keep_apart(rows, (*caches, *scale_caches), slots, scales)
     read = switches.is_on(switches.VALIDATE) and not _is_capturing(device)
@@ -310,7 +308,7 @@ def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any
     append.run(Append(rows, caches, slots, "nvfp4", scale_caches, checked))
 
 
-def _keep_apart(rows: Tensors, caches: Tensors, slots: page_table.Slots, scales: tuple[Any, ...] = ()) -> None:
+def _keep_apart(rows: Tensors, caches: Tensors, slots: appending.Slots, scales: tuple[Any, ...] = ()) -> None:
     """Refuse caches that share memory with each other or with another argument."""
     read = checks.named(("append_key", "append_value"), rows) + checks.named(slots._fields, slots)
     checks.apart(checks.named(nvfp4.CACHE_NAMES, caches), read + checks.named(("k_scale", "v_scale"), scales))
@@ -321,10 +319,3 @@ def _is_capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
-
-
-def _check_append(append_key: Any, append_value: Any, caches: Pair) -> None:
-    for name, rows, cache in (("append_key", append_key, caches[0]), ("append_value", append_value, caches[1])):
-        page_table.check_rows(name, rows, cache, 2 * cache.shape[3], "paged_kv_cache")
-        checks.dtype(name, rows.dtype, nvfp4.INPUTS)
-    page_table.check_same_rows(append_key, append_value)

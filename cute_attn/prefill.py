@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-@declare.operator("single_prefill", fakes.single)
+@declare.operator("single_prefill", fakes.attention)
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,

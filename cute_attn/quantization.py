@@ -27,7 +27,7 @@ from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import short
 from cute_attn.request import checks
-from cute_attn.request.append import Append, Scale, own_rows
+from cute_attn.request.append import Append, OwnRows, Scale, integers, own_rows
 from cute_attn.request.bit_packing import packbits, segment_packbits
 from cute_attn.request.nvfp4 import (
     BLOCK,
@@ -41,7 +41,6 @@ from cute_attn.request.nvfp4 import (
     e2m1_values,
     scale_of,
 )
-from cute_attn.request.page_table import OwnRows, integers
 from cute_attn.request.settings import FP8, KV_LAYOUTS
 
 __all__ = [
@@ -77,7 +76,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
         return trace.operator("nvfp4_quantize")(locals())
     input = checks.tensor("input", input)
     if input.dim() != 2 or input.shape[1] % BLOCK:
-        raise ArgumentError(f"input must have shape [M, K] with K % {BLOCK} == 0, got {checks.describe(input)}")
+        raise checks.wrong(f"input must have shape [M, K] with K % {BLOCK} == 0", input)
     checks.dtype("input", input.dtype, INPUTS)
     checks.check_grad("input", input)
     checks.tensor("global_scale", global_scale)
@@ -115,9 +114,7 @@ def nvfp4_kv_dequantize(
     fp4_data = checks.tensor("fp4_data", fp4_data)
     checks.dtype("fp4_data", fp4_data.dtype, (torch.uint8,))
     if fp4_data.dim() < 1 or fp4_data.shape[-1] % (BLOCK // 2):
-        raise ArgumentError(
-            f"fp4_data must have shape [..., K / 2] with K % {BLOCK} == 0, got {checks.describe(fp4_data)}"
-        )
+        raise checks.wrong(f"fp4_data must have shape [..., K / 2] with K % {BLOCK} == 0", fp4_data)
     scales = checks.tensor("block_scales", block_scales)
     checks.dtype("block_scales", scales.dtype, (E4M3, torch.uint8))
     expected = (*fp4_data.shape[:-1], fp4_data.shape[-1] * 2 // BLOCK)
@@ -168,22 +165,27 @@ def nvfp4_kv_dequantize_paged(
         return
     caches, block_scales = cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout)
     device = caches[0].device
-    outputs = _check_dequantized(caches, output_k, output_v)
+    outputs = checks.tensor("output_k", output_k), checks.tensor("output_v", output_v)
+    first: tuple[int | None, ...] = (None, None)
+    for name, output, cache in zip(("output_k", "output_v"), outputs, caches, strict=True):
+        axes = "[batch_size, max_seq_len, num_kv_heads, head_dim]"
+        checks.shape(name, output, (*first, cache.shape[2], 2 * cache.shape[3]), axes)
+        first = output.shape[:2]
+        checks.dtype(name, output.dtype, INPUTS)
+        checks.dtype(name, output.dtype, (outputs[0].dtype,))
+        checks.device(name, output, cache.device, "device")
+        checks.dense(name, output)
     batch_size, max_seq_len = output_k.shape[:2]
     tables = checks.tensor("block_tables", block_tables)
-    if tables.dim() != 2 or tables.shape[0] != batch_size or tables.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError(
-            f"block_tables must have shape [batch_size, max_pages] = [{batch_size}, any] and dtype int32 or int64, "
-            f"got {checks.describe(tables)}"
-        )
+    checks.shape("block_tables", tables, (batch_size, None), "[batch_size, max_pages]")
+    checks.dtype("block_tables", tables.dtype, (torch.int32, torch.int64))
     (num_pages, page_size), max_pages = caches[0].shape[:2], tables.shape[1]
     if max_pages * page_size < max_seq_len:
-        raise RuntimeArgumentError(
-            f"block_tables column count insufficient: max_pages * page_size must be >= {max_seq_len}, the outputs' "
-            f"max_seq_len; the page_size is {page_size}, got {checks.describe(tables)}"
-        )
+        needed = f"max_pages * page_size must be >= {max_seq_len}, the outputs' max_seq_len"
+        accepted = f"block_tables column count insufficient: {needed}; the page_size is {page_size}"
+        raise checks.wrong(accepted, tables, RuntimeArgumentError)
     checks.device("block_tables", tables, device, "device")
-    lens = integers("seq_lens", seq_lens, batch_size, device)
+    lens = integers("seq_lens", seq_lens, batch_size, device).long()
     if device.type == "cpu" and batch_size and not 0 <= int(lens.min()) <= int(lens.max()) <= max_seq_len:
         raise ArgumentError(
             f"seq_lens must be within 0..{max_seq_len}, the outputs' max_seq_len, got {lens.min()}..{lens.max()}"
@@ -237,9 +239,9 @@ def nvfp4_quantize_paged_kv_cache(
     checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     quantised = []
     for name, cache, sf in (("k", k_cache, k_global_sf), ("v", v_cache, v_global_sf)):
-        cache = _paged(f"{name}_cache", checks.readable(f"{name}_cache", cache))
+        cache = _paged(f"{name}_cache", cache)
         if cache.shape[3] % BLOCK:
-            raise ArgumentError(f"{name}_cache must have head_dim % {BLOCK} == 0, got {checks.describe(cache)}")
+            raise checks.wrong(f"{name}_cache must have head_dim % {BLOCK} == 0", cache)
         if sf is None:
             inverse = ctypes.c_float(E4M3_MAX / max(_amax(f"{name}_cache", cache), SMALLEST_AMAX)).value
         else:
@@ -297,9 +299,9 @@ def fp8_quantize_paged_kv_cache(
 
 
 def _paged(name: str, cache: Any) -> torch.Tensor:
-    cache = checks.tensor(name, cache)
+    cache = checks.readable(name, cache)
     if cache.dim() != 4:
-        raise ArgumentError(f"{name} must have 4 dimensions, got {checks.describe(cache)}")
+        raise checks.wrong(f"{name} must have 4 dimensions", cache)
     checks.dtype(name, cache.dtype, INPUTS)
     checks.check_grad(name, cache)
     return cache
@@ -326,20 +328,3 @@ def _dequantized(packed: torch.Tensor, block_scales: torch.Tensor, scale: float 
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     blocks = e2m1_values(codes).unflatten(-1, (-1, BLOCK)) * block_scales.double()[..., None]
     return (blocks * scale).flatten(-2).float()
-
-
-def _check_dequantized(caches: Pair, output_k: Any, output_v: Any) -> Pair:
-    """Check the outputs of a dequantised cache, given as views [num_pages, page_size, num_kv_heads, head_dim / 2]."""
-    outputs = checks.tensor("output_k", output_k), checks.tensor("output_v", output_v)
-    for name, output, cache in zip(("output_k", "output_v"), outputs, caches, strict=True):
-        tail = cache.shape[2], 2 * cache.shape[3]
-        if output.dim() != 4 or output.shape[2:] != tail or output.shape[:2] != outputs[0].shape[:2]:
-            raise ArgumentError(
-                f"{name} must have shape [batch_size, max_seq_len, num_kv_heads, head_dim] = "
-                f"[any, any, {tail[0]}, {tail[1]}], the first two the same for both; got {checks.describe(output)}"
-            )
-        checks.dtype(name, output.dtype, INPUTS)
-        checks.dtype(name, output.dtype, (outputs[0].dtype,))
-        checks.device(name, output, cache.device, "device")
-        checks.dense(name, output)
-    return outputs

@@ -10,32 +10,20 @@ from cute_attn.errors import ArgumentError
 from cute_attn.request import batch_plan, block_sparse, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.block_sparse import convert_bsr_mask_layout
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 
-BSR_INSTEAD = "indptr and indices, or VariableBlockSparseAttentionWrapper"
 ONE_KERNEL = "it belongs to a kernel of FlashInfer's that is not part of this library"
-
-
-def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
-    """Flatten the mask of a BSR matrix: row by row of each row of blocks, as `packbits` takes it.
-
-    Parameters
-    ----------
-    mask : `[blocks, R, C]`, of any dtype.
-    indptr : int32 or int64 `[rows of blocks + 1]` from 0 to the number of blocks. On a GPU it costs a synchronisation.
-
-    Returns
-    -------
-    `[blocks * R * C]` of the mask's dtype.
-
-    Raises
-    ------
-    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype or value).
-    """
-    return block_sparse.flattened_bsr(mask, indptr)
+OF_ONE_KERNEL = (  # arguments of it, and what to use instead
+    (
+        ("block_mask", "q2k_indices", "q2k_num", "kv_block_lens"),
+        "indptr and indices, or VariableBlockSparseAttentionWrapper",
+    ),
+    (("kv_splits", "use_clc", "q_scale", "k_scale", "v_scale"), ""),
+)
 
 
 class BlocksWrapper(BatchWrapper):
@@ -131,11 +119,8 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
         given = locals()
-        for name in ("block_mask", "q2k_indices", "q2k_num", "kv_block_lens"):
-            batch_plan.refuse(name, given[name], ONE_KERNEL, BSR_INSTEAD)
-        checks.refuse_given(
-            ONE_KERNEL, None, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale
-        )
+        for names, instead in OF_ONE_KERNEL:
+            checks.refuse_given(ONE_KERNEL, instead, None, **{name: given[name] for name in names})
         block_sparse.refuse_positions(pos_encoding_mode)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
@@ -285,7 +270,8 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         matrix, lengths = block_sparse.variable(block_mask_map, block_row_sz, block_col_sz, kv_heads)
         sizes = {"num_qo_heads": heads // kv_heads, "num_kv_heads": 1, "head_dim_qk": head_dim}
         options = PlanOptions.of(locals(), **sizes, causal=False)
-        mask = block_sparse.variable_mask(causal, lengths, matrix, self.device)
+        flat = block_sparse.causal_mask(lengths, matrix) if checks.boolean("causal", causal) else None
+        mask = batch_plan.mask(flat, None, lengths, self.device)
         splits = batch_plan.splits(None, False, matrix.page_size)
         return PlanRequest(options, lengths, mask, splits, matrix.page_size, matrix=matrix)
 

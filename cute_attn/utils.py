@@ -6,7 +6,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
-from cute_attn.request.fp4_tensor import FP4Tensor
+from cute_attn.request.trtllm_options import FP4Tensor
 from cute_attn.runtime import arch
 
 __all__ = [
@@ -33,7 +33,7 @@ def get_device_sm_count(device: torch.device) -> int:
     ------
     ArgumentError (another device).
     """
-    device = _device(device)
+    device = checks.usable_device("device", device)
     return 0 if device.type == "cpu" else arch.multiprocessors(_index(device))
 
 
@@ -52,7 +52,7 @@ def get_compute_capability(device: torch.device) -> tuple[int, int]:
     ------
     ArgumentError (no CUDA device).
     """
-    device = _device(device)
+    device = checks.usable_device("device", device)
     if device.type != "cuda":
         raise ArgumentError(f"device must be a cuda device, got {device}")
     return torch.cuda.get_device_capability(_index(device))
@@ -73,7 +73,7 @@ def device_support_pdl(device: torch.device) -> bool:
     ------
     ArgumentError (another device).
     """
-    device = _device(device)
+    device = checks.usable_device("device", device)
     return device.type == "cuda" and get_compute_capability(device) >= (9, 0)
 
 
@@ -96,17 +96,9 @@ def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: in
     ArgumentTypeError (not an int), ArgumentError (below 0).
     """
     for name, value in (("batch_size", batch_size), ("num_qo_heads", num_qo_heads), ("sm_count", sm_count)):
-        if checks.integer(name, value) < 0:
-            raise ArgumentError(f"{name} must be at least 0, got {value}")
+        checks.at_least(name, value, 0)
     counters = max(batch_size * num_qo_heads, sm_count)
     return -(-counters // 8) * 8 * 4
-
-
-def _device(device: torch.device | str) -> torch.device:
-    found = torch.device(device)
-    if found.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"device must be a cpu or cuda device, got {device}")
-    return found
 
 
 def _index(device: torch.device) -> int:

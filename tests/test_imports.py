@@ -170,7 +170,7 @@ def test_the_root_holds_public_modules() -> None:
 
 MODULES = """
     errors problem prefill schedule.batch reference.attention emulator.run runtime.arch runtime.launch wrappers.base
-    wrappers.run_cache request.single request.xqa dispatch.select cli.doctor xqa.decode kernels.catalog
+    wrappers.calls request.single request.xqa dispatch.select cli.doctor xqa.decode kernels.catalog
     kernels.host.load kernels.blocks.ptx kernels.blocks.softmax kernels.combine.kernel kernels.fa2.kernel
     kernels.fa2.parts.mma kernels.fa2.spec kernels.fa2.host.params kernels.fa3.kernel kernels.fa3.parts.wgmma
     kernels.fa3.spec kernels.fa3.host.params kernels.fa3.host.single kernels.xqa.spec kernels.xqa.host.runner
@@ -249,7 +249,7 @@ def test_cycles_are_seen_without_the_table() -> None:
 def test_arrows_that_point_down_are_fine() -> None:
     sources = made(
         prefill="from cute_attn.wrappers import base\nimport torch",
-        wrappers__base="from cute_attn.dispatch import select\nfrom cute_attn.wrappers import run_cache",
+        wrappers__base="from cute_attn.dispatch import select\nfrom cute_attn.wrappers import calls",
         kernels__fa3__kernel="from cute_attn.kernels.fa3.parts import wgmma\nfrom cute_attn.kernels.blocks import ptx",
         kernels__fa3__spec="from cute_attn.kernels.blocks.smem_map import RingLayout",
         kernels__fa3__host__single="from cute_attn.kernels.fa3.spec import Fa3Spec\nimport cute_attn.errors",

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from cute_attn.cli import bench, bundle, cache, demo, doctor, emulate, explain, kernels, replay, support, warmup
 from cute_attn.errors import ArtifactError
-from cute_attn.runtime import log
+from cute_attn.runtime import switches
 
 COMMANDS = (
     demo,
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         _refuse(commands.choices[options.command], unknown)
-    log.configure()
+    switches.configure_log()
     try:
         return options.run(options)
     except ArtifactError as error:

@@ -2,7 +2,7 @@
 environment.
 """
 
-from cute_attn.runtime import log, switches
+from cute_attn.runtime import switches
 
-log.configure()
+switches.configure_log()
 switches.warn_of_unknown()

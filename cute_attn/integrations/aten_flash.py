@@ -229,7 +229,7 @@ def _tokens(operands: Operands, band: Band, scale: float | None) -> torch.Tensor
         keys = Keys(k.flatten(0, 1), v.flatten(0, 1))
         return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale)
     keys, lengths = Keys(k, v, _page_per_request(batch, q.device)), lengths._replace(kv_indptr=NOWHERE)
-    return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale, page_size=kv_len)
+    return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale)
 
 
 def _ragged(
@@ -299,23 +299,9 @@ def _planned(
     lengths: Lengths,
     band: Band,
     scale: float | None,
-    page_size: int = 0,
 ) -> torch.Tensor:
     """Compute a batch under the plan of an earlier call with these lengths, or a new one; return the base-2 lse."""
-    structure = Structure(
-        kv_layout="NHD",
-        backend="auto",
-        num_qo_heads=q.shape[1],
-        num_kv_heads=keys.k.shape[-2],
-        head_dim_qk=q.shape[2],
-        head_dim_vo=keys.v.shape[-1],
-        q_data_type=q.dtype,
-        kv_data_type=keys.k.dtype,
-        o_data_type=out.dtype,
-        causal=band.causal,
-        window_left=band.window_left,
-        page_size=page_size,
-    )
+    structure = Structure.of(q, keys, o_data_type=out.dtype, causal=band.causal, window_left=band.window_left)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     options = {"q_scale": q.shape[2] ** -0.5 if scale is None else scale, "out": out, "lse": lse}
     planned_prefill.run(workspaces.of_stream(q.device), structure, q, keys, lengths, options)

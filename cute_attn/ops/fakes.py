@@ -16,23 +16,14 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def single(arguments: Arguments) -> Pair:
-    """Of `single_prefill_with_kv_cache` and `single_decode_with_kv_cache`."""
-    q, v = arguments["q"], arguments["v"]
-    default = torch.bfloat16 if q.dtype in FP8 else q.dtype
-    return _attention(arguments, q, _head_dim(v), arguments.get("o_dtype") or default)
-
-
-def paged(arguments: Arguments) -> Pair:
-    """Of runs over a paged cache, which is under the name `paged_kv_cache` or `kv_cache`."""
-    cache: Any = arguments.get("paged_kv_cache", arguments.get("kv_cache"))
-    v = cache if isinstance(cache, torch.Tensor) else cache[1]
-    return _attention(arguments, arguments["q"], _head_dim(v), arguments["o_dtype"])
-
-
-def ragged(arguments: Arguments) -> Pair:
-    """Of runs over ragged keys and values."""
-    return _attention(arguments, arguments["q"], _head_dim(arguments["v"]), arguments["o_dtype"])
+def attention(arguments: Arguments) -> Pair:
+    """Of prefill and decode of one request and of batches, over keys and values or a cache of both."""
+    q = arguments["q"]
+    cache: Any = next(arguments[name] for name in ("v", "paged_kv_cache", "kv_cache") if name in arguments)
+    v: Any = cache if isinstance(cache, torch.Tensor) else cache[1]
+    head_dim = 2 * v.shape[-1] if v.dtype == torch.uint8 else v.shape[-1]  # numbers of NVFP4 share a byte by two
+    dtype = arguments.get("o_dtype") or (torch.bfloat16 if q.dtype in FP8 else q.dtype)
+    return _attention(arguments, q, head_dim, dtype)
 
 
 def xqa(arguments: Arguments) -> Pair:
@@ -94,11 +85,6 @@ def dequantized(arguments: Arguments) -> torch.Tensor:
     packed = arguments["fp4_data"]
     result: torch.Tensor = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=arguments["output_dtype"])
     return result
-
-
-def _head_dim(v: torch.Tensor) -> Any:
-    """Return the head dimension of values; those of NVFP4 share a byte by two."""
-    return 2 * v.shape[-1] if v.dtype == torch.uint8 else v.shape[-1]
 
 
 def _attention(arguments: Arguments, q: torch.Tensor, head_dim: Any, dtype: torch.dtype) -> Pair:

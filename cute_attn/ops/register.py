@@ -67,7 +67,12 @@ def implementation(declaration: Declaration) -> Callable[..., Any]:
         handle: int, o_dtype: torch.dtype, operands: list[torch.Tensor], operand: float | None, *flat: Any
     ) -> Any:
         wrapper = declare.wrapper_of(handle)
-        _refuse_capture(wrapper)
+        # mode="reduce-overhead" would capture a schedule that the next plan does not renew.
+        if not wrapper.is_cuda_graph_enabled and is_capturing(wrapper.device):
+            raise RuntimeArgumentError(
+                f"a compiled {type(wrapper).__name__}.run() is captured in a CUDA graph, whose replays would not see "
+                "later plans: make the wrapper with use_cuda_graph=True"
+            )
         arguments = arguments_by_name(parameters, flat)
         leading = [arguments.pop(name) for name in declaration.before_operands()]
         more = operands if operand is None else (*operands, operand)
@@ -91,15 +96,6 @@ def fake(declaration: Declaration) -> Callable[..., Any]:
         return declaration.fake({"o_dtype": o_dtype, **arguments_by_name(parameters, flat)})
 
     return of_method if declaration.is_method else of_function
-
-
-def _refuse_capture(wrapper: Any) -> None:
-    """Refuse the capture of a schedule that the next plan would not renew, as mode="reduce-overhead" would do it."""
-    if not wrapper.is_cuda_graph_enabled and is_capturing(wrapper.device):
-        raise RuntimeArgumentError(
-            f"a compiled {type(wrapper).__name__}.run() is captured in a CUDA graph, whose replays would not see later "
-            "plans: make the wrapper with use_cuda_graph=True"
-        )
 
 
 def _registered() -> dict[str, Any]:

@@ -1,19 +1,124 @@
-"""Requests to write rows to paged caches: what to write, where, and how it is stored."""
+"""Requests to write rows to paged caches: what to write, where, how it is stored, and the writing by torch operations,
+none of which waits for the device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from cute_attn.request import nvfp4
-from cute_attn.request.page_table import OwnRows, Slots, write_rows
+from cute_attn.errors import ArgumentError
+from cute_attn.request import checks, nvfp4
+from cute_attn.request.caches import BITS_DTYPES, cache_views
 
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 Tensors = tuple[torch.Tensor, ...]
 Scale = float | torch.Tensor  # an fp32 number, or one in a 0-d tensor on the caches' device
 
 NO_SCALES = (1.0, 1.0)
+
+
+# ---- slots
+
+
+class Destinations(NamedTuple):
+    """Where rows are written. A row that is not to be written repeats another: same slot, same value."""
+
+    source: torch.Tensor  # [nnz] the row written
+    page: torch.Tensor  # [nnz]
+    slot: torch.Tensor  # [nnz]
+    any_row: torch.Tensor  # bool: at least one row is written. Otherwise slot 0 of page 0 gets its own value.
+
+
+class PageTable(NamedTuple):
+    """The arguments that say where in a paged cache rows go, as the user gave them."""
+
+    batch_indices: torch.Tensor
+    positions: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_last_page_len: torch.Tensor
+
+    def check(self, nnz: int, cache: torch.Tensor) -> None:
+        """Check shapes, dtypes and devices for `nnz` rows to a cache [num_pages, page_size, ...]; on the CPU values."""
+        device, page_size = cache.device, cache.shape[1]
+        integers("batch_indices", self.batch_indices, nnz, device)
+        integers("positions", self.positions, nnz, device)
+        integers("kv_indices", self.kv_indices, None, device)
+        requests = check_bounds("kv_indptr", self.kv_indptr, device).numel() - 1
+        integers("kv_last_page_len", self.kv_last_page_len, requests, device)
+        if device.type == "cpu":
+            self._check_values(cache.shape[0], page_size)
+
+    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
+        """Return where `nnz` rows go in a cache [num_pages, page_size, ...]; None: nothing to write."""
+        page_size = cache.shape[1]
+        if not nnz or not self.kv_indices.numel() or not cache.shape[0] or self.kv_indptr.numel() == 1:
+            return None
+        source, keep = _kept(self.batch_indices >= 0)
+        request, position = self.batch_indices.long()[source].clamp(min=0), self.positions.long()[source]
+        entry = torch.where(keep, self.kv_indptr.long()[request] + position // page_size, 0)
+        page = torch.where(keep, self.kv_indices.long()[entry], 0)
+        return Destinations(source, page, torch.where(keep, position % page_size, 0), keep.any())
+
+    def _check_values(self, num_pages: int, page_size: int) -> None:
+        """Check that every row to be written has a page. Reads values: for CPU tensors only."""
+        rows = (self.batch_indices >= 0).nonzero().flatten()
+        request, position = self.batch_indices[rows].long(), self.positions[rows].long()
+        batch_size = self.kv_indptr.numel() - 1
+        _check_range("batch_indices", rows, request, batch_size, "requests")
+        indptr = self.kv_indptr.long()
+        room = (indptr[request + 1] - indptr[request]) * page_size
+        _check_range("positions", rows, position, room, "tokens that the request's pages hold")
+        entry = indptr[request] + position // page_size
+        _check_range("kv_indptr", rows, entry, self.kv_indices.numel(), "kv_indices")
+        _check_range("kv_indices", rows, self.kv_indices[entry].long(), num_pages, "pages of the cache")
+
+
+class SlotMapping(NamedTuple):
+    """Slots `page * page_size + offset`, one per row; those outside the cache go nowhere."""
+
+    slot_mapping: torch.Tensor
+
+    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
+        """Return where `nnz` rows go in a cache [num_pages, page_size, ...]; None: nothing to write."""
+        num_pages, page_size = cache.shape[:2]
+        if not nnz or not num_pages:
+            return None
+        slots = self.slot_mapping.long()
+        source, keep = _kept((slots >= 0) & (slots < num_pages * page_size))
+        slots = torch.where(keep, slots[source], 0)
+        return Destinations(source, slots // page_size, slots % page_size, keep.any())
+
+
+class OwnRows(NamedTuple):
+    """Row t goes to page t of an output with pages of one token."""
+
+
+Slots = PageTable | SlotMapping | OwnRows
+
+
+def _kept(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row to write for each row (itself if kept, else the first that is), and whether that one is kept."""
+    first = keep.to(torch.uint8).argmax()
+    source = torch.where(keep, torch.arange(keep.numel(), device=keep.device), first)
+    return source, keep[source]
+
+
+def write_rows(cache: torch.Tensor, rows: torch.Tensor, destinations: Destinations | None) -> None:
+    """Write rows [nnz, num_kv_heads, n] to a view [num_pages, page_size, num_kv_heads, n] of a cache."""
+    if destinations is None:
+        return
+    bits = BITS_DTYPES[cache.element_size()]
+    cache, rows = cache.view(bits), rows.view(bits)
+    first = cache[:1, :1].flatten(0, 1)
+    values = torch.where(destinations.any_row, rows[destinations.source], first)
+    cache.index_put_((destinations.page, destinations.slot), values)
+
+
+# ---- rows
 
 
 class Append(NamedTuple):
@@ -59,3 +164,79 @@ def own_rows(output: torch.Tensor) -> torch.Tensor:
 
 def _wide(scale: Scale) -> Scale:
     return scale.double() if isinstance(scale, torch.Tensor) else scale
+
+
+# ---- checks
+
+
+def writable_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `cache_views` of a cache to be written; slots that share memory are refused."""
+    views = cache_views(name, cache, kv_layout)
+    for x, view in zip("kv", views, strict=True):
+        checks.dense(f"{x} of {name}", view)
+        checks.check_grad(f"{x} of {name}", view)
+    return views
+
+
+def check_rows(
+    rows: dict[str, Any], caches: tuple[torch.Tensor, torch.Tensor], packing: int = 1, dtypes: Any = None
+) -> None:
+    """Check rows [nnz, num_kv_heads, head_dim] of keys and of values to be written to `caches`, which hold `packing`
+    numbers per element. `dtypes`: of the rows; None: those of the caches.
+    """
+    for (name, x), cache in zip(rows.items(), caches, strict=True):
+        expected = None, cache.shape[2], packing * cache.shape[3]
+        axes, of = "[nnz, num_kv_heads, head_dim]", "paged_kv_cache's device"
+        checks.operand(name, x, dtypes or (cache.dtype,), expected, axes, cache.device, of)
+    check_same_rows(rows)
+
+
+def latent_rows(name: str, rows: Any, cache_name: str, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check rows [nnz, n] to be written to a cache [num_pages, page_size, n]; return both with an axis of one head."""
+    cache = checks.tensor(cache_name, cache)
+    if cache.dim() != 3 or cache.shape[1] == 0:
+        raise checks.wrong(f"{cache_name} must have shape [num_pages, page_size, n]", cache)
+    checks.dense(cache_name, cache)
+    checks.check_grad(cache_name, cache)
+    axes, of = f"[nnz, {cache.shape[2]}]", f"{cache_name}'s device"
+    rows = checks.operand(name, rows, (cache.dtype,), (None, cache.shape[2]), axes, cache.device, of)
+    return rows[:, None], cache[:, :, None]
+
+
+def check_same_rows(rows: dict[str, Any]) -> None:
+    """Check that there are as many rows of one as of the other."""
+    (first, x), (name, y) = rows.items()
+    if y.shape[0] != x.shape[0]:
+        raise checks.wrong(f"{name} must have as many rows as {first}, {x.shape[0]}", y)
+
+
+def integers(name: str, value: Any, size: int | None = None, device: torch.device | None = None) -> torch.Tensor:
+    """Check 1-D integers, `size` of them, on `device`."""
+    if checks.tensor(name, value).dtype not in INTEGERS:
+        raise checks.wrong(f"{name} must be of an integer dtype", value)
+    if device is not None:
+        checks.device(name, value, device, "device")
+    return checks.vector(name, value, INTEGERS, size)
+
+
+def check_bounds(name: str, value: Any, device: torch.device | None) -> torch.Tensor:
+    """Check integers [batch_size + 1] on `device`."""
+    indptr = integers(name, value, None, device)
+    if not indptr.numel():
+        raise ArgumentError(f"{name} must have batch_size + 1 elements, got none")
+    return indptr
+
+
+def index_bounds(name: str, value: Any) -> torch.Tensor:
+    """Check integers [batch_size + 1], on the CPU also that they do not decrease; return them as int64."""
+    indptr = check_bounds(name, value, None).long()
+    if indptr.is_cpu and not torch.compiler.is_compiling() and (indptr.diff() < 0).any():
+        raise ArgumentError(f"{name} must not decrease, got {checks.shown(indptr.tolist())}")
+    return indptr
+
+
+def _check_range(name: str, rows: torch.Tensor, values: torch.Tensor, stop: Any, what: str) -> None:
+    """Check 0 <= values < stop, element by element; for CPU tensors."""
+    if (i := checks.first((values < 0) | (values >= stop))) is not None:
+        bound = int(stop[i]) if isinstance(stop, torch.Tensor) else stop
+        raise ArgumentError(f"{name} must stay within the {bound} {what}, got {int(values[i])} for row {int(rows[i])}")

@@ -15,7 +15,6 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import DeviceLengths, Features, Lengths, Settings
 from cute_attn.request import checks, index_arrays
 from cute_attn.request.bit_packing import pack_segments
-from cute_attn.request.names import rename
 from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import MAX_INDEX, MAX_ROWS, Stored, call_settings
 
@@ -92,16 +91,16 @@ def plan_settings(options: PlanOptions, kv_layout: str, page_size: int, **featur
     )
     stored = Stored(kv_dtype, head_dim_qk // packing, head_dim_vo // packing, page_size=page_size)
     *first, lse_base = options[PlanOptions._fields.index("pos_encoding_mode") :]  # in the order of `Call`
-    try:
+    try:  # not `checks.renamed`, whose context costs every plan 1 us
         return call_settings(given, stored, kv_layout, *first, None, None, None, o_dtype, False, None, lse_base)
     except (ArgumentError, ArgumentTypeError) as error:
-        rename(error, PLAN_NAMES)
+        checks.rename(error, PLAN_NAMES)
         raise
 
 
 def _data_type(name: str, value: Any) -> torch.dtype:
     if not isinstance(value, torch.dtype | str):
-        raise ArgumentTypeError(f"{name} must be a torch.dtype or its name, got {checks.describe(value)}")
+        raise checks.wrong(f"{name} must be a torch.dtype or its name", value, ArgumentTypeError)
     dtype = getattr(torch, value, None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"{name} must name a dtype of torch, got {checks.shown(value)}")
@@ -137,17 +136,9 @@ def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Spli
     return Splits(None, True) if disable_split_kv else Splits(tokens, False)
 
 
-def refuse(name: str, value: Any, reason: str, instead: str, off: bool | None = None) -> None:
-    """Refuse an argument of FlashInfer that this library does not implement, unless it is None or `off`."""
-    if value is None or value is off:
-        return
-    checks.refuse(f"{name}={checks.shown(value)}", reason, instead)
-
-
 def refuse_jit(jit_args: Any, jit_kwargs: Any = None) -> None:
     """Refuse FlashInfer's arguments for attention variants written in CUDA."""
-    refuse("jit_args", jit_args, JIT_REASON, JIT_INSTEAD)
-    refuse("jit_kwargs", jit_kwargs, JIT_REASON, JIT_INSTEAD)
+    checks.refuse_given(JIT_REASON, JIT_INSTEAD, None, jit_args=jit_args, jit_kwargs=jit_kwargs)
 
 
 # ---- lengths
@@ -170,23 +161,19 @@ def last_page_len_of_host(
     given = {"qo_indptr_host": qo_indptr, "kv_indptr_host": kv_indptr, "kv_lens_host": kv_lens}
     for name, value in given.items():
         if not checks.tensor(name, value).is_cpu:
-            raise ArgumentError(f"{name} must be on the CPU, got {checks.describe(value)}")
+            raise checks.wrong(f"{name} must be on the CPU", value)
     q_lens = np.diff(index_arrays.indptr("qo_indptr_host", qo_indptr))
     pages = np.diff(index_arrays.indptr("kv_indptr_host", kv_indptr))
     lengths = index_arrays.integers("kv_lens_host", kv_lens)
-    if len(lengths) != len(pages):
-        raise ArgumentError(f"kv_lens_host must have shape [batch_size] = ({len(pages)},), got {len(lengths)}")
-    wrong = pages != -(-lengths // page_size)
-    if wrong.any():
-        i = int(wrong.argmax())
+    index_arrays.check_size("kv_lens_host", lengths, len(pages))
+    if (i := checks.first(pages != -(-lengths // page_size))) is not None:
         raise ArgumentError(
             f"kv_lens_host must need the pages that kv_indptr_host counts: request {i} has {lengths[i]} keys, "
             f"but {pages[i]} pages of {page_size}"
         )
     if uniform_width is not None:
         width = count("uniform_verify_width", uniform_width)
-        if (q_lens != width).any():
-            i = int((q_lens != width).argmax())
+        if (i := checks.first(q_lens != width)) is not None:
             raise ArgumentError(
                 f"uniform_verify_width must be the query tokens of every request: request {i} has {q_lens[i]}, "
                 f"got {width}"
@@ -220,8 +207,12 @@ def check_repeated_lengths(lengths: Lengths, repeated: tuple[Any, Any, Any, Any]
         return
     check_known_lengths("seq_lens", seq_lens, lengths.kv_len)
     check_known_lengths("seq_lens_q", seq_lens_q, lengths.qo_len)
-    _check_known_bound("max_token_per_sequence", max_token_per_sequence, lengths.longest_qo)
-    _check_known_bound("max_sequence_kv", max_sequence_kv, lengths.longest_kv)
+    for name, bound, longest in (
+        ("max_token_per_sequence", max_token_per_sequence, lengths.longest_qo),
+        ("max_sequence_kv", max_sequence_kv, lengths.longest_kv),
+    ):
+        if bound is not None and checks.integer(name, bound) < longest:
+            raise ArgumentError(f"{name} must not be below the longest request, which has {longest}; got {bound}")
 
 
 def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
@@ -232,20 +223,9 @@ def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
     if value.device.type != "cpu":
         return
     given = index_arrays.integers(name, value.flatten())
-    if len(given) != len(lengths):
-        raise ArgumentError(f"{name} must have one entry for each of {len(lengths)} requests, got {len(given)}")
-    if not np.array_equal(given, lengths):
-        i = int((given != lengths).argmax())
+    index_arrays.check_size(name, given, len(lengths))
+    if (i := checks.first(given != lengths)) is not None:
         raise ArgumentError(f"{name}[{i}] must be {lengths[i]}, as the index arrays say; got {given[i]}")
-
-
-def _check_known_bound(name: str, value: Any, longest: int) -> None:
-    """Check that no request is longer than the bound."""
-    if value is None:
-        return
-    bound = checks.integer(name, value)
-    if bound < longest:
-        raise ArgumentError(f"{name} must not be below the longest request, which has {longest}; got {bound}")
 
 
 # ---- masks
@@ -288,7 +268,7 @@ def _flat(name: str, value: Any, *dtypes: torch.dtype) -> torch.Tensor:
     value = checks.readable(name, value)
     if value.dtype not in dtypes or value.dim() != 1:
         accepted = " or ".join(map(checks.short, dtypes))
-        raise ArgumentError(f"{name} must be a 1-D {accepted} tensor, got {checks.describe(value)}")
+        raise checks.wrong(f"{name} must be a 1-D {accepted} tensor", value)
     return value
 
 
@@ -310,9 +290,9 @@ def workspace(value: Any) -> torch.Tensor:
 def graph_buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Check a buffer of CUDA-graph mode, which keeps its address across plans."""
     if not isinstance(value, torch.Tensor):
-        raise ArgumentError(f"{name} must be a torch.Tensor with use_cuda_graph=True, got {checks.describe(value)}")
+        raise checks.wrong(f"{name} must be a torch.Tensor with use_cuda_graph=True", value)
     checks.dtype(name, value.dtype, (dtype,))
     if value.dim() != 1 or not value.is_contiguous():
-        raise ArgumentError(f"{name} must be contiguous with 1 dimension, got {checks.describe(value)}")
+        raise checks.wrong(f"{name} must be contiguous with 1 dimension", value)
     checks.device(name, value, device, "the workspace's device")
     return value

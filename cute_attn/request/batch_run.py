@@ -1,7 +1,7 @@
 """Check the tensors of one run of a planned batch and make a `BatchProblem` of them.
 
 The layers of a model run the same plan with tensors that differ in their addresses only: such runs are repeated without
-coming here (`wrappers.run_cache`).
+coming here (`wrappers.calls`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cute_attn.request import checks, key_ranges, operands
 from cute_attn.request.caches import cache_halves, is_large
 from cute_attn.request.key_ranges import KeyRanges
 from cute_attn.request.once import once
-from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NO_SCALES, SCALES, Placement
+from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NO_SCALES, SCALES
 from cute_attn.request.settings import LSE_BASES, MIN_SCALE
 
 LSE_LAYOUTS = ("NH", "HN")
@@ -50,7 +50,9 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
     q = checks.tensor("q", run.q)
     _check_operands(plan, q, k, v)
     placed = operands.placement(q, k, v)
-    _check_placement(plan, placed, k, v)
+    large = not ragged and (is_large(k) or is_large(v))
+    if placed.expanded or large:  # on such strides the planned backend may not run
+        plan.check_supported(plan.settings.features._replace(expanded=placed.expanded, large_cache=large))
     q = operands.readable(q, k, v, placed)
     if run.return_lse is not True and run.return_lse is not False:
         checks.boolean("return_lse", run.return_lse)
@@ -58,10 +60,15 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
     settings, scales = plan.settings, NO_SCALES
     planned = run.q_scale is run.k_scale is run.v_scale is run.enable_pdl is run.window_left is run.sinks is None
     if not planned or not run.head_scales is run.ranges is None or placed.half_aligned:
-        _check_window(run.window_left, settings)
+        if run.window_left is not None:
+            planned_window = settings.window_left
+            agrees = max(-1, checks.whole("window_left", run.window_left)) == planned_window
+            checks.as_planned(agrees, "window_left", run.window_left, planned_window, "None or ")
         scales = operands.split_scales(q.device, run.q_scale, run.k_scale, run.v_scale)
-        settings = _run_settings(
-            *(plan, scales.q, scales.k, scales.v, run.enable_pdl, bool(scales.of_scores)),
+        if plan.run_settings is None:
+            plan.run_settings = once()(functools.partial(_add_run_options, plan))
+        settings = plan.run_settings(
+            *(scales.q, scales.k, scales.v, run.enable_pdl, bool(scales.of_scores)),
             *(run.sinks is not None, run.head_scales is not None, placed.half_aligned),
             *(NO_WINDOWS if run.ranges is None else run.ranges.windows()),
         )
@@ -140,27 +147,16 @@ def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout
     if (wanted == base and not transposed) or (lse is None and not returned):
         return None
     if transposed and lse is not None:
-        _check_transposed_lse(plan, arguments)
+        q = checks.tensor("q", arguments.q)
+        heads = q.shape[1] if q.dim() == 3 else plan.settings.features.num_qo_heads
+        axes = "[num_qo_heads, rows] (lse_layout 'HN')"
+        operands.check_output("lse", lse, (heads, plan.rows), axes, torch.float32, q.device)
+        checks.contiguous("lse", lse)
+        _keep_apart(plan, arguments, arguments.kv_cache)
     return LseForm(wanted / base, transposed)
 
 
-def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
-    q = checks.tensor("q", arguments.q)
-    heads = q.shape[1] if q.dim() == 3 else plan.settings.features.num_qo_heads
-    axes = "[num_qo_heads, rows] (lse_layout 'HN')"
-    operands.check_output("lse", arguments.lse, (heads, plan.rows), axes, torch.float32, q.device)
-    checks.contiguous("lse", arguments.lse)
-    _keep_apart(plan, arguments, arguments.kv_cache)
-
-
 # ---- settings
-
-
-def _run_settings(plan: BatchPlan, *options: Any) -> Settings:
-    """Return `_add_run_options`, once for equal options."""
-    if plan.run_settings is None:
-        plan.run_settings = once()(functools.partial(_add_run_options, plan))
-    return plan.run_settings(*options)
 
 
 def _add_run_options(
@@ -225,9 +221,19 @@ def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.
     """Check that q, k and v are what was planned, except their strides and addresses."""
     f, device = plan.settings.features, plan.workspace.device
     if not q.device == k.device == v.device == device or q.dtype != f.q_dtype or not k.dtype == v.dtype == f.kv_dtype:
-        _refuse_kinds(plan, q, k, v)
+        for name, x, dtype in (("q", q, f.q_dtype), ("k", k, f.kv_dtype), ("v", v, f.kv_dtype)):
+            checks.device(name, x, device, "the workspace's device")
+            if x.dtype != dtype:
+                option = "q_data_type" if name == "q" else "kv_data_type"
+                planned = f"the planned dtype {checks.short(dtype)} ({option})"
+                raise ArgumentError(f"{name} must have {planned}, got {checks.short(x.dtype)}")
     if q.shape != (plan.rows, f.num_qo_heads, f.head_dim_qk):
-        _refuse_query(plan, q)
+        meaning = "qo_indptr[-1]"
+        if plan.lengths.q_len is not None:
+            meaning = f"batch size {plan.lengths.batch_size} * q_len_per_req {plan.lengths.q_len} of plan()"
+        if plan.rows != (q.shape[0] if q.dim() else -1):
+            raise checks.wrong(f"q must have the planned {plan.rows} rows ({meaning})", q)
+        checks.shape("q", q, (plan.rows, f.num_qo_heads, f.head_dim_qk), "[rows, num_qo_heads, head_dim_qk]")
     packing = 2 if f.kv_block_scales else 1  # numbers of NVFP4 per byte
     k_shape = _check_kv_shape(plan, "k", k, f.head_dim_qk // packing)
     v_shape = _check_kv_shape(plan, "v", v, f.head_dim_vo // packing)
@@ -235,27 +241,6 @@ def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.
         raise ArgumentError(
             f"k and v must agree in all axes but the last, got {checks.describe(k)} and {checks.describe(v)}"
         )
-
-
-def _refuse_kinds(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    f, device = plan.settings.features, plan.workspace.device
-    for name, x, dtype in (("q", q, f.q_dtype), ("k", k, f.kv_dtype), ("v", v, f.kv_dtype)):
-        checks.device(name, x, device, "the workspace's device")
-        if x.dtype != dtype:
-            raise ArgumentError(
-                f"{name} must have the planned dtype {checks.short(dtype)} "
-                f"({'q' if name == 'q' else 'kv'}_data_type), got {checks.short(x.dtype)}"
-            )
-
-
-def _refuse_query(plan: BatchPlan, q: torch.Tensor) -> None:
-    f = plan.settings.features
-    if plan.rows != (q.shape[0] if q.dim() else -1):
-        meaning = "qo_indptr[-1]"
-        if plan.lengths.q_len is not None:
-            meaning = f"batch size {plan.lengths.batch_size} * q_len_per_req {plan.lengths.q_len} of plan()"
-        raise ArgumentError(f"q must have the planned {plan.rows} rows ({meaning}), got {checks.describe(q)}")
-    checks.shape("q", q, (plan.rows, f.num_qo_heads, f.head_dim_qk), "[rows, num_qo_heads, head_dim_qk]")
 
 
 def _check_kv_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> torch.Size:
@@ -267,21 +252,12 @@ def _check_kv_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> 
         return shape
     meant = axes.axes("page_size" if paged else "kv_indptr[-1]", "num_kv_heads", "head_dim")
     expected = axes.axes(str(tokens) if paged else f"{tokens} or more", str(heads), str(width))
-    raise ArgumentError(
-        f"{name}{' of paged_kv_cache' * paged} must have shape [{', '.join(('pages',) * paged + meant)}] = "
-        f"[{', '.join(('any',) * paged + expected)}] (kv_layout {layout!r}), got {checks.describe(x)}"
-    )
+    names, sizes = ", ".join(("pages",) * paged + meant), ", ".join(("any",) * paged + expected)
+    named = f"{name} of paged_kv_cache" if paged else name
+    raise checks.wrong(f"{named} must have shape [{names}] = [{sizes}] (kv_layout {layout!r})", x)
 
 
-def _check_placement(plan: BatchPlan, placed: Placement, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse operands on whose strides the planned backend does not run."""
-    f = plan.settings.features
-    large = f.kv_source == "paged" and (is_large(k) or is_large(v))
-    if placed.expanded or large:
-        plan.check_supported(f._replace(expanded=placed.expanded, large_cache=large))
-
-
-# ---- scales, window and outputs
+# ---- scales and outputs
 
 
 def divided_by(name: str, divisor: Any, scale: Any) -> Any:
@@ -292,18 +268,6 @@ def divided_by(name: str, divisor: Any, scale: Any) -> Any:
     if not isinstance(scale, torch.Tensor):
         return checks.real("v_scale", scale) / divisor
     return scale.float() / divisor if scale.is_floating_point() else scale  # whose dtype is refused
-
-
-def _check_window(window_left: Any, settings: Settings) -> None:
-    """Refuse any window but the planned one: the schedule depends on it."""
-    if window_left is None:
-        return
-    window = max(-1, checks.whole("window_left", window_left))
-    if window != settings.window_left:
-        raise ArgumentError(
-            f"window_left of run() must be None or the planned {settings.window_left}, got {window_left}: "
-            "pass it to plan()"
-        )
 
 
 def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,21 +85,33 @@ def bsr_mask(
         mask = checks.tensor("mask", mask)
         block, blocks = (size.block_rows, size.page_size), lengths.kv_end
         if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[0] < blocks or mask.shape[1:] != block:
-            raise ArgumentError(
-                f"mask must be a bool tensor of shape [blocks, R, C] = [{blocks}, {block[0]}, {block[1]}], "
-                f"got {checks.describe(mask)}"
-            )
+            expected = f"[{blocks}, {block[0]}, {block[1]}]"
+            raise checks.wrong(f"mask must be a bool tensor of shape [blocks, R, C] = {expected}", mask)
         flat = _flattened(mask, lengths.kv_indptr, lengths.qo_len)
         return batch_plan.mask(flat, packed_mask, lengths, device, "packed_mask")
     if packed_mask is None and causal:
-        return batch_plan.mask(_causal(lengths, size), None, lengths, device)
+        return batch_plan.mask(causal_mask(lengths, size), None, lengths, device)
     return batch_plan.mask(None, packed_mask, lengths, device, "packed_mask")
 
 
-def flattened_bsr(mask: Any, indptr: Any) -> torch.Tensor:
-    """Check a BSR mask and return it row by row of each row of blocks."""
-    mask, bounds = checks.tensor("mask", mask), index_arrays.indptr("indptr", indptr)
-    if mask.dim() != 3 or bounds[0] != 0 or bounds[-1] != mask.shape[0]:
+def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
+    """Flatten the mask of a BSR matrix: row by row of each row of blocks, as `packbits` takes it.
+
+    Parameters
+    ----------
+    mask : `[blocks, R, C]`, of any dtype.
+    indptr : int32 or int64 `[rows of blocks + 1]` from 0 to the number of blocks. On a GPU it costs a synchronisation.
+
+    Returns
+    -------
+    `[blocks * R * C]` of the mask's dtype.
+
+    Raises
+    ------
+    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype or value).
+    """
+    bounds = index_arrays.indptr("indptr", indptr)
+    if checks.tensor("mask", mask).dim() != 3 or bounds[0] != 0 or bounds[-1] != mask.shape[0]:
         raise ArgumentError(
             f"mask must have shape [indptr[-1], R, C] with indptr[0] = 0, got {checks.describe(mask)} and indptr "
             f"{bounds[0]}..{bounds[-1]}"
@@ -115,7 +127,7 @@ def _flattened(mask: torch.Tensor, bounds: np.ndarray, rows: np.ndarray) -> torc
     return torch.cat(parts) if parts else mask.flatten()
 
 
-def _causal(lengths: BatchLengths, size: Matrix) -> torch.Tensor:
+def causal_mask(lengths: BatchLengths, size: Matrix) -> torch.Tensor:
     """Return the masks [qo_len, kv_len] of all requests, flattened: row i of the matrix sees columns j <= i + N - M."""
     indices = lengths.kv_indices
     assert indices is not None
@@ -134,9 +146,7 @@ def pages(k: Any, v: Any, size: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x)
         if x.dim() != 3 or x.shape[0] != size.columns:
-            raise ArgumentError(
-                f"{name} must have shape [N, num_kv_heads, head_dim] with N = {size.columns}, got {checks.describe(x)}"
-            )
+            raise checks.wrong(f"{name} must have shape [N, num_kv_heads, head_dim] with N = {size.columns}", x)
     return k.unflatten(0, (size.pages, size.page_size)), v.unflatten(0, (size.pages, size.page_size))
 
 
@@ -176,20 +186,12 @@ def variable(
     return size, arrays.on_host()
 
 
-def variable_mask(causal: Any, lengths: BatchLengths, size: Matrix, device: torch.device) -> Mask:
-    """Pack the causal mask of a matrix of variable blocks, if `causal`."""
-    flat = _causal(lengths, size) if checks.boolean("causal", causal) else None
-    return batch_plan.mask(flat, None, lengths, device)
-
-
 def _sizes(name: str, value: Any, num_kv_heads: int) -> np.ndarray:
     """Check sizes of blocks [num_kv_heads, blocks] and return them on the host."""
     value = checks.readable(name, value)
     checks.dtype(name, value.dtype, index_arrays.DTYPES)
     if value.dim() != 2 or value.shape[0] != num_kv_heads:
-        raise ArgumentError(
-            f"{name} must have shape [num_kv_heads = {num_kv_heads}, blocks], got {checks.describe(value)}"
-        )
+        raise checks.wrong(f"{name} must have shape [num_kv_heads = {num_kv_heads}, blocks]", value)
     sizes: np.ndarray = value.cpu().numpy().astype(np.int64)
     if (sizes < 0).any():
         raise ArgumentError(f"{name} must not be negative, got {sizes.min()}")
@@ -207,7 +209,7 @@ def by_kv_head(q: Any, k: Any, v: Any, group: int, size: Matrix) -> tuple[torch.
     for name, x, heads, length in (*shapes, ("v", v, size.heads, size.columns)):
         checks.tensor(name, x)
         if x.dim() != 3 or x.shape[:2] != (heads, length):
-            raise ArgumentError(f"{name} must have shape [{heads}, {length}, head_dim], got {checks.describe(x)}")
+            raise checks.wrong(f"{name} must have shape [{heads}, {length}, head_dim]", x)
     k, v = (x.reshape(-1, size.page_size, 1, x.shape[2]) for x in (k, v))
     return q.unflatten(0, (size.heads, group)).transpose(1, 2).flatten(0, 1), k, v
 

@@ -35,11 +35,9 @@ def cache_halves(name: str, cache: Any, may_be_one: bool = False) -> tuple[torch
         if may_be_one and cache.dim() == 5 and cache.shape[1] == 1:
             return cache[:, 0], cache[:, 0]
         axis = "1 or 2" if may_be_one else "2"
-        raise ArgumentError(
-            f"{name} as one tensor must have shape [num_pages, {axis}, ...], got {checks.describe(cache)}"
-        )
+        raise checks.wrong(f"{name} as one tensor must have shape [num_pages, {axis}, ...]", cache)
     if not isinstance(cache, tuple | list) or len(cache) != 2:
-        raise ArgumentTypeError(f"{name} must be a tensor or a pair (k, v), got {checks.describe(cache)}")
+        raise checks.wrong(f"{name} must be a tensor or a pair (k, v)", cache, ArgumentTypeError)
     return checks.tensor(f"k of {name}", cache[0]), checks.tensor(f"v of {name}", cache[1])
 
 
@@ -58,18 +56,16 @@ def cache_views(name: str, cache: Any, kv_layout: Any, may_be_one: bool = False)
 
 def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
     if cache.dim() not in (3, 4):
-        raise ArgumentError(
-            f"{name} must have 4 dimensions, or 3 with pages of one token, got {checks.describe(cache)}"
-        )
+        raise checks.wrong(f"{name} must have 4 dimensions, or 3 with pages of one token", cache)
     if cache.element_size() not in BITS_DTYPES:
-        raise ArgumentError(f"{name} must have a dtype of at most 4 bytes, got {checks.describe(cache)}")
+        raise checks.wrong(f"{name} must have a dtype of at most 4 bytes", cache)
     if cache.shape[-1] > 1 and cache.stride(-1) != 1:
         raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {cache.stride()}")
     if cache.dim() == 3:
         return cache.unsqueeze(1)
     view = cache.transpose(1, 2) if kv_layout == "HND" else cache
     if view.shape[1] == 0:
-        raise ArgumentError(f"{name} must have a page_size >= 1, got {checks.describe(cache)}")
+        raise checks.wrong(f"{name} must have a page_size >= 1", cache)
     return view
 
 
@@ -77,7 +73,7 @@ def check_tables(value: Any, device: torch.device | None, name: str = "block_tab
     """Check a page table `[batch_size, max_pages]` on a device; None: on any."""
     value = checks.tensor(name, value)
     if value.dim() != 2:
-        raise ArgumentError(f"{name} must have shape [batch_size, max_pages], got {checks.describe(value)}")
+        raise checks.wrong(f"{name} must have shape [batch_size, max_pages]", value)
     checks.dtype(name, value.dtype, (torch.int32,))
     if device is not None:
         checks.device(name, value, device)
@@ -124,7 +120,8 @@ class UsedPages(NamedTuple):
             i = int(bad.nonzero()[0])
             request, place = int(np.repeat(np.arange(len(self.counts)), self.counts)[i]), int(_places(self.counts)[i])
             named = name.format(entry=self.positions[i], request=request, place=place)
-            raise _wrong(named, (request, place), ids[i], num_pages)
+            pages = f"pages 0..{num_pages - 1}" if num_pages else "no pages"
+            raise ArgumentError(f"{named}, page {place} of request {request}, is {int(ids[i])}; the cache has {pages}")
 
 
 NO_PAGES = UsedPages(*np.empty((2, 0), np.int64))
@@ -132,32 +129,22 @@ TABLE_ENTRY = "block_tables[{request}, {place}]"  # name of a page number for `U
 
 
 def in_table(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> UsedPages:
-    """Return the pages of requests with so many keys, a row of `tables` each."""
-    return UsedPages.of(kv_len, np.arange(len(kv_len)) * tables.shape[1], page_size)
+    """Check that `tables`, a row per request, have room for so many keys, and return where their pages are."""
+    batch_size, width = tables.shape
+    if batch_size != len(kv_len):
+        raise checks.wrong(f"block_tables must have {len(kv_len)} rows, one per request", tables)
+    if (i := checks.first(kv_len > width * page_size)) is not None:
+        raise ArgumentError(
+            f"seq_lens must be at most {width * page_size}, the {width} pages of block_tables times {page_size} "
+            f"tokens; request {i} has {kv_len[i]}"
+        )
+    return UsedPages.of(kv_len, np.arange(len(kv_len)) * width, page_size)
 
 
 def _places(counts: np.ndarray) -> np.ndarray:
     """Return the place of every page among those of its request."""
     first = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) - np.repeat(first, counts)
-
-
-def _wrong(name: str, where: tuple[int, int], page: torch.Tensor, num_pages: int) -> ArgumentError:
-    """Return the error for a page that the cache does not have. `where`: its request and its place among the pages."""
-    pages = f"pages 0..{num_pages - 1}" if num_pages else "no pages"
-    return ArgumentError(f"{name}, page {where[1]} of request {where[0]}, is {int(page)}; the cache has {pages}")
-
-
-def check_host_range(name: str, indices: torch.Tensor, used: slice) -> None:
-    """Raise ArgumentError if one of the used int64 page numbers on the CPU does not fit int32."""
-    pages = indices[used]
-    bad = (pages < -1) | (pages > MAX_PAGE)
-    if bool(bad.any()):
-        i = int(bad.int().argmax())
-        raise ArgumentError(
-            f"{name}[{used.start + i}] must be a page within 0..{MAX_PAGE}, or -1 where no query sees it, "
-            f"got {int(pages[i])}"
-        )
 
 
 def as_int32(indices: torch.Tensor, device: torch.device) -> torch.Tensor:

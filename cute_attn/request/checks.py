@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import operator
+import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -59,18 +62,31 @@ def refuse(feature: str, reason: str, instead: str) -> None:
     raise NotSupported([Refusal("every backend", feature, reason, instead)])
 
 
-def refuse_given(reason: str, off: bool | None = False, **options: Any) -> None:
-    """Refuse options that are neither None nor `off`."""
+def refuse_given(reason: str, instead: str = "", off: bool | None = False, **options: Any) -> None:
+    """Refuse options that are neither None nor `off`. `instead`: what to use; default None for the option."""
     for name, value in options.items():
         if value is not None and value is not off:
-            refuse(f"{name}={shown(value)}", reason, f"{name}=None")
+            refuse(f"{name}={shown(value)}", reason, instead or f"{name}=None")
+
+
+def wrong(text: str, value: object, kind: type[ArgumentError | ArgumentTypeError] = ArgumentError) -> Exception:
+    """Return the error for an argument. `text`: its name and what is accepted."""
+    return kind(f"{text}, got {describe(value)}")
 
 
 def boolean(name: str, value: Any) -> bool:
     """Check for True or False; numbers are refused."""
     if type(value) is bool:
         return value
-    raise ArgumentTypeError(f"{name} must be True or False, got {describe(value)}")
+    raise wrong(f"{name} must be True or False", value, ArgumentTypeError)
+
+
+def as_planned(agrees: bool, name: str, value: Any, planned: Any, also: str = "") -> None:
+    """Refuse an option of a run unless it `agrees` with the plan, whose schedule or code depends on it. `also`: what
+    else is accepted.
+    """
+    if not agrees:
+        raise ArgumentError(f"{name} of run() must be {also}the planned {planned}, got {value}: pass it to plan()")
 
 
 def fp16_hint(use_fp16_qk_reduction: Any = False, allow_fp16_qk_reduction: Any = None) -> None:
@@ -111,14 +127,14 @@ def whole(name: str, value: Any) -> int:
             return operator.index(value)
         except TypeError:
             pass
-    raise ArgumentTypeError(f"{name} must be an int, got {describe(value)}")
+    raise wrong(f"{name} must be an int", value, ArgumentTypeError)
 
 
 def real(name: str, value: Any) -> float:
     """Check for a finite number that fp32 can hold, with room for a constant factor."""
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise ArgumentTypeError(f"{name} must be a number, got {describe(value)}")
+            raise wrong(f"{name} must be a number", value, ArgumentTypeError)
         try:
             value = float(value)
         except OverflowError:  # an int beyond float64
@@ -152,7 +168,7 @@ def tensor(name: str, value: Any) -> torch.Tensor:
     """Check for a tensor whose memory holds its values: see `stored`."""
     if isinstance(value, torch.Tensor):
         return stored(name, value)
-    raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {describe(value)}")
+    raise wrong(f"{name} must be a torch.Tensor", value, ArgumentTypeError)
 
 
 def stored(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -191,7 +207,7 @@ def vector(
     dtype(name, value.dtype, dtypes)
     if value.dim() != 1 or (size is not None and value.shape[0] != size):
         meaning = axis or ("n" if size is None else str(size))
-        raise ArgumentError(f"{name} must have shape [{meaning}], got {describe(value)}")
+        raise wrong(f"{name} must have shape [{meaning}]", value)
     if on is not None:
         device(name, value, on)
     return value
@@ -201,7 +217,7 @@ def readable(name: str, value: Any) -> torch.Tensor:
     """Check for a tensor whose values the host can read."""
     value = tensor(name, value)
     if not (value.is_cpu or value.is_cuda):
-        raise ArgumentError(f"{name} must be on a cpu or cuda device, got {describe(value)}")
+        raise wrong(f"{name} must be on a cpu or cuda device", value)
     return value
 
 
@@ -229,22 +245,63 @@ def writable(name: str, value: torch.Tensor) -> None:
         raise ArgumentError(f"{name} is written and must not be an inference tensor outside of torch.inference_mode()")
 
 
-def shape(name: str, value: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
-    """Check a shape. `meaning`: its axes by name, for the message."""
-    if value.shape != expected:
-        raise ArgumentError(f"{name} must have shape {meaning} = {expected}, got {describe(value)}")
+def shape(name: str, value: torch.Tensor, expected: tuple[int | None, ...], meaning: str) -> None:
+    """Check a shape, in which None stands for any size. `meaning`: `[its axes by name]`, for the message."""
+    if value.shape == expected:
+        return
+    fits = [size is None or size == given for size, given in zip(expected, value.shape, strict=False)]
+    if value.dim() != len(expected) or not all(fits):
+        axes = meaning[1:].partition("]")[0].split(", ")
+        sizes = ", ".join(str(axis if size is None else size) for axis, size in zip(axes, expected, strict=False))
+        sizes = f"[{sizes}]" if None in expected else str(expected)
+        raise wrong(f"{name} must have shape {meaning if sizes in meaning else f'{meaning} = {sizes}'}", value)
+
+
+def first(wrong: Any) -> int | None:
+    """Return the number of the first element of an array on the host that is true; None if there is none."""
+    wrong = np.asarray(wrong)
+    return int(wrong.argmax()) if wrong.any() else None
 
 
 def device(name: str, value: torch.Tensor, expected: torch.device, of: str = "q's device") -> None:
     """Check that a tensor is on a device. `of`: what the message calls that."""
     if value.device != expected:
-        raise ArgumentError(f"{name} must be on {of} {expected}, got {describe(value)}")
+        raise wrong(f"{name} must be on {of} {expected}", value)
+
+
+def usable_device(name: str, value: Any) -> torch.device:
+    """Check for a device, or its name, whose tensors calls take."""
+    try:
+        found = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise wrong(f"{name} must be a cpu or cuda device, or its name", value) from error
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"{name} must be a cpu or cuda device, got {value}")
+    return found
 
 
 def dtype(name: str, value: torch.dtype, accepted: Sequence[torch.dtype]) -> None:
     """Check that a dtype is one of `accepted`."""
     if not isinstance(value, torch.dtype) or value not in accepted:
         raise ArgumentError(f"{name} must have dtype {' or '.join(map(short, accepted))}, got {short(value)}")
+
+
+def operand(
+    name: str,
+    value: Any,
+    dtypes: Sequence[torch.dtype],
+    expected: tuple[int | None, ...],
+    meaning: str,
+    on: torch.device,
+    of: str = "q's device",
+) -> torch.Tensor:
+    """Check for a tensor of a dtype, a shape (see `shape`) and a device, which torch wants no derivative of."""
+    value = tensor(name, value)
+    dtype(name, value.dtype, dtypes)
+    shape(name, value, expected, meaning)
+    device(name, value, on, of)
+    check_grad(name, value)
+    return value
 
 
 def named_dtype(value: Any) -> Any:
@@ -340,3 +397,32 @@ def _meet(offset: int, a: Axes, b: Axes) -> bool:
 
 def _span(axes: Axes) -> int:
     return sum(stride * (count - 1) for stride, count in axes) + 1
+
+
+# ---- errors of functions that call others name arguments as their own callers gave them
+
+
+_WORDS = ("q", "k", "v", "out", "query", "mask")  # may stand for something else inside of a message, except behind:
+_BEFORE_NAMES = (" share memory with ", ", the rows of ")
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Return a context whose errors have other names, or beginnings: `rename`."""
+    try:
+        yield
+    except (ArgumentError, ArgumentTypeError) as error:
+        rename(error, names)
+        raise
+
+
+def rename(error: ArgumentError | ArgumentTypeError, names: Mapping[str, str]) -> None:
+    """Replace names, or beginnings of messages, in an error that is on its way to the caller."""
+
+    def new(found: re.Match[str]) -> str:
+        before = found.string[: found.start()]
+        is_word = before and found[0] in _WORDS and not before.endswith(_BEFORE_NAMES)
+        return found[0] if is_word else names[found[0]]
+
+    longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    error.args = (re.sub(rf"(?<![\w.])(?:{longest_first})(?!\w)", new, str(error)),)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
@@ -83,7 +84,7 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
         block_scales = operands.check_block_scales(cache_views("kv_cache_sf", call.kv_cache_sf, call.kv_layout), k, v)
     scratch, query = _scratch(call.form.semaphores, call.workspace_buffer), checks.tensor("query", call.query)
     if query.dim() != 3:
-        raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
+        raise checks.wrong("query must have shape [num_tokens, num_qo_heads, head_dim]", query)
     device, num_tokens = query.device, query.shape[0]
     qo_len = 1 if call.q_len_per_req is None else checks.at_least("q_len_per_req", call.q_len_per_req, 1)
     block_tables, seq_lens, qo_indptr = _lengths(call, qo_len, num_tokens, device)
@@ -95,6 +96,11 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
     checks.device("workspace_buffer", scratch.partial_buffer, device)
     checks.device("semaphores", scratch.counter_buffer, device)
     out, lse = _outputs(call, settings.features, qo_len)
+    sinks = call.sinks
+    if sinks is not None:
+        if checks.tensor("sinks", sinks).dim() != 1 and sinks.numel() == settings.features.num_qo_heads:
+            sinks = sinks.reshape(-1)  # given in any shape
+        sinks = operands.check_per_head("sinks", sinks, settings.features)
     read = call.query, k, v, *(block_scales or (None, None)), *call[OF_LAUNCH]
     return DecodeProblem(
         settings,
@@ -112,7 +118,7 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
         None if call.mask is None else _draft_mask(call.mask, num_tokens, qo_len, device),
         found.of_scores,
         found.of_v,
-        None if call.sinks is None else _sinks(call.sinks, settings.features),
+        sinks,
         block_scales,
         (*zip(READ, read, strict=True), *call.form.factors),
     )
@@ -184,16 +190,8 @@ def positive_or_one(name: str, value: Any) -> float:
     if value is None:
         return 1.0
     if isinstance(value, torch.Tensor):
-        raise ArgumentTypeError(f"{name} must be a number, got {checks.describe(value)}")
+        raise checks.wrong(f"{name} must be a number", value, ArgumentTypeError)
     return checks.positive(name, value)
-
-
-def _sinks(value: Any, features: Features) -> torch.Tensor:
-    """Return one number per query head, given in any shape."""
-    value = checks.tensor("sinks", value)
-    if value.dim() != 1 and value.numel() == features.num_qo_heads:
-        value = value.reshape(-1)
-    return operands.check_per_head("sinks", value, features)
 
 
 # ---- lengths, tables, masks
@@ -218,10 +216,7 @@ def _lengths(
         )
     if call.q_cu_seq_lens is None:
         if num_tokens != batch_size * qo_len:
-            raise ArgumentError(
-                f"query must have batch_size * q_len_per_req = {batch_size} * {qo_len} rows, "
-                f"got {checks.describe(call.query)}"
-            )
+            raise checks.wrong(f"query must have batch_size * q_len_per_req = {batch_size} * {qo_len} rows", call.query)
         return block_tables, seq_lens, None
     bounds = call.q_cu_seq_lens, INDEX_DTYPES, batch_size + 1, device, f"batch_size + 1 = {batch_size + 1}"
     return block_tables, seq_lens, checks.vector("q_cu_seq_lens", *bounds).contiguous()
@@ -241,10 +236,8 @@ def _draft_mask(value: Any, num_tokens: int, qo_len: int, device: torch.device) 
     checks.device("mask", value, device)
     words = draft_mask_bytes(qo_len) // value.element_size()
     if value.dim() < 2 or value.shape[-1] != words or value.numel() != num_tokens * words:
-        raise ArgumentError(
-            f"mask must have {num_tokens} rows of {words} words of {checks.short(value.dtype)} "
-            f"(32 * ceil(q_len_per_req / 32) bits), got {checks.describe(value)}"
-        )
+        row = f"{words} words of {checks.short(value.dtype)} (32 * ceil(q_len_per_req / 32) bits)"
+        raise checks.wrong(f"mask must have {num_tokens} rows of {row}", value)
     return value.reshape(num_tokens, words).contiguous()
 
 
@@ -273,7 +266,10 @@ def _outputs(call: DecodeCall, features: Features, qo_len: int) -> tuple[torch.T
     query, out, lse, wants_lse = call.query, call.out, call.lse, call.return_lse
     rows = (query.shape[0], features.num_qo_heads)
     if out is not None and out.dim() == 4 and call.q_cu_seq_lens is None:
-        out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
+        flat = *rows, features.head_dim_vo
+        shape = rows[0] // qo_len, qo_len, *flat[1:]
+        checks.shape("out", out, shape, "[batch_size, q_len_per_req, num_qo_heads, head_dim]")
+        out = operands.flat_tokens("out", out, flat)
     if call.lse_copy is not None:
         operands.check_output("lse", lse, rows[::-1], "[num_qo_heads, num_tokens]", torch.float32, query.device)
         checks.dense("lse", lse)
@@ -281,14 +277,6 @@ def _outputs(call: DecodeCall, features: Features, qo_len: int) -> tuple[torch.T
     # `before_launch` compares them with all that the call reads.
     element = features.head_dim_vo, features.o_dtype
     return operands.outputs(query, (out, lse, wants_lse), element, rows, "num_tokens, num_qo_heads")
-
-
-def _flatten_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: int) -> torch.Tensor:
-    """Return a view of `[batch_size, q_len_per_req, ...]` with the first two axes in one."""
-    checks.shape(
-        "out", out, (shape[0] // qo_len, qo_len, *shape[1:]), "[batch_size, q_len_per_req, num_qo_heads, head_dim]"
-    )
-    return operands.flat_tokens("out", out, shape)
 
 
 # ---- memory and values
@@ -306,47 +294,19 @@ def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> Non
     checks.apart((*written, ("lse", call.lse_copy)), problem.given)
     if values and not (problem.q.is_cuda and torch.cuda.is_current_stream_capturing()):
         if problem.qo_indptr is not None:
-            _check_queries(_on_host(problem.qo_indptr), problem, call)
-        lengths = _on_host(problem.seq_lens)
-        _check_lengths(lengths, problem, call)
-        _check_pages(lengths, problem)
-
-
-def _check_queries(bounds: torch.Tensor, problem: DecodeProblem, call: DecodeCall) -> None:
-    """Check `q_cu_seq_lens`: from 0, not decreasing, within the rows of query, no request longer than announced."""
-    rows, last = problem.q.shape[0], int(bounds[-1])
-    operands.check_bounds("q_cu_seq_lens", bounds.tolist(), problem.qo_len)
-    if last > rows or (last < rows and call.out is None):  # rows of no request are those of a given out
-        raise ArgumentError(f"q_cu_seq_lens must end at {rows}, the rows of query, got {last}")
-
-
-def _check_lengths(lengths: torch.Tensor, problem: DecodeProblem, call: DecodeCall) -> None:
-    """Check `seq_lens` against the pages of the tables and `max_seq_len`."""
-    pages, page_size = problem.block_tables.shape[1], problem.settings.page_size
-    room = pages * page_size
-    limits = [
-        (MAX_KV_LEN, f"within 0..{MAX_KV_LEN}"),
-        (room, f"at most {room}, the {pages} pages of block_tables times {page_size} tokens"),
-    ]
-    if call.max_seq_len is not None:
-        limits.append((int(call.max_seq_len), f"at most max_seq_len = {call.max_seq_len}"))
-    for most, rule in limits:
-        wrong = (lengths < 0) | (lengths > most)
-        if bool(wrong.any()):
-            i = int(wrong.nonzero()[0])
-            raise ArgumentError(f"seq_lens must be {rule}; request {i} has {int(lengths[i])}")
-
-
-def _check_pages(lengths: torch.Tensor, problem: DecodeProblem) -> None:
-    """Check every page number that the launch reads: those before the window are not read."""
-    page_size, tables, kv_len, unseen = problem.settings.page_size, problem.block_tables, lengths.numpy(), None
-    used = caches.in_table(tables, kv_len, page_size)
-    if (window_left := problem.settings.window_left) >= 0:
-        unseen = used.before(kv_len - problem.qo_len - window_left, page_size, tables.device)
-    used.check(used.take(tables), problem.k.shape[0], caches.TABLE_ENTRY, unseen)
-
-
-def _on_host(lengths: torch.Tensor) -> torch.Tensor:
-    """Return 32-bit lengths as int64 on the host. torch has few operations on uint32."""
-    host = lengths.view(torch.int32).cpu().to(torch.int64)
-    return host & 0xFFFFFFFF if lengths.dtype == torch.uint32 else host
+            bounds, rows = problem.qo_indptr.tolist(), problem.q.shape[0]
+            operands.check_bounds("q_cu_seq_lens", bounds, problem.qo_len)
+            if bounds[-1] > rows or (bounds[-1] < rows and call.out is None):  # rows of no request are of a given out
+                raise ArgumentError(f"q_cu_seq_lens must end at {rows}, the rows of query, got {bounds[-1]}")
+        kv_len = problem.seq_lens.cpu().numpy().astype(np.int64)
+        limits = [(MAX_KV_LEN, f"within 0..{MAX_KV_LEN}")]
+        if call.max_seq_len is not None:
+            limits.append((int(call.max_seq_len), f"at most max_seq_len = {call.max_seq_len}"))
+        for most, rule in limits:
+            if (i := checks.first((kv_len < 0) | (kv_len > most))) is not None:
+                raise ArgumentError(f"seq_lens must be {rule}; request {i} has {kv_len[i]}")
+        page_size, tables, unseen = problem.settings.page_size, problem.block_tables, None
+        used = caches.in_table(tables, kv_len, page_size)
+        if (window_left := problem.settings.window_left) >= 0:  # pages before the window are not read
+            unseen = used.before(kv_len - problem.qo_len - window_left, page_size, tables.device)
+        used.check(used.take(tables), problem.k.shape[0], caches.TABLE_ENTRY, unseen)

@@ -63,9 +63,7 @@ class IndexArrays(NamedTuple):
         full = torch.full_like(given, self.page_size or 0)
         most = self._replace(last_page_len=full).on_host()
         kv_len, room = given.numpy().astype(np.int64), most.kv_len
-        wrong = (kv_len < 0) | (kv_len > room)
-        if wrong.any():
-            i = int(wrong.argmax())
+        if (i := checks.first((kv_len < 0) | (kv_len > room))) is not None:
             raise ArgumentError(
                 f"{self.names[3]} must be within 0..{room[i]}, the tokens of request {i}'s pages; got {kv_len[i]}"
             )
@@ -78,11 +76,11 @@ class IndexArrays(NamedTuple):
             _check_bounds(names[0], qo_indptr)
         _check_bounds(names[1], kv_indptr)
         if q_len is None:
-            _check_size(names[1], kv_indptr, len(qo_indptr), f"as many elements as {names[0]}")
+            check_size(names[1], kv_indptr, len(qo_indptr), f"as many elements as {names[0]}")
         batch_size, last, most = len(kv_indptr) - 1, None, 0
         if page_size is not None:
             check_array(names[3], last_page_len)
-            _check_size(names[3], last_page_len, batch_size, "shape [batch_size]")
+            check_size(names[3], last_page_len, batch_size)
             check_array(names[2], indices)
             last, most = _int32(last_page_len, device), min(len(indices), MAX_INDEX)
         queries = _int32(qo_indptr, device) if q_len is None else None
@@ -105,7 +103,7 @@ def check_array(name: str, value: Any) -> None:
     if not (value.is_cuda or value.is_cpu):
         checks.readable(name, value)
     if value.dim() != 1:
-        raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
+        raise checks.wrong(f"{name} must have 1 dimension", value)
 
 
 def _check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
@@ -114,7 +112,12 @@ def _check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> 
     if indices.numel() < end:
         raise ArgumentError(f"{names[2]} must have the {end} entries that {names[1]} counts, got {indices.numel()}")
     if indices.dtype == torch.int64 and indices.is_cpu:
-        caches.check_host_range(names[2], indices, slice(first, end))
+        pages = indices[first:end]
+        if (i := checks.first((pages < -1) | (pages > caches.MAX_PAGE))) is not None:  # they must fit int32
+            raise ArgumentError(
+                f"{names[2]}[{first + i}] must be a page within 0..{caches.MAX_PAGE}, or -1 where no query sees it, "
+                f"got {int(pages[i])}"
+            )
 
 
 def _check_bounds(name: str, value: Any) -> None:
@@ -123,7 +126,8 @@ def _check_bounds(name: str, value: Any) -> None:
         raise ArgumentError(f"{name} must have shape [batch_size + 1], got no element")
 
 
-def _check_size(name: str, value: Any, size: int, what: str) -> None:
+def check_size(name: str, value: Any, size: int, what: str = "shape [batch_size]") -> None:
+    """Check the number of elements."""
     if len(value) != size:
         raise ArgumentError(f"{name} must have {what} = ({size},), got {len(value)} elements")
 
@@ -167,15 +171,13 @@ def _bounds(name: str, value: Any) -> tuple[np.ndarray, np.ndarray, int]:
 
 def _keys_in_pages(name: str, counts: np.ndarray, fewest: int, last: np.ndarray, page_size: int) -> np.ndarray:
     """Check the tokens in each request's last page, and return the keys of requests with so many pages."""
-    _check_size(name, last, len(counts), "shape [batch_size]")
+    check_size(name, last, len(counts))
     kv_len = counts * page_size
     kv_len += last
     kv_len -= page_size
     # The common case costs three array operations.
     if len(last) and not (smallest(last) >= 1 and largest(last) <= page_size and fewest >= 1):
-        wrong = (counts > 0) & ((last < 1) | (last > page_size))
-        if wrong.any():
-            i = int(wrong.argmax())
+        if (i := checks.first((counts > 0) & ((last < 1) | (last > page_size)))) is not None:
             raise ArgumentError(f"{name} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
         kv_len = np.where(counts > 0, kv_len, 0)
     return kv_len

@@ -28,13 +28,10 @@ class KeyRanges(NamedTuple):
 
     def tensor(self, rows: int, device: torch.device) -> torch.Tensor:
         """Return the ranges, which the kernel reads where they are."""
-        ranges = checks.tensor(NAME, self.ranges)
-        checks.dtype(NAME, ranges.dtype, (torch.int32,))
-        checks.shape(NAME, ranges, (rows, 2), "[rows of q, 2]")
-        checks.device(NAME, ranges, device)
+        ranges = checks.operand(NAME, self.ranges, (torch.int32,), (rows, 2), "[rows of q, 2]", device)
         checks.contiguous(NAME, ranges)
         if ranges.data_ptr() % 8:
-            raise ArgumentError(f"{NAME} must be 8-byte aligned, got {checks.describe(ranges)}")
+            raise checks.wrong(f"{NAME} must be 8-byte aligned", ranges)
         return ranges
 
     def windows(self) -> tuple[int, int]:
@@ -43,8 +40,10 @@ class KeyRanges(NamedTuple):
         return max(-1, causal), max(-1, checks.whole("range_window_left", self.range_window_left))
 
 
-def check_plan(given: dict[str, Any]) -> None:
-    """Refuse arguments of `plan` that describe a mask: ranges and windows of a run do."""
+def check_plan(given: dict[str, Any], made_for: dict[str, Any]) -> None:
+    """Refuse arguments of `plan` that describe a mask, which ranges and windows of a run do, and those that are not the
+    constructor's (`made_for`); None names nothing.
+    """
     for name, default in OF_MASKS.items():
         value = given[name]
         if value is not default and value != default:
@@ -52,10 +51,6 @@ def check_plan(given: dict[str, Any]) -> None:
                 f"{name} must be {default}, got {checks.shown(value)}: the mask is causal with the ranges of run(), "
                 "whose causal_window_left and range_window_left are its windows"
             )
-
-
-def check_made_for(made_for: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse what a plan names otherwise than the constructor; None names nothing."""
     for name in made_for:
         value = given[name]
         made = made_for["q_data_type" if name == "o_data_type" and made_for[name] is None else name]

@@ -9,7 +9,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import BatchLengths, Lengths
-from cute_attn.request import checks
+from cute_attn.request import checks, index_arrays
 from cute_attn.request.batch_plan import Mask
 
 DTYPES = (torch.uint16, torch.uint32, torch.int32, torch.int64)
@@ -24,11 +24,10 @@ def bound_keys(given: tuple[Any, Any, Any, Any], lengths: Lengths, mask: Mask) -
     if prefix_len_ptr is None:
         if token_pos_in_items_ptr is max_item_len_ptr is None and not stride:
             return lengths
-        named = {"token_pos_in_items_ptr": token_pos_in_items_ptr, "max_item_len_ptr": max_item_len_ptr}
-        for name, value in named.items():
+        of_items = {"token_pos_in_items_ptr": token_pos_in_items_ptr, "max_item_len_ptr": max_item_len_ptr}
+        for name, value in (*of_items.items(), ("token_pos_in_items_len", stride)):
             if value is not None:
-                raise ArgumentError(f"{name} must come with prefix_len_ptr, got {checks.describe(value)} alone")
-        raise ArgumentError(f"token_pos_in_items_len must come with prefix_len_ptr, got {stride} alone")
+                raise ArgumentError(f"{name} must come with prefix_len_ptr, got {checks.shown(value)} alone")
     if mask.packed is not None:
         raise ArgumentError("a custom mask and prefix_len_ptr contradict: give one of them")
     assert isinstance(lengths, BatchLengths)  # with `prefix_len_ptr` plans read the lengths
@@ -40,7 +39,12 @@ def bound_keys(given: tuple[Any, Any, Any, Any], lengths: Lengths, mask: Mask) -
     positions = _integers("token_pos_in_items_ptr", token_pos_in_items_ptr)
     rows = _ItemRows.of(lengths, prefix_len, positions, stride)
     if max_item_len_ptr is not None:
-        rows.check_longest(_per_request("max_item_len_ptr", max_item_len_ptr, lengths.batch_size))
+        most = _per_request("max_item_len_ptr", max_item_len_ptr, lengths.batch_size)[rows.request]
+        if (i := checks.first(rows.in_item > most)) is not None:
+            raise ArgumentError(
+                f"max_item_len_ptr must be at least the positions in items; request {rows.request[i]} has "
+                f"{most[i]} and a token at {rows.in_item[i]}"
+            )
     return lengths.replace(key_bounds=rows.key_bounds(lengths))
 
 
@@ -64,28 +68,12 @@ class _ItemRows(NamedTuple):
         row, request, position = row[behind], request[behind], position[behind]
         _check_room(lengths.kv_len - prefix_len, request, stride, len(positions))
         in_item = positions[request * stride + position - prefix_len[request]]
-        found = cls(row, request, position, in_item, prefix_len)
-        found._check_steps()
-        return found
-
-    def _check_steps(self) -> None:
-        jumps = (np.diff(self.in_item) > 1) & (np.diff(self.request) == 0)
-        if jumps.any():
-            i = int(jumps.argmax())
+        if (i := checks.first((np.diff(in_item) > 1) & (np.diff(request) == 0))) is not None:
             raise ArgumentError(
                 "token_pos_in_items_ptr must not grow by more than 1 from token to token, got "
-                f"{self.in_item[i + 1]} after {self.in_item[i]} (request {self.request[i]}, key {self.position[i + 1]})"
+                f"{in_item[i + 1]} after {in_item[i]} (request {request[i]}, key {position[i + 1]})"
             )
-
-    def check_longest(self, max_item_len: np.ndarray) -> None:
-        """Refuse a maximum that a token's position exceeds."""
-        beyond = self.in_item > max_item_len[self.request]
-        if beyond.any():
-            i = int(beyond.argmax())
-            raise ArgumentError(
-                f"max_item_len_ptr must be at least the positions in items; request {self.request[i]} has "
-                f"{max_item_len[self.request[i]]} and a token at {self.in_item[i]}"
-            )
+        return cls(row, request, position, in_item, prefix_len)
 
     def key_bounds(self, lengths: BatchLengths) -> np.ndarray:
         """Return `BatchLengths.key_bounds`. Nothing is hidden from tokens of the prefix."""
@@ -113,8 +101,7 @@ def _check_room(needed: np.ndarray, request: np.ndarray, stride: int, size: int)
 
 def _per_request(name: str, value: Any, batch_size: int) -> np.ndarray:
     numbers = _integers(name, value)
-    if len(numbers) != batch_size:
-        raise ArgumentError(f"{name} must have shape [batch_size] = ({batch_size},), got {len(numbers)} elements")
+    index_arrays.check_size(name, numbers, batch_size)
     return numbers
 
 

@@ -23,17 +23,6 @@ LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 SMALLEST_AMAX = 1e-12  # of a tensor whose scale is computed from its values
 INPUTS = (*HALF, torch.float32)
 
-# Midpoints of neighbouring e2m1 numbers, and whether the midpoint goes up: to the even code.
-_E2M1_MIDPOINTS = (
-    (0.25, False),
-    (0.75, True),
-    (1.25, False),
-    (1.75, True),
-    (2.5, False),
-    (3.5, True),
-    (5.0, False),
-)
-
 CACHE_NAMES = ("k of paged_kv_cache", "v of paged_kv_cache", "k of kv_cache_sf", "v of kv_cache_sf")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -49,10 +38,7 @@ def quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
     magnitude = blocks.abs()
     scale_codes = nearest_fp8(magnitude.amax(-1), E2M1_MAX * scale, E4M3)
     step = (scale_codes.view(E4M3).double() * scale)[..., None]
-    codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=x.device)
-    for midpoint, up in _E2M1_MIDPOINTS:
-        bound = midpoint * step
-        codes += magnitude >= bound if up else magnitude > bound
+    codes = _nearest(magnitude, e2m1_values(torch.arange(8, dtype=torch.uint8, device=x.device)), step)
     codes *= step > 0
     codes |= torch.signbit(blocks).to(torch.uint8) << 3
     low, high = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
@@ -62,9 +48,16 @@ def quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
 def nearest_fp8(magnitude: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the codes of the fp8 numbers nearest to magnitude / scale, both fp64, >= 0. Ties go to the even code."""
     numbers = torch.arange(LARGEST_CODE[dtype] + 1, dtype=torch.uint8, device=magnitude.device).view(dtype).double()
+    return _nearest(magnitude, numbers, scale)
+
+
+def _nearest(magnitude: torch.Tensor, numbers: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """Return the codes of those of `numbers`, by code, that are nearest to magnitude / scale. `scale`: one, or one for
+    each last axis of `magnitude`.
+    """
     bounds = (numbers[1:] + numbers[:-1]) * 0.5 * scale
-    below = torch.bucketize(magnitude, bounds)  # bounds less than the magnitude
-    tie = torch.bucketize(magnitude, bounds, right=True) - below
+    below = torch.searchsorted(bounds, magnitude)  # bounds less than the magnitude
+    tie = torch.searchsorted(bounds, magnitude, right=True) - below
     return (below + (tie & below)).to(torch.uint8)
 
 
@@ -93,9 +86,7 @@ def cache_pairs(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any, views: Vi
         checks.dtype(f"{x} of paged_kv_cache", cache.dtype, (torch.uint8,))
         checks.dtype(f"{x} of kv_cache_sf", scale.dtype, (E4M3, torch.uint8))
         if cache.shape[3] % (BLOCK // 2):
-            raise ArgumentError(
-                f"{x} of paged_kv_cache must have head_dim % {BLOCK} == 0, got {checks.describe(cache)}"
-            )
+            raise checks.wrong(f"{x} of paged_kv_cache must have head_dim % {BLOCK} == 0", cache)
         expected = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
         checks.shape(f"{x} of kv_cache_sf", scale, expected, "the cache's with head_dim / 16 (as NHD)")
         checks.device(f"{x} of kv_cache_sf", scale, cache.device, "device")
@@ -128,13 +119,13 @@ def decode_scale(name: str, value: Any, device: torch.device, read: bool) -> flo
             _check_decode_scale(name, value.item())
         return value.item() if on_host else value.reshape(())
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ArgumentTypeError(f"{name} must be a number, got {checks.describe(value)}")
+        raise checks.wrong(f"{name} must be a number", value, ArgumentTypeError)
     return _check_decode_scale(name, float(value))
 
 
 def _check_one_number(name: str, value: torch.Tensor) -> None:
     if checks.stored(name, value).numel() != 1:
-        raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
+        raise checks.wrong(f"{name} must have one element", value)
     checks.check_grad(name, value)
     checks.dtype(name, value.dtype, (torch.float32,))
 
@@ -144,12 +135,3 @@ def _check_decode_scale(name: str, value: float) -> float:
     if not 0 < number < math.inf:  # false for NaN
         raise ArgumentError(f"{name} must be a positive finite global decode scale, got {value!r}")
     return number
-
-
-def refuse_temporary_scales(device: torch.device, **scales: Any) -> None:
-    """Refuse scales that a captured graph would keep as they are now, whatever the caller changes later."""
-    for name, value in scales.items():
-        if not isinstance(value, torch.Tensor) or value.device != device:
-            raise ArgumentError(
-                f"{name} must be a float32 tensor on {device} during CUDA graph capture, got {checks.describe(value)}"
-            )

@@ -65,7 +65,9 @@ def placement(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Placement:
     joined |= k_strides[0] | k_strides[1] | k_strides[-2] | v_strides[0] | v_strides[1] | v_strides[-2]
     # 16 elements are a multiple of 16 bytes in any dtype: common strides need no further check.
     uncommon = joined % ALIGNMENT or not q_strides[-1] == k_strides[-1] == v_strides[-1] == 1
-    expanded = (0 in q_strides or 0 in k_strides or 0 in v_strides) and is_expanded(q, k, v)
+    expanded = (0 in q_strides or 0 in k_strides or 0 in v_strides) and any(
+        stride == 0 and count > 1 for x in (q, k, v) for stride, count in zip(x.stride(), x.shape, strict=True)
+    )
     if not uncommon:
         return Placement(True, expanded, False)
     half_aligned = k.itemsize == 1 and not (aligned(k) and aligned(v))
@@ -91,7 +93,11 @@ def readable(
     if kv_alignment is None:
         kv_alignment = NARROW_ALIGNMENT if k.itemsize == 1 else ALIGNMENT
     for name, x in zip(names[1:], (k, v), strict=True):
-        _check_unit_stride(name, x)
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ArgumentError(
+                f"{name} must have stride 1 on its last axis, got strides {x.stride()}; "
+                f"a copy of a cache is never made silently: pass {name}.contiguous()"
+            )
         _check_alignment(name, x, kv_alignment)
     if (q.stride(-1) != 1 and q.shape[-1] > 1) or (q.device.type in KERNEL_DEVICES and not aligned(q)):
         return q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
@@ -109,20 +115,6 @@ def aligned(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> bool:
 def outer_strides(x: torch.Tensor) -> list[int]:
     """Return the strides of all axes but the last, without axes of size 1, whose strides are never used."""
     return [stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
-
-
-def is_expanded(*tensors: torch.Tensor) -> bool:
-    """Tell whether an axis longer than 1 has a stride of 0."""
-    return any(stride == 0 and count > 1 for x in tensors for stride, count in zip(x.stride(), x.shape, strict=True))
-
-
-def _check_unit_stride(name: str, tensor: torch.Tensor) -> None:
-    """Refuse k or v whose last axis does not have unit stride."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ArgumentError(
-            f"{name} must have stride 1 on its last axis, got strides {tensor.stride()}; "
-            f"a copy of a cache is never made silently: pass {name}.contiguous()"
-        )
 
 
 def _check_alignment(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> None:
@@ -164,9 +156,8 @@ def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, tuple
     if not isinstance(value, torch.Tensor):
         return value, ()
     if value.numel() != 1 or not value.dtype.is_floating_point:
-        raise ArgumentTypeError(
-            f"{name} must be a number or a floating-point tensor of one element, got {checks.describe(value)}"
-        )
+        accepted = "a number or a floating-point tensor of one element"
+        raise checks.wrong(f"{name} must be {accepted}", value, ArgumentTypeError)
     checks.check_grad(name, checks.stored(name, value))
     if value.device.type == "cpu":
         return value.item(), ()
@@ -185,19 +176,17 @@ def number_or_tensor(name: str, value: Any, device: torch.device) -> float | tor
 def check_block_scales(scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the block scales of NVFP4 k and v: one e4m3 number per 16 values, which take 8 bytes."""
     if not isinstance(scales, tuple | list) or len(scales) != 2:
-        raise ArgumentTypeError(f"kv_cache_sf must be a pair (k_sf, v_sf), got {checks.describe(scales)}")
+        raise checks.wrong("kv_cache_sf must be a pair (k_sf, v_sf)", scales, ArgumentTypeError)
     k_sf, v_sf = scales
     return _block_scale(BLOCK_SCALES[0], k_sf, k), _block_scale(BLOCK_SCALES[1], v_sf, v)
 
 
 def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
-    value = checks.tensor(name, value)
-    if value.dtype not in BLOCK_SCALE_DTYPES:
-        checks.dtype(name, value.dtype, BLOCK_SCALE_DTYPES)
-    expected = (*cache.shape[:-1], 2 * cache.shape[-1] // NVFP4_BLOCK)
-    checks.shape(name, value, expected, "[..., head_dim / 16], the leading axes of k and v,")
-    checks.device(name, value, cache.device)
-    checks.check_grad(name, value)
+    expected, meaning = (
+        (*cache.shape[:-1], 2 * cache.shape[-1] // NVFP4_BLOCK),
+        "[..., head_dim / 16], the leading axes of k and v,",
+    )
+    value = checks.operand(name, value, BLOCK_SCALE_DTYPES, expected, meaning, cache.device)
     if value.stride(-1) != 1 and value.shape[-1] > 1:
         raise ArgumentError(f"{name}: its innermost stride must be 1, got strides {value.stride()}")
     grouped = value.device.type in KERNEL_DEVICES and value.shape[-1] % SCALES_ALIGNMENT == 0
@@ -241,19 +230,14 @@ def per_head(name: str, value: Any, heads: tuple[str, int], device: torch.device
     checks.device(name, value, device)
     checks.check_grad(name, value)
     if not value.dtype.is_floating_point:
-        raise ArgumentError(f"{name} must have a floating-point dtype, got {checks.describe(value)}")
-    if name == "sinks" and value.device.type == "cpu":
-        _check_sinks(value)
+        raise checks.wrong(f"{name} must have a floating-point dtype", value)
+    if name == "sinks" and value.device.type == "cpu":  # they would turn every row of their head to NaN
+        for head, sink in enumerate(value.tolist()):
+            if not sink < math.inf:
+                raise ArgumentError(f"sinks must be finite or -inf (no sink), got {sink} for head {head}")
     if value.dtype == torch.float32 and value.is_contiguous():
         return value
     return value.to(torch.float32).contiguous()
-
-
-def _check_sinks(sinks: torch.Tensor) -> None:
-    """Refuse sinks that would turn every row of their head to NaN."""
-    for head, sink in enumerate(sinks.tolist()):
-        if not sink < math.inf:
-            raise ArgumentError(f"sinks must be finite or -inf (no sink), got {sink} for head {head}")
 
 
 def check_bounds(name: str, bounds: Sequence[int], most: int) -> None:

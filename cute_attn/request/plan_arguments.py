@@ -95,8 +95,8 @@ def decode(
     """
     checks.boolean("non_blocking", non_blocking)
     if checks.integer("window_right", window_right) != 0:
-        reason = "a token sees no key to its right"
-        batch_plan.refuse("window_right", window_right, reason, "a prefill wrapper with causal=False")
+        reason, instead = "a token sees no key to its right", "a prefill wrapper with causal=False"
+        checks.refuse_given(reason, instead, window_right=window_right)
     q_len = batch_plan.count("q_len_per_req", q_len_per_req)
     if is_causal is not None and checks.boolean("is_causal", is_causal) != (q_len > 1):
         feature, reason = f"is_causal={is_causal} with q_len_per_req={q_len}", "tokens see the keys up to their own"

@@ -87,8 +87,11 @@ def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Se
     """
     stored, call = Stored(*fields), Call._make((*NOT_OPTIONS, *options))
     _check_structure(given, stored)
-    soft_cap = _soft_cap(call)
-    sm_scale = _score_scale(call, given)
+    cap = checks.real_or("logits_soft_cap", call.logits_soft_cap, 0.0)
+    soft_cap = min(max(cap, 1 / MAX_SOFT_CAP), MAX_SOFT_CAP) if cap > 0 else 0.0  # 0: none
+    sm_scale = checks.real_or("sm_scale", call.sm_scale, given.head_dim_qk**-0.5)
+    q_scale, k_scale = checks.real_or("q_scale", call.q_scale, 1.0), checks.real_or("k_scale", call.k_scale, 1.0)
+    sm_scale = checks.real("sm_scale * q_scale * k_scale", sm_scale * q_scale * k_scale)
     checks.boolean("return_lse", call.return_lse)
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
@@ -106,12 +109,6 @@ def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Se
         LSE_BASES[checks.choice("lse_base", call.lse_base, tuple(LSE_BASES))],
         stored.page_size,
     )
-
-
-def _soft_cap(call: Call) -> float:
-    """Return the clamped soft cap, 0 for none."""
-    cap = checks.real_or("logits_soft_cap", call.logits_soft_cap, 0.0)
-    return min(max(cap, 1 / MAX_SOFT_CAP), MAX_SOFT_CAP) if cap > 0 else 0.0
 
 
 def _features(given: Features, stored: Stored, call: Call, soft_cap: bool, positive_scale: bool) -> Features:
@@ -146,7 +143,19 @@ def check_device(device: torch.device) -> None:
 
 def _check_structure(given: Features, stored: Stored) -> None:
     check_device(given.device)
-    _check_dtypes(given, stored.v_dtype)
+    q, k, v = given.q_dtype, given.kv_dtype, stored.v_dtype
+    if k != v:
+        raise ArgumentError(f"k and v must have the same dtype, got {checks.short(k)} and {checks.short(v)}")
+    checks.dtype("q", q, Q_DTYPES)
+    checks.dtype("k", k, KV_DTYPES)
+    if k != q and (k in HALF or q in FP8):
+        accepted = checks.short(q) if q in FP8 else f"{checks.short(q)}, an fp8 dtype or uint8 (NVFP4)"
+        raise ArgumentError(f"k and v must have dtype {accepted} for q of {checks.short(q)}, got {checks.short(k)}")
+    if (k == torch.uint8) != given.kv_block_scales:
+        raise ArgumentError(
+            "kv_cache_sf (k_sf, v_sf) must come with uint8 (NVFP4) k and v, and only with them; "
+            f"got kv_cache_sf {'given' if given.kv_block_scales else 'None'} and k of {checks.short(k)}"
+        )
     counts = {name: getattr(given, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk")}
     counts["head_dim_vo"] = stored.head_dim_v
     if min(counts.values()) < 1:
@@ -161,32 +170,10 @@ def _check_structure(given: Features, stored: Stored) -> None:
         )
 
 
-def _check_dtypes(given: Features, v: torch.dtype) -> None:
-    q, k = given.q_dtype, given.kv_dtype
-    if k != v:
-        raise ArgumentError(f"k and v must have the same dtype, got {checks.short(k)} and {checks.short(v)}")
-    checks.dtype("q", q, Q_DTYPES)
-    checks.dtype("k", k, KV_DTYPES)
-    if k != q and (k in HALF or q in FP8):
-        accepted = checks.short(q) if q in FP8 else f"{checks.short(q)}, an fp8 dtype or uint8 (NVFP4)"
-        raise ArgumentError(f"k and v must have dtype {accepted} for q of {checks.short(q)}, got {checks.short(k)}")
-    if (k == torch.uint8) != given.kv_block_scales:
-        raise ArgumentError(
-            "kv_cache_sf (k_sf, v_sf) must come with uint8 (NVFP4) k and v, and only with them; "
-            f"got kv_cache_sf {'given' if given.kv_block_scales else 'None'} and k of {checks.short(k)}"
-        )
-
-
-def _score_scale(call: Call, given: Features) -> float:
-    sm_scale = checks.real_or("sm_scale", call.sm_scale, given.head_dim_qk**-0.5)
-    q_scale, k_scale = checks.real_or("q_scale", call.q_scale, 1.0), checks.real_or("k_scale", call.k_scale, 1.0)
-    return checks.real("sm_scale * q_scale * k_scale", sm_scale * q_scale * k_scale)
-
-
 def _out_dtype(o_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:
     if o_dtype is None:
         return torch.bfloat16 if q_dtype in FP8 else q_dtype
     if not isinstance(o_dtype, torch.dtype):
-        raise ArgumentTypeError(f"o_dtype must be a torch.dtype, got {checks.describe(o_dtype)}")
+        raise checks.wrong("o_dtype must be a torch.dtype", o_dtype, ArgumentTypeError)
     checks.dtype("o_dtype", o_dtype, OUT_DTYPES)
     return o_dtype

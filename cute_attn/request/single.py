@@ -37,11 +37,17 @@ def problem(call: Call) -> Problem:
     qo_len, num_qo_heads, head_dim_q = (1, *q_shape) if decode else q_shape
     device = q.device
     if k_shape[:2] != v_shape[:2] or k.device != device or v.device != device:
-        _refuse_mismatch(call)
+        check_device(device)
+        checks.device("k", k, device)
+        checks.device("v", v, device)
+        shapes = f"{checks.describe(k)} and {checks.describe(v)}"
+        raise ArgumentError(f"v must have k's kv_len and num_kv_heads, got {shapes}")
     tokens, heads = _layout(call)
     kv_len, num_kv_heads = k_shape[tokens], k_shape[heads]
-    if kv_len > MAX_KV_LEN or qo_len * num_qo_heads > MAX_ROWS:
-        _refuse_lengths(qo_len, num_qo_heads, kv_len)
+    if kv_len > MAX_KV_LEN:
+        raise ArgumentError(f"k and v must have at most {MAX_KV_LEN} tokens, got {kv_len}")
+    if qo_len * num_qo_heads > MAX_ROWS:
+        raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {qo_len} x {num_qo_heads}")
     try:
         placed = operands.placement(q, k, v)
     except RuntimeError:  # sparse tensors have no memory
@@ -99,28 +105,11 @@ def _refuse_ranks(call: Call) -> None:
     layout = checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS)
     if call.q.dim() != 3 - call.decode:
         axes = "[num_qo_heads, head_dim]" if call.decode else "[qo_len, num_qo_heads, head_dim_qk]"
-        raise ArgumentError(f"q must have shape {axes}, got {checks.describe(call.q)}")
+        raise checks.wrong(f"q must have shape {axes}", call.q)
     axes = ", ".join(LAYOUTS[layout].axes("kv_len", "num_kv_heads", "head_dim"))
     for name, tensor in (("k", call.k), ("v", call.v)):
         if tensor.dim() != 3:
-            raise ArgumentError(
-                f"{name} must have shape [{axes}] (kv_layout {layout!r}), got {checks.describe(tensor)}"
-            )
-
-
-def _refuse_mismatch(call: Call) -> None:
-    check_device(call.q.device)
-    checks.device("k", call.k, call.q.device)
-    checks.device("v", call.v, call.q.device)
-    raise ArgumentError(
-        f"v must have k's kv_len and num_kv_heads, got {checks.describe(call.k)} and {checks.describe(call.v)}"
-    )
-
-
-def _refuse_lengths(qo_len: int, num_qo_heads: int, kv_len: int) -> None:
-    if kv_len > MAX_KV_LEN:
-        raise ArgumentError(f"k and v must have at most {MAX_KV_LEN} tokens, got {kv_len}")
-    raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {qo_len} x {num_qo_heads}")
+            raise checks.wrong(f"{name} must have shape [{axes}] (kv_layout {layout!r})", tensor)
 
 
 def _keep_apart(call: Call) -> None:
@@ -146,10 +135,7 @@ def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:
         if call.packed_custom_mask is None:
             packed = packbits(mask.reshape(-1), bitorder="little")
     if call.packed_custom_mask is not None:
-        packed = checks.tensor("packed_custom_mask", call.packed_custom_mask)
-        checks.dtype("packed_custom_mask", packed.dtype, (torch.uint8,))
-        num_bytes = (lengths[0] * lengths[1] + 7) // 8
-        checks.shape("packed_custom_mask", packed, (num_bytes,), "[ceil(qo_len * kv_len / 8)]")
-        checks.device("packed_custom_mask", packed, call.q.device)
-        packed = packed.contiguous()
+        given, size = call.packed_custom_mask, (lengths[0] * lengths[1] + 7) // 8
+        meaning, device = "[ceil(qo_len * kv_len / 8)]", call.q.device
+        packed = checks.operand("packed_custom_mask", given, (torch.uint8,), (size,), meaning, device).contiguous()
     return packed

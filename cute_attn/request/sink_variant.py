@@ -86,21 +86,19 @@ def made_for(
         batch_plan.count(name, value)
     for name, value in (("q_data_type", q_data_type), ("kv_data_type", kv_data_type)):
         if not isinstance(checks.named_dtype(value), torch.dtype) and (name, value) != ("kv_data_type", None):
-            raise ArgumentTypeError(f"{name} must be a torch.dtype or its name, got {checks.describe(value)}")
+            raise checks.wrong(f"{name} must be a torch.dtype or its name", value, ArgumentTypeError)
     return SinkVariant(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
 
 
 def from_jit(jit_args: Any, jit_kwargs: Any, variant_owns_mask: Any) -> SinkVariant | None:
     """Return the variant that `jit_args` name, None without them; only the one with sinks is supported."""
-    batch_plan.refuse("variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()", off=False)
+    checks.refuse_given(batch_plan.JIT_REASON, "custom_mask of plan()", variant_owns_mask=variant_owns_mask)
     if not _is_sink_variant(jit_args):
         batch_plan.refuse_jit(jit_args, None if isinstance(jit_kwargs, dict) and not jit_kwargs else jit_kwargs)
         return None
     options = {} if jit_kwargs is None else jit_kwargs
     if not isinstance(options, dict) or not set(options) <= set(JIT_OPTIONS):
-        raise ArgumentTypeError(
-            f"jit_kwargs must be a dict of {', '.join(JIT_OPTIONS)}, got {checks.describe(options)}"
-        )
+        raise checks.wrong(f"jit_kwargs must be a dict of {', '.join(JIT_OPTIONS)}", options, ArgumentTypeError)
     for name in JIT_SWITCHES:
         checks.boolean(f"jit_kwargs[{name!r}]", options.get(name, False))
     code = checks.integer("jit_kwargs['pos_encoding_mode']", options.get("pos_encoding_mode", 0))

@@ -1,4 +1,6 @@
-"""Options of FlashInfer's TRT-LLM functions: what asks for nothing is accepted, what has no meaning here is refused."""
+"""Options of FlashInfer's TRT-LLM functions: what asks for nothing is accepted, what has no meaning here is refused,
+as is its container of NVFP4 outputs.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,50 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks
-from cute_attn.request.fp4_tensor import FP4Tensor
 
 INTERLEAVED = "FlashInfer interleaves scales of v over 4 tokens there, and kernels here read them in order"
+EXACT = "softmax is exact and in fp32"
+SCALE_ROWS = 128  # rows of scales come in tiles of so many
+
+
+class FP4Tensor:
+    """NVFP4 numbers, two per byte, with their block scales. Attention here does not write them: functions that take one
+    as `out` refuse it with a reason, so that code which can make one still imports and runs.
+
+    Parameters
+    ----------
+    data : uint8 `[..., ceil(n / 2)]`.
+    scale : float8_e4m3fn, its rows a multiple of 128.
+    scale_start_index : row of `scale` that belongs to row 0 of `data`. Default 0.
+    original_shape : shape before packing, `[..., n]`. Default None: not known.
+
+    Raises
+    ------
+    ArgumentError (a ValueError: dtype, rows of `scale`, `scale_start_index` or `original_shape`), ArgumentTypeError.
+    """
+
+    def __init__(
+        self,
+        data: torch.Tensor,
+        scale: torch.Tensor,
+        scale_start_index: int = 0,
+        original_shape: tuple[int, ...] | None = None,
+    ) -> None:
+        checks.dtype("data", checks.tensor("data", data).dtype, (torch.uint8,))
+        checks.dtype("scale", checks.tensor("scale", scale).dtype, (torch.float8_e4m3fn,))
+        start, rows = checks.integer("scale_start_index", scale_start_index), scale.shape[0]
+        if rows % SCALE_ROWS:
+            raise checks.wrong(f"scale must have a multiple of {SCALE_ROWS} rows", scale)
+        if not 0 <= start < rows or start + data.shape[0] > rows:
+            raise ArgumentError(
+                f"scale_start_index must be in 0..{rows - 1} and leave {data.shape[0]} rows of scale, got {start}"
+            )
+        packed = None if original_shape is None else (*original_shape[:-1], (original_shape[-1] + 1) // 2)
+        if packed is not None and tuple(data.shape) != packed:
+            raise checks.wrong(f"data must have shape {packed} for original_shape", data)
+        self.data, self.scale = data, scale
+        self.scale_start_index, self.original_shape = start, original_shape
+        self.dtype: Any = "nvfp4"
 
 
 def refuse_skipped_softmax(factor: Any) -> None:
@@ -20,13 +63,6 @@ def refuse_skipped_softmax(factor: Any) -> None:
         checks.refuse(feature, "no weight is dropped from the softmax", "skip_softmax_threshold_scale_factor=None")
 
 
-def refuse_softmax_in_other_types(use_fp16_softmax: Any, uses_spcompress: Any) -> None:
-    """Refuse a softmax that is not computed in fp32."""
-    checks.refuse_given(
-        "softmax is exact and in fp32", use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress
-    )
-
-
 def refuse_sage_attention(sage_attn_sfs: Any, num_elts_per_sage_attn_blk: Any) -> None:
     """Refuse scales of blocks of queries and keys, each with the number of its elements."""
     for name, values in (
@@ -34,7 +70,7 @@ def refuse_sage_attention(sage_attn_sfs: Any, num_elts_per_sage_attn_blk: Any) -
         ("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk),
     ):
         if not isinstance(values, tuple | list) or len(values) != 4:
-            raise ArgumentTypeError(f"{name} must be a tuple of 4, got {checks.describe(values)}")
+            raise checks.wrong(f"{name} must be a tuple of 4", values, ArgumentTypeError)
         if any(x is not None and (isinstance(x, torch.Tensor) or x != 0) for x in values):
             checks.refuse(
                 f"{name} (SageAttention)", "q.k is exact", f"{name} of its default, and one scale in bmm1_scale"
@@ -69,12 +105,12 @@ def output_dtype(out: Any, out_dtype: Any) -> torch.dtype | None:
         if not isinstance(out_dtype, torch.dtype):
             raise ArgumentError(f"out_dtype must name a dtype of torch, got {name!r}")
     if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
-        raise ArgumentTypeError(f"out_dtype must be a torch.dtype, got {checks.describe(out_dtype)}")
+        raise checks.wrong("out_dtype must be a torch.dtype", out_dtype, ArgumentTypeError)
     if out is None:
         return out_dtype
     given = checks.tensor("out", out).dtype
     if out_dtype is not None and given != out_dtype:
-        raise ArgumentError(f"out must have out_dtype {out_dtype}, got {checks.describe(out)}")
+        raise checks.wrong(f"out must have out_dtype {out_dtype}", out)
     return given
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
-from cute_attn.request import caches, checks
-from cute_attn.request.caches import UsedPages
+from cute_attn.request import checks
 from cute_attn.request.settings import MAX_KV_LEN
 
 NOWHERE = np.empty(0, np.int64)
@@ -44,11 +43,15 @@ class Lengths(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys, values, and the table `[batch_size, max_pages]` of the pages of both; None: they are in rows."""
+    """Keys and values in rows, or in pages `[num_pages, page_size, num_kv_heads, head_dim]` with a table of both."""
 
     k: torch.Tensor
     v: torch.Tensor
-    tables: Any = None
+    tables: Any = None  # [batch_size, max_pages]
+
+    @property
+    def paged(self) -> bool:
+        return self.k.dim() == 4
 
 
 def refuse_capture(function: str, device: torch.device) -> None:
@@ -107,8 +110,7 @@ def lengths(arrays: Mapping[str, Any], bounds: Bounds, query: torch.Tensor, k: t
         if len(value) != size:
             raise ArgumentError(f"{name} must have {size} elements for batch_size {batch_size}, got {len(value)}")
     qo_len = np.diff(qo_indptr)
-    if (qo_len < 0).any():
-        i = int((qo_len < 0).argmax())
+    if (i := checks.first(qo_len < 0)) is not None:
         raise ArgumentError(
             f"cum_seq_lens_q must not decrease, got {qo_indptr[i + 1]} after {qo_indptr[i]} (request {i})"
         )
@@ -119,28 +121,22 @@ def lengths(arrays: Mapping[str, Any], bounds: Bounds, query: torch.Tensor, k: t
     _check_bound("max_q_len", bounds.max_q_len, "cum_seq_lens_q", qo_len)
     _check_bound("max_kv_len", bounds.max_kv_len, "seq_lens", kv_len)
     if kv_indptr:
-        _check_kv_bounds(kv_indptr[0], kv_len, k.shape[0])
+        ragged, rows = kv_indptr[0], k.shape[0]
+        if not np.array_equal(np.diff(ragged), kv_len):
+            raise ArgumentError(
+                "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
+            )
+        if ragged[0] < 0 or ragged[-1] > rows:
+            raise ArgumentError(
+                f"cum_seq_lens_kv must stay within 0..{rows}, the rows of k and v, got {ragged[0]}..{ragged[-1]}"
+            )
     return Lengths(qo_indptr, kv_len, *kv_indptr)
 
 
 def _check_bound(name: str, bound: Any, lengths_name: str, values: np.ndarray) -> None:
     bound = checks.integer(name, bound)
-    wrong = (values < 0) | (values > min(bound, MAX_KV_LEN))
-    if wrong.any():
-        i = int(wrong.argmax())
+    if (i := checks.first((values < 0) | (values > min(bound, MAX_KV_LEN)))) is not None:
         raise ArgumentError(f"{lengths_name} must give each request 0 to {name} = {bound}; request {i} has {values[i]}")
-
-
-def _check_kv_bounds(kv_indptr: np.ndarray, kv_len: np.ndarray, rows: int) -> None:
-    """Check the rows of ragged keys: those that `seq_lens` says, within k and v."""
-    if not np.array_equal(np.diff(kv_indptr), kv_len):
-        raise ArgumentError(
-            "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
-        )
-    if kv_indptr[0] < 0 or kv_indptr[-1] > rows:
-        raise ArgumentError(
-            f"cum_seq_lens_kv must stay within 0..{rows}, the rows of k and v, got {kv_indptr[0]}..{kv_indptr[-1]}"
-        )
 
 
 def chunks(size: int, kv_len: np.ndarray) -> dict[str, Any]:
@@ -160,23 +156,6 @@ def chunks(size: int, kv_len: np.ndarray) -> dict[str, Any]:
     }
 
 
-def page_list(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> UsedPages:
-    """Check that tables have room for the keys of every request, and return where their pages are."""
-    batch_size, width = tables.shape
-    counts = -(-kv_len // page_size)
-    if batch_size != len(kv_len):
-        raise ArgumentError(
-            f"block_tables must have {len(kv_len)} rows, one per request, got {checks.describe(tables)}"
-        )
-    if (counts > width).any():
-        i = int((counts > width).argmax())
-        raise ArgumentError(
-            f"seq_lens must be at most {width * page_size}, the {width} pages of block_tables times {page_size} "
-            f"tokens; request {i} has {kv_len[i]}"
-        )
-    return caches.in_table(tables, kv_len, page_size)
-
-
 # ---- tables in which keys and values have pages of their own
 
 
@@ -184,7 +163,7 @@ APART = "pages of values and of keys in tables of their own"
 ONE_TABLE = "block_tables [batch_size, max_pages]"
 
 
-def joined(paged: Keys, seq_lens: Any, page_size: int, origin: int = 0) -> Keys:
+def joined(paged: Keys, seq_lens: Any, origin: int = 0) -> Keys:
     """Return views of k and v in which both are at the same pages.
 
     `paged.tables` is `[batch_size, 2, max_pages]`: pages of keys, then pages of values, which are counted from page
@@ -193,14 +172,21 @@ def joined(paged: Keys, seq_lens: Any, page_size: int, origin: int = 0) -> Keys:
     except where both rows of the table are the same memory.
     """
     k, v, tables = paged
-    tables = _checked(tables)
+    tables = checks.readable("block_tables", tables)
+    checks.dtype("block_tables", tables.dtype, (torch.int32,))
+    meaning = "[batch_size, 2, max_pages] where keys and values have their own pages"
+    checks.shape("block_tables", tables, (None, 2, None), meaning)
     keys, values = tables.unbind(1)
     if tables.stride(1) == 0 and origin == 0:
         return Keys(k, v, keys)
     if tables.is_cuda and torch.cuda.is_current_stream_capturing():
         checks.refuse(f"{APART} while a CUDA graph is captured", "it cannot look at the table then", ONE_TABLE)
-    lengths = _lengths(seq_lens, tables)
-    live = torch.arange(tables.shape[2], device=tables.device) * page_size < lengths.to(tables.device)[:, None]
+    lengths = _array("seq_lens", checks.tensor("seq_lens", seq_lens).reshape(-1), tables.device)
+    if len(lengths) != len(tables):
+        raise ArgumentError(
+            f"seq_lens must have one length for each of the {len(tables)} rows of block_tables, got {len(lengths)}"
+        )
+    live = torch.arange(tables.shape[2], device=tables.device) * k.shape[1] < lengths.to(tables.device)[:, None]
     apart = (values.long() - keys.long())[live]
     if apart.numel() == 0:
         return Keys(k, v, keys)
@@ -214,24 +200,3 @@ def joined(paged: Keys, seq_lens: Any, page_size: int, origin: int = 0) -> Keys:
     if shift >= 0:
         return Keys(k[:pages], v[shift : shift + pages], keys)
     return Keys(k[-shift : pages - shift], v[:pages], keys + shift)
-
-
-def _checked(tables: Any) -> torch.Tensor:
-    tables = checks.readable("block_tables", tables)
-    checks.dtype("block_tables", tables.dtype, (torch.int32,))
-    if tables.dim() != 3 or tables.shape[1] != 2:
-        raise ArgumentError(
-            "block_tables must have shape [batch_size, 2, max_pages] where keys and values have their own pages, "
-            f"got {checks.describe(tables)}"
-        )
-    return tables
-
-
-def _lengths(seq_lens: Any, tables: torch.Tensor) -> torch.Tensor:
-    """Return the lengths of all rows of tables, in a dtype that compares."""
-    flat = _array("seq_lens", checks.tensor("seq_lens", seq_lens).reshape(-1), tables.device)
-    if len(flat) != len(tables):
-        raise ArgumentError(
-            f"seq_lens must have one length for each of the {len(tables)} rows of block_tables, got {len(flat)}"
-        )
-    return flat

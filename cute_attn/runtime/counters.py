@@ -52,20 +52,14 @@ class DeviceCounters:
         if torch.cuda.is_current_stream_capturing():
             index = size.streams + next(self._captures) % size.captured
             return self._base + size.bytes_per_launch * index
-        stream_index = self._index_of_stream.get(stream)
-        if stream_index is None:
-            stream_index = self._new_index(stream)
+        indices = self._index_of_stream
+        stream_index = indices.get(stream)
+        if stream_index is None:  # it gets an index of its own, or that of the stream that has had its index longest
+            with self._lock:
+                full = len(indices) >= size.streams
+                made = indices.pop(next(iter(indices))) if full and stream not in indices else len(indices)
+                stream_index = indices.setdefault(stream, made)
         return self._base + size.bytes_per_launch * stream_index
-
-    def _new_index(self, stream: int) -> int:
-        """Gives a stream an index of its own, or that of the stream that has had its index longest."""
-        with self._lock:
-            indices = self._index_of_stream
-            if stream not in indices:
-                full = len(indices) >= self.size.streams
-                index = indices.pop(next(iter(indices))) if full else len(indices)
-                indices[stream] = index
-            return indices[stream]
 
 
 class CpuCounters:

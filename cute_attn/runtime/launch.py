@@ -197,11 +197,6 @@ def primary_context(device_index: int) -> Any:
     return checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
 
 
-def is_current(context: Any) -> bool:
-    """Tells whether this thread uses a context: another device may be current, or none yet."""
-    return bool(load_driver().cuCtxGetCurrent()[1] == context)
-
-
 @contextlib.contextmanager
 def entered(context: Any) -> Iterator[None]:
     """Makes a context current meanwhile."""
@@ -235,14 +230,6 @@ _functions: dict[tuple[bytes, str, int], Any] = {}  # by digest, symbol and devi
 _loading = threading.RLock()
 
 
-def _library(digest: bytes, cubin: bytes) -> Any:
-    """Loads a cubin for the process: the driver copies it to each device where it is used."""
-    if digest not in _libraries:
-        result = load_driver().cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
-        _libraries[digest] = checked("cuLibraryLoadData", result)
-    return _libraries[digest]
-
-
 def _function(artifact: Artifact, device_index: int) -> Any:
     """Returns the kernel's function in the primary context of a device, and loads it there."""
     digest = hashlib.sha256(artifact.cubin).digest()
@@ -250,7 +237,10 @@ def _function(artifact: Artifact, device_index: int) -> Any:
     with _loading:
         if key not in _functions:
             with relaxed_capture():
-                _functions[key] = _load_function(_library(digest, artifact.cubin), artifact, device_index)
+                if digest not in _libraries:  # for the process: the driver copies it to each device where it is used
+                    result = load_driver().cuLibraryLoadData(artifact.cubin, None, None, 0, None, None, 0)
+                    _libraries[digest] = checked("cuLibraryLoadData", result)
+                _functions[key] = _load_function(_libraries[digest], artifact, device_index)
         return _functions[key]
 
 
@@ -317,20 +307,15 @@ class ParamLayout:
             names = [name for _, name in run]
             params = [self.params[name] for name in names]
             name, start = f"pack{len(lines)}", params[0].offset
-            space[name] = _packing(params, start).pack_into
+            layout, end = "=", start
+            for param in params:
+                layout += f"{param.offset - end}x{_STRUCT_CODES[param.kind]}"
+                end = param.offset + param.size
+            space[name] = struct.Struct(layout).pack_into
             lines.append(f"  {name}(buffer, {start}, {', '.join(names)})")
         exec("\n".join([*lines, "  return", " return write"]), space)
         bind: Bind = space["bind"]
         return bind
-
-
-def _packing(params: Sequence[Param], start: int) -> struct.Struct:
-    """Returns how to pack values of parameters from the byte `start` of a block on."""
-    layout, end = "=", start
-    for param in params:
-        layout += f"{param.offset - end}x{_STRUCT_CODES[param.kind]}"
-        end = param.offset + param.size
-    return struct.Struct(layout)
 
 
 class ParamBlock:

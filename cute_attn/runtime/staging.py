@@ -9,7 +9,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,27 +26,6 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-class Event(Protocol):
-    """Marks the end of a copy."""
-
-    def synchronize(self) -> Any: ...
-
-
-class Copies(Protocol):
-    """Host buffers of one kind, and copies from them to the device."""
-
-    def buffer(self, size: int) -> torch.Tensor:
-        """Allocates int32 host memory that a copy may read while the host continues."""
-
-    def target(self, size: int) -> torch.Tensor:
-        """Allocates int32 device memory, zeros."""
-
-    def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event | None:
-        """Starts to copy `ints` numbers on the device's current stream. `source` must not change before the event; None
-        where the copy has ended.
-        """
-
-
 class _CopyEnd:
     """The end of a copy. The host may wait for it while any thread captures a CUDA graph, as the garbage collector does
     that frees a wrapper then: in torch's mode of capture a plain wait would invalidate the graph.
@@ -61,7 +40,7 @@ class _CopyEnd:
 
 
 class CudaCopies:
-    """Asynchronous copies from pinned memory."""
+    """Host buffers in pinned memory, and asynchronous copies from them to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -69,25 +48,28 @@ class CudaCopies:
         self._context: Any = None  # of the device, from the first copy on
 
     def buffer(self, size: int) -> torch.Tensor:
+        """Allocates int32 host memory that a copy may read while the host continues."""
         return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def target(self, size: int) -> torch.Tensor:
+        """Allocates int32 device memory, zeros."""
         zeros = functools.partial(torch.zeros, size, dtype=torch.int32, device=self.device)
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         memory = capture.outside(index, zeros)
         memory.record_stream(torch.cuda.current_stream(self.device))  # where uploads and kernels use it
         return memory
 
-    def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
+    def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> _CopyEnd:
+        """Starts to copy `ints` numbers on the device's current stream. `source` must not change before their end."""
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         if self._context is None:
             self._context = launch.primary_context(index)
-        if launch.is_current(self._context):
+        if launch.load_driver().cuCtxGetCurrent()[1] == self._context:
             return self._start(target, source, ints, index)
         with torch.cuda.device(index), launch.entered(self._context):
             return self._start(target, source, ints, index)
 
-    def _start(self, target: torch.Tensor, source: torch.Tensor, ints: int, index: int) -> Event:
+    def _start(self, target: torch.Tensor, source: torch.Tensor, ints: int, index: int) -> _CopyEnd:
         """Starts a copy on the current device. Calls of the driver take 3 us, where `copy_` and `Event.record` take 12
         (H200 machine): the host buffer waits for the copy before it goes, because torch does not know of it.
         """
@@ -121,6 +103,9 @@ class HostCopies:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), 4 * ints)  # a fifth of the time of `copy_` and its slices
 
 
+Copies = CudaCopies | HostCopies
+
+
 def _capacity(size: int) -> int:
     return max(MIN_CAPACITY, 1 << (size - 1).bit_length())
 
@@ -132,7 +117,7 @@ class _HostBuffer:
         self.copies = copies
         self.memory: torch.Tensor | None = None
         self.array = np.empty(0, np.int32)  # the same memory
-        self.copy_done: Event | None = None
+        self.copy_done: _CopyEnd | None = None
 
     def reserve(self, size: int) -> np.ndarray:
         """Returns memory for `size` numbers, after the copy that reads it has ended."""

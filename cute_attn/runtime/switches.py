@@ -1,10 +1,12 @@
-"""Environment variables of the library: what each means, which are on, and which are misspelled. Imports the standard
-library only.
+"""Environment variables of the library: what each means, which are on and which are misspelled; the level of the logger
+"cute_attn", whose messages are written only where results are memoised, so that calls that repeat pay nothing. Imports
+the standard library only.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import warnings
 
@@ -32,6 +34,11 @@ VARIABLES = {
 }
 TESTS_PREFIX = "CUTE_ATTN_TEST_"
 OF_TESTS = ("CUTE_ATTN_VLLM_SOURCES",)
+
+LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
+LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
+
+logger = logging.getLogger("cute_attn")
 
 _warned = False
 
@@ -77,6 +84,23 @@ def warn_of_unknown() -> None:
     _warned = True
     for name, meant in unknown().items():
         warnings.warn(advice(name, meant), stacklevel=2)
+
+
+def configure_log() -> None:
+    """Sets the level, if the variable is set, and a handler on stderr unless the program has set up one."""
+    text = os.environ.get(LOGLEVEL, "")
+    if not text:
+        return
+    name = text.upper()
+    if name not in LOG_LEVELS:
+        warnings.warn(f"{LOGLEVEL} must be one of {', '.join(LOG_LEVELS)}, got {text!r}", stacklevel=2)
+        return
+    logger.setLevel(name)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(LOG_FORMAT, "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.propagate = False  # a root logger that is set up later must not repeat the lines
 
 
 def markdown() -> str:

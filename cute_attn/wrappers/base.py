@@ -24,12 +24,12 @@ from cute_attn.request import batch_plan, batch_run, caches, checks
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import KV_LAYOUTS
-from cute_attn.wrappers import engine_attributes, run_cache
+from cute_attn.wrappers import calls, engine_attributes
 from cute_attn.wrappers.engine_attributes import EngineHooks, IndexCopy
 from cute_attn.wrappers.graph import GraphBuffers
 from cute_attn.wrappers.plan import Plan, UnsupportedByPlan, make_plan, measure
 from cute_attn.wrappers.plan_request import Place
-from cute_attn.wrappers.signatures import NotCopied
+from cute_attn.wrappers.signatures import EndsForward
 
 P = ParamSpec("P")
 
@@ -71,7 +71,7 @@ def kept_options(wrapper: Any, made_by: type[BatchWrapper]) -> dict[str, Any]:
 
 
 @engine_attributes.readable
-class BatchWrapper(EngineHooks, NotCopied):
+class BatchWrapper(EngineHooks, EndsForward):
     """What all batch wrappers share. Subclasses declare the constructor, `plan`, `run` and `forward`."""
 
     kv_source = ""  # set by subclasses: ragged | paged
@@ -176,12 +176,12 @@ class BatchWrapper(EngineHooks, NotCopied):
             if plan.is_open:
                 return self._first_run(arguments, self._run)
             batch = self._scheduled(plan)
-        call = run_cache.call_of(batch, arguments)
-        out, lse = run_cache.try_replay(batch, call) or self._checked_run(plan, arguments, call)
+        call = calls.call_of_run(batch, arguments)
+        out, lse = calls.replay_run(batch, call) or self._checked_run(plan, arguments, call)
         return out if lse is None or not arguments.return_lse else (out, lse)
 
     def _checked_run(
-        self, plan: Plan, arguments: RunArguments, call: run_cache.Call
+        self, plan: Plan, arguments: RunArguments, call: calls.RunCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Check the arguments of a run, and run."""
         batch = self._scheduled(plan)
@@ -189,8 +189,8 @@ class BatchWrapper(EngineHooks, NotCopied):
             with self._lock:
                 plan = plan.with_options(**{**plan.overrides, **heads})
             batch = self._scheduled(plan)
-            call = run_cache.call_of(batch, arguments)
-            if (replayed := run_cache.try_replay(batch, call)) is not None:
+            call = calls.call_of_run(batch, arguments)
+            if (replayed := calls.replay_run(batch, call)) is not None:
                 return replayed
         try:
             problem = batch_run.problem(batch, arguments)
@@ -202,7 +202,7 @@ class BatchWrapper(EngineHooks, NotCopied):
         plan.used = True
         fire = batch.launch(problem)
         if not batch.validate:
-            run_cache.enter(batch, call, fire, problem)
+            calls.enter_run(batch, call, fire, problem)
         return problem.out, problem.lse
 
     def _moved(self, plan: Plan, error: UnsupportedByPlan) -> BatchPlan:
@@ -313,6 +313,3 @@ class BatchWrapper(EngineHooks, NotCopied):
         self._float_workspace_buffer, self._copies = float_workspace_buffer, {}
         self._place = self._place._replace(workspace=workspace)
         self._keep(None)
-
-    def end_forward(self) -> None:
-        """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_plan, checks, plan_arguments, positional
@@ -20,6 +19,7 @@ from cute_attn.wrappers.plan_request import lengths_of
 from cute_attn.wrappers.signatures import with_return_lse
 
 NAMES = ("qo_indptr", "indptr", "indices", "last_page_len")
+BUFFERS = ("paged_kv_last_page_len_buffer", "paged_kv_indptr_buffer", "paged_kv_indices_buffer")
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
@@ -59,14 +59,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         backend: str = "auto",
         jit_args: Any = None,
     ) -> None:
+        given = locals()
         batch_plan.refuse_jit(jit_args)
         self._use_tensor_cores = checks.boolean("use_tensor_cores", use_tensor_cores)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._set_graph_buffers(
-            paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
-            paged_kv_indptr_buffer=paged_kv_indptr_buffer,
-            paged_kv_indices_buffer=paged_kv_indices_buffer,
-        )
+        self._set_graph_buffers(**{name: given[name] for name in BUFFERS})
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -154,7 +151,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     begin_forward = plan
 
-    @declare.operator("paged_decode_run", fakes.paged, is_method=True)
+    @declare.operator("paged_decode_run", fakes.attention, is_method=True)
     def run(
         self,
         q: torch.Tensor,
@@ -201,11 +198,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         if is_dynamo_compiling():
             return trace.operator("paged_decode_run")(locals())
         if skip_softmax_threshold_scale_factor is not None:
-            checks.refuse_given(
-                "softmax is exact", None, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
-            )
+            given: dict[str, Any] = {"skip_softmax_threshold_scale_factor": skip_softmax_threshold_scale_factor}
+            checks.refuse_given("softmax is exact", off=None, **given)
         if q_len_per_req is not None:
-            _check_q_len(q_len_per_req, self._in_force().request.lengths.q_len)
+            warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=2)
+            planned = self._in_force().request.lengths.q_len
+            agrees = checks.integer("q_len_per_req", q_len_per_req) == planned
+            checks.as_planned(agrees, "q_len_per_req", q_len_per_req, planned)
         head_scales = positional.head_scales(args, "q_scale, k_scale, v_scale") if args else None
         return self._run(
             RunArguments._make((  # 0.1 us faster than the constructor
@@ -216,7 +215,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    @declare.operator("paged_decode_forward", fakes.paged, mutates=(), is_method=True)
+    @declare.operator("paged_decode_forward", fakes.attention, mutates=(), is_method=True)
     def forward(
         self,
         q: torch.Tensor,
@@ -350,11 +349,3 @@ def fast_decode_plan(
         given["last_page_len"] = torch.ones(max(0, indptr.numel() - 1), dtype=torch.int32, device=indptr.device)
     given.update((name, kept[name]) for name in ("o_data_type", "lse_base") if name in kept)
     BatchDecodeWithPagedKVCacheWrapper.plan(wrapper, **given)  # the method may have been replaced by this function
-
-
-def _check_q_len(q_len_per_req: Any, planned: int | None) -> None:
-    warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=3)
-    if checks.integer("q_len_per_req", q_len_per_req) != planned:
-        raise ArgumentError(
-            f"q_len_per_req of run() must be the planned {planned}, got {q_len_per_req!r}: pass it to plan()"
-        )

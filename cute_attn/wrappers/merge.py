@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks
 
 V_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+AXES = ("n", "num_heads")
 S_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -68,7 +68,7 @@ def merge_state_in_place(
     Raises
     ------
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; v or s overlap themselves or another
-    argument).
+    argument; a tensor that requires grad: a result in place has no derivative).
     """
     if is_dynamo_compiling():
         trace.operator("merge_state_in_place")(locals())
@@ -77,11 +77,10 @@ def merge_state_in_place(
     checks.dtype("s", s.dtype, (torch.float32,))
     checks.dense("v", v)
     checks.dense("s", s)
+    for name, x in (("v", v), ("s", s), ("v_other", v_other), ("s_other", s_other)):
+        checks.check_grad(name, x)
     if mask is not None:
-        checks.tensor("mask", mask)
-        checks.shape("mask", mask, tuple(v.shape[:1]), "[n]")
-        checks.dtype("mask", mask.dtype, (torch.bool, torch.uint8))
-        checks.device("mask", mask, v.device, "v's device")
+        checks.operand("mask", mask, (torch.bool, torch.uint8), v.shape[:1], "[n]", v.device, "v's device")
     checks.apart((("v", v), ("s", s)), (("v_other", v_other), ("s_other", s_other), ("mask", mask)))
     merged_v, merged_s = merge_state(v, s, v_other, s_other)
     if mask is not None:
@@ -135,19 +134,18 @@ def _weighted(v: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _check(a: tuple[str, object], s_a: tuple[str, object], b: tuple[str, object], s_b: tuple[str, object]) -> None:
-    v, other = checks.tensor(*a), checks.tensor(*b)
-    _check_state(a[0], v, s_a[0], s_a[1], ("n", "num_heads"))
+    v, other = _check_state(*a, *s_a, AXES), checks.tensor(*b)
     checks.shape(b[0], other, tuple(v.shape), f"{a[0]}'s")
     checks.dtype(b[0], other.dtype, (v.dtype,))
     checks.device(b[0], other, v.device, f"{a[0]}'s device")
-    _check_state(b[0], other, s_b[0], s_b[1], ("n", "num_heads"))
+    _check_state(*b, *s_b, AXES)
 
 
-def _check_state(v_name: str, v: object, s_name: str, s: object, axes: tuple[str, ...]) -> None:
+def _check_state(v_name: str, v: object, s_name: str, s: object, axes: tuple[str, ...]) -> torch.Tensor:
     v, s = checks.tensor(v_name, v), checks.tensor(s_name, s)
-    if v.dim() != len(axes) + 1:
-        raise ArgumentError(f"{v_name} must have shape [{', '.join(axes)}, head_dim], got {checks.describe(v)}")
+    checks.shape(v_name, v, (None,) * (len(axes) + 1), f"[{', '.join(axes)}, head_dim]")
     checks.dtype(v_name, v.dtype, V_DTYPES)
     checks.shape(s_name, s, tuple(v.shape[:-1]), f"[{', '.join(axes)}]")
     checks.dtype(s_name, s.dtype, S_DTYPES)
     checks.device(s_name, s, v.device, f"{v_name}'s device")
+    return v

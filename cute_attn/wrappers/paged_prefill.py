@@ -20,10 +20,10 @@ from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
-OF_BOTH = (  # arguments of a wrapper's constructor, with attention sinks and without
-    *("float_workspace_buffer", "kv_layout", "use_cuda_graph", "backend", "custom_mask_buf", "mask_indptr_buf"),
-    *(f"{name}_buf" for name in PAGED_NAMES),
-)
+PAGED_BUFFERS = tuple(f"{name}_buf" for name in PAGED_NAMES)
+MASK_BUFFERS = ("custom_mask_buf", "mask_indptr_buf")
+# Arguments of a wrapper's constructor, with attention sinks and without.
+OF_BOTH = ("float_workspace_buffer", "kv_layout", "use_cuda_graph", "backend", *PAGED_BUFFERS, *MASK_BUFFERS)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
@@ -82,16 +82,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         jit_kwargs: Any = None,
         variant_owns_mask: bool = False,
     ) -> None:
+        given = locals()
         self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._set_graph_buffers(
-            qo_indptr_buf=qo_indptr_buf,
-            paged_kv_indptr_buf=paged_kv_indptr_buf,
-            paged_kv_indices_buf=paged_kv_indices_buf,
-            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
-            custom_mask_buf=custom_mask_buf,
-            mask_indptr_buf=mask_indptr_buf,
-        )
+        self._set_graph_buffers(**{name: given[name] for name in (*PAGED_BUFFERS, *MASK_BUFFERS)})
 
     @makes_plan
     @accepts_older_names
@@ -210,7 +204,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
 
     begin_forward = plan
 
-    @declare.operator("paged_prefill_run", fakes.paged, is_method=True)
+    @declare.operator("paged_prefill_run", fakes.attention, is_method=True)
     def run(
         self,
         q: torch.Tensor,
@@ -302,7 +296,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    @declare.operator("paged_prefill_forward", fakes.paged, mutates=(), is_method=True)
+    @declare.operator("paged_prefill_forward", fakes.attention, mutates=(), is_method=True)
     def forward(
         self,
         q: torch.Tensor,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from cute_attn.request import caches, checks, unplanned
+from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
 from cute_attn.request.unplanned import Keys, Lengths
 from cute_attn.runtime import capture, switches
@@ -30,29 +31,20 @@ Value = TypeVar("Value")
 class Structure(NamedTuple):
     """What a plan of a call depends on besides lengths: hashable."""
 
-    kv_layout: str
     backend: str
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int
-    q_data_type: torch.dtype
-    kv_data_type: torch.dtype
-    o_data_type: torch.dtype
-    causal: bool
-    window_left: int
-    logits_soft_cap: float = 0.0
-    pos_encoding_mode: str = "NONE"
-    page_size: int = 0  # 0: k and v are ragged
-    chunk: int = 0  # > 0: a token sees no key before the multiple of it at or before its own position
+    page_size: int  # 0: k and v are ragged
+    chunk: int  # > 0: a token sees no key before the multiple of it at or before its own position
+    options: PlanOptions
 
-    def options(self) -> dict[str, Any]:
-        """Return the keywords of `plan`. Scales are factors of a run, so that layers with other scales share a plan."""
-        fields = self._asdict()
-        del fields["kv_layout"], fields["backend"], fields["chunk"]
-        if not self.page_size:
-            del fields["page_size"]
-        return {**fields, "sm_scale": 1.0}
+    @classmethod
+    def of(cls, query: torch.Tensor, keys: Keys, backend: str = "auto", chunk: int = 0, **others: Any) -> Structure:
+        """Return the structure of a call with these tensors. `others`: options of a plan that they do not tell. Scales
+        are factors of a run, so that layers with other scales share a plan.
+        """
+        k, v, _ = keys
+        sizes = query.shape[1], k.shape[-2], query.shape[2], v.shape[-1]
+        options = PlanOptions(*sizes, query.dtype, k.dtype, sm_scale=1.0, **others)
+        return cls(backend, k.shape[1] if keys.paged else 0, chunk, options)
 
 
 class Session:
@@ -60,7 +52,7 @@ class Session:
 
     def __init__(self, workspace: torch.Tensor, structure: Structure) -> None:
         make = BatchPrefillWithPagedKVCacheWrapper if structure.page_size else BatchPrefillWithRaggedKVCacheWrapper
-        self.wrapper: Any = make(workspace, structure.kv_layout, backend=structure.backend)
+        self.wrapper: Any = make(workspace, backend=structure.backend)
         self.structure = structure
         self.lengths: Lengths | None = None
         self.shape: torch.Size | None = None  # of the tables
@@ -86,7 +78,7 @@ class Session:
         """Write the page numbers of a batch to where its plan reads them."""
         tables = keys.tables
         if not planned:
-            self.pages = unplanned.page_list(tables, lengths.kv_len, self.structure.page_size)
+            self.pages = caches.in_table(tables, lengths.kv_len, self.structure.page_size)
             self.positions = torch.from_numpy(self.pages.positions).to(tables.device)
             with capture.lasting():
                 self.indices = tables.new_empty(len(self.pages.positions))
@@ -95,15 +87,13 @@ class Session:
             self.pages.check(self.indices, keys.k.shape[0], caches.TABLE_ENTRY)
 
     def _plan(self, lengths: Lengths) -> None:
-        page_size, counts = self.structure.page_size, self.pages.counts
-        where: Any = (lengths.kv_indptr,)
+        _, page_size, chunk, options = self.structure
+        counts, given = self.pages.counts, options._asdict()
+        where: Any = (int32(lengths.kv_indptr),)
         if page_size:
-            where = bounds(counts), self.indices, last_page_len(lengths.kv_len, counts, page_size)
-        self.wrapper.plan(
-            *(x if isinstance(x, torch.Tensor) else int32(x) for x in (lengths.qo_indptr, *where)),
-            **unplanned.chunks(self.structure.chunk, lengths.kv_len),
-            **self.structure.options(),
-        )
+            last = last_page_len(lengths.kv_len, counts, page_size)
+            where, given["page_size"] = (int32(bounds(counts)), self.indices, int32(last)), page_size
+        self.wrapper.plan(int32(lengths.qo_indptr), *where, **unplanned.chunks(chunk, lengths.kv_len), **given)
 
 
 class Place:

@@ -130,12 +130,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`; NotSupported also for `v_indptr` and `o_indptr`. After
         an error the previous plan is still in force.
         """
-        checks.refuse_given("v is indexed like k, and out like q", None, v_indptr=v_indptr, o_indptr=o_indptr)
+        checks.refuse_given("v is indexed like k, and out like q", off=None, v_indptr=v_indptr, o_indptr=o_indptr)
         return prefill_request(self._place, locals(), NAMES, self._sink_variant)
 
     begin_forward = plan
 
-    @declare.operator("ragged_prefill_run", fakes.ragged, is_method=True)
+    @declare.operator("ragged_prefill_run", fakes.attention, is_method=True)
     def run(
         self,
         q: torch.Tensor,
@@ -197,7 +197,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    @declare.operator("ragged_prefill_forward", fakes.ragged, mutates=(), is_method=True)
+    @declare.operator("ragged_prefill_forward", fakes.attention, mutates=(), is_method=True)
     def forward(
         self,
         q: torch.Tensor,

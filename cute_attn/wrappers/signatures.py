@@ -67,3 +67,10 @@ class NotCopied:
             f"a {type(self).__name__} cannot be copied or pickled: it holds the schedules that its launches read. "
             "Construct another wrapper and plan it"
         )
+
+
+class EndsForward(NotCopied):
+    """A wrapper with FlashInfer's older methods `begin_forward` and `forward`."""
+
+    def end_forward(self) -> None:
+        """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""

@@ -11,11 +11,10 @@ import torch
 from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks, trtllm_options, unplanned
-from cute_attn.request.caches import cache_halves, check_tables
-from cute_attn.request.fp4_tensor import FP4Tensor
-from cute_attn.request.names import rename
+from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.caches import cache_views, check_tables
 from cute_attn.request.operands import check_workspace
-from cute_attn.request.settings import KV_LAYOUTS
+from cute_attn.request.trtllm_options import FP4Tensor
 from cute_attn.request.unplanned import Bounds, Keys
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Structure
@@ -125,29 +124,22 @@ def trtllm_batch_context_with_kv_cache(
     """
     trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
-    trtllm_options.refuse_softmax_in_other_types(use_fp16_softmax, uses_spcompress)
+    checks.refuse_given(trtllm_options.EXACT, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
     trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
     if kv_cache_sf is not None:
         checks.refuse("kv_cache_sf (NVFP4 caches)", trtllm_options.INTERLEAVED, NVFP4_INSTEAD)
     checks.tensor("cum_seq_lens_kv", cum_seq_lens_kv)
     unplanned.refuse_capture("trtllm_batch_context_with_kv_cache", checks.tensor("query", query).device)
-    keys = Keys(*cache_halves("kv_cache", kv_cache, may_be_one=True), block_tables)
-    page_size = _page_size(keys, kv_layout)
+    keys = Keys(*cache_views("kv_cache", kv_cache, kv_layout, may_be_one=True), block_tables)
     if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
-        keys = unplanned.joined(keys, seq_lens, page_size)
+        keys = unplanned.joined(keys, seq_lens)
+    backend, causal = select.checked_name(backend, same=("trtllm-gen",)), checks.boolean("causal", causal)
     call = Call(
         workspace_buffer, query, keys, (cum_seq_lens_q, seq_lens, cum_seq_lens_kv, block_tables),
-        Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, out_dtype, sinks,
-        lse, checks.boolean("return_lse", return_lse), enable_pdl,
+        Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, out_dtype, sinks, backend, causal,
+        window_left, lse=lse, return_lse=checks.boolean("return_lse", return_lse), enable_pdl=enable_pdl,
     )  # fmt: skip
-    return _run(
-        call,
-        kv_layout=kv_layout,
-        backend=_backend_here(backend, "trtllm-gen"),
-        causal=checks.boolean("causal", causal),
-        window_left=window_left,
-        page_size=page_size,
-    )
+    return _run(call)
 
 
 def trtllm_fmha_v2_prefill(
@@ -234,32 +226,19 @@ def trtllm_fmha_v2_prefill(
     checks.choice("input_layout", input_layout, INPUT_LAYOUTS)
     query, keys = _operands(qkv, input_layout)
     unplanned.refuse_capture("trtllm_fmha_v2_prefill", checks.tensor("query", query).device)
-    kv_layout, page_size = PAGED_LAYOUTS.get(input_layout, "NHD"), 0
     if input_layout in PAGED_LAYOUTS:
-        page_size = _page_size(keys, kv_layout)
-        keys = _pages(keys._replace(tables=block_tables), seq_lens, page_size)
+        keys = _pages(keys._replace(tables=block_tables), seq_lens)
     elif block_tables is not None:
-        raise ArgumentError(
-            f"block_tables must be None with input_layout={input_layout!r}, which has no pages, "
-            f"got {checks.describe(block_tables)}"
-        )
+        accepted = f"None with input_layout={input_layout!r}, which has no pages"
+        raise checks.wrong(f"block_tables must be {accepted}", block_tables)
     soft_cap = checks.real_or("logits_soft_cap_scale", logits_soft_cap_scale, 0.0)
     call = Call(
         workspace_buffer, query, keys, (cum_seq_lens_q, seq_lens, cum_seq_lens_kv, block_tables),
         Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, out_dtype, sinks,
+        select.checked_name(backend), causal, window_left, soft_cap, _encoding(pos_encoding_mode, causal), chunk,
         return_lse=checks.boolean("save_softmax_stats", save_softmax_stats),
     )  # fmt: skip
-    result = _run(
-        call,
-        kv_layout=kv_layout,
-        backend=_backend_here(backend, "auto"),
-        causal=causal,
-        window_left=window_left,
-        logits_soft_cap=soft_cap,
-        pos_encoding_mode=_encoding(pos_encoding_mode, causal),
-        page_size=page_size,
-        chunk=chunk,
-    )
+    result = _run(call)
     if not save_softmax_stats:
         return result
     unit = math.sqrt(query.shape[2]) * (1.0 if soft_cap > 0 else bmm1_scale)
@@ -336,7 +315,7 @@ def trtllm_ragged_attention_deepseek(
     seq_lens, and for one of q_seq_lens_cpu and kv_seq_lens_cpu alone.
     """
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
-    trtllm_options.refuse_softmax_in_other_types(use_fp16_softmax, uses_spcompress)
+    checks.refuse_given(trtllm_options.EXACT, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
     trtllm_options.refuse_nvfp4_output(out, None, None, None)
     trtllm_options.refuse_sage_attention(sage_attn_sfs, num_elts_per_sage_attn_blk)
     checks.real("o_sf_scale", o_sf_scale)
@@ -345,26 +324,23 @@ def trtllm_ragged_attention_deepseek(
     arrays, names = (cum_seq_lens_q, seq_lens, cum_seq_lens_kv), RAGGED_NAMES
     if not q_seq_lens_cpu is kv_seq_lens_cpu is None:
         arrays, names = unplanned.from_host(q_seq_lens_cpu, kv_seq_lens_cpu), RAGGED_NAMES | HOST_NAMES
+    backend = select.checked_name(backend, same=("trtllm-gen", "cute-dsl"))
+    causal = checks.boolean("is_causal", is_causal)
     call = Call(
         workspace_buffer, query, _ragged({"key": key, "value": value}), (*arrays, None),
-        Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, None, attention_sinks, lse,
-        checks.boolean("return_lse", return_lse), enable_pdl, names,
+        Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, None, attention_sinks, backend, causal,
+        window_left, lse=lse, return_lse=checks.boolean("return_lse", return_lse), enable_pdl=enable_pdl, names=names,
     )  # fmt: skip
-    return _run(
-        call,
-        kv_layout="NHD",
-        backend=_backend_here(backend, "trtllm-gen", "cute-dsl"),
-        causal=checks.boolean("is_causal", is_causal),
-        window_left=window_left,
-        page_size=0,
-    )
+    return _run(call)
 
 
 # ---- arguments
 
 
 class Call(NamedTuple):
-    """Arguments that all these functions have, under the names of `trtllm_batch_context_with_kv_cache`."""
+    """Arguments that all these functions have, under the names of `trtllm_batch_context_with_kv_cache`. Pages of keys
+    are views of layout "NHD".
+    """
 
     workspace_buffer: Any
     query: Any
@@ -376,6 +352,12 @@ class Call(NamedTuple):
     out: Any
     out_dtype: Any
     sinks: Any
+    backend: str
+    causal: bool
+    window_left: Any
+    logits_soft_cap: float = 0.0
+    pos_encoding_mode: str = "NONE"
+    chunk: int = 0  # > 0: a token sees no key before the multiple of it at or before its own position
     lse: Any = None
     return_lse: bool = False
     enable_pdl: Any = None
@@ -404,17 +386,7 @@ HOST_NAMES = {
 }
 
 
-def _page_size(keys: Keys, kv_layout: Any) -> int:
-    for name, x in zip(("k of the cache", "v of the cache"), keys[:2], strict=True):
-        if x.dim() != 4:
-            raise ArgumentError(f"{name} must have 4 dimensions, got {checks.describe(x)}")
-    size: int = keys.k.shape[2 if checks.choice("kv_layout", kv_layout, KV_LAYOUTS) == "HND" else 1]
-    if size < 1:
-        raise ArgumentError(f"the cache must have a page_size >= 1, got {checks.describe(keys.k)}")
-    return size
-
-
-def _pages(keys: Keys, seq_lens: Any, page_size: int) -> Keys:
+def _pages(keys: Keys, seq_lens: Any) -> Keys:
     """Return k, v and the table of both, from a table that may count the pages of values from the start of k."""
     k, v, block_tables = keys
     if not isinstance(block_tables, torch.Tensor) or block_tables.dim() != 3:
@@ -426,26 +398,24 @@ def _pages(keys: Keys, seq_lens: Any, page_size: int) -> Keys:
             "block_tables [batch_size, 2, max_pages] counts pages from the start of k: k and v must be whole pages "
             "apart in one allocation; pass block_tables [batch_size, max_pages] for caches of their own"
         )
-    return unplanned.joined(keys, seq_lens, page_size, origin)
+    return unplanned.joined(keys, seq_lens, origin)
 
 
 def _operands(qkv: Any, input_layout: str) -> tuple[Any, Keys]:
     """Return query, keys and values of an input layout."""
     if input_layout == "PACKED_QKV":
         packed = checks.tensor("qkv", qkv)
-        if packed.dim() != 4 or packed.shape[1] != 3:
-            raise ArgumentError(f"qkv must have shape [num_tokens, 3, heads, head_dim], got {checks.describe(packed)}")
+        checks.shape("qkv", packed, (None, 3, None, None), "[num_tokens, 3, heads, head_dim]")
         query, k, v = packed.unbind(1)
         return query, Keys(k, v)
     count = 3 if input_layout == "SEPARATE_Q_K_V" else 2
     if not isinstance(qkv, tuple | list) or len(qkv) != count:
-        raise ArgumentTypeError(f"qkv must be a tuple of {count} for {input_layout}, got {checks.describe(qkv)}")
+        raise checks.wrong(f"qkv must be a tuple of {count} for {input_layout}", qkv, ArgumentTypeError)
     if input_layout in PAGED_LAYOUTS:
-        return qkv[0], Keys(*cache_halves("the cache of qkv", qkv[1], may_be_one=True))
+        return qkv[0], Keys(*cache_views("the cache of qkv", qkv[1], PAGED_LAYOUTS[input_layout], may_be_one=True))
     if count == 2:
         kv = checks.tensor("kv of qkv", qkv[1])
-        if kv.dim() != 4 or kv.shape[1] != 2:
-            raise ArgumentError(f"kv of qkv must have shape [kv_tokens, 2, heads, head_dim], got {checks.describe(kv)}")
+        checks.shape("kv of qkv", kv, (None, 2, None, None), "[kv_tokens, 2, heads, head_dim]")
         return qkv[0], Keys(*kv.unbind(1))
     return qkv[0], _ragged({"k of qkv": qkv[1], "v of qkv": qkv[2]})
 
@@ -453,14 +423,8 @@ def _operands(qkv: Any, input_layout: str) -> tuple[Any, Keys]:
 def _ragged(keys: dict[str, Any]) -> Keys:
     """Return keys and values that are in rows."""
     for name, x in keys.items():
-        if checks.tensor(name, x).dim() != 3:
-            raise ArgumentError(f"{name} must have shape [kv_tokens, heads, head_dim], got {checks.describe(x)}")
+        checks.shape(name, checks.tensor(name, x), (None, None, None), "[kv_tokens, heads, head_dim]")
     return Keys(*keys.values())
-
-
-def _backend_here(backend: Any, *theirs: str) -> Any:
-    """Check the name of a backend. FlashInfer's own backends of a function stand for "auto"."""
-    return "auto" if isinstance(backend, str) and backend in theirs else select.checked_name(backend)
 
 
 def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tuple[bool, int]:
@@ -493,31 +457,36 @@ def _encoding(pos_encoding_mode: Any, causal: bool) -> str:
 # ---- run
 
 
-def _run(call: Call, **options: Any) -> Any:
-    """Check and run a call. `options`: those of its `Structure`. Errors have the caller's names of arguments."""
-    try:
-        return _checked(call, **options)
-    except (ArgumentError, ArgumentTypeError) as error:
-        rename(error, {**WRAPPER_NAMES, **call.names})
-        raise
+def _run(call: Call) -> Any:
+    """Check and run a call. Errors have the caller's names of arguments."""
+    with checks.renamed({**WRAPPER_NAMES, **call.names}):
+        return _checked(call)
 
 
-def _checked(call: Call, **options: Any) -> Any:
-    query, (k, v, tables) = call.query, call.keys
-    if query.dim() != 3:
-        raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
-    given = dict(zip(ARRAYS, call.arrays, strict=True))
+def _checked(call: Call) -> Any:
+    query, keys, given = call.query, call.keys, dict(zip(ARRAYS, call.arrays, strict=True))
+    checks.shape("query", query, (None, None, None), "[num_tokens, num_qo_heads, head_dim]")
     checks.apart((("out", call.out), ("lse", call.lse)), given.items())
-    if options["page_size"]:
-        keys = Keys(k, v, check_tables(tables, query.device).contiguous())
-        lengths = unplanned.lengths({name: given[name] for name in ARRAYS[:2]}, call.bounds, query, k)
-    else:
-        keys, lengths = call.keys, unplanned.lengths({name: given[name] for name in ARRAYS[:3]}, call.bounds, query, k)
-    structure = _structure(call, **options)
+    if keys.paged:
+        keys = keys._replace(tables=check_tables(keys.tables, query.device).contiguous())
+    read = {name: given[name] for name in (ARRAYS[:2] if keys.paged else ARRAYS[:3])}
+    lengths = unplanned.lengths(read, call.bounds, query, keys.k)
+    dtype = trtllm_options.output_dtype(call.out, call.out_dtype)
+    structure = Structure.of(
+        query,
+        keys,
+        call.backend,
+        call.chunk,
+        o_data_type=dtype or (query.dtype if query.itemsize > 1 else torch.bfloat16),
+        pos_encoding_mode=call.pos_encoding_mode,
+        causal=call.causal,
+        window_left=max(-1, checks.whole("window_left", call.window_left)),
+        logits_soft_cap=call.logits_soft_cap,
+    )
     workspace = checks.tensor("workspace_buffer", call.workspace_buffer)
     checks.device("workspace_buffer", workspace, query.device)
     check_workspace("workspace_buffer", workspace)
-    rows, (out, lse) = lengths.rows, _outputs(call, lengths.rows, structure)
+    rows, (out, lse) = lengths.rows, _outputs(call, lengths.rows, structure.options)
     for name in ("bmm1_scale", "bmm2_scale"):  # None stands for 1 in runs, which check all else
         if getattr(call, name) is None:
             raise ArgumentTypeError(f"{name} must be a number or a floating-point tensor of one element, got None")
@@ -536,37 +505,19 @@ def _checked(call: Call, **options: Any) -> Any:
     return (out, made_lse if lse is None else lse) if call.return_lse else out
 
 
-def _structure(call: Call, **options: Any) -> Structure:
-    """Return the structure of a call, whose head axis depends on the layout."""
-    query, (k, v, _) = call.query, call.keys
-    dtype = trtllm_options.output_dtype(call.out, call.out_dtype)
-    options["window_left"] = max(-1, checks.whole("window_left", options["window_left"]))
-    return Structure(
-        num_qo_heads=query.shape[1],
-        num_kv_heads=k.shape[-2 if options["kv_layout"] == "NHD" else -3],
-        head_dim_qk=query.shape[2],
-        head_dim_vo=v.shape[-1],
-        q_data_type=query.dtype,
-        kv_data_type=k.dtype,
-        o_data_type=dtype or (query.dtype if query.itemsize > 1 else torch.bfloat16),
-        **options,
-    )
-
-
-def _outputs(call: Call, rows: int, structure: Structure) -> tuple[Any, Any]:
+def _outputs(call: Call, rows: int, options: PlanOptions) -> tuple[Any, Any]:
     """Return out and lse with all rows of query where some belong to no request: these are 0 (lse: -inf) if new."""
     query, out, lse = call.query, call.out, call.lse
     if rows == query.shape[0]:
         return out, lse
-    shape = (*query.shape[:2], structure.head_dim_vo)
+    shape = (*query.shape[:2], options.head_dim_vo)
     if out is None:
-        out = query.new_zeros(shape, dtype=structure.o_data_type)
-    elif out.shape != shape:
-        checks.shape("out", out, shape, "[num_tokens, num_qo_heads, head_dim_vo]")
+        out = query.new_zeros(shape, dtype=options.o_data_type)
+    checks.shape("out", out, shape, "[num_tokens, num_qo_heads, head_dim_vo]")
     if lse is None and call.return_lse:
         lse = query.new_full(shape[:2], -torch.inf, dtype=torch.float32)
-    elif lse is not None and checks.tensor("lse", lse).shape != shape[:2]:
-        checks.shape("lse", lse, shape[:2], "[num_tokens, num_qo_heads]")
+    if lse is not None:
+        checks.shape("lse", checks.tensor("lse", lse), shape[:2], "[num_tokens, num_qo_heads]")
     return out, lse
 
 

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import backends
-from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks
 from cute_attn.request.caches import cache_views
 from cute_attn.request.decode import DecodeCall, Form, before_launch, decode_problem, positive_or_one
-from cute_attn.request.names import rename
 from cute_attn.request.operands import flat_tokens, number_or_tensor
 from cute_attn.runtime import switches
 from cute_attn.runtime.arch import multiprocessors
@@ -259,7 +258,7 @@ def xqa(
     ------
     The errors of `xqa_batch_decode_with_kv_cache`.
     """
-    try:
+    with checks.renamed(LOW_LEVEL_NAMES):
         k, _ = cache_views("kv_cache", (k_cache, v_cache), kv_layout)
         expected = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
         if (k.shape[2], k.shape[1]) != expected:
@@ -267,10 +266,14 @@ def xqa(
                 f"num_kv_heads and page_size must be those of k_cache, {k.shape[2]} and {k.shape[1]}, "
                 f"got {num_kv_heads} and {page_size}"
             )
-        _check_sm_count(sm_count, checks.tensor("q", q).device)
+        device = checks.tensor("q", q).device
+        if sm_count is not None:
+            count, sms = checks.integer("sm_count", sm_count), multiprocessors(device.index) if q.is_cuda else None
+            if sms not in (None, count):
+                raise ArgumentError(f"sm_count must be None or the device's {sms}, got {sm_count}")
         window = checks.whole("sliding_win_size", sliding_win_size)
         if q.dim() < 3 or 0 in q.shape[-2:]:
-            raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
+            raise checks.wrong("q must have shape [..., num_qo_heads, head_dim]", q)
         rows = (-1, *q.shape[-2:])
         out = flat_tokens("output", checks.tensor("output", output), rows)
         factors = ("q_scale", q_scale), ("kv_scale", kv_scale)
@@ -285,17 +288,6 @@ def xqa(
             1.0, False, kv_layout, backend, form,
         )  # fmt: skip
         run_in_full(call)
-    except (ArgumentError, ArgumentTypeError) as error:
-        rename(error, LOW_LEVEL_NAMES)
-        raise
-
-
-def _check_sm_count(sm_count: Any, device: torch.device) -> None:
-    if sm_count is None:
-        return
-    count = checks.integer("sm_count", sm_count)
-    if device.type == "cuda" and count != (present := multiprocessors(device.index)):
-        raise ArgumentError(f"sm_count must be None or the device's {present}, got {sm_count}")
 
 
 # ---- run

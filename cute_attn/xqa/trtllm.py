@@ -15,8 +15,7 @@ from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options, unplanned
 from cute_attn.request.caches import cache_views
 from cute_attn.request.decode import Form
-from cute_attn.request.fp4_tensor import FP4Tensor
-from cute_attn.request.names import rename
+from cute_attn.request.trtllm_options import FP4Tensor
 from cute_attn.xqa.decode import Cache, run
 
 SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's implementations of this function; one here stands for both
@@ -135,19 +134,24 @@ def trtllm_batch_decode_with_kv_cache(
             "uses_shared_paged_kv_idx", uses_shared_paged_kv_idx
         ):
             k, v = cache_views("kv_cache", kv_cache, kv_layout, may_be_one=True)
-            k, v, block_tables = unplanned.joined(unplanned.Keys(k, v, block_tables), seq_lens, k.shape[1])
+            k, v, block_tables = unplanned.joined(unplanned.Keys(k, v, block_tables), seq_lens)
             kv_cache, kv_layout = (k, v), "NHD"
-        scale, factor = (bmm1_scale, 1.0) if bmm1_scale_log2 is None else (_base_2(bmm1_scale_log2), math.log(2.0))
+        scale, factor = bmm1_scale, 1.0
+        if bmm1_scale_log2 is not None:
+            scale, factor = bmm1_scale_log2, math.log(2.0)
+            if not isinstance(scale, torch.Tensor) or scale.numel() != 1:
+                accepted = "bmm1_scale_log2 must be a floating-point tensor of one element"
+                raise checks.wrong(accepted, scale, ArgumentTypeError)
         if isinstance(sinks, list | tuple):
             sinks = trtllm_options.one_sink(sinks)
         return run(
             query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask, sinks, scale, bmm2_scale,
             kv_cache_sf, out, lse, max_seq_len, window_left, enable_pdl,
             _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse, kv_layout,
-            _backend_here(backend), Form(None, False, dtype, lse_layout, factor),
+            select.checked_name(backend, same=SAME), Form(None, False, dtype, lse_layout, factor),
         )  # fmt: skip
     except (ArgumentError, ArgumentTypeError) as error:
-        rename(error, _names(out, max_q_len, bmm1_scale_log2))
+        checks.rename(error, _names(out, max_q_len, bmm1_scale_log2))
         raise
 
 
@@ -161,13 +165,6 @@ def _names(out: Any, max_q_len: Any, bmm1_scale_log2: Any) -> dict[str, str]:
     if out is None:
         found["out must have dtype"] = "out_dtype must be"
     return found
-
-
-def _backend_here(backend: Any) -> str:
-    """Return the backend that stands for one of FlashInfer's, or the caller's own choice of ours."""
-    if isinstance(backend, str) and backend in SAME:
-        return "auto"
-    return select.checked_name(backend)
 
 
 def _check_rare(out: Any, rare: tuple[Any, ...]) -> torch.dtype | None:
@@ -199,14 +196,6 @@ def _q_len(q_len_per_req: Any, max_q_len: Any, cum_seq_lens_q: Any, uniform_q_le
             said = f"None or q_len_per_req, {expected}" if max_q_len is None else "None for ragged queries"
             raise ArgumentError(f"uniform_q_len must be {said}, got {uniform_q_len}")
     return q_len_per_req if max_q_len is None else max_q_len
-
-
-def _base_2(bmm1_scale_log2: Any) -> torch.Tensor:
-    if isinstance(bmm1_scale_log2, torch.Tensor) and bmm1_scale_log2.numel() == 1:
-        return bmm1_scale_log2
-    raise ArgumentTypeError(
-        f"bmm1_scale_log2 must be a floating-point tensor of one element, got {checks.describe(bmm1_scale_log2)}"
-    )
 
 
 def _check_block_scales(backend: Any, uses_shared_paged_kv_idx: Any) -> None:

@@ -197,12 +197,7 @@ BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
     ("nvfp4_kv_quantize", (X, ONE * torch.nan), "global_scale must be finite", ArgumentError),
     ("nvfp4_kv_quantize", (X, ONE.to(META)), "global_scale must be on device cpu", ArgumentError),
     ("nvfp4_kv_dequantize", (PACKED[:, :7], SCALES, ONE), "fp4_data must have shape", ArgumentError),
-    (
-        "nvfp4_kv_dequantize",
-        (PACKED, SCALES[:, :1], ONE),
-        r"block_scales must have shape \[..., K / 16\]",
-        ArgumentError,
-    ),
+    ("nvfp4_kv_dequantize", (PACKED, SCALES[:, :1], ONE), r"block_scales must have .*K / 16\]", ArgumentError),
     ("nvfp4_kv_dequantize", (PACKED, SCALES.to(META), ONE), "block_scales must be on device cpu", ArgumentError),
     ("nvfp4_kv_dequantize", (PACKED, SCALES, ONE, torch.int8), "output_dtype must have dtype", ArgumentError),
     ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE, "ND"), "kv_layout must be one of", LayoutError),

@@ -10,8 +10,7 @@ import torch
 import cute_attn
 from cute_attn import emulator
 from cute_attn.dispatch import append
-from cute_attn.request.append import Append, reference
-from cute_attn.request.page_table import PageTable
+from cute_attn.request.append import Append, PageTable, reference
 from tests.support import append_case
 from tests.support.append_case import CASES, DTYPES, SCALES, AppendCase, adversarial_blocks, quantised, special_blocks
 from tests.support.emulated_calls import emulated_append

@@ -40,6 +40,9 @@ def test_the_low_level_form_names_its_own_arguments() -> None:
     table[1, 0] = -5
     with pytest.raises(ArgumentError, match=r"page_table\[1, 0\], page 0 of request 1, is -5"):
         xqa(**low_level(build(CASE), page_table=table))
+    narrow = table[:, : table.shape[1] // 2]
+    with pytest.raises(ArgumentError, match=f"at most .*, the {narrow.shape[1]} pages of page_table times 16 tokens"):
+        xqa(**low_level(build(CASE), page_table=narrow))
 
 
 def test_rows_of_no_request_need_an_out() -> None:

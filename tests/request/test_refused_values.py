@@ -13,7 +13,7 @@ import torch
 
 import cute_attn as ca
 from cute_attn.cli import main
-from cute_attn.request.names import rename
+from cute_attn.request import checks
 from tests.support.flashinfer_calls import Calls
 
 WORKSPACE = torch.zeros(1 << 16, dtype=torch.uint8)
@@ -90,10 +90,13 @@ ESCAPED: list[tuple[str, Callable[[], Any]]] = [
     ("q", lambda: torch.func.grad(lambda q: single(q=q))(halves(5, 4, 16))),
     ("q", lambda: single(q=torch.nested.nested_tensor([halves(5, 4, 16), halves(2, 4, 16)]))),
     ("v", lambda: ca.merge_state_in_place(states()[0].requires_grad_(), *states()[1:])),
+    ("s_other", lambda: ca.merge_state_in_place(*states()[:3], states()[3].requires_grad_())),
+    ("device", lambda: ca.BatchAttention(device=b"?")),  # type: ignore[arg-type]
     ("x", lambda: ca.packbits(torch.ones(9).to_sparse())),
     ("indptr", lambda: ca.segment_packbits(torch.ones(9), ints(0, 9).to_sparse())),
     ("k_global_sf", lambda: ca.nvfp4_quantize_paged_kv_cache(PAGES, PAGES, "NHD", torch.ones(1).to_sparse())),
     ("v_cache", lambda: ca.nvfp4_quantize_paged_kv_cache(PAGES, PAGES.to(META), "NHD")),
+    ("k_cache", lambda: ca.fp8_quantize_paged_kv_cache(PAGES.to(META), PAGES)),
     ("max_seq_len", lambda: trtllm(max_seq_len=BIG)),
     ("cp_world", lambda: trtllm(cp_world=ARRAY)),
     ("lse_layout", lambda: trtllm(lse_layout=ARRAY)),
@@ -151,5 +154,5 @@ def test_names_are_those_of_the_call(name: str, call: Callable[[], Any]) -> None
 
 def test_words_inside_of_a_message_stay() -> None:
     error = ca.ArgumentError("out must not run out of q_len; q_len_per_req and x.q_len are others")
-    rename(error, {"out": "output", "q_len": "rows"})
+    checks.rename(error, {"out": "output", "q_len": "rows"})
     assert str(error) == "output must not run out of rows; q_len_per_req and x.q_len are others"

@@ -89,8 +89,7 @@ WRONG = {
     "derivatives": Wrong(
         lambda x: x.detach().clone().requires_grad_(),
         "^NAME (requires|.*not require) grad",
-        "[sv]_other",
-        torch.is_floating_point,
+        of=torch.is_floating_point,
     ),
     "a tangent": Wrong(
         lambda x: forward_ad.make_dual(x, torch.ones_like(x)),

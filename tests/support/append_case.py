@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 import cute_attn
-from cute_attn.request.append import Append, own_rows
-from cute_attn.request.page_table import OwnRows
+from cute_attn.request.append import Append, OwnRows, own_rows
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

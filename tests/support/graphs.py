@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_attn.dispatch.emulator import EmulatedBatchRun
-from cute_attn.wrappers import run_cache
+from cute_attn.wrappers import calls
 from tests.support.batch_case import (
     NO_PAGE,
     BatchCase,
@@ -41,7 +41,7 @@ def emulated_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
     held: list[tuple[EmulatedBatchRun, Any]] = []
     launch = EmulatedBatchRun.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_cache, "try_replay", lambda plan, arguments: None)  # every check
+        patch.setattr(calls, "replay_run", lambda plan, arguments: None)  # every check
         patch.setattr(EmulatedBatchRun, "__call__", lambda plan, problem: held.append((plan, problem)))
         results = run()
 

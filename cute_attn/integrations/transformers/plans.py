@@ -19,8 +19,8 @@ from cute_attn.integrations.transformers import descriptors
 from cute_attn.integrations.transformers.descriptors import Rows
 from cute_attn.integrations.transformers.pages import TokenPages, token_pages
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.wrappers.planned_prefill import Structure as PlanStructure
 from cute_attn.wrappers.planned_prefill import kept
 
 MAX_STRUCTURES = 32
@@ -28,11 +28,12 @@ PLANS_PER_STRUCTURE = 2  # encoder and decoder, or two models, may differ in len
 
 
 class Structure(NamedTuple):
-    """What a plan depends on besides lengths and masks. `plan`: without the page size."""
+    """What a plan depends on besides lengths and masks."""
 
     device: torch.device
     stream: int
-    plan: PlanStructure
+    backend: str
+    options: PlanOptions
     masked: bool
 
 
@@ -50,7 +51,7 @@ class Session:
 
     def __init__(self, structure: Structure) -> None:
         workspace = workspaces.of_stream(structure.device)
-        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=structure.plan.backend)
+        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=structure.backend)
         self.content: Content | None = None
 
 
@@ -106,9 +107,7 @@ class Operands(NamedTuple):
     def structure(self, causal: bool, window_left: int, masked: bool) -> Structure:
         """Return what a plan for them depends on."""
         device, dtype = self.q.device, self.q.dtype
-        plan = PlanStructure(
-            kv_layout="HND",
-            backend=self.backend,
+        options = PlanOptions(
             num_qo_heads=self.q.shape[1],
             num_kv_heads=self.k.shape[1],
             head_dim_qk=self.q.shape[3],
@@ -119,9 +118,10 @@ class Operands(NamedTuple):
             causal=causal,
             window_left=window_left,
             logits_soft_cap=self.soft_cap,
+            sm_scale=1.0,  # scales are factors of a run, so that layers of different scales share a plan
         )
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return Structure(device, stream, plan, masked)
+        return Structure(device, stream, self.backend, options, masked)
 
     def run(self, session: Session, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Run a planned wrapper; returns `[batch, q_len, heads, head_dim]`."""
@@ -182,4 +182,4 @@ def _plan(
     """Plan a wrapper. Scales are factors of a run, so that layers of different scales share a plan."""
     indices = int32(lengths.kv_indices).to(structure.device, non_blocking=True)
     where = int32(lengths.qo_indptr), int32(lengths.kv_indptr), indices, int32(lengths.last_page_len)
-    session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **structure.plan.options())
+    session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **structure.options._asdict())

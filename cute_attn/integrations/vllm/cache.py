@@ -17,8 +17,7 @@ from cute_attn.errors import ArgumentError
 from cute_attn.integrations.vllm.support import COPY, NVFP4
 from cute_attn.page import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
 from cute_attn.request import nvfp4
-from cute_attn.request.append import Append
-from cute_attn.request.page_table import SlotMapping
+from cute_attn.request.append import Append, SlotMapping
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 BLOCK = 16  # elements that share a scale in NVFP4

@@ -20,8 +20,8 @@ import torch
 from cute_attn.attention import BatchPrefillWithCausalBidirectionalRangesWrapper
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.request.caches import in_table
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
-from cute_attn.request.unplanned import page_list
 
 Wrapper = (
     BatchPrefillWithPagedKVCacheWrapper
@@ -221,7 +221,7 @@ def pages(batch: Batch, first: int, page_size: int) -> Pages:
     tables = batch.block_table[first : batch.num_reqs]
     if tables.stride(0) != tables.shape[1]:
         tables = tables.contiguous()
-    counts, positions = page_list(tables, lengths, page_size)
+    counts, positions = in_table(tables, lengths, page_size)
     where = torch.from_numpy(positions)
     if tables.is_cuda:
         where = where.pin_memory().to(tables.device, non_blocking=True)

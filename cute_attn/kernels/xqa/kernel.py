@@ -98,6 +98,7 @@ class XqaParams(NamedTuple):
     page_shift: Int32
     overhead: Int32
     min_share: Int32
+    dealt: Int32
     scale: Float32
     v_scale: Float32
     lse_scale: Float32

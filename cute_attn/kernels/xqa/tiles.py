@@ -27,6 +27,7 @@ CLUSTERED_KEYS = 4096  # keys of a segment that has a cluster, where there are f
 MOST_ROWS = 16  # of a unit
 FEW = 128  # (request, kv head) pairs: about one per SM
 EVEN = 2048  # pairs, about one for each warp that runs at a time, from which warps have shares of their own
+DEALT = 36  # positions of a segment that CTAs take whole as they become free, see `parts.tickets`
 LONG = 65536  # keys of one request of 5 to 8 kv heads of 16 bits that clusters do not read faster
 
 

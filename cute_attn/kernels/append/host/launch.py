@@ -14,8 +14,7 @@ from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, A
 from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.params import Fields, divisor
 from cute_attn.kernels.host.prepared import prepared
-from cute_attn.request.append import NO_SCALES, Append, Scale
-from cute_attn.request.page_table import OwnRows, PageTable, SlotMapping
+from cute_attn.request.append import NO_SCALES, Append, OwnRows, PageTable, Scale, SlotMapping
 from cute_attn.runtime.launch import Bound, Settled, current_stream
 
 LARGEST = (1 << 31) - THREADS  # units of a launch, slots and indices: the kernel counts in 32 bits

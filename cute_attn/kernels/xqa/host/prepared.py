@@ -59,6 +59,7 @@ class XqaKernel(PreparedKernel):
         page_size = settings.page_size if self.paged else ONE_PAGE
         static: Fields = {
             **config.fields(features.num_kv_heads, features.num_qo_heads // features.num_kv_heads, page_size),
+            "dealt": config.dealt,
             "mask_row_bytes": draft_mask_bytes(config.qo_len),
             "window_left": UNBOUNDED if settings.window_left < 0 else min(settings.window_left, UNBOUNDED),
             "scale": settings.sm_scale,

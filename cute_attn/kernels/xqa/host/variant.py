@@ -84,6 +84,7 @@ class LaunchConfig(NamedTuple):
     ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
     partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
     min_share: int = 1  # tiles of a CTA
+    dealt: int = 0  # positions of a segment that CTAs take whole, see `parts.tickets`
 
     @property
     def counter_bytes(self) -> int:
@@ -155,7 +156,7 @@ def shares(
     size = ctas // groups
     partial_bytes = 0 if ctas == 1 else ctas * partial_bytes_per_cta(spec)
     min_share = 1 if size == 1 else spec.teams
-    return LaunchConfig(spec, qo_len, row_blocks, (groups, size, 1), ctas, partial_bytes, min_share)
+    return LaunchConfig(spec, qo_len, row_blocks, (groups, size, 1), ctas, partial_bytes, min_share, tiles.DEALT)
 
 
 def segments(

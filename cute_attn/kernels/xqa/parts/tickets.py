@@ -18,10 +18,6 @@ from cute_attn.kernels.xqa.parts.partition import BEYOND, Costs, EvenPartition, 
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
-# Positions of a segment, whose parts cost more than a wait for the CTA that has it: always, or where half of an equal
-# share is as long.
-SHORT, LONGER = 36, 72
-
 
 @dataclass(frozen=True)
 class TicketPartition(EvenPartition):
@@ -46,9 +42,10 @@ class TicketPartition(EvenPartition):
         )
 
     def most(self, equal: Int32) -> Int32:
-        """Positions of the longest segment that is dealt out, where an equal share has `equal`: the CTA that takes one
-        last is the only one that works then."""
-        longer = ptx.minimum(ptx.maximum(equal >> 1, Int32(SHORT)), Int32(LONGER))
+        """Positions of the longest segment that is dealt out, where an equal share has `equal`: up to `dealt` the parts
+        of a segment cost more than a wait for the CTA that takes one last, up to twice as many where half of an equal
+        share is as long."""
+        longer = ptx.minimum(ptx.maximum(equal >> 1, self.p.dealt), self.p.dealt * 2)
         return ptx.maximum(equal >> 2, longer)
 
     @property
