@@ -23,6 +23,17 @@ LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 SMALLEST_AMAX = 1e-12  # of a tensor whose scale is computed from its values
 INPUTS = (*HALF, torch.float32)
 
+# Midpoints of neighbouring e2m1 numbers, and whether the midpoint goes up: to the even code.
+_E2M1_MIDPOINTS = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
+
 CACHE_NAMES = ("k of paged_kv_cache", "v of paged_kv_cache", "k of kv_cache_sf", "v of kv_cache_sf")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -38,7 +49,10 @@ def quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
     magnitude = blocks.abs()
     scale_codes = nearest_fp8(magnitude.amax(-1), E2M1_MAX * scale, E4M3)
     step = (scale_codes.view(E4M3).double() * scale)[..., None]
-    codes = _nearest(magnitude, e2m1_values(torch.arange(8, dtype=torch.uint8, device=x.device)), step)
+    codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=x.device)
+    for midpoint, up in _E2M1_MIDPOINTS:  # no search: NaN must become 0, as on a GPU
+        bound = midpoint * step
+        codes += magnitude >= bound if up else magnitude > bound
     codes *= step > 0
     codes |= torch.signbit(blocks).to(torch.uint8) << 3
     low, high = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
@@ -48,16 +62,9 @@ def quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
 def nearest_fp8(magnitude: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the codes of the fp8 numbers nearest to magnitude / scale, both fp64, >= 0. Ties go to the even code."""
     numbers = torch.arange(LARGEST_CODE[dtype] + 1, dtype=torch.uint8, device=magnitude.device).view(dtype).double()
-    return _nearest(magnitude, numbers, scale)
-
-
-def _nearest(magnitude: torch.Tensor, numbers: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    """Return the codes of those of `numbers`, by code, that are nearest to magnitude / scale. `scale`: one, or one for
-    each last axis of `magnitude`.
-    """
     bounds = (numbers[1:] + numbers[:-1]) * 0.5 * scale
-    below = torch.searchsorted(bounds, magnitude)  # bounds less than the magnitude
-    tie = torch.searchsorted(bounds, magnitude, right=True) - below
+    below = torch.bucketize(magnitude, bounds)  # bounds less than the magnitude
+    tie = torch.bucketize(magnitude, bounds, right=True) - below
     return (below + (tie & below)).to(torch.uint8)
 
 

@@ -145,12 +145,6 @@ def test_warps_that_scale_their_columns_of_a_query_differently() -> None:
         assert built.check(*decode(built)) == ""
 
 
-@pytest.mark.emulator
-def test_shares_past_the_last_of_as_many_requests_as_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two units in one CTA group of 17 shares, of which 16 have work: the last reads nothing, not even a row of q."""
-    assert solve(XqaCase((0,) * 32, heads=(2, 2)), "sm_90a", 17, "eager", monkeypatch) == ""
-
-
 def produced(kv: str, lengths: tuple[int, ...], broken: bool, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel as a dependent launch of one that writes what it reads; `broken`: it does not wait."""
     scale = 0.002 if kv == "nvfp4" else None

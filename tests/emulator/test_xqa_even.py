@@ -78,6 +78,8 @@ OF_CTAS = {
     "two parts of a segment": (XqaCase((220, 250), kv="bf16", heads=(4, 1)), 4, False),
     "unequal": (XqaCase((40, 700, 77, 0, 5, 120), kv="e5m2", heads=(4, 1), sinks=True), 3, False),
     "an end and a beginning in one": (XqaCase((700, 640), kv="bf16", heads=(4, 1)), 3, False),
+    "a share that begins with a request": (XqaCase((*(16,) * 36, 1616), kv="bf16", heads=(4, 2)), 3, False),
+    "shares past the last request": (XqaCase((*(0,) * 31, 700), kv="bf16", heads=(4, 2)), 31, False),
     "several CTA groups, windows": (XqaCase((500, 300, 401), kv="bf16", heads=(8, 2), window_left=99), 8, True),
     "blocks of rows": (XqaCase((90, 6, 96, 90), kv="e4m3", heads=(16, 2), q_len=3), 8, True),
     "a pair of warps a tile": (XqaCase((70, 96, 81), kv="e4m3", heads=(4, 1), head_dim=256), 4, True),

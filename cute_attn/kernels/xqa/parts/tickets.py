@@ -30,9 +30,7 @@ class TicketPartition(EvenPartition):
         share = super().share(costs)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group)
         equal = self.per_cta(ptx.shuffle_from(costs.reach, Int32(31)) + ctas - 1)
-        # With two segments at most, whole ones that `EvenPartition` gives to a CTA are known to it from the start.
-        uneven = ptx.select(self.draws, Int32(0), share.pitch) == Int32(0)
-        dealt = isa.all_of([self.segments > ctas, longest <= self.most(equal), uneven])
+        dealt = isa.all_of([self.segments > ctas, longest <= self.most(equal)])
         total = self.segments * longest
         return Share(
             ptx.select(dealt, cta * longest, share.begin),
