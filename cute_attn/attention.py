@@ -55,7 +55,7 @@ class BatchAttention(BatchWrapper):
     kv_source = "paged"
 
     def __init__(self, kv_layout: str = "NHD", device: torch.device | str = "cuda") -> None:
-        place = checks.usable_device("device", device)
+        place = checks.usable_device("device", torch.get_default_device() if device is None else device)
         self.float_workspace_buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=place)
         super().__init__(self.float_workspace_buffer, kv_layout, False, "auto")
 

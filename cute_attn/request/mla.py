@@ -73,11 +73,13 @@ class MlaLengths(NamedTuple):
         """
         qo_indptr, kv_indptr, kv_indices, kv_len = arrays
         if names.kv_indptr:
-            kv_indices, size = checks.vector(names.kv_indices, kv_indices, INDEX_DTYPES, None, device), None
+            kv_indices = checks.vector(names.kv_indices, kv_indices, INDEX_DTYPES, None, device)
         else:
             kv_indices = caches.check_tables(kv_indices, device, names.kv_indices)
-            size = kv_indices.shape[0]
-        kv_len = checks.vector(names.kv_len, kv_len, INDEX_DTYPES, size, device)
+        kv_len = checks.vector(names.kv_len, kv_len, INDEX_DTYPES, None, device)
+        if not names.kv_indptr and len(kv_indices) != len(kv_len):
+            what = f"{names.kv_indices} must have a row for each of the {len(kv_len)} requests of {names.kv_len}"
+            raise checks.wrong(what, kv_indices)
         size = kv_len.shape[0] + 1
         for name, x in zip(names, (qo_indptr, kv_indptr), strict=False):
             if x is not None:
@@ -131,6 +133,9 @@ class MlaLengths(NamedTuple):
             room = np.full_like(kv_len, size * page_size)
         else:
             bounds = self.kv_indptr.cpu().numpy().astype(np.int64)
+            if (i := checks.first(np.diff(bounds) < 0)) is not None:
+                name = self.names.kv_indptr
+                raise ArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]}")
             room = (np.minimum(bounds[1:], size) - bounds[:-1]) * page_size
         room = np.minimum(room, MAX_KV_LEN)
         wrong = (kv_len < 0) | (kv_len > room)
@@ -268,7 +273,7 @@ def _check_scales(scales: Part, ckv: Part) -> None:
 def _readable(q: Part, k: Part, v: Part) -> Part:
     """Return one part of queries as kernels read it. Two parts of the cache are refused where kernels cannot."""
     for name, x in (k, v):
-        if max(x.stride()) * x.itemsize > MAX_INDEX:
+        if max(operands.outer_strides(x), default=0) * x.itemsize > MAX_INDEX:
             raise ArgumentError(f"{name} must have strides of at most {MAX_INDEX} bytes, got strides {x.stride()}")
     placed, names = operands.placement(q.x, k.x, v.x), (q.name, k.name, v.name)
     return Part(q.name, operands.readable(q.x, k.x, v.x, placed, names, operands.ALIGNMENT))

@@ -87,7 +87,7 @@ def _mask(wrapper: Wrapper, part: int) -> torch.Tensor | None:
 def _page_indices(wrapper: Wrapper) -> torch.Tensor | None:
     """Return the page numbers that launches read: the caller's buffer with CUDA graphs, else those of the plan."""
     if wrapper._place.graph is not None:
-        return wrapper._place.graph.page_indices
+        return wrapper._place.graph.holding.get("kv_indices")
     return None if wrapper._plan is None else wrapper._plan.request.lengths.kv_indices
 
 

@@ -80,7 +80,7 @@ def merge_state_in_place(
     for name, x in (("v", v), ("s", s), ("v_other", v_other), ("s_other", s_other)):
         checks.check_grad(name, x)
     if mask is not None:
-        checks.operand("mask", mask, (torch.bool, torch.uint8), v.shape[:1], "[n]", v.device, "v's device")
+        checks.operand("mask", mask, (torch.bool, torch.uint8), tuple(v.shape[:1]), "[n]", v.device, "v's device")
     checks.apart((("v", v), ("s", s)), (("v_other", v_other), ("s_other", s_other), ("mask", mask)))
     merged_v, merged_s = merge_state(v, s, v_other, s_other)
     if mask is not None:

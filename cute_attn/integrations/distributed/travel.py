@@ -69,7 +69,7 @@ class Streams:
 
     def side(self) -> contextlib.AbstractContextManager[Any]:
         """Make the side stream the current one."""
-        return torch.cuda.stream(self._side)
+        return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
     def mark(self) -> Any:
         """Return an event at the end of the current stream."""

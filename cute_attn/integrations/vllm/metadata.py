@@ -335,7 +335,7 @@ class StepMetadata:
         first = 0 if layer.decodes_too else self.decodes.num_reqs
         if not layer.page_size:
             starts = self.batch.query_start_loc_cpu
-            return self._session(layer, self._rows_from(0), lambda: (starts, starts))
+            return self._session(layer, lambda: self._rows_from(0), lambda: (starts, starts))
         layer = layer._replace(causal=self.causal)
         if self.for_capture and self.decodes.uniform and not self.has_prefills:
             return self._planned_in_graph(layer)
@@ -343,7 +343,8 @@ class StepMetadata:
             raise NotImplementedError("a sliding window of tokens that see later keys: kernels have none to the right")
         ranges = None if self.mm_prefix_range is None else self._ranges_from(first, self.mm_prefix_range)
         layer = layer._replace(ranges=ranges is not None)
-        session = self._session(layer, self._rows_from(first), lambda: self._pages_from(first, layer.page_size))
+        rows, pages = (lambda: self._rows_from(first)), (lambda: self._pages_from(first, layer.page_size))
+        session = self._session(layer, rows, pages)
         session.ranges = ranges
         return session
 
@@ -353,17 +354,21 @@ class StepMetadata:
         if key not in self._pages:
             self._pages[key] = device_pages(batch, decodes.q_len, layer.page_size)
         size = Size(decodes.num_reqs, decodes.q_len, batch.block_table.shape[1], batch.seq_lens.device)
-        return self._session(layer, slice(0, decodes.num_tokens), lambda: self._pages[key], size)
+        return self._session(layer, lambda: slice(0, decodes.num_tokens), lambda: self._pages[key], size)
 
     def _session(
-        self, layer: LayerType, rows: slice, arrays: Callable[[], Iterable[torch.Tensor]], size: Size | None = None
+        self,
+        layer: LayerType,
+        rows: Callable[[], slice],
+        arrays: Callable[[], Iterable[torch.Tensor]],
+        size: Size | None = None,
     ) -> Session:
         """Return the session of a layer type, planned over index arrays by the first layer that asks for it."""
         session = self.sessions.of(layer, size)
         if session.step is not self:
             session.step = None
             session.wrapper.plan(*arrays(), **layer.options())
-            session.step, session.rows = self, rows
+            session.step, session.rows = self, rows()
         return session
 
     def _rows_from(self, first: int) -> slice:

@@ -72,7 +72,7 @@ class TileLayout:
 
 @dataclass(frozen=True)
 class BlockLayout(TileLayout):
-    """Rows of NVFP4 as `block_reads` reads them: with ordinary loads, each lane whole blocks of 16 elements.
+    """Rows of NVFP4 as `reads.BlockReads` reads them: with ordinary loads, each lane whole blocks of 16 elements.
 
     Rows of 128 bytes are as ever. Of rows of 64 bytes two make a line, and what a warp reads together are only even or
     only odd tokens, which would all be in one half of their lines: there lines 1 and 4 apart exchange their halves.
