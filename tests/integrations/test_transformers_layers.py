@@ -14,6 +14,7 @@ from transformers import masking_utils
 
 from cute_attn.emulator.settings import using
 from cute_attn.errors import NotSupported
+from cute_attn.integrations import workspaces
 from cute_attn.integrations.transformers import descriptors, forward, masks, ops, patterns, plans, register
 from tests.support.dense_attention import attention
 
@@ -388,3 +389,15 @@ def test_kernels_read_caches_in_place(q_len, padding, monkeypatch):
     with using("sm_90a"):
         out, _ = forward.attention(MODULE, q, k, v, mask, backend="emulator")
     assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
+
+
+def test_workspaces_of_streams_are_bounded(monkeypatch):
+    monkeypatch.setattr(workspaces, "BYTES", 16)
+    cpu = torch.device("cpu")
+    workspaces._of.cache_clear()
+    first = workspaces._of(cpu, 0)
+    for stream in range(1, 100):
+        workspaces._of(cpu, stream)
+        assert workspaces._of(cpu, 0) is first, "a stream in use keeps its workspace"
+    assert workspaces._of.cache_info().currsize == workspaces.MAX_STREAMS
+    workspaces._of.cache_clear()

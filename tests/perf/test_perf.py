@@ -267,6 +267,9 @@ def test_our_batches_are_correct_and_the_oracle_checks_every_request(w: BatchWor
             wrong = right.clone()
             wrong[row] += 1.0
             assert truth.rejection(truth.error(wrong))
+            wrong = right.clone()
+            wrong[row, 0, 0] = torch.nan
+            assert truth.rejection(truth.error(wrong))
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_launch_writes_what_is_another_object(driver: StubDriver) -> None:
     ]
     assert [int(context) for context in driver.contexts] == [0]
     driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
-    with pytest.raises(RuntimeError, match=r"grid \(9, 1, 1\) failed: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(RuntimeError, match=r"cute_attn_toy_\d+ with grid \(9, 1, 1\) failed: CUDA_ERROR_INVALID_VALUE"):
         some.fire(0, (-7, 32), many)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -53,6 +54,21 @@ def attention(
     lse = torch.cat((z, more.double()[:, None].expand(-1, len(q), -1)), -1).logsumexp(-1)
     weights = (z - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
     return torch.einsum("hij,jhd->ihd", weights, v), lse.T / math.log(2)
+
+
+def decoded(
+    q: torch.Tensor, cache: torch.Tensor, lengths: Sequence[int], indices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for one token a request over `cache` `[pages, 2, page_size, kv_heads, head_dim]`, whose pages of all
+    requests `indices` lists one after the other.
+    """
+    results, first = [], 0
+    for i, n in enumerate(lengths):
+        own = cache[indices[first : first + -(-n // cache.shape[2])].long()].transpose(0, 1).flatten(1, 2)[:, :n]
+        results.append(attention(q[i : i + 1], *own, torch.ones(1, n, dtype=torch.bool)))
+        first += -(-n // cache.shape[2])
+    o, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+    return o, lse
 
 
 def assert_near(out: torch.Tensor, lse: torch.Tensor | None, expected: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, get_type_hints
 from unittest import mock
 
-import pytest
-
 from cute_attn.emulator import adapter
 from cute_attn.kernels.host import batch as host_batch
 from cute_attn.kernels.host import gpu as loading
@@ -26,7 +24,6 @@ STREAM = 77
 
 def params_of(spec: KernelSpec, arch: str = "sm_90a") -> tuple[Param, ...]:
     """Parameters that a kernel declares, of 8 bytes each, or 4 for fp32. The kernel is not compiled."""
-    pytest.importorskip("cutlass.cute", reason="needs the DSL", exc_type=ImportError)
     made = program(spec, arch)
     floats = {"Float32": "f32", "Float64": "f64"}
     kinds = dict.fromkeys(getattr(made, "maps", ()), "map")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn.integrations import aten_flash
+from cute_attn.integrations import aten_flash, workspaces
 from cute_attn.integrations.sglang import metadata
 from cute_attn.runtime import staging
 from tests.support.batch_case import call, decode, heads, make, paged, ragged
@@ -124,7 +124,7 @@ def test_the_last_16_keys(run: Callable[[str], Any], executor: Executor, dtype: 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_torch_sdpa(dtype: torch.dtype) -> None:
-    for kept in (aten_flash._uniform_lengths, aten_flash._workspace, aten_flash._page_per_request):
+    for kept in (aten_flash._uniform_lengths, aten_flash._page_per_request, workspaces._of, workspaces.too_small):
         kept.cache_clear()
     q, k, v = (torch.stack((x, x)).transpose(1, 2) for x in (Q, K, V))
     with defaults(dtype):
