@@ -78,8 +78,8 @@ class MlaLengths(NamedTuple):
             kv_indices = caches.check_tables(kv_indices, device, names.kv_indices)
         kv_len = checks.vector(names.kv_len, kv_len, INDEX_DTYPES, None, device)
         if not names.kv_indptr and len(kv_indices) != len(kv_len):
-            what = f"{names.kv_indices} must have a row for each of the {len(kv_len)} requests of {names.kv_len}"
-            raise checks.wrong(what, kv_indices)
+            what = f"one length for each of the {len(kv_indices)} requests of {names.kv_indices}"
+            raise checks.wrong(f"{names.kv_len} must have {what}", kv_len)
         size = kv_len.shape[0] + 1
         for name, x in zip(names, (qo_indptr, kv_indptr), strict=False):
             if x is not None:

@@ -142,7 +142,10 @@ def test_other_backends(backend: str) -> None:
             "kv_cache must have dtype bfloat16 or float8_e4m3fn",
         ),
         ({"cache": torch.zeros(3, 2, 2, 576)}, r"kv_cache must have shape \[num_pages, page_size, columns\]"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, "a row for each of the 3 requests of seq_lens"),
+        (
+            {"seq_lens": torch.zeros(3, dtype=torch.int32)},
+            "seq_lens must have one length for each of the 2 requests of block_tables",
+        ),
         ({"seq_lens": torch.tensor([9, 1000], dtype=torch.int32)}, r"seq_lens must be within 0..*request 1 has 1000"),
         ({"table": torch.full((2, 5), 99, dtype=torch.int32)}, "block_tables, page 0 of request 0, is 99"),
     ],
@@ -232,7 +235,9 @@ def test_errors_of_flash_mla() -> None:
     with pytest.raises(ArgumentError, match=r"cache_seqlens must be within 0..10, .*request 1 has 100"):
         case.flash_mla()
     case.made["table"] = case.table[:1]
-    with pytest.raises(ArgumentError, match="block_table must have a row for each of the 2 requests of cache_seqlens"):
+    with pytest.raises(
+        ArgumentError, match="cache_seqlens must have one length for each of the 1 requests of block_table"
+    ):
         case.flash_mla()
     with pytest.raises(ArgumentError, match=r"k_cache must have shape \[num_pages, page_size, 1, 656\]"):
         case.flash_mla(is_fp8_kvcache=True)
@@ -280,7 +285,7 @@ def test_wrong_metadata() -> None:
         ({"metadata": dense, "seq_lens": case.seq_lens}, "metadata must come without seq_lens"),
         ({"seq_lens": case.seq_lens}, "must be given together; missing: cum_seq_lens_q, block_tables"),
         ({"metadata": metadata(case, "dense", max_q_len=3)}, "give a request more than 3 rows"),
-        ({"metadata": metadata(case, "dense", block_tables=case.table[:1])}, "block_tables must have a row for each"),
+        ({"metadata": metadata(case, "dense", block_tables=case.table[:1])}, "one length for each of the 1 requests"),
         ({"metadata": metadata(case, "dense", seq_lens=99 * short)}, "seq_lens must be within 0.* in block_tables"),
         ({"metadata": metadata(case, "dual", seq_lens=short)}, "kv_len_arr and seq_lens must be equal"),
         ({"metadata": metadata(case, "dual", kv_indices=other)}, "must have the same pages; those of request 0 differ"),
