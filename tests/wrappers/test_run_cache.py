@@ -81,9 +81,8 @@ def wrapper_of(case: BatchCase, inputs: BatchInputs, backend: str = "emulator") 
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels themselves."""
-    monkeypatch.undo()
+def emulated() -> Iterator[None]:
+    """The kernels themselves, without `on_fa2`."""
     with using("sm_90a", kernels="fa2", sms=4):
         yield
 
