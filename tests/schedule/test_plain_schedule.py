@@ -57,16 +57,3 @@ def test_schedules(kind: str) -> None:
         assert work.ints.tolist() == plain_schedule(lengths, params, limits), f"batch {i}: {lengths}, {params}"
         split += work.num_partials > 0
     assert split > BATCHES // 20
-
-
-def test_facts_of_lengths() -> None:
-    """What several stages of a plan share."""
-    lengths = BatchLengths(np.array([1, 4, 4, 9]), np.zeros(3, np.int64), np.array([7, 0, 12]))
-    assert (lengths.qo_len.tolist(), lengths.longest_qo, lengths.longest_kv, lengths.with_queries) == (
-        [3, 0, 5],
-        5,
-        12,
-        2,
-    )
-    empty = BatchLengths(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    assert (empty.qo_len.tolist(), empty.longest_qo, empty.longest_kv, empty.with_queries) == ([], 0, 0, 0)
