@@ -24,13 +24,11 @@ from tests.support.schedules import all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
-LONG, LONGEST, MEDIUM = Launch(4096), Launch(16384), Launch()
+LONG, MEDIUM = Launch(4096), Launch()
 FEW, SHORT, SHORTEST = Launch(kv_len=1024, few=True), Launch(kv_len=1024), Launch(kv_len=224)
-# Of q in registers, with LONGEST half and all but half a step of a sum, with SHORT all, the last step half zeros.
+# Of q in registers, with SHORT all, the last step half zeros.
 SINGLE: tuple[tuple[Launch, Case], ...] = (
     (LONG, prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
-    (LONGEST, prefill(150, 200, (2, 1), 256, **CAUSAL, **BF16)),
-    (LONGEST, prefill(150, 200, (1, 1), 200)),
     (FEW, prefill(150, 200, (2, 1), 128, **CAUSAL)),
     (FEW, prefill(150, 200, (2, 1), 72)),
     (SHORT, prefill(150, 200, (2, 2), 56, **CAUSAL, **BF16)),
@@ -48,7 +46,6 @@ CUT = (
 LENGTHS = (200, 0, 37, 1), (300, 20, 64, 0)
 BATCHES: tuple[tuple[Launch, BatchCase], ...] = (
     (LONG, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(128))),
-    (LONGEST, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(256))),
     (SHORT, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(64))),
     (SHORT, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(80))),
     (SHORTEST, ragged(*LENGTHS, **heads(2, 1), **dims(80))),
@@ -97,10 +94,10 @@ def test_narrow_windows(case: tuple[tuple[int, int], BatchCase], schedule: Sched
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(CUT, structure=all_alike), ids=name)
 def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
     with (
-        mock.patch.object(variant, "launch_of", return_value=LONGEST),
+        mock.patch.object(variant, "launch_of", return_value=LONG),
         mock.patch.object(cost_model, "last_wave", return_value=Cut(0, 1, 2)),
         mock.patch.object(cost_model, "BALANCED", (0, 1)),
     ):
         emulation = solve_on(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
     assert_cut(FA3, emulation)
-    assert_tile(LONGEST, batch.mask, emulation)
+    assert_tile(LONG, batch.mask, emulation)

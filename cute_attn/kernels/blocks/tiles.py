@@ -38,7 +38,6 @@ def pages_in_boxes(head_dims: tuple[int, int], page_size: int, operands: Operand
 UNKNOWN = 1 << 62  # keys of a request: no bound
 # Steps of the size of a launch.
 LONG_TOKENS = 4096  # query tokens per request, of more keys than SHORT_KEYS
-LONGEST_TOKENS = 16384  # the shortest requests that gained from the tiles of these launches
 SHORT_KEYS = 1024  # keys per request
 SHORTEST_KEYS = 224  # the same: images of 14 x 14 patches
 

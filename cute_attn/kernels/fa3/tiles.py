@@ -12,7 +12,6 @@ from typing import Any
 from cute_attn.kernels.blocks.tiles import (
     FP8_HEAD_DIMS,
     LONG_TOKENS,
-    LONGEST_TOKENS,
     PAGE_ALIGNED,
     SHORT_KEYS,
     SHORTEST_KEYS,
@@ -86,18 +85,16 @@ _NARROW = (  # shortest windows first
 # Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that for others,
 # causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
 # d 64, 32/32 heads, 16 x 1024 337 and 323; d 96, 32/8 heads, 16 x 1024 399 and 367, 1 x 1000 329 and 293, but at d 80
-# 16 x 1024 full 427 and 443. d 256, 8/8 heads, relative to that: 1 x 16384 1.012, full 1.006, but 4 x 4096 full
-# 0.992: hence not in "long" launches. 64 x 197 tokens of 16 heads, full: d 64 173 and 142, d 72 136 and 106.
+# 16 x 1024 full 427 and 443. 64 x 197 tokens of 16 heads, full: d 64 173 and 142, d 72 136 and 106.
 _SHORT_64 = HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=64, per_sm=3)
 _ANY, _CAUSAL = (True, False), (False,)  # values of `full`
-_LONGEST, _FEW = (Launch(LONGEST_TOKENS),), (Launch(kv_len=SHORT_KEYS, few=True),)
-_LONG, _SHORTEST = (Launch(LONG_TOKENS), *_LONGEST), (Launch(kv_len=SHORTEST_KEYS),)
+_LONG, _FEW = (Launch(LONG_TOKENS),), (Launch(kv_len=SHORT_KEYS, few=True),)
+_SHORTEST = (Launch(kv_len=SHORTEST_KEYS),)
 _SHORT = (Launch(kv_len=SHORT_KEYS), *_SHORTEST)
 SIZED = tuple(
     _rule(dims, tile, plain=(True,), full=full, kv=("dense",), launch=launches)
     for launches, dims, tile, full in (
         (_LONG, (128, 128), HopperTile(192, 80, 3, 1), _ANY),
-        (_LONGEST, (256, 256), HopperTile(128, 64, 2, 1, ping_pong=False, q_registers=128), _ANY),
         (_FEW, (96, 96), HopperTile(128, 128, 2, 2), _ANY),
         (_FEW, (128, 128), HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), _CAUSAL),
         (_SHORTEST, (64, 64), _SHORT_64, _ANY),

@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec, PersistentTile
 from cute_attn.kernels.blocks.tiles import (
     LONG_TOKENS,
-    LONGEST_TOKENS,
     SHORT_KEYS,
     SHORTEST_KEYS,
     Launch,
@@ -36,7 +35,7 @@ FEW_ROWS = 2 * 128  # query rows per SM up to which a launch of short requests h
 UNKNOWN_LAUNCH = Launch()
 LAUNCHES = (  # all that `launch_of` tells
     *(Launch(kv_len=SHORT_KEYS, few=True), Launch(kv_len=SHORTEST_KEYS), Launch(kv_len=SHORT_KEYS)),
-    *(UNKNOWN_LAUNCH, Launch(LONG_TOKENS), Launch(LONGEST_TOKENS)),
+    *(UNKNOWN_LAUNCH, Launch(LONG_TOKENS)),
 )
 
 T = TypeVar("T", bound=PersistentTile)
@@ -135,7 +134,7 @@ def launch_of(rows: int, sms: int, qo_len: int, kv_len: int) -> Launch:
     if kv_len <= SHORT_KEYS:
         few = rows <= FEW_ROWS * sms
         return Launch(kv_len=SHORTEST_KEYS if kv_len <= SHORTEST_KEYS and not few else SHORT_KEYS, few=few)
-    return Launch(next((step for step in (LONGEST_TOKENS, LONG_TOKENS) if qo_len >= step), 0))
+    return Launch(LONG_TOKENS) if qo_len >= LONG_TOKENS else UNKNOWN_LAUNCH
 
 
 def scores(features: Features) -> tuple[str, ...]:
