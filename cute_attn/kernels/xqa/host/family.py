@@ -145,13 +145,10 @@ def rule_of_batch(
     """
     qo_len, batch_size, features = limits.max_qo_len, lengths.batch_size, settings.features
     assert qo_len is not None  # given by decode wrappers
-    if limits.keeps_address:
-        return rule_of(features, arch, shape_of(batch_size, settings, qo_len))
-    if isinstance(lengths, DeviceLengths):
-        longest = total = lengths.kv_end * settings.page_size
-    else:
-        longest, total = lengths.longest_kv, lengths.total_kv
-    return rule_of(features, arch, shape_of(batch_size, settings, qo_len, longest, total))
+    longest = None
+    if not limits.keeps_address:
+        longest = lengths.kv_end * settings.page_size if isinstance(lengths, DeviceLengths) else lengths.longest_kv
+    return rule_of(features, arch, shape_of(batch_size, settings, qo_len, longest))
 
 
 class XqaBatchRun(BatchRun):

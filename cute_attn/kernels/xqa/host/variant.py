@@ -27,12 +27,8 @@ CLUSTERED = 3 / 4
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
 
-def shape_of(
-    batch_size: int, settings: Settings, qo_len: int, longest: int | None = None, total: int | None = None
-) -> Shape:
-    """Return what is known of a launch. `longest`: most keys of a request, in all launches; `total`: of all requests
-    together.
-    """
+def shape_of(batch_size: int, settings: Settings, qo_len: int, longest: int | None = None) -> Shape:
+    """Return what is known of a launch. `longest`: most keys of a request, in all launches."""
     window, features = settings.window_left, settings.features
     kv_heads = features.num_kv_heads
     rows = qo_len * (features.num_qo_heads // kv_heads)
@@ -40,8 +36,7 @@ def shape_of(
     keys = longest
     if window >= 0:
         keys = window + qo_len if longest is None else min(window + qo_len, longest)
-    mean = None if total is None else ceil_div(total, max(batch_size, 1))
-    return Shape(batch_size, kv_heads, units, keys if batch_size <= MAX_GRID_Z else None, batch_size * segments, mean)
+    return Shape(batch_size, kv_heads, units, keys if batch_size <= MAX_GRID_Z else None, batch_size * segments)
 
 
 def shape_of_call(problem: Request) -> Shape:
@@ -49,8 +44,7 @@ def shape_of_call(problem: Request) -> Shape:
     settings, qo_len = problem.settings, problem.qo_len
     if not isinstance(problem, DecodeProblem):
         return shape_of(1, settings, qo_len, problem.kv_len)
-    most = problem.max_kv_len  # room of the page table: in engines that of their model, which says little if it is much
-    return shape_of(len(problem.seq_lens), settings, qo_len, most if most <= tiles.LONG else None)
+    return shape_of(len(problem.seq_lens), settings, qo_len, problem.max_kv_len)
 
 
 def rule_of(features: Features, arch: Arch, shape: Shape) -> Rule[Rings]:
