@@ -20,7 +20,8 @@ pytestmark = pytest.mark.emulator
 
 EVEN, UNEVEN, OTHER_EVEN = (130, 150, 141), (40, 300, 77), (90, 81, 85)
 PAIRS = 6
-NONE_SHORT = {145: 1, 513: 1, 1025: 1, 4097: 1}  # steps of keys: no length is for CTAs and clusters of a segment
+NONE_SHORT = {145: 1, 513: 1, 1025: 1, 4097: 1}  # steps of keys: no length is for CTAs and clusters of a segment,
+NO_CLUSTERS = {13: 1}  # and of segments: however few
 RING_KEYS = ("warps", "stages", "cols", "work", "prefetch")
 DTYPES: dict[str, dict[str, Any]] = {"16 bits": {"dtype": "bfloat16"}, "8 bits": {"kv_dtype": E4M3}}
 
@@ -28,7 +29,7 @@ DTYPES: dict[str, dict[str, Any]] = {"16 bits": {"dtype": "bfloat16"}, "8 bits":
 @pytest.fixture(autouse=True)
 def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator is slow."""
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS}, keys=NONE_SHORT)
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS}, keys=NONE_SHORT, segments=NO_CLUSTERS)
 
 
 def case(kv_lens: tuple[int, ...], num_heads: tuple[int, int] = (8, 2), dim: int = 128, **rest: Any) -> BatchCase:
@@ -57,7 +58,7 @@ def test_captured_launches_take_any_lengths() -> None:
         assert [work(planned, batch, emulation) for batch in (first, second)] == ["even"] * 2
 
 
-@pytest.mark.parametrize(("num_heads", "dim"), [((10, 5), 128), ((8, 2), 64)])
+@pytest.mark.parametrize(("num_heads", "dim"), [((10, 5), 128), ((8, 2), 256)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_batches_have_shares_of_a_cta(dtype: str, num_heads: tuple[int, int], dim: int) -> None:
     """Kv heads that the warps of a CTA do not divide, other head dims."""
@@ -67,9 +68,11 @@ def test_other_batches_have_shares_of_a_cta(dtype: str, num_heads: tuple[int, in
 
 
 def test_fewer_pairs_have_shares_of_a_cta(monkeypatch: pytest.MonkeyPatch) -> None:
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS + 1}, keys=NONE_SHORT)
+    pairs = {tiles.FEW + 1: PAIRS, tiles.EVEN: PAIRS + 1}
+    move_steps(monkeypatch, pairs=pairs, keys=NONE_SHORT, segments=NO_CLUSTERS)
+    batch = case(EVEN, **DTYPES["8 bits"])
     with using("sm_90a", kernels="xqa", sms=1) as emulation:
-        assert work(batch_case.wrapper(case(EVEN), backend="emulator"), case(EVEN), emulation) == "shares"
+        assert work(batch_case.wrapper(batch, backend="emulator"), batch, emulation) == "shares"
 
 
 # Requests, of two kv heads each: warps, stages and tokens of a tile, how CTAs divide the work, what they prefetch.
@@ -78,14 +81,14 @@ SHORT_WINDOWS = {
         1: (4, 2, 16, "whole", "smem"),
         2: (2, 2, 32, "whole", "smem"),
         3: (2, 2, 32, "whole", "smem"),
-        4: (2, 2, 32, "whole", "none"),
-        5: (2, 5, 32, "heads", "l2"),
+        4: (4, 2, 32, "whole", "none"),
+        5: (2, 2, 32, "heads", "none"),
     },
     "16 bits": {
         1: (4, 2, 16, "whole", "smem"),
         2: (4, 2, 16, "whole", "smem"),
         3: (4, 2, 16, "whole", "none"),
-        5: (4, 2, 16, "whole", "none"),
+        5: (2, 2, 16, "heads", "none"),
     },
 }
 
@@ -100,23 +103,23 @@ def test_kernels_follow_the_number_of_short_windows(dtype: str, requests: int, m
     assert found == {SHORT_WINDOWS[dtype][requests]}
 
 
-@pytest.mark.parametrize(("num_heads", "own"), [(4, True), (6, False)])
+@pytest.mark.parametrize(("num_heads", "own"), [(4, True), (3, False)])
 def test_short_windows_have_warps_with_a_head_each(num_heads: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where four divide the kv heads."""
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, tiles.EVEN: PAIRS})
+    """Where two divide the kv heads."""
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 3, 257: 3, 513: 3, tiles.EVEN: PAIRS})
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("delayed", 2)) as emulation:
         assert_solved(windows(5, num_heads, **DTYPES["8 bits"]), backend="emulator")
     (record,) = emulation.records
-    assert (record.spec["warps"], record.spec["work"]) == ((4, "heads") if own else (2, "whole"))
+    assert (record.spec["warps"], record.spec["work"]) == ((2, "heads") if own else (2, "whole"))
 
 
 @pytest.mark.parametrize(
     ("requests", "ring"),
-    [(1, (8, 3, 16, "cluster", "l2")), (2, (8, 2, 16, "whole", "l2")), (3, (2, 2, 16, "heads", "none"))],
+    [(1, (4, 2, 32, "cluster", "none")), (2, (8, 2, 16, "whole", "l2")), (3, (2, 2, 16, "heads", "none"))],
 )
 def test_kernels_of_longer_windows(requests: int, ring: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one request and of more segments than have clusters."""
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: 5, tiles.EVEN: PAIRS}, segments={17: 1, 33: 1, 65: 1})
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 5, tiles.EVEN: PAIRS}, segments={9: 3, 13: 1, 25: 1, 33: 1, 65: 1})
     batch = decode((500, 40, 301)[:requests], window_left=299, **heads(8, 2), **dims(128), **DTYPES["8 bits"])
     with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 3)) as emulation:
         assert_solved(batch, backend="emulator")
@@ -130,8 +133,8 @@ def windows(requests: int, num_heads: int, **dtype: Any) -> BatchCase:
 
 
 def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that has grown has not; nor have captured launches, which may grow."""
-    move_steps(monkeypatch, keys={2049: 101, 8193: 201, **NONE_SHORT})
+    """And others have smaller ones; so have captured launches, which may grow."""
+    move_steps(monkeypatch, keys={513: 1, 4097: 201}, kib={1025: 25})
     batches = [decode((n,), kv_dtype=E4M3, **heads(20, 5), **dims(128)) for n in (150, 201, 40)]
     rings = []
     with using("sm_90a", kernels="xqa", sms=64, schedule=Schedule("adversarial", 3)) as emulation:
@@ -143,12 +146,12 @@ def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -
                 work(planned, batch, emulation)
                 spec = emulation.records[-1].spec
                 rings.append((spec["cluster_size"], spec["stages"]))
-    assert rings == [(8, 3), (1, 3), (8, 2), *[(1, 3)] * 3]
+    assert rings == [(8, 3), *[(6, 2)] * 5]
 
 
-@pytest.mark.parametrize(("kv_len", "cluster"), [(150, 8), (201, 1)])
+@pytest.mark.parametrize(("kv_len", "cluster"), [(150, 8), (201, 6)])
 def test_single_decode_of_few_keys_has_clusters(kv_len: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    move_steps(monkeypatch, keys={2049: 101, 8193: 201, **NONE_SHORT})
+    move_steps(monkeypatch, keys={513: 1, 4097: 201}, kib={1025: 25})
     generator = torch.Generator().manual_seed(kv_len)
     q = torch.randn(10, 128, generator=generator).half()
     k, v = (torch.randn(kv_len, 5, 128, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))

@@ -77,17 +77,17 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
     ("kv_len", "graph", "cluster", "keys"),
     [
         (2048, False, 8, 64),
-        (8192, False, 8, 16),
-        (65536, False, 6, 16),
-        (65537, False, 1, 0),
-        (65537, True, 6, 16),
+        (4099, False, 8, 64),
+        (4100, False, 6, 16),
+        (1 << 17, False, 6, 16),
+        (2048, True, 6, 16),
     ],
 )
 def test_clusters_of_one_request_of_eight_kv_heads(kv_len: int, graph: bool, cluster: int, keys: int) -> None:
     settings = even_settings(BF16, 8)
     lengths = BatchLengths(np.array([0, 1]), np.array([0]), np.array([kv_len]))
     limits = BatchLimits(0, max_qo_len=1, graph=GraphLimits(1, 1, 1 << 20) if graph else None, keeps_address=graph)
-    (ring,) = rule_of_batch(settings, lengths, limits, GPU.arch).value
+    ring, *_ = rule_of_batch(settings, lengths, limits, GPU.arch).value
     assert (ring.cluster_size, ring.prefetch_keys) == (cluster, keys)
 
 
@@ -200,13 +200,15 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
 @pytest.mark.parametrize(
     ("head_dim", "window", "requests", "ring"),
     [
-        *((64, 127, 16, (4, "whole", "smem")), (64, 127, 17, (4, "heads", "l2")), (64, 127, 64, (4, "heads", "l2"))),
-        *((64, 127, 65, (2, "whole", "none")), (64, 127, 255, (2, "whole", "none")), (64, 0, 33, (4, "heads", "l2"))),
-        *((64, 127, 256, (2, "heads", "l2")), (64, 143, 16, (2, "whole", "none"))),
+        *((64, 127, 16, (4, "whole", "smem")), (64, 127, 17, (2, "whole", "smem")), (64, 127, 64, (2, "whole", "smem"))),
+        *((64, 127, 65, (4, "whole", "none")), (64, 127, 255, (4, "whole", "none")), (64, 0, 33, (2, "whole", "smem"))),
+        *((64, 127, 256, (2, "heads", "none")), (64, 143, 8, (4, "cluster", "smem"))),
         *(
             (128, 142, 16, (4, "whole", "none")),
+            (128, 143, 1, (4, "cluster", "none")),
             (128, 143, 16, (8, "whole", "l2")),
             (128, 143, 17, (4, "whole", "none")),
+            (128, 511, 8, (4, "cluster", "smem")),
         ),
         *(
             (128, 510, 255, (4, "whole", "none")),
@@ -232,7 +234,7 @@ def test_every_rule_is_followed_and_every_launch_has_one(arch: Arch) -> None:
     for bits in (16, 8, 4):
         of_dims = [tiles.rules(arch, bits, dim) for dim in range(8, 513, 8)]
         assert {rule for rules in of_dims for rule in rules} == {*tiles.rules_of(arch, bits)}
-        assert all(rules[-1].covers(every, ("head_dim",)) for rules in of_dims)
+        assert all(rules[-1].covers(every, ("head_dim", "row")) for rules in of_dims)
 
 
 def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:
@@ -249,7 +251,7 @@ def many(settings: Settings, qo_len: int = 1) -> Rule[tiles.Rings]:
     [
         (torch.float8_e4m3fn, 8, 1, (4, 264, 1), "even"),
         (torch.float8_e4m3fn, 16, 2, (8, 132, 1), "even"),
-        (torch.float8_e4m3fn, 16, 4, (16, 8, 1), "shares"),
+        (torch.float8_e4m3fn, 16, 4, (16, 16, 1), "shares"),
         (torch.float8_e4m3fn, 5, 1, (5, 105, 1), "shares"),
         (BF16, 8, 1, (8, 33, 1), "shares"),
     ],

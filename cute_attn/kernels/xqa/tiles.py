@@ -120,40 +120,48 @@ FAST_MEMORY = {
 }
 # Clusters: short parts, whose first tiles come early; the same without a guest, of rows of 512 bytes; long parts.
 _QUICK, _WIDE = Ring(4, 3, 1, 8192, guests=1, most=32).to_smem(64), Ring(4, 3, 1, 8192).to_smem(64).in_clusters(6)
-_BUSY = _LARGE.to_smem(16)
+_BUSY, _ALL_EARLY = _LARGE.to_smem(16), Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT)
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.
-_SMALL, _PAIR = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096)
+_SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
 _HEADS, _EVEN = (_PAIR._replace(work="heads"), _PAIR._replace(work="whole")), (_PAIR._replace(work="even"), _SMALL)
+_SMALLEST, _BRIEF = _SMALL._replace(work="whole", most=16).to_smem(SHORT), Ring(4, 2, 1, 8192).in_clusters(8)
 _ONE, _NARROW = {"requests": range(1, 2)}, {"row": up_to(128)}
-_SEGMENTS, _WINDOWS = {"keys": range(SHORTEST + 1, CLUSTERED_KEYS + 1)}, {"keys": up_to(SHORTEST)}
-# Fitted to 120 launches, each with some 30 rings, lengths on the GPU (H200, 2026-11-29): 0.98 times as fast as the best
-# ring of each in the mean, 0.84 at the lowest (63 x 100 keys beside 1 x 16000). Figures below: relative to 45 rules that
-# were measured one by one on H100s and H200s, 1.055 in the mean.
+_WINDOWS, _BRIEFLY = {"keys": up_to(SHORTEST)}, {"keys": range(SHORTEST + 1, SHORT + 1)}
+_SEGMENTS = {"keys": range(SHORTEST + 1, CLUSTERED_KEYS + 1)}
+# Fitted to 120 launches, each with some 30 rings, and to 116 others with two; lengths on the GPU (H200, 2026-11-29).
+# The first ones 0.98 times as fast as the best ring of each in the mean, 0.84 at the lowest (63 x 100 keys beside
+# 1 x 16000); both 1.05 times as fast as with 45 rules that were measured one by one, from 8 us on at least 0.94.
 _16_OR_8_BITS = (
-    # Few segments, which merge in shared memory alone: 0.95 to 1.49. No cluster should wait for another.
-    _rule(_QUICK.in_clusters(8), _WIDE, keys=above(SHORTEST), kib=up_to(1024), segments=up_to(8)),
+    # Few segments, which merge in shared memory alone. No cluster should wait for another.
+    _rule(_BRIEF._replace(guests=1), _BRIEF, **_BRIEFLY, segments=up_to(8)),
+    _rule(_ALL_EARLY, **_BRIEFLY, pairs=up_to(FEW), row=range(65, 129)),
+    _rule(_QUICK.in_clusters(8), _WIDE, keys=above(SHORTEST), kib=up_to(1024), segments=up_to(12)),
     _rule(_WIDE, **_SEGMENTS, segments=up_to(16), row=above(256)),
+    _rule(_QUICK._replace(slot=4096).in_clusters(4), **_SEGMENTS, segments=up_to(32), **_NARROW),
     _rule(_QUICK.in_clusters(4), _DEEP.in_clusters(4), **_SEGMENTS, segments=up_to(24)),
+    _rule(_QUICK.in_clusters(6), _DEEP.in_clusters(2), **_SEGMENTS, segments=up_to(32)),
     _rule(_QUICK.in_clusters(2), **_SEGMENTS, segments=up_to(64), **_NARROW),
     _rule(_BUSY.in_clusters(2), _DEEP.in_clusters(2), **_SEGMENTS, segments=up_to(64)),
-    # Windows of 128 keys: 1.00 to 1.19.
+    # Windows of 128 keys.
     _rule(_HEADS[1].to_smem(SHORT), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
-    _rule(_SMALL._replace(work="whole").to_smem(SHORT), **_WINDOWS, pairs=up_to(256), **_NARROW),
-    # Many short segments: 1.04 to 1.19.
+    _rule(_SMALLEST, **_WINDOWS, pairs=up_to(256), head_dim=up_to(64)),
+    # Short segments.
     _rule(*_HEADS, keys=up_to(SHORT), pairs=above(EVEN - 1), **_NARROW),
     _rule(_SMALL._replace(work="whole"), keys=up_to(SHORT), **_NARROW),
-    _rule(Ring(4, 3, 2, 8192, work="whole"), keys=up_to(SHORT)),
+    _rule(_TWO._replace(work="whole"), keys=up_to(SHORT)),
+    _rule(_TWO._replace(work="whole"), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257)),
     # One request of many keys, or of an unknown number.
     _rule(_QUICK.in_clusters(8), _WIDE, **_ONE, units=up_to(1)),
     _rule(_BUSY.in_clusters(6), _WIDE, **_ONE, units=up_to(8)),
-    # Few pairs: the same; keys ahead of the preceding launch's end gain 1.02 there.
+    # Few pairs: keys ahead of the preceding launch's end gain 1.02.
     _rule(*_FEW_8_BIT, **_FEW_PAIRS, row=up_to(64)),
     _rule(_LARGE.to_l2(256), **_FEW_PAIRS),
-    # Shares of warps over 8 bits at head dim 64: 1.09 (64 x 2048) to 1.21 (256 x 1024).
+    # Shares of warps over 8 bits at head dim 64: 1.09 (64 x 2048) to 1.56 (256 x 3368 to 16539).
     _rule(*_EVEN, row=up_to(64)),
     _rule(*_EVEN, pairs=above(EVEN - 1), **_NARROW),
+    _rule(_TWO, keys=up_to(2 * SHORT)),
     _rule(_SMALL, **_NARROW),
-    _rule(Ring(4, 3, 2, 8192)),
+    _rule(_TWO),
 )
 HOPPER = {
     16: _16_OR_8_BITS,
@@ -178,7 +186,7 @@ def rules_of(arch: Arch, bits: int) -> tuple[Rule[Rings], ...]:
 def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
     row = head_dim * bits // 8
-    known = {**shape._asdict(), "row": row, "pairs": shape.requests * shape.kv_heads}
+    known = {**shape._asdict(), "head_dim": head_dim, "row": row, "pairs": shape.requests * shape.kv_heads}
     known["kib"] = None if shape.keys is None else shape.keys * row >> 10
     if shape.segments is None:
         known["segments"] = shape.requests * shape.units
@@ -188,10 +196,10 @@ def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
 def rules(arch: Arch, bits: int, head_dim: int) -> list[Rule[Rings]]:
     """Return every rule that a launch may follow over a cache of `bits` per element."""
     found: list[Rule[Rings]] = []
-    row = head_dim * bits // 8
+    of_cache = {"head_dim": head_dim, "row": head_dim * bits // 8}
     for rule in rules_of(arch, bits):
-        of_dim = row in rule.when.get("row", (row,))
-        if of_dim and not any(earlier.covers(rule, ("row",)) for earlier in found):
+        possible = all(value in rule.when.get(name, (value,)) for name, value in of_cache.items())
+        if possible and not any(earlier.covers(rule, of_cache) for earlier in found):
             found.append(rule)
     return found
 
