@@ -200,9 +200,17 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
 @pytest.mark.parametrize(
     ("head_dim", "window", "requests", "ring"),
     [
-        *((64, 127, 16, (4, "whole", "smem")), (64, 127, 17, (2, "whole", "smem")), (64, 127, 64, (2, "whole", "smem"))),
-        *((64, 127, 65, (4, "whole", "none")), (64, 127, 255, (4, "whole", "none")), (64, 0, 33, (2, "whole", "smem"))),
-        *((64, 127, 256, (2, "heads", "none")), (64, 143, 8, (4, "cluster", "smem"))),
+        *((64, 127, 16, (4, "whole", "smem")), (64, 127, 17, (2, "whole", "smem"))),
+        *(
+            (64, 127, 64, (2, "whole", "smem")),
+            (64, 127, 65, (4, "whole", "none")),
+            (64, 127, 255, (4, "whole", "none")),
+        ),
+        *(
+            (64, 0, 33, (2, "whole", "smem")),
+            (64, 127, 256, (2, "heads", "none")),
+            (64, 143, 8, (4, "cluster", "smem")),
+        ),
         *(
             (128, 142, 16, (4, "whole", "none")),
             (128, 143, 1, (4, "cluster", "none")),

@@ -106,14 +106,14 @@ _FEW_NVFP4 = _rule(Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096), **_FEW_PA
 _MANY_NVFP4 = _rule(Ring(2, 2, 2, 8192))
 _FEW_8_BIT = Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)
 # Measured on H100 and H200 (`python -m perf.tune decode`).
-DEFAULT = {
+DEFAULT: dict[int, tuple[Rule[Rings], ...]] = {
     16: (*_SHORT, _rule(_LARGE, **_FEW_PAIRS), _rule(_DEEP)),
     8: (*_SHORT, _rule(*_FEW_8_BIT, **_FEW_PAIRS), _rule(_LARGE)),
     4: (*_SHORT, _FEW_NVFP4, _MANY_NVFP4),
 }
 # For 8 TB/s over 148 SMs, of which none has been measured: what arrives in 1 us is 54 KB. At that rate NVFP4 leaves 20
 # issue slots per token. Those that a tile takes whatever its size are spread over more tokens here.
-FAST_MEMORY = {
+FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
     16: (*_SHORT, _rule(Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(4, 3, 2, 8192))),
     8: (*_SHORT, _rule(*_FEW_8_BIT, Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(8, 3, 1, 8192))),
     4: (*_SHORT, _rule(Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(4, 3, 2, 8192, most=128))),
@@ -163,7 +163,7 @@ _16_OR_8_BITS = (
     _rule(_SMALL, **_NARROW),
     _rule(_TWO),
 )
-HOPPER = {
+HOPPER: dict[int, tuple[Rule[Rings], ...]] = {
     16: _16_OR_8_BITS,
     8: _16_OR_8_BITS,
     4: (_rule(Ring(8, 3, 1, 4096).in_clusters(8), **_ONE, units=up_to(4)), *DEFAULT[4]),
@@ -240,9 +240,8 @@ def _cols(kv_dtype: str, head_dim: int, row_blocks: int, ring: Ring) -> int:
     columns = padded_dim(head_dim)
     token = 2 * columns * KV_BITS[kv_dtype] // 8 + (2 * columns // SCALE_BLOCK if kv_dtype == "nvfp4" else 0)
     outputs = 8 * row_blocks * columns * 4
-    wanted = max(ring.slot * 3 // 4, outputs // max(1, ring.stages - 2))
-    cols = 16
-    while cols < ring.most and cols * token < wanted:
+    needed, cols = outputs // max(1, ring.stages - 2), 16
+    while cols * token < needed or (cols < ring.most and cols * token < ring.slot * 3 // 4):
         cols *= 2
     return cols
 
