@@ -9,8 +9,7 @@ from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.mla.spec import HopperMlaSpec, MlaSpec
 from cute_attn.kernels.plan.spec import PlanSpec
-from cute_attn.kernels.xqa.lengths.spec import LengthsSpec
-from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.spec import LengthsSpec, XqaSpec
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.spec import KernelSpec, Program
 
@@ -48,7 +47,7 @@ def program(spec: KernelSpec, arch: str) -> Program:
 
         return PlanProgram(spec, arch)
     if isinstance(spec, LengthsSpec):
-        from cute_attn.kernels.xqa.lengths.kernel import LengthsProgram
+        from cute_attn.kernels.xqa.lengths import LengthsProgram
 
         return LengthsProgram(spec, arch)
     if isinstance(spec, XqaUmmaSpec):
@@ -68,7 +67,7 @@ def _fa2_program(spec: Fa2Spec, arch: str) -> Program:
 
 def _xqa_umma_program(spec: XqaUmmaSpec, arch: str) -> Program:
     if spec.kv_bits == 8:
-        from cute_attn.kernels.xqa.umma.fp8 import Fp8UmmaProgram
+        from cute_attn.kernels.xqa.umma.kernel import Fp8UmmaProgram
 
         return Fp8UmmaProgram(spec, arch)
     from cute_attn.kernels.xqa.umma.kernel import XqaUmmaProgram

@@ -13,12 +13,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV
+from cute_attn.kernels.blocks.kv_sources import DenseTmaKV, GatheredFp8KV, KvSource
 from cute_attn.kernels.blocks.persistent_params import Maps, extended
 from cute_attn.kernels.blocks.producer import Producer
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, KvSource
 
 LANES = 32
 WORD = 4

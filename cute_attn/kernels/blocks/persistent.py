@@ -12,17 +12,14 @@ from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.composition import AttentionProgram
-from cute_attn.kernels.blocks.cta import ONE_CTA, OneCta
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
-from cute_attn.kernels.blocks.gathered_kv import GatheredKV
-from cute_attn.kernels.blocks.masks import PackedMask, TileOrder
-from cute_attn.kernels.blocks.multi_item import KeyBounds
+from cute_attn.kernels.blocks.kv_sources import GatheredKV
+from cute_attn.kernels.blocks.masks import KeyBounds, PackedMask, TileOrder
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
-from cute_attn.kernels.blocks.pipeline import SmemRings
-from cute_attn.kernels.blocks.producer import Producer
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole
+from cute_attn.kernels.blocks.producer import ONE_CTA, OneCta, Producer
+from cute_attn.kernels.blocks.program import AttentionProgram
 from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax

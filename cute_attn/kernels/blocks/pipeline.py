@@ -1,6 +1,6 @@
 """Rings of shared memory between producer, transform and consumer warps, with a full and an empty barrier per slot."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,8 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.roles import WarpRole, empty_arrivals, full_arrivals
-from cute_attn.kernels.blocks.smem_map import RECORD_BYTES, SmemMap, TileMemory
+from cute_attn.kernels.blocks.smem_map import RECORD_BYTES, RECORDS_RING, SmemMap, TileMemory
 
 
 class PipelineState(NamedTuple):
@@ -91,6 +90,31 @@ def rings_at(layout: SmemMap, base: Int32) -> dict[str, Ring]:
         )
         for ring in layout.rings
     }
+
+
+@dataclass(frozen=True)
+class WarpRole:
+    """Warps with one task: the arrival counts of all barriers follow from their rings. `fills`: rings whose slots they
+    fill, with their arrivals at a full barrier; `reads`: rings whose slots each of these warps releases with one
+    arrival. Readers of query tiles' records release `RECORDS_RING`, even if they do not read its slots.
+    """
+
+    name: str
+    warps: int
+    fills: Mapping[str, int]
+    reads: tuple[str, ...] = ()
+    reads_records: bool = False
+
+    def releases(self, ring: str) -> bool:
+        return ring in self.reads or (ring == RECORDS_RING and self.reads_records)
+
+
+def full_arrivals(roles: Iterable[WarpRole], ring: str) -> int:
+    return sum(role.fills.get(ring, 0) for role in roles)
+
+
+def empty_arrivals(roles: Iterable[WarpRole], ring: str) -> int:
+    return sum(role.warps for role in roles if role.releases(ring))
 
 
 @dataclass(frozen=True)

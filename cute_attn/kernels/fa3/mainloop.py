@@ -14,17 +14,16 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
+from cute_attn.kernels.blocks.fragment_store import NarrowStore, WarpgroupStore
 from cute_attn.kernels.blocks.masks import BandMask, TileOrder
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import AnyParams, PersistentParams
-from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, WarpRole, start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.scores import Scores
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.blocks.warpgroup_store import NarrowStore, WarpgroupStore
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes, WarpgroupTile
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.formats import FP8_DTYPES, LINE

@@ -22,16 +22,14 @@ from cute_attn.kernels.blocks.kv_dequant import (
     normalizing_factors,
 )
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
-from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, WarpRole
 from cute_attn.kernels.blocks.scores import RowScales
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.kernel import Fa4Program
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
-from cute_attn.kernels.fa4.parts.lanes import RowLanes
-from cute_attn.kernels.fa4.parts.umma import UmmaTile
+from cute_attn.kernels.fa4.parts.umma import RowLanes, UmmaTile
 from cute_attn.kernels.fa4.smem import Fp8KvMemory
 from cute_attn.kernels.fa4.softmax_warps import WARPS, SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec

@@ -17,16 +17,14 @@ from cute_attn.kernels.blocks import ptx, sm100, tma
 from cute_attn.kernels.blocks.masks import TileOrder, hide
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
 from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.scores import Scores
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.exp2 import PairSums
-from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import StopWords, Word
-from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, TmemMap, UmmaTile
+from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, RowLanes, TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import SCORE_COLUMNS
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.work import CoveredProducts, KvSteps, OutstandingProducts

@@ -24,8 +24,7 @@ from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.mla.parts.copies import NarrowTileCopies, QueryCopies, TileCopies
-from cute_attn.kernels.mla.parts.place import Place
-from cute_attn.kernels.mla.parts.products import Products
+from cute_attn.kernels.mla.parts.products import Place, Products
 from cute_attn.kernels.mla.parts.softmax import CausalMask, Exchange, SharedSoftmax
 from cute_attn.kernels.mla.program import LatentProgram, MlaParams
 from cute_attn.kernels.mla.smem import MlaMemory

@@ -24,6 +24,7 @@ from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, early_partition, early_segment
+from cute_attn.kernels.xqa.parts.formats import tile_forms
 from cute_attn.kernels.xqa.parts.kinds import KINDS, make_partition, make_team
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
@@ -32,7 +33,6 @@ from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, load_
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax
-from cute_attn.kernels.xqa.parts.tile_forms import tile_forms
 from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec

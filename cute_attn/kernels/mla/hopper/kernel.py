@@ -16,18 +16,18 @@ from cutlass import Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.dequant import fp8_converter
 from cute_attn.kernels.blocks.epilogue import Target
+from cute_attn.kernels.blocks.fragment_store import WarpgroupStore
 from cute_attn.kernels.blocks.pipeline import start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
-from cute_attn.kernels.blocks.warpgroup_store import WarpgroupStore
 from cute_attn.kernels.mla.hopper.merge import SegmentMerge
 from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
 from cute_attn.kernels.mla.hopper.rings import Rings, SegmentRecord
-from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
 from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup
 from cute_attn.kernels.mla.parts.softmax import CausalMask
 from cute_attn.kernels.mla.program import LatentProgram, MlaParams
+from cute_attn.kernels.mla.smem import HopperMlaMemory
 from cute_attn.kernels.mla.spec import HopperMlaSpec
 from cute_attn.kernels.xqa.parts.partition import EvenPartition
 from cute_attn.kernels.xqa.parts.scales import final_epilogue

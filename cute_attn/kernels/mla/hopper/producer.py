@@ -18,7 +18,7 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.hopper.rings import NO_WORK, PRODUCERS, Rings, SegmentRecord
-from cute_attn.kernels.mla.hopper.smem import ROTATED, HopperMlaMemory
+from cute_attn.kernels.mla.smem import ROTATED, HopperMlaMemory
 from cute_attn.kernels.mla.spec import GROUP
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment

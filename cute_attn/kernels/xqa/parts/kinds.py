@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
-from cute_attn.kernels.xqa.parts.head_merge import EvenMerge, HeadMerge
 from cute_attn.kernels.xqa.parts.partition import (
     ClusterSegments,
     Load,
@@ -14,7 +12,7 @@ from cute_attn.kernels.xqa.parts.partition import (
 )
 from cute_attn.kernels.xqa.parts.team import HeadWarp, LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.parts.tickets import TicketPartition
-from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge, WholeMerge
+from cute_attn.kernels.xqa.parts.warp_merge import ClusterMerge, EvenMerge, HeadMerge, WarpMerge, WholeMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import Work, XqaSpec
 

@@ -17,8 +17,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from cute_attn.kernels.blocks import sm100, tma
-from cute_attn.kernels.blocks.pipeline import PipelineState, start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import PipelineState, WarpRole, start
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts.partition import Partition, kv_split
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
