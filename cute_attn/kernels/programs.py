@@ -51,7 +51,9 @@ def program(spec: KernelSpec, arch: str) -> Program:
 
         return LengthsProgram(spec, arch)
     if isinstance(spec, XqaUmmaSpec):
-        return _xqa_umma_program(spec, arch)
+        from cute_attn.kernels.xqa.umma.kernel import XqaUmmaProgram
+
+        return XqaUmmaProgram(spec, arch)
     raise TypeError(f"no program for {spec!r}")
 
 
@@ -63,16 +65,6 @@ def _fa2_program(spec: Fa2Spec, arch: str) -> Program:
     from cute_attn.kernels.fa2.kernel import Fa2Program
 
     return Fa2Program(spec, arch)
-
-
-def _xqa_umma_program(spec: XqaUmmaSpec, arch: str) -> Program:
-    if spec.kv_bits == 8:
-        from cute_attn.kernels.xqa.umma.kernel import Fp8UmmaProgram
-
-        return Fp8UmmaProgram(spec, arch)
-    from cute_attn.kernels.xqa.umma.kernel import XqaUmmaProgram
-
-    return XqaUmmaProgram(spec, arch)
 
 
 def _fa3_program(spec: Fa3Spec, arch: str) -> Program:

@@ -161,7 +161,7 @@ class BlockScaledProducer(Producer):
 
     def source(self, p: Any, maps: Maps, work: QueryTile) -> Any:
         source = super().source(p, maps, work)
-        kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+        kv_head = work.kv_head(p)
         cols, lane = self.spec.tile.cols, cute.arch.thread_idx()[0]
         k, v = (
             ScaledOperand(

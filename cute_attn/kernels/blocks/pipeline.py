@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -79,10 +79,10 @@ class Ring:
         return PipelineState(ptx.select(state.index_phase == 0, Int32(2 * self.stages), state.index_phase) - 1)
 
 
-def rings_at(layout: SmemMap, base: Int32) -> dict[str, Ring]:
-    """Returns the rings of shared memory from `base`, by name."""
+def rings_at(layout: SmemMap, base: Int32, types: Mapping[str, type[Ring]]) -> dict[str, Ring]:
+    """Returns the rings of shared memory from `base`, by name. `types`: of those that are no plain `Ring`."""
     return {
-        ring.name: Ring(
+        ring.name: types.get(ring.name, Ring)(
             ring.stages,
             ring.slot_bytes,
             base + Int32(layout.offset(ring.name)),
@@ -130,11 +130,15 @@ class SmemRings:
     @classmethod
     def of(cls, memory: TileMemory, base: Int32) -> "SmemRings":
         layout = memory.map
-        rings = rings_at(layout, base)
+        rings = rings_at(layout, base, cls.ring_types(memory))
         staged_k, staged_v = (rings[memory.loaded_ring(operand)] for operand in ("k", "v"))
         records = base + Int32(layout.offset("records"))
         scratch = {part.name: base + Int32(layout.offset(part.name)) for part in layout.scratch}
         return cls(rings, staged_k, staged_v, records, scratch)
+
+    @classmethod
+    def ring_types(cls, memory: Any) -> Mapping[str, type[Ring]]:
+        return {}
 
     @property
     def q(self) -> Ring:

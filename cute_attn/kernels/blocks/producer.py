@@ -190,7 +190,7 @@ class Producer:
 
     def source(self, p: PersistentParams, maps: Maps, work: QueryTile) -> Any:
         cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
-        kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+        kv_head = work.kv_head(p)
         k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:
             return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta.loads())

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue
-from cute_attn.kernels.blocks.fp8_scales import ScaledPartialEpilogue
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, ScaledPartialEpilogue
+from cute_attn.kernels.blocks.program import Epilogues
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
-from cute_attn.kernels.blocks.scalars import device_scale, head_scale
+from cute_attn.kernels.blocks.scalars import head_scale
 from cute_attn.kernels.blocks.scores import RowScales
 from cute_attn.kernels.blocks.smem import swizzled_offset
 from cute_attn.kernels.blocks.softmax import P_DTYPE, P_MAX, E4m3Softmax, RunningSoftmax
@@ -134,9 +134,8 @@ class Fp8Program(Fa2Program):
         scales = [common * head_scale(p.scale_q, rows.head(lanes.row(slot))) for slot in layout.slots]
         return RowScales(layout, lambda: scales)
 
-    def final_epilogue(self, p: Fa2Params, kv_head: Int32) -> FinalEpilogue:
-        scale = p.v_scale * device_scale(p.v_scale_ptr) * head_scale(p.scale_v, kv_head)
-        return FinalEpilogue(p.sinks, scale, p.lse_scale)
-
-    def partial_epilogue(self, p: Fa2Params, kv_head: Int32) -> ScaledPartialEpilogue:
-        return ScaledPartialEpilogue(head_scale(p.scale_v, kv_head))
+    def epilogues(self, p: Fa2Params, work: WorkTile) -> Epilogues:
+        return (
+            lambda: FinalEpilogue.of(p, head_scale(p.scale_v, work.kv_head)),
+            lambda: ScaledPartialEpilogue(head_scale(p.scale_v, work.kv_head)),
+        )

@@ -21,14 +21,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue
-from cute_attn.kernels.blocks.fp8_scales import MIN_SCALE, ScaledPartialEpilogue, row_scale, scaled_epilogues
 from cute_attn.kernels.blocks.fragment_store import NarrowStore, WarpgroupStore
 from cute_attn.kernels.blocks.masks import BandMask
 from cute_attn.kernels.blocks.persistent_params import AnyParams, PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
-from cute_attn.kernels.blocks.scores import RowScales, Scores
+from cute_attn.kernels.blocks.scores import MIN_SCALE, RowScales, Scores, row_scale
 from cute_attn.kernels.blocks.softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
@@ -398,6 +396,3 @@ class Fp8Program(Fa3Program):
             tma.fence_async()
             ptx.sync_warp()
         return scale
-
-    def epilogues(self, p: PersistentParams, work: QueryTile) -> tuple[FinalEpilogue, ScaledPartialEpilogue]:
-        return scaled_epilogues(p, work)

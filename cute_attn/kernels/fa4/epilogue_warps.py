@@ -68,7 +68,7 @@ class RowStore:
                 if cutlass.const_expr(len(part) == at_once):
                     target.store_32_bytes(address, i * size, part, aligned)
                 else:
-                    target.store_8(address, i * size, part)
+                    target.store(address, i * size, part)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue
-from cute_attn.kernels.blocks.fp8_scales import MIN_SCALE, row_scale, scaled_epilogues
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
-from cute_attn.kernels.blocks.scores import RowScales
+from cute_attn.kernels.blocks.scores import MIN_SCALE, RowScales, row_scale
 from cute_attn.kernels.blocks.softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax, tree
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.kernel import Fa4Program
@@ -186,6 +184,3 @@ class Fp8Program(Fa4Program):
     def scale(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> Float32:
         """Returns the scale of the thread's row."""
         return row_scale(p, work, work.rows(p).head(lanes.row(0)))
-
-    def epilogues(self, p: PersistentParams, work: QueryTile) -> tuple[FinalEpilogue, PartialEpilogue]:
-        return scaled_epilogues(p, work)

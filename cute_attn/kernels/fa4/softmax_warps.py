@@ -18,8 +18,7 @@ from cute_attn.kernels.blocks.masks import TileOrder, hide
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
-from cute_attn.kernels.blocks.scalars import device_scale
-from cute_attn.kernels.blocks.scores import Scores
+from cute_attn.kernels.blocks.scores import Scores, score_scale
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.exp2 import PairSums
@@ -71,7 +70,7 @@ class SoftmaxWarps:
     @cute.jit
     def run(self, p: PersistentParams, rings: SmemRings, tmem: TmemMap, query_tile: Int32) -> None:
         """Processes one query tile of all work items of the CTA."""
-        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
+        scale = score_scale(p)
         ring, stats_ring = self.ring(rings, "s", query_tile), self.ring(rings, "stats", query_tile)
         q, s, stats = start(), start(), start()
         head_block = rings.next_head_block(q)

@@ -20,6 +20,7 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import fp8_converter
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
 from cute_attn.kernels.blocks.softmax import Running
@@ -33,7 +34,7 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.merge import StateMerge
 from cute_attn.kernels.xqa.parts.pages import TokenPages
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
-from cute_attn.kernels.xqa.parts.scales import final_epilogue
+from cute_attn.kernels.xqa.parts.team import LoneWarp
 
 Scales = tuple[Float32, Float32]
 
@@ -74,9 +75,8 @@ class MlaProgram(LatentProgram):
 
     def merge(self, p: MlaParams) -> StateMerge:
         """The merge of one state by all threads, at the CTA's barrier."""
-        return StateMerge.of(
-            self.spec, self.memory, p, shared_memory(), final_epilogue(p, 1.0), barrier=0, threads=self.spec.threads
-        )
+        finish = FinalEpilogue.of(p)
+        return StateMerge(self.spec, self.memory, LoneWarp(), p, shared_memory(), finish, 0, self.spec.threads)
 
     def tiles(self, p: MlaParams, segment: Segment) -> TileCopies:
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)

@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
@@ -29,10 +30,9 @@ from cute_attn.kernels.xqa.parts.kinds import KINDS, make_partition, make_team
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, load_word
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
-from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
-from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax
+from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, log2_scale
 from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -206,7 +206,7 @@ class XqaProgram(GridProgram):
 
     def merge_and_scale(self, p: XqaParams) -> tuple[WarpMerge, Float32]:
         """The merge, and the factor from scores to base-2 exponents: bmm1 scale x log2(e) x `dequant_factor`."""
-        epilogue = final_epilogue(p, self.format.dequant_factor)
+        epilogue = FinalEpilogue.of(p, Float32(self.format.dequant_factor))
         merge = self.merge_type(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
         return merge, log2_scale(p, self.format.dequant_factor)
 
@@ -274,7 +274,7 @@ class XqaProgram(GridProgram):
         so: lengths, and the same entries of the page table. Only where these have changed, all is done once more."""
         words = query_rows.load(early.segment)
         tiles = self.warp_tiles(p, early.segment, early.share)
-        kv = bounded(self.paged_kv(p, early.segment), early.segment, load_word)
+        kv = bounded(self.paged_kv(p, early.segment), early.segment, ptx.load_word_if)
         token_pages = self.first_page_ids(kv, tiles)
         self.copy_first_tiles(kv, tiles, early.token_pages)
         share, segment = make_partition(self.spec, p).first_segment()

@@ -14,7 +14,6 @@ from cute_attn.kernels.blocks import cluster, ptx, sm100
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
 from cute_attn.kernels.blocks.register_layout import RowLayout
 from cute_attn.kernels.blocks.sm100 import WARP_LANES
-from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.fa4.smem import OUTPUT_COLUMN, SCORE_COLUMNS, BlackwellMemory
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS
 from cute_attn.kernels.formats import LINE
@@ -171,12 +170,6 @@ class BlackwellRings(SmemRings):
     shared: ClassVar[Mapping[str, type[Ring]]] = {}
 
     @classmethod
-    def of(cls, memory: TileMemory, base: Int32) -> "BlackwellRings":
-        assert isinstance(memory, BlackwellMemory)
-        rings = SmemRings.of(memory, base)
-        types = {**dict.fromkeys(memory.tmem_rings, cls.tmem_ring), **cls.shared}
-        by_name = {
-            name: types.get(name, Ring)(ring.stages, ring.slot_bytes, ring.data, ring.barriers)
-            for name, ring in rings.by_name.items()
-        }
-        return cls(by_name, rings.staged_k, rings.staged_v, rings.records, rings.scratch)
+    def ring_types(cls, memory: BlackwellMemory) -> Mapping[str, type[Ring]]:
+        in_tmem = (f"{ring}{i}" for i in range(memory.tile.query_tiles) for ring in "so")
+        return {**dict.fromkeys(in_tmem, cls.tmem_ring), **cls.shared}

@@ -2,13 +2,13 @@
 
 from typing import Any, NamedTuple
 
+from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.xqa.parts.partition import (
     ClusterSegments,
     Load,
     Partition,
     WarpShares,
     WholeSegments,
-    load_word,
 )
 from cute_attn.kernels.xqa.parts.team import HeadWarp, LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.parts.tickets import TicketPartition
@@ -32,7 +32,7 @@ KINDS: dict[Work, Kind] = {
 }
 
 
-def make_partition(spec: XqaSpec, p: Any, load: Load = load_word) -> Partition:
+def make_partition(spec: XqaSpec, p: Any, load: Load = ptx.load_word_if) -> Partition:
     # NVFP4, whose warps compute longest: 64 x 8192 took 4 % longer with the same cuts made by `EvenPartition`
     # (H200).
     if spec.work == "shares" and spec.kv_bits == 4:

@@ -40,7 +40,7 @@ def token_pages(p: Any, tokens: Iterable[Int32], exists: Callable[[Int32], Boole
 
 def page_id(table: Int64, exists: Boolean, index: Int32) -> Int32:
     """Read the id of page `index` of the request whose page ids are at `table`."""
-    return isa.load_if(exists, table + Int64(index) * Int64(4), 0, 1)[0]
+    return ptx.load_word_if(exists, table + Int64(index) * Int64(4))
 
 
 @dataclass(frozen=True)

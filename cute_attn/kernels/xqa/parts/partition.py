@@ -83,23 +83,12 @@ class KvSplit(NamedTuple):
     whole: Boolean  # the split is the whole segment, perhaps empty: this CTA writes the output itself
     active: Boolean  # has tiles, or must write zeros for a request without keys
 
-
-def kv_split(segment: Segment, share: Share) -> KvSplit:
-    tiles = segment.request.tiles
-    begin = ptx.maximum(share.begin - segment.start, Int32(0))
-    end = ptx.minimum(share.end - segment.start, tiles)
-    # A segment without tiles belongs to the share that has its last position of overhead.
-    last = segment.start - 1
-    empty = isa.all_of([tiles == 0, share.begin <= last, last < share.end])
-    whole = cutlass.or_(isa.all_of([begin == 0, end == tiles, tiles > 0]), empty)
-    return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))
+    @property
+    def tiles(self) -> Int32:
+        return self.end - self.begin
 
 
 Load = Callable[[Boolean, Int64, int], Int32]  # a word behind an address and an offset, or 0 where it does not exist
-
-
-def load_word(exists: Boolean, address: Int64, offset: int) -> Int32:
-    return isa.load_if(exists, address, offset, 1)[0]
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,7 @@ class Partition:
 
     p: Any  # XqaParams
     spec: DecodeSpec
-    load: Load = field(default=load_word, kw_only=True)
+    load: Load = field(default=ptx.load_word_if, kw_only=True)
 
     @property
     def cta_group(self) -> Int32:
@@ -280,7 +269,15 @@ class Partition:
         return segment.start - self.p.overhead < share.end
 
     def split(self, segment: Segment, share: Share) -> KvSplit:
-        return kv_split(segment, share)
+        """This CTA's tiles of a segment."""
+        tiles = segment.request.tiles
+        begin = ptx.maximum(share.begin - segment.start, Int32(0))
+        end = ptx.minimum(share.end - segment.start, tiles)
+        # A segment without tiles belongs to the share that has its last position of overhead.
+        last = segment.start - 1
+        empty = isa.all_of([tiles == 0, share.begin <= last, last < share.end])
+        whole = cutlass.or_(isa.all_of([begin == 0, end == tiles, tiles > 0]), empty)
+        return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))
 
     def next_start(self, segment: Segment, share: Share | None) -> Int32:
         """Position of the first tile of the next segment."""

@@ -135,16 +135,16 @@ class HeadMerge(WholeMerge):
             row, dim = places[i]
             scale = ptx.shuffle_from(factor, row)
             if self.wanted(rows, row, dim):
-                self.store_dims(rows, row, dim, [x * scale for x in values[i]])
+                self.store_values(rows, row, dim, [x * scale for x in values[i]])
 
     @cute.jit
     def finish_row(self, rows: PackedRows, row: Int32) -> Float32:
         """Store a row's lse; return the factor of its outputs. Lanes beyond the last row repeat it."""
-        head = rows.head(row)
+        p = self.p
         maximum, total = self.row_state(row)
-        factor, lse = self.finish.row(maximum, total, head)
-        if isa.all_of([rows.exists(row), self.team.thread() < self.spec.rows, self.p.lse != Int64(0)]):
-            ptx.st_global_f32(self.lse_address(rows, row, head), 0, lse)
+        factor, lse = self.finish.row(maximum, total, rows.head(row))
+        if isa.all_of([rows.exists(row), self.team.thread() < self.spec.rows, p.lse != Int64(0)]):
+            ptx.st_global_f32(rows.lse_address(p.lse, row, p.num_kv_heads * p.group), 0, lse)
         return factor
 
     def row_state(self, row: Int32) -> list[Float32]:
@@ -157,17 +157,6 @@ class HeadMerge(WholeMerge):
         ring = self.base + warp_index() * self.memory.ring_bytes
         at = ring + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim, row) * 4
         return [x for half in (0, 16) for x in ptx.ld_shared_v4_f32(at, self.memory.outputs + half)]
-
-    def store_dims(self, rows: PackedRows, row: Int32, dim: Int32, values: list[Float32]) -> None:
-        """Store adjacent outputs of a row."""
-        p = self.p
-        place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
-        if self.spec.out_dtype == "float8_e4m3fn":
-            pairs = [isa.to_e4m3_pair(*values[i : i + 2]) for i in range(0, STORED_DIMS, 2)]
-            words = [ptx.permute(pairs[i], pairs[i + 1], 0x5410) for i in (0, 2)]
-            ptx.st_global_v2(place + Int64(dim), 0, words)
-        else:
-            ptx.st_global_v4(place + Int64(dim * 2), 0, ptx.pack_pairs(self.spec.out_dtype, values))
 
 
 @dataclass(frozen=True)
