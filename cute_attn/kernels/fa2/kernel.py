@@ -29,15 +29,17 @@ from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.blocks.scores import Scores, score_scale
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax
-from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
 from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows
 from cute_attn.kernels.fa2.parts.exchange import Exchange, SharedRows, SlicedRows, SlicedTile
 from cute_attn.kernels.fa2.parts.kv import (
+    Converted,
     DenseKV,
     HalfChunks,
     NoScales,
+    Nvfp4,
     PagedKV,
     ScaleRows,
+    Stored,
     Team,
     TokenRows,
     WholeChunks,

@@ -187,8 +187,11 @@ class SoftmaxWarps:
         """Computes P of the thread's row, packed, its sum, and what must not exceed `limit`. A chunk is loaded while
         the one before is processed.
         """
-        softmax, p = self.softmax_of(context, masked), []
+        softmax, p = context.softmax, []
         exp2: Any = softmax.exp2  # of pairs
+        if masked:  # masks take issue slots, and so do polynomials
+            exp2 = exp2.beside_masks()
+            softmax = replace(softmax, exp2=exp2)
         sums = exp2.zero_sums()
         shifts = softmax.finite([shift]) if masked else [shift]
         loaded = self.load(context, Int32(0))
@@ -204,11 +207,6 @@ class SoftmaxWarps:
             p += self.tile.probabilities(exponentials)
         total = exp2.sum(sums)
         return p, total, self.level(sums, total)
-
-    def softmax_of(self, context: SoftmaxContext, masked: bool) -> OnlineSoftmax:
-        """Returns the softmax of a masked or of another tile: masks take issue slots, and so do polynomials."""
-        softmax: Any = context.softmax
-        return replace(softmax, exp2=softmax.exp2.beside_masks()) if masked else softmax
 
     @cute.jit
     def visible(self, context: cutlass.Constexpr, s: list[Float32], word: Int32) -> Any:

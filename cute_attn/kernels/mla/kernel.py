@@ -60,7 +60,9 @@ class MlaProgram(LatentProgram):
             ptx.grid_dependency_launch()
         partition = Partition(params, self.spec)
         share, segment = partition.first_segment()
-        merge = self.merge(params)
+        finish = FinalEpilogue.of(params)
+        threads = self.spec.threads  # all, at the CTA's barrier
+        merge = StateMerge(self.spec, self.memory, LoneWarp(), params, shared_memory(), finish, 0, threads)
         factor = device_scale(params.scale_ptr) * Float32(ptx.LOG2E)
         scales = params.scale * factor, params.rope_scale * factor
         while partition.overlaps(segment, share):
@@ -73,11 +75,6 @@ class MlaProgram(LatentProgram):
 
     # --- components -------------------------------------------------------------------------------------------------
 
-    def merge(self, p: MlaParams) -> StateMerge:
-        """The merge of one state by all threads, at the CTA's barrier."""
-        finish = FinalEpilogue.of(p)
-        return StateMerge(self.spec, self.memory, LoneWarp(), p, shared_memory(), finish, 0, self.spec.threads)
-
     def tiles(self, p: MlaParams, segment: Segment) -> TileCopies:
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)
         request = table, segment.request.kv_len
@@ -85,9 +82,6 @@ class MlaProgram(LatentProgram):
             converter = fp8_converter(self.spec.dtype, self.spec.kv_dtype, self.arch)
             return NarrowTileCopies(self.memory, p, *request, shared_memory(), converter)
         return TileCopies(self.memory, p, *request)
-
-    def softmax(self, place: Place) -> SharedSoftmax:
-        return SharedSoftmax(place, Exchange(self.memory, place, shared_memory()))
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
@@ -97,7 +91,8 @@ class MlaProgram(LatentProgram):
     ) -> None:
         """Process the tiles of a segment, and leave their outputs in shared memory."""
         place = Place.of_thread(self.spec)
-        tiles, softmax = self.tiles(p, segment), self.softmax(place)
+        tiles = self.tiles(p, segment)
+        softmax = SharedSoftmax(place, Exchange(self.memory, place, shared_memory()))
         QueryCopies(self.memory, p).fetch(rows, shared_memory() + Int32(self.memory.q))
         places = self.start_copies(tiles, split)
         state = LoopState(softmax.rows.start(), shared_memory(), places)

@@ -9,7 +9,7 @@ from cute_attn.kernels.formats import KV_BITS
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
-# How the CTAs of a launch divide segments, each of a request and a unit (`parts.kinds`): about equal shares, whole
+# How the CTAs of a launch divide segments, each of a request and a unit (`kernel.KINDS`): about equal shares, whole
 # segments where those are as even; the same for every warp, those of a CTA of adjacent units; a segment for every CTA,
 # or for every warp as before, or for a cluster; of one request, for several clusters.
 Work = Literal["shares", "even", "whole", "heads", "cluster"]

@@ -360,7 +360,7 @@ class Kv4BitBlocks(OwnP):
         lane, size = cute.arch.thread_idx()[0] & 31, self.memory.scale_bytes
         token = self.layout.p_lane_token(lane & 3, lane >> 2 & 3)
         at = slot + (token * size + (lane >> 4) * MATRIX) + self.memory.v_scales
-        count = self.memory.cols * size // MATRIX
+        count = self.memory.spec.cols * size // MATRIX
         words = flatten([isa.ldmatrix_bytes(at, i * MATRIX, min(2, count - i)) for i in range(0, count, 2)])
         groups = size // BLOCKS
         return lambda m: [e4m3_halves(word, True) for word in words[m * groups : (m + 1) * groups]]

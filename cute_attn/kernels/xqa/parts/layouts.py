@@ -155,7 +155,7 @@ class MatrixReads:
     @property
     def k_turns(self) -> list[Turn]:
         """Reads of K in order, in turns between which the caller may do something else."""
-        return [[(group, m) for m in range(self.memory.cols // 16)] for group in range(self.groups)]
+        return [[(group, m) for m in range(self.memory.spec.cols // 16)] for group in range(self.groups)]
 
     def k_address(self, slot: Int32) -> Int32:
         lane = cute.arch.thread_idx()[0] & 31
@@ -197,7 +197,7 @@ class BlockReads:
 
     @property
     def k_turns(self) -> list[Turn]:
-        return [[(group, m)] for group in range(self.groups) for m in range(self.memory.cols // 16)]
+        return [[(group, m)] for group in range(self.groups) for m in range(self.memory.spec.cols // 16)]
 
     def k_address(self, slot: Int32) -> Int32:
         lane = cute.arch.thread_idx()[0] & 31

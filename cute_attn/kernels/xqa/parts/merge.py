@@ -33,9 +33,6 @@ class StateMemory(Protocol):
     """What a merge reads of the map of shared memory with one state per CTA."""
 
     @property
-    def rows(self) -> int: ...
-
-    @property
     def tile_dim(self) -> int:
         """Columns of an output row."""
 
@@ -129,7 +126,7 @@ class Merge:
 
     def merge_warps(self, row: Int32, dim: Int32) -> SoftmaxState:
         """Merge the states of the CTA for one vector of a row."""
-        parts, stats_bytes = [], self.memory.rows * 8
+        parts, stats_bytes = [], self.spec.rows * 8
         for warp in self.states:
             stats = self.team.shifted(self.base + self.memory.stats + row * 8, stats_bytes)
             maximum, total = ptx.ld_shared_v2_f32(stats, warp * stats_bytes)
@@ -277,7 +274,7 @@ class Merge:
             partial = self.partial_of(first + index, index)
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in positions]
             sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
-        stats = self.base + self.memory.stats + state * (self.memory.rows * 8)
+        stats = self.base + self.memory.stats + state * (self.spec.rows * 8)
         outputs = self.base + state * self.memory.ring_bytes + self.memory.outputs
         for i in cutlass.range_constexpr(self.vectors_per_lane):
             row, dim = positions[i]

@@ -65,13 +65,13 @@ class PagedKv:
     @property
     def copy_steps(self) -> int:
         """Steps of `copies`, each of which copies as many rows as the warp can at once."""
-        return self.memory.cols // self.layout.rows_per_step
+        return self.memory.spec.cols // self.layout.rows_per_step
 
     def readable(self, token: Int32) -> Boolean:
         return isa.less_unsigned(token - self.first_token, self.kv_len - self.first_token)
 
     def no_pages(self) -> TokenPages:
-        words = range(0, self.memory.cols, 32)
+        words = range(0, self.memory.spec.cols, 32)
         return TokenPages([Int32(0) for _ in words], [Int32(0) for _ in words])
 
     def page_id(self, exists: Boolean, index: Int32) -> Int32:
@@ -81,7 +81,7 @@ class PagedKv:
     def prefetch_page_ids(self, tile: Int32, wanted: Boolean) -> TokenPages:
         """Read the page ids of a tile's tokens; an unwanted tile reads nothing."""
         lane = cute.arch.thread_idx()[0] & 31
-        tokens = (tile * self.memory.cols + (lane + start) for start in range(0, self.memory.cols, 32))
+        tokens = (tile * self.memory.spec.cols + (lane + start) for start in range(0, self.memory.spec.cols, 32))
         return token_pages(self.p, tokens, lambda token: isa.all_of([wanted, self.readable(token)]), self.page_id)
 
     def copies(self, token_pages: TokenPages, tile: Int32, wanted: Boolean, slot: Int32) -> Iterator[None]:
@@ -94,7 +94,7 @@ class PagedKv:
         k = p.k + Int64(self.head) * p.k_stride_h + offset
         v = p.v + Int64(self.head) * p.v_stride_h + offset
         shared = slot + layout.offset(row, chunk)
-        start = tile * memory.cols
+        start = tile * memory.spec.cols
         left = self.kv_len - self.first_token
         places = [
             (page * p.k_stride_page + token * p.k_stride_n, page * p.v_stride_page + token * p.v_stride_n)
@@ -134,8 +134,8 @@ class PagedKv:
             self.team.shifted(base + Int64(self.head) * stride, size)
             for base, stride in ((p.k_sf, p.k_sf_stride_h), (p.v_sf, p.v_sf_stride_h))
         )
-        if memory.cols < 32:
-            wanted = isa.all_of([wanted, lane < memory.cols])
+        if memory.spec.cols < 32:
+            wanted = isa.all_of([wanted, lane < memory.spec.cols])
         for i, (page, token) in enumerate(zip(token_pages.pages, token_pages.offsets, strict=True)):
             present = ptx.select(self.readable(start + lane + 32 * i), Int32(size), Int32(0))
             k_at = isa.mad_wide(token, p.k_sf_stride_n, isa.mad_wide(page, p.k_sf_stride_page, k))

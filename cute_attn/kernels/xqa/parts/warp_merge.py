@@ -47,7 +47,7 @@ class WarpMerge(Merge):
         lane = cute.arch.thread_idx()[0] & 31
         totals = [reduce_column(lambda a, b: a + b, x) for x in running.total]
         outputs = self.base + warp * self.memory.ring_bytes + self.memory.outputs
-        stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)
+        stats = self.base + self.memory.stats + warp * (self.spec.rows * 8)
         self.publish_stats(stats, [Float32(0.0) - x for x in running.shift], totals)
         if cutlass.const_expr(self.spec.paired):
             if lane >> 4 == (lane >> 1 & 1):  # columns that carry the scales of the block of this lane's rows
@@ -149,7 +149,7 @@ class HeadMerge(WholeMerge):
 
     def row_state(self, row: Int32) -> list[Float32]:
         """Maximum and sum of a row."""
-        stats = self.base + self.memory.stats + warp_index() * (self.memory.rows * 8)
+        stats = self.base + self.memory.stats + warp_index() * (self.spec.rows * 8)
         return ptx.ld_shared_v2_f32(stats + row * 8)
 
     def outputs(self, row: Int32, dim: Int32) -> list[Float32]:

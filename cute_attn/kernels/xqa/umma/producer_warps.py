@@ -126,7 +126,7 @@ class ProducerWarps:
             if split.begin < split.end:
                 q = self.load_queries(p, shared.ring("q"), q, partition.rows(segment, self.spec.rows), thread)
                 table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-                rows = TokenRows(self.spec, p, segment, table, partition.head(segment), thread)
+                rows = TokenRows(self.spec, p, segment, table, partition.head(segment.unit), thread)
                 first = split.begin + segment.request.first_token // self.spec.cols
                 kv = self.load_split(rows, shared.ring("kv"), kv, first, split.tiles)
             segment = partition.next_segment(segment)

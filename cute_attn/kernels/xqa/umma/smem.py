@@ -60,10 +60,6 @@ class UmmaMemory:
     ring_bytes = 0  # distance of the outputs of two states
 
     @property
-    def rows(self) -> int:
-        return self.spec.rows
-
-    @property
     def tile_dim(self) -> int:
         """Columns of an output row."""
         return self.spec.head_dim

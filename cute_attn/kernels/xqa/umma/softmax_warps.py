@@ -90,7 +90,7 @@ class SoftmaxWarps:
         """Processes all segments of the CTA."""
         partition = Partition(p, self.spec)
         share, segment = partition.first_segment()
-        scale = self.launch_scale(p)
+        scale = log2_scale(p) if self.spec.q_terms == 1 else Float32(1.0)  # else each segment has its own
         tmem = tmem + cute.arch.make_warp_uniform(ptx.thread_index() >> 5) * sm100.WARP_LANES
         state = self.start()
         self.clear_shifts(shared)
@@ -123,10 +123,6 @@ class SoftmaxWarps:
         following = shared.ring("q").next(state.q)
         index_phase = ptx.select(split.tiles > 0, following.index_phase, state.q.index_phase)
         return self.start()._replace(s=state.s, q=PipelineState(index_phase))
-
-    def launch_scale(self, p: Any) -> Float32:
-        """Returns the scale of all segments' scores, if there is one."""
-        return log2_scale(p) if self.spec.q_terms == 1 else Float32(1.0)
 
     @cute.jit
     def score_scale(self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit, scale: Float32) -> Float32:
