@@ -41,8 +41,8 @@ def normalize(places: Sequence[tuple[Int32, int]], of_row: Callable[[Int32], Int
     exponent = ptx.minimum(Int32(TARGET_EXPONENT + 127) - (of_row(largest) >> 23), Int32(MAX_EXPONENT))
     factor, inverse = (ptx.from_bits((127 + x) << 23) for x in (exponent, Int32(0) - exponent))
     for place in places:
-        values = ptx.unpack_pairs("bfloat16", ptx.ld_shared_v4(*place))
-        ptx.st_shared_v4(*place, ptx.pack_pairs(OPERAND, [x * factor for x in values]))
+        halves = (ptx.unpack_16("bfloat16", word) for word in ptx.ld_shared_v4(*place))
+        ptx.st_shared_v4(*place, [ptx.pack_16(OPERAND, low * factor, high * factor) for low, high in halves])
     return inverse
 
 

@@ -114,7 +114,7 @@ class PagedTmaKV(KvSource):
             row = (self.lane + 32 * i) * self.box_rows
             token = kv_tile * self.cols + row
             exists = cutlass.and_(row < self.cols, token < self.kv_end)
-            page = ptx.load_word_if(exists, self.table + Int64(self.page_size.quotient(token)) * Int64(4))
+            page = ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists)
             page_ids.append(ptx.select(exists, page, Int32(NO_PAGE)))
         return page_ids
 

@@ -192,6 +192,12 @@ def load_if(
     return loaded if words > 1 else [loaded]
 
 
+def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
+    """Loads if `wanted`; otherwise returns 0 and reads nothing."""
+    text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1];}"
+    return asm(text, [Int32], [address, flag(wanted)])
+
+
 def load_word_if(condition: Boolean, address: Int64, offset: int = 0) -> Int32:
     return load_if(condition, address, offset)[0]
 
@@ -200,7 +206,7 @@ def ld_page_id_if(address: Int64, wanted: Boolean) -> Int32:
     """Loads an entry of a page table if `wanted`, otherwise 0. Entries of -1, of pages that are gone because a window
     hides them, become 0: a page that can be read, and whose rows count nothing.
     """
-    return maximum(load_word_if(wanted, address), Int32(0))
+    return maximum(ld_global_u32_if(address, wanted), Int32(0))
 
 
 def st_global_v8(address: Int64, offset: int, values: Sequence[Any], aligned: Boolean) -> None:

@@ -43,8 +43,10 @@ class Fp8KvProgram(Fa3Program):
         scale = score_scale(p)
         inverse = self.normalize(q_rows, lanes)
         layout = MmaFragmentLayout(1, 1)  # of scores; lanes 2 r and 2 r + 1 have normalized row r
-        first = layout.lane_row(lanes.lane) * 2
-        return [ptx.shuffle_from(scale * inverse, first + 2 * layout.row(slot)) for slot in layout.slots]
+        return [
+            ptx.shuffle_from(scale * inverse, layout.lane_row(lanes.lane) * 2 + 2 * layout.row(slot))
+            for slot in layout.slots
+        ]
 
     def normalize(self, q_rows: Int32, lanes: WarpgroupLanes) -> Float32:
         """Normalizes the 16 rows of a warp, with two lanes per row; returns the inverse factor of this lane's."""

@@ -115,7 +115,8 @@ class MmaWarpgroups:
             order=order,
             skipped=order.skipped(
                 band.stop(rows.last_token_from(lanes.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)),
-                rows.exists(lanes.warpgroup * WARPGROUP_ROWS),
+                rows,
+                lanes.warpgroup * WARPGROUP_ROWS,
                 self.spec.tile.cols,
             ),
             kv_end=work.kv_end,

@@ -28,7 +28,7 @@ class KvSteps:
         for i in range(tile.query_tiles):
             row = Int32(i * tile.product_rows)
             stop = band.stop(rows.last_token_from(row, tile.product_rows))
-            first.append(order.skipped(stop, rows.exists(row), tile.cols))
+            first.append(order.skipped(stop, rows, row, tile.cols))
         return cls(order, tuple(first))
 
 

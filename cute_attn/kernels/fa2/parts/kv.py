@@ -266,9 +266,9 @@ class PagedKV(KVTiles):
 
 # --- conversion -------------------------------------------------------------------------------------------------------
 
-# Stored K and V become the 16-bit operands of the matrix instructions. The ring holds fp8 and NVFP4 rows as stored; each
-# tile is converted once, into a 16-bit tile outside the ring that all warps of a team share. Every fp8 and NVFP4 number
-# is exact in both 16-bit types: e2m1 has 2 significant bits, an e4m3 block scale 4, their product 6.
+# Stored K and V become the 16-bit operands of the matrix instructions. The ring holds fp8 and NVFP4 rows as stored;
+# each tile is converted once, into a 16-bit tile outside the ring that all warps of a team share. Every fp8 and NVFP4
+# number is exact in both 16-bit types: e2m1 has 2 significant bits, an e4m3 block scale 4, their product 6.
 
 
 @dataclass(frozen=True)

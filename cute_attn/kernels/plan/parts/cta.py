@@ -147,8 +147,8 @@ class Cta:
         """Returns the tokens of request i < batch_size, within the memory of the launch."""
         p, place = self.p, Int64(i) * Int64(4)
         ragged_q = p.qo_indptr != Int64(0)
-        start = ptx.select(ragged_q, ptx.load_word_if(ragged_q, p.qo_indptr + place), i * p.q_len)
-        stop = ptx.load_word_if(ragged_q, p.qo_indptr + place + Int64(4))
+        start = ptx.select(ragged_q, ptx.ld_global_u32_if(p.qo_indptr + place, ragged_q), i * p.q_len)
+        stop = ptx.ld_global_u32_if(p.qo_indptr + place + Int64(4), ragged_q)
         stop = ptx.select(ragged_q, stop, start + p.q_len)
         start = clamp(start, Int32(0), p.max_rows)
         qo_len = clamp(stop, start, p.max_rows) - start
@@ -156,7 +156,7 @@ class Cta:
         kv_start = clamp(ptx.ld_global_u32(p.kv_indptr + place), Int32(0), p.max_kv)
         kv_stop = clamp(ptx.ld_global_u32(p.kv_indptr + place + Int64(4)), kv_start, p.max_kv)
         count = ptx.minimum(kv_stop - kv_start, p.max_pages)
-        last = clamp(ptx.load_word_if(paged, p.last_page_len + place), Int32(1), p.page_size)
+        last = clamp(ptx.ld_global_u32_if(p.last_page_len + place, paged), Int32(1), p.page_size)
         tokens = ptx.select(count > 0, (count - Int32(1)) * p.page_size + last, Int32(0))
         return Request(start, qo_len, kv_start, ptx.select(paged, tokens, count))
 

@@ -312,7 +312,7 @@ def flatten(lists: list[list[Int32]]) -> list[Int32]:
 def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
     """Bytes (0, 1) and (2, 3) as f16x2; divided by E4M3_SHIFTED where the GPU cannot convert e4m3."""
     if native:
-        return ptx.e4m3x4_to_f16(x, native)
+        return [isa.e4m3_pair(x, 0), isa.e4m3_pair(x, 1)]
     # Moves the sign to bit 15 and the other bits to 13..7, where fp16's bias makes them 2^-8 times the number.
     pairs = ptx.e5m2x4_to_f16(x)
     return [(pair & Int32(-0x7FFF8000)) | (isa.shift_right(pair, 1) & Int32(0x3F803F80)) for pair in pairs]

@@ -54,6 +54,13 @@ def select_bits(mask: int, a: Int32, b: Int32) -> Int32:
     return asm(f"lop3.b32 $0, $1, $2, {mask:#x}, 0xE4;", [Int32], [a, b], pure=True)
 
 
+def e4m3_pair(x: Int32, half: int) -> Int32:
+    """Bytes 2 * half and 2 * half + 1 as f16x2 (sm_89 and later)."""
+    source = "lh"[half]
+    text = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.rn.f16x2.e4m3x2 $0, {source};}}"
+    return asm(text, [Int32], [x], pure=True)
+
+
 def scale_f16x2(a: Int32, pair: Int32, half: int) -> Int32:
     """Both halves of `a` times one half of `pair`."""
     source = "lh"[half]
