@@ -147,7 +147,7 @@ class PackedMask(BandMask):
             token = self.rows.token(self.lanes.row(slot))
             words = self.row_words(token, warp_col)
             for register, column in self.layout.places(slot):
-                bit = words[column // 32] & Int32(_signed(1 << column % 32))
+                bit = words[column // 32] & Int32(1 << column % 32 if column % 32 < 31 else -(1 << 31))
                 out[register] = ptx.select(bit != Int32(0), out[register], Float32(ptx.NEG_INF))
         return out
 
@@ -179,10 +179,6 @@ def load_mask_word(address: Int64, end: Int64) -> Int32:
             if address + i < end:
                 word = word | (ptx.ld_global_u8(address + i) << (8 * i))
     return word
-
-
-def _signed(bits: int) -> int:
-    return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
 def funnel_shift_right(low: Int32, high: Int32, shift: Int32) -> Int32:

@@ -58,11 +58,6 @@ class PagedKv:
     kv_len: Int32
 
     @property
-    def lines_per_row(self) -> int:
-        """Number of lines that hold columns of K or V; others are neither filled nor read."""
-        return -(-self.memory.source_bytes // LINE)
-
-    @property
     def copy_steps(self) -> int:
         """Steps of `copies`, each of which copies as many rows as the warp can at once."""
         return self.memory.spec.cols // self.layout.rows_per_step
@@ -88,6 +83,7 @@ class PagedKv:
         """Copy a tile into the ring slot at shared address `slot`, one step per `next`, so that the caller can
         interleave copies with MMAs. An unwanted tile copies nothing."""
         memory, layout, p = self.memory, self.layout, self.p
+        lines = -(-memory.source_bytes // LINE)  # that hold columns; others are neither filled nor read
         lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
         row, chunk = lane // layout.lanes_per_row, lane % layout.lanes_per_row
         offset = self.team.shifted(Int64(chunk * CHUNK), memory.source_bytes)
@@ -108,7 +104,7 @@ class PagedKv:
             bits = layout.step_bits(first)
             target = shared ^ Int32(bits) if bits else shared
             k_at, v_at = isa.mad_wide(k_place, Int32(CHUNK), k), isa.mad_wide(v_place, Int32(CHUNK), v)
-            for right in range(0, layout.chunks_per_line * self.lines_per_row, layout.lanes_per_row):
+            for right in range(0, layout.chunks_per_line * lines, layout.lanes_per_row):
                 to, within = swizzled_offset(target, right)
                 at = first * memory.row_bytes + within
                 present = self._present(chunk, right, size)
