@@ -1,6 +1,6 @@
 """Epilogues, from accumulators to global memory: normalisation, log-sum-exp, merge of warps that share rows, stores."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -59,10 +59,12 @@ class FinalEpilogue:
     lse_scale: Float32
 
     @classmethod
-    def of(cls, p: Any, factor: Float32 | None = None) -> "FinalEpilogue":
-        """Returns the epilogue of a launch's parameters. `factor`: of v, besides its scale, which memory may hold."""
-        v_scale = p.v_scale * device_scale(p.v_scale_ptr)
-        return cls(p.sinks, v_scale if factor is None else v_scale * factor, p.lse_scale)
+    def of(cls, p: Any) -> "FinalEpilogue":
+        """Returns the epilogue of a launch's parameters, whose scale of v memory may hold."""
+        return cls(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+
+    def scaled(self, factor: Float32) -> "FinalEpilogue":
+        return replace(self, v_scale=self.v_scale * factor)
 
     @cute.jit
     def row(self, maximum: Float32, total: Float32, head: Int32) -> tuple[Float32, Float32]:

@@ -125,9 +125,12 @@ class PersistentProgram(AttentionProgram):
 
     def epilogues(self, p: PersistentParams, work: QueryTile) -> Epilogues:
         """Computes both before the branch between them. fp8 v has a scale per head."""
-        head = head_scale(p.scale_v, work.kv_head(p)) if self.spec.fp8 else None
-        final = FinalEpilogue.of(p, head)
-        return lambda: final, lambda: PartialEpilogue() if head is None else ScaledPartialEpilogue(head)
+        if not self.spec.fp8:
+            final = FinalEpilogue.of(p)
+            return lambda: final, PartialEpilogue
+        head = head_scale(p.scale_v, work.kv_head(p))
+        scaled = FinalEpilogue.of(p).scaled(head)
+        return lambda: scaled, lambda: ScaledPartialEpilogue(head)
 
     def partial_row(self, p: PersistentParams, work: QueryTile) -> Int64:
         slot = Int64(work.partial) * Int64(p.head_blocks) + Int64(work.head_block)

@@ -136,6 +136,6 @@ class Fp8Program(Fa2Program):
 
     def epilogues(self, p: Fa2Params, work: WorkTile) -> Epilogues:
         return (
-            lambda: FinalEpilogue.of(p, head_scale(p.scale_v, work.kv_head)),
+            lambda: FinalEpilogue.of(p).scaled(head_scale(p.scale_v, work.kv_head)),
             lambda: ScaledPartialEpilogue(head_scale(p.scale_v, work.kv_head)),
         )

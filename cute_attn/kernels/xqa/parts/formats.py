@@ -314,8 +314,12 @@ def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
     if native:
         return [isa.e4m3_pair(x, 0), isa.e4m3_pair(x, 1)]
     # Moves the sign to bit 15 and the other bits to 13..7, where fp16's bias makes them 2^-8 times the number.
-    pairs = ptx.e5m2x4_to_f16(x)
-    return [(pair & Int32(-0x7FFF8000)) | (isa.shift_right(pair, 1) & Int32(0x3F803F80)) for pair in pairs]
+    return [_shifted(ptx.permute(x, Int32(0), selector)) for selector in (0x1404, 0x3424)]
+
+
+def _shifted(x: Int32) -> Int32:
+    moved = isa.shift_right(x, 1)
+    return (x & Int32(-0x7FFF8000)) | (moved & Int32(0x3F803F80))
 
 
 BLOCKS = 8  # of V that the lanes of a warp hold at once, one for each g
