@@ -6,17 +6,14 @@ import pytest
 import torch
 
 from tests.gpu import marks
-from tests.support.flashinfer_calls import Calls
+from tests.support.flashinfer_calls import ENTRY_OF, calls
 
 pytestmark = marks.SM80
 
-NAMES = list(Calls("cpu").by_name())
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ENTRY_OF)
 def test_as_on_the_cpu(name: str) -> None:
-    expected = Calls("cpu").by_name()[name]("", {})
-    found = Calls("cuda").by_name()[name]("", {})
+    expected, found = (calls(device)[name]("", {}) for device in ("cpu", "cuda"))
     assert len(found) == len(expected)
     for on_gpu, on_cpu in zip(found, expected, strict=True):
         assert on_gpu.is_cuda
