@@ -41,8 +41,8 @@ Changes = Mapping[str, Mapping[str, Any]]  # arguments by method
 
 
 class Begin(Protocol):
-    """Makes a wrapper and plans, if there is one, and returns the call. Backends: "auto" on a pretended GPU, "emulator".
-    `changes`: further arguments of the constructor and the plan.
+    """Makes a wrapper and plans, if there is one, and returns the call. Backends: "auto", on the CPU or on a pretended
+    GPU, and "emulator". `changes`: further arguments of the constructor and the plan.
     """
 
     def __call__(self, given: Tensors, backend: str = "auto", changes: Changes = ..., /) -> Call: ...
@@ -587,7 +587,10 @@ NEW_RESULTS = {
     "merge several": new_result(cute_attn.merge_states, v=randn(5, 3, HEADS, DIM), s=torch.ones(5, 3, HEADS)),
     "quantise": new_result(cute_attn.nvfp4_kv_quantize, input=randn(4, DIM), global_scale=torch.ones(1)),
     "dequantise": new_result(
-        cute_attn.nvfp4_kv_dequantize, fp4_data=zeros(4, 32), block_scales=zeros(4, 4), global_scale=torch.ones(1)
+        cute_attn.nvfp4_kv_dequantize,
+        fp4_data=zeros(4, 32) + 0x21,
+        block_scales=zeros(4, 4) + 0x38,
+        global_scale=torch.ones(1),
     ),
     "quantise pages": new_result(
         cute_attn.nvfp4_quantize_paged_kv_cache, k_cache=randn(2, 4, 2, DIM), v_cache=randn(2, 4, 2, DIM)
