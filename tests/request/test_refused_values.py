@@ -54,7 +54,6 @@ def fmha(**changes: Any) -> None:
 
 
 CHANGE_NOTHING: list[tuple[str, Callable[[], Any]]] = [
-    ("uniform_q_len", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", uniform_q_len="x")),
     ("k_scale", lambda: of("BlockSparseAttentionWrapper.plan", k_scale=0)),
     ("use_clc", lambda: of("BlockSparseAttentionWrapper.plan", use_clc=False)),
     ("block_tables", lambda: fmha(block_tables=ints(0)[None])),
@@ -72,10 +71,6 @@ def inference(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
 
 
-def states() -> list[torch.Tensor]:
-    return [torch.randn(*shape) for shape in ((5, 4, 16), (5, 4)) * 2]
-
-
 ARRAY, BIG, META = np.zeros(3), 1 << 70, torch.device("meta")
 OWN_TABLES: dict[str, Any] = {"block_tables": torch.zeros(2, 2, 1).int(), "uses_shared_paged_kv_idx": False}
 PAGES = halves(2, 4, 2, 16)
@@ -85,8 +80,6 @@ ESCAPED: list[tuple[str, Callable[[], Any]]] = [
     ("q", lambda: torch.vmap(lambda q: single(q=q))(halves(2, 8, 4, 64))),
     ("q", lambda: torch.func.grad(lambda q: single(q=q))(halves(8, 4, 64))),
     ("q", lambda: single(q=torch.nested.nested_tensor([halves(8, 4, 64), halves(2, 4, 64)]))),
-    ("v", lambda: ca.merge_state_in_place(states()[0].requires_grad_(), *states()[1:])),
-    ("s_other", lambda: ca.merge_state_in_place(*states()[:3], states()[3].requires_grad_())),
     ("device", lambda: ca.BatchAttention(device=b"?")),  # type: ignore[arg-type]
     ("x", lambda: ca.packbits(torch.ones(9).to_sparse())),
     ("indptr", lambda: ca.segment_packbits(torch.ones(9), ints(0, 9).to_sparse())),
@@ -107,7 +100,6 @@ ESCAPED: list[tuple[str, Callable[[], Any]]] = [
         "kv_len_arr",
         lambda: ca.BatchAttention("NHD", "cpu").plan(*[ints(0, 1)] * 2, ints(0), ints(3).to(META), 4, 2, 16, 16, 4),
     ),
-    ("logits_soft_cap", lambda: of("BatchAttention.run", logits_soft_cap=torch.ones(3))),
     ("head_dim_vo", lambda: ca.explain(arch="h100", head_dim_vo="x")),  # type: ignore[arg-type]
 ]
 

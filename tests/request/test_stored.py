@@ -36,7 +36,9 @@ WRONG = {
     "no tensor": Wrong(lambda x: "x", "^NAME must .*got 'x'|^the positional arguments .* must be scale_q, scale_k"),
     "another device": Wrong(lambda x: x.to("meta"), "NAME.*meta"),
     "another dtype": Wrong(
-        lambda x: torch.zeros(x.shape, dtype=torch.complex64), "NAME.*(dtype|floating-point|must be a bool)", SCRATCH
+        lambda x: torch.zeros(x.shape, dtype=torch.complex64),
+        "NAME.*(dtype|floating-point|must be a bool).*complex64",
+        SCRATCH,
     ),
     "another axis": Wrong(
         lambda x: x[None],

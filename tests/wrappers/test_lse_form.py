@@ -45,8 +45,6 @@ def test_base_and_layout(case: BatchCase, of_plan: str) -> None:
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lse_base": "e"}, LayoutError, "lse_base must be one of 'log2', 'ln'"),
-    ({"lse_layout": "hn"}, LayoutError, "lse_layout must be one of 'NH', 'HN'"),
-    ({"lse": torch.empty(22, 4)}, ArgumentError, r"lse must have shape \[num_qo_heads, rows\].*= \(4, 22\)"),
     ({"lse": torch.empty(22, 4).t()}, ArgumentError, "lse must be contiguous"),
 ]
 
