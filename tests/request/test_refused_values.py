@@ -124,8 +124,6 @@ def shared_prefix(*last: int) -> None:
 
 
 BAD: list[tuple[str, Callable[[], Any]]] = [
-    ("q_data_type", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", q_data_type=torch.int8)),
-    ("kv_data_type", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", kv_data_type=torch.int8)),
     ("unique_kv_last_page_len", lambda: shared_prefix(16, 99)),
     ("max_q_len", lambda: trtllm(max_q_len="x", cum_seq_lens_q=ints(0, 1, 2))),
     ("bmm1_scale_log2", lambda: trtllm(bmm1_scale_log2=torch.tensor(3))),

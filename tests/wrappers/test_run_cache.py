@@ -30,7 +30,9 @@ from tests.support.batch_case import (
     plan_arguments,
     ragged,
 )
+from tests.support.formula import assert_batch_right
 from tests.support.right import assert_right
+from tests.wrappers.kinds import KINDS
 
 __all__ = ["on_fa2"]  # a fixture: calls with CPU tensors go to fa2's host side, whose launches do nothing
 
@@ -165,11 +167,15 @@ def test_a_callers_buffers(full_checks: list[Any]) -> None:
     assert sum(run.out is not None for run in full_checks) == 1
 
 
-@pytest.mark.emulator
 @pytest.mark.usefixtures("emulated")
-def test_options_of_each_run() -> None:
+@pytest.mark.parametrize(
+    ("backend", "base"),
+    [*(("auto", case) for case in KINDS), pytest.param("emulator", PAGED, marks=pytest.mark.emulator)],
+)
+def test_options_of_each_run(backend: str, base: BatchCase) -> None:
     """Those that differ, in whatever order they come, and those that are equal but not the same."""
-    made, inputs = planned(PAGED)
+    inputs = layers(base)
+    made, right = wrapper_of(base, inputs, backend), assert_right if backend == "emulator" else assert_batch_right
     changes: list[dict[str, Any]] = [
         {},
         {"k_scale": 2.0},
@@ -182,10 +188,10 @@ def test_options_of_each_run() -> None:
         {},
     ]
     for change in [*changes, *changes[::-1]]:
-        case = dataclasses.replace(PAGED, **change)
+        case = dataclasses.replace(base, **change)
         sinks = torch.linspace(-1, 2, case.num_qo_heads) if case.sinks else None
         now = dataclasses.replace(inputs, sinks=sinks)
-        assert_right(case, now, *call(case, now, made))
+        right(case, now, *call(case, now, made))
 
 
 @pytest.mark.emulator
