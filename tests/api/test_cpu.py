@@ -45,6 +45,9 @@ def test_corrupted_input(aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None
 # ---- fp8 queries: the reference stays well within the error bound that kernels must meet
 
 
+FP8 = [*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG]
+
+
 @pytest.mark.parametrize("case", FP8, ids=lambda case: case.id)
 def test_fp8(case: Fp8Case) -> None:
     fp8_case.solve(case, "reference")
