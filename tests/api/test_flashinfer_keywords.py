@@ -19,6 +19,7 @@ import torch
 import cute_attn
 from cute_attn import errors
 from tests.api.test_flashinfer_surface import difference, flashinfers
+from tests.support.entry_points import ints
 from tests.support.flashinfer_calls import Call, Changes, Results, calls
 
 DATA = json.loads((Path(__file__).parents[1] / "support/data/flashinfer_0_7_2.json").read_text())
@@ -49,10 +50,6 @@ class Value:
     value: Any
     also: tuple[str, ...] = ()
     both: tuple[tuple[str, Any], ...] = ()
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 ROPE = (("pos_encoding_mode", "ROPE_LLAMA"),)

@@ -20,6 +20,7 @@ from cute_attn import (
 from cute_attn.kernels.xqa.host.variant import cta_group_count
 from cute_attn.request import operands
 from cute_attn.xqa import xqa
+from tests.support.case import shifted
 from tests.support.low_level import low_level
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 
@@ -200,12 +201,6 @@ def test_nvfp4_needs_its_scales() -> None:
     k_sf, v_sf = built.arguments["kv_cache_sf"]
     with pytest.raises(ArgumentError, match="k_sf of kv_cache_sf must have shape"):
         call(built, kv_cache_sf=(k_sf[..., :2], v_sf))
-
-
-def shifted(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, two bytes further."""
-    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
-    return moved.copy_(x)
 
 
 def test_rows_that_a_gpu_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

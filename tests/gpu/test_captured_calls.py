@@ -12,6 +12,7 @@ import torch
 from cute_attn import single_decode_with_kv_cache, single_prefill_with_kv_cache, xqa_batch_decode_with_kv_cache
 from tests.gpu import marks
 from tests.support.batch_case import E4M3, decode, dims, heads
+from tests.support.graphs import cuda_graph
 from tests.support.right import assert_right, planned
 from tests.support.xqa_batches import fp8_answer, fp8_request
 
@@ -74,13 +75,12 @@ def test_calls_are_replayed_and_captured(make: Callable[..., Any], sizes: tuple[
             out = call(*x)
         streams[i % 2].synchronize()
         check(out, x)
-    kept, graph = inputs(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call(*kept)
+    kept = inputs()
+    out, replay = cuda_graph(lambda: call(*kept))
     for _ in range(3):
         for target, source in zip(kept, inputs(), strict=True):
             target.copy_(source)
-        graph.replay()
+        replay()
         check(out, kept)
 
 

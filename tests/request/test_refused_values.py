@@ -14,16 +14,12 @@ import torch
 import cute_attn as ca
 from cute_attn.cli import main
 from cute_attn.request import checks
-from tests.support.entry_points import ENTRIES
+from tests.support.entry_points import ENTRIES, ints
 from tests.support.flashinfer_calls import calls
 
 WORKSPACE = torch.zeros(1 << 16, dtype=torch.uint8)
 CALLS = calls("cpu")
 REFUSED = (ca.ArgumentError, ca.ArgumentTypeError, ca.NotSupported)
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def halves(*shape: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import cute_attn
+from tests.support.engine_case import workspace
 from tests.support.entry_points import ENTRIES, NEW_RESULTS, Entry
 
 BF16 = torch.bfloat16
@@ -73,10 +74,6 @@ def ints(device: str, *values: Any) -> torch.Tensor:
 
 def starts(lengths: Any) -> torch.Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def workspace(device: str) -> torch.Tensor:
-    return torch.zeros(16 << 20, dtype=torch.uint8, device=device)
 
 
 def operands(device: str, qo_len: int = 5, kv_len: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

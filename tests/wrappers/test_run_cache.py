@@ -30,6 +30,7 @@ from tests.support.batch_case import (
     plan_arguments,
     ragged,
 )
+from tests.support.case import shifted
 from tests.support.formula import assert_batch_right
 from tests.support.right import assert_right
 from tests.wrappers.kinds import KINDS
@@ -213,11 +214,6 @@ def with_cache(change: Callable[[torch.Tensor], torch.Tensor], half: int) -> Cal
         return {"paged_kv_cache": tuple(halves)}
 
     return changed
-
-
-def shifted(x: torch.Tensor) -> torch.Tensor:
-    """Off by one element, with the strides of `x`."""
-    return torch.empty(x.numel() + 8, dtype=x.dtype)[1 : x.numel() + 1].view(x.shape)
 
 
 WRONG: dict[str, Callable[[BatchInputs], dict[str, Any]]] = {
