@@ -1,7 +1,7 @@
 """Calls of every public function and wrapper, with all tensors that it may take.
 
 An entry's tensors are keyed by the names that error messages give them, and contiguous, so that a test may put them
-anywhere. `ENTRIES` write memory of their caller; `NEW_RESULTS` and `PREFIXES` write new tensors only.
+anywhere. `ENTRIES` write memory of their caller; `NEW_RESULTS` write new tensors only.
 """
 
 from __future__ import annotations
@@ -575,57 +575,16 @@ def new_result(function: Callable[..., Any], **tensors: torch.Tensor) -> Entry:
     return Entry(tensors, direct(function), (), emulated=False)
 
 
+SCALE = {"global_scale": torch.ones(1)}
+TWO_CACHES = {"k_cache": randn(2, 4, 2, DIM), "v_cache": randn(2, 4, 2, DIM)}
+PACKED = {"fp4_data": zeros(4, 32) + 0x21, "block_scales": zeros(4, 4) + 0x38}
 NEW_RESULTS = {
     "merge two": new_result(
-        cute_attn.merge_state,
-        **{
-            f"{name}_{of}": STATES[name + other]
-            for of, other in zip("ab", ("", "_other"), strict=True)
-            for name in "vs"
-        },
+        cute_attn.merge_state, **dict(zip(("v_a", "s_a", "v_b", "s_b"), STATES.values(), strict=False))
     ),
     "merge several": new_result(cute_attn.merge_states, v=randn(5, 3, HEADS, DIM), s=torch.ones(5, 3, HEADS)),
-    "quantise": new_result(cute_attn.nvfp4_kv_quantize, input=randn(4, DIM), global_scale=torch.ones(1)),
-    "dequantise": new_result(
-        cute_attn.nvfp4_kv_dequantize,
-        fp4_data=zeros(4, 32) + 0x21,
-        block_scales=zeros(4, 4) + 0x38,
-        global_scale=torch.ones(1),
-    ),
-    "quantise pages": new_result(
-        cute_attn.nvfp4_quantize_paged_kv_cache, k_cache=randn(2, 4, 2, DIM), v_cache=randn(2, 4, 2, DIM)
-    ),
-    "quantise pages to fp8": new_result(
-        cute_attn.fp8_quantize_paged_kv_cache, k_cache=randn(2, 4, 2, DIM), v_cache=randn(2, 4, 2, DIM)
-    ),
-}
-HALVES = {"q": randn(ROWS, HEADS, DIM).half(), "the workspace": zeros(WORKSPACE_BYTES)}
-HALF_PAGES = randn(PAGES, 2, PAGE, KV_HEADS, DIM).half()
-SHARED = HALVES | {name: randn(7, KV_HEADS, DIM).half() for name in ("k_shared", "v_shared")}
-SHARED |= {"unique_kv_cache": HALF_PAGES}
-OWN_PAGES = ints(*PAGE_INDPTR), INDICES["kv_indices"], ints(*LAST_PAGE_LEN)
-
-
-def shared(wrapper: Callable[..., Any], rows: int, *bounds: torch.Tensor) -> Entry:
-    """Return the entry of a wrapper for requests with one shared prefix."""
-
-    def begin(given: Tensors, _: str = "auto", changes: Changes = UNCHANGED) -> Call:
-        made = wrapper(given["the workspace"], **changes.get("__init__", {}))
-        made.begin_forward(*bounds, *OWN_PAGES, *SIZES, PAGE, **changes.get("begin_forward", {}))
-        return lambda given: made.forward(**without(dict(given), "the workspace"))
-
-    return Entry(SHARED | {"q": SHARED["q"][:rows]}, begin, ())
-
-
-def begin_levels(given: Tensors, _: str = "auto", changes: Changes = UNCHANGED) -> Call:
-    """Plan one level of a cascade, and return its runs."""
-    made = cute_attn.MultiLevelCascadeAttentionWrapper(1, given["the workspace"], **changes.get("__init__", {}))
-    made.plan(*([x] for x in (ints(*QO_INDPTR), *OWN_PAGES)), *SIZES, PAGE, **changes.get("plan", {}))
-    return lambda given: made.run(**without(dict(given), "the workspace"))
-
-
-PREFIXES = {
-    "shared prefix, decode": shared(cute_attn.BatchDecodeWithSharedPrefixPagedKVCacheWrapper, 2),
-    "shared prefix, prefill": shared(cute_attn.BatchPrefillWithSharedPrefixPagedKVCacheWrapper, ROWS, ints(*QO_INDPTR)),
-    "levels": Entry(HALVES | {"paged_kv_cache": HALF_PAGES}, begin_levels, ()),
+    "quantise": new_result(cute_attn.nvfp4_kv_quantize, input=randn(4, DIM), **SCALE),
+    "dequantise": new_result(cute_attn.nvfp4_kv_dequantize, **PACKED, **SCALE),
+    "quantise pages": new_result(cute_attn.nvfp4_quantize_paged_kv_cache, **TWO_CACHES),
+    "quantise pages to fp8": new_result(cute_attn.fp8_quantize_paged_kv_cache, **TWO_CACHES),
 }
