@@ -18,7 +18,7 @@ from tests.support.device_plan import DECODE, PAGED, RAGGED, emulated_device, mo
 from tests.support.graphs import graph_wrapper
 from tests.support.right import assert_right
 
-pytestmark = pytest.mark.emulator
+emulated = pytest.mark.emulator
 
 KINDS = [PAGED, RAGGED, DECODE]
 IDS = ["paged", "ragged", "decode"]
@@ -31,6 +31,7 @@ def compare(case: BatchCase, inputs: Any, planned: Any) -> None:
     assert_right(case, inputs, *call(case, inputs, planned))
 
 
+@emulated
 @pytest.mark.parametrize(("target", "cases", "graph"), TARGETS)
 def test_results_without_lengths_on_the_host(cases: list[BatchCase], target: tuple[str, str], graph: bool) -> None:
     arch, kernels = target
@@ -56,6 +57,7 @@ def test_results_without_lengths_on_the_host(cases: list[BatchCase], target: tup
                 assert not graph or torch.equal(buffers[f"paged_kv_{name}_buffer"].long(), arguments[name].long())
 
 
+@emulated
 @pytest.mark.parametrize("cases", KINDS, ids=IDS)
 def test_the_schedule_is_that_of_the_host(cases: list[BatchCase]) -> None:
     case = dataclasses.replace(cases[0], indices="int64")
@@ -76,6 +78,7 @@ def test_the_schedule_is_that_of_the_host(cases: list[BatchCase]) -> None:
         assert found[0].any()
 
 
+@emulated
 @pytest.mark.parametrize("cases", KINDS, ids=IDS)
 def test_a_graph_wrapper_keeps_its_records_in_place(cases: list[BatchCase]) -> None:
     """Plans of lengths on the device and on the host follow one another, as captured launches read them."""
@@ -99,6 +102,7 @@ def test_a_graph_wrapper_keeps_its_records_in_place(cases: list[BatchCase]) -> N
         assert len(places) == 1
 
 
+@emulated
 def test_forward_schedules_what_it_replaces() -> None:
     case = PAGED[0]
     inputs, other = make(case), dataclasses.replace(case, window_left=20)
@@ -110,6 +114,7 @@ def test_forward_schedules_what_it_replaces() -> None:
             assert_right(now, inputs, out, lse)
 
 
+@emulated
 def test_lengths_are_read_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     case, inputs = PAGED[0], make(PAGED[0])
     with using("sm_80", kernels="fa2", sms=2, checks=False), emulated_device():
@@ -125,6 +130,7 @@ def test_lengths_are_read_where_they_are_needed(monkeypatch: pytest.MonkeyPatch)
             planned.plan(**wrong)
 
 
+@emulated
 def test_lengths_are_read_from_arrays_that_nobody_wrote() -> None:
     case, inputs = DECODE[0], make(DECODE[0])
     with using("sm_90a", kernels="xqa", sms=2):
@@ -143,6 +149,7 @@ def test_lengths_are_read_from_arrays_that_nobody_wrote() -> None:
             planned.plan(**arguments | {"sm_scale": True})
 
 
+@emulated
 def test_a_request_gets_no_pages_that_are_not_there() -> None:
     """Numbers that only `CUTE_ATTN_VALIDATE=1` would refuse lead to no access outside the page numbers."""
     made = wrapper(DECODE[0], backend="emulator")
@@ -191,6 +198,7 @@ def test_what_needs_no_lengths_is_checked(case: BatchCase, changed: dict[str, An
             planned.plan(**{**moved(case, make(case), "cpu"), **changed})
 
 
+@emulated
 @pytest.mark.parametrize("cases", KINDS, ids=IDS)
 def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays of its planner launch follow later plans, whose lengths these hold."""
@@ -214,6 +222,7 @@ def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], mo
         compare(other, later, planned)
 
 
+@emulated
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("with_lse_base", [False, True], ids=["run", "lse_base"])
 @pytest.mark.parametrize("cases", [PAGED, RAGGED], ids=["paged", "ragged"])
