@@ -17,4 +17,5 @@ def test_as_on_the_cpu(name: str) -> None:
     assert len(found) == len(expected)
     for on_gpu, on_cpu in zip(found, expected, strict=True):
         assert on_gpu.is_cuda
-        torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=4e-3, atol=4e-3)
+        tolerance = 2e-2 if on_cpu.dtype == torch.bfloat16 else 4e-3
+        torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=tolerance, atol=tolerance)
