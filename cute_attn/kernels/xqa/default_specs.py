@@ -13,10 +13,11 @@ from cute_attn.kernels.xqa.umma.spec import HEAD_DIMS as UMMA_HEAD_DIMS
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.arch import Arch
 
-ALL = tuple(itertools.product(HEAD_DIMS, KV_BITS, (8, 16)))
+# Of e5m2, which takes fewer instructions than e4m3, 8 rows.
+ALL = tuple(key for key in itertools.product(HEAD_DIMS, KV_BITS, (8, 16)) if key[1:] != ("float8_e5m2", 16))
 # Head dims that fewer models have: the narrowest, one of padded rows and one of two warps.
 OTHERS = (
-    *((32, "", 8), (32, "float8_e4m3fn", 8), (80, "float8_e4m3fn", 8)),
+    *((32, "float8_e4m3fn", 8), (80, "float8_e4m3fn", 8)),
     *((512, "", 8), (512, "float8_e4m3fn", 8), (512, "nvfp4", 8)),
 )
 
