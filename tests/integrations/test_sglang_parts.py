@@ -18,7 +18,7 @@ import cute_attn.integrations.sglang as plugin
 from cute_attn import emulator
 from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits, planned, tables
-from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
+from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
 from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, table_step
@@ -42,7 +42,7 @@ from tests.support.sglang_case import (
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU_MARKS)])
 E4M3 = torch.float8_e4m3fn
 SERVER = ServerFacts(BF16, BF16)
-LAYER = LayerFacts(0, DIM, DIM)
+LAYER = Layer()
 
 
 # ---- tables and lengths
@@ -272,9 +272,9 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
 
 
 def test_a_plain_server_is_served() -> None:
-    limits.check(SERVER, [LAYER, LAYER._replace(window_left=20, soft_cap=30.0)])
+    limits.check(SERVER, [LAYER, Layer(sliding_window_size=20, logit_cap=30.0)])
     limits.check(SERVER._replace(kv_dtype=torch.float8_e5m2, kv_layouts=("hnd",)), [LAYER])
-    limits.check(SERVER._replace(speculative="EAGLE", draft_trees=True), [LAYER])
+    limits.check(SERVER._replace(speculative="EAGLE", draft_trees=True), [Layer(sliding_window_size=None)])
 
 
 @pytest.mark.parametrize(
@@ -293,35 +293,32 @@ def test_a_plain_server_is_served() -> None:
         ({"translated_slots": True}, {}, "--enable-unified-memory"),
         ({"diffusion": True}, {}, "diffusion"),
         ({"full_prefill_graphs": True}, {}, "--cuda-graph-backend-prefill full"),
-        ({"speculative": "EAGLE"}, {"soft_cap": 30.0}, "has no soft cap"),
+        ({"speculative": "EAGLE"}, {"logit_cap": 30.0}, "has no soft cap"),
         ({"speculative": "EAGLE", "deterministic": True}, {}, "splits depend on the batch"),
-        ({"speculative": "EAGLE", "draft_trees": True}, {"window_left": 20}, "draft trees with sliding windows"),
-        ({}, {"cross_attention": True}, "cross attention"),
-        ({}, {"attn_type": "decoder_bidirectional"}, "decoder_bidirectional"),
+        (
+            {"speculative": "EAGLE", "draft_trees": True},
+            {"sliding_window_size": 20},
+            "draft trees with sliding windows",
+        ),
+        ({}, {"is_cross_attention": True}, "cross attention"),
+        ({}, {"attn_type": SimpleNamespace(value="decoder_bidirectional")}, "decoder_bidirectional"),
         ({}, {"v_head_dim": 32}, "value heads of dimension 32"),
         ({}, {"pos_encoding_mode": "ALIBI"}, "ALIBI"),
-        ({}, {"soft_cap": 30.0, "capping_method": "tanh-shifted"}, "tanh-shifted"),
-        ({}, {"temperature_len": 1024}, "xai_temperature_len"),
+        ({}, {"logit_cap": 30.0, "logit_capping_method": "tanh-shifted"}, "tanh-shifted"),
+        ({}, {"xai_temperature_len": 1024}, "xai_temperature_len"),
     ],
 )
 def test_refusals(server: dict[str, Any], layer: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotSupported, match=reason) as caught:
-        limits.check(SERVER._replace(**server), [LAYER, LAYER._replace(layer_id=1, **layer)])
+        limits.check(SERVER._replace(**server), [LAYER, Layer(layer_id=1, **layer)])
     assert len(caught.value.refusals) == 1, "a reason is named once, and no other"
     assert "Instead: " in str(caught.value)
 
 
 def test_all_reasons_are_named_at_once() -> None:
     with pytest.raises(NotSupported) as caught:
-        limits.check(SERVER._replace(context_parallel=2, diffusion=True), [LAYER._replace(cross_attention=True)] * 3)
+        limits.check(SERVER._replace(context_parallel=2, diffusion=True), [Layer(is_cross_attention=True)] * 3)
     assert len(caught.value.refusals) == 3
-
-
-def test_facts_of_a_layer() -> None:
-    facts = limits.layer_facts(Layer(sliding_window_size=None, logit_cap=0.0))
-    assert facts == LAYER
-    facts = limits.layer_facts(Layer(sliding_window_size=20, logit_cap=30.0, attn_type=SimpleNamespace(value="x")))
-    assert facts == LAYER._replace(window_left=20, soft_cap=30.0, attn_type="x")
 
 
 # ---- registration

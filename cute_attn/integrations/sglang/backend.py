@@ -21,7 +21,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_m
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.sglang import limits, planned
 from cute_attn.integrations.sglang.base import PagedBackend, drafts_of, refuse_arguments
-from cute_attn.integrations.sglang.limits import ServerFacts, layer_facts
+from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention, Step
 from cute_attn.integrations.sglang.tables import TableAttention, TableStep
@@ -228,7 +228,7 @@ class CuteAttnBackend(PagedBackend):
     def _checked_kind(self, layer: RadixAttention) -> LayerKind:
         """Return the kind of a layer that is not a module of the model."""
         kind = self._kind(layer)
-        limits.check(ServerFacts(self._format.q_dtype, self._format.kv_dtype), [layer_facts(layer)])
+        limits.check(ServerFacts(self._format.q_dtype, self._format.kv_dtype), [layer])
         if kind.soft_cap and not self._plans_decode:
             raise NotSupported(
                 [Refusal(limits.BACKEND, "a soft cap", "the model's modules did not show it", limits.OTHER_BACKEND)]
