@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ STORED = {
 }
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """What is known of a layer when its model is made."""
 
     num_heads: int
@@ -37,6 +36,11 @@ class Layer:
     soft_cap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+
+    @property
+    def pos_encoding_mode(self) -> str:
+        """The wrappers' name of what scores get by position."""
+        return "ALIBI" if self.alibi else "NONE"
 
 
 def stored_as(kv_cache_dtype: str) -> str:
@@ -112,7 +116,7 @@ def _features(layer: Layer, dtype: torch.dtype, decode: bool) -> Features:
         head_dim_qk=layer.head_size,
         head_dim_vo=layer.head_size,
         soft_cap=layer.soft_cap > 0,
-        pos_encoding_mode="ALIBI" if layer.alibi else "NONE",
+        pos_encoding_mode=layer.pos_encoding_mode,
         kv_block_scales=stored == NVFP4,
         sinks=layer.sinks,
         kv_source="paged",
