@@ -22,6 +22,7 @@ from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
 from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, table_step
+from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
 from tests.support.executors import GPU_MARKS
 from tests.support.noted import noted
@@ -115,16 +116,14 @@ def test_masks_of_drafts(q_len: int, with_prefix: bool) -> None:
 # ---- attention
 
 
-def workspace(device: str) -> torch.Tensor:
-    return torch.empty(planned.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-
-
 @DEVICES
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_extend(name: str, page_size: int, device: str) -> None:
     """Two steps of one set of wrappers; the second has cached prefixes."""
-    attention = PlannedAttention(workspace(device), CacheFormat(BF16, BF16, "NHD", page_size, False), decode=False)
+    attention = PlannedAttention(
+        Workspaces.on(device).planned, CacheFormat(BF16, BF16, "NHD", page_size, False), decode=False
+    )
     kind = KINDS[name]
     for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 1, 90], [3, 1, 20])):
         server = Server(page_size, kv_lens, device)
@@ -143,7 +142,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
 
     buffers = GraphBuffers(zeros(4), zeros(4), zeros(3 * MAX_CONTEXT), zeros(3))
     attention = PlannedAttention(
-        workspace(device),
+        Workspaces.on(device).planned,
         CacheFormat(BF16, BF16, "NHD", 1, deterministic),
         decode=True,
         graph_buffers=lambda _: buffers,
@@ -165,7 +164,7 @@ def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> N
     for deterministic in (False, True):
         form = CacheFormat(BF16, BF16, "NHD", 16, deterministic)
         for decode, q_lens in ((False, [3, 1]), (True, [1, 1])):
-            attention = PlannedAttention(workspace("cpu"), form, decode)
+            attention = PlannedAttention(Workspaces.on("cpu").planned, form, decode)
             begin(Server(16, [37, 5]), q_lens, attention, kinds=[KINDS["full"], KINDS["window"]])
     assert [plan.kwargs["disable_split_kv"] for plan in plans] == [False] * 4 + [True] * 4
 
@@ -179,7 +178,7 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
     scales = [numbers.get(x) for x in ("k_scale", "v_scale")]
     if as_tensor:
         scales = [torch.tensor(x, device=device) for x in scales]
-    attention = TableAttention(device, "NHD", MAX_CONTEXT)
+    attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
     sinks = torch.randn(HEADS, device=device)
     for longest in (None, 90):
         step = table_step(PageTables(server.slots, 16), None, server.requests, server.seq_lens, longest)
@@ -197,7 +196,7 @@ def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> 
     decode = functools.partial(tables.xqa_batch_decode_with_kv_cache, backend="emulator")
     monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", decode)
     server, kind = Server(page_size, [37, 5]), KINDS["window"]
-    attention = TableAttention("cpu", "NHD", MAX_CONTEXT)
+    attention = TableAttention(Workspaces.on("cpu").decode, "NHD", MAX_CONTEXT)
     pages = PageTables(server.slots, page_size)
     step = table_step(pages, None, server.requests, server.seq_lens, longest=None)
     q = queries(2)
@@ -223,7 +222,7 @@ def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     """A captured batch keeps its addresses; a request that pads it has few keys."""
     server = Server(16, [37, 5], device)
     pages = PageTables(server.slots.clamp_min(0), 16)
-    attention = TableAttention(device, "NHD", MAX_CONTEXT)
+    attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
     graph = GraphTables(4, pages, None, device)
     first = graph.view(3, DRAFTS, with_mask=True)
     requests = torch.cat((server.requests, torch.zeros_like(server.requests[:1])))
@@ -246,7 +245,7 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
     servers = [Server(16, kv_lens, device, seed=i) for i, kv_lens in enumerate(([37, 5], [4, 90]))]
     slots = servers[0].slots.clone()
     pages = PageTables(slots, 16)
-    attention = TableAttention(device, "NHD", MAX_CONTEXT)
+    attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
     buffers, kind = GraphTables(2, pages, None, device), KINDS["full"]
     requests, seq_lens = servers[0].requests.clone(), servers[0].seq_lens.clone()
     keys, values = (torch.zeros_like(buffer) for buffer in servers[0].buffers)

@@ -13,9 +13,10 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.limits import FP8_DTYPES, ServerFacts
+from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, Scale
 from cute_attn.integrations.sglang.tables import GraphTables, TableStep, table_step
+from cute_attn.request.settings import FP8
 from cute_attn.runtime import capture
 
 
@@ -103,7 +104,7 @@ class PagedBackend(AttentionBackend):
 
     def _scales(self, layer: RadixAttention) -> tuple[Scale, Scale]:
         """Return the scales of an fp8 pool: numbers where SGLang has them."""
-        if self._facts.kv_dtype not in FP8_DTYPES:
+        if self._facts.kv_dtype not in FP8:
             return None, None
         k_scale = layer.k_scale if layer.k_scale_float is None else layer.k_scale_float
         v_scale = layer.v_scale if layer.v_scale_float is None else layer.v_scale_float

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import NotSupported, Refusal
+from cute_attn.request.settings import FP8, HALF
 
 BACKEND = "cute_attn's SGLang backend"
-QUERY_DTYPES = (torch.bfloat16, torch.float16)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("nhd", "hnd")
 OTHER_BACKEND = "another --attention-backend"
 ABSORBED, DECOMPRESSED = (576, 512), (192, 128)  # head dimensions of keys and values of latent attention
@@ -70,7 +69,7 @@ def _no(feature: str, reason: str, instead: str = OTHER_BACKEND) -> Refusal:
 
 
 def _of_server(server: ServerFacts) -> Iterator[Refusal]:
-    if server.dtype not in QUERY_DTYPES:
+    if server.dtype not in HALF:
         yield _no(f"--dtype {_name(server.dtype)}", "queries are 16-bit", "--dtype bfloat16 or float16")
     if server.mla and server.deterministic:
         yield _no("--enable-deterministic-inference with latent attention", "its splits depend on the batch", "fa3")
@@ -112,7 +111,7 @@ def _of_pool(server: ServerFacts) -> Iterator[Refusal]:
             "SGLang allocates its block scales only for backends that it names itself",
             "--kv-cache-dtype fp8_e4m3, fp8_e5m2 or auto",
         )
-    elif server.kv_dtype not in (server.dtype, *FP8_DTYPES):
+    elif server.kv_dtype not in (server.dtype, *FP8):
         yield _no(
             f"a KV cache of {_name(server.kv_dtype)} under {_name(server.dtype)}",
             "caches have the model's dtype or fp8",

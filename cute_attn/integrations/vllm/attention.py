@@ -13,6 +13,7 @@ from cute_attn.integrations.vllm import cache, support
 from cute_attn.integrations.vllm.cache import CacheViews
 from cute_attn.integrations.vllm.metadata import KV_LAYOUT, LayerType, StepMetadata
 from cute_attn.integrations.vllm.support import COPY, Layer
+from cute_attn.request.settings import HALF
 from cute_attn.xqa.decode import xqa_batch_decode_with_kv_cache
 
 RANGES = "bidirectional_ranges", "causal_window_left", "range_window_left"
@@ -96,7 +97,7 @@ class LayerAttention:
         k_scale, v_scale : what quantised keys and values are multiplied by. Default 1.
         clamps_ranges : whether the layer's window hides tokens of an image from its later tokens, too. Default False.
         """
-        if query.dtype not in support.DTYPES or output.dtype != query.dtype:
+        if query.dtype not in HALF or output.dtype != query.dtype:
             raise ArgumentError(
                 f"query and output must both be float16 or bfloat16, got {query.dtype} and {output.dtype}"
             )

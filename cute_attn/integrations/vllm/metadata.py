@@ -20,6 +20,7 @@ import torch
 from cute_attn.attention import BatchPrefillWithCausalBidirectionalRangesWrapper
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.vllm.support import Layer
+from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.caches import in_table
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
@@ -32,23 +33,6 @@ Wrapper = (
 Spans = dict[int, list[tuple[int, int]]]  # of a request: the first and the last position of each of its images
 
 KV_LAYOUT = "HND"  # of the views of `cache.py`
-PLAN_WORKSPACE = 128 << 20  # bytes that hold the partial results of any batch
-DECODE_WORKSPACE = 32 << 20  # 8 MiB of semaphores, then partial results
-
-
-class Workspaces(NamedTuple):
-    """Scratch memory of a device. Steps that overlap in time must not share it."""
-
-    planned: torch.Tensor
-    decode: torch.Tensor
-
-    @classmethod
-    def on(cls, device: torch.device) -> Workspaces:
-        """Allocate new ones."""
-        return cls(
-            torch.empty(PLAN_WORKSPACE, dtype=torch.uint8, device=device),
-            torch.zeros(DECODE_WORKSPACE, dtype=torch.uint8, device=device),
-        )
 
 
 @functools.lru_cache(16)

@@ -10,7 +10,6 @@ from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import Features
 
-DTYPES = (torch.float16, torch.bfloat16)
 COPY, NVFP4 = "copy", "nvfp4"
 # vLLM's names of cache dtypes, and how rows are stored: as they are, rounded to an fp8 dtype, or as NVFP4.
 STORED = {
