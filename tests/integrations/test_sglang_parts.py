@@ -35,9 +35,7 @@ from tests.support.sglang_case import (
     MAX_CONTEXT,
     Layer,
     Server,
-    assert_close,
     begin,
-    queries,
 )
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU_MARKS)])
@@ -126,12 +124,11 @@ def test_extend(name: str, page_size: int, device: str) -> None:
     )
     kind = KINDS[name]
     for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 1, 90], [3, 1, 20])):
-        server = Server(page_size, kv_lens, device)
-        begin(server, q_lens, attention)
-        q = queries(sum(q_lens), device)
-        out = torch.empty_like(q)
-        attention.run(kind, q, server.cache(), out, None, None, None)
-        assert_close(out, server.expected(q, q_lens, kind))
+        server = Server(page_size, kv_lens, device, q_lens=q_lens)
+        begin(server, attention)
+        out = torch.empty_like(server.q)
+        attention.run(kind, server.q, server.cache, out, None, None, None)
+        server.check(out, kind)
 
 
 @DEVICES
@@ -150,12 +147,11 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
     kind, sinks = KINDS["capped"], torch.randn(HEADS, device=device)
     for kv_lens in ([37, 5, 1], [2, 90, 1]):
         server = Server(1, kv_lens, device)
-        begin(server, [1, 1, 1], attention, kinds=[kind])
+        begin(server, attention, kinds=[kind])
         assert buffers.indptr.tolist() == [0, *itertools.accumulate(kv_lens)]
-        q = queries(3, device)
-        out = torch.empty_like(q)
-        attention.run(kind, q, server.cache(), out, None, None, sinks)
-        assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks.cpu()))
+        out = torch.empty_like(server.q)
+        attention.run(kind, server.q, server.cache, out, None, None, sinks)
+        server.check(out, kind, sinks=sinks)
 
 
 def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +161,7 @@ def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> N
         form = CacheFormat(BF16, BF16, "NHD", 16, deterministic)
         for decode, q_lens in ((False, [3, 1]), (True, [1, 1])):
             attention = PlannedAttention(Workspaces.on("cpu").planned, form, decode)
-            begin(Server(16, [37, 5]), q_lens, attention, kinds=[KINDS["full"], KINDS["window"]])
+            begin(Server(16, [37, 5], q_lens=q_lens), attention, kinds=[KINDS["full"], KINDS["window"]])
     assert [plan.kwargs["disable_split_kv"] for plan in plans] == [False] * 4 + [True] * 4
 
 
@@ -183,10 +179,9 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
     for longest in (None, 90):
         step = table_step(PageTables(server.slots, 16), None, server.requests, server.seq_lens, longest)
         assert step.num_tokens == 3
-        q = queries(3, device)
-        out = torch.empty_like(q)
-        attention.run(step, kind, q, server.cache(), out, *scales, sinks)
-        assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks.cpu(), **numbers))
+        out = torch.empty_like(server.q)
+        attention.run(step, kind, server.q, server.cache, out, *scales, sinks)
+        server.check(out, kind, sinks=sinks, **numbers)
 
 
 @pytest.mark.emulator
@@ -199,11 +194,10 @@ def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> 
     attention = TableAttention(Workspaces.on("cpu").decode, "NHD", MAX_CONTEXT)
     pages = PageTables(server.slots, page_size)
     step = table_step(pages, None, server.requests, server.seq_lens, longest=None)
-    q = queries(2)
-    out = torch.empty_like(q)
+    out = torch.empty_like(server.q)
     with emulator.using("sm_90a"):
-        attention.run(step, kind, q, server.cache(), out, None, None, None)
-    assert_close(out, server.expected(q, [1, 1], kind))
+        attention.run(step, kind, server.q, server.cache, out, None, None, None)
+    server.check(out, kind)
 
 
 AMONG = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)  # which drafts see which
@@ -212,7 +206,7 @@ DRAFTS = len(AMONG)
 
 def fill(graph: GraphTables, server: Server, requests: torch.Tensor, before: torch.Tensor) -> None:
     """What a replay does before the layers: the host sets the mask, then the graph reads tables and lengths."""
-    visible = AMONG.flatten().repeat(2).to(server.device)
+    visible = AMONG.flatten().repeat(2).to(server.slots.device)
     graph.set_mask(visible, before, DRAFTS, with_prefix=False)
     graph.fill(requests, before, DRAFTS)
 
@@ -220,7 +214,7 @@ def fill(graph: GraphTables, server: Server, requests: torch.Tensor, before: tor
 @DEVICES
 def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     """A captured batch keeps its addresses; a request that pads it has few keys."""
-    server = Server(16, [37, 5], device)
+    server = Server(16, [37, 5], device, q_lens=[DRAFTS, DRAFTS])
     pages = PageTables(server.slots.clamp_min(0), 16)
     attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
     graph = GraphTables(4, pages, None, device)
@@ -232,11 +226,10 @@ def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     for name in ("tables", "seq_lens", "mask"):
         assert getattr(step, name).data_ptr() == getattr(first, name).data_ptr()
     assert step.seq_lens.tolist() == [37, 5, 1 + DRAFTS]
-    q = queries(3 * DRAFTS, device)
+    q = torch.cat((server.q, server.q[:DRAFTS]))
     out = torch.empty_like(q)
-    attention.run(step, KINDS["full"], q, server.cache(), out, None, None, None)
-    real = q[: 2 * DRAFTS]
-    assert_close(out[: 2 * DRAFTS], server.expected(real, [DRAFTS, DRAFTS], KINDS["full"], among=AMONG))
+    attention.run(step, KINDS["full"], q, server.cache, out, None, None, None)
+    server.check(out[: 2 * DRAFTS], KINDS["full"], AMONG)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU_MARKS)])
@@ -248,23 +241,21 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
     attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
     buffers, kind = GraphTables(2, pages, None, device), KINDS["full"]
     requests, seq_lens = servers[0].requests.clone(), servers[0].seq_lens.clone()
-    keys, values = (torch.zeros_like(buffer) for buffer in servers[0].buffers)
-    cache = as_pages(keys, 16, "NHD"), as_pages(values, 16, "NHD")
-    q = queries(2, device)
-    out = torch.empty_like(q)
+    keys, values = (torch.zeros_like(x) for x in servers[0].cache)
+    q, out = torch.empty_like(servers[0].q), torch.empty_like(servers[0].q)
 
     def layer() -> None:
         buffers.fill(requests, seq_lens, 0)
-        attention.run(buffers.view(2, 1, with_mask=False), kind, q, cache, out, None, None, None)
+        attention.run(buffers.view(2, 1, with_mask=False), kind, q, (keys, values), out, None, None, None)
 
     graph = Graph(device, layer)
     for server in servers:
         slots.copy_(server.slots)
         seq_lens.copy_(server.seq_lens)
-        for static, buffer in zip((keys, values), server.buffers, strict=True):
-            static.copy_(buffer)
+        for static, own in zip((q, keys, values), (server.q, *server.cache), strict=True):
+            static.copy_(own)
         graph.replay()
-        assert_close(out, server.expected(q, [1, 1], kind))
+        server.check(out, kind)
 
 
 # ---- refusals
