@@ -58,11 +58,7 @@ def element(stored: str, dtype: torch.dtype) -> torch.dtype:
 
 def compute_capability_reason(major: int, minor: int) -> str | None:
     """Return why no backend runs on GPUs of a compute capability; None if one does."""
-    try:
-        refusals = select.refusals(_features(Layer(8, 128, 1.0, 8), torch.bfloat16, decode=False), (major, minor))
-    except ArgumentError as error:
-        return str(error)
-    return str(refusals[0]) if refusals else None
+    return reason(Layer(8, 128, 1.0, 8), torch.bfloat16, (major, minor))
 
 
 def cache_reason(kv_cache_dtype: str, dtype: torch.dtype) -> str | None:
@@ -74,16 +70,13 @@ def cache_reason(kv_cache_dtype: str, dtype: torch.dtype) -> str | None:
 
 def reason(layer: Layer, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Return why a layer of a model of `dtype` is not supported on GPUs of a compute capability; None if it is."""
-    kv_cache_dtype = layer.kv_cache_dtype
-    if found := cache_reason(kv_cache_dtype, dtype):
+    if found := cache_reason(layer.kv_cache_dtype, dtype):
         return found
-    if kv_cache_dtype not in STORED:
-        return f"kv_cache_dtype must be one of {', '.join(STORED)}, got {kv_cache_dtype!r}"
-    if STORED[kv_cache_dtype] != COPY and layer.head_size % 16:
-        return f"8-bit and 4-bit caches are written in blocks of 16 elements, got head_size {layer.head_size}"
     try:
+        if stored_as(layer.kv_cache_dtype) != COPY and layer.head_size % 16:
+            return f"8-bit and 4-bit caches are written in blocks of 16 elements, got head_size {layer.head_size}"
         refusals = select.refusals(_features(layer, dtype, decode=False), capability)
-    except ArgumentError as error:
+    except (ArgumentError, NotImplementedError) as error:
         return str(error)
     # Those of fa2, which runs on every GPU here; the others have these and more.
     return (
