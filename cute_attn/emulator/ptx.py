@@ -216,9 +216,8 @@ class _Reader:
             for name in names.split(","):
                 bank = _BANK.fullmatch(name.strip())
                 listed = [f"{bank[1]}{i}" for i in range(int(bank[2]))] if bank else [name.strip()]
-                for one in listed:
-                    scope.names.add(one)
-                    full = scope.resolve(one)
+                scope.names.update(listed)
+                for full in map(scope.resolve, listed):
                     kernel.registers[full] = Reg(full, len(kernel.registers), kind.lstrip("."))
         elif words[0] == ".shared":
             kernel.shared.append(_variable(words[1]))
