@@ -104,7 +104,6 @@ class Kernel:
 
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "x2": 8, "128": 16}
-_VARIABLE = re.compile(r"\.align\s+(\d+)|\[(\d*)\]|\.([busf]\d+)\b|([A-Za-z_$%][\w$]*)\s*(?:\[|$)")
 _STATEMENT = re.compile(
     r"\s*(?:(?P<open>\{)|(?P<close>\})|(?P<label>[A-Za-z_$%][\w$]*)\s*:(?!:)"
     r"|(?P<stmt>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)"
