@@ -165,12 +165,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
         LSE_BASES[base], enable_pdl, trtllm_options.one_sink(sinks),
     )  # fmt: skip
     workspace = Part("workspace_buffer", workspace_buffer)
-    problem = calls.run(Parts(*queries, *_cache(kv_cache, rope)), lengths, workspace, options, backend)
-    found = problem.out.view(*shape[:-1], LATENT) if out is None else out
+    rows, found_lse = calls.run(Parts(*queries, *_cache(kv_cache, rope)), lengths, workspace, options, backend)
+    found = rows.view(*shape[:-1], LATENT) if out is None else out
     if not return_lse:
         return found
-    assert problem.lse is not None
-    return found, problem.lse if lse is None else lse
+    return found, found_lse if lse is None else lse
 
 
 def xqa_batch_decode_with_kv_cache_mla(

@@ -174,6 +174,20 @@ class MlaProblem(NamedTuple):
     sinks: torch.Tensor | None = None  # [num_heads] fp32, natural-log domain
     ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, LATENT / GROUP] fp32, factors of groups of ckv
 
+    # What launches of all problems take as q, k and v.
+
+    @property
+    def q(self) -> torch.Tensor:
+        return self.q_nope
+
+    @property
+    def k(self) -> torch.Tensor:
+        return self.ckv
+
+    @property
+    def v(self) -> torch.Tensor:
+        return self.kpe
+
 
 class Part(NamedTuple):
     """A view of one part of queries or of a cache, and its name in messages."""
@@ -193,6 +207,11 @@ class Parts(NamedTuple):
 
     def given(self) -> list[Part]:
         return [part for part in self if part is not None]
+
+    def tensors(self) -> tuple[Any, Any, Any, Any, Any]:
+        """Return the tensor of each part; None for scales that there are not."""
+        q_nope, q_pe, ckv, kpe, scales = self
+        return q_nope.x, q_pe.x, ckv.x, kpe.x, None if scales is None else scales.x
 
 
 class MlaOptions(NamedTuple):
@@ -332,7 +351,9 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
 
 
 def check_values(problem: MlaProblem) -> None:
-    """Check lengths and page numbers, which launches trust. On a GPU this synchronises."""
+    """Check lengths and page numbers, which launches trust. On a GPU this synchronises; a capture reads none."""
+    if problem.q_nope.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     lengths, page_size = problem.lengths, problem.settings.page_size
     used = UsedPages.of(*lengths.on_host(page_size), page_size)
     used.check(used.take(lengths.kv_indices), problem.ckv.shape[0], lengths.names.kv_indices)

@@ -17,7 +17,6 @@ from cute_attn.request.mla import (
     NARROW,
     MlaLengths,
     MlaOptions,
-    MlaProblem,
     Part,
     Parts,
     check_values,
@@ -27,8 +26,7 @@ from cute_attn.request.mla import (
     whole_part,
 )
 from cute_attn.request.operands import scratch_memory
-from cute_attn.runtime import switches
-from cute_attn.wrappers import mla_plan
+from cute_attn.wrappers import calls, mla_plan
 from cute_attn.wrappers.graph import GraphBuffers
 from cute_attn.wrappers.mla_plan import FORMS, NO_PROFILER, OF_LIST, OF_TABLE, Planned
 from cute_attn.wrappers.signatures import NotCopied
@@ -37,18 +35,32 @@ SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one
 Named = tuple[str, Any]  # of an argument
 
 
-def run(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions, backend: str) -> MlaProblem:
-    """Check a call, and run it on a backend. Return it with its outputs."""
+def run(
+    parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions, backend: str
+) -> tuple[torch.Tensor, Any]:
+    """Compute a call like an earlier one; check others in full, run them on a backend and leave their entries. Return
+    out, and lse or None.
+    """
+    (q, q_pe, ckv, kpe, groups), out, lse = parts.tensors(), options.out, options.lse
+    scales = options.sm_scale, None, options.v_scale
+    scales, roles, optional, on_cpu = calls.operands(scales, options.sinks, None, None, None)
+    if q_pe.shape[-1]:
+        optional = *optional, q_pe
+    if groups is not None:
+        optional = *optional, groups
+    read = lengths.kv_indices, lengths.kv_len, lengths.qo_indptr, lengths.kv_indptr, *on_cpu
+    given = q, ckv, kpe, out, lse, workspace.x, optional, read
+    numbers = *scales, lengths.qo_len, options.causal, options.return_lse, options.enable_pdl, *options[-2:]
+    names = "mla", options.lse_base, backend, roles, groups is None
+    key, found = calls.repeated(given, numbers, names)
+    if found is not None:
+        return found
     problem = mla_problem(parts, lengths, workspace, options)
-    if looks_at_values(problem.q_nope):
+    if calls.looks_at_values(q.device):
         check_values(problem)
-    dispatch.run(problem, backend)
-    return problem
-
-
-def looks_at_values(q: torch.Tensor) -> bool:
-    """Tell whether a call looks at lengths and page numbers: where that costs nothing, or was asked for."""
-    return q.is_cpu or (switches.validates() and not torch.cuda.is_current_stream_capturing())
+    fire = dispatch.run(problem, backend)
+    calls.enter(calls.UNPLANNED, key, fire, given, problem, (problem.out, problem.lse))
+    return problem.out, problem.lse
 
 
 class BatchMLAPagedAttentionWrapper(NotCopied):
@@ -323,11 +335,8 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             plan.causal, sm_scale, 1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse,
             "ln" if natural else "log2", plan.enable_pdl, sinks, ckv_scale, kpe_scale,
         )  # fmt: skip
-        problem = run(parts, plan.lengths, self._workspace, options, self._backend)
-        if not return_lse:
-            return problem.out
-        assert problem.lse is not None
-        return problem.out, problem.lse
+        found = run(parts, plan.lengths, self._workspace, options, self._backend)
+        return found if return_lse else found[0]
 
     def _in_force(self) -> Planned:
         if self._planned is None:

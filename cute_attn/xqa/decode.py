@@ -20,7 +20,6 @@ from cute_attn.request import checks
 from cute_attn.request.caches import cache_views
 from cute_attn.request.decode import DecodeCall, Form, before_launch, decode_problem, positive_or_one
 from cute_attn.request.operands import flat_tokens, number_or_tensor
-from cute_attn.runtime import switches
 from cute_attn.runtime.arch import multiprocessors
 from cute_attn.wrappers import calls
 from cute_attn.wrappers.calls import Fire, Given
@@ -293,11 +292,6 @@ def xqa(
 # ---- run
 
 
-def looks_at_values(device: torch.device) -> bool:
-    """Tell whether calls look at lengths and page numbers: where that costs nothing or was asked for."""
-    return device.type == "cpu" or switches.validates()
-
-
 def run(*arguments: Any) -> Result:
     """Launch a call like an earlier one; check others in full, launch them and leave their entries.
 
@@ -315,13 +309,11 @@ def run(*arguments: Any) -> Result:
         k, v = cache
     numbers = *scales, window_left, enable_pdl, q_len, o_scale, return_lse
     given: Given = query, k, v, out, lse, workspace, optional, (tables, lengths, bounds, mask, *on_cpu)
-    key, _, entry = calls.NOT_FOUND
-    if isinstance(query, Tensor) and not looks_at_values(query.device):
-        key, _, entry = calls.find(calls.UNPLANNED, given, numbers, (kv_layout, backend, form, roles))
-    if entry is not None and (found := calls.replay(entry, given, ())) is not None:
+    key, found = calls.repeated(given, numbers, (kv_layout, backend, form, roles))
+    if found is not None:
         return found if return_lse else found[0]
     problem, fire, result = run_in_full(DecodeCall(*arguments))
-    if key is not None and calls.is_plain(numbers) and form.lse_layout == "NH":
+    if key is not None and form.lse_layout == "NH":
         _enter(key, given, problem, fire, result)
     return result
 
@@ -330,7 +322,7 @@ def run_in_full(call: DecodeCall) -> tuple[DecodeProblem, Fire | None, Result]:
     """Check a call in full and run it. Return also what runs calls like it."""
     checks.choice("lse_layout", call.form.lse_layout, ("NH", "HN"))
     problem = decode_problem(call)
-    before_launch(problem, call, looks_at_values(problem.q.device))
+    before_launch(problem, call, calls.looks_at_values(problem.q.device))
     fire = backends.run(problem, call.backend)
     out, lse = call.out, problem.lse
     if out is None:

@@ -154,7 +154,7 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
     function(**{**call, "workspace_buffer": shifted})  # memory of the launch's own
     function(**{**call, "bmm1_scale": torch.tensor(0.125)})
     function(**{**call, "seq_lens": torch.ones(2 * BATCH, dtype=torch.int32)[::2]})  # is copied
-    monkeypatch.setattr(xqa_decode, "looks_at_values", lambda device: True)
+    monkeypatch.setattr(calls, "looks_at_values", lambda device: True)
     function(**call)
     assert len(full_checks) == len(driver.recorded) == 4
 
