@@ -121,7 +121,7 @@ def flash_mla_with_kvcache(
     lengths = MlaLengths.checked(NAMES, (None, None, block_table, cache_seqlens), q.shape[1], q.device)
     lengths.check_rows("q", q)
     workspace = Part("the workspace", q.new_empty(0, dtype=torch.uint8))  # launches take memory of their own
-    found = calls.run(parts, lengths.on(q.device), workspace, options, "auto")
+    found = calls.run_parts(parts, lengths.on(q.device), workspace, options, "auto")
     out, lse = (x.unflatten(0, q.shape[:2]) for x in found)
     return out, lse.transpose(1, 2)
 

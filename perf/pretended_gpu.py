@@ -58,6 +58,9 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     def chosen(features: Features, backend: str = "auto", _: object = None, load: Load = UNKNOWN_LOAD) -> Backend:
         return choose(features._replace(device=DEVICE), backend, arch, load)
 
+    def no(_: object) -> bool:
+        return False
+
     def gpu_of(_: object) -> Gpu:
         return gpu
 
@@ -72,7 +75,7 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
         mock.patch.object(select, "arch_for", return_value=arch),
         mock.patch.object(backends, "_gpu_of", gpu_of),
         mock.patch.object(dispatch_mla, "run", lambda problem, backend: mla_launch.run(problem, gpu)),
-        mock.patch.object(calls, "looks_at_values", return_value=False),
+        mock.patch.object(calls, "looks_at_values", no),
     )
     with contextlib.ExitStack() as stack:
         for patch in patches:

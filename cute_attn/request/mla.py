@@ -106,6 +106,11 @@ class MlaLengths(NamedTuple):
     def batch_size(self) -> int:
         return self.kv_len.shape[0]
 
+    @property
+    def read(self) -> tuple[torch.Tensor | None, ...]:
+        """The arrays in the order in which launches take them."""
+        return self.kv_indices, self.kv_len, self.qo_indptr, self.kv_indptr
+
     def capacity(self, page_size: int) -> int:
         """Return the most keys that a request can have."""
         return min(self.kv_indices.shape[-1] * page_size, MAX_KV_LEN)

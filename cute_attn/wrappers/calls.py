@@ -262,14 +262,14 @@ def looks_at_values(device: torch.device) -> bool:
     return device.type == "cpu" or switches.validates()
 
 
-def repeated(given: Given, numbers: Numbers, names: tuple[Any, ...]) -> tuple[Any, Outputs | None]:
-    """Launch a call without a plan, whose lengths stay on the device, like an earlier one, and return its outputs; None
-    if there is none, or an address does not qualify. Return first the key under which it may leave its entry, or None.
+def repeated(entries: Entries, given: Given, numbers: Numbers, names: tuple[Any, ...]) -> tuple[Any, Outputs | None]:
+    """Launch a call whose lengths stay on the device like an earlier one, and return its outputs; None if there is
+    none, or an address does not qualify. Return first the key under which it may leave its entry, or None.
     """
     q = given[0]
     if not isinstance(q, Tensor) or looks_at_values(q.device):
         return None, None
-    key, _, entry = find(UNPLANNED, given, numbers, names)
+    key, _, entry = find(entries, given, numbers, names)
     if entry is not None and (found := replay(entry, given, ())) is not None:
         return key, found
     return key if is_plain(numbers) else None, None
@@ -299,15 +299,16 @@ def enter(
     result: Outputs,
     per_key: tuple[int, int] = (0, 0),
     partials_offset: int = 0,
+    launched_read: Sequence[Tensor | None] = (),
 ) -> None:
     """Leave the entry of a call that passed every check, unless it has no key, its backend looks at every call, or the
-    launch reads copies in place of what the user gave. `result`: what such calls return.
+    launch reads copies in place of what the user gave. `result`: what such calls return. `launched_read`: what the
+    launch reads in place of the first tensors among what else the call reads.
     """
     q, _, v, _, lse_given, workspace, optional, read = given
     roles, launched = optional_tensors(problem)
-    if key is None or fire is None or problem.q is not q or len(launched) != len(optional):
-        return
-    if any(x.data_ptr() != y.data_ptr() for x, y in zip(optional, launched, strict=True)):
+    theirs, own = (q, *optional, *read[: len(launched_read)]), (problem.q, *launched, *launched_read)
+    if key is None or fire is None or list(map(_start, theirs)) != list(map(_start, own)):
         return
     out, lse = result
     if len(entries) >= CACHE_SIZE:
@@ -320,7 +321,7 @@ def enter(
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
         (tuple(out.shape), out.dtype),
         None if lse is None or lse_given is not None else tuple(lse.shape),
-        problem.v.data_ptr() - v.data_ptr(),
+        problem.v.data_ptr() - v.data_ptr() if problem.v.numel() else 0,  # which no launch reads
         NARROW_ALIGNMENT if narrow else ALIGNMENT,
         roles.index(SINKS) if SINKS in roles and q.is_cpu else None,
         (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], of_out, of_lse, _span(workspace)),
@@ -329,6 +330,11 @@ def enter(
         tuple(map(_span, read)),
         partials_offset,
     )
+
+
+def _start(x: Tensor | None) -> int:
+    """Return the address of a tensor."""
+    return 0 if x is None else x.data_ptr()
 
 
 def _span(x: Tensor | None) -> int:

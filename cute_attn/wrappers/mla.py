@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -35,32 +35,73 @@ SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one
 Named = tuple[str, Any]  # of an argument
 
 
-def run(
-    parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions, backend: str
-) -> tuple[torch.Tensor, Any]:
-    """Compute a call like an earlier one; check others in full, run them on a backend and leave their entries. Return
-    out, and lse or None.
+class Tensors(NamedTuple):
+    """The tensors of a call as the user gave them, not checked yet."""
+
+    q: Any  # both parts, or latent columns
+    q_pe: Any  # None: in q
+    cache: Any  # both parts, or latent columns
+    kpe: Any  # None: in cache
+    groups: Any  # scales of groups
+    out: Any
+    lse: Any
+    workspace: Any
+    read: tuple[Any, ...]  # kv_indices, kv_len, qo_indptr, kv_indptr
+    scales: tuple[Any, Any]  # of scores and of values: numbers or tensors
+    sinks: Any
+
+
+class Repeated(NamedTuple):
+    """What may leave an entry of a call, and the outputs of one that an entry launched."""
+
+    entries: calls.Entries
+    key: Any
+    given: calls.Given
+    found: calls.Outputs | None
+
+
+def repeated(
+    tensors: Tensors, numbers: tuple[Any, ...], names: tuple[Any, ...], entries: calls.Entries = calls.UNPLANNED
+) -> Repeated:
+    """Launch a call like an earlier one, if there is one. `numbers`, `names`: all other arguments; equal tensors and
+    arguments must ask for equal problems.
     """
-    (q, q_pe, ckv, kpe, groups), out, lse = parts.tensors(), options.out, options.lse
-    scales = options.sm_scale, None, options.v_scale
-    scales, roles, optional, on_cpu = calls.operands(scales, options.sinks, None, None, None)
-    if q_pe.shape[-1]:
-        optional = *optional, q_pe
-    if groups is not None:
-        optional = *optional, groups
-    read = lengths.kv_indices, lengths.kv_len, lengths.qo_indptr, lengths.kv_indptr, *on_cpu
-    given = q, ckv, kpe, out, lse, workspace.x, optional, read
-    numbers = *scales, lengths.qo_len, options.causal, options.return_lse, options.enable_pdl, *options[-2:]
-    names = "mla", options.lse_base, backend, roles, groups is None
-    key, found = calls.repeated(given, numbers, names)
-    if found is not None:
-        return found
+    q, q_pe, cache, kpe, groups, out, lse, workspace, read, (scale, v_scale), sinks = tensors
+    scales, roles, optional, on_cpu = calls.operands((scale, None, v_scale), sinks, None, None, None)
+    try:
+        rotated = q[..., LATENT:] if q_pe is None else q_pe
+    except calls.NOT_TENSORS:  # which full checks refuse
+        rotated = q_pe
+    optional = (*optional, rotated) if groups is None else (*optional, rotated, groups)
+    given = q, cache, cache if kpe is None else kpe, out, lse, workspace, optional, (*read, *on_cpu)
+    names = *names, roles, q_pe is None, kpe is None, groups is None
+    key, found = calls.repeated(entries, given, (*scales, *numbers), names)
+    return Repeated(entries, key, given, found)
+
+
+def run_parts(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions, backend: str) -> calls.Outputs:
+    """Compute a call whose tensors are parts already: `repeated`, and `run` where there is none."""
+    read, scales = lengths.read, (options.sm_scale, options.v_scale)
+    tensors = Tensors(*parts.tensors(), options.out, options.lse, workspace.x, read, scales, options.sinks)
+    numbers = lengths.qo_len, options.causal, options.return_lse, options.enable_pdl, *options[-2:]
+    call = repeated(tensors, numbers, ("parts", options.lse_base, backend))
+    return run(parts, lengths, workspace, options, backend, call) if call.found is None else call.found
+
+
+def run(
+    parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions, backend: str, call: Repeated
+) -> calls.Outputs:
+    """Check a call, run it on a backend, and leave its entry. Return out, and lse or None, as the caller has them."""
     problem = mla_problem(parts, lengths, workspace, options)
-    if calls.looks_at_values(q.device):
+    if calls.looks_at_values(problem.q.device):
         check_values(problem)
     fire = dispatch.run(problem, backend)
-    calls.enter(calls.UNPLANNED, key, fire, given, problem, (problem.out, problem.lse))
-    return problem.out, problem.lse
+    q, _, _, out, lse, *_ = call.given
+    if out is None:
+        out = problem.out.view(*q.shape[:-1], LATENT)
+    result = out, problem.lse if lse is None else lse
+    calls.enter(call.entries, call.key, fire, call.given, problem, result, launched_read=problem.lengths.read)
+    return result
 
 
 class BatchMLAPagedAttentionWrapper(NotCopied):
@@ -202,7 +243,10 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             None if enable_pdl is None else checks.boolean("enable_pdl", enable_pdl),
             checks.boolean("use_sinks", use_sinks),
         )
-        self._planned = Planned(self._placed(lengths), *options)
+        plan, before = Planned(self._placed(lengths), *options, {}), self._planned
+        if before is not None and before.agreed() == plan.agreed():
+            plan = plan._replace(entries=before.entries)
+        self._planned = plan
         self._o_dtype = dtypes[0]
 
     def _placed(self, lengths: MlaLengths) -> MlaLengths:
@@ -312,6 +356,17 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         if is_dynamo_compiling():
             return trace.operator("mla_run")(locals())
         plan = self._in_force()
+        tensors = Tensors(
+            *_halves(query, q_nope, q_pe), *_halves(kv_cache, ckv_cache, kpe_cache), ckv_scale_arr, out, lse,
+            self._float_workspace_buffer, plan.lengths.read, (bmm1_scale, bmm2_scale), sinks,
+        )  # fmt: skip
+        numbers = (
+            return_lse, return_lse_base_on_e, ckv_scale, kpe_scale, o_scale, skip_softmax_threshold_scale_factor,
+            profiler_buffer, kv_len, page_table,
+        )  # fmt: skip
+        call = repeated(tensors, numbers, (), plan.entries)
+        if call.found is not None:
+            return call.found if return_lse else call.found[0]
         checks.refuse_given(NO_PROFILER, profiler_buffer=profiler_buffer)
         checks.refuse_given("the plan has lengths and pages", kv_len=kv_len, page_table=page_table)
         checks.refuse_given("outputs have 16 bits", o_scale=o_scale)
@@ -335,7 +390,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             plan.causal, sm_scale, 1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse,
             "ln" if natural else "log2", plan.enable_pdl, sinks, ckv_scale, kpe_scale,
         )  # fmt: skip
-        found = run(parts, plan.lengths, self._workspace, options, self._backend)
+        found = run(parts, plan.lengths, self._workspace, options, self._backend, call)
         return found if return_lse else found[0]
 
     def _in_force(self) -> Planned:
@@ -379,6 +434,17 @@ def _check_scales(plan: Planned, cache: tuple[Any, Any, Any], products: tuple[An
             raise ArgumentError(
                 f"bmm1_scale and bmm2_scale must be as planned with scale_mode={plan.scale_mode!r}, got {found}"
             )
+
+
+def _halves(whole: Any, latent: Any, rotated: Any) -> tuple[Any, Any]:
+    """Return the tensors of queries or of a cache, whose arguments are not checked yet: both parts, or one with both
+    and None.
+    """
+    if whole is None:
+        return latent, rotated
+    if not latent is rotated is None:
+        return None, None
+    return tuple(whole) if isinstance(whole, tuple | list) and len(whole) == 2 else (whole, None)
 
 
 def _operand(whole: Named, nope: Named, rope: Named, planned: str | None, dim: int) -> tuple[Part, Part]:

@@ -15,6 +15,7 @@ from cute_attn.request import checks
 from cute_attn.request.caches import UsedPages
 from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, Names
 from cute_attn.request.settings import HALF
+from cute_attn.wrappers.calls import Entries
 
 LAYOUTS = ("packed", "split")
 LSE_MODES = ("none", "base2", "basee")
@@ -106,6 +107,12 @@ class Planned(NamedTuple):
     scale_mode: str
     enable_pdl: bool | None
     use_sinks: bool
+    entries: Entries  # of runs; the next plan's too if that differs in its arrays alone
+
+    def agreed(self) -> tuple[Any, ...]:
+        """Return what decides on the problem of a run besides its arguments and the arrays of lengths."""
+        lengths = self.lengths
+        return (lengths.names, lengths.qo_len, lengths.rows, *self[1:-1])
 
 
 # ---- index arrays

@@ -309,12 +309,15 @@ def run(*arguments: Any) -> Result:
         k, v = cache
     numbers = *scales, window_left, enable_pdl, q_len, o_scale, return_lse
     given: Given = query, k, v, out, lse, workspace, optional, (tables, lengths, bounds, mask, *on_cpu)
-    key, found = calls.repeated(given, numbers, (kv_layout, backend, form, roles))
+    key, found = calls.repeated(calls.UNPLANNED, given, numbers, (kv_layout, backend, form, roles))
     if found is not None:
         return found if return_lse else found[0]
     problem, fire, result = run_in_full(DecodeCall(*arguments))
     if key is not None and form.lse_layout == "NH":
-        _enter(key, given, problem, fire, result)
+        read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
+        outputs = result if isinstance(result, tuple) else (result, None)
+        offset = problem.scratch.partials - problem.scratch.counters
+        calls.enter(calls.UNPLANNED, key, fire, given, problem, outputs, launched_read=read, partials_offset=offset)
     return result
 
 
@@ -334,14 +337,3 @@ def run_in_full(call: DecodeCall) -> tuple[DecodeProblem, Fire | None, Result]:
         return problem, fire, out
     assert lse is not None
     return problem, fire, (out, lse)
-
-
-def _enter(key: Any, given: Given, problem: DecodeProblem, fire: Fire | None, result: Result) -> None:
-    """Leave the entry of a call that passed every check, if its launch reads its tensors as they are."""
-    read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
-    for x, y in zip(given[7][:4], read, strict=True):
-        if (x is None) != (y is None) or (x is not None and y is not None and x.data_ptr() != y.data_ptr()):
-            return
-    outputs = result if isinstance(result, tuple) else (result, None)
-    offset = problem.scratch.partials - problem.scratch.counters
-    calls.enter(calls.UNPLANNED, key, fire, given, problem, outputs, partials_offset=offset)

@@ -45,8 +45,8 @@ def present(tensors: Sequence[torch.Tensor | None]) -> tuple[Roles, Optional]:
 def optional_tensors(problem: Request | BatchProblem | MlaProblem) -> tuple[Roles, Optional]:
     """Return the optional tensors of a problem."""
     if isinstance(problem, MlaProblem):
-        q_pe = problem.q_pe if problem.settings.rope_bits else None
-        return present((problem.scale, None, problem.v_scale, problem.sinks, *(None,) * 6, q_pe, problem.ckv_scales))
+        mla, others = problem, (None,) * 6
+        return present((mla.scale, None, mla.v_scale, mla.sinks, *others, mla.q_pe, mla.ckv_scales))
     scales, v_scale, sinks = problem.scale_tensors, problem.v_scale_tensor, problem.sinks
     mask = head_scales = None
     if not isinstance(problem, DecodeProblem):

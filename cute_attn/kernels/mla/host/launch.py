@@ -58,9 +58,8 @@ def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> tuple[OptionalBounds
 
 def run(problem: MlaProblem, gpu: Gpu) -> Fire:
     """Launch the kernel on the current stream, and return what runs calls that differ in addresses."""
-    lengths, scratch = problem.lengths, problem.scratch
-    arrays = lengths.kv_indices, lengths.kv_len, lengths.qo_indptr, lengths.kv_indptr
-    read = [0 if x is None else x.data_ptr() for x in arrays]
+    scratch = problem.scratch
+    read = [0 if x is None else x.data_ptr() for x in problem.lengths.read]
     return fire_first(bind(problem, gpu), problem, (scratch.counters, scratch.partials, *read))
 
 
