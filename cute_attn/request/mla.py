@@ -213,11 +213,6 @@ class Parts(NamedTuple):
     def given(self) -> list[Part]:
         return [part for part in self if part is not None]
 
-    def tensors(self) -> tuple[Any, Any, Any, Any, Any]:
-        """Return the tensor of each part; None for scales that there are not."""
-        q_nope, q_pe, ckv, kpe, scales = self
-        return q_nope.x, q_pe.x, ckv.x, kpe.x, None if scales is None else scales.x
-
 
 class MlaOptions(NamedTuple):
     """Arguments of a call besides tensors of tokens, not checked yet."""

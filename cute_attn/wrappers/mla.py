@@ -79,15 +79,6 @@ def repeated(
     return Repeated(entries, key, given, found)
 
 
-def run_parts(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions, backend: str) -> calls.Outputs:
-    """Compute a call whose tensors are parts already: `repeated`, and `run` where there is none."""
-    read, scales = lengths.read, (options.sm_scale, options.v_scale)
-    tensors = Tensors(*parts.tensors(), options.out, options.lse, workspace.x, read, scales, options.sinks)
-    numbers = lengths.qo_len, options.causal, options.return_lse, options.enable_pdl, *options[-2:]
-    call = repeated(tensors, numbers, ("parts", options.lse_base, backend))
-    return run(parts, lengths, workspace, options, backend, call) if call.found is None else call.found
-
-
 def run(
     parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions, backend: str, call: Repeated
 ) -> calls.Outputs:

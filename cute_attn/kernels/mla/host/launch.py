@@ -13,7 +13,7 @@ from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.mla.spec import CacheForm
 from cute_attn.kernels.mla.tiles import choose
-from cute_attn.kernels.xqa.host.family import fire_in_scratch
+from cute_attn.kernels.xqa.host.prepared import fire_in_scratch
 from cute_attn.kernels.xqa.host.variant import LaunchConfig, shares
 from cute_attn.problem import UNLIMITED, short
 from cute_attn.request.mla import MlaProblem, MlaSettings
