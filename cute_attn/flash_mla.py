@@ -14,6 +14,7 @@ from cute_attn.request.mla import (
     LATENT,
     NARROW,
     ROPE,
+    MlaCall,
     MlaLengths,
     MlaOptions,
     Names,
@@ -116,9 +117,8 @@ def flash_mla_with_kvcache(
     workspace = Part("the workspace", q.new_empty(0, dtype=torch.uint8))  # launches take memory of their own
     groups = cache[2].x[:, :, 0] if narrow else None
     read = block_table, cache_seqlens, None, None
-    tensors = calls.Tensors(q, None, cache[0].x, cache[1].x, groups, None, None, workspace.x, read, (scale, 1.0), None)
-    call = calls.repeated(tensors, (causal,), ("FlashMLA",))
-    found = call.found
+    call = MlaCall(q, None, cache[0].x, cache[1].x, groups, None, None, workspace, read, scale, 1.0)
+    repeatable, found = calls.repeated(call, (causal,), ("FlashMLA",))
     if found is None:
         parts = Parts(
             *(part._replace(x=part.x.flatten(0, 1)) for part in queries),
@@ -126,8 +126,8 @@ def flash_mla_with_kvcache(
         )
         lengths = MlaLengths.checked(NAMES, (None, None, block_table, cache_seqlens), q.shape[1], q.device)
         lengths.check_rows("q", q)
-        options = MlaOptions(causal, scale, 1.0, None, None, True, "ln", None)
-        found = calls.run(parts, lengths.on(q.device), workspace, options, "auto", call)
+        options = MlaOptions(causal, return_lse=True, lse_base="ln")
+        found = calls.run(parts, lengths.on(q.device), call, options, "auto", repeatable)
     out, lse = found
     return out, lse.unflatten(0, q.shape[:2]).transpose(1, 2)
 

@@ -11,7 +11,7 @@ from cute_attn.dispatch import mla as dispatch
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options
-from cute_attn.request.mla import NARROW, MlaLengths, MlaOptions, Part, Parts, split_rows
+from cute_attn.request.mla import NARROW, MlaCall, MlaLengths, MlaOptions, Part, Parts, split_rows
 from cute_attn.request.operands import flat_tokens
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla import BatchMLAPagedAttentionWrapper
@@ -148,19 +148,19 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sinks = trtllm_options.one_sink(sinks)
     if type(max_seq_len) is not int or not 0 <= max_seq_len <= checks.LARGEST_INT:
         checks.at_least("max_seq_len", max_seq_len, 0)
-    tensors = calls.Tensors(
-        query, None, kv_cache, None, None, out, lse, workspace_buffer, (block_tables, seq_lens, cum_seq_lens_q, None),
-        (bmm1_scale, bmm2_scale), sinks,
+    call = MlaCall(
+        query, None, kv_cache, None, None, out, lse, Part("workspace_buffer", workspace_buffer),
+        (block_tables, seq_lens, cum_seq_lens_q, None), bmm1_scale, bmm2_scale, sinks,
     )  # fmt: skip
-    numbers = (
+    others = (
         qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k, skip_softmax_threshold_scale_factor,
         enable_pdl, is_var_seq, uses_shared_paged_kv_idx, return_lse, max_q_len, multi_ctas_kv_counter_buffer,
         sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax,
     )  # fmt: skip
     names = "whole", backend, cute_dsl_impl, kv_scale_format, return_lse_base
-    call = calls.repeated(tensors, numbers, names)
-    if call.found is not None:
-        return call.found if return_lse else call.found[0]
+    repeatable, found = calls.repeated(call, others, names)
+    if found is not None:
+        return found if return_lse else found[0]
     refuse_other_keys(sparse_mla_top_k, sparse_mla_top_k_lens, uses_shared_paged_kv_idx)
     one_token = "one query token"
     trtllm_options.refuse_context_parallelism(cp_world, cp_rank, causal_seqlens_kv_global, one_token, enable_dcp)
@@ -176,14 +176,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
     base = checks.choice("return_lse_base", return_lse_base or "base2", ("base2", "basee"))
     queries, shape = _rows(query, cum_seq_lens_q, rope)
     lengths = _lengths((cum_seq_lens_q, None, block_tables, seq_lens), max_q_len, query)
-    options = MlaOptions(
-        True, bmm1_scale, bmm2_scale, _flat("out", out, shape), _flat("lse", lse, shape), return_lse,
-        LSE_BASES[base], enable_pdl, sinks,
-    )  # fmt: skip
-    workspace = Part("workspace_buffer", workspace_buffer)
+    call = call._replace(out=_flat("out", out, shape), lse=_flat("lse", lse, shape))
+    options = MlaOptions(True, return_lse, LSE_BASES[base], enable_pdl)
     if cum_seq_lens_q is not None and not max_q_len:  # what the bounds say, which every call reads
-        call = call._replace(key=None)
-    found = calls.run(Parts(*queries, *_cache(kv_cache, rope)), lengths, workspace, options, backend, call)
+        repeatable = {}, None, repeatable[2]
+    found = calls.run(Parts(*queries, *_cache(kv_cache, rope)), lengths, call, options, backend, repeatable)
     return found if return_lse else found[0]
 
 

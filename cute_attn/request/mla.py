@@ -210,22 +210,31 @@ class Parts(NamedTuple):
     kpe: Part
     ckv_scales: Part | None = None  # of groups of latent columns
 
-    def given(self) -> list[Part]:
-        return [part for part in self if part is not None]
+
+class MlaCall(NamedTuple):
+    """The tensors of a call, not checked yet."""
+
+    q: Any  # both parts, or latent columns
+    q_pe: Any  # None: in q
+    cache: Any  # both parts, or latent columns
+    kpe: Any  # None: in cache
+    groups: Any  # scales of groups
+    out: Any
+    lse: Any
+    workspace: Part
+    read: tuple[Any, ...]  # as `MlaLengths.read`
+    sm_scale: Any  # these two may be numbers
+    v_scale: Any
+    sinks: Any = None
 
 
 class MlaOptions(NamedTuple):
-    """Arguments of a call besides tensors of tokens, not checked yet."""
+    """Other arguments of a call, not checked yet."""
 
     causal: bool
-    sm_scale: Any
-    v_scale: Any
-    out: Any
-    lse: Any
     return_lse: Any
     lse_base: str  # a key of LSE_BASES
-    enable_pdl: Any
-    sinks: Any = None
+    enable_pdl: Any = None
     ckv_scale: Any = None  # factors of the cache's parts; None: 1
     kpe_scale: Any = None
 
@@ -257,7 +266,7 @@ def _check_parts(parts: Parts) -> Parts:
             f"{q.name} must have at least one head and {parts.ckv.name} a page_size >= 1, "
             f"got {checks.describe(q.x)} and {checks.describe(parts.ckv.x)}"
         )
-    for name, x in parts.given():
+    for name, x in filter(None, parts):
         checks.device(name, x, q.x.device)
     checks.dtype(parts.q_pe.name, parts.q_pe.x.dtype, (q.x.dtype,))
     checks.dtype(parts.ckv.name, parts.ckv.x.dtype, (q.x.dtype, NARROW))
@@ -301,15 +310,16 @@ def _readable(q: Part, k: Part, v: Part) -> Part:
 # ---- problems
 
 
-def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions) -> MlaProblem:
-    """Check a call and allocate the outputs that the caller did not pass."""
-    scratch, given = operands.partials_in(*workspace), parts.given()
+def mla_problem(parts: Parts, lengths: MlaLengths, call: MlaCall, options: MlaOptions) -> MlaProblem:
+    """Check a call and allocate the outputs that the caller did not pass. `parts`: of its queries and cache."""
+    workspace, sinks, given = call.workspace, call.sinks, [part for part in parts if part is not None]
+    scratch = operands.partials_in(*workspace)
     parts = _check_parts(parts)
     q, page_size = parts.q_nope.x, parts.ckv.x.shape[1]
     for name, x in (workspace, (lengths.names.kv_indices, lengths.kv_indices)):
         checks.device(name, x, q.device)
-    sm_scale, scale = _scale("bmm1_scale", options.sm_scale, q.device)
-    v_number, v_scale = _scale("bmm2_scale", options.v_scale, q.device)
+    sm_scale, scale = _scale("bmm1_scale", call.sm_scale, q.device)
+    v_number, v_scale = _scale("bmm2_scale", call.v_scale, q.device)
     if options.enable_pdl is not None:
         checks.boolean("enable_pdl", options.enable_pdl)
     scales = ("ckv_scale", options.ckv_scale), ("kpe_scale", options.kpe_scale)
@@ -331,16 +341,14 @@ def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: Mla
         LSE_BASES[options.lse_base],
         options.enable_pdl,
     )
-    wants_lse = options.lse is None and checks.boolean("return_lse", options.return_lse)
-    buffers = options.out, options.lse, wants_lse
+    buffers = call.out, call.lse, call.lse is None and checks.boolean("return_lse", options.return_lse)
     out, lse = operands.outputs(q, buffers, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
-    scale_tensors = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
+    scale_tensors = ("bmm1_scale", call.sm_scale), ("bmm2_scale", call.v_scale), ("sinks", sinks)
     arrays = zip(lengths.names, lengths[1:5], strict=True)
     checks.apart((workspace, ("out", out), ("lse", lse)), (*given, *arrays, *scale_tensors))
-    sinks = options.sinks
     if sinks is not None:
         sinks = operands.per_head("sinks", sinks, ("num_heads", q.shape[1]), q.device)
-    q_nope, q_pe, ckv, kpe, *groups = (part.x for part in parts.given())
+    q_nope, q_pe, ckv, kpe, *groups = (part.x for part in parts if part is not None)
     return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks, *groups)
 
 

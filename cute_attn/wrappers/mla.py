@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -15,6 +15,7 @@ from cute_attn.request import checks, trtllm_options
 from cute_attn.request.mla import (
     LATENT,
     NARROW,
+    MlaCall,
     MlaLengths,
     MlaOptions,
     Part,
@@ -35,38 +36,16 @@ SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one
 Named = tuple[str, Any]  # of an argument
 
 
-class Tensors(NamedTuple):
-    """The tensors of a call as the user gave them, not checked yet."""
-
-    q: Any  # both parts, or latent columns
-    q_pe: Any  # None: in q
-    cache: Any  # both parts, or latent columns
-    kpe: Any  # None: in cache
-    groups: Any  # scales of groups
-    out: Any
-    lse: Any
-    workspace: Any
-    read: tuple[Any, ...]  # kv_indices, kv_len, qo_indptr, kv_indptr
-    scales: tuple[Any, Any]  # of scores and of values: numbers or tensors
-    sinks: Any
-
-
-class Repeated(NamedTuple):
-    """What may leave an entry of a call, and the outputs of one that an entry launched."""
-
-    entries: calls.Entries
-    key: Any
-    given: calls.Given
-    found: calls.Outputs | None
+Repeatable = tuple[calls.Entries, Any, calls.Given]  # what `calls.enter` takes of a call: the key may be None
 
 
 def repeated(
-    tensors: Tensors, numbers: tuple[Any, ...], names: tuple[Any, ...], entries: calls.Entries = calls.UNPLANNED
-) -> Repeated:
-    """Launch a call like an earlier one, if there is one. `numbers`, `names`: all other arguments; equal tensors and
-    arguments must ask for equal problems.
+    call: MlaCall, others: tuple[Any, ...], names: tuple[Any, ...], entries: calls.Entries = calls.UNPLANNED
+) -> tuple[Repeatable, calls.Outputs | None]:
+    """Launch a call like an earlier one and return its outputs, if there is one. `others`, `names`: all other
+    arguments, numbers and texts; calls that are equal in them must ask for equal problems.
     """
-    q, q_pe, cache, kpe, groups, out, lse, workspace, read, (scale, v_scale), sinks = tensors
+    q, q_pe, cache, kpe, groups, out, lse, (_, workspace), read, scale, v_scale, sinks = call
     scales, roles, optional, on_cpu = calls.operands((scale, None, v_scale), sinks, None, None, None)
     try:
         rotated = q[..., LATENT:] if q_pe is None else q_pe
@@ -75,23 +54,22 @@ def repeated(
     optional = (*optional, rotated) if groups is None else (*optional, rotated, groups)
     given = q, cache, cache if kpe is None else kpe, out, lse, workspace, optional, (*read, *on_cpu)
     names = *names, roles, q_pe is None, kpe is None, groups is None
-    key, found = calls.repeated(entries, given, (*scales, *numbers), names)
-    return Repeated(entries, key, given, found)
+    key, found = calls.repeated(entries, given, (*scales, *others), names)
+    return (entries, key, given), found
 
 
 def run(
-    parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions, backend: str, call: Repeated
+    parts: Parts, lengths: MlaLengths, call: MlaCall, options: MlaOptions, backend: str, repeatable: Repeatable
 ) -> calls.Outputs:
     """Check a call, run it on a backend, and leave its entry. Return out, and lse or None, as the caller has them."""
-    problem = mla_problem(parts, lengths, workspace, options)
+    problem = mla_problem(parts, lengths, call, options)
     if calls.looks_at_values(problem.q.device):
         check_values(problem)
     fire = dispatch.run(problem, backend)
-    q, _, _, out, lse, *_ = call.given
-    if out is None:
-        out = problem.out.view(*q.shape[:-1], LATENT)
-    result = out, problem.lse if lse is None else lse
-    calls.enter(call.entries, call.key, fire, call.given, problem, result, launched_read=problem.lengths.read)
+    entries, key, given = repeatable
+    q, _, _, out, lse, *_ = given
+    result = problem.out.view(*q.shape[:-1], LATENT) if out is None else out, problem.lse if lse is None else lse
+    calls.enter(entries, key, fire, given, problem, result, launched_read=problem.lengths.read)
     return result
 
 
@@ -347,17 +325,17 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         if is_dynamo_compiling():
             return trace.operator("mla_run")(locals())
         plan = self._in_force()
-        tensors = Tensors(
+        call = MlaCall(
             *_halves(query, q_nope, q_pe), *_halves(kv_cache, ckv_cache, kpe_cache), ckv_scale_arr, out, lse,
-            self._float_workspace_buffer, plan.lengths.read, (bmm1_scale, bmm2_scale), sinks,
+            self._workspace, plan.lengths.read, bmm1_scale, bmm2_scale, sinks,
         )  # fmt: skip
-        numbers = (
+        others = (
             return_lse, return_lse_base_on_e, ckv_scale, kpe_scale, o_scale, skip_softmax_threshold_scale_factor,
             profiler_buffer, kv_len, page_table,
         )  # fmt: skip
-        call = repeated(tensors, numbers, (), plan.entries)
-        if call.found is not None:
-            return call.found if return_lse else call.found[0]
+        repeatable, found = repeated(call, others, (), plan.entries)
+        if found is not None:
+            return found if return_lse else found[0]
         checks.refuse_given(NO_PROFILER, profiler_buffer=profiler_buffer)
         checks.refuse_given("the plan has lengths and pages", kv_len=kv_len, page_table=page_table)
         checks.refuse_given("outputs have 16 bits", o_scale=o_scale)
@@ -376,12 +354,13 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             groups = Part("ckv_scale_arr", checks.tensor("ckv_scale_arr", ckv_scale_arr))
         parts = Parts(*queries, *cache, groups)
         _check_planned(parts, plan)
-        sm_scale = plan.sm_scale if bmm1_scale is None else bmm1_scale
-        options = MlaOptions(
-            plan.causal, sm_scale, 1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse,
-            "ln" if natural else "log2", plan.enable_pdl, sinks, ckv_scale, kpe_scale,
-        )  # fmt: skip
-        found = run(parts, plan.lengths, self._workspace, options, self._backend, call)
+        if bmm1_scale is None:
+            call = call._replace(sm_scale=plan.sm_scale)
+        if bmm2_scale is None:
+            call = call._replace(v_scale=1.0)
+        base = "ln" if natural else "log2"
+        options = MlaOptions(plan.causal, return_lse, base, plan.enable_pdl, ckv_scale, kpe_scale)
+        found = run(parts, plan.lengths, call, options, self._backend, repeatable)
         return found if return_lse else found[0]
 
     def _in_force(self) -> Planned:

@@ -11,7 +11,7 @@ import torch
 from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, MlaOptions, Names, Part, Parts
+from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaCall, MlaLengths, MlaOptions, Names, Part, Parts
 from cute_attn.wrappers import mla
 
 NAMES = Names("query_start_loc", "", "block_table", "seq_lens")
@@ -72,15 +72,15 @@ def decode(
         out[used:].zero_()
         q, out = q[:used], out[:used]
         q_pe, lse = (None if x is None else x[:used] for x in (q_pe, lse))
-    scales = scale * factor, factor
-    tensors = mla.Tensors(q, q_pe, cache, None, None, out, lse, step.workspace, lengths.read, scales, None)
-    call = mla.repeated(tensors, (return_lse, lengths.qo_len), ("vLLM", step.backend))
-    if call.found is None:
+    workspace = Part("workspace", step.workspace)
+    call = MlaCall(q, q_pe, cache, None, None, out, lse, workspace, lengths.read, scale * factor, factor)
+    repeatable, found = mla.repeated(call, (return_lse, lengths.qo_len), ("vLLM", step.backend))
+    if found is None:
         q_nope, q_pe = q.split(DIMS, dim=-1) if q_pe is None else (q, q_pe)
         ckv, kpe = cache.split(DIMS, dim=-1)
         parts = Parts(Part("q_nope", q_nope), Part("q_pe", q_pe), Part("kv_cache", ckv), Part("kv_cache", kpe))
-        options = MlaOptions(True, *scales, out, lse, return_lse, "ln", None)
-        mla.run(parts, lengths, Part("workspace", step.workspace), options, step.backend, call)
+        options = MlaOptions(causal=True, return_lse=return_lse, lse_base="ln")
+        mla.run(parts, lengths, call, options, step.backend, repeatable)
     return all_out, all_lse
 
 
