@@ -107,10 +107,6 @@ def planned(library: Any, backend: str, x: Inputs) -> Call:
     return lambda: made.run(*parts, *x.wide().split((LATENT, ROPE), dim=-1)).view(*x.q.shape[:3], LATENT)
 
 
-def by_flashinfer(backend: str) -> Callable[[Inputs], Call]:
-    return lambda x: planned(flashinfer("flashinfer.mla"), backend, x)
-
-
 def by_flashmla(x: Inputs) -> Call:
     module("vllm._flashmla_C"), module("vllm._flashmla_extension_C")
     found = module("vllm.third_party.flashmla.flash_mla_interface")
@@ -123,8 +119,8 @@ def by_flashmla(x: Inputs) -> Call:
 CANDIDATES: dict[str, Callable[[Inputs], Call]] = {
     "cute_attn": ours,
     "FlashMLA": by_flashmla,
-    "FlashInfer fa3": by_flashinfer("fa3"),
-    "FlashInfer fa2": by_flashinfer("fa2"),
+    "FlashInfer fa3": lambda x: planned(flashinfer("flashinfer.mla"), "fa3", x),
+    "FlashInfer fa2": lambda x: planned(flashinfer("flashinfer.mla"), "fa2", x),
 }
 
 

@@ -290,7 +290,7 @@ def measure_all(device: torch.device) -> dict[str, Any]:
     bindings: dict[str, Callable[[], dict[str, Call]]] = {
         "ours": lambda: {**calls(device), **unplanned_calls(device), **batch_calls(device), **parts(device)},
         "ours, optional tensors": lambda: optional_calls(device) | unplanned_optional_calls(device),
-        "ours, latent": lambda: latent_calls(device),
+        "ours, MLA": lambda: latent_calls(device),
         **peer_calls(device),
     }
     ready: dict[str, Call] = {}

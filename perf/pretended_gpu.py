@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -58,9 +59,6 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     def chosen(features: Features, backend: str = "auto", _: object = None, load: Load = UNKNOWN_LOAD) -> Backend:
         return choose(features._replace(device=DEVICE), backend, arch, load)
 
-    def no(_: object) -> bool:
-        return False
-
     def gpu_of(_: object) -> Gpu:
         return gpu
 
@@ -75,7 +73,7 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
         mock.patch.object(select, "arch_for", return_value=arch),
         mock.patch.object(backends, "_gpu_of", gpu_of),
         mock.patch.object(dispatch_mla, "run", lambda problem, backend: mla_launch.run(problem, gpu)),
-        mock.patch.object(calls, "looks_at_values", no),
+        mock.patch.object(calls, "looks_at_values", operator.not_),
     )
     with contextlib.ExitStack() as stack:
         for patch in patches:
