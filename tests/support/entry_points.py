@@ -390,16 +390,9 @@ FMHA_TENSORS |= {"cum_seq_lens_q": ints(*QO_INDPTR), "cum_seq_lens_kv": ints(*KV
 FMHA_PAGES = without(FMHA_TENSORS, "k", "v") | ONE_CACHE | TABLES | BOUNDS
 
 
-def begin_fmha(_: Tensors, backend: str) -> Call:
-    """Return a call over ragged keys."""
-    options = {"input_layout": "SEPARATE_Q_K_V", "backend": backend}
-    return lambda given: trtllm_fmha(given, *FMHA_NAMES, **options)
-
-
-def begin_fmha_of_pages(_: Tensors, backend: str) -> Call:
-    """Return a call over pages."""
-    options = {"input_layout": "Q_PAGED_KV_NHD", "backend": backend}
-    return lambda given: trtllm_fmha(given, "query", "the cache", **options)
+def begin_fmha(layout: str, *names: str) -> Callable[[Tensors, str], Call]:
+    """Return calls of an input layout, which takes the tensors of these names."""
+    return lambda _, backend: lambda given: trtllm_fmha(given, *names, input_layout=layout, backend=backend)
 
 
 RAGGED_NAMES = {"k": "key", "v": "value", "sinks": "attention_sinks"}
@@ -452,13 +445,13 @@ DECODE_OF_TRTLLM, COLUMNS_OF_TRTLLM = (
 )
 BATCHES_WITHOUT_PLAN = {
     "trtllm context": Entry(unplanned(ROWS) | BOUNDS | SINKS | BMM_SCALES | lse_of(ROWS), CONTEXT),
-    "trtllm fmha": Entry(FMHA_TENSORS, begin_fmha, ("out",)),
+    "trtllm fmha": Entry(FMHA_TENSORS, begin_fmha("SEPARATE_Q_K_V", *FMHA_NAMES), ("out",)),
     "trtllm ragged": Entry(
         RAGGED_TENSORS,
         direct(cute_attn.trtllm_ragged_attention_deepseek, **RAGGED_OPTIONS, **REQUESTS),
         ("out", "lse"),
     ),
-    "trtllm fmha, pages": Entry(FMHA_PAGES, begin_fmha_of_pages, ("out",)),
+    "trtllm fmha, pages": Entry(FMHA_PAGES, begin_fmha("Q_PAGED_KV_NHD", "query", "the cache"), ("out",)),
     **xqa_entries(),
     "trtllm, log2 scale": Entry(unplanned(2) | scales("bmm1_scale_log2"), DECODE_OF_TRTLLM, WRITTEN),
     "trtllm, lse by heads": Entry(unplanned(2) | {"lse": zeros(HEADS, 2, dtype=F32)}, COLUMNS_OF_TRTLLM, WITH_LSE),

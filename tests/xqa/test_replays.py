@@ -159,14 +159,6 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
     assert len(full_checks) == len(driver.recorded) == 4
 
 
-def test_a_copy_of_the_lengths_is_no_replay(driver: RecordingDriver, full_checks: list[Any]) -> None:
-    call = arguments({})
-    call["seq_lens"] = torch.ones(2 * BATCH, dtype=torch.int32)[::2]
-    for _ in range(4):
-        xqa_batch_decode_with_kv_cache(**call)
-    assert len(full_checks) == 4
-
-
 def test_calls_are_bounded_in_number(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "CACHE_SIZE", 8)
     call = arguments({})
