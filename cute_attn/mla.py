@@ -157,11 +157,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
         enable_pdl, is_var_seq, uses_shared_paged_kv_idx, return_lse, max_q_len, multi_ctas_kv_counter_buffer,
         sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax,
     )  # fmt: skip
-    names = "whole", backend, cute_dsl_impl, kv_scale_format, return_lse_base
-    repeatable, found = calls.repeated(call, others, names)
+    texts = "whole", backend, cute_dsl_impl, kv_scale_format, return_lse_base
+    repeatable, found = calls.repeated(call, others, texts)
     if found is not None:
         return found if return_lse else found[0]
-    refuse_other_keys(sparse_mla_top_k, sparse_mla_top_k_lens, uses_shared_paged_kv_idx)
+    if checks.integer("sparse_mla_top_k", sparse_mla_top_k) != 0 or sparse_mla_top_k_lens is not None:
+        checks.refuse("sparse MLA (sparse_mla_top_k, sparse_mla_top_k_lens)", *SPARSE)
+    if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
+        checks.refuse("uses_shared_paged_kv_idx=False", "values are columns of the keys", "one page table")
     one_token = "one query token"
     trtllm_options.refuse_context_parallelism(cp_world, cp_rank, causal_seqlens_kv_global, one_token, enable_dcp)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
@@ -170,7 +173,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     for name, value in (("cute_dsl_impl", cute_dsl_impl), ("kv_scale_format", kv_scale_format)):
         if value != "auto":
             checks.refuse(f"{name}={value!r}", "it chooses among other kernels", f'{name}="auto"')
-    rope = _rotated(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
+    checks.at_least("qk_nope_head_dim", qk_nope_head_dim, 1)
+    names = "kv_lora_rank", "qk_rope_head_dim"
+    latent, rope = (checks.integer(*named) for named in zip(names, (kv_lora_rank, qk_rope_head_dim), strict=True))
+    refuse_dims(names, (latent, rope))
     checks.boolean("is_var_seq", is_var_seq)
     backend = dispatch.checked_name(backend, SAME)
     base = checks.choice("return_lse_base", return_lse_base or "base2", ("base2", "basee"))
@@ -265,19 +271,3 @@ def _lengths(arrays: tuple[Any, ...], max_q_len: Any, query: torch.Tensor) -> Ml
     lengths = MlaLengths.checked(OF_TABLE, arrays, query.shape[1], device)
     lengths.check_rows("query", query)
     return lengths.on(device)
-
-
-def _rotated(nope: Any, rank: Any, rope: Any) -> int:
-    """Check head dimensions, and return the number of rotated columns."""
-    checks.at_least("qk_nope_head_dim", nope, 1)
-    dims = checks.integer("kv_lora_rank", rank), checks.integer("qk_rope_head_dim", rope)
-    refuse_dims(("kv_lora_rank", "qk_rope_head_dim"), dims)
-    return dims[1]
-
-
-def refuse_other_keys(top_k: Any, top_k_lens: Any, shared: Any) -> None:
-    """Refuse calls whose keys are chosen token by token, and tables for keys and for values."""
-    if checks.integer("sparse_mla_top_k", top_k) != 0 or top_k_lens is not None:
-        checks.refuse("sparse MLA (sparse_mla_top_k, sparse_mla_top_k_lens)", *SPARSE)
-    if not checks.boolean("uses_shared_paged_kv_idx", shared):
-        checks.refuse("uses_shared_paged_kv_idx=False", "values are columns of the keys", "one page table")

@@ -394,10 +394,3 @@ def replay_run(plan: BatchPlan, call: RunCall) -> Outputs | None:
         return None
     protected = () if given[3] is given[4] is None else plan.protected or protected_memory(plan)
     return replay(entry, given, (plan.lengths.kv_indices, plan.workspace), protected=protected)
-
-
-def enter_run(plan: BatchPlan, call: RunCall, fire: Fire | None, problem: BatchProblem) -> None:
-    """Leave the entry of a run that passed every check."""
-    key, given = call
-    if given is not None and not plan.lengths.first_row:  # rows before it are filled, which a launch does not
-        enter(plan.cached_runs, key, fire, given, problem, (problem.out, problem.lse))

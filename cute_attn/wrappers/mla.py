@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from cute_attn.wrappers.mla_plan import FORMS, NO_PROFILER, OF_LIST, OF_TABLE, P
 from cute_attn.wrappers.signatures import NotCopied
 
 SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one implementation here stands for all
-Named = tuple[str, Any]  # of an argument
+QUERIES, CACHE = ("query", "q_nope", "q_pe"), ("kv_cache", "ckv_cache", "kpe_cache")
 
 
 Repeatable = tuple[calls.Entries, Any, calls.Given]  # what `calls.enter` takes of a call: the key may be None
@@ -324,10 +325,12 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         """
         if is_dynamo_compiling():
             return trace.operator("mla_run")(locals())
-        plan = self._in_force()
+        plan = self._planned
+        if plan is None:
+            raise NotPlannedError("BatchMLAPagedAttentionWrapper.plan() must come before run()")
         call = MlaCall(
-            *_halves(query, q_nope, q_pe), *_halves(kv_cache, ckv_cache, kpe_cache), ckv_scale_arr, out, lse,
-            self._workspace, plan.lengths.read, bmm1_scale, bmm2_scale, sinks,
+            *_halves(QUERIES, query, q_nope, q_pe), *_halves(CACHE, kv_cache, ckv_cache, kpe_cache), ckv_scale_arr,
+            out, lse, self._workspace, plan.lengths.read, bmm1_scale, bmm2_scale, sinks,
         )  # fmt: skip
         others = (
             return_lse, return_lse_base_on_e, ckv_scale, kpe_scale, o_scale, skip_softmax_threshold_scale_factor,
@@ -345,10 +348,8 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         natural = checks.boolean("return_lse_base_on_e", return_lse_base_on_e)
         _check_lse_mode(plan.lse_mode, bool(return_lse) or lse is not None or natural, natural)
         _check_scales(plan, (ckv_scale, ckv_scale_arr, kpe_scale), (bmm1_scale, bmm2_scale))
-        queries = _operand(("query", query), ("q_nope", q_nope), ("q_pe", q_pe), plan.layouts[0], plan.rope)
-        cache = _operand(
-            ("kv_cache", kv_cache), ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache), plan.layouts[1], plan.rope
-        )
+        queries = _operand(QUERIES, query, call[:2], plan.layouts[0], plan.rope)
+        cache = _operand(CACHE, kv_cache, call[2:4], plan.layouts[1], plan.rope)
         groups = None
         if ckv_scale_arr is not None:
             groups = Part("ckv_scale_arr", checks.tensor("ckv_scale_arr", ckv_scale_arr))
@@ -362,11 +363,6 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         options = MlaOptions(plan.causal, return_lse, base, plan.enable_pdl, ckv_scale, kpe_scale)
         found = run(parts, plan.lengths, call, options, self._backend, repeatable)
         return found if return_lse else found[0]
-
-    def _in_force(self) -> Planned:
-        if self._planned is None:
-            raise NotPlannedError("BatchMLAPagedAttentionWrapper.plan() must come before run()")
-        return self._planned
 
 
 # ---- arguments
@@ -406,34 +402,25 @@ def _check_scales(plan: Planned, cache: tuple[Any, Any, Any], products: tuple[An
             )
 
 
-def _halves(whole: Any, latent: Any, rotated: Any) -> tuple[Any, Any]:
-    """Return the tensors of queries or of a cache, whose arguments are not checked yet: both parts, or one with both
-    and None.
-    """
+def _halves(names: Sequence[str], whole: Any, latent: Any, rotated: Any) -> tuple[Any, Any]:
+    """Return the tensors of queries or of a cache, not checked yet: both parts, or one with both and None."""
     if whole is None:
         return latent, rotated
     if not latent is rotated is None:
-        return None, None
+        raise ArgumentError("{} must not come with {} and {}".format(*names))
     return tuple(whole) if isinstance(whole, tuple | list) and len(whole) == 2 else (whole, None)
 
 
-def _operand(whole: Named, nope: Named, rope: Named, planned: str | None, dim: int) -> tuple[Part, Part]:
-    """Return both parts of queries or of a cache, from one argument or two. `dim`: rotated columns."""
-    name, value = whole
-    if value is not None and not nope[1] is rope[1] is None:
-        raise ArgumentError(f"{name} must not come with {nope[0]} and {rope[0]}")
-    if isinstance(value, torch.Tensor):
-        layout, parts = "packed", split_rows(name, value, (3,), f"[..., {LATENT + dim}]", dim)
-    else:
-        layout = "split"
-        both = value if isinstance(value, tuple | list) and len(value) == 2 else (nope[1], rope[1])
-        parts = (
-            whole_part(nope[0], both[0], LATENT, f"[..., {LATENT}]"),
-            whole_part(rope[0], both[1], dim, f"[..., {dim}]"),
-        )
+def _operand(names: Sequence[str], whole: Any, halves: tuple[Any, Any], planned: Any, dim: int) -> tuple[Part, Part]:
+    """Return both parts of queries or of a cache from what `_halves` returned of them. `dim`: rotated columns."""
+    name, latent, rotated = names
+    layout = "packed" if isinstance(whole, torch.Tensor) else "split"
     if planned not in (None, layout):
         raise ArgumentError(f"{name} must be {planned}, as planned, got it {layout}")
-    return parts
+    if layout == "packed":
+        return split_rows(name, whole, (3,), f"[..., {LATENT + dim}]", dim)
+    part = whole_part(latent, halves[0], LATENT, f"[..., {LATENT}]")
+    return part, whole_part(rotated, halves[1], dim, f"[..., {dim}]")
 
 
 def _check_planned(parts: Parts, plan: Planned) -> None:
