@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.dispatch import mla as dispatch
+from cute_attn.dispatch import select
+from cute_attn.dispatch.mla import BACKENDS
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options
@@ -178,7 +179,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     latent, rope = (checks.integer(*named) for named in zip(names, (kv_lora_rank, qk_rope_head_dim), strict=True))
     refuse_dims(names, (latent, rope))
     checks.boolean("is_var_seq", is_var_seq)
-    backend = dispatch.checked_name(backend, SAME)
+    backend = select.checked_name(backend, BACKENDS, SAME)
     base = checks.choice("return_lse_base", return_lse_base or "base2", ("base2", "basee"))
     queries, shape = _rows(query, cum_seq_lens_q, rope)
     lengths = _lengths((cum_seq_lens_q, None, block_tables, seq_lens), max_q_len, query)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from cute_attn.dispatch import emulator, select
+from cute_attn.dispatch import emulator
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.operands import Fire
@@ -14,11 +12,6 @@ from cute_attn.request.mla import MlaProblem
 
 BACKENDS = ("auto", "mla", "reference", "emulator")
 RUNS_ON = {"cuda": ("auto", "mla", "reference"), "cpu": ("auto", "reference", "emulator")}
-
-
-def checked_name(backend: Any, same: tuple[str, ...]) -> str:
-    """Return the name of a backend of BACKENDS: `select.checked_name`."""
-    return select.checked_name(backend, BACKENDS, same)
 
 
 def run(problem: MlaProblem, backend: str) -> Fire | None:

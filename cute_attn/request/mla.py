@@ -167,9 +167,9 @@ class MlaProblem(NamedTuple):
 
     settings: MlaSettings
     lengths: MlaLengths
-    q_nope: torch.Tensor  # [num_tokens, num_heads, LATENT]
+    q: torch.Tensor  # [num_tokens, num_heads, LATENT]
     q_pe: torch.Tensor  # [num_tokens, num_heads, ROPE], or [..., 0]
-    ckv: torch.Tensor  # [num_pages, page_size, LATENT]
+    k: torch.Tensor  # [num_pages, page_size, LATENT]: values too
     kpe: torch.Tensor  # [num_pages, page_size, ROPE], or [..., 0]
     out: torch.Tensor  # [num_tokens, num_heads, LATENT]
     lse: torch.Tensor | None  # [num_tokens, num_heads] fp32
@@ -177,20 +177,10 @@ class MlaProblem(NamedTuple):
     scale: torch.Tensor | None = None  # one-element fp32 device tensors: factors of scores and of values
     v_scale: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # [num_heads] fp32, natural-log domain
-    ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, LATENT / GROUP] fp32, factors of groups of ckv
-
-    # What launches of all problems take as q, k and v.
+    ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, LATENT / GROUP] fp32, factors of groups of k
 
     @property
-    def q(self) -> torch.Tensor:
-        return self.q_nope
-
-    @property
-    def k(self) -> torch.Tensor:
-        return self.ckv
-
-    @property
-    def v(self) -> torch.Tensor:
+    def v(self) -> torch.Tensor:  # where launches of other problems take it
         return self.kpe
 
 
@@ -360,13 +350,13 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
 
 def check_values(problem: MlaProblem) -> None:
     """Check lengths and page numbers, which launches trust. On a GPU this synchronises; a capture reads none."""
-    if problem.q_nope.is_cuda and torch.cuda.is_current_stream_capturing():
+    if problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     lengths, page_size = problem.lengths, problem.settings.page_size
     used = UsedPages.of(*lengths.on_host(page_size), page_size)
-    used.check(used.take(lengths.kv_indices), problem.ckv.shape[0], lengths.names.kv_indices)
+    used.check(used.take(lengths.kv_indices), problem.k.shape[0], lengths.names.kv_indices)
     if lengths.qo_indptr is not None:
-        bounds, rows = lengths.qo_indptr.tolist(), problem.q_nope.shape[0]
+        bounds, rows = lengths.qo_indptr.tolist(), problem.q.shape[0]
         operands.check_bounds(lengths.names.qo_indptr, bounds, lengths.qo_len)
         if bounds[-1] > rows:
             name = lengths.names.qo_indptr

@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import mla as dispatch
+from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, NotPlannedError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import short
@@ -108,7 +109,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         name = "float_workspace_buffer"
         self._float_workspace_buffer, _ = scratch_memory(name, float_workspace_buffer)  # serving engines read it
         self._workspace = Part(name, self._float_workspace_buffer)
-        self._backend = dispatch.checked_name(backend, SAME)
+        self._backend = select.checked_name(backend, dispatch.BACKENDS, SAME)
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
         buffers = dict(zip(OF_LIST, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
         self._graph: GraphBuffers | None = None

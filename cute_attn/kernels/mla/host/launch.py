@@ -66,10 +66,10 @@ def run(problem: MlaProblem, gpu: Gpu) -> Fire:
 def bind(problem: MlaProblem, gpu: Gpu) -> Fire:
     """Return a function that runs calls which differ from `problem` in addresses."""
     settings, lengths = problem.settings, problem.lengths
-    if not lengths.batch_size or not lengths.qo_len or not problem.q_nope.shape[0]:
+    if not lengths.batch_size or not lengths.qo_len or not problem.q.shape[0]:
         return launch_nothing
     bounds, config = prepared(loaded, settings, lengths.qo_len, gpu)
-    tensors = problem.q_nope, problem.q_pe, problem.ckv, problem.kpe, problem.out, problem.ckv_scales
+    tensors = problem.q, problem.q_pe, problem.k, problem.kpe, problem.out, problem.ckv_scales
     strides = tuple([0 if x is None else x.stride(axis) * x.itemsize for x in tensors for axis in (0, 1)])
     table_stride = lengths.kv_indices.stride(0) if lengths.kv_indptr is None else 0
     settled = config.grid, strides, (table_stride, lengths.batch_size)
