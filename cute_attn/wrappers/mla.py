@@ -31,7 +31,7 @@ from cute_attn.request.mla import (
 from cute_attn.request.operands import scratch_memory
 from cute_attn.wrappers import calls, mla_plan
 from cute_attn.wrappers.graph import GraphBuffers
-from cute_attn.wrappers.mla_plan import FORMS, NO_PROFILER, OF_LIST, OF_TABLE, Planned
+from cute_attn.wrappers.mla_plan import FORMS, LAYOUTS, NO_PROFILER, OF_LIST, OF_TABLE, Planned
 from cute_attn.wrappers.signatures import NotCopied
 
 SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one implementation here stands for all
@@ -195,13 +195,17 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         ------
         ArgumentError, ArgumentTypeError, LayoutError, NotSupported. After an error the previous plan is in force.
         """
-        mla_plan.refuse_results(output_scale, skip_softmax, use_profiler)
+        if output_scale != "none":
+            checks.refuse(f"output_scale={output_scale!r}", "outputs have 16 bits", "bmm2_scale of run")
+        checks.refuse_given("no weight is dropped from the softmax", skip_softmax=skip_softmax)
+        checks.refuse_given(NO_PROFILER, use_profiler=use_profiler)
         dims = checks.whole("head_dim_ckv", head_dim_ckv), checks.whole("head_dim_kpe", head_dim_kpe)
         mla_plan.refuse_dims(("head_dim_ckv", "head_dim_kpe"), dims)
         dtypes = mla_plan.plan_dtypes(q_data_type, kv_data_type, output_dtype)
         page_size = checks.at_least("page_size", page_size, 1)
         given = locals()
         lengths = mla_plan.plan_lengths(metadata, {name: given[name] for name in mla_plan.FIELDS}, page_size)
+        layouts = {"query_layout": query_layout, "kv_cache_layout": kv_cache_layout}
         options = (
             checks.at_least("num_heads", num_heads, 1),
             dims[1],
@@ -209,7 +213,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             dtypes,
             checks.boolean("causal", causal),
             checks.real("sm_scale", sm_scale),
-            mla_plan.plan_layouts(query_layout=query_layout, kv_cache_layout=kv_cache_layout),
+            tuple(None if value is None else checks.choice(name, value, LAYOUTS) for name, value in layouts.items()),
             *mla_plan.plan_modes(lse_mode, scale_mode, dtypes[1], dynamic=metadata is None),
             None if enable_pdl is None else checks.boolean("enable_pdl", enable_pdl),
             checks.boolean("use_sinks", use_sinks),
