@@ -68,7 +68,7 @@ def ring(text: str, start: XqaSpec) -> XqaSpec:
 def resident(spec: XqaSpec, arch: Arch) -> bool:
     """Tells whether the CTAs of a ring, guests included, fit the shared memory of an SM together."""
     ctas = spec.ctas + spec.guests
-    return ctas * (XqaMemory.of(spec).bytes + tiles.RESERVED_SMEM) <= arch.smem_limit + tiles.RESERVED_SMEM
+    return ctas * (XqaMemory(spec).bytes + tiles.RESERVED_SMEM) <= arch.smem_limit + tiles.RESERVED_SMEM
 
 
 def around(start: XqaSpec, w: BatchWorkload, arch: Arch) -> list[XqaSpec]:
@@ -86,7 +86,7 @@ def around(start: XqaSpec, w: BatchWorkload, arch: Arch) -> list[XqaSpec]:
 
 def _fits(spec: XqaSpec, arch: Arch) -> bool:
     try:
-        memory = XqaMemory.of(spec)
+        memory = XqaMemory(spec)
     except ValueError:  # no slot beside those of the outputs
         return False
     in_flight = spec.ctas * spec.warps * memory.prefetch_distance * memory.slot_bytes

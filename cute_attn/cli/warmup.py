@@ -156,7 +156,7 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
     from cute_attn.dispatch.families import FAMILIES
     from cute_attn.errors import NotSupported
     from cute_attn.kernels.plan.spec import default_specs as plan_specs
-    from cute_attn.kernels.xqa.lengths.spec import LengthsSpec
+    from cute_attn.kernels.xqa.spec import LengthsSpec
 
     found: list[KernelSpec] = []
     reasons = []

@@ -17,13 +17,12 @@ from cute_attn.kernels.fa3.tiles import ARCH as FA3_ARCH
 from cute_attn.kernels.fa4.default_specs import default_specs as fa4_specs
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
 from cute_attn.kernels.fa4.tiles import ARCHS as FA4_ARCHS
-from cute_attn.kernels.mla.default_specs import default_specs as mla_specs
 from cute_attn.kernels.mla.spec import HopperMlaSpec, MlaSpec
+from cute_attn.kernels.mla.tiles import default_specs as mla_specs
 from cute_attn.kernels.plan.spec import PlanSpec
 from cute_attn.kernels.plan.spec import default_specs as plan_specs
 from cute_attn.kernels.xqa.default_specs import default_specs as xqa_specs
-from cute_attn.kernels.xqa.lengths.spec import LengthsSpec
-from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.spec import LengthsSpec, XqaSpec
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.spec import KernelSpec

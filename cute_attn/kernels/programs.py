@@ -9,8 +9,7 @@ from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.mla.spec import HopperMlaSpec, MlaSpec
 from cute_attn.kernels.plan.spec import PlanSpec
-from cute_attn.kernels.xqa.lengths.spec import LengthsSpec
-from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.spec import LengthsSpec, XqaSpec
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.spec import KernelSpec, Program
 
@@ -48,11 +47,13 @@ def program(spec: KernelSpec, arch: str) -> Program:
 
         return PlanProgram(spec, arch)
     if isinstance(spec, LengthsSpec):
-        from cute_attn.kernels.xqa.lengths.kernel import LengthsProgram
+        from cute_attn.kernels.xqa.lengths import LengthsProgram
 
         return LengthsProgram(spec, arch)
     if isinstance(spec, XqaUmmaSpec):
-        return _xqa_umma_program(spec, arch)
+        from cute_attn.kernels.xqa.umma.kernel import XqaUmmaProgram
+
+        return XqaUmmaProgram(spec, arch)
     raise TypeError(f"no program for {spec!r}")
 
 
@@ -64,16 +65,6 @@ def _fa2_program(spec: Fa2Spec, arch: str) -> Program:
     from cute_attn.kernels.fa2.kernel import Fa2Program
 
     return Fa2Program(spec, arch)
-
-
-def _xqa_umma_program(spec: XqaUmmaSpec, arch: str) -> Program:
-    if spec.kv_bits == 8:
-        from cute_attn.kernels.xqa.umma.fp8 import Fp8UmmaProgram
-
-        return Fp8UmmaProgram(spec, arch)
-    from cute_attn.kernels.xqa.umma.kernel import XqaUmmaProgram
-
-    return XqaUmmaProgram(spec, arch)
 
 
 def _fa3_program(spec: Fa3Spec, arch: str) -> Program:

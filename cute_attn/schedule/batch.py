@@ -175,7 +175,7 @@ def query_tiles(lengths: BatchLengths, params: SchedulerParams) -> Items:
     begin, end = _visible_kv_tiles(first_row, qo_len, kv_len, causal, params)
     if lengths.key_bounds is None:
         return Items(request, first_row, begin, end, end if params.window_left < 0 else end - begin)
-    # `kernels.blocks.multi_item.KeyBounds` leaves the same tiles out in a CTA.
+    # `kernels.blocks.masks.KeyBounds` leaves the same tiles out in a CTA.
     prefix_end, item_start = lengths.key_bounds[lengths.qo_indptr[request] + first_row // group].T
     hidden = -(-prefix_end // cols)
     gap = np.stack((hidden, np.maximum(item_start // cols, hidden)))

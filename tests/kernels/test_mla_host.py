@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
 from cute_attn.kernels.mla.host import launch
-from cute_attn.kernels.mla.smem import MlaMemory
+from cute_attn.kernels.mla.smem import HopperMlaMemory, MlaMemory
 from cute_attn.kernels.mla.spec import LATENT, CacheForm, HopperMlaSpec, MlaSpec
 from cute_attn.kernels.mla.tiles import choose, choose_tile
 from cute_attn.request.mla import MlaSettings

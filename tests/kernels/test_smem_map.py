@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from cute_attn.kernels.blocks.roles import WarpRole, empty_arrivals, full_arrivals
+from cute_attn.kernels.blocks.pipeline import WarpRole, empty_arrivals, full_arrivals
 from cute_attn.kernels.blocks.smem_map import RingLayout, Scratch, SmemMap
 from cute_attn.kernels.fa3.default_specs import default_specs
 from cute_attn.kernels.fa3.smem import HopperMemory, Nvfp4KvMemory

@@ -334,12 +334,12 @@ def test_every_head_dim_has_a_kernel(arch: Arch) -> None:
         for head_dim in (dim for dim in range(8, 1024, 8) if is_head_dim(dim, KV_BITS[kv])):
             rule = tiles.find(arch, KV_BITS[kv], head_dim, shape)
             spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, True, rule, arch)
-            memory = XqaMemory.of(spec)
+            memory = XqaMemory(spec)
             assert memory.bytes <= arch.smem_limit
             assert spec.team * spec.warp_dim == head_dim
             assert spec.warp_dim <= spec.tile_dim < 2 * max(32, spec.warp_dim)
             in_flight[kv, rows, shape, head_dim] = (
-                spec.warps * spec.ctas * memory.prefetch_distance * memory.cols * memory.source_bytes
+                spec.warps * spec.ctas * memory.prefetch_distance * spec.cols * memory.source_bytes
             )
         if arch.smem_limit > 1 << 17 and KV_BITS[kv] > 4:
             assert in_flight[kv, rows, shape, 512] >= in_flight[kv, rows, shape, 256]

@@ -117,7 +117,7 @@ def test_rings_around_that_of_the_table_fit(batch_size: int, kv_dtype: str) -> N
     assert start in found
     assert len({rings.title(spec) for spec in found}) == len(found) > 10
     for spec in found:
-        bytes_of_ctas = (spec.ctas + spec.guests) * (XqaMemory.of(spec).bytes + RESERVED_SMEM)
+        bytes_of_ctas = (spec.ctas + spec.guests) * (XqaMemory(spec).bytes + RESERVED_SMEM)
         assert bytes_of_ctas <= HOPPER.smem_limit + RESERVED_SMEM
         assert (spec.kv_dtype, spec.head_dim, spec.row_blocks) == (start.kv_dtype, start.head_dim, start.row_blocks)
 

@@ -7,9 +7,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_attn.kernels.append.conversions import E2M1, E4M3, FP8, conversion, multiply
 from cute_attn.kernels.append.memory import ITEMSIZE, Elements, load, store, store_words
-from cute_attn.kernels.append.rounding import Block, Divisor, GlobalScale, codes, divisor, global_scale, nearest, scaled
+from cute_attn.kernels.append.rounding import (
+    E2M1,
+    E4M3,
+    FP8,
+    Block,
+    Divisor,
+    GlobalScale,
+    codes,
+    conversion,
+    divisor,
+    global_scale,
+    multiply,
+    nearest,
+    scaled,
+)
 from cute_attn.kernels.append.slots import Slot
 from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, VECTOR, AppendSpec
 from cute_attn.kernels.blocks import ptx

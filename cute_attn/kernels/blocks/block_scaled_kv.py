@@ -13,12 +13,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV
+from cute_attn.kernels.blocks.kv_sources import DenseTmaKV, GatheredFp8KV, KvSource
 from cute_attn.kernels.blocks.persistent_params import Maps, extended
 from cute_attn.kernels.blocks.producer import Producer
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, KvSource
 
 LANES = 32
 WORD = 4
@@ -162,7 +161,7 @@ class BlockScaledProducer(Producer):
 
     def source(self, p: Any, maps: Maps, work: QueryTile) -> Any:
         source = super().source(p, maps, work)
-        kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+        kv_head = work.kv_head(p)
         cols, lane = self.spec.tile.cols, cute.arch.thread_idx()[0]
         k, v = (
             ScaledOperand(

@@ -6,7 +6,7 @@ below 2^15; and bf16 q, its rows multiplied by powers of two that bring their la
 below 2^-39 of that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,32 +25,25 @@ from cute_attn.kernels.formats import LINE
 OPERAND = "float16"
 TARGET_EXPONENT = 14  # of a row's largest number
 MAX_EXPONENT = 100  # of a row's factor: reached by rows of zeros, or nearly so
-MIN_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SWIZZLE_ROWS = 8  # after which the swizzle repeats; a warp's four lanes per row read 64 elements
 
 
-def largest_magnitude(words: Sequence[Int32], largest: Int32) -> Int32:
-    """Returns the largest magnitude of bf16 pairs and `largest`, as fp32 with extra low bits."""
-    for word in words:
-        for number in (word, word << 16):
-            largest = ptx.maximum(largest, number & Int32(0x7FFFFFFF))
-    return largest
-
-
-def normalizing_factors(largest: Int32) -> tuple[Float32, Float32]:
-    """Returns the power of two that brings `largest` to 2^TARGET_EXPONENT, and its inverse."""
-    exponent = ptx.minimum(Int32(TARGET_EXPONENT + 127) - (largest >> 23), Int32(MAX_EXPONENT))
+def normalize(places: Sequence[tuple[Int32, int]], of_row: Callable[[Int32], Int32]) -> Float32:
+    """Converts a thread's part of a row of bf16 q to fp16, in place, times the power of two that brings the row's
+    largest number to 2^TARGET_EXPONENT; returns the inverse. `places`: 16 bytes each; `of_row`: maximum over the
+    threads of a row.
+    """
+    largest = Int32(0)
+    for place in places:
+        for word in ptx.ld_shared_v4(*place):
+            for number in (word, word << 16):  # as fp32, with extra low bits
+                largest = ptx.maximum(largest, number & Int32(0x7FFFFFFF))
+    exponent = ptx.minimum(Int32(TARGET_EXPONENT + 127) - (of_row(largest) >> 23), Int32(MAX_EXPONENT))
     factor, inverse = (ptx.from_bits((127 + x) << 23) for x in (exponent, Int32(0) - exponent))
-    return factor, inverse
-
-
-def normalized(words: Sequence[Int32], factor: Float32) -> list[Int32]:
-    """Converts bf16 pairs, times `factor`, to fp16."""
-    pairs = []
-    for word in words:
-        low, high = ptx.unpack_16("bfloat16", word)
-        pairs.append(ptx.pack_16(OPERAND, low * factor, high * factor))
-    return pairs
+    for place in places:
+        halves = (ptx.unpack_16("bfloat16", word) for word in ptx.ld_shared_v4(*place))
+        ptx.st_shared_v4(*place, [ptx.pack_16(OPERAND, low * factor, high * factor) for low, high in halves])
+    return inverse
 
 
 @dataclass(frozen=True)

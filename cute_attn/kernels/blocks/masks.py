@@ -45,6 +45,14 @@ class TileOrder:
         """Tile of a step known to be past the masked ones: one subtraction from a constant of the CTA."""
         return (self.full_end + (self.masked - Int32(1))) - step
 
+    def skipped(self, stop: Int32, rows: PackedRows, row: Int32, cols: int) -> Int32:
+        """Number of tiles at the start of the order of which the rows from `row` see nothing: the right edge is first,
+        and the last of them sees the keys before `stop`. All, where there are no such rows.
+        """
+        end = (ptx.maximum(stop, Int32(0)) + Int32(cols - 1)) // cols
+        beyond = ptx.minimum(ptx.maximum(self.end - end, Int32(0)), self.end - self.full_end)
+        return ptx.select(cutlass.or_(end <= self.begin, rows.exists(row) == Boolean(False)), self.total, beyond)
+
     def with_full(self, bits: Int32) -> "TileOrder":
         """The same tiles if `bits` is -1. If it is 0, all of them count as masked, so that their order is from the last
         to the first: a row's sums are then rounded in one order whatever rows share its tile.
@@ -139,7 +147,7 @@ class PackedMask(BandMask):
             token = self.rows.token(self.lanes.row(slot))
             words = self.row_words(token, warp_col)
             for register, column in self.layout.places(slot):
-                bit = words[column // 32] & Int32(_signed(1 << column % 32))
+                bit = words[column // 32] & Int32(1 << column % 32 if column % 32 < 31 else -(1 << 31))
                 out[register] = ptx.select(bit != Int32(0), out[register], Float32(ptx.NEG_INF))
         return out
 
@@ -173,10 +181,6 @@ def load_mask_word(address: Int64, end: Int64) -> Int32:
     return word
 
 
-def _signed(bits: int) -> int:
-    return bits - (1 << 32) if bits >= 1 << 31 else bits
-
-
 def funnel_shift_right(low: Int32, high: Int32, shift: Int32) -> Int32:
     """Returns the low 32 bits of (high:low) >> shift, for shift in [0, 31]."""
     return ptx.asm("shf.r.wrap.b32 $0, $1, $2, $3;", [Int32], [low, high, shift], pure=True)
@@ -202,3 +206,175 @@ def hide(s: list[Float32], hidden: Int32, value: Float32) -> list[Float32]:
     word = ptx.opaque(hidden)  # hoisted out of a loop, each test would take an instruction of its own
     bits = [word & Int32(1 << i if i < 31 else -(1 << 31)) for i in range(len(s))]
     return [ptx.select(bit == Int32(0), x, value) for x, bit in zip(s, bits, strict=True)]
+
+
+# --- ranges of keys ---------------------------------------------------------------------------------------------------
+
+
+NO_KEY = (1 << 31) - 1  # where an empty interval starts
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Keys [start, stop); an empty one has `start` >= `stop`."""
+
+    start: Int32
+    stop: Int32
+
+    @property
+    def empty(self) -> cutlass.Boolean:
+        return self.start >= self.stop
+
+    def sees(self, col: Int32) -> cutlass.Boolean:
+        return cutlass.and_(col >= self.start, col < self.stop)
+
+
+@dataclass(frozen=True)
+class RangeMask(BandMask):
+    """Band, and the keys of each token's range: int32 `[rows of q, 2]`, the first and the last key, (-1, -1) for none.
+
+    A range need not contain its token, nor touch the token's part of the band. `left`: the first key of a range that a
+    token at position p sees is not before p + left.
+    """
+
+    ranges: Int64
+    left: Int32
+    last_token: Int32
+
+    def band_of(self, token: Int32) -> Interval:
+        return Interval(ptx.maximum(Int32(0), token + self.band.left), self.band.stop(token))
+
+    def range_of(self, token: Int32) -> Interval:
+        first, last = ptx.ld_global_v2(self.ranges + Int64(self.rows.start + token) * Int64(8))
+        position = token + self.band.right
+        start = ptx.maximum(ptx.maximum(first, position + self.left), Int32(0))
+        return Interval(start, ptx.minimum(last, self.band.kv_end - Int32(1)) + Int32(1))
+
+    def tiles(self, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
+        """Tiles from the first to the last key that a row sees. Those are full that lie in one interval of each row.
+
+        The lanes of a warp share the tokens, so that all of them must be here.
+        """
+        begin, end, full_begin, full_end = Int32(NO_KEY), Int32(0), Int32(0), Int32(NO_KEY)
+        low, lane = self.rows.token(Int32(0)), cute.arch.lane_idx()
+        for i in range((tile_rows + WARP - 1) // WARP):
+            token = ptx.minimum(low + lane + Int32(WARP * i), self.last_token)
+            band, own = self.band_of(token), self.range_of(token)
+            begin = ptx.minimum(begin, ptx.minimum(self._start(band), self._start(own)))
+            end = ptx.maximum(end, ptx.maximum(band.stop, own.stop))
+            whole = self._whole(band, own)
+            full_begin, full_end = ptx.maximum(full_begin, whole.start), ptx.minimum(full_end, whole.stop)
+        begin, full_end = ptx.warp_minimum(begin), ptx.warp_minimum(full_end)
+        end, full_begin = ptx.warp_maximum(end), ptx.warp_maximum(full_begin)
+
+        begin = ptx.minimum(last, ptx.maximum(first, begin // cols))
+        end = ptx.maximum(begin, ptx.minimum(last, (end + Int32(cols - 1)) // cols))
+        full_end = ptx.maximum(begin, ptx.minimum(end, ptx.maximum(full_end, Int32(0)) // cols))
+        full_begin = ptx.minimum(ptx.maximum(begin, (full_begin + Int32(cols - 1)) // cols), full_end)
+        return TileOrder(begin, full_begin, full_end, end)
+
+    @staticmethod
+    def _start(interval: Interval) -> Int32:
+        return ptx.select(interval.empty, Int32(NO_KEY), interval.start)
+
+    @staticmethod
+    def _whole(band: Interval, own: Interval) -> Interval:
+        """Returns keys that a token sees without a gap: both intervals if they touch, else the band's."""
+        touch = cutlass.and_(own.start <= band.stop, band.start <= own.stop)
+        joined = cutlass.and_(touch, cutlass.and_(own.start < own.stop, band.start < band.stop))
+        start = ptx.select(joined, ptx.minimum(band.start, own.start), band.start)
+        return Interval(start, ptx.select(joined, ptx.maximum(band.stop, own.stop), band.stop))
+
+    def seen_by(self, token: Int32, first_col: Int32) -> Sees:
+        token = ptx.minimum(token, self.last_token)
+        band, own = (
+            Interval(x.start - first_col, x.stop - first_col) for x in (self.band_of(token), self.range_of(token))
+        )
+        return lambda column: cutlass.or_(band.sees(column), own.sees(column))
+
+
+# --- multi-item scoring -----------------------------------------------------------------------------------------------
+
+# A query token sees a prefix and the keys of its own item up to itself, not those of other items. The keys between are
+# hidden: tiles of which no row sees a key are left out of the order of kv tiles.
+
+
+@dataclass(frozen=True)
+class GappedTileOrder(TileOrder):
+    """The kv tiles [begin, end) of a CTA without the gap [gap_begin, gap_end), which is empty or before the last tile;
+    `full_end` is not past the gap. Tiles before the gap that are not full come after those behind it.
+    """
+
+    gap_begin: Int32
+    gap_end: Int32
+
+    @property
+    def gap(self) -> Int32:
+        return self.gap_end - self.gap_begin
+
+    @property
+    def masked(self) -> Int32:
+        return super().masked - self.gap
+
+    @property
+    def total(self) -> Int32:
+        return super().total - self.gap
+
+    def at(self, step: Int32) -> Int32:
+        right = self.end - self.full_end - self.gap
+        from_right = self.end - Int32(1) - step
+        from_right = ptx.select(from_right < self.gap_end, from_right - self.gap, from_right)
+        masked_tile = ptx.select(step < right, from_right, self.begin + (step - right))
+        return ptx.select(step < self.masked, masked_tile, self.full_at(step))
+
+
+@dataclass(frozen=True)
+class KeyBounds:
+    """Bounds of the hidden keys of every query token: int32 `[rows of q, 2]`, the end of the prefix and the first key
+    of the token's item, which does not decrease within a request. Rows for a whole tile follow the last token's.
+    """
+
+    address: Int64
+    rows: PackedRows
+
+    def of(self, row: Int32) -> tuple[Int32, Int32]:
+        """Loads the bounds of a row."""
+        return self.of_token(self.rows.token(row))
+
+    def of_token(self, token: Int32) -> tuple[Int32, Int32]:
+        """Loads the bounds of a token of the request; past its last they mean nothing."""
+        prefix_end, item_start = ptx.ld_global_v2(self.address + Int64(self.rows.start + token) * Int64(8))
+        return prefix_end, item_start
+
+    def order(self, band: TileOrder, cols: int) -> GappedTileOrder:
+        """Tiles of `band` of which some row sees a key. The first row sees the most of what is hidden from others."""
+        prefix_end, item_start = self.of(Int32(0))
+        full_end = ptx.maximum(ptx.minimum(band.full_end, prefix_end // cols), band.begin)
+        gap_begin = ptx.minimum(ptx.maximum((prefix_end + Int32(cols - 1)) // cols, band.begin), band.end)
+        gap_end = ptx.minimum(ptx.maximum(item_start // cols, gap_begin), band.end)
+        # The kernels clear the end of the tile that comes first, which they take for the last one before `end`.
+        nothing_behind = gap_end == band.end
+        return GappedTileOrder(
+            begin=band.begin,
+            full_begin=ptx.minimum(band.full_begin, full_end),
+            full_end=full_end,
+            end=ptx.select(nothing_behind, gap_begin, band.end),
+            gap_begin=gap_begin,
+            gap_end=ptx.select(nothing_behind, gap_begin, gap_end),
+        )
+
+
+@dataclass(frozen=True)
+class MultiItemMask(BandMask):
+    """Band without the keys between the prefix and a row's item; all tiles behind the prefix are masked."""
+
+    bounds: KeyBounds
+
+    def tiles(self, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
+        return self.bounds.order(super().tiles(tile_rows, cols, first, last), cols)
+
+    def seen_by(self, token: Int32, first_col: Int32) -> Sees:
+        inside = super().seen_by(token, first_col)
+        prefix_end, item_start = (bound - first_col for bound in self.bounds.of_token(token))
+        return lambda column: cutlass.and_(inside(column), cutlass.or_(column < prefix_end, column >= item_start))

@@ -12,22 +12,18 @@ from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.composition import AttentionProgram
-from cute_attn.kernels.blocks.cta import ONE_CTA, OneCta
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
-from cute_attn.kernels.blocks.gathered_kv import GatheredKV
-from cute_attn.kernels.blocks.masks import PackedMask, TileOrder
-from cute_attn.kernels.blocks.multi_item import KeyBounds
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, ScaledPartialEpilogue
+from cute_attn.kernels.blocks.kv_sources import GatheredKV
+from cute_attn.kernels.blocks.masks import KeyBounds, PackedMask, TileOrder
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
-from cute_attn.kernels.blocks.pipeline import SmemRings
-from cute_attn.kernels.blocks.producer import Producer
-from cute_attn.kernels.blocks.roles import WarpRole
-from cute_attn.kernels.blocks.scalars import device_scale
+from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole
+from cute_attn.kernels.blocks.producer import ONE_CTA, OneCta, Producer
+from cute_attn.kernels.blocks.program import AttentionProgram, Epilogues
+from cute_attn.kernels.blocks.scalars import head_scale
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import GridTiles, ItemTiles, QueryTile, TileSchedule
-from cute_attn.schedule.records import NO_PARTIAL
 
 
 class PersistentProgram(AttentionProgram):
@@ -127,25 +123,15 @@ class PersistentProgram(AttentionProgram):
         """Prepares the rows of q, for which 16-bit rows need nothing; returns the scale of their scores."""
         return scale
 
-    @cute.jit
-    def store(self, p: AnyParams, work: cutlass.Constexpr, write: cutlass.Constexpr) -> None:
-        """Calls `write(target, epilogue)` with the rows that the query tile's results go to."""
-        final_epilogue, partial_epilogue = self.epilogues(p, work)
-        whole = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
-        if cutlass.const_expr(self.spec.schedule == "items"):
-            if work.partial == NO_PARTIAL:
-                write(whole, final_epilogue)
-            else:
-                slot = Int64(work.partial) * Int64(p.head_blocks) + Int64(work.head_block)
-                first = slot * Int64(p.tile_rows)
-                write(Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo), partial_epilogue)
-        elif cutlass.const_expr(self.spec.split):
-            slab = Int64(work.partial) * Int64(p.qo_len) * Int64(p.num_qo_heads)
-            o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4
-            write(Target("float32", o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads), partial_epilogue)
-        else:
-            write(whole, final_epilogue)
+    def epilogues(self, p: PersistentParams, work: QueryTile) -> Epilogues:
+        """Computes both before the branch between them. fp8 v has a scale per head."""
+        if not self.spec.fp8:
+            final = FinalEpilogue.of(p)
+            return lambda: final, PartialEpilogue
+        head = head_scale(p.scale_v, work.kv_head(p))
+        scaled = FinalEpilogue.of(p).scaled(head)
+        return lambda: scaled, lambda: ScaledPartialEpilogue(head)
 
-    def epilogues(self, p: PersistentParams, work: QueryTile) -> tuple[FinalEpilogue, PartialEpilogue]:
-        """Returns the row epilogues of final and of partial outputs."""
-        return FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale), PartialEpilogue()
+    def partial_row(self, p: PersistentParams, work: QueryTile) -> Int64:
+        slot = Int64(work.partial) * Int64(p.head_blocks) + Int64(work.head_block)
+        return slot * Int64(p.tile_rows)

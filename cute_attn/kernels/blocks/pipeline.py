@@ -1,15 +1,14 @@
 """Rings of shared memory between producer, transform and consumer warps, with a full and an empty barrier per slot."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.roles import WarpRole, empty_arrivals, full_arrivals
-from cute_attn.kernels.blocks.smem_map import RECORD_BYTES, SmemMap, TileMemory
+from cute_attn.kernels.blocks.smem_map import RECORD_BYTES, RECORDS_RING, SmemMap, TileMemory
 
 
 class PipelineState(NamedTuple):
@@ -80,10 +79,10 @@ class Ring:
         return PipelineState(ptx.select(state.index_phase == 0, Int32(2 * self.stages), state.index_phase) - 1)
 
 
-def rings_at(layout: SmemMap, base: Int32) -> dict[str, Ring]:
-    """Returns the rings of shared memory from `base`, by name."""
+def rings_at(layout: SmemMap, base: Int32, types: Mapping[str, type[Ring]]) -> dict[str, Ring]:
+    """Returns the rings of shared memory from `base`, by name. `types`: of those that are no plain `Ring`."""
     return {
-        ring.name: Ring(
+        ring.name: types.get(ring.name, Ring)(
             ring.stages,
             ring.slot_bytes,
             base + Int32(layout.offset(ring.name)),
@@ -91,6 +90,31 @@ def rings_at(layout: SmemMap, base: Int32) -> dict[str, Ring]:
         )
         for ring in layout.rings
     }
+
+
+@dataclass(frozen=True)
+class WarpRole:
+    """Warps with one task: the arrival counts of all barriers follow from their rings. `fills`: rings whose slots they
+    fill, with their arrivals at a full barrier; `reads`: rings whose slots each of these warps releases with one
+    arrival. Readers of query tiles' records release `RECORDS_RING`, even if they do not read its slots.
+    """
+
+    name: str
+    warps: int
+    fills: Mapping[str, int]
+    reads: tuple[str, ...] = ()
+    reads_records: bool = False
+
+    def releases(self, ring: str) -> bool:
+        return ring in self.reads or (ring == RECORDS_RING and self.reads_records)
+
+
+def full_arrivals(roles: Iterable[WarpRole], ring: str) -> int:
+    return sum(role.fills.get(ring, 0) for role in roles)
+
+
+def empty_arrivals(roles: Iterable[WarpRole], ring: str) -> int:
+    return sum(role.warps for role in roles if role.releases(ring))
 
 
 @dataclass(frozen=True)
@@ -106,11 +130,15 @@ class SmemRings:
     @classmethod
     def of(cls, memory: TileMemory, base: Int32) -> "SmemRings":
         layout = memory.map
-        rings = rings_at(layout, base)
+        rings = rings_at(layout, base, cls.ring_types(memory))
         staged_k, staged_v = (rings[memory.loaded_ring(operand)] for operand in ("k", "v"))
         records = base + Int32(layout.offset("records"))
         scratch = {part.name: base + Int32(layout.offset(part.name)) for part in layout.scratch}
         return cls(rings, staged_k, staged_v, records, scratch)
+
+    @classmethod
+    def ring_types(cls, memory: Any) -> Mapping[str, type[Ring]]:
+        return {}
 
     @property
     def q(self) -> Ring:

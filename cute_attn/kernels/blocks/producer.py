@@ -3,33 +3,98 @@ K0 Q V0 K1 V1 K2 V2 ... per query tile. K and V go to staging rings where transf
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.cta import OneCta
-from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV, GatheredKV, PageRows
+from cute_attn.kernels.blocks.kv_sources import (
+    DenseTmaKV,
+    GatheredFp8KV,
+    GatheredKV,
+    KvSource,
+    PagedTmaKV,
+    PageRows,
+    TmaOperand,
+)
 from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.tile_scheduler import (
     NO_TILE,
+    DynamicTileScheduler,
     QueryTile,
     TileSchedule,
     WarpgroupTileScheduler,
 )
-from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, KvSource, PagedTmaKV
 from cute_attn.kernels.formats import KV_BITS, LINE
 
 PRODUCER_BARRIER = 8  # named barrier of a warpgroup that gathers; families use other numbers
+
+
+class CtaLoads:
+    """TMA loads of a CTA, at its own barriers."""
+
+    def expect(self, barrier: Int32, num_bytes: int) -> None:
+        """Arrives at the full barrier of a slot, which `num_bytes` of loads will fill."""
+        tma.barrier_expect(barrier, num_bytes)
+
+    def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
+        tma.load_4d(shared, tensor_map, place, barrier, policy)
+
+
+@dataclass(frozen=True)
+class OneCta:
+    """CTA that processes work items alone."""
+
+    @property
+    def cluster(self) -> tuple[int, int, int] | None:
+        """Dimensions of a cluster; None: the kernel is launched without."""
+        return None
+
+    @property
+    def producer_rings(self) -> tuple[str, ...]:
+        """Names of rings by which the producers of a cluster agree."""
+        return ()
+
+    def leads(self) -> Boolean:
+        """Whether this CTA does what is done once per work item."""
+        return Boolean(True)
+
+    def sync(self) -> None:
+        """Waits for all threads that share work items."""
+        ptx.sync_threads()
+
+    def loads(self) -> CtaLoads:
+        return CtaLoads()
+
+    def operands(self, maps: Maps, memory: TileMemory, cols: int) -> tuple[TmaOperand, TmaOperand]:
+        """Returns the parts of K and V that this CTA loads of every kv tile."""
+        return TmaOperand(maps.k, memory.loaded_k, cols), TmaOperand(maps.v, memory.loaded_v, cols)
+
+    def q_boxes(self, rows: int) -> list[tuple[Int32, int]]:
+        """Returns the rows that this CTA loads of a work item of `rows` rows: first row of a box, and where it goes."""
+        return [(Int32(0), 0)]
+
+    def q_rows(self, rows: int) -> int:
+        """Returns how many rows these are in all."""
+        return rows
+
+    def drain(self, ring: Ring, state: PipelineState) -> None:
+        """Waits, after the last load, for releases that others may send until they exit."""
+
+    def scheduler(self, counters: Int64, thread: Int32, rings: Any) -> DynamicTileScheduler:
+        return DynamicTileScheduler(counters, thread)
+
+
+ONE_CTA = OneCta()
 
 
 class Producer:
@@ -125,7 +190,7 @@ class Producer:
 
     def source(self, p: PersistentParams, maps: Maps, work: QueryTile) -> Any:
         cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
-        kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+        kv_head = work.kv_head(p)
         k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:
             return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta.loads())

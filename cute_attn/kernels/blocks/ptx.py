@@ -174,10 +174,32 @@ def ld_shared_u16(address: Int32, offset: int = 0) -> Int32:
     return asm(f"{{.reg .b16 h; ld.shared.b16 h, [$1+{offset}]; cvt.u32.u16 $0, h;}}", [Int32], [address])
 
 
+def load_if(
+    condition: Boolean, address: Int64, offset: int = 0, words: int = 1, form: str = "ld.global", kind: type = Int32
+) -> list[Any]:
+    """Loads 1, 2 or 4 words from global memory; where the condition is false, reads nothing and returns zeros."""
+    temporaries = [f"t{i}" for i in range(words)]
+    names = ", ".join(temporaries)
+    vector, group = (f".v{words}", f"{{{names}}}") if words > 1 else ("", names)
+    text = (
+        f"{{.reg .pred p; .reg .b32 {names}; setp.ne.b32 p, ${words + 1}, 0; "
+        + " ".join(f"mov.b32 {t}, 0;" for t in temporaries)
+        + f" @p {form}{vector}.b32 {group}, [${words}+{offset}]; "
+        + " ".join(f"mov.b32 ${i}, {t};" for i, t in enumerate(temporaries))
+        + "}"
+    )
+    loaded = asm(text, [kind] * words, [address, flag(condition)])
+    return loaded if words > 1 else [loaded]
+
+
 def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
     """Loads if `wanted`; otherwise returns 0 and reads nothing."""
     text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1];}"
     return asm(text, [Int32], [address, flag(wanted)])
+
+
+def load_word_if(condition: Boolean, address: Int64, offset: int = 0) -> Int32:
+    return load_if(condition, address, offset)[0]
 
 
 def ld_page_id_if(address: Int64, wanted: Boolean) -> Int32:

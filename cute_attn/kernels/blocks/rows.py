@@ -57,5 +57,10 @@ class PackedRows:
         last = ptx.minimum(self.first + row + Int32(rows), self.count) - Int32(1)
         return self.group.quotient(last)
 
+    def lse_address(self, lse: Int64, row: Int32, num_heads: Int32) -> Int64:
+        """Address of a row in fp32 [token, head]."""
+        index = Int64(self.start + self.token(row)) * Int64(num_heads) + Int64(self.head(row))
+        return lse + index * Int64(4)
+
     def address(self, base: Int64, row: Int32, token_stride: Int64, head_stride: Int64) -> Int64:
         return base + Int64(self.start + self.token(row)) * token_stride + Int64(self.head(row)) * head_stride

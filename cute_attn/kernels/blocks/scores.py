@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -9,6 +10,19 @@ from cutlass import Float32, Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.register_layout import RegisterLayout, TilePosition
 from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.scalars import device_scale, head_scale
+
+MIN_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
+
+
+def score_scale(p: Any) -> Float32:
+    """Returns the scale of scores of a launch, whose factors device memory may hold."""
+    return p.scale * device_scale(p.scale0) * device_scale(p.scale1)
+
+
+def row_scale(p: Any, work: Any, head: Int32) -> Float32:
+    """Loads and multiplies the scales of a query head's scores, for every query tile anew: registers are scarce."""
+    return score_scale(p) * head_scale(p.scale_k, work.kv_head(p)) * head_scale(p.scale_q, head)
 
 
 @dataclass(frozen=True)

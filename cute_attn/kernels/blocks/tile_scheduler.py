@@ -50,6 +50,9 @@ class QueryTile(NamedTuple):
             kv_start=self.kv_start + base, kv_len=self.kv_len - base, kv_begin=Int32(0), kv_end=self.kv_end - base
         )
 
+    def kv_head(self, p: Any) -> Int32:
+        return Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(self.head_block)
+
     def mask(self, p: Any) -> Int64:
         """Address of the first byte of the packed mask."""
         return p.mask + mask_offset(self.mask_low, self.mask_high)

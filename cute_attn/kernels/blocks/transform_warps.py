@@ -15,8 +15,7 @@ from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import AnyParams
-from cute_attn.kernels.blocks.pipeline import SmemRings, start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole, start
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 
 

@@ -15,9 +15,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, store_numbers
 from cute_attn.kernels.blocks.program import GridProgram
-from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
+from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.blocks.softmax import add
 from cute_attn.kernels.combine.spec import WARPS, CombineSpec
 from cute_attn.kernels.formats import FP8_DTYPES
@@ -142,7 +142,7 @@ class CombineProgram(GridProgram):
         anchor = ptx.select(maximum == ptx.NEG_INF, Float32(0.0), maximum)
         weights = [ptx.exp2(x - anchor) for x in lse]
         total = warp_reduce(add, reduce(add, weights))
-        epilogue = FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+        epilogue = FinalEpilogue.of(p)
         factor, merged = epilogue.row(maximum, total, row.head)
         thread = Int32(cute.arch.thread_idx()[0]) if shared else lane_index()
         if cutlass.and_(thread == 0, p.lse != Int64(0)):
@@ -227,13 +227,8 @@ class CombineProgram(GridProgram):
         if dim < self.spec.head_dim_vo:
             values = [reduce(add, list(four)) * factor for four in zip(*sums, strict=True)]
             destination = p.o + Int64(row.token) * p.o_stride_n + Int64(row.head) * p.o_stride_h
-            if cutlass.const_expr(self.spec.out_dtype == "float32"):
-                ptx.st_global_v4_f32(destination + Int64(dim) * Int64(4), 0, values)
-            elif cutlass.const_expr(self.spec.out_dtype in FP8_DTYPES):
-                ptx.st_global_b32(destination + Int64(dim), 0, ptx.pack_8(self.spec.out_dtype, values))
-            else:
-                pairs = ptx.pack_pairs(self.spec.out_dtype, values)
-                ptx.st_global_v2(destination + Int64(dim) * Int64(2), 0, pairs)
+            size = 1 if self.spec.out_dtype in FP8_DTYPES else 4 if self.spec.out_dtype == "float32" else 2
+            store_numbers(self.spec.out_dtype, destination + Int64(dim) * Int64(size), 0, values)
 
 
 def with_parts(sums: list[list[Float32]], weights: list[Float32], parts: list[list[Float32]]) -> list[list[Float32]]:

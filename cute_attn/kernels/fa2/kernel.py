@@ -19,25 +19,27 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.composition import AttentionProgram
 from cute_attn.kernels.blocks.dequant import e2m1_converter, fp8_converter
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
 from cute_attn.kernels.blocks.masks import BandMask, TileOrder
+from cute_attn.kernels.blocks.program import AttentionProgram, Epilogues
 from cute_attn.kernels.blocks.rope import RowRotation
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
-from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
-from cute_attn.kernels.blocks.scores import Scores
+from cute_attn.kernels.blocks.scalars import shared_memory
+from cute_attn.kernels.blocks.scores import Scores, score_scale
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax
-from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
 from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows
 from cute_attn.kernels.fa2.parts.exchange import Exchange, SharedRows, SlicedRows, SlicedTile
 from cute_attn.kernels.fa2.parts.kv import (
+    Converted,
     DenseKV,
     HalfChunks,
     NoScales,
+    Nvfp4,
     PagedKV,
     ScaleRows,
+    Stored,
     Team,
     TokenRows,
     WholeChunks,
@@ -48,7 +50,6 @@ from cute_attn.kernels.fa2.smem import SharedMemory
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.formats import LINE
 from cute_attn.runtime.arch import named
-from cute_attn.schedule.records import NO_PARTIAL
 
 
 class Fa2Params(NamedTuple):
@@ -196,7 +197,7 @@ class Fa2Program(AttentionProgram):
             ptx.grid_dependency_launch()
         running = state.running
         stats = RowStats.of(self.tile.output_layout, running.shift, running.total)
-        self.store(params, work, base, running.out, stats)
+        self.store_outputs(params, work_tile, work, base, running.out, stats)
 
     def order(self, p: Fa2Params, mask: Any, work_tile: WorkTile) -> TileOrder:
         tile = self.spec.tile
@@ -211,7 +212,7 @@ class Fa2Program(AttentionProgram):
         rows = work_tile.rows(p)
         lanes, team = Lanes.of(memory, cute.arch.thread_idx()[0]), Team.of(memory)
         mask = self.mask(p, work_tile, lanes)
-        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
+        scale = score_scale(p)
         return Work(
             tile=self.tile,
             lanes=lanes,
@@ -294,49 +295,30 @@ class Fa2Program(AttentionProgram):
 
     # --- output -----------------------------------------------------------------------------------------------------
 
-    def store(self, p: Fa2Params, work: Work, base: Int32, out: list[Float32], stats: RowStats) -> None:
-        if self.spec.schedule == "items":
-            self.store_item(p, work, base, out, stats)
-        elif self.spec.split:
-            slab = Int64(cute.arch.block_idx()[2]) * Int64(p.qo_len) * Int64(p.num_qo_heads)
-            o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4
-            partial = Target("float32", o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
-            self.write(work.rows, partial, self.partial_epilogue(p, work.kv_head), work, base, out, stats)
-        else:
-            self.write_whole(p, work.rows, work.kv_head, work, base, out, stats)
-
-    @cute.jit
-    def store_item(
-        self, p: Fa2Params, work: cutlass.Constexpr, base: Int32, out: list[Float32], stats: cutlass.Constexpr
+    def store_outputs(
+        self, p: Fa2Params, work_tile: WorkTile, work: Work, base: Int32, out: list[Float32], stats: RowStats
     ) -> None:
-        work_tile = self.schedule.work_tile(p)
+        if self.spec.schedule == "items":
+            work_tile = self.schedule.work_tile(p)
         rows = work_tile.rows(p)
-        if work_tile.partial == NO_PARTIAL:
-            self.write_whole(p, rows, work_tile.kv_head, work, base, out, stats)
-        else:
-            slot = Int64(work_tile.partial) * Int64(p.num_kv_heads) + Int64(work_tile.kv_head)
-            first = slot * Int64(self.spec.tile.rows)
-            partials = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
-            self.write(rows, partials, self.partial_epilogue(p, work_tile.kv_head), work, base, out, stats)
 
-    def final_epilogue(self, p: Fa2Params, kv_head: Int32) -> FinalEpilogue:
-        return FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+        def write(target: Target | Partials, epilogue: FinalEpilogue | PartialEpilogue) -> None:
+            lanes = work.lanes
+            if target.dtype == "float32":
+                # Not the lanes of the mask: the tokens of its rows would stay in registers through the loop for the
+                # epilogue.
+                lanes = Lanes.of(self.memory, ptx.opaque(cute.arch.thread_idx()[0]))
+            store = self.store_type(self.tile.output_layout, lanes, rows, target, epilogue, self.memory, base)
+            store.write(out, stats)
 
-    def partial_epilogue(self, p: Fa2Params, kv_head: Int32) -> PartialEpilogue:
-        return PartialEpilogue()
+        self.store(p, work_tile, write)
 
-    def write_whole(self, p, rows, kv_head, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
-        epilogue = self.final_epilogue(p, kv_head)
-        target = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
-        self.write(rows, target, epilogue, work, base, out, stats)
+    def epilogues(self, p: Fa2Params, work: WorkTile) -> Epilogues:
+        return lambda: FinalEpilogue.of(p), PartialEpilogue
 
-    def write(self, rows, target, epilogue, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
-        lanes = work.lanes
-        if target.dtype == "float32":
-            # Not the lanes of the mask: the tokens of its rows would stay in registers through the loop for the
-            # epilogue.
-            lanes = Lanes.of(self.memory, ptx.opaque(cute.arch.thread_idx()[0]))
-        self.store_type(self.tile.output_layout, lanes, rows, target, epilogue, self.memory, base).write(out, stats)
+    def partial_row(self, p: Fa2Params, work: WorkTile) -> Int64:
+        slot = Int64(work.partial) * Int64(p.num_kv_heads) + Int64(work.kv_head)
+        return slot * Int64(self.spec.tile.rows)
 
     @property
     def store_type(self) -> type[WarpRows | MergedWarps | SlicedRows]:

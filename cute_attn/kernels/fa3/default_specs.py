@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_attn.kernels.blocks.default_specs import GATHERED, ITEMS, MODIFIED
+from cute_attn.kernels.blocks.persistent_spec import GATHERED, ITEMS, MODIFIED
 from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, Launch, Operands, TileProblem
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.fa3.tiles import HEAD_DIMS, SIZED, choose

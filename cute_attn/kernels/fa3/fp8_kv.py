@@ -2,24 +2,19 @@
 operands.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.kv_dequant import (
-    MIN_SCALE,
     OPERAND,
     DequantWarps,
-    largest_magnitude,
-    normalized,
-    normalizing_factors,
+    normalize,
 )
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
-from cute_attn.kernels.blocks.scalars import device_scale
-from cute_attn.kernels.blocks.scores import RowScales
+from cute_attn.kernels.blocks.scores import MIN_SCALE, RowScales, score_scale
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa3.kernel import Fa3Program
@@ -27,34 +22,6 @@ from cute_attn.kernels.fa3.parts.wgmma import AnyLanes, WarpgroupLanes, Warpgrou
 from cute_attn.kernels.fa3.smem import Fp8KvMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.formats import LINE
-
-
-@dataclass(frozen=True)
-class QNormalization:
-    """Normalization of a warp's 16 rows of q in shared memory, from bf16 to fp16, with two lanes per row."""
-
-    memory: Fp8KvMemory
-    lanes: WarpgroupLanes
-
-    def run(self, q_rows: Int32, scale: Float32) -> list[Float32]:
-        """Converts the rows; returns the factors for the scores of this lane's rows."""
-        lane = self.lanes.lane
-        at = q_rows + (self.lanes.warp * 16 + lane // 2) * LINE + lane % 2 * (LINE // 2)
-        pitch = self.memory.tile.rows * LINE
-        offsets = [column * pitch + 16 * i for column in range(self.memory.qk_columns) for i in range(4)]
-        largest = Int32(0)
-        for offset in offsets:
-            largest = largest_magnitude(ptx.ld_shared_v4(at, offset), largest)
-        largest = ptx.maximum(largest, ptx.shuffle_xor(largest, 1))
-        factor, inverse = normalizing_factors(largest)
-        for offset in offsets:
-            ptx.st_shared_v4(at, offset, normalized(ptx.ld_shared_v4(at, offset), factor))
-        tma.fence_async()
-        ptx.sync_warp()
-        layout = MmaFragmentLayout(1, 1)  # of scores; lanes 2 r and 2 r + 1 have normalized row r
-        return [
-            ptx.shuffle_from(scale * inverse, layout.lane_row(lane) * 2 + 2 * layout.row(slot)) for slot in layout.slots
-        ]
 
 
 class Fp8KvProgram(Fa3Program):
@@ -73,8 +40,23 @@ class Fp8KvProgram(Fa3Program):
         if self.spec.dtype == OPERAND:
             return [scale, scale]
         # Computed for every query tile: no register is free to hold it in between.
-        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
-        return QNormalization(self.memory, lanes).run(q_rows, scale)
+        scale = score_scale(p)
+        inverse = self.normalize(q_rows, lanes)
+        layout = MmaFragmentLayout(1, 1)  # of scores; lanes 2 r and 2 r + 1 have normalized row r
+        return [
+            ptx.shuffle_from(scale * inverse, layout.lane_row(lanes.lane) * 2 + 2 * layout.row(slot))
+            for slot in layout.slots
+        ]
+
+    def normalize(self, q_rows: Int32, lanes: WarpgroupLanes) -> Float32:
+        """Normalizes the 16 rows of a warp, with two lanes per row; returns the inverse factor of this lane's."""
+        at = q_rows + (lanes.warp * 16 + lanes.lane // 2) * LINE + lanes.lane % 2 * (LINE // 2)
+        pitch = self.memory.tile.rows * LINE
+        places = [(at, column * pitch + 16 * i) for column in range(self.memory.qk_columns) for i in range(4)]
+        inverse = normalize(places, lambda x: ptx.maximum(x, ptx.shuffle_xor(x, 1)))
+        tma.fence_async()
+        ptx.sync_warp()
+        return inverse
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> OnlineSoftmax:
         if self.spec.scores:

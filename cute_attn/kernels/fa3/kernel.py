@@ -17,8 +17,7 @@ from cutlass import Int32
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
-from cute_attn.kernels.blocks.pipeline import SmemRings
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.tile_scheduler import FirstKeyTiles, TileSchedule
 from cute_attn.kernels.blocks.transform_warps import TransformWarps

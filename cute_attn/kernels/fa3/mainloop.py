@@ -14,17 +14,14 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
+from cute_attn.kernels.blocks.fragment_store import NarrowStore, WarpgroupStore
 from cute_attn.kernels.blocks.masks import BandMask, TileOrder
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import AnyParams, PersistentParams
-from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, start
-from cute_attn.kernels.blocks.roles import WarpRole
-from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.scalars import device_scale
-from cute_attn.kernels.blocks.scores import Scores
+from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, WarpRole, start
+from cute_attn.kernels.blocks.scores import Scores, score_scale
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.blocks.warpgroup_store import NarrowStore, WarpgroupStore
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes, WarpgroupTile
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.formats import FP8_DTYPES, LINE
@@ -78,7 +75,7 @@ class MmaWarpgroups:
     def run(self, p: AnyParams, rings: SmemRings) -> None:
         """Processes all query tiles of the CTA."""
         lanes = WarpgroupLanes.of()
-        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
+        scale = score_scale(p)
         if cutlass.const_expr(self.spec.tile.ping_pong):  # noqa: SIM102  (one when tracing, one at run time)
             if lanes.warpgroup == self.spec.tile.mma_warpgroups - 1:
                 self.warp_scheduler_arrive(lanes)
@@ -116,20 +113,15 @@ class MmaWarpgroups:
             scores=self.program.scores(p, work, lanes, softmax_scale),
             mask=self.program.mask(p, work, lanes),
             order=order,
-            skipped=self.skipped(
-                rows, band.stop(rows.last_token_from(lanes.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)), order, lanes
+            skipped=order.skipped(
+                band.stop(rows.last_token_from(lanes.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)),
+                rows,
+                lanes.warpgroup * WARPGROUP_ROWS,
+                self.spec.tile.cols,
             ),
             kv_end=work.kv_end,
             q=q,
         )
-
-    def skipped(self, rows: PackedRows, stop: Int32, order: TileOrder, lanes: WarpgroupLanes) -> Int32:
-        """Counts the kv tiles that the warpgroup skips: the right edge is first, and the last row sees most of it."""
-        cols = self.spec.tile.cols
-        end = (ptx.maximum(stop, Int32(0)) + Int32(cols - 1)) // cols
-        beyond = ptx.minimum(ptx.maximum(order.end - end, Int32(0)), order.end - order.full_end)
-        idle = cutlass.or_(end <= order.begin, rows.exists(lanes.warpgroup * WARPGROUP_ROWS) == cutlass.Boolean(False))
-        return ptx.select(idle, order.total, beyond)
 
     @cute.jit
     def clear_tail(self, rings: SmemRings, mma: cutlass.Constexpr, first: PipelineState) -> None:

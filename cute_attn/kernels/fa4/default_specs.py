@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_attn.kernels.blocks.default_specs import GATHERED, ITEMS, MODIFIED
+from cute_attn.kernels.blocks.persistent_spec import GATHERED, ITEMS, MODIFIED
 from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS, Operands, TileProblem
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tiles import choose

@@ -16,14 +16,12 @@ from cute_attn.kernels.blocks import ptx, sm100, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
 from cute_attn.kernels.blocks.register_layout import RowLayout
-from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.fa4.parts.lanes import RowLanes
-from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
+from cute_attn.kernels.fa4.parts.umma import RowLanes, TmemMap, UmmaTile
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS, Fa4Spec
 from cute_attn.kernels.fa4.work import KvSteps
 from cute_attn.kernels.formats import LINE
@@ -70,7 +68,7 @@ class RowStore:
                 if cutlass.const_expr(len(part) == at_once):
                     target.store_32_bytes(address, i * size, part, aligned)
                 else:
-                    target.store_8(address, i * size, part)
+                    target.store(address, i * size, part)
 
 
 @dataclass(frozen=True)

@@ -14,24 +14,19 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.kv_dequant import (
-    MIN_SCALE,
     OPERAND,
     DequantWarps,
-    largest_magnitude,
-    normalized,
-    normalizing_factors,
+    normalize,
 )
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
-from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings
-from cute_attn.kernels.blocks.roles import WarpRole
-from cute_attn.kernels.blocks.scores import RowScales
+from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, WarpRole
+from cute_attn.kernels.blocks.scores import MIN_SCALE, RowScales
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.kernel import Fa4Program
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
-from cute_attn.kernels.fa4.parts.lanes import RowLanes
-from cute_attn.kernels.fa4.parts.umma import UmmaTile
+from cute_attn.kernels.fa4.parts.umma import RowLanes, UmmaTile
 from cute_attn.kernels.fa4.smem import Fp8KvMemory
 from cute_attn.kernels.fa4.softmax_warps import WARPS, SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
@@ -70,15 +65,7 @@ class NormalizingSoftmax(SoftmaxWarps):
         at = (q + row * LINE) | ((row & 7) * CHUNK)
         chunks = [at ^ Int32(i * CHUNK) for i in range(LINE // CHUNK)]
         columns = [column * memory.tile.rows * LINE for column in range(memory.qk_columns)]
-        largest = Int32(0)
-        for column in columns:
-            for chunk in chunks:
-                largest = largest_magnitude(ptx.ld_shared_v4(chunk, column), largest)
-        factor, inverse = normalizing_factors(largest)
-        for column in columns:
-            for chunk in chunks:
-                ptx.st_shared_v4(chunk, column, normalized(ptx.ld_shared_v4(chunk, column), factor))
-        return inverse
+        return normalize([(chunk, column) for column in columns for chunk in chunks], lambda x: x)
 
 
 class SpareWarps(DequantWarps):

@@ -22,13 +22,12 @@ from cutlass import GridConstant, Int32
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
-from cute_attn.kernels.blocks.cta import ONE_CTA
-from cute_attn.kernels.blocks.gathered_kv import TwoWarpGatheredKV
-from cute_attn.kernels.blocks.multi_item import KeyBounds
+from cute_attn.kernels.blocks.kv_sources import TwoWarpGatheredKV
+from cute_attn.kernels.blocks.masks import KeyBounds
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import OutputMaps, PersistentParams
-from cute_attn.kernels.blocks.pipeline import SmemRings
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole
+from cute_attn.kernels.blocks.producer import ONE_CTA
 from cute_attn.kernels.blocks.scores import RowAlibi
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
@@ -36,10 +35,8 @@ from cute_attn.kernels.fa4.epilogue_warps import EpilogueWarps
 from cute_attn.kernels.fa4.mma_warp import OneTileMmaWarp, TwoTileMmaWarp
 from cute_attn.kernels.fa4.pair import CtaPair, PairRings
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
-from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, PackedWords, StopWords
-from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
-from cute_attn.kernels.fa4.rings import BlackwellRings
+from cute_attn.kernels.fa4.parts.umma import BlackwellRings, RowLanes, TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec

@@ -16,8 +16,7 @@ from cutlass import Boolean, Int32
 from cute_attn.kernels.blocks import ptx, sm100
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.spec import Fa4Spec

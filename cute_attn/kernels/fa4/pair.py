@@ -13,13 +13,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import cluster, ptx, tma
-from cute_attn.kernels.blocks.cta import CtaLoads, OneCta
+from cute_attn.kernels.blocks.kv_sources import TmaOperand
 from cute_attn.kernels.blocks.persistent_params import Maps
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
+from cute_attn.kernels.blocks.producer import CtaLoads, OneCta
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.tile_scheduler import NEXT_TILE_WORD, DynamicTileScheduler
-from cute_attn.kernels.blocks.tma_kv import TmaOperand
-from cute_attn.kernels.fa4.rings import BlackwellRings, TmemRing
+from cute_attn.kernels.fa4.parts.umma import BlackwellRings, TmemRing
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS
 
 CTAS = 2

@@ -72,11 +72,6 @@ class BlackwellMemory(TileMemory):
         return (*operands, *tail, *handed_over, *drawn)
 
     @property
-    def tmem_rings(self) -> tuple[str, ...]:
-        """Names of the rings whose slots lie in tensor memory."""
-        return tuple(f"{ring}{i}" for i in range(self.tile.query_tiles) for ring in "so")
-
-    @property
     def vo_columns(self) -> int:
         """Columns of V in all CTAs, which have equal parts of it."""
         return -(-super().vo_columns // self.tile.ctas) * self.tile.ctas

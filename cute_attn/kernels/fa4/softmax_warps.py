@@ -17,16 +17,13 @@ from cute_attn.kernels.blocks import ptx, sm100, tma
 from cute_attn.kernels.blocks.masks import TileOrder, hide
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
-from cute_attn.kernels.blocks.roles import WarpRole
-from cute_attn.kernels.blocks.scalars import device_scale
-from cute_attn.kernels.blocks.scores import Scores
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
+from cute_attn.kernels.blocks.scores import Scores, score_scale
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.exp2 import PairSums
-from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import StopWords, Word
-from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, TmemMap, UmmaTile
+from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, RowLanes, TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import SCORE_COLUMNS
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.work import CoveredProducts, KvSteps, OutstandingProducts
@@ -73,7 +70,7 @@ class SoftmaxWarps:
     @cute.jit
     def run(self, p: PersistentParams, rings: SmemRings, tmem: TmemMap, query_tile: Int32) -> None:
         """Processes one query tile of all work items of the CTA."""
-        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
+        scale = score_scale(p)
         ring, stats_ring = self.ring(rings, "s", query_tile), self.ring(rings, "stats", query_tile)
         q, s, stats = start(), start(), start()
         head_block = rings.next_head_block(q)
@@ -190,8 +187,11 @@ class SoftmaxWarps:
         """Computes P of the thread's row, packed, its sum, and what must not exceed `limit`. A chunk is loaded while
         the one before is processed.
         """
-        softmax, p = self.softmax_of(context, masked), []
+        softmax, p = context.softmax, []
         exp2: Any = softmax.exp2  # of pairs
+        if masked:  # masks take issue slots, and so do polynomials
+            exp2 = exp2.beside_masks()
+            softmax = replace(softmax, exp2=exp2)
         sums = exp2.zero_sums()
         shifts = softmax.finite([shift]) if masked else [shift]
         loaded = self.load(context, Int32(0))
@@ -207,11 +207,6 @@ class SoftmaxWarps:
             p += self.tile.probabilities(exponentials)
         total = exp2.sum(sums)
         return p, total, self.level(sums, total)
-
-    def softmax_of(self, context: SoftmaxContext, masked: bool) -> OnlineSoftmax:
-        """Returns the softmax of a masked or of another tile: masks take issue slots, and so do polynomials."""
-        softmax: Any = context.softmax
-        return replace(softmax, exp2=softmax.exp2.beside_masks()) if masked else softmax
 
     @cute.jit
     def visible(self, context: cutlass.Constexpr, s: list[Float32], word: Int32) -> Any:

@@ -8,8 +8,7 @@ from cute_attn.kernels.blocks import cluster, ptx, tma
 from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
-from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, WarpRole, start
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.spec import Fa4Spec

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-import cutlass
 from cutlass import Int32
 
-from cute_attn.kernels.blocks import ptx, sm100
+from cute_attn.kernels.blocks import sm100
 from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
@@ -29,10 +28,7 @@ class KvSteps:
         for i in range(tile.query_tiles):
             row = Int32(i * tile.product_rows)
             stop = band.stop(rows.last_token_from(row, tile.product_rows))
-            end = (ptx.maximum(stop, Int32(0)) + Int32(tile.cols - 1)) // tile.cols
-            beyond = ptx.minimum(ptx.maximum(order.end - end, Int32(0)), order.end - order.full_end)
-            idle = cutlass.or_(end <= order.begin, rows.exists(row) == cutlass.Boolean(False))
-            first.append(ptx.select(idle, order.total, beyond))
+            first.append(order.skipped(stop, rows, row, tile.cols))
         return cls(order, tuple(first))
 
 

@@ -20,12 +20,12 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import fp8_converter
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.mla.parts.copies import NarrowTileCopies, QueryCopies, TileCopies
-from cute_attn.kernels.mla.parts.place import Place
-from cute_attn.kernels.mla.parts.products import Products
+from cute_attn.kernels.mla.parts.products import Place, Products
 from cute_attn.kernels.mla.parts.softmax import CausalMask, Exchange, SharedSoftmax
 from cute_attn.kernels.mla.program import LatentProgram, MlaParams
 from cute_attn.kernels.mla.smem import MlaMemory
@@ -34,7 +34,7 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.merge import StateMerge
 from cute_attn.kernels.xqa.parts.pages import TokenPages
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
-from cute_attn.kernels.xqa.parts.scales import final_epilogue
+from cute_attn.kernels.xqa.parts.team import LoneWarp
 
 Scales = tuple[Float32, Float32]
 
@@ -60,7 +60,9 @@ class MlaProgram(LatentProgram):
             ptx.grid_dependency_launch()
         partition = Partition(params, self.spec)
         share, segment = partition.first_segment()
-        merge = self.merge(params)
+        finish = FinalEpilogue.of(params)
+        threads = self.spec.threads  # all, at the CTA's barrier
+        merge = StateMerge(self.spec, self.memory, LoneWarp(), params, shared_memory(), finish, 0, threads)
         factor = device_scale(params.scale_ptr) * Float32(ptx.LOG2E)
         scales = params.scale * factor, params.rope_scale * factor
         while partition.overlaps(segment, share):
@@ -73,12 +75,6 @@ class MlaProgram(LatentProgram):
 
     # --- components -------------------------------------------------------------------------------------------------
 
-    def merge(self, p: MlaParams) -> StateMerge:
-        """The merge of one state by all threads, at the CTA's barrier."""
-        return StateMerge.of(
-            self.spec, self.memory, p, shared_memory(), final_epilogue(p, 1.0), barrier=0, threads=self.spec.threads
-        )
-
     def tiles(self, p: MlaParams, segment: Segment) -> TileCopies:
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)
         request = table, segment.request.kv_len
@@ -86,9 +82,6 @@ class MlaProgram(LatentProgram):
             converter = fp8_converter(self.spec.dtype, self.spec.kv_dtype, self.arch)
             return NarrowTileCopies(self.memory, p, *request, shared_memory(), converter)
         return TileCopies(self.memory, p, *request)
-
-    def softmax(self, place: Place) -> SharedSoftmax:
-        return SharedSoftmax(place, Exchange(self.memory, place, shared_memory()))
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
@@ -98,7 +91,8 @@ class MlaProgram(LatentProgram):
     ) -> None:
         """Process the tiles of a segment, and leave their outputs in shared memory."""
         place = Place.of_thread(self.spec)
-        tiles, softmax = self.tiles(p, segment), self.softmax(place)
+        tiles = self.tiles(p, segment)
+        softmax = SharedSoftmax(place, Exchange(self.memory, place, shared_memory()))
         QueryCopies(self.memory, p).fetch(rows, shared_memory() + Int32(self.memory.q))
         places = self.start_copies(tiles, split)
         state = LoopState(softmax.rows.start(), shared_memory(), places)

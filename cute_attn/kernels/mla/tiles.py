@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
+from cute_attn.kernels.formats import DTYPES
 from cute_attn.kernels.mla.smem import MlaMemory
-from cute_attn.kernels.mla.spec import LATENT, AnyMlaSpec, CacheForm, HopperMlaSpec, MlaSpec
+from cute_attn.kernels.mla.spec import KV_DTYPES, LATENT, AnyMlaSpec, CacheForm, HopperMlaSpec, MlaSpec
 from cute_attn.runtime.arch import Arch
 
 HOPPER = "sm_90a"  # the architecture with wgmma
@@ -53,3 +55,14 @@ def choose_tile(dtype: str, form: CacheForm, rows: int, arch: Arch) -> MlaSpec:
 
 def _key(dtype: str, form: CacheForm) -> dict[str, Any]:
     return {"dtype": dtype, "out_dtype": dtype, "head_dim": LATENT, **form._asdict()}
+
+
+NARROW = KV_DTYPES[1]
+COMMON = CacheForm(), CacheForm(NARROW, 8)
+OTHERS = CacheForm("", 0), CacheForm(NARROW, 0, True), CacheForm(NARROW, 16, True)
+
+
+def default_specs(arch: Arch) -> list[AnyMlaSpec]:
+    """Kernels of all tiles that an architecture has room for; of forms of caches that are rare, one tile each."""
+    keys = (*itertools.product(DTYPES, COMMON, (16, 32, 64)), *itertools.product(("bfloat16",), OTHERS, (16,)))
+    return list(dict.fromkeys(choose(*key, arch) for key in keys))

@@ -39,11 +39,7 @@ class PlanProgram(GridProgram):
         self.smem_bytes = Smem.bytes(self.warps)
 
     @cute.kernel
-    def kernel(self, params: PlanParams) -> None:
-        self.plan(params)
-
-    @cute.jit
-    def plan(self, p: PlanParams) -> None:
+    def kernel(self, p: PlanParams) -> None:
         cta = Cta(p, shared_memory(), Int32(cute.arch.thread_idx()[0]), self.warps)
         old_items = ptx.ld_global_u32(p.counts)
         old_merges = ptx.ld_global_u32(p.counts + Int64(4))

@@ -18,24 +18,34 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, early_partition, early_segment
-from cute_attn.kernels.xqa.parts.kinds import KINDS, make_partition, make_team
+from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, early_segment
+from cute_attn.kernels.xqa.parts.formats import tile_forms
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, load_word
+from cute_attn.kernels.xqa.parts.partition import (
+    ClusterSegments,
+    KvSplit,
+    Load,
+    Partition,
+    Segment,
+    Share,
+    WarpShares,
+    WholeSegments,
+)
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
-from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
-from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax
-from cute_attn.kernels.xqa.parts.tile_forms import tile_forms
-from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
+from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, log2_scale
+from cute_attn.kernels.xqa.parts.team import HeadWarp, LoneWarp, WarpTeam
+from cute_attn.kernels.xqa.parts.tickets import TicketPartition
+from cute_attn.kernels.xqa.parts.warp_merge import ClusterMerge, EvenMerge, HeadMerge, WarpMerge, WholeMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
-from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.spec import Work, XqaSpec
 from cute_attn.runtime.arch import named
 
 
@@ -149,15 +159,40 @@ class SegmentWork:
     softmax: ColumnSoftmax
 
 
+class Kind(NamedTuple):
+    """How the CTAs of a launch divide its work (`XqaSpec.work`), and what they merge accordingly."""
+
+    partition: type[Partition]
+    merge: type[WarpMerge]
+    warp: type[LoneWarp] = LoneWarp  # that has all columns
+
+
+KINDS: dict[Work, Kind] = {
+    "shares": Kind(TicketPartition, WarpMerge),
+    "even": Kind(WarpShares, EvenMerge, HeadWarp),
+    "whole": Kind(WholeSegments, WholeMerge),
+    "heads": Kind(WholeSegments, HeadMerge, HeadWarp),
+    "cluster": Kind(ClusterSegments, ClusterMerge),
+}
+
+
+def make_partition(spec: XqaSpec, p: Any, load: Load = ptx.load_word_if) -> Partition:
+    # NVFP4, whose warps compute longest: 64 x 8192 took 4 % longer with the same cuts made by `EvenPartition`
+    # (H200).
+    if spec.work == "shares" and spec.kv_bits == 4:
+        return Partition(p, spec, load=load)
+    return KINDS[spec.work].partition(p, spec, load=load)
+
+
 class XqaProgram(GridProgram):
     """The decode kernel of one spec, for one architecture."""
 
     def __init__(self, spec: XqaSpec, arch: str) -> None:
         self.spec = spec
         self.params = XqaParams if spec.prefetch == "none" else AheadParams
-        self.memory = XqaMemory.of(spec)
+        self.memory = XqaMemory(spec)
         self.merge_type = KINDS[spec.work].merge
-        self.team = make_team(spec, self.memory)
+        self.team = WarpTeam(spec, self.memory) if spec.team > 1 else KINDS[spec.work].warp()
         self.forms = tile_forms(spec, self.memory, named(arch))
         self.layout, self.reads, self.format = self.forms.layout, self.forms.reads, self.forms.format
         self.block = (32 * spec.warps, 1, 1)
@@ -182,7 +217,9 @@ class XqaProgram(GridProgram):
         share, segment, words, token_pages = self.start(params, query_rows, early)
         if cutlass.const_expr(self.pdl and not self.spec.whole):
             ptx.grid_dependency_launch()  # now, so that what the next launch fetches does not delay the first copies
-        merge, scale = self.merge_and_scale(params)
+        finish = FinalEpilogue.of(params).scaled(Float32(self.format.dequant_factor))
+        merge = self.merge_type(self.spec, self.memory, self.team, params, shared_memory(), finish, self.format)
+        scale = log2_scale(params, self.format.dequant_factor)
         merge.enter()
         while partition.overlaps(segment, share):
             queries = query_rows.operands(words, scale)
@@ -204,12 +241,6 @@ class XqaProgram(GridProgram):
 
     # --- components -------------------------------------------------------------------------------------------------
 
-    def merge_and_scale(self, p: XqaParams) -> tuple[WarpMerge, Float32]:
-        """The merge, and the factor from scores to base-2 exponents: bmm1 scale x log2(e) x `dequant_factor`."""
-        epilogue = final_epilogue(p, self.format.dequant_factor)
-        merge = self.merge_type(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
-        return merge, log2_scale(p, self.format.dequant_factor)
-
     def ring_start(self) -> Int32:
         """Shared address of the first slot of this warp's ring."""
         return shared_memory() + warp_index() * self.memory.ring_bytes
@@ -221,7 +252,7 @@ class XqaProgram(GridProgram):
         return WarpTiles(split, first + segment.request.first_token // self.spec.cols, count)
 
     def paged_kv(self, p: XqaParams, segment: Segment) -> PagedKv:
-        head = make_partition(self.spec, p).head(segment)
+        head = make_partition(self.spec, p).head(segment.unit)
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)
         request = segment.request
         return PagedKv(self.memory, self.layout, self.team, p, table, head, request.first_token, request.kv_len)
@@ -250,7 +281,8 @@ class XqaProgram(GridProgram):
     def read_ahead(self, p: Any) -> EarlyTiles | None:
         """Fetch this CTA's first keys before the preceding kernel has ended; read where its first tiles are, if they
         are to be copied early."""
-        partition = early_partition(self.spec, p)
+        # By lengths that may change, with `q_len` queries per request.
+        partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
         share, segment = early_segment(partition, p)
         early = None
         if self.spec.prefetch == "smem":
@@ -274,7 +306,7 @@ class XqaProgram(GridProgram):
         so: lengths, and the same entries of the page table. Only where these have changed, all is done once more."""
         words = query_rows.load(early.segment)
         tiles = self.warp_tiles(p, early.segment, early.share)
-        kv = bounded(self.paged_kv(p, early.segment), early.segment, load_word)
+        kv = bounded(self.paged_kv(p, early.segment), early.segment, ptx.load_word_if)
         token_pages = self.first_page_ids(kv, tiles)
         self.copy_first_tiles(kv, tiles, early.token_pages)
         share, segment = make_partition(self.spec, p).first_segment()
@@ -355,8 +387,8 @@ class XqaProgram(GridProgram):
     def gemm_qk(self, queries: Queries, slot: Int32, copies: Any, count: int) -> list[Float32]:
         memory, blocks, reads = self.memory, self.spec.row_blocks, self.reads
         at = reads.k_address(slot)
-        acc = [Float32(0.0) for _ in range(4 * blocks * (memory.cols // 16))]
-        scales = [self.format.k_scales(slot, m) for m in range(memory.cols // 16)]
+        acc = [Float32(0.0) for _ in range(4 * blocks * (memory.spec.cols // 16))]
+        scales = [self.format.k_scales(slot, m) for m in range(memory.spec.cols // 16)]
         done = 0
         for i, turn in enumerate(reads.k_turns):
             for group, m in turn:
@@ -374,7 +406,7 @@ class XqaProgram(GridProgram):
         memory, blocks, reads = self.memory, self.spec.row_blocks, self.reads
         at = reads.v_address(slot)
         acc, scales_of = list(out), self.format.v_scales(slot)
-        for m in range(memory.cols // 16):
+        for m in range(memory.spec.cols // 16):
             b = [self._p_operand(p, m * blocks + block) for block in range(blocks)]
             scales = scales_of(m)
             for group in range(reads.groups):

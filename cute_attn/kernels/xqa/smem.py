@@ -18,42 +18,34 @@ class XqaMemory(MemoryMap):
     last slots of each warp's ring are free and hold the warp's outputs for the merge.
     """
 
-    rows: int
-    cols: int
-    warps: int
-    stages: int
-    warp_dim: int
-    tile_dim: int
-    kv_bits: int
-    team: int
-    cluster_size: int = 1
-    rings = MemoryRegion(lambda m: m.warps * m.ring_bytes)
-    stats = MemoryRegion(lambda m: m.warps * m.rows * 8)  # (maximum, sum) per warp and row
+    spec: XqaSpec
+    rings = MemoryRegion(lambda m: m.spec.warps * m.ring_bytes)
+    stats = MemoryRegion(lambda m: m.spec.warps * m.spec.rows * 8)  # (maximum, sum) per warp and row
     ticket = MemoryRegion(lambda m: 16)  # one word: the number of CTAs that had written their partials before this one
-    partial_scores = MemoryRegion(lambda m: 2 * m.warps * m.score_bytes)  # two buffers per warp, whose tiles take turns
+    # Two buffers per warp, whose tiles take turns.
+    partial_scores = MemoryRegion(lambda m: 2 * m.spec.warps * m.score_bytes)
     inbox = MemoryRegion(lambda m: m.sent_vectors * 16)  # output vectors that the CTAs of a cluster send to this one
     inbox_stats = MemoryRegion(lambda m: m.sent_vectors * 8)  # (maximum, sum) of every vector sent
     # Where a CTA of a cluster waits for what the others send.
-    inbox_barrier = MemoryRegion(lambda m: BARRIER_BYTES if m.cluster_size > 1 else 0)
+    inbox_barrier = MemoryRegion(lambda m: BARRIER_BYTES if m.spec.cluster_size > 1 else 0)
 
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:
             raise ValueError(f"{self}: stages must leave a slot beside those that hold outputs")
 
-    @classmethod
-    def of(cls, spec: XqaSpec) -> XqaMemory:
-        shape = spec.rows, spec.cols, spec.warps, spec.stages, spec.warp_dim, spec.tile_dim
-        return cls(*shape, spec.kv_bits, spec.team, spec.cluster_size)
+    @property
+    def tile_dim(self) -> int:
+        return self.spec.tile_dim
 
     @property
     def row_bytes(self) -> int:
         """Distance of two tokens in K or V."""
-        return self.tile_dim * self.kv_bits // 8
+        return self.spec.tile_dim * self.spec.kv_bits // 8
 
     @property
     def source_bytes(self) -> int:
         """Bytes of a warp's columns of K or V of one token."""
-        return self.warp_dim * self.kv_bits // 8
+        return self.spec.warp_dim * self.spec.kv_bits // 8
 
     @property
     def loads(self) -> int:
@@ -63,11 +55,11 @@ class XqaMemory(MemoryMap):
     @property
     def scale_bytes(self) -> int:
         """Bytes of the block scales of a warp's columns of K or V of one token."""
-        return self.warp_dim // SCALE_BLOCK if self.kv_bits == 4 else 0
+        return self.spec.warp_dim // SCALE_BLOCK if self.spec.kv_bits == 4 else 0
 
     @property
     def v(self) -> int:
-        return self.cols * self.row_bytes
+        return self.spec.cols * self.row_bytes
 
     @property
     def k_scales(self) -> int:
@@ -75,20 +67,20 @@ class XqaMemory(MemoryMap):
 
     @property
     def v_scales(self) -> int:
-        return self.k_scales + self.cols * self.scale_bytes
+        return self.k_scales + self.spec.cols * self.scale_bytes
 
     @property
     def slot_bytes(self) -> int:
-        return -(-(self.v_scales + self.cols * self.scale_bytes) // LINE) * LINE
+        return -(-(self.v_scales + self.spec.cols * self.scale_bytes) // LINE) * LINE
 
     @property
     def ring_bytes(self) -> int:
-        return self.stages * self.slot_bytes
+        return self.spec.stages * self.slot_bytes
 
     @property
     def prefetch_distance(self) -> int:
         """Tiles in flight while one is computed: the slots that the merge's outputs leave free."""
-        return self.stages - -(-self.output_bytes // self.slot_bytes)
+        return self.spec.stages - -(-self.output_bytes // self.slot_bytes)
 
     @property
     def outputs(self) -> int:
@@ -97,19 +89,19 @@ class XqaMemory(MemoryMap):
 
     @property
     def output_bytes(self) -> int:
-        return self.rows * self.tile_dim * 4
+        return self.spec.rows * self.spec.tile_dim * 4
 
     @property
     def score_bytes(self) -> int:
         """Bytes of a buffer of partial scores."""
-        return self.rows * self.cols * 4 if self.team > 1 else 0
+        return self.spec.rows * self.spec.cols * 4 if self.spec.team > 1 else 0
 
     @property
     def inbox_vectors(self) -> int:
         """Vectors of four outputs that a CTA of a cluster merges, of which every CTA sends it its own."""
-        return -(-self.output_bytes // 16 // self.cluster_size)
+        return -(-self.output_bytes // 16 // self.spec.cluster_size)
 
     @property
     def sent_vectors(self) -> int:
         """Vectors that the CTAs of a cluster send to one."""
-        return self.cluster_size * self.inbox_vectors if self.cluster_size > 1 else 0
+        return self.spec.cluster_size * self.inbox_vectors if self.spec.cluster_size > 1 else 0

@@ -9,7 +9,7 @@ from cute_attn.kernels.formats import KV_BITS
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
-# How the CTAs of a launch divide segments, each of a request and a unit (`parts.kinds`): about equal shares, whole
+# How the CTAs of a launch divide segments, each of a request and a unit (`kernel.KINDS`): about equal shares, whole
 # segments where those are as even; the same for every warp, those of a CTA of adjacent units; a segment for every CTA,
 # or for every warp as before, or for a cluster; of one request, for several clusters.
 Work = Literal["shares", "even", "whole", "heads", "cluster"]
@@ -168,8 +168,8 @@ class XqaSpec(DecodeSpec):
         return column & (PAIRED_ROWS - 1) if self.paired else column
 
     def reads_blocks(self, arch: Arch) -> bool:
-        """Whether lanes of a warp read whole scale blocks of NVFP4, see `parts.reads.BlockReads`: these need 16 rows of
-        16 bytes of scales."""
+        """Whether lanes of a warp read whole scale blocks of NVFP4, see `parts.layouts.BlockReads`: these need 16 rows
+        of 16 bytes of scales."""
         scales = self.cols * self.warp_dim // SCALE_BLOCK
         return self.kv_bits == 4 and arch.converts_e2m1 and not self.paired and self.warp_dim >= 128 and scales >= 256
 
@@ -177,3 +177,14 @@ class XqaSpec(DecodeSpec):
     def mma_dtype(self) -> str:
         """Type of the MMA operands: 8- and 4-bit elements convert to fp16 exactly."""
         return self.dtype if self.kv_bits == 16 else "float16"
+
+
+CTA_REQUESTS = 128  # whose lengths a CTA computes, one per thread
+
+
+@dataclass(frozen=True)
+class LengthsSpec(KernelSpec):
+    """Compile key of the kernel that computes the lengths of paged requests; there is one."""
+
+    kernel: ClassVar[str] = "lengths"
+    needs_mma: ClassVar[bool] = False

@@ -305,7 +305,7 @@ def choose(
 
 def in_flight(spec: XqaSpec) -> int:
     """Bytes of K, V and block scales on their way to an SM while its warps compute."""
-    memory = XqaMemory.of(spec)
+    memory = XqaMemory(spec)
     token = 2 * (memory.source_bytes + memory.scale_bytes)
     return spec.ctas * spec.warps * memory.prefetch_distance * spec.cols * token
 
@@ -331,4 +331,4 @@ def _fits(spec: XqaSpec, arch: Arch) -> bool:
     wide = spec.tree or spec.row_blocks * spec.cols > 32 or spec.row_blocks * spec.tile_dim >= REGISTER_DIMS
     if (warps >= 16 and spec.cols > 32) or (warps >= 12 and wide):
         return False
-    return ctas * (XqaMemory.of(spec).bytes + RESERVED_SMEM) <= arch.smem_limit + RESERVED_SMEM
+    return ctas * (XqaMemory(spec).bytes + RESERVED_SMEM) <= arch.smem_limit + RESERVED_SMEM

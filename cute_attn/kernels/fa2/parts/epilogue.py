@@ -131,4 +131,4 @@ class MergedWarps(FragmentStore):
                 eight = ptx.ld_shared_v4_f32(address, offset) + ptx.ld_shared_v4_f32(address, offset + 16)
                 values = [ptx.fma(x, weight, v) for x, v in zip(eight, values, strict=True)]
             destination = self.target.row(self.rows, row) + Int64(chunk * (8 * self.target.element_bytes))
-            self.target.store_8(destination, 0, [v * factor for v in values])
+            self.target.store(destination, 0, [v * factor for v in values])

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks.masks import Band
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.tile_scheduler import load_item, mask_offset
-from cute_attn.schedule.records import NO_PARTIAL, Item
+from cute_attn.schedule.records import Item
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class GridSchedule:
             mask_bits=p.mask,
             first_tile=first,
             last_tile=first + p.tiles_per_split,
-            partial=Int32(NO_PARTIAL),
+            partial=split,
         )
 
 

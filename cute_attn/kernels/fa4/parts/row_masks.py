@@ -9,8 +9,14 @@ from functools import partial
 
 from cutlass import Int32, Int64
 
-from cute_attn.kernels.blocks.masks import Band, columns_before, columns_from, funnel_shift_right, load_mask_word
-from cute_attn.kernels.blocks.multi_item import KeyBounds
+from cute_attn.kernels.blocks.masks import (
+    Band,
+    KeyBounds,
+    columns_before,
+    columns_from,
+    funnel_shift_right,
+    load_mask_word,
+)
 from cute_attn.kernels.blocks.rows import PackedRows
 
 Word = Callable[[], Int32]

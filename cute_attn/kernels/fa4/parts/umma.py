@@ -3,12 +3,17 @@
 Tensor memory: S of query tile 0 and 1, or of even and odd kv tiles, from columns 0 and 128; O from column 256.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
+import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from cute_attn.kernels.blocks import ptx, sm100
+from cute_attn.kernels.blocks import cluster, ptx, sm100
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
 from cute_attn.kernels.blocks.register_layout import RowLayout
+from cute_attn.kernels.blocks.sm100 import WARP_LANES
 from cute_attn.kernels.fa4.smem import OUTPUT_COLUMN, SCORE_COLUMNS, BlackwellMemory
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS
 from cute_attn.kernels.formats import LINE
@@ -96,3 +101,75 @@ class TmemMap:
 
     def output(self, query_tile: int) -> Int32:
         return self.base + Int32(OUTPUT_COLUMN + query_tile * 128)
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowLanes:
+    """Position of this thread among those of its warpgroup, which own the rows of a query tile."""
+
+    query_tile: Int32  # of the CTA
+    number: Int32  # of the query tile in the work item
+    warp: Int32  # within the warpgroup
+    lane: Int32
+
+    @classmethod
+    def of(cls, query_tile: Int32, ctas: int) -> "RowLanes":
+        """Reads the thread index at each call, so that values derived from it need not stay in registers in between.
+        Query tiles of the same number in the CTAs of a pair are consecutive in the work item.
+        """
+        thread = ptx.thread_index()
+        number = query_tile if ctas == 1 else query_tile * ctas + cluster.rank()
+        return cls(query_tile, number, cute.arch.make_warp_uniform((thread >> 5) & 3), thread & 31)
+
+    @property
+    def lane_row(self) -> Int32:
+        """Row of the thread within its query tile: its lane of tensor memory."""
+        return self.warp * 32 + self.lane
+
+    @property
+    def tmem(self) -> Int32:
+        """Offset of the warp's lanes in tensor memory."""
+        return self.warp * WARP_LANES
+
+    def row(self, slot: int) -> Int32:
+        return self.number * QUERY_TILE_ROWS + self.lane_row
+
+    def first_col(self) -> Int32:
+        return Int32(0)
+
+    def first_warp_col(self) -> Int32:
+        return Int32(0)
+
+    def lane_col(self) -> Int32:
+        return Int32(0)
+
+
+# --- rings ------------------------------------------------------------------------------------------------------------
+
+
+class TmemRing(Ring):
+    """Ring whose one or two slots lie in tensor memory: slot and phase are bits of the pipeline state, which needs no
+    comparisons. Fewer instructions per kv tile in every role.
+    """
+
+    def parity(self, state: PipelineState) -> Int32:
+        return state.index_phase >> (self.stages - 1)
+
+    def next(self, state: PipelineState) -> PipelineState:
+        return PipelineState((state.index_phase + 1) & Int32(2 * self.stages - 1))
+
+
+@dataclass(frozen=True)
+class BlackwellRings(SmemRings):
+    """Rings of a CTA. Subclasses name the types of rings that several CTAs share."""
+
+    tmem_ring: ClassVar[type[Ring]] = TmemRing
+    shared: ClassVar[Mapping[str, type[Ring]]] = {}
+
+    @classmethod
+    def ring_types(cls, memory: BlackwellMemory) -> Mapping[str, type[Ring]]:
+        in_tmem = (f"{ring}{i}" for i in range(memory.tile.query_tiles) for ring in "so")
+        return {**dict.fromkeys(in_tmem, cls.tmem_ring), **cls.shared}

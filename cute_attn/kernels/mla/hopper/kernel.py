@@ -15,22 +15,21 @@ from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.dequant import fp8_converter
-from cute_attn.kernels.blocks.epilogue import Target
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, Target
+from cute_attn.kernels.blocks.fragment_store import WarpgroupStore
 from cute_attn.kernels.blocks.pipeline import start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
-from cute_attn.kernels.blocks.warpgroup_store import WarpgroupStore
 from cute_attn.kernels.mla.hopper.merge import SegmentMerge
 from cute_attn.kernels.mla.hopper.producer import NarrowProducer, Producer
 from cute_attn.kernels.mla.hopper.rings import Rings, SegmentRecord
-from cute_attn.kernels.mla.hopper.smem import HopperMlaMemory
 from cute_attn.kernels.mla.hopper.warpgroups import BOTH, TOTALS_BARRIER, MmaWarpgroup
 from cute_attn.kernels.mla.parts.softmax import CausalMask
 from cute_attn.kernels.mla.program import LatentProgram, MlaParams
+from cute_attn.kernels.mla.smem import HopperMlaMemory
 from cute_attn.kernels.mla.spec import HopperMlaSpec
 from cute_attn.kernels.xqa.parts.partition import EvenPartition
-from cute_attn.kernels.xqa.parts.scales import final_epilogue
 
 SWITCH = 4  # tiles in whose time a CTA ends a part of a segment and begins another
 
@@ -119,7 +118,7 @@ class HopperMlaProgram(LatentProgram):
         else:
             ticket = shared_memory() + Int32(self.memory.ticket)
             parts = work.first_share, work.shares
-            merge = SegmentMerge(self.spec, p, final_epilogue(p, 1.0), rows, *parts, ticket, TOTALS_BARRIER)
+            merge = SegmentMerge(self.spec, p, FinalEpilogue.of(p), rows, *parts, ticket, TOTALS_BARRIER)
             self.store_state(merge, mma, running._replace(total=total))
             merge.merge()
 
@@ -131,9 +130,7 @@ class HopperMlaProgram(LatentProgram):
         target = Target(self.spec.out_dtype, p.o + columns, p.o_stride_n, p.o_stride_h, lse, p.group)
         first = place.quad_lane == 0  # the store sums over the lanes of a quad
         total = [ptx.select(first, x, Float32(0.0)) for x in total]
-        WarpgroupStore(place.outputs, place, rows, target, final_epilogue(p, 1.0)).write(
-            running.out, running.shift, total
-        )
+        WarpgroupStore(place.outputs, place, rows, target, FinalEpilogue.of(p)).write(running.out, running.shift, total)
 
     @cute.jit
     def store_state(self, merge: SegmentMerge, mma: MmaWarpgroup, running: Running) -> None:

@@ -155,15 +155,13 @@ class SegmentMerge:
         p = self.p
         for row, state in zip(rows, states, strict=True):
             if self.rows.exists(row):
-                head = self.rows.head(row)
-                factor, lse = self.finish.row(state.maximum, state.total, head)
+                factor, lse = self.finish.row(state.maximum, state.total, self.rows.head(row))
                 place = self.rows.address(p.o, row, p.o_stride_n, p.o_stride_h) + Int64(self.lane * (VECTOR * 2))
                 pairs = ptx.pack_pairs(self.spec.out_dtype, [x * factor for x in state.values])
                 for i in cutlass.range_constexpr(VECTORS):
                     ptx.st_global_v2(place, i * 32 * VECTOR * 2, pairs[2 * i : 2 * i + 2])
                 if cutlass.and_(self.lane == 0, p.lse != Int64(0)):
-                    index = Int64(self.rows.start + self.rows.token(row)) * Int64(p.group) + Int64(head)
-                    ptx.st_global_f32(p.lse + index * Int64(4), 0, lse)
+                    ptx.st_global_f32(self.rows.lse_address(p.lse, row, p.group), 0, lse)
 
     @cute.jit
     def store_states(self, index: Int32, rows: list[Int32], states: list[SoftmaxState]) -> None:

@@ -18,7 +18,7 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.hopper.rings import NO_WORK, PRODUCERS, Rings, SegmentRecord
-from cute_attn.kernels.mla.hopper.smem import ROTATED, HopperMlaMemory
+from cute_attn.kernels.mla.smem import ROTATED, HopperMlaMemory
 from cute_attn.kernels.mla.spec import GROUP
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment
@@ -127,7 +127,7 @@ class Producer:
         table = isa.mad_wide(segment.first_page, Int32(4), self.p.table)
         for first in self.steps:
             page = self.page_size.quotient(self.token(tile, first))
-            pages.append(isa.load_if(self.exists(tile, first), table + Int64(page) * Int64(4), 0, 1)[0])
+            pages.append(ptx.load_word_if(self.exists(tile, first), table + Int64(page) * Int64(4)))
         return tile._replace(pages=pages)
 
     @property
@@ -204,9 +204,9 @@ class NarrowProducer(Producer):
         source, words = self.source(tile, i), []
         for column in columns:
             if column == ROTATED:
-                words.append(isa.load_if(source.exists, source.rotated, 0, self.memory.spec.rope_bits // 4))
+                words.append(ptx.load_if(source.exists, source.rotated, 0, self.memory.spec.rope_bits // 4))
             else:
-                words.append(isa.load_if(source.exists, source.latent, column * LINE // 2, 2))
+                words.append(ptx.load_if(source.exists, source.latent, column * LINE // 2, 2))
         return words
 
     def load_scales(self, tile: Tile, i: int, columns: range) -> list[Float32]:
@@ -214,7 +214,7 @@ class NarrowProducer(Producer):
         if not self.memory.spec.grouped:
             return []
         source, first = self.source(tile, i), columns.start * LINE // 2 // GROUP
-        return [ptx.from_bits(x) for x in isa.load_if(source.exists, source.scales, 4 * first, 2)]
+        return [ptx.from_bits(x) for x in ptx.load_if(source.exists, source.scales, 4 * first, 2)]
 
     def move(self, ring: Ring, state: PipelineState, ahead: Ahead, half: Half, following: Half) -> Ahead:
         """Convert and store the rows of a half, and load those of the following one. Registers hold the scales of one

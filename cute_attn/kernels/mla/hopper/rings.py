@@ -12,7 +12,7 @@ from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES
-from cute_attn.kernels.mla.hopper.smem import HALVES, RECORD_BYTES, HopperMlaMemory
+from cute_attn.kernels.mla.smem import HALVES, RECORD_BYTES, HopperMlaMemory
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
 
 PRODUCERS = 128  # threads, each of which arrives at the full barriers

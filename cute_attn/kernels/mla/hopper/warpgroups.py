@@ -24,8 +24,8 @@ from cute_attn.kernels.blocks.smem import swizzled
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Running, add, any_of
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.hopper.rings import Rings
-from cute_attn.kernels.mla.hopper.smem import HALVES, HopperMlaMemory
 from cute_attn.kernels.mla.parts.softmax import CausalMask
+from cute_attn.kernels.mla.smem import HALVES, HopperMlaMemory
 from cute_attn.kernels.mla.spec import LATENT, HopperMlaSpec
 from cute_attn.kernels.xqa.parts.partition import KvSplit
 

@@ -15,7 +15,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, add, tree
-from cute_attn.kernels.mla.parts.place import Place
+from cute_attn.kernels.mla.parts.products import Place
 from cute_attn.kernels.mla.smem import MlaMemory
 from cute_attn.kernels.xqa.parts.merge import Merge
 

@@ -29,7 +29,7 @@ from cute_attn.kernels.xqa.host.variant import (
     shape_of_call,
     specs,
 )
-from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
+from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Request, Settings
 from cute_attn.runtime.arch import Arch
@@ -193,7 +193,7 @@ def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, 
     if not batch:
         return
     values = lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.kv_end
-    prepared(_lengths_kernel, gpu).fire(current_stream(gpu.device_index), values, ((-(-batch // THREADS), 1, 1),))
+    prepared(_lengths_kernel, gpu).fire(current_stream(gpu.device_index), values, ((-(-batch // CTA_REQUESTS), 1, 1),))
 
 
 def _lengths_kernel(gpu: Gpu) -> Bound:

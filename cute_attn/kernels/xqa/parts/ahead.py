@@ -20,7 +20,6 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.kinds import make_partition
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
 from cute_attn.kernels.xqa.parts.partition import FirstKeys, Load, Partition, Segment, Share
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
@@ -58,11 +57,6 @@ class EarlyTiles(NamedTuple):
 def differ(pairs: Iterable[tuple[Int32, Int32]]) -> Int32:
     """0 where both of every pair are equal."""
     return functools.reduce(lambda a, b: a | b, (a ^ b for a, b in pairs))
-
-
-def early_partition(spec: XqaSpec, p: Any) -> Partition:
-    """The partition by lengths that may change, with `q_len` queries per request."""
-    return make_partition(spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
 
 
 def early_segment(partition: Partition, p: Any) -> tuple[Share, Segment]:

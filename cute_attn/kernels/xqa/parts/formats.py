@@ -19,6 +19,7 @@ the order of K's operands, `p_tokens` brings P^T of 16 tokens into the order of 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -26,8 +27,11 @@ from cutlass import Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.softmax import SLACK
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.e2m1 import HardwareE2m1, SpreadBits
+from cute_attn.kernels.xqa.parts.layouts import BlockLayout, BlockReads, MatrixReads, TileLayout
+from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, PackedColumnSoftmax
 from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.runtime.arch import Arch
 
 E4M3_SHIFTED = 256.0
 
@@ -118,6 +122,73 @@ class Kv8Bit(Unscaled):
         if self.dtype == "float8_e5m2":
             return ptx.e5m2x4_to_f16(x)
         return e4m3_halves(x, self.native)
+
+
+# --- e2m1 words as pairs of fp16 --------------------------------------------------------------------------------------
+
+# With integer instructions, or with those that Blackwell has for it. Both give every pair to an operand as it comes;
+# what differs is which elements a pair holds. So each form also says in which order q and P^T must be: the orders of
+# both contractions are free.
+
+
+Words = list[Int32]
+MMA_DTYPE = "float16"
+LOW_NIBBLES = 0x0F0F0F0F
+
+
+@dataclass(frozen=True)
+class SpreadBits:
+    """Moves bits with 10 integer instructions per word: elements i and i + 4 become a pair, divided by 2^14."""
+
+    factor: ClassVar[float] = 16384.0
+    token_pairs: ClassVar = ((0, 1), (8, 9))  # of V's operands, relative to 2t of 16 tokens
+
+    def q_words(self, words: Words) -> Words:
+        """Eight dims of a row of q in the order of `k_pairs`."""
+        a, b, c, d = words
+        return [ptx.permute(*two, half) for two in ((a, c), (b, d)) for half in (0x5410, 0x7632)]
+
+    def k_pairs(self, word: Int32) -> Words:
+        return isa.e2m1_spread(word)
+
+    def v_pairs(self, x: Int32, y: Int32) -> tuple[Words, Words]:
+        """Dims 4g .. 4g + 3 of the first token pair, and of the second. Words hold four dims of two tokens: `x` of 2t
+        and 2t + 1, `y` of 2t + 8 and 2t + 9."""
+        return isa.e2m1_spread(x), isa.e2m1_spread(y)
+
+    def p_tokens(self, b: Words) -> Words:
+        """P^T of tokens (2t, 2t + 1) and (2t + 8, 2t + 9) in the order of `token_pairs`."""
+        return b
+
+
+@dataclass(frozen=True)
+class HardwareE2m1:
+    """Converts neighbours with one instruction per pair (`Arch.converts_e2m1`).
+
+    A pair of K is two neighbouring dims, as q has them. A pair of V must be two tokens of one dim: two instructions per
+    word first join the halves of bytes of two words, 8 tokens apart.
+    """
+
+    factor: ClassVar[float] = 1.0
+    token_pairs: ClassVar = ((0, 8), (1, 9))
+
+    def q_words(self, words: Words) -> Words:
+        return words
+
+    def k_pairs(self, word: Int32) -> Words:
+        return ptx.cvt_e2m1x8(MMA_DTYPE, word)
+
+    def v_pairs(self, x: Int32, y: Int32) -> tuple[Words, Words]:
+        even = ptx.cvt_e2m1x8(MMA_DTYPE, isa.select_bits(LOW_NIBBLES, x, isa.shift_left(y, 4)))
+        odd = ptx.cvt_e2m1x8(MMA_DTYPE, isa.select_bits(LOW_NIBBLES, isa.shift_right(x, 4), y))
+        return [even[0], odd[0], even[1], odd[1]], [even[2], odd[2], even[3], odd[3]]
+
+    def p_tokens(self, b: Words) -> Words:
+        first, second = b
+        return [ptx.permute(first, second, half) for half in (0x5410, 0x7632)]
+
+
+# --- NVFP4 ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -249,3 +320,112 @@ def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
 def _shifted(x: Int32) -> Int32:
     moved = isa.shift_right(x, 1)
     return (x & Int32(-0x7FFF8000)) | (moved & Int32(0x3F803F80))
+
+
+BLOCKS = 8  # of V that the lanes of a warp hold at once, one for each g
+MATRIX = 256  # bytes of the matrix whose bytes `ldmatrix` transposes
+
+
+@dataclass(frozen=True)
+class Kv4BitBlocks(OwnP):
+    """`Kv4Bit` where a lane holds whole scale blocks, for GPUs that convert e2m1 and transpose bytes (sm_100 and
+    later): for `BlockReads`, 32 elements of K per lane, token and read, two scale blocks; 16 of V, one.
+
+    The scales of K are then bytes side by side in shared memory, one load per token. Those of V must come in pairs of
+    tokens: `ldmatrix` transposes bytes, which gives lane g column g of 16 rows of 16 bytes, four rows a register.
+    """
+
+    memory: XqaMemory
+    layout: BlockLayout
+    e2m1: HardwareE2m1
+
+    operands_per_load = 4  # of 32 bytes of a row
+    dequant_factor = 1.0
+
+    @property
+    def q_bytes(self) -> int:
+        return 128 * self.memory.loads
+
+    def q_words(self, load: LoadQ, t: Int32) -> Operand:
+        """Lane t's quarter of a row, in its order."""
+        quarter = self.q_bytes // 4
+        return [word for at in range(0, quarter, 16) for word in load(t * quarter, at, 4)]
+
+    def k_scales(self, slot: Int32, m: int) -> list[Operand]:
+        """scales[group]: f16x2 of the two blocks of a read, for the token of row g and for that of row g + 8."""
+        lane, size = cute.arch.thread_idx()[0] & 31, self.memory.scale_bytes
+        at = slot + self.layout.lane_token(lane >> 2) * size + (lane & 3) * (size // 4) + self.memory.k_scales
+        load = ptx.ld_shared_u16 if size == 8 else ptx.ld_shared_b32
+        both = [e4m3_halves(load(at, self.layout.token(m, half) * size), True) for half in (0, 1)]
+        return [[pairs[group] for pairs in both] for group in range(size // 8)]
+
+    def v_scales(self, slot: Int32) -> ScalesOf:
+        """scales[group]: f16x2 of the first two of a lane's four tokens, and of the others."""
+        lane, size = cute.arch.thread_idx()[0] & 31, self.memory.scale_bytes
+        token = self.layout.p_lane_token(lane & 3, lane >> 2 & 3)
+        at = slot + (token * size + (lane >> 4) * MATRIX) + self.memory.v_scales
+        count = self.memory.spec.cols * size // MATRIX
+        words = flatten([isa.ldmatrix_bytes(at, i * MATRIX, min(2, count - i)) for i in range(0, count, 2)])
+        groups = size // BLOCKS
+        return lambda m: [e4m3_halves(word, True) for word in words[m * groups : (m + 1) * groups]]
+
+    def k_operands(self, loaded: Operand, group: int, scales: list[Operand]) -> list[Operand]:
+        """Use a lane's pairs as contraction indices 2t, 2t + 1 (the first and third) or 2t + 8, 2t + 9."""
+        operands = []
+        for i in range(4):
+            a, b = (
+                [isa.scale_f16x2(pair, scale, i // 2) for pair in self.e2m1.k_pairs(word)]
+                for word, scale in zip((loaded[i], loaded[4 + i]), scales[group], strict=True)
+            )
+            operands += [[a[j], b[j], a[j + 1], b[j + 1]] for j in (0, 2)]
+        return operands
+
+    def v_operands(self, loaded: Operand, group: int, scales: list[Operand]) -> list[Operand]:
+        """Use neighbouring dims as rows g and g + 8 of an operand."""
+        operands = []
+        for i in (0, 1):
+            a, b = (self._scaled_pairs(loaded[j + i], loaded[j + i + 2], scales[group][j // 4]) for j in (0, 4))
+            operands += [[a[d], a[d + 1], b[d], b[d + 1]] for d in range(0, 8, 2)]
+        return operands
+
+    def _scaled_pairs(self, x: Int32, y: Int32, scales: Int32) -> Operand:
+        """Eight dims of two tokens, a pair each, times the tokens' scales."""
+        return [isa.mul_f16x2(pair, scales) for pairs in self.e2m1.v_pairs(x, y) for pair in pairs]
+
+    def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
+        return g * 16 + (tile // BLOCKS * (16 * BLOCKS) + tile % BLOCKS * 2), 1
+
+
+# --- a kernel's forms -------------------------------------------------------------------------------------------------
+
+
+Format = Kv16Bit | Kv8Bit | Kv4Bit | Kv4BitBlocks
+
+
+class TileForms(NamedTuple):
+    layout: TileLayout
+    reads: MatrixReads | BlockReads
+    format: Format
+    softmax: type[ColumnSoftmax]
+
+
+def tile_forms(spec: XqaSpec, memory: XqaMemory, arch: Arch) -> TileForms:
+    if spec.reads_blocks(arch):
+        blocks = BlockLayout(memory.row_bytes)
+        return TileForms(
+            blocks, BlockReads(memory, blocks), Kv4BitBlocks(memory, blocks, HardwareE2m1()), PackedColumnSoftmax
+        )
+    form = _format(spec, memory, arch)
+    layout = TileLayout(memory.row_bytes)
+    packed = spec.kv_bits == 4 and arch.converts_e2m1
+    softmax = PackedColumnSoftmax if packed else ColumnSoftmax
+    return TileForms(layout, MatrixReads(memory, layout, form.transposed_pairs), form, softmax)
+
+
+def _format(spec: XqaSpec, memory: XqaMemory, arch: Arch) -> Kv16Bit | Kv8Bit | Kv4Bit:
+    if spec.kv_bits == 16:
+        return Kv16Bit()
+    if spec.kv_bits == 8:
+        return Kv8Bit(spec.kv_dtype, arch.converts_e4m3)
+    e2m1 = HardwareE2m1() if arch.converts_e2m1 else SpreadBits()
+    return Kv4Bit(memory, e2m1, arch.converts_e4m3, spec.paired)

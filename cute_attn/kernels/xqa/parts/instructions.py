@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from cutlass import Boolean, Float32, Int32, Int64
 
+from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.ptx import arithmetic, asm, flag, select
 
 # --- bytes and halves -----------------------------------------------------------------------------------------------
@@ -60,12 +61,6 @@ def e4m3_pair(x: Int32, half: int) -> Int32:
     return asm(text, [Int32], [x], pure=True)
 
 
-def to_e4m3_pair(lo: Float32, hi: Float32) -> Int32:
-    """Two floats as e4m3 in the low 16 bits, saturated to 448 (sm_89 and later)."""
-    text = "{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $1, $2; cvt.u32.u16 $0, p;}"
-    return asm(text, [Int32], [hi, lo], pure=True)
-
-
 def scale_f16x2(a: Int32, pair: Int32, half: int) -> Int32:
     """Both halves of `a` times one half of `pair`."""
     source = "lh"[half]
@@ -107,15 +102,10 @@ def ballot(x: Boolean) -> Int32:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def load_if(condition: Boolean, address: Int64, offset: int, words: int) -> list[Int32]:
-    """Load 1, 2 or 4 words from global memory; where the condition is false, read nothing and return zeros."""
-    return _load("ld.global", Int32, condition, address, offset, words)
-
-
 def load_early_if(condition: Boolean, address: Int64, offset: int) -> Int32:
     """Load a word from L2, or 0, that the preceding kernel may still write: for addresses of prefetches alone, which
     must be kept in bounds. L1 keeps no copy that a later load could find."""
-    return _load("ld.relaxed.gpu.global", Int32, condition, address, offset, 1)[0]
+    return ptx.load_if(condition, address, offset, 1, "ld.relaxed.gpu.global")[0]
 
 
 def prefetch_l2(address: Int64) -> None:
@@ -124,23 +114,8 @@ def prefetch_l2(address: Int64) -> None:
 
 
 def ld_l2_if(condition: Boolean, address: Int64, words: int) -> list[Float32]:
-    """`load_if` that bypasses L1, for words that other CTAs wrote since this one started."""
-    return _load("ld.global.cg", Float32, condition, address, 0, words)
-
-
-def _load(form: str, kind: type, condition: Boolean, address: Int64, offset: int, words: int) -> list:
-    temporaries = [f"t{i}" for i in range(words)]
-    names = ", ".join(temporaries)
-    vector, group = (f".v{words}", f"{{{names}}}") if words > 1 else ("", names)
-    text = (
-        f"{{.reg .pred p; .reg .b32 {names}; setp.ne.b32 p, ${words + 1}, 0; "
-        + " ".join(f"mov.b32 {t}, 0;" for t in temporaries)
-        + f" @p {form}{vector}.b32 {group}, [${words}+{offset}]; "
-        + " ".join(f"mov.b32 ${i}, {t};" for i, t in enumerate(temporaries))
-        + "}"
-    )
-    loaded = asm(text, [kind] * words, [address, flag(condition)])
-    return loaded if words > 1 else [loaded]
+    """`ptx.load_if` that bypasses L1, for words that other CTAs wrote since this one started."""
+    return ptx.load_if(condition, address, 0, words, "ld.global.cg", Float32)
 
 
 def copy_if(condition: Boolean, shared: Int32, offset: int, source: Int64, source_offset: int, present: Int32) -> None:

@@ -51,7 +51,7 @@ class DraftMask:
         request = self.segment.request
         wanted = isa.all_of([draft >= 0, draft < request.qo_len, token < request.qo_len])
         row = self.p.mask + Int64(request.qo_start + token) * Int64(self.p.mask_row_bytes)
-        word = isa.load_if(wanted, row + Int64((draft >> 5) * 4), 0, 1)[0]
+        word = ptx.load_word_if(wanted, row + Int64((draft >> 5) * 4))
         return ptx.select(draft < 0, Int32(1), (word >> (draft & 31)) & 1)
 
 

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, store_numbers
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
@@ -31,9 +31,6 @@ VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, fo
 
 class StateMemory(Protocol):
     """What a merge reads of the map of shared memory with one state per CTA."""
-
-    @property
-    def rows(self) -> int: ...
 
     @property
     def tile_dim(self) -> int:
@@ -129,7 +126,7 @@ class Merge:
 
     def merge_warps(self, row: Int32, dim: Int32) -> SoftmaxState:
         """Merge the states of the CTA for one vector of a row."""
-        parts, stats_bytes = [], self.memory.rows * 8
+        parts, stats_bytes = [], self.spec.rows * 8
         for warp in self.states:
             stats = self.team.shifted(self.base + self.memory.stats + row * 8, stats_bytes)
             maximum, total = ptx.ld_shared_v2_f32(stats, warp * stats_bytes)
@@ -183,23 +180,17 @@ class Merge:
 
     @cute.jit
     def store(self, rows: PackedRows, row: Int32, dim: Int32, result: SoftmaxState) -> None:
-        p, head = self.p, rows.head(row)
-        factor, lse = self.finish.row(result.maximum, result.total, head)
-        if cutlass.and_(dim == 0, p.lse != Int64(0)):
-            ptx.st_global_f32(self.lse_address(rows, row, head), 0, lse)
-        values = [x * factor for x in result.values]
-        place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
-        if cutlass.const_expr(self.spec.out_dtype == "float8_e4m3fn"):
-            packed = ptx.permute(isa.to_e4m3_pair(*values[:2]), isa.to_e4m3_pair(*values[2:]), 0x5410)
-            ptx.st_global_b32(place + Int64(dim), 0, packed)
-        else:
-            pairs = ptx.pack_pairs(self.spec.out_dtype, values)
-            ptx.st_global_v2(place + Int64(dim * 2), 0, pairs)
-
-    def lse_address(self, rows: PackedRows, row: Int32, head: Int32) -> Int64:
         p = self.p
-        index = Int64(rows.start + rows.token(row)) * Int64(p.num_kv_heads * p.group) + Int64(head)
-        return p.lse + index * Int64(4)
+        factor, lse = self.finish.row(result.maximum, result.total, rows.head(row))
+        if cutlass.and_(dim == 0, p.lse != Int64(0)):
+            ptx.st_global_f32(rows.lse_address(p.lse, row, p.num_kv_heads * p.group), 0, lse)
+        self.store_values(rows, row, dim, [x * factor for x in result.values])
+
+    def store_values(self, rows: PackedRows, row: Int32, dim: Int32, values: list[Float32]) -> None:
+        """Store adjacent outputs of a row."""
+        p, size = self.p, 1 if self.spec.out_dtype == "float8_e4m3fn" else 2
+        place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
+        store_numbers(self.spec.out_dtype, place + Int64(dim * size), 0, values)
 
     # --- KV splits of a segment -------------------------------------------------------------------------------------
 
@@ -283,7 +274,7 @@ class Merge:
             partial = self.partial_of(first + index, index)
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in positions]
             sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
-        stats = self.base + self.memory.stats + state * (self.memory.rows * 8)
+        stats = self.base + self.memory.stats + state * (self.spec.rows * 8)
         outputs = self.base + state * self.memory.ring_bytes + self.memory.outputs
         for i in cutlass.range_constexpr(self.vectors_per_lane):
             row, dim = positions[i]
@@ -314,19 +305,6 @@ class StateMerge(Merge):
 
     barrier: int
     threads: int
-
-    @classmethod
-    def of(
-        cls,
-        spec: DecodeSpec,
-        memory: StateMemory,
-        p: Any,
-        base: Int32,
-        finish: FinalEpilogue,
-        barrier: int,
-        threads: int,
-    ) -> "StateMerge":
-        return cls(spec, memory, LoneWarp(), p, base, finish, barrier, threads)
 
     @property
     def states(self) -> range:

@@ -40,7 +40,7 @@ def token_pages(p: Any, tokens: Iterable[Int32], exists: Callable[[Int32], Boole
 
 def page_id(table: Int64, exists: Boolean, index: Int32) -> Int32:
     """Read the id of page `index` of the request whose page ids are at `table`."""
-    return isa.load_if(exists, table + Int64(index) * Int64(4), 0, 1)[0]
+    return ptx.load_word_if(exists, table + Int64(index) * Int64(4))
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,15 @@ class PagedKv:
     kv_len: Int32
 
     @property
-    def lines_per_row(self) -> int:
-        """Number of lines that hold columns of K or V; others are neither filled nor read."""
-        return -(-self.memory.source_bytes // LINE)
-
-    @property
     def copy_steps(self) -> int:
         """Steps of `copies`, each of which copies as many rows as the warp can at once."""
-        return self.memory.cols // self.layout.rows_per_step
+        return self.memory.spec.cols // self.layout.rows_per_step
 
     def readable(self, token: Int32) -> Boolean:
         return isa.less_unsigned(token - self.first_token, self.kv_len - self.first_token)
 
     def no_pages(self) -> TokenPages:
-        words = range(0, self.memory.cols, 32)
+        words = range(0, self.memory.spec.cols, 32)
         return TokenPages([Int32(0) for _ in words], [Int32(0) for _ in words])
 
     def page_id(self, exists: Boolean, index: Int32) -> Int32:
@@ -81,20 +76,21 @@ class PagedKv:
     def prefetch_page_ids(self, tile: Int32, wanted: Boolean) -> TokenPages:
         """Read the page ids of a tile's tokens; an unwanted tile reads nothing."""
         lane = cute.arch.thread_idx()[0] & 31
-        tokens = (tile * self.memory.cols + (lane + start) for start in range(0, self.memory.cols, 32))
+        tokens = (tile * self.memory.spec.cols + (lane + start) for start in range(0, self.memory.spec.cols, 32))
         return token_pages(self.p, tokens, lambda token: isa.all_of([wanted, self.readable(token)]), self.page_id)
 
     def copies(self, token_pages: TokenPages, tile: Int32, wanted: Boolean, slot: Int32) -> Iterator[None]:
         """Copy a tile into the ring slot at shared address `slot`, one step per `next`, so that the caller can
         interleave copies with MMAs. An unwanted tile copies nothing."""
         memory, layout, p = self.memory, self.layout, self.p
+        lines = -(-memory.source_bytes // LINE)  # that hold columns; others are neither filled nor read
         lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
         row, chunk = lane // layout.lanes_per_row, lane % layout.lanes_per_row
         offset = self.team.shifted(Int64(chunk * CHUNK), memory.source_bytes)
         k = p.k + Int64(self.head) * p.k_stride_h + offset
         v = p.v + Int64(self.head) * p.v_stride_h + offset
         shared = slot + layout.offset(row, chunk)
-        start = tile * memory.cols
+        start = tile * memory.spec.cols
         left = self.kv_len - self.first_token
         places = [
             (page * p.k_stride_page + token * p.k_stride_n, page * p.v_stride_page + token * p.v_stride_n)
@@ -108,7 +104,7 @@ class PagedKv:
             bits = layout.step_bits(first)
             target = shared ^ Int32(bits) if bits else shared
             k_at, v_at = isa.mad_wide(k_place, Int32(CHUNK), k), isa.mad_wide(v_place, Int32(CHUNK), v)
-            for right in range(0, layout.chunks_per_line * self.lines_per_row, layout.lanes_per_row):
+            for right in range(0, layout.chunks_per_line * lines, layout.lanes_per_row):
                 to, within = swizzled_offset(target, right)
                 at = first * memory.row_bytes + within
                 present = self._present(chunk, right, size)
@@ -134,8 +130,8 @@ class PagedKv:
             self.team.shifted(base + Int64(self.head) * stride, size)
             for base, stride in ((p.k_sf, p.k_sf_stride_h), (p.v_sf, p.v_sf_stride_h))
         )
-        if memory.cols < 32:
-            wanted = isa.all_of([wanted, lane < memory.cols])
+        if memory.spec.cols < 32:
+            wanted = isa.all_of([wanted, lane < memory.spec.cols])
         for i, (page, token) in enumerate(zip(token_pages.pages, token_pages.offsets, strict=True)):
             present = ptx.select(self.readable(start + lane + 32 * i), Int32(size), Int32(0))
             k_at = isa.mad_wide(token, p.k_sf_stride_n, isa.mad_wide(page, p.k_sf_stride_page, k))

@@ -83,23 +83,12 @@ class KvSplit(NamedTuple):
     whole: Boolean  # the split is the whole segment, perhaps empty: this CTA writes the output itself
     active: Boolean  # has tiles, or must write zeros for a request without keys
 
-
-def kv_split(segment: Segment, share: Share) -> KvSplit:
-    tiles = segment.request.tiles
-    begin = ptx.maximum(share.begin - segment.start, Int32(0))
-    end = ptx.minimum(share.end - segment.start, tiles)
-    # A segment without tiles belongs to the share that has its last position of overhead.
-    last = segment.start - 1
-    empty = isa.all_of([tiles == 0, share.begin <= last, last < share.end])
-    whole = cutlass.or_(isa.all_of([begin == 0, end == tiles, tiles > 0]), empty)
-    return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))
+    @property
+    def tiles(self) -> Int32:
+        return self.end - self.begin
 
 
 Load = Callable[[Boolean, Int64, int], Int32]  # a word behind an address and an offset, or 0 where it does not exist
-
-
-def load_word(exists: Boolean, address: Int64, offset: int) -> Int32:
-    return isa.load_if(exists, address, offset, 1)[0]
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,7 @@ class Partition:
 
     p: Any  # XqaParams
     spec: DecodeSpec
-    load: Load = field(default=load_word, kw_only=True)
+    load: Load = field(default=ptx.load_word_if, kw_only=True)
 
     @property
     def cta_group(self) -> Int32:
@@ -143,11 +132,7 @@ class Partition:
         tiles = (kv_len + (cols - 1)) // cols - first_token // cols
         return Request(kv_len, first_token, tiles, qo_start, qo_len)
 
-    def head(self, segment: Segment) -> Int32:
-        """Kv head of a segment."""
-        return self.head_of(segment.unit)
-
-    def head_of(self, unit: Int32) -> Int32:
+    def head(self, unit: Int32) -> Int32:
         """Kv head of a unit."""
         p = self.p
         return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(unit)
@@ -155,7 +140,7 @@ class Partition:
     def rows(self, segment: Segment, rows: int) -> PackedRows:
         """Packed rows of a segment, `rows` of a block: the query heads of a GQA group, token by token."""
         p = self.p
-        head = self.head(segment)
+        head = self.head(segment.unit)
         block = segment.unit - head * p.row_blocks
         group = Divisor(p.group, p.group_multiplier, p.group_shift)
         count, start = segment.request.qo_len * p.group, segment.request.qo_start
@@ -174,21 +159,6 @@ class Partition:
         """Fetch into L2 what this CTA reads first, before the preceding kernel has ended, which may still write it.
         Nothing, where CTAs read the lengths of many requests."""
 
-    @cute.jit
-    def prefetch_request(self, index: Int32) -> None:
-        """Fetch a request's length and first page, and the sinks of this CTA's heads, which it reads last: all CTAs
-        would wait for them in memory at the same time."""
-        p, offset = self.p, Int64(index) * Int64(4)
-        if cute.arch.thread_idx()[0] == 0:
-            isa.prefetch_l2(p.seq_lens + offset)
-            if p.page_starts != Int64(0):
-                isa.prefetch_l2(p.page_starts + offset)
-            else:
-                isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
-            if p.sinks != Int64(0):
-                head = self.head_of(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
-                isa.prefetch_l2(isa.mad_wide(head * p.group, Int32(4), p.sinks))
-
     def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
         """The keys of a share's first segment that this CTA reads first, at most `most`; none of a CTA that cannot
         start before the preceding launch has ended."""
@@ -198,7 +168,7 @@ class Partition:
         begin = ptx.maximum((first_tile + split.begin) * cols, request.first_token)
         end = ptx.minimum(ptx.minimum((first_tile + split.end) * cols, request.kv_len), begin + most)
         end = ptx.select(self.launched_before < p.resident, end, Int32(0))
-        return FirstKeys(segment.first_page, self.head(segment), begin, end)
+        return FirstKeys(segment.first_page, self.head(segment.unit), begin, end)
 
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
@@ -280,7 +250,15 @@ class Partition:
         return segment.start - self.p.overhead < share.end
 
     def split(self, segment: Segment, share: Share) -> KvSplit:
-        return kv_split(segment, share)
+        """This CTA's tiles of a segment."""
+        tiles = segment.request.tiles
+        begin = ptx.maximum(share.begin - segment.start, Int32(0))
+        end = ptx.minimum(share.end - segment.start, tiles)
+        # A segment without tiles belongs to the share that has its last position of overhead.
+        last = segment.start - 1
+        empty = isa.all_of([tiles == 0, share.begin <= last, last < share.end])
+        whole = cutlass.or_(isa.all_of([begin == 0, end == tiles, tiles > 0]), empty)
+        return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))
 
     def next_start(self, segment: Segment, share: Share | None) -> Int32:
         """Position of the first tile of the next segment."""
@@ -387,8 +365,20 @@ class OneSegment(Partition):
         width, height, _ = cute.arch.grid_dim()
         return super().launched_before + self.index * height * width
 
+    @cute.jit
     def prefetch_lengths(self) -> None:
-        self.prefetch_request(self.index)
+        """Fetch the request's length and first page, and the sinks of this CTA's heads, which it reads last: all CTAs
+        would wait for them in memory at the same time."""
+        p, offset = self.p, Int64(self.index) * Int64(4)
+        if cute.arch.thread_idx()[0] == 0:
+            isa.prefetch_l2(p.seq_lens + offset)
+            if p.page_starts != Int64(0):
+                isa.prefetch_l2(p.page_starts + offset)
+            else:
+                isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
+            if p.sinks != Int64(0):
+                head = self.head(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
+                isa.prefetch_l2(isa.mad_wide(head * p.group, Int32(4), p.sinks))
 
     def first_page_and_request(self) -> tuple[Int32, Request]:
         """In flight together: ptxas waits for the length before the branch to the second load."""

@@ -8,10 +8,9 @@ from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.formats import Format
 from cute_attn.kernels.xqa.parts.partition import Partition, Segment
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
-from cute_attn.kernels.xqa.parts.tile_forms import Format
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
@@ -91,7 +90,7 @@ class QueryRows:
     def _load(self, exists: Any, address: Int64, start: int, words: int) -> list[Int32]:
         """Load words from byte `start` of a row on; beyond the last column there are zeros."""
         if start < 2 * self.spec.warp_dim:
-            return isa.load_if(exists, address, start, words)
+            return ptx.load_if(exists, address, start, words)
         return [Int32(0) for _ in range(words)]
 
     def _to_fp16(self, words: list[Int32]) -> tuple[list[Int32], Float32]:

@@ -6,12 +6,20 @@ votes.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm100
+from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.softmax import INFINITY, SLACK, Running, add, any_of, tree
+
+
+def log2_scale(p: Any, factor: float = 1.0) -> Float32:
+    """Returns the factor from scores to base-2 exponents; `p`: XqaParams. K counts as `factor` times what it is."""
+    device_scales = device_scale(p.scale_ptr) * device_scale(p.more_scale_ptr)
+    return p.scale * device_scales * Float32(ptx.LOG2E * factor)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class TicketPartition(EvenPartition):
     @property
     def place(self) -> Int32:
         """Address of the next ticket: the word in which other partitions count arrivals at a segment that was cut."""
-        return shared_memory() + XqaMemory.of(self.spec).ticket
+        return shared_memory() + XqaMemory(self.spec).ticket
 
     def segment_of(self, ticket: Int32, share: Share) -> Segment:
         index = ptx.divide(ticket, self.p.units_per_cta_group)

@@ -6,47 +6,54 @@ head dims are the M of the products, packed rows their N. A CTA has one ring of 
     warps 0-3    softmax, a token per thread; the output of a segment, and its merge (`softmax_warps`)
     warp 4       products (`mma_warp`)
     warps 5, 6   producers: cp.async by token (`producer_warps`)
+    warp 7       over caches of 8 bits: terms of Q, once per segment (`query_warp`)
+
+K and V of 8 bits are operands as they are stored; Q and P become sums of fp8 operands.
 """
 
-from typing import ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
+from cute_attn.kernels.blocks.pipeline import WarpRole, empty_arrivals, full_arrivals
 from cute_attn.kernels.blocks.program import GridProgram
-from cute_attn.kernels.blocks.roles import WarpRole, empty_arrivals, full_arrivals
 from cute_attn.kernels.xqa.kernel import XqaParams
 from cute_attn.kernels.xqa.umma.mma_warp import MmaWarp
+from cute_attn.kernels.xqa.umma.operands import UmmaShared
+from cute_attn.kernels.xqa.umma.producer_warps import WARPS as PRODUCER_WARPS
 from cute_attn.kernels.xqa.umma.producer_warps import ProducerWarps, QkvProducerWarps
+from cute_attn.kernels.xqa.umma.query_warp import QueryWarp
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
 from cute_attn.kernels.xqa.umma.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
-from cute_attn.kernels.xqa.umma.work import UmmaShared
 
 MMA_WARP = SOFTMAX_WARPS
 PRODUCER_WARP = MMA_WARP + 1
+QUERY_WARP = PRODUCER_WARP + PRODUCER_WARPS
 
 
 class XqaUmmaProgram(GridProgram):
     """The decode kernel of one spec."""
 
     params = XqaParams
-    producers: ClassVar[type[ProducerWarps]] = QkvProducerWarps
 
     def __init__(self, spec: XqaUmmaSpec, arch: str) -> None:
         self.spec = spec
         self.memory = UmmaMemory(spec)
         self.softmax = SoftmaxWarps(spec, self.memory)
         self.mma = MmaWarp(spec, self.memory)
-        self.producer = self.producers(spec, self.memory)
+        self.query: Any = QueryWarp(spec, self.memory) if spec.q_terms > 1 else None
+        self.producer = (ProducerWarps if self.query else QkvProducerWarps)(spec, self.memory)
         self.block = (32 * self.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
 
     @property
     def roles(self) -> list[WarpRole]:
-        return [self.softmax.role, self.mma.role, self.producer.role]
+        roles = [self.softmax.role, self.mma.role, self.producer.role]
+        return [*roles, self.query.role] if self.query else roles
 
     @property
     def warps(self) -> int:
@@ -82,7 +89,13 @@ class XqaUmmaProgram(GridProgram):
     @cute.jit
     def run_others(self, params: XqaParams, shared: cutlass.Constexpr, thread: Int32) -> None:
         """Runs the warps from `PRODUCER_WARP`."""
-        self.producer.run(params, shared, thread - Int32(32 * PRODUCER_WARP))
+        if cutlass.const_expr(self.query is None):
+            self.producer.run(params, shared, thread - Int32(32 * PRODUCER_WARP))
+        else:
+            if cute.arch.make_warp_uniform(thread >> 5) < QUERY_WARP:
+                self.producer.run(params, shared, thread - Int32(32 * PRODUCER_WARP))
+            else:
+                self.query.run(params, shared)
 
     @cute.jit
     def prepare(self, shared: cutlass.Constexpr, thread: Int32, warp: Int32) -> None:

@@ -17,13 +17,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from cute_attn.kernels.blocks import sm100, tma
-from cute_attn.kernels.blocks.pipeline import PipelineState, start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import PipelineState, WarpRole, start
 from cute_attn.kernels.formats import LINE
-from cute_attn.kernels.xqa.parts.partition import Partition, kv_split
+from cute_attn.kernels.xqa.parts.partition import Partition
+from cute_attn.kernels.xqa.umma.operands import UmmaShared
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
-from cute_attn.kernels.xqa.umma.work import UmmaShared, tile_count
 
 STEP_BYTES = 32  # of an operand's row per instruction
 
@@ -64,7 +63,7 @@ class MmaWarp:
         share, segment = partition.first_segment()
         state = MmaState(*(start() for _ in MmaState._fields))
         while partition.overlaps(segment, share):
-            count = tile_count(kv_split(segment, share))
+            count = partition.split(segment, share).tiles
             if count > 0:
                 state = self.run_split(context, state, count)
             segment = partition.next_segment(segment)

@@ -13,17 +13,15 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, WarpRole, start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.pages import TokenPages, page_id, token_pages
-from cute_attn.kernels.xqa.parts.partition import Partition, Segment, kv_split
+from cute_attn.kernels.xqa.parts.partition import Partition, Segment
 from cute_attn.kernels.xqa.umma.operands import in_lines
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
-from cute_attn.kernels.xqa.umma.work import first_tile, tile_count
 
 WARPS = 2  # with the others no more than eight, which leaves 255 registers for a thread
 
@@ -124,13 +122,13 @@ class ProducerWarps:
         share, segment = partition.first_segment()
         q, kv = start(), start()
         while partition.overlaps(segment, share):
-            split = kv_split(segment, share)
+            split = partition.split(segment, share)
             if split.begin < split.end:
                 q = self.load_queries(p, shared.ring("q"), q, partition.rows(segment, self.spec.rows), thread)
                 table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-                rows = TokenRows(self.spec, p, segment, table, partition.head(segment), thread)
-                first = first_tile(segment, split, self.spec.cols)
-                kv = self.load_split(rows, shared.ring("kv"), kv, first, tile_count(split))
+                rows = TokenRows(self.spec, p, segment, table, partition.head(segment.unit), thread)
+                first = split.begin + segment.request.first_token // self.spec.cols
+                kv = self.load_split(rows, shared.ring("kv"), kv, first, split.tiles)
             segment = partition.next_segment(segment)
 
     @cute.jit

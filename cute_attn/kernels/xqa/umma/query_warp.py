@@ -11,17 +11,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.pipeline import start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.pipeline import WarpRole, start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK
-from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.partition import Partition, kv_split
-from cute_attn.kernels.xqa.parts.scales import log2_scale
+from cute_attn.kernels.xqa.parts.partition import Partition
+from cute_attn.kernels.xqa.parts.softmax import log2_scale
 from cute_attn.kernels.xqa.umma.operands import e4m3_terms, in_lines
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
-from cute_attn.kernels.xqa.umma.work import tile_count
 
 LANE_ITEMS = 8  # of q, 16 bytes, that a lane converts at once
 LOADS = 4  # in flight
@@ -53,10 +50,10 @@ class QueryWarp:
         """Converts Q of all segments of the CTA."""
         partition = Partition(p, self.spec)
         share, segment = partition.first_segment()
-        ring, q, scale = shared.ring("q"), start(), log2_scale(p, 1.0)
+        ring, q, scale = shared.ring("q"), start(), log2_scale(p)
         lane = cute.arch.thread_idx()[0] & 31
         while partition.overlaps(segment, share):
-            if tile_count(kv_split(segment, share)) > 0:
+            if partition.split(segment, share).tiles > 0:
                 rows = partition.rows(segment, self.spec.rows)
                 ring.wait_empty(q)
                 factor, inverse = self.factors(p, rows, lane)
@@ -105,7 +102,7 @@ class QueryWarp:
         for i in range(LOADS):
             row = self.row(first + i, lane)
             address = rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + offset.to(cutlass.Int64)
-            chunks.append(isa.load_if(rows.exists(row), address, 0, 4))
+            chunks.append(ptx.load_if(rows.exists(row), address, 0, 4))
         return [ptx.unpack_pairs(self.spec.dtype, words) for words in chunks]
 
     @cute.jit

@@ -27,10 +27,11 @@ class UmmaMemory:
     @property
     def map(self) -> SmemMap:
         spec = self.spec
+        p_lines = -(-self.output_columns * spec.item_bytes // LINE)  # of a token's probabilities
         rings = (
             RingLayout("kv", spec.stages, spec.cols * spec.piece_dim * spec.item_bytes),
             RingLayout("q", Q_STAGES, self.score_columns * spec.head_dim * spec.item_bytes),
-            RingLayout("p", 1, self.p_lines * spec.cols * LINE),
+            RingLayout("p", 1, p_lines * spec.cols * LINE),
             RingLayout("s", SCORE_STAGES, 0),
             RingLayout("o", 1, 0),
         )
@@ -47,21 +48,12 @@ class UmmaMemory:
         return SmemMap(rings, scratch)
 
     @property
-    def p_lines(self) -> int:
-        """Lines of a token's probabilities."""
-        return -(-self.output_columns * self.spec.item_bytes // LINE)
-
-    @property
     def bytes(self) -> int:
         return self.map.bytes
 
     # --- as the merge of XQA reads it: one state ---------------------------------------------------------------------
 
     ring_bytes = 0  # distance of the outputs of two states
-
-    @property
-    def rows(self) -> int:
-        return self.spec.rows
 
     @property
     def tile_dim(self) -> int:

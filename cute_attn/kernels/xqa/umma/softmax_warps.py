@@ -13,19 +13,19 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
-from cute_attn.kernels.blocks.pipeline import PipelineState, start
-from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue
+from cute_attn.kernels.blocks.pipeline import PipelineState, WarpRole, start
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import add, tree
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts.masks import TokenMask
 from cute_attn.kernels.xqa.parts.merge import StateMerge
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, kv_split
-from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
-from cute_attn.kernels.xqa.umma.operands import probabilities
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition
+from cute_attn.kernels.xqa.parts.softmax import log2_scale
+from cute_attn.kernels.xqa.parts.team import LoneWarp
+from cute_attn.kernels.xqa.umma.operands import UmmaShared, probabilities
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
-from cute_attn.kernels.xqa.umma.work import UmmaShared, first_tile, tile_count
 
 THREADS = 32 * SOFTMAX_WARPS
 VOTE_BARRIER, SYNC_BARRIER = 1, 2  # named
@@ -90,19 +90,19 @@ class SoftmaxWarps:
         """Processes all segments of the CTA."""
         partition = Partition(p, self.spec)
         share, segment = partition.first_segment()
-        scale = self.launch_scale(p)
+        scale = log2_scale(p) if self.spec.q_terms == 1 else Float32(1.0)  # else each segment has its own
         tmem = tmem + cute.arch.make_warp_uniform(ptx.thread_index() >> 5) * sm100.WARP_LANES
         state = self.start()
         self.clear_shifts(shared)
         tma.named_sync(Int32(SYNC_BARRIER), THREADS)
         while partition.overlaps(segment, share):
-            split = kv_split(segment, share)
+            split = partition.split(segment, share)
             if split.active:
                 rows = partition.rows(segment, self.spec.rows)
                 mask = TokenMask(p, rows, segment, self.spec)
                 context = SoftmaxContext(shared, tmem, self.score_scale(shared, state, split, scale), mask)
-                first = first_tile(segment, split, self.spec.cols)
-                for i in cutlass.range(0, tile_count(split), unroll=1):
+                first = split.begin + segment.request.first_token // self.spec.cols
+                for i in cutlass.range(0, split.tiles, unroll=1):
                     state = self.step(context, state, (first + i) * self.spec.cols, i > 0)
                 merge = self.merge(p, shared)  # here, so that its scale is in no register before
                 self.publish(context, merge, state, split)
@@ -111,7 +111,8 @@ class SoftmaxWarps:
             segment = partition.next_segment(segment)
 
     def merge(self, p: Any, shared: UmmaShared) -> StateMerge:
-        return StateMerge.of(self.spec, self.memory, p, shared.base, final_epilogue(p, 1.0), SYNC_BARRIER, THREADS)
+        finish = FinalEpilogue.of(p)
+        return StateMerge(self.spec, self.memory, LoneWarp(), p, shared.base, finish, SYNC_BARRIER, THREADS)
 
     def start(self) -> SoftmaxState:
         totals = [Float32(0.0) for _ in range(self.spec.rows)]
@@ -120,12 +121,8 @@ class SoftmaxWarps:
 
     def next_segment(self, shared: UmmaShared, state: SoftmaxState, split: KvSplit) -> SoftmaxState:
         following = shared.ring("q").next(state.q)
-        index_phase = ptx.select(tile_count(split) > 0, following.index_phase, state.q.index_phase)
+        index_phase = ptx.select(split.tiles > 0, following.index_phase, state.q.index_phase)
         return self.start()._replace(s=state.s, q=PipelineState(index_phase))
-
-    def launch_scale(self, p: Any) -> Float32:
-        """Returns the scale of all segments' scores, if there is one."""
-        return log2_scale(p, 1.0) if self.spec.q_terms == 1 else Float32(1.0)
 
     @cute.jit
     def score_scale(self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit, scale: Float32) -> Float32:

@@ -12,7 +12,7 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.program import GridProgram
-from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
+from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
 from cute_attn.runtime.arch import named
 
 
@@ -32,7 +32,7 @@ class LengthsProgram(GridProgram):
     params = LengthsParams
 
     def __init__(self, spec: LengthsSpec, arch: str) -> None:
-        self.block = (THREADS, 1, 1)
+        self.block = (CTA_REQUESTS, 1, 1)
         self.pdl = named(arch).pdl
 
     @cute.kernel
@@ -40,7 +40,7 @@ class LengthsProgram(GridProgram):
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_wait()  # also for the launch before that reads what is written here
             ptx.grid_dependency_launch()
-        request = cute.arch.block_idx()[0] * Int32(THREADS) + cute.arch.thread_idx()[0]
+        request = cute.arch.block_idx()[0] * Int32(CTA_REQUESTS) + cute.arch.thread_idx()[0]
         if request < p.batch:
             place = Int64(request) * Int64(4)
             begin, end = (ptx.ld_global_u32(p.indptr + place + Int64(offset)) for offset in (0, 4))
