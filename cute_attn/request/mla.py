@@ -106,6 +106,11 @@ class MlaLengths(NamedTuple):
     def batch_size(self) -> int:
         return self.kv_len.shape[0]
 
+    @property
+    def read(self) -> tuple[torch.Tensor | None, ...]:
+        """The arrays in the order in which launches take them."""
+        return self.kv_indices, self.kv_len, self.qo_indptr, self.kv_indptr
+
     def capacity(self, page_size: int) -> int:
         """Return the most keys that a request can have."""
         return min(self.kv_indices.shape[-1] * page_size, MAX_KV_LEN)
@@ -162,9 +167,9 @@ class MlaProblem(NamedTuple):
 
     settings: MlaSettings
     lengths: MlaLengths
-    q_nope: torch.Tensor  # [num_tokens, num_heads, LATENT]
+    q: torch.Tensor  # [num_tokens, num_heads, LATENT]
     q_pe: torch.Tensor  # [num_tokens, num_heads, ROPE], or [..., 0]
-    ckv: torch.Tensor  # [num_pages, page_size, LATENT]
+    k: torch.Tensor  # [num_pages, page_size, LATENT]: values too
     kpe: torch.Tensor  # [num_pages, page_size, ROPE], or [..., 0]
     out: torch.Tensor  # [num_tokens, num_heads, LATENT]
     lse: torch.Tensor | None  # [num_tokens, num_heads] fp32
@@ -172,7 +177,11 @@ class MlaProblem(NamedTuple):
     scale: torch.Tensor | None = None  # one-element fp32 device tensors: factors of scores and of values
     v_scale: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # [num_heads] fp32, natural-log domain
-    ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, LATENT / GROUP] fp32, factors of groups of ckv
+    ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, LATENT / GROUP] fp32, factors of groups of k
+
+    @property
+    def v(self) -> torch.Tensor:  # where launches of other problems take it
+        return self.kpe
 
 
 class Part(NamedTuple):
@@ -191,22 +200,31 @@ class Parts(NamedTuple):
     kpe: Part
     ckv_scales: Part | None = None  # of groups of latent columns
 
-    def given(self) -> list[Part]:
-        return [part for part in self if part is not None]
+
+class MlaCall(NamedTuple):
+    """The tensors of a call, not checked yet."""
+
+    q: Any  # both parts, or latent columns
+    q_pe: Any  # None: in q
+    cache: Any  # both parts, or latent columns
+    kpe: Any  # None: in cache
+    groups: Any  # scales of groups
+    out: Any
+    lse: Any
+    workspace: Part
+    read: tuple[Any, ...]  # as `MlaLengths.read`
+    sm_scale: Any  # these two may be numbers
+    v_scale: Any
+    sinks: Any = None
 
 
 class MlaOptions(NamedTuple):
-    """Arguments of a call besides tensors of tokens, not checked yet."""
+    """Other arguments of a call, not checked yet."""
 
     causal: bool
-    sm_scale: Any
-    v_scale: Any
-    out: Any
-    lse: Any
     return_lse: Any
     lse_base: str  # a key of LSE_BASES
-    enable_pdl: Any
-    sinks: Any = None
+    enable_pdl: Any = None
     ckv_scale: Any = None  # factors of the cache's parts; None: 1
     kpe_scale: Any = None
 
@@ -238,7 +256,7 @@ def _check_parts(parts: Parts) -> Parts:
             f"{q.name} must have at least one head and {parts.ckv.name} a page_size >= 1, "
             f"got {checks.describe(q.x)} and {checks.describe(parts.ckv.x)}"
         )
-    for name, x in parts.given():
+    for name, x in filter(None, parts):
         checks.device(name, x, q.x.device)
     checks.dtype(parts.q_pe.name, parts.q_pe.x.dtype, (q.x.dtype,))
     checks.dtype(parts.ckv.name, parts.ckv.x.dtype, (q.x.dtype, NARROW))
@@ -282,15 +300,16 @@ def _readable(q: Part, k: Part, v: Part) -> Part:
 # ---- problems
 
 
-def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions) -> MlaProblem:
-    """Check a call and allocate the outputs that the caller did not pass."""
-    scratch, given = operands.partials_in(*workspace), parts.given()
+def mla_problem(parts: Parts, lengths: MlaLengths, call: MlaCall, options: MlaOptions) -> MlaProblem:
+    """Check a call and allocate the outputs that the caller did not pass. `parts`: of its queries and cache."""
+    workspace, sinks, given = call.workspace, call.sinks, [part for part in parts if part is not None]
+    scratch = operands.partials_in(*workspace)
     parts = _check_parts(parts)
     q, page_size = parts.q_nope.x, parts.ckv.x.shape[1]
     for name, x in (workspace, (lengths.names.kv_indices, lengths.kv_indices)):
         checks.device(name, x, q.device)
-    sm_scale, scale = _scale("bmm1_scale", options.sm_scale, q.device)
-    v_number, v_scale = _scale("bmm2_scale", options.v_scale, q.device)
+    sm_scale, scale = _scale("bmm1_scale", call.sm_scale, q.device)
+    v_number, v_scale = _scale("bmm2_scale", call.v_scale, q.device)
     if options.enable_pdl is not None:
         checks.boolean("enable_pdl", options.enable_pdl)
     scales = ("ckv_scale", options.ckv_scale), ("kpe_scale", options.kpe_scale)
@@ -312,16 +331,14 @@ def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: Mla
         LSE_BASES[options.lse_base],
         options.enable_pdl,
     )
-    wants_lse = options.lse is None and checks.boolean("return_lse", options.return_lse)
-    buffers = options.out, options.lse, wants_lse
+    buffers = call.out, call.lse, call.lse is None and checks.boolean("return_lse", options.return_lse)
     out, lse = operands.outputs(q, buffers, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
-    scale_tensors = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
+    scale_tensors = ("bmm1_scale", call.sm_scale), ("bmm2_scale", call.v_scale), ("sinks", sinks)
     arrays = zip(lengths.names, lengths[1:5], strict=True)
     checks.apart((workspace, ("out", out), ("lse", lse)), (*given, *arrays, *scale_tensors))
-    sinks = options.sinks
     if sinks is not None:
         sinks = operands.per_head("sinks", sinks, ("num_heads", q.shape[1]), q.device)
-    q_nope, q_pe, ckv, kpe, *groups = (part.x for part in parts.given())
+    q_nope, q_pe, ckv, kpe, *groups = (part.x for part in parts if part is not None)
     return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks, *groups)
 
 
@@ -332,12 +349,14 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
 
 
 def check_values(problem: MlaProblem) -> None:
-    """Check lengths and page numbers, which launches trust. On a GPU this synchronises."""
+    """Check lengths and page numbers, which launches trust. On a GPU this synchronises; a capture reads none."""
+    if problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     lengths, page_size = problem.lengths, problem.settings.page_size
     used = UsedPages.of(*lengths.on_host(page_size), page_size)
-    used.check(used.take(lengths.kv_indices), problem.ckv.shape[0], lengths.names.kv_indices)
+    used.check(used.take(lengths.kv_indices), problem.k.shape[0], lengths.names.kv_indices)
     if lengths.qo_indptr is not None:
-        bounds, rows = lengths.qo_indptr.tolist(), problem.q_nope.shape[0]
+        bounds, rows = lengths.qo_indptr.tolist(), problem.q.shape[0]
         operands.check_bounds(lengths.names.qo_indptr, bounds, lengths.qo_len)
         if bounds[-1] > rows:
             name = lengths.names.qo_indptr
