@@ -188,10 +188,7 @@ def variable(
 
 def _sizes(name: str, value: Any, num_kv_heads: int) -> np.ndarray:
     """Check sizes of blocks [num_kv_heads, blocks] and return them on the host."""
-    value = checks.readable(name, value)
-    checks.dtype(name, value.dtype, index_arrays.DTYPES)
-    if value.dim() != 2 or value.shape[0] != num_kv_heads:
-        raise checks.wrong(f"{name} must have shape [num_kv_heads = {num_kv_heads}, blocks]", value)
+    checks.operand(name, value, index_arrays.DTYPES, (num_kv_heads, None), "[num_kv_heads, blocks]")
     sizes: np.ndarray = value.cpu().numpy().astype(np.int64)
     if (sizes < 0).any():
         raise ArgumentError(f"{name} must not be negative, got {sizes.min()}")

@@ -84,7 +84,7 @@ def test_capture_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     graph.replay()
     assert torch.equal(arguments["paged_kv_cache"], eager)
     monkeypatch.setenv("CUTE_ATTN_VALIDATE", "1")
-    with pytest.raises(ValueError, match="k_scale must be a positive finite global decode scale"):
+    with pytest.raises(ValueError, match="k_scale must be > 0"):
         append(**{**arguments, "k_scale": torch.zeros(1).cuda()})
 
 
@@ -141,7 +141,7 @@ BAD_DEQUANTIZE: list[tuple[int, Any, str, type]] = [
     (2, torch.zeros(2, 1, dtype=torch.int32), "block_tables column count insufficient", RuntimeError),
     (2, torch.zeros(2, 0, dtype=torch.int64), r"max_pages \* page_size must be >= 6, .* is 4, got", ArgumentError),
     (3, torch.tensor([7, 0]), "seq_lens must be within 0..6, the outputs' max_seq_len, got 0..7", ArgumentError),
-    (3, torch.tensor([1]), r"seq_lens must have shape \[2\]", ArgumentError),
+    (3, torch.tensor([1]), r"seq_lens must have shape \[n\] = \(2,\)", ArgumentError),
     (5, ONE * 0, "v_scale must be > 0", ArgumentError),
     (6, OUT.float()[..., :16], "output_k must have shape .* 3, 32", ArgumentError),
     (7, OUT.float(), "output_v must have dtype float16, got float32", ArgumentError),

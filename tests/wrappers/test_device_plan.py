@@ -128,7 +128,7 @@ def test_lengths_are_read_where_they_are_needed(monkeypatch: pytest.MonkeyPatch)
             {"paged_kv_last_page_len": torch.zeros(3, dtype=torch.int32)},
             "must have shape .batch_size. = .4,., got 3",
         ),
-        ({"paged_kv_indices": torch.zeros(3, 3, dtype=torch.int32)}, "paged_kv_indices must have 1 dimension"),
+        ({"paged_kv_indices": torch.zeros(3, 3, dtype=torch.int32)}, "paged_kv_indices must have shape"),
         ({"num_kv_heads": 3}, "num_qo_heads"),
     ],
 )
