@@ -32,9 +32,7 @@ def test_corrupted_calls() -> None:
 def test_the_first_wrong_request_is_named() -> None:
     built = build(CASE)
     table = built.arguments["block_tables"][:, :3]
-    with pytest.raises(
-        ArgumentError, match=r"within 0\.\.48, the 3 pages of block_tables times 16 tokens; request 0 has 57"
-    ):
+    with pytest.raises(ArgumentError, match="the 3 pages of block_tables times 16 tokens; request 0 has 57"):
         xqa_batch_decode_with_kv_cache(**built.arguments | {"block_tables": table})
 
 
@@ -44,22 +42,10 @@ def test_the_low_level_form_names_its_own_arguments() -> None:
     table[1, 0] = -5
     with pytest.raises(ArgumentError, match=r"page_table\[1, 0\], page 0 of request 1, is -5"):
         xqa(**low_level(build(CASE), page_table=table))
-    narrow = table[:, : table.shape[1] // 2]
-    with pytest.raises(ArgumentError, match=f"within .*, the {narrow.shape[1]} pages of page_table times 16 tokens"):
-        xqa(**low_level(build(CASE), page_table=narrow))
-
-
-def test_the_low_level_form_on_a_gpu_reads_lengths_where_that_is_asked_for() -> None:
-    """A table is too narrow only for lengths, which are on the device: reading them is a synchronisation."""
-    given = low_level(build(CASE))
-    given["page_table"] = given["page_table"][:, : given["page_table"].shape[1] // 2].contiguous()
-    with pretended(NullDriver()):
-        xqa(**given)
-        with (
-            mock.patch.object(xqa_decode, "looks_at_values", return_value=True),
-            pytest.raises(ArgumentError, match=r"seq_lens must be within .* pages of page_table times 16 tokens"),
-        ):
-            xqa(**given)
+    narrow = low_level(build(CASE), page_table=table[:, : table.shape[1] // 2].contiguous())
+    looking = mock.patch.object(xqa_decode, "looks_at_values", return_value=True)  # as with CUTE_ATTN_VALIDATE=1
+    with pretended(NullDriver()), looking, pytest.raises(ArgumentError, match=r"pages of page_table times 16 tokens"):
+        xqa(**narrow)
 
 
 def test_rows_of_no_request_need_an_out() -> None:

@@ -256,12 +256,7 @@ BAD_VARIABLE: list[tuple[int, Any, str, type]] = [
         ArgumentError,
     ),
     (1, torch.tensor([[9, -1], [4, 4]]), "block_row_sz must not be negative, got -1", ArgumentError),
-    (
-        2,
-        torch.tensor([[3, 5, 4]]),
-        r"block_col_sz must have shape \[num_kv_heads, blocks\] = \[2, blocks\]",
-        ArgumentError,
-    ),
+    (2, torch.tensor([[3, 5, 4]]), r"block_col_sz must have shape .* = \[2, blocks\]", ArgumentError),
     (2, torch.rand(2, 3), "block_col_sz must have dtype int32 or int64", ArgumentError),
     (3, 3, "num_qo_heads must be a multiple of num_kv_heads, got 3 and 2", ArgumentError),
 ]
