@@ -57,9 +57,9 @@ def shown(value: object) -> str:
     return _bounded.repr(value)
 
 
-def refuse(feature: str, reason: str, instead: str) -> None:
-    """Raise NotSupported for a feature that no backend has."""
-    raise NotSupported([Refusal("every backend", feature, reason, instead)])
+def refuse(feature: str, reason: str, instead: str, who: str = "every backend") -> None:
+    """Raise NotSupported for a feature that no backend has, or that `who` has not."""
+    raise NotSupported([Refusal(who, feature, reason, instead)])
 
 
 def refuse_given(reason: str, instead: str = "", off: bool | None = False, **options: Any) -> None:

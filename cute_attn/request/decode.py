@@ -147,9 +147,6 @@ def _settings(
     o_dtype = (call.form.out_dtype or query.dtype) if call.out is None else checks.tensor("out", call.out).dtype
     if o_dtype != FP8_OUT:
         v_scale = checks.real("bmm2_scale * o_scale", v_scale * o_scale)
-    if call.enable_pdl is not None:
-        checks.boolean("enable_pdl", call.enable_pdl)
-    window_left = checks.whole("window_left", call.window_left)
     checks.dtype("out", o_dtype, OUT_DTYPES)
     given = Features(
         *(query.device, query.dtype, k.dtype, query.dtype),
@@ -167,7 +164,7 @@ def _settings(
     options = Call(
         *(None, None, None),
         causal=True,
-        window_left=window_left,
+        window_left=call.window_left,
         sm_scale=sm_scale,
         v_scale=v_scale,
         o_dtype=o_dtype,
@@ -238,9 +235,7 @@ def _scratch(semaphores: Any, workspace_buffer: Any) -> Scratch:
 
 def _outputs(call: DecodeCall, features: Features, qo_len: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out as `[num_tokens, num_qo_heads, head_dim]`, and lse as `[num_tokens, num_qo_heads]` if it is wanted."""
-    if call.return_lse is not False:
-        checks.boolean("return_lse", call.return_lse)
-    query, out, lse, wants_lse = call.query, call.out, call.lse, call.return_lse
+    query, out, lse, wants_lse = call.query, call.out, call.lse, checks.boolean("return_lse", call.return_lse)
     rows = (query.shape[0], features.num_qo_heads)
     if out is not None and out.dim() == 4 and call.q_cu_seq_lens is None:
         flat = *rows, features.head_dim_vo

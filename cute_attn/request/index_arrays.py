@@ -174,11 +174,17 @@ def _keys_in_pages(name: str, counts: np.ndarray, fewest: int, last: np.ndarray,
 
 def _int32(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return an index array as the planner reads it; numbers beyond int32 become the largest one."""
-    if value.dtype == torch.int64:
-        value = value.clamp(0, MAX_INDEX).int()
-    if value.is_cpu:  # from pinned memory the copy must end before `plan` returns: the caller may then overwrite it
-        value = value.to(device, non_blocking=not value.is_pinned())
-    return value.contiguous()
+    return there(value.clamp(0, MAX_INDEX).int() if value.dtype == torch.int64 else value, device)
+
+
+def there(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an array as launches on a device read it."""
+    return x.to(device, non_blocking=not copied_at_once(x, device)).contiguous()
+
+
+def copied_at_once(x: torch.Tensor, device: torch.device) -> bool:
+    """Tell whether a copy to a device must end before `plan` returns: the caller may then overwrite pinned memory."""
+    return x.is_cpu and device.type != "cpu" and x.is_pinned()
 
 
 # ---- arrays of lengths

@@ -16,7 +16,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import Scratch
-from cute_attn.request import caches, checks, operands
+from cute_attn.request import caches, checks, index_arrays, operands
 from cute_attn.request.caches import UsedPages
 from cute_attn.request.settings import HALF, LSE_BASES, MAX_INDEX, MAX_KV_LEN
 
@@ -118,8 +118,8 @@ class MlaLengths(NamedTuple):
 
     def on(self, device: torch.device) -> MlaLengths:
         """Return these lengths as launches on a device read them."""
-        there = [None if x is None else _on(x, device) for x in self[1:5]]
-        return MlaLengths._make((self.names, *there, *self[5:]))
+        arrays = [None if x is None else index_arrays.there(x, device) for x in self[1:5]]
+        return MlaLengths._make((self.names, *arrays, *self[5:]))
 
     def on_host(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Check the keys of each request, and return them and the index of its first page. On a GPU they are read."""
@@ -134,15 +134,6 @@ class MlaLengths(NamedTuple):
         what = f", the tokens of a request's pages in {self.names.kv_indptr or self.names.kv_indices}"
         checks.each_within(self.names.kv_len, kv_len, np.minimum(room, MAX_KV_LEN), what)
         return kv_len, bounds[:-1]
-
-
-def _on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return (x if x.device == device else x.to(device, non_blocking=not copied_at_once(x, device))).contiguous()
-
-
-def copied_at_once(x: torch.Tensor, device: torch.device) -> bool:
-    """Tell whether a copy to a device must end before `plan` returns: the caller may then overwrite pinned memory."""
-    return x.is_cpu and device.type != "cpu" and x.is_pinned()
 
 
 class MlaProblem(NamedTuple):

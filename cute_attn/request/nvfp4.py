@@ -20,16 +20,7 @@ LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 SMALLEST_AMAX = 1e-12  # of a tensor whose scale is computed from its values
 INPUTS = (*HALF, torch.float32)
 
-# Midpoints of neighbouring e2m1 numbers, and whether the midpoint goes up: to the even code.
-_E2M1_MIDPOINTS = (
-    (0.25, False),
-    (0.75, True),
-    (1.25, False),
-    (1.75, True),
-    (2.5, False),
-    (3.5, True),
-    (5.0, False),
-)
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of neighbouring e2m1 numbers
 
 CACHE_NAMES = ("k of paged_kv_cache", "v of paged_kv_cache", "k of kv_cache_sf", "v of kv_cache_sf")
 
@@ -47,9 +38,9 @@ def quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
     scale_codes = nearest_fp8(magnitude.amax(-1), E2M1_MAX * scale, E4M3)
     step = (scale_codes.view(E4M3).double() * scale)[..., None]
     codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=x.device)
-    for midpoint, up in _E2M1_MIDPOINTS:  # no search: NaN must become 0, as on a GPU
-        bound = midpoint * step
-        codes += magnitude >= bound if up else magnitude > bound
+    for code, midpoint in enumerate(_E2M1_MIDPOINTS):  # no search: NaN must become 0, as on a GPU
+        bound = midpoint * step  # ties go to the even code
+        codes += magnitude >= bound if code % 2 else magnitude > bound
     codes *= step > 0
     codes |= torch.signbit(blocks).to(torch.uint8) << 3
     low, high = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)

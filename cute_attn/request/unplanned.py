@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn.errors import ArgumentError, NotSupported, Refusal
+from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
 from cute_attn.request.settings import MAX_KV_LEN
 
@@ -62,7 +62,7 @@ def refuse_capture(function: str, device: torch.device) -> None:
             "trtllm_batch_decode_with_kv_cache(max_q_len=, cum_seq_lens_q=), which reads lengths on the device"
         )
         reason = "it reads lengths on the host and schedules by them"
-        raise NotSupported([Refusal(function, "capture in a CUDA graph", reason, instead)])
+        checks.refuse("capture in a CUDA graph", reason, instead, function)
 
 
 def host_arrays(arrays: Mapping[str, Any], device: torch.device) -> list[np.ndarray]:
