@@ -1,4 +1,6 @@
-"""FlashInfer's calls of the batch wrappers: names and positions of arguments, and what is refused."""
+"""FlashInfer's calls of the batch wrappers: other names of arguments, and what is refused. Positions:
+`test_flashinfer_surface`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from cute_attn import (
 from tests.support.batch_case import paged, ragged
 from tests.support.error_rows import ints, workspace, zeros
 
-# ---- plans by position
+# ---- plans
 
 MASK = torch.ones(29, dtype=torch.bool)
 WHERE = {
@@ -34,25 +36,6 @@ def planned_settings(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
     made.plan(*WHERE[kind], *args, **kwargs)
     plan = made._planned()
     return plan.settings, plan.packed_mask is not None
-
-
-POSITIONS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [  # of plans; the order: test_flashinfer_surface
-    (
-        "paged",
-        (8, None, None, True, "NONE", False, None, -1, None, None, None, torch.bfloat16, None, torch.float32),
-        {"head_dim_vo": 8, "causal": True, "q_data_type": torch.bfloat16, "o_data_type": torch.float32},
-    ),
-    (
-        "ragged",
-        (None, MASK, None, False, "NONE", False, 7, 30.0, 0.5),
-        {"custom_mask": MASK, "window_left": 7, "logits_soft_cap": 30.0, "sm_scale": 0.5},
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "positional", "keywords"), POSITIONS, ids=["paged", "ragged"])
-def test_positions(kind: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    assert planned_settings(kind, *positional) == planned_settings(kind, **keywords)
 
 
 def test_renamed_keywords() -> None:

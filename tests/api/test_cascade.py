@@ -143,8 +143,6 @@ def test_bad_plans_are_named_and_leave_none(changed: dict[str, Any], message: st
     [
         ((0, torch.zeros(64)), "num_levels must be at least 1, got 0", ArgumentError),
         ((2.0, torch.zeros(64)), "num_levels must be an int", ArgumentTypeError),
-        ((1, torch.zeros(64), "NHD", 1), "use_cuda_graph must be True or False", ArgumentTypeError),
-        ((1, torch.zeros(64), "NHD", True), "qo_indptr_buf_arr must be a list", ArgumentTypeError),
     ],
 )
 def test_bad_constructors_are_named(arguments: tuple[Any, ...], message: str, error: type) -> None:

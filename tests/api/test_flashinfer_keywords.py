@@ -19,17 +19,17 @@ import torch
 import cute_attn
 from cute_attn import errors
 from tests.api.test_flashinfer_surface import difference, flashinfers
-from tests.support.flashinfer_calls import NAN, Call, Calls, Changes, Results, tokens
+from tests.support.entry_points import ints
+from tests.support.flashinfer_calls import Call, Changes, Results, calls
 
 DATA = json.loads((Path(__file__).parents[1] / "support/data/flashinfer_0_7_2.json").read_text())
 TEXTS = {name: text for names in DATA["signatures"].values() for name, text in names.items()}
-CALLS = Calls("cpu").by_name()
+CALLS, NAN = calls("cpu"), float("nan")
 ELSEWHERE = {  # other callables of the table: the tests of their parameters
     "*.workspace_size": "those of plan, which it calls",
     "*.forward_return_lse": "those of forward",
     "*.prewarm_paged_kv_stride_variant": "it has nothing to do",
     "CUDAGraph*": "those of the wrapper that it derives from",
-    "VariableBlockSparseAttentionWrapper.*": "tests/api: those of block-sparse attention",
     "fast_decode_plan": "tests/engines: captured decode",
     "merge_*": "tests/api/test_merge.py",
     "get_*": "tests/api/test_page.py",
@@ -52,16 +52,10 @@ class Value:
     both: tuple[tuple[str, Any], ...] = ()
 
 
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 ROPE = (("pos_encoding_mode", "ROPE_LLAMA"),)
-ROWS, KEYS = 8, 5 * 9 + 3 * 6
-MASK = torch.arange(KEYS) % 3 != 0
+MASK, ONE_MASK, BLOCKS = torch.arange(3 * 4 + 5 * 16) % 3 != 0, torch.arange(8 * 32) % 3 != 0, torch.arange(3 * 4 * 16)
 VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
-    "kv_layout": Value("HND", ("k must", "shape", "num_kv_heads of k")),
-    "*trtllm_*.kv_layout": Value("NHD"),
+    "kv_layout": Value("HND", ("k must", "shape", "num_kv_heads", "tokens; request 1 has 16")),
     "pos_encoding_mode": "ALIBI",
     "trtllm_fmha_v2_prefill.pos_encoding_mode": "alibi",
     "use_tensor_cores": True,
@@ -82,12 +76,11 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "kv_scale": 0.4,
     "rope_scale": Value(4.0, both=ROPE),
     "rope_theta": Value(100.0, both=ROPE),
-    "BlockSparse*.rope_scale": 4.0,
-    "BlockSparse*.rope_theta": 100.0,
+    "*BlockSparse*.rope_scale": 4.0,
+    "*BlockSparse*.rope_theta": 100.0,
     "*Shared*.rope_scale": 4.0,
     "*Shared*.rope_theta": 100.0,
     "return_lse": False,
-    "trtllm_*.return_lse": True,
     "save_softmax_stats": True,
     "backend": Value("fa2", ("fa2 refuses",)),
     "trtllm_*.backend": "nothing",
@@ -99,11 +92,13 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "multi_ctas_kv_counter_buffer": torch.zeros(4096, dtype=torch.uint8),
     "jit_args": ["name"],
     "jit_kwargs": {"use_sliding_window": True},
-    "[qk]*_data_type": Value("bfloat16", ("bfloat16", "float16")),
-    "data_type": Value("bfloat16", ("bfloat16", "float16")),
-    "*Sink*.*_data_type": Value(torch.bfloat16, ("bfloat16", "float16")),
-    "BatchAttention.*_data_type": Value(torch.bfloat16, ("bfloat16", "float16")),
-    "*Ranges*.*_data_type": Value(torch.bfloat16, ("bfloat16", "float16")),
+    "[qk]*_data_type": Value("float16", ("bfloat16", "float16")),
+    "data_type": Value("float16", ("bfloat16", "float16")),
+    "*Shared*.data_type": Value("bfloat16", ("float16",)),
+    "MultiLevel*.*_data_type": Value("bfloat16", ("float16",)),
+    "*Sink*.*_data_type": Value(torch.float16, ("bfloat16", "float16")),
+    "BatchAttention.*_data_type": Value(torch.float16, ("bfloat16", "float16")),
+    "*Ranges*.*_data_type": Value(torch.float16, ("bfloat16", "float16")),
     "*Ranges*.head_dim_*": Value(16, ("head_dim",)),
     "*Ranges*.pos_encoding_mode": Value("ALIBI", ("pos_encoding_mode must be",)),
     "*Ranges*.causal": Value(True, ("causal must be",)),
@@ -115,14 +110,14 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "*Ranges*.token_pos_in_items_len": Value(4, ("token_pos_in_items_len must be",)),
     "*Ranges*.max_item_len_ptr": Value(ints(1, 1), ("max_item_len_ptr must be",)),
     "causal_window_left": 3,
-    "range_window_left": 1,
+    "range_window_left": Value(1, both=(("causal_window_left", 1),)),
     "o_data_type": "float32",
     "o_dtype": torch.float32,
-    "out_dtype": torch.bfloat16,
+    "out_dtype": torch.float16,
     "head_dim_*": Value(16, ("shape",)),
     "non_blocking": False,
     "block_tables": Value(ints(0, 0)[:, None]),
-    "trtllm_fmha_v2_prefill.block_tables": tokens((5, 9), (3, 6)).block_tables().flip(0),
+    "trtllm_fmha_v2_prefill.block_tables": ints(2, 3, 0, 1).view(2, 2),
     "seq_lens*": ints(1, 1),
     "fixed_split_size": 1,
     "disable_split_kv": True,
@@ -131,12 +126,12 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "trtllm_*.causal": False,
     "use_fp16_qk_reduction": True,
     "custom_mask": MASK,
-    "single*.custom_mask": MASK[:45].view(5, 9),
+    "single*.custom_mask": ONE_MASK.view(8, 32),
     "packed_custom_mask": cute_attn.packbits(MASK, "little"),
-    "single*.packed_custom_mask": cute_attn.packbits(MASK[:45], "little"),
+    "single*.packed_custom_mask": cute_attn.packbits(ONE_MASK, "little"),
     "mask": Value(torch.zeros(2, 1, 2, dtype=torch.uint16)),
-    "BlockSparse*.mask": torch.arange(18).view(3, 2, 3) % 2 == 0,
-    "BlockSparse*.packed_mask": cute_attn.packbits(torch.arange(18) % 2 == 0, "little"),
+    "BlockSparse*.mask": BLOCKS.view(3, 4, 16) % 2 == 0,
+    "BlockSparse*.packed_mask": cute_attn.packbits(BLOCKS % 2 == 0, "little"),
     "mask_mode": "padding",
     "chunked_attention_size": 4,
     "prefix_len_ptr": Value(torch.tensor([1, 1]).to(torch.uint32), ("token_pos_in_items",)),
@@ -148,7 +143,7 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "uniform_q_len": 7,
     "[vo]_indptr": ints(0, 1, 2),
     "enable_pdl": False,
-    "*sinks": torch.zeros(4),
+    "*sinks": torch.ones(4),
     "kv_cache_sf": (torch.zeros(1), torch.zeros(1)),
     "[kv]_sf_cache": Value(torch.zeros(1), ("kv_cache_sf", "k_sf_cache", "v_sf_cache")),
     "skip_softmax_threshold_scale_factor": 0.5,
@@ -177,12 +172,13 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "kv_splits": 2,
     "use_clc": True,
     "device": "meta",
-    "BatchMLA*.plan.qo_indptr": ints(0, 1, 4),
+    "BatchMLA*.plan.qo_indptr": ints(0, 2, 2),
+    "BatchMLA*.plan.causal": Value(True, both=(("qo_indptr", ints(0, 2, 2)),)),
     "BatchMLA*.plan.kv_indptr": ints(0, 4, 8),
     "BatchMLA*.plan.kv_indices": ints(7, 6, 5, 4, 3, 2, 1, 0),
     "BatchMLA*.plan.kv_len_arr": ints(1, 1),
     "BatchMLA*.num_heads": Value(2, ("heads",)),
-    "BatchMLA*.page_size": 4,
+    "BatchMLA*.page_size": Value(4, ("pages",)),
     "BatchMLA*.metadata": (ints(0), ints(0)),
     "BatchMLA*.*_layout": Value("packed", ("packed",)),
     "BatchMLA*.lse_mode": "basee",
@@ -190,7 +186,7 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "BatchMLA*.output_scale": "per-tensor",
     "BatchMLA*.scale_mode": "bmm-scalar",
     "BatchMLA*.skip_softmax": True,
-    "BatchMLA*.use_sinks": True,
+    "BatchMLA*.use_sinks": Value(False, ("sinks",)),
     "BatchMLA*.backend": "nothing",
     "BatchMLA*.__init__.k*": ints(0, 0, 0),
     "BatchMLA*.__init__.q*": ints(0, 0, 0),
@@ -223,6 +219,7 @@ GRAPH_ONLY = "read with use_cuda_graph=True"
 HINT = "a hint about speed"
 SAME_PAGES = "the same pages as in the index arrays"
 NO_EFFECT = {
+    "*Sink*.__init__.window_left": "that of plan counts",
     "*.use_tensor_cores": HINT,
     "*.use_fp16_qk_reduction": HINT,
     "*.non_blocking": HINT,
@@ -238,7 +235,7 @@ NO_EFFECT = {
     "*.multi_ctas_kv_counter_buffer": "counters of FlashInfer's kernels; ours are the launch's own",
     "BatchMLA*.plan.max_q_len": "a bound, which spares reading the bounds of queries",
     "*.plan.block_tables": SAME_PAGES,
-    "BlockSparse*.rope_*": "read under ROPE_LLAMA alone, which is refused here",
+    "*BlockSparse*.rope_*": "read under ROPE_LLAMA alone, which is refused here",
     "*Shared*.rope_*": "read under ROPE_LLAMA alone, which these wrappers do not have",
     "*.fixed_split_size": "how keys are split; the reference does not split them",
     "*.disable_split_kv": "how keys are split; the reference does not split them",

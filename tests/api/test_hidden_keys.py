@@ -17,6 +17,7 @@ from cute_attn import (
 )
 from cute_attn.errors import ArgumentError
 from tests.gpu import marks
+from tests.support.engine_case import workspace
 from tests.support.executors import REFERENCE, Executor
 
 QO_HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
@@ -136,13 +137,9 @@ def paged(special: float, dtype: torch.dtype, hidden: tuple[int, int] = (0, 0)) 
     return cache.to(dtype), indptr, last
 
 
-def workspace(on: Executor) -> torch.Tensor:
-    return torch.zeros(32 << 20, dtype=torch.uint8, device=on.device)
-
-
 def paged_prefill(on: Executor, q: torch.Tensor, special: float, dtype: torch.dtype, **options: Any) -> torch.Tensor:
     cache, indptr, last = paged(special, dtype)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(on), backend=on.backend)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(on.device, 32), backend=on.backend)
     indices = torch.arange(int(indptr[-1]), dtype=torch.int32, device=on.device)
     qo_indptr = torch.tensor([0, 5, 9, 20], dtype=torch.int32)
     wrapper.plan(
@@ -169,7 +166,7 @@ def test_padding_of_pages_may_be_anything(on: Executor, dtype: torch.dtype, opti
 @pytest.mark.parametrize("on", executors("fa2", "fa3", "fa4"), indirect=True)
 def test_other_requests_of_a_ragged_batch_may_hold_anything(on: Executor) -> None:
     q, k, v = tokens(40, 150)
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(on), backend=on.backend)
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(on.device, 32), backend=on.backend)
     qo_indptr, kv_indptr = (torch.tensor(x, dtype=torch.int32) for x in ([0, 13, 20, 40], [0, 37, 90, 150]))
     wrapper.plan(qo_indptr, kv_indptr, QO_HEADS, KV_HEADS, DIM, causal=True, q_data_type=q.dtype)
     clean = wrapper.run(*(x.to(on.device) for x in (q, k, v))).cpu()
@@ -182,7 +179,7 @@ def test_other_requests_of_a_ragged_batch_may_hold_anything(on: Executor) -> Non
 
 def decode(on: Executor, cache: torch.Tensor, indptr: torch.Tensor, last: torch.Tensor, window: int) -> torch.Tensor:
     q, _, _ = tokens(len(KV_LENS), 1)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(on), backend=on.backend)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(on.device, 32), backend=on.backend)
     indices = torch.arange(int(indptr[-1]), dtype=torch.int32, device=on.device)
     wrapper.plan(
         *(indptr, indices, last, QO_HEADS, KV_HEADS, DIM, PAGE),

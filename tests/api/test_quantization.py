@@ -189,24 +189,19 @@ PACKED, SCALES = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=
 CACHE = torch.zeros(2, 3, 4, 32)
 META = torch.device("meta")
 BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
-    ("nvfp4_kv_quantize", (X[0], ONE), r"input must have shape \[M, K\]", ArgumentError),
     ("nvfp4_kv_quantize", (X[:, :8], ONE), "K % 16 == 0", ArgumentError),
-    ("nvfp4_kv_quantize", (X, ONE.half()), "global_scale must have dtype float32", ArgumentError),
     ("nvfp4_kv_quantize", (X, torch.ones(2)), "global_scale must have one element", ArgumentError),
     ("nvfp4_kv_quantize", (X, ONE * 0), "global_scale must be > 0", ArgumentError),
     ("nvfp4_kv_quantize", (X, ONE * torch.nan), "global_scale must be finite", ArgumentError),
     ("nvfp4_kv_quantize", (X, ONE.to(META)), "global_scale must be on device cpu", ArgumentError),
     ("nvfp4_kv_dequantize", (PACKED[:, :7], SCALES, ONE), "fp4_data must have shape", ArgumentError),
-    ("nvfp4_kv_dequantize", (PACKED, SCALES[:, :1], ONE), r"block_scales must have .*K / 16\]", ArgumentError),
     ("nvfp4_kv_dequantize", (PACKED, SCALES.to(META), ONE), "block_scales must be on device cpu", ArgumentError),
     ("nvfp4_kv_dequantize", (PACKED, SCALES, ONE, torch.int8), "output_dtype must have dtype", ArgumentError),
     ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE, "ND"), "kv_layout must be one of", LayoutError),
-    ("nvfp4_quantize_paged_kv_cache", (X, CACHE), "k_cache must have 4 dimensions", ArgumentError),
     ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE[..., :8]), "v_cache must have head_dim % 16", ArgumentError),
     ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE, "HND", -ONE), "k_global_sf must be > 0", ArgumentError),
     ("nvfp4_quantize_paged_kv_cache", (CACHE / 0, CACHE), "k_cache without a scale must be finite", ArgumentError),
     ("fp8_quantize_paged_kv_cache", (CACHE, CACHE, torch.int8), "dtype must have dtype", ArgumentError),
-    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE.int()), "v_cache must have dtype", ArgumentError),
     ("fp8_quantize_paged_kv_cache", (CACHE, CACHE, torch.float8_e5m2, 0.0), "k_scale must be > 0", ArgumentError),
     ("fp8_quantize_paged_kv_cache", (CACHE, CACHE / 0), "v_cache without a scale must be finite", ArgumentError),
 ]
@@ -219,19 +214,16 @@ def test_bad_arguments_are_named(function: str, arguments: tuple[Any, ...], mess
 
 
 BAD_APPENDS: list[tuple[str, Any, str, type]] = [
-    ("append_key", torch.zeros(2, 3, 16), r"append_key must have shape .* \[nnz, 3, 32\]", ArgumentError),
     ("append_value", torch.zeros(3, 3, 32), "append_value must have as many rows", ArgumentError),
     ("slot_mapping", torch.tensor([0, 1, 2]), "append_key must have a row for each of 3 slots", ArgumentError),
     ("paged_kv_cache", torch.zeros(2, 2, 4, 3, 16), r"k of paged_kv_cache must have dtype uint8", ArgumentError),
     ("paged_kv_cache", None, "paged_kv_cache must be a tensor or a pair", ArgumentTypeError),
-    ("kv_cache_sf", torch.zeros(2, 2, 4, 3, 4, dtype=torch.uint8), r"k of kv_cache_sf must have shape", ArgumentError),
     ("k_scale", 0.0, "k_scale must be > 0, got 0.0", ArgumentError),
     ("k_scale", 1e-60, "k_scale must be > 0", ArgumentError),
     ("k_scale", torch.tensor([-1.0]), "k_scale must be > 0", ArgumentError),
     ("v_scale", float("nan"), "v_scale must be finite", ArgumentError),
     ("v_scale", 1e39, "v_scale must be finite", ArgumentError),
     ("v_scale", torch.ones(2), "v_scale must have one element", ArgumentError),
-    ("v_scale", True, "v_scale must be a number", ArgumentTypeError),
     ("kv_layout", 0, "kv_layout must be one of", LayoutError),
 ]
 

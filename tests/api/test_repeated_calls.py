@@ -33,6 +33,7 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.wrappers import calls
+from tests.support.case import shifted
 from tests.support.error_rows import TABLE, Row
 from tests.support.named_launches import params_of, recorded
 from tests.support.stub_driver import StubDriver, forget_loaded
@@ -249,15 +250,6 @@ def test_backends_are_told_apart() -> None:
 
 
 # ---- what addresses, lengths and flags of the tensors decide
-
-
-def shifted(x: torch.Tensor) -> torch.Tensor:
-    """The same values, shape and strides, 2 bytes off."""
-    memory = torch.empty(x.numel() + 16, dtype=x.dtype)
-    start = memory.data_ptr() % 16 // 2
-    view = memory[8 - start + 1 :][: x.numel()].view(x.shape)
-    assert view.data_ptr() % 16 == 2
-    return view.copy_(x)
 
 
 WIDE = torch.randn(3, 4, 32).half()

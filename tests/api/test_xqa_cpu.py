@@ -14,13 +14,13 @@ from cute_attn import (
     ArgumentTypeError,
     LayoutError,
     NotSupported,
-    RuntimeArgumentError,
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
 from cute_attn.kernels.xqa.host.variant import cta_group_count
 from cute_attn.request import operands
 from cute_attn.xqa import xqa
+from tests.support.case import shifted
 from tests.support.low_level import low_level
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 
@@ -149,26 +149,15 @@ def test_backends() -> None:
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"query": torch.zeros(2, 4)}, ArgumentError, "query must have shape"),
-    ({"query": torch.zeros(2, 4, 64)}, ArgumentError, "query must have dtype"),
     ({"query": torch.zeros(3, 4, 64).bfloat16()}, ArgumentError, "batch_size \\* q_len_per_req = 2 \\* 1"),
-    ({"query": torch.zeros(2, 3, 64).bfloat16()}, RuntimeArgumentError, "multiple of num_kv_heads"),
     ({"query": torch.zeros(2, 4, 64).half()}, ArgumentError, "k and v must have dtype float16"),
-    ({"query": torch.zeros(2, 4, 32).bfloat16()}, ArgumentError, "same head dimension, got 32 and 64"),
-    ({"kv_cache": torch.zeros(3, 3, 16, 2, 64).bfloat16()}, ArgumentError, "num_pages, 1 or 2"),
-    ({"kv_layout": "DHN"}, LayoutError, "kv_layout must be one of"),
-    ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ArgumentError, "one length for each of the 2 rows"),
-    ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, ArgumentError, "seq_lens must have dtype"),
     ({"max_seq_len": 1.5}, ArgumentTypeError, "max_seq_len must be an int"),
-    ({"bmm1_scale": torch.zeros(2)}, ArgumentTypeError, "bmm1_scale must be a number or"),
     ({"bmm2_scale": math.nan}, ArgumentError, "bmm2_scale must be finite"),
     ({"o_scale": 0.0}, ArgumentError, "o_scale must be > 0"),
     ({"o_scale": torch.ones(1)}, ArgumentTypeError, "o_scale must be a number"),
     ({"q_len_per_req": 0}, ArgumentError, "q_len_per_req must be at least 1"),
-    ({"out": torch.zeros(2, 4, 64)}, ArgumentError, "out must have dtype"),
     ({"out": torch.zeros(2, 4, 128).bfloat16()[..., ::2]}, ArgumentError, "stride 1 on its last axis"),
     ({"mask": torch.zeros(2, 1, 1, dtype=torch.uint16)}, ArgumentError, "2 rows of 2 words"),
-    ({"kv_cache_sf": (torch.zeros(4), torch.zeros(4))}, ArgumentError, "kv_cache_sf|k_sf"),
     ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "workspace_buffer must be contiguous"),
 ]
 
@@ -190,11 +179,8 @@ def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
 
 LOW_LEVEL: list[tuple[str, Any, type[Exception]]] = [
     ("q_scale", True, ArgumentTypeError),
-    ("q_scale", torch.ones(2), ArgumentTypeError),
-    ("kv_scale", torch.tensor(1), ArgumentTypeError),
     ("num_kv_heads", 2.0, ArgumentTypeError),
     ("page_size", 16.0, ArgumentTypeError),
-    ("sm_count", 132.0, ArgumentTypeError),
     ("q", torch.zeros(2, 4, 0).bfloat16(), ArgumentError),
     ("output", torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1), ArgumentError),
 ]
@@ -215,12 +201,6 @@ def test_nvfp4_needs_its_scales() -> None:
     k_sf, v_sf = built.arguments["kv_cache_sf"]
     with pytest.raises(ArgumentError, match="k_sf of kv_cache_sf must have shape"):
         call(built, kv_cache_sf=(k_sf[..., :2], v_sf))
-
-
-def shifted(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, two bytes further."""
-    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
-    return moved.copy_(x)
 
 
 def test_rows_that_a_gpu_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

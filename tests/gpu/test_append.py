@@ -14,6 +14,7 @@ from cute_attn.request.append import Append, reference
 from tests.support import append_case
 from tests.support.append_case import CASES, DTYPES, SCALES, AppendCase, adversarial_blocks, quantised, special_blocks
 from tests.support.executors import GPU_MARKS
+from tests.support.graphs import cuda_graph
 
 pytestmark = list(GPU_MARKS)
 
@@ -59,9 +60,7 @@ def test_calls(case: AppendCase) -> None:
 def test_a_captured_graph_reads_rows_indices_and_scales_again(kind: str) -> None:
     case = AppendCase(kind, "bf16", 128, nnz=20, index=torch.int64, device_scales=True)
     function, arguments, caches = append_case.arguments(case, "cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function(**arguments)
+    _, replay = cuda_graph(lambda: function(**arguments))
     with mock.patch.object(append, "reference", reference):
         same, on_cpu, want = append_case.arguments(case)
         for turn in range(2):
@@ -72,7 +71,7 @@ def test_a_captured_graph_reads_rows_indices_and_scales_again(kind: str) -> None
                     x.copy_(x.flip(0))
                 if isinstance(x, torch.Tensor):
                     arguments[name].copy_(x)
-            graph.replay()
+            replay()
             same(**on_cpu)
             assert all(torch.equal(memory(a), memory(b)) for a, b in zip(caches, want, strict=True))
 

@@ -14,7 +14,20 @@ import torch
 from cute_attn.kernels.host import gpu
 from cute_attn.problem import DeviceLengths
 from tests.gpu import marks
-from tests.support.batch_case import BatchCase, call, check, decode, heads, make, paged, ragged, random_lengths, wrapper
+from tests.support.batch_case import (
+    E4M3,
+    BatchCase,
+    call,
+    check,
+    decode,
+    dims,
+    heads,
+    make,
+    paged,
+    ragged,
+    random_lengths,
+    wrapper,
+)
 from tests.support.device_plan import moved
 from tests.support.device_schedules import cases, difference
 from tests.support.graphs import blank, cuda_graph, graph_wrapper
@@ -28,11 +41,14 @@ LARGEST = [
     ragged((300, 5, 40, 1), (900, 700, 333, 1200), mask="causal", **heads(4, 2)),
     decode((900, 700, 333, 1200), **heads(4, 1)),
     decode((900, 700, 333, 1200), q_len=4, page_size=1, window_left=200, **heads(8, 2)),
+    decode((300,) * 37, kv_dtype=E4M3, dtype="bfloat16", indices="int64", **heads(8, 2), **dims(128)),
 ]
-IDS = ["paged", "ragged", "decode", "verify"]
+IDS = ["paged", "ragged", "decode", "verify", "fp8"]
 
 
 def backends(case: BatchCase) -> list[str]:
+    if case.kv_dtype is not None:
+        return ["xqa"]
     return ["fa2", "fa3"] if marks.CAPABILITY == (9, 0) and case.kind != "decode" else ["fa2"]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.gpu import marks
 from tests.support.case import poisoned_memory
+from tests.support.graphs import cuda_graph
 from tests.support.mla_case import MlaCase
 
 pytestmark = marks.SM80
@@ -61,16 +62,14 @@ def test_replays_read_lengths_and_tables(narrow: bool) -> None:
     case = MlaCase(heads=16, q_lens=(1,) * 8, kv_lens=(500,) * 8, page_size=16, device=DEVICE, narrow=narrow)
     case.check(case.trtllm())  # the first call allocates counters
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = case.trtllm()
+    found, replay = cuda_graph(case.trtllm)
     r = random.Random(0)
     for _ in range(REPLAYS):
         lengths = [r.randrange(501) for _ in range(8)]
         order = torch.randperm(8, device=DEVICE)
         case.made["seq_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
         case.made["table"].copy_(case.table[order])
-        graph.replay()
+        replay()
         now = MlaCase(heads=16, q_lens=(1,) * 8, kv_lens=lengths, page_size=16, device=DEVICE, narrow=narrow)
         now.made.update(case.made)
         now.check(found)

@@ -17,6 +17,7 @@ from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.runtime.arch import for_device
 from tests.gpu import marks
 from tests.support.case import poisoned_memory
+from tests.support.graphs import cuda_graph
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import STALE, Producer
 
@@ -178,13 +179,11 @@ def lengths_of(case: XqaCase, seed: int) -> tuple[int, ...]:
 def test_replays_with_other_lengths(case: XqaCase) -> None:
     built = ready(case)
     decode(built)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = decode(built)
+    (out, lse), replay = cuda_graph(lambda: decode(built))
     for seed in range(REPLAYS):
         now = with_lengths(built, lengths_of(case, seed))
         bits(out).fill_(UNWRITTEN)
-        graph.replay()
+        replay()
         assert now.check(out, lse) == "", now.case
         replayed = out.clone(), lse.clone()
         assert_same_bits(decode(built), replayed)

@@ -18,6 +18,7 @@ from cute_attn import (
 from tests.gpu import marks
 from tests.support import xqa_corruptions
 from tests.support.batch_case import check, paged
+from tests.support.graphs import cuda_graph
 from tests.support.low_level import low_level
 from tests.support.trtllm_prefill import context_arguments
 from tests.support.xqa_case import Built, XqaCase, build
@@ -122,11 +123,9 @@ def test_the_base_2_scale_follows_replays() -> None:
     scale = torch.tensor([1.0], device="cuda")
     arguments = engine_arguments(built) | {"bmm1_scale_log2": scale}
     trtllm_batch_decode_with_kv_cache(**arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = trtllm_batch_decode_with_kv_cache(**arguments)
+    (out, lse), replay = cuda_graph(lambda: trtllm_batch_decode_with_kv_cache(**arguments))
     scale.fill_(CASE.scale * 1.4426950408889634)
-    graph.replay()
+    replay()
     assert built.check(out, lse) == ""
 
 
@@ -138,11 +137,9 @@ def test_values_in_pages_of_their_own() -> None:
     tables = torch.stack((table, table + k.shape[0]), 1)
     out, lse = trtllm_batch_decode_with_kv_cache(**arguments | {"kv_cache": (pool, pool), "block_tables": tables})
     assert built.check(out, lse) == ""
-    same = table[:, None].expand(-1, 2, -1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = trtllm_batch_decode_with_kv_cache(**arguments | {"block_tables": same})
-    graph.replay()
+    same = arguments | {"block_tables": table[:, None].expand(-1, 2, -1)}
+    (out, lse), replay = cuda_graph(lambda: trtllm_batch_decode_with_kv_cache(**same))
+    replay()
     assert built.check(out, lse) == ""
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         table.add_(0)

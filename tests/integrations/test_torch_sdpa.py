@@ -80,13 +80,18 @@ def test_dense(make_q: Any, make_kv: Any, qo_len: int, causal: bool, scale: floa
 
 
 @pytest.mark.usefixtures("_on_cpu")
-def test_no_layout_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make_q", [by_heads, by_tokens, some_heads])
+@pytest.mark.parametrize("make_kv", [by_heads, by_tokens, some_heads])
+def test_no_layout_is_copied(make_q: Any, make_kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v reach the kernels where they are."""
-    q, k, v = by_tokens(HEADS, 5), by_heads(KV_HEADS, 9), by_heads(KV_HEADS, 9)
-    runs = noted(monkeypatch, aten_flash.planned_prefill, "run")
+    q, k, v = make_q(HEADS, 5), make_kv(KV_HEADS, 9), make_kv(KV_HEADS, 9)
+    single = noted(monkeypatch, aten_flash, "single_prefill_with_kv_cache")
+    planned = noted(monkeypatch, aten_flash.planned_prefill, "run")
     aten._scaled_dot_product_flash_attention(q, k, v)
-    (_, _, query, keys, *_), _ = runs[0]
-    assert [x.data_ptr() for x in (query, keys.k, keys.v)] == [x.data_ptr() for x in (q, k, v)]
+    launches = [args[:3] for args, _ in single] + [(args[2], args[3].k, args[3].v) for args, _ in planned]
+    assert len(launches) in (1, BATCH)  # of the whole batch, or one per request
+    for i, read in enumerate(launches):
+        assert [x.data_ptr() for x in read] == [x[i].data_ptr() for x in (q, k, v)]
 
 
 @pytest.mark.usefixtures("_on_cpu")

@@ -18,6 +18,7 @@ from cute_attn.observe.dump import Dumper, from_environment
 from cute_attn.observe.hooks import Call
 from cute_attn.observe.snapshot import ALIGNMENT, Reader, Snapshot
 from tests.support import subprocesses
+from tests.support.dense_attention import assert_near, decoded
 from tests.support.executors import needs_gpu
 
 Output = pytest.CaptureFixture[str]
@@ -109,11 +110,7 @@ def test_replayed_results_are_those_of_the_call(dumped: tuple[list[Path], list[s
     torch.manual_seed(0)
     torch.randn(2, 50, 2, 64), torch.randn(4, 64)
     x, cache = torch.randn(3, 4, 64).bfloat16(), torch.randn(6, 2, 16, 2, 64).bfloat16()
-    for row, pages, last in ((0, [5], 3), (1, [1, 2], 16), (2, [0], 1)):
-        k, v = (cache[pages, side].flatten(0, 1)[: 16 * (len(pages) - 1) + last].double() for side in (0, 1))
-        scores = torch.einsum("hd,nhd->hn", x[row].double(), k.repeat_interleave(2, 1)) / 8
-        expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), v.repeat_interleave(2, 1))
-        assert torch.allclose(found[row].double(), expected, atol=2e-2)
+    assert_near(found, None, decoded(x, cache, [3, 32, 1], torch.tensor([5, 1, 2, 0])))
 
 
 def test_a_call_that_raises_leaves_a_file(tmp_path: Path, capsys: Output) -> None:

@@ -25,6 +25,7 @@ from perf.peers import PEERS, Peer
 from perf.rows import DECODE, SECTIONS, SPREAD
 from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
 from tests.perf import ENVIRONMENT, assert_right, our_candidates
+from tests.support.dense_attention import attention, seen
 
 DTYPES = ("bfloat16", "e4m3")
 ROOT = Path(__file__).parents[2]
@@ -194,12 +195,8 @@ def test_a_candidate_that_cannot_be_captured_is_a_reason() -> None:
     assert "median_us" in times["good"]
 
 
-def sdpa(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
-    q, k, v = (t.transpose(0, 1).float() for t in x[:3])
-    last_key = torch.arange(w.qo_lens[0])[:, None] + w.kv_lens[0] - w.qo_lens[0]
-    mask = torch.arange(w.kv_lens[0]) <= last_key if w.causal else None
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return o.transpose(0, 1)
+def right(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
+    return attention(*x[:3], seen(w.qo_lens[0], w.kv_lens[0], w.causal))[0]
 
 
 @given(st.integers(1, 20000))
@@ -341,7 +338,7 @@ def test_a_single_request_is_a_batch_of_one_whose_pages_are_in_order() -> None:
 
 def row_of_fakes() -> dict[str, Any]:
     def bind(offset: float) -> Callable[[BatchWorkload, Sequence[BatchInputs]], list[harness.Call]]:
-        return lambda w, sets: [lambda x=x: sdpa(w, x) + offset for x in sets]  # type: ignore[misc]
+        return lambda w, sets: [lambda x=x: right(w, x) + offset for x in sets]  # type: ignore[misc]
 
     def absent(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[harness.Call]:
         raise UnavailableError("it is not installed")
@@ -491,16 +488,12 @@ def test_the_reason_is_given_without_a_gpu(command: str) -> None:
 def test_windows_of_prefill() -> None:
     """Pairs by counting, and the reference's rows by a mask written out."""
     w = BatchWorkload((5, 3), (9, 3), 2, 1, 64, causal=True, window_left=2)
-    seen = [[max(0, min(last, 2) + 1) for last in range(kv - qo, kv)] for qo, kv in ((5, 9), (3, 3))]
-    assert w.flops == sum(map(sum, seen)) * 4 * 64 * 2
+    pairs = [[max(0, min(last, 2) + 1) for last in range(kv - qo, kv)] for qo, kv in ((5, 9), (3, 3))]
+    assert w.flops == sum(map(sum, pairs)) * 4 * 64 * 2
     x = w.inputs(torch.device("cpu"))
     truth = bench.oracle(w, x)
     rows, start = [], 0
     for request, (qo, kv) in enumerate(((5, 9), (3, 3))):
-        k, v = (t.repeat_interleave(2, 1).transpose(0, 1) for t in w.tokens(x, request))
-        q = x.q[start : start + qo].double().transpose(0, 1)
-        last = torch.arange(kv - qo, kv)[:, None]
-        keep = (torch.arange(kv) <= last) & (torch.arange(kv) >= last - 2)
-        rows.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep).transpose(0, 1))
+        rows.append(attention(x.q[start : start + qo], *w.tokens(x, request), seen(qo, kv, True, 2))[0])
         start += qo
     assert truth.error(torch.cat(rows)) < 1e-12

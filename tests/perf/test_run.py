@@ -18,6 +18,8 @@ from perf.rows import ANCHORS, GROUPS, SECTIONS, Section
 from perf.run import Pace
 from perf.workloads import BatchWorkload, equal
 from tests.perf import ENVIRONMENT, our_candidates
+from tests.support import dense_attention
+from tests.support.dense_attention import seen
 
 CPU = torch.device("cpu")
 VARIED = [
@@ -31,18 +33,8 @@ VARIED = [
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: Any, sink: Any) -> torch.Tensor:
     """One request, tokens first; `window` and `sink` as flash-attn-4 takes them."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) / q.shape[2] ** 0.5
-    last = torch.arange(len(q))[:, None] + len(k) - len(q)
-    keys = torch.arange(len(k))
-    keep = keys <= last if causal else torch.ones(len(q), len(k), dtype=torch.bool)
-    if window is not None:
-        keep = keep & (keys >= last - window[0]) & (keys <= last + window[1])
-    weights = scores.masked_fill(~keep, -math.inf).exp()
-    total = weights.sum(-1, keepdim=True)
-    if sink is not None:
-        total = total + sink.double().exp()[:, None, None]
-    return torch.einsum("hqk,khd->qhd", weights / total, v.double())
+    keep = seen(len(q), len(k), causal or window is not None, -1 if window is None else window[0])
+    return dense_attention.attention(q, k, v, keep, sinks=sink)[0]
 
 
 def fake_flash_attention_4() -> Any:

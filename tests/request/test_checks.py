@@ -14,6 +14,7 @@ import torch
 from cute_attn import ArgumentError, append_paged_kv_cache
 from cute_attn.request import checks
 from tests.support.batch_case import BatchCase, decode, make, paged, plan_arguments, ragged, wrapper
+from tests.support.entry_points import ints
 
 CASES = [paged((3, 1), (9, 5), page_size=4), ragged((3, 1), (9, 5)), decode((9, 5), page_size=4)]
 IDS = ["paged", "ragged", "decode"]
@@ -66,11 +67,6 @@ def test_messages_are_bounded(value: object, text: str) -> None:
 
 
 ROWS = torch.randn(2, 2, 16)
-
-
-def ints(*values: int) -> torch.Tensor:
-    """Returns int32."""
-    return torch.tensor(values, dtype=torch.int32)
 
 
 TABLE = ints(0, 1), ints(1, 0)

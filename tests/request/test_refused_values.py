@@ -14,15 +14,12 @@ import torch
 import cute_attn as ca
 from cute_attn.cli import main
 from cute_attn.request import checks
-from tests.support.flashinfer_calls import Calls
+from tests.support.entry_points import ENTRIES, ints
+from tests.support.flashinfer_calls import calls
 
 WORKSPACE = torch.zeros(1 << 16, dtype=torch.uint8)
-CALLS = Calls("cpu").by_name()
+CALLS = calls("cpu")
 REFUSED = (ca.ArgumentError, ca.ArgumentTypeError, ca.NotSupported)
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def halves(*shape: int) -> torch.Tensor:
@@ -35,13 +32,24 @@ def of(name: str, **changes: Any) -> None:
     CALLS[owner](method, changes)
 
 
-def fmha(**options: Any) -> None:
-    qkv, bounds = (halves(3, 4, 16), halves(9, 2, 16), halves(9, 2, 16)), (ints(0, 3), ints(0, 9))
-    ca.trtllm_fmha_v2_prefill(qkv, "SEPARATE_Q_K_V", WORKSPACE, ints(9), 3, 9, 0.25, 1.0, 1, *bounds, **options)
+def single(**changes: Any) -> None:
+    of("single_prefill_with_kv_cache", **changes)
+
+
+def trtllm(**changes: Any) -> None:
+    of("trtllm_batch_decode_with_kv_cache", **changes)
+
+
+def variable(**changes: Any) -> None:
+    of("VariableBlockSparseAttentionWrapper.plan", **changes)
+
+
+def fmha(**changes: Any) -> None:
+    entry = ENTRIES["trtllm fmha"]
+    entry.begin(entry.tensors)({**entry.tensors, **changes})
 
 
 CHANGE_NOTHING: list[tuple[str, Callable[[], Any]]] = [
-    ("uniform_q_len", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", uniform_q_len="x")),
     ("k_scale", lambda: of("BlockSparseAttentionWrapper.plan", k_scale=0)),
     ("use_clc", lambda: of("BlockSparseAttentionWrapper.plan", use_clc=False)),
     ("block_tables", lambda: fmha(block_tables=ints(0)[None])),
@@ -54,43 +62,20 @@ CHANGE_NOTHING: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-def single(**changes: Any) -> None:
-    given = {"q": halves(5, 4, 16), "k": halves(9, 2, 16), "v": halves(9, 2, 16)}
-    ca.single_prefill_with_kv_cache(**{**given, **changes})
-
-
-def trtllm(**changes: Any) -> None:
-    given = {"block_tables": ints(0, 1)[:, None], "seq_lens": ints(3, 2), "max_seq_len": 4, "kv_layout": "NHD"}
-    rest = {"query": halves(2, 4, 16), "kv_cache": halves(2, 2, 4, 2, 16), "workspace_buffer": WORKSPACE}
-    ca.trtllm_batch_decode_with_kv_cache(**{**given, **rest, "bmm1_scale": 0.25, **changes})
-
-
-def variable(**options: Any) -> None:
-    given = {"block_mask_map": torch.ones(2, 1, 1), "block_row_sz": ints(2, 2)[:, None], "num_qo_heads": 4}
-    rest = {"block_col_sz": ints(3, 3)[:, None], "num_kv_heads": 2, "head_dim": 16}
-    ca.VariableBlockSparseAttentionWrapper(WORKSPACE).plan(**{**given, **rest, **options})
-
-
 def inference(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     with torch.inference_mode():
         return torch.empty(*shape, dtype=dtype)
-
-
-def states() -> list[torch.Tensor]:
-    return [torch.randn(*shape) for shape in ((5, 4, 16), (5, 4)) * 2]
 
 
 ARRAY, BIG, META = np.zeros(3), 1 << 70, torch.device("meta")
 OWN_TABLES: dict[str, Any] = {"block_tables": torch.zeros(2, 2, 1).int(), "uses_shared_paged_kv_idx": False}
 PAGES = halves(2, 4, 2, 16)
 ESCAPED: list[tuple[str, Callable[[], Any]]] = [
-    ("out", lambda: single(out=inference(5, 4, 16))),
-    ("lse", lambda: single(lse=inference(5, 4, dtype=torch.float32), return_lse=True)),
-    ("q", lambda: torch.vmap(lambda q: single(q=q))(halves(2, 5, 4, 16))),
-    ("q", lambda: torch.func.grad(lambda q: single(q=q))(halves(5, 4, 16))),
-    ("q", lambda: single(q=torch.nested.nested_tensor([halves(5, 4, 16), halves(2, 4, 16)]))),
-    ("v", lambda: ca.merge_state_in_place(states()[0].requires_grad_(), *states()[1:])),
-    ("s_other", lambda: ca.merge_state_in_place(*states()[:3], states()[3].requires_grad_())),
+    ("out", lambda: single(out=inference(8, 4, 64))),
+    ("lse", lambda: single(lse=inference(8, 4, dtype=torch.float32), return_lse=True)),
+    ("q", lambda: torch.vmap(lambda q: single(q=q))(halves(2, 8, 4, 64))),
+    ("q", lambda: torch.func.grad(lambda q: single(q=q))(halves(8, 4, 64))),
+    ("q", lambda: single(q=torch.nested.nested_tensor([halves(8, 4, 64), halves(2, 4, 64)]))),
     ("device", lambda: ca.BatchAttention(device=b"?")),  # type: ignore[arg-type]
     ("x", lambda: ca.packbits(torch.ones(9).to_sparse())),
     ("indptr", lambda: ca.segment_packbits(torch.ones(9), ints(0, 9).to_sparse())),
@@ -105,13 +90,12 @@ ESCAPED: list[tuple[str, Callable[[], Any]]] = [
     ("page_size", lambda: ca.get_seq_lens(ints(0, 2), ints(3), BIG)),
     ("nnz", lambda: ca.get_batch_indices_positions(ints(0, 2), ints(3), 1 << 62)),
     ("num_levels", lambda: ca.MultiLevelCascadeAttentionWrapper(BIG, WORKSPACE)),
-    ("block_mask_map", lambda: variable(block_mask_map=torch.ones(2, 1, 1, device=META))),
-    ("block_row_sz", lambda: variable(block_row_sz=ints(2, 2)[:, None].to(META))),
+    ("block_mask_map", lambda: variable(block_mask_map=torch.ones(4, 2, 2, device=META))),
+    ("block_row_sz", lambda: variable(block_row_sz=ints(3, 5).repeat(4, 1).to(META))),
     (
         "kv_len_arr",
         lambda: ca.BatchAttention("NHD", "cpu").plan(*[ints(0, 1)] * 2, ints(0), ints(3).to(META), 4, 2, 16, 16, 4),
     ),
-    ("logits_soft_cap", lambda: of("BatchAttention.run", logits_soft_cap=torch.ones(3))),
     ("head_dim_vo", lambda: ca.explain(arch="h100", head_dim_vo="x")),  # type: ignore[arg-type]
 ]
 
@@ -136,8 +120,6 @@ def shared_prefix(*last: int) -> None:
 
 
 BAD: list[tuple[str, Callable[[], Any]]] = [
-    ("q_data_type", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", q_data_type=torch.int8)),
-    ("kv_data_type", lambda: of("BatchPrefillWithPagedKVCacheWrapper.plan", kv_data_type=torch.int8)),
     ("unique_kv_last_page_len", lambda: shared_prefix(16, 99)),
     ("max_q_len", lambda: trtllm(max_q_len="x", cum_seq_lens_q=ints(0, 1, 2))),
     ("bmm1_scale_log2", lambda: trtllm(bmm1_scale_log2=torch.tensor(3))),

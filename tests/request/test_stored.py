@@ -12,47 +12,10 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-import cute_attn
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from perf.pretended_gpu import NullDriver
-from tests.support.entry_points import E4M3, ENTRIES, OTHER_NAMES
+from tests.support.entry_points import E4M3, ENTRIES, NEW_RESULTS, OTHER_NAMES
 from tests.support.launch_corpus import pretended
-
-
-def half(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).half()
-
-
-def merge() -> dict[str, Any]:
-    v, s = torch.randn(5, 4, 64), torch.randn(5, 4)
-    return {"v_a": v, "s_a": s, "v_b": v.clone(), "s_b": s.clone()}
-
-
-def merge_many() -> dict[str, Any]:
-    return {"v": torch.randn(5, 3, 4, 64), "s": torch.randn(5, 3, 4)}
-
-
-def quantise() -> dict[str, Any]:
-    return {"input": half(4, 64), "global_scale": torch.ones(1)}
-
-
-def dequantise() -> dict[str, Any]:
-    scales = torch.zeros(4, 4, dtype=torch.uint8)
-    return {"fp4_data": torch.zeros(4, 32, dtype=torch.uint8), "block_scales": scales, "global_scale": torch.ones(1)}
-
-
-def quantise_cache() -> dict[str, Any]:
-    return {"k_cache": half(2, 4, 2, 64), "v_cache": half(2, 4, 2, 64)}
-
-
-CALLS: list[tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = [  # those that write new tensors only
-    (cute_attn.merge_state, merge),
-    (cute_attn.merge_states, merge_many),
-    (cute_attn.nvfp4_kv_quantize, quantise),
-    (cute_attn.nvfp4_kv_dequantize, dequantise),
-    (cute_attn.nvfp4_quantize_paged_kv_cache, quantise_cache),
-    (cute_attn.fp8_quantize_paged_kv_cache, quantise_cache),
-]
 
 
 class Wrong(NamedTuple):
@@ -73,7 +36,9 @@ WRONG = {
     "no tensor": Wrong(lambda x: "x", "^NAME must .*got 'x'|^the positional arguments .* must be scale_q, scale_k"),
     "another device": Wrong(lambda x: x.to("meta"), "NAME.*meta"),
     "another dtype": Wrong(
-        lambda x: torch.zeros(x.shape, dtype=torch.complex64), "NAME.*(dtype|floating-point|must be a bool)", SCRATCH
+        lambda x: torch.zeros(x.shape, dtype=torch.complex64),
+        "NAME.*(dtype|floating-point|must be a bool).*complex64",
+        SCRATCH,
     ),
     "another axis": Wrong(
         lambda x: x[None],
@@ -128,12 +93,14 @@ def assert_refused(
                 call({**given, name: wrong.made(x)})
 
 
-@pytest.mark.parametrize(("function", "make"), CALLS, ids=[function.__name__ for function, _ in CALLS])
-def test_functions_without_outputs(function: Callable[..., Any], make: Callable[[], dict[str, Any]]) -> None:
-    function(**make())
-    wanted = ("derivatives", "a tangent") if make in (merge, merge_many) else ()  # which torch's operations take
-    for name in make():
-        assert_refused(lambda given: function(**given), make(), name, "another device", "half as wide", *wanted)
+@pytest.mark.parametrize("entry", NEW_RESULTS)
+def test_functions_without_outputs(entry: str) -> None:
+    given = NEW_RESULTS[entry].tensors
+    call = NEW_RESULTS[entry].begin(given)
+    call(given)
+    wanted = ("derivatives", "a tangent") if "merge" in entry else ()  # which torch's operations take
+    for name in given:
+        assert_refused(call, given, name, "another device", "half as wide", *wanted)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

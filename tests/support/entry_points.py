@@ -1,14 +1,13 @@
-"""Calls of every function and wrapper that writes memory of its caller, with all tensors that it may take.
+"""Calls of every public function and wrapper, with all tensors that it may take.
 
 An entry's tensors are keyed by the names that error messages give them, and contiguous, so that a test may put them
-anywhere. Not here, because they write new tensors only: `forward` of wrappers, cascade and shared prefix,
-`merge_state`, `merge_states` and the quantisers.
+anywhere. `ENTRIES` write memory of their caller; `NEW_RESULTS` write new tensors only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,9 +17,10 @@ from cute_attn import xqa as low_level
 BF16, F32, E4M3, U8, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int32
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 64, 16, 4
 ROWS, KEYS = 8, 32  # of single requests and of ragged batches
-QO_INDPTR, KV_INDPTR = (0, 3, ROWS), (0, 12, 28)  # 2 requests
+QO_INDPTR, KV_INDPTR = (0, 3, ROWS), (0, 4, 20)  # 2 requests
 PAGE_INDPTR, LAST_PAGE_LEN, KV_LENS = (0, 1, 2), (4, 16), (4, 16)
 WORKSPACE_BYTES = 1 << 16
+UNCHANGED: Mapping[str, Any] = {}
 SCHEDULE = "the schedule"  # the name of a plan's records, which are the wrapper's own memory
 
 # What messages call a tensor where the caller's name is another.
@@ -36,16 +36,23 @@ OTHER_NAMES = {
 }
 
 Tensors = Mapping[str, torch.Tensor]
-Call = Callable[[Tensors], Any]
+Call = Callable[[Mapping[str, Any]], Any]  # with other arguments than tensors, if any
+Changes = Mapping[str, Mapping[str, Any]]  # arguments by method
+
+
+class Begin(Protocol):
+    """Makes a wrapper and plans, if there is one, and returns the call. Backends: "auto", on the CPU or on a pretended
+    GPU, and "emulator". `changes`: further arguments of the constructor and the plan.
+    """
+
+    def __call__(self, given: Tensors, backend: str = "auto", changes: Changes = ..., /) -> Call: ...
 
 
 class Entry(NamedTuple):
-    """How to make the tensors of a call, and how to begin: make a wrapper and plan, if there is one, and return the
-    call. Backends: "auto" on a pretended GPU, "emulator".
-    """
+    """How to make the tensors of a call, and how to begin."""
 
     tensors: dict[str, torch.Tensor]
-    begin: Callable[[Tensors, str], Call]
+    begin: Begin
     written: tuple[str, ...] = ("out", "lse")
     planned: tuple[str, ...] = ()  # names of tensors that `begin` reads and the plan keeps
     emulated: bool = True
@@ -95,7 +102,7 @@ def nvfp4(
     return codes | {name: zeros(*shape, KV_HEADS, DIM // 16) for name in scales}
 
 
-def arguments(given: Tensors, *pairs: tuple[str, tuple[str, str]]) -> dict[str, Any]:
+def arguments(given: Mapping[str, Any], *pairs: tuple[str, tuple[str, ...]]) -> dict[str, Any]:
     """Return tensors as arguments: block scales, and other `pairs` of tensors, under one name."""
     found: dict[str, Any] = dict(given)
     for name, halves in (("kv_cache_sf", BLOCK_SCALES), *pairs):
@@ -104,14 +111,16 @@ def arguments(given: Tensors, *pairs: tuple[str, tuple[str, str]]) -> dict[str, 
     return found
 
 
-def direct(
-    function: Callable[..., Any], *pairs: tuple[str, tuple[str, str]], **options: Any
-) -> Callable[[Tensors, str], Call]:
+def named(backend: str) -> dict[str, Any]:
+    """Return the argument of a backend."""
+    return {} if backend == "auto" else {"backend": backend}
+
+
+def direct(function: Callable[..., Any], *pairs: tuple[str, tuple[str, ...]], **options: Any) -> Begin:
     """Return the beginning of a call without a plan."""
 
-    def begin(_: Tensors, backend: str) -> Call:
-        chosen = {} if backend == "auto" else {"backend": backend}
-        return lambda given: function(**arguments(given, *pairs), **options, **chosen)
+    def begin(_: Tensors, backend: str = "auto", __: Changes = UNCHANGED) -> Call:
+        return lambda given: function(**{**options, **named(backend), **arguments(given, *pairs)})
 
     return begin
 
@@ -138,8 +147,7 @@ SINGLE = {
 SIZES = (HEADS, KV_HEADS, DIM)
 WORKSPACE = {"the workspace": zeros(WORKSPACE_BYTES)}
 INDICES = {"kv_indices": torch.arange(PAGE_INDPTR[-1], dtype=I32)}
-PAGED_MASK = {"packed_mask": zeros(2 + 10)}  # 3 x 4 and 5 x 16 bits
-RAGGED_MASK = {"packed_mask": zeros(5 + 10)}  # 3 x 12 and 5 x 16 bits
+MASK = {"packed_mask": zeros(2 + 10)}  # 3 x 4 and 5 x 16 bits
 
 
 class Planned(NamedTuple):
@@ -149,14 +157,15 @@ class Planned(NamedTuple):
     kept: tuple[str, ...]
     paged: bool
     options: dict[str, Any]
+    method: str = "run"
 
-    def __call__(self, given: Tensors) -> Any:
+    def __call__(self, given: Mapping[str, Any]) -> Any:
         t = {name: x for name, x in given.items() if name not in self.kept}
-        q, head_scales = t.pop("q"), [t.pop(name) for name in HEAD_SCALES if name in t]
+        q, head_scales = t.pop("q"), [t.pop(name) for name in HEAD_SCALES if HEAD_SCALES.keys() <= given.keys()]
         kv: Any = (t.pop("the cache"),) if "the cache" in t else (t.pop("k"), t.pop("v"))
         if self.paged and len(kv) == 2:
             kv = (kv,)
-        return self.made.run(q, *kv, *head_scales, **arguments(t), **self.options)
+        return getattr(self.made, self.method)(q, *kv, *head_scales, **{**self.options, **arguments(t)})
 
     @property
     def memory(self) -> dict[str, torch.Tensor]:
@@ -166,8 +175,8 @@ class Planned(NamedTuple):
 
 def types_of(given: Tensors) -> dict[str, Any]:
     """Return the options of a plan that name dtypes."""
-    cache = given["the cache"] if "the cache" in given else given["k"]
-    return {"q_data_type": given["q"].dtype, "kv_data_type": cache.dtype}
+    q_dtype, kv_dtype = given["q"].dtype, given["the cache" if "the cache" in given else "k"].dtype
+    return {"q_data_type": q_dtype} | ({} if kv_dtype == q_dtype else {"kv_data_type": kv_dtype})
 
 
 def mask_of(given: Tensors) -> dict[str, Any]:
@@ -175,20 +184,21 @@ def mask_of(given: Tensors) -> dict[str, Any]:
     return {"packed_custom_mask": given["packed_mask"]} if "packed_mask" in given else {}
 
 
-def plan_paged(made: Any, given: Tensors) -> None:
+def plan_paged(made: Any, given: Tensors, **changes: Any) -> None:
     """Plan a paged prefill batch."""
-    indptrs = ints(*QO_INDPTR), ints(*PAGE_INDPTR)
-    made.plan(*indptrs, given["kv_indices"], ints(*LAST_PAGE_LEN), *SIZES, PAGE, **types_of(given), **mask_of(given))
+    where = ints(*QO_INDPTR), ints(*PAGE_INDPTR), given["kv_indices"], ints(*LAST_PAGE_LEN)
+    made.plan(*where, *SIZES, PAGE, **{**types_of(given), **mask_of(given), **changes})
 
 
-def plan_ragged(made: Any, given: Tensors) -> None:
+def plan_ragged(made: Any, given: Tensors, **changes: Any) -> None:
     """Plan a ragged prefill batch."""
-    made.plan(ints(*QO_INDPTR), ints(*KV_INDPTR), *SIZES, **types_of(given), **mask_of(given))
+    made.plan(ints(*QO_INDPTR), ints(*KV_INDPTR), *SIZES, **{**types_of(given), **mask_of(given), **changes})
 
 
-def plan_decode(made: Any, given: Tensors) -> None:
+def plan_decode(made: Any, given: Tensors, **changes: Any) -> None:
     """Plan a decode batch."""
-    made.plan(ints(*PAGE_INDPTR), given["kv_indices"], ints(*LAST_PAGE_LEN), *SIZES, PAGE, **types_of(given))
+    where = ints(*PAGE_INDPTR), given["kv_indices"], ints(*LAST_PAGE_LEN)
+    made.plan(*where, *SIZES, PAGE, **{**types_of(given), **changes})
 
 
 KEPT = ("the workspace", SCHEDULE, "kv_indices", "packed_mask")
@@ -198,7 +208,7 @@ GRAPH = {"paged_kv_indptr_buf": ints(0, 0, 0), "paged_kv_last_page_len_buf": int
 def batch(
     given: dict[str, torch.Tensor],
     wrapper: Callable[..., Any],
-    plan: Callable[[Any, Tensors], None],
+    plan: Callable[..., None],
     buffers: Mapping[str, str] | None = None,
     paged: bool = True,
     **options: Any,
@@ -206,12 +216,13 @@ def batch(
     """Return the entry of a wrapper. `buffers`: those of CUDA graphs, keywords of the constructor by tensors' names."""
     kept = *KEPT, *(buffers or ())
 
-    def begin(given: Tensors, backend: str) -> Call:
-        chosen: dict[str, Any] = {} if backend == "auto" else {"backend": backend}
+    def begin(given: Tensors, backend: str = "auto", changes: Changes = UNCHANGED) -> Call:
+        chosen = named(backend)
         if buffers is not None:
             chosen |= {"use_cuda_graph": True} | {word: given[name] for name, word in buffers.items()}
-        made = wrapper(given["the workspace"], **chosen)
-        plan(made, {**given, **{name: given[name].clone() for name in buffers or () if name in KEPT}})
+        made = wrapper(given["the workspace"], **{**chosen, **changes.get("__init__", {})})
+        apart = {name: given[name].clone() for name in buffers or () if name in KEPT}
+        plan(made, {**given, **apart}, **changes.get("plan", {}))
         return Planned(made, kept, paged, options)
 
     planned = tuple(name for name in kept if name == SCHEDULE or name in given)
@@ -249,39 +260,40 @@ def graphed_decode(workspace: torch.Tensor, use_cuda_graph: bool, backend: str =
 def ranges_wrapper(*args: Any, **options: Any) -> Any:
     """Return a wrapper for queries whose keys are in ranges."""
     made_for = {"head_dim_qk": DIM, "head_dim_vo": DIM}
-    return cute_attn.BatchPrefillWithCausalBidirectionalRangesWrapper(*args, **made_for, **options)
+    return cute_attn.BatchPrefillWithCausalBidirectionalRangesWrapper(*args, **{**made_for, **options})
 
 
 def sink_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
     """Return a wrapper made for the sizes here."""
     sizes = {"head_dim_qk": DIM, "head_dim_vo": DIM}
-    return cute_attn.BatchAttentionWithAttentionSinkWrapper(workspace, **sizes, **options)
+    return cute_attn.BatchAttentionWithAttentionSinkWrapper(workspace, **{**sizes, **options})
 
 
 def mixed_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
     """Return a wrapper that owns its workspace."""
-    return cute_attn.BatchAttention(device=workspace.device, **options)
+    return cute_attn.BatchAttention(**{"device": workspace.device, **options})
 
 
-def plan_mixed(made: Any, given: Tensors) -> None:
+def plan_mixed(made: Any, given: Tensors, **changes: Any) -> None:
     """Plan a mixed batch."""
     arrays = ints(*QO_INDPTR), ints(*PAGE_INDPTR), given["kv_indices"], ints(*KV_LENS)
-    made.plan(*arrays, *SIZES, DIM, PAGE, **types_of(given))
+    made.plan(*arrays, *SIZES, DIM, PAGE, **{**types_of(given), **changes})
 
 
-def plan_blocks(made: Any, given: Tensors) -> None:
+def plan_blocks(made: Any, given: Tensors, **changes: Any) -> None:
     """Plan 2 x 2 blocks."""
     matrix = (ROWS, KEYS, ROWS // 2, KEYS // 2)
-    mask = {"packed_mask": given["packed_mask"]} if "packed_mask" in given else {}
-    made.plan(ints(0, 1, 3), given["kv_indices"], *matrix, *SIZES, **types_of(given), o_data_type=BF16, **mask)
+    options = {**types_of(given), "o_data_type": BF16, "packed_mask": given.get("packed_mask")}
+    made.plan(ints(0, 1, 3), given["kv_indices"], *matrix, *SIZES, **{**options, **changes})
 
 
-def plan_variable(made: Any, given: Tensors) -> None:
+def plan_variable(made: Any, given: Tensors, **changes: Any) -> None:
     """Plan 2 x 2 blocks for every kv head."""
     kv_heads = given["k"].shape[0]
-    sizes = (torch.tensor([x] * kv_heads, dtype=I32) for x in ([3, 5], [16, 16]))
-    seen = torch.ones(kv_heads, 2, 2, dtype=torch.bool)
-    made.plan(seen, *sizes, given["q"].shape[0], kv_heads, DIM, **types_of(given))
+    rows, columns = (torch.tensor([x] * kv_heads, dtype=I32) for x in ([3, 5], [16, 16]))
+    blocks = {"block_mask_map": torch.ones(kv_heads, 2, 2, dtype=torch.bool), "block_row_sz": rows}
+    sizes = {"block_col_sz": columns, "num_qo_heads": given["q"].shape[0], "num_kv_heads": kv_heads, "head_dim": DIM}
+    made.plan(**{**blocks, **sizes, **types_of(given), **changes})
 
 
 def by_heads(num_kv_heads: int) -> dict[str, torch.Tensor]:
@@ -299,14 +311,14 @@ COLUMNS = {"lse": zeros(HEADS, ROWS, dtype=F32)}
 BATCHES = {
     "paged": batch(PAGES_OF_2, PAGED, plan_paged),
     "paged, one cache": batch(without(PAGES_OF_2, "k", "v") | ONE_CACHE, PAGED, plan_paged),
-    "paged, mask": batch(PAGES_OF_2 | PAGED_MASK, PAGED, plan_paged),
+    "paged, mask": batch(PAGES_OF_2 | MASK, PAGED, plan_paged),
     "paged, scales": batch(PAGES_OF_2 | ALL_SCALES, PAGED, plan_paged),
     "paged, head scales": batch(PAGES_OF_2 | operands(PAGES, PAGE, dtype=E4M3) | HEAD_SCALES, PAGED, plan_paged),
     "paged, NVFP4": batch(PAGES_OF_2 | nvfp4(PAGES, PAGE), PAGED, plan_paged),
     "paged, lse by heads": batch(PAGES_OF_2 | COLUMNS, PAGED, plan_paged, lse_layout="HN", return_lse=True),
     "paged, CUDA graph": batch(PAGES_OF_2 | GRAPH, PAGED, plan_paged, PREFILL_BUFFERS),
     "paged, CUDA graph, mask": batch(
-        PAGES_OF_2 | GRAPH | PAGED_MASK | {"mask_indptr_buf": ints(0, 0, 0)},
+        PAGES_OF_2 | GRAPH | MASK | {"mask_indptr_buf": ints(0, 0, 0)},
         PAGED,
         plan_paged,
         PREFILL_BUFFERS | MASK_BUFFERS,
@@ -317,7 +329,7 @@ BATCHES = {
     "paged with sinks": batch(PAGES_OF_2 | SINKS, sink_wrapper, plan_paged),
     "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, plan_mixed)._replace(emulated=False),
     "ragged": batch(ROWS_OF_2, RAGGED, plan_ragged, paged=False),
-    "ragged, mask": batch(ROWS_OF_2 | RAGGED_MASK, RAGGED, plan_ragged, paged=False),
+    "ragged, mask": batch(ROWS_OF_2 | MASK, RAGGED, plan_ragged, paged=False),
     "ragged, scales": batch(ROWS_OF_2 | ALL_SCALES, RAGGED, plan_ragged, paged=False),
     "ragged, head scales": batch(
         ROWS_OF_2 | operands(KEYS, dtype=E4M3) | HEAD_SCALES, RAGGED, plan_ragged, paged=False
@@ -327,7 +339,7 @@ BATCHES = {
         ROWS_OF_2 | {name: ints(0, 0, 0) for name in RAGGED_BUFFERS}, RAGGED, plan_ragged, RAGGED_BUFFERS, paged=False
     ),
     "ragged, CUDA graph, mask": batch(
-        ROWS_OF_2 | RAGGED_MASK | {name: ints(0, 0, 0) for name in (*RAGGED_BUFFERS, "mask_indptr_buf")},
+        ROWS_OF_2 | MASK | {name: ints(0, 0, 0) for name in (*RAGGED_BUFFERS, "mask_indptr_buf")},
         RAGGED,
         plan_ragged,
         RAGGED_BUFFERS | MASK_BUFFERS,
@@ -374,32 +386,16 @@ def lse_of(rows: int) -> dict[str, torch.Tensor]:
     return {"lse": zeros(rows, HEADS, dtype=F32)}
 
 
-def trtllm_fmha(given: Tensors, *names: str, **options: Any) -> Any:
-    """Call the function that takes query, keys and values as one argument."""
-    t = dict(given)
-    return cute_attn.trtllm_fmha_v2_prefill(tuple(t.pop(name) for name in names), **t, **options, **REQUESTS)
-
-
 CONTEXT = direct(cute_attn.trtllm_batch_context_with_kv_cache, CACHE, kv_layout="NHD", **REQUESTS)
-FMHA_NAMES = ("query", "k", "v")
 FMHA_TENSORS = {"query": randn(ROWS, HEADS, DIM), "out": zeros(ROWS, HEADS, DIM, dtype=BF16)} | SINKS | BMM_SCALES
-FMHA_TENSORS |= without(operands(KEYS), "q") | {"seq_lens": ints(12, 16), "workspace_buffer": zeros(WORKSPACE_BYTES)}
+FMHA_TENSORS |= without(operands(KEYS), "q") | {"seq_lens": ints(*KV_LENS), "workspace_buffer": zeros(WORKSPACE_BYTES)}
 FMHA_TENSORS |= {"cum_seq_lens_q": ints(*QO_INDPTR), "cum_seq_lens_kv": ints(*KV_INDPTR)}
-
-
 FMHA_PAGES = without(FMHA_TENSORS, "k", "v") | ONE_CACHE | TABLES | BOUNDS
 
 
-def begin_fmha(_: Tensors, backend: str) -> Call:
-    """Return a call over ragged keys."""
-    options = {"input_layout": "SEPARATE_Q_K_V", "backend": backend}
-    return lambda given: trtllm_fmha(given, *FMHA_NAMES, **options)
-
-
-def begin_fmha_of_pages(_: Tensors, backend: str) -> Call:
-    """Return a call over pages."""
-    options = {"input_layout": "Q_PAGED_KV_NHD", "backend": backend}
-    return lambda given: trtllm_fmha(given, "query", "the cache", **options)
+def fmha(layout: str, *names: str) -> Begin:
+    """Return a call of the function that takes query, keys and values as one argument."""
+    return direct(cute_attn.trtllm_fmha_v2_prefill, ("qkv", names), input_layout=layout, **REQUESTS)
 
 
 RAGGED_NAMES = {"k": "key", "v": "value", "sinks": "attention_sinks"}
@@ -452,13 +448,13 @@ DECODE_OF_TRTLLM, COLUMNS_OF_TRTLLM = (
 )
 BATCHES_WITHOUT_PLAN = {
     "trtllm context": Entry(unplanned(ROWS) | BOUNDS | SINKS | BMM_SCALES | lse_of(ROWS), CONTEXT),
-    "trtllm fmha": Entry(FMHA_TENSORS, begin_fmha, ("out",)),
+    "trtllm fmha": Entry(FMHA_TENSORS, fmha("SEPARATE_Q_K_V", "query", "k", "v"), ("out",)),
     "trtllm ragged": Entry(
         RAGGED_TENSORS,
         direct(cute_attn.trtllm_ragged_attention_deepseek, **RAGGED_OPTIONS, **REQUESTS),
         ("out", "lse"),
     ),
-    "trtllm fmha, pages": Entry(FMHA_PAGES, begin_fmha_of_pages, ("out",)),
+    "trtllm fmha, pages": Entry(FMHA_PAGES, fmha("Q_PAGED_KV_NHD", "query", "the cache"), ("out",)),
     **xqa_entries(),
     "trtllm, log2 scale": Entry(unplanned(2) | scales("bmm1_scale_log2"), DECODE_OF_TRTLLM, WRITTEN),
     "trtllm, lse by heads": Entry(unplanned(2) | {"lse": zeros(HEADS, 2, dtype=F32)}, COLUMNS_OF_TRTLLM, WITH_LSE),
@@ -480,32 +476,33 @@ RAGGED_LATENT |= {"cum_seq_lens_q": ints(*QO_INDPTR)}
 LATENT_FUNCTION = cute_attn.trtllm_batch_decode_with_kv_cache_mla
 LATENT_PARTS = {"q_nope": randn(2, HEADS, 512), "q_pe": randn(2, HEADS, 64), "ckv_cache": randn(PAGES, PAGE, 512)}
 LATENT_PARTS |= {"kpe_cache": randn(PAGES, PAGE, 64), "out": zeros(2, HEADS, 512, dtype=BF16), **lse_of(2), **SINKS}
-LATENT_PARTS |= {"float_workspace_buffer": zeros(WORKSPACE_BYTES), **BMM_SCALES}
+LATENT_PARTS |= {"float_workspace_buffer": zeros(WORKSPACE_BYTES)}
 LATENT_PARTS |= {"kv_indices": INDICES["kv_indices"], "kv_len_arr": ints(*KV_LENS)}
 LATENT_KEPT = ("float_workspace_buffer", "kv_indices", "kv_len_arr")
-
-
-SCALED_PARTS = {name: x for name, x in LATENT_PARTS.items() if name not in BMM_SCALES}
-SCALED_PARTS |= {
+SCALED_PARTS = LATENT_PARTS | {
     "ckv_cache": zeros(PAGES, PAGE, 512, dtype=torch.float8_e4m3fn),
     "ckv_scale_arr": torch.ones(PAGES, PAGE, 4),
 }
 
 
-def begin_latent(given: Tensors, backend: str) -> Call:
+def begin_latent(given: Tensors, backend: str = "auto", changes: Changes = UNCHANGED) -> Call:
     """Plan a batch of latent attention, and return its runs."""
-    made = cute_attn.BatchMLAPagedAttentionWrapper(given["float_workspace_buffer"], backend=backend)
-    arrays = ints(0, 1, 2), ints(*PAGE_INDPTR), given["kv_indices"], given["kv_len_arr"]
+    init = {"backend": backend, **changes.get("__init__", {})}
+    made: Any = cute_attn.BatchMLAPagedAttentionWrapper(given["float_workspace_buffer"], **init)
+    arrays = {"qo_indptr": ints(0, 1, 2), "kv_indptr": ints(*PAGE_INDPTR), "kv_indices": given["kv_indices"]}
+    sizes = {"num_heads": HEADS, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": PAGE}
     dtype = given["ckv_cache"].dtype
-    made.plan(*arrays, HEADS, 512, 64, PAGE, False, 1.0, BF16, dtype, use_sinks=True)
+    options = {"causal": False, "sm_scale": 1.0, "q_data_type": BF16, "kv_data_type": dtype, "use_sinks": True}
+    made.plan(**{**arrays, "kv_len_arr": given["kv_len_arr"], **sizes, **options, **changes.get("plan", {})})
     scale = {"kpe_scale": 1.0} if dtype == torch.float8_e4m3fn else {}
-    return lambda given: made.run(**scale, **{name: x for name, x in given.items() if name not in LATENT_KEPT})
+    return lambda given: made.run(**{**scale, **without(dict(given), *LATENT_KEPT)})
 
 
 LATENT_ENTRIES = {
     "latent": Entry(LATENT, direct(LATENT_FUNCTION, **LATENT_DIMS), WITH_LSE),
     "latent, ragged": Entry(RAGGED_LATENT, direct(LATENT_FUNCTION, **LATENT_DIMS, max_q_len=5), WITH_LSE),
     "latent, planned": Entry(LATENT_PARTS, begin_latent, planned=LATENT_KEPT),
+    "latent, planned, scales": Entry(LATENT_PARTS | BMM_SCALES, begin_latent, planned=LATENT_KEPT),
     "latent, scales of groups": Entry(SCALED_PARTS, begin_latent, planned=LATENT_KEPT),
     "latent, xqa": Entry(
         {name: x for name, x in LATENT.items() if name != "lse"},
@@ -569,3 +566,25 @@ OTHERS = {
 }
 
 ENTRIES = SINGLE | BATCHES | BATCHES_WITHOUT_PLAN | LATENT_ENTRIES | OTHERS
+
+# ---- calls that write new tensors only
+
+
+def new_result(function: Callable[..., Any], **tensors: torch.Tensor) -> Entry:
+    """Return the entry of a function that takes tensors, and returns others."""
+    return Entry(tensors, direct(function), (), emulated=False)
+
+
+SCALE = {"global_scale": torch.ones(1)}
+TWO_CACHES = {"k_cache": randn(2, 4, 2, DIM), "v_cache": randn(2, 4, 2, DIM)}
+PACKED = {"fp4_data": zeros(4, 32) + 0x21, "block_scales": zeros(4, 4) + 0x38}
+NEW_RESULTS = {
+    "merge two": new_result(
+        cute_attn.merge_state, **dict(zip(("v_a", "s_a", "v_b", "s_b"), STATES.values(), strict=False))
+    ),
+    "merge several": new_result(cute_attn.merge_states, v=randn(5, 3, HEADS, DIM), s=torch.ones(5, 3, HEADS)),
+    "quantise": new_result(cute_attn.nvfp4_kv_quantize, input=randn(4, DIM), **SCALE),
+    "dequantise": new_result(cute_attn.nvfp4_kv_dequantize, **PACKED, **SCALE),
+    "quantise pages": new_result(cute_attn.nvfp4_quantize_paged_kv_cache, **TWO_CACHES),
+    "quantise pages to fp8": new_result(cute_attn.fp8_quantize_paged_kv_cache, **TWO_CACHES),
+}

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from cute_attn import (
     ArgumentError,
     ArgumentTypeError,
-    LayoutError,
-    RuntimeArgumentError,
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
@@ -70,22 +67,11 @@ def overlapping(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
 
 
 BOTH = [  # refused by prefill and decode alike
-    wrong_type({"k": np.zeros(3)}, "k must be a torch.Tensor", "ndarray"),
-    refused({"k": zeros(7, 16)}, "k must have shape [kv_len,", "(7, 16)", "'NHD'"),
     refused({"k": zeros(7, 16), "kv_layout": "HND"}, "k must have shape [num_kv_heads, kv_len", "(7, 16)"),
     refused({"v": zeros(6, 2, 16)}, "v must have k's kv_len", "(7, 2, 16)", "(6, 2, 16)"),
     refused({"v": zeros(7, 1, 16)}, "v must have k's", "num_kv_heads", "(7, 1, 16)"),
-    refused({"k": zeros(7, 2, 32)}, "q and k", "head dimension", "16 and 32", error=RuntimeArgumentError),
-    refused(
-        {"k": zeros(7, 3, 16), "v": zeros(7, 3, 16)},
-        "num_qo_heads",
-        "multiple of num_kv_heads",
-        "4 and 3",
-        error=RuntimeArgumentError,
-    ),
     refused({"k": zeros(7, 0, 16), "v": zeros(7, 0, 16)}, "num_kv_heads 0"),
     refused({"v": zeros(7, 2, 0)}, "head_dim_vo 0"),
-    refused({"k": zeros(7, 2, 16, dtype=torch.bfloat16)}, "k and v", "bfloat16", "float16"),
     refused(
         {"k": zeros(7, 2, 16, dtype=torch.bfloat16), "v": zeros(7, 2, 16, dtype=torch.bfloat16)},
         "k and v must have dtype float16",
@@ -98,12 +84,6 @@ BOTH = [  # refused by prefill and decode alike
     ),
     refused({"k": zeros(7, 2, 32)[..., ::2]}, "k must have stride 1 on its last axis", "(64, 32, 2)", "k.contiguous()"),
     refused({"v": zeros(16, 7, 2).permute(1, 2, 0)}, "v must have stride 1 on its last axis", "(2, 1, 14)"),
-    refused({"k": with_grad(7, 2, 16)}, "k requires grad", "torch.no_grad()", "k.detach()"),
-    refused({"kv_layout": "NDH"}, "kv_layout", "'NHD', 'HND'", "'NDH'", error=LayoutError),
-    refused({"kv_layout": "nhd"}, "kv_layout", "'nhd'", error=LayoutError),
-    refused(
-        {"pos_encoding_mode": "ROPE"}, "pos_encoding_mode", "'NONE', 'ROPE_LLAMA', 'ALIBI'", "'ROPE'", error=LayoutError
-    ),
     refused(
         {"k": zeros(7, 2, 15), "v": zeros(7, 2, 15), "pos_encoding_mode": "ROPE_LLAMA"},
         "ROPE_LLAMA",
@@ -111,12 +91,10 @@ BOTH = [  # refused by prefill and decode alike
         "15",
     ),
     wrong_type({"window_left": True}, "window_left must be an int", "True (bool)"),
-    wrong_type({"window_left": torch.tensor(3)}, "window_left must be an int", "int64 tensor"),
     refused({"sm_scale": math.nan}, "sm_scale must be finite", "nan"),
     refused({"sm_scale": math.inf}, "sm_scale must be finite", "inf"),
     refused({"sm_scale": -2e38}, "sm_scale", "within +-1e+38", "-2e+38"),
     wrong_type({"sm_scale": True}, "sm_scale must be a number", "True (bool)"),
-    wrong_type({"sm_scale": torch.ones(1)}, "sm_scale must be a number", "float32 tensor of shape (1,)"),
     refused({"logits_soft_cap": math.nan}, "logits_soft_cap must be finite", "nan"),
     refused({"logits_soft_cap": math.inf}, "logits_soft_cap must be finite", "inf"),
     wrong_type({"logits_soft_cap": True}, "logits_soft_cap", "True (bool)"),
@@ -127,12 +105,8 @@ BOTH = [  # refused by prefill and decode alike
     refused({"k_scale": math.nan}, "k_scale must be finite", "nan"),
     refused({"v_scale": -math.inf}, "v_scale must be finite", "-inf"),
     refused({"sm_scale": 1e30, "k_scale": 1e30}, "sm_scale * q_scale * k_scale", "1e+60"),
-    wrong_type({"k_scale": torch.ones(2)}, "k_scale", "one element", "(2,)"),
     refused({"v_scale": torch.tensor(math.nan)}, "v_scale must be finite", "nan"),
-    refused({"sinks": zeros(2)}, "sinks", "[num_qo_heads] = (4,)", "(2,)"),
-    refused({"sinks": zeros(2, 2)}, "sinks", "(4,)", "(2, 2)"),
     wrong_type({"enable_pdl": 1}, "enable_pdl must be True or False", "1 (int)"),
-    wrong_type({"return_lse": None, "lse": zeros(4, dtype=FLOAT)}, "return_lse must be True or False", "None"),
     refused(
         {"k": zeros(7, 2, 8, dtype=torch.uint8), "v": zeros(7, 2, 8, dtype=torch.uint8)}, "kv_cache_sf", "uint8", "None"
     ),
@@ -140,16 +114,6 @@ BOTH = [  # refused by prefill and decode alike
 
 PREFILL = [
     refused({"q": zeros(4, 16)}, "q must have shape [qo_len, num_qo_heads,", "(4, 16)"),
-    refused({"q": zeros(3, 4, 16, dtype=FLOAT)}, "q must have dtype float16 or bfloat16", "float32"),
-    refused(
-        {
-            "q": zeros(3, 4, 16, dtype=FLOAT),
-            "k": zeros(7, 2, 16, dtype=FLOAT),
-            "v": zeros(7, 2, 16, dtype=FLOAT),
-        },
-        "q must have dtype float16 or bfloat16",
-        "got float32",
-    ),
     refused({"q": zeros(3, 0, 16)}, "num_qo_heads 0"),
     refused({"q": zeros(3, 4, 16).to(E4M3)}, "k and v must have dtype float8_e4m3fn", "got float16"),
     refused(
@@ -163,44 +127,15 @@ PREFILL = [
         "2147483648",
     ),
     refused({"q": zeros(1, 1, 16).expand(2**30, 4, 16)}, "q must have at most 1073741824 rows", "1073741824 x 4"),
-    refused(
-        {"custom_mask": zeros(3, 7, dtype=torch.uint8)}, "custom_mask must be a bool", "uint8", "packed_custom_mask"
-    ),
-    refused({"custom_mask": zeros(7, 3, dtype=torch.bool)}, "custom_mask", "(3, 7)", "(7, 3)"),
-    refused({"custom_mask": zeros(20, dtype=torch.bool)}, "custom_mask", "(3, 7)", "(20,)"),
-    refused(
-        {"packed_custom_mask": zeros(2, dtype=torch.uint8)},
-        "packed_custom_mask",
-        "ceil(qo_len * kv_len / 8)",
-        "(3,)",
-        "(2,)",
-    ),
-    refused(
-        {"packed_custom_mask": zeros(3, dtype=torch.uint8), "custom_mask": zeros(7, 3, dtype=torch.bool)},
-        "custom_mask",
-        "(3, 7)",
-        "(7, 3)",
-    ),
-    wrong_type({"o_dtype": "float16"}, "o_dtype must be a torch.dtype", "'float16'"),
     refused({"o_dtype": torch.float64}, "o_dtype", "float16", "got float64"),
-    refused({"scale_q": zeros(2)}, "scale_q", "[num_qo_heads] = (4,)", "(2,)"),
-    refused({"scale_k": zeros(4)}, "scale_k", "[num_kv_heads] = (2,)", "(4,)"),
-    refused({"kv_cache_sf": (1, 2)}, "kv_cache_sf", "uint8", "float16"),
-    refused({"out": zeros(3, 4, 8)}, "out", "(3, 4, 16)", "(3, 4, 8)"),
-    refused({"out": zeros(3, 4, 16, dtype=FLOAT)}, "out must have dtype float16", "float32"),
-    refused({"out": zeros(3, 4, 16), "o_dtype": FLOAT}, "out must have dtype float32", "got float16"),
     refused({"out": zeros(3, 4, 32)[..., ::2]}, "out must have stride 1", "(128, 32, 2)"),
     refused({"out": overlapping(3, 4, 16)}, "out must not overlap itself", "(0, 16, 1)"),
-    refused({"lse": zeros(4, 3, dtype=FLOAT)}, "lse", "(3, 4)", "(4, 3)"),
     refused({"lse": zeros(4, 3, dtype=FLOAT).T}, "lse must be contiguous", "(1, 3)"),
 ]
 
 DECODE = [
     refused({"q": zeros(1, 4, 16)}, "q must have shape [num_qo_heads, head_dim]", "(1, 4, 16)"),
-    refused({"q": zeros(4, 16, dtype=FLOAT)}, "q must have dtype float16 or bfloat16", "float32"),
     refused({"q_scale": math.inf}, "q_scale must be finite", "inf"),
-    refused({"out": zeros(1, 4, 16)}, "out", "[num_qo_heads, head_dim_vo] = (4, 16)", "(1, 4, 16)"),
-    refused({"lse": zeros(1, 4, dtype=FLOAT)}, "lse", "[num_qo_heads] = (4,)", "(1, 4)"),
 ]
 
 TABLE = [

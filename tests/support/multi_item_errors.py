@@ -17,11 +17,6 @@ ITEMS: dict[str, Any] = {  # a good call: kv_len - prefix_len is 5, 0 and 3
 
 JUMP = ints(0, 1, 0, 2, 3, 0, 0, 0, 0, 0, 0, 1, 2)
 MULTI_ITEM = [
-    refused({"prefix_len_ptr": ints(1, 1, 1)}, "token_pos_in_items_ptr must come with"),
-    refused({"token_pos_in_items_len": 4}, "must come with prefix_len_ptr, got 4"),
-    wrong_type({"token_pos_in_items_len": 4.0}, "token_pos_in_items_len must be an int"),
-    refused({"token_pos_in_items_ptr": ints(0)}, "token_pos_in_items_ptr must come"),
-    refused({"max_item_len_ptr": ints(1)}, "max_item_len_ptr must come with"),
     *(
         row._replace(arguments={**ITEMS, **row.arguments})
         for row in (

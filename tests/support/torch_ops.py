@@ -10,7 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import cute_attn
-from tests.support.entry_points import ENTRIES, Entry
+from tests.support.engine_case import workspace
+from tests.support.entry_points import ENTRIES, NEW_RESULTS, Entry
 
 BF16 = torch.bfloat16
 E4M3 = torch.float8_e4m3fn
@@ -75,10 +76,6 @@ def starts(lengths: Any) -> torch.Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def workspace(device: str) -> torch.Tensor:
-    return torch.zeros(16 << 20, dtype=torch.uint8, device=device)
-
-
 def operands(device: str, qo_len: int = 5, kv_len: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         random(device, qo_len, HEADS, DIM),
@@ -90,9 +87,9 @@ def operands(device: str, qo_len: int = 5, kv_len: int = 9) -> tuple[torch.Tenso
 # ---- calls of `entry_points`
 
 
-def of(entry: Entry, new_results: bool = False) -> Case:
-    """The call of an entry; with `new_results` it allocates them, lse too. Tensors of zeros, which would hide that a
-    result is not written, hold other numbers.
+def of(entry: Entry, new_results: bool = False, **options: Any) -> Case:
+    """The call of an entry, with further `options`; with `new_results` it allocates them. Tensors of zeros, which would
+    hide that a result is not written, hold other numbers.
     """
 
     def make(device: str) -> Call:
@@ -103,9 +100,11 @@ def of(entry: Entry, new_results: bool = False) -> Case:
         for x in given.values():
             if x.is_floating_point() and not x.any():
                 x.fill_(7.0)
-        begun, names = entry.begin(given, "auto"), [name for name in given if name not in entry.planned]
-        options: dict[str, Any] = {"return_lse": True} if new_results else {}
-        function = lambda *tensors: begun({**dict(zip(names, tensors, strict=True)), **options})  # noqa: E731
+        begun, names = entry.begin(given), [name for name in given if name not in entry.planned]
+        if "method" in options:
+            begun = begun._replace(method=options["method"])  # type: ignore[attr-defined]
+        more = {name: x for name, x in options.items() if name != "method"}
+        function = lambda *tensors: begun({**dict(zip(names, tensors, strict=True)), **more})  # noqa: E731
         return Call(function, tuple(given[name] for name in names), names)
 
     return make
@@ -116,10 +115,17 @@ UNTRACED = ("CUDA graph", "blocks", "low level", "concat", "positions", "context
 ALLOCATING = ("single prefill", "single decode, scales", "paged", "paged with ranges", "paged with sinks", "ragged")
 ALLOCATING += ("decode, scales", "xqa", "xqa, ragged", "trtllm, scales and lse", "latent", "latent, planned")
 CASES |= {name: of(entry) for name, entry in ENTRIES.items() if not any(word in name for word in UNTRACED)}
-CASES |= {f"{name}, new results": of(ENTRIES[name], True) for name in ALLOCATING}
+CASES |= {f"{name}, new results": of(ENTRIES[name], True, return_lse=True) for name in ALLOCATING}
+CASES |= {
+    "paged, forward": of(ENTRIES["paged"], True, method="forward", causal=False, sm_scale=0.2, window_left=3),
+    "ragged, forward": of(ENTRIES["ragged"], True, method="forward_return_lse", causal=True, logits_soft_cap=5.0),
+    "decode, forward": of(ENTRIES["decode"], True, method="forward", window_left=4, v_scale=0.5),
+    "dequantise": of(NEW_RESULTS["dequantise"], output_dtype=torch.float16),
+    **{name: of(NEW_RESULTS[name]) for name in ("merge two", "merge several", "quantise")},
+}
 
 
-# ---- calls that write new tensors only, or take arguments by position
+# ---- arguments by position, and in a list
 
 
 @case
@@ -158,47 +164,19 @@ def planned_decode(device: str, **options: Any) -> Any:
     return wrapper
 
 
-def planned_ragged(device: str, **options: Any) -> Any:
-    wrapper = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
-    wrapper.plan(starts(QO_LENS), starts(KV_LENS), HEADS, KV_HEADS, DIM, causal=True, q_data_type=BF16, **options)
-    return wrapper
-
-
 def queries(device: str, rows: int = sum(QO_LENS)) -> torch.Tensor:
     return random(device, rows, HEADS, DIM)
 
 
 @case
 def sink_run(device: str) -> Call:
-    made = cute_attn.BatchAttentionWithAttentionSinkWrapper(workspace(device), head_dim_qk=DIM, head_dim_vo=DIM)
-    options = {"head_dim_vo": DIM, "q_data_type": BF16, "kv_data_type": BF16, "causal": True}
-    made.plan(starts(QO_LENS), *page_arguments(device), HEADS, KV_HEADS, DIM, PAGE, **options)
-    sinks = random(device, HEADS, dtype=torch.float32)
-    return Call(lambda q, cache, sinks: made.run(q, cache, sinks, 0.2), (queries(device), pages(device), sinks))
-
-
-@case
-def paged_prefill_forward(device: str) -> Call:
-    wrapper = planned_paged(device)
-
-    def function(q: Any, cache: Any) -> Any:
-        return wrapper.forward(q, cache, causal=False, sm_scale=0.2, window_left=3)
-
-    return Call(function, (queries(device), pages(device)))
-
-
-@case
-def ragged_prefill_forward(device: str) -> Call:
-    wrapper = planned_ragged(device)
-    function = lambda q, k, v: wrapper.forward_return_lse(q, k, v, causal=True, logits_soft_cap=5.0)  # noqa: E731
-    return Call(function, operands(device, sum(QO_LENS), sum(KV_LENS)))
-
-
-@case
-def paged_decode_forward(device: str) -> Call:
-    wrapper = planned_decode(device)
-    function = lambda q, cache: wrapper.forward(q, cache, window_left=4, v_scale=0.5)  # noqa: E731
-    return Call(function, (queries(device, len(KV_LENS)), pages(device)))
+    call = of(ENTRIES["paged with sinks"], True)(device)
+    run = (
+        ENTRIES["paged with sinks"]
+        .begin({name: x.to(device) for name, x in ENTRIES["paged with sinks"].tensors.items()})
+        .made.run
+    )
+    return Call(lambda q, k, v, sinks: run(q, (k, v), sinks, 0.2), call.tensors, call.names)
 
 
 def tables(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,20 +185,17 @@ def tables(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @case
 def trtllm_batch_decode(device: str) -> Call:
-    def function(q: Any, k: Any, v: Any, scratch: Any, tables: Any, lens: Any, scale: Any, sinks: Any) -> Any:
+    call = of(ENTRIES["trtllm, scales and lse"], True)(device)
+    options = {"out_dtype": "float16", "kv_layout": "NHD", "lse_layout": "HN", "return_lse": True, "max_seq_len": 16}
+
+    def function(*tensors: Any) -> Any:
+        given = dict(zip(call.names, tensors, strict=True))
+        cache = given.pop("k of kv_cache"), given.pop("v of kv_cache")
         return cute_attn.trtllm_batch_decode_with_kv_cache(
-            *(q, (k, v), scratch, tables, lens, 32, scale, 0.5),
-            out_dtype="float16",
-            sinks=[sinks],
-            kv_layout="NHD",
-            lse_layout="HN",
-            return_lse=True,
+            **{**given, **options, "kv_cache": cache, "sinks": [given["sinks"]]}
         )
 
-    cache = pages(device)
-    tensors = queries(device, len(KV_LENS)), cache[:, 0].clone(), cache[:, 1].clone(), workspace(device)
-    scale = torch.tensor(DIM**-0.5, device=device)
-    return Call(function, (*tensors, *tables(device), scale, random(device, HEADS, dtype=torch.float32)))
+    return Call(function, call.tensors, call.names)
 
 
 def appended(device: str) -> tuple[torch.Tensor, ...]:
@@ -238,40 +213,3 @@ def appended(device: str) -> tuple[torch.Tensor, ...]:
 def on(device: str) -> list[torch.Tensor]:
     indptr, indices, last = page_arguments(device)
     return [x.to(device) for x in (indices, indptr, last)]
-
-
-@case
-def append_and_read(device: str) -> Call:
-    def function(k: Any, v: Any, batch: Any, positions: Any, cache: Any, *pages: Any) -> Any:
-        cute_attn.append_paged_kv_cache(k, v, batch, positions, cache, *pages)
-        return cache.sum()
-
-    return Call(function, (*appended(device), pages(device), *on(device)))
-
-
-@case
-def nvfp4_quantize(device: str) -> Call:
-    return Call(cute_attn.nvfp4_kv_quantize, (random(device, 6, 64), torch.tensor([0.01], device=device)))
-
-
-@case
-def nvfp4_dequantize(device: str) -> Call:
-    def function(packed: Any, block_scales: Any, scale: Any) -> Any:
-        return cute_attn.nvfp4_kv_dequantize(packed, block_scales, scale, torch.float16)
-
-    scale = torch.tensor([0.01], device=device)
-    return Call(function, (*cute_attn.nvfp4_kv_quantize(random(device, 6, 64), scale), scale))
-
-
-def states(device: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return random(device, *shape, DIM), random(device, *shape, dtype=torch.float32)
-
-
-@case
-def merge_state(device: str) -> Call:
-    return Call(cute_attn.merge_state, (*states(device, 5, HEADS), *states(device, 5, HEADS)))
-
-
-@case
-def merge_states(device: str) -> Call:
-    return Call(cute_attn.merge_states, states(device, 5, 3, HEADS))

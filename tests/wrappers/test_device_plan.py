@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from cute_attn.emulator.settings import using
+from cute_attn.errors import ArgumentTypeError, RuntimeArgumentError
 from cute_attn.problem import DeviceLengths
-from cute_attn.wrappers import plan
+from cute_attn.wrappers import plan, plan_request
 from tests.support.batch_case import BatchCase, call, make, plan_arguments, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED, emulated_device, moved
 from tests.support.graphs import graph_wrapper
 from tests.support.right import assert_right
 
-pytestmark = pytest.mark.emulator
+emulated = pytest.mark.emulator
 
 KINDS = [PAGED, RAGGED, DECODE]
 IDS = ["paged", "ragged", "decode"]
-TARGETS = [("sm_80", "fa2"), ("sm_90a", "fa3")]
+TARGETS = [(*of, False) for of in itertools.product([("sm_80", "fa2")], KINDS)]
+TARGETS += [(*of, False) for of in itertools.product([("sm_90a", "fa3")], KINDS[:2])]
+TARGETS += [(("sm_90a", "xqa"), DECODE, graph) for graph in (False, True)]
 
 
 def compare(case: BatchCase, inputs: Any, planned: Any) -> None:
     assert_right(case, inputs, *call(case, inputs, planned))
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[1])
-@pytest.mark.parametrize("cases", KINDS, ids=IDS)
-def test_results_without_lengths_on_the_host(cases: list[BatchCase], target: tuple[str, str]) -> None:
+@emulated
+@pytest.mark.parametrize(("target", "cases", "graph"), TARGETS)
+def test_results_without_lengths_on_the_host(cases: list[BatchCase], target: tuple[str, str], graph: bool) -> None:
     arch, kernels = target
-    if cases is DECODE and kernels == "fa3":
-        pytest.skip("fa3 has no kernels for decode")
     with using(arch, kernels=kernels, sms=2, checks=False), emulated_device():
-        planned = wrapper(cases[0], backend="emulator")
+        if graph:
+            planned, buffers = graph_wrapper(cases[0], "cpu", 20, 0, backend="emulator")
+        else:
+            planned, buffers = wrapper(cases[0], backend="emulator"), {}
         for case in cases:
             inputs = make(case)
             arguments = moved(case, inputs, "cpu")
+            for name, x in arguments.items():
+                if name.endswith("last_page_len"):
+                    x[x == 0] = 7  # of no page
             planned.plan(**arguments)
             if case.kind != "decode":  # the first run schedules: the caller may overwrite its arrays before
                 for name in ("qo_indptr", "kv_indptr", "paged_kv_indptr", "paged_kv_last_page_len"):
@@ -45,8 +53,11 @@ def test_results_without_lengths_on_the_host(cases: list[BatchCase], target: tup
                         arguments[name].fill_(-1)
             compare(case, inputs, planned)
             assert isinstance(planned._plan_info.lengths, DeviceLengths)
+            for name in ("indptr", "last_page_len"):
+                assert not graph or torch.equal(buffers[f"paged_kv_{name}_buffer"].long(), arguments[name].long())
 
 
+@emulated
 @pytest.mark.parametrize("cases", KINDS, ids=IDS)
 def test_the_schedule_is_that_of_the_host(cases: list[BatchCase]) -> None:
     case = dataclasses.replace(cases[0], indices="int64")
@@ -67,6 +78,7 @@ def test_the_schedule_is_that_of_the_host(cases: list[BatchCase]) -> None:
         assert found[0].any()
 
 
+@emulated
 @pytest.mark.parametrize("cases", KINDS, ids=IDS)
 def test_a_graph_wrapper_keeps_its_records_in_place(cases: list[BatchCase]) -> None:
     """Plans of lengths on the device and on the host follow one another, as captured launches read them."""
@@ -90,6 +102,7 @@ def test_a_graph_wrapper_keeps_its_records_in_place(cases: list[BatchCase]) -> N
         assert len(places) == 1
 
 
+@emulated
 def test_forward_schedules_what_it_replaces() -> None:
     case = PAGED[0]
     inputs, other = make(case), dataclasses.replace(case, window_left=20)
@@ -101,6 +114,7 @@ def test_forward_schedules_what_it_replaces() -> None:
             assert_right(now, inputs, out, lse)
 
 
+@emulated
 def test_lengths_are_read_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     case, inputs = PAGED[0], make(PAGED[0])
     with using("sm_80", kernels="fa2", sms=2, checks=False), emulated_device():
@@ -116,30 +130,75 @@ def test_lengths_are_read_where_they_are_needed(monkeypatch: pytest.MonkeyPatch)
             planned.plan(**wrong)
 
 
+@emulated
+def test_lengths_are_read_from_arrays_that_nobody_wrote() -> None:
+    case, inputs = DECODE[0], make(DECODE[0])
+    with using("sm_90a", kernels="xqa", sms=2):
+        planned = wrapper(case, backend="emulator")
+        with emulated_device():
+            arguments = moved(case, inputs, "cpu")
+            planned.plan(**arguments)
+            compare(case, inputs, planned)
+        assert planned._max_kv_len == max(case.kv_lens)
+        with emulated_device():
+            planned.plan(**arguments)
+        arguments["last_page_len"] += 0
+        with pytest.raises(RuntimeArgumentError, match="must not be written after plan"):
+            _ = planned._max_kv_len
+        with pytest.raises(ArgumentTypeError, match="sm_scale"):
+            planned.plan(**arguments | {"sm_scale": True})
+
+
+@emulated
+def test_a_request_gets_no_pages_that_are_not_there() -> None:
+    """Numbers that only `CUTE_ATTN_VALIDATE=1` would refuse lead to no access outside the page numbers."""
+    made = wrapper(DECODE[0], backend="emulator")
+    cache = torch.ones(3, 2, 16, 2, 64).half()
+    indptr = torch.tensor([0, 2, 9, 5, 1 << 40], dtype=torch.int64)
+    with using("sm_90a", kernels="xqa", sms=2), emulated_device():
+        made.plan(indptr, torch.arange(3).int(), torch.tensor([99, 1, 1, 1]), 4, 2, 64, 16)
+        out = made.run(torch.ones(4, 4, 64).half(), cache)
+    assert out[0].eq(1).all()
+    assert out[1:].eq(0).all()
+
+
+def test_the_reference_reads_lengths_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_request, "_is_on", lambda device, x: True)
+    case, inputs = DECODE[0], make(DECODE[0])
+    planned, arguments = wrapper(case), moved(case, inputs, "cpu")
+    planned.plan(**arguments)
+    arguments["indptr"].zero_()  # the plan has read it
+    compare(case, inputs, planned)
+
+
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("case", "changed", "message"),
     [
         (
+            PAGED[0],
             {"qo_indptr": torch.zeros(3, dtype=torch.int32)},
             "as many elements as qo_indptr = .3,., got 5",
         ),
-        ({"paged_kv_indptr": torch.zeros(5)}, "paged_kv_indptr must have dtype"),
+        (PAGED[0], {"paged_kv_indptr": torch.zeros(5)}, "paged_kv_indptr must have dtype"),
         (
+            PAGED[0],
             {"paged_kv_last_page_len": torch.zeros(3, dtype=torch.int32)},
             "must have shape .batch_size. = .4,., got 3",
         ),
-        ({"paged_kv_indices": torch.zeros(3, 3, dtype=torch.int32)}, "paged_kv_indices must have shape"),
-        ({"num_kv_heads": 3}, "num_qo_heads"),
+        (PAGED[0], {"paged_kv_indices": torch.zeros(3, 3, dtype=torch.int32)}, "indices must have shape"),
+        (PAGED[0], {"num_kv_heads": 3}, "num_qo_heads"),
+        (DECODE[0], {"last_page_len": torch.ones(3).int()}, "last_page_len must have shape .batch_size. = .4,., got 3"),
+        (DECODE[0], {"indptr": torch.zeros(5)}, "indptr must have dtype"),
     ],
 )
-def test_what_needs_no_lengths_is_checked(changed: dict[str, Any], message: str) -> None:
-    inputs = make(PAGED[0])
-    with using("sm_80", kernels="fa2"), emulated_device():
-        planned = wrapper(PAGED[0], backend="emulator")
+def test_what_needs_no_lengths_is_checked(case: BatchCase, changed: dict[str, Any], message: str) -> None:
+    with using("sm_90a", kernels="xqa" if case.kind == "decode" else "fa2"), emulated_device():
+        planned = wrapper(case, backend="emulator")
         with pytest.raises((ValueError, TypeError), match=message):
-            planned.plan(**{**moved(PAGED[0], inputs, "cpu"), **changed})
+            planned.plan(**{**moved(case, make(case), "cpu"), **changed})
 
 
+@emulated
 @pytest.mark.parametrize("cases", KINDS, ids=IDS)
 def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays of its planner launch follow later plans, whose lengths these hold."""
@@ -163,6 +222,7 @@ def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], mo
         compare(other, later, planned)
 
 
+@emulated
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("with_lse_base", [False, True], ids=["run", "lse_base"])
 @pytest.mark.parametrize("cases", [PAGED, RAGGED], ids=["paged", "ragged"])

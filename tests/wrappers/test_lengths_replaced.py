@@ -14,10 +14,10 @@ from cute_attn.emulator.settings import using
 from cute_attn.errors import ArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_run, index_arrays
-from tests.support.batch_case import BatchCase, call, decode, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.batch_case import BatchCase, call, decode, dims, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED
 from tests.support.graphs import graph_wrapper
-from tests.support.right import assert_right
+from tests.support.right import assert_planned_right, assert_right
 
 on_the_emulator = pytest.mark.emulator
 WIDE: dict[str, Any] = {**heads(4, 2), "head_dim_qk": 128, "head_dim_vo": 128}
@@ -193,3 +193,27 @@ def test_lengths_of_uniform_queries(batch_size: int, q_len: int) -> None:
     computed = BatchLengths(bounds, kv_len, kv_len)
     for name in ("longest_qo", "with_queries", "equal_qo"):
         assert getattr(told, name) == getattr(computed, name)
+
+
+# ---- long and short requests in turn
+
+LONG, SHORT = (decode(lengths, dtype="bfloat16", **heads(16, 4), **dims(128)) for lengths in ((161, 70), (9, 40)))
+
+
+@on_the_emulator
+def test_long_and_short_requests_take_xqa() -> None:
+    """But not the same kernel: clusters share those of more than 144 keys."""
+    with using("sm_90a") as emulation:
+        planned = wrapper(LONG, backend="emulator")
+        for case in (LONG, SHORT, LONG):
+            assert_planned_right(case, planned)
+            assert planned._planned().launch.on[1] == "xqa"
+    assert [record.spec["work"] for record in emulation.records] == ["cluster", "whole", "cluster"]
+
+
+def test_captured_launches_take_one_backend_for_all_lengths() -> None:
+    with using("sm_90a"):
+        planned, _ = graph_wrapper(LONG, "cpu", 200, 0, backend="emulator")
+        for case in (LONG, SHORT, LONG):
+            planned.plan(**plan_arguments(case, make(case)))
+            assert planned._planned().launch.on[1] == "xqa"

@@ -1,25 +1,34 @@
-"""What a wrapper keeps from plan to plan and run to run, and what it does not; CUDA-graph mode on CPU tensors."""
+"""What a wrapper keeps from plan to plan and run to run, and what it does not; CUDA-graph mode on CPU tensors; splits,
+forms of the lse.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import cute_attn
 from cute_attn import (
     ArgumentError,
     ArgumentTypeError,
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    LayoutError,
     RuntimeArgumentError,
     fast_decode_plan,
 )
 from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.problem import Features
+from cute_attn.request.batch_plan import Splits
 from tests.support import graphs
 from tests.support.batch_case import (
     NO_PAGE,
@@ -29,13 +38,26 @@ from tests.support.batch_case import (
     decode,
     heads,
     make,
+    paged,
     plan_arguments,
+    ragged,
     random_lengths,
     wrapper,
 )
 from tests.support.formula import assert_batch_right
 from tests.support.right import planned
-from tests.wrappers.kinds import DECODE, IDS, KINDS, PAGED, RAGGED, plan_and_run, plan_case, run
+from tests.wrappers.kinds import (
+    DECODE,
+    IDS,
+    KINDS,
+    PAGED,
+    RAGGED,
+    eager_and_graph,
+    made_for,
+    plan_and_run,
+    plan_case,
+    run,
+)
 
 # ---- plan and run
 
@@ -73,23 +95,6 @@ def test_nothing_of_a_plan_reaches_the_next(case: BatchCase) -> None:
     for change in changes:
         plan_and_run(dataclasses.replace(case, **change), made)
         plan_and_run(case, made)
-
-
-@pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_nothing_of_a_run_reaches_the_next(case: BatchCase) -> None:
-    made, inputs = planned(case)
-    for change in (
-        {"k_scale": 2.0},
-        {"q_scale": 0.5, "k_scale": 0.5, "v_scale": -3.0},
-        {"k_scale": 2, "tensor_scales": True},
-        {"sinks": True},
-        {"return_lse": False},
-    ):
-        changed = dataclasses.replace(case, **change)
-        with_sinks = dataclasses.replace(inputs, sinks=torch.arange(4.0) if changed.sinks else None)
-        for _ in range(2):
-            run(changed, with_sinks, made)
-        run(case, inputs, made)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
@@ -143,18 +148,13 @@ def test_lengths_given_twice_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("case", [PAGED, RAGGED], ids=IDS[:2])
-def test_forward_replaces_planned_options(case: BatchCase) -> None:
-    causal = dataclasses.replace(case, mask="causal", window_left=6)
-    made, inputs = wrapper(case), make(case)
-    made.begin_forward(**plan_arguments(causal, inputs))
-    assert_batch_right(causal, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, causal=True, window_left=6))
-    assert_batch_right(case, inputs, made.forward(inputs.q, *inputs.kv), call(case, inputs, made)[1])
-    run(case, inputs, made)  # for later runs too
-    assert_batch_right(
-        dataclasses.replace(causal, window_left=-1, logits_soft_cap=1.5),
-        inputs,
-        *made.forward_return_lse(inputs.q, *inputs.kv, True, "NONE", False, logits_soft_cap=1.5),
-    )
+def test_forward_takes_options_by_position(case: BatchCase) -> None:
+    """By keyword: `test_variants.py`. Later runs have them, too."""
+    made, inputs = planned(dataclasses.replace(case, window_left=6))
+    case = dataclasses.replace(case, mask="causal", logits_soft_cap=1.5)
+    found = made.forward_return_lse(inputs.q, *inputs.kv, True, "NONE", False, logits_soft_cap=1.5)
+    assert_batch_right(case, inputs, *found)
+    run(case, inputs, made)
 
 
 @pytest.mark.parametrize("wrong", [{"causal": 1}, {"sm_scale": torch.tensor(0.5)}, {"window_left": -1.0}], ids=str)
@@ -343,3 +343,125 @@ def test_pinned_page_numbers_are_read_before_plan_returns(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.Tensor, "copy_", recorded)
     made.plan(**arguments)
     assert waits == [True]
+
+
+# ---- splits, as engines ask for them
+
+
+def planned_splits(case: BatchCase, graph: bool, **splits: Any) -> Splits:
+    made = made_for(case, graph)
+    plan_and_run(case, made, **splits)
+    limits = made._planned().limits
+    return Splits(limits.fixed_split_size, limits.disable_split_kv)
+
+
+@eager_and_graph
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_minus_one_is_none_and_disabling_wins(case: BatchCase, graph: bool) -> None:
+    assert planned_splits(case, graph, fixed_split_size=-1) == Splits(None, False)
+    assert planned_splits(case, graph, fixed_split_size=-1, disable_split_kv=True) == Splits(None, True)
+    assert planned_splits(case, graph, fixed_split_size=4096, disable_split_kv=True) == Splits(None, True)
+    assert planned_splits(case, graph, fixed_split_size=2, disable_split_kv=False) == Splits(2 * case.page_size, False)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_equal_requests_for_splits_stay_equal_under_graphs(case: BatchCase) -> None:
+    """Plans that disable splits are alike, whatever split size they name."""
+    made = made_for(case)
+    for seed, size in enumerate((4096, None, -1, 16)):
+        plan_and_run(dataclasses.replace(case, seed=seed), made, fixed_split_size=size, disable_split_kv=True)
+
+
+# ---- copies, which would share schedules with the original
+
+MADE: dict[str, Callable[[], Any]] = {
+    "decode": lambda: cute_attn.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(64)),
+    "block sparse": lambda: cute_attn.BlockSparseAttentionWrapper(torch.zeros(64)),
+    "cascade": lambda: cute_attn.MultiLevelCascadeAttentionWrapper(2, torch.zeros(64)),
+    "shared prefix": lambda: cute_attn.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(
+        torch.zeros(1 << 16, dtype=torch.uint8)
+    ),
+}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", MADE)
+def test_copies_are_refused(kind: str, copied: Callable[[Any], Any]) -> None:
+    wrapper = MADE[kind]()
+    with pytest.raises(ArgumentTypeError, match=f"a {type(wrapper).__name__} cannot be copied.*Construct another"):
+        copied(wrapper)
+
+
+# ---- forms of the lse of a run
+
+
+@pytest.mark.parametrize("of_plan", ["log2", "ln"])
+@pytest.mark.parametrize("case", KINDS[:2], ids=IDS[:2])
+def test_base_and_layout(case: BatchCase, of_plan: str) -> None:
+    case = dataclasses.replace(case, lse_base=of_plan)
+    made, inputs = planned(case)
+    out, lse = made.run(inputs.q, *inputs.kv, return_lse=True)
+    in_log2 = lse if of_plan == "log2" else lse / math.log(2)
+    for base, factor in ((None, 1.0 if of_plan == "log2" else math.log(2)), ("log2", 1.0), ("ln", math.log(2))):
+        for layout in ("NH", "HN"):
+            wanted = (in_log2 * factor).t() if layout == "HN" else in_log2 * factor
+            form = {"lse_base": base, "lse_layout": layout, "return_lse": True}
+            returned = made.run(inputs.q, *inputs.kv, **form)
+            assert torch.equal(returned[0], out)
+            torch.testing.assert_close(returned[1], wanted, rtol=1e-6, atol=0)
+            assert returned[1].is_contiguous()
+            buffer = torch.full_like(wanted, math.nan, memory_format=torch.contiguous_format)
+            for return_lse in (True, False):
+                result = made.run(inputs.q, *inputs.kv, **{**form, "return_lse": return_lse}, lse=buffer)
+                assert not return_lse or result[1] is buffer
+                torch.testing.assert_close(buffer, wanted, rtol=1e-6, atol=0)
+                buffer.fill_(math.nan)
+    assert torch.equal(made.run(inputs.q, *inputs.kv, lse_layout="HN"), out)
+    assert torch.equal(made.run_return_lse(inputs.q, *inputs.kv)[1], lse)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"lse_base": "e"}, LayoutError, "lse_base must be one of 'log2', 'ln'"),
+    ({"lse": torch.empty(22, 4).t()}, ArgumentError, "lse must be contiguous"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG, ids=[row[2][:24] for row in WRONG])
+@pytest.mark.parametrize("case", KINDS[:2], ids=IDS[:2])
+def test_wrong_forms(case: BatchCase, wrong: dict[str, Any], error: type[Exception], message: str) -> None:
+    made, inputs = planned(case)
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            made.run(inputs.q, *inputs.kv, **{"lse_layout": "HN", "return_lse": True, **wrong})
+
+
+# ---- uniform_q_len
+
+
+@pytest.mark.parametrize("kind", [paged, ragged], ids=IDS[:2])
+def test_uniform_q_len(kind: Any) -> None:
+    """With CUDA graphs captured launches are made for that many tokens per request, and later plans must keep them."""
+    case = kind((4, 4, 4), (40, 9, 33), **heads(4, 2))
+    made = made_for(case)
+    for seed in range(3):
+        other = dataclasses.replace(case, seed=seed)
+        plan_case(other, made, uniform_q_len=4)
+        assert made._planned().limits.graph.max_qo_len == made._planned().limits.max_qo_len == 4
+        run(other, make(other), made)
+    for q_len in (None, 0, 2):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            pytest.raises(RuntimeArgumentError, match="uniform_q_len must stay 4 with use_cuda_graph=True, got None"),
+        ):
+            plan_case(case, made, uniform_q_len=q_len)
+
+
+@pytest.mark.parametrize("case", KINDS[:2], ids=IDS[:2])
+def test_an_untrue_uniform_q_len_warns(case: BatchCase) -> None:
+    made = made_for(case)
+    with pytest.warns(UserWarning, match="uniform_q_len=5 does not describe this batch.* 0 to 17 query tokens"):
+        plan_case(case, made, uniform_q_len=5)
+    assert made._planned().limits.graph.max_qo_len is None
+    run(case, make(case), made)
+    with pytest.raises(ArgumentTypeError, match="uniform_q_len must be an int"):
+        plan_case(case, made, uniform_q_len=5.0)

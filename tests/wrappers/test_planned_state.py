@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError, NotPlannedError, RuntimeArgumentError
+from cute_attn.request.settings import Call
+from cute_attn.request.single import problem
 from cute_attn.wrappers import engine_attributes
 from tests.support.batch_case import (
     NO_PAGE,
@@ -181,3 +183,14 @@ def test_wrong_lengths_written_after_a_plan_are_refused(monkeypatch: pytest.Monk
         masked._paged_kv_indptr_buf.zero_()
         with pytest.raises(RuntimeArgumentError, match="the mask belongs to the planned lengths"):
             masked.run(inputs.q, *inputs.kv)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_default_scale(head_dim: int) -> None:
+    dims = {"head_dim_qk": head_dim, "head_dim_vo": head_dim}
+    """The bits of Python's `head_dim ** -0.5`, which engines compare with."""
+    for case in (paged((2,), (3,), **dims), ragged((2,), (3,), **dims), decode((3,), **dims)):
+        made = planned(case)
+        assert made._planned().settings.sm_scale == head_dim**-0.5
+    q = torch.zeros(1, 1, head_dim, dtype=torch.float16)
+    assert problem(Call(q, q, q)).settings.sm_scale == head_dim**-0.5

@@ -15,6 +15,7 @@ from cute_attn import (
 )
 from tests.support.batch_case import heads, make, paged
 from tests.support.dense_attention import assert_near, attention, random, seen
+from tests.support.engine_case import workspace
 from tests.support.executors import DEVICES
 
 STEP, QO, KV = (1, 1, 1), (3, 1, 5), (9, 1, 6)
@@ -40,10 +41,6 @@ class Batch:
             k, v = (torch.cat(pair) for pair in pairs)
             found.append(attention(request.q, k, v, seen(len(request.q), len(k), causal), sm_scale))
         return tuple(map(torch.cat, zip(*found, strict=True)))
-
-
-def workspace(device: str) -> torch.Tensor:
-    return torch.zeros(8 << 20, dtype=torch.uint8, device=device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -17,6 +17,7 @@ from cute_attn.emulator.settings import using
 from cute_attn.request import operands as request_operands
 from cute_attn.request import single
 from cute_attn.wrappers import calls
+from tests.support.case import shifted
 
 HEADS, HEAD_DIM = (4, 2), 64
 CASES = {
@@ -225,10 +226,9 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
     cached((q, k, v), out=torch.empty_like(q))
     monkeypatch.setattr(request_operands, "KERNEL_DEVICES", ("cpu",))
     replayed.clear()
-    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
-    single_prefill_with_kv_cache(shifted, k, v)  # is copied
+    single_prefill_with_kv_cache(shifted(q), k, v)  # is copied
     with pytest.raises(ArgumentError, match="k must start at a multiple of 16 bytes"):
-        single_prefill_with_kv_cache(q, torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape), v)
+        single_prefill_with_kv_cache(q, shifted(k), v)
     with forward_ad.dual_level(), pytest.raises(ArgumentError, match="k has a tangent of forward-mode AD"):
         single_prefill_with_kv_cache(q, forward_ad.make_dual(k, k), v)
     assert not replayed
