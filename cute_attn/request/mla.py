@@ -16,7 +16,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import Scratch
-from cute_attn.request import caches, checks, operands
+from cute_attn.request import caches, checks, index_arrays, operands
 from cute_attn.request.caches import UsedPages
 from cute_attn.request.settings import HALF, LSE_BASES, MAX_INDEX, MAX_KV_LEN
 
@@ -73,17 +73,13 @@ class MlaLengths(NamedTuple):
         """
         qo_indptr, kv_indptr, kv_indices, kv_len = arrays
         if names.kv_indptr:
-            kv_indices = checks.vector(names.kv_indices, kv_indices, INDEX_DTYPES, None, device)
+            for name, x in ((names.kv_indices, kv_indices), (names.kv_len, kv_len)):
+                checks.operand(name, x, INDEX_DTYPES, (None,), "[n]", device)
         else:
-            kv_indices = caches.check_tables(kv_indices, device, names.kv_indices)
-        kv_len = checks.vector(names.kv_len, kv_len, INDEX_DTYPES, None, device)
-        if not names.kv_indptr and len(kv_indices) != len(kv_len):
-            what = f"one length for each of the {len(kv_indices)} requests of {names.kv_indices}"
-            raise checks.wrong(f"{names.kv_len} must have {what}", kv_len)
-        size = kv_len.shape[0] + 1
+            caches.tables_with_lengths((names.kv_indices, kv_indices), (names.kv_len, kv_len), device)
         for name, x in zip(names, (qo_indptr, kv_indptr), strict=False):
             if x is not None:
-                checks.vector(name, x, INDEX_DTYPES, size, device, f"batch_size + 1 = {size}")
+                checks.operand(name, x, INDEX_DTYPES, (len(kv_len) + 1,), "[batch_size + 1]", device)
         lengths = cls(names, qo_indptr, kv_indptr, kv_indices, kv_len, qo_len)
         return lengths if qo_indptr is None else lengths._with_most_queries(qo_indptr)
 
@@ -127,8 +123,8 @@ class MlaLengths(NamedTuple):
 
     def on(self, device: torch.device) -> MlaLengths:
         """Return these lengths as launches on a device read them."""
-        there = [None if x is None else _on(x, device) for x in self[1:5]]
-        return MlaLengths._make((self.names, *there, *self[5:]))
+        arrays = [None if x is None else index_arrays.there(x, device) for x in self[1:5]]
+        return MlaLengths._make((self.names, *arrays, *self[5:]))
 
     def on_host(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Check the keys of each request, and return them and the index of its first page. On a GPU they are read."""
@@ -138,28 +134,11 @@ class MlaLengths(NamedTuple):
             room = np.full_like(kv_len, size * page_size)
         else:
             bounds = self.kv_indptr.cpu().numpy().astype(np.int64)
-            if (i := checks.first(np.diff(bounds) < 0)) is not None:
-                name = self.names.kv_indptr
-                raise ArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]}")
+            checks.increasing(self.names.kv_indptr, bounds, MAX_INDEX)
             room = (np.minimum(bounds[1:], size) - bounds[:-1]) * page_size
-        room = np.minimum(room, MAX_KV_LEN)
-        wrong = (kv_len < 0) | (kv_len > room)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise ArgumentError(
-                f"{self.names.kv_len} must be within 0..{room[i]}, the tokens of a request's pages in "
-                f"{self.names.kv_indptr or self.names.kv_indices}; request {i} has {kv_len[i]}"
-            )
+        what = f", the tokens of a request's pages in {self.names.kv_indptr or self.names.kv_indices}"
+        checks.each_within(self.names.kv_len, kv_len, np.minimum(room, MAX_KV_LEN), what)
         return kv_len, bounds[:-1]
-
-
-def _on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return (x if x.device == device else x.to(device, non_blocking=not copied_at_once(x, device))).contiguous()
-
-
-def copied_at_once(x: torch.Tensor, device: torch.device) -> bool:
-    """Tell whether a copy to a device must end before `plan` returns: the caller may then overwrite pinned memory."""
-    return x.is_cpu and device.type != "cpu" and x.is_pinned()
 
 
 class MlaProblem(NamedTuple):
@@ -256,36 +235,23 @@ def _check_parts(parts: Parts) -> Parts:
             f"{q.name} must have at least one head and {parts.ckv.name} a page_size >= 1, "
             f"got {checks.describe(q.x)} and {checks.describe(parts.ckv.x)}"
         )
-    for name, x in filter(None, parts):
-        checks.device(name, x, q.x.device)
-    checks.dtype(parts.q_pe.name, parts.q_pe.x.dtype, (q.x.dtype,))
-    checks.dtype(parts.ckv.name, parts.ckv.x.dtype, (q.x.dtype, NARROW))
     # Rows with scales of groups may keep their rotated numbers in the queries' dtype, which kernels have for bfloat16.
-    wide = parts.ckv_scales is not None and q.x.dtype == torch.bfloat16
-    checks.dtype(parts.kpe.name, parts.kpe.x.dtype, (parts.ckv.x.dtype, *((torch.bfloat16,) if wide else ())))
-    for one, other in ((q, parts.q_pe), (parts.ckv, parts.kpe)):
-        if one.x.shape[:2] != other.x.shape[:2]:
-            raise ArgumentError(
-                f"{one.name} and {other.name} must have the same first two axes, "
-                f"got {checks.describe(one.x)} and {checks.describe(other.x)}"
-            )
+    grouped, same = parts.ckv_scales is not None, (q.x.dtype,)
+    narrow = (parts.ckv.x.dtype, *(same if grouped and q.x.dtype == torch.bfloat16 else ()))
+    tokens, pages = (tuple(part.x.shape[:2]) for part in (q, parts.ckv))
+    of_q, of_cache = "[num_tokens, num_heads, n]", "[num_pages, page_size, n]"
+    for part, dtypes, first, axes in (
+        (parts.q_pe, same, tokens, of_q),
+        (parts.ckv, (NARROW,) if grouped else (*same, NARROW), pages, of_cache),
+        (parts.kpe, narrow, pages, of_cache),
+    ):
+        checks.operand(part.name, part.x, dtypes, (*first, part.x.shape[-1]), axes, q.x.device)
     if parts.ckv_scales is not None:
-        _check_scales(parts.ckv_scales, parts.ckv)
+        shape, axes = (*pages, LATENT // GROUP), f"[num_pages, page_size, {LATENT // GROUP}]"
+        checks.operand(*parts.ckv_scales, (torch.float32,), shape, axes, q.x.device)
     q_nope = _readable(q, parts.ckv, parts.ckv_scales or parts.ckv)
     q_pe = _readable(parts.q_pe, parts.ckv, parts.kpe) if parts.kpe.x.shape[-1] else parts.q_pe
     return parts._replace(q_nope=q_nope, q_pe=q_pe)
-
-
-def _check_scales(scales: Part, ckv: Part) -> None:
-    """Check the scales of groups of an 8-bit cache."""
-    checks.dtype(ckv.name, ckv.x.dtype, (NARROW,))
-    checks.dtype(scales.name, scales.x.dtype, (torch.float32,))
-    shape = (*ckv.x.shape[:2], LATENT // GROUP)
-    if scales.x.shape != shape:
-        raise ArgumentError(
-            f"Invalid shape of {scales.name}: it must be [num_pages, page_size, {LATENT // GROUP}], here {shape}; "
-            f"got {checks.describe(scales.x)}"
-        )
 
 
 def _readable(q: Part, k: Part, v: Part) -> Part:
@@ -313,7 +279,7 @@ def mla_problem(parts: Parts, lengths: MlaLengths, call: MlaCall, options: MlaOp
     if options.enable_pdl is not None:
         checks.boolean("enable_pdl", options.enable_pdl)
     scales = ("ckv_scale", options.ckv_scale), ("kpe_scale", options.kpe_scale)
-    ckv_scale, kpe_scale = (1.0 if x is None else checks.positive(name, x) for name, x in scales)
+    ckv_scale, kpe_scale = (checks.positive_or(name, x, 1.0) for name, x in scales)
     if parts.ckv.x.dtype == NARROW != parts.kpe.x.dtype and kpe_scale != 1.0:
         raise ArgumentError(f"kpe_scale must be 1 for rotated columns of 16 bits, got {kpe_scale}")
     settings = MlaSettings(
@@ -337,7 +303,7 @@ def mla_problem(parts: Parts, lengths: MlaLengths, call: MlaCall, options: MlaOp
     arrays = zip(lengths.names, lengths[1:5], strict=True)
     checks.apart((workspace, ("out", out), ("lse", lse)), (*given, *arrays, *scale_tensors))
     if sinks is not None:
-        sinks = operands.per_head("sinks", sinks, ("num_heads", q.shape[1]), q.device)
+        sinks = operands.per_head("sinks", sinks, q.shape[1], q.device)
     q_nope, q_pe, ckv, kpe, *groups = (part.x for part in parts if part is not None)
     return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks, *groups)
 

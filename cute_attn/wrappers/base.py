@@ -198,7 +198,7 @@ class BatchWrapper(EngineHooks, EndsForward):
             batch = self._moved(plan, error)
             problem = batch_run.problem(batch, arguments)
         if batch.validate:
-            caches.before_launch(problem, batch.lengths.host)
+            caches.check_pages(problem, batch.lengths.host)
         plan.used = True
         fire = batch.launch(problem)
         key, given = call

@@ -14,6 +14,7 @@ from cute_attn.errors import ArgumentError, NotPlannedError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import short
 from cute_attn.request import checks, trtllm_options
+from cute_attn.request.index_arrays import copied_at_once
 from cute_attn.request.mla import (
     LATENT,
     NARROW,
@@ -23,7 +24,6 @@ from cute_attn.request.mla import (
     Part,
     Parts,
     check_values,
-    copied_at_once,
     mla_problem,
     split_rows,
     whole_part,

@@ -18,7 +18,7 @@ from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks
 from cute_attn.request.caches import cache_views
-from cute_attn.request.decode import DecodeCall, Form, before_launch, decode_problem, positive_or_one
+from cute_attn.request.decode import DecodeCall, Form, before_launch, decode_problem
 from cute_attn.request.operands import flat_tokens, number_or_tensor
 from cute_attn.runtime.arch import multiprocessors
 from cute_attn.wrappers import calls
@@ -225,7 +225,7 @@ def xqa(
         Head dimensions are those of `xqa_batch_decode_with_kv_cache`.
     k_cache, v_cache : `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads, page_size,
         head_dim]` ("HND"); dtypes and strides as for kv_cache of `xqa_batch_decode_with_kv_cache`.
-    page_table, seq_lens : block_tables and seq_lens of `xqa_batch_decode_with_kv_cache`.
+    page_table, seq_lens : block_tables and seq_lens of `xqa_batch_decode_with_kv_cache`, and checked where those are.
     output : written: as many elements as q in the same order, tokens at equal distances; float16, bfloat16 or
         float8_e4m3fn (saturated; on a GPU from compute capability 9.0). No memory in common with q and the caches.
     workspace_buffer : of any dtype and size, contiguous: partial results.
@@ -278,7 +278,7 @@ def xqa(
         factors = ("q_scale", q_scale), ("kv_scale", kv_scale)
         kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
         bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
-        bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
+        bmm2_scale = kv_scale * checks.positive_or("rcp_out_scale", rcp_out_scale, 1.0)
         scales = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
         form = Form(checks.tensor("semaphores", semaphores), factors=factors)
         call = DecodeCall(

@@ -140,7 +140,7 @@ def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
         ({"query": query.clone().requires_grad_()}, "query requires grad"),
         ({"query": torch._neg_view(query)}, "query must not be a negative view"),
         ({"seq_lens": call["seq_lens"].long()}, "seq_lens must have dtype"),
-        ({"max_seq_len": -1}, "max_seq_len must be >= 0"),
+        ({"max_seq_len": -1}, "max_seq_len must be at least 0"),
     ):
         with pytest.raises(ArgumentError, match=message):
             function(**{**call, **wrong})

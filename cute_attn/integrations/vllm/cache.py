@@ -107,5 +107,5 @@ def write(
         append.run(Append((key, value), caches.rows, slots))
         return
     device = caches.rows[0].device
-    k_scale, v_scale = (nvfp4.decode_scale(name, x, device, False) for name, x in zip("kv", scales, strict=True))
+    k_scale, v_scale = (nvfp4.scale_of(name, x, device) for name, x in zip("kv", scales, strict=True))
     append.run(Append((key, value), caches.rows, slots, stored, (), (k_scale, v_scale)))
