@@ -16,7 +16,7 @@ from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result
 from cute_attn.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.wrappers.engine_attributes import EngineHooks
 from cute_attn.wrappers.merge import merge_state, merge_state_in_place, merge_states
-from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers.paged_prefill import PAGED_BUFFERS, BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.wrappers.signatures import EndsForward, accepts_older_names
 
 __all__ = [
@@ -75,14 +75,10 @@ class MultiLevelCascadeAttentionWrapper(EngineHooks, EndsForward):
         paged_kv_indices_buf_arr: Sequence[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
     ) -> None:
+        given = locals()
         self._num_levels = checks.at_least("num_levels", num_levels, 1)
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
-        buffers = {
-            "qo_indptr_buf_arr": qo_indptr_buf_arr,
-            "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
-            "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
-            "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
-        }
+        buffers = {f"{name}_arr": given[f"{name}_arr"] for name in PAGED_BUFFERS}
         levels = [
             [None] * num_levels if arrays is None and not use_cuda_graph else self._levels(name, arrays)
             for name, arrays in buffers.items()

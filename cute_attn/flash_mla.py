@@ -14,6 +14,7 @@ from cute_attn.request.mla import (
     LATENT,
     NARROW,
     ROPE,
+    MlaCall,
     MlaLengths,
     MlaOptions,
     Names,
@@ -113,19 +114,22 @@ def flash_mla_with_kvcache(
     if k_cache.shape[2] != 1:
         raise ArgumentError(f"k_cache must have shape {CACHE_AXES}, got {checks.describe(k_cache)}")
     scale = checks.real_or("softmax_scale", softmax_scale, (LATENT + rope) ** -0.5)
-    options = MlaOptions(causal, scale, 1.0, None, None, True, "ln", None)
-    parts = Parts(
-        *(part._replace(x=part.x.flatten(0, 1)) for part in queries),
-        *(part._replace(x=part.x[:, :, 0]) for part in cache),
-    )
-    lengths = MlaLengths.checked(NAMES, (None, None, block_table, cache_seqlens), q.shape[1], q.device)
-    lengths.check_rows("q", q)
     workspace = Part("the workspace", q.new_empty(0, dtype=torch.uint8))  # launches take memory of their own
-    problem = calls.run(parts, lengths.on(q.device), workspace, options, "auto")
-    assert problem.lse is not None
-    batch_size, q_len = q.shape[:2]
-    out, lse = (x.unflatten(0, (batch_size, q_len)) for x in (problem.out, problem.lse))
-    return out, lse.transpose(1, 2)
+    groups = cache[2].x[:, :, 0] if narrow else None
+    read = block_table, cache_seqlens, None, None
+    call = MlaCall(q, None, cache[0].x, cache[1].x, groups, None, None, workspace, read, scale, 1.0)
+    repeatable, found = calls.repeated(call, (causal,), ("FlashMLA",))
+    if found is None:
+        parts = Parts(
+            *(part._replace(x=part.x.flatten(0, 1)) for part in queries),
+            *(part._replace(x=part.x[:, :, 0]) for part in cache),
+        )
+        lengths = MlaLengths.checked(NAMES, (None, None, block_table, cache_seqlens), q.shape[1], q.device)
+        lengths.check_rows("q", q)
+        options = MlaOptions(causal, return_lse=True, lse_base="ln")
+        found = calls.run(parts, lengths.on(q.device), call, options, "auto", repeatable)
+    out, lse = found
+    return out, lse.unflatten(0, q.shape[:2]).transpose(1, 2)
 
 
 def _byte_rows(k_cache: Any) -> tuple[Part, ...]:

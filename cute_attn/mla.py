@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.dispatch import mla as dispatch
+from cute_attn.dispatch import select
+from cute_attn.dispatch.mla import BACKENDS
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options
-from cute_attn.request.mla import LATENT, NARROW, MlaLengths, MlaOptions, Part, Parts, split_rows
+from cute_attn.request.mla import NARROW, MlaCall, MlaLengths, MlaOptions, Part, Parts, split_rows
 from cute_attn.request.operands import flat_tokens
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla import BatchMLAPagedAttentionWrapper
@@ -144,7 +145,26 @@ def trtllm_batch_decode_with_kv_cache_mla(
     """
     if is_dynamo_compiling():
         return trace.operator("trtllm_batch_decode_mla")(locals())
-    refuse_other_keys(sparse_mla_top_k, sparse_mla_top_k_lens, uses_shared_paged_kv_idx)
+    if isinstance(sinks, list | tuple):
+        sinks = trtllm_options.one_sink(sinks)
+    checks.at_least("max_seq_len", max_seq_len, 0)
+    call = MlaCall(
+        query, None, kv_cache, None, None, out, lse, Part("workspace_buffer", workspace_buffer),
+        (block_tables, seq_lens, cum_seq_lens_q, None), bmm1_scale, bmm2_scale, sinks,
+    )  # fmt: skip
+    others = (
+        qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k, skip_softmax_threshold_scale_factor,
+        enable_pdl, is_var_seq, uses_shared_paged_kv_idx, return_lse, max_q_len, multi_ctas_kv_counter_buffer,
+        sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax,
+    )  # fmt: skip
+    texts = "whole", backend, cute_dsl_impl, kv_scale_format, return_lse_base
+    repeatable, found = calls.repeated(call, others, texts)
+    if found is not None:
+        return found if return_lse else found[0]
+    if checks.integer("sparse_mla_top_k", sparse_mla_top_k) != 0 or sparse_mla_top_k_lens is not None:
+        checks.refuse("sparse MLA (sparse_mla_top_k, sparse_mla_top_k_lens)", *SPARSE)
+    if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
+        checks.refuse("uses_shared_paged_kv_idx=False", "values are columns of the keys", "one page table")
     one_token = "one query token"
     trtllm_options.refuse_context_parallelism(cp_world, cp_rank, causal_seqlens_kv_global, one_token, enable_dcp)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
@@ -153,24 +173,21 @@ def trtllm_batch_decode_with_kv_cache_mla(
     for name, value in (("cute_dsl_impl", cute_dsl_impl), ("kv_scale_format", kv_scale_format)):
         if value != "auto":
             checks.refuse(f"{name}={value!r}", "it chooses among other kernels", f'{name}="auto"')
-    rope = _rotated(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
+    checks.at_least("qk_nope_head_dim", qk_nope_head_dim, 1)
+    names = "kv_lora_rank", "qk_rope_head_dim"
+    latent, rope = (checks.integer(*named) for named in zip(names, (kv_lora_rank, qk_rope_head_dim), strict=True))
+    refuse_dims(names, (latent, rope))
     checks.boolean("is_var_seq", is_var_seq)
-    checks.at_least("max_seq_len", max_seq_len, 0)
-    backend = dispatch.checked_name(backend, SAME)
+    backend = select.checked_name(backend, BACKENDS, SAME)
     base = checks.choice("return_lse_base", return_lse_base or "base2", ("base2", "basee"))
     queries, shape = _rows(query, cum_seq_lens_q, rope)
     lengths = _lengths((cum_seq_lens_q, None, block_tables, seq_lens), max_q_len, query)
-    options = MlaOptions(
-        True, bmm1_scale, bmm2_scale, _flat("out", out, shape), _flat("lse", lse, shape), return_lse,
-        LSE_BASES[base], enable_pdl, trtllm_options.one_sink(sinks),
-    )  # fmt: skip
-    workspace = Part("workspace_buffer", workspace_buffer)
-    problem = calls.run(Parts(*queries, *_cache(kv_cache, rope)), lengths, workspace, options, backend)
-    found = problem.out.view(*shape[:-1], LATENT) if out is None else out
-    if not return_lse:
-        return found
-    assert problem.lse is not None
-    return found, problem.lse if lse is None else lse
+    call = call._replace(out=_flat("out", out, shape), lse=_flat("lse", lse, shape))
+    options = MlaOptions(True, return_lse, LSE_BASES[base], enable_pdl)
+    if cum_seq_lens_q is not None and not max_q_len:  # what the bounds say, which every call reads
+        repeatable = {}, None, repeatable[2]
+    found = calls.run(Parts(*queries, *_cache(kv_cache, rope)), lengths, call, options, backend, repeatable)
+    return found if return_lse else found[0]
 
 
 def xqa_batch_decode_with_kv_cache_mla(
@@ -254,19 +271,3 @@ def _lengths(arrays: tuple[Any, ...], max_q_len: Any, query: torch.Tensor) -> Ml
     lengths = MlaLengths.checked(OF_TABLE, arrays, query.shape[1], device)
     lengths.check_rows("query", query)
     return lengths.on(device)
-
-
-def _rotated(nope: Any, rank: Any, rope: Any) -> int:
-    """Check head dimensions, and return the number of rotated columns."""
-    checks.at_least("qk_nope_head_dim", nope, 1)
-    dims = checks.integer("kv_lora_rank", rank), checks.integer("qk_rope_head_dim", rope)
-    refuse_dims(("kv_lora_rank", "qk_rope_head_dim"), dims)
-    return dims[1]
-
-
-def refuse_other_keys(top_k: Any, top_k_lens: Any, shared: Any) -> None:
-    """Refuse calls whose keys are chosen token by token, and tables for keys and for values."""
-    if checks.integer("sparse_mla_top_k", top_k) != 0 or top_k_lens is not None:
-        checks.refuse("sparse MLA (sparse_mla_top_k, sparse_mla_top_k_lens)", *SPARSE)
-    if not checks.boolean("uses_shared_paged_kv_idx", shared):
-        checks.refuse("uses_shared_paged_kv_idx=False", "values are columns of the keys", "one page table")

@@ -158,7 +158,7 @@ def get_batch_indices_positions(
     nnz = checks.integer("nnz", nnz)
     if not 0 <= nnz <= MAX_INDEX:
         raise ArgumentError(f"nnz must be within 0..{MAX_INDEX}, got {nnz}")
-    indptr = appending.index_bounds("append_indptr", append_indptr)
+    indptr = appending.index_bounds("append_indptr", append_indptr).long()
     batch_size = indptr.numel() - 1
     lens = appending.integers("seq_lens", seq_lens, batch_size, indptr.device).long()
     buffers = []
@@ -204,7 +204,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     also bounds that decrease).
     """
     page_size = batch_plan.count("page_size", page_size)
-    indptr = appending.index_bounds("kv_indptr", kv_indptr)
+    indptr = appending.index_bounds("kv_indptr", kv_indptr).long()
     last = appending.integers("kv_last_page_len", kv_last_page_len, indptr.numel() - 1, indptr.device).long()
     lens = (indptr.diff() - 1).clamp(min=0) * page_size + last
     return lens if torch.int64 in (kv_indptr.dtype, kv_last_page_len.dtype) else lens.int()
@@ -302,8 +302,7 @@ def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any
     _keep_apart(rows, (*caches, *scale_caches), slots, scales)
     read = switches.is_on(switches.VALIDATE) and not _is_capturing(device)
     checked = tuple(
-        nvfp4.decode_scale(name, scale, device, read)
-        for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
+        nvfp4.scale_of(name, scale, device, read) for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
     )
     append.run(Append(rows, caches, slots, "nvfp4", scale_caches, checked))
 

@@ -161,7 +161,8 @@ def prepare(
         entry = entries[name] = {}
         try:
             bound = bind(w, sets)
-            if backend := planned_backend(bound):
+            wrapper = getattr(getattr(bound[0], "func", None), "__self__", None)  # of a plan
+            if backend := getattr(wrapper, "resolved_backend", None):  # which one of ours has
                 entry["backend"] = backend
                 require(name != f"{OURS} {backend}" or entries.get(OURS, {}).get("backend") != backend, SAME)
             outputs = [call() for call in bound]  # every one: lazy initialisation must not happen during a capture
@@ -175,12 +176,6 @@ def prepare(
             entry["error"] = error
             calls[name] = bound
     return calls, entries
-
-
-def planned_backend(calls: Sequence[Call]) -> str | None:
-    """Returns the backend that the plan of one of our wrappers chose; None for other calls."""
-    owner = getattr(getattr(calls[0], "func", None), "__self__", None)
-    return getattr(owner, "resolved_backend", None)
 
 
 def compare_with_peers(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -98,16 +98,13 @@ def ours(x: Inputs) -> Call:
     return lambda: function(x.q, x.cache, x.workspace, *dims, x.table, x.lens, x.w.kv_len, **options)
 
 
-def by_flashinfer(backend: str) -> Callable[[Inputs], Call]:
-    def call(x: Inputs) -> Call:
-        w, made = x.w, flashinfer("flashinfer.mla").BatchMLAPagedAttentionWrapper(x.workspace, backend=backend)
-        indptr = x.bounds(x.table.shape[1])
-        dims, dtypes = (w.heads, LATENT, ROPE, PAGE, True, SCALE), (x.q.dtype, x.q.dtype)
-        made.plan(x.bounds(w.q_len), indptr, x.table.flatten(), x.lens, *dims, *dtypes)
-        parts = x.q.flatten(0, 1).split((LATENT, ROPE), dim=-1)
-        return lambda: made.run(*parts, *x.wide().split((LATENT, ROPE), dim=-1)).view(*x.q.shape[:3], LATENT)
-
-    return call
+def planned(library: Any, backend: str, x: Inputs) -> Call:
+    w, made = x.w, library.BatchMLAPagedAttentionWrapper(x.workspace, backend=backend)
+    indptr = x.bounds(x.table.shape[1])
+    dims, dtypes = (w.heads, LATENT, ROPE, PAGE, True, SCALE), (x.q.dtype, x.q.dtype)
+    made.plan(x.bounds(w.q_len), indptr, x.table.flatten(), x.lens, *dims, *dtypes)
+    parts = x.q.flatten(0, 1).split((LATENT, ROPE), dim=-1)
+    return lambda: made.run(*parts, *x.wide().split((LATENT, ROPE), dim=-1)).view(*x.q.shape[:3], LATENT)
 
 
 def by_flashmla(x: Inputs) -> Call:
@@ -122,8 +119,8 @@ def by_flashmla(x: Inputs) -> Call:
 CANDIDATES: dict[str, Callable[[Inputs], Call]] = {
     "cute_attn": ours,
     "FlashMLA": by_flashmla,
-    "FlashInfer fa3": by_flashinfer("fa3"),
-    "FlashInfer fa2": by_flashinfer("fa2"),
+    "FlashInfer fa3": lambda x: planned(flashinfer("flashinfer.mla"), "fa3", x),
+    "FlashInfer fa2": lambda x: planned(flashinfer("flashinfer.mla"), "fa2", x),
 }
 
 

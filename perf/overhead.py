@@ -25,7 +25,7 @@ from cute_attn.dispatch import backends
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.launch import Bound, current_stream
-from perf import peers, program
+from perf import latent, peers, program
 from perf.bench import save
 from perf.harness import Call, Timing, interleaved, reason, timing
 from perf.machine import flashinfer
@@ -183,6 +183,12 @@ def calls(device: torch.device) -> dict[str, Call]:
     }
 
 
+def latent_calls(device: torch.device) -> dict[str, Call]:
+    """Returns latent attention without and with a plan, the splits of the cache in each run of it included."""
+    x = latent.inputs(latent.LatentWorkload(16, 256, 16), device, 1)[0]
+    return {"trtllm MLA": latent.ours(x), "MLA wrapper, run": latent.planned(cute_attn, "auto", x)}
+
+
 # ---- plans
 
 
@@ -284,6 +290,7 @@ def measure_all(device: torch.device) -> dict[str, Any]:
     bindings: dict[str, Callable[[], dict[str, Call]]] = {
         "ours": lambda: {**calls(device), **unplanned_calls(device), **batch_calls(device), **parts(device)},
         "ours, optional tensors": lambda: optional_calls(device) | unplanned_optional_calls(device),
+        "ours, MLA": lambda: latent_calls(device),
         **peer_calls(device),
     }
     ready: dict[str, Call] = {}
@@ -309,7 +316,7 @@ def pretend(arch: str) -> None:
     """Prints the CPU time of our calls on a GPU that does nothing."""
     device = torch.device("cpu")
     with pretended_gpu(arch) as driver:
-        ours = {**calls(device), **batch_calls(device), **optional_calls(device)}
+        ours = {**calls(device), **batch_calls(device), **optional_calls(device), **latent_calls(device)}
         for name, found in host_times(ours, lambda: None, time.thread_time_ns, 9).items():
             before = driver.launches
             ours[name]()

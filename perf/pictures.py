@@ -169,19 +169,15 @@ def draw_curves(kind: Curves, theme: Theme, results: Path) -> Any | None:
                 shown["read ceiling"] = axes.axhline(ceilings[gpu], color=colour, linestyle="--", linewidth=1)
             axes.set_title(f"{GPUS[gpu]}, {title}")
             axes.set_ylim(0, max(top, ceilings.get(gpu, 0.0)) * 1.05)
-            _powers(axes, sorted({x for points in lines[gpu, column].values() for x, _ in points}))
+            powers = sorted({x for points in lines[gpu, column].values() for x, _ in points})  # of two: 512, 1k, 16k
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(powers, [f"{x / 1024:.0f}k" if x >= 1024 else f"{x:.0f}" for x in powers])
+            axes.minorticks_off()
             if gpu == gpus[-1]:
                 axes.set_xlabel(kind.labels[0])
         line_of_panels[0].set_ylabel(kind.labels[1])
     figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=len(shown))
     return figure
-
-
-def _powers(axes: Any, values: Sequence[float]) -> None:
-    """Labels powers of two as readers write them: 512, 1k, 16k."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(values, [f"{v / 1024:.0f}k" if v >= 1024 else f"{v:.0f}" for v in values])
-    axes.minorticks_off()
 
 
 def roofline(theme: Theme, results: Path) -> Any | None:

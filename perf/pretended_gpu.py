@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,13 @@ from unittest import mock
 import torch
 
 from cute_attn.dispatch import backends, select
+from cute_attn.dispatch import mla as dispatch_mla
 from cute_attn.dispatch.capabilities import UNKNOWN_LOAD, Backend, Load
 from cute_attn.emulator import adapter
 from cute_attn.kernels.host import gpu as loader
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.prepared import prepared
+from cute_attn.kernels.mla.host import launch as mla_launch
 from cute_attn.problem import Features
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
@@ -69,6 +72,8 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
         mock.patch.object(select, "choose", chosen),
         mock.patch.object(select, "arch_for", return_value=arch),
         mock.patch.object(backends, "_gpu_of", gpu_of),
+        mock.patch.object(dispatch_mla, "run", lambda problem, backend: mla_launch.run(problem, gpu)),
+        mock.patch.object(calls, "looks_at_values", operator.not_),
     )
     with contextlib.ExitStack() as stack:
         for patch in patches:

@@ -39,7 +39,7 @@ def selected(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
         return specs.selected(options)
     if options.spec:
         raise ArgumentError("--spec must not be given with the options of a model")
-    found, refused = warmup.of_model(options, warmup_shapes.shapes(options), warmup.targets(options.arch))
+    found, refused = warmup.of_model(options, warmup_shapes.shapes(options), specs.targets(options.arch))
     for line in refused:
         print(f"no backend: {line}", file=sys.stderr)
     if not any(found.values()):

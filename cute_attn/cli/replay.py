@@ -188,6 +188,8 @@ def takes_backend(call: dict[str, Any]) -> bool:
 
 def execute(document: dict[str, Any], archive: zipfile.ZipFile, target: Target) -> Outcome:
     """Makes and plans the wrapper, if there is one, and runs the call."""
+    import torch
+
     from cute_attn.observe import snapshot
     from cute_attn.observe.dump import PLANS
 
@@ -205,19 +207,13 @@ def execute(document: dict[str, Any], archive: zipfile.ZipFile, target: Target) 
                 _call(functions["planned"], wrapper, arguments["planned"], target)
             result = _call(functions["call"], wrapper, arguments["call"], target)
             if target.backend == "gpu":
-                _synchronize()
+                torch.cuda.synchronize()
     except Exception as error:
         return Outcome([], error, choices, filled)
     args, kwargs, _ = arguments["call"]
     if call["function"] in ("__init__", *PLANS):
         return Outcome([], None, choices, filled)
     return Outcome(list(snapshot.tensors((args, kwargs) if result is None else result)), None, choices, filled)
-
-
-def _synchronize() -> None:
-    import torch
-
-    torch.cuda.synchronize()
 
 
 def _function(part: dict[str, Any], made: bool) -> Callable[..., Any]:

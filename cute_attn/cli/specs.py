@@ -10,6 +10,7 @@ from typing import Any
 
 from cute_attn.cli.terminal import ProgressBar, interruptible
 from cute_attn.errors import ArgumentError, ArtifactError
+from cute_attn.kernels import catalog
 from cute_attn.kernels.catalog import from_dict
 from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.fa3.spec import HopperTile
@@ -24,36 +25,48 @@ from cute_attn.runtime.spec import KernelSpec
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_targets(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """Adds the options of compiling. `default`: architectures; None: the GPU of this machine."""
     parser.add_argument(
         "--arch",
-        default="sm_90a,sm_100a",
+        default=default,
         metavar="A,B",
-        help=f"comma-separated list of {', '.join(archs.ARCHS)}, or of GPUs such as h100 (default: sm_90a,sm_100a)",
-    )
-    parser.add_argument(
-        "--spec",
-        action="append",
-        metavar="JSON",
-        help="kernel spec as printed by errors and `kernels --json`; repeatable (default: the default specs)",
+        help=f"comma-separated list of {', '.join(archs.ARCHS)}, or of GPUs such as h100 "
+        f"(default: {default or 'the GPU of this machine'})",
     )
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="number of compile processes (default: one per CPU, at most 8)"
     )
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_targets(parser, "sm_90a,sm_100a")
+    parser.add_argument(
+        "--spec",
+        action="append",
+        metavar="JSON",
+        help="kernel spec as printed by errors and `kernels --json`; repeatable (default: the default specs)",
+    )
+
+
 def selected(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
     """Returns the selected specs by architecture."""
-    names = [name.strip() for name in options.arch.split(",")]
-    return {arch.name: _specs(arch.name, options.spec) for arch in map(archs.of_gpu, names)}
+    names = [arch.name for arch in targets(options.arch)]
+    if options.spec is not None:
+        return {arch: list(map(_parse, options.spec)) for arch in names}
+    return {arch: catalog.default_specs(arch) for arch in names}
 
 
-def _specs(arch: str, texts: list[str] | None) -> list[KernelSpec]:
-    if texts is None:
-        from cute_attn.kernels import catalog
+def targets(text: str | None) -> list[archs.Arch]:
+    """Returns the architectures of a list; None: those of the GPUs of this machine."""
+    if text is not None:
+        return [archs.of_gpu(name.strip()) for name in text.split(",")]
+    import torch
 
-        return catalog.default_specs(arch)
-    return [_parse(text) for text in texts]
+    if not torch.cuda.is_available():
+        raise ArgumentError("torch finds no GPU here: say with --arch for which one to compile, for example sm_90a")
+    indices = range(torch.cuda.device_count())
+    return list({arch.name: arch for arch in map(archs.for_device, indices)}.values())
 
 
 def _parse(text: str) -> KernelSpec:

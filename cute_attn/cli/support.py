@@ -60,24 +60,24 @@ def run(options: argparse.Namespace) -> int:
 
 def groups() -> list[Group]:
     """Returns all tables. ValueError: a backend supports some samples of a row, and refuses others."""
-    from cute_attn.cli.support_rows import DIVISIONS, plain
+    from cute_attn.cli.support_rows import DIVISIONS
 
-    return [_group(division, plain()) for division in DIVISIONS]
+    return [_group(division) for division in DIVISIONS]
 
 
-def _group(division: Division, plain: Features) -> Group:
+def _group(division: Division) -> Group:
     """Asks every backend about every sample."""
     from cute_attn.cli.support_rows import OTHERS
     from cute_attn.dispatch.capabilities import BY_NAME
 
     rows: dict[str, dict[str, set[Cell]]] = {}
-    for sample in division.samples(plain):
+    for sample in division.samples:
+        cells = rows.setdefault(sample.row, {name: set() for name in ORDER})
         for name in ORDER:
             asked = sample.features
             if name == "xqa" and division.decode:
                 asked = asked._replace(decode=True)
             for arch in map(archs.named, division.archs.get(name, sample.archs)):
-                cells = rows.setdefault(division.row_of(sample.features, arch), {name: set() for name in ORDER})
                 cells[name].add(_ask(BY_NAME[name], asked, arch))
     agreed = [Row(label, _agreed(label, cells)) for label, cells in rows.items()]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -12,234 +12,198 @@ import torch
 from cute_attn.kernels.mla.spec import CacheForm
 from cute_attn.problem import Features, short
 from cute_attn.request.settings import FP8, HALF
-from cute_attn.runtime.arch import ARCHS, Arch
+from cute_attn.runtime.arch import ARCHS
 
 BF16, E4M3, NVFP4 = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
-CASES = (8, 16, 24, 40, 48, 64, 72, 80, 96, 112, 120, 128, 136, 192, 200, 256, 264)
+UNEQUAL = (8, 16, 24, 40, 48, 64, 72, 80, 96, 112, 120, 128, 136, 192, 200, 256, 264)
 EQUAL = (*range(8, 641, 8), 4, 12, 100, 129, 500)
+OTHERS = "all others"
+# A problem that every backend of a GPU takes.
+PLAIN = Features(torch.device("cuda"), BF16, BF16, BF16, 32, 8, 128, 128, kv_source="paged")
 
 
 class Sample(NamedTuple):
-    """Features, and the architectures on which backends are asked about them."""
+    """A problem, its row, and the architectures on which backends are asked about it."""
 
+    row: str
     features: Features
     archs: Sequence[str] = tuple(ARCHS)
 
 
 @dataclass(frozen=True)
 class Division:
-    """A group before anybody was asked: `row_of` says in which row a sample belongs."""
+    """A group before anybody was asked."""
 
     title: str
-    samples: Callable[[Features], Iterator[Sample]]  # from a plain problem
-    row_of: Callable[[Features, Arch], str]
+    samples: Sequence[Sample]
     archs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # other than those of the samples, by backend
     decode: bool = True  # xqa is asked about decode problems only
 
 
-def plain() -> Features:
-    """A problem that every backend of a GPU takes."""
-    return Features(torch.device("cuda"), BF16, BF16, BF16, 32, 8, 128, 128, kv_source="paged")
+def _rows(base: Features, *rows: tuple[str, dict[str, Any]]) -> list[Sample]:
+    """Problems by their row, and what they change."""
+    return [Sample(row, base._replace(**changes)) for row, changes in rows]
 
 
-def _typed(features: Features, q: torch.dtype, kv: torch.dtype) -> Features:
-    return features._replace(q_dtype=q, kv_dtype=kv, kv_block_scales=kv == NVFP4)
+def _by_capability(row: str, features: Features, since: int) -> list[Sample]:
+    """A row for the architectures before major compute capability `since`, and one from it on."""
+    before = [name for name, arch in ARCHS.items() if arch.capability < (since, 0)]
+    later = [name for name in ARCHS if name not in before]
+    parts = ("before", before), ("from", later)
+    return [Sample(f"{row}, {word} compute capability {since}.0", features, archs) for word, archs in parts]
 
 
-def _types(base: Features) -> Iterator[Sample]:
-    sources = (*((half, half) for half in HALF), *((half, fp8) for half in HALF for fp8 in FP8), (BF16, NVFP4))
-    for q, kv in (*sources, *((fp8, fp8) for fp8 in FP8)):
-        yield Sample(_typed(base, q, kv))
+def _typed(q: torch.dtype, kv: torch.dtype) -> Features:
+    return PLAIN._replace(q_dtype=q, kv_dtype=kv, kv_block_scales=kv == NVFP4)
 
 
-def _row_of_types(f: Features, arch: Arch) -> str:
-    if f.q_dtype in FP8:
-        return "fp8 q, k and v, " + ("from" if arch.capability >= (12, 0) else "before") + " compute capability 12.0"
-    if f.kv_block_scales:
-        return "fp16 or bf16 q, NVFP4 k and v (`kv_cache_sf`)"
-    return "fp16 or bf16 q, k and v" if f.kv_dtype in HALF else "fp16 or bf16 q, fp8 k and v"
+TYPES = [
+    *(Sample("fp16 or bf16 q, k and v", _typed(half, half)) for half in HALF),
+    *(Sample("fp16 or bf16 q, fp8 k and v", _typed(half, fp8)) for half in HALF for fp8 in FP8),
+    Sample("fp16 or bf16 q, NVFP4 k and v (`kv_cache_sf`)", _typed(BF16, NVFP4)),
+    *(sample for fp8 in FP8 for sample in _by_capability("fp8 q, k and v", _typed(fp8, fp8), 12)),
+]
 
 
-def _dims(q: torch.dtype, kv: torch.dtype) -> Callable[[Features], Iterator[Sample]]:
-    def samples(base: Features) -> Iterator[Sample]:
-        pairs = {(dim, dim) for dim in EQUAL} | set(product(CASES, CASES))
-        for qk, vo in sorted(pairs):
-            yield Sample(_typed(base, q, kv)._replace(head_dim_qk=qk, head_dim_vo=vo))
+class Dims(NamedTuple):
+    """A row of head dimensions: multiples of `step` up to `most`, of which earlier rows have none."""
 
-    return samples
+    row: str
+    step: int
+    most: int = 256
+    equal: bool = False  # qk and vo
 
-
-def _common(f: Features) -> tuple[int, bool]:
-    """The larger head dimension, and whether both are equal."""
-    return max(f.head_dim_qk, f.head_dim_vo), f.head_dim_qk == f.head_dim_vo
-
-
-def _head_dims(f: Features) -> tuple[int, int]:
-    return f.head_dim_qk, f.head_dim_vo
+    def has(self, qk: int, vo: int) -> bool:
+        """Tell whether a pair belongs in the row."""
+        return qk % self.step == vo % self.step == 0 and max(qk, vo) <= self.most and (qk == vo or not self.equal)
 
 
-def _multiples(f: Features, n: int) -> bool:
-    return f.head_dim_qk % n == 0 and f.head_dim_vo % n == 0
+LARGEST = Dims("(512, 512)", 512, 512)
+OTHER_HALF = "(8, 8), and unequal multiples of 8 up to 256"
+HALF_DIMS = (
+    Dims(OTHER_HALF, 8, 8),
+    Dims("equal, multiples of 8 from 16 to 256", 8, equal=True),
+    Dims(OTHER_HALF, 8),
+    Dims("equal, multiples of 16 from 272 to 496", 16, 496, equal=True),
+    LARGEST,
+)
+FP8_KV_DIMS = (
+    Dims("equal, multiples of 16 up to 256", 16, equal=True),
+    Dims("unequal multiples of 16 up to 256", 16),
+    Dims("multiples of 8 up to 256, at least one no multiple of 16", 8),
+    Dims("equal, multiples of 32 from 288 to 480", 32, 480, equal=True),
+    LARGEST,
+)
+OTHER_NVFP4 = "(192, 192), and unequal multiples of 64 up to 256"
+NVFP4_DIMS = (
+    Dims(OTHER_NVFP4, 192),
+    Dims("(64, 64), (128, 128) and (256, 256)", 64, equal=True),
+    Dims(OTHER_NVFP4, 64),
+    LARGEST,
+)
+FP8_DIMS = (Dims("multiples of 16 up to 256, equal or not", 16), Dims("other multiples of 8 up to 256", 8), LARGEST)
 
 
-OTHERS = "all others"
+def _dims(q: torch.dtype, kv: torch.dtype, rows: Sequence[Dims]) -> list[Sample]:
+    pairs = sorted({(dim, dim) for dim in EQUAL} | set(product(UNEQUAL, UNEQUAL)))
+    labels = [next((each.row for each in rows if each.has(*pair)), OTHERS) for pair in pairs]
+    typed = _typed(q, kv)
+    return [
+        Sample(label, typed._replace(head_dim_qk=qk, head_dim_vo=vo))
+        for label, (qk, vo) in zip(labels, pairs, strict=True)
+    ]
 
 
-def _row_of_half_dims(f: Features, arch: Arch) -> str:
-    most, equal = _common(f)
-    if _multiples(f, 8) and most <= 256:
-        if equal and most >= 16:
-            return "equal, multiples of 8 from 16 to 256"
-        return "(8, 8), and unequal multiples of 8 up to 256"
-    if equal and most == 512:
-        return "(512, 512)"
-    return "equal, multiples of 16 from 272 to 496" if equal and most < 512 and _multiples(f, 16) else OTHERS
+def _output(dtype: torch.dtype, dim: int) -> Sample:
+    row = "fp16 or bf16" if dtype in HALF else "fp32"
+    if dtype in FP8:
+        row = "fp8, head dimensions " + ("that are not" if dim % 16 else "that are multiples of 16")
+    return Sample(row, PLAIN._replace(o_dtype=dtype, head_dim_qk=dim, head_dim_vo=dim))
 
 
-def _row_of_fp8_kv_dims(f: Features, arch: Arch) -> str:
-    most, equal = _common(f)
-    if _multiples(f, 8) and most <= 256:
-        if not _multiples(f, 16):
-            return "multiples of 8 up to 256, at least one no multiple of 16"
-        return "equal, multiples of 16 up to 256" if equal else "unequal multiples of 16 up to 256"
-    if equal and most == 512:
-        return "(512, 512)"
-    return "equal, multiples of 32 from 288 to 480" if equal and most < 512 and _multiples(f, 32) else OTHERS
-
-
-def _row_of_nvfp4_dims(f: Features, arch: Arch) -> str:
-    most, equal = _common(f)
-    if _multiples(f, 64) and most <= 256:
-        if equal and most != 192:
-            return "(64, 64), (128, 128) and (256, 256)"
-        return "(192, 192), and unequal multiples of 64 up to 256"
-    return "(512, 512)" if equal and most == 512 else OTHERS
-
-
-def _row_of_fp8_dims(f: Features, arch: Arch) -> str:
-    most, _ = _common(f)
-    if _multiples(f, 8) and most <= 256:
-        return "multiples of 16 up to 256, equal or not" if _multiples(f, 16) else "other multiples of 8 up to 256"
-    return "(512, 512)" if _head_dims(f) == (512, 512) else OTHERS
-
-
-def _outputs(base: Features) -> Iterator[Sample]:
-    for out in (*HALF, torch.float32, *FP8):
-        for dim in (64, 72, 128):
-            yield Sample(base._replace(o_dtype=out, head_dim_qk=dim, head_dim_vo=dim))
-
-
-def _row_of_outputs(f: Features, arch: Arch) -> str:
-    if f.o_dtype in FP8:
-        return "fp8, head dimensions " + ("that are multiples of 16" if _multiples(f, 16) else "that are not")
-    return "fp16 or bf16" if f.o_dtype in HALF else "fp32"
-
-
-def _device_outputs(base: Features) -> Iterator[Sample]:
-    for out in (BF16, E4M3):
-        yield Sample(base._replace(o_dtype=out, device_lengths=True, decode=True))
-
-
-def _row_of_device_outputs(f: Features, arch: Arch) -> str:
-    if f.o_dtype in HALF:
-        return "output of fp16 or bf16"
-    return "output of e4m3, " + ("from" if arch.capability >= (9, 0) else "before") + " compute capability 9.0"
-
-
-def _rows(*rows: tuple[str, dict[str, Any]]) -> tuple[Callable[..., Any], Callable[[Features, Arch], str]]:
-    """Samples and `row_of` of a group in which each row is one problem: its label, and what it changes."""
-    labels: dict[Features, str] = {}
-
-    def samples(base: Features) -> Iterator[Sample]:
-        for label, changes in rows:
-            features = base._replace(**changes)
-            labels[features] = label
-            yield Sample(features)
-
-    return samples, lambda features, arch: labels[features]
-
-
-def _phases(base: Features) -> Iterator[Sample]:
-    yield Sample(base._replace(decode=False))
-    yield Sample(base._replace(decode=True))
-
-
-def _row_of_phases(f: Features, arch: Arch) -> str:
-    return "decode: every request has as many query tokens, the newest" if f.decode else "prefill"
-
-
-def _options(q: torch.dtype) -> tuple[Callable[..., Any], Callable[[Features, Arch], str]]:
-    masks: tuple[tuple[str, dict[str, Any]], ...] = (
+def _options(q: torch.dtype) -> list[Sample]:
+    rope = {"pos_encoding_mode": "ROPE_LLAMA"}
+    another = ("`pos_encoding_mode` ROPE_LLAMA, another head dimension", {**rope, "head_dim_qk": 72, "head_dim_vo": 72})
+    return _rows(
+        _typed(q, q),
         ("causal mask, sliding window, any lengths; no option of the rows below", {}),
         ("`logits_soft_cap`", {"soft_cap": True}),
         ("`pos_encoding_mode` ALIBI", {"pos_encoding_mode": "ALIBI"}),
-        ("`pos_encoding_mode` ROPE_LLAMA, head dimension a multiple of 16", {"pos_encoding_mode": "ROPE_LLAMA"}),
-        (
-            "`pos_encoding_mode` ROPE_LLAMA, another head dimension",
-            {"pos_encoding_mode": "ROPE_LLAMA", "head_dim_qk": 72, "head_dim_vo": 72},
-        ),
+        ("`pos_encoding_mode` ROPE_LLAMA, head dimension a multiple of 16", rope),
+        *([another] if q == BF16 else []),
         ("custom masks, boolean and packed", {"custom_mask": True}),
         ("multi-item scoring", {"multi_item": True}),
         ("causal mask with a range of keys per token", {"key_ranges": True}),
         ("attention sinks", {"sinks": True}),
         ("per-head scales (`scale_q`, `scale_k`, `scale_v`)", {"per_head_scales": True}),
     )
-    typed = {} if q == BF16 else {"q_dtype": q, "kv_dtype": q}
-    kept = [row for row in masks if not typed or "another" not in row[0]]
-    return _rows(*((label, {**typed, **changes}) for label, changes in kept))
 
 
-def _storage(base: Features) -> Iterator[Sample]:
-    yield Sample(base)
-    yield Sample(base._replace(kv_source="ragged"))
-    yield Sample(base._replace(kv_source="dense", decode=False))
-
-
-STORAGE = {"paged": "batches with paged k and v", "ragged": "batches with ragged k and v", "dense": "single requests"}
+DEVICE_LENGTHS = PLAIN._replace(decode=True, device_lengths=True)
 FP8_ARCHS = {"fa2": ("sm_120a", "sm_121a")}
-_SPECIAL = _rows(
-    ("`fixed_split_size`, `disable_split_kv`", {"own_splits": True}),
-    ("expanded q, k or v (a stride of 0)", {"expanded": True}),
-    ("paged k or v that span 64 GiB or more", {"large_cache": True}),
-    (
-        "fp8 or NVFP4 k and v whose rows start at multiples of 8 bytes, not all of 16",
-        {"kv_dtype": E4M3, "half_aligned_kv": True},
-    ),
-)
-_LOOSE = _rows(
-    ("block scales of a token start at a multiple of their size, at most 16 bytes", {}),
-    ("they do not", {"loose_scales": True}),
-)
-_DRAFTS = _rows(
-    ("without a tree mask", {"decode": True, "device_lengths": True}),
-    ("tree masks of draft tokens", {"decode": True, "device_lengths": True, "draft_mask": True}),
-)
-
-
-def _nvfp4(samples: Callable[..., Any]) -> Callable[[Features], Iterator[Sample]]:
-    return lambda base: samples(_typed(base, BF16, NVFP4))
-
-
 DIVISIONS = (
-    Division("Prefill and decode", _phases, _row_of_phases, decode=False),
-    Division("Types of q, k and v", _types, _row_of_types),
-    Division("Head dimensions (qk, vo) of fp16 and bf16", _dims(BF16, BF16), _row_of_half_dims),
-    Division("Head dimensions of fp8 k and v under q of 16 bits", _dims(BF16, E4M3), _row_of_fp8_kv_dims),
-    Division("Head dimensions of NVFP4 k and v", _dims(BF16, NVFP4), _row_of_nvfp4_dims),
+    Division(
+        "Prefill and decode",
+        _rows(
+            PLAIN,
+            ("prefill", {}),
+            ("decode: every request has as many query tokens, the newest", {"decode": True}),
+        ),
+        decode=False,
+    ),
+    Division("Types of q, k and v", TYPES),
+    Division("Head dimensions (qk, vo) of fp16 and bf16", _dims(BF16, BF16, HALF_DIMS)),
+    Division("Head dimensions of fp8 k and v under q of 16 bits", _dims(BF16, E4M3, FP8_KV_DIMS)),
+    Division("Head dimensions of NVFP4 k and v", _dims(BF16, NVFP4, NVFP4_DIMS)),
     Division(
         "Head dimensions of fp8 q, k and v (fa2: from compute capability 12.0)",
-        _dims(E4M3, E4M3),
-        _row_of_fp8_dims,
+        _dims(E4M3, E4M3, FP8_DIMS),
         FP8_ARCHS,
     ),
-    Division("Output", _outputs, _row_of_outputs),
-    Division("Options beside q of fp16 or bf16", *_options(BF16)),
-    Division("Options beside fp8 q, k and v (fa2: from compute capability 12.0)", *_options(E4M3), FP8_ARCHS),
-    Division("Where k and v are", _storage, lambda f, arch: STORAGE[f.kv_source]),
-    Division("Memory and splits", *_SPECIAL),
-    Division("Block scales of NVFP4 k and v", _nvfp4(_LOOSE[0]), _LOOSE[1]),
-    Division("Lengths and page tables on the device, without a plan", _device_outputs, _row_of_device_outputs),
-    Division("Draft tokens of calls without a plan", *_DRAFTS),
+    Division("Output", [_output(dtype, dim) for dtype in (*HALF, torch.float32, *FP8) for dim in (64, 72, 128)]),
+    Division("Options beside q of fp16 or bf16", _options(BF16)),
+    Division("Options beside fp8 q, k and v (fa2: from compute capability 12.0)", _options(E4M3), FP8_ARCHS),
+    Division(
+        "Where k and v are",
+        _rows(
+            PLAIN,
+            ("batches with paged k and v", {}),
+            ("batches with ragged k and v", {"kv_source": "ragged"}),
+            ("single requests", {"kv_source": "dense"}),
+        ),
+    ),
+    Division(
+        "Memory and splits",
+        _rows(
+            PLAIN,
+            ("`fixed_split_size`, `disable_split_kv`", {"own_splits": True}),
+            ("expanded q, k or v (a stride of 0)", {"expanded": True}),
+            ("paged k or v that span 64 GiB or more", {"large_cache": True}),
+            (
+                "fp8 or NVFP4 k and v whose rows start at multiples of 8 bytes, not all of 16",
+                {"kv_dtype": E4M3, "half_aligned_kv": True},
+            ),
+        ),
+    ),
+    Division(
+        "Block scales of NVFP4 k and v",
+        _rows(
+            _typed(BF16, NVFP4),
+            ("block scales of a token start at a multiple of their size, at most 16 bytes", {}),
+            ("they do not", {"loose_scales": True}),
+        ),
+    ),
+    Division(
+        "Lengths and page tables on the device, without a plan",
+        [
+            Sample("output of fp16 or bf16", DEVICE_LENGTHS),
+            *_by_capability("output of e4m3", DEVICE_LENGTHS._replace(o_dtype=E4M3), 9),
+        ],
+    ),
+    Division(
+        "Draft tokens of calls without a plan",
+        _rows(DEVICE_LENGTHS, ("without a tree mask", {}), ("tree masks of draft tokens", {"draft_mask": True})),
+    ),
 )
 
 _E4M3_NAME = short(E4M3)

@@ -13,7 +13,6 @@ from cute_attn.cli import specs, warmup_shapes
 from cute_attn.cli.terminal import format_seconds
 from cute_attn.cli.warmup_shapes import KV_DTYPES, SOURCES, Shape
 from cute_attn.errors import ArgumentError, ArtifactError
-from cute_attn.runtime import arch as archs
 from cute_attn.runtime import cache
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
@@ -31,14 +30,7 @@ def add(commands: Any) -> None:
         ),
     )
     add_options(parser)
-    parser.add_argument(
-        "--arch",
-        metavar="A,B",
-        help=f"{', '.join(archs.ARCHS)}, or GPUs such as h100 (default: the GPU of this machine)",
-    )
-    parser.add_argument(
-        "--jobs", type=int, metavar="N", help="number of compile processes (default: one per CPU, at most 8)"
-    )
+    specs.add_targets(parser, None)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 
@@ -69,7 +61,7 @@ def describes_a_model(options: argparse.Namespace) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     shapes = warmup_shapes.shapes(options)
-    chosen, refused = of_model(options, shapes, targets(options.arch))
+    chosen, refused = of_model(options, shapes, specs.targets(options.arch))
     before = sum(in_cache(spec, arch) for arch, found in chosen.items() for spec in found)
     start = time.monotonic()
     outcomes = specs.compile_all(chosen, options.jobs)
@@ -135,18 +127,6 @@ def _listed(name: str, text: str, choices: Sequence[str]) -> list[str]:
         if part not in choices:
             raise ArgumentError(f"{name} must list some of {', '.join(choices)}, got {part!r}")
     return list(dict.fromkeys(found))
-
-
-def targets(text: str | None) -> list[Arch]:
-    """Returns the architectures to compile for."""
-    if text is not None:
-        return [archs.of_gpu(name.strip()) for name in text.split(",")]
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ArgumentError("torch finds no GPU here: say with --arch for which one to compile, for example sm_90a")
-    indices = range(torch.cuda.device_count())
-    return list({arch.name: arch for arch in map(archs.for_device, indices)}.values())
 
 
 def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> tuple[list[KernelSpec], list[str]]:

@@ -172,8 +172,8 @@ def described(options: Described) -> Call:
         value = head_dim_vo if name == "head_dim_vo" else getattr(options, name)
         if type(value) is not int or checks.integer(name, value) < 0:
             raise ArgumentError(f"{name} must be an int >= 0, got {checks.describe(value)}")
-    q_dtype = _dtype("dtype", options.dtype)
-    kv_dtype = q_dtype if options.kv_dtype in (None, NVFP4) else _dtype("kv_dtype", options.kv_dtype)
+    q_dtype = checks.dtype_of("dtype", options.dtype)
+    kv_dtype = q_dtype if options.kv_dtype in (None, NVFP4) else checks.dtype_of("kv_dtype", options.kv_dtype)
     kv_shape = (options.kv_len, options.num_kv_heads)
     if options.kv_layout == "HND":
         kv_shape = kv_shape[::-1]
@@ -218,16 +218,9 @@ def _call(
         packed_custom_mask=torch.empty(mask_bytes, dtype=torch.uint8, device=q.device) if options.custom_mask else None,
         window_left=options.window_left,
         logits_soft_cap=options.logits_soft_cap,
-        o_dtype=None if options.o_dtype is None else _dtype("o_dtype", options.o_dtype),
+        o_dtype=None if options.o_dtype is None else checks.dtype_of("o_dtype", options.o_dtype),
         sinks=torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device) if options.sinks else None,
     )
-
-
-def _dtype(name: str, value: torch.dtype | str) -> torch.dtype:
-    found = checks.named_dtype(value)
-    if not isinstance(found, torch.dtype):
-        raise ArgumentError(f"{name} must be a dtype or its name, got {checks.describe(value)}")
-    return found
 
 
 def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]:

@@ -26,6 +26,7 @@ from cute_attn.emulator.errors import EmulatorError
 
 ORDER, PROXY, FENCED, TMEM = range(4)
 BEFORE = 0  # agent of earlier launches
+BLOCK_SHIFT = 8  # a block of shadow state is 256 cells, 1 KB
 CHANNELS = 1024  # three tiles of K and V with one TMA box per token take 768
 
 
@@ -120,8 +121,9 @@ class Clocks:
 class Shadow:
     """Shadow state of a memory: last writer and readers of every 4-byte cell. `row` of the clocks orders accesses.
 
-    A writer that has observed an agent's last read of all has observed each of them, and whoever observes the write
-    has too: only the other readers are compared cell by cell, and only their reads are forgotten.
+    A writer that has observed an agent's last read of a block of cells has observed each of its reads there, and
+    whoever observes the write has too: only the other readers are compared cell by cell, and only their reads are
+    forgotten.
     """
 
     def __init__(self, nbytes: int, clocks: Clocks, row: int = ORDER) -> None:
@@ -132,17 +134,20 @@ class Shadow:
         self.generic = np.zeros(cells, np.bool_)  # the last write went through the generic proxy
         self.warp_reads = np.zeros((1 + clocks.warps, cells), np.int32)  # epochs by warp
         self.reads: dict[int, Array] = dict(enumerate(self.warp_reads))  # by agent: those of operations are added
-        self.last_read = np.zeros(clocks.capacity, np.int32)  # epoch of each agent's last read; 0: none
+        # Epoch of each agent's last read in a block; 0: none.
+        self.last_read = np.zeros(((cells >> BLOCK_SHIFT) + 1, clocks.capacity), np.int32)
 
     def read(self, cells: Array, agents: Array) -> tuple[int, int] | None:
-        """Record generic reads, row i of `cells` by warp agents[i]. Returns position and writer of a race, or None."""
+        """Record generic reads of aligned words, row i of `cells` by warp agents[i]. Returns position and writer of a
+        race, or None.
+        """
         order = self.clocks.v[:, ORDER]
         writer = self.writer[cells]
         rows = agents[:, None]
         late = self.written[cells] > order[rows, writer]
         now = order[agents, agents]
         self.warp_reads[rows, cells] = now[:, None]
-        self.last_read[agents] = now
+        self.last_read[cells[:, 0] >> BLOCK_SHIFT, agents] = now
         return _first(late, writer)
 
     def write(self, cells: Array, agents: Array) -> tuple[int, int, str] | None:
@@ -154,7 +159,7 @@ class Shadow:
         if late is not None:
             return *late, "write"
         warps = np.flatnonzero(np.bincount(agents))
-        for reader in self._unobserved(order[warps]):
+        for reader in self._unobserved(order[warps], cells):
             ahead = self.reads[reader][cells] > order[rows, reader]
             if some(ahead):
                 return int(np.argwhere(ahead)[0][0]), reader, "read"
@@ -180,7 +185,8 @@ class Shadow:
         if op.agent not in self.reads:
             self.reads[op.agent] = np.zeros(len(self.written), np.int32)
         self.reads[op.agent][cells] = op.epoch
-        self.last_read[op.agent] = max(self.last_read[op.agent], op.epoch)
+        last = self.last_read[_blocks(cells), op.agent]
+        np.maximum(last, op.epoch, out=last)
         return None
 
     def op_write(self, cells: Array, op: Op, generic: bool = False) -> tuple[str, int] | None:
@@ -189,7 +195,7 @@ class Shadow:
         late = self.written[cells] > op.clock[self.row, writer]
         if some(late):
             return "write", int(writer[late][0])
-        for reader in self._unobserved(op.clock[self.row][None]):
+        for reader in self._unobserved(op.clock[self.row][None], cells):
             if self.reads[reader][cells].max() > op.clock[self.row, reader]:
                 return "read", reader
             self.reads[reader][cells] = 0
@@ -198,11 +204,19 @@ class Shadow:
         self.generic[cells] = generic
         return None
 
-    def _unobserved(self, clocks: Array) -> list[int]:
-        """The agents whose last read one of these clocks has not observed."""
+    def _unobserved(self, clocks: Array, cells: Array) -> list[int]:
+        """The agents whose last read of the blocks of these cells one of the clocks has not observed."""
         used = self.clocks.used
-        found: list[int] = np.flatnonzero(self.last_read[:used] > clocks[:, :used].min(axis=0)).tolist()
+        last = self.last_read[_blocks(cells), :used].max(axis=0, initial=0)
+        found: list[int] = np.flatnonzero(last > clocks[:, :used].min(axis=0)).tolist()
         return found
+
+
+def _blocks(cells: Array) -> slice:
+    """The blocks between the first and the last of these cells."""
+    if len(cells) == 0:
+        return slice(0)
+    return slice(int(cells.min()) >> BLOCK_SHIFT, (int(cells.max()) >> BLOCK_SHIFT) + 1)
 
 
 def _first(late: Array, writer: Array) -> tuple[int, int] | None:

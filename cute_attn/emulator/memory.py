@@ -7,7 +7,7 @@ import ctypes
 
 import numpy as np
 
-from cute_attn.emulator.clocks import ORDER, Clocks, Op, Shadow
+from cute_attn.emulator.clocks import Clocks, Op, Shadow
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import BarrierFault, MemoryFault, ProxyFault, Race, Uninitialised
 
@@ -309,19 +309,3 @@ def check_global(region: Region, offsets: Array, nbytes: int, what: str, write: 
         raise Uninitialised(
             f"{what} reads bytes of {region.name} that were never written, at {int(offsets[lane])}", lane
         )
-
-
-__all__ = [
-    "GENERIC_PARAM",
-    "GENERIC_SHARED",
-    "OFFSET_MASK",
-    "ORDER",
-    "RANK_SHIFT",
-    "SHARED_START",
-    "Bytes",
-    "GlobalMemory",
-    "Region",
-    "SharedMemory",
-    "cells_of",
-    "check_global",
-]

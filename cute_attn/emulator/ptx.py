@@ -104,7 +104,6 @@ class Kernel:
 
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "x2": 8, "128": 16}
-_VARIABLE = re.compile(r"\.align\s+(\d+)|\[(\d*)\]|\.([busf]\d+)\b|([A-Za-z_$%][\w$]*)\s*(?:\[|$)")
 _STATEMENT = re.compile(
     r"\s*(?:(?P<open>\{)|(?P<close>\})|(?P<label>[A-Za-z_$%][\w$]*)\s*:(?!:)"
     r"|(?P<stmt>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)"
@@ -216,9 +215,8 @@ class _Reader:
             for name in names.split(","):
                 bank = _BANK.fullmatch(name.strip())
                 listed = [f"{bank[1]}{i}" for i in range(int(bank[2]))] if bank else [name.strip()]
-                for one in listed:
-                    scope.names.add(one)
-                    full = scope.resolve(one)
+                scope.names.update(listed)
+                for full in map(scope.resolve, listed):
                     kernel.registers[full] = Reg(full, len(kernel.registers), kind.lstrip("."))
         elif words[0] == ".shared":
             kernel.shared.append(_variable(words[1]))

@@ -18,11 +18,9 @@ def run(problem: MlaProblem) -> None:
         factor = problem.scale.item()
     if problem.v_scale is not None:
         v_scale *= problem.v_scale.item()
-    queries = torch.cat(
-        (settings.sm_scale * problem.q_nope.double(), settings.rope_scale * problem.q_pe.double()), dim=-1
-    )
+    queries = torch.cat((settings.sm_scale * problem.q.double(), settings.rope_scale * problem.q_pe.double()), dim=-1)
     for index, rows in enumerate(_rows(lengths)):
-        ckv, kpe = (_tokens(x, lengths, index) for x in (problem.ckv, problem.kpe))
+        ckv, kpe = (_tokens(x, lengths, index) for x in (problem.k, problem.kpe))
         if problem.ckv_scales is not None:
             factors = _tokens(problem.ckv_scales, lengths, index).repeat_interleave(GROUP, dim=-1)
             ckv = (ckv.float() * factors.float()).to(settings.dtype).double()  # as kernels multiply

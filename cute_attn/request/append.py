@@ -47,7 +47,7 @@ class PageTable(NamedTuple):
         integers("batch_indices", self.batch_indices, nnz, device)
         integers("positions", self.positions, nnz, device)
         integers("kv_indices", self.kv_indices, None, device)
-        requests = check_bounds("kv_indptr", self.kv_indptr, device).numel() - 1
+        requests = index_bounds("kv_indptr", self.kv_indptr, device).numel() - 1
         integers("kv_last_page_len", self.kv_last_page_len, requests, device)
         if device.type == "cpu":
             self._check_values(cache.shape[0], page_size)
@@ -212,25 +212,16 @@ def check_same_rows(rows: dict[str, Any]) -> None:
 
 def integers(name: str, value: Any, size: int | None = None, device: torch.device | None = None) -> torch.Tensor:
     """Check 1-D integers, `size` of them, on `device`."""
-    if checks.tensor(name, value).dtype not in INTEGERS:
-        raise checks.wrong(f"{name} must be of an integer dtype", value)
-    if device is not None:
-        checks.device(name, value, device, "device")
-    return checks.vector(name, value, INTEGERS, size)
+    on = checks.tensor(name, value).device if device is None else device
+    return checks.operand(name, value, INTEGERS, (size,), "[n]", on, "device")
 
 
-def check_bounds(name: str, value: Any, device: torch.device | None) -> torch.Tensor:
-    """Check integers [batch_size + 1] on `device`."""
+def index_bounds(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
+    """Check integers [batch_size + 1] on `device`, on the CPU also that they do not decrease."""
     indptr = integers(name, value, None, device)
     if not indptr.numel():
         raise ArgumentError(f"{name} must have batch_size + 1 elements, got none")
-    return indptr
-
-
-def index_bounds(name: str, value: Any) -> torch.Tensor:
-    """Check integers [batch_size + 1], on the CPU also that they do not decrease; return them as int64."""
-    indptr = check_bounds(name, value, None).long()
-    if indptr.is_cpu and not torch.compiler.is_compiling() and (indptr.diff() < 0).any():
+    if indptr.is_cpu and not torch.compiler.is_compiling() and (indptr[1:] < indptr[:-1]).any():
         raise ArgumentError(f"{name} must not decrease, got {checks.shown(indptr.tolist())}")
     return indptr
 

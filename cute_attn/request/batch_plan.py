@@ -70,9 +70,9 @@ def plan_settings(options: PlanOptions, kv_layout: str, page_size: int, **featur
     """Check the options of a plan and return the settings they decide. `features`: those that do not follow from them,
     the device and the source of keys among them.
     """
-    q_dtype = _data_type("q_data_type", options.q_data_type)
-    kv_dtype = q_dtype if options.kv_data_type is None else _data_type("kv_data_type", options.kv_data_type)
-    o_dtype = None if options.o_data_type is None else _data_type("o_data_type", options.o_data_type)
+    q_dtype = checks.dtype_of("q_data_type", options.q_data_type)
+    kv_dtype = q_dtype if options.kv_data_type is None else checks.dtype_of("kv_data_type", options.kv_data_type)
+    o_dtype = None if options.o_data_type is None else checks.dtype_of("o_data_type", options.o_data_type)
     head_dim_qk = count("head_dim_qk", options.head_dim_qk)
     head_dim_vo = head_dim_qk if options.head_dim_vo is None else count("head_dim_vo", options.head_dim_vo)
     packing = 2 if kv_dtype == torch.uint8 else 1
@@ -98,23 +98,9 @@ def plan_settings(options: PlanOptions, kv_layout: str, page_size: int, **featur
         raise
 
 
-def _data_type(name: str, value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype | str):
-        raise checks.wrong(f"{name} must be a torch.dtype or its name", value, ArgumentTypeError)
-    dtype = getattr(torch, value, None) if isinstance(value, str) else value
-    if not isinstance(dtype, torch.dtype):
-        raise ArgumentError(f"{name} must name a dtype of torch, got {checks.shown(value)}")
-    return dtype
-
-
 def count(name: str, value: Any) -> int:
     """Check an integer within 1..MAX_INDEX."""
-    value = checks.integer(name, value)
-    if value < 1:
-        raise ArgumentError(f"{name} must be at least 1, got {checks.shown(value)}")
-    if value > MAX_INDEX:
-        raise ArgumentError(f"{name} must be at most {MAX_INDEX}, got {checks.shown(value)}")
-    return value
+    return checks.at_least(name, value, 1, MAX_INDEX)
 
 
 class Splits(NamedTuple):
@@ -248,28 +234,20 @@ def mask(
     offsets = index_arrays.bounds((sizes + 7) // 8)
     total = int(sizes.sum())
     if custom_mask is not None:
-        bits = _flat("custom_mask", custom_mask, torch.bool, torch.uint8)
+        bits = checks.operand("custom_mask", custom_mask, (torch.bool, torch.uint8), (None,), "[n]")
         if bits.numel() != total:
             raise ArgumentError(
                 f"custom_mask must have the sum of qo_len * kv_len = {total} elements, got {bits.numel()}"
             )
         if packed_custom_mask is None:
             return Mask(_pack(bits.to(device).bool(), sizes, offsets), offsets)
-    packed = _flat(packed_name, packed_custom_mask, torch.uint8).to(device)
+    packed = checks.operand(packed_name, packed_custom_mask, (torch.uint8,), (None,), "[n]").to(device)
     if packed.numel() != offsets[-1]:
         raise ArgumentError(
             f"{packed_name} must have {offsets[-1]} bytes, each request from a new byte on, as "
             f'segment_packbits(..., bitorder="little") packs them; got {packed.numel()}'
         )
     return Mask(packed.contiguous(), offsets)
-
-
-def _flat(name: str, value: Any, *dtypes: torch.dtype) -> torch.Tensor:
-    value = checks.readable(name, value)
-    if value.dtype not in dtypes or value.dim() != 1:
-        accepted = " or ".join(map(checks.short, dtypes))
-        raise checks.wrong(f"{name} must be a 1-D {accepted} tensor", value)
-    return value
 
 
 def _pack(bits: torch.Tensor, sizes: np.ndarray, offsets: np.ndarray) -> torch.Tensor:
@@ -291,8 +269,5 @@ def graph_buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device
     """Check a buffer of CUDA-graph mode, which keeps its address across plans."""
     if not isinstance(value, torch.Tensor):
         raise checks.wrong(f"{name} must be a torch.Tensor with use_cuda_graph=True", value)
-    checks.dtype(name, value.dtype, (dtype,))
-    if value.dim() != 1 or not value.is_contiguous():
-        raise checks.wrong(f"{name} must be contiguous with 1 dimension", value)
-    checks.device(name, value, device, "the workspace's device")
+    checks.contiguous(name, checks.operand(name, value, (dtype,), (None,), "[n]", device, "the workspace's device"))
     return value

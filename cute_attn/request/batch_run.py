@@ -73,7 +73,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
             *(NO_WINDOWS if run.ranges is None else run.ranges.windows()),
         )
     features = settings.features
-    sinks = None if run.sinks is None else operands.check_per_head("sinks", run.sinks, features)
+    sinks = None if run.sinks is None else operands.per_head("sinks", run.sinks, features.num_qo_heads, q.device)
     sf = run.kv_cache_sf
     if features.kv_block_scales or sf is not None:
         sf = _block_scales(plan, sf, k, v)
@@ -150,7 +150,7 @@ def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout
         q = checks.tensor("q", arguments.q)
         heads = q.shape[1] if q.dim() == 3 else plan.settings.features.num_qo_heads
         axes = "[num_qo_heads, rows] (lse_layout 'HN')"
-        operands.check_output("lse", lse, (heads, plan.rows), axes, torch.float32, q.device)
+        checks.operand("lse", lse, (torch.float32,), (heads, plan.rows), axes, q.device)
         checks.contiguous("lse", lse)
         _keep_apart(plan, arguments, arguments.kv_cache)
     return LseForm(wanted / base, transposed)

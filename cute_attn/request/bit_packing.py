@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
@@ -119,13 +120,5 @@ def _segment_bounds(indptr: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         raise ArgumentError("indptr must have num_segments + 1 elements, got none")
     if indptr.device != x.device:
         raise RuntimeArgumentError(f"indptr must be on x's device {x.device}, got {indptr.device}")
-    bounds = indptr.to(torch.int64)
-    if bounds[0] < 0 or bounds[-1] > x.numel() or (bounds.diff() < 0).any():
-        wrong = (bounds < 0) | (bounds > x.numel())
-        wrong[1:] |= bounds.diff() < 0
-        i = int(wrong.nonzero()[0])
-        raise ArgumentError(
-            f"indptr must not decrease and must stay within 0..{x.numel()}, the elements of x; got indptr[{i}] = "
-            f"{int(bounds[i])}" + (f" after {int(bounds[i - 1])}" if i else "")
-        )
-    return bounds
+    checks.increasing("indptr", indptr.cpu().numpy().astype(np.int64), x.numel(), ", the elements of x")
+    return indptr.to(torch.int64)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn.errors import ArgumentError, NotSupported, Refusal
+from cute_attn.errors import ArgumentError
 from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_plan, checks, index_arrays
 from cute_attn.request.batch_plan import Mask
@@ -35,12 +35,9 @@ def refuse_positions(pos_encoding_mode: Any) -> None:
     """Refuse encodings of positions: kernels count those of keys among the keys that a row of blocks sees."""
     checks.choice("pos_encoding_mode", pos_encoding_mode, POS_ENCODING_MODES)
     if pos_encoding_mode != "NONE":
-        feature, reason = (
-            f"pos_encoding_mode={pos_encoding_mode!r}",
-            "it counts positions among the keys of a block row",
-        )
+        reason = "it counts positions among the keys of a block row"
         instead = "rotated q and k" if pos_encoding_mode == "ROPE_LLAMA" else "a dense wrapper with a custom mask"
-        raise NotSupported([Refusal("block-sparse attention", feature, reason, instead)])
+        checks.refuse(f"pos_encoding_mode={pos_encoding_mode!r}", reason, instead, "block-sparse attention")
 
 
 # ---- blocks of equal size
@@ -144,9 +141,7 @@ def causal_mask(lengths: BatchLengths, size: Matrix) -> torch.Tensor:
 def pages(k: Any, v: Any, size: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
     """Return k and v `[N, num_kv_heads, head_dim]` as pages `[N / C, C, num_kv_heads, head_dim]`, without a copy."""
     for name, x in (("k", k), ("v", v)):
-        checks.tensor(name, x)
-        if x.dim() != 3 or x.shape[0] != size.columns:
-            raise checks.wrong(f"{name} must have shape [N, num_kv_heads, head_dim] with N = {size.columns}", x)
+        checks.shape(name, checks.tensor(name, x), (size.columns, None, None), "[N, num_kv_heads, head_dim]")
     return k.unflatten(0, (size.pages, size.page_size)), v.unflatten(0, (size.pages, size.page_size))
 
 
@@ -188,10 +183,7 @@ def variable(
 
 def _sizes(name: str, value: Any, num_kv_heads: int) -> np.ndarray:
     """Check sizes of blocks [num_kv_heads, blocks] and return them on the host."""
-    value = checks.readable(name, value)
-    checks.dtype(name, value.dtype, index_arrays.DTYPES)
-    if value.dim() != 2 or value.shape[0] != num_kv_heads:
-        raise checks.wrong(f"{name} must have shape [num_kv_heads = {num_kv_heads}, blocks]", value)
+    checks.operand(name, value, index_arrays.DTYPES, (num_kv_heads, None), "[num_kv_heads, blocks]")
     sizes: np.ndarray = value.cpu().numpy().astype(np.int64)
     if (sizes < 0).any():
         raise ArgumentError(f"{name} must not be negative, got {sizes.min()}")
@@ -207,9 +199,7 @@ def by_kv_head(q: Any, k: Any, v: Any, group: int, size: Matrix) -> tuple[torch.
     """
     shapes = (("q", q, size.heads * group, size.rows), ("k", k, size.heads, size.columns))
     for name, x, heads, length in (*shapes, ("v", v, size.heads, size.columns)):
-        checks.tensor(name, x)
-        if x.dim() != 3 or x.shape[:2] != (heads, length):
-            raise checks.wrong(f"{name} must have shape [{heads}, {length}, head_dim]", x)
+        checks.shape(name, checks.tensor(name, x), (heads, length, None), f"[{heads}, {length}, head_dim]")
     k, v = (x.reshape(-1, size.page_size, 1, x.shape[2]) for x in (k, v))
     return q.unflatten(0, (size.heads, group)).transpose(1, 2).flatten(0, 1), k, v
 

@@ -8,6 +8,7 @@ is still usable.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import BatchLengths, BatchProblem
 from cute_attn.request import checks
+from cute_attn.request.checks import Named
 from cute_attn.request.settings import KV_LAYOUTS
 
 MAX_PAGE = torch.iinfo(torch.int32).max
@@ -69,15 +71,16 @@ def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
     return view
 
 
-def check_tables(value: Any, device: torch.device | None, name: str = "block_tables") -> torch.Tensor:
-    """Check a page table `[batch_size, max_pages]` on a device; None: on any."""
-    value = checks.tensor(name, value)
-    if value.dim() != 2:
-        raise checks.wrong(f"{name} must have shape [batch_size, max_pages]", value)
-    checks.dtype(name, value.dtype, (torch.int32,))
-    if device is not None:
-        checks.device(name, value, device)
-    return value
+def tables_with_lengths(
+    tables: Named, lengths: Named, device: torch.device | None, dtypes: Sequence[torch.dtype] = (torch.int32,)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check a page table `[batch_size, max_pages]` and as many lengths, of `dtypes`, on a device; None: on any."""
+    pages = checks.operand(*tables, (torch.int32,), (None, None), "[batch_size, max_pages]", device)
+    kv_len = checks.operand(*lengths, dtypes, (None,), "[batch_size]", device)
+    if len(kv_len) != len(pages):
+        expected = f"one length for each of the {len(pages)} rows of {tables[0]}"
+        raise checks.wrong(f"{lengths[0]} must have {expected}", kv_len)
+    return pages, kv_len
 
 
 def is_large(x: torch.Tensor) -> bool:
@@ -133,11 +136,8 @@ def in_table(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> UsedPa
     batch_size, width = tables.shape
     if batch_size != len(kv_len):
         raise checks.wrong(f"block_tables must have {len(kv_len)} rows, one per request", tables)
-    if (i := checks.first(kv_len > width * page_size)) is not None:
-        raise ArgumentError(
-            f"seq_lens must be at most {width * page_size}, the {width} pages of block_tables times {page_size} "
-            f"tokens; request {i} has {kv_len[i]}"
-        )
+    what = f", the {width} pages of block_tables times {page_size} tokens"
+    checks.each_within("seq_lens", kv_len, width * page_size, what)
     return UsedPages.of(kv_len, np.arange(len(kv_len)) * width, page_size)
 
 
@@ -158,14 +158,12 @@ def as_int32(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
     return indices.to(device, torch.int32).contiguous()
 
 
-def before_launch(problem: BatchProblem, lengths: BatchLengths) -> None:
-    """Check the pages of a launch, unless the stream is being captured: nothing can be read from the device then."""
-    if problem.q.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        check_pages(problem, lengths)
-
-
 def check_pages(problem: BatchProblem, lengths: BatchLengths) -> None:
-    """Raise ArgumentError if a request has a page that is not in the cache. Pages before its window may be -1."""
+    """Raise ArgumentError if a request has a page that is not in the cache. Pages before its window may be -1. Nothing
+    is checked while the stream is being captured: nothing can be read from the device then.
+    """
+    if problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     assert problem.kv_indices is not None
     page_size, window_left, unseen = problem.settings.page_size, problem.settings.window_left, None
     used = UsedPages.of(lengths.kv_len, lengths.kv_start, page_size)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotSupported, Refusal
+from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.problem import MemoryRange, short
 
 Extent = tuple[int, int]  # addresses of the first byte and past the last
@@ -57,9 +57,9 @@ def shown(value: object) -> str:
     return _bounded.repr(value)
 
 
-def refuse(feature: str, reason: str, instead: str) -> None:
-    """Raise NotSupported for a feature that no backend has."""
-    raise NotSupported([Refusal("every backend", feature, reason, instead)])
+def refuse(feature: str, reason: str, instead: str, who: str = "every backend") -> None:
+    """Raise NotSupported for a feature that no backend has, or that `who` has not."""
+    raise NotSupported([Refusal(who, feature, reason, instead)])
 
 
 def refuse_given(reason: str, instead: str = "", off: bool | None = False, **options: Any) -> None:
@@ -101,11 +101,11 @@ def fp16_hint(use_fp16_qk_reduction: Any = False, allow_fp16_qk_reduction: Any =
         )
 
 
-def at_least(name: str, value: Any, least: int) -> int:
-    """Check for an `integer` that is no less than `least`."""
+def at_least(name: str, value: Any, least: int, most: int = LARGEST_INT) -> int:
+    """Check for an `integer` within `least`..`most`."""
     value = integer(name, value)
-    if value < least:
-        raise ArgumentError(f"{name} must be >= {least}, got {value}")
+    if not least <= value <= most:
+        raise ArgumentError(f"{name} must be at {f'least {least}' if value < least else f'most {most}'}, got {value}")
     return value
 
 
@@ -157,6 +157,11 @@ def positive(name: str, value: Any) -> float:
     return value
 
 
+def positive_or(name: str, value: Any, default: float) -> float:
+    """Check `positive`; None stands for `default`."""
+    return default if value is None else positive(name, value)
+
+
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """Check for one of `choices`; LayoutError otherwise."""
     if isinstance(value, str) and value in choices:
@@ -192,25 +197,6 @@ def plain(name: str, value: Any) -> torch.Tensor:
                 f"{name} must be a tensor outside of torch.func transforms and vmap, which have no rule"
             )
     return tensor(name, value)
-
-
-def vector(
-    name: str,
-    value: Any,
-    dtypes: Sequence[torch.dtype],
-    size: int | None = None,
-    on: torch.device | None = None,
-    axis: str = "",
-) -> torch.Tensor:
-    """Check for a tensor of one axis, of `size` elements, on a device; None: of any. `axis`: its name, for messages."""
-    value = tensor(name, value)
-    dtype(name, value.dtype, dtypes)
-    if value.dim() != 1 or (size is not None and value.shape[0] != size):
-        meaning = axis or ("n" if size is None else str(size))
-        raise wrong(f"{name} must have shape [{meaning}]", value)
-    if on is not None:
-        device(name, value, on)
-    return value
 
 
 def readable(name: str, value: Any) -> torch.Tensor:
@@ -263,6 +249,25 @@ def first(wrong: Any) -> int | None:
     return int(wrong.argmax()) if wrong.any() else None
 
 
+def each_within(name: str, values: np.ndarray, most: int | np.ndarray, what: str = "") -> None:
+    """Check numbers of all requests: none is negative or beyond `most`, one number or one for each. `what`: what that
+    is, for the message.
+    """
+    if (i := first((values < 0) | (values > most))) is not None:
+        bound = np.broadcast_to(most, values.shape)[i]
+        raise ArgumentError(f"{name} must be within 0..{bound}{what}; request {i} has {values[i]}")
+
+
+def increasing(name: str, bounds: np.ndarray, most: int, what: str = "") -> None:
+    """Check bounds of all requests, of which there is one: they do not decrease, and stay within 0..`most`. `what`:
+    what that is, for the message.
+    """
+    if (i := first(bounds[1:] < bounds[:-1])) is not None:
+        raise RuntimeArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]} (request {i})")
+    if bounds[0] < 0 or bounds[-1] > most:
+        raise ArgumentError(f"{name} must stay within 0..{most}{what}, got {bounds[0]}..{bounds[-1]}")
+
+
 def device(name: str, value: torch.Tensor, expected: torch.device, of: str = "q's device") -> None:
     """Check that a tensor is on a device. `of`: what the message calls that."""
     if value.device != expected:
@@ -292,14 +297,17 @@ def operand(
     dtypes: Sequence[torch.dtype],
     expected: tuple[int | None, ...],
     meaning: str,
-    on: torch.device,
+    on: torch.device | None = None,
     of: str = "q's device",
 ) -> torch.Tensor:
-    """Check for a tensor of a dtype, a shape (see `shape`) and a device, which torch wants no derivative of."""
-    value = tensor(name, value)
+    """Check for a tensor of a dtype, a shape (see `shape`) and a device (None: any that the host can read), which torch
+    wants no derivative of.
+    """
+    value = readable(name, value) if on is None else tensor(name, value)
     dtype(name, value.dtype, dtypes)
     shape(name, value, expected, meaning)
-    device(name, value, on, of)
+    if on is not None:
+        device(name, value, on, of)
     check_grad(name, value)
     return value
 
@@ -307,6 +315,16 @@ def operand(
 def named_dtype(value: Any) -> Any:
     """Return the dtype of torch that a string names; anything else, and a string that names none, as it is."""
     return getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+
+
+def dtype_of(name: str, value: Any) -> torch.dtype:
+    """Check for a dtype of torch, or its name."""
+    found = named_dtype(value)
+    if isinstance(found, torch.dtype):
+        return found
+    if isinstance(value, str):
+        raise ArgumentError(f"{name} must name a dtype of torch, got {shown(value)}")
+    raise wrong(f"{name} must be a torch.dtype or its name", value, ArgumentTypeError)
 
 
 def contiguous(name: str, value: torch.Tensor) -> None:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.errors import ArgumentError
 from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_mask_bytes
 from cute_attn.request import caches, checks, operands
-from cute_attn.request.caches import cache_views, check_tables, is_large
+from cute_attn.request.caches import cache_views, is_large
 from cute_attn.request.operands import ALIGNMENT, BLOCK_SCALES, Placement, Scales
 from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Stored, call_settings
 
@@ -88,7 +88,13 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
     device, num_tokens = query.device, query.shape[0]
     qo_len = 1 if call.q_len_per_req is None else checks.at_least("q_len_per_req", call.q_len_per_req, 1)
     block_tables, seq_lens, qo_indptr = _lengths(call, qo_len, num_tokens, device)
-    _check_operands(query, k, v)
+    checks.dtype("query", query.dtype, HALF)
+    for name, x in zip(NAMES[1:], (k, v), strict=True):
+        checks.device(name, x, device)
+    if k.shape[3] != v.shape[3]:
+        raise ArgumentError(
+            f"k and v of kv_cache must have the same last axis, got {checks.describe(k)} and {checks.describe(v)}"
+        )
     placed = operands.placement(query, k, v)
     found = operands.split_scales(device, call.bmm1_scale, None, call.bmm2_scale, SCALES)
     settings = _settings(call, (query, k, v), block_scales, placed, found)
@@ -100,7 +106,7 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
     if sinks is not None:
         if checks.tensor("sinks", sinks).dim() != 1 and sinks.numel() == settings.features.num_qo_heads:
             sinks = sinks.reshape(-1)  # given in any shape
-        sinks = operands.check_per_head("sinks", sinks, settings.features)
+        sinks = operands.per_head("sinks", sinks, settings.features.num_qo_heads, device)
     read = call.query, k, v, *(block_scales or (None, None)), *call[OF_LAUNCH]
     return DecodeProblem(
         settings,
@@ -124,20 +130,6 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
     )
 
 
-# ---- query and cache
-
-
-def _check_operands(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Check what `call_settings` leaves: it checks other dtypes and head counts."""
-    checks.dtype("query", query.dtype, HALF)
-    for name, x in zip(NAMES[1:], (k, v), strict=True):
-        checks.device(name, x, query.device)
-    if k.shape[3] != v.shape[3]:
-        raise ArgumentError(
-            f"k and v of kv_cache must have the same last axis, got {checks.describe(k)} and {checks.describe(v)}"
-        )
-
-
 # ---- settings
 
 
@@ -151,13 +143,10 @@ def _settings(
     """Return the settings. `found`: the numbers among the scales."""
     query, k, v = qkv
     sm_scale = checks.real_or("bmm1_scale", found.q, 1.0) * call.form.bmm1_factor
-    v_scale, o_scale = checks.real_or("bmm2_scale", found.v, 1.0), positive_or_one("o_scale", call.o_scale)
+    v_scale, o_scale = checks.real_or("bmm2_scale", found.v, 1.0), checks.positive_or("o_scale", call.o_scale, 1.0)
     o_dtype = (call.form.out_dtype or query.dtype) if call.out is None else checks.tensor("out", call.out).dtype
     if o_dtype != FP8_OUT:
         v_scale = checks.real("bmm2_scale * o_scale", v_scale * o_scale)
-    if call.enable_pdl is not None:
-        checks.boolean("enable_pdl", call.enable_pdl)
-    window_left = checks.whole("window_left", call.window_left)
     checks.dtype("out", o_dtype, OUT_DTYPES)
     given = Features(
         *(query.device, query.dtype, k.dtype, query.dtype),
@@ -175,7 +164,7 @@ def _settings(
     options = Call(
         *(None, None, None),
         causal=True,
-        window_left=window_left,
+        window_left=call.window_left,
         sm_scale=sm_scale,
         v_scale=v_scale,
         o_dtype=o_dtype,
@@ -185,15 +174,6 @@ def _settings(
     return call_settings(given, stored, *options[len(NOT_OPTIONS) :])
 
 
-def positive_or_one(name: str, value: Any) -> float:
-    """Check for a number > 0; None stands for 1."""
-    if value is None:
-        return 1.0
-    if isinstance(value, torch.Tensor):
-        raise checks.wrong(f"{name} must be a number", value, ArgumentTypeError)
-    return checks.positive(name, value)
-
-
 # ---- lengths, tables, masks
 
 
@@ -201,7 +181,11 @@ def _lengths(
     call: DecodeCall, qo_len: int, num_tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Check that block_tables, seq_lens and q_cu_seq_lens have one batch size, and return them."""
-    block_tables, seq_lens = check_tables(call.block_tables, device), _seq_lens(call.seq_lens, device)
+    seq_lens = checks.tensor("seq_lens", call.seq_lens)
+    if seq_lens.dim() == 2 and seq_lens.shape[1] == 1:
+        seq_lens = seq_lens[:, 0]
+    tables = "block_tables", call.block_tables
+    block_tables, seq_lens = caches.tables_with_lengths(tables, ("seq_lens", seq_lens), device, INDEX_DTYPES)
     if block_tables.shape[1] > 1 and block_tables.stride(1) != 1:
         block_tables = block_tables.contiguous()
     if block_tables.shape[0] * block_tables.stride(0) > MAX_INDEX:
@@ -209,24 +193,14 @@ def _lengths(
             f"block_tables must span at most {MAX_INDEX} elements, "
             f"got {block_tables.shape[0]} rows of stride {block_tables.stride(0)}"
         )
-    batch_size = block_tables.shape[0]
-    if seq_lens.shape[0] != batch_size:
-        raise ArgumentError(
-            f"seq_lens must have one length for each of the {batch_size} rows of block_tables, got {seq_lens.shape[0]}"
-        )
+    seq_lens, batch_size = seq_lens.contiguous(), block_tables.shape[0]
     if call.q_cu_seq_lens is None:
         if num_tokens != batch_size * qo_len:
             raise checks.wrong(f"query must have batch_size * q_len_per_req = {batch_size} * {qo_len} rows", call.query)
         return block_tables, seq_lens, None
-    bounds = call.q_cu_seq_lens, INDEX_DTYPES, batch_size + 1, device, f"batch_size + 1 = {batch_size + 1}"
-    return block_tables, seq_lens, checks.vector("q_cu_seq_lens", *bounds).contiguous()
-
-
-def _seq_lens(value: Any, device: torch.device) -> torch.Tensor:
-    value = checks.tensor("seq_lens", value)
-    if value.dim() == 2 and value.shape[1] == 1:
-        value = value[:, 0]
-    return checks.vector("seq_lens", value, INDEX_DTYPES, None, device, "batch_size").contiguous()
+    shape = (batch_size + 1,), "[batch_size + 1]"
+    bounds = checks.operand("q_cu_seq_lens", call.q_cu_seq_lens, INDEX_DTYPES, *shape, device)
+    return block_tables, seq_lens, bounds.contiguous()
 
 
 def _draft_mask(value: Any, num_tokens: int, qo_len: int, device: torch.device) -> torch.Tensor:
@@ -261,9 +235,7 @@ def _scratch(semaphores: Any, workspace_buffer: Any) -> Scratch:
 
 def _outputs(call: DecodeCall, features: Features, qo_len: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out as `[num_tokens, num_qo_heads, head_dim]`, and lse as `[num_tokens, num_qo_heads]` if it is wanted."""
-    if call.return_lse is not False:
-        checks.boolean("return_lse", call.return_lse)
-    query, out, lse, wants_lse = call.query, call.out, call.lse, call.return_lse
+    query, out, lse, wants_lse = call.query, call.out, call.lse, checks.boolean("return_lse", call.return_lse)
     rows = (query.shape[0], features.num_qo_heads)
     if out is not None and out.dim() == 4 and call.q_cu_seq_lens is None:
         flat = *rows, features.head_dim_vo
@@ -271,7 +243,7 @@ def _outputs(call: DecodeCall, features: Features, qo_len: int) -> tuple[torch.T
         checks.shape("out", out, shape, "[batch_size, q_len_per_req, num_qo_heads, head_dim]")
         out = operands.flat_tokens("out", out, flat)
     if call.lse_copy is not None:
-        operands.check_output("lse", lse, rows[::-1], "[num_qo_heads, num_tokens]", torch.float32, query.device)
+        checks.operand("lse", lse, (torch.float32,), rows[::-1], "[num_qo_heads, num_tokens]", query.device)
         checks.dense("lse", lse)
         lse, wants_lse = None, True
     # `before_launch` compares them with all that the call reads.
@@ -299,12 +271,9 @@ def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> Non
             if bounds[-1] > rows or (bounds[-1] < rows and call.out is None):  # rows of no request are of a given out
                 raise ArgumentError(f"q_cu_seq_lens must end at {rows}, the rows of query, got {bounds[-1]}")
         kv_len = problem.seq_lens.cpu().numpy().astype(np.int64)
-        limits = [(MAX_KV_LEN, f"within 0..{MAX_KV_LEN}")]
+        checks.each_within("seq_lens", kv_len, MAX_KV_LEN)
         if call.max_seq_len is not None:
-            limits.append((int(call.max_seq_len), f"at most max_seq_len = {call.max_seq_len}"))
-        for most, rule in limits:
-            if (i := checks.first((kv_len < 0) | (kv_len > most))) is not None:
-                raise ArgumentError(f"seq_lens must be {rule}; request {i} has {kv_len[i]}")
+            checks.each_within("seq_lens", kv_len, int(call.max_seq_len), ", max_seq_len")
         page_size, tables, unseen = problem.settings.page_size, problem.block_tables, None
         used = caches.in_table(tables, kv_len, page_size)
         if (window_left := problem.settings.window_left) >= 0:  # pages before the window are not read

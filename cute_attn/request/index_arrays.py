@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn.errors import ArgumentError, RuntimeArgumentError
+from cute_attn.errors import ArgumentError
 from cute_attn.problem import BatchLengths, DeviceLengths, largest, smallest
 from cute_attn.request import caches, checks
 from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
@@ -62,11 +62,8 @@ class IndexArrays(NamedTuple):
         given = checks.readable(self.names[3], kv_len_arr).cpu()
         full = torch.full_like(given, self.page_size or 0)
         most = self._replace(last_page_len=full).on_host()
-        kv_len, room = given.numpy().astype(np.int64), most.kv_len
-        if (i := checks.first((kv_len < 0) | (kv_len > room))) is not None:
-            raise ArgumentError(
-                f"{self.names[3]} must be within 0..{room[i]}, the tokens of request {i}'s pages; got {kv_len[i]}"
-            )
+        kv_len = given.numpy().astype(np.int64)
+        checks.each_within(self.names[3], kv_len, most.kv_len, ", the tokens of a request's pages")
         return BatchLengths(most.qo_indptr, most.kv_indptr, kv_len, kv_indices=most.kv_indices)
 
     def on_device(self, device: torch.device) -> DeviceLengths:
@@ -96,14 +93,9 @@ class IndexArrays(NamedTuple):
 
 def check_array(name: str, value: Any) -> None:
     """Check what an index array is, but not its numbers."""
-    if type(value) is not torch.Tensor or value.layout is not STRIDED or value.is_neg():
-        checks.tensor(name, value)
-    if value.dtype not in DTYPES:  # nor complex, of which there are conjugate views
-        checks.dtype(name, value.dtype, DTYPES)
-    if not (value.is_cuda or value.is_cpu):
-        checks.readable(name, value)
-    if value.dim() != 1:
-        raise checks.wrong(f"{name} must have 1 dimension", value)
+    usual = type(value) is torch.Tensor and value.layout is STRIDED and value.dtype in DTYPES and value.dim() == 1
+    if not usual or value.is_neg() or not (value.is_cuda or value.is_cpu):
+        checks.operand(name, value, DTYPES, (None,), "[n]")
 
 
 def _check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
@@ -161,11 +153,8 @@ def _bounds(name: str, value: Any) -> tuple[np.ndarray, np.ndarray, int]:
         _check_bounds(name, value)
     steps = bounds[1:] - bounds[:-1]
     least = smallest(steps) if len(steps) else 0
-    if least < 0:
-        i = int((steps < 0).argmax())
-        raise RuntimeArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]} (request {i})")
-    if bounds.item(0) < 0 or bounds.item(-1) > MAX_INDEX:
-        raise ArgumentError(f"{name} must stay within 0..{MAX_INDEX}, got {bounds[0]}..{bounds[-1]}")
+    if least < 0 or bounds.item(0) < 0 or bounds.item(-1) > MAX_INDEX:
+        checks.increasing(name, bounds, MAX_INDEX)
     return bounds, steps, least
 
 
@@ -185,11 +174,17 @@ def _keys_in_pages(name: str, counts: np.ndarray, fewest: int, last: np.ndarray,
 
 def _int32(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return an index array as the planner reads it; numbers beyond int32 become the largest one."""
-    if value.dtype == torch.int64:
-        value = value.clamp(0, MAX_INDEX).int()
-    if value.is_cpu:  # from pinned memory the copy must end before `plan` returns: the caller may then overwrite it
-        value = value.to(device, non_blocking=not value.is_pinned())
-    return value.contiguous()
+    return there(value.clamp(0, MAX_INDEX).int() if value.dtype == torch.int64 else value, device)
+
+
+def there(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an array as launches on a device read it."""
+    return x.to(device, non_blocking=not copied_at_once(x, device)).contiguous()
+
+
+def copied_at_once(x: torch.Tensor, device: torch.device) -> bool:
+    """Tell whether a copy to a device must end before `plan` returns: the caller may then overwrite pinned memory."""
+    return x.is_cpu and device.type != "cpu" and x.is_pinned()
 
 
 # ---- arrays of lengths

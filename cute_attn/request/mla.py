@@ -16,7 +16,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import Scratch
-from cute_attn.request import caches, checks, operands
+from cute_attn.request import caches, checks, index_arrays, operands
 from cute_attn.request.caches import UsedPages
 from cute_attn.request.settings import HALF, LSE_BASES, MAX_INDEX, MAX_KV_LEN
 
@@ -73,17 +73,13 @@ class MlaLengths(NamedTuple):
         """
         qo_indptr, kv_indptr, kv_indices, kv_len = arrays
         if names.kv_indptr:
-            kv_indices = checks.vector(names.kv_indices, kv_indices, INDEX_DTYPES, None, device)
+            for name, x in ((names.kv_indices, kv_indices), (names.kv_len, kv_len)):
+                checks.operand(name, x, INDEX_DTYPES, (None,), "[n]", device)
         else:
-            kv_indices = caches.check_tables(kv_indices, device, names.kv_indices)
-        kv_len = checks.vector(names.kv_len, kv_len, INDEX_DTYPES, None, device)
-        if not names.kv_indptr and len(kv_indices) != len(kv_len):
-            what = f"one length for each of the {len(kv_indices)} requests of {names.kv_indices}"
-            raise checks.wrong(f"{names.kv_len} must have {what}", kv_len)
-        size = kv_len.shape[0] + 1
+            caches.tables_with_lengths((names.kv_indices, kv_indices), (names.kv_len, kv_len), device)
         for name, x in zip(names, (qo_indptr, kv_indptr), strict=False):
             if x is not None:
-                checks.vector(name, x, INDEX_DTYPES, size, device, f"batch_size + 1 = {size}")
+                checks.operand(name, x, INDEX_DTYPES, (len(kv_len) + 1,), "[batch_size + 1]", device)
         lengths = cls(names, qo_indptr, kv_indptr, kv_indices, kv_len, qo_len)
         return lengths if qo_indptr is None else lengths._with_most_queries(qo_indptr)
 
@@ -106,6 +102,11 @@ class MlaLengths(NamedTuple):
     def batch_size(self) -> int:
         return self.kv_len.shape[0]
 
+    @property
+    def read(self) -> tuple[torch.Tensor | None, ...]:
+        """The arrays in the order in which launches take them."""
+        return self.kv_indices, self.kv_len, self.qo_indptr, self.kv_indptr
+
     def capacity(self, page_size: int) -> int:
         """Return the most keys that a request can have."""
         return min(self.kv_indices.shape[-1] * page_size, MAX_KV_LEN)
@@ -122,8 +123,8 @@ class MlaLengths(NamedTuple):
 
     def on(self, device: torch.device) -> MlaLengths:
         """Return these lengths as launches on a device read them."""
-        there = [None if x is None else _on(x, device) for x in self[1:5]]
-        return MlaLengths._make((self.names, *there, *self[5:]))
+        arrays = [None if x is None else index_arrays.there(x, device) for x in self[1:5]]
+        return MlaLengths._make((self.names, *arrays, *self[5:]))
 
     def on_host(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Check the keys of each request, and return them and the index of its first page. On a GPU they are read."""
@@ -133,28 +134,11 @@ class MlaLengths(NamedTuple):
             room = np.full_like(kv_len, size * page_size)
         else:
             bounds = self.kv_indptr.cpu().numpy().astype(np.int64)
-            if (i := checks.first(np.diff(bounds) < 0)) is not None:
-                name = self.names.kv_indptr
-                raise ArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]}")
+            checks.increasing(self.names.kv_indptr, bounds, MAX_INDEX)
             room = (np.minimum(bounds[1:], size) - bounds[:-1]) * page_size
-        room = np.minimum(room, MAX_KV_LEN)
-        wrong = (kv_len < 0) | (kv_len > room)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise ArgumentError(
-                f"{self.names.kv_len} must be within 0..{room[i]}, the tokens of a request's pages in "
-                f"{self.names.kv_indptr or self.names.kv_indices}; request {i} has {kv_len[i]}"
-            )
+        what = f", the tokens of a request's pages in {self.names.kv_indptr or self.names.kv_indices}"
+        checks.each_within(self.names.kv_len, kv_len, np.minimum(room, MAX_KV_LEN), what)
         return kv_len, bounds[:-1]
-
-
-def _on(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return (x if x.device == device else x.to(device, non_blocking=not copied_at_once(x, device))).contiguous()
-
-
-def copied_at_once(x: torch.Tensor, device: torch.device) -> bool:
-    """Tell whether a copy to a device must end before `plan` returns: the caller may then overwrite pinned memory."""
-    return x.is_cpu and device.type != "cpu" and x.is_pinned()
 
 
 class MlaProblem(NamedTuple):
@@ -162,9 +146,9 @@ class MlaProblem(NamedTuple):
 
     settings: MlaSettings
     lengths: MlaLengths
-    q_nope: torch.Tensor  # [num_tokens, num_heads, LATENT]
+    q: torch.Tensor  # [num_tokens, num_heads, LATENT]
     q_pe: torch.Tensor  # [num_tokens, num_heads, ROPE], or [..., 0]
-    ckv: torch.Tensor  # [num_pages, page_size, LATENT]
+    k: torch.Tensor  # [num_pages, page_size, LATENT]: values too
     kpe: torch.Tensor  # [num_pages, page_size, ROPE], or [..., 0]
     out: torch.Tensor  # [num_tokens, num_heads, LATENT]
     lse: torch.Tensor | None  # [num_tokens, num_heads] fp32
@@ -172,7 +156,11 @@ class MlaProblem(NamedTuple):
     scale: torch.Tensor | None = None  # one-element fp32 device tensors: factors of scores and of values
     v_scale: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # [num_heads] fp32, natural-log domain
-    ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, LATENT / GROUP] fp32, factors of groups of ckv
+    ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, LATENT / GROUP] fp32, factors of groups of k
+
+    @property
+    def v(self) -> torch.Tensor:  # where launches of other problems take it
+        return self.kpe
 
 
 class Part(NamedTuple):
@@ -191,22 +179,31 @@ class Parts(NamedTuple):
     kpe: Part
     ckv_scales: Part | None = None  # of groups of latent columns
 
-    def given(self) -> list[Part]:
-        return [part for part in self if part is not None]
+
+class MlaCall(NamedTuple):
+    """The tensors of a call, not checked yet."""
+
+    q: Any  # both parts, or latent columns
+    q_pe: Any  # None: in q
+    cache: Any  # both parts, or latent columns
+    kpe: Any  # None: in cache
+    groups: Any  # scales of groups
+    out: Any
+    lse: Any
+    workspace: Part
+    read: tuple[Any, ...]  # as `MlaLengths.read`
+    sm_scale: Any  # these two may be numbers
+    v_scale: Any
+    sinks: Any = None
 
 
 class MlaOptions(NamedTuple):
-    """Arguments of a call besides tensors of tokens, not checked yet."""
+    """Other arguments of a call, not checked yet."""
 
     causal: bool
-    sm_scale: Any
-    v_scale: Any
-    out: Any
-    lse: Any
     return_lse: Any
     lse_base: str  # a key of LSE_BASES
-    enable_pdl: Any
-    sinks: Any = None
+    enable_pdl: Any = None
     ckv_scale: Any = None  # factors of the cache's parts; None: 1
     kpe_scale: Any = None
 
@@ -238,36 +235,23 @@ def _check_parts(parts: Parts) -> Parts:
             f"{q.name} must have at least one head and {parts.ckv.name} a page_size >= 1, "
             f"got {checks.describe(q.x)} and {checks.describe(parts.ckv.x)}"
         )
-    for name, x in parts.given():
-        checks.device(name, x, q.x.device)
-    checks.dtype(parts.q_pe.name, parts.q_pe.x.dtype, (q.x.dtype,))
-    checks.dtype(parts.ckv.name, parts.ckv.x.dtype, (q.x.dtype, NARROW))
     # Rows with scales of groups may keep their rotated numbers in the queries' dtype, which kernels have for bfloat16.
-    wide = parts.ckv_scales is not None and q.x.dtype == torch.bfloat16
-    checks.dtype(parts.kpe.name, parts.kpe.x.dtype, (parts.ckv.x.dtype, *((torch.bfloat16,) if wide else ())))
-    for one, other in ((q, parts.q_pe), (parts.ckv, parts.kpe)):
-        if one.x.shape[:2] != other.x.shape[:2]:
-            raise ArgumentError(
-                f"{one.name} and {other.name} must have the same first two axes, "
-                f"got {checks.describe(one.x)} and {checks.describe(other.x)}"
-            )
+    grouped, same = parts.ckv_scales is not None, (q.x.dtype,)
+    narrow = (parts.ckv.x.dtype, *(same if grouped and q.x.dtype == torch.bfloat16 else ()))
+    tokens, pages = (tuple(part.x.shape[:2]) for part in (q, parts.ckv))
+    of_q, of_cache = "[num_tokens, num_heads, n]", "[num_pages, page_size, n]"
+    for part, dtypes, first, axes in (
+        (parts.q_pe, same, tokens, of_q),
+        (parts.ckv, (NARROW,) if grouped else (*same, NARROW), pages, of_cache),
+        (parts.kpe, narrow, pages, of_cache),
+    ):
+        checks.operand(part.name, part.x, dtypes, (*first, part.x.shape[-1]), axes, q.x.device)
     if parts.ckv_scales is not None:
-        _check_scales(parts.ckv_scales, parts.ckv)
+        shape, axes = (*pages, LATENT // GROUP), f"[num_pages, page_size, {LATENT // GROUP}]"
+        checks.operand(*parts.ckv_scales, (torch.float32,), shape, axes, q.x.device)
     q_nope = _readable(q, parts.ckv, parts.ckv_scales or parts.ckv)
     q_pe = _readable(parts.q_pe, parts.ckv, parts.kpe) if parts.kpe.x.shape[-1] else parts.q_pe
     return parts._replace(q_nope=q_nope, q_pe=q_pe)
-
-
-def _check_scales(scales: Part, ckv: Part) -> None:
-    """Check the scales of groups of an 8-bit cache."""
-    checks.dtype(ckv.name, ckv.x.dtype, (NARROW,))
-    checks.dtype(scales.name, scales.x.dtype, (torch.float32,))
-    shape = (*ckv.x.shape[:2], LATENT // GROUP)
-    if scales.x.shape != shape:
-        raise ArgumentError(
-            f"Invalid shape of {scales.name}: it must be [num_pages, page_size, {LATENT // GROUP}], here {shape}; "
-            f"got {checks.describe(scales.x)}"
-        )
 
 
 def _readable(q: Part, k: Part, v: Part) -> Part:
@@ -282,19 +266,20 @@ def _readable(q: Part, k: Part, v: Part) -> Part:
 # ---- problems
 
 
-def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions) -> MlaProblem:
-    """Check a call and allocate the outputs that the caller did not pass."""
-    scratch, given = operands.partials_in(*workspace), parts.given()
+def mla_problem(parts: Parts, lengths: MlaLengths, call: MlaCall, options: MlaOptions) -> MlaProblem:
+    """Check a call and allocate the outputs that the caller did not pass. `parts`: of its queries and cache."""
+    workspace, sinks, given = call.workspace, call.sinks, [part for part in parts if part is not None]
+    scratch = operands.partials_in(*workspace)
     parts = _check_parts(parts)
     q, page_size = parts.q_nope.x, parts.ckv.x.shape[1]
     for name, x in (workspace, (lengths.names.kv_indices, lengths.kv_indices)):
         checks.device(name, x, q.device)
-    sm_scale, scale = _scale("bmm1_scale", options.sm_scale, q.device)
-    v_number, v_scale = _scale("bmm2_scale", options.v_scale, q.device)
+    sm_scale, scale = _scale("bmm1_scale", call.sm_scale, q.device)
+    v_number, v_scale = _scale("bmm2_scale", call.v_scale, q.device)
     if options.enable_pdl is not None:
         checks.boolean("enable_pdl", options.enable_pdl)
     scales = ("ckv_scale", options.ckv_scale), ("kpe_scale", options.kpe_scale)
-    ckv_scale, kpe_scale = (1.0 if x is None else checks.positive(name, x) for name, x in scales)
+    ckv_scale, kpe_scale = (checks.positive_or(name, x, 1.0) for name, x in scales)
     if parts.ckv.x.dtype == NARROW != parts.kpe.x.dtype and kpe_scale != 1.0:
         raise ArgumentError(f"kpe_scale must be 1 for rotated columns of 16 bits, got {kpe_scale}")
     settings = MlaSettings(
@@ -312,16 +297,14 @@ def mla_problem(parts: Parts, lengths: MlaLengths, workspace: Part, options: Mla
         LSE_BASES[options.lse_base],
         options.enable_pdl,
     )
-    wants_lse = options.lse is None and checks.boolean("return_lse", options.return_lse)
-    buffers = options.out, options.lse, wants_lse
+    buffers = call.out, call.lse, call.lse is None and checks.boolean("return_lse", options.return_lse)
     out, lse = operands.outputs(q, buffers, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
-    scale_tensors = ("bmm1_scale", options.sm_scale), ("bmm2_scale", options.v_scale), ("sinks", options.sinks)
+    scale_tensors = ("bmm1_scale", call.sm_scale), ("bmm2_scale", call.v_scale), ("sinks", sinks)
     arrays = zip(lengths.names, lengths[1:5], strict=True)
     checks.apart((workspace, ("out", out), ("lse", lse)), (*given, *arrays, *scale_tensors))
-    sinks = options.sinks
     if sinks is not None:
-        sinks = operands.per_head("sinks", sinks, ("num_heads", q.shape[1]), q.device)
-    q_nope, q_pe, ckv, kpe, *groups = (part.x for part in parts.given())
+        sinks = operands.per_head("sinks", sinks, q.shape[1], q.device)
+    q_nope, q_pe, ckv, kpe, *groups = (part.x for part in parts if part is not None)
     return MlaProblem(settings, lengths, q_nope, q_pe, ckv, kpe, out, lse, scratch, scale, v_scale, sinks, *groups)
 
 
@@ -332,12 +315,14 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Te
 
 
 def check_values(problem: MlaProblem) -> None:
-    """Check lengths and page numbers, which launches trust. On a GPU this synchronises."""
+    """Check lengths and page numbers, which launches trust. On a GPU this synchronises; a capture reads none."""
+    if problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     lengths, page_size = problem.lengths, problem.settings.page_size
     used = UsedPages.of(*lengths.on_host(page_size), page_size)
-    used.check(used.take(lengths.kv_indices), problem.ckv.shape[0], lengths.names.kv_indices)
+    used.check(used.take(lengths.kv_indices), problem.k.shape[0], lengths.names.kv_indices)
     if lengths.qo_indptr is not None:
-        bounds, rows = lengths.qo_indptr.tolist(), problem.q_nope.shape[0]
+        bounds, rows = lengths.qo_indptr.tolist(), problem.q.shape[0]
         operands.check_bounds(lengths.names.qo_indptr, bounds, lengths.qo_len)
         if bounds[-1] > rows:
             name = lengths.names.qo_indptr

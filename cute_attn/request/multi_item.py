@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,51 +37,31 @@ def bound_keys(given: tuple[Any, Any, Any, Any], lengths: Lengths, mask: Mask) -
         raise ArgumentError(f"token_pos_in_items_len must be at least 0, got {stride}")
     prefix_len = _per_request("prefix_len_ptr", prefix_len_ptr, lengths.batch_size)
     positions = _integers("token_pos_in_items_ptr", token_pos_in_items_ptr)
-    rows = _ItemRows.of(lengths, prefix_len, positions, stride)
+    # Query tokens behind the prefix of their request: their rows of q, and positions among its keys and in their item.
+    request = np.arange(lengths.batch_size).repeat(lengths.qo_len)
+    row = np.arange(lengths.first_row, lengths.rows)
+    position = row + (lengths.kv_len - lengths.qo_indptr[1:])[request]
+    behind = position >= prefix_len[request]
+    row, request, position = row[behind], request[behind], position[behind]
+    _check_room(lengths.kv_len - prefix_len, request, stride, len(positions))
+    in_item = positions[request * stride + position - prefix_len[request]]
+    if (i := checks.first((np.diff(in_item) > 1) & (np.diff(request) == 0))) is not None:
+        raise ArgumentError(
+            "token_pos_in_items_ptr must not grow by more than 1 from token to token, got "
+            f"{in_item[i + 1]} after {in_item[i]} (request {request[i]}, key {position[i + 1]})"
+        )
     if max_item_len_ptr is not None:
-        most = _per_request("max_item_len_ptr", max_item_len_ptr, lengths.batch_size)[rows.request]
-        if (i := checks.first(rows.in_item > most)) is not None:
+        most = _per_request("max_item_len_ptr", max_item_len_ptr, lengths.batch_size)[request]
+        if (i := checks.first(in_item > most)) is not None:
             raise ArgumentError(
-                f"max_item_len_ptr must be at least the positions in items; request {rows.request[i]} has "
-                f"{most[i]} and a token at {rows.in_item[i]}"
+                f"max_item_len_ptr must be at least the positions in items; request {request[i]} has "
+                f"{most[i]} and a token at {in_item[i]}"
             )
-    return lengths.replace(key_bounds=rows.key_bounds(lengths))
-
-
-class _ItemRows(NamedTuple):
-    """Query tokens behind the prefix of their request, in order; int64 arrays."""
-
-    row: np.ndarray  # of q
-    request: np.ndarray
-    position: np.ndarray  # of the token among the keys of its request
-    in_item: np.ndarray  # its position in the item
-    prefix_len: np.ndarray  # [batch_size]
-
-    @classmethod
-    def of(cls, lengths: BatchLengths, prefix_len: np.ndarray, positions: np.ndarray, stride: int) -> _ItemRows:
-        """Look up the positions of all query tokens behind a prefix."""
-        qo_len = np.diff(lengths.qo_indptr)
-        request = np.arange(len(qo_len)).repeat(qo_len)
-        row = np.arange(lengths.qo_indptr[0], lengths.qo_indptr[-1])
-        position = row + (lengths.kv_len - lengths.qo_indptr[1:])[request]
-        behind = position >= prefix_len[request]
-        row, request, position = row[behind], request[behind], position[behind]
-        _check_room(lengths.kv_len - prefix_len, request, stride, len(positions))
-        in_item = positions[request * stride + position - prefix_len[request]]
-        if (i := checks.first((np.diff(in_item) > 1) & (np.diff(request) == 0))) is not None:
-            raise ArgumentError(
-                "token_pos_in_items_ptr must not grow by more than 1 from token to token, got "
-                f"{in_item[i + 1]} after {in_item[i]} (request {request[i]}, key {position[i + 1]})"
-            )
-        return cls(row, request, position, in_item, prefix_len)
-
-    def key_bounds(self, lengths: BatchLengths) -> np.ndarray:
-        """Return `BatchLengths.key_bounds`. Nothing is hidden from tokens of the prefix."""
-        ends = np.minimum(self.prefix_len, lengths.kv_len)  # fits 32 bits
-        bounds = np.zeros((lengths.qo_indptr[-1], 2), np.int32)
-        bounds[lengths.qo_indptr[0] :] = ends.repeat(np.diff(lengths.qo_indptr))[:, None]
-        bounds[self.row, 1] = np.maximum(self.position - self.in_item + 1, ends[self.request])
-        return bounds
+    ends = np.minimum(prefix_len, lengths.kv_len)  # fits 32 bits
+    bounds = np.zeros((lengths.rows, 2), np.int32)
+    bounds[lengths.first_row :] = ends.repeat(lengths.qo_len)[:, None]  # nothing is hidden from tokens of the prefix
+    bounds[row, 1] = np.maximum(position - in_item + 1, ends[request])
+    return lengths.replace(key_bounds=bounds)
 
 
 def _check_room(needed: np.ndarray, request: np.ndarray, stride: int, size: int) -> None:

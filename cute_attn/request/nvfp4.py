@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks
 from cute_attn.request.caches import cache_views
 from cute_attn.request.settings import HALF
@@ -23,16 +20,7 @@ LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 SMALLEST_AMAX = 1e-12  # of a tensor whose scale is computed from its values
 INPUTS = (*HALF, torch.float32)
 
-# Midpoints of neighbouring e2m1 numbers, and whether the midpoint goes up: to the even code.
-_E2M1_MIDPOINTS = (
-    (0.25, False),
-    (0.75, True),
-    (1.25, False),
-    (1.75, True),
-    (2.5, False),
-    (3.5, True),
-    (5.0, False),
-)
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of neighbouring e2m1 numbers
 
 CACHE_NAMES = ("k of paged_kv_cache", "v of paged_kv_cache", "k of kv_cache_sf", "v of kv_cache_sf")
 
@@ -50,9 +38,9 @@ def quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
     scale_codes = nearest_fp8(magnitude.amax(-1), E2M1_MAX * scale, E4M3)
     step = (scale_codes.view(E4M3).double() * scale)[..., None]
     codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=x.device)
-    for midpoint, up in _E2M1_MIDPOINTS:  # no search: NaN must become 0, as on a GPU
-        bound = midpoint * step
-        codes += magnitude >= bound if up else magnitude > bound
+    for code, midpoint in enumerate(_E2M1_MIDPOINTS):  # no search: NaN must become 0, as on a GPU
+        bound = midpoint * step  # ties go to the even code
+        codes += magnitude >= bound if code % 2 else magnitude > bound
     codes *= step > 0
     codes |= torch.signbit(blocks).to(torch.uint8) << 3
     low, high = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
@@ -91,54 +79,28 @@ def cache_pairs(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any, views: Vi
     scales = views("kv_cache_sf", kv_cache_sf, kv_layout)
     for x, cache, scale in zip("kv", caches, scales, strict=True):
         checks.dtype(f"{x} of paged_kv_cache", cache.dtype, (torch.uint8,))
-        checks.dtype(f"{x} of kv_cache_sf", scale.dtype, (E4M3, torch.uint8))
         if cache.shape[3] % (BLOCK // 2):
             raise checks.wrong(f"{x} of paged_kv_cache must have head_dim % {BLOCK} == 0", cache)
         expected = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
-        checks.shape(f"{x} of kv_cache_sf", scale, expected, "the cache's with head_dim / 16 (as NHD)")
-        checks.device(f"{x} of kv_cache_sf", scale, cache.device, "device")
+        meaning = "the cache's with head_dim / 16 (as NHD)"
+        checks.operand(f"{x} of kv_cache_sf", scale, (E4M3, torch.uint8), expected, meaning, cache.device, "device")
     return caches, (scales[0].view(torch.uint8), scales[1].view(torch.uint8))
 
 
-def scale_of(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
-    """Check a scale and return it as an fp32 number or a 0-d fp32 tensor on `device`. CUDA values are not read."""
-    if not isinstance(value, torch.Tensor):
-        number = ctypes.c_float(checks.positive(name, value)).value
-        return checks.positive(name, number)  # not rounded to 0
-    _check_one_number(name, value)
-    checks.device(name, value, device, "device")
-    if device.type == "cpu":
-        checks.positive(name, value.item())
-    return value.reshape(())
-
-
-def decode_scale(name: str, value: Any, device: torch.device, read: bool) -> float | torch.Tensor:
-    """Check the global scale of an append and return it as an fp32 number or a 0-d fp32 tensor on `device`.
+def scale_of(name: str, value: Any, device: torch.device, read: bool = False) -> float | torch.Tensor:
+    """Check a positive scale and return it as an fp32 number or a 0-d fp32 tensor on `device`.
 
     CPU tensors are numbers. Values of other tensors are read, which waits for the device, only if `read` says so.
     """
     if isinstance(value, torch.Tensor):
-        _check_one_number(name, value)
-        on_host = value.device.type == "cpu"
-        if not on_host:
+        if checks.stored(name, value).numel() != 1:
+            raise checks.wrong(f"{name} must have one element", value)
+        checks.check_grad(name, value)
+        checks.dtype(name, value.dtype, (torch.float32,))
+        if not value.is_cpu:
             checks.device(name, value, device, "device")
-        if on_host or read:
-            _check_decode_scale(name, value.item())
-        return value.item() if on_host else value.reshape(())
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise checks.wrong(f"{name} must be a number", value, ArgumentTypeError)
-    return _check_decode_scale(name, float(value))
-
-
-def _check_one_number(name: str, value: torch.Tensor) -> None:
-    if checks.stored(name, value).numel() != 1:
-        raise checks.wrong(f"{name} must have one element", value)
-    checks.check_grad(name, value)
-    checks.dtype(name, value.dtype, (torch.float32,))
-
-
-def _check_decode_scale(name: str, value: float) -> float:
-    number = ctypes.c_float(value).value
-    if not 0 < number < math.inf:  # false for NaN
-        raise ArgumentError(f"{name} must be a positive finite global decode scale, got {value!r}")
-    return number
+            if not read:
+                return value.reshape(())
+        value = value.item()
+    number = ctypes.c_float(checks.positive(name, value)).value
+    return checks.positive(name, number)  # not rounded to 0

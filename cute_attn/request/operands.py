@@ -211,22 +211,16 @@ def check_head_scales(
     scale_q, scale_k, scale_v = (
         torch.ones(count, dtype=torch.float32, device=features.device)
         if value is None
-        else check_per_head(name, value, features)
+        else per_head(name, value, count, features.device)
         for name, value, count in zip(("scale_q", "scale_k", "scale_v"), scales, counts, strict=True)
     )
     return scale_q, scale_k, scale_v
 
 
-def check_per_head(name: str, value: Any, features: Features) -> torch.Tensor:
+def per_head(name: str, value: Any, heads: int, device: torch.device) -> torch.Tensor:
     """Check one number per kv head (scale_k, scale_v) or per query head (all others). Return contiguous fp32."""
-    axis = "num_kv_heads" if name in ("scale_k", "scale_v") else "num_qo_heads"
-    return per_head(name, value, (axis, getattr(features, axis)), features.device)
-
-
-def per_head(name: str, value: Any, heads: tuple[str, int], device: torch.device) -> torch.Tensor:
-    """Check one number per head. `heads`: the name of their axis, and how many. Return contiguous fp32."""
     value = checks.tensor(name, value)
-    checks.shape(name, value, (heads[1],), f"[{heads[0]}]")
+    checks.shape(name, value, (heads,), "[num_kv_heads]" if name in ("scale_k", "scale_v") else "[num_qo_heads]")
     checks.device(name, value, device)
     checks.check_grad(name, value)
     if not value.dtype.is_floating_point:
@@ -271,29 +265,17 @@ def outputs(
     if out is None:
         out = q.new_empty(*rows, width, dtype=dtype)
     else:
-        check_output("out", out, (*rows, width), f"[{axes}, head_dim_vo]", dtype, q.device)
+        checks.operand("out", out, (dtype,), (*rows, width), f"[{axes}, head_dim_vo]", q.device)
         checks.dense("out", out)
         strides = out.stride()
         if (out.data_ptr() | strides[0] | strides[-2]) % ALIGNMENT:
             _check_alignment("out", out)
     if lse is None:
         return out, q.new_empty(*rows, dtype=torch.float32) if return_lse else None
-    check_output("lse", lse, rows, f"[{axes}]", torch.float32, q.device)
+    checks.operand("lse", lse, (torch.float32,), rows, f"[{axes}]", q.device)
     checks.writable("lse", lse)
     checks.contiguous("lse", lse)
     return out, lse
-
-
-def check_output(
-    name: str, buffer: Any, shape: tuple[int, ...], axes: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Check one output but its strides."""
-    checks.tensor(name, buffer)
-    if buffer.shape != shape or buffer.dtype != dtype or buffer.device != device:
-        checks.shape(name, buffer, shape, axes)
-        checks.dtype(name, buffer.dtype, (dtype,))
-        checks.device(name, buffer, device)
-    checks.check_grad(name, buffer)
 
 
 def flat_tokens(name: str, buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

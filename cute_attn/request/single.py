@@ -84,7 +84,7 @@ def problem(call: Call) -> Problem:
         _mask(call, (qo_len, kv_len)) if features.custom_mask else None,
         scales.of_scores,
         scales.of_v,
-        operands.check_per_head("sinks", sinks, features) if features.sinks else None,
+        operands.per_head("sinks", sinks, num_qo_heads, device) if features.sinks else None,
         operands.check_head_scales(head_scales, features) if features.per_head_scales else None,
         operands.check_block_scales(kv_cache_sf, k, v) if features.kv_block_scales else None,
     )

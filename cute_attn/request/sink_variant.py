@@ -85,8 +85,8 @@ def made_for(
     for name, value in (("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
         batch_plan.count(name, value)
     for name, value in (("q_data_type", q_data_type), ("kv_data_type", kv_data_type)):
-        if not isinstance(checks.named_dtype(value), torch.dtype) and (name, value) != ("kv_data_type", None):
-            raise checks.wrong(f"{name} must be a torch.dtype or its name", value, ArgumentTypeError)
+        if (name, value) != ("kv_data_type", None):
+            checks.dtype_of(name, value)
     return SinkVariant(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
 
 

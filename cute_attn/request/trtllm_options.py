@@ -100,12 +100,7 @@ def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size
 
 def output_dtype(out: Any, out_dtype: Any) -> torch.dtype | None:
     """Return the dtype of out, from a given out or `out_dtype`, which must agree; None where neither is given."""
-    if isinstance(out_dtype, str):
-        out_dtype, name = checks.named_dtype(out_dtype), out_dtype
-        if not isinstance(out_dtype, torch.dtype):
-            raise ArgumentError(f"out_dtype must name a dtype of torch, got {name!r}")
-    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
-        raise checks.wrong("out_dtype must be a torch.dtype", out_dtype, ArgumentTypeError)
+    out_dtype = None if out_dtype is None else checks.dtype_of("out_dtype", out_dtype)
     if out is None:
         return out_dtype
     given = checks.tensor("out", out).dtype

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn.errors import ArgumentError, NotSupported, Refusal
+from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
 from cute_attn.request.settings import MAX_KV_LEN
 
@@ -62,7 +62,7 @@ def refuse_capture(function: str, device: torch.device) -> None:
             "trtllm_batch_decode_with_kv_cache(max_q_len=, cum_seq_lens_q=), which reads lengths on the device"
         )
         reason = "it reads lengths on the host and schedules by them"
-        raise NotSupported([Refusal(function, "capture in a CUDA graph", reason, instead)])
+        checks.refuse("capture in a CUDA graph", reason, instead, function)
 
 
 def host_arrays(arrays: Mapping[str, Any], device: torch.device) -> list[np.ndarray]:
@@ -82,7 +82,7 @@ def host_arrays(arrays: Mapping[str, Any], device: torch.device) -> list[np.ndar
 
 
 def _array(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    value = checks.vector(name, value, LENGTH_DTYPES)
+    value = checks.operand(name, value, LENGTH_DTYPES, (None,), "[n]")
     if value.device.type != "cpu":
         checks.device(name, value, device)
     return value.view(torch.int32) if value.dtype == torch.uint32 else value
@@ -109,34 +109,18 @@ def lengths(arrays: Mapping[str, Any], bounds: Bounds, query: torch.Tensor, k: t
     for name, value, size in (("cum_seq_lens_q", qo_indptr, batch_size + 1), ("seq_lens", kv_len, batch_size)):
         if len(value) != size:
             raise ArgumentError(f"{name} must have {size} elements for batch_size {batch_size}, got {len(value)}")
-    qo_len = np.diff(qo_indptr)
-    if (i := checks.first(qo_len < 0)) is not None:
-        raise ArgumentError(
-            f"cum_seq_lens_q must not decrease, got {qo_indptr[i + 1]} after {qo_indptr[i]} (request {i})"
-        )
-    if qo_indptr[0] < 0 or qo_indptr[-1] > rows:
-        raise ArgumentError(
-            f"cum_seq_lens_q must stay within 0..{rows}, the rows of query, got {qo_indptr[0]}..{qo_indptr[-1]}"
-        )
-    _check_bound("max_q_len", bounds.max_q_len, "cum_seq_lens_q", qo_len)
-    _check_bound("max_kv_len", bounds.max_kv_len, "seq_lens", kv_len)
+    checks.increasing("cum_seq_lens_q", qo_indptr, rows, ", the rows of query")
+    for name, values in (("max_q_len", np.diff(qo_indptr)), ("max_kv_len", kv_len)):
+        most = min(checks.integer(name, getattr(bounds, name)), MAX_KV_LEN)
+        checks.each_within("seq_lens" if values is kv_len else "cum_seq_lens_q", values, most, f", {name}")
     if kv_indptr:
         ragged, rows = kv_indptr[0], k.shape[0]
         if not np.array_equal(np.diff(ragged), kv_len):
             raise ArgumentError(
                 "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
             )
-        if ragged[0] < 0 or ragged[-1] > rows:
-            raise ArgumentError(
-                f"cum_seq_lens_kv must stay within 0..{rows}, the rows of k and v, got {ragged[0]}..{ragged[-1]}"
-            )
+        checks.increasing("cum_seq_lens_kv", ragged, rows, ", the rows of k and v")
     return Lengths(qo_indptr, kv_len, *kv_indptr)
-
-
-def _check_bound(name: str, bound: Any, lengths_name: str, values: np.ndarray) -> None:
-    bound = checks.integer(name, bound)
-    if (i := checks.first((values < 0) | (values > min(bound, MAX_KV_LEN)))) is not None:
-        raise ArgumentError(f"{lengths_name} must give each request 0 to {name} = {bound}; request {i} has {values[i]}")
 
 
 def chunks(size: int, kv_len: np.ndarray) -> dict[str, Any]:
@@ -172,10 +156,8 @@ def joined(paged: Keys, seq_lens: Any, origin: int = 0) -> Keys:
     except where both rows of the table are the same memory.
     """
     k, v, tables = paged
-    tables = checks.readable("block_tables", tables)
-    checks.dtype("block_tables", tables.dtype, (torch.int32,))
     meaning = "[batch_size, 2, max_pages] where keys and values have their own pages"
-    checks.shape("block_tables", tables, (None, 2, None), meaning)
+    checks.operand("block_tables", tables, (torch.int32,), (None, 2, None), meaning)
     keys, values = tables.unbind(1)
     if tables.stride(1) == 0 and origin == 0:
         return Keys(k, v, keys)

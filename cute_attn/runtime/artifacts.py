@@ -147,7 +147,7 @@ def _cached(key: str, spec: KernelSpec, arch: str) -> Artifact | None:
 
 
 def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
-    why_not = _why_no_jit() or dsl_import_error()
+    why_not = _why_no_jit()
     key = cache.cache_key(spec, arch)
     if why_not or key is None:
         raise ArtifactError(_missing_message(spec, arch, why_not))
@@ -164,7 +164,7 @@ def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
 
 def can_compile() -> bool:
     """Tells whether kernels that are in no bundle and not in the cache can be compiled here."""
-    return _why_no_jit() is None and dsl_import_error() is None
+    return _why_no_jit() is None
 
 
 def _why_no_jit() -> str | None:
@@ -172,7 +172,7 @@ def _why_no_jit() -> str | None:
         return f"{switches.DISABLE_JIT} is set"
     if dsl.version() is None:
         return f"{dsl.PACKAGE} is not installed"
-    return None
+    return dsl_import_error()
 
 
 def _missing_message(spec: KernelSpec, arch: str, why_not: str | None) -> str:

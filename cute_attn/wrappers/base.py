@@ -198,11 +198,12 @@ class BatchWrapper(EngineHooks, EndsForward):
             batch = self._moved(plan, error)
             problem = batch_run.problem(batch, arguments)
         if batch.validate:
-            caches.before_launch(problem, batch.lengths.host)
+            caches.check_pages(problem, batch.lengths.host)
         plan.used = True
         fire = batch.launch(problem)
-        if not batch.validate:
-            calls.enter_run(batch, call, fire, problem)
+        key, given = call
+        if not (batch.validate or given is None or batch.lengths.first_row):  # rows before it are filled, by no launch
+            calls.enter(batch.cached_runs, key, fire, given, problem, (problem.out, problem.lse))
         return problem.out, problem.lse
 
     def _moved(self, plan: Plan, error: UnsupportedByPlan) -> BatchPlan:

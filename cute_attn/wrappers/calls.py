@@ -21,8 +21,10 @@ from cute_attn.kernels.host.operands import MASK, ROLES, Fire, Optional, Roles, 
 from cute_attn.problem import BatchPlan, BatchProblem, Problem, Request
 from cute_attn.request import checks, single
 from cute_attn.request.batch_run import RunArguments, protected_memory
+from cute_attn.request.mla import MlaProblem
 from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT
 from cute_attn.request.settings import MAX_KV_LEN, Call
+from cute_attn.runtime import switches
 
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None
@@ -255,6 +257,24 @@ def _is_apart(x: Tensor, span: int, alignment: int, apart: list[Range], protecte
     return True
 
 
+def looks_at_values(device: torch.device) -> bool:
+    """Tell whether calls look at lengths and page numbers: where that costs nothing or was asked for."""
+    return device.type == "cpu" or switches.validates()
+
+
+def repeated(entries: Entries, given: Given, numbers: Numbers, names: tuple[Any, ...]) -> tuple[Any, Outputs | None]:
+    """Launch a call whose lengths stay on the device like an earlier one, and return its outputs; None if there is
+    none, or an address does not qualify. Return first the key under which it may leave its entry, or None.
+    """
+    q = given[0]
+    if not isinstance(q, Tensor) or looks_at_values(q.device):
+        return None, None
+    key, _, entry = find(entries, given, numbers, names)
+    if entry is not None and (found := replay(entry, given, ())) is not None:
+        return key, found
+    return key if is_plain(numbers) else None, None
+
+
 def run_single(call: Call, backend: Any, key: Any, given: Given, numbers: Numbers) -> Tensor | tuple[Tensor, Tensor]:
     """Check and launch a call of a single request, and leave its entry. `key`: what `find` returned of it."""
     problem = single.problem(call)
@@ -275,32 +295,35 @@ def enter(
     key: Any,
     fire: Fire | None,
     given: Given,
-    problem: Request | BatchProblem,
+    problem: Request | BatchProblem | MlaProblem,
     result: Outputs,
     per_key: tuple[int, int] = (0, 0),
     partials_offset: int = 0,
+    launched_read: Sequence[Tensor | None] = (),
 ) -> None:
     """Leave the entry of a call that passed every check, unless it has no key, its backend looks at every call, or the
-    launch reads copies in place of what the user gave. `result`: what such calls return.
+    launch reads copies in place of what the user gave. `result`: what such calls return. `launched_read`: what the
+    launch reads in place of the first tensors among what else the call reads.
     """
     q, _, v, _, lse_given, workspace, optional, read = given
     roles, launched = optional_tensors(problem)
-    if key is None or fire is None or problem.q is not q or len(launched) != len(optional):
-        return
-    if any(x.data_ptr() != y.data_ptr() for x, y in zip(optional, launched, strict=True)):
+    both = (q, *optional, *read[: len(launched_read)]), (problem.q, *launched, *launched_read)
+    theirs, own = ([0 if x is None else x.data_ptr() for x in tensors] for tensors in both)
+    if key is None or fire is None or theirs != own:
         return
     out, lse = result
     if len(entries) >= CACHE_SIZE:
         entries.clear()
     of_q, of_k, of_v, of_out, of_lse = map(_span, (problem.q, problem.k, problem.v, problem.out, problem.lse))
     keys = problem.kv_len if isinstance(problem, Problem) else 0
+    narrow = not isinstance(problem, MlaProblem) and problem.features.half_aligned_kv
     entries[key] = Entry(
         fire,
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
         (tuple(out.shape), out.dtype),
         None if lse is None or lse_given is not None else tuple(lse.shape),
-        problem.v.data_ptr() - v.data_ptr(),
-        NARROW_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
+        problem.v.data_ptr() - v.data_ptr() if problem.v.numel() else 0,  # which no launch reads
+        NARROW_ALIGNMENT if narrow else ALIGNMENT,
         roles.index(SINKS) if SINKS in roles and q.is_cpu else None,
         (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], of_out, of_lse, _span(workspace)),
         per_key,
@@ -367,10 +390,3 @@ def replay_run(plan: BatchPlan, call: RunCall) -> Outputs | None:
         return None
     protected = () if given[3] is given[4] is None else plan.protected or protected_memory(plan)
     return replay(entry, given, (plan.lengths.kv_indices, plan.workspace), protected=protected)
-
-
-def enter_run(plan: BatchPlan, call: RunCall, fire: Fire | None, problem: BatchProblem) -> None:
-    """Leave the entry of a run that passed every check."""
-    key, given = call
-    if given is not None and not plan.lengths.first_row:  # rows before it are filled, which a launch does not
-        enter(plan.cached_runs, key, fire, given, problem, (problem.out, problem.lse))

@@ -6,6 +6,7 @@ was written, and plans its lengths first.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -56,12 +57,9 @@ def _plan(wrapper: Wrapper) -> Plan:
     return wrapper._plan
 
 
-def _option(name: str) -> Callable[[Wrapper], Any]:
-    return lambda wrapper: getattr(_plan(wrapper).request.options, name)
-
-
-def _feature(name: str) -> Callable[[Wrapper], Any]:
-    return lambda wrapper: getattr(_plan(wrapper).settings.features, name)
+def _of_plan(path: str) -> Callable[[Wrapper], Any]:
+    read = operator.attrgetter(path)
+    return lambda wrapper: read(_plan(wrapper))
 
 
 def _staged(wrapper: Wrapper, name: str) -> torch.Tensor:
@@ -121,21 +119,22 @@ def _kind(name: str) -> Kind:
     return KINDS[stem(name[1:])]
 
 
+OPTIONS = (
+    *("num_qo_heads", "num_kv_heads", "causal", "window_left", "sm_scale"),
+    *("pos_encoding_mode", "rope_scale", "rope_theta"),
+)
 ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {
     # options, as `plan` or the latest `forward` got them
-    **{f"_{name}": _option(name) for name in ("num_qo_heads", "num_kv_heads", "causal", "window_left", "sm_scale")},
-    **{f"_{name}": _option(name) for name in ("pos_encoding_mode", "rope_scale", "rope_theta")},
+    **{f"_{name}": _of_plan(f"request.options.{name}") for name in OPTIONS},
     "_logits_soft_cap": lambda wrapper: _plan(wrapper).request.options.logits_soft_cap or 0.0,
-    "_page_size": lambda wrapper: _plan(wrapper).request.page_size,
-    "_q_len_per_req": lambda wrapper: _plan(wrapper).request.lengths.q_len,
-    "_cached_q_data_type": _feature("q_dtype"),
-    "_cached_kv_data_type": _feature("kv_dtype"),
-    "_cached_o_data_type": _feature("o_dtype"),
+    "_page_size": _of_plan("request.page_size"),
+    "_q_len_per_req": _of_plan("request.lengths.q_len"),
+    **{f"_cached_{x}_data_type": _of_plan(f"settings.features.{x}_dtype") for x in ("q", "kv", "o")},
     # sizes
-    "_batch_size": lambda wrapper: _plan(wrapper).request.lengths.batch_size,
+    "_batch_size": _of_plan("request.lengths.batch_size"),
     "_qo_indptr_last": lambda wrapper: int(_plan(wrapper).request.lengths.host.qo_indptr[-1]),
-    "_max_q_len": lambda wrapper: _plan(wrapper).request.lengths.host.longest_qo,
-    "_max_kv_len": lambda wrapper: _plan(wrapper).request.lengths.host.longest_kv,
+    "_max_q_len": _of_plan("request.lengths.host.longest_qo"),
+    "_max_kv_len": _of_plan("request.lengths.host.longest_kv"),
     "_fixed_batch_size": lambda wrapper: 0 if wrapper._place.graph is None else wrapper._place.graph.batch_size,
     # of captured launches; None without CUDA graphs and before the first plan
     "_max_total_num_rows": lambda wrapper: (

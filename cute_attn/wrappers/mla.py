@@ -2,53 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import mla as dispatch
+from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, NotPlannedError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import short
 from cute_attn.request import checks, trtllm_options
+from cute_attn.request.index_arrays import copied_at_once
 from cute_attn.request.mla import (
     LATENT,
     NARROW,
+    MlaCall,
     MlaLengths,
     MlaOptions,
-    MlaProblem,
     Part,
     Parts,
     check_values,
-    copied_at_once,
     mla_problem,
     split_rows,
     whole_part,
 )
 from cute_attn.request.operands import scratch_memory
-from cute_attn.runtime import switches
-from cute_attn.wrappers import mla_plan
+from cute_attn.wrappers import calls, mla_plan
 from cute_attn.wrappers.graph import GraphBuffers
-from cute_attn.wrappers.mla_plan import FORMS, NO_PROFILER, OF_LIST, OF_TABLE, Planned
+from cute_attn.wrappers.mla_plan import FORMS, LAYOUTS, NO_PROFILER, OF_LIST, OF_TABLE, Planned
 from cute_attn.wrappers.signatures import NotCopied
 
 SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one implementation here stands for all
-Named = tuple[str, Any]  # of an argument
+QUERIES, CACHE = ("query", "q_nope", "q_pe"), ("kv_cache", "ckv_cache", "kpe_cache")
 
 
-def run(parts: Parts, lengths: MlaLengths, workspace: Part, options: MlaOptions, backend: str) -> MlaProblem:
-    """Check a call, and run it on a backend. Return it with its outputs."""
-    problem = mla_problem(parts, lengths, workspace, options)
-    if looks_at_values(problem.q_nope):
+Repeatable = tuple[calls.Entries, Any, calls.Given]  # what `calls.enter` takes of a call: the key may be None
+
+
+def repeated(
+    call: MlaCall, others: tuple[Any, ...], names: tuple[Any, ...], entries: calls.Entries = calls.UNPLANNED
+) -> tuple[Repeatable, calls.Outputs | None]:
+    """Launch a call like an earlier one and return its outputs, if there is one. `others`, `names`: all other
+    arguments, numbers and texts; calls that are equal in them must ask for equal problems.
+    """
+    q, q_pe, cache, kpe, groups, out, lse, (_, workspace), read, scale, v_scale, sinks = call
+    scales, roles, optional, on_cpu = calls.operands((scale, None, v_scale), sinks, None, None, None)
+    try:
+        rotated = q[..., LATENT:] if q_pe is None else q_pe
+    except calls.NOT_TENSORS:  # which full checks refuse
+        rotated = q_pe
+    optional = (*optional, rotated) if groups is None else (*optional, rotated, groups)
+    given = q, cache, cache if kpe is None else kpe, out, lse, workspace, optional, (*read, *on_cpu)
+    names = *names, roles, q_pe is None, kpe is None, groups is None
+    key, found = calls.repeated(entries, given, (*scales, *others), names)
+    return (entries, key, given), found
+
+
+def run(
+    parts: Parts, lengths: MlaLengths, call: MlaCall, options: MlaOptions, backend: str, repeatable: Repeatable
+) -> calls.Outputs:
+    """Check a call, run it on a backend, and leave its entry. Return out, and lse or None, as the caller has them."""
+    problem = mla_problem(parts, lengths, call, options)
+    if calls.looks_at_values(problem.q.device):
         check_values(problem)
-    dispatch.run(problem, backend)
-    return problem
-
-
-def looks_at_values(q: torch.Tensor) -> bool:
-    """Tell whether a call looks at lengths and page numbers: where that costs nothing, or was asked for."""
-    return q.is_cpu or (switches.validates() and not torch.cuda.is_current_stream_capturing())
+    fire = dispatch.run(problem, backend)
+    entries, key, given = repeatable
+    q, _, _, out, lse, *_ = given
+    result = problem.out.view(*q.shape[:-1], LATENT) if out is None else out, problem.lse if lse is None else lse
+    calls.enter(entries, key, fire, given, problem, result, launched_read=problem.lengths.read)
+    return result
 
 
 class BatchMLAPagedAttentionWrapper(NotCopied):
@@ -85,7 +109,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         name = "float_workspace_buffer"
         self._float_workspace_buffer, _ = scratch_memory(name, float_workspace_buffer)  # serving engines read it
         self._workspace = Part(name, self._float_workspace_buffer)
-        self._backend = dispatch.checked_name(backend, SAME)
+        self._backend = select.checked_name(backend, dispatch.BACKENDS, SAME)
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
         buffers = dict(zip(OF_LIST, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
         self._graph: GraphBuffers | None = None
@@ -171,13 +195,17 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         ------
         ArgumentError, ArgumentTypeError, LayoutError, NotSupported. After an error the previous plan is in force.
         """
-        mla_plan.refuse_results(output_scale, skip_softmax, use_profiler)
+        if output_scale != "none":
+            checks.refuse(f"output_scale={output_scale!r}", "outputs have 16 bits", "bmm2_scale of run")
+        checks.refuse_given("no weight is dropped from the softmax", skip_softmax=skip_softmax)
+        checks.refuse_given(NO_PROFILER, use_profiler=use_profiler)
         dims = checks.whole("head_dim_ckv", head_dim_ckv), checks.whole("head_dim_kpe", head_dim_kpe)
         mla_plan.refuse_dims(("head_dim_ckv", "head_dim_kpe"), dims)
         dtypes = mla_plan.plan_dtypes(q_data_type, kv_data_type, output_dtype)
         page_size = checks.at_least("page_size", page_size, 1)
         given = locals()
         lengths = mla_plan.plan_lengths(metadata, {name: given[name] for name in mla_plan.FIELDS}, page_size)
+        layouts = {"query_layout": query_layout, "kv_cache_layout": kv_cache_layout}
         options = (
             checks.at_least("num_heads", num_heads, 1),
             dims[1],
@@ -185,12 +213,15 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             dtypes,
             checks.boolean("causal", causal),
             checks.real("sm_scale", sm_scale),
-            mla_plan.plan_layouts(query_layout=query_layout, kv_cache_layout=kv_cache_layout),
+            tuple(None if value is None else checks.choice(name, value, LAYOUTS) for name, value in layouts.items()),
             *mla_plan.plan_modes(lse_mode, scale_mode, dtypes[1], dynamic=metadata is None),
             None if enable_pdl is None else checks.boolean("enable_pdl", enable_pdl),
             checks.boolean("use_sinks", use_sinks),
         )
-        self._planned = Planned(self._placed(lengths), *options)
+        plan, before = Planned(self._placed(lengths), *options, {}), self._planned
+        if before is not None and before.agreed() == plan.agreed():
+            plan = plan._replace(entries=before.entries)
+        self._planned = plan
         self._o_dtype = dtypes[0]
 
     def _placed(self, lengths: MlaLengths) -> MlaLengths:
@@ -299,7 +330,20 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         """
         if is_dynamo_compiling():
             return trace.operator("mla_run")(locals())
-        plan = self._in_force()
+        plan = self._planned
+        if plan is None:
+            raise NotPlannedError("BatchMLAPagedAttentionWrapper.plan() must come before run()")
+        call = MlaCall(
+            *_halves(QUERIES, query, q_nope, q_pe), *_halves(CACHE, kv_cache, ckv_cache, kpe_cache), ckv_scale_arr,
+            out, lse, self._workspace, plan.lengths.read, bmm1_scale, bmm2_scale, sinks,
+        )  # fmt: skip
+        others = (
+            return_lse, return_lse_base_on_e, ckv_scale, kpe_scale, o_scale, skip_softmax_threshold_scale_factor,
+            profiler_buffer, kv_len, page_table,
+        )  # fmt: skip
+        repeatable, found = repeated(call, others, (), plan.entries)
+        if found is not None:
+            return found if return_lse else found[0]
         checks.refuse_given(NO_PROFILER, profiler_buffer=profiler_buffer)
         checks.refuse_given("the plan has lengths and pages", kv_len=kv_len, page_table=page_table)
         checks.refuse_given("outputs have 16 bits", o_scale=o_scale)
@@ -309,30 +353,21 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         natural = checks.boolean("return_lse_base_on_e", return_lse_base_on_e)
         _check_lse_mode(plan.lse_mode, bool(return_lse) or lse is not None or natural, natural)
         _check_scales(plan, (ckv_scale, ckv_scale_arr, kpe_scale), (bmm1_scale, bmm2_scale))
-        queries = _operand(("query", query), ("q_nope", q_nope), ("q_pe", q_pe), plan.layouts[0], plan.rope)
-        cache = _operand(
-            ("kv_cache", kv_cache), ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache), plan.layouts[1], plan.rope
-        )
+        queries = _operand(QUERIES, query, call[:2], plan.layouts[0], plan.rope)
+        cache = _operand(CACHE, kv_cache, call[2:4], plan.layouts[1], plan.rope)
         groups = None
         if ckv_scale_arr is not None:
             groups = Part("ckv_scale_arr", checks.tensor("ckv_scale_arr", ckv_scale_arr))
         parts = Parts(*queries, *cache, groups)
         _check_planned(parts, plan)
-        sm_scale = plan.sm_scale if bmm1_scale is None else bmm1_scale
-        options = MlaOptions(
-            plan.causal, sm_scale, 1.0 if bmm2_scale is None else bmm2_scale, out, lse, return_lse,
-            "ln" if natural else "log2", plan.enable_pdl, sinks, ckv_scale, kpe_scale,
-        )  # fmt: skip
-        problem = run(parts, plan.lengths, self._workspace, options, self._backend)
-        if not return_lse:
-            return problem.out
-        assert problem.lse is not None
-        return problem.out, problem.lse
-
-    def _in_force(self) -> Planned:
-        if self._planned is None:
-            raise NotPlannedError("BatchMLAPagedAttentionWrapper.plan() must come before run()")
-        return self._planned
+        if bmm1_scale is None:
+            call = call._replace(sm_scale=plan.sm_scale)
+        if bmm2_scale is None:
+            call = call._replace(v_scale=1.0)
+        base = "ln" if natural else "log2"
+        options = MlaOptions(plan.causal, return_lse, base, plan.enable_pdl, ckv_scale, kpe_scale)
+        found = run(parts, plan.lengths, call, options, self._backend, repeatable)
+        return found if return_lse else found[0]
 
 
 # ---- arguments
@@ -372,23 +407,25 @@ def _check_scales(plan: Planned, cache: tuple[Any, Any, Any], products: tuple[An
             )
 
 
-def _operand(whole: Named, nope: Named, rope: Named, planned: str | None, dim: int) -> tuple[Part, Part]:
-    """Return both parts of queries or of a cache, from one argument or two. `dim`: rotated columns."""
-    name, value = whole
-    if value is not None and not nope[1] is rope[1] is None:
-        raise ArgumentError(f"{name} must not come with {nope[0]} and {rope[0]}")
-    if isinstance(value, torch.Tensor):
-        layout, parts = "packed", split_rows(name, value, (3,), f"[..., {LATENT + dim}]", dim)
-    else:
-        layout = "split"
-        both = value if isinstance(value, tuple | list) and len(value) == 2 else (nope[1], rope[1])
-        parts = (
-            whole_part(nope[0], both[0], LATENT, f"[..., {LATENT}]"),
-            whole_part(rope[0], both[1], dim, f"[..., {dim}]"),
-        )
+def _halves(names: Sequence[str], whole: Any, latent: Any, rotated: Any) -> tuple[Any, Any]:
+    """Return the tensors of queries or of a cache, not checked yet: both parts, or one with both and None."""
+    if whole is None:
+        return latent, rotated
+    if not latent is rotated is None:
+        raise ArgumentError("{} must not come with {} and {}".format(*names))
+    return tuple(whole) if isinstance(whole, tuple | list) and len(whole) == 2 else (whole, None)
+
+
+def _operand(names: Sequence[str], whole: Any, halves: tuple[Any, Any], planned: Any, dim: int) -> tuple[Part, Part]:
+    """Return both parts of queries or of a cache from what `_halves` returned of them. `dim`: rotated columns."""
+    name, latent, rotated = names
+    layout = "packed" if isinstance(whole, torch.Tensor) else "split"
     if planned not in (None, layout):
         raise ArgumentError(f"{name} must be {planned}, as planned, got it {layout}")
-    return parts
+    if layout == "packed":
+        return split_rows(name, whole, (3,), f"[..., {LATENT + dim}]", dim)
+    part = whole_part(latent, halves[0], LATENT, f"[..., {LATENT}]")
+    return part, whole_part(rotated, halves[1], dim, f"[..., {dim}]")
 
 
 def _check_planned(parts: Parts, plan: Planned) -> None:

@@ -15,6 +15,7 @@ from cute_attn.request import checks
 from cute_attn.request.caches import UsedPages
 from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, Names
 from cute_attn.request.settings import HALF
+from cute_attn.wrappers.calls import Entries
 
 LAYOUTS = ("packed", "split")
 LSE_MODES = ("none", "base2", "basee")
@@ -106,6 +107,12 @@ class Planned(NamedTuple):
     scale_mode: str
     enable_pdl: bool | None
     use_sinks: bool
+    entries: Entries  # of runs; the next plan's too if that differs in its arrays alone
+
+    def agreed(self) -> tuple[Any, ...]:
+        """Return what decides on the problem of a run besides its arguments and the arrays of lengths."""
+        lengths = self.lengths
+        return (lengths.names, lengths.qo_len, lengths.rows, *self[1:-1])
 
 
 # ---- index arrays
@@ -174,11 +181,6 @@ def plan_dtypes(q: Any, kv: Any, out: Any) -> tuple[torch.dtype, torch.dtype]:
     return q, kv
 
 
-def plan_layouts(**given: Any) -> tuple[str | None, ...]:
-    """Check the forms of queries and of the cache, by name; None: either."""
-    return tuple(None if value is None else checks.choice(name, value, LAYOUTS) for name, value in given.items())
-
-
 def plan_modes(lse_mode: Any, scale_mode: Any, kv_dtype: torch.dtype, *, dynamic: bool) -> tuple[str | None, str]:
     """Return what runs must ask for. `dynamic`: "none" leaves lse to them, as plans without `metadata` do."""
     checks.choice("lse_mode", lse_mode, LSE_MODES)
@@ -186,10 +188,3 @@ def plan_modes(lse_mode: Any, scale_mode: Any, kv_dtype: torch.dtype, *, dynamic
     if scale_mode == "kv-per-tensor" and kv_dtype != NARROW:
         raise ArgumentError(f"scale_mode='kv-per-tensor' needs kv_data_type=float8_e4m3fn, got {short(kv_dtype)}")
     return None if dynamic and lse_mode == "none" else lse_mode, scale_mode
-
-
-def refuse_results(output_scale: Any, skip_softmax: Any, profiler: Any) -> None:
-    if output_scale != "none":
-        checks.refuse(f"output_scale={output_scale!r}", "outputs have 16 bits", "bmm2_scale of run")
-    checks.refuse_given("no weight is dropped from the softmax", skip_softmax=skip_softmax)
-    checks.refuse_given(NO_PROFILER, use_profiler=profiler)

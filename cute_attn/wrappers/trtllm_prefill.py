@@ -12,7 +12,7 @@ from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks, trtllm_options, unplanned
 from cute_attn.request.batch_plan import PlanOptions
-from cute_attn.request.caches import cache_views, check_tables
+from cute_attn.request.caches import cache_views
 from cute_attn.request.operands import check_workspace
 from cute_attn.request.trtllm_options import FP4Tensor
 from cute_attn.request.unplanned import Bounds, Keys
@@ -468,7 +468,8 @@ def _checked(call: Call) -> Any:
     checks.shape("query", query, (None, None, None), "[num_tokens, num_qo_heads, head_dim]")
     checks.apart((("out", call.out), ("lse", call.lse)), given.items())
     if keys.paged:
-        keys = keys._replace(tables=check_tables(keys.tables, query.device).contiguous())
+        tables = "block_tables", keys.tables, (torch.int32,), (None, None), "[batch_size, max_pages]", query.device
+        keys = keys._replace(tables=checks.operand(*tables).contiguous())
     read = {name: given[name] for name in (ARRAYS[:2] if keys.paged else ARRAYS[:3])}
     lengths = unplanned.lengths(read, call.bounds, query, keys.k)
     dtype = trtllm_options.output_dtype(call.out, call.out_dtype)

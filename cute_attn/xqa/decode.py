@@ -18,9 +18,8 @@ from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks
 from cute_attn.request.caches import cache_views
-from cute_attn.request.decode import DecodeCall, Form, before_launch, decode_problem, positive_or_one
+from cute_attn.request.decode import DecodeCall, Form, before_launch, decode_problem
 from cute_attn.request.operands import flat_tokens, number_or_tensor
-from cute_attn.runtime import switches
 from cute_attn.runtime.arch import multiprocessors
 from cute_attn.wrappers import calls
 from cute_attn.wrappers.calls import Fire, Given
@@ -226,7 +225,7 @@ def xqa(
         Head dimensions are those of `xqa_batch_decode_with_kv_cache`.
     k_cache, v_cache : `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads, page_size,
         head_dim]` ("HND"); dtypes and strides as for kv_cache of `xqa_batch_decode_with_kv_cache`.
-    page_table, seq_lens : block_tables and seq_lens of `xqa_batch_decode_with_kv_cache`.
+    page_table, seq_lens : block_tables and seq_lens of `xqa_batch_decode_with_kv_cache`, and checked where those are.
     output : written: as many elements as q in the same order, tokens at equal distances; float16, bfloat16 or
         float8_e4m3fn (saturated; on a GPU from compute capability 9.0). No memory in common with q and the caches.
     workspace_buffer : of any dtype and size, contiguous: partial results.
@@ -279,7 +278,7 @@ def xqa(
         factors = ("q_scale", q_scale), ("kv_scale", kv_scale)
         kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
         bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
-        bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
+        bmm2_scale = kv_scale * checks.positive_or("rcp_out_scale", rcp_out_scale, 1.0)
         scales = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
         form = Form(checks.tensor("semaphores", semaphores), factors=factors)
         call = DecodeCall(
@@ -291,11 +290,6 @@ def xqa(
 
 
 # ---- run
-
-
-def looks_at_values(device: torch.device) -> bool:
-    """Tell whether calls look at lengths and page numbers: where that costs nothing or was asked for."""
-    return device.type == "cpu" or switches.validates()
 
 
 def run(*arguments: Any) -> Result:
@@ -315,14 +309,15 @@ def run(*arguments: Any) -> Result:
         k, v = cache
     numbers = *scales, window_left, enable_pdl, q_len, o_scale, return_lse
     given: Given = query, k, v, out, lse, workspace, optional, (tables, lengths, bounds, mask, *on_cpu)
-    key, _, entry = calls.NOT_FOUND
-    if isinstance(query, Tensor) and not looks_at_values(query.device):
-        key, _, entry = calls.find(calls.UNPLANNED, given, numbers, (kv_layout, backend, form, roles))
-    if entry is not None and (found := calls.replay(entry, given, ())) is not None:
+    key, found = calls.repeated(calls.UNPLANNED, given, numbers, (kv_layout, backend, form, roles))
+    if found is not None:
         return found if return_lse else found[0]
     problem, fire, result = run_in_full(DecodeCall(*arguments))
-    if key is not None and calls.is_plain(numbers) and form.lse_layout == "NH":
-        _enter(key, given, problem, fire, result)
+    if key is not None and form.lse_layout == "NH":
+        read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
+        outputs = result if isinstance(result, tuple) else (result, None)
+        offset = problem.scratch.partials - problem.scratch.counters
+        calls.enter(calls.UNPLANNED, key, fire, given, problem, outputs, launched_read=read, partials_offset=offset)
     return result
 
 
@@ -330,7 +325,7 @@ def run_in_full(call: DecodeCall) -> tuple[DecodeProblem, Fire | None, Result]:
     """Check a call in full and run it. Return also what runs calls like it."""
     checks.choice("lse_layout", call.form.lse_layout, ("NH", "HN"))
     problem = decode_problem(call)
-    before_launch(problem, call, looks_at_values(problem.q.device))
+    before_launch(problem, call, calls.looks_at_values(problem.q.device))
     fire = backends.run(problem, call.backend)
     out, lse = call.out, problem.lse
     if out is None:
@@ -342,14 +337,3 @@ def run_in_full(call: DecodeCall) -> tuple[DecodeProblem, Fire | None, Result]:
         return problem, fire, out
     assert lse is not None
     return problem, fire, (out, lse)
-
-
-def _enter(key: Any, given: Given, problem: DecodeProblem, fire: Fire | None, result: Result) -> None:
-    """Leave the entry of a call that passed every check, if its launch reads its tensors as they are."""
-    read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
-    for x, y in zip(given[7][:4], read, strict=True):
-        if (x is None) != (y is None) or (x is not None and y is not None and x.data_ptr() != y.data_ptr()):
-            return
-    outputs = result if isinstance(result, tuple) else (result, None)
-    offset = problem.scratch.partials - problem.scratch.counters
-    calls.enter(calls.UNPLANNED, key, fire, given, problem, outputs, partials_offset=offset)

@@ -116,8 +116,8 @@ def test_one_level_takes_positions() -> None:
         *(
             ({"qo_indptr_arr": [torch.tensor([0, 10]), array, None]}, rf"qo_indptr_arr\[1\] must {rule}", ArgumentError)
             for array, rule in (
-                (torch.tensor(10), "have 1 dimension"),
-                (torch.tensor([[0, 10]]), "have 1 dimension"),
+                (torch.tensor(10), "have shape"),
+                (torch.tensor([[0, 10]]), "have shape"),
                 (torch.tensor([0.0, torch.nan]), "have dtype int32 or int64"),
                 (torch.tensor([0, 10], device="meta"), "be on a cpu or cuda device"),
             )
@@ -141,7 +141,7 @@ def test_bad_plans_are_named_and_leave_none(changed: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("arguments", "message", "error"),
     [
-        ((0, torch.zeros(64)), "num_levels must be >= 1, got 0", ArgumentError),
+        ((0, torch.zeros(64)), "num_levels must be at least 1, got 0", ArgumentError),
         ((2.0, torch.zeros(64)), "num_levels must be an int", ArgumentTypeError),
     ],
 )

@@ -157,7 +157,7 @@ def test_runs_agree_with_the_plan() -> None:
     for tensors, message in (
         ((nope[:1], rope[:1], ckv, kpe), "q_nope must have 2 tokens of 4 heads, as planned"),
         ((nope, rope, ckv.view(-1, 1, LATENT), kpe.view(-1, 1, ROPE)), "ckv_cache must have the planned page_size 2"),
-        ((nope, rope[:, :1], ckv, kpe), "q_nope and q_pe must have the same first two axes"),
+        ((nope, rope[:, :1], ckv, kpe), "q_pe must have shape "),
     ):
         with pytest.raises(ArgumentError, match=message):
             wrapper.run(*tensors)
@@ -223,9 +223,7 @@ def test_errors_of_flash_mla() -> None:
     with pytest.raises(ArgumentError, match=r"cache_seqlens must be within 0..10, .*request 1 has 100"):
         case.flash_mla()
     case.made["table"] = case.table[:1]
-    with pytest.raises(
-        ArgumentError, match="cache_seqlens must have one length for each of the 1 requests of block_table"
-    ):
+    with pytest.raises(ArgumentError, match="cache_seqlens must have one length for each of the 1 rows of block_table"):
         case.flash_mla()
     with pytest.raises(ArgumentError, match=r"k_cache must have shape \[num_pages, page_size, 1, 656\]"):
         case.flash_mla(is_fp8_kvcache=True)
@@ -273,7 +271,7 @@ def test_wrong_metadata() -> None:
         ({"metadata": dense, "seq_lens": case.seq_lens}, "metadata must come without seq_lens"),
         ({"seq_lens": case.seq_lens}, "must be given together; missing: cum_seq_lens_q, block_tables"),
         ({"metadata": metadata(case, "dense", max_q_len=3)}, "give a request more than 3 rows"),
-        ({"metadata": metadata(case, "dense", block_tables=case.table[:1])}, "one length for each of the 1 requests"),
+        ({"metadata": metadata(case, "dense", block_tables=case.table[:1])}, "one length for each of the 1 rows"),
         ({"metadata": metadata(case, "dense", seq_lens=99 * short)}, "seq_lens must be within 0.* in block_tables"),
         ({"metadata": metadata(case, "dual", seq_lens=short)}, "kv_len_arr and seq_lens must be equal"),
         ({"metadata": metadata(case, "dual", kv_indices=other)}, "must have the same pages; those of request 0 differ"),
@@ -313,7 +311,7 @@ def test_runs_keep_to_planned_modes() -> None:
         ({"ckv_scale_arr": torch.ones(7, 2, 4)}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
         ({"kpe_scale": None}, "kpe_scale must be given"),
         ({"ckv_scale": 0.0}, "ckv_scale must be > 0"),
-        ({"ckv_scale": None, "ckv_scale_arr": torch.ones(7, 2, 3)}, "Invalid shape of ckv_scale_arr"),
+        ({"ckv_scale": None, "ckv_scale_arr": torch.ones(7, 2, 3)}, "ckv_scale_arr must have shape "),
     ):
         with pytest.raises(ArgumentError, match=message):
             narrow.wrapped(**scales)
@@ -362,8 +360,8 @@ def test_plans_check_all_before_they_write() -> None:
         ({"qo_indptr": torch.tensor([0, 2, 1], dtype=torch.int32)}, "qo_indptr must not decrease"),
         ({"qo_indptr": torch.tensor([1, 2, 3], dtype=torch.int32)}, "qo_indptr must start at 0"),
         ({"kv_len_arr": torch.tensor([9, 7], dtype=torch.int32)}, "kv_len_arr must be within 0.*request 1 has 7"),
-        ({"kv_len_arr": case.seq_lens[:1]}, r"qo_indptr must have shape \[batch_size \+ 1 = 2\]"),
-        ({"page_size": 0}, "page_size must be >= 1"),
+        ({"kv_len_arr": case.seq_lens[:1]}, r"qo_indptr must have shape \[batch_size \+ 1\] = \(2,\)"),
+        ({"page_size": 0}, "page_size must be at least 1"),
         ({"kv_data_type": torch.float32}, "kv_data_type must have dtype"),
         ({"use_sinks": 1}, "use_sinks must be True or False"),
         ({"query_layout": "other"}, "query_layout must be one of"),

@@ -205,9 +205,9 @@ BAD_HELPERS: list[tuple[str, tuple[Any, ...], str, type]] = [
     ("get_batch_indices_positions", (INTS, INTS[:2], 3, INTS), "batch_indices must have dtype int32", ArgumentError),
     ("get_seq_lens", (INTS, INTS[:2], 0), "page_size must be at least 1, got 0", ArgumentError),
     ("get_seq_lens", (INTS, INTS[:2], "16"), "page_size must be an int", ArgumentTypeError),
-    ("get_seq_lens", (INTS, INTS, 4), r"kv_last_page_len must have shape \[2\]", ArgumentError),
+    ("get_seq_lens", (INTS, INTS, 4), r"kv_last_page_len must have shape \[n\] = \(2,\)", ArgumentError),
     ("get_seq_lens", (INTS[:0], INTS[:0], 4), "kv_indptr must have batch_size", ArgumentError),
-    ("get_seq_lens", (INTS, INTS[:2].float(), 4), "kv_last_page_len must be of an integer dtype", ArgumentError),
+    ("get_seq_lens", (INTS, INTS[:2].float(), 4), "kv_last_page_len must have dtype int32 or int64", ArgumentError),
 ]
 
 

@@ -155,7 +155,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bmm2_scale": math.nan}, ArgumentError, "bmm2_scale must be finite"),
     ({"o_scale": 0.0}, ArgumentError, "o_scale must be > 0"),
     ({"o_scale": torch.ones(1)}, ArgumentTypeError, "o_scale must be a number"),
-    ({"q_len_per_req": 0}, ArgumentError, "q_len_per_req must be >= 1"),
+    ({"q_len_per_req": 0}, ArgumentError, "q_len_per_req must be at least 1"),
     ({"out": torch.zeros(2, 4, 128).bfloat16()[..., ::2]}, ArgumentError, "stride 1 on its last axis"),
     ({"mask": torch.zeros(2, 1, 1, dtype=torch.uint16)}, ArgumentError, "2 rows of 2 words"),
     ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "workspace_buffer must be contiguous"),

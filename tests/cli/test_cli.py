@@ -293,19 +293,8 @@ def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
 
 
 def test_explain_of_a_batch(capsys: Output) -> None:
-    argv = [
-        "--qo-lens",
-        "1,5,512",
-        "--kv-lens",
-        "100,2000,512",
-        "--page-size",
-        "16",
-        "--arch",
-        "sm_90a",
-        "--sms",
-        "132",
-    ]
-    assert main(["explain", *argv, "--causal"]) == 0
+    argv = "explain --qo-lens 1,5,512 --kv-lens 100,2000,512 --page-size 16 --arch sm_90a --sms 132 --causal"
+    assert main(argv.split()) == 0
     out = capsys.readouterr().out
     assert "fa3: chosen" in out
     assert "3 requests, 518 query tokens, 2612 keys in pages of 16 on 132 multiprocessors of sm_90a" in out

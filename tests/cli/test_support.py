@@ -48,10 +48,9 @@ def verdicts(title: str, feature: str) -> list[str]:
 
 def test_what_contradicted_itself() -> None:
     """Independent of the samples: (80, 80) on fa3, NVFP4, and XQA."""
-    plain = support_rows.plain()
-    features = plain._replace(head_dim_qk=80, head_dim_vo=80)
+    features = support_rows.PLAIN._replace(head_dim_qk=80, head_dim_vo=80)
     division = next(each for each in support_rows.DIVISIONS if each.title == DIMS)
-    label = division.row_of(features, named("sm_90a"))
+    (label,) = (sample.row for sample in division.samples if sample.features == features)
     asked = [features._replace(decode=name == "xqa") for name in support.ORDER]
     archs = {"fa4": "sm_100a"}
     found = [
@@ -67,9 +66,9 @@ def test_what_contradicted_itself() -> None:
 
 def test_a_row_that_is_too_coarse_is_an_error() -> None:
     division = next(each for each in support_rows.DIVISIONS if each.title == DIMS)
-    coarse = dataclasses.replace(division, row_of=lambda features, arch: "any head dimensions")
+    coarse = dataclasses.replace(division, samples=[x._replace(row="any head dimensions") for x in division.samples])
     with pytest.raises(ValueError, match="row 'any head dimensions' is too coarse: fa4 supports some"):
-        support._group(coarse, support_rows.plain())
+        support._group(coarse)
 
 
 def test_markdown_and_json(capsys: Output) -> None:

@@ -331,7 +331,7 @@ def test_explain_takes_tensors_words_and_names_of_gpus() -> None:
         ({"asked": torch.zeros(3)}, r"asked must be Features, tensors \(q, k, v\) or None, got a float32 tensor"),
         ({"asked": (torch.zeros(2, 2, 64).half(),) * 3, "head_dim": 65}, "head_dim must not be given with tensors"),
         ({"asked": CUDA, "causal": True}, "causal must not be given with Features"),
-        ({"dtype": "bf16"}, "dtype must be a dtype or its name, got 'bf16'"),
+        ({"dtype": "bf16"}, "dtype must name a dtype of torch, got 'bf16'"),
         ({"qo_len": -1}, "qo_len must be an int >= 0"),
     ],
 )

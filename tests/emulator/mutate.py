@@ -14,6 +14,7 @@ same kernels whose fates the file knows.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
@@ -228,8 +229,9 @@ PROBLEMS = {
 WORKSPACE = 1 << 20  # enough for these problems; every launch marks each byte of it
 
 
-def kernels(name: str, schedules: tuple[Schedule, ...] = ALL_SCHEDULES, cases: int | None = None) -> list[str]:
-    """PTX of the kernels that the problems of a name launch, or the first `cases` of them, which must be right."""
+@functools.cache
+def launched(name: str, schedule: Schedule, launch: int) -> tuple[str, ...]:
+    """PTX of the kernels that a launch of the problems of a name runs, which must be right."""
     seen: dict[str, None] = {}
 
     def remember(ptx: str) -> str:
@@ -237,11 +239,17 @@ def kernels(name: str, schedules: tuple[Schedule, ...] = ALL_SCHEDULES, cases: i
         return ptx
 
     asked = PROBLEMS[name]
-    for schedule, (sms, case) in itertools.product(schedules, asked.launches()[:cases]):
-        with using(asked.arch, schedule=schedule, rewrite=remember, sms=sms, kernels=asked.kernels):
-            result = solve(case)
-        assert result == "", f"the kernels themselves: {result}"
-    return [ptx for ptx in seen if asked.mutates(ptx)]
+    sms, case = asked.launches()[launch]
+    with using(asked.arch, schedule=schedule, rewrite=remember, sms=sms, kernels=asked.kernels):
+        result = solve(case)
+    assert result == "", f"the kernels themselves: {result}"
+    return tuple(ptx for ptx in seen if asked.mutates(ptx))
+
+
+def kernels(name: str, cases: int | None = None) -> list[str]:
+    """PTX of the kernels that the problems of a name launch, or the first `cases` of them."""
+    launches = range(len(PROBLEMS[name].launches()))[:cases]
+    return list(dict.fromkeys(ptx for launch in launches for ptx in launched(name, ALL_SCHEDULES[0], launch)))
 
 
 def symbol(ptx: str) -> str:
@@ -264,21 +272,22 @@ def solve(case: AnyCase) -> str:
 
 
 def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, ...] = ALL_SCHEDULES) -> str:
-    """What noticed the mutant of a kernel, or "" if it survived all schedules."""
+    """What noticed the mutant of a kernel, where the kernel itself is right, or "" if it survived all schedules."""
     changed, asked = applied(mutant, original), PROBLEMS[name]
 
     def rewrite(ptx: str) -> str:
         return changed if ptx == original else ptx
 
-    with sharing(original, changed):
-        for schedule, (sms, case) in itertools.product(schedules, asked.launches()):
-            with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=sms, kernels=asked.kernels):
-                try:
-                    wrong = solve(case)
-                except EmulatorError as err:
-                    return type(err).__name__
-            if wrong:
-                return "wrong result"
+    for schedule, (launch, (sms, case)) in itertools.product(schedules, enumerate(asked.launches())):
+        settings = using(asked.arch, schedule=schedule, rewrite=rewrite, sms=sms, kernels=asked.kernels)
+        with sharing(original, changed), settings:
+            try:
+                by = "wrong result" if solve(case) else ""
+            except EmulatorError as err:
+                by = type(err).__name__
+        if by:
+            launched(name, schedule, launch)
+            return by
     return ""
 
 
@@ -327,10 +336,6 @@ def _try(task: _Task) -> tuple[_Task, str]:
     )
 
 
-def _prove(name: str) -> list[str]:
-    return kernels(name, ALL_SCHEDULES[1:])
-
-
 def fates(tasks: list[_Task], known: Fates, jobs: int) -> Iterator[Fate]:
     """Fates of mutants, in any order. Processes are forked, so that they share what has been compiled."""
     new = [task for task in tasks if known.key(*task) not in known.known]
@@ -339,7 +344,6 @@ def fates(tasks: list[_Task], known: Fates, jobs: int) -> Iterator[Fate]:
             yield Fate(task[0], task[2], excuse(*task[1:]), known.known[known.key(*task)])
     with multiprocessing.get_context("fork").Pool(jobs) if jobs > 1 else nullcontext() as pool:
         run = map if pool is None else pool.imap_unordered
-        list(run(_prove, dict.fromkeys(name for name, *_ in new)))
         for task, by in run(_try, new):
             known.add(known.key(*task), by)
             yield Fate(task[0], task[2], excuse(*task[1:]), by)
@@ -360,7 +364,7 @@ def report(
     chosen: list[list[_Task]] = []
     counts: dict[str, int] = {}
     for name in names:
-        for ptx in kernels(name, ALL_SCHEDULES[:1]):
+        for ptx in kernels(name):
             found = [(name, ptx, mutant) for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
             counts[name] = counts.get(name, 0) + len(found)
             random.Random(0).shuffle(found)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.emulator
 
 LENGTHS = (47, 0, 3, 30), (150, 40, 9, 200)
 BATCHES = {
-    "groups of 5": paged(*LENGTHS, 16, **heads(10, 2), **dims(256), dtype="bfloat16"),
+    "groups of 5": paged(*LENGTHS, 16, **heads(5, 1), **dims(256), dtype="bfloat16"),
     "of 7, causal": paged((40, 9), (700, 500), 16, mask="causal", **heads(7, 1), **dims(128)),
     "of 3, window, sinks": ragged(*LENGTHS, mask="causal", window_left=40, sinks=True, **heads(6, 2), **dims(64)),
     "of 6, custom masks, gathered": paged(*LENGTHS, 3, mask="packed", **heads(6, 1), **dims(64)),
@@ -39,14 +39,14 @@ def test_groups_of_any_size_share_tiles(name: str, schedule: Schedule) -> None:
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=named)
 def test_split_groups_share_tiles(schedule: Schedule) -> None:
     """Slots of partial results have as many rows as are used."""
-    batch = paged((20, 9), (2100, 300), 16, mask="causal", **heads(7, 1), **dims(128))
-    emulation = solve_on(FA3, batch, schedule, sms=16)
+    batch = paged((20, 9), (1300, 300), 16, mask="causal", **heads(7, 1), **dims(128))
+    emulation = solve_on(FA3, batch, schedule, sms=10)
     assert_cut(FA3, emulation)
 
 
 def test_single_requests() -> None:
     solve_on(FA3, request(60, 900, (7, 1), 64, **CAUSAL), Schedule("adversarial", 1), sms=4)
-    assert_cut(FA3, solve_on(FA3, request(20, 2100, (7, 1), 64), Schedule("adversarial", 1), sms=16))
+    assert_cut(FA3, solve_on(FA3, request(20, 1000, (7, 1), 64), Schedule("adversarial", 1), sms=8))
 
 
 def test_rows_of_whole_tokens() -> None:

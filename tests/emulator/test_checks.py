@@ -7,34 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_attn.emulator import EmulatorError, GlobalMemory, Schedule, launch
+from cute_attn.emulator import EmulatorError, Schedule
 from cute_attn.emulator import errors as faults
 from cute_attn.emulator.errors import RegisterFault
 from cute_attn.emulator.isa.wgmma import WarpgroupFault
-from tests.emulator.micro.case import Text
+from tests.emulator.micro import emulate
+from tests.emulator.micro.case import Case, Text
 
 pytestmark = pytest.mark.emulator
-IN, OUT = 0x10000000, 0x20000000
+INPUT = np.arange(4096).astype(np.uint8).tobytes()
 
 
-def run(
-    text: Text, *, grid: int = 1, schedule: Schedule | None = None, valid: bool = True, **description: Any
-) -> bytes:
-    """A kernel of `Text` on 4096 bytes of input and of output; `description` of its launch."""
-    memory = GlobalMemory()
-    out = np.zeros(4096, np.uint8)
-    memory.add("in", IN, 4096, writable=False, data=np.arange(4096).astype(np.uint8))
-    memory.add("out", OUT, 4096, data=out, valid=valid)
-    description |= {
-        "symbol": "micro",
-        "grid": (grid, 1, 1),
-        "block": (text.threads, 1, 1),
-        "cluster": (text.cluster, 1, 1),
-        "smem_bytes": 0,
-        "params": IN.to_bytes(8, "little") + OUT.to_bytes(8, "little"),
-    }
-    launch(text.ptx(), description, memory, schedule=schedule or Schedule())
-    return out.tobytes()
+def run(text: Text, *, grid: int = 1, ptx: str = "", **how: Any) -> bytes:
+    """A kernel of `Text`, or its `ptx`, on 4096 bytes of input and of output; `how`: of `emulate.launched`."""
+    shape = {"threads": text.threads, "grid": grid, "cluster": text.cluster}
+    return emulate.run(Case("checks", "kernel", ptx or text.ptx(), INPUT, len(INPUT), **shape), **how)  # type: ignore[arg-type]
 
 
 def kernel(*lines: str, threads: int = 64, smem: int = 1024, cluster: int = 1) -> Text:
@@ -155,10 +142,8 @@ def test_errors_say_where() -> None:
     text = kernel(".loc 1 42 7", "ld.shared.b32 %r1, [%r9];")
     ptx = text.ptx().replace(".address_size 64", '.address_size 64\n.file 1 "kernels/some.py"')
     line = next(i for i, x in enumerate(ptx.splitlines(), 1) if "ld.shared" in x)
-    memory = GlobalMemory()
-    description = {"symbol": "micro", "grid": (1, 1, 1), "block": (64, 1, 1), "smem_bytes": 0, "params": bytes(16)}
     with pytest.raises(faults.Uninitialised) as raised:
-        launch(ptx, description, memory)
+        run(text, ptx=ptx)
     location = raised.value.location
     assert location is not None
     assert (location.kernel, location.cta, location.line) == ("micro", (0, 0, 0), line)
@@ -261,13 +246,12 @@ def test_dependent_launches(access: str) -> None:
         ({"smem_bytes": 232448}, "bytes of shared memory"),
         ({"params": bytes(8)}, "too few"),
         ({"symbol": "macro"}, "no kernel macro"),
-        ({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, "multiple of the cluster"),
+        ({"grid": 3, "cluster": (2, 1, 1)}, "multiple of the cluster"),
     ],
 )
 def test_launches_that_cannot_be(change: dict[str, Any], message: str) -> None:
-    description = {"symbol": "micro", "grid": (1, 1, 1), "block": (64, 1, 1), "smem_bytes": 0, "params": bytes(16)}
     with pytest.raises(faults.LaunchFault, match=message):
-        launch(kernel().ptx(), description | change, GlobalMemory())
+        run(kernel(), **change)
 
 
 # --- wgmma ------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ CHUNKS = (
 UNSPLIT = {"disable_split_kv": True}
 CASES = [
     Case("unsplit", (150, 90), CHUNKS, UNSPLIT),
-    Case("fixed splits", (150, 90), CHUNKS, {"fixed_split_size": 4}, head_dim=128, heads=(4, 2)),
+    Case("fixed splits", (150, 90), CHUNKS, {"fixed_split_size": 4}, head_dim=128, heads=(2, 1)),
     # The window covers several kv tiles, and its left edge is in another place of each query tile.
     Case(
         "window", (460,), (((0, 0, 299),), ((0, 299, 459),), ((0, 459, 460),)), UNSPLIT, heads=(2, 1), window_left=300

@@ -63,7 +63,7 @@ def test_fa2(case: BatchCase, schedule: Schedule) -> None:
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 def test_splits(schedule: Schedule, kernels: str, arch: str) -> None:
     """Several CTAs divide what a query tile sees, or, with a fixed size, some of them find nothing."""
-    case = paged((30,), (2600,), page_size=16, mask="items", **heads(2, 1))
+    case = paged((30,), (1800,), page_size=16, mask="items", **heads(2, 1))
     emulation = solve(case, arch, kernels, schedule, sms=16)
     assert families(emulation) == [kernels, "combine"]
     solve(dataclasses.replace(case, qo_lens=(66,), kv_lens=(700,), fixed_split_size=8), arch, kernels, schedule)

@@ -33,14 +33,14 @@ def test_mutants_are_caught(name: str, sample: int | None) -> None:
 
 @pytest.mark.parametrize("mutation", ORDER)
 def test_order_in_tensor_memory_is_needed(mutation: str) -> None:
-    (ptx,) = kernels("tcgen05", ALL_SCHEDULES[:1], cases=1)
+    (ptx,) = kernels("tcgen05", cases=1)
     mutant = next(found for found in mutants(symbol(ptx), ptx) if found.mutation == mutation and not excuse(ptx, found))
     assert caught("tcgen05", ptx, mutant, ALL_SCHEDULES)
 
 
 def test_programs_of_mutants() -> None:
     """With the code of another program they are those of their own texts: instructions, and tests of registers."""
-    (ptx,) = kernels("tcgen05", ALL_SCHEDULES[:1], cases=1)
+    (ptx,) = kernels("tcgen05", cases=1)
     name, found = symbol(ptx), list(mutants(symbol(ptx), ptx))
     for mutation in ("wait for tensor memory loads removed", "mbarrier wait removed", "16 columns off"):
         kernel = parse(applied(next(mutant for mutant in found if mutant.mutation == mutation), ptx))[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,13 +14,14 @@ import torch
 from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.latent import LatentAttention, extend_step
-from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
+from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind
 from cute_attn.integrations.sglang.tables import TableStep
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from tests.support.executors import DEVICES
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase, newest
 from tests.support.noted import noted
+from tests.support.sglang_case import Layer
 
 HEADS = 4
 KIND = LayerKind(False, HEADS, 1, LATENT + ROPE, SCALE, -1, 0.0, True)
@@ -73,7 +75,7 @@ def test_prompts_are_planned_once_per_step(device: str, monkeypatch: pytest.Monk
 
 
 SERVER = ServerFacts(BF16, BF16, mla=True)
-LAYERS = [LayerFacts(0, 576, 512), LayerFacts(0, 192, 128)]
+LAYERS = [Layer(qk_head_dim=qk, v_head_dim=vo) for qk, vo in (limits.ABSORBED, limits.DECOMPRESSED)]
 
 
 def test_servers_of_latent_attention() -> None:
@@ -88,13 +90,13 @@ def test_servers_of_latent_attention() -> None:
         ({"draft_trees": True, "speculative": "EAGLE"}, {}, "draft trees with latent attention"),
         ({"kv_dtype": torch.float8_e5m2}, {}, "fp8_e5m2 with latent attention"),
         ({"quantized_pool": "MLATokenToKVPoolFP4"}, {}, "MLATokenToKVPoolFP4"),
-        ({}, {"head_dim": 320, "v_head_dim": 256}, r"head dimensions \(320, 256\)"),
-        ({}, {"window_left": 128}, "a window or a soft cap"),
+        ({}, {"qk_head_dim": 320, "v_head_dim": 256}, r"head dimensions \(320, 256\)"),
+        ({}, {"sliding_window_size": 128}, "a window or a soft cap"),
     ],
 )
 def test_refusals(server: dict[str, Any], layer: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotSupported, match=reason) as caught:
-        limits.check(SERVER._replace(**server), [*LAYERS, LAYERS[0]._replace(**layer)])
+        limits.check(SERVER._replace(**server), [*LAYERS, dataclasses.replace(LAYERS[0], **layer)])
     assert len(caught.value.refusals) == 1
 
 

@@ -18,10 +18,11 @@ import cute_attn.integrations.sglang as plugin
 from cute_attn import emulator
 from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits, planned, tables
-from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
+from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
 from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, table_step
+from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
 from tests.support.executors import GPU_MARKS
 from tests.support.noted import noted
@@ -34,15 +35,13 @@ from tests.support.sglang_case import (
     MAX_CONTEXT,
     Layer,
     Server,
-    assert_close,
     begin,
-    queries,
 )
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU_MARKS)])
 E4M3 = torch.float8_e4m3fn
 SERVER = ServerFacts(BF16, BF16)
-LAYER = LayerFacts(0, DIM, DIM)
+LAYER = Layer()
 
 
 # ---- tables and lengths
@@ -115,24 +114,21 @@ def test_masks_of_drafts(q_len: int, with_prefix: bool) -> None:
 # ---- attention
 
 
-def workspace(device: str) -> torch.Tensor:
-    return torch.empty(planned.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-
-
 @DEVICES
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_extend(name: str, page_size: int, device: str) -> None:
     """Two steps of one set of wrappers; the second has cached prefixes."""
-    attention = PlannedAttention(workspace(device), CacheFormat(BF16, BF16, "NHD", page_size, False), decode=False)
+    attention = PlannedAttention(
+        Workspaces.on(device).planned, CacheFormat(BF16, BF16, "NHD", page_size, False), decode=False
+    )
     kind = KINDS[name]
     for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 1, 90], [3, 1, 20])):
-        server = Server(page_size, kv_lens, device)
-        begin(server, q_lens, attention)
-        q = queries(sum(q_lens), device)
-        out = torch.empty_like(q)
-        attention.run(kind, q, server.cache(), out, None, None, None)
-        assert_close(out, server.expected(q, q_lens, kind))
+        server = Server(page_size, kv_lens, device, q_lens=q_lens)
+        begin(server, attention)
+        out = torch.empty_like(server.q)
+        attention.run(kind, server.q, server.cache, out, None, None, None)
+        server.check(out, kind)
 
 
 @DEVICES
@@ -143,7 +139,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
 
     buffers = GraphBuffers(zeros(4), zeros(4), zeros(3 * MAX_CONTEXT), zeros(3))
     attention = PlannedAttention(
-        workspace(device),
+        Workspaces.on(device).planned,
         CacheFormat(BF16, BF16, "NHD", 1, deterministic),
         decode=True,
         graph_buffers=lambda _: buffers,
@@ -151,12 +147,11 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
     kind, sinks = KINDS["capped"], torch.randn(HEADS, device=device)
     for kv_lens in ([37, 5, 1], [2, 90, 1]):
         server = Server(1, kv_lens, device)
-        begin(server, [1, 1, 1], attention, kinds=[kind])
+        begin(server, attention, kinds=[kind])
         assert buffers.indptr.tolist() == [0, *itertools.accumulate(kv_lens)]
-        q = queries(3, device)
-        out = torch.empty_like(q)
-        attention.run(kind, q, server.cache(), out, None, None, sinks)
-        assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks.cpu()))
+        out = torch.empty_like(server.q)
+        attention.run(kind, server.q, server.cache, out, None, None, sinks)
+        server.check(out, kind, sinks=sinks)
 
 
 def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +160,8 @@ def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> N
     for deterministic in (False, True):
         form = CacheFormat(BF16, BF16, "NHD", 16, deterministic)
         for decode, q_lens in ((False, [3, 1]), (True, [1, 1])):
-            attention = PlannedAttention(workspace("cpu"), form, decode)
-            begin(Server(16, [37, 5]), q_lens, attention, kinds=[KINDS["full"], KINDS["window"]])
+            attention = PlannedAttention(Workspaces.on("cpu").planned, form, decode)
+            begin(Server(16, [37, 5], q_lens=q_lens), attention, kinds=[KINDS["full"], KINDS["window"]])
     assert [plan.kwargs["disable_split_kv"] for plan in plans] == [False] * 4 + [True] * 4
 
 
@@ -179,15 +174,14 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
     scales = [numbers.get(x) for x in ("k_scale", "v_scale")]
     if as_tensor:
         scales = [torch.tensor(x, device=device) for x in scales]
-    attention = TableAttention(device, "NHD", MAX_CONTEXT)
+    attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
     sinks = torch.randn(HEADS, device=device)
     for longest in (None, 90):
         step = table_step(PageTables(server.slots, 16), None, server.requests, server.seq_lens, longest)
         assert step.num_tokens == 3
-        q = queries(3, device)
-        out = torch.empty_like(q)
-        attention.run(step, kind, q, server.cache(), out, *scales, sinks)
-        assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks.cpu(), **numbers))
+        out = torch.empty_like(server.q)
+        attention.run(step, kind, server.q, server.cache, out, *scales, sinks)
+        server.check(out, kind, sinks=sinks, **numbers)
 
 
 @pytest.mark.emulator
@@ -197,14 +191,13 @@ def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> 
     decode = functools.partial(tables.xqa_batch_decode_with_kv_cache, backend="emulator")
     monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", decode)
     server, kind = Server(page_size, [37, 5]), KINDS["window"]
-    attention = TableAttention("cpu", "NHD", MAX_CONTEXT)
+    attention = TableAttention(Workspaces.on("cpu").decode, "NHD", MAX_CONTEXT)
     pages = PageTables(server.slots, page_size)
     step = table_step(pages, None, server.requests, server.seq_lens, longest=None)
-    q = queries(2)
-    out = torch.empty_like(q)
+    out = torch.empty_like(server.q)
     with emulator.using("sm_90a"):
-        attention.run(step, kind, q, server.cache(), out, None, None, None)
-    assert_close(out, server.expected(q, [1, 1], kind))
+        attention.run(step, kind, server.q, server.cache, out, None, None, None)
+    server.check(out, kind)
 
 
 AMONG = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)  # which drafts see which
@@ -213,7 +206,7 @@ DRAFTS = len(AMONG)
 
 def fill(graph: GraphTables, server: Server, requests: torch.Tensor, before: torch.Tensor) -> None:
     """What a replay does before the layers: the host sets the mask, then the graph reads tables and lengths."""
-    visible = AMONG.flatten().repeat(2).to(server.device)
+    visible = AMONG.flatten().repeat(2).to(server.slots.device)
     graph.set_mask(visible, before, DRAFTS, with_prefix=False)
     graph.fill(requests, before, DRAFTS)
 
@@ -221,9 +214,9 @@ def fill(graph: GraphTables, server: Server, requests: torch.Tensor, before: tor
 @DEVICES
 def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     """A captured batch keeps its addresses; a request that pads it has few keys."""
-    server = Server(16, [37, 5], device)
+    server = Server(16, [37, 5], device, q_lens=[DRAFTS, DRAFTS])
     pages = PageTables(server.slots.clamp_min(0), 16)
-    attention = TableAttention(device, "NHD", MAX_CONTEXT)
+    attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
     graph = GraphTables(4, pages, None, device)
     first = graph.view(3, DRAFTS, with_mask=True)
     requests = torch.cat((server.requests, torch.zeros_like(server.requests[:1])))
@@ -233,11 +226,10 @@ def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     for name in ("tables", "seq_lens", "mask"):
         assert getattr(step, name).data_ptr() == getattr(first, name).data_ptr()
     assert step.seq_lens.tolist() == [37, 5, 1 + DRAFTS]
-    q = queries(3 * DRAFTS, device)
+    q = torch.cat((server.q, server.q[:DRAFTS]))
     out = torch.empty_like(q)
-    attention.run(step, KINDS["full"], q, server.cache(), out, None, None, None)
-    real = q[: 2 * DRAFTS]
-    assert_close(out[: 2 * DRAFTS], server.expected(real, [DRAFTS, DRAFTS], KINDS["full"], among=AMONG))
+    attention.run(step, KINDS["full"], q, server.cache, out, None, None, None)
+    server.check(out[: 2 * DRAFTS], KINDS["full"], AMONG)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU_MARKS)])
@@ -246,35 +238,33 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
     servers = [Server(16, kv_lens, device, seed=i) for i, kv_lens in enumerate(([37, 5], [4, 90]))]
     slots = servers[0].slots.clone()
     pages = PageTables(slots, 16)
-    attention = TableAttention(device, "NHD", MAX_CONTEXT)
+    attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
     buffers, kind = GraphTables(2, pages, None, device), KINDS["full"]
     requests, seq_lens = servers[0].requests.clone(), servers[0].seq_lens.clone()
-    keys, values = (torch.zeros_like(buffer) for buffer in servers[0].buffers)
-    cache = as_pages(keys, 16, "NHD"), as_pages(values, 16, "NHD")
-    q = queries(2, device)
-    out = torch.empty_like(q)
+    keys, values = (torch.zeros_like(x) for x in servers[0].cache)
+    q, out = torch.empty_like(servers[0].q), torch.empty_like(servers[0].q)
 
     def layer() -> None:
         buffers.fill(requests, seq_lens, 0)
-        attention.run(buffers.view(2, 1, with_mask=False), kind, q, cache, out, None, None, None)
+        attention.run(buffers.view(2, 1, with_mask=False), kind, q, (keys, values), out, None, None, None)
 
     graph = Graph(device, layer)
     for server in servers:
         slots.copy_(server.slots)
         seq_lens.copy_(server.seq_lens)
-        for static, buffer in zip((keys, values), server.buffers, strict=True):
-            static.copy_(buffer)
+        for static, own in zip((q, keys, values), (server.q, *server.cache), strict=True):
+            static.copy_(own)
         graph.replay()
-        assert_close(out, server.expected(q, [1, 1], kind))
+        server.check(out, kind)
 
 
 # ---- refusals
 
 
 def test_a_plain_server_is_served() -> None:
-    limits.check(SERVER, [LAYER, LAYER._replace(window_left=20, soft_cap=30.0)])
+    limits.check(SERVER, [LAYER, Layer(sliding_window_size=20, logit_cap=30.0)])
     limits.check(SERVER._replace(kv_dtype=torch.float8_e5m2, kv_layouts=("hnd",)), [LAYER])
-    limits.check(SERVER._replace(speculative="EAGLE", draft_trees=True), [LAYER])
+    limits.check(SERVER._replace(speculative="EAGLE", draft_trees=True), [Layer(sliding_window_size=None)])
 
 
 @pytest.mark.parametrize(
@@ -293,35 +283,32 @@ def test_a_plain_server_is_served() -> None:
         ({"translated_slots": True}, {}, "--enable-unified-memory"),
         ({"diffusion": True}, {}, "diffusion"),
         ({"full_prefill_graphs": True}, {}, "--cuda-graph-backend-prefill full"),
-        ({"speculative": "EAGLE"}, {"soft_cap": 30.0}, "has no soft cap"),
+        ({"speculative": "EAGLE"}, {"logit_cap": 30.0}, "has no soft cap"),
         ({"speculative": "EAGLE", "deterministic": True}, {}, "splits depend on the batch"),
-        ({"speculative": "EAGLE", "draft_trees": True}, {"window_left": 20}, "draft trees with sliding windows"),
-        ({}, {"cross_attention": True}, "cross attention"),
-        ({}, {"attn_type": "decoder_bidirectional"}, "decoder_bidirectional"),
+        (
+            {"speculative": "EAGLE", "draft_trees": True},
+            {"sliding_window_size": 20},
+            "draft trees with sliding windows",
+        ),
+        ({}, {"is_cross_attention": True}, "cross attention"),
+        ({}, {"attn_type": SimpleNamespace(value="decoder_bidirectional")}, "decoder_bidirectional"),
         ({}, {"v_head_dim": 32}, "value heads of dimension 32"),
         ({}, {"pos_encoding_mode": "ALIBI"}, "ALIBI"),
-        ({}, {"soft_cap": 30.0, "capping_method": "tanh-shifted"}, "tanh-shifted"),
-        ({}, {"temperature_len": 1024}, "xai_temperature_len"),
+        ({}, {"logit_cap": 30.0, "logit_capping_method": "tanh-shifted"}, "tanh-shifted"),
+        ({}, {"xai_temperature_len": 1024}, "xai_temperature_len"),
     ],
 )
 def test_refusals(server: dict[str, Any], layer: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotSupported, match=reason) as caught:
-        limits.check(SERVER._replace(**server), [LAYER, LAYER._replace(layer_id=1, **layer)])
+        limits.check(SERVER._replace(**server), [LAYER, Layer(layer_id=1, **layer)])
     assert len(caught.value.refusals) == 1, "a reason is named once, and no other"
     assert "Instead: " in str(caught.value)
 
 
 def test_all_reasons_are_named_at_once() -> None:
     with pytest.raises(NotSupported) as caught:
-        limits.check(SERVER._replace(context_parallel=2, diffusion=True), [LAYER._replace(cross_attention=True)] * 3)
+        limits.check(SERVER._replace(context_parallel=2, diffusion=True), [Layer(is_cross_attention=True)] * 3)
     assert len(caught.value.refusals) == 3
-
-
-def test_facts_of_a_layer() -> None:
-    facts = limits.layer_facts(Layer(sliding_window_size=None, logit_cap=0.0))
-    assert facts == LAYER
-    facts = limits.layer_facts(Layer(sliding_window_size=20, logit_cap=30.0, attn_type=SimpleNamespace(value="x")))
-    assert facts == LAYER._replace(window_left=20, soft_cap=30.0, attn_type="x")
 
 
 # ---- registration

@@ -22,9 +22,8 @@ from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.integrations import vllm as plugin
 from cute_attn.integrations.vllm import support
-from cute_attn.integrations.vllm.attention import LayerAttention, has_standard_slopes
-from cute_attn.integrations.vllm.cache import CacheFormat, views
-from cute_attn.integrations.vllm.encoder import EncoderAttention
+from cute_attn.integrations.vllm.attention import EncoderAttention, LayerAttention, has_standard_slopes
+from cute_attn.integrations.vllm.cache import views
 from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, split_decodes
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -139,11 +138,11 @@ def test_encoder_layers_match_the_formula(soft_cap: float, device: str) -> None:
 @pytest.mark.parametrize("changed", [{"window_left": 8}, {"alibi": True}, {"sinks": True}, {"kv_cache_dtype": "fp8"}])
 def test_encoder_layers_that_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match="encoder attention must have no"):
-        EncoderAttention(dataclasses.replace(LLAMA, **changed))
+        EncoderAttention(LLAMA._replace(**changed))
 
 
 def test_windows_of_tokens_that_see_later_keys_are_refused() -> None:
-    case = Step(MIXED, dataclasses.replace(LLAMA, window_left=8), causal=False)
+    case = Step(MIXED, LLAMA._replace(window_left=8), causal=False)
     attention = case.attention()
     case.fill(attention)
     with pytest.raises(NotImplementedError, match="sliding window of tokens that see later keys"):
@@ -289,7 +288,7 @@ PLANNED = {
 def test_a_graph_plans_its_decodes_again(name: str, q_len: int, device: str) -> None:
     """Warm-up and capture have metadata of their own; a replay has other lengths, tables and padding requests."""
     changed, batch_invariant = PLANNED[name]
-    layer = dataclasses.replace(LLAMA, **changed)
+    layer = LLAMA._replace(**changed)
     lengths = ((37, 5, 50), (20, 4, 33), (2, 3, 0))
     case = Step([(q_len, n) for n in lengths[0]], layer, q_len, batch_invariant=batch_invariant, device=device)
     attention = case.attention()
@@ -351,11 +350,12 @@ def test_views_copy_nothing_and_write_only_their_slots() -> None:
 
 def test_caches_of_another_packing_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"kv_cache must have shape \[blocks, 2, block_size, 128\]"):
-        views(torch.zeros(3, 2, 16, 64), CacheFormat(2, 64, support.COPY))
+        views(torch.zeros(3, 2, 16, 64), LLAMA)
+    packed = LLAMA._replace(kv_cache_dtype="nvfp4")
     with pytest.raises(ArgumentError, match="NVFP4 kv_cache must have shape"):
-        views(torch.zeros(3, 2, 16, 36, dtype=torch.uint8), CacheFormat(2, 64, support.NVFP4))
+        views(torch.zeros(3, 2, 16, 36, dtype=torch.uint8), packed)
     with pytest.raises(ArgumentError, match="must be dense"):
-        views(torch.zeros(3, 4, 32, 36, dtype=torch.uint8)[:, :, ::2], CacheFormat(2, 64, support.NVFP4))
+        views(torch.zeros(3, 4, 32, 36, dtype=torch.uint8)[:, :, ::2], packed)
     case = Step(MIXED, LLAMA)
     with pytest.raises(ArgumentError, match="float16 or bfloat16"):
         case.attention().run(torch.zeros(4, 4, 64), case.cache, case.metadata(), torch.zeros(4, 4, 64))

@@ -1,11 +1,11 @@
 """A kernel whose threads compute exp2(x * scale + shift) of 32 scores each, and their sum, as on Blackwell."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int64, cute
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.scalars import zeros
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 
 ROWS, COLUMNS = 128, 32
@@ -19,16 +19,12 @@ class Params(NamedTuple):
     shift: Float32
 
 
-class Exp2Program:
-    params: type = Params
-    smem_bytes = 0
+class Exp2Program(GridProgram):
+    params = Params
     block = (ROWS, 1, 1)
 
     def __init__(self, polynomial: int) -> None:
         self.exp2 = PairExp2(polynomial)
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return zeros(Params), Int32(1), Int32(1), Int32(1)
 
     @cute.kernel
     def kernel(self, params: Params) -> None:
@@ -43,7 +39,3 @@ class Exp2Program:
     def store(self, address: Int64, p: list[Float32]) -> None:
         for i, x in enumerate(p):
             ptx.st_global_f32(address + Int64(4 * i), 0, x)
-
-    @cute.jit
-    def __call__(self, params: Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes)

@@ -25,6 +25,7 @@ from tests.support.batch_case import (
     BatchInputs,
     call,
     check,
+    dims,
     features,
     make,
     plan_arguments,
@@ -35,9 +36,7 @@ from tests.support.right import assert_right
 KINDS = ("paged", "ragged", "decode", "single_prefill", "single_decode")
 PREFILL = ("paged", "ragged", "single_prefill")
 BATCH = ("paged", "ragged", "decode")
-D128 = {"head_dim_qk": 128, "head_dim_vo": 128}
-D72 = {"head_dim_qk": 72, "head_dim_vo": 72}
-D512 = {"head_dim_qk": 512, "head_dim_vo": 512}
+D72, D128, D512 = dims(72), dims(128), dims(512)
 ROPE = {"pos_encoding_mode": "ROPE_LLAMA"}
 
 

@@ -25,14 +25,11 @@ from unittest import mock
 import torch
 
 from cute_attn.dispatch import append as dispatch_append
-from cute_attn.dispatch import mla as dispatch_mla
 from cute_attn.kernels.append.host import launch as append_launch
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.mla.host import launch as mla_launch
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
-from cute_attn.wrappers import calls, mla, planned_prefill
-from cute_attn.xqa import decode as xqa_decode
+from cute_attn.wrappers import calls, planned_prefill
 from perf.pretended_gpu import NullDriver, pretended_gpu
 
 ARCH = "sm_90a"
@@ -149,10 +146,7 @@ def pretended(driver: NullDriver) -> Iterator[None]:
         pretended_gpu(ARCH),
         mock.patch.object(launch, "load_driver", return_value=driver),
         mock.patch.object(launch, "_function", lambda artifact, index: artifact),
-        mock.patch.object(xqa_decode, "looks_at_values", return_value=False),
         mock.patch.object(dispatch_append, "run", lambda rows: append_launch.run(rows, gpu)),
-        mock.patch.object(dispatch_mla, "run", lambda problem, backend: mla_launch.run(problem, gpu)),
-        mock.patch.object(mla, "looks_at_values", return_value=False),
         mock.patch.object(planned_prefill, "_places", OrderedDict()),
     ):
         calls.forget()

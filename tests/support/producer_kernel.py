@@ -1,10 +1,11 @@
 """A kernel that lets its dependent launch start at once, and writes what that launch reads only after a pause."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.ptx import asm
 
 THREADS = 128
@@ -15,13 +16,9 @@ class Params(NamedTuple):
     pauses: Int32  # of a microsecond
 
 
-class ProducerProgram:
-    params: type = Params
-    smem_bytes = 0
+class ProducerProgram(GridProgram):
+    params = Params
     block = (THREADS, 1, 1)
-
-    def compile_args(self) -> tuple[Any, ...]:
-        return Params(Int64(0), Int32(0)), Int32(1), Int32(1), Int32(1)
 
     @cute.kernel
     def kernel(self, p: Params) -> None:
@@ -37,7 +34,3 @@ class ProducerProgram:
             here = [cute.make_ptr(Float32, x + Int64(word) * 4, cute.AddressSpace.gmem) for x in (target, source)]
             to, out_of = [cute.make_tensor(at, cute.make_layout(1)) for at in here]
             to[0] = out_of[0]
-
-    @cute.jit
-    def __call__(self, p: Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(p).launch(grid=(grid_x, grid_y, grid_z), block=self.block, smem=self.smem_bytes)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from cutlass import Int32, Int64, cute
+from cutlass import Int64, cute
 
+from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.blocks.ptx import asm
 from cute_attn.runtime import compile as compiler
 
@@ -22,24 +23,16 @@ class Params(NamedTuple):
     out: Int64
 
 
-class _Lines:
-    params: Any = Params
-    smem_bytes = 0
+class _Lines(GridProgram):
+    params = Params
     block = (128, 1, 1)
 
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def compile_args(self) -> tuple[Any, ...]:
-        return Params(Int64(0)), Int32(1), Int32(1), Int32(1)
-
     @cute.kernel
     def kernel(self, p: Params) -> None:
         asm(self.text, [], [p.out])
-
-    @cute.jit
-    def __call__(self, p: Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(p).launch(grid=(grid_x, grid_y, grid_z), block=(128, 1, 1), smem=0)
 
 
 def refused(lines: Sequence[str], arch: str) -> set[int]:

@@ -1,4 +1,4 @@
-"""A token pool with random contents and a table of slots as SGLang fills it, and an fp64 oracle. Needs no SGLang."""
+"""A token pool and a table of slots as SGLang fills it, and an fp64 oracle. Needs no SGLang."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, lengths
+from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention, Step
-from tests.support.dense_attention import attention, seen
+from tests.support.engine_case import Batch, Tokens
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, DIM = 4, 2, 64
@@ -37,68 +37,40 @@ class Layer:
 
 
 class Server:
-    """A pool with random contents and a table of slots as SGLang fills it, with -1 where there is no token."""
+    """A pool and a table of slots as SGLang fills it, with -1 where there is no token. `q_lens`: query tokens of each
+    request, 1 by default.
+    """
 
     def __init__(
-        self, page_size: int, kv_lens: list[int], device: str = "cpu", dtype: torch.dtype = BF16, seed: int = 0
+        self,
+        page_size: int,
+        kv_lens: list[int],
+        device: str = "cpu",
+        dtype: torch.dtype = BF16,
+        seed: int = 0,
+        q_lens: list[int] | None = None,
     ) -> None:
-        generator = torch.Generator().manual_seed(page_size + seed)
-        self.page_size, self.kv_lens, self.device = page_size, kv_lens, device
-        pages = torch.randperm(512 // page_size, generator=generator) + 1
+        self.page_size, self.kv_lens, self.q_lens = page_size, kv_lens, q_lens or [1] * len(kv_lens)
+        lengths = {"q_lens": self.q_lens, "kv_lens": kv_lens, "num_pages": 512 // page_size}
+        formats = {"heads": (HEADS, KV_HEADS), "dim": DIM, "page_size": page_size, "kv_dtype": dtype}
+        self.tokens = Tokens(Batch(**lengths, **formats, seed=seed), device)
         self.slots = torch.full((8, MAX_CONTEXT), -1, dtype=torch.int32)
         self.requests = torch.tensor([5, 2, 7][: len(kv_lens)], device=device)
-        for request, kv_len in zip(self.requests.tolist(), kv_lens, strict=True):
-            count = -(-kv_len // page_size)
-            own, pages = pages[:count], pages[count:]
-            slots = (own[:, None] * page_size + torch.arange(page_size)).flatten()
-            self.slots[request, :kv_len] = slots[:kv_len].int()
-        self.slots = self.slots.to(device)
-        shape = 512 + page_size, KV_HEADS, DIM
-        self.buffers = tuple(torch.randn(shape, generator=generator).to(dtype).to(device) for _ in range(2))
+        for request, slots in zip(self.requests.tolist(), self.tokens.slots, strict=True):
+            self.slots[request, : len(slots)] = slots.int()
+        self.slots, self.q, self.seq_lens = self.slots.to(device), self.tokens.q, self.tokens.seq_lens.long()
+        self.cache = self.tokens.caches()
 
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        return torch.tensor(self.kv_lens, device=self.device)
-
-    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.buffers
-        return as_pages(keys, self.page_size, "NHD"), as_pages(values, self.page_size, "NHD")
-
-    def expected(self, q: torch.Tensor, q_lens: list[int], kind: LayerKind, **options: Any) -> torch.Tensor:
-        """Return fp64 attention of all requests; options as for `attend`."""
-        rows, first = [], 0
-        for request, kv_len, q_len in zip(self.requests.tolist(), self.kv_lens, q_lens, strict=True):
-            slots = self.slots[request, :kv_len].long()
-            keys, values = (buffer.double()[slots].cpu() for buffer in self.buffers)
-            rows.append(attend(q[first : first + q_len].double().cpu(), keys, values, kind, **options))
-            first += q_len
-        return torch.cat(rows)
-
-
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    kind: LayerKind,
-    among: torch.Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return fp64 attention of one request. `among`: which of its drafts see which, instead of causality."""
-    kept = seen(len(q), len(keys), kind.causal, kind.window_left)
-    if among is not None:
-        before = torch.ones(len(q), len(keys) - len(q), dtype=torch.bool)
-        kept = torch.cat((before, among), 1) & seen(len(q), len(keys), False, kind.window_left)
-    return attention(q, keys * k_scale, values * v_scale, kept, kind.sm_scale, kind.soft_cap or 0.0, sinks)[0]
-
-
-def queries(tokens: int, device: str = "cpu") -> torch.Tensor:
-    return torch.randn(tokens, HEADS, DIM, generator=torch.Generator().manual_seed(tokens)).to(BF16).to(device)
-
-
-def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(out.double().cpu(), expected, rtol=1 / 128, atol=1 / 128)
+    def check(
+        self, out: torch.Tensor, kind: LayerKind, among: Any = None, k_scale: float = 1.0, **options: Any
+    ) -> None:
+        """Compare a layer's output with attention in fp64. `among`: which drafts of a request see which."""
+        keep = None
+        if among is not None:
+            keep = [torch.cat((torch.ones(len(among), n - len(among)), among), 1) for n in self.kv_lens]
+        mask = {"causal": kind.causal, "window_left": kind.window_left, "soft_cap": kind.soft_cap, "keep": keep}
+        expected, _ = self.tokens.expected(kind.sm_scale * k_scale, **mask, **options)
+        torch.testing.assert_close(out.double().cpu(), expected, rtol=1 / 128, atol=1 / 128)
 
 
 KINDS = {
@@ -109,9 +81,9 @@ KINDS = {
 }
 
 
-def begin(server: Server, q_lens: list[int], attention: PlannedAttention, **options: Any) -> None:
+def begin(server: Server, attention: PlannedAttention, **options: Any) -> None:
     """Start a step over the pages of a server's requests."""
     pages = PageTables(server.slots, server.page_size)
-    counted = lengths(q_lens, server.kv_lens, server.page_size)
+    counted = lengths(server.q_lens, server.kv_lens, server.page_size)
     step = Step(counted, lambda _: pages.page_indices(server.requests, server.seq_lens, counted.num_pages))
     attention.begin(step, **options)

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from cute_attn.integrations.vllm.attention import LayerAttention
-from cute_attn.integrations.vllm.metadata import Batch, Sessions, Spans, StepMetadata, Workspaces, split_decodes
+from cute_attn.integrations.vllm.metadata import Batch, Sessions, Spans, StepMetadata, split_decodes
 from cute_attn.integrations.vllm.support import Layer
+from cute_attn.integrations.workspaces import Workspaces
 from tests.support.dense_attention import attention, seen
 
 UNTOUCHED = 7.0  # of output rows that no request has

@@ -93,13 +93,13 @@ def empty_cache(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
     return {"kv_cache": empty[0], "kv_cache_sf": empty[1]}
 
 
-@corrupts("seq_lens must be at most .* pages of block_tables")
+@corrupts("seq_lens must be within .* pages of block_tables")
 def narrow_table(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
     pages = -(-max(case.seq_lens) // case.page_size)
     return {"block_tables": a["block_tables"][:, : rng.randrange(pages)]}
 
 
-@corrupts("seq_lens must be at most .* pages of block_tables")
+@corrupts("seq_lens must be within .* pages of block_tables")
 def length_beyond_pages(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
     room = a["block_tables"].shape[1] * case.page_size
     length = rng.choice([room + 1, room + rng.randrange(1, 1 << 20), 1 << 30])
@@ -125,7 +125,7 @@ def low_max_seq_len(a: Arguments, case: XqaCase, rng: random.Random) -> Argument
     return {"max_seq_len": rng.randrange(max(case.seq_lens))}
 
 
-@corrupts("max_seq_len must be >= 0")
+@corrupts("max_seq_len must be at least 0")
 def negative_max_seq_len(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
     return {"max_seq_len": -rng.choice([1, 64, 1 << 40])}
 

@@ -243,7 +243,7 @@ def test_bad_plans_are_named_and_leave_the_plan(changed: dict[str, Any], message
     with pytest.raises(error, match=message):
         wrapper.plan(**{**GOOD, **changed})
     assert torch.equal(wrapper.run(q, k, v), before)
-    with pytest.raises(ArgumentError, match=r"k must have shape \[N, num_kv_heads, head_dim\] with N = 12"):
+    with pytest.raises(ArgumentError, match=r"k must have shape \[N, num_kv_heads, head_dim\] = \[12"):
         wrapper.run(q, k[:6], v)
 
 
@@ -256,7 +256,7 @@ BAD_VARIABLE: list[tuple[int, Any, str, type]] = [
         ArgumentError,
     ),
     (1, torch.tensor([[9, -1], [4, 4]]), "block_row_sz must not be negative, got -1", ArgumentError),
-    (2, torch.tensor([[3, 5, 4]]), r"block_col_sz must have shape \[num_kv_heads = 2, blocks\]", ArgumentError),
+    (2, torch.tensor([[3, 5, 4]]), r"block_col_sz must have shape .* = \[2, blocks\]", ArgumentError),
     (2, torch.rand(2, 3), "block_col_sz must have dtype int32 or int64", ArgumentError),
     (3, 3, "num_qo_heads must be a multiple of num_kv_heads, got 3 and 2", ArgumentError),
 ]

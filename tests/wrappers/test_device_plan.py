@@ -185,7 +185,7 @@ def test_the_reference_reads_lengths_on_the_host(monkeypatch: pytest.MonkeyPatch
             {"paged_kv_last_page_len": torch.zeros(3, dtype=torch.int32)},
             "must have shape .batch_size. = .4,., got 3",
         ),
-        (PAGED[0], {"paged_kv_indices": torch.zeros(3, 3, dtype=torch.int32)}, "indices must have 1 dimension"),
+        (PAGED[0], {"paged_kv_indices": torch.zeros(3, 3, dtype=torch.int32)}, "indices must have shape"),
         (PAGED[0], {"num_kv_heads": 3}, "num_qo_heads"),
         (DECODE[0], {"last_page_len": torch.ones(3).int()}, "last_page_len must have shape .batch_size. = .4,., got 3"),
         (DECODE[0], {"indptr": torch.zeros(5)}, "indptr must have dtype"),

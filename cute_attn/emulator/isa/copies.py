@@ -163,15 +163,15 @@ def _cp_async(w: WarpBatch, mask: Array | None, target: Array, source: Array, si
         raise PtxError(f"cp.async: source size above {size}")
     rows = np.zeros((w.size, size), np.uint8)
     active = w.active(mask)
-    for count in np.unique(wanted[lanes]):
+    for count in given.tolist() if len(given) == 1 else np.unique(wanted[lanes]).tolist():
         if count:
             some = active & (wanted == count)
             part = (
-                access.load_global(w, some, source, int(count), "cp.async")
+                access.load_global(w, some, source, count, "cp.async")
                 if count == size
-                else _partial(w, some, source, int(count))
+                else _partial(w, some, source, count)
             )
-            rows[some, : int(count)] = part[some]
+            rows[some, :count] = part[some]
     at = w.full(target)[lanes]
     (memory, _), *_ = access.shared_of(w, at, "cp.async")
     offsets = access.offsets_of(at)

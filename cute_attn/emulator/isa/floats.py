@@ -81,7 +81,8 @@ def flush(x: Array) -> Array:
 
 def _has_subnormals(x: Array) -> bool:
     """Whether any item is one of float32: zeros, which are many, are small too."""
-    return some(np.abs(x) < _SMALLEST_NORMAL) + some(x) > x.size
+    small = some(np.abs(x) < _SMALLEST_NORMAL)
+    return bool(small) and bool(small + some(x) > x.size)
 
 
 def maximum(a: Array, b: Array) -> Array:

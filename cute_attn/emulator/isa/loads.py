@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from cute_attn.emulator import access
@@ -61,32 +59,31 @@ def _item(size: str) -> str:
     golden="memory",
 )
 def ld_global(e: Emitter, inst: Inst, *choices: str) -> None:
-    generic = ".global" not in inst.op
-    strong = any(word in inst.op for word in (".relaxed", ".volatile"))
-    function = _ld_generic if generic else _ld_strong if strong else _ld_global
-    _load(e, inst, _item(choices[-1]), function, [e.address(inst.operands[1], wide=True)])
+    arguments = [e.address(inst.operands[1], wide=True)]
+    if ".global" not in inst.op:
+        _load(e, inst, _item(choices[-1]), _ld_generic, arguments)
+    else:
+        order_of = ("'ld'", "False") if _strong(inst) else ("'ld.global'", "None")
+        _load(e, inst, _item(choices[-1]), _ld_global, [*arguments, *order_of])
+
+
+def _strong(inst: Inst) -> bool:
+    return ".relaxed" in inst.op or ".volatile" in inst.op
 
 
 @form("ld.acquire{.cta|.cluster|.gpu|.sys}{|.global}{.b32|.u32|.s32|.b64|.u64|.s64}", golden="memory")
 def ld_acquire(e: Emitter, inst: Inst, scope: str, space: str, kind: str) -> None:
-    address = e.address(inst.operands[1], wide=True)
-    _load(e, inst, kind, _ld_acquire, [address])
+    _load(e, inst, kind, _ld_global, [e.address(inst.operands[1], wide=True), "'ld.acquire'", "True"])
 
 
-def _ld_acquire(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
-    rows = access.load_global(w, mask, address, width * count, "ld.acquire", strong=True)
-    order.observe(w, mask, address, acquire=True)
+def _ld_global(
+    w: WarpBatch, mask: Array | None, address: Array, what: str, acquire: bool | None, width: int, count: int
+) -> list[Array]:
+    """Load; `acquire` is None for a weak load, which orders nothing."""
+    rows = access.load_global(w, mask, address, width * count, what, strong=acquire is not None)
+    if acquire is not None:
+        order.observe(w, mask, address, acquire)
     return _columns(rows, width)
-
-
-def _ld_strong(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
-    rows = access.load_global(w, mask, address, width * count, "ld", strong=True)
-    order.observe(w, mask, address, acquire=False)
-    return _columns(rows, width)
-
-
-def _ld_global(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
-    return _columns(access.load_global(w, mask, address, width * count, "ld.global"), width)
 
 
 def _ld_generic(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
@@ -131,38 +128,31 @@ def _st_shared(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[
     golden="memory",
 )
 def st_global(e: Emitter, inst: Inst, *choices: str) -> None:
-    e.call(_storing(inst), [e.address(inst.operands[0], wide=True), _sources(e, inst, _item(choices[-1]))])
-
-
-def _storing(inst: Inst) -> Callable[..., None]:
+    arguments = [e.address(inst.operands[0], wide=True), _sources(e, inst, _item(choices[-1]))]
     if ".global" not in inst.op:
-        return _st_generic
-    return _st_strong if ".relaxed" in inst.op or ".volatile" in inst.op else _st_global
+        e.call(_st_generic, arguments)
+    else:
+        e.call(_st_global, [*arguments, *(("'st'", "False") if _strong(inst) else ("'st.global'", "None"))])
 
 
 @form("st.global.v8{.b32|.f32}", since=100, conformance="unverified")
 def st_wide(e: Emitter, inst: Inst, kind: str) -> None:
     """Emit a store of 256 bits, whose address must be a multiple of 32."""
-    e.call(_st_global, [e.address(inst.operands[0], wide=True), _sources(e, inst, kind)])
+    e.call(_st_global, [e.address(inst.operands[0], wide=True), _sources(e, inst, kind), "'st.global'", "None"])
 
 
 @form("st.release{.cta|.cluster|.gpu|.sys}{|.global}{.b32|.u32|.s32|.b64|.u64|.s64}", golden="memory")
 def st_release(e: Emitter, inst: Inst, scope: str, space: str, kind: str) -> None:
-    e.call(_st_release, [e.address(inst.operands[0], wide=True), _sources(e, inst, kind)])
+    e.call(_st_global, [e.address(inst.operands[0], wide=True), _sources(e, inst, kind), "'st.release'", "True"])
 
 
-def _st_release(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
-    access.store_global(w, mask, address, _rows(w, sources), "st.release", strong=True)
-    order.publish(w, mask, address, release=True)
-
-
-def _st_strong(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
-    access.store_global(w, mask, address, _rows(w, sources), "st", strong=True)
-    order.publish(w, mask, address, release=False)
-
-
-def _st_global(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
-    access.store_global(w, mask, address, _rows(w, sources), "st.global")
+def _st_global(
+    w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], what: str, release: bool | None
+) -> None:
+    """Store; `release` is None for a weak store, which orders nothing."""
+    access.store_global(w, mask, address, _rows(w, sources), what, strong=release is not None)
+    if release is not None:
+        order.publish(w, mask, address, release)
 
 
 def _st_generic(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:

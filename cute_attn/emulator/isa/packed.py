@@ -32,19 +32,15 @@ def _pairwise(e: Emitter, inst: Inst, function: Callable[..., Array], mode: str,
     rounding = mode[1:] or "rn"
 
     def pairwise(*pairs: Array) -> Array:
-        singles = [x.view(np.float32) for x in _equal(pairs)]
-        if ftz:
-            singles = [floats.flush(x) for x in singles]
-        found = function(*singles, rounding)
+        rows = np.empty((len(pairs), max(map(len, pairs))), np.uint64)
+        for row, pair in zip(rows, pairs, strict=True):
+            row[:] = pair
+        singles = rows.view(np.float32)
+        found = function(*(floats.flush(singles) if ftz else singles), rounding)
         result = floats.flush(found) if ftz else found
         return np.ascontiguousarray(result, np.float32).view(np.uint64)
 
     e.compute(inst, pairwise)
-
-
-def _equal(pairs: tuple[Array, ...]) -> list[Array]:
-    size = max(len(x) for x in pairs)
-    return [np.ascontiguousarray(x if len(x) == size else x.repeat(size)) for x in pairs]
 
 
 def _add(a: Array, b: Array, mode: str) -> Array:

@@ -72,7 +72,7 @@ def _shfl_pair(
 
 def _sources(w: WarpBatch, mode: str, b: Array, c: Array) -> tuple[Array, Array]:
     """The lane of the batch that each lane reads, and whether shfl's own choice exists."""
-    lane = w.lane.astype(np.int64)
+    lane = w.lane
     bound, segment = (c & np.uint32(31)).astype(np.int64), ((c >> np.uint32(8)) & np.uint32(31)).astype(np.int64)
     step = (b & np.uint32(31)).astype(np.int64)
     low = lane & segment
@@ -87,7 +87,7 @@ def _sources(w: WarpBatch, mode: str, b: Array, c: Array) -> tuple[Array, Array]
         source = low | (step & ~segment)
         valid = source <= high
     source = np.where(valid, source, lane) & 31
-    return w.row * 32 + source, np.broadcast_to(np.asarray(valid), (w.size,))
+    return w.row * 32 + source, valid
 
 
 @form("vote.sync{.any|.all|.uni}.pred", converges=True, golden="warp")

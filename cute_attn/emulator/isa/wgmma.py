@@ -4,6 +4,7 @@ registers hold a mark that only another wgmma may read."""
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -14,7 +15,6 @@ from cute_attn.emulator.clocks import ORDER, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import EmulatorError, PtxError, RegisterFault
-from cute_attn.emulator.isa.floats import pack16
 from cute_attn.emulator.isa.mma import DECODERS, Decode, a_matrix, whole
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Inst, Reg, Vec
@@ -26,6 +26,8 @@ LATENCY = 128  # of virtual time, for the timeline
 
 class InFlight:
     """Mark in an accumulator register whose product has not been waited for."""
+
+    __slots__ = ("index", "product")
 
     def __init__(self, product: Product, index: int) -> None:
         self.product, self.index = product, index
@@ -53,9 +55,10 @@ class Product:
     b: smem_matrix.Operand
     signs: tuple[int, int]
     half: bool  # accumulators are pairs of f16
-    old: list[Any] | None  # accumulator registers, if they count
+    old: Product | list[Any] | None  # the accumulators, if they count: those of a product, or registers
     op: Op | None
-    results: list[Array] | None = None
+    marks: list[InFlight] = dataclasses.field(default_factory=list)
+    results: Array | None = None  # [registers, lanes]
 
     def run(self, w: WarpBatch) -> None:
         if self.results is not None:
@@ -70,7 +73,9 @@ class Product:
         else:
             a = self.a
         if self.item_bytes == 1 and not self.half:
-            self.results = self._narrow(w, self.signs[0] * a, self.signs[1] * b)
+            old = self._old(w)
+            sums = np.zeros((len(w.warps), 16, self.n), np.float32) if old is None else self._gathered(w, old)
+            self.results = self._spread(w, narrow_sums.multiply_add(self.signs[0] * a, self.signs[1] * b, sums))
             return
         # In fp64, as in mma.sync: a row's place in the tile must not matter.
         wide = self.signs[0] * a.astype("f8"), self.signs[1] * b.T.astype("f8")
@@ -91,26 +96,26 @@ class Product:
         pieces = registers.reshape(self.n // 8, 2, 2, warps, 8, 4)
         return pieces.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, self.n)
 
-    def _narrow(self, w: WarpBatch, a: Array, b: Array) -> list[Array]:
-        old = np.zeros((len(w.warps), 16, self.n), np.float32)
-        if self.old is not None:
-            current = np.array([w.full(_value_of(x)).view(np.float32) for x in self.old])
-            old = self._gathered(w, current)
-        return list(self._spread(w, narrow_sums.multiply_add(a, b, old)))
+    def _old(self, w: WarpBatch) -> Array | None:
+        """The accumulators that count, as fp32 or as pairs of fp16: [registers, lanes]."""
+        if self.old is None:
+            return None
+        if isinstance(self.old, Product):
+            assert self.old.results is not None
+            found = self.old.results
+        else:
+            found = np.array([w.full(_value_of(x).view(np.uint32)) for x in self.old])
+        return found if self.half else found.view(np.float32)
 
-    def _added(self, w: WarpBatch, spread: Array) -> list[Array]:
-        olds = None if self.old is None else [_value_of(x) for x in self.old]
+    def _added(self, w: WarpBatch, spread: Array) -> Array:
+        old = self._old(w)
         if not self.half:
-            values: list[Array] = list(spread.astype(np.float32))
-            return [v if olds is None else v + olds[i].view(np.float32) for i, v in enumerate(values)]
-        found = []
-        for i in range(0, len(spread), 2):
-            low, high = spread[i], spread[i + 1]
-            if olds is not None:
-                halves = np.ascontiguousarray(w.full(olds[i // 2])).view(np.float16).astype(np.float32)
-                low, high = low + halves[0::2], high + halves[1::2]
-            found.append(pack16(low.astype(np.float16), high.astype(np.float16)))
-        return found
+            return spread if old is None else spread + old
+        pairs = spread.reshape(-1, 2, w.size)
+        if old is not None:
+            pairs = pairs + old.view(np.float16).reshape(-1, w.size, 2).transpose(0, 2, 1).astype(np.float32)
+        halves = np.ascontiguousarray(pairs.astype(np.float16).transpose(0, 2, 1))
+        return halves.view(np.uint32)[..., 0]
 
     def _load(
         self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, decode: Decode, op: Op | None
@@ -172,9 +177,9 @@ def _warpgroup(w: WarpBatch) -> Warpgroup:
 def _value_of(x: Any) -> Array:
     """Value of an accumulator register; for a mark, the result of its product."""
     if isinstance(x, InFlight):
-        results = object.__getattribute__(x, "product").results
+        results = x.product.results
         assert results is not None
-        value: Array = results[object.__getattribute__(x, "index")]
+        value: Array = results[x.index]
         return value
     found: Array = x
     return found
@@ -256,7 +261,10 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
     _warpgroup(w).issue(w.warps[w.row[w.first_lanes(mask)]], inst)
     R: list[Any] = w.R  # noqa: N806
-    _check_fenced(w, _changed(w, indices))
+    registers = [R[i] for i in indices]
+    chained = _is_product(registers)
+    if not chained:
+        _check_fenced(w, _changed(w, indices))
     if isinstance(a, tuple):
         _check_fenced(w, [x if x.base is None else x.base for x in _changed(w, fragments)])
         left: Any = a_matrix(w, a, decoders[0])
@@ -267,16 +275,22 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
     clocks = w.cta.clocks
     seen = None if clocks is None else clocks.v[w.agents].copy()
     op = w.begin_op(0, "wgmma")
-    product = Product(
-        n, 32, decoders, item_bytes, left, right, signs, half, [R[i] for i in indices] if accumulate else None, op
-    )
+    old = None if not accumulate else registers[0].product if chained else registers
+    product = Product(n, 32, decoders, item_bytes, left, right, signs, half, old, op)
     if op is not None and seen is not None and clocks is not None:
         seen[:, :, op.agent] = op.epoch
         product.clocks = seen
         clocks.v[w.agents[1:], ORDER, w.agents[1:]] += 1
-    for position, index in enumerate(indices):
-        R[index] = InFlight(product, position)
+    product.marks = [InFlight(product, position) for position in range(len(indices))]
+    for index, mark in zip(indices, product.marks, strict=True):
+        R[index] = mark
     w.wgmma_groups[-1].append(product)
+
+
+def _is_product(registers: list[Any]) -> bool:
+    """Whether these are all marks of one product, in their order."""
+    first = registers[0]
+    return type(first) is InFlight and all(map(operator.is_, registers, first.product.marks))
 
 
 def _changed(w: WarpBatch, registers: list[int]) -> list[Array]:
@@ -343,7 +357,7 @@ def _complete(w: WarpBatch, products: list[Product]) -> None:
     done = {id(product) for product in products}
     R: list[Any] = w.R  # noqa: N806
     for i in _marked(R):
-        if id(object.__getattribute__(R[i], "product")) in done:
+        if id(R[i].product) in done:
             R[i] = _value_of(R[i]).view(w.cta.grid.home_of(i))
 
 

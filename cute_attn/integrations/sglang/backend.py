@@ -19,12 +19,13 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
 from cute_attn.errors import NotSupported, Refusal
-from cute_attn.integrations.sglang import limits, planned
+from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.base import PagedBackend, drafts_of, refuse_arguments
-from cute_attn.integrations.sglang.limits import ServerFacts, layer_facts
-from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, lengths
+from cute_attn.integrations.sglang.limits import ServerFacts
+from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention, Step
 from cute_attn.integrations.sglang.tables import TableAttention, TableStep
+from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.runtime import capture
 
 
@@ -42,8 +43,8 @@ class CuteAttnBackend(PagedBackend):
         self.needs_cpu_seq_lens = self._plans_decode
         if self._window_pool is not None:
             self._window_pages = PageTables(rows, self.page_size, self._window_pool.translate_loc_from_full_to_swa)
-        self._by_table = TableAttention(self.device, layout, self.max_context_len)
-        self._workspace = torch.empty(planned.WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._workspace, decode_workspace = Workspaces.on(self.device)
+        self._by_table = TableAttention(decode_workspace, layout, self.max_context_len)
         self._extend = PlannedAttention(self._workspace, self._format, decode=False)
         self._decode = PlannedAttention(self._workspace, self._format, decode=True)
         self._graph_decodes: dict[int, PlannedAttention] = {}  # by batch size
@@ -66,7 +67,8 @@ class CuteAttnBackend(PagedBackend):
             step, visible = self._table_step(batch), batch.spec_info.custom_mask
             if not self._branching or visible is None:
                 return step
-            return step.with_mask(visible, batch.seq_lens, self._mask_has_prefix(batch.spec_info))
+            mask = draft_mask(visible, batch.seq_lens, step.q_len, self._mask_has_prefix(batch.spec_info))
+            return step._replace(mask=mask)
         if not mode.is_decode():
             return self._begin_extend(batch)
         if self._plans_decode:
@@ -154,7 +156,7 @@ class CuteAttnBackend(PagedBackend):
         if not self._branching or not isinstance(step, TableStep) or step.mask is None:
             return
         seq_lens = step.seq_lens - step.q_len
-        step.write_mask(spec_info.custom_mask, seq_lens, self._mask_has_prefix(spec_info))
+        draft_mask(spec_info.custom_mask, seq_lens, step.q_len, self._mask_has_prefix(spec_info), out=step.mask)
 
     def _graph_buffers(self, batch_size: int) -> Callable[[bool], GraphBuffers]:
         def buffers(in_window_pool: bool) -> GraphBuffers:
@@ -228,7 +230,7 @@ class CuteAttnBackend(PagedBackend):
     def _checked_kind(self, layer: RadixAttention) -> LayerKind:
         """Return the kind of a layer that is not a module of the model."""
         kind = self._kind(layer)
-        limits.check(ServerFacts(self._format.q_dtype, self._format.kv_dtype), [layer_facts(layer)])
+        limits.check(ServerFacts(self._format.q_dtype, self._format.kv_dtype), [layer])
         if kind.soft_cap and not self._plans_decode:
             raise NotSupported(
                 [Refusal(limits.BACKEND, "a soft cap", "the model's modules did not show it", limits.OTHER_BACKEND)]

@@ -13,9 +13,10 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.limits import FP8_DTYPES, ServerFacts, layer_facts
+from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, Scale
 from cute_attn.integrations.sglang.tables import GraphTables, TableStep, table_step
+from cute_attn.request.settings import FP8
 from cute_attn.runtime import capture
 
 
@@ -41,7 +42,7 @@ class PagedBackend(AttentionBackend):
         self.device = model_runner.device
         self._facts = server_facts(model_runner)
         layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
-        limits.check(self._facts, map(layer_facts, layers))
+        limits.check(self._facts, layers)
         self._kinds: dict[RadixAttention, LayerKind] = {layer: self._kind(layer) for layer in layers}
         self._pages = PageTables(model_runner.req_to_token_pool.req_to_token, self.page_size)
         self._graph_tables: GraphTables | None = None
@@ -103,7 +104,7 @@ class PagedBackend(AttentionBackend):
 
     def _scales(self, layer: RadixAttention) -> tuple[Scale, Scale]:
         """Return the scales of an fp8 pool: numbers where SGLang has them."""
-        if self._facts.kv_dtype not in FP8_DTYPES:
+        if self._facts.kv_dtype not in FP8:
             return None, None
         k_scale = layer.k_scale if layer.k_scale_float is None else layer.k_scale_float
         v_scale = layer.v_scale if layer.v_scale_float is None else layer.v_scale_float

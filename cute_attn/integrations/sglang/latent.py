@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_attn.integrations import workspaces
 from cute_attn.integrations.sglang.metadata import LayerKind, Scale
 from cute_attn.integrations.sglang.tables import TableStep
 from cute_attn.mla import trtllm_batch_decode_with_kv_cache_mla
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.mla import LATENT, ROPE
 
-WORKSPACE_BYTES = 128 << 20  # enough for every batch
 NOPE = 128  # columns of keys before absorption, which change nothing
 
 
@@ -52,7 +52,7 @@ class LatentAttention:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = torch.empty(workspaces.BYTES, dtype=torch.uint8, device=device)
         self._ragged = BatchPrefillWithRaggedKVCacheWrapper(self._workspace)
         self._planned: tuple[ExtendStep, LayerKind] | None = None
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import NotSupported, Refusal
+from cute_attn.request.settings import FP8, HALF
 
 BACKEND = "cute_attn's SGLang backend"
-QUERY_DTYPES = (torch.bfloat16, torch.float16)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("nhd", "hnd")
 OTHER_BACKEND = "another --attention-backend"
 ABSORBED, DECOMPRESSED = (576, 512), (192, 128)  # head dimensions of keys and values of latent attention
@@ -38,37 +37,6 @@ class ServerFacts(NamedTuple):
     draft_trees: bool = False  # drafts may branch
 
 
-class LayerFacts(NamedTuple):
-    """What decides whether the backend can run one attention layer."""
-
-    layer_id: int
-    head_dim: int
-    v_head_dim: int
-    window_left: int = -1
-    soft_cap: float = 0.0
-    attn_type: str = "decoder"
-    cross_attention: bool = False
-    pos_encoding_mode: str = "NONE"
-    capping_method: str = "tanh"
-    temperature_len: int = -1
-
-
-def layer_facts(layer: Any) -> LayerFacts:
-    """Read the facts of a RadixAttention layer."""
-    return LayerFacts(
-        layer_id=layer.layer_id,
-        head_dim=layer.qk_head_dim,
-        v_head_dim=layer.v_head_dim,
-        window_left=window_of(layer),
-        soft_cap=soft_cap_of(layer),
-        attn_type=str(getattr(layer.attn_type, "value", layer.attn_type)),
-        cross_attention=bool(layer.is_cross_attention),
-        pos_encoding_mode=layer.pos_encoding_mode,
-        capping_method=layer.logit_capping_method,
-        temperature_len=layer.xai_temperature_len,
-    )
-
-
 def window_of(layer: Any) -> int:
     """Return window_left: SGLang's layers see the keys from q - sliding_window_size on, and none of -1 or None."""
     window = layer.sliding_window_size
@@ -81,8 +49,13 @@ def soft_cap_of(layer: Any) -> float:
     return 0.0 if cap is None or cap <= 0 else float(cap)
 
 
-def check(server: ServerFacts, layers: Iterable[LayerFacts]) -> None:
-    """Raise NotSupported with all reasons against serving a model, if there are any."""
+def attn_type_of(layer: Any) -> str:
+    """Return the kind of a layer's mask by the name that SGLang has for it."""
+    return str(getattr(layer.attn_type, "value", layer.attn_type))
+
+
+def check(server: ServerFacts, layers: Iterable[Any]) -> None:
+    """Raise NotSupported with all reasons against serving a model with some RadixAttention layers, if there are any."""
     layers = tuple(layers)
     refusals = [*_of_server(server), *_of_pool(server), *_of_speculation(server, layers)]
     for layer in layers:
@@ -96,7 +69,7 @@ def _no(feature: str, reason: str, instead: str = OTHER_BACKEND) -> Refusal:
 
 
 def _of_server(server: ServerFacts) -> Iterator[Refusal]:
-    if server.dtype not in QUERY_DTYPES:
+    if server.dtype not in HALF:
         yield _no(f"--dtype {_name(server.dtype)}", "queries are 16-bit", "--dtype bfloat16 or float16")
     if server.mla and server.deterministic:
         yield _no("--enable-deterministic-inference with latent attention", "its splits depend on the batch", "fa3")
@@ -138,7 +111,7 @@ def _of_pool(server: ServerFacts) -> Iterator[Refusal]:
             "SGLang allocates its block scales only for backends that it names itself",
             "--kv-cache-dtype fp8_e4m3, fp8_e5m2 or auto",
         )
-    elif server.kv_dtype not in (server.dtype, *FP8_DTYPES):
+    elif server.kv_dtype not in (server.dtype, *FP8):
         yield _no(
             f"a KV cache of {_name(server.kv_dtype)} under {_name(server.dtype)}",
             "caches have the model's dtype or fp8",
@@ -149,15 +122,15 @@ def _of_pool(server: ServerFacts) -> Iterator[Refusal]:
             yield _no(f"the pool layout {layout!r}", "its pages are not rows of tokens", "the default layout")
 
 
-def _of_speculation(server: ServerFacts, layers: tuple[LayerFacts, ...]) -> Iterator[Refusal]:
+def _of_speculation(server: ServerFacts, layers: tuple[Any, ...]) -> Iterator[Refusal]:
     if server.speculative is None:
         return
     verified = f"verification of drafts ({server.speculative})"
-    if any(layer.soft_cap for layer in layers):
+    if any(map(soft_cap_of, layers)):
         yield _no(f"{verified} with a logit soft cap", "the kernel that verifies drafts has no soft cap")
     if server.deterministic:
         yield _no(f"{verified} with --enable-deterministic-inference", "its splits depend on the batch", "fa3")
-    if server.draft_trees and any(layer.window_left >= 0 for layer in layers):
+    if server.draft_trees and any(window_of(layer) >= 0 for layer in layers):
         yield _no(
             "draft trees with sliding windows",
             "the window would count draft tokens in their order instead of along branches",
@@ -165,29 +138,30 @@ def _of_speculation(server: ServerFacts, layers: tuple[LayerFacts, ...]) -> Iter
         )
 
 
-def _of_layer(layer: LayerFacts, latent: bool) -> Iterator[Refusal]:
-    dims = layer.head_dim, layer.v_head_dim
+def _of_layer(layer: Any, latent: bool) -> Iterator[Refusal]:
+    dims, attn_type = (layer.qk_head_dim, layer.v_head_dim), attn_type_of(layer)
+    soft_cap = soft_cap_of(layer)
     if latent:
         if dims not in (ABSORBED, DECOMPRESSED):
             yield _no(
                 f"latent attention with head dimensions {dims}", f"it has {ABSORBED} and {DECOMPRESSED}", "triton"
             )
-        if layer.window_left >= 0 or layer.soft_cap:
+        if window_of(layer) >= 0 or soft_cap:
             yield _no("a window or a soft cap in latent attention", "its kernel has none", "triton")
-    if layer.cross_attention:
+    if layer.is_cross_attention:
         yield _no("cross attention", "it is not implemented")
-    if layer.attn_type not in ("decoder", "encoder_only"):
-        yield _no(f"attention of type {layer.attn_type}", "its mask depends on the server's mode", "triton")
-    if not latent and layer.v_head_dim != layer.head_dim:
+    if attn_type not in ("decoder", "encoder_only"):
+        yield _no(f"attention of type {attn_type}", "its mask depends on the server's mode", "triton")
+    if not latent and dims[0] != dims[1]:
         yield _no(
-            f"value heads of dimension {layer.v_head_dim} under keys of {layer.head_dim}",
+            f"value heads of dimension {dims[1]} under keys of {dims[0]}",
             "the decode kernels have one head dimension",
         )
     if layer.pos_encoding_mode != "NONE":
         yield _no(f"pos_encoding_mode {layer.pos_encoding_mode!r}", "the cache holds keys already rotated")
-    if layer.soft_cap and layer.capping_method != "tanh":
-        yield _no(f"logit_capping_method {layer.capping_method!r}", "the soft cap is a tanh")
-    if layer.temperature_len > 0:
+    if soft_cap and layer.logit_capping_method != "tanh":
+        yield _no(f"logit_capping_method {layer.logit_capping_method!r}", "the soft cap is a tanh")
+    if layer.xai_temperature_len > 0:
         yield _no("a temperature by position (xai_temperature_len)", "it is not implemented", "triton")
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn.integrations.sglang.limits import soft_cap_of, window_of
+from cute_attn.integrations.sglang.limits import attn_type_of, soft_cap_of, window_of
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
 
 WORD_BITS = 32  # of the masks of drafts
@@ -43,7 +43,7 @@ class LayerKind(NamedTuple):
             float(layer.scaling),
             window_of(layer),
             soft_cap_of(layer),
-            str(getattr(layer.attn_type, "value", layer.attn_type)) != "encoder_only",
+            attn_type_of(layer) != "encoder_only",
         )
 
 

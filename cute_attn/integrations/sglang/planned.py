@@ -13,8 +13,6 @@ import torch
 from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, Scale
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 
-WORKSPACE_BYTES = 128 << 20  # enough for every batch whose splits the plan chooses
-
 
 class CacheFormat(NamedTuple):
     """What all layers of a server share."""
@@ -47,7 +45,7 @@ class PlannedAttention:
 
     Parameters
     ----------
-    workspace : uint8, `WORKSPACE_BYTES`; wrappers that run one after another share it.
+    workspace : uint8, `workspaces.BYTES`; wrappers that run one after another share it.
     format : dtypes, layout and page size of the server.
     decode : one query token per request (True), or any number (False).
     graph_buffers : None, or for captured decode the buffers of a pool, by whether it is that of sliding-window layers.

@@ -10,8 +10,6 @@ from cute_attn.decode import xqa_batch_decode_with_kv_cache
 from cute_attn.integrations.sglang.metadata import WORD_BITS, LayerKind, PageTables, Scale, draft_mask
 from cute_attn.runtime import capture
 
-WORKSPACE_BYTES = 32 << 20  # 8 MiB of counters, which must start as 0, and partial results
-
 
 class TableStep(NamedTuple):
     """A batch whose requests have the same number of query tokens each."""
@@ -26,14 +24,6 @@ class TableStep(NamedTuple):
     def num_tokens(self) -> int:
         """Query tokens of the batch."""
         return self.seq_lens.numel() * self.q_len
-
-    def with_mask(self, visible: torch.Tensor, seq_lens: torch.Tensor, with_prefix: bool) -> TableStep:
-        """Return the batch with a mask of its drafts; arguments as for `metadata.draft_mask`."""
-        return self._replace(mask=draft_mask(visible, seq_lens, self.q_len, with_prefix))
-
-    def write_mask(self, visible: torch.Tensor, seq_lens: torch.Tensor, with_prefix: bool) -> None:
-        """Replace the contents of the mask of drafts; arguments as for `metadata.draft_mask`."""
-        draft_mask(visible, seq_lens, self.q_len, with_prefix, out=self.mask)
 
 
 def table_step(
@@ -60,13 +50,13 @@ class TableAttention:
 
     Parameters
     ----------
-    device : of the pool.
+    workspace : uint8, `workspaces.DECODE_BYTES`, zeros.
     layout : "NHD" or "HND", of the pool.
     max_context : an upper bound of the keys of a request.
     """
 
-    def __init__(self, device: torch.device | str, layout: str, max_context: int) -> None:
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    def __init__(self, workspace: torch.Tensor, layout: str, max_context: int) -> None:
+        self._workspace = workspace
         self._layout = layout
         self._max_context = max_context
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
+from cute_attn.request.settings import HALF
 
-DTYPES = (torch.float16, torch.bfloat16)
 WEIGHTS = "attention weights are never in memory"
 EAGER = 'attn_implementation="eager"'
 
@@ -44,7 +44,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("query", q), ("key", k), ("value", v)):
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             raise ArgumentTypeError(f"{name} must be a tensor [batch, heads, tokens, head_dim]")
-    if q.dtype not in DTYPES:
+    if q.dtype not in HALF:
         refuse(f"query of {q.dtype}", "the matrix instructions take 16 bits", "from_pretrained(dtype=torch.bfloat16)")
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise ArgumentError(f"query, key and value must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")

@@ -22,24 +22,18 @@ class TokenPages(NamedTuple):
     token: int
 
 
-class Numbering(NamedTuple):
-    """Page numbers of a tensor whose first and third axes are split into pages of one token."""
-
-    unit: int  # elements from a page to the next
-    request: int  # pages
-    token: int
-
-
-def numbering(x: torch.Tensor) -> Numbering:
-    """Return the coarsest numbering of the tokens of `[batch, heads, tokens, head_dim]`."""
+def numbering(x: torch.Tensor) -> tuple[int, int, int]:
+    """Return the coarsest numbering of the tokens of `[batch, heads, tokens, head_dim]`: the elements from a page to
+    the next, and the pages from a request and from a token to the next.
+    """
     batch, _, tokens, _ = x.shape
     request, token = x.stride(0), x.stride(2)
     if batch == 1:
-        return Numbering(token, tokens, 1)
+        return token, tokens, 1
     if tokens == 1:
-        return Numbering(request, 1, 1)
+        return request, 1, 1
     unit = math.gcd(request, token)
-    return Numbering(unit, request // unit, token // unit)
+    return unit, request // unit, token // unit
 
 
 def token_pages(k: torch.Tensor, v: torch.Tensor) -> TokenPages:
@@ -51,10 +45,10 @@ def token_pages(k: torch.Tensor, v: torch.Tensor) -> TokenPages:
     if of_k[1:] != of_v[1:]:
         k, v = k.contiguous(), v.contiguous()
         of_k, of_v = numbering(k), numbering(v)
-    return TokenPages(_view(k, of_k), _view(v, of_v), of_k.request, of_k.token)
+    return TokenPages(_view(k, *of_k), _view(v, *of_v), *of_k[1:])
 
 
-def _view(x: torch.Tensor, numbers: Numbering) -> torch.Tensor:
+def _view(x: torch.Tensor, unit: int, request: int, token: int) -> torch.Tensor:
     batch, heads, tokens, width = x.shape
-    pages = (batch - 1) * numbers.request + (tokens - 1) * numbers.token + 1
-    return x.as_strided((pages, heads, 1, width), (numbers.unit, x.stride(1), numbers.unit, x.stride(3)))
+    pages = (batch - 1) * request + (tokens - 1) * token + 1
+    return x.as_strided((pages, heads, 1, width), (unit, x.stride(1), unit, x.stride(3)))

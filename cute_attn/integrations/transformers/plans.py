@@ -55,25 +55,19 @@ class Session:
         self.content: Content | None = None
 
 
-class Lengths(NamedTuple):
-    """The index arrays of a plan; the numbers of pages on the CPU, in int32."""
-
-    qo_indptr: np.ndarray
-    kv_indptr: np.ndarray
-    kv_indices: np.ndarray
-    last_page_len: np.ndarray
-
-
-def lengths_of(rows: Rows, pages: TokenPages | None) -> Lengths:
-    """Return the arrays of a batch in which every key is a page of `pages`; without them a request's keys are one."""
+def index_arrays(rows: Rows, pages: TokenPages | None) -> tuple[torch.Tensor, ...]:
+    """Return qo_indptr, kv_indptr, kv_indices and last_page_len of a plan, int32 on the host. Every key is a page of
+    `pages`; without them a request's keys are one.
+    """
     q_len, request, kv_len = (np.array([getattr(r, f) for r in rows.runs]) for f in ("q_len", "request", "kv_len"))
     if pages is None:
         live = kv_len > 0
-        return Lengths(bounds(q_len), bounds(live), request[live], np.maximum(kv_len, 1))
-    indices = [
-        r.request * pages.request + np.arange(r.kv_start, r.kv_start + r.kv_len) * pages.token for r in rows.runs
-    ]
-    return Lengths(bounds(q_len), bounds(kv_len), np.concatenate(indices), np.ones(len(rows.runs), np.int64))
+        arrays = bounds(q_len), bounds(live), request[live], np.maximum(kv_len, 1)
+    else:
+        tokens = [np.arange(r.kv_start, r.kv_start + r.kv_len) for r in rows.runs]
+        numbers = [r.request * pages.request + own * pages.token for r, own in zip(rows.runs, tokens, strict=True)]
+        arrays = bounds(q_len), bounds(kv_len), np.concatenate(numbers), np.ones(len(rows.runs), np.int64)
+    return tuple(map(int32, arrays))
 
 
 _sessions: OrderedDict[Structure, list[Session]] = OrderedDict()
@@ -144,7 +138,7 @@ def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
         content = Content(rows.runs, page_size, numbers)
         session = _session(structure, content)
         if session.content is None:
-            _plan(session, structure, lengths_of(rows, pages), page_size)
+            _plan(session, structure, index_arrays(rows, pages), page_size)
             session.content = content
         return operands.run(session, k, v)
 
@@ -171,15 +165,18 @@ def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds:
                 )
                 seen = seen & (number[:, None] == number)
             flat = seen.expand(batch, 1, q_len, page_size).reshape(-1)
-            _plan(session, structure, lengths_of(rows, None), page_size, flat)
+            _plan(session, structure, index_arrays(rows, None), page_size, flat)
             session.content = content
         return operands.run(session, k, v)
 
 
 def _plan(
-    session: Session, structure: Structure, lengths: Lengths, page_size: int, mask: torch.Tensor | None = None
+    session: Session,
+    structure: Structure,
+    arrays: tuple[torch.Tensor, ...],
+    page_size: int,
+    mask: torch.Tensor | None = None,
 ) -> None:
-    """Plan a wrapper. Scales are factors of a run, so that layers of different scales share a plan."""
-    indices = int32(lengths.kv_indices).to(structure.device, non_blocking=True)
-    where = int32(lengths.qo_indptr), int32(lengths.kv_indptr), indices, int32(lengths.last_page_len)
+    qo_indptr, kv_indptr, indices, last_page_len = arrays
+    where = qo_indptr, kv_indptr, indices.to(structure.device, non_blocking=True), last_page_len
     session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **structure.options._asdict())

@@ -1,4 +1,4 @@
-"""The attention of one layer over vLLM's paged cache."""
+"""The attention of one layer: over vLLM's paged cache, or, in an encoder, over its own keys and values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.integrations.vllm import cache, support
-from cute_attn.integrations.vllm.cache import CacheFormat, CacheViews
+from cute_attn.integrations.vllm.cache import CacheViews
 from cute_attn.integrations.vllm.metadata import KV_LAYOUT, LayerType, StepMetadata
 from cute_attn.integrations.vllm.support import COPY, Layer
+from cute_attn.request.settings import HALF
 from cute_attn.xqa.decode import xqa_batch_decode_with_kv_cache
 
 RANGES = "bidirectional_ranges", "causal_window_left", "range_window_left"
@@ -49,7 +50,6 @@ class LayerAttention:
     ) -> None:
         self.layer = layer
         self.stored = support.stored_as(layer.kv_cache_dtype)
-        self.format = CacheFormat(layer.num_kv_heads, layer.head_size, self.stored)
         if capability is not None and (reason := support.reason(layer, dtype, capability)):
             raise NotImplementedError(reason)
         self.batch_invariant = batch_invariant
@@ -62,7 +62,7 @@ class LayerAttention:
     def views(self, kv_cache: torch.Tensor) -> CacheViews:
         """Return views of the layer's cache, made when it is first seen: vLLM binds one tensor to a layer."""
         if kv_cache is not self._seen:
-            self._views, self._seen = cache.views(kv_cache, self.format), kv_cache
+            self._views, self._seen = cache.views(kv_cache, self.layer), kv_cache
         return self._views
 
     def write(
@@ -97,7 +97,7 @@ class LayerAttention:
         k_scale, v_scale : what quantised keys and values are multiplied by. Default 1.
         clamps_ranges : whether the layer's window hides tokens of an image from its later tokens, too. Default False.
         """
-        if query.dtype not in support.DTYPES or output.dtype != query.dtype:
+        if query.dtype not in HALF or output.dtype != query.dtype:
             raise ArgumentError(
                 f"query and output must both be float16 or bfloat16, got {query.dtype} and {output.dtype}"
             )
@@ -169,18 +169,61 @@ class LayerAttention:
     def _type(self, q_dtype: torch.dtype, caches: CacheViews) -> LayerType:
         key = q_dtype, caches.block_size
         if key not in self._types:
-            layer = self.layer
             self._types[key] = LayerType(
-                layer.num_heads,
-                layer.num_kv_heads,
-                layer.head_size,
+                self.layer._replace(scale=1.0),
                 caches.block_size,
                 q_dtype,
                 caches.pair[0].dtype,
-                layer.window_left,
-                layer.soft_cap,
-                "ALIBI" if layer.alibi else "NONE",
                 self.plans_decode,
                 self.batch_invariant,
             )
         return self._types[key]
+
+
+class EncoderAttention:
+    """Computes the attention of an encoder's layer.
+
+    Parameters
+    ----------
+    layer : numbers of the layer. NotImplementedError for a window, which an encoder has on both sides, and for ALiBi,
+        sinks and quantised caches, which vLLM's encoders do not have.
+    batch_invariant : a token's bits must not depend on other requests. Default False.
+    """
+
+    plans_decode = False
+
+    def __init__(self, layer: Layer, batch_invariant: bool = False) -> None:
+        odd = {
+            "sliding_window": layer.window_left >= 0,
+            "alibi_slopes": layer.alibi,
+            "sinks": layer.sinks,
+            "kv_cache_dtype": layer.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
+        }
+        for name, given in odd.items():
+            if given:
+                raise NotImplementedError(
+                    f"encoder attention must have no {name}: kernels would need a window to the right, a bias of both "
+                    "sides, or keys of a cache"
+                )
+        self.layer = layer
+        self.batch_invariant = batch_invariant
+        self.sinks: torch.Tensor | None = None
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: StepMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Compute the attention of a step's requests, each over all of its own tokens, into `output`.
+
+        `query` and `output` are `[tokens, heads, head_size]`, `key` and `value` `[tokens, kv_heads, head_size]`; rows
+        past the step's tokens are padding.
+        """
+        layer = self.layer._replace(scale=1.0)
+        kind = LayerType(layer, 0, query.dtype, query.dtype, True, self.batch_invariant, causal=False)
+        session = step.planned(kind)
+        rows = session.rows
+        session.wrapper.run(query[rows], key[rows], value[rows], q_scale=self.layer.scale, out=output[rows])

@@ -14,6 +14,7 @@ from cute_attn.integrations.vllm import NAME, support
 from cute_attn.integrations.vllm.builder import CuteAttnMetadataBuilder
 from cute_attn.integrations.vllm.impl import CuteAttnImpl
 from cute_attn.integrations.vllm.support import Layer
+from cute_attn.request.settings import HALF
 
 
 class OnKernels:
@@ -40,7 +41,7 @@ class CuteAttnBackend(OnKernels, AttentionBackend):
     validates its configuration: MLA, sparse attention, context parallelism.
     """
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = list(support.DTYPES)
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(HALF)
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(support.STORED)
     forward_includes_kv_cache_update = False
     supports_kv_cache_update_bypass = True  # `forward` reads the cache only

@@ -9,7 +9,7 @@ import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from cute_attn.integrations.vllm.encoder import EncoderAttention
+from cute_attn.integrations.vllm.attention import EncoderAttention
 from cute_attn.integrations.vllm.impl import CuteAttnImpl
 from cute_attn.integrations.vllm.metadata import Batch, Sessions, StepMetadata, split_decodes, workspaces
 

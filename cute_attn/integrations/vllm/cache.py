@@ -14,21 +14,13 @@ import torch
 
 from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
-from cute_attn.integrations.vllm.support import COPY, NVFP4
+from cute_attn.integrations.vllm.support import COPY, NVFP4, Layer, stored_as
 from cute_attn.page import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
 from cute_attn.request import nvfp4
 from cute_attn.request.append import Append, SlotMapping
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 BLOCK = 16  # elements that share a scale in NVFP4
-
-
-class CacheFormat(NamedTuple):
-    """What a layer's cache contains. `stored`: "copy", "nvfp4", or the name of an fp8 dtype."""
-
-    num_kv_heads: int
-    head_size: int
-    stored: str
 
 
 class CacheViews(NamedTuple):
@@ -46,22 +38,23 @@ class CacheViews(NamedTuple):
         return self.pair[0].shape[2]
 
 
-def views(cache: torch.Tensor, of: CacheFormat) -> CacheViews:
+def views(cache: torch.Tensor, of: Layer) -> CacheViews:
     """Return views of a layer's cache; nothing is copied. Raises ArgumentError for a shape of another packing."""
-    if of.stored == NVFP4:
+    stored = stored_as(of.kv_cache_dtype)
+    if stored == NVFP4:
         return _nvfp4_views(cache, of)
     expected = (of.num_kv_heads, 2 * of.head_size)
     if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != expected:
         raise ArgumentError(
             f"kv_cache must have shape [blocks, {expected[0]}, block_size, {expected[1]}], got {tuple(cache.shape)}"
         )
-    if of.stored != COPY and cache.dtype == torch.uint8:
-        cache = cache.view(getattr(torch, of.stored))
+    if stored != COPY and cache.dtype == torch.uint8:
+        cache = cache.view(getattr(torch, stored))
     k, v = cache[..., : of.head_size], cache[..., of.head_size :]
     return CacheViews((k, v), (k.transpose(1, 2), v.transpose(1, 2)))
 
 
-def _nvfp4_views(cache: torch.Tensor, of: CacheFormat) -> CacheViews:
+def _nvfp4_views(cache: torch.Tensor, of: Layer) -> CacheViews:
     data, scale = of.head_size // 2, of.head_size // BLOCK
     heads, width = of.num_kv_heads, data + scale
     if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != (2 * heads, width):
@@ -114,5 +107,5 @@ def write(
         append.run(Append((key, value), caches.rows, slots))
         return
     device = caches.rows[0].device
-    k_scale, v_scale = (nvfp4.decode_scale(name, x, device, False) for name, x in zip("kv", scales, strict=True))
+    k_scale, v_scale = (nvfp4.scale_of(name, x, device) for name, x in zip("kv", scales, strict=True))
     append.run(Append((key, value), caches.rows, slots, stored, (), (k_scale, v_scale)))

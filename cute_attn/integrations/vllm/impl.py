@@ -10,8 +10,7 @@ from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from cute_attn.integrations.vllm.attention import LayerAttention, has_standard_slopes
-from cute_attn.integrations.vllm.encoder import EncoderAttention
+from cute_attn.integrations.vllm.attention import EncoderAttention, LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.metadata import StepMetadata
 from cute_attn.integrations.vllm.support import Layer
 

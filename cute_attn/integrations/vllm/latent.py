@@ -11,7 +11,7 @@ import torch
 from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, MlaOptions, Names, Part, Parts
+from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaCall, MlaLengths, MlaOptions, Names, Part, Parts
 from cute_attn.wrappers import mla
 
 NAMES = Names("query_start_loc", "", "block_table", "seq_lens")
@@ -61,25 +61,27 @@ def decode(
     -------
     out `[tokens, heads, 512]`, 0 in rows of padding, and lse `[tokens, heads]` or None.
     """
-    q_nope, q_pe = query if isinstance(query, tuple) else query.split(DIMS, dim=-1)
+    q, q_pe = query if isinstance(query, tuple) else (query, None)
     if cache.dtype == torch.uint8:
         cache = cache.view(NARROW)
     factor = cache_scale if cache.dtype == NARROW else 1.0
-    ckv, kpe = cache.split(DIMS, dim=-1)
-    used = step.decodes.num_tokens
-    out = torch.empty_like(q_nope, memory_format=torch.contiguous_format)
-    lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32) if return_lse else None
-    if used < q_nope.shape[0]:
+    used, lengths = step.decodes.num_tokens, step.lengths()
+    all_out = out = q.new_empty((*q.shape[:2], LATENT))
+    all_lse = lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    if used < q.shape[0]:
         out[used:].zero_()
-    parts = Parts(
-        Part("q_nope", q_nope[:used]), Part("q_pe", q_pe[:used]), Part("kv_cache", ckv), Part("kv_cache", kpe)
-    )
-    options = MlaOptions(
-        causal=True, sm_scale=scale * factor, v_scale=factor, out=out[:used],
-        lse=None if lse is None else lse[:used], return_lse=return_lse, lse_base="ln", enable_pdl=None,
-    )  # fmt: skip
-    mla.run(parts, step.lengths(), Part("workspace", step.workspace), options, step.backend)
-    return out, lse
+        q, out = q[:used], out[:used]
+        q_pe, lse = (None if x is None else x[:used] for x in (q_pe, lse))
+    workspace = Part("workspace", step.workspace)
+    call = MlaCall(q, q_pe, cache, None, None, out, lse, workspace, lengths.read, scale * factor, factor)
+    repeatable, found = mla.repeated(call, (return_lse, lengths.qo_len), ("vLLM", step.backend))
+    if found is None:
+        q_nope, q_pe = q.split(DIMS, dim=-1) if q_pe is None else (q, q_pe)
+        ckv, kpe = cache.split(DIMS, dim=-1)
+        parts = Parts(Part("q_nope", q_nope), Part("q_pe", q_pe), Part("kv_cache", ckv), Part("kv_cache", kpe))
+        options = MlaOptions(causal=True, return_lse=return_lse, lse_base="ln")
+        mla.run(parts, lengths, call, options, step.backend, repeatable)
+    return all_out, all_lse
 
 
 class LatentPrefills:

@@ -19,6 +19,8 @@ import torch
 
 from cute_attn.attention import BatchPrefillWithCausalBidirectionalRangesWrapper
 from cute_attn.errors import NotSupported, Refusal
+from cute_attn.integrations.vllm.support import Layer
+from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.caches import in_table
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
@@ -31,23 +33,6 @@ Wrapper = (
 Spans = dict[int, list[tuple[int, int]]]  # of a request: the first and the last position of each of its images
 
 KV_LAYOUT = "HND"  # of the views of `cache.py`
-PLAN_WORKSPACE = 128 << 20  # bytes that hold the partial results of any batch
-DECODE_WORKSPACE = 32 << 20  # 8 MiB of semaphores, then partial results
-
-
-class Workspaces(NamedTuple):
-    """Scratch memory of a device. Steps that overlap in time must not share it."""
-
-    planned: torch.Tensor
-    decode: torch.Tensor
-
-    @classmethod
-    def on(cls, device: torch.device) -> Workspaces:
-        """Allocate new ones."""
-        return cls(
-            torch.empty(PLAN_WORKSPACE, dtype=torch.uint8, device=device),
-            torch.zeros(DECODE_WORKSPACE, dtype=torch.uint8, device=device),
-        )
 
 
 @functools.lru_cache(16)
@@ -73,17 +58,12 @@ class Size(NamedTuple):
 
 
 class LayerType(NamedTuple):
-    """What a plan depends on besides lengths and pages. Layers that differ in scales share a plan."""
+    """What a plan depends on besides lengths and pages."""
 
-    num_qo_heads: int
-    num_kv_heads: int
-    head_size: int
+    layer: Layer  # of scale 1: layers that differ in scales share a plan
     page_size: int  # 0: an encoder's layer, whose keys are those of the query tokens
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
-    window_left: int
-    soft_cap: float
-    pos_encoding_mode: str
     decodes_too: bool  # all requests of the step, not only those after the decodes
     batch_invariant: bool = False  # keys are not split, and tiles do not depend on lengths
     ranges: bool = False  # tokens of an image see each other
@@ -96,8 +76,9 @@ class LayerType(NamedTuple):
         if not self.ranges:
             return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, backend=backend)
         return BatchPrefillWithCausalBidirectionalRangesWrapper(
-            workspace, KV_LAYOUT, backend=backend, pos_encoding_mode=self.pos_encoding_mode, q_data_type=self.q_dtype,
-            kv_data_type=self.kv_dtype, head_dim_qk=self.head_size, head_dim_vo=self.head_size,
+            workspace, KV_LAYOUT, backend=backend, pos_encoding_mode=self.layer.pos_encoding_mode,
+            q_data_type=self.q_dtype, kv_data_type=self.kv_dtype, head_dim_qk=self.layer.head_size,
+            head_dim_vo=self.layer.head_size,
         )  # fmt: skip
 
     def captured_wrapper(self, workspace: torch.Tensor, backend: str, size: Size) -> Wrapper:
@@ -111,23 +92,20 @@ class LayerType(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of its `plan`. Where tokens have ranges, runs say the mask."""
-        mask = {} if self.ranges else {"causal": self.causal, "window_left": self.window_left}
-        pages = {"page_size": self.page_size} if self.page_size else {}
-        return (
-            mask
-            | pages
-            | {
-                "num_qo_heads": self.num_qo_heads,
-                "num_kv_heads": self.num_kv_heads,
-                "head_dim_qk": self.head_size,
-                "pos_encoding_mode": self.pos_encoding_mode,
-                "sm_scale": 1.0,
-                "logits_soft_cap": self.soft_cap,
-                "q_data_type": self.q_dtype,
-                "kv_data_type": self.kv_dtype,
-                "disable_split_kv": self.batch_invariant,
-            }
-        )
+        found: dict[str, Any] = {} if self.ranges else {"causal": self.causal, "window_left": self.layer.window_left}
+        if self.page_size:
+            found["page_size"] = self.page_size
+        return found | {
+            "num_qo_heads": self.layer.num_heads,
+            "num_kv_heads": self.layer.num_kv_heads,
+            "head_dim_qk": self.layer.head_size,
+            "pos_encoding_mode": self.layer.pos_encoding_mode,
+            "sm_scale": self.layer.scale,
+            "logits_soft_cap": self.layer.soft_cap,
+            "q_data_type": self.q_dtype,
+            "kv_data_type": self.kv_dtype,
+            "disable_split_kv": self.batch_invariant,
+        }
 
 
 class Decodes(NamedTuple):
@@ -289,13 +267,13 @@ class Sessions:
         self.backend = backend
         self._by_type: dict[tuple[LayerType, Size | None], Session] = {}
 
-    def of(self, layer: LayerType, size: Size | None = None) -> Session:
+    def of(self, kind: LayerType, size: Size | None = None) -> Session:
         """Return the session of a layer type, made by its first layer. `size`: of a CUDA graph, which has its own."""
-        session = self._by_type.get((layer, size))
+        session = self._by_type.get((kind, size))
         if session is None:
             place = self.workspaces.planned, self.backend
-            wrapper = layer.wrapper(*place) if size is None else layer.captured_wrapper(*place, size)
-            session = self._by_type[layer, size] = Session(wrapper)
+            wrapper = kind.wrapper(*place) if size is None else kind.captured_wrapper(*place, size)
+            session = self._by_type[kind, size] = Session(wrapper)
         return session
 
 
@@ -327,47 +305,47 @@ class StepMetadata:
         """Whether there are requests after the decodes."""
         return self.decodes.num_reqs < self.batch.num_reqs
 
-    def planned(self, layer: LayerType) -> Session:
+    def planned(self, kind: LayerType) -> Session:
         """Return the session of a layer type, planned for this step: by the first layer of the type.
 
         NotSupported while a CUDA graph is captured, but for uniform decodes: other plans need lengths on the host.
         """
-        first = 0 if layer.decodes_too else self.decodes.num_reqs
-        if not layer.page_size:
+        first = 0 if kind.decodes_too else self.decodes.num_reqs
+        if not kind.page_size:
             starts = self.batch.query_start_loc_cpu
-            return self._session(layer, lambda: self._rows_from(0), lambda: (starts, starts))
-        layer = layer._replace(causal=self.causal)
+            return self._session(kind, lambda: self._rows_from(0), lambda: (starts, starts))
+        kind = kind._replace(causal=self.causal)
         if self.for_capture and self.decodes.uniform and not self.has_prefills:
-            return self._planned_in_graph(layer)
-        if not self.causal and layer.window_left >= 0:
+            return self._planned_in_graph(kind)
+        if not self.causal and kind.layer.window_left >= 0:
             raise NotImplementedError("a sliding window of tokens that see later keys: kernels have none to the right")
         ranges = None if self.mm_prefix_range is None else self._ranges_from(first, self.mm_prefix_range)
-        layer = layer._replace(ranges=ranges is not None)
-        rows, pages = (lambda: self._rows_from(first)), (lambda: self._pages_from(first, layer.page_size))
-        session = self._session(layer, rows, pages)
+        kind = kind._replace(ranges=ranges is not None)
+        rows, pages = (lambda: self._rows_from(first)), (lambda: self._pages_from(first, kind.page_size))
+        session = self._session(kind, rows, pages)
         session.ranges = ranges
         return session
 
-    def _planned_in_graph(self, layer: LayerType) -> Session:
+    def _planned_in_graph(self, kind: LayerType) -> Session:
         """Return the session of a layer type whose plan becomes a part of the graph."""
-        decodes, batch, key = self.decodes, self.batch, (-1, layer.page_size)
+        decodes, batch, key = self.decodes, self.batch, (-1, kind.page_size)
         if key not in self._pages:
-            self._pages[key] = device_pages(batch, decodes.q_len, layer.page_size)
+            self._pages[key] = device_pages(batch, decodes.q_len, kind.page_size)
         size = Size(decodes.num_reqs, decodes.q_len, batch.block_table.shape[1], batch.seq_lens.device)
-        return self._session(layer, lambda: slice(0, decodes.num_tokens), lambda: self._pages[key], size)
+        return self._session(kind, lambda: slice(0, decodes.num_tokens), lambda: self._pages[key], size)
 
     def _session(
         self,
-        layer: LayerType,
+        kind: LayerType,
         rows: Callable[[], slice],
         arrays: Callable[[], Iterable[torch.Tensor]],
         size: Size | None = None,
     ) -> Session:
         """Return the session of a layer type, planned over index arrays by the first layer that asks for it."""
-        session = self.sessions.of(layer, size)
+        session = self.sessions.of(kind, size)
         if session.step is not self:
             session.step = None
-            session.wrapper.plan(*arrays(), **layer.options())
+            session.wrapper.plan(*arrays(), **kind.options())
             session.step, session.rows = self, rows()
         return session
 

@@ -22,6 +22,7 @@ from cute_attn.integrations.vllm import MLA_NAME, latent, support
 from cute_attn.integrations.vllm.backend import OnKernels
 from cute_attn.integrations.vllm.latent import LatentDecodes
 from cute_attn.integrations.vllm.metadata import split_decodes, workspaces
+from cute_attn.request.settings import HALF
 
 BLOCK_SIZE = 64  # tokens, where the user has not said: short blocks make long tables
 
@@ -121,7 +122,7 @@ class CuteAttnMLABackend(OnKernels, MLACommonBackend):
     configuration: sparse attention, sliding windows, prefill context parallelism, batch invariance.
     """
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = list(support.DTYPES)
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(HALF)
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(latent.CACHE_DTYPES)
 
     @staticmethod

@@ -13,12 +13,13 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefil
 from cute_attn.integrations.vllm import MLA_NAME, support
 from cute_attn.integrations.vllm.latent import LatentPrefills
 from cute_attn.integrations.vllm.metadata import workspaces
+from cute_attn.request.settings import HALF
 
 
 class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
     """Prefill of decompressed keys and values on cute_attn's kernels. Parameters are vLLM's."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = list(support.DTYPES)
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(HALF)
     supported_mla_dimensions: ClassVar[list[MLADimensions]] = [
         MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,7 +10,6 @@ from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import Features
 
-DTYPES = (torch.float16, torch.bfloat16)
 COPY, NVFP4 = "copy", "nvfp4"
 # vLLM's names of cache dtypes, and how rows are stored: as they are, rounded to an fp8 dtype, or as NVFP4.
 STORED = {
@@ -24,8 +23,7 @@ STORED = {
 }
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """What is known of a layer when its model is made."""
 
     num_heads: int
@@ -37,6 +35,11 @@ class Layer:
     soft_cap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+
+    @property
+    def pos_encoding_mode(self) -> str:
+        """The wrappers' name of what scores get by position."""
+        return "ALIBI" if self.alibi else "NONE"
 
 
 def stored_as(kv_cache_dtype: str) -> str:
@@ -55,11 +58,7 @@ def element(stored: str, dtype: torch.dtype) -> torch.dtype:
 
 def compute_capability_reason(major: int, minor: int) -> str | None:
     """Return why no backend runs on GPUs of a compute capability; None if one does."""
-    try:
-        refusals = select.refusals(_features(Layer(8, 128, 1.0, 8), torch.bfloat16, decode=False), (major, minor))
-    except ArgumentError as error:
-        return str(error)
-    return str(refusals[0]) if refusals else None
+    return reason(Layer(8, 128, 1.0, 8), torch.bfloat16, (major, minor))
 
 
 def cache_reason(kv_cache_dtype: str, dtype: torch.dtype) -> str | None:
@@ -71,16 +70,13 @@ def cache_reason(kv_cache_dtype: str, dtype: torch.dtype) -> str | None:
 
 def reason(layer: Layer, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Return why a layer of a model of `dtype` is not supported on GPUs of a compute capability; None if it is."""
-    kv_cache_dtype = layer.kv_cache_dtype
-    if found := cache_reason(kv_cache_dtype, dtype):
+    if found := cache_reason(layer.kv_cache_dtype, dtype):
         return found
-    if kv_cache_dtype not in STORED:
-        return f"kv_cache_dtype must be one of {', '.join(STORED)}, got {kv_cache_dtype!r}"
-    if STORED[kv_cache_dtype] != COPY and layer.head_size % 16:
-        return f"8-bit and 4-bit caches are written in blocks of 16 elements, got head_size {layer.head_size}"
     try:
+        if stored_as(layer.kv_cache_dtype) != COPY and layer.head_size % 16:
+            return f"8-bit and 4-bit caches are written in blocks of 16 elements, got head_size {layer.head_size}"
         refusals = select.refusals(_features(layer, dtype, decode=False), capability)
-    except ArgumentError as error:
+    except (ArgumentError, NotImplementedError) as error:
         return str(error)
     # Those of fa2, which runs on every GPU here; the others have these and more.
     return (
@@ -112,7 +108,7 @@ def _features(layer: Layer, dtype: torch.dtype, decode: bool) -> Features:
         head_dim_qk=layer.head_size,
         head_dim_vo=layer.head_size,
         soft_cap=layer.soft_cap > 0,
-        pos_encoding_mode="ALIBI" if layer.alibi else "NONE",
+        pos_encoding_mode=layer.pos_encoding_mode,
         kv_block_scales=stored == NVFP4,
         sinks=layer.sinks,
         kv_source="paged",

@@ -9,12 +9,14 @@ import torch
 
 from cute_attn.kernels.host.params import Fields, kv_axes
 from cute_attn.problem import BatchProblem, DecodeProblem, Problem, Request, Settings
+from cute_attn.request.mla import MlaProblem
 from cute_attn.runtime.launch import Bound, Launch, Values
 
 # Such tensors by the kernels' parameters that hold their addresses: two factors of the scores, that of v, and so on.
 # With a mask's goes the number of its bytes.
 ROLES = (
     *("scale0", "scale1", "v_scale_ptr", "sinks", "mask", "scale_q", "scale_k", "scale_v", "k_scales", "v_scales"),
+    *("q_pe", "ckv_scales"),  # of latent attention: rotated columns of q, scales of groups of latent columns
 )
 MASK, MASK_BYTES = ROLES.index("mask"), "mask_bytes"
 NO_STRIDES: Values = (0,) * 6
@@ -40,8 +42,11 @@ def present(tensors: Sequence[torch.Tensor | None]) -> tuple[Roles, Optional]:
     return roles, tuple([x for x in tensors if x is not None])
 
 
-def optional_tensors(problem: Request | BatchProblem) -> tuple[Roles, Optional]:
+def optional_tensors(problem: Request | BatchProblem | MlaProblem) -> tuple[Roles, Optional]:
     """Return the optional tensors of a problem."""
+    if isinstance(problem, MlaProblem):
+        mla, others = problem, (None,) * 6
+        return present((mla.scale, None, mla.v_scale, mla.sinks, *others, mla.q_pe, mla.ckv_scales))
     scales, v_scale, sinks = problem.scale_tensors, problem.v_scale_tensor, problem.sinks
     mask = head_scales = None
     if not isinstance(problem, DecodeProblem):
@@ -58,7 +63,7 @@ def with_optional(problem: P, roles: Roles, optional: Optional) -> P:
     """Return the problem with these optional tensors in place of its own."""
     by_role = dict(zip(roles, optional, strict=True))
     scale0, scale1, v_scale, sinks, mask, *more = (by_role.get(i) for i in range(len(ROLES)))
-    head_scales, block_scales = tuple(more[:3]), tuple(more[3:])
+    head_scales, block_scales = tuple(more[:3]), tuple(more[3:5])
     changed: dict[str, Any] = {
         "scale_tensors": tuple(x for x in (scale0, scale1) if x is not None),
         "v_scale_tensor": v_scale,
@@ -147,7 +152,7 @@ class PlainStrides:
         return of_q[0] * size, of_q[-2] * size, *of_kv, *pages
 
 
-def fire_first(fire: Fire, problem: Request | BatchProblem, rest: tuple[Any, ...]) -> Fire:
+def fire_first(fire: Fire, problem: Request | BatchProblem | MlaProblem, rest: tuple[Any, ...]) -> Fire:
     """Runs `problem` by a function that was bound to it, and returns that function. `rest`: what it takes after the
     tensors.
     """

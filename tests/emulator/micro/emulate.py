@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cute_attn.emulator import GlobalMemory, Schedule, Stats, launch, tensormap
@@ -10,21 +12,22 @@ from tests.emulator.micro.case import MAP_BYTES, Case, Map
 IN, OUT = 0x10000000, 0x20000000
 
 
-def run(case: Case, *, checks: bool = True, schedule: Schedule | None = None) -> bytes:
+def run(case: Case, **how: Any) -> bytes:
     """The output."""
-    return launched(case, checks=checks, schedule=schedule)[0]
+    return launched(case, **how)[0]
 
 
 def launched(
-    case: Case, *, checks: bool = True, schedule: Schedule | None = None, events: bool = False
+    case: Case, *, schedule: Schedule | None = None, events: bool = False, valid: bool = True, **changes: Any
 ) -> tuple[bytes, Stats]:
+    """The output, and counts. `valid`: the output is initialised; `changes` of the launch's description."""
     memory = GlobalMemory()
     data = np.frombuffer(case.data, np.uint8).copy()
     out = np.zeros(case.out_bytes, np.uint8)
     if case.initial:
         out[:] = np.frombuffer(case.initial, np.uint8)
     memory.add("in", IN, len(data), writable=False, data=data)
-    memory.add("out", OUT, len(out), data=out)
+    memory.add("out", OUT, len(out), data=out, valid=valid)
     params = IN.to_bytes(8, "little") + OUT.to_bytes(8, "little")
     offsets = [0, 8]
     for tensor in case.maps:
@@ -41,7 +44,7 @@ def launched(
         "params": params,
         "param_offsets": offsets,
     }
-    stats = launch(case.ptx, description, memory, checks=checks, schedule=schedule or Schedule(), events=events)
+    stats = launch(case.ptx, description | changes, memory, schedule=schedule or Schedule(), events=events)
     return out.tobytes(), stats
 
 

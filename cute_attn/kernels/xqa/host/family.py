@@ -7,11 +7,9 @@ launches, each plan writes them to the same address.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from cute_attn.kernels.host.batch import BatchRun, Launched, Memory, uploaded
 from cute_attn.kernels.host.family import KernelLaunch, RequestRunner
@@ -21,7 +19,7 @@ from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
-from cute_attn.kernels.xqa.host.prepared import XqaKernel, one_page
+from cute_attn.kernels.xqa.host.prepared import XqaKernel, fire_in_scratch, one_page
 from cute_attn.kernels.xqa.host.variant import (
     LaunchConfig,
     launch_config,
@@ -34,7 +32,6 @@ from cute_attn.kernels.xqa.host.variant import (
 from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Request, Settings
-from cute_attn.runtime import counters
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Bound, current_stream
 from cute_attn.runtime.staging import Staging
@@ -75,25 +72,8 @@ class DecodeRun:
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = config.request((step, 0, rows), (rows - 1) * step + width)
         settled = config.grid_of(rows), strides, numbers
-        attention, pick = kernel.attention.of(optional_tensors(problem)[0])
-        own_partials = scratch.partial_bytes < config.partial_bytes
-        of_stream: Callable[[int], int] | None = None
-        if scratch.counter_bytes < config.counter_bytes:
-            of_stream = counters.of_device(index, counters.SEMAPHORES).address
-
-        def fire(q: int, k: int, v: int, out: int, lse: int, tensors: tuple[Any, ...]) -> None:
-            # query, k, v, out, lse, `operands.Optional`; addresses of counters, partial results, and so on
-            query, _, _, _, _, optional, counted_at, partials_at, table, seq_lens, q_indptr, mask = tensors
-            stream = current_stream(index)
-            if of_stream is not None:
-                counted_at = of_stream(stream)
-            if own_partials:
-                partials = query.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
-                partials_at = partials.data_ptr()
-            moving = q, k, v, out, lse, counted_at, partials_at, longest, table, seq_lens, q_indptr, mask
-            attention.fire(stream, moving + pick(optional) if optional else moving, settled)
-
-        return fire
+        bound = kernel.attention.of(optional_tensors(problem)[0])
+        return fire_in_scratch(bound, config, scratch, longest, settled, index)
 
 
 class XqaBatchSchedule(NamedTuple):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.gpu import Gpu, load
-from cute_attn.kernels.host.operands import PlainStrides
+from cute_attn.kernels.host.operands import Fire, Pick, PlainStrides
 from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
 from cute_attn.kernels.xqa.host.variant import LaunchConfig
-from cute_attn.problem import Settings, draft_mask_bytes
+from cute_attn.problem import Scratch, Settings, draft_mask_bytes
 from cute_attn.runtime import capture, counters
 from cute_attn.runtime.arch import MAX_DEVICES
-from cute_attn.runtime.launch import CPU, Values
+from cute_attn.runtime.launch import CPU, Bound, Settled, Values, current_stream
 
 CHUNK = 16  # bytes; page and token strides of k and v count chunks
 ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has
@@ -101,3 +103,30 @@ class XqaKernel(PreparedKernel):
             return q, k, v, out, lse, counter(stream), partials, kv_len
 
         return addresses
+
+
+def fire_in_scratch(
+    bound: tuple[Bound, Pick], config: LaunchConfig, scratch: Scratch, longest: int, settled: Settled, index: int
+) -> Fire:
+    """Returns a function that runs calls whose lengths and page tables are on device `index`, in their scratch memory.
+    `longest`: the most keys of a request.
+    """
+    attention, pick = bound
+    own_partials = scratch.partial_bytes < config.partial_bytes
+    of_stream: Callable[[int], int] | None = None
+    if scratch.counter_bytes < config.counter_bytes:
+        of_stream = counters.of_device(index, counters.SEMAPHORES).address
+
+    def fire(q: int, k: int, v: int, out: int, lse: int, tensors: tuple[Any, ...]) -> None:
+        # query, k, v, out, lse, `operands.Optional`; addresses of counters, partial results, and so on
+        query, _, _, _, _, optional, counted_at, partials_at, table, seq_lens, q_indptr, last = tensors
+        stream = current_stream(index)
+        if of_stream is not None:
+            counted_at = of_stream(stream)
+        if own_partials:
+            partials = query.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
+            partials_at = partials.data_ptr()
+        moving = q, k, v, out, lse, counted_at, partials_at, longest, table, seq_lens, q_indptr, last
+        attention.fire(stream, moving + pick(optional) if optional else moving, settled)
+
+    return fire
