@@ -102,7 +102,8 @@ WIDE = DECODE._replace(kv_dtype=BF16, num_qo_heads=32, num_kv_heads=4, head_dim_
         ({}, HOPPER, 1, 2, -1, FA2),
         ({}, HOPPER, 1, 12, 4095, XQA),
         ({}, HOPPER, 1, 12, 4096, FA2),
-        ({}, HOPPER, 1, 13, 4095, FA2),
+        ({}, HOPPER, 1, 16, 4095, XQA),
+        ({}, HOPPER, 1, 17, 4095, FA2),
         ({"head_dim_qk": 128, "head_dim_vo": 128}, HOPPER, 1, 256, -1, XQA),
     ],
 )
