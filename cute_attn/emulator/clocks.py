@@ -138,8 +138,9 @@ class Shadow:
         self.last_read = np.zeros(((cells >> BLOCK_SHIFT) + 1, clocks.capacity), np.int32)
 
     def read(self, cells: Array, agents: Array) -> tuple[int, int] | None:
-        """Record generic reads of aligned words, row i of `cells` by warp agents[i]. Returns position and writer of a
-        race, or None.
+        """Record generic reads, row i of `cells` by warp agents[i]. Returns position and writer of a race, or None.
+
+        No row may cross a block, as no aligned word does: the block of its first cell stands for all of them.
         """
         order = self.clocks.v[:, ORDER]
         writer = self.writer[cells]

@@ -262,6 +262,7 @@ PRODUCT = (
     " cvt.u64.u32 da, lo; or.b64 da, da, 0x0000000800080000;"
     " wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r20, %r21, %r22, %r23}, da, da, p, 1, 1, 0, 0; }"
 )
+WIDER = PRODUCT.replace("n8k16", "n16k16").replace("%r23}", "%r23, %r24, %r25, %r26, %r27}")
 W_FENCE, W_COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
 W_WAIT = "wgmma.wait_group.sync.aligned 0;"
 USE = "st.global.b32 [%rd8], %r20;"
@@ -291,6 +292,7 @@ def test_products_in_flight_when_warps_diverge() -> None:
         ((*ZEROS, W_FENCE, PRODUCT, W_WAIT, USE), "before wgmma.wait_group"),  # not committed
         ((*ZEROS, PRODUCT, W_COMMIT, W_WAIT, USE), "without a wgmma.fence"),
         ((W_FENCE, "add.f32 %r20, %r21, %r22;", PRODUCT, W_COMMIT, W_WAIT, USE), "changed after"),
+        ((*ZEROS, W_FENCE, "add.f32 %r24, %r21, %r22;", PRODUCT, WIDER, W_COMMIT, W_WAIT, USE), "changed after"),
     ],
 )
 def test_registers_of_products(lines: tuple[str, ...], message: str) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, EmulatorError, Race, RegisterFault
+from cute_attn.emulator.isa.tmem import _note_read
+from cute_attn.emulator.tensor_memory import TensorMemory, cells
 from tests.emulator.tcgen05_kernel import AFTER, BEFORE, Kernel
 from tests.emulator.test_tcgen05_mma import Case, Setup
 from tests.emulator.umma_oracle import instruction
@@ -78,6 +82,27 @@ def test_fences_are_about_strictness() -> None:
     _kernel(GROUPS[1]).run(strict=False, rewrite=unfenced)
     with pytest.raises(Race):
         _kernel(GROUPS[1]).run(rewrite=unfenced)
+
+
+@pytest.mark.parametrize(
+    ("columns", "lanes", "written"),
+    [
+        (range(224, 288), range(32), range(256, 288)),
+        (range(224, 288), range(128), range(256, 512)),
+        (range(64), range(16, 32), range(64)),
+    ],
+    ids=["later columns", "later columns of all lanes", "upper half warp"],
+)
+def test_a_load_is_seen_in_all_of_its_blocks(columns: range, lanes: range, written: range) -> None:
+    """Without strictness, a write races with an unordered load that it overlaps in a later block only."""
+    memory = TensorMemory(Clocks(8, dependent=False))
+    assert memory.shadow is not None
+    warps = SimpleNamespace(cta=SimpleNamespace(grid=SimpleNamespace(strict=False)))
+    touched = cells(np.arange(32), np.array(columns))
+    _note_read(warps, memory, 1, np.array(columns), touched, "tcgen05.ld")  # type: ignore[arg-type]
+    op = memory.begin(5, "tcgen05.st")
+    assert op is not None
+    assert memory.shadow.op_write(cells(np.array(lanes), np.array(written)), op) == ("read", 1)
 
 
 # --- hand-over between warps ------------------------------------------------------------------------------------------

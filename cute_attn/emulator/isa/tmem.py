@@ -244,7 +244,8 @@ def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, t
         wrong = memory.shadow.op_read(touched, op)
         writer = None if wrong is None else wrong[1]
     else:
-        found = memory.shadow.read(touched[None, :], np.array([agent]))
+        # A row for each cell: those of one load lie in two to four blocks, and no row may cross a block.
+        found = memory.shadow.read(touched[:, None], np.full(len(touched), agent))
         writer = None if found is None else found[1]
     if writer is not None:
         memory.complain(what, columns, "write", writer)

@@ -288,9 +288,12 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
 
 
 def _is_product(registers: list[Any]) -> bool:
-    """Whether these are all marks of one product, in their order."""
+    """Whether these are all the marks of one product, in their order."""
     first = registers[0]
-    return type(first) is InFlight and all(map(operator.is_, registers, first.product.marks))
+    if type(first) is not InFlight:
+        return False
+    marks = first.product.marks
+    return len(registers) == len(marks) and all(map(operator.is_, registers, marks))
 
 
 def _changed(w: WarpBatch, registers: list[int]) -> list[Array]:
@@ -359,6 +362,8 @@ def _complete(w: WarpBatch, products: list[Product]) -> None:
     for i in _marked(R):
         if id(R[i].product) in done:
             R[i] = _value_of(R[i]).view(w.cta.grid.home_of(i))
+    for product in products:  # break the cycle of product and marks, which only the cyclic collector would free
+        product.marks, product.old = [], None
 
 
 def _marked(registers: list[Any]) -> Iterator[int]:
