@@ -25,7 +25,7 @@ from cute_attn.dispatch.capabilities import (
     UNKNOWN_LOAD,
     Backend,
     Load,
-    counts_clusters,
+    counts_whole_segments,
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
@@ -87,12 +87,12 @@ def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     if features.chunk_invariant:
         return UNKNOWN_LOAD
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return Load(rows, features.decode and counts_clusters(features) and _clustered(settings, qo_len, batch_size))
+    return Load(rows, features.decode and counts_whole_segments(features) and _whole(settings, qo_len, batch_size))
 
 
-def _clustered(settings: Settings, qo_len: int, batch_size: int) -> bool:
-    """Tell whether XQA has clusters on Hopper by what is known without the number of keys."""
-    return rule_of(settings.features, HOPPER, shape_of(batch_size, settings, qo_len)).value[0].work == "cluster"
+def _whole(settings: Settings, qo_len: int, batch_size: int) -> bool:
+    """Tell whether XQA gives each segment a CTA or a cluster on Hopper, by what is known without the number of keys."""
+    return rule_of(settings.features, HOPPER, shape_of(batch_size, settings, qo_len)).value[0].work != "shares"
 
 
 def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
@@ -102,7 +102,7 @@ def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     if settings.features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
     load, classes = load_of(settings, qo_len, batch_size), ROWS_CLASSES[8 * settings.features.kv_dtype.itemsize]
-    return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], load.clustered)
+    return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], load.whole)
 
 
 def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:

@@ -158,7 +158,7 @@ _16_OR_8_BITS = (
     _rule(_LARGE.to_l2(256), **_FEW_PAIRS),
     # Shares of warps over 8 bits at head dim 64: 1.09 (64 x 2048) to 1.56 (256 x 3368 to 16539).
     _rule(*_EVEN, row=up_to(64)),
-    _rule(*_EVEN, pairs=above(EVEN - 1), **_NARROW),
+    _rule(*_EVEN, pairs=above(EVEN - 1), row=range(128, 129)),
     _rule(_TWO, keys=up_to(2 * SHORT)),
     _rule(_SMALL, **_NARROW),
     _rule(_TWO),
@@ -249,10 +249,11 @@ def _cols(kv_dtype: str, head_dim: int, row_blocks: int, ring: Ring) -> int:
 def _fits(spec: XqaSpec, arch: Arch) -> bool:
     """Whether the CTAs of an SM fit together. Their shared memory, with what the system reserves for each, is limited
     to that of the largest single CTA. In the 128 registers per thread that 16 warps per SM leave, scores of more than
-    32 tokens spill; in 168, tree masks and twice as many outputs or scores as usual."""
+    32 tokens spill, and two row blocks with keys ahead; in 168, tree masks and twice as many outputs or scores."""
     ctas = spec.ctas + spec.guests
     warps = spec.warps * ctas
     wide = spec.tree or spec.row_blocks * spec.cols > 32 or spec.row_blocks * spec.tile_dim >= REGISTER_DIMS
-    if (warps >= 16 and spec.cols > 32) or (warps >= 12 and wide):
+    ahead = spec.row_blocks > 1 and spec.prefetch == "l2"
+    if (warps >= 16 and (spec.cols > 32 or ahead)) or (warps >= 12 and wide):
         return False
     return ctas * (XqaMemory(spec).bytes + RESERVED_SMEM) <= arch.smem_limit + RESERVED_SMEM
