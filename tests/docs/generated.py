@@ -28,7 +28,7 @@ SECTIONS = {  # of docs/performance.md: title and table
     "Cold start": lambda: tables.cold_start_table("h100"),
 }
 RECORDS = {  # title, record in perf/results
-    "fp8 attention": "2026-11-28_h100_fp8",
+    "fp8 attention": "2026-11-29_h200_fp8",
     "Hugging Face transformers": "2026-11-23_h200_transformers",
 }
 
