@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +72,7 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
         mock.patch.object(select, "arch_for", return_value=arch),
         mock.patch.object(backends, "_gpu_of", gpu_of),
         mock.patch.object(dispatch_mla, "run", lambda problem, backend: mla_launch.run(problem, gpu)),
-        mock.patch.object(calls, "looks_at_values", operator.not_),
+        mock.patch.object(calls, "looks_at_values", return_value=False),
     )
     with contextlib.ExitStack() as stack:
         for patch in patches:

@@ -302,8 +302,9 @@ def enter(
     launched_read: Sequence[Tensor | None] = (),
 ) -> None:
     """Leave the entry of a call that passed every check, unless it has no key, its backend looks at every call, or the
-    launch reads copies in place of what the user gave. `result`: what such calls return. `launched_read`: what the
-    launch reads in place of the first tensors among what else the call reads.
+    launch reads copies in place of what the user gave. That is told by addresses, so that views of q qualify, whatever
+    their storage offsets are. `result`: what such calls return. `launched_read`: what the launch reads in place of the
+    first tensors among what else the call reads.
     """
     q, _, v, _, lse_given, workspace, optional, read = given
     roles, launched = optional_tensors(problem)

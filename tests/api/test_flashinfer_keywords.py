@@ -19,7 +19,7 @@ import torch
 import cute_attn
 from cute_attn import errors
 from tests.api.test_flashinfer_surface import difference, flashinfers
-from tests.support.entry_points import ints
+from tests.support.entry_points import LATENT_PARTS, ints
 from tests.support.flashinfer_calls import Call, Changes, Results, calls
 
 DATA = json.loads((Path(__file__).parents[1] / "support/data/flashinfer_0_7_2.json").read_text())
@@ -45,7 +45,7 @@ ELSEWHERE = {  # other callables of the table: the tests of their parameters
 @dataclass(frozen=True)
 class Value:
     """A value other than the default. `also`: what a refusal may say instead of the parameter's name; `both`: arguments
-    without which the parameter means nothing."""
+    without which the parameter means nothing, or, under its own name, what `value` is compared with."""
 
     value: Any
     also: tuple[str, ...] = ()
@@ -53,6 +53,7 @@ class Value:
 
 
 ROPE = (("pos_encoding_mode", "ROPE_LLAMA"),)
+HOST_LENGTHS = (("q_seq_lens_cpu", ints(3, 5)), ("kv_seq_lens_cpu", ints(4, 16)))  # those of the entry
 MASK, ONE_MASK, BLOCKS = torch.arange(3 * 4 + 5 * 16) % 3 != 0, torch.arange(8 * 32) % 3 != 0, torch.arange(3 * 4 * 16)
 VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "kv_layout": Value("HND", ("k must", "shape", "num_kv_heads", "tokens; request 1 has 16")),
@@ -151,8 +152,8 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "uses_spcompress": True,
     "sage_attn_sfs": (torch.ones(1), torch.ones(1), None, None),
     "num_elts_per_sage_attn_blk": (64, 64, 0, 1),
-    "q_seq_lens_cpu": ints(5, 2),
-    "kv_seq_lens_cpu": ints(9, 5),
+    "q_seq_lens_cpu": Value(ints(5, 3), both=HOST_LENGTHS),
+    "kv_seq_lens_cpu": Value(ints(16, 4), both=HOST_LENGTHS),
     "skip_all_rows_active_check": False,
     "lse_base": "ln",
     "lse_layout": "HN",
@@ -175,7 +176,7 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "BatchMLA*.plan.qo_indptr": ints(0, 2, 2),
     "BatchMLA*.plan.causal": Value(True, both=(("qo_indptr", ints(0, 2, 2)),)),
     "BatchMLA*.plan.kv_indptr": ints(0, 4, 8),
-    "BatchMLA*.plan.kv_indices": ints(7, 6, 5, 4, 3, 2, 1, 0),
+    "BatchMLA*.plan.kv_indices": ints(1, 0),
     "BatchMLA*.plan.kv_len_arr": ints(1, 1),
     "BatchMLA*.num_heads": Value(2, ("heads",)),
     "BatchMLA*.page_size": Value(4, ("pages",)),
@@ -190,10 +191,7 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "BatchMLA*.backend": "nothing",
     "BatchMLA*.__init__.k*": ints(0, 0, 0),
     "BatchMLA*.__init__.q*": ints(0, 0, 0),
-    "BatchMLA*.run.q_nope": torch.ones(4, 4, 512, dtype=torch.float16),
-    "BatchMLA*.run.q_pe": torch.ones(4, 4, 64, dtype=torch.float16),
-    "BatchMLA*.run.ckv_cache": torch.ones(9, 2, 512, dtype=torch.float16),
-    "BatchMLA*.run.kpe_cache": torch.ones(9, 2, 64, dtype=torch.float16),
+    **{f"BatchMLA*.run.{name}": LATENT_PARTS[name].flip(0) for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache")},
     "BatchMLA*.run.query": torch.ones(4, 4, 576, dtype=torch.float16),
     "BatchMLA*.run.kv_cache": torch.ones(9, 2, 576, dtype=torch.float16),
     "BatchMLA*.run.kv_len": ints(1, 1),

@@ -56,10 +56,15 @@ def batch(workspace_bytes: int) -> tuple[Callable[..., Any], Callable[[], Tensor
     return call, inputs
 
 
-SINGLE = [(single, (qo_len, kv_len)) for qo_len in (None, 1, 300) for kv_len in (300, 20_000)]
+MADE = {
+    f"{'decode' if qo_len is None else f'prefill of {qo_len}'} over {kv_len}": (single, (qo_len, kv_len))
+    for qo_len in (None, 1, 300)
+    for kv_len in (300, 20_000)
+}
+MADE |= {"xqa, large workspace": (batch, (64 << 20,)), "xqa, small workspace": (batch, (64,))}
 
 
-@pytest.mark.parametrize(("make", "sizes"), [*SINGLE, (batch, (64 << 20,)), (batch, (64,))])
+@pytest.mark.parametrize(("make", "sizes"), MADE.values(), ids=MADE)
 def test_calls_are_replayed_and_captured(make: Callable[..., Any], sizes: tuple[Any, ...]) -> None:
     """Later calls with other tensors, on a second stream too, then a captured one whose inputs change."""
     call, inputs = make(*sizes)

@@ -143,7 +143,7 @@ class Replanned:
 
 @pytest.mark.parametrize("case", LARGEST, ids=IDS)
 def test_a_captured_plan_follows_its_index_arrays(case: BatchCase) -> None:
-    """Over all cases and backends, 0 wrong in 1,000 batches."""
+    """The graph holds `plan` and `run`."""
     for backend in backends(case):
         captured = Replanned(case, backend)
         count = BATCHES // 5 if marks.CAPABILITY == (9, 0) and case.kind != "decode" else BATCHES // 4

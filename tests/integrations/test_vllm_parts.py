@@ -194,11 +194,12 @@ def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: 
     case = Step(MIXED, LLAMA)
     step = case.metadata()
     plans = noted(monkeypatch, BatchPrefillWithPagedKVCacheWrapper, "plan")
-    for window_left, scale in ((-1, 0.125), (-1, 0.3), (8, 0.125), (-1, 0.125)):
-        layer = Layer(4, 64, scale, 2, window_left=window_left)
-        attention = LayerAttention(layer, BF16, None)
+    sinks = torch.linspace(-1, 2, LLAMA.num_heads)
+    changes = [{}, {"scale": 0.3}, {"window_left": 8}, {"sinks": True}, {"kv_cache_dtype": "bfloat16"}]
+    for layer in [*(LLAMA._replace(**changed) for changed in changes), LLAMA]:
+        case.layer, case.sinks = layer, sinks if layer.sinks else None
+        attention = case.attention()
         case.fill(attention)
-        case.layer = layer
         assert_near(case.output(attention, step), case.expected(case.k, case.v))
     assert len(plans) == 2
     other = Step([(1, 9), (30, 60)], LLAMA, seed=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError, xqa_batch_decode_with_kv_cache
-from cute_attn.xqa import decode as xqa_decode
+from cute_attn.wrappers import calls
 from cute_attn.xqa import xqa
 from perf.pretended_gpu import NullDriver
 from tests.support import xqa_corruptions
@@ -43,7 +43,7 @@ def test_the_low_level_form_names_its_own_arguments() -> None:
     with pytest.raises(ArgumentError, match=r"page_table\[1, 0\], page 0 of request 1, is -5"):
         xqa(**low_level(build(CASE), page_table=table))
     narrow = low_level(build(CASE), page_table=table[:, : table.shape[1] // 2].contiguous())
-    looking = mock.patch.object(xqa_decode, "looks_at_values", return_value=True)  # as with CUTE_ATTN_VALIDATE=1
+    looking = mock.patch.object(calls, "looks_at_values", return_value=True)  # as with CUTE_ATTN_VALIDATE=1
     with pretended(NullDriver()), looking, pytest.raises(ArgumentError, match=r"pages of page_table times 16 tokens"):
         xqa(**narrow)
 

@@ -1,5 +1,5 @@
 """What a wrapper keeps from plan to plan and run to run, and what it does not; CUDA-graph mode on CPU tensors; splits,
-forms of the lse.
+copies, forms of the lse, `uniform_q_len`.
 """
 
 from __future__ import annotations

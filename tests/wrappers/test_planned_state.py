@@ -187,8 +187,8 @@ def test_wrong_lengths_written_after_a_plan_are_refused(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_default_scale(head_dim: int) -> None:
-    dims = {"head_dim_qk": head_dim, "head_dim_vo": head_dim}
     """The bits of Python's `head_dim ** -0.5`, which engines compare with."""
+    dims = {"head_dim_qk": head_dim, "head_dim_vo": head_dim}
     for case in (paged((2,), (3,), **dims), ragged((2,), (3,), **dims), decode((3,), **dims)):
         made = planned(case)
         assert made._planned().settings.sm_scale == head_dim**-0.5

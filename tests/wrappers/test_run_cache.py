@@ -219,6 +219,7 @@ def with_cache(change: Callable[[torch.Tensor], torch.Tensor], half: int) -> Cal
 WRONG: dict[str, Callable[[BatchInputs], dict[str, Any]]] = {
     "k off alignment": with_cache(shifted, 0),
     "v off alignment": with_cache(shifted, 1),
+    "three halves": lambda inputs: {"paged_kv_cache": (*inputs.kv[0], inputs.kv[0][0])},
     "q of fewer rows": lambda inputs: {"q": inputs.q[1:]},
     "out off alignment": lambda inputs: {"out": shifted(inputs.q)},
     "return_lse is 1": lambda inputs: {"return_lse": 1},

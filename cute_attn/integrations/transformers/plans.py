@@ -112,7 +112,7 @@ class Operands(NamedTuple):
             causal=causal,
             window_left=window_left,
             logits_soft_cap=self.soft_cap,
-            sm_scale=1.0,  # scales are factors of a run, so that layers of different scales share a plan
+            sm_scale=1.0,  # see `_plan`
         )
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         return Structure(device, stream, self.backend, options, masked)
@@ -177,6 +177,7 @@ def _plan(
     page_size: int,
     mask: torch.Tensor | None = None,
 ) -> None:
+    """Plan a wrapper. Scales are factors of a run, so that layers of different scales share a plan."""
     qo_indptr, kv_indptr, indices, last_page_len = arrays
     where = qo_indptr, kv_indptr, indices.to(structure.device, non_blocking=True), last_page_len
     session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **structure.options._asdict())

@@ -170,7 +170,7 @@ class LayerAttention:
         key = q_dtype, caches.block_size
         if key not in self._types:
             self._types[key] = LayerType(
-                self.layer._replace(scale=1.0),
+                self.layer.of_plan(),
                 caches.block_size,
                 q_dtype,
                 caches.pair[0].dtype,
@@ -222,8 +222,7 @@ class EncoderAttention:
         `query` and `output` are `[tokens, heads, head_size]`, `key` and `value` `[tokens, kv_heads, head_size]`; rows
         past the step's tokens are padding.
         """
-        layer = self.layer._replace(scale=1.0)
-        kind = LayerType(layer, 0, query.dtype, query.dtype, True, self.batch_invariant, causal=False)
+        kind = LayerType(self.layer.of_plan(), 0, query.dtype, query.dtype, True, self.batch_invariant, causal=False)
         session = step.planned(kind)
         rows = session.rows
         session.wrapper.run(query[rows], key[rows], value[rows], q_scale=self.layer.scale, out=output[rows])

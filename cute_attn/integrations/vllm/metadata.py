@@ -60,7 +60,7 @@ class Size(NamedTuple):
 class LayerType(NamedTuple):
     """What a plan depends on besides lengths and pages."""
 
-    layer: Layer  # of scale 1: layers that differ in scales share a plan
+    layer: Layer  # as `Layer.of_plan` returns it
     page_size: int  # 0: an encoder's layer, whose keys are those of the query tokens
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
