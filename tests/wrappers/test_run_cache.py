@@ -12,6 +12,7 @@ import torch
 from cute_attn import ArgumentError
 from cute_attn.emulator.settings import using
 from cute_attn.kernels.fa2.host import prepared as fa2_prepared
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.request import batch_run, operands
 from cute_attn.wrappers import calls
 from tests.kernels.test_fa2_batch import on_fa2
@@ -271,6 +272,7 @@ def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(fa2_prepared, "load", missing)
+        prepared.cache_clear()  # of earlier tests
         with pytest.raises(RuntimeError, match="no kernel"):
             made.plan(**arguments)
     assert_right(PAGED, inputs, *call(PAGED, inputs, made))

@@ -156,8 +156,9 @@ _16_OR_8_BITS = (
     # Few pairs: keys ahead of the preceding launch's end gain 1.02.
     _rule(*_FEW_8_BIT, **_FEW_PAIRS, row=up_to(64)),
     _rule(_LARGE.to_l2(256), **_FEW_PAIRS),
-    # Shares of warps over 8 bits at head dim 64: 1.09 (64 x 2048) to 1.56 (256 x 3368 to 16539).
-    _rule(*_EVEN, row=up_to(64)),
+    # Shares of warps over 8 bits at head dim 64: 1.09 (64 x 2048) to 1.56 (256 x 3368 to 16539). Of fewer pairs, whose
+    # segments they would cut, 0.74 (40 x 100 to 500).
+    _rule(*_EVEN, pairs=above(4 * FEW - 1), row=up_to(64)),
     _rule(*_EVEN, pairs=above(EVEN - 1), row=range(128, 129)),
     _rule(_TWO, keys=up_to(2 * SHORT)),
     _rule(_SMALL, **_NARROW),
