@@ -11,12 +11,12 @@ from tests.support.xqa_case import XqaCase
 pytestmark = pytest.mark.emulator
 
 # (case, SMs, CTAs of a cluster, grid): three quarters of the SMs take clusters of one request; a segment of several
-# requests has one cluster.
+# requests has one cluster. Large pages allow more keys than there are.
 CASES = {
-    "one cluster a unit": (XqaCase((700,), heads=(8, 2)), 22, 6, (2, 6, 1)),
-    "clusters that leave slices to each other": (XqaCase((1500,), heads=(8, 2)), 44, 6, (2, 12, 1)),
-    "clusters without tiles": (XqaCase((40,), kv="e4m3", heads=(4, 1)), 33, 8, (1, 24, 1)),
-    "no keys": (XqaCase((0,), heads=(4, 1), sinks=True), 33, 8, (1, 24, 1)),
+    "one cluster a unit": (XqaCase((700,), heads=(8, 2), page_size=8192), 22, 6, (2, 6, 1)),
+    "clusters that leave slices to each other": (XqaCase((1500,), heads=(8, 2)), 44, 8, (2, 16, 1)),
+    "clusters without tiles": (XqaCase((40,), kv="e4m3", heads=(4, 1), page_size=256), 33, 8, (1, 24, 1)),
+    "no keys": (XqaCase((0,), heads=(4, 1), page_size=256, sinks=True), 33, 8, (1, 24, 1)),
     "drafts and padded rows": (
         XqaCase((1400,), kv="e4m3", heads=(8, 1), head_dim=80, q_len=3, q_lens=(2,), mask=True),
         22,
