@@ -144,9 +144,7 @@ BACKENDS = (  # in the order in which "auto" considers them
                 head_dim=(256,),
                 whole=(True,),
             ),
-            Rule(
-                "head dimension {head_dim}, but for segments of a CTA or cluster each", {**_HOPPER, "head_dim": (256,)}
-            ),
+            Rule("head dimension {head_dim}, but for one request and short windows", {**_HOPPER, "head_dim": (256,)}),
             Rule("head dimension {head_dim} in {bits} bits", {}),
         ),
     ),

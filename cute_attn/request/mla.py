@@ -135,7 +135,7 @@ class MlaLengths(NamedTuple):
         else:
             bounds = self.kv_indptr.cpu().numpy().astype(np.int64)
             checks.increasing(self.names.kv_indptr, bounds, MAX_INDEX)
-            room = (np.minimum(bounds[1:], size) - bounds[:-1]) * page_size
+            room = np.diff(np.minimum(bounds, size)) * page_size
         what = f", the tokens of a request's pages in {self.names.kv_indptr or self.names.kv_indices}"
         checks.each_within(self.names.kv_len, kv_len, np.minimum(room, MAX_KV_LEN), what)
         return kv_len, bounds[:-1]

@@ -341,7 +341,8 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             return_lse, return_lse_base_on_e, ckv_scale, kpe_scale, o_scale, skip_softmax_threshold_scale_factor,
             profiler_buffer, kv_len, page_table,
         )  # fmt: skip
-        repeatable, found = repeated(call, others, (), plan.entries)
+        forms = isinstance(query, torch.Tensor), isinstance(kv_cache, torch.Tensor)
+        repeatable, found = repeated(call, others, forms, plan.entries)
         if found is not None:
             return found if return_lse else found[0]
         checks.refuse_given(NO_PROFILER, profiler_buffer=profiler_buffer)

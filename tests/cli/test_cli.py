@@ -321,7 +321,7 @@ def test_explain_of_equal_requests(capsys: Output) -> None:
     assert main([*argv, "--kv-len", "1024", "--head-dim", "256"]) == 0
     out = capsys.readouterr().out
     assert "fa2: chosen" in out
-    assert "xqa: able, passed over: head dimension 256, but for segments" in out
+    assert "xqa: able, passed over: head dimension 256, but for one request" in out
     assert "fa3: able, passed over: 4 query rows per kv head are fewer than 65" in out
     assert "64 work items x 8, the longest of 1024 keys" in out
     assert "no query tile is cut" in out

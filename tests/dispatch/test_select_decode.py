@@ -104,14 +104,16 @@ WIDE = DECODE._replace(kv_dtype=BF16, num_qo_heads=32, num_kv_heads=4, head_dim_
         ({}, HOPPER, 1, 12, 4096, FA2),
         ({}, HOPPER, 1, 16, 4095, XQA),
         ({}, HOPPER, 1, 17, 4095, FA2),
+        ({}, HOPPER, 1, 256, 511, XQA),
+        ({}, HOPPER, 1, 256, 512, FA2),
         ({"head_dim_qk": 128, "head_dim_vo": 128}, HOPPER, 1, 256, -1, XQA),
     ],
 )
-def test_what_clusters_share_is_for_xqa(
+def test_segments_of_one_cta_or_cluster_are_for_xqa(
     changes: dict[str, Any], arch: Arch, q_len: int, requests: int, window: int, taken: Backend
 ) -> None:
-    """Over 16 bits at head dimension 256, on Hopper, where the kernel has clusters of CTAs: one request, or few with
-    windows, whose rows share one read of the keys."""
+    """Over 16 bits at head dimension 256, on Hopper, where a CTA or a cluster has a segment for itself: one
+    request, few with windows, or short windows, whose rows share one read of the keys."""
     settings = Settings(WIDE._replace(**changes), window_left=window)
     load = select.load_of(settings, q_len, requests)
     assert select.choose(settings.features, arch=arch, load=load) is taken

@@ -17,7 +17,7 @@ from cute_attn.runtime.arch import Arch
 ALL = tuple(key for key in itertools.product(HEAD_DIMS, KV_BITS, (8, 16)) if key[1:] != ("float8_e5m2", 16))
 # Head dims that fewer models have: the narrowest, one of padded rows and one of two warps.
 OTHERS = (
-    *((32, "float8_e4m3fn", 8), (80, "float8_e4m3fn", 8)),
+    *((32, "", 8), (32, "float8_e4m3fn", 8), (80, "float8_e4m3fn", 8)),
     *((512, "", 8), (512, "float8_e4m3fn", 8), (512, "nvfp4", 8)),
 )
 

@@ -82,6 +82,11 @@ def _rule(*rings: Ring, **when: Collection[Any]) -> Rule[Rings]:
     return Rule(rings, when)
 
 
+def _shared(*rings: Ring, **when: Collection[Any]) -> Rule[Rings]:
+    """Make a rule of clusters, which share segments up to head dim 256."""
+    return _rule(*rings, **when, head_dim=up_to(WARP_DIM))
+
+
 # A launch takes the first ring of its rule that fits shared memory and registers, and keeps enough bytes on their way
 # to an SM. One CTA per SM has the fewest segments to cut and to merge; several hide each other's prologues and
 # epilogues, which pays for NVFP4, whose warps compute longest. Few pairs are split many ways: many warps have the least
@@ -133,15 +138,15 @@ _SEGMENTS = {"keys": range(SHORTEST + 1, CLUSTERED_KEYS + 1)}
 # 1 x 16000); both 1.05 times as fast as with 45 rules that were measured one by one, from 8 us on at least 0.94.
 _16_OR_8_BITS = (
     # Few segments, which merge in shared memory alone. No cluster should wait for another.
-    _rule(_BRIEF._replace(guests=1), _BRIEF, **_BRIEFLY, segments=up_to(8)),
+    _shared(_BRIEF._replace(guests=1), _BRIEF, **_BRIEFLY, segments=up_to(8)),
     _rule(_ALL_EARLY, **_BRIEFLY, pairs=up_to(FEW), row=range(65, 129)),
-    _rule(_QUICK.in_clusters(8), _WIDE, keys=above(SHORTEST), kib=up_to(1024), segments=up_to(12)),
-    _rule(_WIDE, **_SEGMENTS, segments=up_to(16), row=above(256)),
-    _rule(_QUICK._replace(slot=4096).in_clusters(4), **_SEGMENTS, segments=up_to(32), **_NARROW),
-    _rule(_QUICK.in_clusters(4), _DEEP.in_clusters(4), **_SEGMENTS, segments=up_to(24)),
-    _rule(_QUICK.in_clusters(6), _DEEP.in_clusters(2), **_SEGMENTS, segments=up_to(32)),
-    _rule(_QUICK.in_clusters(2), **_SEGMENTS, segments=up_to(64), **_NARROW),
-    _rule(_BUSY.in_clusters(2), _DEEP.in_clusters(2), **_SEGMENTS, segments=up_to(64)),
+    _shared(_QUICK.in_clusters(8), _WIDE, keys=above(SHORTEST), kib=up_to(1024), segments=up_to(12)),
+    _shared(_WIDE, **_SEGMENTS, segments=up_to(16), row=above(256)),
+    _shared(_QUICK._replace(slot=4096).in_clusters(4), **_SEGMENTS, segments=up_to(32), **_NARROW),
+    _shared(_QUICK.in_clusters(4), _DEEP.in_clusters(4), **_SEGMENTS, segments=up_to(24)),
+    _shared(_QUICK.in_clusters(6), _DEEP.in_clusters(2), **_SEGMENTS, segments=up_to(32)),
+    _shared(_QUICK.in_clusters(2), **_SEGMENTS, segments=up_to(64), **_NARROW),
+    _shared(_BUSY.in_clusters(2), _DEEP.in_clusters(2), **_SEGMENTS, segments=up_to(64)),
     # Windows of 128 keys.
     _rule(_HEADS[1].to_smem(SHORT), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
     _rule(_SMALLEST, **_WINDOWS, pairs=up_to(256), head_dim=up_to(64)),
@@ -151,8 +156,8 @@ _16_OR_8_BITS = (
     _rule(_TWO._replace(work="whole"), keys=up_to(SHORT)),
     _rule(_TWO._replace(work="whole"), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257)),
     # One request of many keys, or of an unknown number.
-    _rule(_QUICK.in_clusters(8), _WIDE, **_ONE, units=up_to(1)),
-    _rule(_BUSY.in_clusters(6), _WIDE, **_ONE, units=up_to(8)),
+    _shared(_QUICK.in_clusters(8), _WIDE, **_ONE, units=up_to(1)),
+    _shared(_BUSY.in_clusters(6), _WIDE, **_ONE, units=up_to(8)),
     # Few pairs: keys ahead of the preceding launch's end gain 1.02.
     _rule(*_FEW_8_BIT, **_FEW_PAIRS, row=up_to(64)),
     _rule(_LARGE.to_l2(256), **_FEW_PAIRS),
