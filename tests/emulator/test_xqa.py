@@ -86,7 +86,7 @@ CASES = {
     "two long requests of rows for several warps": XqaCase((700, 900), kv="e4m3", heads=(8, 1)),
     "a long one among short ones": XqaCase((3, 900, 0, 5), heads=(2, 1), head_dim=64),
     "more rows than a block": XqaCase((40, 90), heads=(40, 2), q_len=2),
-    "more requests than lanes": XqaCase(tuple(range(34)), kv="nvfp4", heads=(2, 1), head_dim=64, bmm1_scale=0.001),
+    "more requests than lanes": XqaCase(tuple(range(40)), kv="nvfp4", heads=(2, 1), head_dim=64, bmm1_scale=0.001),
     "shares that begin with a request": XqaCase((40,) * 33, heads=(2, 2), head_dim=64),
     "no requests": XqaCase((), heads=(2, 1)),
     "nothing to see": XqaCase((0, 0, 0), heads=(2, 1), sinks=True),
