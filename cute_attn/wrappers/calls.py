@@ -25,6 +25,7 @@ from cute_attn.request.mla import MlaProblem
 from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT
 from cute_attn.request.settings import MAX_KV_LEN, Call
 from cute_attn.runtime import switches
+from cute_attn.runtime.staging import is_capturing
 
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None
@@ -258,8 +259,8 @@ def _is_apart(x: Tensor, span: int, alignment: int, apart: list[Range], protecte
 
 
 def looks_at_values(device: torch.device) -> bool:
-    """Tell whether calls look at lengths and page numbers: where that costs nothing or was asked for."""
-    return device.type == "cpu" or switches.validates()
+    """Tell whether calls look at lengths and page numbers: where it costs nothing or was asked for, not in captures."""
+    return device.type == "cpu" or (switches.validates() and not is_capturing(device))
 
 
 def repeated(entries: Entries, given: Given, numbers: Numbers, names: tuple[Any, ...]) -> tuple[Any, Outputs | None]:

@@ -179,3 +179,10 @@ def test_block_scales_after_calls_without_them(
         call_with(function, call)
     with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
         call_with(function, {**call, "kv_cache_sf": scales})
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_values_are_not_looked_at_under_capture(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_ATTN_VALIDATE", "1")
+    monkeypatch.setattr(calls, "is_capturing", lambda device: capturing)
+    assert calls.looks_at_values(torch.device("cuda", 0)) is not capturing
