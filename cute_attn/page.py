@@ -234,7 +234,7 @@ def nvfp4_quantize_append_paged_kv_cache(
         integers `[nnz]`, `[nnz]`, page numbers, `[batch_size + 1]`, `[batch_size]`, and "NHD" (default) or "HND".
     paged_kv_cache : uint8 caches like those of `append_paged_kv_cache`, with head_dim / 2 on the last axis. Written.
     kv_cache_sf : e4m3, or uint8 with the bits of e4m3: the same with head_dim / 16, linear for K and V. Written.
-    k_scale, v_scale : global scales, positive and finite: numbers, or one-element fp32 tensors on the caches' device or
+    k_scale, v_scale : global scales, > 0, up to 1e38: numbers, or one-element fp32 tensors on the caches' device or
         on the CPU. A captured graph keeps the values of numbers and of CPU tensors.
 
     Raises

@@ -151,7 +151,7 @@ def nvfp4_kv_dequantize_paged(
     kv_cache_sf : e4m3, or uint8 with the bits of e4m3: the same with head_dim / 16, linear for K and V.
     block_tables : integers `[batch_size, max_pages]`, page numbers; max_pages * page_size >= max_seq_len.
     seq_lens : integers `[batch_size]`, tokens of each request.
-    k_scale, v_scale : global scales > 0: fp32, one element, on the caches' device.
+    k_scale, v_scale : global scales > 0: fp32, one element, on the caches' device or the CPU.
     output_k, output_v : `[batch_size, max_seq_len, num_kv_heads, head_dim]` fp16, bf16 or fp32, both the same; written.
     kv_layout : "NHD" or "HND", of the caches.
 
@@ -267,7 +267,7 @@ def fp8_quantize_paged_kv_cache(
     ----------
     k_cache, v_cache : 4-D, fp16, bf16 or fp32.
     dtype : torch.float8_e4m3fn or torch.float8_e5m2.
-    k_scale, v_scale : > 0, numbers or one-element fp32 tensors on the caches' device. Default: max|x| divided by the
+    k_scale, v_scale : > 0, numbers or one-element fp32 tensors on their device or the CPU. Default: max|x| divided by the
         largest number of `dtype`.
 
     Returns

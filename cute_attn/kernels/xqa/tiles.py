@@ -135,7 +135,8 @@ _WINDOWS, _BRIEFLY = {"keys": up_to(SHORTEST)}, {"keys": range(SHORTEST + 1, SHO
 _SEGMENTS = {"keys": range(SHORTEST + 1, CLUSTERED_KEYS + 1)}
 # Fitted to 120 launches, each with some 30 rings, and to 116 others with two; lengths on the GPU (H200, 2026-11-29).
 # The first ones 0.98 times as fast as the best ring of each in the mean, 0.84 at the lowest (63 x 100 keys beside
-# 1 x 16000); both 1.05 times as fast as with 45 rules that were measured one by one, from 8 us on at least 0.94.
+# 1 x 16000). On 97 launches drawn afterwards 1.075 times as fast as 45 rules that were measured one by one; of 8 us and
+# more, 0.84 at the lowest (300 x 175, 16/4 heads of 64 dimensions, e4m3).
 _16_OR_8_BITS = (
     # Few segments, which merge in shared memory alone. No cluster should wait for another.
     _shared(_BRIEF._replace(guests=1), _BRIEF, **_BRIEFLY, segments=up_to(8)),
