@@ -267,8 +267,8 @@ def fp8_quantize_paged_kv_cache(
     ----------
     k_cache, v_cache : 4-D, fp16, bf16 or fp32.
     dtype : torch.float8_e4m3fn or torch.float8_e5m2.
-    k_scale, v_scale : > 0, numbers or one-element fp32 tensors, on the CPU or as the caches. Default: max|x| divided by the
-        largest number of `dtype`.
+    k_scale, v_scale : > 0, numbers or one-element fp32 tensors on the caches' device or the CPU. Default: max|x|
+        divided by the largest number of `dtype`.
 
     Returns
     -------
