@@ -19,6 +19,7 @@ from cute_attn.request.append import Append, Tensors
 from cute_attn.request.nvfp4 import Pair
 from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime import switches
+from cute_attn.runtime.staging import is_capturing
 
 __all__ = [
     "append_paged_kv_cache",
@@ -285,7 +286,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
     appending.check_rows({"append_key": append_key, "append_value": append_value}, caches, 2, nvfp4.INPUTS)
     device = caches[0].device
-    if _is_capturing(device):  # a graph would keep other scales as they are now, whatever the caller changes later
+    if is_capturing(device):  # a graph would keep other scales as they are now, whatever the caller changes later
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if not isinstance(scale, torch.Tensor) or scale.device != device:
                 raise checks.wrong(f"{name} must be a float32 tensor on {device} during CUDA graph capture", scale)
@@ -300,7 +301,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
 def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], slots: appending.Slots) -> None:
     device = caches[0].device
     _keep_apart(rows, (*caches, *scale_caches), slots, scales)
-    read = switches.is_on(switches.VALIDATE) and not _is_capturing(device)
+    read = switches.validates() and not is_capturing(device)
     checked = tuple(
         nvfp4.scale_of(name, scale, device, read) for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
     )
@@ -311,10 +312,3 @@ def _keep_apart(rows: Tensors, caches: Tensors, slots: appending.Slots, scales: 
     """Refuse caches that share memory with each other or with another argument."""
     read = checks.named(("append_key", "append_value"), rows) + checks.named(slots._fields, slots)
     checks.apart(checks.named(nvfp4.CACHE_NAMES, caches), read + checks.named(("k_scale", "v_scale"), scales))
-
-
-def _is_capturing(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()

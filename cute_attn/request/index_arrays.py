@@ -183,8 +183,10 @@ def there(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def copied_at_once(x: torch.Tensor, device: torch.device) -> bool:
-    """Tell whether a copy to a device must end before `plan` returns: the caller may then overwrite pinned memory."""
-    return x.is_cpu and device.type != "cpu" and x.is_pinned()
+    """Tell whether a copy to a device must end before `plan` returns: the caller may then overwrite pinned memory, and
+    the host reads what is copied there.
+    """
+    return (x.is_cpu and x.is_pinned()) or (x.is_cuda and device.type == "cpu")
 
 
 # ---- arrays of lengths

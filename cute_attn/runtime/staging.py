@@ -23,7 +23,10 @@ DEVICE_CAPACITY = 1 << 18  # of one that the planner kernel writes: the host wai
 
 def is_capturing(device: torch.device) -> bool:
     """Returns True while a CUDA graph of the device's current stream is captured: an upload would be captured too."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class _CopyEnd:

@@ -12,7 +12,7 @@ from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, DeviceLengths, Features, GraphLimits, Lengths, Settings
 from cute_attn.request import batch_plan, caches, checks
 from cute_attn.request.batch_plan import Mask, Splits
-from cute_attn.request.index_arrays import int32
+from cute_attn.request.index_arrays import copied_at_once, int32
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime.staging import Staging
@@ -161,8 +161,7 @@ class GraphBuffers:
                 copies.append(staging.send)
         if lengths.kv_indices is not None:
             used = lengths.kv_indices[: lengths.kv_end]
-            # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
-            waits = isinstance(lengths, BatchLengths) and not used.is_cuda and used.is_pinned()
+            waits = isinstance(lengths, BatchLengths) and copied_at_once(used, self.page_indices.device)
             copies += self.copies("kv_indices", used, not waits)
             lengths = lengths.replace(kv_indices=self.page_indices)
         if mask.packed is not None and self.mask is not None:

@@ -17,7 +17,8 @@ from cute_attn.request import caches, checks, unplanned
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
 from cute_attn.request.unplanned import Keys, Lengths
-from cute_attn.runtime import capture, switches
+from cute_attn.runtime import capture
+from cute_attn.wrappers import calls
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
@@ -83,7 +84,7 @@ class Session:
             with capture.lasting():
                 self.indices = tables.new_empty(len(self.pages.positions))
         torch.index_select(tables.view(-1), 0, self.positions, out=self.indices)
-        if tables.device.type == "cpu" or (switches.validates() and not torch.cuda.is_current_stream_capturing()):
+        if calls.looks_at_values(tables.device):
             self.pages.check(self.indices, keys.k.shape[0], caches.TABLE_ENTRY)
 
     def _plan(self, lengths: Lengths) -> None:

@@ -56,7 +56,7 @@ def test_scales_may_be_cpu_tensors_beside_other_devices() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, torch.ones(1)])
 def test_temporary_scales_are_refused_during_capture(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(page, "is_capturing", lambda device: True)
     meta = torch.zeros(5, 2, 32, device="meta")
     cache = torch.zeros(3, 2, 4, 2, 16, dtype=torch.uint8, device="meta")
     sf = torch.zeros(3, 2, 4, 2, 2, dtype=torch.uint8, device="meta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ import torch
 
 from cute_attn.errors import RuntimeArgumentError
 from cute_attn.runtime import launch
-from cute_attn.runtime.staging import MIN_CAPACITY, CudaCopies, Staging
+from cute_attn.runtime.staging import MIN_CAPACITY, CudaCopies, Staging, is_capturing
 
 CPU = torch.device("cpu")
 
@@ -253,3 +254,18 @@ def test_a_wait_for_a_copy_spares_the_captures_of_other_threads() -> None:
         driver.calls.clear()
         end.synchronize()
     assert driver.calls == [("mode", "relaxed"), ("wait",), ("mode", "global")]
+
+
+def test_the_stream_of_the_device_says_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device is current."""
+    current = [torch.device("cuda", 0)]
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].index == 1)
+    assert [is_capturing(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu")] == [False, True, False]

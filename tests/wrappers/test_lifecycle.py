@@ -11,6 +11,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from cute_attn import (
 from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.problem import Features
+from cute_attn.request import index_arrays
 from cute_attn.request.batch_plan import Splits
 from tests.support import graphs
 from tests.support.batch_case import (
@@ -343,6 +345,24 @@ def test_pinned_page_numbers_are_read_before_plan_returns(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.Tensor, "copy_", recorded)
     made.plan(**arguments)
     assert waits == [True]
+
+
+@pytest.mark.parametrize(
+    ("source", "pinned", "target", "waits"),
+    [
+        ("cuda", False, "cpu", True),
+        ("cpu", True, "cuda", True),
+        ("cpu", False, "cuda", False),
+        ("cuda", False, "cuda", False),
+    ],
+)
+def test_copies_that_end_before_plan_returns(source: str, pinned: bool, target: str, waits: bool) -> None:
+    """Those of pinned memory, and those to the CPU, where the host reads them."""
+    asked: dict[str, Any] = {}
+    array: Any = mock.Mock(is_cpu=source == "cpu", is_cuda=source == "cuda")
+    array.is_pinned.return_value, array.to = pinned, lambda _, **options: asked.update(options) or torch.ones(1)
+    index_arrays.there(array, torch.device(target))
+    assert asked == {"non_blocking": not waits}
 
 
 # ---- splits, as engines ask for them
