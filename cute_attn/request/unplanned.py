@@ -16,14 +16,6 @@ NOWHERE = np.empty(0, np.int64)
 LENGTH_DTYPES = (torch.int32, torch.uint32, torch.int64)
 
 
-class Bounds(NamedTuple):
-    """What a call says of its lengths besides the arrays."""
-
-    batch_size: Any
-    max_q_len: Any
-    max_kv_len: Any
-
-
 class Lengths(NamedTuple):
     """Query tokens `[batch_size + 1]` and keys `[batch_size]` of a batch, and the rows `[batch_size + 1]` of these,
     empty where they are in pages: int64 on the host.
@@ -98,21 +90,26 @@ def from_host(q_seq_lens_cpu: Any, kv_seq_lens_cpu: Any) -> tuple[torch.Tensor, 
     return qo_indptr, kv_len, kv_indptr
 
 
-def lengths(arrays: Mapping[str, Any], bounds: Bounds, query: torch.Tensor, k: torch.Tensor) -> Lengths:
-    """Read lengths, and check them against each other, the rows of query and the bounds that the call gives.
+def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Tensor, k: torch.Tensor) -> Lengths:
+    """Read lengths, and check them against each other, the rows of query and k, and what else the call says of them.
 
-    `arrays`: cum_seq_lens_q, seq_lens and, where k has rows instead of pages, cum_seq_lens_kv.
+    `arrays`: cum_seq_lens_q, seq_lens and, where k has rows instead of pages, cum_seq_lens_kv. `sizes`: batch_size,
+    max_q_len and max_kv_len.
     """
     rows = query.shape[0]
     qo_indptr, kv_len, *kv_indptr = host_arrays(arrays, query.device)
-    batch_size = checks.integer("batch_size", bounds.batch_size)
+    batch_size, max_q_len, max_kv_len = (checks.at_least(name, value, 0) for name, value in sizes.items())
     for name, value, size in (("cum_seq_lens_q", qo_indptr, batch_size + 1), ("seq_lens", kv_len, batch_size)):
         if len(value) != size:
             raise ArgumentError(f"{name} must have {size} elements for batch_size {batch_size}, got {len(value)}")
     checks.increasing("cum_seq_lens_q", qo_indptr, rows, ", the rows of query")
-    for name, values in (("max_q_len", np.diff(qo_indptr)), ("max_kv_len", kv_len)):
-        most = min(checks.integer(name, getattr(bounds, name)), MAX_KV_LEN)
-        checks.each_within("seq_lens" if values is kv_len else "cum_seq_lens_q", values, most, f", {name}")
+    if (i := checks.first(np.diff(qo_indptr) > max_q_len)) is not None:
+        raise ArgumentError(
+            f"cum_seq_lens_q must give a request at most {max_q_len} query tokens, max_q_len; request {i} has "
+            f"{qo_indptr[i + 1] - qo_indptr[i]}"
+        )
+    what = ", max_kv_len" if max_kv_len <= MAX_KV_LEN else ""
+    checks.each_within("seq_lens", kv_len, min(max_kv_len, MAX_KV_LEN), what)
     if kv_indptr:
         ragged, rows = kv_indptr[0], k.shape[0]
         if not np.array_equal(np.diff(ragged), kv_len):

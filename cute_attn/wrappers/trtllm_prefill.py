@@ -10,12 +10,11 @@ import torch
 
 from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.request import checks, trtllm_options, unplanned
+from cute_attn.request import checks, operands, trtllm_options, unplanned
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.caches import cache_views
-from cute_attn.request.operands import check_workspace
 from cute_attn.request.trtllm_options import FP4Tensor
-from cute_attn.request.unplanned import Bounds, Keys
+from cute_attn.request.unplanned import Keys
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Structure
 
@@ -133,13 +132,10 @@ def trtllm_batch_context_with_kv_cache(
     keys = Keys(*cache_views("kv_cache", kv_cache, kv_layout, may_be_one=True), block_tables)
     if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
         keys = unplanned.joined(keys, seq_lens)
-    backend, causal = select.checked_name(backend, same=("trtllm-gen",)), checks.boolean("causal", causal)
-    call = Call(
-        workspace_buffer, query, keys, (cum_seq_lens_q, seq_lens, cum_seq_lens_kv, block_tables),
-        Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, out_dtype, sinks, backend, causal,
-        window_left, lse=lse, return_lse=checks.boolean("return_lse", return_lse), enable_pdl=enable_pdl,
-    )  # fmt: skip
-    return _run(call)
+    backend = select.checked_name(backend, same=("trtllm-gen",))
+    checks.boolean("causal", causal)
+    checks.boolean("return_lse", return_lse)
+    return _run(locals())
 
 
 def trtllm_fmha_v2_prefill(
@@ -231,17 +227,12 @@ def trtllm_fmha_v2_prefill(
     elif block_tables is not None:
         accepted = f"None with input_layout={input_layout!r}, which has no pages"
         raise checks.wrong(f"block_tables must be {accepted}", block_tables)
-    soft_cap = checks.real_or("logits_soft_cap_scale", logits_soft_cap_scale, 0.0)
-    call = Call(
-        workspace_buffer, query, keys, (cum_seq_lens_q, seq_lens, cum_seq_lens_kv, block_tables),
-        Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, out_dtype, sinks,
-        select.checked_name(backend), causal, window_left, soft_cap, _encoding(pos_encoding_mode, causal), chunk,
-        return_lse=checks.boolean("save_softmax_stats", save_softmax_stats),
-    )  # fmt: skip
-    result = _run(call)
+    backend, pos_encoding_mode = select.checked_name(backend), _encoding(pos_encoding_mode, causal)
+    logits_soft_cap = checks.real_or("logits_soft_cap_scale", logits_soft_cap_scale, 0.0)
+    result = _run(locals(), return_lse=checks.boolean("save_softmax_stats", save_softmax_stats))
     if not save_softmax_stats:
         return result
-    unit = math.sqrt(query.shape[2]) * (1.0 if soft_cap > 0 else bmm1_scale)
+    unit = math.sqrt(query.shape[2]) * (1.0 if logits_soft_cap > 0 else bmm1_scale)
     return result[0], _statistics(result[1], unit)
 
 
@@ -321,17 +312,14 @@ def trtllm_ragged_attention_deepseek(
     checks.real("o_sf_scale", o_sf_scale)
     checks.boolean("skip_all_rows_active_check", skip_all_rows_active_check)
     unplanned.refuse_capture("trtllm_ragged_attention_deepseek", checks.tensor("query", query).device)
-    arrays, names = (cum_seq_lens_q, seq_lens, cum_seq_lens_kv), RAGGED_NAMES
+    names = RAGGED_NAMES
     if not q_seq_lens_cpu is kv_seq_lens_cpu is None:
-        arrays, names = unplanned.from_host(q_seq_lens_cpu, kv_seq_lens_cpu), RAGGED_NAMES | HOST_NAMES
+        names = RAGGED_NAMES | HOST_NAMES
+        cum_seq_lens_q, seq_lens, cum_seq_lens_kv = unplanned.from_host(q_seq_lens_cpu, kv_seq_lens_cpu)
     backend = select.checked_name(backend, same=("trtllm-gen", "cute-dsl"))
-    causal = checks.boolean("is_causal", is_causal)
-    call = Call(
-        workspace_buffer, query, _ragged({"key": key, "value": value}), (*arrays, None),
-        Bounds(batch_size, max_q_len, max_kv_len), bmm1_scale, bmm2_scale, out, None, attention_sinks, backend, causal,
-        window_left, lse=lse, return_lse=checks.boolean("return_lse", return_lse), enable_pdl=enable_pdl, names=names,
-    )  # fmt: skip
-    return _run(call)
+    causal, keys = checks.boolean("is_causal", is_causal), _ragged({"key": key, "value": value})
+    checks.boolean("return_lse", return_lse)
+    return _run(locals(), sinks=attention_sinks)
 
 
 # ---- arguments
@@ -345,16 +333,21 @@ class Call(NamedTuple):
     workspace_buffer: Any
     query: Any
     keys: Keys
-    arrays: tuple[Any, Any, Any, Any]  # ARRAYS
-    bounds: Bounds
+    cum_seq_lens_q: Any
+    seq_lens: Any
+    cum_seq_lens_kv: Any
+    batch_size: Any
+    max_q_len: Any
+    max_kv_len: Any
     bmm1_scale: Any
     bmm2_scale: Any
     out: Any
-    out_dtype: Any
     sinks: Any
     backend: str
     causal: bool
     window_left: Any
+    block_tables: Any = None
+    out_dtype: Any = None
     logits_soft_cap: float = 0.0
     pos_encoding_mode: str = "NONE"
     chunk: int = 0  # > 0: a token sees no key before the multiple of it at or before its own position
@@ -365,6 +358,7 @@ class Call(NamedTuple):
 
 
 ARRAYS = ("cum_seq_lens_q", "seq_lens", "cum_seq_lens_kv", "block_tables")
+SIZES = ("batch_size", "max_q_len", "max_kv_len")
 WRAPPER_NAMES = {
     "q": "query",
     "q_data_type": "query's dtype",
@@ -457,21 +451,23 @@ def _encoding(pos_encoding_mode: Any, causal: bool) -> str:
 # ---- run
 
 
-def _run(call: Call) -> Any:
-    """Check and run a call. Errors have the caller's names of arguments."""
+def _run(arguments: Mapping[str, Any], **others: Any) -> Any:
+    """Check and run a call with these fields of a `Call`, `others` first. Errors have the caller's names."""
+    call = Call(**{name: arguments[name] for name in Call._fields if name in arguments} | others)
     with checks.renamed({**WRAPPER_NAMES, **call.names}):
         return _checked(call)
 
 
 def _checked(call: Call) -> Any:
-    query, keys, given = call.query, call.keys, dict(zip(ARRAYS, call.arrays, strict=True))
+    query, keys = call.query, call.keys
+    given, sizes = ({name: getattr(call, name) for name in names} for names in (ARRAYS, SIZES))
     checks.shape("query", query, (None, None, None), "[num_tokens, num_qo_heads, head_dim]")
     checks.apart((("out", call.out), ("lse", call.lse)), given.items())
     if keys.paged:
         tables = "block_tables", keys.tables, (torch.int32,), (None, None), "[batch_size, max_pages]", query.device
         keys = keys._replace(tables=checks.operand(*tables).contiguous())
     read = {name: given[name] for name in (ARRAYS[:2] if keys.paged else ARRAYS[:3])}
-    lengths = unplanned.lengths(read, call.bounds, query, keys.k)
+    lengths = unplanned.lengths(read, sizes, query, keys.k)
     dtype = trtllm_options.output_dtype(call.out, call.out_dtype)
     structure = Structure.of(
         query,
@@ -486,7 +482,7 @@ def _checked(call: Call) -> Any:
     )
     workspace = checks.tensor("workspace_buffer", call.workspace_buffer)
     checks.device("workspace_buffer", workspace, query.device)
-    check_workspace("workspace_buffer", workspace)
+    operands.check_workspace("workspace_buffer", workspace)
     rows, (out, lse) = lengths.rows, _outputs(call, lengths.rows, structure.options)
     for name in ("bmm1_scale", "bmm2_scale"):  # None stands for 1 in runs, which check all else
         if getattr(call, name) is None:
@@ -511,14 +507,12 @@ def _outputs(call: Call, rows: int, options: PlanOptions) -> tuple[Any, Any]:
     query, out, lse = call.query, call.out, call.lse
     if rows == query.shape[0]:
         return out, lse
-    shape = (*query.shape[:2], options.head_dim_vo)
-    if out is None:
-        out = query.new_zeros(shape, dtype=options.o_data_type)
-    checks.shape("out", out, shape, "[num_tokens, num_qo_heads, head_dim_vo]")
-    if lse is None and call.return_lse:
-        lse = query.new_full(shape[:2], -torch.inf, dtype=torch.float32)
-    if lse is not None:
-        checks.shape("lse", checks.tensor("lse", lse), shape[:2], "[num_tokens, num_qo_heads]")
+    element, given = (options.head_dim_vo, options.o_data_type), (out, lse, call.return_lse)
+    out, lse = operands.outputs(query, given, element, tuple(query.shape[:2]), "num_tokens, num_qo_heads")
+    if call.out is None:
+        out.zero_()
+    if call.lse is None and lse is not None:
+        lse.fill_(-torch.inf)
     return out, lse
 
 
