@@ -99,7 +99,7 @@ def nvfp4(
 ) -> dict[str, torch.Tensor]:
     """Return NVFP4 k and v, and their block scales."""
     codes = {name: zeros(*shape, KV_HEADS, DIM // 2) for name in names}
-    return codes | {name: zeros(*shape, KV_HEADS, DIM // 16) for name in scales}
+    return codes | {name: zeros(*shape, KV_HEADS, DIM // 16, dtype=E4M3) for name in scales}
 
 
 def arguments(given: Mapping[str, Any], *pairs: tuple[str, tuple[str, ...]]) -> dict[str, Any]:
