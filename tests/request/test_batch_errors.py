@@ -21,7 +21,7 @@ from cute_attn import (
     RuntimeArgumentError,
 )
 from cute_attn.request import operands
-from tests.support.error_rows import Row, ints, overlapping, refused, workspace, wrong_type, zeros
+from tests.support.error_rows import Row, ints, refused, workspace, wrong_type, zeros
 from tests.support.multi_item_errors import MULTI_ITEM
 
 FLOAT, E4M3 = torch.float32, torch.float8_e4m3fn
@@ -258,15 +258,6 @@ def test_run(kind: str, row: Row) -> None:
     for _ in range(2):
         made.run(**setting.run)
         raises(row, lambda: made.run(**arguments))
-
-
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_an_overlapping_out_is_refused(kind: str) -> None:
-    setting = SETTINGS[kind]()
-    made = setting.wrapper(workspace())
-    made.plan(**setting.plan)
-    with pytest.raises(ArgumentError, match="out must not overlap itself"):
-        made.run(**setting.run, out=overlapping(*setting.run["q"].shape))
 
 
 def test_unaligned_caches_are_refused_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,43 +124,21 @@ def _number(names: tuple[str, ...]) -> Callable[[Call, random.Random], None]:
     return apply
 
 
-def _form(names: tuple[str, ...]) -> Callable[[Call, random.Random], None]:
-    """Another dtype, rank, length, device, or no tensor."""
-
-    def apply(call: Call, rng: random.Random) -> None:
-        name = _one_of(call, rng, *names)
-        if name is None:
-            return
-        x = call.plan[name]
-        call.plan[name] = rng.choice(
-            (
-                lambda: x.float(),
-                lambda: x.to(torch.int16),
-                lambda: x.bool(),
-                lambda: x[None],
-                lambda: x[:-1],
-                lambda: x[1:],
-                lambda: torch.cat((x, x)),
-                lambda: x[:0],
-                lambda: x.to("meta"),
-                lambda: x.tolist(),
-                lambda: None,
-                lambda: x.double() * torch.nan,
-                lambda: x.flip(0),
-                lambda: x.repeat_interleave(2)[::2],
-            )
-        )()
-
-    return apply
+def _index_array(call: Call, rng: random.Random) -> None:
+    name = _one_of(call, rng, *BOUNDS, *LAST, *PAGES)
+    if name is not None:
+        call.plan[name] = _changed(call.plan[name], rng)
 
 
 def _changed(x: torch.Tensor, rng: random.Random) -> Any:
-    """A tensor of another form."""
+    """Return another dtype, rank, length, place, order or device, or no tensor."""
     return rng.choice(
         (
             lambda: x[1:],
             lambda: x[:0],
             lambda: torch.cat((_bytes(x), _bytes(x))).view(x.dtype) if x.dim() else x,
+            lambda: x.flip(0),
+            lambda: x.repeat_interleave(2)[::2],
             lambda: x[..., :-1],
             lambda: x[..., : x.shape[-1] // 2],
             lambda: x[..., ::2],
@@ -174,6 +152,9 @@ def _changed(x: torch.Tensor, rng: random.Random) -> Any:
             lambda: x.to(torch.bfloat16),
             lambda: x.view(torch.uint8),
             lambda: x.to(torch.int32),
+            lambda: x.to(torch.int16),
+            lambda: x.bool(),
+            lambda: x.double() * torch.nan,
             lambda: x.to(torch.float8_e5m2),
             lambda: x.to("meta"),
             lambda: x.to("cpu"),
@@ -182,6 +163,7 @@ def _changed(x: torch.Tensor, rng: random.Random) -> Any:
             lambda: x.unsqueeze(1),
             lambda: None,
             lambda: x.shape,
+            lambda: x.tolist(),
             lambda: "tensor",
             lambda: _misaligned(x),
             lambda: x.float().requires_grad_().to(x.dtype) if x.dtype.itemsize == 2 else x,
@@ -311,7 +293,7 @@ CORRUPTIONS = (
     *(Corruption("bounds", _number(BOUNDS)),) * 3,
     *(Corruption("last page", _number(LAST)),) * 2,
     *(Corruption("page numbers", _number(PAGES)),) * 3,
-    Corruption("form of index arrays", _form((*BOUNDS, *LAST, *PAGES))),
+    Corruption("form of index arrays", _index_array),
     *(Corruption("query", _query),) * 2,
     *(Corruption("cache", _cache),) * 3,
     Corruption("block scales", _block_scales),
