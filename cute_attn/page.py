@@ -156,9 +156,7 @@ def get_batch_indices_positions(
     ArgumentTypeError (not a tensor; nnz not an int), ArgumentError (shape, dtype, device, nnz < 0, buffers that share
     memory).
     """
-    nnz = checks.integer("nnz", nnz)
-    if not 0 <= nnz <= MAX_INDEX:
-        raise ArgumentError(f"nnz must be within 0..{MAX_INDEX}, got {nnz}")
+    nnz = checks.at_least("nnz", nnz, 0, MAX_INDEX)
     indptr = appending.index_bounds("append_indptr", append_indptr).long()
     batch_size = indptr.numel() - 1
     lens = appending.integers("seq_lens", seq_lens, batch_size, indptr.device).long()

@@ -176,20 +176,16 @@ def nvfp4_kv_dequantize_paged(
         checks.device(name, output, cache.device, "device")
         checks.dense(name, output)
     batch_size, max_seq_len = output_k.shape[:2]
-    tables = checks.tensor("block_tables", block_tables)
-    checks.shape("block_tables", tables, (batch_size, None), "[batch_size, max_pages]")
-    checks.dtype("block_tables", tables.dtype, (torch.int32, torch.int64))
+    accepted = (torch.int32, torch.int64), (batch_size, None), "[batch_size, max_pages]"
+    tables = checks.operand("block_tables", block_tables, *accepted, device, "device")
     (num_pages, page_size), max_pages = caches[0].shape[:2], tables.shape[1]
     if max_pages * page_size < max_seq_len:
         needed = f"max_pages * page_size must be >= {max_seq_len}, the outputs' max_seq_len"
-        accepted = f"block_tables column count insufficient: {needed}; the page_size is {page_size}"
-        raise checks.wrong(accepted, tables, RuntimeArgumentError)
-    checks.device("block_tables", tables, device, "device")
+        needed = f"block_tables column count insufficient: {needed}; the page_size is {page_size}"
+        raise checks.wrong(needed, tables, RuntimeArgumentError)
     lens = integers("seq_lens", seq_lens, batch_size, device).long()
-    if device.type == "cpu" and batch_size and not 0 <= int(lens.min()) <= int(lens.max()) <= max_seq_len:
-        raise ArgumentError(
-            f"seq_lens must be within 0..{max_seq_len}, the outputs' max_seq_len, got {lens.min()}..{lens.max()}"
-        )
+    if device.type == "cpu":
+        checks.each_within("seq_lens", lens.numpy(), max_seq_len, ", the outputs' max_seq_len")
     of_k = scale_of("k_scale", checks.tensor("k_scale", k_scale), device)
     of_v = scale_of("v_scale", checks.tensor("v_scale", v_scale), device)
     given = (*zip(CACHE_NAMES, (*caches, *block_scales), strict=True), ("block_tables", tables), ("seq_lens", seq_lens))

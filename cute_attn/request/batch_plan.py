@@ -122,11 +122,6 @@ def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Spli
     return Splits(None, True) if disable_split_kv else Splits(tokens, False)
 
 
-def refuse_jit(jit_args: Any, jit_kwargs: Any = None) -> None:
-    """Refuse FlashInfer's arguments for attention variants written in CUDA."""
-    checks.refuse_given(JIT_REASON, JIT_INSTEAD, None, jit_args=jit_args, jit_kwargs=jit_kwargs)
-
-
 # ---- lengths
 
 

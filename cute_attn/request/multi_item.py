@@ -20,7 +20,7 @@ def bound_keys(given: tuple[Any, Any, Any, Any], lengths: Lengths, mask: Mask) -
     token_pos_in_items_len and max_item_len_ptr.
     """
     prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr = given
-    stride = checks.integer("token_pos_in_items_len", token_pos_in_items_len)
+    stride = checks.at_least("token_pos_in_items_len", token_pos_in_items_len, 0)
     if prefix_len_ptr is None:
         if token_pos_in_items_ptr is max_item_len_ptr is None and not stride:
             return lengths
@@ -33,8 +33,6 @@ def bound_keys(given: tuple[Any, Any, Any, Any], lengths: Lengths, mask: Mask) -
     assert isinstance(lengths, BatchLengths)  # with `prefix_len_ptr` plans read the lengths
     if token_pos_in_items_ptr is None:
         raise ArgumentError("token_pos_in_items_ptr must come with prefix_len_ptr, got None")
-    if stride < 0:
-        raise ArgumentError(f"token_pos_in_items_len must be at least 0, got {stride}")
     prefix_len = _per_request("prefix_len_ptr", prefix_len_ptr, lengths.batch_size)
     positions = _integers("token_pos_in_items_ptr", token_pos_in_items_ptr)
     # Query tokens behind the prefix of their request: their rows of q, and positions among its keys and in their item.

@@ -14,7 +14,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import batch_plan, checks
-from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.batch_plan import JIT_INSTEAD, JIT_REASON, PlanOptions
 from cute_attn.request.settings import POS_ENCODING_MODES
 
 URI = "batch_prefill_attention_sink"
@@ -82,38 +82,34 @@ def made_for(
 ) -> SinkVariant:
     """Check the arguments of a constructor."""
     checks.choice("pos_encoding_mode", pos_encoding_mode, POS_ENCODING_MODES)
-    for name, value in (("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
-        batch_plan.count(name, value)
-    for name, value in (("q_data_type", q_data_type), ("kv_data_type", kv_data_type)):
-        if (name, value) != ("kv_data_type", None):
-            checks.dtype_of(name, value)
+    batch_plan.count("head_dim_qk", head_dim_qk)
+    batch_plan.count("head_dim_vo", head_dim_vo)
+    checks.dtype_of("q_data_type", q_data_type)
+    if kv_data_type is not None:
+        checks.dtype_of("kv_data_type", kv_data_type)
     return SinkVariant(q_data_type, kv_data_type, head_dim_qk, head_dim_vo, pos_encoding_mode)
 
 
 def from_jit(jit_args: Any, jit_kwargs: Any, variant_owns_mask: Any) -> SinkVariant | None:
     """Return the variant that `jit_args` name, None without them; only the one with sinks is supported."""
-    checks.refuse_given(batch_plan.JIT_REASON, "custom_mask of plan()", variant_owns_mask=variant_owns_mask)
+    checks.refuse_given(JIT_REASON, "custom_mask of plan()", variant_owns_mask=variant_owns_mask)
     if not _is_sink_variant(jit_args):
-        batch_plan.refuse_jit(jit_args, None if isinstance(jit_kwargs, dict) and not jit_kwargs else jit_kwargs)
+        given = None if isinstance(jit_kwargs, dict) and not jit_kwargs else jit_kwargs
+        checks.refuse_given(JIT_REASON, JIT_INSTEAD, None, jit_args=jit_args, jit_kwargs=given)
         return None
     options = {} if jit_kwargs is None else jit_kwargs
     if not isinstance(options, dict) or not set(options) <= set(JIT_OPTIONS):
         raise checks.wrong(f"jit_kwargs must be a dict of {', '.join(JIT_OPTIONS)}", options, ArgumentTypeError)
     for name in JIT_SWITCHES:
         checks.boolean(f"jit_kwargs[{name!r}]", options.get(name, False))
-    code = checks.integer("jit_kwargs['pos_encoding_mode']", options.get("pos_encoding_mode", 0))
-    if not 0 <= code < len(POS_ENCODING_MODES):
-        raise ArgumentError(
-            f"jit_kwargs['pos_encoding_mode'] must be one of {POS_ENCODING_MODES} by number, got {code}"
-        )
+    code = options.get("pos_encoding_mode", 0)
+    mode = POS_ENCODING_MODES[checks.at_least("jit_kwargs['pos_encoding_mode']", code, 0, len(POS_ENCODING_MODES) - 1)]
     named = dict(zip(JIT_NAMES, jit_args[1:7], strict=True))
     if checks.named_dtype(named["dtype_o"]) != checks.named_dtype(named["dtype_q"]):
         raise ArgumentError(
             f"dtype_o of jit_args must be its dtype_q: o_data_type of plan() is the output's; got {named['dtype_o']}"
         )
-    return made_for(
-        named["dtype_q"], named["dtype_kv"], named["head_dim_qk"], named["head_dim_vo"], POS_ENCODING_MODES[code]
-    )
+    return made_for(named["dtype_q"], named["dtype_kv"], named["head_dim_qk"], named["head_dim_vo"], mode)
 
 
 def _is_sink_variant(jit_args: Any) -> bool:

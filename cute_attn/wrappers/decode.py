@@ -60,7 +60,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         jit_args: Any = None,
     ) -> None:
         given = locals()
-        batch_plan.refuse_jit(jit_args)
+        checks.refuse_given(batch_plan.JIT_REASON, batch_plan.JIT_INSTEAD, None, jit_args=jit_args)
         self._use_tensor_cores = checks.boolean("use_tensor_cores", use_tensor_cores)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_graph_buffers(**{name: given[name] for name in BUFFERS})

@@ -119,7 +119,7 @@ REFUSED: list[tuple[Any, Any, str, type]] = [
     (None, {"use_sliding_window": True}, "jit_kwargs", NotSupported),
     (jit_args(), {"variant_owns": 1}, "jit_kwargs must be a dict of use_sliding_window", ArgumentTypeError),
     (jit_args(), {"use_sliding_window": 1}, "use_sliding_window.* must be True or False", ArgumentTypeError),
-    (jit_args(), {"pos_encoding_mode": 7}, "pos_encoding_mode.* must be one of .* by number, got 7", ArgumentError),
+    (jit_args(), {"pos_encoding_mode": 7}, "pos_encoding_mode.* must be at most 2, got 7", ArgumentError),
     ((*jit_args()[:3], torch.float32, *jit_args()[4:]), None, "dtype_o of jit_args must be its dtype_q", ArgumentError),
 ]
 
