@@ -4,52 +4,36 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 
-from cute_attn import (
-    ArgumentTypeError,
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-)
-from tests.support.batch_case import paged, ragged
-from tests.support.error_rows import ints, workspace, zeros
+from cute_attn import ArgumentTypeError
+from tests.support.error_rows import SETTINGS, workspace, zeros
 
 # ---- plans
 
 MASK = torch.ones(29, dtype=torch.bool)
-WHERE = {
-    "paged": (ints(0, 3, 3, 5), ints(0, 2, 2, 3), ints(4, 0, 2), ints(3, 0, 4), 4, 2, 16, 4),
-    "ragged": (ints(0, 3, 3, 5), ints(0, 7, 7, 11), 4, 2, 16),
-}
 
 
-def planned_settings(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
-    """Settings of a plan, and whether it has a mask."""
-    made: Any = {"paged": BatchPrefillWithPagedKVCacheWrapper, "ragged": BatchPrefillWithRaggedKVCacheWrapper}[kind](
-        workspace()
-    )
-    made.plan(*WHERE[kind], *args, **kwargs)
-    plan = made._planned()
-    return plan.settings, plan.packed_mask is not None
+def planned(kind: str, *args: Any, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A wrapper with a plan, and tensors for its runs."""
+    setting, dtype = SETTINGS[kind](), options.get("q_data_type", torch.float16)
+    made = setting.wrapper(workspace())
+    made.plan(*setting.plan.values(), *args, **options)
+    return made, [torch.randn(x.shape).to(dtype) for x in setting.run.values()]
 
 
-def test_renamed_keywords() -> None:
-    for kind in ("paged", "ragged"):
-        made: Any = {
-            "paged": BatchPrefillWithPagedKVCacheWrapper,
-            "ragged": BatchPrefillWithRaggedKVCacheWrapper,
-        }[kind](workspace(), qk_indptr_buf=None)
-        where = dict(zip(list(inspect.signature(made.plan).parameters), WHERE[kind], strict=False))
-        where["head_dim"] = where.pop("head_dim_qk")
-        made.plan(**where, allow_fp16_qk_reduction=True, causal=True)
-        assert made._planned().settings == planned_settings(kind, causal=True)[0]
-        with pytest.raises(ArgumentTypeError, match="two names of one argument"):
-            made.plan(**where, allow_fp16_qk_reduction=True, use_fp16_qk_reduction=True)
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_renamed_keywords(kind: str) -> None:
+    setting = SETTINGS[kind]()
+    made = setting.wrapper(workspace(), qk_indptr_buf=None)
+    where = {"head_dim" if name == "head_dim_qk" else name: value for name, value in setting.plan.items()}
+    made.plan(**where, allow_fp16_qk_reduction=True, causal=True)
+    assert made._planned().settings == planned(kind, causal=True)[0]._planned().settings
+    with pytest.raises(ArgumentTypeError, match="two names of one argument"):
+        made.plan(**where, allow_fp16_qk_reduction=True, use_fp16_qk_reduction=True)
 
 
 OLDER: list[tuple[tuple[Any, ...], str]] = [
@@ -66,38 +50,17 @@ OLDER: list[tuple[tuple[Any, ...], str]] = [
 @pytest.mark.parametrize(("positional", "message"), OLDER, ids=range(len(OLDER)))
 def test_the_order_of_older_releases_is_refused(kind: str, positional: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message) as error:
-        planned_settings(kind, *positional)
+        planned(kind, *positional)
     assert "head_dim_vo, custom_mask, packed_custom_mask, causal" in str(error.value)
     assert "releases custom_mask, packed_custom_mask, causal, pos_encoding_mode" in str(error.value)
 
 
-# ---- runs by position
-
-FP8 = torch.float8_e4m3fn
-
-
-def planned(kind: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
-    case = (paged if kind == "paged" else ragged)((3, 0, 2), (7, 0, 4))
-    made: Any = {"paged": BatchPrefillWithPagedKVCacheWrapper, "ragged": BatchPrefillWithRaggedKVCacheWrapper}[kind](
-        workspace()
-    )
-    made.plan(*WHERE[kind], **options)
-    generator = torch.Generator().manual_seed(len(case.qo_lens))
-    dtype = options.get("q_data_type", torch.float16)
-    q = torch.randn(5, 4, 16, generator=generator).to(dtype)
-    if kind == "paged":
-        return made, (q, torch.randn(5, 2, 4, 2, 16, generator=generator).to(dtype))
-    return made, (q, *(torch.randn(11, 2, 16, generator=generator).to(dtype) for _ in range(2)))
-
-
-def same(a: Any, b: Any) -> bool:
-    pairs = zip(a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,), strict=True)
-    return all(torch.equal(x, y) for x, y in pairs)
+# ---- runs
 
 
 def test_o_scale_of_ragged() -> None:
     made, tensors = planned("ragged")
-    assert same(made.run_return_lse(*tensors), made.run(*tensors, return_lse=True))
+    assert all(map(torch.equal, made.run_return_lse(*tensors), made.run(*tensors, return_lse=True)))
     half = made.run(*tensors, o_scale=2.0)
     torch.testing.assert_close(half * 2, made.run(*tensors), rtol=1e-3, atol=1e-3)
     quarter = made.run(*tensors, o_scale=2.0, v_scale=torch.tensor(0.5))
@@ -126,20 +89,14 @@ OLDER_RUNS = {"paged": "k_scale, v_scale, return_lse", "ragged": "return_lse", "
 
 @pytest.mark.parametrize(("kind", "positional"), BAD_RUNS, ids=range(len(BAD_RUNS)))
 def test_runs_take_head_scales_alone_by_position(kind: str, positional: tuple[Any, ...]) -> None:
-    made, tensors = planned_for_decode() if kind == "decode" else planned(kind)
+    made, tensors = planned(kind)
     with pytest.raises(ArgumentTypeError, match="must be scale_q, scale_k, scale_v of fp8 attention") as error:
         made.run(*tensors, *positional)
     assert f"older releases {OLDER_RUNS[kind]}): pass all other arguments by keyword" in str(error.value)
 
 
-def planned_for_decode() -> tuple[Any, tuple[Any, ...]]:
-    made = BatchDecodeWithPagedKVCacheWrapper(workspace())
-    made.plan(ints(0, 2, 2, 3), ints(4, 0, 2), ints(3, 0, 4), 4, 2, 16, 4, q_data_type=FP8)
-    return made, (torch.randn(3, 4, 16).to(FP8), torch.randn(5, 2, 4, 2, 16).to(FP8))
-
-
 def test_head_scales_of_decode() -> None:
-    made, tensors = planned_for_decode()
+    made, tensors = planned("decode", q_data_type=torch.float8_e4m3fn)
     scaled = made.run(*tensors, torch.ones(4), torch.full((2,), 2.0), torch.ones(2))
     assert scaled.dtype == torch.bfloat16
     assert torch.equal(scaled, made.run(*tensors, k_scale=2.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +12,6 @@ import torch
 from cute_attn import (
     ArgumentError,
     ArgumentTypeError,
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     LayoutError,
     NotPlannedError,
@@ -21,51 +19,10 @@ from cute_attn import (
     RuntimeArgumentError,
 )
 from cute_attn.request import operands
-from tests.support.error_rows import Row, ints, refused, workspace, wrong_type, zeros
+from tests.support.error_rows import SETTINGS, Row, ints, paged, refused, workspace, wrong_type, zeros
 from tests.support.multi_item_errors import MULTI_ITEM
 
 FLOAT, E4M3 = torch.float32, torch.float8_e4m3fn
-
-
-class Setting(NamedTuple):
-    """A good call of one wrapper."""
-
-    wrapper: Callable[..., Any]
-    plan: dict[str, Any]
-    run: dict[str, Any]
-
-
-def paged() -> Setting:
-    plan = {
-        "qo_indptr": ints(0, 3, 3, 5),
-        "paged_kv_indptr": ints(0, 2, 2, 3),
-        "paged_kv_indices": ints(4, 0, 2),
-        "paged_kv_last_page_len": ints(3, 0, 4),
-        "num_qo_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim_qk": 16,
-        "page_size": 4,
-    }
-    return Setting(
-        BatchPrefillWithPagedKVCacheWrapper, plan, {"q": zeros(5, 4, 16), "paged_kv_cache": zeros(5, 2, 4, 2, 16)}
-    )
-
-
-def ragged() -> Setting:
-    plan = {"qo_indptr": ints(0, 3, 3, 5), "kv_indptr": ints(0, 7, 7, 11)}
-    plan |= {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 16}
-    run = {"q": zeros(5, 4, 16), "k": zeros(11, 2, 16), "v": zeros(11, 2, 16)}
-    return Setting(BatchPrefillWithRaggedKVCacheWrapper, plan, run)
-
-
-def decode() -> Setting:
-    plan = {"indptr": ints(0, 2, 2, 3), "indices": ints(4, 0, 2), "last_page_len": ints(3, 0, 4)}
-    plan |= {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
-    run = {"q": zeros(3, 4, 16), "paged_kv_cache": zeros(5, 2, 4, 2, 16)}
-    return Setting(BatchDecodeWithPagedKVCacheWrapper, plan, run)
-
-
-SETTINGS = {"paged": paged, "ragged": ragged, "decode": decode}
 
 
 def cache(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

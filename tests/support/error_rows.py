@@ -1,8 +1,9 @@
-"""Bad inputs of single requests: what is wrong with a good call, and the error that says so."""
+"""Good calls of single requests and of wrappers, bad inputs of the former, and the errors that say so."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,9 @@ import torch
 from cute_attn import (
     ArgumentError,
     ArgumentTypeError,
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
@@ -38,6 +42,47 @@ def decode_arguments() -> dict[str, Any]:
     return {"q": zeros(4, 16), "k": zeros(7, 2, 16), "v": zeros(7, 2, 16)}
 
 
+class Setting(NamedTuple):
+    """A good call of one wrapper."""
+
+    wrapper: Callable[..., Any]
+    plan: dict[str, Any]
+    run: dict[str, Any]
+
+
+def paged() -> Setting:
+    plan = {
+        "qo_indptr": ints(0, 3, 3, 5),
+        "paged_kv_indptr": ints(0, 2, 2, 3),
+        "paged_kv_indices": ints(4, 0, 2),
+        "paged_kv_last_page_len": ints(3, 0, 4),
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim_qk": 16,
+        "page_size": 4,
+    }
+    return Setting(
+        BatchPrefillWithPagedKVCacheWrapper, plan, {"q": zeros(5, 4, 16), "paged_kv_cache": zeros(5, 2, 4, 2, 16)}
+    )
+
+
+def ragged() -> Setting:
+    plan = {"qo_indptr": ints(0, 3, 3, 5), "kv_indptr": ints(0, 7, 7, 11)}
+    plan |= {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 16}
+    run = {"q": zeros(5, 4, 16), "k": zeros(11, 2, 16), "v": zeros(11, 2, 16)}
+    return Setting(BatchPrefillWithRaggedKVCacheWrapper, plan, run)
+
+
+def decode() -> Setting:
+    plan = {"indptr": ints(0, 2, 2, 3), "indices": ints(4, 0, 2), "last_page_len": ints(3, 0, 4)}
+    plan |= {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
+    run = {"q": zeros(3, 4, 16), "paged_kv_cache": zeros(5, 2, 4, 2, 16)}
+    return Setting(BatchDecodeWithPagedKVCacheWrapper, plan, run)
+
+
+SETTINGS = {"paged": paged, "ragged": ragged, "decode": decode}
+
+
 class Row(NamedTuple):
     """What is changed in a good call, and parts of the message of the error that says so."""
 
@@ -60,10 +105,6 @@ def wrong_type(arguments: dict[str, Any], *message: str) -> Row:
 
 def with_grad(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
     return zeros(*shape, dtype=dtype).requires_grad_()
-
-
-def overlapping(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
-    return zeros(1, *shape[1:], dtype=dtype).expand(shape)
 
 
 BOTH = [  # refused by prefill and decode alike
@@ -129,7 +170,7 @@ PREFILL = [
     refused({"q": zeros(1, 1, 16).expand(2**30, 4, 16)}, "q must have at most 1073741824 rows", "1073741824 x 4"),
     refused({"o_dtype": torch.float64}, "o_dtype", "float16", "got float64"),
     refused({"out": zeros(3, 4, 32)[..., ::2]}, "out must have stride 1", "(128, 32, 2)"),
-    refused({"out": overlapping(3, 4, 16)}, "out must not overlap itself", "(0, 16, 1)"),
+    refused({"out": zeros(1, 4, 16).expand(3, 4, 16)}, "out must not overlap itself", "(0, 16, 1)"),
     refused({"lse": zeros(4, 3, dtype=FLOAT).T}, "lse must be contiguous", "(1, 3)"),
 ]
 
