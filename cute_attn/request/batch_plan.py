@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import DeviceLengths, Features, Lengths, Settings
+from cute_attn.problem import BatchLengths, Features, Lengths, Settings
 from cute_attn.request import checks, index_arrays
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.operands import check_workspace
@@ -177,36 +177,33 @@ def uniform_q_len(value: int | None, lengths: Lengths) -> int | None:
     return None
 
 
-def check_repeated_lengths(lengths: Lengths, repeated: tuple[Any, Any, Any, Any]) -> None:
-    """Check seq_lens, seq_lens_q, max_token_per_sequence and max_sequence_kv, which a prefill `plan` gets besides the
-    index arrays, if these are read here.
+def check_repeated_lengths(
+    lengths: Lengths,
+    seq_lens: Any,
+    seq_lens_q: Any = None,
+    max_token_per_sequence: Any = None,
+    max_sequence_kv: Any = None,
+) -> None:
+    """Check what a `plan` gets of lengths besides the index arrays: that it agrees with these, if they are read here.
+    Lengths on a GPU are not read, which would cost a synchronisation.
     """
-    if isinstance(lengths, DeviceLengths):
-        return
-    seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv = repeated
     if seq_lens is seq_lens_q is max_token_per_sequence is max_sequence_kv is None:
         return
-    check_known_lengths("seq_lens", seq_lens, lengths.kv_len)
-    check_known_lengths("seq_lens_q", seq_lens_q, lengths.qo_len)
-    for name, bound, longest in (
-        ("max_token_per_sequence", max_token_per_sequence, lengths.longest_qo),
-        ("max_sequence_kv", max_sequence_kv, lengths.longest_kv),
+    known = isinstance(lengths, BatchLengths)
+    for name, value, field in (("seq_lens", seq_lens, "kv_len"), ("seq_lens_q", seq_lens_q, "qo_len")):
+        if value is not None and checks.tensor(name, value).is_cpu and known:
+            given, planned = index_arrays.integers(name, value.flatten()), getattr(lengths, field)
+            index_arrays.check_size(name, given, len(planned))
+            if (i := checks.first(given != planned)) is not None:
+                raise ArgumentError(f"{name}[{i}] must be {planned[i]}, as the index arrays say; got {given[i]}")
+    for name, bound, field in (
+        ("max_token_per_sequence", max_token_per_sequence, "longest_qo"),
+        ("max_sequence_kv", max_sequence_kv, "longest_kv"),
     ):
-        if bound is not None and checks.integer(name, bound) < longest:
+        if bound is None:
+            continue
+        if checks.integer(name, bound) < (longest := getattr(lengths, field) if known else bound):
             raise ArgumentError(f"{name} must not be below the longest request, which has {longest}; got {bound}")
-
-
-def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
-    """Check that lengths agree with the index arrays, unless they are on a GPU, which would cost a synchronisation."""
-    if value is None:
-        return
-    value = checks.tensor(name, value)
-    if value.device.type != "cpu":
-        return
-    given = index_arrays.integers(name, value.flatten())
-    index_arrays.check_size(name, given, len(lengths))
-    if (i := checks.first(given != lengths)) is not None:
-        raise ArgumentError(f"{name}[{i}] must be {lengths[i]}, as the index arrays say; got {given[i]}")
 
 
 # ---- masks

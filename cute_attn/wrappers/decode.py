@@ -9,7 +9,6 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_plan, checks, plan_arguments, positional
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
@@ -140,11 +139,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         )  # fmt: skip
         pages = indptr, indices, last_page_len, given.page_size
         lengths = lengths_of(self._place, IndexArrays(NAMES, None, *pages, given.q_len))
-        if seq_lens is not None:
-            if isinstance(lengths, BatchLengths):
-                batch_plan.check_known_lengths("seq_lens", seq_lens, lengths.kv_len)
-            else:
-                checks.tensor("seq_lens", seq_lens)
+        batch_plan.check_repeated_lengths(lengths, seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
         return PlanRequest(given.options, lengths, batch_plan.NO_MASK, given.splits, given.page_size)

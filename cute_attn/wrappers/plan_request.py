@@ -93,7 +93,7 @@ def prefill_request(
     if place.kv_source == "paged":
         index.append(given.page_size)
     lengths = lengths_of(place, IndexArrays(names, *index), host_only)
-    batch_plan.check_repeated_lengths(lengths, REPEATED(arguments))
+    batch_plan.check_repeated_lengths(lengths, *REPEATED(arguments))
     if sinks is not None:
         sinks.check_plan(given.options)
     custom_mask, packed_custom_mask, _, uniform_q_len = host_only

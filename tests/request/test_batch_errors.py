@@ -18,7 +18,8 @@ from cute_attn import (
     NotSupported,
     RuntimeArgumentError,
 )
-from cute_attn.request import operands
+from cute_attn.request import batch_plan, operands
+from cute_attn.request.index_arrays import IndexArrays
 from tests.support.error_rows import SETTINGS, Row, ints, paged, refused, workspace, wrong_type, zeros
 from tests.support.multi_item_errors import MULTI_ITEM
 
@@ -171,6 +172,24 @@ def test_plan(kind: str, row: Row) -> None:
     before = made.run(**setting.run)
     raises(row, lambda: made.plan(**{**setting.plan, **row.arguments}))
     assert torch.equal(made.run(**setting.run), before)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seq_lens": [5]}, "seq_lens must be a torch.Tensor"),
+        ({"seq_lens_q": "x"}, "seq_lens_q must be a torch.Tensor"),
+        ({"max_token_per_sequence": 2.0}, "max_token_per_sequence must be an int"),
+        ({"max_sequence_kv": "x"}, "max_sequence_kv must be an int"),
+    ],
+)
+def test_lengths_that_are_given_again_have_types_where_they_are_not_compared(given: Any, message: str) -> None:
+    """Beside index arrays on a GPU."""
+    unread = IndexArrays(("qo_indptr", "kv_indptr"), ints(0, 2), ints(0, 5)).on_device(torch.device("cpu"))
+    other = {"seq_lens": ints(9), "seq_lens_q": ints(9), "max_token_per_sequence": 0, "max_sequence_kv": 0}
+    batch_plan.check_repeated_lengths(unread, **other)
+    with pytest.raises(ArgumentTypeError, match=message):
+        batch_plan.check_repeated_lengths(unread, **{**other, **given})
 
 
 # ---- run
