@@ -22,7 +22,7 @@ from cute_attn import (
 )
 from cute_attn.wrappers import planned_prefill
 from tests.support.batch_case import BatchCase, check, make, paged, ragged
-from tests.support.executors import PARAMS, Executor
+from tests.support.executors import Executor
 from tests.support.trtllm_prefill import context_arguments, lengths, numbers, tables, workspace
 
 CASE = paged((3, 1, 17, 0), (40, 1, 17, 5), mask="causal", return_lse=True)
@@ -37,23 +37,11 @@ CONTEXT = {
 }
 
 
-def run(executor: Executor, function: Callable[..., Any], **arguments: Any) -> Any:
-    named = {"backend": executor.backend} if executor.backend != "auto" else {}
-    with executor.active():
-        return function(**arguments, **named)
-
-
-@pytest.fixture(params=PARAMS)
-def executor(request: pytest.FixtureRequest) -> Executor:
-    found: Executor = request.param
-    return found
-
-
 @pytest.mark.parametrize("name", CONTEXT)
 def test_context(executor: Executor, name: str) -> None:
     case = CONTEXT[name]
     inputs, arguments = context_arguments(case, executor.device)
-    result = run(executor, trtllm_batch_context_with_kv_cache, **arguments)
+    result = trtllm_batch_context_with_kv_cache(**arguments, backend=executor.backend)
     out, lse = result if case.return_lse else (result, None)
     assert check(case, inputs, out, lse).ok
 
@@ -92,7 +80,7 @@ FMHA_V2 = [
 @pytest.mark.parametrize(("layout", "case"), FMHA_V2, ids=[f"{n}-{layout}" for n, (layout, _) in enumerate(FMHA_V2)])
 def test_fmha_v2(executor: Executor, layout: str, case: BatchCase) -> None:
     inputs, arguments = fmha_v2_arguments(case, layout, executor.device)
-    assert check(case, inputs, run(executor, trtllm_fmha_v2_prefill, **arguments), None).ok
+    assert check(case, inputs, trtllm_fmha_v2_prefill(**arguments, backend=executor.backend), None).ok
 
 
 @pytest.mark.parametrize(
@@ -140,7 +128,7 @@ def test_fmha_v2_of_chunks(executor: Executor, layout: str, case: BatchCase, siz
         position = torch.arange(qo_len)[:, None] + kv_len - qo_len
         key = torch.arange(kv_len)
         inputs.requests[i] = dataclasses.replace(request, keep=(key <= position) & (key // size == position // size))
-    assert check(case, inputs, run(executor, trtllm_fmha_v2_prefill, **arguments), None).ok
+    assert check(case, inputs, trtllm_fmha_v2_prefill(**arguments, backend=executor.backend), None).ok
 
 
 def test_fmha_v2_of_chunks_after_other_chunks() -> None:
@@ -343,7 +331,7 @@ DEEPSEEK = {
 def test_deepseek(executor: Executor, name: str) -> None:
     case = DEEPSEEK[name]
     inputs, arguments = deepseek_arguments(case, executor.device)
-    result = run(executor, trtllm_ragged_attention_deepseek, **arguments)
+    result = trtllm_ragged_attention_deepseek(**arguments, backend=executor.backend)
     out, lse = result if case.return_lse else (result, None)
     assert check(case, inputs, out, lse).ok
 
