@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cute_attn
-from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
 
 HEADS, DIM = 3, 8
 LENS = [(5, 3), (0, 0), (17, 17), (4, 1), (9, 0)]  # tokens after the append, appended tokens
@@ -143,77 +142,3 @@ def test_seq_lens_of_narrow_integers_do_not_overflow(dtype: torch.dtype) -> None
     lens = cute_attn.get_seq_lens(torch.tensor([0, 100]).to(dtype), torch.tensor([7]).to(dtype), 1024)
     assert lens.tolist() == [99 * 1024 + 7]
     assert lens.dtype == torch.int32
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2, 3])
-def test_caches_whose_slots_share_memory_are_refused(axis: int) -> None:
-    """A row written to an expanded cache would appear in other slots, or overwrite its own neighbours."""
-    shape = [5, 4, HEADS, DIM]
-    narrow = torch.zeros([1 if i == axis else n for i, n in enumerate(shape)]).expand(shape)
-    for cache in ((K.clone(), narrow), (narrow, K.clone())):
-        with pytest.raises(ArgumentError, match=r"[kv] of paged_kv_cache must (not overlap itself|have stride 1)"):
-            cute_attn.append_paged_kv_cache(**{**good(), "paged_kv_cache": cache})
-    assert not narrow.any()
-
-
-def good() -> dict[str, Any]:
-    batch = Batch(4, [(5, 2), (3, 3)])
-    requests, positions = cute_attn.get_batch_indices_positions(batch.append_indptr, batch.seq_lens, 5)
-    return {
-        "append_key": torch.zeros(5, HEADS, DIM),
-        "append_value": torch.zeros(5, HEADS, DIM),
-        "batch_indices": requests,
-        "positions": positions,
-        "paged_kv_cache": torch.zeros(batch.num_pages, 2, 4, HEADS, DIM),
-        "kv_indices": batch.indices,
-        "kv_indptr": batch.indptr,
-        "kv_last_page_len": batch.last,
-    }
-
-
-ROWS, META = torch.zeros(5, HEADS, DIM), torch.device("meta")
-K = torch.zeros(5, 4, HEADS, DIM)
-BAD_APPENDS: list[tuple[str, Any, str, type]] = [
-    ("kv_layout", "HDN", "kv_layout must be one of 'NHD', 'HND'", LayoutError),
-    ("append_value", ROWS[:4], "append_value must have as many rows as append_key, 5", ArgumentError),
-    ("batch_indices", torch.tensor([0, 0, 2, 1, 1]), "batch_indices .* the 2 requests, got 2 for row 2", ArgumentError),
-    ("positions", torch.tensor([0, 1, 4, 1, 2]), "positions .* the 4 tokens .*, got 4 for row 2", ArgumentError),
-    ("positions", torch.tensor([0, -1, 0, 1, 2]), "positions .* got -1 for row 1", ArgumentError),
-    ("paged_kv_cache", K, r"paged_kv_cache as one tensor must have shape \[num_pages, 2, ...\]", ArgumentError),
-    ("paged_kv_cache", (K,), "paged_kv_cache must be a tensor or a pair", ArgumentTypeError),
-    ("paged_kv_cache", (K, K[:2]), "paged_kv_cache must have keys and values of the same pages", ArgumentError),
-    ("paged_kv_cache", (K.mT.contiguous().mT, K), "must have stride 1 on its last axis", ArgumentError),
-    ("paged_kv_cache", (K[:, :0], K[:, :0]), "must have a page_size >= 1", ArgumentError),
-    ("kv_indices", torch.tensor([0, 1, 9]), "kv_indices .* the 5 pages of the cache, got 9", ArgumentError),
-    ("kv_indices", torch.tensor([0, 1]), "kv_indptr must stay within the 2 kv_indices, got 2", ArgumentError),
-    ("kv_indptr", torch.empty(0).int(), r"kv_indptr must have batch_size \+ 1 elements, got none", ArgumentError),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "message", "error"), BAD_APPENDS)
-def test_bad_appends_are_named(name: str, value: Any, message: str, error: type) -> None:
-    cute_attn.append_paged_kv_cache(**good())
-    with pytest.raises(error, match=message):
-        cute_attn.append_paged_kv_cache(**{**good(), name: value})
-
-
-INTS = torch.tensor([0, 2, 5])
-BAD_HELPERS: list[tuple[str, tuple[Any, ...], str, type]] = [
-    ("get_batch_indices_positions", (INTS, INTS[:2], 2.0), "nnz must be an int", ArgumentTypeError),
-    ("get_batch_indices_positions", (INTS, INTS[:2], -1), "nnz must be at least 0, got -1", ArgumentError),
-    ("get_batch_indices_positions", (INTS[:0], INTS[:0], 5), "append_indptr must have batch_size", ArgumentError),
-    ("get_batch_indices_positions", (INTS, INTS[:2], 3, INTS), "batch_indices must have dtype int32", ArgumentError),
-    ("get_seq_lens", (INTS, INTS[:2], 0), "page_size must be at least 1, got 0", ArgumentError),
-    ("get_seq_lens", (INTS, INTS[:2], "16"), "page_size must be an int", ArgumentTypeError),
-    ("get_seq_lens", (INTS, INTS, 4), r"kv_last_page_len must have shape \[n\] = \(2,\)", ArgumentError),
-    ("get_seq_lens", (INTS[:0], INTS[:0], 4), "kv_indptr must have batch_size", ArgumentError),
-    ("get_seq_lens", (INTS, INTS[:2].float(), 4), "kv_last_page_len must have dtype int32 or int64", ArgumentError),
-]
-
-
-@pytest.mark.parametrize(("function", "arguments", "message", "error"), BAD_HELPERS)
-def test_bad_arguments_of_helpers_are_named(
-    function: str, arguments: tuple[Any, ...], message: str, error: type
-) -> None:
-    with pytest.raises(error, match=message):
-        getattr(cute_attn, function)(*arguments)

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
-from tests.support.append_case import good_append
 
 E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
 E4M3 = [Fraction((8 + c % 8) << (c // 8), 1 << 10) if c >= 8 else Fraction(c, 1 << 9) for c in range(0x7F)]
@@ -182,55 +180,3 @@ def test_fp8_ties_go_to_the_even_code() -> None:
     ties = torch.tensor([1.0625, 1.1875, -1.0625, 464.0, 1e4, 2**-10, 3 * 2**-10]).reshape(1, 1, 1, 7)
     (k, _), *_ = cute_attn.fp8_quantize_paged_kv_cache(ties, ties, k_scale=1.0, v_scale=1.0)
     assert k.view(torch.uint8).flatten().tolist() == [0x38, 0x3A, 0xB8, 0x7E, 0x7E, 0, 2]
-
-
-X, ONE = torch.zeros(4, 32), torch.ones(1)
-PACKED, SCALES = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
-CACHE = torch.zeros(2, 3, 4, 32)
-META = torch.device("meta")
-BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
-    ("nvfp4_kv_quantize", (X[:, :8], ONE), "K % 16 == 0", ArgumentError),
-    ("nvfp4_kv_quantize", (X, torch.ones(2)), "global_scale must have one element", ArgumentError),
-    ("nvfp4_kv_quantize", (X, ONE * 0), "global_scale must be > 0", ArgumentError),
-    ("nvfp4_kv_quantize", (X, ONE * torch.nan), "global_scale must be finite", ArgumentError),
-    ("nvfp4_kv_quantize", (X, ONE.to(META)), "global_scale must be on device cpu", ArgumentError),
-    ("nvfp4_kv_dequantize", (PACKED[:, :7], SCALES, ONE), "fp4_data must have shape", ArgumentError),
-    ("nvfp4_kv_dequantize", (PACKED, SCALES.to(META), ONE), "block_scales must be on device cpu", ArgumentError),
-    ("nvfp4_kv_dequantize", (PACKED, SCALES, ONE, torch.int8), "output_dtype must have dtype", ArgumentError),
-    ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE, "ND"), "kv_layout must be one of", LayoutError),
-    ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE[..., :8]), "v_cache must have head_dim % 16", ArgumentError),
-    ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE, "HND", -ONE), "k_global_sf must be > 0", ArgumentError),
-    ("nvfp4_quantize_paged_kv_cache", (CACHE / 0, CACHE), "k_cache without a scale must be finite", ArgumentError),
-    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE, torch.int8), "dtype must have dtype", ArgumentError),
-    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE, torch.float8_e5m2, 0.0), "k_scale must be > 0", ArgumentError),
-    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE / 0), "v_cache without a scale must be finite", ArgumentError),
-]
-
-
-@pytest.mark.parametrize(("function", "arguments", "message", "error"), BAD)
-def test_bad_arguments_are_named(function: str, arguments: tuple[Any, ...], message: str, error: type) -> None:
-    with pytest.raises(error, match=message):
-        getattr(cute_attn, function)(*arguments)
-
-
-BAD_APPENDS: list[tuple[str, Any, str, type]] = [
-    ("append_value", torch.zeros(3, 3, 32), "append_value must have as many rows", ArgumentError),
-    ("slot_mapping", torch.tensor([0, 1, 2]), "append_key must have a row for each of 3 slots", ArgumentError),
-    ("paged_kv_cache", torch.zeros(2, 2, 4, 3, 16), r"k of paged_kv_cache must have dtype uint8", ArgumentError),
-    ("paged_kv_cache", None, "paged_kv_cache must be a tensor or a pair", ArgumentTypeError),
-    ("k_scale", 0.0, "k_scale must be > 0, got 0.0", ArgumentError),
-    ("k_scale", 1e-60, "k_scale must be > 0", ArgumentError),
-    ("k_scale", torch.tensor([-1.0]), "k_scale must be > 0", ArgumentError),
-    ("v_scale", float("nan"), "v_scale must be finite", ArgumentError),
-    ("v_scale", 1e39, "v_scale must be finite", ArgumentError),
-    ("v_scale", torch.ones(2), "v_scale must have one element", ArgumentError),
-    ("kv_layout", 0, "kv_layout must be one of", LayoutError),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "message", "error"), BAD_APPENDS)
-def test_bad_appends_are_named(name: str, value: Any, message: str, error: type) -> None:
-    append = cute_attn.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
-    append(**good_append())
-    with pytest.raises(error, match=message):
-        append(**{**good_append(), name: value})

@@ -587,4 +587,7 @@ NEW_RESULTS = {
     "dequantise": new_result(cute_attn.nvfp4_kv_dequantize, **PACKED, **SCALE),
     "quantise pages": new_result(cute_attn.nvfp4_quantize_paged_kv_cache, **TWO_CACHES),
     "quantise pages to fp8": new_result(cute_attn.fp8_quantize_paged_kv_cache, **TWO_CACHES),
+    "lengths": other(
+        cute_attn.get_seq_lens, {"kv_indptr": ints(0, 1, 2), "kv_last_page_len": ints(*LAST_PAGE_LEN)}, page_size=16
+    ),
 }
