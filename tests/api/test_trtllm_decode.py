@@ -15,7 +15,6 @@ from cute_attn import (
     ArgumentError,
     ArgumentTypeError,
     FP4Tensor,
-    LayoutError,
     NotSupported,
     get_device_sm_count,
     get_trtllm_gen_multi_ctas_kv_counter_bytes,
@@ -102,26 +101,6 @@ def test_values_in_pages_of_their_own() -> None:
         call(built, **both, block_tables=same[:1].contiguous())
     with pytest.raises(ArgumentError, match=r"seq_lens must be on .* cpu.*, got .* on meta"):
         call(built, **both, block_tables=same.contiguous(), seq_lens=built.arguments["seq_lens"].to("meta"))
-
-
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"cp_world": 2}, NotSupported, "cp_world"),
-    ({"causal_seqlens_kv_global": torch.zeros(2, dtype=torch.int32)}, NotSupported, "causal_seqlens_kv_global"),
-    ({"request_order": torch.zeros(2, dtype=torch.int32)}, NotSupported, "request_order"),
-    ({"out_dtype": "nvfp4"}, NotSupported, "NVFP4 output"),
-    ({"backend": "cute-dsl"}, NotSupported, "cute-dsl refuses"),
-    ({"backend": "cake"}, NotSupported, "cake refuses"),
-    ({"uniform_q_len": 2}, ArgumentError, "uniform_q_len must be None or q_len_per_req, 1"),
-    ({"lse_layout": "TN"}, LayoutError, "lse_layout must be one of"),
-]
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "words"), REFUSED, ids=[f"{next(iter(r[0]))}-{i}" for i, r in enumerate(REFUSED)]
-)
-def test_refused(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        call(build(CASE), **changes)
 
 
 def test_nvfp4_scales_of_another_order_are_refused() -> None:

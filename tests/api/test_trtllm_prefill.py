@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,6 @@ import torch
 
 from cute_attn import (
     ArgumentError,
-    ArgumentTypeError,
-    FP4Tensor,
-    LayoutError,
     NotSupported,
     trtllm_batch_context_with_kv_cache,
     trtllm_fmha_v2_prefill,
@@ -243,67 +239,6 @@ def test_what_is_kept_is_bounded() -> None:
     assert len(place.sessions) == 1
 
 
-def bad_table(case: BatchCase = CASE) -> torch.Tensor:
-    table = tables(case, make(case))
-    table[0, 1] = -1
-    return table
-
-
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"query": torch.zeros(20, 2, 64).half()}, ArgumentError, "cum_seq_lens_q must stay within 0..20"),
-    ({"kv_cache": torch.zeros(4, 16, 1, 64).half()}, ArgumentError, "kv_cache as one tensor must have shape"),
-    ({"block_tables": bad_table()}, ArgumentError, r"block_tables\[0, 1\], page 1 of request 0, is -1"),
-    ({"block_tables": torch.zeros(4, 2, dtype=torch.int32)}, ArgumentError, "seq_lens must be .*; request 0 has 40"),
-    ({"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, ArgumentError, "block_tables must have 4 rows"),
-    ({"seq_lens": torch.tensor([-1, 1, 1, 1])}, ArgumentError, "seq_lens must be within .*; request 0 has -1"),
-    ({"max_kv_len": 39}, ArgumentError, r"within 0\.\.39, max_kv_len; request 0 has 40"),
-    ({"max_q_len": 16}, ArgumentError, "cum_seq_lens_q must give .* at most 16 query tokens, max_q_len; .* 2 has 17"),
-    ({"max_q_len": -1}, ArgumentError, "max_q_len must be at least 0, got -1"),
-    ({"max_kv_len": -7}, ArgumentError, "max_kv_len must be at least 0, got -7"),
-    ({"max_kv_len": 1 << 63}, ArgumentError, "max_kv_len must be at most 9223372036854775807, got 9223372036854775808"),
-    (
-        {"seq_lens": torch.tensor([40, 1, (1 << 30) + 1, 5]), "max_kv_len": 1 << 40},
-        ArgumentError,
-        r"seq_lens must be within 0\.\.1073741824; request 2 has 1073741825",
-    ),
-    ({"batch_size": 5}, ArgumentError, "cum_seq_lens_q must have 6 elements for batch_size 5"),
-    ({"cum_seq_lens_q": torch.tensor([0, 3, 2, 21, 21])}, ArgumentError, "cum_seq_lens_q must not decrease"),
-    ({"cum_seq_lens_q": torch.tensor([0, 3, 4, 21, 22])}, ArgumentError, "cum_seq_lens_q must stay within 0..21"),
-    ({"cum_seq_lens_kv": None}, ArgumentTypeError, "cum_seq_lens_kv must be a torch.Tensor"),
-    ({"bmm1_scale": None}, ArgumentTypeError, "bmm1_scale must be a number"),
-    ({"out_dtype": "nvfp4"}, NotSupported, "NVFP4 output"),
-    (
-        {"out": FP4Tensor(torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(128, 4).to(torch.float8_e4m3fn))},
-        NotSupported,
-        "NVFP4 output",
-    ),
-    ({"sinks": [torch.zeros(2), torch.zeros(2)]}, ArgumentError, "list of 2"),
-    ({"backend": "cake"}, NotSupported, "cake"),
-    ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "^workspace_buffer must be contiguous"),
-]
-
-
-BAD_FMHA_V2: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"input_layout": "QKV"}, LayoutError, "input_layout must be one of"),
-    ({"qkv": None}, ArgumentTypeError, "qkv must be a tuple of 2"),
-    ({"mask_mode": "chunked"}, ArgumentError, "chunked_attention_size must be > 0 with mask_mode='chunked', got 0"),
-    ({"mask_mode": "custom"}, NotSupported, "mask_mode='custom'"),
-    ({"mask_mode": "padding", "window_left": 3}, ArgumentError, "window_left must be negative"),
-    ({"mask_mode": "padding", "pos_encoding_mode": "ALIBI"}, ArgumentError, "'ALIBI' with mask_mode='padding'"),
-    ({"chunked_attention_size": 64, "mask_mode": "padding"}, ArgumentError, "chunked_attention_size must be 0 with"),
-    ({"chunked_attention_size": 64, "window_left": 3}, ArgumentError, "negative with chunked_attention_size=64, got 3"),
-]
-
-
-def test_ragged_keys_beyond_their_tensor() -> None:
-    _, arguments = fmha_v2_arguments(ragged((5, 2), (30, 2), mask="causal"), "SEPARATE_Q_K_V", "cpu")
-    q, k, v = arguments["qkv"]
-    with pytest.raises(ArgumentError, match=r"cum_seq_lens_kv must stay within 0\.\.31"):
-        trtllm_fmha_v2_prefill(**arguments | {"qkv": (q, k[:31], v[:31])})
-    with pytest.raises(ArgumentError, match="cum_seq_lens_kv must be the sums of seq_lens"):
-        trtllm_fmha_v2_prefill(**arguments | {"seq_lens": arguments["seq_lens"] - 1})
-
-
 def deepseek_arguments(case: BatchCase, device: str = "cpu") -> tuple[Any, dict[str, Any]]:
     """A case and the keywords of `trtllm_ragged_attention_deepseek`."""
     inputs, arguments = fmha_v2_arguments(case, "SEPARATE_Q_K_V", device)
@@ -349,50 +284,3 @@ def test_deepseek_with_lengths_on_the_host() -> None:
     assert found[1] is lse
     assert check(case, inputs, *found).ok
     assert all(map(torch.equal, found, expected))
-
-
-BAD_DEEPSEEK: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"o_sf_scale": "x"}, ArgumentTypeError, "o_sf_scale must be a number"),
-    (
-        {"q_seq_lens_cpu": torch.tensor([5, -2]), "kv_seq_lens_cpu": torch.tensor([30, 2])},
-        ArgumentError,
-        "^the sums of q_seq_lens_cpu must not decrease",
-    ),
-    (
-        {"q_seq_lens_cpu": torch.tensor([5, 2]), "kv_seq_lens_cpu": torch.tensor([30, -2])},
-        ArgumentError,
-        "^kv_seq_lens_cpu must be within",
-    ),
-    (
-        {"key": torch.zeros(31, 2, 192).half(), "value": torch.zeros(31, 2, 128).half()},
-        ArgumentError,
-        "rows of key and value",
-    ),
-    ({"attention_sinks": [torch.zeros(2)] * 2}, ArgumentError, "^attention_sinks must be a tensor or a list"),
-    ({"is_causal": 1}, ArgumentTypeError, "is_causal must be True or False"),
-    ({"backend": "cudnn"}, NotSupported, "cudnn"),
-]
-
-
-GOOD: dict[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]] = {
-    "context": lambda: (trtllm_batch_context_with_kv_cache, context_arguments(CASE)[1]),
-    "fmha v2": lambda: (trtllm_fmha_v2_prefill, fmha_v2_arguments(*PAGED_FMHA_V2, "cpu")[1]),
-    "deepseek": lambda: (trtllm_ragged_attention_deepseek, deepseek_arguments(RAGGED_DEEPSEEK)[1]),
-}
-PAGED_FMHA_V2 = paged((5, 20), (30, 20), mask="causal"), "Q_PAGED_KV_NHD"
-RAGGED_DEEPSEEK = ragged((5, 2), (30, 2), mask="causal", **MLA)
-ALL_BAD = [
-    (name, *row)
-    for name, rows in (("context", BAD), ("fmha v2", BAD_FMHA_V2), ("deepseek", BAD_DEEPSEEK))
-    for row in rows
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "kind", "words"), ALL_BAD, ids=[f"{row[0]}-{next(iter(row[1]))}" for row in ALL_BAD]
-)
-def test_errors_name_the_argument(name: str, changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    function, arguments = GOOD[name]()
-    with pytest.raises(kind, match=words):
-        function(**arguments | changes)
-    function(**arguments)

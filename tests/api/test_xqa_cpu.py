@@ -20,7 +20,6 @@ from cute_attn.kernels.xqa.host.variant import cta_group_count
 from cute_attn.request import operands
 from cute_attn.xqa import xqa
 from tests.support.case import shifted
-from tests.support.low_level import low_level
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 
 CASE = XqaCase((5, 40), heads=(4, 2), head_dim=64)
@@ -147,19 +146,6 @@ def test_backends() -> None:
         call(built, backend="trtllm")
 
 
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [  # others: `xqa_corruptions`
-    ({"query": torch.zeros(2, 4, 64).half()}, ArgumentError, "k and v must have dtype float16"),
-    ({"o_scale": torch.ones(1)}, ArgumentTypeError, "o_scale must be a number"),
-    ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "workspace_buffer must be contiguous"),
-]
-
-
-@pytest.mark.parametrize(("changes", "kind", "words"), BAD, ids=[f"{next(iter(b[0]))}-{i}" for i, b in enumerate(BAD)])
-def test_errors_name_the_argument(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        call(build(CASE), **changes)
-
-
 @pytest.mark.parametrize("wrong", [1, 1.0, [], "True"], ids=repr)
 def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
     """Results are memoised by their arguments, and 1 == True."""
@@ -167,23 +153,6 @@ def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
     call(built, enable_pdl=True)
     with pytest.raises(ArgumentTypeError, match="enable_pdl must be True or False"):
         call(built, enable_pdl=wrong)
-
-
-LOW_LEVEL: list[tuple[str, Any, type[Exception]]] = [
-    ("q_scale", True, ArgumentTypeError),
-    ("num_kv_heads", 2.0, ArgumentTypeError),
-    ("page_size", 16.0, ArgumentTypeError),
-    ("q", torch.zeros(2, 4, 0).bfloat16(), ArgumentError),
-    ("output", torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1), ArgumentError),
-]
-
-
-@pytest.mark.parametrize(("name", "wrong", "error"), LOW_LEVEL, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(LOW_LEVEL)])
-def test_the_low_level_form_names_the_argument(name: str, wrong: Any, error: type[Exception]) -> None:
-    given = low_level(build(CASE))
-    xqa(**given)
-    with pytest.raises(error, match=f"^{name} must "):
-        xqa(**given | {name: wrong})
 
 
 def test_nvfp4_needs_its_scales() -> None:

@@ -103,11 +103,11 @@ def nvfp4(
 
 
 def arguments(given: Mapping[str, Any], *pairs: tuple[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return tensors as arguments: block scales, and other `pairs` of tensors, under one name."""
+    """Return tensors as arguments: block scales, and other `pairs` of tensors, under one name, unless that is given."""
     found: dict[str, Any] = dict(given)
     for name, halves in (("kv_cache_sf", BLOCK_SCALES), *pairs):
         if halves[0] in found:
-            found[name] = tuple(found.pop(half) for half in halves)
+            found.setdefault(name, tuple(found.pop(half) for half in halves))
     return found
 
 

@@ -1,5 +1,5 @@
-"""Bad arguments of functions of caches and states: an error that names them. What is wrong with any tensor of a call:
-`test_stored`, and `tests/api/test_shared_memory.py`.
+"""Bad arguments of calls without a plan, but for single requests: an error that names them. What is wrong with any
+tensor of a call: `test_stored`, and `tests/api/test_shared_memory.py`; with decode calls: `test_decode_values`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,92 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import ArgumentError, ArgumentTypeError, LayoutError
-from tests.support.entry_points import CACHES, NEW_RESULTS, NEW_ROWS, OTHERS, STATES, TWO_CACHES, ints, randn, without
+from cute_attn import ArgumentError, ArgumentTypeError, FP4Tensor, LayoutError, NotSupported
+from tests.support.entry_points import CACHES, ENTRIES, NEW_RESULTS, NEW_ROWS, OTHERS, STATES, TWO_CACHES, ints, randn
 
 META, FLOATS = torch.device("meta"), torch.zeros(4, 2, 16, 2, 32)
 K, V, S, ROWS = CACHES["k of paged_kv_cache"], STATES["v"], STATES["s"], NEW_ROWS["append_value"][:2]
 K_CACHE, OUTPUT = TWO_CACHES["k_cache"], OTHERS["dequantise pages"].tensors["output_v"]
 
+FP4 = FP4Tensor(torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(128, 4).to(torch.float8_e4m3fn))
+WIDE = torch.zeros(64, 2)
+
 BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message, and the error if no ArgumentError
+    "trtllm context": [
+        ({"query": randn(7, 4, 64)}, "cum_seq_lens_q must stay within 0..7"),
+        ({"kv_cache": K}, "kv_cache as one tensor must have shape"),
+        ({"block_tables": ints(-1, 1, 2, 3).view(2, 2)}, r"block_tables\[0, 0\], page 0 of request 0, is -1"),
+        ({"block_tables": ints().view(2, 0)}, "seq_lens must be .*; request 0 has 4"),
+        ({"block_tables": ints(0, 1)[None]}, "block_tables must have 2 rows"),
+        ({"seq_lens": ints(-1, 1)}, "seq_lens must be within .*; request 0 has -1"),
+        ({"max_kv_len": 15}, r"within 0\.\.15, max_kv_len; request 1 has 16"),
+        ({"max_q_len": 4}, "cum_seq_lens_q must give .* at most 4 query tokens, max_q_len; request 1 has 5"),
+        ({"max_q_len": -1}, "max_q_len must be at least 0, got -1"),
+        ({"max_kv_len": -7}, "max_kv_len must be at least 0, got -7"),
+        ({"max_kv_len": 1 << 63}, "max_kv_len must be at most 9223372036854775807, got 9223372036854775808"),
+        (
+            {"seq_lens": ints(4, (1 << 30) + 1), "max_kv_len": 1 << 40},
+            r"seq_lens must be within 0\.\.1073741824; request 1 has 1073741825",
+        ),
+        ({"batch_size": 3}, "cum_seq_lens_q must have 4 elements for batch_size 3"),
+        ({"cum_seq_lens_q": ints(0, 3, 2)}, "cum_seq_lens_q must not decrease"),
+        ({"cum_seq_lens_q": ints(0, 5, 9)}, "cum_seq_lens_q must stay within 0..8"),
+        ({"cum_seq_lens_kv": None}, "cum_seq_lens_kv must be a torch.Tensor", ArgumentTypeError),
+        ({"bmm1_scale": None}, "bmm1_scale must be a number", ArgumentTypeError),
+        ({"out_dtype": "nvfp4"}, "NVFP4 output", NotSupported),
+        ({"out": FP4}, "NVFP4 output", NotSupported),
+        ({"sinks": [torch.zeros(4), torch.zeros(4)]}, "list of 2"),
+        ({"backend": "cake"}, "cake", NotSupported),
+        ({"workspace_buffer": WIDE[:, 0]}, "^workspace_buffer must be contiguous"),
+    ],
+    "trtllm fmha, pages": [
+        ({"input_layout": "QKV"}, "input_layout must be one of", LayoutError),
+        ({"qkv": None}, "qkv must be a tuple of 2", ArgumentTypeError),
+        ({"mask_mode": "chunked"}, "chunked_attention_size must be > 0 with mask_mode='chunked', got 0"),
+        ({"mask_mode": "custom"}, "mask_mode='custom'", NotSupported),
+        ({"mask_mode": "padding", "window_left": 3}, "window_left must be negative"),
+        ({"mask_mode": "padding", "pos_encoding_mode": "ALIBI"}, "'ALIBI' with mask_mode='padding'"),
+        ({"chunked_attention_size": 64, "mask_mode": "padding"}, "chunked_attention_size must be 0 with"),
+        ({"chunked_attention_size": 64, "window_left": 3}, "negative with chunked_attention_size=64, got 3"),
+    ],
+    "trtllm ragged": [
+        ({"o_sf_scale": "x"}, "o_sf_scale must be a number", ArgumentTypeError),
+        (
+            {"q_seq_lens_cpu": ints(3, -2), "kv_seq_lens_cpu": ints(4, 16)},
+            "^the sums of q_seq_lens_cpu must not decrease",
+        ),
+        ({"q_seq_lens_cpu": ints(3, 5), "kv_seq_lens_cpu": ints(4, -2)}, "^kv_seq_lens_cpu must be within"),
+        (
+            {"key": randn(19, 2, 64), "value": randn(19, 2, 64)},
+            "within 0..19, the rows of key and value",
+        ),
+        ({"seq_lens": ints(3, 15)}, "cum_seq_lens_kv must be the sums of seq_lens"),
+        ({"attention_sinks": [torch.zeros(4)] * 2}, "^attention_sinks must be a tensor or a list"),
+        ({"is_causal": 1}, "is_causal must be True or False", ArgumentTypeError),
+        ({"backend": "cudnn"}, "cudnn", NotSupported),
+    ],
+    "xqa": [
+        ({"query": randn(2, 4, 64).half()}, "k and v must have dtype float16"),
+        ({"o_scale": torch.ones(1)}, "o_scale must be a number", ArgumentTypeError),
+        ({"workspace_buffer": WIDE[:, 0]}, "workspace_buffer must be contiguous"),
+    ],
+    "xqa, low level": [
+        ({"q_scale": True}, "^q_scale must ", ArgumentTypeError),
+        ({"num_kv_heads": 2.0}, "^num_kv_heads must ", ArgumentTypeError),
+        ({"page_size": 16.0}, "^page_size must ", ArgumentTypeError),
+        ({"q": randn(2, 4, 0)}, "^q must "),
+        ({"output": torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1)}, "^output must "),
+    ],
+    "trtllm": [
+        ({"cp_world": 2}, "cp_world", NotSupported),
+        ({"causal_seqlens_kv_global": ints(0, 0)}, "causal_seqlens_kv_global", NotSupported),
+        ({"request_order": ints(0, 0)}, "request_order", NotSupported),
+        ({"out_dtype": "nvfp4"}, "NVFP4 output", NotSupported),
+        ({"backend": "cute-dsl"}, "cute-dsl refuses", NotSupported),
+        ({"backend": "cake"}, "cake refuses", NotSupported),
+        ({"uniform_q_len": 2}, "uniform_q_len must be None or q_len_per_req, 1"),
+        ({"lse_layout": "TN"}, "lse_layout must be one of", LayoutError),
+    ],
     "append": [
         ({"kv_layout": "HDN"}, "kv_layout must be one of 'NHD', 'HND'", LayoutError),
         ({"append_value": ROWS}, "append_value must have as many rows as append_key, 3"),
@@ -109,21 +187,21 @@ BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message
 
 @pytest.mark.parametrize("name", BAD)
 def test_errors_name_the_argument(name: str) -> None:
-    entry = (OTHERS | NEW_RESULTS)[name]
+    entry = (ENTRIES | NEW_RESULTS)[name]
     call, given = entry.begin(entry.tensors), {name: x.clone() for name, x in entry.tensors.items()}
     call(given)
     for changes, message, *error in BAD[name]:
-        others = {name: x for name, x in given.items() if name.partition(" of ")[2] not in changes}  # parts of a pair
         with pytest.raises(error[0] if error else ArgumentError, match=message):
-            call({**others, **changes})
+            call({**given, **changes})
+    call(given)
 
 
 @pytest.mark.parametrize("axis", range(4))
 def test_caches_whose_slots_share_memory_are_refused(axis: int) -> None:
     """A row written to an expanded cache would appear in other slots, or overwrite its own neighbours."""
-    call, others = OTHERS["append"].begin({}), without(OTHERS["append"].tensors, *CACHES)
+    call, given = OTHERS["append"].begin({}), OTHERS["append"].tensors
     narrow = torch.zeros_like(K.narrow(axis, 0, 1)).expand(K.shape)
     for cache in ((K.clone(), narrow), (narrow, K.clone())):
         with pytest.raises(ArgumentError, match=r"[kv] of paged_kv_cache must (not overlap itself|have stride 1)"):
-            call({**others, "paged_kv_cache": cache})
+            call({**given, "paged_kv_cache": cache})
     assert not narrow.any()
