@@ -103,13 +103,6 @@ def test_values_in_pages_of_their_own() -> None:
         call(built, **both, block_tables=same.contiguous(), seq_lens=built.arguments["seq_lens"].to("meta"))
 
 
-def test_nvfp4_scales_of_another_order_are_refused() -> None:
-    built = build(dataclasses.replace(CASE, kv="nvfp4", bmm1_scale=0.01))
-    assert built.check(call(built), None) == ""
-    with pytest.raises(NotSupported, match="interleaves scales of v"):
-        call(built, backend="trtllm-gen")
-
-
 def test_fp4_tensors_are_checked() -> None:
     data, scale = torch.zeros(200, 4, dtype=torch.uint8), torch.zeros(256, 1).to(torch.float8_e4m3fn)
     made = FP4Tensor(data, scale, 56, (200, 7))

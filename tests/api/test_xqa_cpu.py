@@ -11,8 +11,6 @@ import torch
 from cute_attn import (
     ArgumentError,
     ArgumentTypeError,
-    LayoutError,
-    NotSupported,
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
@@ -136,16 +134,6 @@ def test_an_fp8_output_saturates() -> None:
     assert out.abs().max() == 448
 
 
-def test_backends() -> None:
-    built = build(CASE)
-    assert torch.equal(call(built, backend="reference"), call(built))
-    for backend in ("xqa", "fa2"):
-        with pytest.raises(NotSupported, match=f"{backend} refuses cpu tensors"):
-            call(built, backend=backend)
-    with pytest.raises(LayoutError, match="backend must be one of"):
-        call(built, backend="trtllm")
-
-
 @pytest.mark.parametrize("wrong", [1, 1.0, [], "True"], ids=repr)
 def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
     """Results are memoised by their arguments, and 1 == True."""
@@ -153,15 +141,6 @@ def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
     call(built, enable_pdl=True)
     with pytest.raises(ArgumentTypeError, match="enable_pdl must be True or False"):
         call(built, enable_pdl=wrong)
-
-
-def test_nvfp4_needs_its_scales() -> None:
-    built = build(dataclasses.replace(CASE, kv="nvfp4"))
-    with pytest.raises(ArgumentError, match="kv_cache_sf"):
-        call(built, kv_cache_sf=None)
-    k_sf, v_sf = built.arguments["kv_cache_sf"]
-    with pytest.raises(ArgumentError, match="k_sf of kv_cache_sf must have shape"):
-        call(built, kv_cache_sf=(k_sf[..., :2], v_sf))
 
 
 def test_rows_that_a_gpu_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
-"""Bad arguments of calls without a plan, but for single requests: an error that names them. What is wrong with any
-tensor of a call: `test_stored`, and `tests/api/test_shared_memory.py`; with decode calls: `test_decode_values`.
+"""Bad arguments of calls without a plan: an error that names them. What is wrong with any tensor of a call:
+`test_stored`, and `tests/api/test_shared_memory.py`; with single requests: `test_repeated_calls`; with decode calls:
+`test_decode_values`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,8 +20,16 @@ K_CACHE, OUTPUT = TWO_CACHES["k_cache"], OTHERS["dequantise pages"].tensors["out
 
 FP4 = FP4Tensor(torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(128, 4).to(torch.float8_e4m3fn))
 WIDE = torch.zeros(64, 2)
+KNOWN, UNKNOWN = "'auto', 'fa4', 'fa3', 'xqa', 'fa2'", ("fa-2", "", None, 2, ["fa2"], np.array(["auto", "fa2"]))
 
 BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message, and the error if no ArgumentError
+    "single prefill": [
+        ({"backend": "fa2"}, 'fa2 refuses cpu tensors.* backend="reference"', NotSupported),
+        ({"backend": "fa4"}, 'fa4 refuses cpu tensors.* backend="reference"', NotSupported),
+        ({"backend": "cudnn"}, "cudnn refuses.* not part of this library", NotSupported),
+        *(({"backend": x}, f"backend must be one of {KNOWN}", LayoutError) for x in UNKNOWN),
+    ],
+    "single decode": [({"backend": x}, f"backend must be one of {KNOWN}", LayoutError) for x in UNKNOWN],
     "trtllm context": [
         ({"query": randn(7, 4, 64)}, "cum_seq_lens_q must stay within 0..7"),
         ({"kv_cache": K}, "kv_cache as one tensor must have shape"),
@@ -77,6 +87,13 @@ BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message
         ({"query": randn(2, 4, 64).half()}, "k and v must have dtype float16"),
         ({"o_scale": torch.ones(1)}, "o_scale must be a number", ArgumentTypeError),
         ({"workspace_buffer": WIDE[:, 0]}, "workspace_buffer must be contiguous"),
+        ({"backend": "fa2"}, "fa2 refuses cpu tensors", NotSupported),
+        ({"backend": "xqa"}, "xqa refuses cpu tensors", NotSupported),
+        ({"backend": "trtllm"}, "backend must be one of", LayoutError),
+    ],
+    "xqa, NVFP4": [
+        ({"kv_cache_sf": None}, "kv_cache_sf"),
+        ({"kv_cache_sf": (K[..., :2].to(torch.float8_e4m3fn), K)}, "k_sf of kv_cache_sf must have shape"),
     ],
     "xqa, low level": [
         ({"q_scale": True}, "^q_scale must ", ArgumentTypeError),
@@ -95,6 +112,7 @@ BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message
         ({"uniform_q_len": 2}, "uniform_q_len must be None or q_len_per_req, 1"),
         ({"lse_layout": "TN"}, "lse_layout must be one of", LayoutError),
     ],
+    "trtllm, NVFP4": [({"backend": "trtllm-gen"}, "interleaves scales of v", NotSupported)],
     "append": [
         ({"kv_layout": "HDN"}, "kv_layout must be one of 'NHD', 'HND'", LayoutError),
         ({"append_value": ROWS}, "append_value must have as many rows as append_key, 3"),

@@ -10,13 +10,10 @@ import torch
 
 from cute_attn import (
     ArgumentError,
-    LayoutError,
-    NotSupported,
-    single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
 from cute_attn.request import operands
-from tests.support.error_rows import FLOAT, HALF, decode_arguments, prefill_arguments, with_grad, zeros
+from tests.support.error_rows import FLOAT, HALF, prefill_arguments, with_grad, zeros
 
 # ---- what only concerns memory that a GPU reads
 
@@ -83,31 +80,3 @@ def test_gradients_are_no_matter_without_grad_mode() -> None:
 )
 def test_accepted(arguments: dict[str, Any]) -> None:
     assert torch.isfinite(single_prefill_with_kv_cache(**{**prefill_arguments(), **arguments})).all()
-
-
-# ---- valid, but no backend takes it
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ({"backend": "fa2"}, ("fa2 refuses cpu tensors", 'backend="reference"')),
-        ({"backend": "fa4"}, ("fa4 refuses cpu tensors", 'backend="reference"')),
-        ({"backend": "cudnn"}, ("cudnn refuses", "not part of this library")),
-    ],
-)
-def test_refused(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
-    with pytest.raises(NotSupported) as error:
-        single_prefill_with_kv_cache(**{**prefill_arguments(), **arguments})
-    assert isinstance(error.value, (ValueError, NotImplementedError))
-    assert error.value.refusals
-    for part in parts:
-        assert part in str(error.value)
-
-
-@pytest.mark.parametrize("backend", ["fa-2", "", None, 2, ["fa2"], np.array(["auto", "fa2"])], ids=str)
-def test_unknown_backend(backend: Any) -> None:
-    with pytest.raises(LayoutError, match="backend must be one of 'auto', 'fa4', 'fa3', 'xqa', 'fa2', 'reference'"):
-        single_prefill_with_kv_cache(**prefill_arguments(), backend=backend)
-    with pytest.raises(LayoutError, match="backend must be one of"):
-        single_decode_with_kv_cache(**decode_arguments(), backend=backend)
