@@ -7,6 +7,7 @@ that must not pass for the first one's result; or the backend refuses with its n
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,12 +154,10 @@ def result(kind: str, case: BatchCase, inputs: BatchInputs, backend: str) -> tup
         arguments["o_dtype"] = getattr(torch, arguments["o_data_type"])
     if "custom_mask" in arguments:
         arguments["custom_mask"] = arguments["custom_mask"].view(case.qo_lens[0], case.kv_lens[0])
-    function = cute_attn.single_prefill_with_kv_cache
+    function, q = cute_attn.single_prefill_with_kv_cache, inputs.q
     if kind == "single_decode":
-        function = cute_attn.single_decode_with_kv_cache
-    names = function.__wrapped__.__code__ if hasattr(function, "__wrapped__") else function.__code__
-    accepted = names.co_varnames[: names.co_argcount + names.co_kwonlyargcount]
-    q = inputs.q[0] if kind == "single_decode" else inputs.q
+        function, q = cute_attn.single_decode_with_kv_cache, q[0]
+    accepted = inspect.signature(function).parameters
     given = {name: value for name, value in arguments.items() if name in accepted}
     found = function(q, k, v, **given)
     out, lse = found if case.return_lse else (found, None)
