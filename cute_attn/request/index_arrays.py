@@ -40,7 +40,7 @@ class IndexArrays(NamedTuple):
             q_bounds = indptr(names[0], qo_indptr)
         kv_bounds, kv_len, fewest = _bounds(names[1], kv_indptr)
         if q_len is not None:
-            q_bounds = uniform_queries(len(kv_len), q_len)
+            q_bounds = np.arange(0, (len(kv_len) + 1) * q_len, q_len, dtype=np.int64)
         if len(q_bounds) != len(kv_bounds):
             raise ArgumentError(
                 f"{names[0]} and {names[1]} must both have batch_size + 1 elements, "
@@ -200,11 +200,6 @@ def int32(numbers: np.ndarray) -> torch.Tensor:
 def bounds(counts: np.ndarray) -> np.ndarray:
     """Return where the elements of each request begin, and where the last ones end: `[len(counts) + 1]`."""
     return np.concatenate(([0], np.cumsum(counts)))
-
-
-def uniform_queries(batch_size: int, q_len: int) -> np.ndarray:
-    """Return the index array of query tokens of requests with `q_len` tokens each."""
-    return np.arange(0, (batch_size + 1) * q_len, q_len, dtype=np.int64)
 
 
 def last_page_len(kv_len: np.ndarray, num_pages: np.ndarray, page_size: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from cute_attn.errors import ArgumentError
 from cute_attn.problem import Features, Problem
 from cute_attn.request import checks, operands
 from cute_attn.request.bit_packing import packbits
-from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NAMES, NO_SCALES, SCALES, KvLayout
+from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NAMES, NO_SCALES, SCALES
 from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, MAX_ROWS, Call, call_settings, check_device
 
 
@@ -42,7 +42,7 @@ def problem(call: Call) -> Problem:
         checks.device("v", v, device)
         shapes = f"{checks.describe(k)} and {checks.describe(v)}"
         raise ArgumentError(f"v must have k's kv_len and num_kv_heads, got {shapes}")
-    tokens, heads = _layout(call)
+    tokens, heads = LAYOUTS[checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS)]
     kv_len, num_kv_heads = k_shape[tokens], k_shape[heads]
     if kv_len > MAX_KV_LEN:
         raise ArgumentError(f"k and v must have at most {MAX_KV_LEN} tokens, got {kv_len}")
@@ -93,12 +93,6 @@ def problem(call: Call) -> Problem:
 def _refuse_operands(call: Call) -> None:
     for name in ("q", "k", "v"):
         checks.plain(name, getattr(call, name))
-
-
-def _layout(call: Call) -> KvLayout:
-    """Return the axes of k and v; `call_settings` refuses other names."""
-    name = call.kv_layout if type(call.kv_layout) is str else checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS)
-    return LAYOUTS.get(name, LAYOUTS["NHD"])
 
 
 def _refuse_ranks(call: Call) -> None:

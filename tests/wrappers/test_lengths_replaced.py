@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from cute_attn.emulator.settings import using
 from cute_attn.errors import ArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths
-from cute_attn.request import batch_run, index_arrays
+from cute_attn.request import batch_run
+from cute_attn.request.index_arrays import IndexArrays
 from tests.support.batch_case import BatchCase, call, decode, dims, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED
 from tests.support.graphs import graph_wrapper
@@ -187,10 +187,10 @@ def test_after_an_error_the_lengths_before_stay() -> None:
 @pytest.mark.parametrize(("batch_size", "q_len"), [(3, 2), (1, 1), (0, 4)])
 def test_lengths_of_uniform_queries(batch_size: int, q_len: int) -> None:
     """Are those that are computed where nothing says that all are equal."""
-    bounds, kv_len = index_arrays.uniform_queries(batch_size, q_len), np.arange(batch_size)
-    assert bounds.tolist() == [i * q_len for i in range(batch_size + 1)]
-    told = BatchLengths(bounds, kv_len, kv_len, q_len=q_len)
-    computed = BatchLengths(bounds, kv_len, kv_len)
+    kv_indptr = torch.arange(batch_size + 1)
+    told = IndexArrays(("", "kv_indptr"), None, kv_indptr, q_len=q_len).on_host()
+    assert told.qo_indptr.tolist() == [i * q_len for i in range(batch_size + 1)]
+    computed = BatchLengths(told.qo_indptr, told.kv_indptr, told.kv_len)
     for name in ("longest_qo", "with_queries", "equal_qo"):
         assert getattr(told, name) == getattr(computed, name)
 
