@@ -20,6 +20,7 @@ K_CACHE, OUTPUT = TWO_CACHES["k_cache"], OTHERS["dequantise pages"].tensors["out
 
 FP4 = FP4Tensor(torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(128, 4).to(torch.float8_e4m3fn))
 WIDE = torch.zeros(64, 2)
+OWN_PAGES = {"block_tables": ints(0, 0, 0, 0).view(2, 2, 1), "uses_shared_paged_kv_idx": False}
 KNOWN, UNKNOWN = "'auto', 'fa4', 'fa3', 'xqa', 'fa2'", ("fa-2", "", None, 2, ["fa2"], np.array(["auto", "fa2"]))
 
 BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message, and the error if no ArgumentError
@@ -53,10 +54,12 @@ BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message
         ({"bmm1_scale": None}, "bmm1_scale must be a number", ArgumentTypeError),
         ({"out_dtype": "nvfp4"}, "NVFP4 output", NotSupported),
         ({"out": FP4}, "NVFP4 output", NotSupported),
+        ({"out": None, "out_dtype": torch.int8}, "^out_dtype must be float16"),
         ({"sinks": [torch.zeros(4), torch.zeros(4)]}, "list of 2"),
         ({"backend": "cake"}, "cake", NotSupported),
         ({"workspace_buffer": WIDE[:, 0]}, "^workspace_buffer must be contiguous"),
     ],
+    "trtllm fmha": [({"block_tables": ints(0)[None]}, "block_tables must be None with input_layout")],
     "trtllm fmha, pages": [
         ({"input_layout": "QKV"}, "input_layout must be one of", LayoutError),
         ({"qkv": None}, "qkv must be a tuple of 2", ArgumentTypeError),
@@ -111,6 +114,14 @@ BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message
         ({"backend": "cake"}, "cake refuses", NotSupported),
         ({"uniform_q_len": 2}, "uniform_q_len must be None or q_len_per_req, 1"),
         ({"lse_layout": "TN"}, "lse_layout must be one of", LayoutError),
+        ({"lse_layout": np.zeros(3)}, "lse_layout must be one of", LayoutError),
+        ({"cp_world": np.zeros(3)}, "cp_world must be an int", ArgumentTypeError),
+        ({"max_seq_len": 1 << 70}, "max_seq_len must be at most"),
+        ({"max_q_len": "x", "cum_seq_lens_q": ints(0, 1, 2)}, "^max_q_len must be an int", ArgumentTypeError),
+        ({"bmm1_scale_log2": torch.tensor(3)}, "^bmm1_scale_log2 must be", ArgumentTypeError),
+        ({"out": None, "out_dtype": torch.float32}, "^out_dtype must be float16 or bfloat16"),
+        ({**OWN_PAGES, "block_tables": OWN_PAGES["block_tables"].to(META)}, "block_tables must be on a cpu or cuda"),
+        ({**OWN_PAGES, "seq_lens": torch.zeros(2, dtype=torch.complex64)}, "seq_lens must have dtype"),
     ],
     "trtllm, NVFP4": [({"backend": "trtllm-gen"}, "interleaves scales of v", NotSupported)],
     "append": [
@@ -155,11 +166,15 @@ BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message
     "positions": [
         ({"nnz": 2.0}, "nnz must be an int", ArgumentTypeError),
         ({"nnz": -1}, "nnz must be at least 0, got -1"),
+        ({"nnz": 1 << 62}, "nnz must be at most"),
+        ({"append_indptr": ints(5, 2, 0)}, "append_indptr must not decrease"),
         ({"append_indptr": ints()}, "append_indptr must have batch_size"),
         ({"batch_indices": torch.zeros(3, dtype=torch.int64)}, "batch_indices must have dtype int32"),
     ],
     "lengths": [
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"page_size": 1 << 70}, "page_size must be at most"),
+        ({"kv_indptr": ints(5, 2, 0)}, "kv_indptr must not decrease"),
         ({"page_size": "16"}, "page_size must be an int", ArgumentTypeError),
         ({"kv_last_page_len": ints(1, 2, 3)}, r"kv_last_page_len must have shape \[n\] = \(2,\)"),
         ({"kv_indptr": ints()}, "kv_indptr must have batch_size"),
@@ -184,12 +199,15 @@ BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message
         ({"kv_layout": "ND"}, "kv_layout must be one of", LayoutError),
         ({"v_cache": K_CACHE[..., :8]}, "v_cache must have head_dim % 16"),
         ({"k_global_sf": -torch.ones(1)}, "k_global_sf must be > 0"),
+        ({"k_global_sf": torch.ones(1).to_sparse()}, "k_global_sf must be a strided tensor"),
+        ({"v_cache": K_CACHE.to(META)}, "v_cache must be on a cpu or cuda device"),
         ({"k_cache": K_CACHE / 0}, "k_cache without a scale must be finite"),
     ],
     "quantise pages to fp8": [
         ({"dtype": torch.int8}, "dtype must have dtype"),
         ({"dtype": torch.float8_e5m2, "k_scale": 0.0}, "k_scale must be > 0"),
         ({"v_cache": K_CACHE / 0}, "v_cache without a scale must be finite"),
+        ({"k_cache": K_CACHE.to(META)}, "k_cache must be on a cpu or cuda device"),
     ],
     "merge two": [
         ({"v_b": V.to(META)}, "v_b must be on v_a's device"),
