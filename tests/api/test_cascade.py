@@ -138,18 +138,6 @@ def test_bad_plans_are_named_and_leave_none(changed: dict[str, Any], message: st
         cascade.run(batch.q, batch.given())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message", "error"),
-    [
-        ((0, torch.zeros(64)), "num_levels must be at least 1, got 0", ArgumentError),
-        ((2.0, torch.zeros(64)), "num_levels must be an int", ArgumentTypeError),
-    ],
-)
-def test_bad_constructors_are_named(arguments: tuple[Any, ...], message: str, error: type) -> None:
-    with pytest.raises(error, match=message):
-        cute_attn.MultiLevelCascadeAttentionWrapper(*arguments)
-
-
 def test_fixed_buffers_hold_other_lengths() -> None:
     """Buffers of the constructor are those that captured launches read: a new plan changes what is in them."""
     first, second = Shared(), Shared(levels=[([0] * 4, [9]), ([0, 0, 1, 1], [2, 8]), ([0, 1, 2, 3], [3, 2, 5, 6])])

@@ -58,6 +58,8 @@ VALUES: list[tuple[str, Callable[[], Any]]] = [
     ("x", lambda: ca.packbits(torch.ones(9).to_sparse())),
     ("indptr", lambda: ca.segment_packbits(torch.ones(9), ints(0, 9).to_sparse())),
     ("num_levels", lambda: ca.MultiLevelCascadeAttentionWrapper(BIG, WORKSPACE)),
+    ("num_levels", lambda: ca.MultiLevelCascadeAttentionWrapper(0, WORKSPACE)),
+    ("num_levels", lambda: ca.MultiLevelCascadeAttentionWrapper(2.0, WORKSPACE)),  # type: ignore[arg-type]
     ("block_mask_map", lambda: variable(block_mask_map=torch.ones(4, 2, 2, device=META))),
     ("block_row_sz", lambda: variable(block_row_sz=ints(3, 5).repeat(4, 1).to(META))),
     (
