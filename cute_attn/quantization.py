@@ -241,8 +241,7 @@ def nvfp4_quantize_paged_kv_cache(
         if sf is None:
             inverse = ctypes.c_float(E4M3_MAX / max(_amax(f"{name}_cache", cache), SMALLEST_AMAX)).value
         else:
-            inverse = float(scale_of(f"{name}_global_sf", sf, cache.device))
-            checks.positive(f"{name}_global_sf", inverse)
+            inverse = float(scale_of(f"{name}_global_sf", sf, cache.device, read=True))
         scale = ctypes.c_float(1.0 / inverse).value
         data, scales = _quantised(cache.flatten(1, 2), scale, cache.shape[:-1])
         quantised.append((data, scales.view(E4M3), scale))
@@ -282,7 +281,7 @@ def fp8_quantize_paged_kv_cache(
         if scale is None:
             number = ctypes.c_float(max(_amax(f"{name}_cache", cache), SMALLEST_AMAX) / torch.finfo(dtype).max).value
         else:
-            number = checks.positive(f"{name}_scale", float(scale_of(f"{name}_scale", scale, cache.device)))
+            number = float(scale_of(f"{name}_scale", scale, cache.device, read=True))
         output = torch.empty(cache.shape, dtype=dtype, device=cache.device)
         rows = cache.flatten(2)
         append.run(Append((rows,), (own_rows(output.view(rows.shape)),), OwnRows(), short(dtype), scales=(number,)))
