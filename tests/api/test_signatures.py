@@ -1,4 +1,6 @@
-"""FlashInfer's calls of single requests: import locations, names, the positional order, and what is refused."""
+"""FlashInfer's calls of single requests and of batches: import locations, names, the positional order, and what is
+refused. Positions of all: `test_flashinfer_surface`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from cute_attn import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
+from tests.support.error_rows import SETTINGS, workspace, zeros
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 PREFILL_ORDER = (
@@ -103,3 +106,94 @@ def test_import_needs_no_dsl() -> None:
     code = "import sys, cute_attn, cute_attn.kernels.fa2.host.variant; print('cutlass' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
+
+
+# ---- plans of batches
+
+
+MASK = torch.ones(29, dtype=torch.bool)
+
+
+def planned(kind: str, *args: Any, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A wrapper with a plan, and tensors for its runs."""
+    setting, dtype = SETTINGS[kind](), options.get("q_data_type", torch.float16)
+    made = setting.wrapper(workspace())
+    made.plan(*setting.plan.values(), *args, **options)
+    return made, [torch.randn(x.shape).to(dtype) for x in setting.run.values()]
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_renamed_keywords(kind: str) -> None:
+    setting = SETTINGS[kind]()
+    made = setting.wrapper(workspace(), qk_indptr_buf=None)
+    where = {"head_dim" if name == "head_dim_qk" else name: value for name, value in setting.plan.items()}
+    made.plan(**where, allow_fp16_qk_reduction=True, causal=True)
+    assert made._planned().settings == planned(kind, causal=True)[0]._planned().settings
+    with pytest.raises(ArgumentTypeError, match="two names of one argument"):
+        made.plan(**where, allow_fp16_qk_reduction=True, use_fp16_qk_reduction=True)
+
+
+OLDER_PLANS: list[tuple[tuple[Any, ...], str]] = [
+    ((MASK,), "head_dim_vo must be an int, got a bool tensor"),
+    ((None, None, True), "packed_custom_mask must be a torch.Tensor, got True"),
+    ((None, None, False, "ALIBI"), "causal must be True or False, got 'ALIBI'"),
+    ((MASK, None, True, "NONE", False, 0.5), "head_dim_vo must be an int"),
+    ((None, None, True, "NONE", False, 0.5, 7, 30.0), "causal must be True or False, got 'NONE'"),
+    ((None, None, False), "packed_custom_mask must be a torch.Tensor, got False"),
+]
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+@pytest.mark.parametrize(("positional", "message"), OLDER_PLANS, ids=range(len(OLDER_PLANS)))
+def test_the_order_of_older_plans_is_refused(kind: str, positional: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message) as error:
+        planned(kind, *positional)
+    assert "head_dim_vo, custom_mask, packed_custom_mask, causal" in str(error.value)
+    assert "releases custom_mask, packed_custom_mask, causal, pos_encoding_mode" in str(error.value)
+
+
+# ---- runs of batches
+
+
+def test_o_scale_of_ragged() -> None:
+    made, tensors = planned("ragged")
+    assert all(map(torch.equal, made.run_return_lse(*tensors), made.run(*tensors, return_lse=True)))
+    half = made.run(*tensors, o_scale=2.0)
+    torch.testing.assert_close(half * 2, made.run(*tensors), rtol=1e-3, atol=1e-3)
+    quarter = made.run(*tensors, o_scale=2.0, v_scale=torch.tensor(0.5))
+    torch.testing.assert_close(quarter * 4, made.run(*tensors), rtol=1e-3, atol=1e-3)
+
+
+def test_o_scale_divides_a_narrow_v_scale_in_fp32() -> None:
+    made, tensors = planned("ragged", o_data_type=torch.float32)
+    large = made.run(*tensors, o_scale=0.25, v_scale=torch.tensor(2.0**15, dtype=torch.float16))  # 2^17 is inf there
+    torch.testing.assert_close(large / 2**17, made.run(*tensors))
+
+
+BAD_RUNS: list[tuple[str, tuple[Any, ...]]] = [
+    ("paged", (0.5,)),
+    ("paged", (0.5, 2.0)),
+    ("paged", (None, None, True)),
+    ("paged", (torch.tensor(0.5), torch.tensor([2.0]), True)),
+    ("paged", (torch.tensor(0.5), torch.tensor(2.0), torch.tensor(1.0))),
+    ("paged", (zeros(4), zeros(2), zeros(2), 3)),
+    ("ragged", (True,)),
+    ("ragged", (0.5,)),
+    ("decode", (0.5, 2.0)),
+]
+OLDER_RUNS = {"paged": "k_scale, v_scale, return_lse", "ragged": "return_lse", "decode": "q_scale, k_scale, v_scale"}
+
+
+@pytest.mark.parametrize(("kind", "positional"), BAD_RUNS, ids=range(len(BAD_RUNS)))
+def test_runs_take_head_scales_alone_by_position(kind: str, positional: tuple[Any, ...]) -> None:
+    made, tensors = planned(kind)
+    with pytest.raises(ArgumentTypeError, match="must be scale_q, scale_k, scale_v of fp8 attention") as error:
+        made.run(*tensors, *positional)
+    assert f"older releases {OLDER_RUNS[kind]}): pass all other arguments by keyword" in str(error.value)
+
+
+def test_head_scales_of_decode() -> None:
+    made, tensors = planned("decode", q_data_type=torch.float8_e4m3fn)
+    scaled = made.run(*tensors, torch.ones(4), torch.full((2,), 2.0), torch.ones(2))
+    assert scaled.dtype == torch.bfloat16
+    assert torch.equal(scaled, made.run(*tensors, k_scale=2.0))
