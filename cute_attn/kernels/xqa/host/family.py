@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.kernels.host.batch import BatchRun, Launched, Memory, uploaded
-from cute_attn.kernels.host.family import KernelLaunch, RequestRunner
+from cute_attn.kernels.host.family import KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu, load
-from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, optional_tensors
+from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
@@ -40,7 +40,7 @@ from cute_attn.schedule.batch import AllocateInts, allocate_ints
 LENGTHS_FIELDS = ("indptr", "last_page_len", "seq_lens", "page_starts", "batch", "page_size", "num_indices")
 
 
-class DecodeRun:
+class DecodeRun(Runner):
     """Runs decode calls of the same settings in the scratch memory of their callers. Nothing is copied to the device:
     the first call may be one that is captured.
 
@@ -51,13 +51,6 @@ class DecodeRun:
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu
-
-    def __call__(self, problem: Request) -> Fire:
-        """Launches the kernel."""
-        assert isinstance(problem, DecodeProblem)
-        lengths = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
-        read = [0 if x is None else x.data_ptr() for x in lengths]
-        return fire_first(self.bind(problem), problem, (problem.scratch.counters, problem.scratch.partials, *read))
 
     def bind(self, problem: DecodeProblem) -> Fire:
         """Returns a function that runs calls which differ from `problem` in addresses."""
@@ -218,7 +211,7 @@ class XqaFamily:
 
         return scheduled
 
-    def prepare(self, settings: Settings, gpu: Gpu) -> RequestRunner:
+    def prepare(self, settings: Settings, gpu: Gpu) -> Runner:
         if settings.features.device_lengths:
             return DecodeRun(settings, gpu)
 
