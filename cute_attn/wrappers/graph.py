@@ -12,7 +12,7 @@ from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, DeviceLengths, Features, GraphLimits, Lengths, Settings
 from cute_attn.request import batch_plan, caches, checks
 from cute_attn.request.batch_plan import Mask, Splits
-from cute_attn.request.index_arrays import int32
+from cute_attn.request.index_arrays import copied_at_once, int32
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime.staging import Staging
@@ -160,25 +160,22 @@ class GraphBuffers:
                 staging.upload(getattr(lengths, what))
                 copies.append(staging.send)
         if lengths.kv_indices is not None:
-            used = lengths.kv_indices[: lengths.kv_end]
-            # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
-            waits = isinstance(lengths, BatchLengths) and not used.is_cuda and used.is_pinned()
-            copies += self.copies("kv_indices", used, not waits)
+            copies += self.copies("kv_indices", lengths.kv_indices[: lengths.kv_end])
             lengths = lengths.replace(kv_indices=self.page_indices)
         if mask.packed is not None and self.mask is not None:
-            copies += self.copies(MASK, mask.packed, False)
-            copies += self.copies(MASK_OFFSETS, int32(mask.offsets), False)
+            copies += (*self.copies(MASK, mask.packed), *self.copies(MASK_OFFSETS, int32(mask.offsets)))
             mask = mask._replace(packed=self.mask[0])
         return request._replace(lengths=lengths, mask=mask), copies
 
-    def copies(self, what: str, source: torch.Tensor, non_blocking: bool = True) -> Copies:
+    def copies(self, what: str, source: torch.Tensor) -> Copies:
         """Return the copy of numbers to the start of the buffer that holds them; none where they are there."""
         target, size = self.holding[what], source.numel()
         if size != target.numel():
             target = target[:size]
         if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype and source.is_contiguous():
             return ()
-        return [functools.partial(target.copy_, self._aside(source), non_blocking=non_blocking)]
+        source = self._aside(source)
+        return [functools.partial(target.copy_, source, non_blocking=not copied_at_once(source, target.device))]
 
     def _aside(self, source: torch.Tensor) -> torch.Tensor:
         """Return a source for a copy into a buffer: int32 numbers or mask bytes, of which no buffer is a part."""

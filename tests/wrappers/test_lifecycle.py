@@ -28,7 +28,9 @@ from cute_attn import (
 from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.problem import Features
+from cute_attn.request import index_arrays
 from cute_attn.request.batch_plan import Splits
+from cute_attn.wrappers import graph as graph_buffers
 from tests.support import graphs
 from tests.support.batch_case import (
     NO_PAGE,
@@ -329,7 +331,7 @@ def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pyte
 def test_pinned_page_numbers_are_read_before_plan_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy out of pinned memory goes on while the host fills it for the next plan."""
     waits: list[bool] = []
-    copy = torch.Tensor.copy_
+    copy, at_once = torch.Tensor.copy_, index_arrays.copied_at_once
 
     def recorded(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if source.is_pinned():
@@ -341,6 +343,7 @@ def test_pinned_page_numbers_are_read_before_plan_returns(monkeypatch: pytest.Mo
     made, _ = graphs.graph_wrapper(DECODE, "cpu", 64, 0)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x.data_ptr() == arguments["indices"].data_ptr())
     monkeypatch.setattr(torch.Tensor, "copy_", recorded)
+    monkeypatch.setattr(graph_buffers, "copied_at_once", lambda x, _: at_once(x, torch.device("cuda")))
     made.plan(**arguments)
     assert waits == [True]
 
