@@ -41,24 +41,6 @@ def current_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
-def describe(artifact: Artifact, values: Mapping[str, Value], grid: Dim3, *, pdl: bool = False) -> dict[str, Any]:
-    """Returns what a launch with these values of all parameters passes to the driver, as plain data. Needs no GPU."""
-    layout = ParamLayout(artifact.params)
-    block = ParamBlock(layout)
-    block.fill(values, ())
-    return {
-        "symbol": artifact.symbol,
-        "grid": grid,
-        "block": artifact.block,
-        "cluster": artifact.cluster,
-        "smem_bytes": artifact.smem_bytes,
-        "registers": artifact.registers,
-        "pdl": pdl,
-        "param_offsets": [param.offset for param in artifact.params],
-        "params": block.buffer.raw[: layout.size],
-    }
-
-
 class Launch:
     """One artifact on one device, ready to be bound to parameters.
 

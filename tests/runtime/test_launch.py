@@ -150,23 +150,6 @@ def test_every_parameter_is_named_once(driver: StubDriver, static: Any, groups: 
         Launch(toy(), 0).bind(static, *groups)
 
 
-def test_describe_is_what_the_driver_gets(driver: StubDriver) -> None:
-    kernel = Launch(toy(), 0, pdl=True)
-    fire(kernel, VALUES, (4, 3, 2), 0)
-    described = launch.describe(toy(), dict(zip(NAMES, VALUES, strict=True)), (4, 3, 2), pdl=True)
-    assert described["params"] == bytes(CParams(*VALUES))[:28]  # C pads the end to 32
-    sent = driver.launches[0]
-    assert {key: sent[key] for key in ("grid", "block", "smem_bytes")} == {
-        key: described[key] for key in ("grid", "block", "smem_bytes")
-    }
-    assert b"".join(sent["params"]) == described["params"]  # the toy's layout has no holes
-    assert (described["symbol"], described["cluster"], described["pdl"]) == (
-        "cute_attn_toy_0",
-        (1, 1, 1),
-        True,
-    )
-
-
 def test_another_current_device_is_switched_to_and_restored(driver: StubDriver) -> None:
     kernel = Launch(toy(), 1)
     assert [int(context) for context in driver.contexts] == [0x1000]
