@@ -24,7 +24,6 @@ from cute_attn.problem import (
     DeviceLengths,
     Features,
     Problem,
-    Request,
     Settings,
 )
 from cute_attn.runtime.arch import Arch
@@ -69,9 +68,8 @@ class TiledFamily(Generic[T]):
 
         return SingleRun(settings, gpu, self.scheduler(settings, gpu.arch, gpu.sms), kernel)
 
-    def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
+    def launches(self, problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
         """Returns kernels and grids of a single request."""
-        assert isinstance(problem, Problem)  # selection refuses lengths on the device
         if problem.qo_len == 0:
             return []
         schedule = self.scheduler(problem.settings, arch, sms)(problem.qo_len, problem.kv_len)

@@ -31,7 +31,7 @@ from cute_attn.kernels.xqa.host.variant import (
 )
 from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import Rings
-from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Request, Settings
+from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Problem, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Bound, current_stream
 from cute_attn.runtime.staging import Staging
@@ -221,13 +221,11 @@ class XqaFamily:
         scheduler = self.scheduler(settings, gpu.arch, gpu.sms)
         return SingleRun(settings, gpu, scheduler, kernel, one_page(gpu.device_index))
 
-    def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-        batch_size = len(problem.seq_lens) if isinstance(problem, DecodeProblem) else 1
-        if not problem.qo_len or not batch_size:
+    def launches(self, problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
+        if problem.qo_len == 0:
             return []
-        rule = rule_of(problem.settings.features, arch, shape_of_call(problem))
-        config = launch_config(problem.settings, problem.qo_len, rule, arch, sms, alone=batch_size == 1)
-        return [(config.spec, config.grid_of(batch_size))]
+        schedule = self.scheduler(problem.settings, arch, sms)(problem.qo_len, problem.kv_len)
+        return [(schedule.tile.spec, schedule.grid)]
 
     def plan(
         self,
