@@ -125,6 +125,7 @@ def test_fa3_takes_many_rows_that_its_transform_warps_prepare(
     assert least in capabilities.ROWS_CLASSES[8 * features.kv_dtype.itemsize]
     for arch in ("sm_80", "sm_100a", "sm_120a"):
         assert select.choose(features, arch=named(arch), load=Load(65)) is FA2
+    assert select.choose(features, "fa2", HOPPER) is FA2
     for refused in (dims(72), dims(512)):
         with pytest.raises(NotSupported, match="fa3 refuses"):
             select.choose(features._replace(**refused), "fa3", HOPPER)
@@ -163,14 +164,6 @@ def test_fp8_output_is_for_fa3(rows: int, asked: Asked, o_dtype: torch.dtype) ->
     assert select.choose(features, arch=HOPPER, load=Load(rows)).name == "fa3"
     with pytest.raises(NotSupported, match="fa2 refuses output of an fp8 dtype"):
         select.choose(features, arch=AMPERE)
-
-
-@sources
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_fa2_takes_nvfp4(kv_source: str, head_dims: tuple[int, int]) -> None:
-    features = CUDA._replace(**NVFP4 | dims(*head_dims), kv_source=kv_source)
-    assert select.choose(features, arch=AMPERE) is FA2
-    assert select.choose(features, "fa2", HOPPER) is FA2
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
