@@ -43,7 +43,6 @@ from tests.support.batch_case import (
     paged,
     plan_arguments,
     ragged,
-    random_lengths,
     wrapper,
 )
 from tests.support.formula import assert_batch_right
@@ -62,16 +61,6 @@ from tests.wrappers.kinds import (
 )
 
 # ---- plan and run
-
-
-@pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_any_number_of_runs_and_plans(case: BatchCase) -> None:
-    made = wrapper(case)
-    for seed in range(3):
-        other = random_lengths(dataclasses.replace(case, seed=seed), seed, 50)
-        inputs = plan_case(other, made)
-        for _ in range(2):
-            run(other, inputs, made)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)

@@ -105,6 +105,8 @@ def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 ON_KERNELS = [("fa2", case) for case in LAYERS]
 ON_KERNELS += [("fa3", paged((3, 5), (21, 48), mask="causal", cache=cache, **heads(4, 2))) for cache in ("one", "pair")]
+ON_KERNELS += [("fa3", paged((70, 3), (300, 33), mask="causal", sinks=True, **heads(4, 2)))]
+ON_KERNELS += [("xqa", decode((300, 3, 90), sinks=True, **heads(8, 2)))]
 
 
 @pytest.mark.emulator
