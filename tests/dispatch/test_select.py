@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import Any
 
@@ -20,7 +19,6 @@ from cute_attn import (
 )
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.dispatch.capabilities import Load
-from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.request.settings import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
 from cute_attn.runtime.arch import ARCHS, Arch, named
@@ -263,19 +261,6 @@ def test_unknown_backend() -> None:
     choices = r"'auto', 'fa4', 'fa3', 'xqa', 'fa2', 'reference', 'emulator'"
     with pytest.raises(LayoutError, match=f"backend must be one of {choices}; got 'fa9'"):
         select.choose(CUDA, "fa9", HOPPER)
-
-
-def test_decisions_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    prepared.cache_clear()
-    select.chosen.cache_clear()
-    q, kv = torch.zeros(3, 4, 16).half(), torch.zeros(7, 2, 16).half()
-    out = torch.empty_like(q)
-    features = Features(q.device, q.dtype, q.dtype, q.dtype, 4, 2, 16, 16)
-    with caplog.at_level(logging.INFO, logger="cute_attn.dispatch.select"):
-        for sm_scale in (1.0, 2.0, 1.0):
-            backends.run(Problem(Settings(features, sm_scale=sm_scale), 3, 7, q, kv, kv, out, None))
-    (record,) = caplog.records
-    assert "auto: reference for cpu; q float16" in record.getMessage()
 
 
 def test_explain_names_every_backend_and_reason() -> None:

@@ -30,6 +30,7 @@ def test_artifact_describes_the_kernel(arch: str) -> None:
     )
     assert (artifact.block, artifact.cluster, artifact.smem_bytes) == ((64, 1, 1), cluster, 65536)
     assert (artifact.stack_bytes, artifact.mma_count) == (0, 0)
+    assert 4 <= artifact.registers <= 64
     assert f".target {arch}\n" in artifact.ptx
     assert ("griddepcontrol.wait" in artifact.ptx) == archs.named(arch).pdl
     assert artifact.spec == {"kernel": "toy", "threads": 64, "cluster": list(cluster), "stack": False}
