@@ -29,7 +29,6 @@ Value = int | float | bytes
 Values = tuple[Value, ...]
 Bind = Callable[[Any], Callable[..., None]]  # from a buffer to a function that stores values of some fields in it
 
-Dim3 = tuple[int, int, int]
 MAX_CLUSTER = 8  # CTAs that every GPU with clusters runs together; 12 and 16 were slower (docs/kernels/xqa.md)
 CPU = -1  # device index of CPU tensors, whose kernels run on the emulator
 
