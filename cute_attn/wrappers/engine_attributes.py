@@ -20,7 +20,7 @@ from cute_attn.request.index_arrays import IndexArrays, int32
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import capture
 from cute_attn.runtime.staging import is_capturing
-from cute_attn.wrappers.graph import KINDS, Kind, stem
+from cute_attn.wrappers.graph import KINDS
 from cute_attn.wrappers.plan import Plan
 from cute_attn.wrappers.plan_request import Place
 
@@ -95,28 +95,26 @@ PAGED = (QUERIES, "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_la
 
 
 def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
+    what = KINDS[name[1:]].holds
+
     def read(wrapper: Wrapper) -> torch.Tensor | None:
         place, plan = wrapper._place, wrapper._plan
-        if name != QUERIES and name.startswith("_paged") != (place.kv_source == "paged"):
+        if name not in (PAGED if place.kv_source == "paged" else RAGGED):
             return None
-        if place.graph is not None and (buffer := place.graph.holding.get(_kind(name).holds)) is not None:
+        if place.graph is not None and (buffer := place.graph.holding.get(what)) is not None:
             return buffer
         if name in wrapper._copies:
             return wrapper._copies[name].tensor
         if plan is None:
             return None
         lengths = plan.request.lengths
-        tensor = _on_device(getattr(lengths.host, _kind(name).holds), place.device)
+        tensor = _on_device(getattr(lengths.host, what), place.device)
         of_decode = lengths.q_len is not None and name == QUERIES
         if place.graph is None and not of_decode:  # whose plan says how many tokens every request has
             wrapper._copies[name] = IndexCopy.of(tensor)
         return tensor
 
     return read
-
-
-def _kind(name: str) -> Kind:
-    return KINDS[stem(name[1:])]
 
 
 OPTIONS = (
@@ -199,7 +197,7 @@ def written_lengths(request: PlanRequest, copies: dict[str, IndexCopy], device: 
         raise RuntimeArgumentError(f"{name} must not be written: the mask belongs to the planned lengths")
 
     def array(name: str) -> torch.Tensor:
-        return copies[name].tensor if name in copies else torch.from_numpy(getattr(lengths.host, _kind(name).holds))
+        return copies[name].tensor if name in copies else torch.from_numpy(getattr(lengths.host, KINDS[name[1:]].holds))
 
     if lengths.kv_indices is None:
         return IndexArrays(RAGGED, array(RAGGED[0]), array(RAGGED[1])).on_host()

@@ -29,23 +29,18 @@ class Kind(NamedTuple):
 
 
 MASK, MASK_OFFSETS = "packed", "offsets"
-KINDS = {  # by the name of a constructor's argument, without what `stem` removes
-    "qo_indptr": Kind("qo_indptr", 1),
-    "kv_indptr": Kind("kv_indptr", 1),
-    "kv_indices": Kind("kv_indices", None),
+OF_KEYS = "kv_indptr", "kv_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indptr_buffer"
+OF_PAGES = "kv_indices", "paged_kv_indices_buf", "paged_kv_indices_buffer"
+KINDS = {  # by the name of a constructor's argument
+    **dict.fromkeys(("qo_indptr", "qo_indptr_buf"), Kind("qo_indptr", 1)),
+    **dict.fromkeys(OF_KEYS, Kind("kv_indptr", 1)),
+    **dict.fromkeys(OF_PAGES, Kind("kv_indices", None)),
+    **dict.fromkeys(("paged_kv_last_page_len_buf", "paged_kv_last_page_len_buffer"), Kind("last_page_len", 0)),
     "kv_len_arr": Kind("kv_len", 0),
-    "paged_kv_indptr": Kind("kv_indptr", 1),
-    "paged_kv_indices": Kind("kv_indices", None),
-    "paged_kv_last_page_len": Kind("last_page_len", 0),
-    "custom_mask": Kind(MASK, None, torch.uint8),
-    "mask_indptr": Kind(MASK_OFFSETS, 1),
+    "custom_mask_buf": Kind(MASK, None, torch.uint8),
+    "mask_indptr_buf": Kind(MASK_OFFSETS, 1),
 }
 LENGTHS = ("qo_indptr", "kv_indptr", "last_page_len")  # fields of `Lengths` that plans upload
-
-
-def stem(name: str) -> str:
-    """Return the name of a buffer without its ending: those of prefill and of decode wrappers differ."""
-    return name.removesuffix("fer").removesuffix("_buf")
 
 
 class GraphInvariants(NamedTuple):
@@ -67,7 +62,7 @@ class GraphBuffers:
         self.buffers: dict[str, torch.Tensor] = {}  # by the caller's name
         self.holding: dict[str, torch.Tensor] = {}  # by `Kind.holds`
         self.batch_size = 0
-        kinds = {name: KINDS[stem(name)] for name in given}
+        kinds = {name: KINDS[name] for name in given}
         masked = any(given[name] is not None for name, kind in kinds.items() if kind.holds in Mask._fields)
         for name, kind in kinds.items():
             if masked or kind.holds not in Mask._fields:
