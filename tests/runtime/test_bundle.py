@@ -101,7 +101,7 @@ def test_a_second_call_adds_to_a_bundle(tmp_path: Path) -> None:
 def test_kernels_that_leave_a_bundle_are_counted(change: str, tmp_path: Path) -> None:
     directory = written(tmp_path, (SPEC, made(SPEC)), (OTHER, made(OTHER)))
     if change == "file":
-        (directory / bundle._file_name(OTHER, ARCH, cache.key_of(OTHER, ARCH, "4.8.1 cu13"))).unlink()
+        (directory / bundle._file_name(OTHER, ARCH, cache.key_of(OTHER.key(), ARCH, "4.8.1 cu13"))).unlink()
     else:
         manifest = json.loads((directory / bundle.MANIFEST).read_text())
         manifest[change] = "another"

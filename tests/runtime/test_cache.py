@@ -102,7 +102,7 @@ def test_a_cache_that_may_not_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -
     cache._make_directory()
     monkeypatch.setattr(cache, "read_private", refuse)
     with pytest.warns(UserWarning, match=r"cannot use its cache in .*not for you"):
-        assert cache.load("key") is None
+        assert cache.load("key", SPEC, ARCH) is None
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "first", "digest", "middle", "last"])
@@ -390,7 +390,7 @@ def test_cache_in_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(cache, "_warned", set())
     message = r"cache in kernels \(there is no home or working directory\)"
     with pytest.warns(UserWarning, match=message), cache.locked("key"):
-        assert cache.load("key") is None
+        assert cache.load("key", SPEC, ARCH) is None
     assert list(cache.entries()) == []
     line = doctor.cache_line()
     assert (line.state, "not used (there is no home or working directory)" in line.text) == ("!!", True)
