@@ -33,11 +33,11 @@ class Described(SimpleNamespace):
     """A single request in words, and the options of a call with tensors: the keywords of `explain`."""
 
     def __init__(self, **given: Any) -> None:
-        super().__init__(**{**explain.__kwdefaults__, **given})
+        super().__init__(**{**DEFAULTS, **given})
 
     def changed(self) -> list[str]:
         """Names of the keywords that are not at their defaults."""
-        return [name for name, default in explain.__kwdefaults__.items() if getattr(self, name) != default]
+        return [name for name, default in DEFAULTS.items() if getattr(self, name) != default]
 
 
 NVFP4 = "nvfp4"  # a `kv_dtype` that torch has no name for
@@ -101,7 +101,7 @@ def explain(
       fa3: chosen: the first of fa4, fa3, xqa, fa2 that takes it and is not passed over
     """
     given = locals()
-    options = Described(**{name: given[name] for name in explain.__kwdefaults__})
+    options = Described(**{name: given[name] for name in DEFAULTS})
     checks.boolean("custom_mask", custom_mask)
     checks.boolean("sinks", sinks)
     if rows is not None and (not isinstance(asked, Features) or checks.integer("rows", rows) < 1):
@@ -125,7 +125,8 @@ def explain(
     return text(features, found, load)
 
 
-OF_TENSORS = [*explain.__kwdefaults__][:8]  # what tensors say themselves
+DEFAULTS: dict[str, Any] = dict(explain.__kwdefaults__ or {})
+OF_TENSORS = [*DEFAULTS][:8]  # what tensors say themselves
 
 
 def _arch(arch: Any) -> Arch | None:

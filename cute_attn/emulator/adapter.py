@@ -35,7 +35,7 @@ class EmulatedBound(Bound):
     """Emulated launches of one kernel."""
 
     def __init__(self, launch: EmulatedLaunch, static: Mapping[str, Value], groups: Sequence[Sequence[str]]) -> None:
-        self.artifact, self._block, self._fields = launch.artifact, ParamBlock(launch.layout), groups
+        self.artifact, self._block, self._fields = launch.artifact, ParamBlock(launch.layout), tuple(groups)
         self._block.fill(static, groups)
         self._writers = [self._block.writer(fields) for fields in groups]
         names = "symbol", "block", "cluster", "smem_bytes", "registers"
