@@ -99,8 +99,8 @@ GROWING = {
 @pytest.mark.emulator
 @pytest.mark.parametrize("name", GROWING)
 def test_replays_take_any_number_of_keys(name: str, full_checks: list[Any]) -> None:
-    """Of a cache within a larger one, with whole and split keys in turn; 0 and 1 keys are checked in full. Then the same
-    into buffers of the caller.
+    """Of a cache within a larger one, with whole and split keys in turn; 0 and 1 keys are checked in full. Last come
+    buffers of the caller.
     """
     kernels, qo_len, kv_lens, options = GROWING[name]
     function = single_decode_with_kv_cache if qo_len is None else single_prefill_with_kv_cache
