@@ -310,6 +310,8 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         ("must be keys", {"prefetch_keys": 16}),
         ("block scales", {"kv_dtype": "nvfp4", "prefetch": "l2", "prefetch_keys": 16}),
         ("prefetch must be one of", {"prefetch": "l1", "prefetch_keys": 16}),
+        ("whole teams", {"head_dim": 512, "cols": 16, "warps": 3}),
+        ("whole chunks", {"kv_dtype": "float8_e4m3fn", "head_dim": 72}),
     ],
     ids=str,
 )
@@ -357,13 +359,6 @@ def test_rings_that_hold_what_fast_memory_delivers(arch: Arch) -> None:
             spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, tree, rule, arch)
             padded = head_dim * KV_BITS[kv] == 128
             assert tiles.in_flight(spec) >= (32 << 10 if padded else 64 << 10), (kv, rows, shape, tree, head_dim)
-
-
-def test_specs_whose_warps_are_no_whole_teams() -> None:
-    with pytest.raises(ValueError, match="whole teams"):
-        XqaSpec("bfloat16", "", "bfloat16", 512, cols=16, warps=3)
-    with pytest.raises(ValueError, match="whole chunks"):
-        XqaSpec("bfloat16", "float8_e4m3fn", "bfloat16", 72)
 
 
 def test_single_calls_share_their_page_table() -> None:
