@@ -87,11 +87,6 @@ class GraphBuffers:
         self.buffers[name] = self.holding[kind.holds] = buffer
 
     @property
-    def mask(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The buffers of packed masks and of their offsets."""
-        return (self.holding[MASK], self.holding[MASK_OFFSETS]) if MASK in self.holding else None
-
-    @property
     def page_indices(self) -> torch.Tensor:
         """The buffer of page numbers."""
         return self.holding["kv_indices"]
@@ -134,9 +129,9 @@ class GraphBuffers:
     def _check_mask(self, mask: Mask) -> None:
         if mask.packed is None:
             return
-        if self.mask is None:
+        if MASK not in self.holding:
             raise ArgumentError("a custom mask with use_cuda_graph=True needs custom_mask_buf and mask_indptr_buf")
-        room = self.mask[0].numel()
+        room = self.holding[MASK].numel()
         if mask.offsets[-1] > min(room, MAX_INDEX):
             raise ArgumentError(f"the packed mask must fit the {room} bytes of custom_mask_buf, got {mask.offsets[-1]}")
 
@@ -157,9 +152,9 @@ class GraphBuffers:
         if lengths.kv_indices is not None:
             copies += self.copies("kv_indices", lengths.kv_indices[: lengths.kv_end])
             lengths = lengths.replace(kv_indices=self.page_indices)
-        if mask.packed is not None and self.mask is not None:
+        if mask.packed is not None:
             copies += (*self.copies(MASK, mask.packed), *self.copies(MASK_OFFSETS, int32(mask.offsets)))
-            mask = mask._replace(packed=self.mask[0])
+            mask = mask._replace(packed=self.holding[MASK])
         return request._replace(lengths=lengths, mask=mask), copies
 
     def copies(self, what: str, source: torch.Tensor) -> Copies:
