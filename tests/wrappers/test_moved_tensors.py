@@ -15,21 +15,18 @@ HEADS, HEAD_DIM, PAGE_SIZE = (4, 1), 64, 16
 
 @pytest.mark.parametrize("backend", ["xqa", "fa2"])
 def test_launches_get_the_addresses_of_now(backend: str, driver: RecordingDriver) -> None:
-    q, cache = torch.randn(2, HEADS[0], HEAD_DIM), torch.randn(16, 2, PAGE_SIZE, HEADS[1], HEAD_DIM)
+    q, cache = (torch.randn(*shape, HEAD_DIM).half() for shape in ((2, HEADS[0]), (16, 2, PAGE_SIZE, HEADS[1])))
     workspace, indices = torch.zeros(1 << 22, dtype=torch.uint8), torch.arange(8, dtype=torch.int32)
     bounds, last = torch.tensor([0, 4, 8], dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
     made = BatchDecodeWithPagedKVCacheWrapper(workspace, backend=backend)
 
-    def run() -> None:
-        made.plan(bounds, indices, last, *HEADS, HEAD_DIM, PAGE_SIZE, q_data_type="float16")
-        made.run(q.half(), cache.half())
-
     for moved in (None, indices, made._float_workspace_buffer):
         for _ in range(3):
-            run()
+            made.plan(bounds, indices, last, *HEADS, HEAD_DIM, PAGE_SIZE, q_data_type="float16")
+            made.run(q, cache)
         if moved is not None:
             moved.resize_(4 * moved.numel())
-            run()
+            made.run(q, cache)
         values = driver.recorded[-1][1]
         read = {"kv_indices": indices} if backend == "fa2" else {"table": indices, "partials": made._workspace}
         for field, tensor in read.items():
