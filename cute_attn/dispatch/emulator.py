@@ -37,7 +37,6 @@ from cute_attn.runtime.staging import Staging
 
 OUTPUTS = ("out", "lse", "workspace")
 TENSORS = ("q", "k", "v", "out", "lse")  # of every problem, in the order of what a `Fire` takes
-REST_OF_REQUEST, REST_OF_BATCH = ("kv_len",), ("kv_indices", "workspace")  # behind the optional ones
 _emulating = threading.RLock()  # emulated launches share counters, as those of one stream do: one runs after the other
 
 Placed = TypeVar("Placed", Request, BatchProblem)
@@ -116,7 +115,7 @@ class EmulatedRun(Runner):
 
     def bind(self, problem: Any) -> Fire:
         like, (roles, _) = _like(_placed(problem)), optional_tensors(problem)
-        rest = REST_OF_BATCH if isinstance(problem, BatchProblem) else REST_OF_REQUEST
+        rest = ("kv_indices", "workspace") if isinstance(problem, BatchProblem) else ("kv_len",)
         names = (*TENSORS, *(ROLES[i] for i in roles), *rest)
         bound: MutableMapping[Runner, Fire] = weakref.WeakKeyDictionary()
 

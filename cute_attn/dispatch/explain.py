@@ -148,10 +148,7 @@ def _with_tensors(asked: Any, options: Described) -> Call:
     if not (isinstance(asked, (tuple, list)) and len(asked) == 3 and all(isinstance(x, torch.Tensor) for x in asked)):
         raise ArgumentError(f"asked must be Features, tensors (q, k, v) or None, got {checks.describe(asked)}")
     _refuse_keywords([name for name in options.changed() if name in OF_TENSORS], "tensors")
-    q, k, v = asked
-    qo_len = q.shape[0] if q.dim() == 3 else 1
-    kv_len = k.shape[1 if options.kv_layout == "HND" else 0] if k.dim() == 3 else 0
-    return _call(q, k, v, q.dim() == 2, (qo_len, kv_len), options)
+    return _call(*asked, options)
 
 
 def described(options: Described | Namespace) -> Call:
@@ -180,8 +177,7 @@ def described(options: Described | Namespace) -> Call:
             f"no machine has tensors of qo_len {options.qo_len}, kv_len {options.kv_len}, {options.num_qo_heads} and "
             f"{options.num_kv_heads} heads, head_dim {options.head_dim}: give lengths and heads that fit into memory"
         ) from error
-    call = _call(q, k, v, decode, (options.qo_len, options.kv_len), options)
-    return call._replace(kv_cache_sf=scales)
+    return _call(q, k, v, options)._replace(kv_cache_sf=scales)
 
 
 def _nvfp4_cache(
@@ -195,12 +191,12 @@ def _nvfp4_cache(
     return data, tuple(scales)
 
 
-def _call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decode: bool, lengths: tuple[int, int], options: Any
-) -> Call:
-    mask_bytes = (lengths[0] * lengths[1] + 7) // 8
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> Call:
+    qo_len = q.shape[0] if q.dim() == 3 else 1
+    kv_len = k.shape[1 if options.kv_layout == "HND" else 0] if k.dim() == 3 else 0
+    mask_bytes = (qo_len * kv_len + 7) // 8
     return Call(
-        *(q, k, v, decode),
+        *(q, k, v, q.dim() == 2),
         kv_layout=options.kv_layout,
         pos_encoding_mode=options.pos_encoding_mode,
         causal=options.causal,

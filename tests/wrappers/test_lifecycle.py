@@ -23,7 +23,6 @@ from cute_attn import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     LayoutError,
     RuntimeArgumentError,
-    fast_decode_plan,
 )
 from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import NotSupported, Refusal
@@ -178,17 +177,6 @@ def test_data_type_is_the_default_of_both() -> None:
     inputs = make(fp8)
     made.plan(**{**plan_arguments(fp8, inputs), "q_data_type": None}, data_type="bfloat16")
     run(fp8, inputs, made)
-
-
-def test_fast_plan() -> None:
-    case = dataclasses.replace(DECODE, page_size=1)
-    made, inputs = wrapper(case), make(case)
-    arguments = {**plan_arguments(case, inputs)}
-    for name in ("q_len_per_req", "lse_base", "o_data_type"):
-        arguments.pop(name)
-    wrong = {"indptr": torch.zeros(4, dtype=torch.int32), "last_page_len": torch.full((3,), 7, device="meta")}
-    fast_decode_plan(made, **{**arguments, **wrong}, global_override_indptr_cpu=inputs.kv_indptr)
-    run(case, inputs, made)
 
 
 def test_positional_plan_of_decode() -> None:
