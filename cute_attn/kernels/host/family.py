@@ -62,11 +62,8 @@ class TiledFamily(Generic[T]):
 
     def prepare(self, settings: Settings, gpu: Gpu) -> SingleRun[T]:
         """Returns a callable that runs single requests of these settings."""
-
-        def kernel(tile: T, heads: int, split: bool) -> PreparedKernel:
-            return prepared(self.kernel, settings, tile, heads, split, gpu)
-
-        return SingleRun(settings, gpu, self.scheduler(settings, gpu.arch, gpu.sms), kernel)
+        scheduler = self.scheduler(settings, gpu.arch, gpu.sms)
+        return SingleRun(settings, gpu, scheduler, lambda *tile: prepared(self.kernel, settings, *tile, gpu))
 
     def launches(self, problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
         """Returns kernels and grids of a single request."""
@@ -126,11 +123,7 @@ class TiledFamily(Generic[T]):
     def _kernel_of(self, gpu: Gpu, schedule: BatchSchedule[T]) -> Callable[[Settings], PreparedKernel]:
         """Returns the prepared kernel of a schedule, by settings."""
         tile, heads, merges = schedule.tiling.tile, schedule.tiling.params.group_size, schedule.merges
-
-        def kernel(settings: Settings) -> PreparedKernel:
-            return prepared(self.kernel, settings, tile, heads, merges, gpu)
-
-        return kernel
+        return lambda settings: prepared(self.kernel, settings, tile, heads, merges, gpu)
 
     def batch_launches(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int

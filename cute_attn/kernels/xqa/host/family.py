@@ -136,12 +136,8 @@ class XqaBatchRun(BatchRun):
         gpu: Gpu,
     ) -> None:
         planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-
-        def kernel(settings: Settings) -> XqaKernel:
-            return prepared(XqaKernel, settings, planned.config, gpu)
-
-        self.config = planned.config
-        super().__init__(settings, kernel, gpu.device_index)
+        self.config = config = planned.config
+        super().__init__(settings, lambda settings: prepared(XqaKernel, settings, config, gpu), gpu.device_index)
         self.staging, self.batch_size, self.gpu = staging, planned.batch_size, gpu
         self.settings, self.limits, self.rule = settings, limits, planned.rule
         self.page_size, self.grid = settings.page_size, planned.grid
@@ -214,12 +210,8 @@ class XqaFamily:
     def prepare(self, settings: Settings, gpu: Gpu) -> Runner:
         if settings.features.device_lengths:
             return DecodeRun(settings, gpu)
-
-        def kernel(config: LaunchConfig, heads: int, split: bool) -> XqaKernel:
-            return prepared(XqaKernel, settings, config, gpu)
-
-        scheduler = self.scheduler(settings, gpu.arch, gpu.sms)
-        return SingleRun(settings, gpu, scheduler, kernel, one_page(gpu.device_index))
+        scheduler, table = self.scheduler(settings, gpu.arch, gpu.sms), one_page(gpu.device_index)
+        return SingleRun(settings, gpu, scheduler, lambda config, *_: prepared(XqaKernel, settings, config, gpu), table)
 
     def launches(self, problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
         if problem.qo_len == 0:
