@@ -148,7 +148,8 @@ def _with_tensors(asked: Any, options: Described) -> Call:
     if not (isinstance(asked, (tuple, list)) and len(asked) == 3 and all(isinstance(x, torch.Tensor) for x in asked)):
         raise ArgumentError(f"asked must be Features, tensors (q, k, v) or None, got {checks.describe(asked)}")
     _refuse_keywords([name for name in options.changed() if name in OF_TENSORS], "tensors")
-    return _call(*asked, options)
+    q, k, v = asked
+    return _call(q, k, v, options)
 
 
 def described(options: Described | Namespace) -> Call:
