@@ -114,6 +114,7 @@ class EmulatedRun(Runner):
         return None
 
     def bind(self, problem: Any) -> Fire:
+        """Returns a function that keeps no memory of the problem, and binds it again where another GPU is emulated."""
         like, (roles, _) = _like(_placed(problem)), optional_tensors(problem)
         rest = ("kv_indices", "workspace") if isinstance(problem, BatchProblem) else ("kv_len",)
         names = (*TENSORS, *(ROLES[i] for i in roles), *rest)
