@@ -303,7 +303,7 @@ class BatchPlan:
     settings: Settings
     lengths: Lengths
     limits: BatchLimits
-    launch: Any  # `kernels.host.family.BatchRunner`
+    launch: Any  # `kernels.host.operands.Runner`
     check_supported: Callable[[Features], None]  # raises if the planned backend refuses features that a run adds
     packed_mask: torch.Tensor | None
     workspace: torch.Tensor

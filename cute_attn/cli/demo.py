@@ -226,9 +226,9 @@ def kernel_specs(model: Model, arch_name: str) -> list[KernelSpec]:
     from cute_attn.dispatch.explain import Described, described
 
     arch, sms = archs.named(arch_name), archs.TYPICAL_SMS[arch_name]
-    shape = model.num_qo_heads, model.num_kv_heads, model.head_dim
-    prompt = Described(model.prompt, model.prompt, *shape, causal=True)
-    token = Described(1, model.prompt + model.steps, *shape)
+    shape = {name: getattr(model, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim")}
+    prompt = Described(qo_len=model.prompt, kv_len=model.prompt, causal=True, **shape)
+    token = Described(kv_len=model.prompt + model.steps, **shape)
     found: list[KernelSpec] = []
     for asked in (prompt, token):
         found += [spec for spec, _ in explain.launches_of(explain.problem_of(described(asked), True), arch, sms)]

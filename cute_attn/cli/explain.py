@@ -186,7 +186,7 @@ def make_call(options: argparse.Namespace) -> Call:
     from cute_attn.dispatch import explain
 
     check_sizes(options)
-    return explain.described(explain.Described(*(getattr(options, name) for name in explain.Described._fields)))
+    return explain.described(options)
 
 
 # ---- batches: what a wrapper would plan

@@ -10,9 +10,8 @@ from cute_attn.dispatch.capabilities import Load
 from cute_attn.dispatch.families import FAMILIES, KernelFamily
 from cute_attn.dispatch.select import choose, chosen, load_class
 from cute_attn.kernels.host import gpu
-from cute_attn.kernels.host.family import BatchRunner, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import Fire
+from cute_attn.kernels.host.operands import Fire, Runner
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import (
     BatchLengths,
@@ -27,11 +26,11 @@ from cute_attn.runtime.staging import Staging
 class Implementation(Protocol):
     """Interface of every backend: that of a `KernelFamily` on the device of the settings."""
 
-    def prepare(self, settings: Settings) -> RequestRunner: ...
+    def prepare(self, settings: Settings) -> Runner: ...
 
     def plan(
         self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
-    ) -> BatchRunner | None: ...
+    ) -> Runner | None: ...
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]: ...
 
@@ -42,12 +41,12 @@ class OnGpu:
 
     family: KernelFamily
 
-    def prepare(self, settings: Settings) -> RequestRunner:
+    def prepare(self, settings: Settings) -> Runner:
         return self.family.prepare(settings, _gpu_of(settings))
 
     def plan(
         self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
-    ) -> BatchRunner | None:
+    ) -> Runner | None:
         return self.family.plan(settings, lengths, limits, staging, _gpu_of(settings))
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
@@ -76,5 +75,5 @@ def run(problem: Request, backend: str = "auto") -> Fire | None:
     return prepared(_runner, problem.settings, backend, load)(problem)
 
 
-def _runner(settings: Settings, backend: str, load: Load) -> RequestRunner:
+def _runner(settings: Settings, backend: str, load: Load) -> Runner:
     return IMPLEMENTATIONS[chosen(settings.features, backend, load).name].prepare(settings)

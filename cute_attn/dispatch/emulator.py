@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +17,8 @@ from cute_attn.dispatch.select import emulated, load_class, load_of_batch
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.family import BatchRunner, RequestRunner
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import Fire, optional_tensors, with_optional
+from cute_attn.kernels.host.operands import ROLES, Fire, Runner, optional_tensors
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import (
     BatchLengths,
@@ -30,7 +29,6 @@ from cute_attn.problem import (
     Request,
     Settings,
 )
-from cute_attn.request.mla import MlaProblem
 from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT, aligned
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, named
@@ -39,17 +37,15 @@ from cute_attn.runtime.staging import Staging
 
 OUTPUTS = ("out", "lse", "workspace")
 TENSORS = ("q", "k", "v", "out", "lse")  # of every problem, in the order of what a `Fire` takes
-REST_OF_REQUEST, REST_OF_BATCH = ("kv_len",), ("kv_indices", "workspace")  # behind the optional ones
 _emulating = threading.RLock()  # emulated launches share counters, as those of one stream do: one runs after the other
 
-Runner = Callable[[Any], Fire | None]  # of requests or batches
 Placed = TypeVar("Placed", Request, BatchProblem)
 
 
 def prepare(request_settings: Settings) -> EmulatedRun:
     """Returns what runs single requests of these settings."""
 
-    def run_of(problem: Request) -> RequestRunner:
+    def run_of(problem: Request) -> Runner:
         family, gpu = _emulated(request_settings, load_class(request_settings, problem.qo_len))
         return prepared(family.prepare, request_settings, gpu)
 
@@ -97,7 +93,7 @@ def _emulated(asked: Settings, load: Load) -> tuple[KernelFamily, Gpu]:
     return FAMILIES[emulated(asked.features, gpu.arch, load).name], gpu
 
 
-class EmulatedRun:
+class EmulatedRun(Runner):
     """Runs requests or batches in the emulated global memory. `run_of`: what launches the kernels of a problem on the
     GPU that is emulated at the time of the call.
     """
@@ -106,36 +102,41 @@ class EmulatedRun:
         self.run_of = run_of
 
     def __call__(self, problem: Any) -> Fire | None:
-        """Emulates the launches of a problem. Returns what emulates those of problems that differ in addresses, and of
-        single requests in the number of keys and in the GPU; None for decode calls, whose values every call looks at.
+        """Emulates the launches of a problem. Returns what emulates those like it, on any GPU; None for decode calls,
+        whose values every call looks at.
         """
-        run, problem = self.run_of(problem), _placed(problem)
-        with visible(problem, run):
-            fire = run(problem)
-        if fire is None or isinstance(problem, DecodeProblem):
-            return None
-        names = TENSORS + (REST_OF_BATCH if isinstance(problem, BatchProblem) else REST_OF_REQUEST)
-        (roles, _), bare = optional_tensors(problem), with_optional(problem, (), ())
-        others = bare._replace(**dict.fromkeys(TENSORS))  # keeps none alive
-        fires: MutableMapping[Runner, Fire] = weakref.WeakKeyDictionary({run: fire})
+        if not isinstance(problem, DecodeProblem):
+            return super().__call__(problem)
+        problem = _placed(problem)
+        run = self.run_of(problem)
+        with visible(problem._asdict(), run):
+            run(problem)
+        return None
 
-        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: tuple[Any, ...]) -> None:
-            given: Any = others._replace(**dict(zip(names, tensors[:5] + tensors[6:], strict=True)))
-            now = _placed(with_optional(given, roles, tensors[5]))
-            run = self.run_of(now)
-            with visible(now, run):
-                if run in fires:
-                    fires[run](now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
-                elif (fire := run(now)) is not None:
-                    fires[run] = fire
+    def bind(self, problem: Any) -> Fire:
+        """Returns a function that keeps no memory of the problem, and binds it again where another GPU is emulated."""
+        like, (roles, _) = _like(_placed(problem)), optional_tensors(problem)
+        rest = ("kv_indices", "workspace") if isinstance(problem, BatchProblem) else ("kv_len",)
+        names = (*TENSORS, *(ROLES[i] for i in roles), *rest)
+        bound: MutableMapping[Runner, Fire] = weakref.WeakKeyDictionary()
 
-        return shown
+        def fire(q: int, k: int, v: int, out: int, lse: int, tensors: tuple[Any, ...]) -> None:
+            run = self.run_of(like)
+            if run not in bound:
+                bound[run] = run.bind(like)
+            rows, *others = tensors
+            rows = _aligned(rows)
+            named = zip(names, (rows, *others[:4], *others[4], *others[5:]), strict=True)
+            with visible(dict(named), run):
+                bound[run](rows.data_ptr(), k, v, out, lse, (rows, *others))
+
+        return fire
 
 
 class EmulatedBatchRun(EmulatedRun):
     """Runs batches of one plan."""
 
-    def __init__(self, planned: BatchRunner, on: tuple[Gpu, str], staging: Staging) -> None:
+    def __init__(self, planned: Runner, on: tuple[Gpu, str], staging: Staging) -> None:
         super().__init__(lambda _: planned)
         self.planned, self.on, self.staging = planned, on, staging
 
@@ -160,36 +161,40 @@ def _placed(problem: Placed) -> Placed:
     for name, alignment in (("k", of_kv), ("v", of_kv), ("out", ALIGNMENT)):
         if not aligned(getattr(problem, name), alignment):
             raise ArgumentError(f"{name} must have rows that start at multiples of {alignment} bytes")
-    if aligned(problem.q):
-        return problem
-    return problem._replace(q=problem.q.clone(memory_format=torch.contiguous_format))
+    return problem._replace(q=_aligned(problem.q))
+
+
+def _aligned(q: torch.Tensor) -> torch.Tensor:
+    return q if aligned(q) else q.clone(memory_format=torch.contiguous_format)
+
+
+def _like(problem: Any) -> Any:
+    """Returns a problem of the same layouts, without memory."""
+
+    def without_memory(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return tuple(map(without_memory, value)) if type(value) is tuple else value
+
+    return problem._make(map(without_memory, problem))
 
 
 @contextlib.contextmanager
-def visible(problem: Request | BatchProblem | MlaProblem, run: object = None) -> Iterator[None]:
-    """Makes visible to emulated kernels: the tensors of a problem and of its scratch memory, the shared counters, and
-    of `run` its `records`, which launches may only read, and its `counters`.
+def visible(named: Mapping[str, Any], run: object = None) -> Iterator[None]:
+    """Makes visible to emulated kernels: tensors by the names that problems have for them, those of `scratch`, the
+    shared counters, and of `run` its `records`, which launches may only read, and its `counters`. Raises a LaunchFault
+    if counters are not zero afterwards. Launches of other threads wait.
     """
-    inputs, outputs = _roles(problem)
-    inputs |= _tensors("records", getattr(run, "records", None))
-    memory = [*_tensors("", getattr(run, "counters", None)).values()]
-    if isinstance(problem, (DecodeProblem, MlaProblem)):
-        scratch = problem.scratch
+    inputs: dict[str, torch.Tensor] = _tensors("records", getattr(run, "records", None))
+    outputs: dict[str, torch.Tensor] = {}
+    for name, value in named.items():
+        if name not in ("scratch", "lengths"):
+            (outputs if name in OUTPUTS else inputs).update(_tensors(name, value))
+    memory = [counters.of_device(CPU, kind).memory for kind in (counters.TILE_COUNTERS, counters.SEMAPHORES)]
+    memory += _tensors("", getattr(run, "counters", None)).values()
+    if scratch := named.get("scratch"):
         memory.append(_bytes_at(scratch.counter_buffer, scratch.counters, scratch.counter_bytes))
         outputs["partials"] = _bytes_at(scratch.partial_buffer, scratch.partials, scratch.partial_bytes)
-    with _shown(inputs, outputs, memory):
-        yield
-
-
-@contextlib.contextmanager
-def _shown(
-    inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor], counted: Sequence[torch.Tensor]
-) -> Iterator[None]:
-    """Makes tensors visible to emulated kernels, and the shared counters beside those in `counted`. Raises a
-    LaunchFault if counters are not zero afterwards. Launches of other threads wait.
-    """
-    shared = (counters.of_device(CPU, kind).memory for kind in (counters.TILE_COUNTERS, counters.SEMAPHORES))
-    memory = [*shared, *counted]
     by_name = {f"counters {i}": counter for i, counter in enumerate(memory)}
     with _emulating:
         try:
@@ -204,19 +209,6 @@ def _shown(
         finally:
             for counter in memory:
                 counter.zero_()  # a launch that failed leaves others
-
-
-def _roles(
-    problem: Request | BatchProblem | MlaProblem,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the tensors that kernels may only read, and those that they write."""
-    inputs: dict[str, torch.Tensor] = {}
-    outputs: dict[str, torch.Tensor] = {}
-    lengths = problem.lengths._asdict() if isinstance(problem, MlaProblem) else {}
-    for name, value in (problem._asdict() | lengths).items():
-        if name not in ("scratch", "lengths"):
-            (outputs if name in OUTPUTS else inputs).update(_tensors(name, value))
-    return inputs, outputs
 
 
 def _bytes_at(buffer: torch.Tensor, address: int, num_bytes: int) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,33 +29,18 @@ class Verdict(NamedTuple):
     refusals: tuple[Refusal, ...] = ()
 
 
-class Described(NamedTuple):
-    """A single request in words, and the options of a call with tensors. Defaults: a decode step of Llama-3-8B."""
+class Described(SimpleNamespace):
+    """A single request in words, and the options of a call with tensors: the keywords of `explain`."""
 
-    qo_len: int = 1
-    kv_len: int = 4096
-    num_qo_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    head_dim_vo: int | None = None
-    dtype: torch.dtype | str = "bfloat16"
-    kv_dtype: torch.dtype | str | None = None
-    o_dtype: torch.dtype | str | None = None
-    kv_layout: str = "NHD"
-    causal: bool = False
-    custom_mask: bool = False
-    window_left: int = -1
-    pos_encoding_mode: str = "NONE"
-    logits_soft_cap: float | None = None
-    sinks: bool = False
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{**DEFAULTS, **given})
 
     def changed(self) -> list[str]:
-        """Names of the fields that are not at their defaults."""
-        return [name for name, value in self._asdict().items() if value != self._field_defaults[name]]
+        """Names of the keywords that are not at their defaults."""
+        return [name for name, default in DEFAULTS.items() if getattr(self, name) != default]
 
 
 NVFP4 = "nvfp4"  # a `kv_dtype` that torch has no name for
-OF_TENSORS = Described._fields[:8]  # what tensors say themselves
 
 
 def explain(
@@ -113,14 +100,12 @@ def explain(
     >>> print(explain(qo_len=4096, causal=True, arch="h100").splitlines()[2])
       fa3: chosen: the first of fa4, fa3, xqa, fa2 that takes it and is not passed over
     """
+    given = locals()
+    options = Described(**{name: given[name] for name in DEFAULTS})
     checks.boolean("custom_mask", custom_mask)
     checks.boolean("sinks", sinks)
     if rows is not None and (not isinstance(asked, Features) or checks.integer("rows", rows) < 1):
         raise ArgumentError(f"rows must be None, or at least 1 with Features, got {checks.describe(rows)}")
-    options = Described(
-        *(qo_len, kv_len, num_qo_heads, num_kv_heads, head_dim, head_dim_vo, dtype, kv_dtype, o_dtype, kv_layout),
-        *(causal, custom_mask, window_left, pos_encoding_mode, logits_soft_cap, sinks),
-    )
     found = _arch(arch)
     if isinstance(asked, (Features, Problem, DecodeProblem)):
         _refuse_keywords(options.changed(), "Features")
@@ -138,6 +123,10 @@ def explain(
     elif arch is not None:
         features = features._replace(device=torch.device("cpu"))
     return text(features, found, load)
+
+
+DEFAULTS: dict[str, Any] = dict(explain.__kwdefaults__ or {})
+OF_TENSORS = [*DEFAULTS][:8]  # what tensors say themselves
 
 
 def _arch(arch: Any) -> Arch | None:
@@ -160,12 +149,10 @@ def _with_tensors(asked: Any, options: Described) -> Call:
         raise ArgumentError(f"asked must be Features, tensors (q, k, v) or None, got {checks.describe(asked)}")
     _refuse_keywords([name for name in options.changed() if name in OF_TENSORS], "tensors")
     q, k, v = asked
-    qo_len = q.shape[0] if q.dim() == 3 else 1
-    kv_len = k.shape[1 if options.kv_layout == "HND" else 0] if k.dim() == 3 else 0
-    return _call(q, k, v, q.dim() == 2, (qo_len, kv_len), options)
+    return _call(q, k, v, options)
 
 
-def described(options: Described) -> Call:
+def described(options: Described | Namespace) -> Call:
     """Return a call as described. Its tensors are never read or written, so they take no memory."""
     head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
     for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo"):
@@ -191,8 +178,7 @@ def described(options: Described) -> Call:
             f"no machine has tensors of qo_len {options.qo_len}, kv_len {options.kv_len}, {options.num_qo_heads} and "
             f"{options.num_kv_heads} heads, head_dim {options.head_dim}: give lengths and heads that fit into memory"
         ) from error
-    call = _call(q, k, v, decode, (options.qo_len, options.kv_len), options)
-    return call._replace(kv_cache_sf=scales)
+    return _call(q, k, v, options)._replace(kv_cache_sf=scales)
 
 
 def _nvfp4_cache(
@@ -206,12 +192,12 @@ def _nvfp4_cache(
     return data, tuple(scales)
 
 
-def _call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decode: bool, lengths: tuple[int, int], options: Described
-) -> Call:
-    mask_bytes = (lengths[0] * lengths[1] + 7) // 8
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> Call:
+    qo_len = q.shape[0] if q.dim() == 3 else 1
+    kv_len = k.shape[1 if options.kv_layout == "HND" else 0] if k.dim() == 3 else 0
+    mask_bytes = (qo_len * kv_len + 7) // 8
     return Call(
-        *(q, k, v, decode),
+        *(q, k, v, q.dim() == 2),
         kv_layout=options.kv_layout,
         pos_encoding_mode=options.pos_encoding_mode,
         causal=options.causal,

@@ -23,7 +23,7 @@ def run(problem: MlaProblem, backend: str) -> Fire | None:
         instead = " or ".join(f'backend="{name}"' for name in RUNS_ON[kind])
         raise NotSupported([Refusal(backend, f"{kind} tensors", "it runs on tensors of the other kind", instead)])
     if backend == "emulator":
-        with emulator.visible(problem):
+        with emulator.visible(problem._asdict() | problem.lengths._asdict()):
             launch.run(problem, emulator.emulated_gpu())
     elif backend == "reference" or kind == "cpu":
         reference.run(problem)

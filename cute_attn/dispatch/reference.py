@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from cute_attn.kernels.host.operands import Runner
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Request, Settings
 from cute_attn.reference import attention
 from cute_attn.runtime.staging import Staging
 
 
-class ReferenceRun:
-    """Runs requests or batches by a function, which looks at every one."""
+class ReferenceRun(Runner):
+    """Runs requests or batches by a function, which looks at every one, and at the lengths of one plan."""
 
     def __init__(self, compute: Callable[..., None]) -> None:
         self.compute = compute
@@ -19,9 +20,6 @@ class ReferenceRun:
     def __call__(self, problem: Request | BatchProblem) -> None:
         """Computes `out` and `lse`. Returns None: every problem is looked at."""
         self.compute(problem)
-
-    def again(self, lengths: BatchLengths | DeviceLengths) -> None:
-        """Returns None: other lengths need another plan."""
 
 
 def prepare(settings: Settings) -> ReferenceRun:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_attn.emulator import settings
 from cute_attn.emulator.memory import Flags, GlobalMemory, Region
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.launch import CPU, Bound, Launch, ParamBlock, ParamLayout, Settled, Value, Values, describe
+from cute_attn.runtime.launch import CPU, MISMATCHES, Bound, Launch, ParamBlock, ParamLayout, Settled, Value, Values
 
 _memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("emulated memory", default=None)
 
@@ -25,6 +25,7 @@ class EmulatedLaunch(Launch):
 
     def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
         self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
+        self.layout = ParamLayout(artifact.params)
 
     def bind(self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str]) -> EmulatedBound:
         return EmulatedBound(self, static, (moving, *groups))
@@ -34,8 +35,15 @@ class EmulatedBound(Bound):
     """Emulated launches of one kernel."""
 
     def __init__(self, launch: EmulatedLaunch, static: Mapping[str, Value], groups: Sequence[Sequence[str]]) -> None:
-        self.artifact, self.pdl, self.static, self.groups = launch.artifact, launch.pdl, static, groups
-        ParamBlock(ParamLayout(self.artifact.params)).fill(static, groups)  # checks names
+        self.artifact, self._block, self._fields = launch.artifact, ParamBlock(launch.layout), tuple(groups)
+        self._block.fill(static, groups)
+        self._writers = [self._block.writer(fields) for fields in groups]
+        names = "symbol", "block", "cluster", "smem_bytes", "registers"
+        self.description = {
+            **{name: getattr(self.artifact, name) for name in names},
+            "pdl": launch.pdl,
+            "param_offsets": [param.offset for param in self.artifact.params],
+        }
 
     def fire(self, stream: int, moving: Values, settled: Settled) -> None:
         memory, emulation = _memory.get(), settings.current()
@@ -43,16 +51,17 @@ class EmulatedBound(Bound):
             raise RuntimeError("an emulated launch needs emulator.adapter.visible(...) around it")
         from cute_attn.emulator.run import launch  # the machine: 50 ms that processes with a GPU do without
 
-        values = dict(self.static)
         grid, *groups = settled
-        for fields, given in zip(self.groups, (moving, *groups), strict=True):
-            values |= zip(fields, given, strict=True)
-        description = describe(self.artifact, values, grid, pdl=self.pdl)
+        for fields, write, values in zip(self._fields, self._writers, (moving, *groups), strict=True):
+            try:
+                write(*values)
+            except MISMATCHES as err:
+                raise self._block.mismatch(fields, values) from err
         start = time.perf_counter()
         ptx = self.artifact.ptx
         stats = launch(
             ptx if emulation.rewrite is None else emulation.rewrite(ptx),
-            description,
+            {**self.description, "grid": grid, "params": self._block.buffer.raw},
             memory,
             checks=emulation.checks,
             schedule=emulation.schedule,

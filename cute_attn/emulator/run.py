@@ -24,8 +24,8 @@ def launch(
 ) -> Stats:
     """Execute the kernel `description["symbol"]` of `ptx` on `memory`, in place.
 
-    `description` comes from `runtime.launch.describe`: symbol, grid, block, cluster, smem_bytes, pdl, params (bytes)
-    and, where parameters are not laid out back to back from offset 0, param_offsets; registers (of a thread) if known.
+    `description`: symbol, grid, block, cluster, smem_bytes, pdl, params (bytes) and, where parameters are not laid out
+    back to back from offset 0, param_offsets; registers (of a thread) if known.
     `checks` adds checks of races and proxy fences to those of bounds and initialisation; `events` records what a
     timeline needs. `strict`: order in tensor memory needs tcgen05.wait::ld and tcgen05.fence, as the PTX ISA has it;
     without it a tcgen05.ld is over at once and barriers order tensor memory alone. Raises EmulatorError, which says

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from cute_attn.request.settings import FP8
+
 Arguments = dict[str, Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def attention(arguments: Arguments) -> Pair:

@@ -134,16 +134,10 @@ def _stored(spec: KernelSpec, arch: str) -> Artifact | None:
     source, found = "a bundle", bundle.find(spec, arch)
     key = cache.cache_key(spec, arch)
     if found is None and key:
-        source, found = "the cache", _cached(key, spec, arch)
+        source, found = "the cache", cache.load(key, spec, arch)
     if found is not None:
         logger.debug("%s for %s comes from %s: %s", spec.kernel, arch, source, spec.key())
     return found
-
-
-def _cached(key: str, spec: KernelSpec, arch: str) -> Artifact | None:
-    """Returns the cached artifact; None also if the file under its name holds another one."""
-    found = cache.load(key)
-    return found if found is not None and found.is_of(spec, arch) else None
 
 
 def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
@@ -152,7 +146,7 @@ def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
     if why_not or key is None:
         raise ArtifactError(_missing_message(spec, arch, why_not))
     with cache.locked(key):
-        artifact = _cached(key, spec, arch)  # another process may have compiled it while this one waited
+        artifact = cache.load(key, spec, arch)  # another process may have compiled it while this one waited
         if artifact is None:
             start = time.perf_counter()
             artifact = compile_spec(spec, arch, program_of)

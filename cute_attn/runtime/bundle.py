@@ -38,7 +38,7 @@ def find(spec: KernelSpec, arch: str) -> Artifact | None:
     """
     for directory in directories():
         manifest = _contents(directory)
-        entry = manifest["artifacts"].get(cache.key_of(spec, arch, manifest["dsl"]))
+        entry = manifest["artifacts"].get(cache.key_of(spec.key(), arch, manifest["dsl"]))
         if entry is not None:
             return _read(directory / entry["file"], spec, arch)
     return None
@@ -118,7 +118,7 @@ def write(directory: Path, artifacts: Iterable[tuple[KernelSpec, Artifact]]) -> 
     version and flavour of the DSL compiled all artifacts, others may write to the directory or to its manifest, or
     that is not one of a bundle.
     """
-    made = {cache.key_of(spec, artifact.arch, artifact.dsl): (spec, artifact) for spec, artifact in artifacts}
+    made = {cache.key_of(spec.key(), artifact.arch, artifact.dsl): (spec, artifact) for spec, artifact in artifacts}
     versions = sorted({artifact.dsl for _, artifact in made.values()})
     if len(versions) > 1:
         raise ArtifactError(f"a bundle must come from one version and flavour of the DSL, got {versions}")

@@ -82,30 +82,29 @@ def directory() -> Path:
         return Path(chosen)
 
 
-def key_of(spec: KernelSpec, arch: str, dsl_version: str) -> str:
-    """Returns the key of an artifact that this version and flavour of the DSL compiles from the package's sources."""
-    return _key(spec.key(), arch, dsl_version)
-
-
-def _key(spec_text: str, arch: str, dsl_version: str) -> str:
-    return hashlib.sha256("\0".join((spec_text, arch, source_fingerprint(), dsl_version)).encode()).hexdigest()
+def key_of(spec: str, arch: str, dsl_version: str) -> str:
+    """Returns the key of an artifact that this version and flavour of the DSL compiles from the package's sources.
+    `spec`: its canonical text.
+    """
+    return hashlib.sha256("\0".join((spec, arch, source_fingerprint(), dsl_version)).encode()).hexdigest()
 
 
 def cache_key(spec: KernelSpec, arch: str) -> str | None:
     """Returns the key of an artifact in the cache; None without an installed DSL."""
     version = dsl.version()
-    return version and key_of(spec, arch, version)
+    return version and key_of(spec.key(), arch, version)
 
 
 def path_of(key: str) -> Path:
     return directory() / f"{key}.artifact"
 
 
-def load(key: str) -> Artifact | None:
-    """Returns the cached artifact; None if it is absent, unreadable, damaged or not private."""
+def load(key: str, spec: KernelSpec, arch: str) -> Artifact | None:
+    """Returns the cached artifact; None if it is absent, unreadable, damaged, not private, or another one."""
     try:
         check_private(directory(), os.stat(directory()))
-        return Artifact.from_bytes(read_private(path_of(key)))
+        found = Artifact.from_bytes(read_private(path_of(key)))
+        return found if found.is_of(spec, arch) else None
     except (NotPrivate, PermissionError) as err:
         _warn_once(err)
     except (OSError, ArtifactError):
@@ -151,7 +150,7 @@ def _entry(path: Path, verify: bool) -> Entry:
         if not all(type(text) is str and text.isprintable() for text in (arch, kernel, version)):
             raise ArtifactError("arch, kernel and dsl must be printable texts")
         text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
-        current = version == dsl.version() and path.stem == _key(text, arch, version)
+        current = version == dsl.version() and path.stem == key_of(text, arch, version)
         if verify:
             Artifact.from_bytes(read_private(path))
     except FileNotFoundError:

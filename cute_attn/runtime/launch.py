@@ -29,7 +29,6 @@ Value = int | float | bytes
 Values = tuple[Value, ...]
 Bind = Callable[[Any], Callable[..., None]]  # from a buffer to a function that stores values of some fields in it
 
-Dim3 = tuple[int, int, int]
 MAX_CLUSTER = 8  # CTAs that every GPU with clusters runs together; 12 and 16 were slower (docs/kernels/xqa.md)
 CPU = -1  # device index of CPU tensors, whose kernels run on the emulator
 
@@ -39,24 +38,6 @@ def current_stream(device_index: int) -> int:
     if device_index == CPU:
         return 0
     return torch._C._cuda_getCurrentRawStream(device_index)
-
-
-def describe(artifact: Artifact, values: Mapping[str, Value], grid: Dim3, *, pdl: bool = False) -> dict[str, Any]:
-    """Returns what a launch with these values of all parameters passes to the driver, as plain data. Needs no GPU."""
-    layout = ParamLayout(artifact.params)
-    block = ParamBlock(layout)
-    block.fill(values, ())
-    return {
-        "symbol": artifact.symbol,
-        "grid": grid,
-        "block": artifact.block,
-        "cluster": artifact.cluster,
-        "smem_bytes": artifact.smem_bytes,
-        "registers": artifact.registers,
-        "pdl": pdl,
-        "param_offsets": [param.offset for param in artifact.params],
-        "params": block.buffer.raw[: layout.size],
-    }
 
 
 class Launch:

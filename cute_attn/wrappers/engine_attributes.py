@@ -20,7 +20,7 @@ from cute_attn.request.index_arrays import IndexArrays, int32
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import capture
 from cute_attn.runtime.staging import is_capturing
-from cute_attn.wrappers.graph import KINDS, Kind, stem
+from cute_attn.wrappers.graph import KINDS, MASK, MASK_OFFSETS
 from cute_attn.wrappers.plan import Plan
 from cute_attn.wrappers.plan_request import Place
 
@@ -70,23 +70,22 @@ def _staged(wrapper: Wrapper, name: str) -> torch.Tensor:
     return memory.view(torch.uint8)
 
 
-def _mask(wrapper: Wrapper, part: int) -> torch.Tensor | None:
-    """Return the packed mask (0) or its byte offsets (1): the caller's buffer with CUDA graphs, else those of the plan,
-    the offsets in a new copy. None without either.
-    """
-    graph, plan = wrapper._place.graph, wrapper._plan
-    if graph is not None:
-        return None if graph.mask is None else graph.mask[part]
-    if plan is None or plan.request.mask.packed is None:
-        return None
-    return plan.request.mask.packed if part == 0 else _on_device(plan.request.mask.offsets, wrapper._place.device)
+def _held(what: str, of_plan: Callable[[PlanRequest], torch.Tensor | None]) -> Callable[[Wrapper], torch.Tensor | None]:
+    """Return a reader of the caller's buffer with CUDA graphs, else of what the plan has. None without either."""
+
+    def read(wrapper: Wrapper) -> torch.Tensor | None:
+        graph, plan = wrapper._place.graph, wrapper._plan
+        if graph is not None:
+            return graph.holding.get(what)
+        return None if plan is None else of_plan(plan.request)
+
+    return read
 
 
-def _page_indices(wrapper: Wrapper) -> torch.Tensor | None:
-    """Return the page numbers that launches read: the caller's buffer with CUDA graphs, else those of the plan."""
-    if wrapper._place.graph is not None:
-        return wrapper._place.graph.holding.get("kv_indices")
-    return None if wrapper._plan is None else wrapper._plan.request.lengths.kv_indices
+def _mask_offsets(request: PlanRequest) -> torch.Tensor | None:
+    """Return the byte offsets of packed masks, in a new copy."""
+    mask = request.mask
+    return None if mask.packed is None else _on_device(mask.offsets, mask.packed.device)
 
 
 QUERIES = "_qo_indptr_buf"
@@ -95,28 +94,26 @@ PAGED = (QUERIES, "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_la
 
 
 def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
+    what = KINDS[name[1:]].holds
+
     def read(wrapper: Wrapper) -> torch.Tensor | None:
         place, plan = wrapper._place, wrapper._plan
-        if name != QUERIES and name.startswith("_paged") != (place.kv_source == "paged"):
+        if name not in (PAGED if place.kv_source == "paged" else RAGGED):
             return None
-        if place.graph is not None and (buffer := place.graph.holding.get(_kind(name).holds)) is not None:
+        if place.graph is not None and (buffer := place.graph.holding.get(what)) is not None:
             return buffer
         if name in wrapper._copies:
             return wrapper._copies[name].tensor
         if plan is None:
             return None
         lengths = plan.request.lengths
-        tensor = _on_device(getattr(lengths.host, _kind(name).holds), place.device)
+        tensor = _on_device(getattr(lengths.host, what), place.device)
         of_decode = lengths.q_len is not None and name == QUERIES
         if place.graph is None and not of_decode:  # whose plan says how many tokens every request has
             wrapper._copies[name] = IndexCopy.of(tensor)
         return tensor
 
     return read
-
-
-def _kind(name: str) -> Kind:
-    return KINDS[stem(name[1:])]
 
 
 OPTIONS = (
@@ -145,11 +142,11 @@ ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {
     "_workspace_size": lambda wrapper: wrapper._place.workspace.numel(),
     "_int_workspace_buffer": lambda wrapper: _staged(wrapper, "memory"),
     "_pin_memory_int_workspace_buffer": lambda wrapper: _staged(wrapper, "host_memory"),
-    "_custom_mask_buf": lambda wrapper: _mask(wrapper, 0),
-    "_mask_indptr_buf": lambda wrapper: _mask(wrapper, 1),
+    "_custom_mask_buf": _held(MASK, lambda request: request.mask.packed),
+    "_mask_indptr_buf": _held(MASK_OFFSETS, _mask_offsets),
     # index buffers; None for those that wrappers of a kind do not have
     **{name: _lengths(name) for name in (*RAGGED, *PAGED[1:])},
-    "_paged_kv_indices_buf": _page_indices,
+    "_paged_kv_indices_buf": _held("kv_indices", lambda request: request.lengths.kv_indices),
     # the plan in force; None before the first
     "_plan_info": lambda wrapper: None if wrapper._plan is None else wrapper._planned(),
 }
@@ -199,7 +196,7 @@ def written_lengths(request: PlanRequest, copies: dict[str, IndexCopy], device: 
         raise RuntimeArgumentError(f"{name} must not be written: the mask belongs to the planned lengths")
 
     def array(name: str) -> torch.Tensor:
-        return copies[name].tensor if name in copies else torch.from_numpy(getattr(lengths.host, _kind(name).holds))
+        return copies[name].tensor if name in copies else torch.from_numpy(getattr(lengths.host, KINDS[name[1:]].holds))
 
     if lengths.kv_indices is None:
         return IndexArrays(RAGGED, array(RAGGED[0]), array(RAGGED[1])).on_host()

@@ -29,23 +29,18 @@ class Kind(NamedTuple):
 
 
 MASK, MASK_OFFSETS = "packed", "offsets"
-KINDS = {  # by the name of a constructor's argument, without what `stem` removes
-    "qo_indptr": Kind("qo_indptr", 1),
-    "kv_indptr": Kind("kv_indptr", 1),
-    "kv_indices": Kind("kv_indices", None),
+OF_KEYS = "kv_indptr", "kv_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indptr_buffer"
+OF_PAGES = "kv_indices", "paged_kv_indices_buf", "paged_kv_indices_buffer"
+KINDS = {  # by the name of a constructor's argument
+    **dict.fromkeys(("qo_indptr", "qo_indptr_buf"), Kind("qo_indptr", 1)),
+    **dict.fromkeys(OF_KEYS, Kind("kv_indptr", 1)),
+    **dict.fromkeys(OF_PAGES, Kind("kv_indices", None)),
+    **dict.fromkeys(("paged_kv_last_page_len_buf", "paged_kv_last_page_len_buffer"), Kind("last_page_len", 0)),
     "kv_len_arr": Kind("kv_len", 0),
-    "paged_kv_indptr": Kind("kv_indptr", 1),
-    "paged_kv_indices": Kind("kv_indices", None),
-    "paged_kv_last_page_len": Kind("last_page_len", 0),
-    "custom_mask": Kind(MASK, None, torch.uint8),
-    "mask_indptr": Kind(MASK_OFFSETS, 1),
+    "custom_mask_buf": Kind(MASK, None, torch.uint8),
+    "mask_indptr_buf": Kind(MASK_OFFSETS, 1),
 }
 LENGTHS = ("qo_indptr", "kv_indptr", "last_page_len")  # fields of `Lengths` that plans upload
-
-
-def stem(name: str) -> str:
-    """Return the name of a buffer without its ending: those of prefill and of decode wrappers differ."""
-    return name.removesuffix("fer").removesuffix("_buf")
 
 
 class GraphInvariants(NamedTuple):
@@ -67,7 +62,7 @@ class GraphBuffers:
         self.buffers: dict[str, torch.Tensor] = {}  # by the caller's name
         self.holding: dict[str, torch.Tensor] = {}  # by `Kind.holds`
         self.batch_size = 0
-        kinds = {name: KINDS[stem(name)] for name in given}
+        kinds = {name: KINDS[name] for name in given}
         masked = any(given[name] is not None for name, kind in kinds.items() if kind.holds in Mask._fields)
         for name, kind in kinds.items():
             if masked or kind.holds not in Mask._fields:
@@ -90,11 +85,6 @@ class GraphBuffers:
                 )
         checks.apart(((name, buffer),), (("float_workspace_buffer", workspace), *self.buffers.items()))
         self.buffers[name] = self.holding[kind.holds] = buffer
-
-    @property
-    def mask(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The buffers of packed masks and of their offsets."""
-        return (self.holding[MASK], self.holding[MASK_OFFSETS]) if MASK in self.holding else None
 
     @property
     def page_indices(self) -> torch.Tensor:
@@ -139,9 +129,9 @@ class GraphBuffers:
     def _check_mask(self, mask: Mask) -> None:
         if mask.packed is None:
             return
-        if self.mask is None:
+        if MASK not in self.holding:
             raise ArgumentError("a custom mask with use_cuda_graph=True needs custom_mask_buf and mask_indptr_buf")
-        room = self.mask[0].numel()
+        room = self.holding[MASK].numel()
         if mask.offsets[-1] > min(room, MAX_INDEX):
             raise ArgumentError(f"the packed mask must fit the {room} bytes of custom_mask_buf, got {mask.offsets[-1]}")
 
@@ -160,24 +150,22 @@ class GraphBuffers:
                 staging.upload(getattr(lengths, what))
                 copies.append(staging.send)
         if lengths.kv_indices is not None:
-            used = lengths.kv_indices[: lengths.kv_end]
-            waits = isinstance(lengths, BatchLengths) and copied_at_once(used, self.page_indices.device)
-            copies += self.copies("kv_indices", used, not waits)
+            copies += self.copies("kv_indices", lengths.kv_indices[: lengths.kv_end])
             lengths = lengths.replace(kv_indices=self.page_indices)
-        if mask.packed is not None and self.mask is not None:
-            copies += self.copies(MASK, mask.packed, False)
-            copies += self.copies(MASK_OFFSETS, int32(mask.offsets), False)
-            mask = mask._replace(packed=self.mask[0])
+        if mask.packed is not None:
+            copies += (*self.copies(MASK, mask.packed), *self.copies(MASK_OFFSETS, int32(mask.offsets)))
+            mask = mask._replace(packed=self.holding[MASK])
         return request._replace(lengths=lengths, mask=mask), copies
 
-    def copies(self, what: str, source: torch.Tensor, non_blocking: bool = True) -> Copies:
+    def copies(self, what: str, source: torch.Tensor) -> Copies:
         """Return the copy of numbers to the start of the buffer that holds them; none where they are there."""
         target, size = self.holding[what], source.numel()
         if size != target.numel():
             target = target[:size]
         if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype and source.is_contiguous():
             return ()
-        return [functools.partial(target.copy_, self._aside(source), non_blocking=non_blocking)]
+        source = self._aside(source)
+        return [functools.partial(target.copy_, source, non_blocking=not copied_at_once(source, target.device))]
 
     def _aside(self, source: torch.Tensor) -> torch.Tensor:
         """Return a source for a copy into a buffer: int32 numbers or mask bytes, of which no buffer is a part."""

@@ -14,7 +14,6 @@ from cute_attn.errors import ArgumentError, NotPlannedError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import short
 from cute_attn.request import checks, trtllm_options
-from cute_attn.request.index_arrays import copied_at_once
 from cute_attn.request.mla import (
     LATENT,
     NARROW,
@@ -246,7 +245,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         self._graph.check_room(lengths.batch_size, lengths.kv_indices.numel())
         copies: list[Any] = []
         for name, x in zip(names._fields, lengths.arrays().values(), strict=True):
-            copies += self._graph.copies(name, x, not copied_at_once(x, self.device))
+            copies += self._graph.copies(name, x)
         for copy in copies:
             copy()
         buffers: dict[str, Any] = self._graph.holding

@@ -14,12 +14,10 @@ import torch
 
 import cute_attn
 from cute_attn import emulator
-from cute_attn.request import batch_run
 from tests.support.batch_case import (
     BatchCase,
     call,
     decode,
-    dims,
     heads,
     make,
     paged,
@@ -40,11 +38,6 @@ FA2, PERSISTENT = ("sm_90a", "fa2"), [("sm_90a", "fa3"), ("sm_100a", "fa4")]
 RAGGED = ragged((7, 13), (7, 13), mask="causal", dtype="bfloat16", **heads(4, 2))
 PAGED = paged((5, 7), (20, 13), page_size=16, mask="causal", **heads(4, 2))
 DECODE = decode((20, 13), page_size=16, **heads(4, 2))
-SINKS = {
-    "fa2": paged((5, 17), (300, 33), page_size=4, mask="causal", sinks=True, **heads(4, 2)),
-    "fa3": paged((70, 3), (300, 33), page_size=16, mask="causal", sinks=True, **heads(4, 2), **dims(64)),
-    "xqa": decode((300, 3, 90), sinks=True, **heads(8, 2), **dims(64)),
-}
 LAYERED = [
     paged((2, 3), (20, 9), page_size=4, **heads(4, 2)),
     ragged((2, 3), (20, 9), **heads(4, 2)),
@@ -82,23 +75,6 @@ def test_repeated_runs_copy_a_query_that_is_not_aligned(case: Any, target: tuple
             planned.plan(**plan_arguments(case, inputs))
             for now in order:
                 assert_right(case, inputs, *call(case, now, planned))
-
-
-@pytest.mark.parametrize("kernels", SINKS)
-def test_each_run_has_its_sinks(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels read those of the run, with whole keys and with split ones."""
-    case: BatchCase = SINKS[kernels]
-    inputs, full, problem = make(case), [], batch_run.problem
-    monkeypatch.setattr(batch_run, "problem", lambda *given: full.append(given) or problem(*given))
-    with emulator.using("sm_90a", kernels=kernels, sms=8) as emulation:
-        planned = wrapper(case, backend="emulator")
-        planned.plan(**plan_arguments(case, inputs))
-        for _ in range(3):
-            now = dataclasses.replace(inputs, sinks=inputs.sinks + len(full))
-            inputs = dataclasses.replace(inputs, sinks=inputs.sinks.flip(0).clone())
-            assert_right(case, now, *call(case, now, planned))
-    assert len(full) == 1
-    assert {record.spec["kernel"] for record in emulation.records} >= {kernels}
 
 
 @pytest.mark.parametrize("case", LAYERED, ids=["paged", "ragged", "decode"])

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from cute_attn import NotSupported, emulator, xqa_batch_decode_with_kv_cache
-from cute_attn.dispatch import emulator as emulator_backend
-from cute_attn.emulator import EmulatorError
+from cute_attn.emulator import EmulatorError, adapter
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.emulator.machine import Schedule
 from cute_attn.emulator.settings import Record
@@ -149,7 +148,7 @@ def produced(kv: str, lengths: tuple[int, ...], broken: bool, monkeypatch: pytes
     """The kernel as a dependent launch of one that writes what it reads; `broken`: it does not wait."""
     scale = 0.002 if kv == "nvfp4" else None
     built = build(XqaCase(lengths, kv=kv, heads=(2, 1), head_dim=64, device_scales=True, bmm1_scale=scale))
-    solve_problem, roles = DecodeRun.__call__, emulator_backend._roles
+    solve_problem, visible = DecodeRun.__call__, adapter.visible
 
     def after_producer(runner: DecodeRun, problem: DecodeProblem) -> None:
         producer = Producer(built, "sm_90a", 2)
@@ -158,15 +157,11 @@ def produced(kv: str, lengths: tuple[int, ...], broken: bool, monkeypatch: pytes
         producer.check()
         solve_problem(runner, problem)
 
-    def all_written(problem: DecodeProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        inputs, outputs = roles(problem)
-        return inputs | outputs, inputs | outputs
-
     def rewrite(ptx: str) -> str:
         return ptx.replace("griddepcontrol.wait;", "") if broken else ptx
 
     monkeypatch.setattr(DecodeRun, "__call__", after_producer)
-    monkeypatch.setattr(emulator_backend, "_roles", all_written)
+    monkeypatch.setattr(adapter, "visible", lambda inputs, outputs: visible(inputs | outputs, inputs | outputs))
     with emulator.using("sm_90a", sms=2, rewrite=rewrite):
         return built.check(*decode(built))
 

@@ -106,7 +106,8 @@ def test_a_call_without_a_plan_is_one_launch_that_reads_its_lengths_itself(launc
     problem = decode_problem(seq_lens=torch.empty(2, dtype=torch.int32, device="meta"))  # has no numbers to read
     runner = DecodeRun(problem.settings, GPU)
     runner(problem)
-    (block,) = (vars(launch.params) for launch in launches.fired)
+    ((spec, block),) = ((launch.spec, vars(launch.params)) for launch in launches.fired)
+    assert spec in FAMILY.specs(FEATURES, GPU.arch)
     where = {name: block[name] for name in ("table", "table_stride", "page_starts", "q_indptr", "mask", "batch")}
     assert where == {
         "table": problem.block_tables.data_ptr(),
@@ -173,14 +174,6 @@ def test_counters_of_a_launch_fit_those_of_a_stream(arch: str) -> None:
     assert all(4 * sms * spec.ctas <= SEMAPHORES.bytes_per_launch for spec in specs if not spec.whole)
 
 
-def test_launches_of_a_call_without_a_plan() -> None:
-    ((spec, grid),) = FAMILY.launches(decode_problem(), named("sm_90a"), 4)
-    assert spec in FAMILY.specs(FEATURES, named("sm_90a"))
-    assert grid[0] * grid[1] <= 4 * spec.ctas
-    no_requests = decode_problem(seq_lens=torch.zeros(0, dtype=torch.int32))
-    assert FAMILY.launches(no_requests, named("sm_90a"), 4) == []
-
-
 @pytest.mark.parametrize("qo_len", [1, 5])
 def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, launches: type[NamedLaunch]) -> None:
     """And no memory for partial results: a workspace of no bytes will do."""
@@ -193,8 +186,8 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
         if config.spec.whole:
             assert config.grid_of(2) == (2, 1, 2)
             assert config.partial_bytes == config.counter_bytes == 0
-            ((_, grid),) = FAMILY.launches(problem._replace(settings=settings), GPU.arch, 132)
-            assert grid == (2, 1, 2)
+            DecodeRun(settings, GPU)(problem._replace(settings=settings))
+            assert launches.fired[-1].grid == (2, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -317,6 +310,8 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         ("must be keys", {"prefetch_keys": 16}),
         ("block scales", {"kv_dtype": "nvfp4", "prefetch": "l2", "prefetch_keys": 16}),
         ("prefetch must be one of", {"prefetch": "l1", "prefetch_keys": 16}),
+        ("whole teams", {"head_dim": 512, "cols": 16, "warps": 3}),
+        ("whole chunks", {"kv_dtype": "float8_e4m3fn", "head_dim": 72}),
     ],
     ids=str,
 )
@@ -364,13 +359,6 @@ def test_rings_that_hold_what_fast_memory_delivers(arch: Arch) -> None:
             spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, tree, rule, arch)
             padded = head_dim * KV_BITS[kv] == 128
             assert tiles.in_flight(spec) >= (32 << 10 if padded else 64 << 10), (kv, rows, shape, tree, head_dim)
-
-
-def test_specs_whose_warps_are_no_whole_teams() -> None:
-    with pytest.raises(ValueError, match="whole teams"):
-        XqaSpec("bfloat16", "", "bfloat16", 512, cols=16, warps=3)
-    with pytest.raises(ValueError, match="whole chunks"):
-        XqaSpec("bfloat16", "float8_e4m3fn", "bfloat16", 72)
 
 
 def test_single_calls_share_their_page_table() -> None:

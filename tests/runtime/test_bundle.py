@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cute_attn.errors import ArtifactError
-from cute_attn.runtime import bundle, cache, dsl
+from cute_attn.runtime import artifacts, bundle, cache, dsl
 from cute_attn.runtime.artifact import Artifact
-from tests.support.toy_spec import ToySpec
+from tests.support.toy_spec import ToySpec, toy_program
 
 SPEC, OTHER = ToySpec(), ToySpec(threads=64)
 ARCH = "sm_90a"
@@ -24,6 +24,7 @@ ARCH = "sm_90a"
 def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dsl, "version", lambda: "4.8.1 cu13")
     monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "bundle"))
+    monkeypatch.setattr(artifacts, "_memory", {})
     bundle._contents.cache_clear()
 
 
@@ -100,7 +101,7 @@ def test_a_second_call_adds_to_a_bundle(tmp_path: Path) -> None:
 def test_kernels_that_leave_a_bundle_are_counted(change: str, tmp_path: Path) -> None:
     directory = written(tmp_path, (SPEC, made(SPEC)), (OTHER, made(OTHER)))
     if change == "file":
-        (directory / bundle._file_name(OTHER, ARCH, cache.key_of(OTHER, ARCH, "4.8.1 cu13"))).unlink()
+        (directory / bundle._file_name(OTHER, ARCH, cache.key_of(OTHER.key(), ARCH, "4.8.1 cu13"))).unlink()
     else:
         manifest = json.loads((directory / bundle.MANIFEST).read_text())
         manifest[change] = "another"
@@ -126,3 +127,30 @@ def test_another_manifest_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"no bundle written: .*manifest\.json is not one of a bundle.*KeyError"):
         written(tmp_path)
     assert manifest.read_text() == '{"name": "web"}'
+
+
+def test_a_bundle_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "source_fingerprint", lambda: "0" * 64)
+        written(tmp_path)
+    with pytest.raises(ArtifactError, match=r"built from other kernel sources \(000000000000\).*build it again"):
+        bundle.find(SPEC, ARCH)
+
+
+def test_a_broken_bundle_is_an_error_not_a_miss(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="bundle, which is not a readable bundle"):
+        artifacts.get(SPEC, ARCH, toy_program)
+    (file,) = written(tmp_path).glob("*.artifact")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match=rf"{file.name} is missing or damaged"):
+        artifacts.get(SPEC, ARCH, toy_program)
+
+
+def test_another_artifact_in_a_bundle_is_refused(tmp_path: Path) -> None:
+    one, two = written(tmp_path, (SPEC, made(SPEC)), (OTHER, made(OTHER))).glob("*.artifact")
+    one_content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(one_content)
+    for spec in (SPEC, OTHER):
+        with pytest.raises(ArtifactError, match=rf'the manifest names it for .*"threads":{spec.threads}.*build'):
+            bundle.find(spec, ARCH)

@@ -8,7 +8,7 @@ import pytest
 
 from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.runtime import arch as archs
-from cute_attn.runtime import artifacts
+from cute_attn.runtime import artifacts, dsl
 from cute_attn.runtime.artifact import Param
 from cute_attn.runtime.compile import compile_spec, count_matrix_instructions
 from tests.support import subprocesses
@@ -19,7 +19,7 @@ from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
 def test_artifact_describes_the_kernel(arch: str) -> None:
     cluster = (2, 1, 1) if archs.named(arch).clusters else (1, 1, 1)
     artifact = compile_spec(ToySpec(threads=64, cluster=cluster), arch, toy_program)
-    assert artifact.arch == arch
+    assert (artifact.arch, artifact.dsl) == (arch, dsl.version())
     assert artifact.symbol == "cute_attn_toy_0"
     assert artifact.params == (
         Param("out", "i64", 0, 8),
@@ -30,6 +30,7 @@ def test_artifact_describes_the_kernel(arch: str) -> None:
     )
     assert (artifact.block, artifact.cluster, artifact.smem_bytes) == ((64, 1, 1), cluster, 65536)
     assert (artifact.stack_bytes, artifact.mma_count) == (0, 0)
+    assert 4 <= artifact.registers <= 64
     assert f".target {arch}\n" in artifact.ptx
     assert ("griddepcontrol.wait" in artifact.ptx) == archs.named(arch).pdl
     assert artifact.spec == {"kernel": "toy", "threads": 64, "cluster": list(cluster), "stack": False}

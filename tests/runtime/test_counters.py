@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,15 +28,6 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return state
 
 
-@pytest.fixture
-def impatient() -> Iterator[None]:
-    """Threads take turns after every few instructions."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
 class SlowDict(dict[int, int]):
     """Another thread gets a turn between the length and the store."""
 
@@ -46,7 +37,6 @@ class SlowDict(dict[int, int]):
         return length
 
 
-@pytest.mark.usefixtures("impatient")
 def test_threads_get_distinct_counters_for_distinct_streams(captured: list[bool]) -> None:
     pool = DeviceCounters(0, SIZE)
     pool._index_of_stream = SlowDict()
@@ -62,7 +52,6 @@ def test_threads_get_distinct_counters_for_distinct_streams(captured: list[bool]
     assert len(addresses) == len(set(addresses)) == 64
 
 
-@pytest.mark.usefixtures("impatient")
 def test_captured_launches_of_threads_have_their_own(captured: list[bool]) -> None:
     pool = DeviceCounters(0, SIZE)
     shared = pool.address(7)
@@ -102,32 +91,23 @@ def test_threads_make_one_pool(captured: list[bool], monkeypatch: pytest.MonkeyP
 
 def test_work_outside_a_capture_avoids_the_captured_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's pool hands out its streams in turn, the captured one among them."""
-    current, waited = ["captured"], []
-
-    class Stream:
-        names = iter(["captured", "captured", "other"])
-
-        def __init__(self, device_index: int) -> None:
-            self.name = next(self.names)
-
-        def synchronize(self) -> None:
-            waited.append(self.name)
+    pool, current, waited = iter(["captured", "captured", "other"]), ["captured"], []
 
     @contextlib.contextmanager
-    def use(stream: Stream) -> Iterator[None]:
-        current.append(stream.name)
+    def use(stream: str) -> Iterator[None]:
+        current.append(stream)
         yield
         current.pop()
 
-    streams = {name: object.__new__(Stream) for name in ("captured", "other")}
-    for name, stream in streams.items():
-        stream.name = name
     monkeypatch.setattr(capture, "relaxed_capture", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", use)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: streams[current[-1]])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == "captured")
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    for name, stub in {
+        "Stream": lambda index: next(pool),
+        "stream": use,
+        "current_stream": lambda index: SimpleNamespace(synchronize=lambda: waited.append(current[-1])),
+        "is_current_stream_capturing": lambda: current[-1] == "captured",
+        "device": lambda index: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
     assert capture.outside(0, lambda: current[-1]) == "other"
     assert waited == ["other"]
     assert current == ["captured"]

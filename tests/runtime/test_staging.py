@@ -6,15 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from cuda.bindings import driver as real
 
 from cute_attn.errors import RuntimeArgumentError
 from cute_attn.runtime import launch
 from cute_attn.runtime.staging import MIN_CAPACITY, CudaCopies, Staging, is_capturing
+from tests.support.stub_driver import SUCCESS, StubDriver
 
 CPU = torch.device("cpu")
 
@@ -173,87 +174,65 @@ def test_a_kernel_writes_after_what_was_prepared_before() -> None:
     assert again.tolist() == [1] * 10  # what a writer of the same layout has left
 
 
-class EventDriver:
-    """Records copies and events with the context in which they are made."""
+DEVICE = torch.device("cuda", 1)
 
-    def __init__(self, current: int) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.contexts = [f"context {current}"]
 
-    def cuCtxGetCurrent(self) -> tuple[int, str]:  # noqa: N802
-        return 0, self.contexts[-1]
+class CopyDriver(StubDriver):
+    """Records copies and events with the context in which they are made; that of `DEVICE` is 0x1001."""
 
-    def cuCtxPushCurrent(self, context: str) -> tuple[int]:  # noqa: N802
-        self.contexts.append(context)
-        return (0,)
+    def cuMemcpyHtoDAsync(self, *arguments: int) -> tuple[Any, ...]:  # noqa: N802
+        self.calls.append((int(self.contexts[-1]), "copy", *arguments))
+        return (SUCCESS,)
 
-    def cuCtxPopCurrent(self) -> tuple[int, str]:  # noqa: N802
-        return 0, self.contexts.pop()
-
-    def cuMemcpyHtoDAsync(self, *arguments: int) -> tuple[int]:  # noqa: N802
-        self.calls.append((self.contexts[-1], "copy", *arguments))
-        return (0,)
-
-    def cuEventRecord(self, *arguments: int) -> tuple[int]:  # noqa: N802
-        self.calls.append((self.contexts[-1], "record", *arguments))
-        return (0,)
-
-    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
-
-    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[int, str]:  # noqa: N802
-        self.calls.append(("mode", mode))
-        return 0, "global"
+    def cuEventRecord(self, *arguments: int) -> tuple[Any, ...]:  # noqa: N802
+        self.calls.append((int(self.contexts[-1]), "record", *arguments))
+        return (SUCCESS,)
 
     def new_event(self) -> Any:
         def record(stream: str) -> None:
-            self.calls.append((self.contexts[-1], "record", stream))
+            self.calls.append((int(self.contexts[-1]), "record", stream))
 
         return SimpleNamespace(cuda_event=5, record=record, synchronize=lambda: self.calls.append(("wait",)))
 
-    def make_current(self, index: int) -> Any:
-        assert index == 1
-        return contextlib.nullcontext()
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> CopyDriver:
+    """The context of device 0 is current."""
+    made, current = CopyDriver(()), {"current_stream": str, "is_current_stream_capturing": lambda: False}
+    monkeypatch.setattr(launch, "load_driver", lambda: made)
+    monkeypatch.setattr(launch, "current_stream", lambda index: 70 + index)
+    for name, stub in {
+        "Event": made.new_event,
+        "device": lambda index: {1: contextlib.nullcontext()}[index],
+        **current,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    return made
 
 
-@pytest.mark.parametrize("capturing", [False, True])
-@pytest.mark.parametrize("current", [0, 1])
-def test_cuda_copies_are_followed_by_an_event_on_the_stream_of_their_device(capturing: bool, current: int) -> None:
-    """Records the driver's calls: in the context of the copies' device, first the copy, then the event."""
-    device, driver, source, target = torch.device("cuda", 1), EventDriver(current), torch.arange(5), torch.zeros(5)
-    with (
-        mock.patch.object(launch, "load_driver", return_value=driver),
-        mock.patch.object(launch, "primary_context", lambda index: f"context {index}"),
-        mock.patch.object(launch, "current_stream", lambda index: 70 + index),
-        mock.patch.multiple(torch.cuda, Event=driver.new_event, current_stream=str, device=driver.make_current),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
-    ):
-        copies = CudaCopies(device)
-        if capturing:
-            with pytest.raises(RuntimeError, match="must not be captured"):
-                copies.start(target, source, 5)
-            assert driver.calls == []
-            return
-        assert copies.start(target, source, 5) is copies.start(target, source, 5)
+@pytest.mark.parametrize("current", [0x1000, 0x1001])
+def test_cuda_copies_are_followed_by_an_event_on_the_stream_of_their_device(current: int, driver: CopyDriver) -> None:
+    """In the context of the copies' device. A wait spares the captures of other threads, which a wait in their mode, as
+    of the garbage collector that frees a wrapper, would invalidate.
+    """
+    source, target, driver.contexts = torch.arange(5), torch.zeros(5), [real.CUcontext(current)]
+    copies = CudaCopies(DEVICE)
+    end = copies.start(target, source, 5)
+    assert copies.start(target, source, 5) is end
     copy = "copy", target.data_ptr(), source.data_ptr(), target.nbytes, 71
-    on = "context 1"
+    on = 0x1001
     assert driver.calls == [(on, *copy), (on, "record", "cuda:1"), (on, *copy), (on, "record", 5, 71)]
-    assert driver.contexts == [f"context {current}"]
+    assert [int(context) for context in driver.contexts] == [current]
+    driver.calls.clear()
+    end.synchronize()
+    assert driver.calls == [("capture mode", "RELAXED"), ("wait",), ("capture mode", "GLOBAL")]
 
 
-def test_a_wait_for_a_copy_spares_the_captures_of_other_threads() -> None:
-    """A wait in the mode of a capture, as of the garbage collector that frees a wrapper, would invalidate it."""
-    driver, source, target = EventDriver(0), torch.arange(5), torch.zeros(5)
-    with (
-        mock.patch.object(launch, "load_driver", return_value=driver),
-        mock.patch.object(launch, "primary_context", lambda index: f"context {index}"),
-        mock.patch.object(launch, "current_stream", return_value=70),
-        mock.patch.multiple(torch.cuda, Event=driver.new_event, current_stream=str),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
-    ):
-        end = CudaCopies(torch.device("cuda", 0)).start(target, source, 5)
-        driver.calls.clear()
-        end.synchronize()
-    assert driver.calls == [("mode", "relaxed"), ("wait",), ("mode", "global")]
+def test_copies_are_not_captured(driver: CopyDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="must not be captured"):
+        CudaCopies(DEVICE).start(torch.zeros(5), torch.arange(5), 5)
+    assert driver.calls == []
 
 
 def test_the_stream_of_the_device_says_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from tests.support import subprocesses
 
 PACKAGE = Path(switches.__file__).parents[1]
 
-TWO_CALLS = """
+SOME_CALLS = """
 import torch, cute_attn
 q = torch.zeros(1, 2, 64).half()
-for _ in range(2):
-    cute_attn.single_prefill_with_kv_cache(q, q, q)
+for sm_scale in (1.0, 1.0, 2.0):
+    cute_attn.single_prefill_with_kv_cache(q, q, q, sm_scale=sm_scale)
 """
 
 
@@ -65,7 +65,7 @@ def test_unknown_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_use_warns_and_logs_once() -> None:
     env = {"CUTE_ATTN_VALIDAT": "1", "CUTE_ATTN_LOGLEVEL": "info"}
-    process = subprocesses.start(TWO_CALLS, env=env)
+    process = subprocesses.start(SOME_CALLS, env=env)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert err.count("CUTE_ATTN_VALIDAT is no variable of cute_attn") == 1

@@ -62,6 +62,14 @@ def test_decode(attribute: str, graph: bool, q_len: int) -> None:
     assert made.workspace_size(**plan_arguments(case, make(case))) == (0, 0)
 
 
+def test_bounds_of_pages_on_the_cpu_replace_those_on_the_gpu() -> None:
+    case = dataclasses.replace(DECODE, page_size=1)
+    made = wrapper(case)
+    unread = {"indptr": torch.zeros(4, dtype=torch.int32), "last_page_len": torch.full((3,), 7, device="meta")}
+    fast_decode_plan(made, **fast_arguments(case) | unread, global_override_indptr_cpu=make(case).kv_indptr)
+    run(case, made)
+
+
 def test_q_len_is_named_by_its_errors() -> None:
     made = made_for(DECODE)
     plan_case(DECODE, made)

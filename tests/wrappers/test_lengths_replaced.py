@@ -25,14 +25,9 @@ FIRST, SECOND = (decode(lens, **heads(4, 1)) for lens in ((20, 9), (5, 24)))  # 
 
 
 @pytest.fixture
-def emulated(request: pytest.FixtureRequest) -> Iterator[None]:
-    arch, kernels = request.param
-    with using(arch, kernels=kernels, sms=2, checks=False):
+def on_fa2() -> Iterator[None]:
+    with using("sm_80", kernels="fa2", sms=2, checks=False):
         yield
-
-
-fa2 = pytest.mark.parametrize("emulated", [("sm_80", "fa2")], ids=["fa2"], indirect=True)
-fa3 = pytest.mark.parametrize("emulated", [("sm_90a", "fa3")], ids=["fa3"], indirect=True)
 
 
 def new(case: BatchCase, graph: bool) -> Any:
@@ -68,17 +63,15 @@ def assert_follows(cases: list[BatchCase], graph: bool) -> Any:
 
 
 @on_the_emulator
-@fa2
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("cases", [PAGED, RAGGED, DECODE], ids=["paged", "ragged", "decode"])
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("on_fa2")
 def test_lengths_follow(cases: list[BatchCase], graph: bool) -> None:
     assert_follows(cases, graph)
 
 
 @on_the_emulator
-@fa2
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("on_fa2")
 def test_runs_of_a_captured_launch_are_replayed_with_the_new_lengths() -> None:
     planned = new(FIRST, graph=True)
     planned.plan(**plan_arguments(FIRST, make(FIRST)))
@@ -121,8 +114,7 @@ def test_runs_are_replayed_under_later_plans(name: str, monkeypatch: pytest.Monk
 
 
 @on_the_emulator
-@pytest.mark.usefixtures("emulated")
-@fa2
+@pytest.mark.usefixtures("on_fa2")
 def test_replays_protect_the_page_indices_of_the_plan_in_force() -> None:
     planned, out = new(FIRST, graph=False), None
     for case in (FIRST, SECOND):
@@ -140,23 +132,20 @@ def test_replays_protect_the_page_indices_of_the_plan_in_force() -> None:
 
 
 @on_the_emulator
-@fa3
-@pytest.mark.usefixtures("emulated")
 def test_tiles_follow() -> None:
     """Batches of short and of long requests have tiles of their own."""
     cases = [ragged((30, 30), (keys, 40), mask="causal", **WIDE) for keys in (100, 9000)]
-    planned = new(cases[0], graph=False)
-    tiles = []
-    for case in cases:
-        planned.plan(**plan_arguments(case, make(case)))
-        tiles.append(planned._plan_info.launch.planned.schedule.tiling.tile)
-    assert tiles[0] != tiles[1]
-    assert_follows(cases, graph=False)
+    with using("sm_90a", kernels="fa3", sms=2):
+        planned, tiles = new(cases[0], graph=False), []
+        for case in cases:
+            planned.plan(**plan_arguments(case, make(case)))
+            tiles.append(planned._plan_info.launch.planned.schedule.tiling.tile)
+        assert tiles[0] != tiles[1]
+        assert_follows(cases, graph=False)
 
 
 @on_the_emulator
-@fa2
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("on_fa2")
 def test_other_shapes_are_checked_again() -> None:
     """Runs that passed under lengths before are refused where they do not fit those now."""
     short, long = (paged((rows,), (20,), **heads(2, 1)) for rows in (3, 7))
@@ -169,8 +158,7 @@ def test_other_shapes_are_checked_again() -> None:
 
 
 @on_the_emulator
-@fa2
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("on_fa2")
 def test_after_an_error_the_lengths_before_stay() -> None:
     case = dataclasses.replace(decode((40, 30), **heads(2, 1)), fixed_split_size=16)
     planned = wrapper(case, backend="emulator")

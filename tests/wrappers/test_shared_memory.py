@@ -47,30 +47,14 @@ def test_mask_bits_in_their_own_buffer() -> None:
         plan_and_run(case, made, packed_custom_mask=view)
 
 
-def ints(size: int) -> torch.Tensor:
-    return torch.zeros(size, dtype=torch.int32)
-
-
 def test_index_buffers_must_be_apart() -> None:
-    memory = ints(64)
-    workspace = torch.zeros(64, dtype=torch.int32)
+    decode_made, prefill_made, memory = made_for(DECODE, pages=64), made_for(PAGED), torch.zeros(64, dtype=torch.int32)
+    decode_buffers, prefill_buffers = (made._place.graph.buffers for made in (decode_made, prefill_made))
+    shared = {"paged_kv_indptr_buffer": memory[:4], "paged_kv_indices_buffer": memory[3:40]}
     with pytest.raises(ArgumentError, match="paged_kv_indices_buffer must not share memory with paged_kv_indptr_buf"):
-        BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            use_cuda_graph=True,
-            paged_kv_indptr_buffer=memory[:4],
-            paged_kv_indices_buffer=memory[3:40],
-            paged_kv_last_page_len_buffer=ints(3),
-        )
+        BatchDecodeWithPagedKVCacheWrapper(memory.clone(), use_cuda_graph=True, **decode_buffers | shared)
+    shared = {"qo_indptr_buf": memory[4:8]}
     with pytest.raises(ArgumentError, match="qo_indptr_buf must not share memory with float_workspace_buffer"):
-        BatchPrefillWithPagedKVCacheWrapper(
-            workspace,
-            use_cuda_graph=True,
-            qo_indptr_buf=workspace[4:8],
-            paged_kv_indptr_buf=ints(4),
-            paged_kv_indices_buf=ints(9),
-            paged_kv_last_page_len_buf=ints(3),
-        )
-    made: Any = made_for(DECODE, pages=64)
+        BatchPrefillWithPagedKVCacheWrapper(memory, use_cuda_graph=True, **prefill_buffers | shared)
     with pytest.raises(ArgumentError, match="float_workspace_buffer must not share memory with paged_kv_indices_buf"):
-        made.reset_workspace_buffer(made._paged_kv_indices_buf[4:])
+        decode_made.reset_workspace_buffer(decode_made._paged_kv_indices_buf[4:])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,15 +18,6 @@ from tests.support.threads import in_threads
 from tests.wrappers.kinds import IDS, KINDS, plan_and_run, run
 
 THREADS, ROUNDS = 8, 6
-
-
-@pytest.fixture(autouse=True)
-def frequent_switches() -> Iterator[None]:
-    """Threads change every few bytecodes, so that a check and the act after it come apart."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
-from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, optional_tensors
+from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
 from cute_attn.runtime.launch import Settled, Values, current_stream
@@ -95,7 +95,7 @@ class Launched(NamedTuple):
     more: Values  # addresses of the attention kernel, which come after those of tensors
 
 
-class BatchRun:
+class BatchRun(Runner):
     """Runs batches of one plan; subclasses define `decided`.
 
     Settings of a run may differ from the planned ones in numbers and in the score steps that follow from these:
@@ -115,14 +115,8 @@ class BatchRun:
         """Returns what the plan in force decides of launches."""
         raise NotImplementedError
 
-    def __call__(self, problem: BatchProblem) -> Fire:
-        """Launches the attention kernel, and the combine kernel where keys are split."""
-        return fire_first(self.bind(problem), problem, (problem.kv_indices, problem.workspace))
-
     def bind(self, problem: BatchProblem) -> Fire:
-        """Returns a function that runs batches which differ from `problem` in addresses, and in what later plans change
-        whose kernels are the same.
-        """
+        """Returns a function that launches the attention kernel, and the combine kernel where keys are split."""
         if not problem.q.shape[0]:
             return launch_nothing
         kernel, index, operands = self.kernel(problem.settings), self.device_index, problem[1:5]

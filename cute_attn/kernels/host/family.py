@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from cute_attn.kernels.combine.spec import rows_of_warps
 from cute_attn.kernels.host.batch import BatchSchedule, SplitKvBatchRun, Tiling, uploaded
 from cute_attn.kernels.host.features import combine_spec
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import Fire
 from cute_attn.kernels.host.planner import Planner, refusal
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
 from cute_attn.kernels.host.single import RequestLaunch, Scheduler, SingleRun, SingleSchedule, schedule_request
@@ -22,11 +21,9 @@ from cute_attn.problem import (
     NO_LENGTHS,
     BatchLengths,
     BatchLimits,
-    BatchProblem,
     DeviceLengths,
     Features,
     Problem,
-    Request,
     Settings,
 )
 from cute_attn.runtime.arch import Arch
@@ -38,29 +35,6 @@ from cute_attn.schedule.batch import AllocateInts, Size, WorkList, allocate_ints
 KernelLaunch = tuple[KernelSpec, Grid]
 
 T = TypeVar("T")  # a family's tile
-
-
-class RequestRunner(Protocol):
-    """Runs requests of the same settings."""
-
-    def __call__(self, problem: Request) -> Fire | None:
-        """Runs one request. Returns what runs requests that differ in addresses, and in the number of keys where the
-        host knows it; None where every request is looked at.
-        """
-
-
-class BatchRunner(Protocol):
-    """Runs batches of one plan."""
-
-    def __call__(self, problem: BatchProblem) -> Fire | None:
-        """Runs one batch. Returns what runs batches that differ in addresses, and in what later plans change whose
-        kernels are the same; None where every batch is looked at.
-        """
-
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
-        """Replaces the lengths of the requests, and tells whether launches are the same otherwise; None, and nothing is
-        replaced, where a new plan is needed.
-        """
 
 
 @dataclass(frozen=True)
@@ -88,15 +62,11 @@ class TiledFamily(Generic[T]):
 
     def prepare(self, settings: Settings, gpu: Gpu) -> SingleRun[T]:
         """Returns a callable that runs single requests of these settings."""
+        scheduler = self.scheduler(settings, gpu.arch, gpu.sms)
+        return SingleRun(settings, gpu, scheduler, lambda *tile: prepared(self.kernel, settings, *tile, gpu))
 
-        def kernel(tile: T, heads: int, split: bool) -> PreparedKernel:
-            return prepared(self.kernel, settings, tile, heads, split, gpu)
-
-        return SingleRun(settings, gpu, self.scheduler(settings, gpu.arch, gpu.sms), kernel)
-
-    def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
+    def launches(self, problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
         """Returns kernels and grids of a single request."""
-        assert isinstance(problem, Problem)  # selection refuses lengths on the device
         if problem.qo_len == 0:
             return []
         schedule = self.scheduler(problem.settings, arch, sms)(problem.qo_len, problem.kv_len)
@@ -153,11 +123,7 @@ class TiledFamily(Generic[T]):
     def _kernel_of(self, gpu: Gpu, schedule: BatchSchedule[T]) -> Callable[[Settings], PreparedKernel]:
         """Returns the prepared kernel of a schedule, by settings."""
         tile, heads, merges = schedule.tiling.tile, schedule.tiling.params.group_size, schedule.merges
-
-        def kernel(settings: Settings) -> PreparedKernel:
-            return prepared(self.kernel, settings, tile, heads, merges, gpu)
-
-        return kernel
+        return lambda settings: prepared(self.kernel, settings, tile, heads, merges, gpu)
 
     def batch_launches(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from cute_attn.kernels.host.params import Fields, kv_axes
-from cute_attn.problem import BatchProblem, DecodeProblem, Problem, Request, Settings
+from cute_attn.problem import BatchProblem, DecodeProblem, Lengths, Problem, Request, Settings
 from cute_attn.request.mla import MlaProblem
 from cute_attn.runtime.launch import Bound, Launch, Values
 
@@ -33,8 +33,6 @@ Pick = Callable[[Optional], Values]
 # these tensors, their `Optional`, and what else the kind of run takes.
 Fire = Callable[[int, int, int, int, int, tuple[Any, ...]], None]
 
-P = TypeVar("P", Problem, BatchProblem)
-
 
 def present(tensors: Sequence[torch.Tensor | None]) -> tuple[Roles, Optional]:
     """Return which tensors there are of those for all ROLES."""
@@ -57,22 +55,6 @@ def optional_tensors(problem: Request | BatchProblem | MlaProblem) -> tuple[Role
     padding = (None,) * (2 - len(scales))
     heads, blocks = head_scales or (None,) * 3, block_scales or (None,) * 2
     return present((*scales, *padding, v_scale, sinks, mask, *heads, *blocks))
-
-
-def with_optional(problem: P, roles: Roles, optional: Optional) -> P:
-    """Return the problem with these optional tensors in place of its own."""
-    by_role = dict(zip(roles, optional, strict=True))
-    scale0, scale1, v_scale, sinks, mask, *more = (by_role.get(i) for i in range(len(ROLES)))
-    head_scales, block_scales = tuple(more[:3]), tuple(more[3:5])
-    changed: dict[str, Any] = {
-        "scale_tensors": tuple(x for x in (scale0, scale1) if x is not None),
-        "v_scale_tensor": v_scale,
-        "sinks": sinks,
-        "packed_mask": mask,
-        "head_scales": None if head_scales[0] is None else head_scales,
-        "block_scales": None if block_scales[0] is None else block_scales,
-    }
-    return problem._replace(**changed)
 
 
 class OptionalBounds:
@@ -152,14 +134,47 @@ class PlainStrides:
         return of_q[0] * size, of_q[-2] * size, *of_kv, *pages
 
 
-def fire_first(fire: Fire, problem: Request | BatchProblem | MlaProblem, rest: tuple[Any, ...]) -> Fire:
-    """Runs `problem` by a function that was bound to it, and returns that function. `rest`: what it takes after the
-    tensors.
-    """
+class Runner:
+    """Runs requests of the same settings, or batches of one plan; subclasses define `bind`."""
+
+    def bind(self, problem: Any) -> Fire:
+        """Returns a function that runs problems which differ from this one in addresses; single requests also in the
+        number of keys, batches also in what later plans change whose kernels are the same.
+        """
+        raise NotImplementedError
+
+    def __call__(self, problem: Any) -> Fire | None:
+        """Runs a problem. Returns what runs those like it; None where every one is looked at."""
+        return fire_first(self.bind(problem), problem)
+
+    def again(self, lengths: Lengths) -> bool | None:
+        """Replaces the lengths of a plan's requests, and tells whether launches are the same otherwise; None, and
+        nothing is replaced, where a new plan is needed.
+        """
+        return None
+
+
+def fire_first(fire: Fire, problem: Request | BatchProblem | MlaProblem) -> Fire:
+    """Runs `problem` by a function that was bound to it, and returns that function."""
     tensors = problem.q, problem.k, problem.v, problem.out, problem.lse
     q, k, v, out, lse = (0 if x is None else x.data_ptr() for x in tensors)
-    fire(q, k, v, out, lse, (*tensors, optional_tensors(problem)[1], *rest))
+    fire(q, k, v, out, lse, (*tensors, optional_tensors(problem)[1], *_rest(problem)))
     return fire
+
+
+def _rest(problem: Request | BatchProblem | MlaProblem) -> tuple[Any, ...]:
+    """Returns what a `Fire` takes after the optional tensors."""
+    if isinstance(problem, Problem):
+        return (problem.kv_len,)
+    if isinstance(problem, BatchProblem):
+        return problem.kv_indices, problem.workspace
+    read: tuple[torch.Tensor | None, ...]
+    if isinstance(problem, MlaProblem):
+        read = problem.lengths.read
+    else:
+        read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
+    addresses = [0 if x is None else x.data_ptr() for x in read]
+    return problem.scratch.counters, problem.scratch.partials, *addresses
 
 
 def launch_nothing(q: int, k: int, v: int, out: int, lse: int, tensors: tuple[Any, ...]) -> None:

@@ -16,13 +16,13 @@ from cute_attn.kernels.host.operands import (
     Fire,
     Pick,
     Roles,
+    Runner,
     block_scale_strides,
-    fire_first,
     launch_nothing,
     optional_tensors,
 )
 from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel
-from cute_attn.problem import Problem, Request, Settings
+from cute_attn.problem import Problem, Settings
 from cute_attn.runtime.launch import Bound, Settled, Values, current_stream
 from cute_attn.schedule.split_kv import Split, ceil_div, split_kv, visible_tokens
 
@@ -71,7 +71,7 @@ Work = tuple[int, Launches, Addresses, Settled, int, tuple[Launches, Settled, in
 # ^ launches where the partial lse begin in these; and the schedule
 
 
-class SingleRun(Generic[T]):
+class SingleRun(Runner, Generic[T]):
     """Runs requests of the same settings. Kernels are loaded at first use; later calls only compute parameters."""
 
     def __init__(
@@ -90,13 +90,8 @@ class SingleRun(Generic[T]):
         self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
         self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
 
-    def __call__(self, problem: Request) -> Fire:
-        """Launches the attention kernel, and the combine kernel where keys are split."""
-        assert isinstance(problem, Problem)  # selection refuses lengths on the device
-        return fire_first(self.bind(problem), problem, (problem.kv_len,))
-
     def bind(self, problem: Problem) -> Fire:
-        """Returns a function that runs requests which differ from `problem` in the number of keys and in addresses."""
+        """Returns a function that launches the attention kernel, and the combine kernel where keys are split."""
         qo_len, index, block_scales = problem.qo_len, self.device_index, block_scale_strides(problem)
         if qo_len == 0:
             return launch_nothing

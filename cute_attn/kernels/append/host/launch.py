@@ -14,11 +14,11 @@ from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, A
 from cute_attn.kernels.host.gpu import Gpu, load
 from cute_attn.kernels.host.params import Fields, divisor
 from cute_attn.kernels.host.prepared import prepared
+from cute_attn.problem import short
 from cute_attn.request.append import NO_SCALES, Append, OwnRows, PageTable, Scale, SlotMapping
 from cute_attn.runtime.launch import Bound, Settled, current_stream
 
 LARGEST = (1 << 31) - THREADS  # units of a launch, slots and indices: the kernel counts in 32 bits
-KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 INDEX_DTYPES = (torch.int32, torch.int64)
 SLOTS = {PageTable: "pages", SlotMapping: "mapped", OwnRows: "rows"}
 # Tensors of indices that the kernel reads, in the order of the request's slots.
@@ -114,7 +114,7 @@ def spec(of: Layouts) -> AppendSpec:
     vector = all(rows.unit_stride and rows.alignment == VECTOR and cache.alignment >= stored for rows, cache in pairs)
     dtype = of.rows[0].dtype
     access = VECTOR if vector else dtype.itemsize
-    return AppendSpec(of.stored, KINDS[dtype], of.slots, access, _per_thread(of, access))
+    return AppendSpec(of.stored, short(dtype), of.slots, access, _per_thread(of, access))
 
 
 def _units(of: Layouts, access: int) -> list[int]:

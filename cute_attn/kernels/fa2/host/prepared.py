@@ -20,7 +20,7 @@ from cute_attn.kernels.host.params import (
     rope_fields,
     score_fields,
 )
-from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
+from cute_attn.kernels.host.prepared import PreparedKernel
 from cute_attn.problem import Settings
 from cute_attn.runtime.launch import Values
 
@@ -62,6 +62,3 @@ class Fa2Kernel(PreparedKernel):
     ) -> Values:
         """Returns the values of STRIDE_FIELDS, then the output's."""
         return *self.plain_strides(q, k, v), *block_scales, *self.output.strides(out)
-
-    def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
-        return PLAIN

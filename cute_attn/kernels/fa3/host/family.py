@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from cute_attn.kernels.blocks.tiles import TileProblem
 from cute_attn.kernels.fa3 import tiles
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.host.family import TiledFamily
 from cute_attn.kernels.host.persistent.batch import family
 from cute_attn.kernels.host.persistent.variant import PersistentKernels
 
-
-def choose(arch: str, problem: TileProblem) -> HopperTile:
-    """Return the tile of a problem. There is one architecture."""
-    return tiles.choose(problem)
-
-
 KERNELS: PersistentKernels[HopperTile] = PersistentKernels(
-    "fa3", Fa3Spec, tiles.page_source, choose, packs_any_group=True
+    "fa3", Fa3Spec, tiles.page_source, lambda arch, problem: tiles.choose(problem), packs_any_group=True
 )
 FAMILY: TiledFamily[HopperTile] = family(KERNELS)

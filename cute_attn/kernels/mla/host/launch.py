@@ -58,9 +58,7 @@ def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> tuple[OptionalBounds
 
 def run(problem: MlaProblem, gpu: Gpu) -> Fire:
     """Launch the kernel on the current stream, and return what runs calls that differ in addresses."""
-    scratch = problem.scratch
-    read = [0 if x is None else x.data_ptr() for x in problem.lengths.read]
-    return fire_first(bind(problem, gpu), problem, (scratch.counters, scratch.partials, *read))
+    return fire_first(bind(problem, gpu), problem)
 
 
 def bind(problem: MlaProblem, gpu: Gpu) -> Fire:

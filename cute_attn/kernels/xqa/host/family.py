@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.kernels.host.batch import BatchRun, Launched, Memory, uploaded
-from cute_attn.kernels.host.family import KernelLaunch, RequestRunner
+from cute_attn.kernels.host.family import KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu, load
-from cute_attn.kernels.host.operands import Fire, block_scale_strides, fire_first, launch_nothing, optional_tensors
+from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
@@ -31,7 +31,7 @@ from cute_attn.kernels.xqa.host.variant import (
 )
 from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import Rings
-from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Request, Settings
+from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Problem, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Bound, current_stream
 from cute_attn.runtime.staging import Staging
@@ -40,7 +40,7 @@ from cute_attn.schedule.batch import AllocateInts, allocate_ints
 LENGTHS_FIELDS = ("indptr", "last_page_len", "seq_lens", "page_starts", "batch", "page_size", "num_indices")
 
 
-class DecodeRun:
+class DecodeRun(Runner):
     """Runs decode calls of the same settings in the scratch memory of their callers. Nothing is copied to the device:
     the first call may be one that is captured.
 
@@ -51,13 +51,6 @@ class DecodeRun:
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu
-
-    def __call__(self, problem: Request) -> Fire:
-        """Launches the kernel."""
-        assert isinstance(problem, DecodeProblem)
-        lengths = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
-        read = [0 if x is None else x.data_ptr() for x in lengths]
-        return fire_first(self.bind(problem), problem, (problem.scratch.counters, problem.scratch.partials, *read))
 
     def bind(self, problem: DecodeProblem) -> Fire:
         """Returns a function that runs calls which differ from `problem` in addresses."""
@@ -143,12 +136,8 @@ class XqaBatchRun(BatchRun):
         gpu: Gpu,
     ) -> None:
         planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-
-        def kernel(settings: Settings) -> XqaKernel:
-            return prepared(XqaKernel, settings, planned.config, gpu)
-
-        self.config = planned.config
-        super().__init__(settings, kernel, gpu.device_index)
+        self.config = config = planned.config
+        super().__init__(settings, lambda settings: prepared(XqaKernel, settings, config, gpu), gpu.device_index)
         self.staging, self.batch_size, self.gpu = staging, planned.batch_size, gpu
         self.settings, self.limits, self.rule = settings, limits, planned.rule
         self.page_size, self.grid = settings.page_size, planned.grid
@@ -218,23 +207,17 @@ class XqaFamily:
 
         return scheduled
 
-    def prepare(self, settings: Settings, gpu: Gpu) -> RequestRunner:
+    def prepare(self, settings: Settings, gpu: Gpu) -> Runner:
         if settings.features.device_lengths:
             return DecodeRun(settings, gpu)
+        scheduler, table = self.scheduler(settings, gpu.arch, gpu.sms), one_page(gpu.device_index)
+        return SingleRun(settings, gpu, scheduler, lambda config, *_: prepared(XqaKernel, settings, config, gpu), table)
 
-        def kernel(config: LaunchConfig, heads: int, split: bool) -> XqaKernel:
-            return prepared(XqaKernel, settings, config, gpu)
-
-        scheduler = self.scheduler(settings, gpu.arch, gpu.sms)
-        return SingleRun(settings, gpu, scheduler, kernel, one_page(gpu.device_index))
-
-    def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-        batch_size = len(problem.seq_lens) if isinstance(problem, DecodeProblem) else 1
-        if not problem.qo_len or not batch_size:
+    def launches(self, problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
+        if problem.qo_len == 0:
             return []
-        rule = rule_of(problem.settings.features, arch, shape_of_call(problem))
-        config = launch_config(problem.settings, problem.qo_len, rule, arch, sms, alone=batch_size == 1)
-        return [(config.spec, config.grid_of(batch_size))]
+        schedule = self.scheduler(problem.settings, arch, sms)(problem.qo_len, problem.kv_len)
+        return [(schedule.tile.spec, schedule.grid)]
 
     def plan(
         self,
