@@ -255,16 +255,15 @@ def _outputs(call: DecodeCall, features: Features, qo_len: int) -> tuple[torch.T
 
 
 def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> None:
-    """Refuse buffers, and where `values` says so lengths and page numbers, that the problem must not have.
-
-    While a CUDA graph is captured, nothing can be read from the device: only buffers are checked then.
+    """Refuse buffers, and where `values` says so lengths and page numbers, that the problem must not have. `values`:
+    not while a CUDA graph is captured, when nothing can be read from the device.
     """
     scratch = problem.scratch
     written = [("workspace_buffer", scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)]
     if scratch.counter_buffer is not scratch.partial_buffer:
         written.insert(0, ("semaphores", scratch.counter_buffer))
     checks.apart((*written, ("lse", call.lse_copy)), problem.given)
-    if values and not (problem.q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if values:
         if problem.qo_indptr is not None:
             bounds, rows = problem.qo_indptr.tolist(), problem.q.shape[0]
             operands.check_bounds("q_cu_seq_lens", bounds, problem.qo_len)

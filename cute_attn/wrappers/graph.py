@@ -33,7 +33,7 @@ KINDS = {  # by the name of a constructor's argument, without what `stem` remove
     "qo_indptr": Kind("qo_indptr", 1),
     "kv_indptr": Kind("kv_indptr", 1),
     "kv_indices": Kind("kv_indices", None),
-    "kv_len_arr": Kind("kv_len", 0),
+    "kv_len_arr": Kind("kv_len_arr", 0),
     "paged_kv_indptr": Kind("kv_indptr", 1),
     "paged_kv_indices": Kind("kv_indices", None),
     "paged_kv_last_page_len": Kind("last_page_len", 0),

@@ -155,8 +155,8 @@ def test_runs_agree_with_the_plan() -> None:
     case = CASES["decode"]
     wrapper, (nope, rope, ckv, kpe) = case.wrapper(), case.parts()
     for tensors, message in (
-        ((nope[:1], rope[:1], ckv, kpe), "q_nope must have 2 tokens of 4 heads, as planned"),
-        ((nope, rope, ckv.view(-1, 1, LATENT), kpe.view(-1, 1, ROPE)), "ckv_cache must have the planned page_size 2"),
+        ((nope[:1], rope[:1], ckv, kpe), "tokens of q_nope must be as planned, 2"),
+        ((nope, rope, ckv.view(-1, 1, LATENT), kpe.view(-1, 1, ROPE)), "page_size of ckv_cache must be as planned, 2"),
         ((nope, rope[:, :1], ckv, kpe), "q_pe must have shape "),
     ):
         with pytest.raises(ArgumentError, match=message):

@@ -10,31 +10,39 @@ import torch
 
 from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.request import checks
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaCall, MlaLengths, MlaOptions, Names, Part, Parts
+from cute_attn.request.mla import LATENT, NARROW, OF_CACHE, OF_QUERY, ROPE, MlaCall, MlaLengths, MlaOptions
 from cute_attn.wrappers import mla
 
-NAMES = Names("query_start_loc", "", "block_table", "seq_lens")
+NAMES = OF_QUERY | OF_CACHE | {"kv_indices": "block_table", "kv_len_arr": "seq_lens", "qo_indptr": "query_start_loc"}
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # vLLM's names
 DIMS = (LATENT, ROPE)
 NEW_TOKENS = -1  # beside the numbers of chunks
 
 
 class LatentDecodes(NamedTuple):
-    """The decodes of a step: tensors are vLLM's, on the device. Nothing is planned."""
+    """The decodes of a step. Nothing is planned."""
 
-    decodes: Decodes
-    block_table: torch.Tensor  # int32 [num_reqs, width]
-    seq_lens: torch.Tensor  # int32 [num_reqs]: keys of this rank, those of the step included
-    query_start_loc: torch.Tensor  # int32 [num_reqs + 1]
+    num_tokens: int  # rows of queries without padding
+    lengths: MlaLengths  # vLLM's tensors: keys are those of this rank
     workspace: torch.Tensor
     backend: str = "auto"
 
-    def lengths(self) -> MlaLengths:
-        """Return the lengths and pages of a call."""
-        decodes = self.decodes
-        starts = None if decodes.uniform else self.query_start_loc
-        return MlaLengths(NAMES, starts, None, self.block_table, self.seq_lens, decodes.q_len)
+    @classmethod
+    def of(
+        cls,
+        decodes: Decodes,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        workspace: torch.Tensor,
+        backend: str = "auto",
+    ) -> LatentDecodes:
+        """Return the decodes of a step by vLLM's tensors."""
+        starts = None if decodes.uniform else query_start_loc
+        lengths = MlaLengths(starts, None, block_table, seq_lens, decodes.q_len)
+        return cls(decodes.num_tokens, lengths, workspace, backend)
 
 
 def decode(
@@ -65,22 +73,21 @@ def decode(
     if cache.dtype == torch.uint8:
         cache = cache.view(NARROW)
     factor = cache_scale if cache.dtype == NARROW else 1.0
-    used, lengths = step.decodes.num_tokens, step.lengths()
+    used, lengths = step.num_tokens, step.lengths
     all_out = out = q.new_empty((*q.shape[:2], LATENT))
     all_lse = lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     if used < q.shape[0]:
         out[used:].zero_()
         q, out = q[:used], out[:used]
         q_pe, lse = (None if x is None else x[:used] for x in (q_pe, lse))
-    workspace = Part("workspace", step.workspace)
-    call = MlaCall(q, q_pe, cache, None, None, out, lse, workspace, lengths.read, scale * factor, factor)
+    call = MlaCall(q, q_pe, cache, None, None, out, lse, step.workspace, lengths.read, scale * factor, factor)
     repeatable, found = mla.repeated(call, (return_lse, lengths.qo_len), ("vLLM", step.backend))
     if found is None:
-        q_nope, q_pe = q.split(DIMS, dim=-1) if q_pe is None else (q, q_pe)
-        ckv, kpe = cache.split(DIMS, dim=-1)
-        parts = Parts(Part("q_nope", q_nope), Part("q_pe", q_pe), Part("kv_cache", ckv), Part("kv_cache", kpe))
+        queries = q.split(DIMS, dim=-1) if q_pe is None else (q, q_pe)
+        call = call.in_parts(*queries, *cache.split(DIMS, dim=-1))
         options = MlaOptions(causal=True, return_lse=return_lse, lse_base="ln")
-        mla.run(parts, lengths, call, options, step.backend, repeatable)
+        with checks.renamed(NAMES):
+            mla.run(call, lengths, options, step.backend, repeatable)
     return all_out, all_lse
 
 
