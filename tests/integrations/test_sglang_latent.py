@@ -13,7 +13,7 @@ import torch
 
 from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.latent import LatentAttention, extend_step
+from cute_attn.integrations.sglang.latent import LatentAttention, extended
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind
 from cute_attn.integrations.sglang.tables import TableStep
@@ -46,9 +46,9 @@ def assert_close(found: torch.Tensor, want: torch.Tensor) -> None:
 def test_rows_of_the_pool(q_lens: tuple[int, ...], page_size: int, narrow: bool, device: str) -> None:
     case = MlaCase(HEADS, q_lens, (37, 9, 40), page_size, device=device, narrow=narrow)
     tables = case.table.clamp_min(0)
-    extends = len(set(q_lens)) > 1
-    uniform = TableStep(tables, None, case.seq_lens, q_lens[0])
-    step = extend_step(tables, case.seq_lens.long(), list(q_lens)) if extends else uniform
+    step = TableStep(tables, None, case.seq_lens, q_lens[0])
+    if len(set(q_lens)) > 1:
+        step = extended(step, list(q_lens))
     assert step.num_tokens == sum(q_lens)
     out = torch.empty(sum(q_lens), HEADS, LATENT, dtype=BF16, device=device)
     scale = torch.tensor([0.5], device=device) if narrow else None
@@ -63,8 +63,8 @@ def test_prompts_are_planned_once_per_step(device: str, monkeypatch: pytest.Monk
     kind = KIND._replace(num_kv_heads=HEADS, head_dim=192)
     generator = torch.Generator().manual_seed(0)
     for q_lens in ((7, 1, 30), (7, 2)):
-        lengths = torch.tensor(q_lens, device=device)
-        step = extend_step(torch.zeros(len(q_lens), 1, dtype=torch.int32, device=device), lengths, list(q_lens))
+        tables, lengths = torch.zeros(2, len(q_lens), 1, dtype=torch.int32, device=device)
+        step = extended(TableStep(tables, None, lengths[:, 0]), list(q_lens))
         for _ in range(2):  # layers
             q, k, v = (torch.randn(sum(q_lens), HEADS, n, generator=generator).to(BF16) for n in (192, 192, 128))
             out = torch.empty_like(v).to(device)
