@@ -100,9 +100,9 @@ def test_runs_of_plans(changes: dict[str, Any], driver: RecordingDriver, full_ch
     for i, scale in enumerate((SCALE, SCALE, SCALE, 1.0)):
         case = case_of(i, **changes)
         if i != 1:
-            arrays = case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens - i
+            planned = case.arrays(kv_len_arr=case.seq_lens - i) | case.options(sm_scale=scale)
             for wrapper in (made, other):
-                wrapper.plan(*arrays, case.heads, LATENT, case.rope, 64, True, scale, case.dtype, case.cache.dtype)
+                wrapper.plan(**planned)
         full_checks.clear()
         parts, options = case.parts(), {"return_lse": True, **case.scale_options()}
         replayed = launched(driver, made.run(*parts, **options))
