@@ -9,7 +9,7 @@ import torch
 from cute_attn.errors import ArgumentError
 from cute_attn.mla import SPARSE
 from cute_attn.request import checks
-from cute_attn.request.mla import GROUP, LATENT, NARROW, ROPE, MlaCall, MlaLengths, MlaOptions, split_rows
+from cute_attn.request.mla import GROUP, LATENT, NARROW, ROPE, MlaCall, MlaLengths, split_rows
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla_plan import refuse_dims
 
@@ -111,14 +111,15 @@ def flash_mla_with_kvcache(
     scale = checks.real_or("softmax_scale", softmax_scale, (LATENT + rope) ** -0.5)
     workspace = q.new_empty(0, dtype=torch.uint8)  # launches take memory of their own
     read = block_table, cache_seqlens, None, None
-    call = MlaCall(q, None, ckv, kpe, scales, None, None, workspace, read, scale, 1.0)
-    repeatable, found = calls.repeated(call, (causal,), ("FlashMLA",))
+    call = MlaCall(
+        q, None, ckv, kpe, scales, None, None, workspace, read, scale, 1.0, None, causal, True, lse_base="ln"
+    )
+    repeatable, found = calls.repeated(call, (), ("FlashMLA",))
     if found is None:
         cache = (None if x is None else x[:, :, 0] for x in call[2:5])
         call = call.in_parts(q_nope.flatten(0, 1), q_pe.flatten(0, 1), *cache)
-        options = MlaOptions(causal, return_lse=True, lse_base="ln")
         with checks.renamed(NAMES):
-            found = calls.run(call, MlaLengths.in_table(q, block_table, cache_seqlens), options, "auto", repeatable)
+            found = calls.run(call, MlaLengths.in_table(q, block_table, cache_seqlens), "auto", repeatable)
     out, lse = found
     return out, lse.unflatten(0, q.shape[:2]).transpose(1, 2)
 

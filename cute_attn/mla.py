@@ -18,7 +18,6 @@ from cute_attn.request.mla import (
     OF_TABLE,
     MlaCall,
     MlaLengths,
-    MlaOptions,
     split_rows,
 )
 from cute_attn.request.operands import flat_tokens
@@ -159,12 +158,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
     checks.at_least("max_seq_len", max_seq_len, 0)
     call = MlaCall(
         query, None, kv_cache, None, None, out, lse, workspace_buffer,
-        (block_tables, seq_lens, cum_seq_lens_q, None), bmm1_scale, bmm2_scale, sinks,
+        (block_tables, seq_lens, cum_seq_lens_q, None), bmm1_scale, bmm2_scale, sinks, True, return_lse, enable_pdl,
     )  # fmt: skip
     others = (
         qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k, skip_softmax_threshold_scale_factor,
-        enable_pdl, is_var_seq, uses_shared_paged_kv_idx, return_lse, max_q_len, multi_ctas_kv_counter_buffer,
-        sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax,
+        is_var_seq, uses_shared_paged_kv_idx, max_q_len, multi_ctas_kv_counter_buffer, sparse_mla_top_k_lens,
+        enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax,
     )  # fmt: skip
     texts = "whole", backend, cute_dsl_impl, kv_scale_format, return_lse_base
     repeatable, found = calls.repeated(call, others, texts)
@@ -193,13 +192,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if query.dtype == NARROW:
         checks.refuse("query of float8_e4m3fn", "products have 16 bits", "query.to(torch.bfloat16)")
     call = call.in_parts(q_nope.flatten(0, -3), q_pe.flatten(0, -3), *_cache(kv_cache, rope))
-    call = call._replace(out=_flat("out", out, query.shape), lse=_flat("lse", lse, query.shape))
-    options = MlaOptions(True, return_lse, LSE_BASES[base], enable_pdl)
+    out, lse = _flat("out", out, query.shape), _flat("lse", lse, query.shape)
+    call = call._replace(out=out, lse=lse, lse_base=LSE_BASES[base])
     if cum_seq_lens_q is not None and not max_q_len:  # what the bounds say, which every call reads
         repeatable = {}, None, repeatable[2]
     with checks.renamed(NAMES):
         lengths = MlaLengths.in_table(query, block_tables, seq_lens, cum_seq_lens_q, max_q_len)
-        found = calls.run(call, lengths, options, backend, repeatable)
+        found = calls.run(call, lengths, backend, repeatable)
     return found if return_lse else found[0]
 
 

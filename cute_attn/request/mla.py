@@ -173,7 +173,7 @@ class MlaProblem(NamedTuple):
 
 
 class MlaCall(NamedTuple):
-    """The tensors of a call under the names of the wrapper, not checked yet."""
+    """The arguments of a call under the names of the wrapper, not checked yet."""
 
     q_nope: Any  # latent columns; of a call as it is given both parts, where `q_pe` is None
     q_pe: Any
@@ -187,21 +187,16 @@ class MlaCall(NamedTuple):
     bmm1_scale: Any  # these two may be numbers
     bmm2_scale: Any
     sinks: Any = None
+    causal: Any = True
+    return_lse: Any = False
+    enable_pdl: Any = None
+    ckv_scale: Any = None  # factors of the cache's parts; None: 1
+    kpe_scale: Any = None
+    lse_base: str = "log2"  # a key of LSE_BASES
 
     def in_parts(self, *parts: Any) -> MlaCall:
         """Return the call with queries, cache and scales of groups in other tensors: as many as are given."""
         return MlaCall._make((*parts, *self[len(parts) :]))
-
-
-class MlaOptions(NamedTuple):
-    """Other arguments of a call, not checked yet."""
-
-    causal: bool
-    return_lse: Any
-    lse_base: str  # a key of LSE_BASES
-    enable_pdl: Any = None
-    ckv_scale: Any = None  # factors of the cache's parts; None: 1
-    kpe_scale: Any = None
 
 
 # ---- queries and caches
@@ -265,7 +260,7 @@ def _readable(*parts: tuple[str, torch.Tensor]) -> torch.Tensor:
 # ---- problems
 
 
-def mla_problem(call: MlaCall, lengths: MlaLengths, options: MlaOptions) -> MlaProblem:
+def mla_problem(call: MlaCall, lengths: MlaLengths) -> MlaProblem:
     """Check a call and allocate the outputs that the caller did not pass."""
     scratch = operands.partials_in("workspace_buffer", call.workspace_buffer)
     given, call = call, _check_parts(call)
@@ -274,9 +269,9 @@ def mla_problem(call: MlaCall, lengths: MlaLengths, options: MlaOptions) -> MlaP
     checks.device("kv_indices", lengths.kv_indices, q.device)
     sm_scale, scale = _scale("bmm1_scale", call.bmm1_scale, q.device)
     v_number, v_scale = _scale("bmm2_scale", call.bmm2_scale, q.device)
-    if options.enable_pdl is not None:
-        checks.boolean("enable_pdl", options.enable_pdl)
-    scales = ("ckv_scale", options.ckv_scale), ("kpe_scale", options.kpe_scale)
+    if call.enable_pdl is not None:
+        checks.boolean("enable_pdl", call.enable_pdl)
+    scales = ("ckv_scale", call.ckv_scale), ("kpe_scale", call.kpe_scale)
     ckv_scale, kpe_scale = (checks.positive_or(name, x, 1.0) for name, x in scales)
     if ckv.dtype == NARROW != kpe.dtype and kpe_scale != 1.0:
         raise ArgumentError(f"kpe_scale must be 1 for rotated columns of 16 bits, got {kpe_scale}")
@@ -288,14 +283,14 @@ def mla_problem(call: MlaCall, lengths: MlaLengths, options: MlaOptions) -> MlaP
         scales_of_groups is not None,
         q.shape[1],
         ckv.shape[1],
-        checks.boolean("causal", options.causal),
+        checks.boolean("causal", call.causal),
         checks.real("sm_scale * ckv_scale", sm_scale * ckv_scale),
         checks.real("sm_scale * kpe_scale", sm_scale * kpe_scale),
         checks.real("bmm2_scale * ckv_scale", v_number * ckv_scale),
-        LSE_BASES[options.lse_base],
-        options.enable_pdl,
+        LSE_BASES[call.lse_base],
+        call.enable_pdl,
     )
-    buffers = call.out, call.lse, call.lse is None and checks.boolean("return_lse", options.return_lse)
+    buffers = call.out, call.lse, call.lse is None and checks.boolean("return_lse", call.return_lse)
     out, lse = operands.outputs(q, buffers, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
     written = ("workspace_buffer", call.workspace_buffer), ("out", out), ("lse", lse)
     read = given._replace(workspace_buffer=None, out=None, lse=None)._asdict() | lengths.arrays()

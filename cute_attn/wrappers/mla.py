@@ -23,7 +23,6 @@ from cute_attn.request.mla import (
     OF_QUERY,
     MlaCall,
     MlaLengths,
-    MlaOptions,
     check_values,
     mla_problem,
     split_rows,
@@ -48,7 +47,7 @@ def repeated(
     """Launch a call like an earlier one and return its outputs, if there is one. `others`, `names`: all other
     arguments, numbers and texts; calls that are equal in them must ask for equal problems.
     """
-    q, q_pe, cache, kpe, groups, out, lse, workspace, read, scale, v_scale, sinks = call
+    q, q_pe, cache, kpe, groups, out, lse, workspace, read, scale, v_scale, sinks, *options, base = call
     scales, roles, optional, on_cpu = calls.operands((scale, None, v_scale), sinks, None, None, None)
     try:
         rotated = q[..., LATENT:] if q_pe is None else q_pe
@@ -56,14 +55,14 @@ def repeated(
         rotated = q_pe
     optional = (*optional, rotated) if groups is None else (*optional, rotated, groups)
     given = q, cache, cache if kpe is None else kpe, out, lse, workspace, optional, (*read, *on_cpu)
-    names = *names, roles, q_pe is None, kpe is None, groups is None
-    key, found = calls.repeated(entries, given, (*scales, *others), names)
+    names = *names, base, roles, q_pe is None, kpe is None, groups is None
+    key, found = calls.repeated(entries, given, (*scales, *options, *others), names)
     return (entries, key, given), found
 
 
-def run(call: MlaCall, lengths: MlaLengths, options: MlaOptions, backend: str, repeatable: Repeatable) -> calls.Outputs:
+def run(call: MlaCall, lengths: MlaLengths, backend: str, repeatable: Repeatable) -> calls.Outputs:
     """Check a call, run it on a backend, and leave its entry. Return out, and lse or None, as the caller has them."""
-    problem = mla_problem(call, lengths, options)
+    problem = mla_problem(call, lengths)
     if calls.looks_at_values(problem.q.device):
         check_values(problem)
     fire = dispatch.run(problem, backend)
@@ -333,10 +332,10 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         call = MlaCall(
             *_halves(QUERIES, query, q_nope, q_pe), *_halves(CACHE, kv_cache, ckv_cache, kpe_cache), ckv_scale_arr,
             out, lse, self._float_workspace_buffer, plan.lengths.read, bmm1_scale, bmm2_scale, sinks,
+            plan.causal, return_lse, plan.enable_pdl, ckv_scale, kpe_scale,
         )  # fmt: skip
         others = (
-            return_lse, return_lse_base_on_e, ckv_scale, kpe_scale, o_scale, skip_softmax_threshold_scale_factor,
-            profiler_buffer, kv_len, page_table,
+            return_lse_base_on_e, o_scale, skip_softmax_threshold_scale_factor, profiler_buffer, kv_len, page_table,
         )  # fmt: skip
         forms = isinstance(query, torch.Tensor), isinstance(kv_cache, torch.Tensor)
         repeatable, found = repeated(call, others, forms, plan.entries)
@@ -353,17 +352,15 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         _check_scales(plan, (ckv_scale, ckv_scale_arr, kpe_scale), (bmm1_scale, bmm2_scale))
         queries = _parts(QUERIES, query, call[:2], plan.layouts[0], plan.rope)
         cache = _parts(CACHE, kv_cache, call[2:4], plan.layouts[1], plan.rope)
-        call = call.in_parts(*queries, *cache)
-        if bmm1_scale is None:
-            call = call._replace(bmm1_scale=plan.sm_scale)
-        if bmm2_scale is None:
-            call = call._replace(bmm2_scale=1.0)
-        base = "ln" if natural else "log2"
-        options = MlaOptions(plan.causal, return_lse, base, plan.enable_pdl, ckv_scale, kpe_scale)
+        call = call.in_parts(*queries, *cache)._replace(
+            bmm1_scale=plan.sm_scale if bmm1_scale is None else bmm1_scale,
+            bmm2_scale=1.0 if bmm2_scale is None else bmm2_scale,
+            lse_base="ln" if natural else "log2",
+        )
         packed = (OF_QUERY if forms[0] else {}) | (OF_CACHE if forms[1] else {})
         with checks.renamed({"workspace_buffer": "float_workspace_buffer", **plan.lengths.names, **packed}):
             _check_planned(call, plan)
-            found = run(call, plan.lengths, options, self._backend, repeatable)
+            found = run(call, plan.lengths, self._backend, repeatable)
         return found if return_lse else found[0]
 
 

@@ -12,7 +12,7 @@ from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request import checks
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.request.mla import LATENT, NARROW, OF_CACHE, OF_QUERY, ROPE, MlaCall, MlaLengths, MlaOptions
+from cute_attn.request.mla import LATENT, NARROW, OF_CACHE, OF_QUERY, ROPE, MlaCall, MlaLengths
 from cute_attn.wrappers import mla
 
 NAMES = OF_QUERY | OF_CACHE | {"kv_indices": "block_table", "kv_len_arr": "seq_lens", "qo_indptr": "query_start_loc"}
@@ -80,14 +80,16 @@ def decode(
         out[used:].zero_()
         q, out = q[:used], out[:used]
         q_pe, lse = (None if x is None else x[:used] for x in (q_pe, lse))
-    call = MlaCall(q, q_pe, cache, None, None, out, lse, step.workspace, lengths.read, scale * factor, factor)
-    repeatable, found = mla.repeated(call, (return_lse, lengths.qo_len), ("vLLM", step.backend))
+    call = MlaCall(
+        q, q_pe, cache, None, None, out, lse, step.workspace, lengths.read, scale * factor, factor, None, True,
+        return_lse, lse_base="ln",
+    )  # fmt: skip
+    repeatable, found = mla.repeated(call, (lengths.qo_len,), ("vLLM", step.backend))
     if found is None:
         queries = q.split(DIMS, dim=-1) if q_pe is None else (q, q_pe)
         call = call.in_parts(*queries, *cache.split(DIMS, dim=-1))
-        options = MlaOptions(causal=True, return_lse=return_lse, lse_base="ln")
         with checks.renamed(NAMES):
-            mla.run(call, lengths, options, step.backend, repeatable)
+            mla.run(call, lengths, step.backend, repeatable)
     return all_out, all_lse
 
 
