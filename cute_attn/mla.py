@@ -191,7 +191,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     q_nope, q_pe = split_rows("query", query, (4,) if cum_seq_lens_q is None else (3,), QUERY_AXES, rope)
     if query.dtype == NARROW:
         checks.refuse("query of float8_e4m3fn", "products have 16 bits", "query.to(torch.bfloat16)")
-    call = call.in_parts(q_nope.flatten(0, -3), q_pe.flatten(0, -3), *_cache(kv_cache, rope))
+    if checks.tensor("kv_cache", kv_cache).dim() == 4 and kv_cache.shape[1] == 1:
+        kv_cache = kv_cache[:, 0]
+    cache = split_rows("kv_cache", kv_cache, (3,), CACHE_AXES, rope)
+    call = call.in_parts(q_nope.flatten(0, -3), q_pe.flatten(0, -3), *cache)
     out, lse = _flat("out", out, query.shape), _flat("lse", lse, query.shape)
     call = call._replace(out=out, lse=lse, lse_base=LSE_BASES[base])
     if cum_seq_lens_q is not None and not max_q_len:  # what the bounds say, which every call reads
@@ -246,16 +249,6 @@ def xqa_batch_decode_with_kv_cache_mla(
     )  # fmt: skip
     assert isinstance(found, torch.Tensor)
     return found if out is None else out
-
-
-def _cache(kv_cache: Any, rope: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both parts of the cache as `[num_pages, page_size, ...]`."""
-    ckv, kpe = split_rows("kv_cache", kv_cache, (3, 4), CACHE_AXES, rope)
-    if kv_cache.dim() == 3:
-        return ckv, kpe
-    if kv_cache.shape[1] != 1:
-        raise checks.wrong(f"kv_cache must have shape {CACHE_AXES}", kv_cache)
-    return ckv[:, 0], kpe[:, 0]
 
 
 def _flat(name: str, buffer: Any, shape: torch.Size) -> Any:

@@ -345,11 +345,8 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         checks.refuse_given("the plan has lengths and pages", kv_len=kv_len, page_table=page_table)
         checks.refuse_given("outputs have 16 bits", o_scale=o_scale)
         trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
-        if (sinks is not None) != plan.use_sinks:
-            raise ArgumentError(f"sinks must be given exactly where plan has use_sinks, which is {plan.use_sinks}")
         natural = checks.boolean("return_lse_base_on_e", return_lse_base_on_e)
-        _check_lse_mode(plan.lse_mode, bool(return_lse) or lse is not None or natural, natural)
-        _check_scales(plan, (ckv_scale, ckv_scale_arr, kpe_scale), (bmm1_scale, bmm2_scale))
+        _check_modes(call, plan, natural)
         queries = _parts(QUERIES, query, call[:2], plan.layouts[0], plan.rope)
         cache = _parts(CACHE, kv_cache, call[2:4], plan.layouts[1], plan.rope)
         call = call.in_parts(*queries, *cache)._replace(
@@ -367,31 +364,31 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
 # ---- arguments
 
 
-def _check_lse_mode(planned: str | None, asked: bool, natural: bool) -> None:
-    found = ("basee" if natural else "base2") if asked else "none"
-    if planned not in (None, found):
+def _check_modes(call: MlaCall, plan: Planned, natural: bool) -> None:
+    """Check that a run has the sinks and the scales that the plan says, and asks for that lse. `natural`: its base."""
+    if (call.sinks is not None) != plan.use_sinks:
+        raise ArgumentError(f"sinks must be given exactly where plan has use_sinks, which is {plan.use_sinks}")
+    asked = bool(call.return_lse) or call.lse is not None or natural
+    lse_mode = ("basee" if natural else "base2") if asked else "none"
+    if plan.lse_mode not in (None, lse_mode):
         raise ArgumentError(
-            f"return_lse, lse and return_lse_base_on_e must ask for the planned lse_mode {planned!r}, got {found!r}"
+            "return_lse, lse and return_lse_base_on_e must ask for the planned lse_mode "
+            f"{plan.lse_mode!r}, got {lse_mode!r}"
         )
-
-
-def _check_scales(plan: Planned, cache: tuple[Any, Any, Any], products: tuple[Any, Any]) -> None:
-    """Check which scales a run gets. `cache`: ckv_scale, ckv_scale_arr and kpe_scale; `products`: those of bmm1 and
-    bmm2."""
-    (ckv, groups, kpe), dtype = cache, plan.dtypes[1]
-    if dtype != NARROW and any(x is not None for x in cache):
+    dtype, of_ckv = plan.dtypes[1], [x is not None for x in (call.ckv_scale, call.ckv_scale_arr)]
+    if dtype != NARROW and (any(of_ckv) or call.kpe_scale is not None):
         raise ArgumentError(
             f"ckv_scale, ckv_scale_arr and kpe_scale must come with a cache of float8_e4m3fn, got one of {short(dtype)}"
         )
-    both, neither = ckv is not None and groups is not None, ckv is None and groups is None
-    needed = dtype == NARROW and (products[0] is None or plan.scale_mode == "kv-per-tensor")
-    if both or (neither and needed):
+    needed = dtype == NARROW and (call.bmm1_scale is None or plan.scale_mode == "kv-per-tensor")
+    if all(of_ckv) or (needed and not any(of_ckv)):
         raise ArgumentError(
             "Exactly one of ckv_scale or ckv_scale_arr must be given with a cache of float8_e4m3fn, "
-            f"got {'both' if both else 'neither'}"
+            f"got {'both' if all(of_ckv) else 'neither'}"
         )
-    if kpe is None and needed:
+    if call.kpe_scale is None and needed:
         raise ArgumentError("kpe_scale must be given with a cache of float8_e4m3fn, got None")
+    products = call.bmm1_scale, call.bmm2_scale
     if plan.scale_mode.startswith("bmm"):
         tensors = plan.scale_mode == "bmm-tensor"
         if any(x is None or isinstance(x, torch.Tensor) != tensors for x in products):
