@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,3 +196,24 @@ class MlaCase:
         epsilon = torch.finfo(self.dtype).eps
         torch.testing.assert_close(out, want, rtol=2 * epsilon, atol=4 * epsilon)
         torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=2e-4)
+
+
+def random_case(r: random.Random, most_requests: int, longest: int, **options: Any) -> MlaCase:
+    """A batch in any form, of as many keys together."""
+    requests, q_len = r.choice((1, 2, 5, most_requests)), r.choice((0, 1, 1, 2, 8))
+    narrow, rope, dtype = r.random() < 0.5, r.choice((0, 64, 64)), r.choice((torch.float16, torch.bfloat16))
+    grouped = narrow and r.random() < 0.5
+    return MlaCase(
+        q_lens=[q_len or r.randrange(i == 0, 5) for i in range(requests)],
+        kv_lens=[r.choice((0, 1, 64, r.randrange(longest // requests))) for _ in range(requests)],
+        page_size=r.choice((1, 3, 7, 16, 32, 64)),
+        dtype=dtype,
+        causal=r.random() < 0.8,
+        sinks=r.random() < 0.3,
+        narrow=narrow,
+        rope=rope,
+        grouped=grouped,
+        wide=grouped and rope > 0 and dtype == torch.bfloat16 and r.random() < 0.5,
+        seed=r.randrange(1 << 30),
+        **options,
+    )
