@@ -60,11 +60,12 @@ class MlaLengths(NamedTuple):
     rows: int | None = None  # of q, where the plan fixes them
 
     @classmethod
-    def checked(cls, arrays: Sequence[Any], qo_len: Any = None, device: torch.device | None = None) -> MlaLengths:
-        """Check arrays in the order of the fields, which must have one batch size. `qo_len` None: the most that the
-        bounds of queries have, which synchronises on a GPU. `device`: where arrays must be; None: anywhere.
+    def checked(cls, arrays: Sequence[Any], most: Any = None, device: torch.device | None = None) -> MlaLengths:
+        """Check arrays in the order of the fields, which must have one batch size. `most`: `qo_len`; with bounds of
+        queries None is what these have, and other numbers spare reading them from a GPU, which synchronises. `device`:
+        where arrays must be; None: anywhere.
         """
-        lengths = cls._make((*arrays, qo_len, None))
+        lengths, rows = cls._make((*arrays, most, None)), None
         bounds, starts, pages, kv_len = zip(cls._fields, arrays, strict=False)
         if lengths.kv_indptr is None:
             caches.tables_with_lengths(pages, kv_len, device)
@@ -74,7 +75,17 @@ class MlaLengths(NamedTuple):
         for name, x in (bounds, starts):
             if x is not None:
                 checks.operand(name, x, INDEX_DTYPES, (lengths.batch_size + 1,), "[batch_size + 1]", device)
-        return lengths if lengths.qo_indptr is None else lengths._with_most_queries(lengths.qo_indptr)
+        if lengths.qo_indptr is None:
+            return lengths
+        if most is not None:
+            most = checks.at_least("max_q_len", most, 0)
+        if most is None or lengths.qo_indptr.is_cpu:
+            ends = lengths.qo_indptr.tolist()
+            rows = ends[-1]
+            if most is None:
+                most = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
+            operands.check_bounds(bounds[0], ends, most)
+        return lengths._replace(qo_len=most, rows=rows)
 
     @classmethod
     def in_table(
@@ -93,21 +104,6 @@ class MlaLengths(NamedTuple):
             what = f"one row for each of the {lengths.batch_size} requests of kv_indices"
             raise checks.wrong(f"query must have {what}", query)
         return lengths.on(query.device)
-
-    def _with_most_queries(self, bounds: torch.Tensor) -> MlaLengths:
-        """Return these lengths with the most query tokens of a request, and all of them where the host knows. A maximum
-        of the caller spares reading the bounds from a GPU.
-        """
-        most: int | None = self.qo_len
-        if most is not None:
-            most = checks.at_least("max_q_len", most, 0)
-            if not bounds.is_cpu:
-                return self._replace(qo_len=most)
-        ends = bounds.tolist()
-        if most is None:
-            most = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
-        operands.check_bounds("qo_indptr", ends, most)
-        return self._replace(qo_len=most, rows=ends[-1])
 
     @property
     def names(self) -> dict[str, str]:
