@@ -17,12 +17,13 @@ from cute_attn.request.settings import HALF
 
 
 class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
-    """Prefill of decompressed keys and values on cute_attn's kernels. Parameters are vLLM's."""
+    """Prefill of decompressed keys and values on cute_attn's kernels."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(HALF)
     supported_mla_dimensions: ClassVar[list[MLADimensions]] = [
         MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     ]
+    _prefills: LatentPrefills | None = None  # of a builder's backend: each layer has one that never runs
 
     @staticmethod
     def get_name() -> str:
@@ -39,20 +40,6 @@ class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
     def is_available(cls) -> bool:
         """Return False where results must be batch invariant: splits of these plans depend on the batch."""
         return not envs.VLLM_BATCH_INVARIANT
-
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        vllm_config: Any,
-    ) -> None:
-        dims = kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim
-        super().__init__(num_heads, scale, *dims, vllm_config)
-        self._prefills: LatentPrefills | None = None  # of a builder's backend: each layer has one that never runs
 
     def supports_out(self) -> bool:
         """Return True: results go where the caller says."""
