@@ -425,8 +425,8 @@ def _check_planned(call: MlaCall, plan: Planned) -> None:
     """Check that queries and cache are those of the plan. That their parts agree is checked with the call."""
     q, ckv, tokens = call.q_nope, call.ckv_cache, plan.lengths.rows
     for what, found, planned in (
-        ("q_nope.dtype", q.dtype, plan.dtypes[0]),
-        ("ckv_cache.dtype", ckv.dtype, plan.dtypes[1]),
+        ("q_nope.dtype", short(q.dtype), short(plan.dtypes[0])),
+        ("ckv_cache.dtype", short(ckv.dtype), short(plan.dtypes[1])),
         ("tokens of q_nope", q.shape[0], q.shape[0] if tokens is None else tokens),
         ("heads of q_nope", q.shape[1], plan.num_heads),
         ("page_size of ckv_cache", ckv.shape[1], plan.page_size),

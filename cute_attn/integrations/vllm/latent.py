@@ -12,10 +12,10 @@ from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request import checks
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.request.mla import LATENT, NARROW, OF_CACHE, OF_QUERY, ROPE, MlaCall, MlaLengths
+from cute_attn.request.mla import LATENT, NARROW, OF_CACHE, ROPE, MlaCall, MlaLengths
 from cute_attn.wrappers import mla
 
-NAMES = OF_QUERY | OF_CACHE | {"kv_indices": "block_table", "kv_len_arr": "seq_lens", "qo_indptr": "query_start_loc"}
+NAMES = OF_CACHE | {"kv_indices": "block_table", "kv_len_arr": "seq_lens", "qo_indptr": "query_start_loc"}
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # vLLM's names
 DIMS = (LATENT, ROPE)
 NEW_TOKENS = -1  # beside the numbers of chunks
