@@ -18,7 +18,6 @@ from cute_attn.wrappers import mla
 NAMES = OF_CACHE | {"kv_indices": "block_table", "kv_len_arr": "seq_lens", "qo_indptr": "query_start_loc"}
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # vLLM's names
 DIMS = (LATENT, ROPE)
-NEW_TOKENS = -1  # beside the numbers of chunks
 
 
 class LatentDecodes(NamedTuple):
@@ -99,31 +98,14 @@ class LatentPrefills:
 
     Parameters
     ----------
-    num_heads, scale, head_dim_qk, head_dim_vo : of the layers.
     workspace : for partial results of all plans, which run one after the other.
-    backend : of all calls. Default "auto".
+    options : heads, head dimensions and scale of the layers, as `plan` takes them.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        workspace: torch.Tensor,
-        backend: str = "auto",
-    ) -> None:
-        self._options: dict[str, Any] = {
-            "num_qo_heads": num_heads,
-            "num_kv_heads": num_heads,
-            "head_dim_qk": head_dim_qk,
-            "head_dim_vo": head_dim_vo,
-            "sm_scale": scale,
-            "lse_base": "ln",
-        }
-        self._workspace, self._backend = workspace, backend
-        self._wrappers: dict[int, BatchPrefillWithRaggedKVCacheWrapper] = {}  # by the number of the chunk
-        self._planned: set[int] = set()
+    def __init__(self, workspace: torch.Tensor, **options: Any) -> None:
+        self._workspace, self._options = workspace, options
+        self._wrappers: dict[int | None, BatchPrefillWithRaggedKVCacheWrapper] = {}  # by chunk; None: the new tokens
+        self._planned: set[int | None] = set()
 
     def begin(self, query_lens: torch.Tensor) -> None:
         """Take the new tokens of each request of the next step, integers `[num_reqs]` on the host."""
@@ -147,13 +129,13 @@ class LatentPrefills:
         chunk : vLLM's description of a chunk, whose arrays are on the device; None: the new tokens.
         """
         q, k, v = rows
-        index = NEW_TOKENS if chunk is None else chunk.index
+        index = None if chunk is None else chunk.index
         if index not in self._wrappers:
-            self._wrappers[index] = BatchPrefillWithRaggedKVCacheWrapper(self._workspace, backend=self._backend)
+            self._wrappers[index] = BatchPrefillWithRaggedKVCacheWrapper(self._workspace)
         wrapper = self._wrappers[index]
         if index not in self._planned:
             rows_q, rows_k = (self._starts,) * 2 if chunk is None else (chunk.query_start_loc, chunk.cu_seq_lens)
-            wrapper.plan(rows_q, rows_k, causal=chunk is None, q_data_type=q.dtype, **self._options)
+            wrapper.plan(rows_q, rows_k, causal=chunk is None, q_data_type=q.dtype, lse_base="ln", **self._options)
             self._planned.add(index)
         if not return_lse:
             return wrapper.run(q, k, v, out=out)

@@ -49,9 +49,14 @@ class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
         """Take the prefills of the next step. Its first layer plans them."""
         super().prepare_metadata(prefill_metadata)
         if self._prefills is None:
-            workspace = workspaces(self.vllm_config, prefill_metadata.query_start_loc.device).planned
-            dims = self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
-            self._prefills = LatentPrefills(self.num_heads, self.scale, *dims, workspace)
+            self._prefills = LatentPrefills(
+                workspaces(self.vllm_config, prefill_metadata.query_start_loc.device).planned,
+                num_qo_heads=self.num_heads,
+                num_kv_heads=self.num_heads,
+                head_dim_qk=self.qk_nope_head_dim + self.qk_rope_head_dim,
+                head_dim_vo=self.v_head_dim,
+                sm_scale=self.scale,
+            )
         self._prefills.begin(prefill_metadata.query_lens_cpu)
 
     def run_prefill_new_tokens(
