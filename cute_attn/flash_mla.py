@@ -11,7 +11,7 @@ from cute_attn.mla import SPARSE
 from cute_attn.request import checks
 from cute_attn.request.mla import GROUP, LATENT, NARROW, ROPE, MlaCall, MlaLengths, split_rows
 from cute_attn.wrappers import mla as calls
-from cute_attn.wrappers.mla_plan import refuse_dims
+from cute_attn.wrappers.mla_plan import checked_dims
 
 __all__ = ["SchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -100,7 +100,7 @@ def flash_mla_with_kvcache(
         instead = "sinks of trtllm_batch_decode_with_kv_cache_mla"
         checks.refuse("attn_sink", "lse would have to leave out what out has", instead)
     rope = 0 if isinstance(q, torch.Tensor) and q.shape[-1:] == (LATENT,) else ROPE
-    refuse_dims(("head_dim_v", "rotated columns"), (checks.integer("head_dim_v", head_dim_v), rope))
+    checked_dims(**{"head_dim_v": head_dim_v, "rotated columns": rope})
     q_nope, q_pe = split_rows("q", q, (4,), QUERY_AXES, rope)
     if checks.boolean("is_fp8_kvcache", is_fp8_kvcache):
         ckv, kpe, scales = _byte_rows(k_cache)

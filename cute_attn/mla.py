@@ -23,7 +23,7 @@ from cute_attn.request.mla import (
 from cute_attn.request.operands import flat_tokens
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla import BatchMLAPagedAttentionWrapper
-from cute_attn.wrappers.mla_plan import MLAPlanMetadata, refuse_dims
+from cute_attn.wrappers.mla_plan import MLAPlanMetadata, checked_dims
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -182,21 +182,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
         if value != "auto":
             checks.refuse(f"{name}={value!r}", "it chooses among other kernels", f'{name}="auto"')
     checks.at_least("qk_nope_head_dim", qk_nope_head_dim, 1)
-    names = "kv_lora_rank", "qk_rope_head_dim"
-    latent, rope = (checks.integer(*named) for named in zip(names, (kv_lora_rank, qk_rope_head_dim), strict=True))
-    refuse_dims(names, (latent, rope))
+    _, rope = checked_dims(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
     checks.boolean("is_var_seq", is_var_seq)
     backend = select.checked_name(backend, BACKENDS, SAME)
     base = checks.choice("return_lse_base", return_lse_base or "base2", ("base2", "basee"))
-    q_nope, q_pe = split_rows("query", query, (4,) if cum_seq_lens_q is None else (3,), QUERY_AXES, rope)
-    if query.dtype == NARROW:
-        checks.refuse("query of float8_e4m3fn", "products have 16 bits", "query.to(torch.bfloat16)")
-    if checks.tensor("kv_cache", kv_cache).dim() == 4 and kv_cache.shape[1] == 1:
-        kv_cache = kv_cache[:, 0]
-    cache = split_rows("kv_cache", kv_cache, (3,), CACHE_AXES, rope)
-    call = call.in_parts(q_nope.flatten(0, -3), q_pe.flatten(0, -3), *cache)
-    out, lse = _flat("out", out, query.shape), _flat("lse", lse, query.shape)
-    call = call._replace(out=out, lse=lse, lse_base=LSE_BASES[base])
+    call = _in_parts(call, cum_seq_lens_q, rope)._replace(lse_base=LSE_BASES[base])
     if cum_seq_lens_q is not None and not max_q_len:  # what the bounds say, which every call reads
         repeatable = {}, None, repeatable[2]
     with checks.renamed(NAMES):
@@ -249,6 +239,19 @@ def xqa_batch_decode_with_kv_cache_mla(
     )  # fmt: skip
     assert isinstance(found, torch.Tensor)
     return found if out is None else out
+
+
+def _in_parts(call: MlaCall, bounds: Any, rope: int) -> MlaCall:
+    """Return the call with queries and cache in parts, and all query tokens on one axis."""
+    query, cache = call.q_nope, call.ckv_cache
+    q_nope, q_pe = split_rows("query", query, (4,) if bounds is None else (3,), QUERY_AXES, rope)
+    if query.dtype == NARROW:
+        checks.refuse("query of float8_e4m3fn", "products have 16 bits", "query.to(torch.bfloat16)")
+    if checks.tensor("kv_cache", cache).dim() == 4 and cache.shape[1] == 1:
+        cache = cache[:, 0]
+    of_cache = split_rows("kv_cache", cache, (3,), CACHE_AXES, rope)
+    out, lse = _flat("out", call.out, query.shape), _flat("lse", call.lse, query.shape)
+    return call.in_parts(q_nope.flatten(0, -3), q_pe.flatten(0, -3), *of_cache)._replace(out=out, lse=lse)
 
 
 def _flat(name: str, buffer: Any, shape: torch.Size) -> Any:

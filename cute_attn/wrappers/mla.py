@@ -196,8 +196,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             checks.refuse(f"output_scale={output_scale!r}", "outputs have 16 bits", "bmm2_scale of run")
         checks.refuse_given("no weight is dropped from the softmax", skip_softmax=skip_softmax)
         checks.refuse_given(NO_PROFILER, use_profiler=use_profiler)
-        dims = checks.whole("head_dim_ckv", head_dim_ckv), checks.whole("head_dim_kpe", head_dim_kpe)
-        mla_plan.refuse_dims(("head_dim_ckv", "head_dim_kpe"), dims)
+        _, rope = mla_plan.checked_dims(head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe)
         dtypes = mla_plan.plan_dtypes(q_data_type, kv_data_type, output_dtype)
         page_size = checks.at_least("page_size", page_size, 1)
         given = locals()
@@ -205,7 +204,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         layouts = {"query_layout": query_layout, "kv_cache_layout": kv_cache_layout}
         options = (
             checks.at_least("num_heads", num_heads, 1),
-            dims[1],
+            rope,
             page_size,
             dtypes,
             checks.boolean("causal", causal),

@@ -163,12 +163,14 @@ def _check_equal(forms: Sequence[MlaLengths], page_size: int) -> None:
 # ---- other arguments
 
 
-def refuse_dims(names: tuple[str, str], dims: tuple[int, int]) -> None:
-    """Refuse head dimensions that no kernel has."""
-    if dims not in ((LATENT, ROPE), (LATENT, 0)):
-        feature = f"{names[0]}={dims[0]}, {names[1]}={dims[1]}"
+def checked_dims(**dims: Any) -> tuple[int, ...]:
+    """Return latent and rotated columns. Refuse head dimensions that no kernel has."""
+    found = tuple(checks.integer(name, value) for name, value in dims.items())
+    if found not in ((LATENT, ROPE), (LATENT, 0)):
+        feature = ", ".join(f"{name}={value}" for name, value in dims.items())
         reason = f"rows of the cache have {LATENT} latent columns, and {ROPE} rotated ones or none"
         checks.refuse(feature, reason, "zeros in the columns that a model does not have")
+    return found
 
 
 def plan_dtypes(q: Any, kv: Any, out: Any) -> tuple[torch.dtype, torch.dtype]:
