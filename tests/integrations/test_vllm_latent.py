@@ -46,7 +46,7 @@ def described(case: MlaCase, device: str, padding: int = 0, seq_lens: torch.Tens
     lengths = torch.cat((lengths, lengths.new_zeros(padding)))
     decodes = split_decodes(starts.cpu(), len(lengths), rows, max(case.q_lens), max(case.q_lens))
     backend = "emulator" if device == "emulator" else "auto"
-    return LatentDecodes.of(decodes, table, lengths, starts, case.workspace(), backend)
+    return LatentDecodes(decodes, table, lengths, starts, case.workspace(), backend)
 
 
 def entered(device: str) -> contextlib.AbstractContextManager[Any]:
@@ -86,7 +86,7 @@ def test_ranks_are_merged_by_natural_lse() -> None:
     case = MlaCase(heads=4, q_lens=(1, 1), kv_lens=(48, 16), page_size=16)
     first = described(case, "cpu", seq_lens=torch.tensor([16, 16], dtype=torch.int32))
     last = described(case, "cpu", seq_lens=torch.tensor([32, 0], dtype=torch.int32))
-    last = last._replace(lengths=last.lengths._replace(kv_indices=case.table.clamp_min(0)[:, 1:]))
+    last = last._replace(block_table=case.table.clamp_min(0)[:, 1:])
     parts = [latent.decode(case.q, case.cache, step, SCALE, 1.0, True) for step in (first, last)]
     outs, lses = (
         torch.stack([x.double() for x, _ in parts]),
@@ -106,7 +106,7 @@ def test_a_graph_decodes_with_the_lengths_of_its_replay(q_len: int) -> None:
     graph = Graph("cuda", lambda: latent.decode(case.q, case.cache, step, SCALE, 1.0, True))
     shorter = dataclasses.replace(case, kv_lens=(33, 2, 20), made={})
     shorter.made.update(case.made)
-    step.lengths.kv_len_arr.copy_(torch.tensor([33, 2, 20]))
+    step.seq_lens.copy_(torch.tensor([33, 2, 20]))
     out, lse = graph.replay()
     shorter.check((out, lse / math.log(2)))
 

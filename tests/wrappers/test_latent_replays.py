@@ -44,9 +44,7 @@ def case_of(seed: int = 0, **changes: Any) -> MlaCase:
 
 def by_vllm(case: MlaCase) -> Any:
     """With a row of padding."""
-    step = latent.LatentDecodes.of(
-        Decodes(2, 5, 3, uniform=False), case.table, case.seq_lens, case.qo_indptr, WORKSPACE
-    )
+    step = latent.LatentDecodes(Decodes(2, 5, 3, uniform=False), case.table, case.seq_lens, case.qo_indptr, WORKSPACE)
     return latent.decode(case.q, case.cache, step, SCALE, 0.5, return_lse=True)
 
 

@@ -21,27 +21,19 @@ DIMS = (LATENT, ROPE)
 
 
 class LatentDecodes(NamedTuple):
-    """The decodes of a step. Nothing is planned."""
+    """The decodes of a step: tensors are vLLM's, on the device. Nothing is planned."""
 
-    num_tokens: int  # rows of queries without padding
-    lengths: MlaLengths  # vLLM's tensors: keys are those of this rank
+    decodes: Decodes
+    block_table: torch.Tensor  # int32 [num_reqs, width]
+    seq_lens: torch.Tensor  # int32 [num_reqs]: keys of this rank, those of the step included
+    query_start_loc: torch.Tensor  # int32 [num_reqs + 1]
     workspace: torch.Tensor
     backend: str = "auto"
 
-    @classmethod
-    def of(
-        cls,
-        decodes: Decodes,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        workspace: torch.Tensor,
-        backend: str = "auto",
-    ) -> LatentDecodes:
-        """Return the decodes of a step by vLLM's tensors."""
-        starts = None if decodes.uniform else query_start_loc
-        lengths = MlaLengths(starts, None, block_table, seq_lens, decodes.q_len)
-        return cls(decodes.num_tokens, lengths, workspace, backend)
+    def lengths(self) -> MlaLengths:
+        """Return the lengths and pages of a call."""
+        starts = None if self.decodes.uniform else self.query_start_loc
+        return MlaLengths(starts, None, self.block_table, self.seq_lens, self.decodes.q_len)
 
 
 def decode(
@@ -72,7 +64,7 @@ def decode(
     if cache.dtype == torch.uint8:
         cache = cache.view(NARROW)
     factor = cache_scale if cache.dtype == NARROW else 1.0
-    used, lengths = step.num_tokens, step.lengths
+    used, lengths = step.decodes.num_tokens, step.lengths()
     all_out = out = q.new_empty((*q.shape[:2], LATENT))
     all_lse = lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     if used < q.shape[0]:

@@ -59,7 +59,7 @@ class CuteAttnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Cute
     ) -> CuteAttnMLADecodeMetadata:
         count = block_table_tensor.shape[0]
         decodes = split_decodes(query_start_loc_cpu, count, num_decode_tokens, max_query_len, max_query_len)
-        step = LatentDecodes.of(decodes, block_table_tensor, seq_lens_device, query_start_loc_device, self._workspace)
+        step = LatentDecodes(decodes, block_table_tensor, seq_lens_device, query_start_loc_device, self._workspace)
         return CuteAttnMLADecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, step)
 
 
