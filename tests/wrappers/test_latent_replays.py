@@ -15,6 +15,7 @@ from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.wrappers import calls, mla
 from tests.support.launch_corpus import RecordingDriver, pretended
 from tests.support.mla_case import LATENT, SCALE, MlaCase
+from tests.support.noted import noted
 
 WORKSPACE = torch.empty(32 << 20, dtype=torch.uint8)
 
@@ -32,10 +33,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingDriver]:
 @pytest.fixture
 def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that were checked in full."""
-    taken: list[Any] = []
-    check = mla.mla_problem
-    monkeypatch.setattr(mla, "mla_problem", lambda *arguments: (taken.append(arguments), check(*arguments))[1])
-    return taken
+    return noted(monkeypatch, mla, "mla_problem")
 
 
 def case_of(seed: int = 0, **changes: Any) -> MlaCase:
