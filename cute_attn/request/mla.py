@@ -202,8 +202,8 @@ def split_rows(
     name: str, value: Any, dims: tuple[int, ...], axes: str, rope: int = ROPE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both parts of a tensor with `LATENT + rope` columns and one of `dims` axes."""
-    latent, rotated = whole_part(name, value, LATENT + rope, axes, dims).split((LATENT, rope), dim=-1)
-    return latent, rotated
+    whole = whole_part(name, value, LATENT + rope, axes, dims)
+    return whole[..., :LATENT], whole[..., LATENT:]
 
 
 def whole_part(name: str, value: Any, width: int, axes: str, dims: tuple[int, ...] = (3,)) -> torch.Tensor:
