@@ -328,10 +328,11 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         plan = self._planned
         if plan is None:
             raise NotPlannedError("BatchMLAPagedAttentionWrapper.plan() must come before run()")
+        latent, rotated = _halves(QUERIES, query, q_nope, q_pe)
+        ckv, kpe = _halves(CACHE, kv_cache, ckv_cache, kpe_cache)
         call = MlaCall(
-            *_halves(QUERIES, query, q_nope, q_pe), *_halves(CACHE, kv_cache, ckv_cache, kpe_cache), ckv_scale_arr,
-            out, lse, self._float_workspace_buffer, plan.lengths.read, bmm1_scale, bmm2_scale, sinks,
-            plan.causal, return_lse, plan.enable_pdl, ckv_scale, kpe_scale,
+            latent, rotated, ckv, kpe, ckv_scale_arr, out, lse, self._float_workspace_buffer, plan.lengths.read,
+            bmm1_scale, bmm2_scale, sinks, plan.causal, return_lse, plan.enable_pdl, ckv_scale, kpe_scale,
         )  # fmt: skip
         others = (
             return_lse_base_on_e, o_scale, skip_softmax_threshold_scale_factor, profiler_buffer, kv_len, page_table,
