@@ -9,26 +9,19 @@ import torch
 from cute_attn.errors import ArgumentError
 from cute_attn.mla import SPARSE
 from cute_attn.request import checks
-from cute_attn.request.mla import (
-    GROUP,
-    LATENT,
-    NARROW,
-    ROPE,
-    MlaCall,
-    MlaLengths,
-    MlaOptions,
-    Names,
-    Part,
-    Parts,
-    split_rows,
-)
+from cute_attn.request.mla import GROUP, LATENT, NARROW, ROPE, MlaCall, MlaLengths, split_rows
 from cute_attn.wrappers import mla as calls
-from cute_attn.wrappers.mla_plan import refuse_dims
+from cute_attn.wrappers.mla_plan import checked_dims
 
 __all__ = ["SchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
-NAMES = Names("", "", "block_table", "cache_seqlens")
+NAMES = {
+    **dict.fromkeys(("query", "q_nope", "q_pe"), "q"),
+    **dict.fromkeys(("ckv_cache", "kpe_cache", "ckv_scale_arr"), "k_cache"),
+    "kv_indices": "block_table",
+    "kv_len_arr": "cache_seqlens",
+}
 QUERY_AXES = "[batch_size, q_len, num_heads, 576 or 512]"
 CACHE_AXES = "[num_pages, page_size, 1, 576], or 512 without rotated columns"
 # Bytes of a row of an 8-bit cache: latent e4m3 numbers, fp32 scales of their groups, rotated bfloat16 numbers.
@@ -107,42 +100,41 @@ def flash_mla_with_kvcache(
         instead = "sinks of trtllm_batch_decode_with_kv_cache_mla"
         checks.refuse("attn_sink", "lse would have to leave out what out has", instead)
     rope = 0 if isinstance(q, torch.Tensor) and q.shape[-1:] == (LATENT,) else ROPE
-    refuse_dims(("head_dim_v", "rotated columns"), (checks.integer("head_dim_v", head_dim_v), rope))
-    queries = split_rows("q", q, (4,), QUERY_AXES, rope)
-    narrow = checks.boolean("is_fp8_kvcache", is_fp8_kvcache)
-    cache = _byte_rows(k_cache) if narrow else split_rows("k_cache", k_cache, (4,), CACHE_AXES, rope)
+    checked_dims(**{"head_dim_v": head_dim_v, "rotated columns": rope})
+    q_nope, q_pe = split_rows("q", q, (4,), QUERY_AXES, rope)
+    if checks.boolean("is_fp8_kvcache", is_fp8_kvcache):
+        ckv, kpe, scales = _byte_rows(k_cache)
+    else:
+        (ckv, kpe), scales = split_rows("k_cache", k_cache, (4,), CACHE_AXES, rope), None
     if k_cache.shape[2] != 1:
-        raise ArgumentError(f"k_cache must have shape {CACHE_AXES}, got {checks.describe(k_cache)}")
+        raise checks.wrong(f"k_cache must have shape {CACHE_AXES}", k_cache)
     scale = checks.real_or("softmax_scale", softmax_scale, (LATENT + rope) ** -0.5)
-    workspace = Part("the workspace", q.new_empty(0, dtype=torch.uint8))  # launches take memory of their own
-    groups = cache[2].x[:, :, 0] if narrow else None
+    workspace = q.new_empty(0, dtype=torch.uint8)  # launches take memory of their own
     read = block_table, cache_seqlens, None, None
-    call = MlaCall(q, None, cache[0].x, cache[1].x, groups, None, None, workspace, read, scale, 1.0)
-    repeatable, found = calls.repeated(call, (causal,), ("FlashMLA",))
+    call = MlaCall(
+        q, None, ckv, kpe, scales, None, None, workspace, read, scale, 1.0, None, causal, True, lse_base="ln"
+    )
+    repeatable, found = calls.repeated(call, (), ("FlashMLA",))
     if found is None:
-        parts = Parts(
-            *(part._replace(x=part.x.flatten(0, 1)) for part in queries),
-            *(part._replace(x=part.x[:, :, 0]) for part in cache),
-        )
-        lengths = MlaLengths.checked(NAMES, (None, None, block_table, cache_seqlens), q.shape[1], q.device)
-        lengths.check_rows("q", q)
-        options = MlaOptions(causal, return_lse=True, lse_base="ln")
-        found = calls.run(parts, lengths.on(q.device), call, options, "auto", repeatable)
+        cache = (None if x is None else x[:, :, 0] for x in call[2:5])
+        call = call.in_parts(q_nope.flatten(0, 1), q_pe.flatten(0, 1), *cache)
+        with checks.renamed(NAMES):
+            found = calls.run(call, MlaLengths.in_table(q, block_table, cache_seqlens), "auto", repeatable)
     out, lse = found
     return out, lse.unflatten(0, q.shape[:2]).transpose(1, 2)
 
 
-def _byte_rows(k_cache: Any) -> tuple[Part, ...]:
+def _byte_rows(k_cache: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return latent and rotated columns and scales of a cache with rows of bytes."""
-    name, x = "k_cache", checks.tensor("k_cache", k_cache)
+    x = checks.tensor("k_cache", k_cache)
     if x.dim() != 4 or x.shape[-1] != ROW_BYTES or x.dtype not in (torch.uint8, torch.int8, NARROW):
-        raise ArgumentError(
-            f"{name} must have shape [num_pages, page_size, 1, {ROW_BYTES}] and a dtype of one byte (uint8, int8 or "
-            f"float8_e4m3fn) with is_fp8_kvcache, got {checks.describe(x)}"
+        raise checks.wrong(
+            f"k_cache must have shape [num_pages, page_size, 1, {ROW_BYTES}] and a dtype of one byte (uint8, int8 or "
+            "float8_e4m3fn) with is_fp8_kvcache",
+            x,
         )
     latent, scales, rotated = x.split((SCALES_AT, ROPE_AT - SCALES_AT, ROW_BYTES - ROPE_AT), dim=-1)
     try:
-        views = latent.view(NARROW), rotated.view(torch.bfloat16), scales.view(torch.float32)
+        return latent.view(NARROW), rotated.view(torch.bfloat16), scales.view(torch.float32)
     except RuntimeError as error:
-        raise ArgumentError(f"{name} must have rows at multiples of 16 bytes, got strides {x.stride()}") from error
-    return tuple(Part(name, view) for view in views)
+        raise ArgumentError(f"k_cache must have rows at multiples of 16 bytes, got strides {x.stride()}") from error

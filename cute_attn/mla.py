@@ -9,14 +9,21 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import select
 from cute_attn.dispatch.mla import BACKENDS
-from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options
-from cute_attn.request.mla import NARROW, MlaCall, MlaLengths, MlaOptions, Part, Parts, split_rows
+from cute_attn.request.mla import (
+    NARROW,
+    OF_CACHE,
+    OF_QUERY,
+    OF_TABLE,
+    MlaCall,
+    MlaLengths,
+    split_rows,
+)
 from cute_attn.request.operands import flat_tokens
 from cute_attn.wrappers import mla as calls
 from cute_attn.wrappers.mla import BatchMLAPagedAttentionWrapper
-from cute_attn.wrappers.mla_plan import OF_TABLE, MLAPlanMetadata, refuse_dims
+from cute_attn.wrappers.mla_plan import MLAPlanMetadata, checked_dims
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -29,6 +36,7 @@ SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's dense implementations of th
 QUERY_AXES = "[batch_size, q_len, num_heads, columns], or [num_tokens, num_heads, columns] with cum_seq_lens_q"
 CACHE_AXES = "[num_pages, page_size, columns] or [num_pages, 1, page_size, columns]"
 SPARSE = ("keys are all tokens of a request", "sparse_mla_top_k=0 and a page table")
+NAMES = OF_QUERY | OF_CACHE | OF_TABLE
 LSE_BASES = {None: "log2", "base2": "log2", "basee": "ln"}
 
 
@@ -149,13 +157,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sinks = trtllm_options.one_sink(sinks)
     checks.at_least("max_seq_len", max_seq_len, 0)
     call = MlaCall(
-        query, None, kv_cache, None, None, out, lse, Part("workspace_buffer", workspace_buffer),
-        (block_tables, seq_lens, cum_seq_lens_q, None), bmm1_scale, bmm2_scale, sinks,
+        query, None, kv_cache, None, None, out, lse, workspace_buffer,
+        (block_tables, seq_lens, cum_seq_lens_q, None), bmm1_scale, bmm2_scale, sinks, True, return_lse, enable_pdl,
     )  # fmt: skip
     others = (
         qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k, skip_softmax_threshold_scale_factor,
-        enable_pdl, is_var_seq, uses_shared_paged_kv_idx, return_lse, max_q_len, multi_ctas_kv_counter_buffer,
-        sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax,
+        is_var_seq, uses_shared_paged_kv_idx, max_q_len, multi_ctas_kv_counter_buffer, sparse_mla_top_k_lens,
+        enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax,
     )  # fmt: skip
     texts = "whole", backend, cute_dsl_impl, kv_scale_format, return_lse_base
     repeatable, found = calls.repeated(call, others, texts)
@@ -174,19 +182,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
         if value != "auto":
             checks.refuse(f"{name}={value!r}", "it chooses among other kernels", f'{name}="auto"')
     checks.at_least("qk_nope_head_dim", qk_nope_head_dim, 1)
-    names = "kv_lora_rank", "qk_rope_head_dim"
-    latent, rope = (checks.integer(*named) for named in zip(names, (kv_lora_rank, qk_rope_head_dim), strict=True))
-    refuse_dims(names, (latent, rope))
+    _, rope = checked_dims(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
     checks.boolean("is_var_seq", is_var_seq)
     backend = select.checked_name(backend, BACKENDS, SAME)
     base = checks.choice("return_lse_base", return_lse_base or "base2", ("base2", "basee"))
-    queries, shape = _rows(query, cum_seq_lens_q, rope)
-    lengths = _lengths((cum_seq_lens_q, None, block_tables, seq_lens), max_q_len, query)
-    call = call._replace(out=_flat("out", out, shape), lse=_flat("lse", lse, shape))
-    options = MlaOptions(True, return_lse, LSE_BASES[base], enable_pdl)
+    call = _in_parts(call, cum_seq_lens_q, rope)._replace(lse_base=LSE_BASES[base])
     if cum_seq_lens_q is not None and not max_q_len:  # what the bounds say, which every call reads
         repeatable = {}, None, repeatable[2]
-    found = calls.run(Parts(*queries, *_cache(kv_cache, rope)), lengths, call, options, backend, repeatable)
+    with checks.renamed(NAMES):
+        lengths = MlaLengths.in_table(query, block_tables, seq_lens, cum_seq_lens_q, max_q_len)
+        found = calls.run(call, lengths, backend, repeatable)
     return found if return_lse else found[0]
 
 
@@ -236,22 +241,17 @@ def xqa_batch_decode_with_kv_cache_mla(
     return found if out is None else out
 
 
-def _rows(value: Any, bounds: Any, rope: int) -> tuple[Any, torch.Size]:
-    """Return both parts of the query as rows `[num_tokens, num_heads, ...]`, and the query's shape."""
-    parts = split_rows("query", value, (4,) if bounds is None else (3,), QUERY_AXES, rope)
-    if value.dtype == NARROW:
+def _in_parts(call: MlaCall, bounds: Any, rope: int) -> MlaCall:
+    """Return the call with queries and cache in parts, and all query tokens on one axis."""
+    query, cache = call.q_nope, call.ckv_cache
+    q_nope, q_pe = split_rows("query", query, (4,) if bounds is None else (3,), QUERY_AXES, rope)
+    if query.dtype == NARROW:
         checks.refuse("query of float8_e4m3fn", "products have 16 bits", "query.to(torch.bfloat16)")
-    return [part._replace(x=part.x.flatten(0, -3)) for part in parts], value.shape
-
-
-def _cache(kv_cache: Any, rope: int) -> Any:
-    """Return both parts of the cache as `[num_pages, page_size, ...]`."""
-    parts = split_rows("kv_cache", kv_cache, (3, 4), CACHE_AXES, rope)
-    if kv_cache.dim() == 3:
-        return parts
-    if kv_cache.shape[1] != 1:
-        raise ArgumentError(f"kv_cache must have shape {CACHE_AXES}, got {checks.describe(kv_cache)}")
-    return [part._replace(x=part.x[:, 0]) for part in parts]
+    if checks.tensor("kv_cache", cache).dim() == 4 and cache.shape[1] == 1:
+        cache = cache[:, 0]
+    of_cache = split_rows("kv_cache", cache, (3,), CACHE_AXES, rope)
+    out, lse = _flat("out", call.out, query.shape), _flat("lse", call.lse, query.shape)
+    return call.in_parts(q_nope.flatten(0, -3), q_pe.flatten(0, -3), *of_cache)._replace(out=out, lse=lse)
 
 
 def _flat(name: str, buffer: Any, shape: torch.Size) -> Any:
@@ -259,15 +259,3 @@ def _flat(name: str, buffer: Any, shape: torch.Size) -> Any:
     if not isinstance(buffer, torch.Tensor) or len(shape) == 3 or buffer.shape[:2] != shape[:2]:
         return buffer
     return buffer if name == "lse" and buffer.dim() == 2 else flat_tokens(name, buffer, (-1, *buffer.shape[2:]))
-
-
-def _lengths(arrays: tuple[Any, ...], max_q_len: Any, query: torch.Tensor) -> MlaLengths:
-    """Check lengths and the page table, which must have one batch size."""
-    device = checks.tensor("block_tables", arrays[2]).device
-    if arrays[0] is not None:
-        return MlaLengths.checked(OF_TABLE, arrays, max_q_len or None, device).on(device)
-    if max_q_len is not None:
-        raise ArgumentError(f"max_q_len must come with cum_seq_lens_q, got {checks.describe(max_q_len)} alone")
-    lengths = MlaLengths.checked(OF_TABLE, arrays, query.shape[1], device)
-    lengths.check_rows("query", query)
-    return lengths.on(device)

@@ -49,6 +49,6 @@ def _rows(lengths: MlaLengths) -> list[slice]:
 def _tokens(cache: torch.Tensor, lengths: MlaLengths, index: int) -> torch.Tensor:
     """Return the rows of a request `[kv_len, columns]` of one part of the cache, in fp64."""
     page_size = cache.shape[1]
-    kv_len = min(int(lengths.kv_len[index]), lengths.capacity(page_size))
+    kv_len = min(int(lengths.kv_len_arr[index]), lengths.capacity(page_size))
     pages = lengths.kv_indices[index if lengths.kv_indptr is None else slice(int(lengths.kv_indptr[index]), None)]
     return cache[pages[: -(-kv_len // page_size)].long()].flatten(0, 1)[:kv_len].double()

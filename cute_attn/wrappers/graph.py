@@ -36,7 +36,7 @@ KINDS = {  # by the name of a constructor's argument
     **dict.fromkeys(OF_KEYS, Kind("kv_indptr", 1)),
     **dict.fromkeys(OF_PAGES, Kind("kv_indices", None)),
     **dict.fromkeys(("paged_kv_last_page_len_buf", "paged_kv_last_page_len_buffer"), Kind("last_page_len", 0)),
-    "kv_len_arr": Kind("kv_len", 0),
+    "kv_len_arr": Kind("kv_len_arr", 0),
     "custom_mask_buf": Kind(MASK, None, torch.uint8),
     "mask_indptr_buf": Kind(MASK_OFFSETS, 1),
 }

@@ -17,11 +17,11 @@ from cute_attn.request import checks, trtllm_options
 from cute_attn.request.mla import (
     LATENT,
     NARROW,
+    OF_CACHE,
+    OF_LIST,
+    OF_QUERY,
     MlaCall,
     MlaLengths,
-    MlaOptions,
-    Part,
-    Parts,
     check_values,
     mla_problem,
     split_rows,
@@ -30,7 +30,7 @@ from cute_attn.request.mla import (
 from cute_attn.request.operands import scratch_memory
 from cute_attn.wrappers import calls, mla_plan
 from cute_attn.wrappers.graph import GraphBuffers
-from cute_attn.wrappers.mla_plan import FORMS, LAYOUTS, NO_PROFILER, OF_LIST, OF_TABLE, Planned
+from cute_attn.wrappers.mla_plan import BY_LIST, BY_TABLE, LAYOUTS, NO_PROFILER, Planned
 from cute_attn.wrappers.signatures import NotCopied
 
 SAME = ("auto", "fa2", "fa3", "xqa", "trtllm-gen")  # FlashInfer's backends; one implementation here stands for all
@@ -46,7 +46,7 @@ def repeated(
     """Launch a call like an earlier one and return its outputs, if there is one. `others`, `names`: all other
     arguments, numbers and texts; calls that are equal in them must ask for equal problems.
     """
-    q, q_pe, cache, kpe, groups, out, lse, (_, workspace), read, scale, v_scale, sinks = call
+    q, q_pe, cache, kpe, groups, out, lse, workspace, read, scale, v_scale, sinks, *options, base = call
     scales, roles, optional, on_cpu = calls.operands((scale, None, v_scale), sinks, None, None, None)
     try:
         rotated = q[..., LATENT:] if q_pe is None else q_pe
@@ -54,16 +54,14 @@ def repeated(
         rotated = q_pe
     optional = (*optional, rotated) if groups is None else (*optional, rotated, groups)
     given = q, cache, cache if kpe is None else kpe, out, lse, workspace, optional, (*read, *on_cpu)
-    names = *names, roles, q_pe is None, kpe is None, groups is None
-    key, found = calls.repeated(entries, given, (*scales, *others), names)
+    names = *names, base, roles, q_pe is None, kpe is None, groups is None
+    key, found = calls.repeated(entries, given, (*scales, *options, *others), names)
     return (entries, key, given), found
 
 
-def run(
-    parts: Parts, lengths: MlaLengths, call: MlaCall, options: MlaOptions, backend: str, repeatable: Repeatable
-) -> calls.Outputs:
+def run(call: MlaCall, lengths: MlaLengths, backend: str, repeatable: Repeatable) -> calls.Outputs:
     """Check a call, run it on a backend, and leave its entry. Return out, and lse or None, as the caller has them."""
-    problem = mla_problem(parts, lengths, call, options)
+    problem = mla_problem(call, lengths)
     if calls.looks_at_values(problem.q.device):
         check_values(problem)
     fire = dispatch.run(problem, backend)
@@ -105,9 +103,8 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        name = "float_workspace_buffer"
-        self._float_workspace_buffer, _ = scratch_memory(name, float_workspace_buffer)  # serving engines read it
-        self._workspace = Part(name, self._float_workspace_buffer)
+        # Serving engines read this attribute.
+        self._float_workspace_buffer, _ = scratch_memory("float_workspace_buffer", float_workspace_buffer)
         self._backend = select.checked_name(backend, dispatch.BACKENDS, SAME)
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
         buffers = dict(zip(OF_LIST, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
@@ -198,8 +195,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
             checks.refuse(f"output_scale={output_scale!r}", "outputs have 16 bits", "bmm2_scale of run")
         checks.refuse_given("no weight is dropped from the softmax", skip_softmax=skip_softmax)
         checks.refuse_given(NO_PROFILER, use_profiler=use_profiler)
-        dims = checks.whole("head_dim_ckv", head_dim_ckv), checks.whole("head_dim_kpe", head_dim_kpe)
-        mla_plan.refuse_dims(("head_dim_ckv", "head_dim_kpe"), dims)
+        _, rope = mla_plan.checked_dims(head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe)
         dtypes = mla_plan.plan_dtypes(q_data_type, kv_data_type, output_dtype)
         page_size = checks.at_least("page_size", page_size, 1)
         given = locals()
@@ -207,7 +203,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         layouts = {"query_layout": query_layout, "kv_cache_layout": kv_cache_layout}
         options = (
             checks.at_least("num_heads", num_heads, 1),
-            dims[1],
+            rope,
             page_size,
             dtypes,
             checks.boolean("causal", causal),
@@ -227,38 +223,37 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         """Return lengths where launches read them. Nothing is written before all is checked."""
         if not self._use_cuda_graph:
             return lengths.on(self.device)
-        names, first = lengths.names, lengths if self._planned is None else self._planned.lengths
-        if lengths.qo_len > first.qo_len:
-            raise ArgumentError(
-                f"{names.qo_indptr} must give no request more query tokens than the first plan of a CUDA graph, "
-                f"{first.qo_len}; got {lengths.qo_len}"
-            )
+        first = lengths if self._planned is None else self._planned.lengths
+        with checks.renamed(lengths.names):
+            if lengths.qo_len > first.qo_len:
+                raise ArgumentError(
+                    "qo_indptr must give no request more query tokens than the first plan of a CUDA graph, "
+                    f"{first.qo_len}; got {lengths.qo_len}"
+                )
         lengths = lengths._replace(qo_len=first.qo_len)
         if lengths.kv_indptr is None:
-            self._check_kept(lengths, first)
+            if self._graph is not None:
+                raise ArgumentError(f"{BY_TABLE} must not be given to a wrapper whose captured launches read {BY_LIST}")
+            with checks.renamed(lengths.names):
+                self._check_kept(lengths.arrays(), first.arrays())
             return lengths
         if self._graph is None:
             raise ArgumentError(
-                f"{FORMS[OF_LIST]} must have buffers from the construction of a wrapper with use_cuda_graph=True; "
-                f"without them plans must get {FORMS[OF_TABLE]}"
+                f"{BY_LIST} must have buffers from the construction of a wrapper with use_cuda_graph=True; "
+                f"without them plans must get {BY_TABLE}"
             )
         self._graph.check_room(lengths.batch_size, lengths.kv_indices.numel())
         copies: list[Any] = []
-        for name, x in zip(names._fields, lengths.arrays().values(), strict=True):
+        for name, x in lengths.arrays().items():
             copies += self._graph.copies(name, x)
         for copy in copies:
             copy()
         buffers: dict[str, Any] = self._graph.holding
         return lengths._replace(**buffers)
 
-    def _check_kept(self, lengths: MlaLengths, first: MlaLengths) -> None:
-        """Check that a table of pages and its lengths are those of the first plan, which captured launches read."""
-        if self._graph is not None:
-            raise ArgumentError(
-                f"{FORMS[OF_TABLE]} must not be given to a wrapper whose captured launches read {FORMS[OF_LIST]}"
-            )
-        kept = first.arrays()
-        for name, x in lengths.arrays().items():
+    def _check_kept(self, given: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+        """Check that arrays are those of the first plan, which captured launches read."""
+        for name, x in given.items():
             checks.device(name, x, self.device)
             checks.contiguous(name, x)
             if (kept[name].data_ptr(), kept[name].shape) != (x.data_ptr(), x.shape):
@@ -332,13 +327,14 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         plan = self._planned
         if plan is None:
             raise NotPlannedError("BatchMLAPagedAttentionWrapper.plan() must come before run()")
+        latent, rotated = _halves(QUERIES, query, q_nope, q_pe)
+        ckv, kpe = _halves(CACHE, kv_cache, ckv_cache, kpe_cache)
         call = MlaCall(
-            *_halves(QUERIES, query, q_nope, q_pe), *_halves(CACHE, kv_cache, ckv_cache, kpe_cache), ckv_scale_arr,
-            out, lse, self._workspace, plan.lengths.read, bmm1_scale, bmm2_scale, sinks,
+            latent, rotated, ckv, kpe, ckv_scale_arr, out, lse, self._float_workspace_buffer, plan.lengths.read,
+            bmm1_scale, bmm2_scale, sinks, plan.causal, return_lse, plan.enable_pdl, ckv_scale, kpe_scale,
         )  # fmt: skip
         others = (
-            return_lse, return_lse_base_on_e, ckv_scale, kpe_scale, o_scale, skip_softmax_threshold_scale_factor,
-            profiler_buffer, kv_len, page_table,
+            return_lse_base_on_e, o_scale, skip_softmax_threshold_scale_factor, profiler_buffer, kv_len, page_table,
         )  # fmt: skip
         forms = isinstance(query, torch.Tensor), isinstance(kv_cache, torch.Tensor)
         repeatable, found = repeated(call, others, forms, plan.entries)
@@ -348,56 +344,50 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
         checks.refuse_given("the plan has lengths and pages", kv_len=kv_len, page_table=page_table)
         checks.refuse_given("outputs have 16 bits", o_scale=o_scale)
         trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
-        if (sinks is not None) != plan.use_sinks:
-            raise ArgumentError(f"sinks must be given exactly where plan has use_sinks, which is {plan.use_sinks}")
         natural = checks.boolean("return_lse_base_on_e", return_lse_base_on_e)
-        _check_lse_mode(plan.lse_mode, bool(return_lse) or lse is not None or natural, natural)
-        _check_scales(plan, (ckv_scale, ckv_scale_arr, kpe_scale), (bmm1_scale, bmm2_scale))
-        queries = _operand(QUERIES, query, call[:2], plan.layouts[0], plan.rope)
-        cache = _operand(CACHE, kv_cache, call[2:4], plan.layouts[1], plan.rope)
-        groups = None
-        if ckv_scale_arr is not None:
-            groups = Part("ckv_scale_arr", checks.tensor("ckv_scale_arr", ckv_scale_arr))
-        parts = Parts(*queries, *cache, groups)
-        _check_planned(parts, plan)
-        if bmm1_scale is None:
-            call = call._replace(sm_scale=plan.sm_scale)
-        if bmm2_scale is None:
-            call = call._replace(v_scale=1.0)
-        base = "ln" if natural else "log2"
-        options = MlaOptions(plan.causal, return_lse, base, plan.enable_pdl, ckv_scale, kpe_scale)
-        found = run(parts, plan.lengths, call, options, self._backend, repeatable)
+        _check_modes(call, plan, natural)
+        queries = _parts(QUERIES, query, call[:2], plan.layouts[0], plan.rope)
+        cache = _parts(CACHE, kv_cache, call[2:4], plan.layouts[1], plan.rope)
+        call = call.in_parts(*queries, *cache)._replace(
+            bmm1_scale=plan.sm_scale if bmm1_scale is None else bmm1_scale,
+            bmm2_scale=1.0 if bmm2_scale is None else bmm2_scale,
+            lse_base="ln" if natural else "log2",
+        )
+        packed = (OF_QUERY if forms[0] else {}) | (OF_CACHE if forms[1] else {})
+        with checks.renamed({"workspace_buffer": "float_workspace_buffer", **plan.lengths.names, **packed}):
+            _check_planned(call, plan)
+            found = run(call, plan.lengths, self._backend, repeatable)
         return found if return_lse else found[0]
 
 
 # ---- arguments
 
 
-def _check_lse_mode(planned: str | None, asked: bool, natural: bool) -> None:
-    found = ("basee" if natural else "base2") if asked else "none"
-    if planned not in (None, found):
+def _check_modes(call: MlaCall, plan: Planned, natural: bool) -> None:
+    """Check that a run has the sinks and the scales that the plan says, and asks for that lse. `natural`: its base."""
+    if (call.sinks is not None) != plan.use_sinks:
+        raise ArgumentError(f"sinks must be given exactly where plan has use_sinks, which is {plan.use_sinks}")
+    asked = bool(call.return_lse) or call.lse is not None or natural
+    lse_mode = ("basee" if natural else "base2") if asked else "none"
+    if plan.lse_mode not in (None, lse_mode):
         raise ArgumentError(
-            f"return_lse, lse and return_lse_base_on_e must ask for the planned lse_mode {planned!r}, got {found!r}"
+            "return_lse, lse and return_lse_base_on_e must ask for the planned lse_mode "
+            f"{plan.lse_mode!r}, got {lse_mode!r}"
         )
-
-
-def _check_scales(plan: Planned, cache: tuple[Any, Any, Any], products: tuple[Any, Any]) -> None:
-    """Check which scales a run gets. `cache`: ckv_scale, ckv_scale_arr and kpe_scale; `products`: those of bmm1 and
-    bmm2."""
-    (ckv, groups, kpe), dtype = cache, plan.dtypes[1]
-    if dtype != NARROW and any(x is not None for x in cache):
+    dtype, of_ckv = plan.dtypes[1], [x is not None for x in (call.ckv_scale, call.ckv_scale_arr)]
+    if dtype != NARROW and (any(of_ckv) or call.kpe_scale is not None):
         raise ArgumentError(
             f"ckv_scale, ckv_scale_arr and kpe_scale must come with a cache of float8_e4m3fn, got one of {short(dtype)}"
         )
-    both, neither = ckv is not None and groups is not None, ckv is None and groups is None
-    needed = dtype == NARROW and (products[0] is None or plan.scale_mode == "kv-per-tensor")
-    if both or (neither and needed):
+    needed = dtype == NARROW and (call.bmm1_scale is None or plan.scale_mode == "kv-per-tensor")
+    if all(of_ckv) or (needed and not any(of_ckv)):
         raise ArgumentError(
             "Exactly one of ckv_scale or ckv_scale_arr must be given with a cache of float8_e4m3fn, "
-            f"got {'both' if both else 'neither'}"
+            f"got {'both' if all(of_ckv) else 'neither'}"
         )
-    if kpe is None and needed:
+    if call.kpe_scale is None and needed:
         raise ArgumentError("kpe_scale must be given with a cache of float8_e4m3fn, got None")
+    products = call.bmm1_scale, call.bmm2_scale
     if plan.scale_mode.startswith("bmm"):
         tensors = plan.scale_mode == "bmm-tensor"
         if any(x is None or isinstance(x, torch.Tensor) != tensors for x in products):
@@ -416,30 +406,29 @@ def _halves(names: Sequence[str], whole: Any, latent: Any, rotated: Any) -> tupl
     return tuple(whole) if isinstance(whole, tuple | list) and len(whole) == 2 else (whole, None)
 
 
-def _operand(names: Sequence[str], whole: Any, halves: tuple[Any, Any], planned: Any, dim: int) -> tuple[Part, Part]:
-    """Return both parts of queries or of a cache from what `_halves` returned of them. `dim`: rotated columns."""
-    name, latent, rotated = names
+def _parts(names: Sequence[str], whole: Any, halves: tuple[Any, Any], planned: Any, rope: int) -> tuple[Any, Any]:
+    """Return both parts of queries or of a cache from what `_halves` returned of them. `rope`: rotated columns."""
     layout = "packed" if isinstance(whole, torch.Tensor) else "split"
     if planned not in (None, layout):
-        raise ArgumentError(f"{name} must be {planned}, as planned, got it {layout}")
+        raise ArgumentError(f"{names[0]} must be {planned}, as planned, got it {layout}")
     if layout == "packed":
-        return split_rows(name, whole, (3,), f"[..., {LATENT + dim}]", dim)
-    part = whole_part(latent, halves[0], LATENT, f"[..., {LATENT}]")
-    return part, whole_part(rotated, halves[1], dim, f"[..., {dim}]")
+        return split_rows(names[0], whole, (3,), f"[..., {LATENT + rope}]", rope)
+    latent, rotated = (
+        whole_part(name, half, width, f"[..., {width}]")
+        for name, half, width in zip(names[1:], halves, (LATENT, rope), strict=True)
+    )
+    return latent, rotated
 
 
-def _check_planned(parts: Parts, plan: Planned) -> None:
-    """Check that queries and cache are those of the plan."""
-    (q_name, q), (ckv_name, ckv) = parts.q_nope, parts.ckv
-    dtypes = zip(parts[:4], (plan.dtypes[0], plan.dtypes[0], plan.dtypes[1], plan.dtypes[1]), strict=True)
-    for (name, x), planned in dtypes:
-        rotated = x is parts.kpe.x and parts.ckv_scales is not None  # may be wider, see `mla_problem`
-        if x.dtype != planned and not rotated:
-            raise ArgumentError(f"{name}.dtype must be as planned, {short(planned)}, got {short(x.dtype)}")
-    tokens = q.shape[0] if plan.lengths.rows is None else plan.lengths.rows
-    if q.shape[:2] != (tokens, plan.num_heads):
-        raise ArgumentError(
-            f"{q_name} must have {tokens} tokens of {plan.num_heads} heads, as planned, got {checks.describe(q)}"
-        )
-    if ckv.shape[1] != plan.page_size:
-        raise ArgumentError(f"{ckv_name} must have the planned page_size {plan.page_size}, got {checks.describe(ckv)}")
+def _check_planned(call: MlaCall, plan: Planned) -> None:
+    """Check that queries and cache are those of the plan. That their parts agree is checked with the call."""
+    q, ckv, tokens = call.q_nope, call.ckv_cache, plan.lengths.rows
+    for what, found, planned in (
+        ("q_nope.dtype", short(q.dtype), short(plan.dtypes[0])),
+        ("ckv_cache.dtype", short(ckv.dtype), short(plan.dtypes[1])),
+        ("tokens of q_nope", q.shape[0], q.shape[0] if tokens is None else tokens),
+        ("heads of q_nope", q.shape[1], plan.num_heads),
+        ("page_size of ckv_cache", ckv.shape[1], plan.page_size),
+    ):
+        if found != planned:
+            raise ArgumentError(f"{what} must be as planned, {planned}, got {found}")

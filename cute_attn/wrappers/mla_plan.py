@@ -13,16 +13,14 @@ from cute_attn.errors import ArgumentError
 from cute_attn.problem import short
 from cute_attn.request import checks
 from cute_attn.request.caches import UsedPages
-from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaLengths, Names
+from cute_attn.request.mla import LATENT, NARROW, OF_LIST, OF_TABLE, ROPE, MlaLengths
 from cute_attn.request.settings import HALF
 from cute_attn.wrappers.calls import Entries
 
 LAYOUTS = ("packed", "split")
 LSE_MODES = ("none", "base2", "basee")
 SCALE_MODES = ("default", "kv-per-tensor", "bmm-scalar", "bmm-tensor")
-OF_LIST = Names("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
-OF_TABLE = Names("cum_seq_lens_q", "", "block_tables", "seq_lens")
-FORMS = {form: ", ".join(filter(None, form)) for form in (OF_LIST, OF_TABLE)}
+BY_LIST, BY_TABLE = ", ".join(OF_LIST), ", ".join(OF_TABLE.values())  # the two ways to say where pages are
 NO_PROFILER = "no kernel records a profile"
 
 
@@ -112,7 +110,7 @@ class Planned(NamedTuple):
     def agreed(self) -> tuple[Any, ...]:
         """Return what decides on the problem of a run besides its arguments and the arrays of lengths."""
         lengths = self.lengths
-        return (lengths.names, lengths.qo_len, lengths.rows, *self[1:-1])
+        return (lengths.kv_indptr is None, lengths.qo_len, lengths.rows, *self[1:-1])
 
 
 # ---- index arrays
@@ -127,20 +125,20 @@ def plan_lengths(metadata: Any, flat: dict[str, Any], page_size: int) -> MlaLeng
         raise ArgumentError(f"metadata must be an MLAPlanMetadata, got {checks.describe(metadata)}")
     elif given:
         raise ArgumentError(f"metadata must come without {', '.join(given)}: it has them all")
-    arrays = {name: getattr(metadata, name) for name in FIELDS}
     found = []
-    for form, names in FORMS.items():
-        values = [arrays.get(name) for name in form]
-        missing = [name for name, x in zip(form, values, strict=True) if name and x is None]
+    for names in (OF_LIST, OF_TABLE):
+        arrays = {name: getattr(metadata, given) for name, given in names.items()}
+        missing = [names[name] for name, x in arrays.items() if x is None]
         if not missing:
-            found.append(MlaLengths.checked(form, values, arrays["max_q_len"]))
-        elif any(x is not None for x in values):
-            raise ArgumentError(f"{names} must be given together; missing: {', '.join(missing)}")
+            with checks.renamed(names):
+                lengths = MlaLengths.checked([arrays.get(name) for name in OF_LIST], metadata.max_q_len)
+                if lengths.kv_len_arr.is_cpu and (lengths.kv_indptr is None or lengths.kv_indptr.is_cpu):
+                    lengths.on_host(page_size)
+            found.append(lengths)
+        elif len(missing) < len(names):
+            raise ArgumentError(f"{', '.join(names.values())} must be given together; missing: {', '.join(missing)}")
     if not found:
-        raise ArgumentError(f"plan must get metadata, or {', or '.join(FORMS.values())}")
-    for lengths in found:
-        if lengths.kv_len.is_cpu and (lengths.kv_indptr is None or lengths.kv_indptr.is_cpu):
-            lengths.on_host(page_size)
+        raise ArgumentError(f"plan must get metadata, or {BY_LIST}, or {BY_TABLE}")
     if len(found) == 2:
         _check_equal(found, page_size)
     return found[0]
@@ -148,11 +146,14 @@ def plan_lengths(metadata: Any, flat: dict[str, Any], page_size: int) -> MlaLeng
 
 def _check_equal(forms: Sequence[MlaLengths], page_size: int) -> None:
     """Check that both forms of metadata describe the same requests."""
-    for field in ("qo_indptr", "kv_len"):
-        (name, one), (other_name, other) = ((getattr(x.names, field), getattr(x, field).tolist()) for x in forms)
+    for name in ("qo_indptr", "kv_len_arr"):
+        one, other = (getattr(lengths, name).tolist() for lengths in forms)
         if one != other:
-            raise ArgumentError(f"{name} and {other_name} must be equal, got {checks.shown(one)} and {other}")
-    used = [UsedPages.of(*lengths.on_host(page_size), page_size) for lengths in forms]
+            raise ArgumentError(f"{name} and {OF_TABLE[name]} must be equal, got {checks.shown(one)} and {other}")
+    used = []
+    for lengths in forms:
+        with checks.renamed(lengths.names):
+            used.append(UsedPages.of(*lengths.on_host(page_size), page_size))
     one, other = (pages.take(lengths.kv_indices).cpu() for pages, lengths in zip(used, forms, strict=True))
     if not torch.equal(one, other):
         i = np.repeat(np.arange(len(used[0].counts)), used[0].counts)[int((one != other).nonzero()[0])]
@@ -162,12 +163,14 @@ def _check_equal(forms: Sequence[MlaLengths], page_size: int) -> None:
 # ---- other arguments
 
 
-def refuse_dims(names: tuple[str, str], dims: tuple[int, int]) -> None:
-    """Refuse head dimensions that no kernel has."""
-    if dims not in ((LATENT, ROPE), (LATENT, 0)):
-        feature = f"{names[0]}={dims[0]}, {names[1]}={dims[1]}"
+def checked_dims(**dims: Any) -> tuple[int, ...]:
+    """Return latent and rotated columns. Refuse head dimensions that no kernel has."""
+    found = tuple(checks.integer(name, value) for name, value in dims.items())
+    if found not in ((LATENT, ROPE), (LATENT, 0)):
+        feature = ", ".join(f"{name}={value}" for name, value in dims.items())
         reason = f"rows of the cache have {LATENT} latent columns, and {ROPE} rotated ones or none"
         checks.refuse(feature, reason, "zeros in the columns that a model does not have")
+    return found
 
 
 def plan_dtypes(q: Any, kv: Any, out: Any) -> tuple[torch.dtype, torch.dtype]:

@@ -99,13 +99,6 @@ def test_units_and_scales() -> None:
     assert not torch.allclose(case.wrapped(bmm1_scale=1.0)[0], out[:, 0])
 
 
-def test_axis_of_one_head_in_the_cache() -> None:
-    case = CASES["decode"]
-    four = dataclasses.replace(case, made={})
-    four.made["cache"] = case.cache[:, None]
-    torch.testing.assert_close(four.trtllm(), case.trtllm())
-
-
 def test_bounds_without_their_maximum() -> None:
     case = CASES["ragged"]
     case.check(case.trtllm(max_q_len=None))
@@ -155,30 +148,14 @@ def test_runs_agree_with_the_plan() -> None:
     case = CASES["decode"]
     wrapper, (nope, rope, ckv, kpe) = case.wrapper(), case.parts()
     for tensors, message in (
-        ((nope[:1], rope[:1], ckv, kpe), "q_nope must have 2 tokens of 4 heads, as planned"),
-        ((nope, rope, ckv.view(-1, 1, LATENT), kpe.view(-1, 1, ROPE)), "ckv_cache must have the planned page_size 2"),
+        ((nope[:1], rope[:1], ckv, kpe), "tokens of q_nope must be as planned, 2"),
+        ((nope, rope, ckv.view(-1, 1, LATENT), kpe.view(-1, 1, ROPE)), "page_size of ckv_cache must be as planned, 2"),
         ((nope, rope[:, :1], ckv, kpe), "q_pe must have shape "),
     ):
         with pytest.raises(ArgumentError, match=message):
             wrapper.run(*tensors)
     with pytest.raises(ArgumentError, match="sinks must be given exactly where plan has use_sinks"):
         wrapper.run(nope, rope, ckv, kpe, sinks=torch.zeros(4))
-
-
-def test_plans_of_a_graph_keep_their_buffers() -> None:
-    case, other = CASES["decode"], MlaCase(kv_lens=(5, 2), seed=1)
-    arrays = [case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens]
-    buffers = [torch.empty_like(x) for x in arrays]
-    wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *buffers)
-    options = (4, LATENT, ROPE, 2, False, SCALE, torch.bfloat16, torch.bfloat16)
-    for each in (case, other):
-        wrapper.plan(each.qo_indptr, each.kv_indptr, each.indices, each.seq_lens, *options)
-        each.check(wrapper.run(*each.parts(), return_lse=True))
-        assert torch.equal(buffers[3], each.seq_lens)
-    with pytest.raises(ArgumentError, match="no request more query tokens than the first plan"):
-        wrapper.plan(torch.tensor([0, 2, 4], dtype=torch.int32), *arrays[1:], *options)
-    with pytest.raises(ArgumentError, match="kv_indptr must have 3 elements for batch size 2, got 2"):
-        cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, buffers[0], buffers[1][:2], *buffers[2:])
 
 
 # ---- FlashMLA's names
@@ -202,19 +179,12 @@ def test_scale_of_flash_mla() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("indices", torch.zeros(2, 1, 4)),
-        ("attn_sink", torch.zeros(4)),
-        ("extra_k_cache", torch.zeros(2)),
-        ("extra_indices_in_kvcache", torch.zeros(2)),
-        ("topk_length", torch.zeros(2)),
-        ("extra_topk_length", torch.zeros(2)),
-    ],
+    "name",
+    ["indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"],
 )
-def test_refusals_of_flash_mla(name: str, value: Any) -> None:
+def test_refusals_of_flash_mla(name: str) -> None:
     with pytest.raises(NotSupported, match=rf"{name}.*Instead: "):
-        CASES["decode"].flash_mla(**{name: value})
+        CASES["decode"].flash_mla(**{name: torch.zeros(2)})
 
 
 def test_errors_of_flash_mla() -> None:
@@ -232,52 +202,36 @@ def test_errors_of_flash_mla() -> None:
 # ---- plans
 
 
-def plan_options(case: MlaCase, **changes: Any) -> dict[str, Any]:
-    """Options of a plan besides where its tokens are."""
-    dims = {"num_heads": case.heads, "head_dim_ckv": LATENT, "head_dim_kpe": case.rope, "page_size": case.page_size}
-    dtypes = {"q_data_type": case.dtype, "kv_data_type": case.cache.dtype}
-    return {**dims, **dtypes, "causal": case.causal, "sm_scale": SCALE, **changes}
-
-
-def metadata(case: MlaCase, form: str, **changes: Any) -> cute_attn.MLAPlanMetadata:
-    csr = {"qo_indptr": case.qo_indptr, "kv_indptr": case.kv_indptr, "kv_indices": case.indices}
-    csr |= {"kv_len_arr": case.seq_lens}
-    dense = {"cum_seq_lens_q": case.qo_indptr, "block_tables": case.table, "seq_lens": case.seq_lens}
-    arrays = {"csr": csr, "dense": dense, "dual": csr | dense}[form]
-    return getattr(cute_attn.MLAPlanMetadata, form)(**{**arrays, **changes})
-
-
 @pytest.mark.parametrize("form", ["csr", "dense", "dual"])
 @pytest.mark.parametrize("name", ["drafts", "ragged", "no keys"])
 def test_metadata(name: str, form: str) -> None:
     case = CASES[name]
     wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace())
-    wrapper.plan(metadata=metadata(case, form), lse_mode="base2", **plan_options(case))
+    wrapper.plan(metadata=case.metadata(form), lse_mode="base2", **case.options())
     case.check(wrapper.run(*case.parts(), return_lse=True))
     if form == "dense":
-        flat = {"cum_seq_lens_q": case.qo_indptr, "block_tables": case.table, "seq_lens": case.seq_lens}
-        wrapper.plan(**flat, max_q_len=7, **plan_options(case))
+        wrapper.plan(**case.arrays(form), max_q_len=7, **case.options())
         case.check(wrapper.run(*case.parts(), return_lse=True))
 
 
 def test_wrong_metadata() -> None:
     case = CASES["drafts"]
     wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace())
-    dense, short = metadata(case, "dense"), torch.tensor([3, 4], dtype=torch.int32)
+    dense, short = case.metadata("dense"), torch.tensor([3, 4], dtype=torch.int32)
     other = case.indices.flip(0)
     for arguments, message in (
         ({}, "plan must get metadata, or qo_indptr"),
         ({"metadata": (1, 2)}, "metadata must be an MLAPlanMetadata"),
         ({"metadata": dense, "seq_lens": case.seq_lens}, "metadata must come without seq_lens"),
         ({"seq_lens": case.seq_lens}, "must be given together; missing: cum_seq_lens_q, block_tables"),
-        ({"metadata": metadata(case, "dense", max_q_len=3)}, "give a request more than 3 rows"),
-        ({"metadata": metadata(case, "dense", block_tables=case.table[:1])}, "one length for each of the 1 rows"),
-        ({"metadata": metadata(case, "dense", seq_lens=99 * short)}, "seq_lens must be within 0.* in block_tables"),
-        ({"metadata": metadata(case, "dual", seq_lens=short)}, "kv_len_arr and seq_lens must be equal"),
-        ({"metadata": metadata(case, "dual", kv_indices=other)}, "must have the same pages; those of request 0 differ"),
+        ({"metadata": case.metadata("dense", max_q_len=3)}, "give a request more than 3 rows"),
+        ({"metadata": case.metadata("dense", block_tables=case.table[:1])}, "one length for each of the 1 rows"),
+        ({"metadata": case.metadata("dense", seq_lens=99 * short)}, "seq_lens must be within 0.* in block_tables"),
+        ({"metadata": case.metadata("dual", seq_lens=short)}, "kv_len_arr and seq_lens must be equal"),
+        ({"metadata": case.metadata("dual", kv_indices=other)}, "must have the same pages; those of request 0 differ"),
     ):
         with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
-            wrapper.plan(**arguments, **plan_options(case))
+            wrapper.plan(**arguments, **case.options())
 
 
 def test_runs_keep_to_planned_modes() -> None:
@@ -293,16 +247,16 @@ def test_runs_keep_to_planned_modes() -> None:
         ({"scale_mode": "bmm-scalar"}, numbers, tensors),
         ({"scale_mode": "bmm-tensor"}, tensors, {"bmm1_scale": torch.ones(1)}),
     ):
-        wrapper.plan(metadata=metadata(case, "csr"), **plan_options(case, **options))
+        wrapper.plan(metadata=case.metadata(), **case.options(**options))
         wrapper.run(*case.parts(), **right)
         with pytest.raises(ArgumentError, match=r"as planned with scale_mode|the planned lse_mode"):
             wrapper.run(*case.parts(), **wrong)
     with pytest.raises(ArgumentError, match="scale_mode='kv-per-tensor' needs kv_data_type=float8_e4m3fn"):
-        wrapper.plan(metadata=metadata(case, "csr"), **plan_options(case, scale_mode="kv-per-tensor"))
+        wrapper.plan(metadata=case.metadata(), **case.options(scale_mode="kv-per-tensor"))
     with pytest.raises(ArgumentError, match="must come with a cache of float8_e4m3fn"):
         case.wrapped(kpe_scale=2.0)
     planned = {"scale_mode": "kv-per-tensor"}
-    wrapper.plan(metadata=metadata(narrow, "csr"), **plan_options(narrow, **planned))
+    wrapper.plan(metadata=narrow.metadata(), **narrow.options(**planned))
     wrapper.run(*narrow.parts(), **narrow.scale_options())
     with pytest.raises(ArgumentError, match="Exactly one of ckv_scale or ckv_scale_arr must be given"):
         wrapper.run(*narrow.parts(), **numbers)
@@ -323,24 +277,24 @@ def test_graphs_over_tables() -> None:
     """Plans of a graph keep the table and lengths of the caller, who changes their numbers in place."""
     case = MlaCase(q_lens=(2, 2), kv_lens=(9, 6))
     wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), use_cuda_graph=True)
-    wrapper.plan(metadata=metadata(case, "dense"), **plan_options(case))
+    wrapper.plan(metadata=case.metadata("dense"), **case.options())
     assert wrapper._planned is not None
     assert wrapper._planned.lengths.kv_indices.data_ptr() == case.table.data_ptr()
     case.check((wrapper.run(*case.parts()), case.trtllm()[1]))
     case.seq_lens.copy_(torch.tensor([5, 2]))
-    wrapper.plan(metadata=metadata(case, "dense"), **plan_options(case))
+    wrapper.plan(metadata=case.metadata("dense"), **case.options())
     shorter = dataclasses.replace(case, kv_lens=(5, 2), made={})
     shorter.made.update(case.made)
     shorter.check((wrapper.run(*case.parts()), shorter.trtllm()[1]))
     with pytest.raises(ArgumentError, match="seq_lens must be the array of the first plan of a CUDA graph"):
-        wrapper.plan(metadata=metadata(case, "dense", seq_lens=case.seq_lens.clone()), **plan_options(case))
-    buffers = (case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens)
-    buffered = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *(x.clone() for x in buffers))
+        wrapper.plan(metadata=case.metadata("dense", seq_lens=case.seq_lens.clone()), **case.options())
+    buffers = (x.clone() for x in case.arrays().values())
+    buffered = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *buffers)
     with pytest.raises(ArgumentError, match="block_tables, seq_lens must not be given to a wrapper whose"):
-        buffered.plan(metadata=metadata(case, "dense"), **plan_options(case))
+        buffered.plan(metadata=case.metadata("dense"), **case.options())
     with pytest.raises(ArgumentError, match="kv_len_arr must have buffers from the construction"):
         cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), use_cuda_graph=True).plan(
-            metadata=metadata(case, "csr"), **plan_options(case)
+            metadata=case.metadata(), **case.options()
         )
 
 
@@ -349,12 +303,8 @@ def test_graphs_over_tables() -> None:
 
 def test_plans_check_all_before_they_write() -> None:
     case = CASES["decode"]
-    buffers = [torch.zeros_like(x) for x in (case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens)]
+    given, buffers = case.arrays() | case.options(), [torch.zeros_like(x) for x in case.arrays().values()]
     wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, *buffers)
-    given = {"qo_indptr": case.qo_indptr, "kv_indptr": case.kv_indptr, "kv_indices": case.indices}
-    given |= {"kv_len_arr": case.seq_lens, "num_heads": 4, "head_dim_ckv": LATENT, "head_dim_kpe": ROPE}
-    given |= {"page_size": 2, "causal": True, "sm_scale": SCALE}
-    given |= {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     for changes, message in (
         ({"kv_indices": torch.zeros(99, dtype=torch.int32)}, "kv indices must fit the 8 elements"),
         ({"qo_indptr": torch.tensor([0, 2, 1], dtype=torch.int32)}, "qo_indptr must not decrease"),
@@ -373,6 +323,10 @@ def test_plans_check_all_before_they_write() -> None:
         wrapper.plan(**{**given, "head_dim_ckv": 256})
     wrapper.plan(**given)
     case.check(wrapper.run(*case.parts(), return_lse=True))
+    with pytest.raises(ArgumentError, match="no request more query tokens than the first plan"):
+        wrapper.plan(**{**given, "qo_indptr": torch.tensor([0, 2, 4], dtype=torch.int32)})
+    with pytest.raises(ArgumentError, match="kv_indptr must have 3 elements for batch size 2, got 2"):
+        cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(), True, buffers[0], buffers[1][:2], *buffers[2:])
 
 
 def test_append() -> None:

@@ -11,7 +11,7 @@ import torch
 from cute_attn import NotSupported, emulator
 from cute_attn.emulator.errors import EmulatorError
 from cute_attn.emulator.machine import Schedule
-from tests.support.mla_case import ONE, MlaCase
+from tests.support.mla_case import ONE, MlaCase, random_case
 from tests.support.schedules import KINDS, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -86,22 +86,8 @@ def test_schedules(name: str, schedule: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random(seed: int, arch: str) -> None:
     r = random.Random(seed)
-    requests = r.choice((1, 2, 3, 6))
-    q_len = r.choice((0, 1, 1, 2, 4))
-    case = MlaCase(
-        heads=r.choice((1, 4, 8, 12, 16, 32, 64)),
-        q_lens=[q_len or r.randrange(4) for _ in range(requests)],
-        kv_lens=[r.choice((0, 1, 64, r.randrange(200))) for _ in range(requests)],
-        page_size=r.choice((1, 3, 16, 32, 64)),
-        dtype=r.choice((torch.float16, torch.bfloat16)),
-        causal=r.random() < 0.8,
-        sinks=r.random() < 0.3,
-        narrow=r.random() < 0.4,
-        rope=r.choice((0, 64, 64)),
-        seed=seed,
-    )
-    if sum(case.q_lens):
-        solve(case, arch, r.choice((1, 2, 3, 7)), r.choice(KINDS), planned=not case.causal or seed % 2 == 0)
+    case = random_case(r, 6, 400, heads=r.choice((1, 4, 8, 12, 16, 32, 64)))
+    solve(case, arch, r.choice((1, 2, 3, 7)), r.choice(KINDS), planned=not case.causal or seed % 2 == 0)
 
 
 @pytest.mark.parametrize("scale", [-0.1, 0.0])

@@ -18,8 +18,7 @@ def test_sglang_plans_and_runs(device: str) -> None:
     """Pages of one token; a plan by position with every array on the device; parts of a cache as views of one."""
     case = MlaCase(**STEP, page_size=1, device=device, causal=False)
     wrapper = cute_attn.BatchMLAPagedAttentionWrapper(case.workspace(64), backend="auto")
-    arrays = case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens
-    wrapper.plan(*arrays, case.heads, LATENT, ROPE, 1, False, SCALE, case.dtype, case.dtype)
+    wrapper.plan(*case.arrays().values(), *case.options().values())
     for _ in range(2):  # layers
         q_nope, q_rope = case.q.split((LATENT, ROPE), dim=-1)
         out = q_nope.new_empty(q_nope.shape)
@@ -41,8 +40,8 @@ def test_sglang_replays_plans_of_graphs(device: str) -> None:
     for seed in range(2):
         case = MlaCase(**{**STEP, "kv_lens": (5 + seed, 1, 100)}, page_size=1, device=device, causal=False, seed=seed)
         indices[: len(case.indices)] = case.indices  # engines fill the buffers by kernels of their own
-        arrays = bounds, case.kv_indptr, indices[: len(case.indices)], case.seq_lens
-        wrapper.plan(*arrays, case.heads, LATENT, ROPE, 1, False, SCALE, case.dtype, case.dtype)
+        arrays = case.arrays(qo_indptr=bounds, kv_indices=indices[: len(case.indices)])
+        wrapper.plan(*arrays.values(), *case.options().values())
         case.check(wrapper.run(*case.parts(), return_lse=True))
 
 

@@ -223,24 +223,6 @@ def test_steps_of_a_draft(device: str) -> None:
         assert_close(graph.replay(), now.expected(SCALE)[0])
 
 
-def test_plan_may_be_replaced_too(device: str) -> None:
-    """vLLM and others bind `plan` itself; what the first plan said of the output's dtype stays."""
-    steps = cases((1,) * 3, LENGTHS, device, kv_dtype=E4M3)
-    buffers = Buffers(steps[0])
-    wrapper = buffers.decode()
-    where = (buffers.indices, buffers.last_page_len[:3], 4, 2, 128, 1)
-    options = {"q_data_type": BF16, "kv_data_type": E4M3, "sm_scale": SCALE}
-    buffers.fill(steps[0])
-    wrapper.plan(steps[0].kv_indptr, *where, **options, o_data_type=torch.float16)
-    wrapper.plan = partial(fast_decode_plan, wrapper)
-    for now in steps:
-        buffers.fill(now)
-        wrapper.plan(now.kv_indptr, *where, **options)
-        out = wrapper.run(buffers.q, tuple(buffers.cache))
-        assert out.dtype == torch.float16
-        assert_close(out, now.expected(SCALE)[0])
-
-
 # ---- extend
 
 

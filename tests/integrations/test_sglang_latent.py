@@ -13,7 +13,7 @@ import torch
 
 from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.latent import LatentAttention, extend_step
+from cute_attn.integrations.sglang.latent import LatentAttention, extended
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind
 from cute_attn.integrations.sglang.tables import TableStep
@@ -46,9 +46,9 @@ def assert_close(found: torch.Tensor, want: torch.Tensor) -> None:
 def test_rows_of_the_pool(q_lens: tuple[int, ...], page_size: int, narrow: bool, device: str) -> None:
     case = MlaCase(HEADS, q_lens, (37, 9, 40), page_size, device=device, narrow=narrow)
     tables = case.table.clamp_min(0)
-    extends = len(set(q_lens)) > 1
-    uniform = TableStep(tables, None, case.seq_lens, q_lens[0])
-    step = extend_step(tables, case.seq_lens.long(), list(q_lens)) if extends else uniform
+    step = TableStep(tables, None, case.seq_lens, q_lens[0])
+    if len(set(q_lens)) > 1:
+        step = extended(step, list(q_lens))
     assert step.num_tokens == sum(q_lens)
     out = torch.empty(sum(q_lens), HEADS, LATENT, dtype=BF16, device=device)
     scale = torch.tensor([0.5], device=device) if narrow else None
@@ -63,8 +63,8 @@ def test_prompts_are_planned_once_per_step(device: str, monkeypatch: pytest.Monk
     kind = KIND._replace(num_kv_heads=HEADS, head_dim=192)
     generator = torch.Generator().manual_seed(0)
     for q_lens in ((7, 1, 30), (7, 2)):
-        lengths = torch.tensor(q_lens, device=device)
-        step = extend_step(torch.zeros(len(q_lens), 1, dtype=torch.int32, device=device), lengths, list(q_lens))
+        tables, lengths = torch.zeros(2, len(q_lens), 1, dtype=torch.int32, device=device)
+        step = extended(TableStep(tables, None, lengths[:, 0]), list(q_lens))
         for _ in range(2):  # layers
             q, k, v = (torch.randn(sum(q_lens), HEADS, n, generator=generator).to(BF16) for n in (192, 192, 128))
             out = torch.empty_like(v).to(device)
@@ -112,10 +112,12 @@ def sglang() -> Iterator[Any]:
         yield sglang_runner
 
 
-def latent_runner(sglang: Any, page_size: int, dtype: torch.dtype = BF16) -> tuple[Any, Any, Any]:
-    """A runner with the two layers that SGLang's DeepSeek models have per block, and its pool."""
+def served(sglang: Any, page_size: int, dtype: torch.dtype = BF16) -> tuple[Any, Any, Any, Any]:
+    """The backend of a runner with its pool, the runner, and the two layers of SGLang's DeepSeek models per block."""
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    from cute_attn.integrations import sglang as plugin
 
     absorbed = RadixAttention(HEADS, LATENT + ROPE, SCALE, 1, 0, v_head_dim=LATENT)
     prompts = RadixAttention(HEADS, 192, SCALE, HEADS, 0, v_head_dim=128)
@@ -123,7 +125,8 @@ def latent_runner(sglang: Any, page_size: int, dtype: torch.dtype = BF16) -> tup
         size=sglang.POOL_TOKENS, page_size=page_size, dtype=dtype, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE,
         layer_num=1, device="cpu", enable_memory_saver=False,
     )  # fmt: skip
-    return sglang.Runner([absorbed, prompts], page_size, pool, use_mla_backend=True), absorbed, prompts
+    runner = sglang.Runner([absorbed, prompts], page_size, pool, use_mla_backend=True)
+    return plugin.build(runner), runner, absorbed, prompts
 
 
 def rows_of(runner: Any, batch: Any, i: int) -> torch.Tensor:
@@ -153,10 +156,7 @@ class TestServer:
 
     def test_steps(self, page_size: int, sglang: Any) -> None:
         """A prompt of decompressed keys, whose rows the model writes; extends, decodes and drafts over rows."""
-        import cute_attn.integrations.sglang as plugin
-
-        runner, absorbed, prompts = latent_runner(sglang, page_size)
-        backend = plugin.build(runner)
+        backend, runner, absorbed, prompts = served(sglang, page_size)
         batch = runner.extend([1, 2], [9, 30])
         backend.init_forward_metadata(batch)
         q, k = torch.randn(2, 39, HEADS, 192).bfloat16()
@@ -175,10 +175,7 @@ class TestServer:
             check_rows(backend, runner, absorbed, later, q_lens)
 
     def test_hooks_of_graphs(self, page_size: int, sglang: Any) -> None:
-        import cute_attn.integrations.sglang as plugin
-
-        runner, absorbed, _ = latent_runner(sglang, page_size)
-        backend = plugin.build(runner)
+        backend, runner, absorbed, _ = served(sglang, page_size)
         batch = runner.extend([1, 2], [9, 30])
         backend.init_forward_metadata(batch)
         check_rows(backend, runner, absorbed, batch, [9, 30])
@@ -192,11 +189,8 @@ class TestServer:
         assert len(addresses) == 1
 
     def test_rows_of_8_bits(self, page_size: int, sglang: Any) -> None:
-        import cute_attn.integrations.sglang as plugin
-
-        runner, absorbed, _ = latent_runner(sglang, page_size, E4M3)
+        backend, runner, absorbed, _ = served(sglang, page_size, E4M3)
         absorbed.k_scale, absorbed.k_scale_float = torch.tensor(0.5), 0.5
-        backend = plugin.build(runner)
         batch = runner.extend([1, 2], [9, 30])
         backend.init_forward_metadata(batch)
         check_rows(backend, runner, absorbed, batch, [9, 30], 0.5)

@@ -104,8 +104,8 @@ def test_a_graph_decodes_with_the_lengths_of_its_replay(q_len: int) -> None:
     case = MlaCase(heads=16, q_lens=(q_len,) * 3, kv_lens=(70, 40, 20), page_size=16, device="cuda")
     step = described(case, "cuda")
     graph = Graph("cuda", lambda: latent.decode(case.q, case.cache, step, SCALE, 1.0, True))
-    shorter = dataclasses.replace(case, kv_lens=(33, 2, 20), made={**case.made})
-    object.__setattr__(shorter, "made", case.made)
+    shorter = dataclasses.replace(case, kv_lens=(33, 2, 20), made={})
+    shorter.made.update(case.made)
     step.seq_lens.copy_(torch.tensor([33, 2, 20]))
     out, lse = graph.replay()
     shorter.check((out, lse / math.log(2)))
@@ -124,7 +124,8 @@ def test_prefills_merge_new_tokens_and_chunks_of_context(device: str, monkeypatc
     new, chunks, heads = (5, 9), ((20, 4), (7, 30)), 2
     generator = torch.Generator().manual_seed(0)
     workspace = torch.empty(8 << 20, dtype=torch.uint8, device=device)
-    prefills = LatentPrefills(heads, SCALE, 128 + ROPE, 128, workspace)
+    dims = {"num_qo_heads": heads, "num_kv_heads": heads, "head_dim_qk": 128 + ROPE, "head_dim_vo": 128}
+    prefills = LatentPrefills(workspace, sm_scale=SCALE, **dims)
     plans = noted(monkeypatch, BatchPrefillWithRaggedKVCacheWrapper, "plan")
     prefills.begin(torch.tensor(new))
     for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,13 +126,27 @@ class MlaCase:
         where = (self.workspace(), 128, LATENT, self.rope, self.table, self.seq_lens, max(self.kv_lens))
         return cute_attn.trtllm_batch_decode_with_kv_cache_mla(query, self.cache, *where, **options)
 
+    def arrays(self, form: str = "csr", **changes: Any) -> dict[str, torch.Tensor]:
+        """Where the tokens are, by the fields of `MLAPlanMetadata`; `changes`: of these."""
+        csr = {"qo_indptr": self.qo_indptr, "kv_indptr": self.kv_indptr, "kv_indices": self.indices}
+        csr |= {"kv_len_arr": self.seq_lens}
+        dense = {"cum_seq_lens_q": self.qo_indptr, "block_tables": self.table, "seq_lens": self.seq_lens}
+        return {"csr": csr, "dense": dense, "dual": csr | dense}[form] | changes
+
+    def metadata(self, form: str = "csr", **changes: Any) -> cute_attn.MLAPlanMetadata:
+        made: cute_attn.MLAPlanMetadata = getattr(cute_attn.MLAPlanMetadata, form)(**self.arrays(form, **changes))
+        return made
+
+    def options(self, **changes: Any) -> dict[str, Any]:
+        """Options of a plan besides where its tokens are; the first ones in the order of `plan`."""
+        dims = {"num_heads": self.heads, "head_dim_ckv": LATENT, "head_dim_kpe": self.rope, "page_size": self.page_size}
+        dtypes = {"q_data_type": self.dtype, "kv_data_type": self.cache.dtype}
+        return {**dims, "causal": self.causal, "sm_scale": SCALE, **dtypes, **changes}
+
     def wrapper(self, backend: str = "auto", **changes: Any) -> cute_attn.BatchMLAPagedAttentionWrapper:
         """A wrapper with the plan of this batch, by position as engines call it."""
         made = cute_attn.BatchMLAPagedAttentionWrapper(self.workspace(), backend=backend)
-        arrays = self.qo_indptr, self.kv_indptr, self.indices, self.seq_lens
-        dims = self.heads, LATENT, self.rope, self.page_size
-        dtypes = self.dtype, self.cache.dtype
-        made.plan(*arrays, *dims, self.causal, SCALE, *dtypes, use_sinks=self.sinks, **changes)
+        made.plan(*self.arrays().values(), *self.options().values(), use_sinks=self.sinks, **changes)
         return made
 
     def wrapped(self, backend: str = "auto", **changes: Any) -> Any:
@@ -181,3 +196,24 @@ class MlaCase:
         epsilon = torch.finfo(self.dtype).eps
         torch.testing.assert_close(out, want, rtol=2 * epsilon, atol=4 * epsilon)
         torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=2e-4)
+
+
+def random_case(r: random.Random, most_requests: int, longest: int, **options: Any) -> MlaCase:
+    """A batch in any form, of as many keys together."""
+    requests, q_len = r.choice((1, 2, 5, most_requests)), r.choice((0, 1, 1, 2, 8))
+    narrow, rope, dtype = r.random() < 0.5, r.choice((0, 64, 64)), r.choice((torch.float16, torch.bfloat16))
+    grouped = narrow and r.random() < 0.5
+    return MlaCase(
+        q_lens=[q_len or r.randrange(i == 0, 5) for i in range(requests)],
+        kv_lens=[r.choice((0, 1, 64, r.randrange(longest // requests))) for _ in range(requests)],
+        page_size=r.choice((1, 3, 7, 16, 32, 64)),
+        dtype=dtype,
+        causal=r.random() < 0.8,
+        sinks=r.random() < 0.3,
+        narrow=narrow,
+        rope=rope,
+        grouped=grouped,
+        wide=grouped and rope > 0 and dtype == torch.bfloat16 and r.random() < 0.5,
+        seed=r.randrange(1 << 30),
+        **options,
+    )

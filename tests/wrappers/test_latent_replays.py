@@ -15,6 +15,7 @@ from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.wrappers import calls, mla
 from tests.support.launch_corpus import RecordingDriver, pretended
 from tests.support.mla_case import LATENT, SCALE, MlaCase
+from tests.support.noted import noted
 
 WORKSPACE = torch.empty(32 << 20, dtype=torch.uint8)
 
@@ -32,10 +33,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingDriver]:
 @pytest.fixture
 def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that were checked in full."""
-    taken: list[Any] = []
-    check = mla.mla_problem
-    monkeypatch.setattr(mla, "mla_problem", lambda *arguments: (taken.append(arguments), check(*arguments))[1])
-    return taken
+    return noted(monkeypatch, mla, "mla_problem")
 
 
 def case_of(seed: int = 0, **changes: Any) -> MlaCase:
@@ -98,9 +96,9 @@ def test_runs_of_plans(changes: dict[str, Any], driver: RecordingDriver, full_ch
     for i, scale in enumerate((SCALE, SCALE, SCALE, 1.0)):
         case = case_of(i, **changes)
         if i != 1:
-            arrays = case.qo_indptr, case.kv_indptr, case.indices, case.seq_lens - i
+            planned = case.arrays(kv_len_arr=case.seq_lens - i) | case.options(sm_scale=scale)
             for wrapper in (made, other):
-                wrapper.plan(*arrays, case.heads, LATENT, case.rope, 64, True, scale, case.dtype, case.cache.dtype)
+                wrapper.plan(**planned)
         full_checks.clear()
         parts, options = case.parts(), {"return_lse": True, **case.scale_options()}
         replayed = launched(driver, made.run(*parts, **options))

@@ -32,6 +32,7 @@ from tests.support.batch_case import (
 )
 from tests.support.case import shifted
 from tests.support.formula import assert_batch_right
+from tests.support.noted import noted
 from tests.support.right import assert_right
 from tests.wrappers.kinds import KINDS
 
@@ -91,15 +92,7 @@ def emulated() -> Iterator[None]:
 @pytest.fixture
 def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The runs that were checked in full."""
-    taken: list[Any] = []
-    problem = batch_run.problem
-
-    def recorded(plan: Any, run: Any) -> Any:
-        taken.append(run)
-        return problem(plan, run)
-
-    monkeypatch.setattr(batch_run, "problem", recorded)
-    return taken
+    return noted(monkeypatch, batch_run, "problem")
 
 
 ON_KERNELS = [("fa2", case) for case in LAYERS]
@@ -167,7 +160,7 @@ def test_a_callers_buffers(full_checks: list[Any]) -> None:
         assert results[0] is out
         assert results[1] is lse
         assert_right(PAGED, inputs, out, lse)
-    assert sum(run.out is not None for run in full_checks) == 1
+    assert sum(check.args[1].out is not None for check in full_checks) == 1
 
 
 @pytest.mark.usefixtures("emulated")

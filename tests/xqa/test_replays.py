@@ -16,10 +16,10 @@ from cute_attn import (
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
-from cute_attn.request import decode as request_decode
 from cute_attn.wrappers import calls
 from cute_attn.xqa import decode as xqa_decode
 from tests.support.launch_corpus import Launched, RecordingDriver, pretended
+from tests.support.noted import noted
 
 HEADS, HEAD_DIM, PAGE_SIZE, PAGES, BATCH = (8, 2), 64, 16, 12, 3
 WORKSPACE_BYTES = 16 << 20
@@ -48,14 +48,7 @@ def driver() -> Iterator[RecordingDriver]:
 @pytest.fixture
 def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that were checked in full."""
-    taken: list[Any] = []
-
-    def counted(*arguments: Any) -> Any:
-        taken.append(arguments)
-        return request_decode.decode_problem(*arguments)
-
-    monkeypatch.setattr(xqa_decode, "decode_problem", counted)
-    return taken
+    return noted(monkeypatch, xqa_decode, "decode_problem")
 
 
 def arguments(case: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ values that the model has decompressed. Needs torch alone.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
 from cute_attn.integrations import workspaces
@@ -13,34 +14,19 @@ from cute_attn.integrations.sglang.metadata import LayerKind, Scale
 from cute_attn.integrations.sglang.tables import TableStep
 from cute_attn.mla import trtllm_batch_decode_with_kv_cache_mla
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.request.index_arrays import bounds, int32
 from cute_attn.request.mla import LATENT, ROPE
 
 NOPE = 128  # columns of keys before absorption, which change nothing
 
 
-class ExtendStep(NamedTuple):
-    """A batch whose requests have different numbers of query tokens."""
-
-    table: TableStep  # its q_len: the most of a request
-    starts: torch.Tensor  # int32 [batch_size + 1] on the device, where the query tokens of each request begin
-    starts_cpu: torch.Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens of the batch."""
-        return int(self.starts_cpu[-1])
-
-
-Step = TableStep | ExtendStep
-
-
-def extend_step(tables: torch.Tensor, seq_lens: torch.Tensor, q_lens: list[int]) -> ExtendStep:
-    """Describe a batch of extends; `q_lens`: new tokens of each request, which `seq_lens` counts."""
-    starts = torch.tensor([0, *q_lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+def extended(step: TableStep, q_lens: list[int]) -> TableStep:
+    """Return a batch as one of extends. `q_lens`: new tokens of each request, which its `seq_lens` count."""
+    starts = int32(bounds(np.asarray(q_lens, np.int64)))
     on_device = starts
-    if seq_lens.is_cuda:
-        on_device = starts.pin_memory().to(seq_lens.device, non_blocking=True)
-    return ExtendStep(TableStep(tables, None, seq_lens.to(torch.int32), max(q_lens)), on_device, starts)
+    if step.seq_lens.is_cuda:
+        on_device = starts.pin_memory().to(step.seq_lens.device, non_blocking=True)
+    return step._replace(q_len=max(q_lens), starts=on_device, starts_cpu=starts)
 
 
 class LatentAttention:
@@ -54,19 +40,21 @@ class LatentAttention:
     def __init__(self, device: torch.device | str) -> None:
         self._workspace = torch.empty(workspaces.BYTES, dtype=torch.uint8, device=device)
         self._ragged = BatchPrefillWithRaggedKVCacheWrapper(self._workspace)
-        self._planned: tuple[ExtendStep, LayerKind] | None = None
+        self._planned: tuple[TableStep, LayerKind] | None = None
 
     def run_rows(
-        self, step: Step, kind: LayerKind, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, scale: Scale
+        self, step: TableStep, kind: LayerKind, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, scale: Scale
     ) -> None:
         """Compute attention over the pool's rows into `out`, `[num_tokens, heads, 512]`.
 
         `q`: absorbed queries `[num_tokens, heads, 576]`. `cache`: `[pages, page_size, 576]`. `scale`: what rows of 8
         bits are multiplied by; None: 1.
         """
-        table, bounds = (step, {}) if isinstance(step, TableStep) else (step.table, self._bounds(step))
-        if not bounds:
-            q, out = (x.unflatten(0, (-1, table.q_len)) for x in (q, out))
+        of_queries: dict[str, Any] = {}
+        if step.starts is None:
+            q, out = (x.unflatten(0, (-1, step.q_len)) for x in (q, out))
+        else:
+            of_queries = {"cum_seq_lens_q": step.starts, "max_q_len": step.q_len}
         trtllm_batch_decode_with_kv_cache_mla(
             q,
             cache,
@@ -74,26 +62,23 @@ class LatentAttention:
             NOPE,
             LATENT,
             ROPE,
-            table.tables,
-            table.seq_lens,
-            table.tables.shape[1] * cache.shape[1],
+            step.tables,
+            step.seq_lens,
+            step.tables.shape[1] * cache.shape[1],
             out=out,
             bmm1_scale=kind.sm_scale if scale is None else kind.sm_scale * scale,
             bmm2_scale=1.0 if scale is None else scale,
-            **bounds,
+            **of_queries,
         )
 
-    def _bounds(self, step: ExtendStep) -> dict[str, Any]:
-        return {"cum_seq_lens_q": step.starts, "max_q_len": step.table.q_len}
-
     def run_new(
-        self, step: Step, kind: LayerKind, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor
+        self, step: TableStep, kind: LayerKind, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor
     ) -> None:
         """Compute causal attention of a batch of prompts over their own keys and values into `out`.
 
         `rows`: q and k `[num_tokens, heads, 192]`, v `[num_tokens, heads, 128]`. The first layer of a step plans.
         """
-        assert isinstance(step, ExtendStep), "SGLang decompresses keys in extends only"
+        assert step.starts_cpu is not None, "SGLang decompresses keys in extends only"
         q, k, v = rows
         planned = self._planned
         if planned is None or planned[0] is not step or planned[1] != kind:

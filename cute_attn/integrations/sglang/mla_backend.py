@@ -14,8 +14,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.base import PagedBackend, refuse_arguments
-from cute_attn.integrations.sglang.latent import LatentAttention, Step, extend_step
+from cute_attn.integrations.sglang.latent import LatentAttention, extended
 from cute_attn.integrations.sglang.metadata import as_pages
+from cute_attn.integrations.sglang.tables import TableStep
 
 
 class CuteAttnMLABackend(PagedBackend):
@@ -25,14 +26,14 @@ class CuteAttnMLABackend(PagedBackend):
         super().__init__(model_runner)
         self._attention = LatentAttention(self.device)
 
-    def _describe(self, batch: Any) -> Step:
+    def _describe(self, batch: Any) -> TableStep:
         step = self._table_step(batch)
         if batch.forward_mode.is_decode() or batch.forward_mode.is_target_verify():
             return step
         q_lens = batch.extend_seq_lens_cpu
         if q_lens is None:  # batches that SGLang pads on the device alone: a synchronisation
             q_lens = batch.extend_seq_lens.tolist()
-        return extend_step(step.tables, step.seq_lens, list(q_lens))
+        return extended(step, list(q_lens))
 
     # ---- a layer
 

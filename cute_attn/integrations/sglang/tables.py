@@ -12,18 +12,20 @@ from cute_attn.runtime import capture
 
 
 class TableStep(NamedTuple):
-    """A batch whose requests have the same number of query tokens each."""
+    """A batch whose requests have the same number of query tokens each, or with `starts` any number."""
 
     tables: torch.Tensor  # int32 [batch_size, max_pages]
     window_tables: torch.Tensor | None  # the same in the pool of sliding-window layers
     seq_lens: torch.Tensor  # int32 [batch_size], the query tokens' own keys included
-    q_len: int = 1
+    q_len: int = 1  # with `starts` the most of any request
     mask: torch.Tensor | None = None  # of drafts that branch; None: causal
+    starts: torch.Tensor | None = None  # int32 [batch_size + 1], where the query tokens of each request begin
+    starts_cpu: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """Query tokens of the batch."""
-        return self.seq_lens.numel() * self.q_len
+        return self.seq_lens.numel() * self.q_len if self.starts_cpu is None else int(self.starts_cpu[-1])
 
 
 def table_step(

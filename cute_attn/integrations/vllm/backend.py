@@ -35,6 +35,27 @@ class OnKernels:
         """Return whether some kernel runs on the GPU."""
         return support.compute_capability_reason(capability.major, capability.minor) is None
 
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Return why no kernel of the GPU supports the combination, or None."""
+        if use_mm_prefix and envs.VLLM_BATCH_INVARIANT:
+            return "batch invariance with images whose tokens see each other: steps without images run another kernel"
+        if use_mla:
+            return support.cache_reason(kv_cache_dtype or "auto", dtype)
+        layer = Layer(8, head_size, 1.0, 8, kv_cache_dtype or "auto", sinks=has_sink)  # no answer depends on the heads
+        return support.reason(layer, dtype, (device_capability.major, device_capability.minor))
+
 
 class CuteAttnBackend(OnKernels, AttentionBackend):
     """Decoder self-attention on cute_attn's kernels. What is not supported is refused with a reason when vLLM
@@ -107,22 +128,3 @@ class CuteAttnBackend(OnKernels, AttentionBackend):
     def supports_batch_invariance(cls) -> bool:
         """Return True: with VLLM_BATCH_INVARIANT=1 all steps run plans whose keys are not split."""
         return True
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-    ) -> str | None:
-        """Return why no kernel of the GPU supports the combination, or None."""
-        if use_mm_prefix and envs.VLLM_BATCH_INVARIANT:
-            return "batch invariance with images whose tokens see each other: steps without images run another kernel"
-        layer = Layer(8, head_size, 1.0, 8, kv_cache_dtype or "auto", sinks=has_sink)  # no answer depends on the heads
-        return support.reason(layer, dtype, (device_capability.major, device_capability.minor))

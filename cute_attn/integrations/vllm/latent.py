@@ -10,14 +10,14 @@ import torch
 
 from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.request import checks
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.request.mla import LATENT, NARROW, ROPE, MlaCall, MlaLengths, MlaOptions, Names, Part, Parts
+from cute_attn.request.mla import LATENT, NARROW, OF_CACHE, ROPE, MlaCall, MlaLengths
 from cute_attn.wrappers import mla
 
-NAMES = Names("query_start_loc", "", "block_table", "seq_lens")
+NAMES = OF_CACHE | {"kv_indices": "block_table", "kv_len_arr": "seq_lens", "qo_indptr": "query_start_loc"}
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # vLLM's names
 DIMS = (LATENT, ROPE)
-NEW_TOKENS = -1  # beside the numbers of chunks
 
 
 class LatentDecodes(NamedTuple):
@@ -32,9 +32,8 @@ class LatentDecodes(NamedTuple):
 
     def lengths(self) -> MlaLengths:
         """Return the lengths and pages of a call."""
-        decodes = self.decodes
-        starts = None if decodes.uniform else self.query_start_loc
-        return MlaLengths(NAMES, starts, None, self.block_table, self.seq_lens, decodes.q_len)
+        starts = None if self.decodes.uniform else self.query_start_loc
+        return MlaLengths(starts, None, self.block_table, self.seq_lens, self.decodes.q_len)
 
 
 def decode(
@@ -72,15 +71,16 @@ def decode(
         out[used:].zero_()
         q, out = q[:used], out[:used]
         q_pe, lse = (None if x is None else x[:used] for x in (q_pe, lse))
-    workspace = Part("workspace", step.workspace)
-    call = MlaCall(q, q_pe, cache, None, None, out, lse, workspace, lengths.read, scale * factor, factor)
-    repeatable, found = mla.repeated(call, (return_lse, lengths.qo_len), ("vLLM", step.backend))
+    call = MlaCall(
+        q, q_pe, cache, None, None, out, lse, step.workspace, lengths.read, scale * factor, factor, None, True,
+        return_lse, lse_base="ln",
+    )  # fmt: skip
+    repeatable, found = mla.repeated(call, (lengths.qo_len,), ("vLLM", step.backend))
     if found is None:
-        q_nope, q_pe = q.split(DIMS, dim=-1) if q_pe is None else (q, q_pe)
-        ckv, kpe = cache.split(DIMS, dim=-1)
-        parts = Parts(Part("q_nope", q_nope), Part("q_pe", q_pe), Part("kv_cache", ckv), Part("kv_cache", kpe))
-        options = MlaOptions(causal=True, return_lse=return_lse, lse_base="ln")
-        mla.run(parts, lengths, call, options, step.backend, repeatable)
+        queries = q.split(DIMS, dim=-1) if q_pe is None else (q, q_pe)
+        call = call.in_parts(*queries, *cache.split(DIMS, dim=-1))
+        with checks.renamed(NAMES):
+            mla.run(call, lengths, step.backend, repeatable)
     return all_out, all_lse
 
 
@@ -90,31 +90,14 @@ class LatentPrefills:
 
     Parameters
     ----------
-    num_heads, scale, head_dim_qk, head_dim_vo : of the layers.
     workspace : for partial results of all plans, which run one after the other.
-    backend : of all calls. Default "auto".
+    options : heads, head dimensions and scale of the layers, as `plan` takes them.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        workspace: torch.Tensor,
-        backend: str = "auto",
-    ) -> None:
-        self._options: dict[str, Any] = {
-            "num_qo_heads": num_heads,
-            "num_kv_heads": num_heads,
-            "head_dim_qk": head_dim_qk,
-            "head_dim_vo": head_dim_vo,
-            "sm_scale": scale,
-            "lse_base": "ln",
-        }
-        self._workspace, self._backend = workspace, backend
-        self._wrappers: dict[int, BatchPrefillWithRaggedKVCacheWrapper] = {}  # by the number of the chunk
-        self._planned: set[int] = set()
+    def __init__(self, workspace: torch.Tensor, **options: Any) -> None:
+        self._workspace, self._options = workspace, options
+        self._wrappers: dict[int | None, BatchPrefillWithRaggedKVCacheWrapper] = {}  # by chunk; None: the new tokens
+        self._planned: set[int | None] = set()
 
     def begin(self, query_lens: torch.Tensor) -> None:
         """Take the new tokens of each request of the next step, integers `[num_reqs]` on the host."""
@@ -138,13 +121,13 @@ class LatentPrefills:
         chunk : vLLM's description of a chunk, whose arrays are on the device; None: the new tokens.
         """
         q, k, v = rows
-        index = NEW_TOKENS if chunk is None else chunk.index
+        index = None if chunk is None else chunk.index
         if index not in self._wrappers:
-            self._wrappers[index] = BatchPrefillWithRaggedKVCacheWrapper(self._workspace, backend=self._backend)
+            self._wrappers[index] = BatchPrefillWithRaggedKVCacheWrapper(self._workspace)
         wrapper = self._wrappers[index]
         if index not in self._planned:
             rows_q, rows_k = (self._starts,) * 2 if chunk is None else (chunk.query_start_loc, chunk.cu_seq_lens)
-            wrapper.plan(rows_q, rows_k, causal=chunk is None, q_data_type=q.dtype, **self._options)
+            wrapper.plan(rows_q, rows_k, causal=chunk is None, q_data_type=q.dtype, lse_base="ln", **self._options)
             self._planned.add(index)
         if not return_lse:
             return wrapper.run(q, k, v, out=out)

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
-from cute_attn.integrations.vllm import MLA_NAME, latent, support
+from cute_attn.integrations.vllm import MLA_NAME, latent
 from cute_attn.integrations.vllm.backend import OnKernels
 from cute_attn.integrations.vllm.latent import LatentDecodes
 from cute_attn.integrations.vllm.metadata import split_decodes, workspaces
@@ -149,19 +149,3 @@ class CuteAttnMLABackend(OnKernels, MLACommonBackend):
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the block size where the user has not said one."""
         return max(default_block_size, BLOCK_SIZE)
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-    ) -> str | None:
-        """Return why the kernel does not support the combination, or None."""
-        return support.cache_reason(kv_cache_dtype or "auto", dtype)

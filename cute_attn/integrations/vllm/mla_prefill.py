@@ -17,12 +17,13 @@ from cute_attn.request.settings import HALF
 
 
 class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
-    """Prefill of decompressed keys and values on cute_attn's kernels. Parameters are vLLM's."""
+    """Prefill of decompressed keys and values on cute_attn's kernels."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(HALF)
     supported_mla_dimensions: ClassVar[list[MLADimensions]] = [
         MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     ]
+    _prefills: LatentPrefills | None = None  # of a builder's backend: each layer has one that never runs
 
     @staticmethod
     def get_name() -> str:
@@ -40,20 +41,6 @@ class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
         """Return False where results must be batch invariant: splits of these plans depend on the batch."""
         return not envs.VLLM_BATCH_INVARIANT
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        vllm_config: Any,
-    ) -> None:
-        dims = kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim
-        super().__init__(num_heads, scale, *dims, vllm_config)
-        self._prefills: LatentPrefills | None = None  # of a builder's backend: each layer has one that never runs
-
     def supports_out(self) -> bool:
         """Return True: results go where the caller says."""
         return True
@@ -62,9 +49,14 @@ class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
         """Take the prefills of the next step. Its first layer plans them."""
         super().prepare_metadata(prefill_metadata)
         if self._prefills is None:
-            workspace = workspaces(self.vllm_config, prefill_metadata.query_start_loc.device).planned
-            dims = self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
-            self._prefills = LatentPrefills(self.num_heads, self.scale, *dims, workspace)
+            self._prefills = LatentPrefills(
+                workspaces(self.vllm_config, prefill_metadata.query_start_loc.device).planned,
+                num_qo_heads=self.num_heads,
+                num_kv_heads=self.num_heads,
+                head_dim_qk=self.qk_nope_head_dim + self.qk_rope_head_dim,
+                head_dim_vo=self.v_head_dim,
+                sm_scale=self.scale,
+            )
         self._prefills.begin(prefill_metadata.query_lens_cpu)
 
     def run_prefill_new_tokens(

@@ -58,11 +58,6 @@ def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> tuple[OptionalBounds
 
 def run(problem: MlaProblem, gpu: Gpu) -> Fire:
     """Launch the kernel on the current stream, and return what runs calls that differ in addresses."""
-    return fire_first(bind(problem, gpu), problem)
-
-
-def bind(problem: MlaProblem, gpu: Gpu) -> Fire:
-    """Return a function that runs calls which differ from `problem` in addresses."""
     settings, lengths = problem.settings, problem.lengths
     if not lengths.batch_size or not lengths.qo_len or not problem.q.shape[0]:
         return launch_nothing
@@ -72,4 +67,4 @@ def bind(problem: MlaProblem, gpu: Gpu) -> Fire:
     table_stride = lengths.kv_indices.stride(0) if lengths.kv_indptr is None else 0
     settled = config.grid, strides, (table_stride, lengths.batch_size)
     bound, longest = bounds.of(optional_tensors(problem)[0]), lengths.capacity(settings.page_size)
-    return fire_in_scratch(bound, config, problem.scratch, longest, settled, gpu.device_index)
+    return fire_first(fire_in_scratch(bound, config, problem.scratch, longest, settled, gpu.device_index), problem)
