@@ -20,7 +20,7 @@ from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits, planned, tables
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
+from cute_attn.integrations.sglang.planned import CacheFormat, PlannedAttention
 from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, table_step
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
@@ -134,21 +134,18 @@ def test_extend(name: str, page_size: int, device: str) -> None:
 @DEVICES
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) -> None:
-    def zeros(size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=device)
-
-    buffers = GraphBuffers(zeros(4), zeros(4), zeros(3 * MAX_CONTEXT), zeros(3))
+    indices = torch.zeros(3 * MAX_CONTEXT, dtype=torch.int32, device=device)
     attention = PlannedAttention(
         Workspaces.on(device).planned,
         CacheFormat(BF16, BF16, "NHD", 1, deterministic),
         decode=True,
-        graph_buffers=lambda _: buffers,
+        captured=(3, {False: indices}),
     )
     kind, sinks = KINDS["capped"], torch.randn(HEADS, device=device)
     for kv_lens in ([37, 5, 1], [2, 90, 1]):
         server = Server(1, kv_lens, device)
         begin(server, attention, kinds=[kind])
-        assert buffers.indptr.tolist() == [0, *itertools.accumulate(kv_lens)]
+        assert indices[: sum(kv_lens)].tolist() == torch.cat(server.tokens.slots).tolist()
         out = torch.empty_like(server.q)
         attention.run(kind, server.q, server.cache, out, None, None, sinks)
         server.check(out, kind, sinks=sinks)

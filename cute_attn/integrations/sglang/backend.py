@@ -7,7 +7,6 @@ in deterministic mode, are planned once per step and kind of layer. Nothing of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.base import PagedBackend, drafts_of, refuse_arguments
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention, Step
+from cute_attn.integrations.sglang.planned import CacheFormat, PlannedAttention, Step
 from cute_attn.integrations.sglang.tables import TableAttention, TableStep
 from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.runtime import capture
@@ -131,7 +130,7 @@ class CuteAttnBackend(PagedBackend):
         if self._plans_decode:
             decode = self._graph_decodes.get(batch_size)
             if decode is None:
-                decode = PlannedAttention(self._workspace, self._format, True, self._graph_buffers(batch_size))
+                decode = PlannedAttention(self._workspace, self._format, True, (batch_size, self._graph_indices))
                 self._graph_decodes[batch_size] = decode
             decode.begin(self._decode_step(batch), kinds=set(self._kinds.values()))
             return decode
@@ -157,18 +156,6 @@ class CuteAttnBackend(PagedBackend):
             return
         seq_lens = step.seq_lens - step.q_len
         draft_mask(spec_info.custom_mask, seq_lens, step.q_len, self._mask_has_prefix(spec_info), out=step.mask)
-
-    def _graph_buffers(self, batch_size: int) -> Callable[[bool], GraphBuffers]:
-        def buffers(in_window_pool: bool) -> GraphBuffers:
-            @capture.lasting()
-            def zeros(size: int) -> torch.Tensor:
-                return torch.zeros(size, dtype=torch.int32, device=self.device)
-
-            return GraphBuffers(
-                zeros(batch_size + 1), zeros(batch_size + 1), self._graph_indices[in_window_pool], zeros(batch_size)
-            )
-
-        return buffers
 
     def _mask_has_prefix(self, spec_info: Any) -> bool:
         """Tell whether rows of a mask begin with the keys before the drafts: n-gram drafts ignore `verify_mask`."""

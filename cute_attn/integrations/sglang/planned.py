@@ -5,13 +5,14 @@ A step is planned once per kind of layer, by the first layer of that kind; the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, Scale
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.runtime import capture
 
 
 class CacheFormat(NamedTuple):
@@ -22,15 +23,6 @@ class CacheFormat(NamedTuple):
     layout: str  # "NHD" | "HND"
     page_size: int
     deterministic: bool  # results of a request must not depend on the rest of the batch
-
-
-class GraphBuffers(NamedTuple):
-    """Index buffers that captured decode launches of one batch size read; plans fill them."""
-
-    qo_indptr: torch.Tensor  # int32 [batch_size + 1]
-    indptr: torch.Tensor  # int32 [batch_size + 1]
-    indices: torch.Tensor  # int32, room for all pages of the batch
-    last_page_len: torch.Tensor  # int32 [batch_size]
 
 
 class Step(NamedTuple):
@@ -48,7 +40,8 @@ class PlannedAttention:
     workspace : uint8, `workspaces.BYTES`; wrappers that run one after another share it.
     format : dtypes, layout and page size of the server.
     decode : one query token per request (True), or any number (False).
-    graph_buffers : None, or for captured decode the buffers of a pool, by whether it is that of sliding-window layers.
+    captured : None, or of captured decodes the number of requests, and for each pool, by whether it is that of
+        sliding-window layers, where plans write page numbers: int32, with room for all pages of a batch.
     """
 
     def __init__(
@@ -56,12 +49,12 @@ class PlannedAttention:
         workspace: torch.Tensor,
         format: CacheFormat,
         decode: bool,
-        graph_buffers: Callable[[bool], GraphBuffers] | None = None,
+        captured: tuple[int, Mapping[bool, torch.Tensor]] | None = None,
     ) -> None:
         self._workspace = workspace
         self._format = format
         self._decode = decode
-        self._graph_buffers = graph_buffers
+        self._captured = captured
         self._wrappers: dict[LayerKind, BatchPrefillWithPagedKVCacheWrapper] = {}
         self._planned: set[LayerKind] = set()
         self._step: Step | None = None
@@ -102,9 +95,7 @@ class PlannedAttention:
         """
         assert self._step is not None
         if kind not in self._wrappers:
-            buffers = () if self._graph_buffers is None else self._graph_buffers(kind.in_window_pool)
-            place = self._workspace, self._format.layout
-            self._wrappers[kind] = BatchPrefillWithPagedKVCacheWrapper(*place, bool(buffers), *buffers)
+            self._wrappers[kind] = self._wrapper(kind.in_window_pool)
         lengths, one_token = self._step.lengths, self._decode and not self._format.deterministic
         self._wrappers[kind].plan(
             lengths.qo_indptr,
@@ -125,6 +116,16 @@ class PlannedAttention:
             uniform_q_len=1 if one_token else None,
         )
         self._planned.add(kind)
+
+    @capture.lasting()
+    def _wrapper(self, in_window_pool: bool) -> BatchPrefillWithPagedKVCacheWrapper:
+        place = self._workspace, self._format.layout
+        if self._captured is None:
+            return BatchPrefillWithPagedKVCacheWrapper(*place)
+        count, indices = self._captured
+        sizes = count + 1, count + 1, count
+        qo, kv, last = (torch.zeros(n, dtype=torch.int32, device=self._workspace.device) for n in sizes)
+        return BatchPrefillWithPagedKVCacheWrapper(*place, True, qo, kv, indices[in_window_pool], last)
 
     def _page_indices(self, in_window_pool: bool) -> torch.Tensor:
         assert self._step is not None
