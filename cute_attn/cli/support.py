@@ -47,7 +47,6 @@ def add(commands: Any) -> None:
         description="Prints one table per group of problems. Rows of a table exclude each other.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
