@@ -256,8 +256,9 @@ def tokens(options: argparse.Namespace) -> BatchLengths:
     import numpy as np
     import torch
 
-    from cute_attn.request import batch_plan
+    from cute_attn.request import batch_plan, checks
     from cute_attn.request.index_arrays import IndexArrays, bounds, last_page_len
+    from cute_attn.request.settings import MAX_KV_LEN
 
     qo_lens, kv_lens = (_lengths(options, name) for name in ("qo_lens", "kv_lens"))
     if options.batch is not None and options.batch < 1:
@@ -267,8 +268,8 @@ def tokens(options: argparse.Namespace) -> BatchLengths:
     for name, lengths in (("--qo-lens", qo_lens), ("--kv-lens", kv_lens)):
         if len(lengths) != count:
             raise ArgumentError(f"{name} must have a length for each of {count} requests, got {len(lengths)}")
-    kv_len = np.array(kv_lens, np.int64)
-    q_bounds = torch.from_numpy(bounds(np.array(qo_lens, np.int64)))
+        checks.each_within(name, np.array(lengths), MAX_KV_LEN)
+    kv_len, q_bounds = np.array(kv_lens), torch.from_numpy(bounds(np.array(qo_lens)))
     if options.page_size is None:
         return IndexArrays(("qo_indptr", "kv_indptr"), q_bounds, torch.from_numpy(bounds(kv_len))).on_host()
     size = batch_plan.count("page_size", options.page_size)

@@ -381,7 +381,9 @@ def test_explain_gives_the_reasons_of_a_refusal(capsys: Output) -> None:
         (["--batch", "3", "--qo-lens", "1,2"], "--qo-lens"),
         (["--qo-lens", "1,2", "--kv-lens", "9"], "--kv-lens"),
         (["--kv-lens", "1,x"], "--kv-lens"),
-        (["--kv-lens", "5,-1"], "kv_indptr"),
+        (["--kv-lens", "5,-1"], "--kv-lens"),
+        (["--kv-lens", "5,-1", "--page-size", "4"], "--kv-lens"),
+        (["--kv-lens", f"5,{1 << 70}"], "--kv-lens"),
         (["--batch", "2", "--page-size", "0"], "page_size"),
     ],
 )
