@@ -21,6 +21,7 @@ from tests.support.dense_attention import attention, seen
 from tests.support.engine_case import BF16, E4M3, E5M2, Tokens, ends, ints
 
 UNTOUCHED = 7.0  # of output rows that no request has
+Pair = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 CACHE_DTYPES = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
 
 
@@ -49,7 +50,7 @@ class Step:
         formats = {"heads": (layer.num_heads, layer.num_kv_heads), "dim": layer.head_size, "seed": self.seed}
         tokens = Tokens(engine_case.Batch(q_lens, kv_lens, page_size=self.block_size, **formats), "cpu")
         self.q = tokens.q.split(q_lens)
-        self.k, self.v = (list(x.split(kv_lens)) for x in tokens.ragged())
+        self.k, self.v = (x.split(kv_lens) for x in tokens.ragged())
         width = 1 + max(map(len, tokens.pages))
         self.tables = torch.zeros(len(q_lens) + self.padding, width, dtype=torch.int32)
         for row, pages in zip(self.tables, tokens.pages, strict=False):
@@ -108,10 +109,19 @@ class Step:
         assert (out[used + self.padded_tokens :] == UNTOUCHED).all()
         return out[:used].cpu()
 
-    def expected(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-        """Attention by the formula, fp64. `keys`, `values`: of every request, `[kv_len, kv_heads, head_size]`."""
+    def stored(self) -> Pair:
+        """The keys and values of every request as the cache keeps them, by the formula of its dtype."""
+        dtype = CACHE_DTYPES.get(self.layer.kv_cache_dtype)
+        if dtype is None:
+            return self.k, self.v
+        pairs = zip((self.k, self.v), self.scales, strict=True)
+        k, v = ([(x.float() / scale).to(dtype).double() * scale for x in side] for side, scale in pairs)
+        return k, v
+
+    def expected(self, stored: Pair | None = None) -> torch.Tensor:
+        """Attention by the formula, fp64. `stored`: keys and values of requests, `[kv_len, kv_heads, head_size]`."""
         layer, outs = self.layer, []
-        for i, (q, k, v) in enumerate(zip(self.q, keys, values, strict=True)):
+        for i, (q, k, v) in enumerate(zip(self.q, *(stored or self.stored()), strict=True)):
             position, key = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
             bias: torch.Tensor | float = 0.0
             if self.slopes is not None:
