@@ -1,37 +1,20 @@
-"""What else callers use: appends, promised lengths of queries, caches with strides of their own, XQA itself.
+"""What else callers use: appends, caches with strides of their own, XQA itself.
 
 FlashInfer's documents and tests have these forms; TensorRT-LLM's backend appends and plans as `test_append_and_attend`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from typing import Any
 
 import pytest
 import torch
 
 import cute_attn
-from tests.support.engine_case import (
-    BF16,
-    Batch,
-    Tokens,
-    assert_close,
-    draft_mask,
-    workspace,
-)
+from tests.support.engine_case import BF16, Batch, Tokens, assert_close, draft_mask, workspace
 
 SCALE = 0.11
 SINKS = (0.5, -1.0, 2.0, 0.0)
-MIXED = Batch((7, 1, 20), (30, 17, 20))
-
-
-def plan(wrapper: Any, tokens: Tokens, **changes: Any) -> None:
-    batch = tokens.batch
-    where = (tokens.qo_indptr, tokens.kv_indptr, tokens.kv_indices, tokens.last_page_len)
-    options = {"causal": True, "sm_scale": SCALE, "q_data_type": batch.dtype, "kv_data_type": batch.kv_dtype}
-    wrapper.plan(*where, *batch.heads, batch.dim, batch.page_size, **{**options, **changes})
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -73,20 +56,6 @@ def test_append_and_attend(layout: str, device: str) -> None:
     decode.plan(indptr[2:] - indptr[2], tokens.kv_indices[split:], last[2:], 4, 2, 128, 16, **options)
     decode.run(tokens.q[21:], cache, out=out[21:])
     assert_close(out, tokens.expected(SCALE, causal=True)[0])
-
-
-# ---- lengths
-
-
-@pytest.mark.parametrize("promise", [None, 3, -1, 4])
-def test_uniform_query_lengths(promise: int | None, device: str) -> None:
-    """A promise for captured launches; one that does not describe the batch warns, as in FlashInfer."""
-    tokens = Tokens(Batch((3, 3, 3), (30, 17, 20)), device)
-    buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 4, 20, 3)]
-    wrapper = cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *buffers)
-    with pytest.warns(match="uniform_q_len=4") if promise == 4 else contextlib.nullcontext():
-        plan(wrapper, tokens, uniform_q_len=promise)
-    assert_close(wrapper.run(tokens.q, tokens.caches()), tokens.expected(SCALE, causal=True)[0])
 
 
 # ---- caches, XQA
