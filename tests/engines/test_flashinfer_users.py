@@ -11,7 +11,14 @@ import pytest
 import torch
 
 import cute_attn
-from tests.support.engine_case import BF16, Batch, Tokens, assert_close, draft_mask, workspace
+from tests.support.engine_case import (
+    BF16,
+    Batch,
+    Tokens,
+    assert_close,
+    draft_mask,
+    workspace,
+)
 
 SCALE = 0.11
 SINKS = (0.5, -1.0, 2.0, 0.0)
