@@ -20,7 +20,7 @@ from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits, planned, tables
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import CacheFormat, PlannedAttention
+from cute_attn.integrations.sglang.planned import PlannedAttention
 from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, table_step
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
@@ -119,9 +119,7 @@ def test_masks_of_drafts(q_len: int, with_prefix: bool) -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_extend(name: str, page_size: int, device: str) -> None:
     """Two steps of one set of wrappers; the second has cached prefixes."""
-    attention = PlannedAttention(
-        Workspaces.on(device).planned, CacheFormat(BF16, BF16, "NHD", page_size, False), decode=False
-    )
+    attention = PlannedAttention(Workspaces.on(device).planned, SERVER._replace(page_size=page_size), decode=False)
     kind = KINDS[name]
     for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 1, 90], [3, 1, 20])):
         server = Server(page_size, kv_lens, device, q_lens=q_lens)
@@ -137,7 +135,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
     indices = torch.zeros(3 * MAX_CONTEXT, dtype=torch.int32, device=device)
     attention = PlannedAttention(
         Workspaces.on(device).planned,
-        CacheFormat(BF16, BF16, "NHD", 1, deterministic),
+        SERVER._replace(deterministic=deterministic),
         decode=True,
         captured=(3, {False: indices}),
     )
@@ -155,7 +153,7 @@ def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> N
     """Splits would make results depend on the rest of the batch."""
     plans = noted(monkeypatch, planned.BatchPrefillWithPagedKVCacheWrapper, "plan")
     for deterministic in (False, True):
-        form = CacheFormat(BF16, BF16, "NHD", 16, deterministic)
+        form = SERVER._replace(page_size=16, deterministic=deterministic)
         for decode, q_lens in ((False, [3, 1]), (True, [1, 1])):
             attention = PlannedAttention(Workspaces.on("cpu").planned, form, decode)
             begin(Server(16, [37, 5], q_lens=q_lens), attention, kinds=[KINDS["full"], KINDS["window"]])

@@ -20,9 +20,8 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_m
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.base import PagedBackend, drafts_of, refuse_arguments
-from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import CacheFormat, PlannedAttention, Step
+from cute_attn.integrations.sglang.planned import PlannedAttention, Step
 from cute_attn.integrations.sglang.tables import TableAttention, TableStep
 from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.runtime import capture
@@ -35,17 +34,15 @@ class CuteAttnBackend(PagedBackend):
         super().__init__(model_runner)
         facts, rows = self._facts, model_runner.req_to_token_pool.req_to_token
         self.max_context_len: int = rows.shape[1]
-        layout = facts.kv_layouts[0].upper()
-        self._format = CacheFormat(facts.dtype, facts.kv_dtype, layout, self.page_size, facts.deterministic)
-        self._branching = facts.draft_trees
         self._plans_decode = facts.deterministic or any(kind.soft_cap for kind in self._kinds.values())
         self.needs_cpu_seq_lens = self._plans_decode
         if self._window_pool is not None:
             self._window_pages = PageTables(rows, self.page_size, self._window_pool.translate_loc_from_full_to_swa)
         self._workspace, decode_workspace = Workspaces.on(self.device)
-        self._by_table = TableAttention(decode_workspace, layout, self.max_context_len)
-        self._extend = PlannedAttention(self._workspace, self._format, decode=False)
-        self._decode = PlannedAttention(self._workspace, self._format, decode=True)
+        self._layout = facts.layout
+        self._by_table = TableAttention(decode_workspace, self._layout, self.max_context_len)
+        self._extend = PlannedAttention(self._workspace, facts, decode=False)
+        self._decode = PlannedAttention(self._workspace, facts, decode=True)
         self._graph_decodes: dict[int, PlannedAttention] = {}  # by batch size
         self._graph_indices: dict[bool, torch.Tensor] = {}
         self._verify_mask: VerifyMask | None = None
@@ -64,7 +61,7 @@ class CuteAttnBackend(PagedBackend):
             self._window_loc = self._window_pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
         if mode.is_target_verify():
             step, visible = self._table_step(batch), batch.spec_info.custom_mask
-            if not self._branching or visible is None:
+            if not self._facts.draft_trees or visible is None:
                 return step
             mask = draft_mask(visible, batch.seq_lens, step.q_len, self._mask_has_prefix(batch.spec_info))
             return step._replace(mask=mask)
@@ -117,7 +114,7 @@ class CuteAttnBackend(PagedBackend):
             mode = TreeMaskMode.QLEN_ONLY
             cells = tree_mask_numel(mode, max_bs, drafts, self.max_context_len)
             buffer = torch.zeros(cells, dtype=torch.bool, device=self.device)
-            self._verify_mask = VerifyMask(buffer, mode, max_bs, is_read=self._branching)
+            self._verify_mask = VerifyMask(buffer, mode, max_bs, is_read=self._facts.draft_trees)
 
     @property
     def verify_mask(self) -> VerifyMask | None:
@@ -130,12 +127,12 @@ class CuteAttnBackend(PagedBackend):
         if self._plans_decode:
             decode = self._graph_decodes.get(batch_size)
             if decode is None:
-                decode = PlannedAttention(self._workspace, self._format, True, (batch_size, self._graph_indices))
+                decode = PlannedAttention(self._workspace, self._facts, True, (batch_size, self._graph_indices))
                 self._graph_decodes[batch_size] = decode
             decode.begin(self._decode_step(batch), kinds=set(self._kinds.values()))
             return decode
         assert self._graph_tables is not None
-        branching = q_len > 1 and self._branching
+        branching = q_len > 1 and self._facts.draft_trees
         if branching:
             visible, has_prefix = batch.spec_info.custom_mask, self._mask_has_prefix(batch.spec_info)
             self._graph_tables.set_mask(visible, batch.seq_lens, q_len, has_prefix)
@@ -152,7 +149,7 @@ class CuteAttnBackend(PagedBackend):
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
         """Take over a mask of drafts that was not known when the step was described."""
         step = self.forward_metadata
-        if not self._branching or not isinstance(step, TableStep) or step.mask is None:
+        if not self._facts.draft_trees or not isinstance(step, TableStep) or step.mask is None:
             return
         seq_lens = step.seq_lens - step.q_len
         draft_mask(spec_info.custom_mask, seq_lens, step.q_len, self._mask_has_prefix(spec_info), out=step.mask)
@@ -199,7 +196,7 @@ class CuteAttnBackend(PagedBackend):
             kind = self._kinds[layer] = self._checked_kind(layer)
         q = q.reshape(-1, kind.num_qo_heads, kind.head_dim)
         out, step = self._outputs(q, kind.head_dim), self.forward_metadata
-        tokens, layout = step.num_tokens, self._format.layout
+        tokens, layout = step.num_tokens, self._layout
         cache = [as_pages(x, self.page_size, layout) for x in self.token_to_kv_pool.get_kv_buffer(layer.layer_id)]
         operands = kind, q[:tokens], (cache[0], cache[1]), out[:tokens], *self._scales(layer), sinks
         if isinstance(step, TableStep):
@@ -217,7 +214,7 @@ class CuteAttnBackend(PagedBackend):
     def _checked_kind(self, layer: RadixAttention) -> LayerKind:
         """Return the kind of a layer that is not a module of the model."""
         kind = self._kind(layer)
-        limits.check(ServerFacts(self._format.q_dtype, self._format.kv_dtype), [layer])
+        limits.check(self._facts, [layer])
         if kind.soft_cap and not self._plans_decode:
             raise NotSupported(
                 [Refusal(limits.BACKEND, "a soft cap", "the model's modules did not show it", limits.OTHER_BACKEND)]

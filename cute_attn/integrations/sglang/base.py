@@ -134,6 +134,7 @@ def server_facts(runner: Any) -> ServerFacts:
     return ServerFacts(
         dtype=runner.dtype,
         kv_dtype=pool.dtype,
+        page_size=runner.page_size,
         kv_layouts=tuple(dict.fromkeys(map(_layout, parts))),
         quantized_pool=quantized,
         mla=runner.use_mla_backend,

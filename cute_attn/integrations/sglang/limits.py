@@ -21,6 +21,7 @@ class ServerFacts(NamedTuple):
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    page_size: int = 1
     kv_layouts: tuple[str, ...] = ("nhd",)  # of the pool, or of its parts
     quantized_pool: str | None = None  # name of a pool's own 4-bit or block-scaled recipe
     mla: bool = False
@@ -32,9 +33,14 @@ class ServerFacts(NamedTuple):
     translated_slots: bool = False  # the unified memory pool
     diffusion: bool = False
     full_prefill_graphs: bool = False
-    deterministic: bool = False
+    deterministic: bool = False  # results of a request must not depend on the rest of the batch
     speculative: str | None = None  # the algorithm
     draft_trees: bool = False  # drafts may branch
+
+    @property
+    def layout(self) -> str:
+        """The order of axes of the pool's pages as wrappers name it."""
+        return self.kv_layouts[0].upper()
 
 
 def window_of(layer: Any) -> int:

@@ -10,19 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, Scale
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.runtime import capture
-
-
-class CacheFormat(NamedTuple):
-    """What all layers of a server share."""
-
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    layout: str  # "NHD" | "HND"
-    page_size: int
-    deterministic: bool  # results of a request must not depend on the rest of the batch
 
 
 class Step(NamedTuple):
@@ -38,7 +29,7 @@ class PlannedAttention:
     Parameters
     ----------
     workspace : uint8, `workspaces.BYTES`; wrappers that run one after another share it.
-    format : dtypes, layout and page size of the server.
+    server : its dtypes, layout and page size, and whether results must not depend on the rest of the batch.
     decode : one query token per request (True), or any number (False).
     captured : None, or of captured decodes the number of requests, and for each pool, by whether it is that of
         sliding-window layers, where plans write page numbers: int32, with room for all pages of a batch.
@@ -47,12 +38,12 @@ class PlannedAttention:
     def __init__(
         self,
         workspace: torch.Tensor,
-        format: CacheFormat,
+        server: ServerFacts,
         decode: bool,
         captured: tuple[int, Mapping[bool, torch.Tensor]] | None = None,
     ) -> None:
         self._workspace = workspace
-        self._format = format
+        self._server = server
         self._decode = decode
         self._captured = captured
         self._wrappers: dict[LayerKind, BatchPrefillWithPagedKVCacheWrapper] = {}
@@ -96,7 +87,7 @@ class PlannedAttention:
         assert self._step is not None
         if kind not in self._wrappers:
             self._wrappers[kind] = self._wrapper(kind.in_window_pool)
-        lengths, one_token = self._step.lengths, self._decode and not self._format.deterministic
+        lengths, one_token = self._step.lengths, self._decode and not self._server.deterministic
         self._wrappers[kind].plan(
             lengths.qo_indptr,
             lengths.kv_indptr,
@@ -105,21 +96,21 @@ class PlannedAttention:
             kind.num_qo_heads,
             kind.num_kv_heads,
             kind.head_dim,
-            self._format.page_size,
+            self._server.page_size,
             causal=kind.causal and not one_token,
             window_left=kind.window_left,
             logits_soft_cap=kind.soft_cap,
             sm_scale=kind.sm_scale,
-            q_data_type=self._format.q_dtype,
-            kv_data_type=self._format.kv_dtype,
-            disable_split_kv=self._format.deterministic,
+            q_data_type=self._server.dtype,
+            kv_data_type=self._server.kv_dtype,
+            disable_split_kv=self._server.deterministic,
             uniform_q_len=1 if one_token else None,
         )
         self._planned.add(kind)
 
     @capture.lasting()
     def _wrapper(self, in_window_pool: bool) -> BatchPrefillWithPagedKVCacheWrapper:
-        place = self._workspace, self._format.layout
+        place = self._workspace, self._server.layout
         if self._captured is None:
             return BatchPrefillWithPagedKVCacheWrapper(*place)
         count, indices = self._captured
