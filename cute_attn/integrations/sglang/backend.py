@@ -17,13 +17,13 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
-from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.base import PagedBackend, drafts_of, refuse_arguments
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention, Step
 from cute_attn.integrations.sglang.tables import TableAttention, TableStep
 from cute_attn.integrations.workspaces import Workspaces
+from cute_attn.request import checks
 from cute_attn.runtime import capture
 
 
@@ -216,7 +216,6 @@ class CuteAttnBackend(PagedBackend):
         kind = self._kind(layer)
         limits.check(self._facts, [layer])
         if kind.soft_cap and not self._plans_decode:
-            raise NotSupported(
-                [Refusal(limits.BACKEND, "a soft cap", "the model's modules did not show it", limits.OTHER_BACKEND)]
-            )
+            reason = "the model's modules did not show it"
+            checks.refuse("a soft cap", reason, limits.OTHER_BACKEND, limits.BACKEND)
         return kind
