@@ -28,7 +28,7 @@ from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, spl
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.emulated_calls import emulated_append
-from tests.support.engine_case import Graph, nvfp4_values
+from tests.support.engine_case import Graph
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.noted import noted
 from tests.support.vllm_case import UNTOUCHED, Step
@@ -92,25 +92,6 @@ def test_layer_matches_the_formula(name: str, device: str) -> None:
     assert_near(case.output(attention, step), case.expected())
 
 
-def nvfp4_rows(case: Step, side: int) -> list[torch.Tensor]:
-    """Decode an NVFP4 cache from the bytes of its blocks: keys, their scales, values, their scales."""
-    heads, dim, size = case.layer.num_kv_heads, case.layer.head_size, case.block_size
-    cells = heads * size
-    found = []
-    for i, (_, kv_len) in enumerate(case.requests):
-        tokens = []
-        for block in case.tables[i, : -(-kv_len // size)].tolist():
-            inner = case.cache[block].transpose(0, 1) if case.memory_order == "NHD" else case.cache[block]
-            page = inner.cpu().contiguous().view(2, -1)[side]
-            codes, scales = page[: cells * dim // 2], page[cells * dim // 2 :].view(torch.float8_e4m3fn)
-            values = nvfp4_values(codes.view(cells, -1), scales.view(cells, -1), case.scales[side])
-            shape = (size, heads, dim) if case.memory_order == "NHD" else (heads, size, dim)
-            values = values.view(shape)
-            tokens.append(values if case.memory_order == "NHD" else values.transpose(0, 1))
-        found.append(torch.cat(tokens)[:kv_len])
-    return found
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
 def test_encoder_layers_match_the_formula(soft_cap: float, device: str) -> None:
@@ -147,11 +128,10 @@ def test_nvfp4_cache(memory_order: str, device: str) -> None:
     case = Step(MIXED, layer, memory_order=memory_order, scales=(0.01, 0.02), device=device)
     attention, step = case.attention(), case.metadata()
     case.fill(attention)
-    keys, values = nvfp4_rows(case, 0), nvfp4_rows(case, 1)
-    for rows, given in ((keys, case.k), (values, case.v)):
-        error = (torch.cat(rows) - torch.cat(given).double()).norm() / torch.cat(given).double().norm()
+    for rows, given in zip(case.stored(), (case.k, case.v), strict=True):
+        error = (torch.cat(list(rows)) - torch.cat(given).double()).norm() / torch.cat(given).double().norm()
         assert error < 0.12  # of 4-bit numbers with a scale per 16
-    assert_near(case.output(attention, step), case.expected((keys, values)))
+    assert_near(case.output(attention, step), case.expected())
 
 
 @pytest.mark.emulator
@@ -172,8 +152,7 @@ def test_kernels_read_and_write_the_cache(
     with emulator.using("sm_90a"):
         case.fill(attention)
         out = case.output(attention, step)
-    stored = (nvfp4_rows(case, 0), nvfp4_rows(case, 1)) if kv_cache_dtype == "nvfp4" else None
-    assert_near(out, case.expected(stored))
+    assert_near(out, case.expected())
 
 
 def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from cute_attn.integrations.vllm.support import Layer
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support import engine_case
 from tests.support.dense_attention import attention, seen
-from tests.support.engine_case import BF16, E4M3, E5M2, Tokens, ends, ints
+from tests.support.engine_case import BF16, E4M3, E5M2, Tokens, ends, ints, nvfp4_pages, nvfp4_values
 
 UNTOUCHED = 7.0  # of output rows that no request has
 Pair = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -48,7 +48,8 @@ class Step:
     def __post_init__(self) -> None:
         layer, (q_lens, kv_lens) = self.layer, zip(*self.requests, strict=True)
         formats = {"heads": (layer.num_heads, layer.num_kv_heads), "dim": layer.head_size, "seed": self.seed}
-        tokens = Tokens(engine_case.Batch(q_lens, kv_lens, page_size=self.block_size, **formats), "cpu")
+        self.batch = engine_case.Batch(q_lens, kv_lens, page_size=self.block_size, **formats)
+        tokens = Tokens(self.batch, "cpu")
         self.q = tokens.q.split(q_lens)
         self.k, self.v = (x.split(kv_lens) for x in tokens.ragged())
         width = 1 + max(map(len, tokens.pages))
@@ -110,7 +111,13 @@ class Step:
         return out[:used].cpu()
 
     def stored(self) -> Pair:
-        """The keys and values of every request as the cache keeps them, by the formula of its dtype."""
+        """The keys and values of every request in the cache: by the formula of its dtype, of NVFP4 by its bytes."""
+        if self.layer.kv_cache_dtype == "nvfp4":
+            parts = zip(*nvfp4_pages(self.batch, self.memory_order, self.cache), self.scales, strict=True)
+            sides = [nvfp4_values(*part) for part in parts]
+            rows = [(x if self.memory_order == "NHD" else x.transpose(1, 2)).flatten(0, 1) for x in sides]
+            keys, values = (x[self._slots].split(self.batch.kv_lens) for x in rows)
+            return keys, values
         dtype = CACHE_DTYPES.get(self.layer.kv_cache_dtype)
         if dtype is None:
             return self.k, self.v
