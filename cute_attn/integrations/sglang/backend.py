@@ -7,6 +7,7 @@ in deterministic mode, are planned once per step and kind of layer. Nothing of a
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_m
 
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.base import PagedBackend, drafts_of, refuse_arguments
-from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import PlannedAttention, Step
-from cute_attn.integrations.sglang.tables import TableAttention, TableStep
+from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, PageTables, as_pages, draft_mask, lengths
+from cute_attn.integrations.sglang.planned import PlannedAttention
+from cute_attn.integrations.sglang.tables import TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.request import checks
 from cute_attn.runtime import capture
@@ -40,7 +41,9 @@ class CuteAttnBackend(PagedBackend):
             self._window_pages = PageTables(rows, self.page_size, self._window_pool.translate_loc_from_full_to_swa)
         self._workspace, decode_workspace = Workspaces.on(self.device)
         self._layout = facts.layout
-        self._by_table = TableAttention(decode_workspace, self._layout, self.max_context_len)
+        self._by_table = functools.partial(
+            attend, workspace=decode_workspace, layout=self._layout, max_context=self.max_context_len
+        )
         self._extend = PlannedAttention(self._workspace, facts, decode=False)
         self._decode = PlannedAttention(self._workspace, facts, decode=True)
         self._graph_decodes: dict[int, PlannedAttention] = {}  # by batch size
@@ -68,8 +71,7 @@ class CuteAttnBackend(PagedBackend):
         if not mode.is_decode():
             return self._begin_extend(batch)
         if self._plans_decode:
-            self._decode.begin(self._decode_step(batch))
-            return self._decode
+            return self._begin(self._decode, batch, self._decode_lengths(batch))
         return self._table_step(batch)
 
     def _begin_extend(self, batch: Any) -> PlannedAttention:
@@ -77,24 +79,27 @@ class CuteAttnBackend(PagedBackend):
         if extended is None or cached is None:  # batches that SGLang pads on the device alone: a synchronisation
             extended, cached = batch.extend_seq_lens.tolist(), batch.extend_prefix_lens.tolist()
         kv_lens = [new + old for new, old in zip(extended, cached, strict=True)]
-        self._extend.begin(self._step(batch, lengths(extended, kv_lens, self.page_size)))
-        return self._extend
+        return self._begin(self._extend, batch, lengths(extended, kv_lens, self.page_size))
 
-    def _decode_step(self, batch: Any) -> Step:
+    def _decode_lengths(self, batch: Any) -> Lengths:
         kv_lens = batch.seq_lens_cpu
         if kv_lens is None:
             kv_lens = batch.seq_lens.cpu()  # SGLang keeps the host's copy for backends with `needs_cpu_seq_lens`
-        return self._step(batch, lengths([1] * len(kv_lens), kv_lens, self.page_size))
+        return lengths([1] * len(kv_lens), kv_lens, self.page_size)
 
-    def _step(self, batch: Any, planned_lengths: Any) -> Step:
+    def _begin(
+        self, attention: PlannedAttention, batch: Any, counted: Lengths, kinds: Iterable[LayerKind] = ()
+    ) -> PlannedAttention:
+        """Start a step of planned attention and return that."""
         requests, kv_lens = batch.req_pool_indices, batch.seq_lens
 
         def page_indices(in_window_pool: bool) -> torch.Tensor:
             pages = self._window_pages if in_window_pool else self._pages
             assert pages is not None
-            return pages.page_indices(requests, kv_lens, planned_lengths.num_pages)
+            return pages.page_indices(requests, kv_lens, counted.num_pages)
 
-        return Step(planned_lengths, page_indices)
+        attention.begin(counted, page_indices, kinds)
+        return attention
 
     # ---- CUDA graphs
 
@@ -129,8 +134,7 @@ class CuteAttnBackend(PagedBackend):
             if decode is None:
                 decode = PlannedAttention(self._workspace, self._facts, True, (batch_size, self._graph_indices))
                 self._graph_decodes[batch_size] = decode
-            decode.begin(self._decode_step(batch), kinds=set(self._kinds.values()))
-            return decode
+            return self._begin(decode, batch, self._decode_lengths(batch), set(self._kinds.values()))
         assert self._graph_tables is not None
         branching = q_len > 1 and self._facts.draft_trees
         if branching:
@@ -200,7 +204,7 @@ class CuteAttnBackend(PagedBackend):
         cache = [as_pages(x, self.page_size, layout) for x in self.token_to_kv_pool.get_kv_buffer(layer.layer_id)]
         operands = kind, q[:tokens], (cache[0], cache[1]), out[:tokens], *self._scales(layer), sinks
         if isinstance(step, TableStep):
-            self._by_table.run(step, *operands)
+            self._by_table(step, *operands)
         else:
             step.run(*operands)
         return out.view(len(q), -1)

@@ -6,7 +6,6 @@ A step is planned once per kind of layer, by the first layer of that kind; the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -14,13 +13,6 @@ from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, Scale
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.runtime import capture
-
-
-class Step(NamedTuple):
-    """The batch that is planned."""
-
-    lengths: Lengths
-    page_indices: Callable[[bool], torch.Tensor]  # by whether they are those of the pool of sliding-window layers
 
 
 class PlannedAttention:
@@ -48,18 +40,22 @@ class PlannedAttention:
         self._captured = captured
         self._wrappers: dict[LayerKind, BatchPrefillWithPagedKVCacheWrapper] = {}
         self._planned: set[LayerKind] = set()
-        self._step: Step | None = None
+        self._lengths: Lengths
+        self._indices_of: Callable[[bool], torch.Tensor]
         self._indices: dict[bool, torch.Tensor] = {}
 
     @property
     def num_tokens(self) -> int:
         """Query tokens of the current step."""
-        assert self._step is not None
-        return self._step.lengths.num_tokens
+        return self._lengths.num_tokens
 
-    def begin(self, step: Step, kinds: Iterable[LayerKind] = ()) -> None:
-        """Start a step. `kinds` are planned now, as captured launches need it, others by their first layer."""
-        self._step = step
+    def begin(
+        self, lengths: Lengths, indices_of: Callable[[bool], torch.Tensor], kinds: Iterable[LayerKind] = ()
+    ) -> None:
+        """Start a step. `indices_of`: page numbers, by whether they are those of the pool of sliding-window layers.
+        `kinds` are planned now, as captured launches need it, others by their first layer.
+        """
+        self._lengths, self._indices_of = lengths, indices_of
         self._planned.clear()
         self._indices.clear()
         for kind in kinds:
@@ -84,10 +80,9 @@ class PlannedAttention:
         """Plan a layer's wrapper. A decode is a prefill of one token per request: in deterministic mode with the bits
         of longer ones; otherwise the plan promises that length, and selection treats it as a decode.
         """
-        assert self._step is not None
         if kind not in self._wrappers:
             self._wrappers[kind] = self._wrapper(kind.in_window_pool)
-        lengths, one_token = self._step.lengths, self._decode and not self._server.deterministic
+        lengths, one_token = self._lengths, self._decode and not self._server.deterministic
         self._wrappers[kind].plan(
             lengths.qo_indptr,
             lengths.kv_indptr,
@@ -119,7 +114,6 @@ class PlannedAttention:
         return BatchPrefillWithPagedKVCacheWrapper(*place, True, qo, kv, indices[in_window_pool], last)
 
     def _page_indices(self, in_window_pool: bool) -> torch.Tensor:
-        assert self._step is not None
         if in_window_pool not in self._indices:
-            self._indices[in_window_pool] = self._step.page_indices(in_window_pool)
+            self._indices[in_window_pool] = self._indices_of(in_window_pool)
         return self._indices[in_window_pool]
