@@ -8,10 +8,11 @@ import json
 import pytest
 import torch
 
-from cute_attn.cli import main, support, support_rows
+from cute_attn.cli import support, support_rows
 from cute_attn.dispatch import select
 from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, CAPABILITIES
 from cute_attn.runtime.arch import named
+from tests.support.commands import printed
 
 Output = pytest.CaptureFixture[str]
 GROUPS = support.groups()
@@ -71,16 +72,14 @@ def test_a_row_that_is_too_coarse_is_an_error() -> None:
 
 
 def test_markdown_and_json(capsys: Output) -> None:
-    assert main(["support"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, ["support"])
     assert text == support.markdown()
     lines = [line for line in text.splitlines() if line.startswith("|")]
     forms = support.latent()
     assert len(lines) == sum(len(rows) + 2 for rows in GROUPS.values()) + 3
     assert {row["sm_90a"] for row in forms.values()} == {"wgmma"}
     assert {kernel for row in forms.values() for arch, kernel in row.items() if arch != "sm_90a"} == {"mma.sync"}
-    assert main(["support", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(printed(capsys, ["support", "--json"]))
     assert [group["title"] for group in document] == [*GROUPS, "Latent attention (MLA)"]
     row = next(row for row in document[1]["rows"] if "NVFP4" in row["feature"])
     assert row["backends"]["fa4"]["verdict"] == "no"
