@@ -87,8 +87,11 @@ def expected(
         slots = runner.req_to_token_pool.req_to_token[int(batch.req_pool_indices[i]), :kv_len].long()
         if mapping is not None and mapping[layer.layer_id][1]:
             slots = pool.translate_loc_from_full_to_swa(slots)
-        buffers = zip(pool.get_kv_buffer(layer.layer_id), scales, strict=True)
-        keys, values = (x.view(torch.uint8)[slots].view(x.dtype).double() * scale for x, scale in buffers)
+        buffers = pool.get_kv_buffer(layer.layer_id)
+        if getattr(pool, "kv_cache_layout", "nhd") == "hnd":
+            buffers = [x.transpose(1, 2).flatten(0, 1) for x in buffers]
+        pairs = zip(buffers, scales, strict=True)
+        keys, values = (x.view(torch.uint8)[slots].view(x.dtype).double() * scale for x, scale in pairs)
         visible = seen(len(part), kv_len, window_left=max(layer.sliding_window_size, 0) or -1)
         if among is not None:
             visible[:, kv_len - len(among) :] = among
@@ -183,15 +186,7 @@ def test_head_major_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = sglang_runner.layer()
     runner = Runner([layer], 16)
     assert runner.token_to_kv_pool.kv_cache_layout == "hnd"
-    monkeypatch.delenv("SGLANG_USE_HND_KVCACHE")
-    plain = Runner([layer], 16)
-    backend, torch_backend = CuteAttnBackend(runner), TorchNativeAttnBackend(plain)
-    for ours, theirs in (
-        (runner.extend([1, 2], [40, 3]), plain.extend([1, 2], [40, 3])),
-        (runner.decode([2, 1]), plain.decode([2, 1])),
-    ):
-        qkv = new_tokens(ours)
-        assert_close(forward(backend, layer, ours, qkv), forward(torch_backend, layer, theirs, qkv))
+    check_steps(runner, layer)
 
 
 # ---- what reaches the kernels
