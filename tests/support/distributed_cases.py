@@ -200,6 +200,8 @@ def decode_errors(device: torch.device, group: Any) -> None:
     for option, value in (("window_left", 3), ("q_len_per_req", 2), ("pos_encoding_mode", "ALIBI")):
         with pytest.raises(NotSupported, match=f"refuses {option}={value!r}: a rank knows its tokens"):
             shards.plan(wrapper, **{option: value})
+    with pytest.raises(ArgumentTypeError, match=r"kv_data_type must be a torch\.dtype or its name, got 3"):
+        shards.plan(wrapper, kv_data_type=3)
     with pytest.raises(ArgumentError, match="o_data_type must have dtype float16 or bfloat16 or float32"):
         shards.plan(wrapper, o_data_type="float8_e4m3fn")
     shards.plan(wrapper)
