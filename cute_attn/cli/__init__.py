@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     parser = Parser(prog="python -m cute_attn", description="Attention kernels for NVIDIA GPUs, with FlashInfer's API.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    modules = {command.__name__.rpartition(".")[2]: command for command in COMMANDS}
     for command in COMMANDS:
         command.add(commands)
     options, unknown = parser.parse_known_args(argv)
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse(commands.choices[options.command], unknown)
     switches.configure_log()
     try:
-        return options.run(options)
+        return modules[options.command].run(options)
     except ArtifactError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -81,7 +81,6 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="files that are written after the run: .json, .csv, or .png (needs matplotlib, the extra `bench`)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -30,7 +30,6 @@ def add(commands: Any) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR")
     specs.add_options(parser)
     warmup.add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def selected(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:

@@ -31,7 +31,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--stale", action="store_true", help="only those of other kernel sources or another DSL")
     parser.add_argument("--yes", action="store_true", help="clear: remove them")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -52,7 +52,6 @@ def add(commands: Any) -> None:
         description="Exits 1 if a result is wrong or a kernel fails a gate.",
     )
     parser.add_argument("--cpu", action="store_true", help="do what a machine without a GPU does")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

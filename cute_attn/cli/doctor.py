@@ -63,7 +63,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--variables", action="store_true", help="print the environment variables, as Markdown, instead"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

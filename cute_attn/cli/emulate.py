@@ -54,7 +54,6 @@ def add(commands: Any) -> None:
         help="write a timeline of what each warp waited for: HTML, or for a name in .svg a picture of the first launch",
     )
     parser.add_argument("--trace", type=Path, help="write one line per basic block that a warp ran")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

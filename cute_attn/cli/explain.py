@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,6 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime.spec import KernelSpec
 
 if TYPE_CHECKING:
-    import torch
-
     from cute_attn.dispatch.capabilities import Load
     from cute_attn.kernels.host.batch import BatchSchedule
     from cute_attn.problem import BatchLengths, Features, Problem, Settings
@@ -53,7 +50,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--sms", type=int, help="number of multiprocessors (default: that of a typical GPU of --arch)")
     parser.add_argument("--specs", action="store_true", help="print the spec of each kernel as JSON too")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of text")
-    parser.set_defaults(run=run)
 
 
 SIZES = {
@@ -257,10 +253,12 @@ def _count(number: int, noun: str) -> str:
 
 def tokens(options: argparse.Namespace) -> BatchLengths:
     """Lengths of the requests, checked as a plan checks them."""
+    import numpy as np
     import torch
 
-    from cute_attn.request import batch_plan
-    from cute_attn.request.index_arrays import IndexArrays
+    from cute_attn.request import batch_plan, checks
+    from cute_attn.request.index_arrays import IndexArrays, bounds, last_page_len
+    from cute_attn.request.settings import MAX_KV_LEN
 
     qo_lens, kv_lens = (_lengths(options, name) for name in ("qo_lens", "kv_lens"))
     if options.batch is not None and options.batch < 1:
@@ -270,19 +268,15 @@ def tokens(options: argparse.Namespace) -> BatchLengths:
     for name, lengths in (("--qo-lens", qo_lens), ("--kv-lens", kv_lens)):
         if len(lengths) != count:
             raise ArgumentError(f"{name} must have a length for each of {count} requests, got {len(lengths)}")
-
-    def bounds(lengths: list[int]) -> torch.Tensor:
-        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64, device="cpu")
-
+        checks.each_within(name, np.array(lengths), MAX_KV_LEN)
+    kv_len, q_bounds = np.array(kv_lens), torch.from_numpy(bounds(np.array(qo_lens)))
     if options.page_size is None:
-        return IndexArrays(("qo_indptr", "kv_indptr"), bounds(qo_lens), bounds(kv_lens)).on_host()
+        return IndexArrays(("qo_indptr", "kv_indptr"), q_bounds, torch.from_numpy(bounds(kv_len))).on_host()
     size = batch_plan.count("page_size", options.page_size)
-    pages = [-(-n // size) for n in kv_lens]
-    tails = [n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)]
-    last = torch.tensor(tails, dtype=torch.int64, device="cpu")
-    indices = torch.arange(sum(pages), device="cpu")
-    names = ("--qo-lens", *["--kv-lens"] * 3)
-    return IndexArrays(names, bounds(qo_lens), bounds(pages), indices, last, size).on_host()
+    pages = -(-kv_len // size)
+    arrays = bounds(pages), np.arange(pages.sum()), last_page_len(kv_len, pages, size)
+    kv_bounds, indices, last = map(torch.from_numpy, arrays)
+    return IndexArrays(("--qo-lens", *["--kv-lens"] * 3), q_bounds, kv_bounds, indices, last, size).on_host()
 
 
 def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:

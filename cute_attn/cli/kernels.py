@@ -28,7 +28,6 @@ def add(commands: Any) -> None:
     specs.add_options(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 if a kernel fails a gate")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

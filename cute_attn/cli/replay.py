@@ -65,7 +65,6 @@ def add(commands: Any) -> None:
         "(default: gpu where the call was on one and one is here, else reference)",
     )
     parser.add_argument("--arch", metavar="ARCH", help=f"of the emulator: one of {', '.join(archs.ARCHS)}")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

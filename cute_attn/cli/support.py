@@ -28,16 +28,7 @@ class Cell(NamedTuple):
     reason: str = ""
 
 
-class Row(NamedTuple):
-    feature: str
-    cells: dict[str, Cell]  # by backend
-
-
-class Group(NamedTuple):
-    """Rows that exclude each other."""
-
-    title: str
-    rows: list[Row]
+Rows = dict[str, dict[str, Cell]]  # by feature and backend; they exclude each other
 
 
 def add(commands: Any) -> None:
@@ -47,7 +38,6 @@ def add(commands: Any) -> None:
         description="Prints one table per group of problems. Rows of a table exclude each other.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,14 +48,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def groups() -> list[Group]:
-    """Returns all tables. ValueError: a backend supports some samples of a row, and refuses others."""
+def groups() -> dict[str, Rows]:
+    """Returns all tables by title. ValueError: a backend supports some samples of a row, and refuses others."""
     from cute_attn.cli.support_rows import DIVISIONS
 
-    return [_group(division) for division in DIVISIONS]
+    return {division.title: rows_of(division) for division in DIVISIONS}
 
 
-def _group(division: Division) -> Group:
+def rows_of(division: Division) -> Rows:
     """Asks every backend about every sample."""
     from cute_attn.cli.support_rows import OTHERS
     from cute_attn.dispatch.capabilities import BY_NAME
@@ -79,12 +69,12 @@ def _group(division: Division) -> Group:
                 asked = asked._replace(decode=True)
             for arch in map(archs.named, division.archs.get(name, sample.archs)):
                 cells[name].add(_ask(BY_NAME[name], asked, arch))
-    agreed = [Row(label, _agreed(label, cells)) for label, cells in rows.items()]
+    agreed = {label: _agreed(label, cells) for label, cells in rows.items()}
 
-    def order(row: Row) -> tuple[bool, int]:  # "all others" behind what they are others than
-        return row.feature == OTHERS, -sum(cell.verdict == "yes" for cell in row.cells.values())
+    def order(label: str) -> tuple[bool, int]:  # "all others" behind what they are others than
+        return label == OTHERS, -sum(cell.verdict == "yes" for cell in agreed[label].values())
 
-    return Group(division.title, sorted(agreed, key=order))
+    return {label: agreed[label] for label in sorted(agreed, key=order)}
 
 
 def _ask(backend: Backend, features: Features, arch: archs.Arch) -> Cell:
@@ -113,7 +103,7 @@ def markdown() -> str:
 
     shown = groups()
     notes: dict[str, list[str]] = {}  # backends by reason
-    for name, cell in (item for group in shown for row in group.rows for item in row.cells.items()):
+    for name, cell in (item for rows in shown.values() for cells in rows.values() for item in cells.items()):
         if cell.reason and name not in notes.setdefault(cell.reason, []):
             notes[cell.reason].append(name)
     number = {reason: index for index, reason in enumerate(notes, 1)}
@@ -125,18 +115,18 @@ def markdown() -> str:
         *(f"- `{name}`: {BY_NAME[name].runs_on}" for name in ORDER),
         "",
     ]
-    for group in shown:
-        lines += [f"### {group.title}", "", *_table(group, number), ""]
+    for title, rows in shown.items():
+        lines += [f"### {title}", "", *_table(rows, number), ""]
     lines += ["### Latent attention (MLA)", "", *_latent_table(), ""]
     reasons = (f"{number[reason]}. {_listed(names)}: {reason}" for reason, names in notes.items())
     return "\n".join([*lines, "### Reasons", "", *reasons]) + "\n"
 
 
-def _table(group: Group, number: Mapping[str, int]) -> list[str]:
+def _table(rows: Rows, number: Mapping[str, int]) -> list[str]:
     lines = ["| | " + " | ".join(f"`{name}`" for name in ORDER) + " |", "|---" + "|:---:" * len(ORDER) + "|"]
-    for row in group.rows:
-        cells = (cell.verdict + (f" ({number[cell.reason]})" if cell.reason else "") for cell in row.cells.values())
-        lines.append(f"| {row.feature} | " + " | ".join(cells) + " |")
+    for feature, cells in rows.items():
+        shown = (cell.verdict + (f" ({number[cell.reason]})" if cell.reason else "") for cell in cells.values())
+        lines.append(f"| {feature} | " + " | ".join(shown) + " |")
     return lines
 
 
@@ -167,13 +157,13 @@ def document() -> list[dict[str, Any]]:
     """Returns the tables as data."""
     return [
         {
-            "title": group.title,
+            "title": title,
             "rows": [
-                {"feature": row.feature, "backends": {name: cell._asdict() for name, cell in row.cells.items()}}
-                for row in group.rows
+                {"feature": feature, "backends": {name: cell._asdict() for name, cell in cells.items()}}
+                for feature, cells in rows.items()
             ],
         }
-        for group in groups()
+        for title, rows in groups().items()
     ] + [
         {
             "title": "Latent attention (MLA)",

@@ -32,7 +32,6 @@ def add(commands: Any) -> None:
     add_options(parser)
     specs.add_targets(parser, None)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=run)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations import workspaces
 from cute_attn.prefill import single_prefill_with_kv_cache
 from cute_attn.request import checks, unplanned
@@ -28,6 +27,7 @@ TO_TRAIN = (
     ", or train with cute_attn.integrations.sdpa.deactivate() or another backend of torch.nn.attention.sdpa_kernel"
 )
 NAME = "cute_attn under torch's scaled_dot_product_attention and varlen_attn"
+_refuse = functools.partial(checks.refuse, who=NAME)
 
 
 class Operands(NamedTuple):
@@ -352,7 +352,3 @@ def _check(dropout_p: float, return_debug_mask: bool, **tensors: torch.Tensor) -
         _refuse("return_debug_mask", "the kernels keep no probabilities", "return_debug_mask=False")
     for name, tensor in tensors.items():
         checks.check_grad(name, tensor, TO_TRAIN)
-
-
-def _refuse(feature: str, reason: str, instead: str) -> None:
-    raise NotSupported([Refusal(NAME, feature, reason, instead)])

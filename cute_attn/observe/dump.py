@@ -18,7 +18,6 @@ import traceback
 import weakref
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,20 +64,13 @@ class Part(NamedTuple):
     snapshot: Snapshot
 
 
-@dataclass
-class State:
-    """How a wrapper came to be: the calls of its constructor and of its latest plan."""
-
-    made: Part
-    planned: Part | None = None
-
-
 class Dumper:
     """Observer that writes files into `directory`, with at most `max_bytes` of values in each."""
 
     def __init__(self, directory: Path, every: bool, max_bytes: int, version: str) -> None:
         self.directory, self.every, self.max_bytes, self.version = directory, every, max_bytes, version
-        self.states: weakref.WeakKeyDictionary[Any, State] = weakref.WeakKeyDictionary()
+        # How a wrapper came to be: the calls of its constructor, "made", and of its latest plan, "planned".
+        self.states: weakref.WeakKeyDictionary[Any, dict[str, Part]] = weakref.WeakKeyDictionary()
 
     def __call__(self, call: Call, proceed: Callable[[], Any]) -> Any:
         wrapper = self._wrapper(call)
@@ -93,9 +85,9 @@ class Dumper:
                 self._write_safely(call, wrapper, error)
             raise
         if state is not None and call.function == "__init__":
-            self.states[call.args[0]] = State(state)
+            self.states[call.args[0]] = {"made": state}
         elif state is not None and wrapper is not None and wrapper in self.states:
-            self.states[wrapper].planned = state
+            self.states[wrapper]["planned"] = state
         return result
 
     def _wrapper(self, call: Call) -> Any:
@@ -129,11 +121,9 @@ class Dumper:
     def _write(self, call: Call, wrapper: Any, error: Exception | None) -> tuple[Path, list[dict[str, Any]]]:
         parts = {"call": _encoded(call)}
         parts["call"].snapshot.copy(self.max_bytes)
-        state = self.states.get(wrapper) if wrapper is not None else None
-        if state is not None:
-            parts["made"] = state.made
-            if state.planned is not None and call.function not in PLANS:
-                parts["planned"] = state.planned
+        parts |= {} if wrapper is None else self.states.get(wrapper, {})
+        if call.function in PLANS:
+            parts.pop("planned", None)
         memory = {name: part.snapshot.index() for name, part in parts.items()}
         document = {
             "format": FORMAT,

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -31,6 +30,7 @@ from cute_attn.request.bit_packing import packbits
 LOG2E = math.log2(math.e)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0..7; bit 3 is the sign
 E2M1_BLOCK = 16  # elements per scale
+Select = Callable[[torch.Tensor], torch.Tensor]  # from k, v or block scales to a request's `[kv_len, heads, width]`
 CHUNK_BYTES = 128 << 20  # scores of one chunk of query rows; about six tensors of this size are alive at once
 
 
@@ -253,11 +253,11 @@ def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
         caches.check_pages(problem, lengths)
     for i, kv_len in enumerate(lengths.kv_len.tolist()):
         rows = slice(int(lengths.qo_indptr[i]), int(lengths.qo_indptr[i + 1]))
-        tokens = _tokens(problem, int(lengths.kv_start[i]), kv_len)
+        select = _tokens(problem, int(lengths.kv_start[i]), kv_len)
         first = 0 if lengths.mask_offset is None else int(lengths.mask_offset[i])
         part = rows if problem.features.key_ranges else slice(first, None)
         packed_mask = None if problem.packed_mask is None else problem.packed_mask[part]
-        request = _request(problem, rows, tokens, packed_mask, problem.head_scales)
+        request = _request(problem, rows, kv_len, select, packed_mask, problem.head_scales)
         if lengths.key_bounds is not None:
             bounds = torch.from_numpy(lengths.key_bounds[rows]).to(problem.q.device)
             request = request._replace(key_bounds=bounds)
@@ -273,27 +273,28 @@ def run_decode(problem: DecodeProblem) -> None:
         qo_indptr = problem.qo_indptr.to(torch.int64).tolist()
     for i, kv_len in enumerate(kv_lens):
         rows = slice(qo_indptr[i], qo_indptr[i + 1])
-        tokens = _page_tokens(problem.settings, problem.block_tables[i], kv_len)
-        draft_mask = problem.draft_mask
-        run(_request(problem, rows, tokens, None if draft_mask is None else _packed_mask(draft_mask[rows], kv_len)))
+        select = _page_tokens(problem.settings, problem.block_tables[i], kv_len)
+        packed_mask = None if problem.draft_mask is None else _packed_mask(problem.draft_mask[rows], kv_len)
+        run(_request(problem, rows, kv_len, select, packed_mask))
 
 
 def _request(
     problem: BatchProblem | DecodeProblem,
     rows: slice,
-    tokens: _Tokens,
+    kv_len: int,
+    select: Select,
     packed_mask: torch.Tensor | None,
     head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> Problem:
-    """Return one request of a batch: rows of q, out and lse, and tokens of k, v and block scales."""
+    """Return one request of a batch: rows of q, out and lse, and the tokens that `select` returns."""
     scales = problem.block_scales
     return Problem(
-        problem.settings._replace(kv_layout=tokens.kv_layout),
+        problem.settings._replace(kv_layout="NHD"),
         rows.stop - rows.start,
-        tokens.kv_len,
+        kv_len,
         problem.q[rows],
-        tokens.select(problem.k),
-        tokens.select(problem.v),
+        select(problem.k),
+        select(problem.v),
         problem.out[rows],
         None if problem.lse is None else problem.lse[rows],
         packed_mask=packed_mask,
@@ -301,7 +302,7 @@ def _request(
         v_scale_tensor=problem.v_scale_tensor,
         sinks=problem.sinks,
         head_scales=head_scales,
-        block_scales=None if scales is None else (tokens.select(scales[0]), tokens.select(scales[1])),
+        block_scales=None if scales is None else (select(scales[0]), select(scales[1])),
     )
 
 
@@ -317,31 +318,23 @@ def _packed_mask(draft_mask: torch.Tensor, kv_len: int) -> torch.Tensor:
     return packbits(keep.flatten(), "little")
 
 
-class _Tokens(NamedTuple):
-    """The tokens of one request in k, v or block scales."""
-
-    kv_len: int
-    kv_layout: str  # of what `select` returns
-    select: Callable[[torch.Tensor], torch.Tensor]
-
-
-def _tokens(problem: BatchProblem, start: int, kv_len: int) -> _Tokens:
+def _tokens(problem: BatchProblem, start: int, kv_len: int) -> Select:
     """Return how to select the tokens of a request: `start` is a row of ragged k and v or an index into kv_indices."""
     if problem.kv_indices is not None:
         return _page_tokens(problem.settings, problem.kv_indices[start:], kv_len)
-    layout = problem.settings.kv_layout
-    return _Tokens(kv_len, layout, lambda x: x.narrow(1 if layout == "HND" else 0, start, kv_len))
+    tokens_first = problem.settings.kv_layout != "HND"
+    return lambda x: (x if tokens_first else x.transpose(0, 1)).narrow(0, start, kv_len)
 
 
-def _page_tokens(settings: Settings, pages: torch.Tensor, kv_len: int) -> _Tokens:
-    """Return how to gather the tokens of a request whose pages come first in `pages`: `[kv_len, heads, width]`."""
+def _page_tokens(settings: Settings, pages: torch.Tensor, kv_len: int) -> Select:
+    """Return how to gather the tokens of a request whose pages come first in `pages`."""
     used = pages[: -(-kv_len // settings.page_size)].long()
 
     def select(x: torch.Tensor) -> torch.Tensor:
         page = x[used.clamp(0, max(0, len(x) - 1))]  # before a window a page may be none
         return (page.transpose(1, 2) if settings.kv_layout == "HND" else page).flatten(0, 1)[:kv_len]
 
-    return _Tokens(kv_len, "NHD", select)
+    return select
 
 
 def _head_scales(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

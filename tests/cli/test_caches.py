@@ -25,6 +25,7 @@ from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import TYPICAL_SMS, named
 from cute_attn.schedule.batch import typical_qo_len
 from tests.support import subprocesses
+from tests.support.commands import printed
 
 Output = pytest.CaptureFixture[str]
 COMBINE = [CombineSpec("bfloat16", 128), CombineSpec("float16", 64)]
@@ -123,22 +124,18 @@ def test_latent_attention_is_refused() -> None:
 def test_warmup_fills_the_cache(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     monkeypatch.setattr(warmup, "needed", lambda *asked: (COMBINE, []))
     argv = ["warmup", "--num-qo-heads", "32", "--num-kv-heads", "8", "--head-dim", "128", "--arch", "h100"]
-    assert main([*argv, "--jobs", "1"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, [*argv, "--jobs", "1"])
     assert "attention of one GPU: 32/8 heads, head dim 128, bfloat16" in out
     assert "2 kernels (2 for sm_90a), 0 of them there before, 0 failed" in out
-    assert main([*argv, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(printed(capsys, [*argv, "--json"]))
     assert document["before"] == 2
     assert document["kernels"]["sm_90a"] == [spec.asdict() for spec in COMBINE]
-    assert main([*argv, "--kv-dtype", "int8"]) == 2
-    assert "--kv-dtype must list some of auto, bfloat16" in capsys.readouterr().err
+    assert "--kv-dtype must list some of auto, bfloat16" in printed(capsys, [*argv, "--kv-dtype", "int8"], 2)
 
 
 def test_warmup_says_what_no_backend_takes(capsys: Output) -> None:
     argv = ["warmup", "--num-qo-heads", "8", "--head-dim", "100", "--arch", "sm_90a", "--kv-source", "paged"]
-    assert main(argv) == 1
-    out = capsys.readouterr().out
+    out = printed(capsys, argv, 1)
     assert "no backend: sm_90a; q bfloat16" in out
     assert "0 kernels" in out
 
@@ -147,24 +144,20 @@ def test_cache_shows_verifies_and_clears(tmp_path: Path, capsys: Output) -> None
     for arch in ("sm_80", "sm_90a"):
         assert main(["kernels", "--arch", arch, "--spec", COMBINE[0].key()]) == 0
     capsys.readouterr()
-    assert main(["cache"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, ["cache"])
     assert [line.split()[:3] for line in out.splitlines()[2:4]] == [
         ["sm_80", "combine", "1"],
         ["sm_90a", "combine", "1"],
     ]
     assert f"2 kernels, {terminal.format_bytes(size(tmp_path))}, in {tmp_path / 'cache'}" in out
-    assert main(["cache", "verify"]) == 0
-    assert "2 of 2 files are intact" in capsys.readouterr().out
-    assert main(["cache", "clear", "--arch", "sm_80"]) == 0
-    assert "nothing was removed: add --yes" in capsys.readouterr().out
+    assert "2 of 2 files are intact" in printed(capsys, ["cache", "verify"])
+    assert "nothing was removed: add --yes" in printed(capsys, ["cache", "clear", "--arch", "sm_80"])
     assert main(["cache", "clear", "--stale", "--yes"]) == 0
     assert main(["cache", "clear", "--arch", "sm_80", "--yes"]) == 0
     (left,) = (tmp_path / "cache").glob("*.artifact")
     left.write_bytes(left.read_bytes()[:-1])
     capsys.readouterr()
-    assert main(["cache", "verify", "--json"]) == 1
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(printed(capsys, ["cache", "verify", "--json"], 1))
     assert (document["kernels"], document["damaged"][0]["file"]) == (1, str(left))
     assert main(["cache", "clear", "--yes"]) == 0
     assert not list((tmp_path / "cache").glob("*.artifact"))
@@ -175,8 +168,7 @@ def test_names_of_planted_files_do_not_control_the_terminal(tmp_path: Path, caps
     (tmp_path / "cache").mkdir(mode=0o700)
     for name in (b"\x1b[2J.artifact", b"\xff.artifact"):
         Path(os.fsdecode(bytes(tmp_path / "cache" / "x")[:-1] + name)).write_bytes(b"junk")
-    assert main(["cache", "verify"]) == 1
-    out = capsys.readouterr().out
+    out = printed(capsys, ["cache", "verify"], 1)
     assert r"/\x1b[2J.artifact: not an artifact file" in out
     assert r"/\udcff.artifact: not an artifact file" in out
 
@@ -187,10 +179,8 @@ def size(tmp_path: Path) -> int:
 
 def test_bundle_tells_what_it_had(tmp_path: Path, capsys: Output) -> None:
     argv = ["bundle", str(tmp_path / "bundle"), "--arch", "h100", "--spec", COMBINE[0].key()]
-    assert main(argv) == 0
-    assert "1 kernels for sm_90a" in capsys.readouterr().out
-    assert main([*argv, "--spec", COMBINE[1].key(), "--jobs", "1"]) == 0
-    out = capsys.readouterr().out
+    assert "1 kernels for sm_90a" in printed(capsys, argv)
+    out = printed(capsys, [*argv, "--spec", COMBINE[1].key(), "--jobs", "1"])
     assert "2 kernels for sm_90a" in out
     assert "1 of them there before, in " in out
 
@@ -208,8 +198,7 @@ def test_a_bundle_of_a_model_has_what_warmup_compiles(tmp_path: Path, capsys: Ou
         (["--kv-dtype", "nvfp4"], "--num-qo-heads"),
         ([*model, "--spec", "{}"], "--spec"),
     ):
-        assert main(["bundle", str(tmp_path), *wrong, "--arch", "h100"]) == 2
-        assert named_ in capsys.readouterr().err
+        assert named_ in printed(capsys, ["bundle", str(tmp_path), *wrong, "--arch", "h100"], 2)
 
 
 def test_an_interruption_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
@@ -219,8 +208,7 @@ def test_an_interruption_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(artifacts, "write_bundle", interrupted)
     argv = ["bundle", str(tmp_path / "bundle"), "--arch", "sm_90a", *(f"--spec={spec.key()}" for spec in COMBINE)]
-    assert main(argv) == 130
-    assert "interrupted after 1 of 2 kernels: the same command goes on" in capsys.readouterr().err
+    assert "interrupted after 1 of 2 kernels: the same command goes on" in printed(capsys, argv, 130)
 
 
 WORKERS = """

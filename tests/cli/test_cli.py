@@ -26,6 +26,7 @@ from cute_attn.runtime import artifacts, switches
 from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.spec import KernelSpec, Program
 from tests.support import subprocesses
+from tests.support.commands import printed
 from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
 
 COMBINE = CombineSpec("bfloat16", 128)
@@ -57,8 +58,7 @@ def command(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
 def test_doctor_succeeds_without_a_gpu(capsys: Output) -> None:
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, ["doctor"])
     assert f"torch {torch.__version__}".split()[1] in out
     assert "CPU tensors  the reference" in out
     assert "GPU tensors  no:" in out
@@ -111,8 +111,7 @@ def h100(version: int) -> doctor.Driver:
 
 def test_doctor_finds_an_old_driver(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     monkeypatch.setattr(doctor, "probe_driver", lambda: h100(12040))
-    assert main(["doctor"]) == 1
-    out = capsys.readouterr().out
+    out = printed(capsys, ["doctor"], 1)
     assert "!!  CUDA driver" in out
     assert "CUDA 12.4: too old" in out
     assert "GPU 0                NVIDIA H100" in out or "NVIDIA H100, compute capability 9.0" in out
@@ -137,8 +136,7 @@ def test_doctor_counts_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
 def test_doctor_as_data(capsys: Output) -> None:
-    assert main(["doctor", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(printed(capsys, ["doctor", "--json"]))
     assert document["broken"] is False
     assert {"state": "ok", "name": "cute_attn", "text": cute_attn.__version__} in document["installed"]
     assert {line["name"] for line in document["runs"]} == {"CPU tensors", "GPU tensors", "compiling"}
@@ -150,16 +148,14 @@ def test_doctor_reports_what_has_no_effect(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CUTE_ATTN_BUNDLE", f"{tmp_path / 'good'}:{tmp_path / 'nowhere'}")
     monkeypatch.setenv("CUTE_ATTN_DISABLEJIT", "1")
     capsys.readouterr()
-    assert main(["doctor"]) == 1
-    out = capsys.readouterr().out
+    out = printed(capsys, ["doctor"], 1)
     assert f"{tmp_path / 'good'}: 1 kernels for sm_90a" in out
     assert re.search(rf"!!  bundle +CUTE_ATTN_BUNDLE names {tmp_path}/nowhere, which is not a readable bundle", out)
     assert re.search(r"!!  CUTE_ATTN_DISABLEJIT .*did you mean CUTE_ATTN_DISABLE_JIT", out)
 
 
 def test_doctor_lists_the_variables(capsys: Output) -> None:
-    assert main(["doctor", "--variables"]) == 0
-    assert capsys.readouterr().out == switches.markdown()
+    assert printed(capsys, ["doctor", "--variables"]) == switches.markdown()
 
 
 # ---- flags
@@ -192,8 +188,7 @@ def test_kernels_prints_resources_and_passes_the_gates(capsys: Output) -> None:
 
 
 def test_kernels_json(capsys: Output) -> None:
-    assert main(["kernels", "--arch", "sm_100a", "--spec", COMBINE.key(), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(printed(capsys, ["kernels", "--arch", "sm_100a", "--spec", COMBINE.key(), "--json"]))
     (kernel,) = document["kernels"]
     artifact = artifacts.get(COMBINE, "sm_100a", program)
     assert kernel["arch"] == "sm_100a"
@@ -223,8 +218,7 @@ def test_a_failed_gate_is_exit_code_1(
 ) -> None:
     monkeypatch.setattr(specs, "selected", lambda options: {"sm_90a": [spec, COMBINE]})
     monkeypatch.setattr(specs, "program", program_or_toy)
-    assert main(["kernels", "--check"]) == 1
-    out = capsys.readouterr().out
+    out = printed(capsys, ["kernels", "--check"], 1)
     assert why in out
     assert "1 of 2 kernels pass every gate" in out
     unchecked = main(["kernels", "--json"])
@@ -244,8 +238,7 @@ def test_shared_memory_gate_knows_the_architecture() -> None:
 
 @pytest.mark.parametrize("argv", [["--arch", "sm_70"], ["--spec", "{}"], ["--spec", "nonsense"]])
 def test_bad_arguments_are_exit_code_2(argv: list[str], capsys: Output) -> None:
-    assert main(["kernels", *argv]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert printed(capsys, ["kernels", *argv], 2).startswith("error: ")
 
 
 # ---- bundle
@@ -274,28 +267,28 @@ def test_bundle_runs_where_nothing_can_be_compiled(tmp_path: Path, capsys: Outpu
 
 
 def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
-    assert main(["explain", "--kv-len", "131072", "--num-kv-heads", "16", "--arch", "sm_80", "--specs"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, ["explain", "--kv-len", "131072", "--num-kv-heads", "16", "--arch", "sm_80", "--specs"])
     assert "fa2: chosen: the first of fa4, fa3, xqa, fa2 that takes it and is not passed over" in out
     assert "Instead" not in out
     assert "on 108 multiprocessors of sm_80" in out
-    printed = [json.loads(line) for line in out.splitlines() if line.strip().startswith("{")]
-    assert [spec["kernel"] for spec in printed] == ["fa2", "combine"]  # a long decode is split
-    assert printed[0]["split"] is True
+    found = [json.loads(line) for line in out.splitlines() if line.strip().startswith("{")]
+    assert [spec["kernel"] for spec in found] == ["fa2", "combine"]  # a long decode is split
+    assert found[0]["split"] is True
 
     for arch, kernel in (("sm_90a", "fa3"), ("sm_100a", "fa4"), ("sm_103a", "fa4"), ("sm_120a", "fa2")):
-        assert main(["explain", "--qo-len", "4096", "--kv-len", "4096", "--causal", "--arch", arch, "--specs"]) == 0
-        printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.strip().startswith("{")]
-        assert [spec["kernel"] for spec in printed] == [kernel]
-        assert printed[0]["split"] is False
-        spec = specs.from_dict(printed[0])
-        assert spec.asdict() == printed[0] | {"scores": ()}
+        out = printed(
+            capsys, [*["explain", "--qo-len", "4096", "--kv-len", "4096", "--causal", "--specs", "--arch"], arch]
+        )
+        found = [json.loads(line) for line in out.splitlines() if line.strip().startswith("{")]
+        assert [spec["kernel"] for spec in found] == [kernel]
+        assert found[0]["split"] is False
+        spec = specs.from_dict(found[0])
+        assert spec.asdict() == found[0] | {"scores": ()}
 
 
 def test_explain_of_a_batch(capsys: Output) -> None:
     argv = "explain --qo-lens 1,5,512 --kv-lens 100,2000,512 --page-size 16 --arch sm_90a --sms 132 --causal"
-    assert main(argv.split()) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, argv.split())
     assert "fa3: chosen" in out
     assert "3 requests, 518 query tokens, 2612 keys in pages of 16 on 132 multiprocessors of sm_90a" in out
     work = re.search(r"(\d+) work items x (\d+), the longest of (\d+) keys", out)
@@ -311,15 +304,12 @@ def test_explain_of_a_batch(capsys: Output) -> None:
 
 def test_explain_of_equal_requests(capsys: Output) -> None:
     argv = ["explain", "--batch", "64", "--page-size", "16", "--arch", "sm_90a"]
-    assert main([*argv, "--kv-len", "4096"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, [*argv, "--kv-len", "4096"])
     assert "xqa: chosen" in out
-    assert main([*argv, "--kv-len", "1024"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, [*argv, "--kv-len", "1024"])
     assert "xqa: chosen" in out
     assert "whole, grid 8 x 1 x 64" in out
-    assert main([*argv, "--kv-len", "1024", "--head-dim", "256"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, [*argv, "--kv-len", "1024", "--head-dim", "256"])
     assert "fa2: chosen" in out
     assert "xqa: able, passed over: head dimension 256, but for one request" in out
     assert "fa3: able, passed over: 4 query rows per kv head are fewer than 65" in out
@@ -327,16 +317,14 @@ def test_explain_of_equal_requests(capsys: Output) -> None:
     assert "no query tile is cut" in out
     assert "grid 512 x 1 x 1" in out
     assert "combine" not in out
-    assert main(["explain", "--batch", "2", "--head-dim", "68", "--arch", "sm_90a"]) == 1
-    assert "other head dimensions" in capsys.readouterr().out
-    assert main(["explain", "--qo-lens", "3,4", "--kv-len", "9", "--arch", "cpu"]) == 0
-    assert "reference: chosen" in capsys.readouterr().out
+    argv = ["explain", "--batch", "2", "--head-dim", "68", "--arch", "sm_90a"]
+    assert "other head dimensions" in printed(capsys, argv, 1)
+    assert "reference: chosen" in printed(capsys, ["explain", "--qo-lens", "3,4", "--kv-len", "9", "--arch", "cpu"])
 
 
 @pytest.mark.parametrize("argv", [[], ["--batch", "8", "--page-size", "16"]])
 def test_explain_of_an_nvfp4_cache(argv: list[str], capsys: Output) -> None:
-    assert main(["explain", *argv, "--kv-dtype", "nvfp4", "--arch", "h100"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, ["explain", *argv, "--kv-dtype", "nvfp4", "--arch", "h100"])
     assert "k and v NVFP4, out bfloat16" in out
     assert "xqa: chosen" in out
     assert "  xqa bf16 nvfp4 " in out  # the kernel
@@ -344,27 +332,24 @@ def test_explain_of_an_nvfp4_cache(argv: list[str], capsys: Output) -> None:
 
 
 def test_explain_prints_specs_only_if_asked(capsys: Output) -> None:
-    assert main(["explain", "--kv-len", "131072", "--num-kv-heads", "16", "--arch", "a100"]) == 0
-    out = capsys.readouterr().out
+    argv = ["explain", "--kv-len", "131072", "--num-kv-heads", "16", "--arch", "a100"]
+    out = printed(capsys, argv)
     assert "  fa2 bf16 >fp32 qk128 vo128 split" in out
     assert "{" not in out
-    assert main(["explain", "--kv-len", "131072", "--num-kv-heads", "16", "--arch", "a100", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(printed(capsys, [*argv, "--json"]))
     assert document["chosen"] == "fa2"
     assert [launch["spec"]["kernel"] for launch in document["launches"]] == ["fa2", "combine"]
     (refused,) = (each["refusals"] for each in document["backends"] if each["backend"] == "fa4")
     assert refused[0]["feature"] == "sm_80"
-    assert main(["explain", "--batch", "4", "--page-size", "16", "--head-dim", "100", "--arch", "a100", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["launches"] == []
+    argv = ["explain", "--batch", "4", "--page-size", "16", "--head-dim", "100", "--arch", "a100", "--json"]
+    assert json.loads(printed(capsys, argv, 1))["launches"] == []
 
 
 def test_explain_gives_the_reasons_of_a_refusal(capsys: Output) -> None:
-    assert main(["explain", "--head-dim", "600", "--arch", "sm_90a"]) == 1
-    out = capsys.readouterr().out
+    out = printed(capsys, ["explain", "--head-dim", "600", "--arch", "sm_90a"], 1)
     assert "fa2: refused" in out
     assert "no tiles for them. Instead: pad q, k and v" in out
-    assert main(["explain", "--head-dim", "600", "--arch", "cpu"]) == 0
-    assert "reference: chosen" in capsys.readouterr().out
+    assert "reference: chosen" in printed(capsys, ["explain", "--head-dim", "600", "--arch", "cpu"])
 
 
 @pytest.mark.parametrize(
@@ -381,13 +366,14 @@ def test_explain_gives_the_reasons_of_a_refusal(capsys: Output) -> None:
         (["--batch", "3", "--qo-lens", "1,2"], "--qo-lens"),
         (["--qo-lens", "1,2", "--kv-lens", "9"], "--kv-lens"),
         (["--kv-lens", "1,x"], "--kv-lens"),
-        (["--kv-lens", "5,-1"], "kv_indptr"),
+        (["--kv-lens", "5,-1"], "--kv-lens"),
+        (["--kv-lens", "5,-1", "--page-size", "4"], "--kv-lens"),
+        (["--kv-lens", f"5,{1 << 70}"], "--kv-lens"),
         (["--batch", "2", "--page-size", "0"], "page_size"),
     ],
 )
 def test_explain_checks_its_arguments(argv: list[str], named: str, capsys: Output) -> None:
-    assert main(["explain", *argv]) == 2
-    assert named in capsys.readouterr().err
+    assert named in printed(capsys, ["explain", *argv], 2)
 
 
 # ---- demo

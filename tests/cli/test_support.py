@@ -8,29 +8,30 @@ import json
 import pytest
 import torch
 
-from cute_attn.cli import main, support, support_rows
+from cute_attn.cli import support, support_rows
 from cute_attn.dispatch import select
 from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, CAPABILITIES
 from cute_attn.runtime.arch import named
+from tests.support.commands import printed
 
 Output = pytest.CaptureFixture[str]
-GROUPS = {group.title: group for group in support.groups()}
+GROUPS = support.groups()
 DIMS = "Head dimensions (qk, vo) of fp16 and bf16"
 
 
 def test_every_backend_has_a_column() -> None:
     assert set(support.ORDER) == {backend.name for backend in BACKENDS}
-    for group in GROUPS.values():
-        assert len({row.feature for row in group.rows}) == len(group.rows) > 1
-        for row in group.rows:
-            assert tuple(row.cells) == support.ORDER
-            assert all(bool(cell.reason) == (cell.verdict == "no") for cell in row.cells.values())
-            assert row.cells["reference"].verdict == "yes"
+    for rows in GROUPS.values():
+        assert len(rows) > 1
+        for cells in rows.values():
+            assert tuple(cells) == support.ORDER
+            assert all(bool(cell.reason) == (cell.verdict == "no") for cell in cells.values())
+            assert cells["reference"].verdict == "yes"
 
 
 def test_every_capability_that_a_backend_lacks_shows_in_a_cell() -> None:
     """So that a new row of the table of capabilities needs one here."""
-    reasons = {cell.reason for group in GROUPS.values() for row in group.rows for cell in row.cells.values()}
+    reasons = {cell.reason for rows in GROUPS.values() for cells in rows.values() for cell in cells.values()}
     for capability in CAPABILITIES:
         for backend, why in capability.unsupported.items():
             shown = any(f"{why.reason}; instead: {why.instead}" in reason for reason in reasons)
@@ -42,8 +43,7 @@ AFTER_OTHERS = ("tree masks of draft tokens",)
 
 
 def verdicts(title: str, feature: str) -> list[str]:
-    (row,) = (row for row in GROUPS[title].rows if row.feature == feature)
-    return [row.cells[name].verdict for name in support.ORDER]
+    return [GROUPS[title][feature][name].verdict for name in support.ORDER]
 
 
 def test_what_contradicted_itself() -> None:
@@ -68,20 +68,18 @@ def test_a_row_that_is_too_coarse_is_an_error() -> None:
     division = next(each for each in support_rows.DIVISIONS if each.title == DIMS)
     coarse = dataclasses.replace(division, samples=[x._replace(row="any head dimensions") for x in division.samples])
     with pytest.raises(ValueError, match="row 'any head dimensions' is too coarse: fa4 supports some"):
-        support._group(coarse)
+        support.rows_of(coarse)
 
 
 def test_markdown_and_json(capsys: Output) -> None:
-    assert main(["support"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, ["support"])
     assert text == support.markdown()
     lines = [line for line in text.splitlines() if line.startswith("|")]
     forms = support.latent()
-    assert len(lines) == sum(len(group.rows) + 2 for group in GROUPS.values()) + 3
+    assert len(lines) == sum(len(rows) + 2 for rows in GROUPS.values()) + 3
     assert {row["sm_90a"] for row in forms.values()} == {"wgmma"}
     assert {kernel for row in forms.values() for arch, kernel in row.items() if arch != "sm_90a"} == {"mma.sync"}
-    assert main(["support", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(printed(capsys, ["support", "--json"]))
     assert [group["title"] for group in document] == [*GROUPS, "Latent attention (MLA)"]
     row = next(row for row in document[1]["rows"] if "NVFP4" in row["feature"])
     assert row["backends"]["fa4"]["verdict"] == "no"

@@ -8,7 +8,6 @@ import torch
 from cute_attn import ArgumentError
 from cute_attn.integrations import distributed
 from cute_attn.integrations.distributed import ring
-from cute_attn.integrations.distributed.ranks import Ranks
 from cute_attn.integrations.distributed.zigzag import chunk_lengths
 from tests.support import distributed_cases, process_group
 
@@ -36,7 +35,7 @@ def test_steps_of_a_ring_cover_the_causal_mask(world_size: int, length: int) -> 
     for r in range(world_size):
         computed[tokens[r][:, None], tokens[r]] += torch.ones(len(tokens[r]), len(tokens[r])).tril().int()
         for source in set(range(world_size)) - {r}:
-            rows, keys = ring.Plan(Ranks(None, r, world_size), chunks, causal=True).visible(source)
+            rows, keys = ring.visible(chunks, True, r, source)
             pairs = tokens[r][rows][:, None], tokens[source][keys]
             computed[pairs] += 1
             work.add(len(pairs[0]) * len(pairs[1]))

@@ -87,8 +87,11 @@ def expected(
         slots = runner.req_to_token_pool.req_to_token[int(batch.req_pool_indices[i]), :kv_len].long()
         if mapping is not None and mapping[layer.layer_id][1]:
             slots = pool.translate_loc_from_full_to_swa(slots)
-        buffers = zip(pool.get_kv_buffer(layer.layer_id), scales, strict=True)
-        keys, values = (x.view(torch.uint8)[slots].view(x.dtype).double() * scale for x, scale in buffers)
+        buffers = pool.get_kv_buffer(layer.layer_id)
+        if getattr(pool, "kv_cache_layout", "nhd") == "hnd":
+            buffers = [x.transpose(1, 2).flatten(0, 1) for x in buffers]
+        pairs = zip(buffers, scales, strict=True)
+        keys, values = (x.view(torch.uint8)[slots].view(x.dtype).double() * scale for x, scale in pairs)
         visible = seen(len(part), kv_len, window_left=max(layer.sliding_window_size, 0) or -1)
         if among is not None:
             visible[:, kv_len - len(among) :] = among
@@ -130,47 +133,41 @@ def test_an_encoder_sees_all_keys() -> None:
 # ---- against the oracle: what the torch backend ignores
 
 
+def check_steps(
+    runner: Runner, *layers: Any, scales: tuple[float, float] = (1.0, 1.0), **options: Any
+) -> CuteAttnBackend:
+    """An extend, one over cached prefixes, and a decode, each by a new backend's layers with these options."""
+    backend = CuteAttnBackend(runner)
+    for batch, q_lens in (
+        (runner.extend([1, 2], [37, 5]), [37, 5]),
+        (runner.extend([2, 1], [9, 21]), [9, 21]),
+        (runner.decode([1, 2]), [1, 1]),
+    ):
+        for layer in layers:
+            q, k, v = new_tokens(batch)
+            out = forward(backend, layer, batch, (q, k.clone(), v.clone()), **options)
+            rest = {"scales": scales, "soft_cap": layer.logit_cap, **options}
+            assert_close(out, expected(runner, layer, batch, q, q_lens, **rest))
+    return backend
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_soft_cap_and_sinks(deterministic: bool) -> None:
     layer = sglang_runner.layer(logit_cap=2.0)
-    runner = Runner([layer], 16)
     with sglang_runner.settings(enable_deterministic_inference=deterministic):
-        backend = CuteAttnBackend(runner)
-    assert backend.needs_cpu_seq_lens
-    sinks = torch.randn(NUM_HEADS)
-    for batch, q_lens in ((runner.extend([1, 2], [40, 3]), [40, 3]), (runner.decode([2, 1]), [1, 1])):
-        qkv = new_tokens(batch)
-        out = forward(backend, layer, batch, qkv, sinks=sinks)
-        assert_close(out, expected(runner, layer, batch, qkv[0], q_lens, soft_cap=2.0, sinks=sinks))
+        assert check_steps(Runner([layer], 16), layer, sinks=torch.randn(NUM_HEADS)).needs_cpu_seq_lens
 
 
-def test_sinks_of_a_decode_step() -> None:
+def test_window_and_sinks() -> None:
     layer = sglang_runner.layer(sliding_window_size=WINDOW)
-    runner = Runner([layer], 1)
-    backend, sinks = CuteAttnBackend(runner), torch.randn(NUM_HEADS)
-    forward(backend, layer, runner.extend([1, 2], [40, 3]))
-    batch = runner.decode([2, 1])
-    qkv = new_tokens(batch)
-    out = forward(backend, layer, batch, qkv, sinks=sinks)
-    assert_close(out, expected(runner, layer, batch, qkv[0], [1, 1], sinks=sinks))
+    assert not check_steps(Runner([layer], 1), layer, sinks=torch.randn(NUM_HEADS)).needs_cpu_seq_lens
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_pools_of_a_model_with_sliding_windows(page_size: int) -> None:
     """Each kind of layer has a pool of its own, with slots of its own."""
     full, window = sglang_runner.layer(0), sglang_runner.layer(1, sliding_window_size=WINDOW)
-    runner = Runner([full, window], page_size, sglang_runner.window_pool(page_size, [1], [0]))
-    backend = CuteAttnBackend(runner)
-    steps = (
-        (runner.extend([1, 2], [37, 5]), [37, 5]),
-        (runner.extend([2, 1], [9, 21]), [9, 21]),
-        (runner.decode([1, 2]), [1, 1]),
-    )
-    for batch, q_lens in steps:
-        for layer in (full, window):
-            qkv = new_tokens(batch)
-            out = forward(backend, layer, batch, qkv)
-            assert_close(out, expected(runner, layer, batch, qkv[0], q_lens))
+    check_steps(Runner([full, window], page_size, sglang_runner.window_pool(page_size, [1], [0])), full, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -180,13 +177,7 @@ def test_fp8_pools(dtype: torch.dtype, as_tensor: bool) -> None:
     layer.k_scale, layer.v_scale = torch.tensor(0.5), torch.tensor(2.0)
     if not as_tensor:
         layer.k_scale_float, layer.v_scale_float = 0.5, 2.0
-    pool = sglang_runner.token_pool(16, 1, dtype)
-    runner = Runner([layer], 16, pool)
-    backend = CuteAttnBackend(runner)
-    for batch, q_lens in ((runner.extend([1, 2], [40, 3]), [40, 3]), (runner.decode([2, 1]), [1, 1])):
-        q, k, v = new_tokens(batch)
-        out = forward(backend, layer, batch, (q, k.clone(), v.clone()))
-        assert_close(out, expected(runner, layer, batch, q, q_lens, scales=(0.5, 2.0)))
+    check_steps(Runner([layer], 16, sglang_runner.token_pool(16, 1, dtype)), layer, scales=(0.5, 2.0))
 
 
 def test_head_major_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,15 +186,7 @@ def test_head_major_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = sglang_runner.layer()
     runner = Runner([layer], 16)
     assert runner.token_to_kv_pool.kv_cache_layout == "hnd"
-    monkeypatch.delenv("SGLANG_USE_HND_KVCACHE")
-    plain = Runner([layer], 16)
-    backend, torch_backend = CuteAttnBackend(runner), TorchNativeAttnBackend(plain)
-    for ours, theirs in (
-        (runner.extend([1, 2], [40, 3]), plain.extend([1, 2], [40, 3])),
-        (runner.decode([2, 1]), plain.decode([2, 1])),
-    ):
-        qkv = new_tokens(ours)
-        assert_close(forward(backend, layer, ours, qkv), forward(torch_backend, layer, theirs, qkv))
+    check_steps(runner, layer)
 
 
 # ---- what reaches the kernels
@@ -273,6 +256,12 @@ def ancestors() -> torch.Tensor:
     return visible
 
 
+def speculating(topk: int) -> Any:
+    """SGLang's settings of drafts with `topk` branches."""
+    options = {"speculative_eagle_topk": topk, "speculative_num_draft_tokens": DRAFTS}
+    return sglang_runner.settings(speculative_algorithm="EAGLE", **options)
+
+
 def drafts(mask: torch.Tensor | None, topk: int) -> Any:
     return SimpleNamespace(custom_mask=mask, draft_token_num=DRAFTS, topk=topk)
 
@@ -286,9 +275,7 @@ def test_drafts_in_trees(page_size: int, with_prefix: bool, monkeypatch: pytest.
     monkeypatch.setattr(module, "default_tree_mask_mode", lambda: mode)
     layer = sglang_runner.layer()
     runner = Runner([layer], page_size)
-    with sglang_runner.settings(
-        speculative_algorithm="EAGLE", speculative_eagle_topk=2, speculative_num_draft_tokens=DRAFTS
-    ):
+    with speculating(2):
         backend = CuteAttnBackend(runner)
         forward(backend, layer, runner.extend([1, 2], [40, 3]))
         lens, among = [3, 40], ancestors()
@@ -310,9 +297,7 @@ def test_drafts_in_chains() -> None:
     """Without branches the mask is causal, whatever SGLang writes into it."""
     layer = sglang_runner.layer()
     runner = Runner([layer], 16)
-    with sglang_runner.settings(
-        speculative_algorithm="EAGLE", speculative_eagle_topk=1, speculative_num_draft_tokens=DRAFTS
-    ):
+    with speculating(1):
         backend = CuteAttnBackend(runner)
         forward(backend, layer, runner.extend([1, 2], [40, 3]))
         batch = runner.verify([2, 1], drafts(None, 1))
@@ -377,9 +362,7 @@ def state_addresses(backend: CuteAttnBackend) -> list[int]:
 def test_hooks_of_verification() -> None:
     layer = sglang_runner.layer()
     runner = Runner([layer], 16)
-    with sglang_runner.settings(
-        speculative_algorithm="EAGLE", speculative_eagle_topk=2, speculative_num_draft_tokens=DRAFTS
-    ):
+    with speculating(2):
         backend = CuteAttnBackend(runner)
         forward(backend, layer, runner.extend([1, 2], [40, 3]))
         backend.init_cuda_graph_state(4, 4 * DRAFTS)

@@ -20,8 +20,8 @@ from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits, planned, tables
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
-from cute_attn.integrations.sglang.tables import GraphTables, TableAttention, table_step
+from cute_attn.integrations.sglang.planned import PlannedAttention
+from cute_attn.integrations.sglang.tables import GraphTables, attend, table_step
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
 from tests.support.executors import GPU_MARKS
@@ -119,9 +119,7 @@ def test_masks_of_drafts(q_len: int, with_prefix: bool) -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_extend(name: str, page_size: int, device: str) -> None:
     """Two steps of one set of wrappers; the second has cached prefixes."""
-    attention = PlannedAttention(
-        Workspaces.on(device).planned, CacheFormat(BF16, BF16, "NHD", page_size, False), decode=False
-    )
+    attention = PlannedAttention(Workspaces.on(device).planned, SERVER._replace(page_size=page_size), decode=False)
     kind = KINDS[name]
     for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 1, 90], [3, 1, 20])):
         server = Server(page_size, kv_lens, device, q_lens=q_lens)
@@ -134,21 +132,18 @@ def test_extend(name: str, page_size: int, device: str) -> None:
 @DEVICES
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) -> None:
-    def zeros(size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=device)
-
-    buffers = GraphBuffers(zeros(4), zeros(4), zeros(3 * MAX_CONTEXT), zeros(3))
+    indices = torch.zeros(3 * MAX_CONTEXT, dtype=torch.int32, device=device)
     attention = PlannedAttention(
         Workspaces.on(device).planned,
-        CacheFormat(BF16, BF16, "NHD", 1, deterministic),
+        SERVER._replace(deterministic=deterministic),
         decode=True,
-        graph_buffers=lambda _: buffers,
+        captured=(3, {False: indices}),
     )
     kind, sinks = KINDS["capped"], torch.randn(HEADS, device=device)
     for kv_lens in ([37, 5, 1], [2, 90, 1]):
         server = Server(1, kv_lens, device)
         begin(server, attention, kinds=[kind])
-        assert buffers.indptr.tolist() == [0, *itertools.accumulate(kv_lens)]
+        assert indices[: sum(kv_lens)].tolist() == torch.cat(server.tokens.slots).tolist()
         out = torch.empty_like(server.q)
         attention.run(kind, server.q, server.cache, out, None, None, sinks)
         server.check(out, kind, sinks=sinks)
@@ -158,11 +153,16 @@ def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> N
     """Splits would make results depend on the rest of the batch."""
     plans = noted(monkeypatch, planned.BatchPrefillWithPagedKVCacheWrapper, "plan")
     for deterministic in (False, True):
-        form = CacheFormat(BF16, BF16, "NHD", 16, deterministic)
+        form = SERVER._replace(page_size=16, deterministic=deterministic)
         for decode, q_lens in ((False, [3, 1]), (True, [1, 1])):
             attention = PlannedAttention(Workspaces.on("cpu").planned, form, decode)
             begin(Server(16, [37, 5], q_lens=q_lens), attention, kinds=[KINDS["full"], KINDS["window"]])
     assert [plan.kwargs["disable_split_kv"] for plan in plans] == [False] * 4 + [True] * 4
+
+
+def by_tables(device: str) -> Callable[..., None]:
+    workspace = Workspaces.on(device).decode
+    return functools.partial(attend, workspace=workspace, layout="NHD", max_context=MAX_CONTEXT)
 
 
 @DEVICES
@@ -174,13 +174,13 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
     scales = [numbers.get(x) for x in ("k_scale", "v_scale")]
     if as_tensor:
         scales = [torch.tensor(x, device=device) for x in scales]
-    attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
+    attention = by_tables(device)
     sinks = torch.randn(HEADS, device=device)
     for longest in (None, 90):
         step = table_step(PageTables(server.slots, 16), None, server.requests, server.seq_lens, longest)
         assert step.num_tokens == 3
         out = torch.empty_like(server.q)
-        attention.run(step, kind, server.q, server.cache, out, *scales, sinks)
+        attention(step, kind, server.q, server.cache, out, *scales, sinks)
         server.check(out, kind, sinks=sinks, **numbers)
 
 
@@ -191,12 +191,12 @@ def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> 
     decode = functools.partial(tables.xqa_batch_decode_with_kv_cache, backend="emulator")
     monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", decode)
     server, kind = Server(page_size, [37, 5]), KINDS["window"]
-    attention = TableAttention(Workspaces.on("cpu").decode, "NHD", MAX_CONTEXT)
+    attention = by_tables("cpu")
     pages = PageTables(server.slots, page_size)
     step = table_step(pages, None, server.requests, server.seq_lens, longest=None)
     out = torch.empty_like(server.q)
     with emulator.using("sm_90a"):
-        attention.run(step, kind, server.q, server.cache, out, None, None, None)
+        attention(step, kind, server.q, server.cache, out, None, None, None)
     server.check(out, kind)
 
 
@@ -216,7 +216,7 @@ def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     """A captured batch keeps its addresses; a request that pads it has few keys."""
     server = Server(16, [37, 5], device, q_lens=[DRAFTS, DRAFTS])
     pages = PageTables(server.slots.clamp_min(0), 16)
-    attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
+    attention = by_tables(device)
     graph = GraphTables(4, pages, None, device)
     first = graph.view(3, DRAFTS, with_mask=True)
     requests = torch.cat((server.requests, torch.zeros_like(server.requests[:1])))
@@ -228,7 +228,7 @@ def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     assert step.seq_lens.tolist() == [37, 5, 1 + DRAFTS]
     q = torch.cat((server.q, server.q[:DRAFTS]))
     out = torch.empty_like(q)
-    attention.run(step, KINDS["full"], q, server.cache, out, None, None, None)
+    attention(step, KINDS["full"], q, server.cache, out, None, None, None)
     server.check(out[: 2 * DRAFTS], KINDS["full"], AMONG)
 
 
@@ -238,7 +238,7 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
     servers = [Server(16, kv_lens, device, seed=i) for i, kv_lens in enumerate(([37, 5], [4, 90]))]
     slots = servers[0].slots.clone()
     pages = PageTables(slots, 16)
-    attention = TableAttention(Workspaces.on(device).decode, "NHD", MAX_CONTEXT)
+    attention = by_tables(device)
     buffers, kind = GraphTables(2, pages, None, device), KINDS["full"]
     requests, seq_lens = servers[0].requests.clone(), servers[0].seq_lens.clone()
     keys, values = (torch.zeros_like(x) for x in servers[0].cache)
@@ -246,7 +246,7 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
 
     def layer() -> None:
         buffers.fill(requests, seq_lens, 0)
-        attention.run(buffers.view(2, 1, with_mask=False), kind, q, (keys, values), out, None, None, None)
+        attention(buffers.view(2, 1, with_mask=False), kind, q, (keys, values), out, None, None, None)
 
     graph = Graph(device, layer)
     for server in servers:

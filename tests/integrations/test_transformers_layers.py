@@ -223,12 +223,13 @@ def test_ops_pass_opcheck():
     torch.library.opcheck(namespace.planned.default, (q, k, v, None, None, 0.25, 0.0, True, -1, "auto"))
 
 
-def test_a_changed_mask_is_read_again():
+def test_a_mask_that_changes_between_layers_is_read_again():
     q, k, v = layer()
     mask = described(12, 5, 7)[1][:, None].clone()
-    forward.attention(MODULE, q, k, v, mask)
+    modules = [SimpleNamespace(is_causal=True, training=False, layer_idx=i) for i in range(2)]
+    forward.attention(modules[0], q, k, v, mask)
     mask[:, :, :, :6] = False
-    out, _ = forward.attention(MODULE, q, k, v, mask)
+    out, _ = forward.attention(modules[1], q, k, v, mask)
     assert (out - expected(q, k, v, mask[:, 0])).abs().max() < CLOSE
 
 

@@ -8,70 +8,35 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support import engine_models
+from tests.support.engine_models import LATENT, VOCABULARY, logprobs
+
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM (docs/integrations/vllm.md)"),
 ]
-ROOT = Path(__file__).parents[2]
 SOURCES = os.environ.get("CUTE_ATTN_VLLM_SOURCES", "")  # where another release of vLLM is unpacked
-VOCABULARY = 512
 PROMPTS = (5, 90, 33, 150, 2)  # tokens; 64 fit into a step, so that two prompts are cut and steps are mixed
-COMMON = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 256,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.12,  # large enough for attention to decide logits
-}
-LATENT = {
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 4,
-    "head_dim": 64,  # of the rotated part, as transformers has it
-    "q_lora_rank": 96,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 2,  # no experts
+WINDOW = {"sliding_window": 24}
+MODELS = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", WINDOW),
+    "gemma2": ("Gemma2", {**WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64}),
+    "deepseek": ("DeepseekV3", LATENT),
 }
 
 
 def model(name: str, folder: Path) -> Any:
-    """Make a model with random weights on disk, and return it."""
-    import transformers
-
-    config = {
-        "llama": transformers.LlamaConfig,
-        "mistral": transformers.MistralConfig,
-        "gemma2": transformers.Gemma2Config,
-        "deepseek": transformers.DeepseekV3Config,
-    }[name]
-    options = {
-        "llama": {},
-        "mistral": {"sliding_window": 24},
-        "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64},
-        "deepseek": LATENT,
-    }[name]
-    torch.manual_seed(0)
-    made = transformers.AutoModelForCausalLM.from_config(config(**{**COMMON, **options}), attn_implementation="eager")
-    made.to(torch.bfloat16).save_pretrained(folder)
-    # Loaded again, for the cast has rounded the frequencies of RoPE too, which no checkpoint holds
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    """Make a model on disk, and return it in fp32."""
+    family, options = MODELS[name]
+    return engine_models.made(family, folder, **options)[0]
 
 
 def prompts() -> list[list[int]]:
@@ -94,10 +59,7 @@ def run(folder: Path, ours: bool, **changes: Any) -> dict[str, Any]:
 
 def process(module: str, *arguments: str, first_path: str = "") -> str:
     """Run a module in a process of its own, and return what it prints."""
-    places = (first_path, str(ROOT), os.environ.get("PYTHONPATH", ""))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = engine_models.process(module, *arguments, first_path=first_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout
 
@@ -108,11 +70,8 @@ def errors(result: dict[str, Any], reference: Any) -> torch.Tensor:
     """
     found = []
     for prompt, request in zip(prompts(), result["requests"], strict=True):
-        tokens = torch.tensor(prompt + request["tokens"])
-        with torch.no_grad():
-            logprobs = reference(tokens[None]).logits[0].double().log_softmax(-1)
-        expected = logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
         given = torch.tensor(request["prompt_logprobs"] + request["logprobs"])
+        expected = logprobs(reference, prompt + request["tokens"])
         found.append(given - expected[-len(given) :])
     return torch.cat(found)
 

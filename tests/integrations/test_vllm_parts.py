@@ -28,10 +28,10 @@ from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, spl
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.emulated_calls import emulated_append
-from tests.support.engine_case import Graph, nvfp4_values
+from tests.support.engine_case import Graph
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.noted import noted
-from tests.support.vllm_case import CACHE_DTYPES, UNTOUCHED, Step
+from tests.support.vllm_case import UNTOUCHED, Step
 
 BF16 = torch.bfloat16
 LLAMA = Layer(4, 64, 0.125, 2)
@@ -69,6 +69,16 @@ STEPS = {
         "clamps_ranges": True,
     },
     "images_of_earlier_steps": {"requests": MIXED, "layer": LLAMA, "images": {3: [(4, 30)]}},
+    **{
+        f"{dtype}_{order}": {
+            "requests": MIXED,
+            "layer": Layer(4, 64, 0.125, 2, kv_cache_dtype=dtype),
+            "memory_order": order,
+            "scales": (0.5, 0.25),
+        }
+        for dtype in ("fp8_e4m3", "fp8_e5m2")
+        for order in ("NHD", "HND")
+    },
     "padded_requests": {"requests": [(1, 40), (1, 9)], "layer": LLAMA, "padding": 1},
 }
 
@@ -79,45 +89,7 @@ def test_layer_matches_the_formula(name: str, device: str) -> None:
     case = Step(**STEPS[name], device=device)  # type: ignore[arg-type]
     attention, step = case.attention(), case.metadata()
     case.fill(attention)
-    assert_near(case.output(attention, step), case.expected(case.k, case.v))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("memory_order", ["NHD", "HND"])
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_fp8_cache(kv_cache_dtype: str, memory_order: str, device: str) -> None:
-    """The cache contains rows divided by the scales, rounded, and attention reads what is there."""
-    layer = Layer(4, 64, 0.125, 2, kv_cache_dtype=kv_cache_dtype)
-    case = Step(MIXED, layer, memory_order=memory_order, scales=(0.5, 0.25), device=device)
-    attention, step = case.attention(), case.metadata()
-    case.fill(attention)
-    stored = []
-    for i, (rows, scale) in enumerate(zip((case.k, case.v), case.scales, strict=True)):
-        rounded = [(x.float() / scale).to(CACHE_DTYPES[kv_cache_dtype]) for x in rows]
-        blocks, offsets = case.slots() // case.block_size, case.slots() % case.block_size
-        content = case.cache[blocks, :, offsets].view(CACHE_DTYPES[kv_cache_dtype])[..., i * 64 : (i + 1) * 64]
-        assert torch.equal(content.cpu().float(), torch.cat(rounded).float())
-        stored.append([x.double() * scale for x in rounded])
-    assert_near(case.output(attention, step), case.expected(*stored))
-
-
-def nvfp4_rows(case: Step, side: int) -> list[torch.Tensor]:
-    """Decode an NVFP4 cache from the bytes of its blocks: keys, their scales, values, their scales."""
-    heads, dim, size = case.layer.num_kv_heads, case.layer.head_size, case.block_size
-    cells = heads * size
-    found = []
-    for i, (_, kv_len) in enumerate(case.requests):
-        tokens = []
-        for block in case.tables[i, : -(-kv_len // size)].tolist():
-            inner = case.cache[block].transpose(0, 1) if case.memory_order == "NHD" else case.cache[block]
-            page = inner.cpu().contiguous().view(2, -1)[side]
-            codes, scales = page[: cells * dim // 2], page[cells * dim // 2 :].view(torch.float8_e4m3fn)
-            values = nvfp4_values(codes.view(cells, -1), scales.view(cells, -1), case.scales[side])
-            shape = (size, heads, dim) if case.memory_order == "NHD" else (heads, size, dim)
-            values = values.view(shape)
-            tokens.append(values if case.memory_order == "NHD" else values.transpose(0, 1))
-        found.append(torch.cat(tokens)[:kv_len])
-    return found
+    assert_near(case.output(attention, step), case.expected())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -131,7 +103,7 @@ def test_encoder_layers_match_the_formula(soft_cap: float, device: str) -> None:
     for _ in range(2):  # layers
         out = torch.full_like(rows[0], UNTOUCHED)
         attention.run(*rows, step, out)
-        assert_near(out[:50].cpu(), case.expected(case.k, case.v))
+        assert_near(out[:50].cpu(), case.expected())
         assert (out[50:] == UNTOUCHED).all()
 
 
@@ -156,11 +128,10 @@ def test_nvfp4_cache(memory_order: str, device: str) -> None:
     case = Step(MIXED, layer, memory_order=memory_order, scales=(0.01, 0.02), device=device)
     attention, step = case.attention(), case.metadata()
     case.fill(attention)
-    keys, values = nvfp4_rows(case, 0), nvfp4_rows(case, 1)
-    for rows, given in ((keys, case.k), (values, case.v)):
-        error = (torch.cat(rows) - torch.cat(given).double()).norm() / torch.cat(given).double().norm()
+    for rows, given in zip(case.stored(), (case.k, case.v), strict=True):
+        error = (torch.cat(list(rows)) - torch.cat(given).double()).norm() / torch.cat(given).double().norm()
         assert error < 0.12  # of 4-bit numbers with a scale per 16
-    assert_near(case.output(attention, step), case.expected(keys, values))
+    assert_near(case.output(attention, step), case.expected())
 
 
 @pytest.mark.emulator
@@ -181,13 +152,7 @@ def test_kernels_read_and_write_the_cache(
     with emulator.using("sm_90a"):
         case.fill(attention)
         out = case.output(attention, step)
-    stored = case.k, case.v
-    if kv_cache_dtype == "fp8":
-        rows = zip(stored, scales, strict=True)
-        stored = tuple([(x.float() / s).to(torch.float8_e4m3fn).double() * s for x in part] for part, s in rows)
-    elif kv_cache_dtype == "nvfp4":
-        stored = nvfp4_rows(case, 0), nvfp4_rows(case, 1)
-    assert_near(out, case.expected(*stored))
+    assert_near(out, case.expected())
 
 
 def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,17 +165,17 @@ def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: 
         case.layer, case.sinks = layer, sinks if layer.sinks else None
         attention = case.attention()
         case.fill(attention)
-        assert_near(case.output(attention, step), case.expected(case.k, case.v))
+        assert_near(case.output(attention, step), case.expected())
     assert len(plans) == 2
     other = Step([(1, 9), (30, 60)], LLAMA, seed=1)
     after = other.metadata()
     after.sessions = step.sessions  # the next step of the same group
     attention = LayerAttention(LLAMA, BF16, None)
     other.fill(attention)
-    assert_near(other.output(attention, after), other.expected(other.k, other.v))
+    assert_near(other.output(attention, after), other.expected())
     case.layer = LLAMA
     attention = LayerAttention(LLAMA, BF16, None)
-    assert_near(case.output(attention, step), case.expected(case.k, case.v))  # planned again, not with other lengths
+    assert_near(case.output(attention, step), case.expected())  # planned again, not with other lengths
     assert len(plans) == 4
 
 
@@ -229,7 +194,7 @@ def test_batch_invariant_layers(window_left: int, device: str) -> None:
     assert torch.equal(decoded[:1], whole[199:])
     assert torch.equal(rest[30:], whole[131:199])
     assert torch.equal(rest[:30], decoded[1:])
-    assert_near(whole.cpu(), case.expected(case.k, case.v)[:200])
+    assert_near(whole.cpu(), case.expected()[:200])
 
 
 def batch_invariant_output(
@@ -249,57 +214,36 @@ def batch_invariant_output(
 # ---- CUDA graphs
 
 
-@needs_gpu
-@pytest.mark.parametrize("q_len", [1, 2])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_a_graph_writes_the_cache_and_decodes_with_the_lengths_of_its_replay(kv_cache_dtype: str, q_len: int) -> None:
-    layer = Layer(4, 64, 0.125, 2, kv_cache_dtype=kv_cache_dtype)
-    case = Step([(q_len, n) for n in (37, 5, 50)], layer, threshold=q_len, device="cuda")
-    attention, step = case.attention(), case.metadata()
-    query = torch.cat(case.q).cuda()
-    rows = [torch.cat(x).cuda() for x in (case.k, case.v)]
-    scales, slots, out = (torch.ones((), device="cuda"),) * 2, case.slots(), torch.empty_like(query)
-
-    def run() -> None:
-        attention.write(rows[0], rows[1], case.cache, slots, scales)
-        attention.run(query, case.cache, step, out)
-
-    graph = Graph("cuda", run)
-    lengths = (20, 4, 33)
-    step.batch.seq_lens.copy_(torch.tensor(lengths))
-    rows[1].mul_(-1)
-    graph.replay()
-    stored = (case.k, [-x for x in case.v])
-    keys, values = ([x[:n] for x, n in zip(part, lengths, strict=True)] for part in stored)
-    if kv_cache_dtype == "fp8":
-        keys, values = ([x.to(torch.float8_e4m3fn).to(BF16) for x in part] for part in (keys, values))
-    assert_near(out.cpu(), case.expected(keys, values))
-
-
-PLANNED = {
+GRAPHS = {
     "soft_cap": ({"soft_cap": 3.0}, False),
     "batch_invariant": ({"sinks": True}, True),
     "window": ({"window_left": 9}, True),
+    "without_plan": ({}, False),
+    "fp8_without_plan": ({"kv_cache_dtype": "fp8"}, False),
 }
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("q_len", [1, 2])
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_graph_plans_its_decodes_again(name: str, q_len: int, device: str) -> None:
-    """Warm-up and capture have metadata of their own; a replay has other lengths, tables and padding requests."""
-    changed, batch_invariant = PLANNED[name]
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_writes_the_cache_and_decodes_with_what_its_replay_has(name: str, q_len: int, device: str) -> None:
+    """Warm-up and capture have metadata of their own; a replay has other lengths, tables, values and padding requests,
+    and where there is a plan, it is made again.
+    """
+    changed, batch_invariant = GRAPHS[name]
     layer = LLAMA._replace(**changed)
     lengths = ((37, 5, 50), (20, 4, 33), (2, 3, 0))
     case = Step([(q_len, n) for n in lengths[0]], layer, q_len, batch_invariant=batch_invariant, device=device)
     attention = case.attention()
-    case.fill(attention)
     query, tables = torch.cat(case.q).to(device), case.tables.clone().to(device)
+    rows, slots = [torch.cat(x).to(device) for x in (case.k, case.v)], case.slots()
+    scales = (torch.ones((), device=device),) * 2
     out, seq_lens = torch.empty_like(query), torch.tensor(lengths[0], dtype=torch.int32, device=device)
     made = case.metadata()
     batch = dataclasses.replace(made.batch, seq_lens=seq_lens, block_table=tables)
 
     def step() -> None:
+        attention.write(rows[0], rows[1], case.cache, slots, scales)
         attention.run(query, case.cache, StepMetadata(batch, made.decodes, made.sessions, for_capture=True), out)
 
     graph = Graph(device, step)
@@ -308,12 +252,14 @@ def test_a_graph_plans_its_decodes_again(name: str, q_len: int, device: str) -> 
         seq_lens.copy_(torch.tensor([now[i] for i in order]))
         tables.copy_(case.tables[order])
         out.fill_(UNTOUCHED)
+        rows[1].neg_()
+        case.v = [-x for x in case.v]
         graph.replay()
         part = copy.copy(case)
         used = [(row, i) for row, i in enumerate(order.tolist()) if now[i]]
         part.q = [query.cpu()[row * q_len : (row + 1) * q_len] for row, _ in used]
-        keys, values = ([x[i][: now[i]] for _, i in used] for x in (case.k, case.v))
-        assert_near(out[: len(used) * q_len].cpu(), part.expected(keys, values))
+        stored = [[x[i][: now[i]] for _, i in used] for x in case.stored()]
+        assert_near(out[: len(used) * q_len].cpu(), part.expected((stored[0], stored[1])))
 
 
 @needs_gpu

@@ -18,6 +18,7 @@ from cute_attn.observe.dump import Dumper, from_environment
 from cute_attn.observe.hooks import Call
 from cute_attn.observe.snapshot import ALIGNMENT, Reader, Snapshot
 from tests.support import subprocesses
+from tests.support.commands import printed
 from tests.support.dense_attention import assert_near, decoded
 from tests.support.executors import needs_gpu
 
@@ -84,8 +85,7 @@ def test_every_outermost_call_is_seen_once(dumped: tuple[list[Path], list[str]])
 @pytest.mark.emulator
 @pytest.mark.parametrize("number", [0, 1, 4])
 def test_replay_on_the_emulator_agrees(dumped: tuple[list[Path], list[str]], number: int, capsys: Output) -> None:
-    assert main(["replay", str(dumped[0][number]), "--arch", "sm_90a"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, ["replay", str(dumped[0][number]), "--arch", "sm_90a"])
     assert "for sm_90a" in out
     error = float(out.split("max abs error ")[1].split()[0])
     assert 0 < error < 2e-2  # bf16 results of the kernel and of the reference differ in some last bits
@@ -94,12 +94,10 @@ def test_replay_on_the_emulator_agrees(dumped: tuple[list[Path], list[str]], num
 
 def test_replay_on_the_reference(dumped: tuple[list[Path], list[str]], capsys: Output) -> None:
     for file in dumped[0][:6]:
-        assert main(["replay", str(file), "--backend", "reference"]) == 0
-        assert capsys.readouterr().out.endswith("reference: runs\n")
+        assert printed(capsys, ["replay", str(file), "--backend", "reference"]).endswith("reference: runs\n")
     assert main(["replay", str(dumped[0][5]), "--arch", "sm_90a"]) == 2
     assert "append_paged_kv_cache takes no backend" in capsys.readouterr().err
-    assert main(["replay", str(dumped[0][6])]) == 1
-    assert "raises ArgumentError: q must have shape" in capsys.readouterr().out
+    assert "raises ArgumentError: q must have shape" in printed(capsys, ["replay", str(dumped[0][6])], 1)
 
 
 def test_replayed_results_are_those_of_the_call(dumped: tuple[list[Path], list[str]]) -> None:
@@ -126,8 +124,7 @@ def test_a_call_that_raises_leaves_a_file(tmp_path: Path, capsys: Output) -> Non
     (file,) = tmp_path.iterdir()
     assert f"replay {file}" in err
     assert "window_left must be an int" in err
-    assert main(["replay", str(file)]) == 1
-    out = capsys.readouterr().out
+    out = printed(capsys, ["replay", str(file)], 1)
     assert "recorded error: ArgumentTypeError: window_left must be an int, got 'all'" in out
     assert "reference: raises ArgumentTypeError" in out
 
@@ -173,8 +170,7 @@ def test_values_beyond_the_limit_are_left_out(tmp_path: Path, capsys: Output, ca
     file = dump(tmp_path, max_bytes=1000)
     assert "values of k, v (0.0 MB) are left out: larger than what was left of the limit" in caplog.text
     assert file.stat().st_size < 10_000
-    assert main(["replay", str(file)]) == 0
-    assert "random numbers stand for values that the file leaves out: k, v\n" in capsys.readouterr().out
+    assert "random numbers stand for values that the file leaves out: k, v\n" in printed(capsys, ["replay", str(file)])
 
 
 def test_files_run_nothing_but_public_functions(tmp_path: Path, capsys: Output) -> None:
@@ -250,8 +246,7 @@ def test_damaged_archives_are_refused(tmp_path: Path, capsys: Output) -> None:
     with zipfile.ZipFile(tmp_path / "bare.zip", "w") as archive:
         archive.writestr("call.json", document)
     for name, message in (("deep", "RecursionError"), ("bare", "cannot be read: KeyError"), ("none", "No such file")):
-        assert main(["replay", str(tmp_path / f"{name}.zip")]) == 2
-        assert message in capsys.readouterr().err
+        assert message in printed(capsys, ["replay", str(tmp_path / f"{name}.zip")], 2)
 
 
 def test_a_wrong_result_is_exit_code_1(capsys: Output) -> None:
@@ -381,8 +376,7 @@ def test_calls_of_a_gpu_replay_there_and_on_the_emulator(tmp_path: Path, capsys:
     calls = [f"BatchDecodeWithPagedKVCacheWrapper.{name}" for name in ("__init__", "plan", "run")]
     assert names == ["single_prefill_with_kv_cache", *calls, "merge_state"]
     for file in files:
-        assert main(["replay", str(file)]) == 0
-        out = capsys.readouterr().out
+        out = printed(capsys, ["replay", str(file)])
         assert "gpu NVIDIA" in out
         assert "\ngpu: " in out
     for number in (0, 3):

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from cute_attn.cli import bench as cli
-from cute_attn.cli import main
 from cute_attn.errors import ArgumentError, ArtifactError
 from perf import coldstart, command, machine, program
 from perf.workloads import BatchWorkload, equal, one_request
 from tests.perf import ENVIRONMENT
+from tests.support.commands import printed
 
 ROOT = Path(__file__).parents[2]
 DECODE, RAGGED, PAGED = (
@@ -86,12 +86,10 @@ def test_without_a_checkout_it_says_so(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the message on a machine without a GPU")
 def test_without_a_gpu_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--routine", DECODE, "--batch_size", "1", "2"]) == 2
-    told = capsys.readouterr().err
+    told = printed(capsys, ["bench", "--routine", DECODE, "--batch_size", "1", "2"], 2)
     assert "No GPU to measure on" in told
     assert "2 rows would have been" in told
-    assert main(["bench", "--output_path", "speeds.txt"]) == 2
-    assert "must end in .json, .csv, .png" in capsys.readouterr().err
+    assert "must end in .json, .csv, .png" in printed(capsys, ["bench", "--output_path", "speeds.txt"], 2)
 
 
 def record() -> dict[str, Any]:

@@ -6,6 +6,7 @@ problem that is not sharded.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -21,7 +22,8 @@ import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, emulator
 from cute_attn.integrations import aten_flash, distributed
 from cute_attn.integrations.distributed import travel
-from tests.support.dense_attention import attention
+from tests.support.dense_attention import attention, seen
+from tests.support.engine_case import Batch, Tokens
 
 LN2 = math.log(2)
 ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -42,12 +44,6 @@ def close(found: torch.Tensor, expected: Any, rounding: float) -> None:
     expected = torch.as_tensor(expected)
     scale = max(1.0, float(expected[expected.isfinite()].abs().max())) if expected.numel() else 1.0
     torch.testing.assert_close(found.cpu().double(), expected.double(), rtol=0, atol=rounding * scale)
-
-
-def band(length: int, causal: bool, window_left: int = -1) -> torch.Tensor:
-    i, j = torch.arange(length)[:, None], torch.arange(length)
-    keep = (j <= i) if causal else torch.ones(length, length, dtype=torch.bool)
-    return keep & (j >= i - window_left) if window_left >= 0 else keep
 
 
 @functools.lru_cache
@@ -89,41 +85,24 @@ def shard_pages(lengths: list[int], page_size: int, ranks: int, placement: str) 
 class Shards:
     """A batch whose keys are spread over ranks, and this rank's paged cache of them."""
 
-    def __init__(self, device: torch.device, group: Any, placement: str, lengths: list[int], **options: Any) -> None:
-        self.heads, self.kv_heads, self.head_dim = options.pop("shape", (4, 2, 64))
-        self.page_size, self.lengths = options.pop("page_size", 4), lengths
-        dtype = options.pop("dtype", torch.bfloat16)
-        make = functools.partial(randn, device=device, dtype=torch.bfloat16)
-        seed = options.pop("seed", 0)
-        self.q = make(len(lengths), self.heads, self.head_dim, seed=seed)
-        self.keys = [make(2, n, self.kv_heads, self.head_dim, seed=seed + i).to(dtype) for i, n in enumerate(lengths)]
+    def __init__(self, device: torch.device, group: Any, placement: str, lengths: list[int], **formats: Any) -> None:
+        batch = Batch([1] * len(lengths), lengths, **{"dim": 64, "page_size": 4, **formats})
+        self.whole = Tokens(batch, str(device))
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.own = shard_pages(lengths, self.page_size, ranks, placement)[rank]
-        counts = [-(-len(tokens) // self.page_size) for tokens in self.own]
-        self.indptr = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-        self.indices = torch.randperm(sum(counts), dtype=torch.int32).to(device)
-        self.last = torch.tensor([(len(t) - 1) % self.page_size + 1 for t in self.own], dtype=torch.int32)
-        cache = torch.zeros(sum(counts) + 1, 2, self.page_size, self.kv_heads, self.head_dim, device=device).to(dtype)
-        for i, tokens in enumerate(self.own):
-            for start in range(0, len(tokens), self.page_size):
-                page = int(self.indices[int(self.indptr[i]) + start // self.page_size])
-                held = tokens[start : start + self.page_size]
-                cache[page, :, : len(held)] = self.keys[i][:, held[0] : held[-1] + 1]  # pages hold consecutive tokens
-        self.cache = cache
+        own = [torch.tensor(x).long() for x in shard_pages(lengths, batch.page_size, ranks, placement)[rank]]
+        keys, values = ([x[i] for x, i in zip(side, own, strict=True)] for side in (self.whole.keys, self.whole.values))
+        self.tokens = Tokens(dataclasses.replace(batch, kv_lens=[*map(len, own)]), str(device), keys, values)
+        self.q, self.cache = self.whole.q, self.tokens.caches()
 
     def plan(self, wrapper: Any, **options: Any) -> None:
+        batch, tokens = self.tokens.batch, self.tokens
         wrapper.plan(
-            *(self.indptr, self.indices, self.last, self.heads, self.kv_heads, self.head_dim, self.page_size),
-            **{"q_data_type": self.q.dtype, "kv_data_type": self.cache.dtype, **options},
+            *(tokens.kv_indptr, tokens.kv_indices, tokens.last_page_len, *batch.heads, batch.dim, batch.page_size),
+            **{"q_data_type": batch.dtype, "kv_data_type": batch.kv_dtype, **options},
         )
 
-    def expected(self, sinks: torch.Tensor | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [
-            attention(q[None], *keys, torch.ones(1, n, dtype=torch.bool), sinks=sinks, **options)
-            for q, keys, n in zip(self.q, self.keys, self.lengths, strict=True)
-        ]
-        o, lse = (torch.cat([torch.as_tensor(x) for x in part]) for part in zip(*rows, strict=True))
-        return o, lse
+    def expected(self, sm_scale: float | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.whole.expected(sm_scale or self.whole.batch.dim**-0.5, **options)
 
 
 def wrapper_on(device: torch.device, group: Any, **options: Any) -> Any:
@@ -132,7 +111,7 @@ def wrapper_on(device: torch.device, group: Any, **options: Any) -> Any:
 
 
 def decode(device: torch.device, group: Any, *, placement: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    shards = Shards(device, group, placement, [37, 1, 8, 0, 100], dtype=dtype)
+    shards = Shards(device, group, placement, [37, 1, 8, 0, 100], kv_dtype=dtype)
     wrapper = wrapper_on(device, group)
     sinks = randn(4, device=device, dtype=torch.float32) * 3
     rounding = of_kernels(device) + (0 if dtype == torch.bfloat16 else 2**-8)  # of partial outputs
@@ -140,7 +119,7 @@ def decode(device: torch.device, group: Any, *, placement: str, dtype: torch.dty
         for o_dtype in (torch.bfloat16, torch.float32):
             shards.plan(wrapper, o_data_type=o_dtype)
             out, lse = wrapper.run_return_lse(shards.q, shards.cache, sinks=given)
-            o, s = shards.expected(given)
+            o, s = shards.expected(sinks=given)
             assert out.dtype == o_dtype
             close(out, o, ROUNDING[o_dtype] + rounding)
             close(lse, s, 2**-16)
@@ -148,7 +127,7 @@ def decode(device: torch.device, group: Any, *, placement: str, dtype: torch.dty
 
 def decode_options(device: torch.device, group: Any) -> None:
     """Soft cap, scale, natural lse, scales of the run, and outputs of the caller."""
-    shards = Shards(device, group, "round robin", [30, 9], shape=(6, 1, 72), page_size=1)
+    shards = Shards(device, group, "round robin", [30, 9], heads=(6, 1), dim=72, page_size=1)
     wrapper = wrapper_on(device, group)
     shards.plan(wrapper, logits_soft_cap=2.0, sm_scale=0.3, lse_base="ln", o_data_type="float32")
     out = torch.full((2, 6, 72), torch.nan, device=device)
@@ -177,19 +156,20 @@ def decode_replayed(device: torch.device, group: Any) -> None:
     batches = [
         Shards(device, group, "round robin", lengths, seed=7) for lengths in ([60, 2, 9], [1, 77, 0], [8, 8, 90])
     ]
-    pages = max(shards.cache.shape[0] for shards in batches)
+    pages = max(shards.tokens.num_pages for shards in batches)
     ints = functools.partial(torch.zeros, dtype=torch.int32, device=device)
     buffers = {"indptr": ints(4), "indices": ints(pages), "last_page_len": ints(3)}
     wrapper = wrapper_on(
         device, group, use_cuda_graph=True, **{f"paged_kv_{name}_buffer": x for name, x in buffers.items()}
     )
-    q, cache = torch.zeros_like(batches[0].q), torch.zeros(pages, *batches[0].cache.shape[1:], device=device).bfloat16()
+    q, cache = torch.zeros_like(batches[0].q), tuple(x.new_zeros(pages, *x.shape[1:]) for x in batches[0].cache)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     run = functools.partial(wrapper.run, q, cache, out=out, lse=lse)
     for i, shards in enumerate(batches):
         shards.plan(wrapper)
         q.copy_(shards.q)
-        cache[: len(shards.cache)] = shards.cache
+        for target, source in zip(cache, shards.cache, strict=True):
+            target[: len(source)] = source
         if i == 0:
             run()
             run = captured(run) if device.type == "cuda" else run
@@ -220,6 +200,8 @@ def decode_errors(device: torch.device, group: Any) -> None:
     for option, value in (("window_left", 3), ("q_len_per_req", 2), ("pos_encoding_mode", "ALIBI")):
         with pytest.raises(NotSupported, match=f"refuses {option}={value!r}: a rank knows its tokens"):
             shards.plan(wrapper, **{option: value})
+    with pytest.raises(ArgumentTypeError, match=r"kv_data_type must be a torch\.dtype or its name, got 3"):
+        shards.plan(wrapper, kv_data_type=3)
     with pytest.raises(ArgumentError, match="o_data_type must have dtype float16 or bfloat16 or float32"):
         shards.plan(wrapper, o_data_type="float8_e4m3fn")
     shards.plan(wrapper)
@@ -270,7 +252,7 @@ def ring(device: torch.device, group: Any, *, causal: bool, length: int, **optio
     k = randn(length, kv_heads, dim, device=device, dtype=dtype, seed=1)
     v = randn(length, kv_heads, dim_v, device=device, dtype=dtype, seed=2)
     cap = options.get("logits_soft_cap", 0.0)
-    o, s = attention(q, k, v, band(length, causal), soft_cap=cap, sinks=options.get("sinks"))
+    o, s = attention(q, k, v, seen(length, length, causal), soft_cap=cap, sinks=options.get("sinks"))
     own = [distributed.shard_zigzag(x, group=group) for x in (q, k, v)]
     run = functools.partial(distributed.ring_prefill, *own, causal=causal, seq_len=length, group=group, **options)
     out, lse = run(return_lse=True)
@@ -290,11 +272,11 @@ def kernels_of_a_gpu(device: torch.device, group: Any) -> None:
     """Partial results by fa2's kernels on the emulator, in the places where the exchange and the merge expect them."""
     with emulator.using("sm_80", kernels="fa2", sms=4):
         ring(device, group, causal=True, length=36, shape=(2, 1, 64, 64), backend="emulator", rounding=2**-8)
-        shards = Shards(device, group, "round robin", [70, 3], shape=(2, 1, 64))
+        shards = Shards(device, group, "round robin", [70, 3], heads=(2, 1))
         wrapper = wrapper_on(device, group, backend="emulator")
         shards.plan(wrapper)
         sinks = randn(2, device=device, dtype=torch.float32)
-        close(wrapper.run(shards.q, shards.cache, sinks=sinks), shards.expected(sinks)[0], 2**-7)
+        close(wrapper.run(shards.q, shards.cache, sinks=sinks), shards.expected(sinks=sinks)[0], 2**-7)
 
 
 def ring_strided(device: torch.device, group: Any) -> None:
@@ -305,7 +287,7 @@ def ring_strided(device: torch.device, group: Any) -> None:
     q, k, v = own.split([4, 2, 2], 1)
     assert not k.is_contiguous()
     out = distributed.ring_prefill(q, k, v, group=group)
-    o, _ = attention(*qkv.split([4, 2, 2], 1), band(ranks * 8, True))
+    o, _ = attention(*qkv.split([4, 2, 2], 1), seen(ranks * 8, ranks * 8))
     positions = distributed.zigzag_positions(ranks * 8, group=group)
     assert positions.tolist() == [
         *range(4 * rank, 4 * rank + 4),
@@ -348,7 +330,7 @@ def ulysses(device: torch.device, group: Any, *, shape: tuple[int, ...], uneven:
     own = [x[start : start + tokens[rank]] for x in (q, k, v)]
     per_rank = tokens if uneven else None
     out = distributed.ulysses_attention(*own, tokens_per_rank=per_rank, group=group, **options)
-    keep = band(length, options.get("causal", True), options.get("window_left", -1))
+    keep = seen(length, length, options.get("causal", True), options.get("window_left", -1))
     o, _ = attention(q, k, v, keep, sinks=options.get("sinks"))
     close(out, torch.as_tensor(o)[start : start + tokens[rank]], 2**-7)
 
@@ -363,7 +345,7 @@ def ulysses_callable(device: torch.device, group: Any) -> None:
     ragged.plan(ends, ends, 8 // ranks, 4 // ranks, 64, causal=True, q_data_type=torch.bfloat16)
     own = slice(6 * rank, 6 * rank + 6)
     out = distributed.ulysses_attention(q[own], k[own], k[own], attention=ragged.run, group=group)
-    keep = band(length, True)
+    keep = seen(length, length)
     keep[7:, :7] = False
     close(out, torch.as_tensor(attention(q, k, k, keep)[0])[own], 2**-7)
 
@@ -400,7 +382,7 @@ def context_parallel(device: torch.device, group: Any) -> None:
 
     shape = (2, 4, 8 * dist.get_world_size(), 64)
     q, k, v = (randn(*shape, device=device, seed=i) for i in range(3))
-    keep = band(shape[2], True)
+    keep = seen(shape[2], shape[2])
     rows = [attention(*(x[b].transpose(0, 1) for x in (q, k, v)), keep)[0] for b in range(shape[0])]
     expected = torch.stack([torch.as_tensor(o).transpose(0, 1) for o in rows])
     shapes = []

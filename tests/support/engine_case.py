@@ -269,7 +269,8 @@ class Graph:
 def nvfp4_cache(tokens: Tokens, layout: str) -> tuple[Pair, Pair, Tokens]:
     """The cache after vLLM's update, and the tokens that it then holds. Slots of -1 and rows past them are padding."""
     batch, device = tokens.batch, tokens.device
-    data, scales = nvfp4_pages(batch, tokens.num_pages, layout, device)
+    width = batch.page_size * 2 * batch.heads[1] * (batch.dim // 2 + batch.dim // 16)
+    data, scales = nvfp4_pages(batch, layout, torch.zeros(tokens.num_pages, width, dtype=torch.uint8, device=device))
     slots = torch.cat([torch.tensor([-1]), *tokens.slots]).to(device)
     rows = [torch.cat([torch.full_like(x[:1], 3.0), x, torch.full_like(x[:2], 5.0)]) for x in tokens.ragged()]
     factors = torch.tensor(0.002, device=device), torch.tensor(0.003, device=device)
@@ -284,17 +285,14 @@ def nvfp4_cache(tokens: Tokens, layout: str) -> tuple[Pair, Pair, Tokens]:
     return data, scales, Tokens(batch, device, *stored)
 
 
-def nvfp4_pages(batch: Batch, num_pages: int, layout: str, device: str) -> tuple[Pair, Pair]:
-    """((k, v), (k_scales, v_scales)) of an empty cache: pages of K data, K scales, V data and V scales."""
+def nvfp4_pages(batch: Batch, layout: str, storage: torch.Tensor) -> tuple[Pair, Pair]:
+    """((k, v), (k_scales, v_scales)) of bytes `[num_pages, ...]`: pages of K data, K scales, V data and V scales."""
     dims = (batch.page_size, batch.heads[1])[:: 1 if layout == "NHD" else -1]
     widths = batch.dim // 2, batch.dim // 16
     side = math.prod(dims) * sum(widths)
-    storage = torch.zeros(num_pages, 2 * side, dtype=torch.uint8, device=device)
 
     def view(first: int, width: int) -> torch.Tensor:
-        return storage.as_strided(
-            (num_pages, *dims, width), (2 * side, dims[1] * width, width, 1), storage.storage_offset() + first
-        )
+        return storage.as_strided((len(storage), *dims, width), (2 * side, dims[1] * width, width, 1), first)
 
     scales_at = math.prod(dims) * widths[0]
     data = tuple(view(part * side, widths[0]) for part in range(2))

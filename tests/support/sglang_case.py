@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, lengths
-from cute_attn.integrations.sglang.planned import PlannedAttention, Step
+from cute_attn.integrations.sglang.planned import PlannedAttention
 from tests.support.engine_case import Batch, Tokens
 
 BF16 = torch.bfloat16
@@ -85,5 +85,5 @@ def begin(server: Server, attention: PlannedAttention, **options: Any) -> None:
     """Start a step over the pages of a server's requests."""
     pages = PageTables(server.slots, server.page_size)
     counted = lengths(server.q_lens, server.kv_lens, server.page_size)
-    step = Step(counted, lambda _: pages.page_indices(server.requests, server.seq_lens, counted.num_pages))
-    attention.begin(step, **options)
+    indices = pages.page_indices(server.requests, server.seq_lens, counted.num_pages)
+    attention.begin(counted, lambda _: indices, **options)

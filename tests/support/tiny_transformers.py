@@ -18,100 +18,43 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.15,  # scores of order 1: at the default 0.02 attention would be flat
 }
-ALTERNATING = ["sliding_attention", "full_attention"]
-GEMMA = {**SMALL, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "num_hidden_layers": 4}
-
-
-def _gemma4() -> Any:
-    return transformers.Gemma4ForCausalLM(
-        transformers.Gemma4TextConfig(
-            **{**SMALL, "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 4},
-            global_head_dim=32,
-            num_global_key_value_heads=1,
-            layer_types=ALTERNATING * 2,
-            vocab_size_per_layer_input=VOCAB,
-            hidden_size_per_layer_input=8,
-        )
-    )
-
-
-def _gpt_oss() -> Any:
-    config = transformers.GptOssConfig(
-        **{**SMALL, "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 4},
-        layer_types=ALTERNATING * 2,
-        num_local_experts=2,
-        num_experts_per_tok=2,
-        experts_per_token=2,
-    )
-    return transformers.GptOssForCausalLM(config)
-
-
-def _deepseek_v3() -> Any:
-    config = transformers.DeepseekV3Config(
-        **{**SMALL, "num_key_value_heads": 4, "num_hidden_layers": 2},
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        q_lora_rank=32,
-        kv_lora_rank=16,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=2,
-    )
-    return transformers.DeepseekV3ForCausalLM(config)
-
-
-def _llama4() -> Any:
-    config = transformers.Llama4TextConfig(
-        **{**SMALL, "head_dim": 16, "num_hidden_layers": 4},
-        intermediate_size_mlp=64,
-        attention_chunk_size=8,
-        layer_types=["chunked_attention", "full_attention"] * 2,
-        no_rope_layers=[1, 0, 1, 0],
-        moe_layers=[],
-        num_local_experts=2,
-    )
-    return transformers.Llama4ForCausalLM(config)
-
-
-def _bert() -> Any:
-    config = transformers.BertConfig(
-        **{k: v for k, v in SMALL.items() if k != "num_key_value_heads"},
-        num_hidden_layers=2,
-        max_position_embeddings=64,
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-MAKERS = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_hidden_layers=2)),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            **SMALL,
-            head_dim=16,
-            num_hidden_layers=4,
-            use_sliding_window=True,
-            sliding_window=8,
-            layer_types=ALTERNATING * 2,
-        )
+TWO, FOUR = ({**SMALL, "num_hidden_layers": n} for n in (2, 4))
+NARROW = {**FOUR, "head_dim": 16}
+WINDOWS = {**NARROW, "sliding_window": 8}
+GEMMA = {**WINDOWS, "query_pre_attn_scalar": 16}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+LAYERS = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}  # embeddings of each layer
+LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 32, "kv_lora_rank": 16}
+DENSE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
+CHUNKS = {"attention_chunk_size": 8, "num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"] * 2}
+MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # classes of the model and of its configuration, and that
+    "llama": ("LlamaForCausalLM", "LlamaConfig", TWO),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**WINDOWS, **ALTERNATING, "use_sliding_window": True}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**TWO, "sliding_window": 8}),
+    # The cap is low enough to bend these scores.
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**GEMMA, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, **ALTERNATING}),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**WINDOWS, **ALTERNATING, **LAYERS, "global_head_dim": 32, "num_global_key_value_heads": 1},
     ),
-    "mistral": lambda: transformers.MistralForCausalLM(
-        transformers.MistralConfig(**SMALL, num_hidden_layers=2, sliding_window=8)
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**WINDOWS, **ALTERNATING, "num_local_experts": 2, "num_experts_per_tok": 2, "experts_per_token": 2},
     ),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0)  # low enough to bend these scores
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {**TWO, **LATENT, **DENSE, "num_key_value_heads": 4, "moe_intermediate_size": 32},
     ),
-    "gemma3": lambda: transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(**GEMMA, layer_types=ALTERNATING * 2)
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {**NARROW, **CHUNKS, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0, 1, 0], "moe_layers": []},
     ),
-    "gemma4": _gemma4,
-    "gpt_oss": _gpt_oss,
-    "deepseek_v3": _deepseek_v3,
-    "llama4": _llama4,
-    "bert": _bert,
+    "bert": ("BertForMaskedLM", "BertConfig", {**TWO, "max_position_embeddings": 64, "num_key_value_heads": 4}),
 }
 DECODERS = tuple(name for name in MAKERS if name != "bert")
 
@@ -130,7 +73,8 @@ def pair(name: str, device: str = "cpu") -> Pair:
     Frequencies of RoPE remain in fp32, as in models that are loaded in bf16.
     """
     torch.manual_seed(7)
-    model = MAKERS[name]().eval().to(device)
+    model_name, config_name, options = MAKERS[name]
+    model = getattr(transformers, model_name)(getattr(transformers, config_name)(**options)).eval().to(device)
     half = copy.deepcopy(model).to(torch.bfloat16)
     for module, source in zip(half.modules(), model.modules(), strict=True):
         for key in [key for key in module._buffers if key.endswith("inv_freq")]:

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from cute_attn.decode import BatchDecodeWithPagedKVCacheWrapper
-from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, Refusal
+from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal
 from cute_attn.integrations.distributed.partials import Partials
 from cute_attn.integrations.distributed.ranks import Ranks
 from cute_attn.problem import short
-from cute_attn.request import checks
-from cute_attn.request.operands import ALIGNMENT
+from cute_attn.request import checks, operands
 from cute_attn.request.settings import POS_ENCODING_MODES
 from cute_attn.wrappers.signatures import NotCopied, with_return_lse
 
@@ -117,10 +116,10 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper(NotCopied):
         still in force.
         """
         _refuse_positions(**options)
-        q_dtype = _torch_dtype(q_data_type or data_type or "float16")
-        kv_dtype = _torch_dtype(kv_data_type or data_type or q_dtype)
+        q_dtype = checks.dtype_of("q_data_type", q_data_type or data_type or "float16")
+        kv_dtype = checks.dtype_of("kv_data_type", kv_data_type or data_type or q_dtype)
         sixteen = q_dtype if q_dtype.itemsize == 2 else torch.bfloat16
-        o_dtype = sixteen if o_data_type is None else _torch_dtype(o_data_type)
+        o_dtype = sixteen if o_data_type is None else checks.dtype_of("o_data_type", o_data_type)
         checks.dtype("o_data_type", o_dtype, (torch.float16, torch.bfloat16, torch.float32))
         checks.choice("lse_base", lse_base, ("log2", "ln"))
         if self.is_cuda_graph_enabled and self._partials is not None:
@@ -188,9 +187,12 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper(NotCopied):
         partials = self._partials
         if partials is None:
             raise NotPlannedError(f"{type(self).__name__}.plan() must come before run()")
-        out, lse = self._outputs(partials, q, out, lse, return_lse)
+        *rows, head_dim = partials.o.shape
+        given, element = (out, lse, return_lse), (head_dim, self._o_dtype)
+        out, lse = operands.outputs(partials.o, given, element, tuple(rows), "batch_size, num_qo_heads")
+        checks.contiguous("out", out)
         if sinks is not None:
-            checks.shape("sinks", checks.tensor("sinks", sinks), (partials.o.shape[1],), "[num_qo_heads]")
+            checks.shape("sinks", checks.tensor("sinks", sinks), (rows[1],), "[num_qo_heads]")
         self._local.run(
             q,
             paged_kv_cache,
@@ -212,40 +214,6 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper(NotCopied):
         return out, lse
 
     run_return_lse = with_return_lse(run)
-
-    def _outputs(
-        self,
-        partials: Partials,
-        q: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the tensors that the merge writes: those of the caller, checked, or new ones."""
-        shape, device = tuple(partials.o.shape), self._local.device
-        if out is None:
-            out = torch.empty(shape, dtype=self._o_dtype, device=device)
-        else:
-            _check_output("out", out, (shape, self._o_dtype, device), "[batch_size, num_qo_heads, head_dim]")
-        if lse is not None:
-            _check_output("lse", lse, (shape[:-1], torch.float32, device), "[batch_size, num_qo_heads]")
-        elif return_lse:
-            lse = torch.empty(shape[:-1], dtype=torch.float32, device=device)
-        return out, lse
-
-
-def _check_output(
-    name: str, given: Any, expected: tuple[tuple[int, ...], torch.dtype, torch.device], axes: str
-) -> None:
-    shape, dtype, device = expected
-    checks.shape(name, checks.tensor(name, given), shape, axes)
-    checks.dtype(name, given.dtype, (dtype,))
-    checks.device(name, given, device)
-    if not given.is_contiguous() or given.data_ptr() % ALIGNMENT:
-        raise ArgumentError(
-            f"{name} must be contiguous and start at a multiple of {ALIGNMENT} bytes, got strides {given.stride()} and "
-            f"address % {ALIGNMENT} = {given.data_ptr() % ALIGNMENT}"
-        )
 
 
 def _check_kept(name: str, value: str, before: str) -> None:
@@ -271,11 +239,3 @@ def _refuse_positions(
     ]
     if refusals:
         raise NotSupported(refusals)
-
-
-def _torch_dtype(value: DType) -> torch.dtype:
-    """Return a dtype given as itself or by name; the local plan refuses what is neither."""
-    named = checks.named_dtype(value)
-    if not isinstance(named, torch.dtype):
-        raise ArgumentTypeError(f"dtypes must be torch dtypes or their names, got {checks.describe(value)}")
-    return named

@@ -12,8 +12,7 @@ All other pairs of chunks are hidden, and skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,8 +22,6 @@ from cute_attn.integrations.distributed.travel import KV, around_the_ring
 from cute_attn.integrations.distributed.zigzag import chunk_lengths, halves, resolved_length
 from cute_attn.prefill import single_prefill_with_kv_cache
 from cute_attn.request import checks
-
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def ring_prefill(
@@ -91,39 +88,25 @@ def ring_prefill(
 
     nothing = slice(0, 0)
     attend(nothing, nothing, (k, v), causal=causal, sinks=sinks)  # raises what is wrong before messages are under way
-    o, lse = _attend_to_all(attend, (k.contiguous(), v.contiguous()), Plan(ranks, chunks, causal), sinks)
+    everything, tokens = slice(None), [sum(halves(chunks, rank)) for rank in range(ranks.world_size)]
+    steps = around_the_ring((k.contiguous(), v.contiguous()), tokens, ranks)
+    o, lse = attend(everything, everything, next(steps), causal=causal, sinks=sinks)  # a sink is a key of value 0
+    for step, held in enumerate(steps, 1):
+        rows, keys = visible(chunks, causal, ranks.rank, (ranks.rank - step) % ranks.world_size)
+        if o[rows].shape[0] and held[0][keys].shape[0]:
+            merge_in_place(o[rows], lse[rows], *attend(rows, keys, held))
     out = o.to(out_dtype)
     return (out, lse) if return_lse else out
 
 
-class Plan(NamedTuple):
-    """Who holds which chunks, and which of them see each other."""
-
-    ranks: Ranks
-    chunks: list[int]
-    causal: bool
-
-    def visible(self, source: int) -> tuple[slice, slice]:
-        """Return the query tokens of this rank that see keys of another one, and the keys that all of them see."""
-        everything = slice(None)
-        if not self.causal:
-            return everything, everything
-        if source < self.ranks.rank:
-            return everything, slice(0, self.chunks[source])
-        return slice(self.chunks[self.ranks.rank], None), everything
-
-
-def _attend_to_all(attend: Attend, kv: KV, plan: Plan, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the keys of every rank, own first, and merge. A sink is a key of value 0: the first step has it."""
-    ranks, everything = plan.ranks, slice(None)
-    tokens = [sum(halves(plan.chunks, rank)) for rank in range(ranks.world_size)]
-    steps = around_the_ring(kv, tokens, ranks)
-    o, lse = attend(everything, everything, next(steps), causal=plan.causal, sinks=sinks)
-    for step, held in enumerate(steps, 1):
-        rows, keys = plan.visible((ranks.rank - step) % ranks.world_size)
-        if o[rows].shape[0] and held[0][keys].shape[0]:
-            merge_in_place(o[rows], lse[rows], *attend(rows, keys, held))
-    return o, lse
+def visible(chunks: list[int], causal: bool, rank: int, source: int) -> tuple[slice, slice]:
+    """Return the query tokens of a rank that see keys of another one, `source`, and the keys that all of them see."""
+    everything = slice(None)
+    if not causal:
+        return everything, everything
+    if source < rank:
+        return everything, slice(0, chunks[source])
+    return slice(chunks[rank], None), everything
 
 
 def merge_in_place(o: torch.Tensor, lse: torch.Tensor, o_other: torch.Tensor, lse_other: torch.Tensor) -> None:

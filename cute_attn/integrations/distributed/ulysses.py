@@ -147,8 +147,7 @@ def heads_to_tokens(
     ArgumentTypeError, ArgumentError (shape, value, group).
     """
     ranks = Ranks.of(group)
-    if checks.tensor("out", out).dim() != 3:
-        raise ArgumentError(f"out must have shape [tokens, num_heads, head_dim], got {checks.describe(out)}")
+    check_tokens("out", out)
     if tokens_per_rank is None and out.shape[0] % ranks.world_size:
         raise ArgumentError(
             f"out must have as many tokens of each of {ranks.world_size} ranks, got {out.shape[0]}: "

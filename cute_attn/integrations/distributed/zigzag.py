@@ -61,11 +61,7 @@ def zigzag_positions(seq_len: int, *, device: torch.device | str | None = None, 
     ------
     ArgumentTypeError, ArgumentError (seq_len, group).
     """
-    ranks, seq_len = Ranks.of(group), checks.at_least("seq_len", seq_len, 0)
-    chunks = chunk_lengths(seq_len, ranks.world_size)
-    first, second = ranks.rank, len(chunks) - 1 - ranks.rank
-    spans = [(sum(chunks[:i]), sum(chunks[: i + 1])) for i in (first, second)]
-    return torch.cat([torch.arange(*span, device=device) for span in spans])
+    return shard_zigzag(torch.arange(checks.at_least("seq_len", seq_len, 0), device=device), group=group)
 
 
 def shard_zigzag(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> torch.Tensor:

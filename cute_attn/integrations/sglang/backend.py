@@ -7,7 +7,7 @@ in deterministic mode, are planned once per step and kind of layer. Nothing of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,14 +18,13 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
-from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.base import PagedBackend, drafts_of, refuse_arguments
-from cute_attn.integrations.sglang.limits import ServerFacts
-from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention, Step
-from cute_attn.integrations.sglang.tables import TableAttention, TableStep
+from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, PageTables, as_pages, draft_mask, lengths
+from cute_attn.integrations.sglang.planned import PlannedAttention
+from cute_attn.integrations.sglang.tables import TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
+from cute_attn.request import checks
 from cute_attn.runtime import capture
 
 
@@ -36,17 +35,17 @@ class CuteAttnBackend(PagedBackend):
         super().__init__(model_runner)
         facts, rows = self._facts, model_runner.req_to_token_pool.req_to_token
         self.max_context_len: int = rows.shape[1]
-        layout = facts.kv_layouts[0].upper()
-        self._format = CacheFormat(facts.dtype, facts.kv_dtype, layout, self.page_size, facts.deterministic)
-        self._branching = facts.draft_trees
         self._plans_decode = facts.deterministic or any(kind.soft_cap for kind in self._kinds.values())
         self.needs_cpu_seq_lens = self._plans_decode
         if self._window_pool is not None:
             self._window_pages = PageTables(rows, self.page_size, self._window_pool.translate_loc_from_full_to_swa)
         self._workspace, decode_workspace = Workspaces.on(self.device)
-        self._by_table = TableAttention(decode_workspace, layout, self.max_context_len)
-        self._extend = PlannedAttention(self._workspace, self._format, decode=False)
-        self._decode = PlannedAttention(self._workspace, self._format, decode=True)
+        self._layout = facts.layout
+        self._by_table = functools.partial(
+            attend, workspace=decode_workspace, layout=self._layout, max_context=self.max_context_len
+        )
+        self._extend = PlannedAttention(self._workspace, facts, decode=False)
+        self._decode = PlannedAttention(self._workspace, facts, decode=True)
         self._graph_decodes: dict[int, PlannedAttention] = {}  # by batch size
         self._graph_indices: dict[bool, torch.Tensor] = {}
         self._verify_mask: VerifyMask | None = None
@@ -65,15 +64,14 @@ class CuteAttnBackend(PagedBackend):
             self._window_loc = self._window_pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
         if mode.is_target_verify():
             step, visible = self._table_step(batch), batch.spec_info.custom_mask
-            if not self._branching or visible is None:
+            if not self._facts.draft_trees or visible is None:
                 return step
             mask = draft_mask(visible, batch.seq_lens, step.q_len, self._mask_has_prefix(batch.spec_info))
             return step._replace(mask=mask)
         if not mode.is_decode():
             return self._begin_extend(batch)
         if self._plans_decode:
-            self._decode.begin(self._decode_step(batch))
-            return self._decode
+            return self._begin(self._decode, batch, self._decode_lengths(batch))
         return self._table_step(batch)
 
     def _begin_extend(self, batch: Any) -> PlannedAttention:
@@ -81,24 +79,27 @@ class CuteAttnBackend(PagedBackend):
         if extended is None or cached is None:  # batches that SGLang pads on the device alone: a synchronisation
             extended, cached = batch.extend_seq_lens.tolist(), batch.extend_prefix_lens.tolist()
         kv_lens = [new + old for new, old in zip(extended, cached, strict=True)]
-        self._extend.begin(self._step(batch, lengths(extended, kv_lens, self.page_size)))
-        return self._extend
+        return self._begin(self._extend, batch, lengths(extended, kv_lens, self.page_size))
 
-    def _decode_step(self, batch: Any) -> Step:
+    def _decode_lengths(self, batch: Any) -> Lengths:
         kv_lens = batch.seq_lens_cpu
         if kv_lens is None:
             kv_lens = batch.seq_lens.cpu()  # SGLang keeps the host's copy for backends with `needs_cpu_seq_lens`
-        return self._step(batch, lengths([1] * len(kv_lens), kv_lens, self.page_size))
+        return lengths([1] * len(kv_lens), kv_lens, self.page_size)
 
-    def _step(self, batch: Any, planned_lengths: Any) -> Step:
+    def _begin(
+        self, attention: PlannedAttention, batch: Any, counted: Lengths, kinds: Iterable[LayerKind] = ()
+    ) -> PlannedAttention:
+        """Start a step of planned attention and return that."""
         requests, kv_lens = batch.req_pool_indices, batch.seq_lens
 
         def page_indices(in_window_pool: bool) -> torch.Tensor:
             pages = self._window_pages if in_window_pool else self._pages
             assert pages is not None
-            return pages.page_indices(requests, kv_lens, planned_lengths.num_pages)
+            return pages.page_indices(requests, kv_lens, counted.num_pages)
 
-        return Step(planned_lengths, page_indices)
+        attention.begin(counted, page_indices, kinds)
+        return attention
 
     # ---- CUDA graphs
 
@@ -118,7 +119,7 @@ class CuteAttnBackend(PagedBackend):
             mode = TreeMaskMode.QLEN_ONLY
             cells = tree_mask_numel(mode, max_bs, drafts, self.max_context_len)
             buffer = torch.zeros(cells, dtype=torch.bool, device=self.device)
-            self._verify_mask = VerifyMask(buffer, mode, max_bs, is_read=self._branching)
+            self._verify_mask = VerifyMask(buffer, mode, max_bs, is_read=self._facts.draft_trees)
 
     @property
     def verify_mask(self) -> VerifyMask | None:
@@ -131,12 +132,11 @@ class CuteAttnBackend(PagedBackend):
         if self._plans_decode:
             decode = self._graph_decodes.get(batch_size)
             if decode is None:
-                decode = PlannedAttention(self._workspace, self._format, True, self._graph_buffers(batch_size))
+                decode = PlannedAttention(self._workspace, self._facts, True, (batch_size, self._graph_indices))
                 self._graph_decodes[batch_size] = decode
-            decode.begin(self._decode_step(batch), kinds=set(self._kinds.values()))
-            return decode
+            return self._begin(decode, batch, self._decode_lengths(batch), set(self._kinds.values()))
         assert self._graph_tables is not None
-        branching = q_len > 1 and self._branching
+        branching = q_len > 1 and self._facts.draft_trees
         if branching:
             visible, has_prefix = batch.spec_info.custom_mask, self._mask_has_prefix(batch.spec_info)
             self._graph_tables.set_mask(visible, batch.seq_lens, q_len, has_prefix)
@@ -153,22 +153,10 @@ class CuteAttnBackend(PagedBackend):
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
         """Take over a mask of drafts that was not known when the step was described."""
         step = self.forward_metadata
-        if not self._branching or not isinstance(step, TableStep) or step.mask is None:
+        if not self._facts.draft_trees or not isinstance(step, TableStep) or step.mask is None:
             return
         seq_lens = step.seq_lens - step.q_len
         draft_mask(spec_info.custom_mask, seq_lens, step.q_len, self._mask_has_prefix(spec_info), out=step.mask)
-
-    def _graph_buffers(self, batch_size: int) -> Callable[[bool], GraphBuffers]:
-        def buffers(in_window_pool: bool) -> GraphBuffers:
-            @capture.lasting()
-            def zeros(size: int) -> torch.Tensor:
-                return torch.zeros(size, dtype=torch.int32, device=self.device)
-
-            return GraphBuffers(
-                zeros(batch_size + 1), zeros(batch_size + 1), self._graph_indices[in_window_pool], zeros(batch_size)
-            )
-
-        return buffers
 
     def _mask_has_prefix(self, spec_info: Any) -> bool:
         """Tell whether rows of a mask begin with the keys before the drafts: n-gram drafts ignore `verify_mask`."""
@@ -212,11 +200,11 @@ class CuteAttnBackend(PagedBackend):
             kind = self._kinds[layer] = self._checked_kind(layer)
         q = q.reshape(-1, kind.num_qo_heads, kind.head_dim)
         out, step = self._outputs(q, kind.head_dim), self.forward_metadata
-        tokens, layout = step.num_tokens, self._format.layout
+        tokens, layout = step.num_tokens, self._layout
         cache = [as_pages(x, self.page_size, layout) for x in self.token_to_kv_pool.get_kv_buffer(layer.layer_id)]
         operands = kind, q[:tokens], (cache[0], cache[1]), out[:tokens], *self._scales(layer), sinks
         if isinstance(step, TableStep):
-            self._by_table.run(step, *operands)
+            self._by_table(step, *operands)
         else:
             step.run(*operands)
         return out.view(len(q), -1)
@@ -230,9 +218,8 @@ class CuteAttnBackend(PagedBackend):
     def _checked_kind(self, layer: RadixAttention) -> LayerKind:
         """Return the kind of a layer that is not a module of the model."""
         kind = self._kind(layer)
-        limits.check(ServerFacts(self._format.q_dtype, self._format.kv_dtype), [layer])
+        limits.check(self._facts, [layer])
         if kind.soft_cap and not self._plans_decode:
-            raise NotSupported(
-                [Refusal(limits.BACKEND, "a soft cap", "the model's modules did not show it", limits.OTHER_BACKEND)]
-            )
+            reason = "the model's modules did not show it"
+            checks.refuse("a soft cap", reason, limits.OTHER_BACKEND, limits.BACKEND)
         return kind

@@ -11,11 +11,11 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, NoOpMHATokenToKVP
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
-from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, Scale
 from cute_attn.integrations.sglang.tables import GraphTables, TableStep, table_step
+from cute_attn.request import checks
 from cute_attn.request.settings import FP8
 from cute_attn.runtime import capture
 
@@ -134,6 +134,7 @@ def server_facts(runner: Any) -> ServerFacts:
     return ServerFacts(
         dtype=runner.dtype,
         kv_dtype=pool.dtype,
+        page_size=runner.page_size,
         kv_layouts=tuple(dict.fromkeys(map(_layout, parts))),
         quantized_pool=quantized,
         mla=runner.use_mla_backend,
@@ -179,7 +180,7 @@ def check_mode(batch: Any) -> None:
     elif getattr(batch.spec_info, "ragged_verify_layout", None) is not None:
         refused = "ragged verification of drafts", "every request must have the same number of drafts"
     if refused is not None:
-        raise NotSupported([Refusal(limits.BACKEND, *refused, limits.OTHER_BACKEND)])
+        checks.refuse(*refused, limits.OTHER_BACKEND, limits.BACKEND)
 
 
 def refuse_arguments(given: dict[str, Any]) -> None:
@@ -187,4 +188,4 @@ def refuse_arguments(given: dict[str, Any]) -> None:
     asked = [name for name, value in given.items() if value is not None and value is not False]
     if asked:
         reason = "RadixAttention of a model that needs them has other kernels"
-        raise NotSupported([Refusal(limits.BACKEND, ", ".join(asked), reason, limits.OTHER_BACKEND)])
+        checks.refuse(", ".join(asked), reason, limits.OTHER_BACKEND, limits.BACKEND)

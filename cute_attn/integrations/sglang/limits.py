@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import NotSupported, Refusal
+from cute_attn.problem import short
 from cute_attn.request.settings import FP8, HALF
 
 BACKEND = "cute_attn's SGLang backend"
@@ -21,6 +22,7 @@ class ServerFacts(NamedTuple):
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    page_size: int = 1
     kv_layouts: tuple[str, ...] = ("nhd",)  # of the pool, or of its parts
     quantized_pool: str | None = None  # name of a pool's own 4-bit or block-scaled recipe
     mla: bool = False
@@ -32,9 +34,14 @@ class ServerFacts(NamedTuple):
     translated_slots: bool = False  # the unified memory pool
     diffusion: bool = False
     full_prefill_graphs: bool = False
-    deterministic: bool = False
+    deterministic: bool = False  # results of a request must not depend on the rest of the batch
     speculative: str | None = None  # the algorithm
     draft_trees: bool = False  # drafts may branch
+
+    @property
+    def layout(self) -> str:
+        """The order of axes of the pool's pages as wrappers name it."""
+        return self.kv_layouts[0].upper()
 
 
 def window_of(layer: Any) -> int:
@@ -70,7 +77,7 @@ def _no(feature: str, reason: str, instead: str = OTHER_BACKEND) -> Refusal:
 
 def _of_server(server: ServerFacts) -> Iterator[Refusal]:
     if server.dtype not in HALF:
-        yield _no(f"--dtype {_name(server.dtype)}", "queries are 16-bit", "--dtype bfloat16 or float16")
+        yield _no(f"--dtype {short(server.dtype)}", "queries are 16-bit", "--dtype bfloat16 or float16")
     if server.mla and server.deterministic:
         yield _no("--enable-deterministic-inference with latent attention", "its splits depend on the batch", "fa3")
     if server.mla and server.draft_trees:
@@ -113,7 +120,7 @@ def _of_pool(server: ServerFacts) -> Iterator[Refusal]:
         )
     elif server.kv_dtype not in (server.dtype, *FP8):
         yield _no(
-            f"a KV cache of {_name(server.kv_dtype)} under {_name(server.dtype)}",
+            f"a KV cache of {short(server.kv_dtype)} under {short(server.dtype)}",
             "caches have the model's dtype or fp8",
             "--kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2",
         )
@@ -163,7 +170,3 @@ def _of_layer(layer: Any, latent: bool) -> Iterator[Refusal]:
         yield _no(f"logit_capping_method {layer.logit_capping_method!r}", "the soft cap is a tanh")
     if layer.xai_temperature_len > 0:
         yield _no("a temperature by position (xai_temperature_len)", "it is not implemented", "triton")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

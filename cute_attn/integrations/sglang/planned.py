@@ -5,39 +5,14 @@ A step is planned once per kind of layer, by the first layer of that kind; the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, Scale
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
-
-
-class CacheFormat(NamedTuple):
-    """What all layers of a server share."""
-
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    layout: str  # "NHD" | "HND"
-    page_size: int
-    deterministic: bool  # results of a request must not depend on the rest of the batch
-
-
-class GraphBuffers(NamedTuple):
-    """Index buffers that captured decode launches of one batch size read; plans fill them."""
-
-    qo_indptr: torch.Tensor  # int32 [batch_size + 1]
-    indptr: torch.Tensor  # int32 [batch_size + 1]
-    indices: torch.Tensor  # int32, room for all pages of the batch
-    last_page_len: torch.Tensor  # int32 [batch_size]
-
-
-class Step(NamedTuple):
-    """The batch that is planned."""
-
-    lengths: Lengths
-    page_indices: Callable[[bool], torch.Tensor]  # by whether they are those of the pool of sliding-window layers
+from cute_attn.runtime import capture
 
 
 class PlannedAttention:
@@ -46,36 +21,41 @@ class PlannedAttention:
     Parameters
     ----------
     workspace : uint8, `workspaces.BYTES`; wrappers that run one after another share it.
-    format : dtypes, layout and page size of the server.
+    server : its dtypes, layout and page size, and whether results must not depend on the rest of the batch.
     decode : one query token per request (True), or any number (False).
-    graph_buffers : None, or for captured decode the buffers of a pool, by whether it is that of sliding-window layers.
+    captured : None, or of captured decodes the number of requests, and for each pool, by whether it is that of
+        sliding-window layers, where plans write page numbers: int32, with room for all pages of a batch.
     """
 
     def __init__(
         self,
         workspace: torch.Tensor,
-        format: CacheFormat,
+        server: ServerFacts,
         decode: bool,
-        graph_buffers: Callable[[bool], GraphBuffers] | None = None,
+        captured: tuple[int, Mapping[bool, torch.Tensor]] | None = None,
     ) -> None:
         self._workspace = workspace
-        self._format = format
+        self._server = server
         self._decode = decode
-        self._graph_buffers = graph_buffers
+        self._captured = captured
         self._wrappers: dict[LayerKind, BatchPrefillWithPagedKVCacheWrapper] = {}
         self._planned: set[LayerKind] = set()
-        self._step: Step | None = None
+        self._lengths: Lengths
+        self._indices_of: Callable[[bool], torch.Tensor]
         self._indices: dict[bool, torch.Tensor] = {}
 
     @property
     def num_tokens(self) -> int:
         """Query tokens of the current step."""
-        assert self._step is not None
-        return self._step.lengths.num_tokens
+        return self._lengths.num_tokens
 
-    def begin(self, step: Step, kinds: Iterable[LayerKind] = ()) -> None:
-        """Start a step. `kinds` are planned now, as captured launches need it, others by their first layer."""
-        self._step = step
+    def begin(
+        self, lengths: Lengths, indices_of: Callable[[bool], torch.Tensor], kinds: Iterable[LayerKind] = ()
+    ) -> None:
+        """Start a step. `indices_of`: page numbers, by whether they are those of the pool of sliding-window layers.
+        `kinds` are planned now, as captured launches need it, others by their first layer.
+        """
+        self._lengths, self._indices_of = lengths, indices_of
         self._planned.clear()
         self._indices.clear()
         for kind in kinds:
@@ -100,12 +80,9 @@ class PlannedAttention:
         """Plan a layer's wrapper. A decode is a prefill of one token per request: in deterministic mode with the bits
         of longer ones; otherwise the plan promises that length, and selection treats it as a decode.
         """
-        assert self._step is not None
         if kind not in self._wrappers:
-            buffers = () if self._graph_buffers is None else self._graph_buffers(kind.in_window_pool)
-            place = self._workspace, self._format.layout
-            self._wrappers[kind] = BatchPrefillWithPagedKVCacheWrapper(*place, bool(buffers), *buffers)
-        lengths, one_token = self._step.lengths, self._decode and not self._format.deterministic
+            self._wrappers[kind] = self._wrapper(kind.in_window_pool)
+        lengths, one_token = self._lengths, self._decode and not self._server.deterministic
         self._wrappers[kind].plan(
             lengths.qo_indptr,
             lengths.kv_indptr,
@@ -114,20 +91,29 @@ class PlannedAttention:
             kind.num_qo_heads,
             kind.num_kv_heads,
             kind.head_dim,
-            self._format.page_size,
+            self._server.page_size,
             causal=kind.causal and not one_token,
             window_left=kind.window_left,
             logits_soft_cap=kind.soft_cap,
             sm_scale=kind.sm_scale,
-            q_data_type=self._format.q_dtype,
-            kv_data_type=self._format.kv_dtype,
-            disable_split_kv=self._format.deterministic,
+            q_data_type=self._server.dtype,
+            kv_data_type=self._server.kv_dtype,
+            disable_split_kv=self._server.deterministic,
             uniform_q_len=1 if one_token else None,
         )
         self._planned.add(kind)
 
+    @capture.lasting()
+    def _wrapper(self, in_window_pool: bool) -> BatchPrefillWithPagedKVCacheWrapper:
+        place = self._workspace, self._server.layout
+        if self._captured is None:
+            return BatchPrefillWithPagedKVCacheWrapper(*place)
+        count, indices = self._captured
+        sizes = count + 1, count + 1, count
+        qo, kv, last = (torch.zeros(n, dtype=torch.int32, device=self._workspace.device) for n in sizes)
+        return BatchPrefillWithPagedKVCacheWrapper(*place, True, qo, kv, indices[in_window_pool], last)
+
     def _page_indices(self, in_window_pool: bool) -> torch.Tensor:
-        assert self._step is not None
         if in_window_pool not in self._indices:
-            self._indices[in_window_pool] = self._step.page_indices(in_window_pool)
+            self._indices[in_window_pool] = self._indices_of(in_window_pool)
         return self._indices[in_window_pool]

@@ -47,53 +47,45 @@ def table_step(
     return TableStep(tables.block_tables(requests, pages), window, seq_lens.to(torch.int32), q_len)
 
 
-class TableAttention:
-    """Attention of batches that are described by block tables.
+def attend(
+    step: TableStep,
+    kind: LayerKind,
+    q: torch.Tensor,
+    kv_cache: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    k_scale: Scale,
+    v_scale: Scale,
+    sinks: torch.Tensor | None,
+    *,
+    workspace: torch.Tensor,
+    layout: str,
+    max_context: int,
+) -> None:
+    """Compute a layer's attention into `out`, `[num_tokens, heads, head_dim]` like q.
 
-    Parameters
-    ----------
-    workspace : uint8, `workspaces.DECODE_BYTES`, zeros.
-    layout : "NHD" or "HND", of the pool.
-    max_context : an upper bound of the keys of a request.
+    `workspace`: uint8, `workspaces.DECODE_BYTES`, zeros. `layout`: "NHD" or "HND", of the pool. `max_context`: an upper
+    bound of the keys of a request.
     """
-
-    def __init__(self, workspace: torch.Tensor, layout: str, max_context: int) -> None:
-        self._workspace = workspace
-        self._layout = layout
-        self._max_context = max_context
-
-    def run(
-        self,
-        step: TableStep,
-        kind: LayerKind,
-        q: torch.Tensor,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        k_scale: Scale,
-        v_scale: Scale,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        """Compute a layer's attention into `out`, `[num_tokens, heads, head_dim]` like q."""
-        tables = step.tables
-        if kind.in_window_pool:
-            assert step.window_tables is not None
-            tables = step.window_tables
-        xqa_batch_decode_with_kv_cache(
-            q,
-            kv_cache,
-            self._workspace,
-            tables,
-            step.seq_lens,
-            self._max_context,
-            kind.sm_scale if k_scale is None else kind.sm_scale * k_scale,
-            1.0 if v_scale is None else v_scale,
-            kind.window_left,
-            out=out,
-            sinks=sinks,
-            kv_layout=self._layout,
-            q_len_per_req=step.q_len,
-            mask=step.mask,
-        )
+    tables = step.tables
+    if kind.in_window_pool:
+        assert step.window_tables is not None
+        tables = step.window_tables
+    xqa_batch_decode_with_kv_cache(
+        q,
+        kv_cache,
+        workspace,
+        tables,
+        step.seq_lens,
+        max_context,
+        kind.sm_scale if k_scale is None else kind.sm_scale * k_scale,
+        1.0 if v_scale is None else v_scale,
+        kind.window_left,
+        out=out,
+        sinks=sinks,
+        kv_layout=layout,
+        q_len_per_req=step.q_len,
+        mask=step.mask,
+    )
 
 
 class GraphTables:

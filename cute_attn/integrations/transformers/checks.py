@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
+from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.request import checks
 from cute_attn.request.settings import HALF
 
 WEIGHTS = "attention weights are never in memory"
 EAGER = 'attn_implementation="eager"'
-
-
-def refuse(feature: str, reason: str, instead: str) -> None:
-    """Raise NotSupported."""
-    raise NotSupported([Refusal("cute_attn", feature, reason, instead)])
+refuse = functools.partial(checks.refuse, who="cute_attn")
 
 
 def check_call(

@@ -8,6 +8,7 @@ adds something or because another release builds masks differently, is computed 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,18 +41,10 @@ class _Any:
 
 
 class Template(NamedTuple):
-    """A mask function whose parameters are to be found in another one of the same code."""
+    """A mask function, and what one of the same code stands for, by what its cells hold: None if it is another mask."""
 
     function: Callable[..., Any]
-    size: str  # the name of the window or chunk among the parameters
-    kind: str  # the field of `Pattern` that it fills
-
-
-class Packed(NamedTuple):
-    """A mask of packed sequences around another one."""
-
-    function: Callable[..., Any]
-    local: bool  # positions count within a segment; else along the row, which moves chunks but no window
+    pattern: Callable[[dict[str, Any]], Pattern | None]
 
 
 def recognise(function: Callable[..., Any]) -> Pattern | None:
@@ -62,20 +55,26 @@ def recognise(function: Callable[..., Any]) -> Pattern | None:
         return Pattern(False)
     for template in _templates():
         found: dict[str, Any] = {}
-        if _same(function, template.function, found) and isinstance(found.get(template.size), int):
-            sizes = {template.kind: found[template.size]}
-            return Pattern(True, **sizes, left_padding=found.get("left_padding"))
-    for packed in _packed_templates():
-        found = {}
-        if not _same(function, packed.function, found):
-            continue
-        inner, ids = recognise(found[_Any.name]), found.get("packed_sequence_mask")
-        if inner is None or inner.segment_ids is not None or not isinstance(ids, torch.Tensor):
-            continue
-        positions = found.get("position_ids")
-        if isinstance(positions, torch.Tensor) if packed.local else not inner.chunk:
-            return inner._replace(segment_ids=ids, positions=positions)
+        if _same(function, template.function, found) and (pattern := template.pattern(found)):
+            return pattern
     return None
+
+
+def _sized(kind: str, name: str, found: dict[str, Any]) -> Pattern | None:
+    """Return a pattern whose field `kind` is the parameter `name`."""
+    known: dict[str, Any] = {kind: found.get(name), "left_padding": found.get("left_padding")}
+    return Pattern(True, **known) if isinstance(known[kind], int) else None
+
+
+def _packed(local: bool, found: dict[str, Any]) -> Pattern | None:
+    """Return the pattern of packed sequences around another one. `local`: positions count within a segment; else along
+    the row, which moves chunks but no window.
+    """
+    inner, ids, positions = recognise(found[_Any.name]), found.get("packed_sequence_mask"), found.get("position_ids")
+    if inner is None or inner.segment_ids is not None or not isinstance(ids, torch.Tensor):
+        return None
+    fits = isinstance(positions, torch.Tensor) if local else not inner.chunk
+    return inner._replace(segment_ids=ids, positions=positions) if fits else None
 
 
 def _same(value: Any, template: Any, found: dict[str, Any], name: str = "") -> bool:
@@ -104,68 +103,33 @@ def _same(value: Any, template: Any, found: dict[str, Any], name: str = "") -> b
     return all(_same(cell.cell_contents, other.cell_contents, found, name) for name, cell, other in cells)
 
 
-def _grid(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of rows and of columns."""
-    indices = torch.arange(size, device="cpu")
-    return indices[:, None], indices[None, :]
-
-
 @functools.cache
 def _templates() -> tuple[Template, ...]:
-    i, j = _grid(GRID)
+    make, j = masking_utils, torch.arange(GRID, device="cpu")[None]
+    i, positions, ids = j.T, j % SIZE, j // SIZE  # 01201201 and 00011122
     causal = j <= i
-    made = (
-        ("sliding_window_causal_mask_function", (), "sliding_window", "window", causal & (j > i - SIZE)),
-        (
-            "chunked_causal_mask_function",
-            (i.new_zeros(1),),
-            "chunk_size",
-            "chunk",
-            causal & (i // SIZE == j // SIZE),
-        ),
+    same_segment = causal & (ids == ids.T)
+
+    def segments() -> Any:
+        return make.packed_sequence_mask_function(ids)
+
+    def local(mask: Any) -> Any:
+        return make.remap_positions_for_packed_sequence(mask, positions)
+
+    window = functools.partial(_sized, "window", "sliding_window")
+    chunk = functools.partial(_sized, "chunk", "chunk_size")
+    made: tuple[tuple[Callable[[Any], Any], torch.Tensor, Callable[..., Pattern | None]], ...] = (
+        (lambda _: make.sliding_window_causal_mask_function(SIZE), causal & (j > i - SIZE), window),
+        (lambda _: make.chunked_causal_mask_function(SIZE, i.new_zeros(1)), same_segment, chunk),
+        # As transformers 5.0 to 5.17, 5.23, and 5.24 build the mask of packed sequences.
+        (lambda mask: make.and_masks(mask, segments()), same_segment, functools.partial(_packed, False)),
+        (lambda mask: make.and_masks(segments(), local(mask)), same_segment, functools.partial(_packed, True)),
+        (lambda mask: make.and_masks(local(mask), segments()), same_segment, functools.partial(_packed, True)),
     )
     templates = []
-    for name, more, size, kind, expected in made:
-        try:
-            function = getattr(masking_utils, name)(SIZE, *more)
-            values = function(i.new_zeros(1, 1), 0, i, j)
-            as_expected = torch.equal(values.expand(GRID, GRID), expected)
-        except (AttributeError, TypeError):  # another release of transformers
-            continue
-        if as_expected:
-            templates.append(Template(function, size, kind))
+    for function, expected, pattern in made:
+        with contextlib.suppress(AttributeError, TypeError):  # another release of transformers
+            values = function(make.causal_mask_function)(i.new_zeros(1, 1), 0, i, j)
+            if torch.equal(values.expand(GRID, GRID), expected):
+                templates.append(Template(function(_Any()), pattern))
     return tuple(templates)
-
-
-@functools.cache
-def _packed_templates() -> tuple[Packed, ...]:
-    i, j = _grid(4)
-    ids, positions = j // 2, j % 2  # 0011 and 0101
-    expected = (j <= i) & (ids[0][:, None] == ids[0])
-    templates = []
-    for make, local in (_segments_last, False), (_segments_last_of_local, True), (_segments_first_of_local, True):
-        try:
-            values = make(masking_utils.causal_mask_function, positions, ids)(ids.new_zeros(1, 1), 0, i, j)
-            if torch.equal(values.expand(4, 4), expected):
-                templates.append(Packed(make(_Any(), positions, ids), local))
-        except (AttributeError, TypeError):  # another release of transformers
-            continue
-    return tuple(templates)
-
-
-def _segments_last(mask: Any, positions: torch.Tensor, ids: torch.Tensor) -> Callable[..., Any]:
-    """Return the mask of packed sequences as transformers 5.0 to 5.17 build it."""
-    function: Callable[..., Any] = masking_utils.and_masks(mask, masking_utils.packed_sequence_mask_function(ids))
-    return function
-
-
-def _segments_first_of_local(mask: Any, positions: torch.Tensor, ids: torch.Tensor) -> Callable[..., Any]:
-    """Return the mask of packed sequences as transformers 5.23 builds it."""
-    local = masking_utils.remap_positions_for_packed_sequence(mask, positions)
-    function: Callable[..., Any] = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(ids), local)
-    return function
-
-
-def _segments_last_of_local(mask: Any, positions: torch.Tensor, ids: torch.Tensor) -> Callable[..., Any]:
-    """Return the mask of packed sequences as transformers 5.24 builds it."""
-    return _segments_last(masking_utils.remap_positions_for_packed_sequence(mask, positions), positions, ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -112,18 +112,10 @@ class Operands(NamedTuple):
             causal=causal,
             window_left=window_left,
             logits_soft_cap=self.soft_cap,
-            sm_scale=1.0,  # see `_plan`
+            sm_scale=1.0,  # see `_run`
         )
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         return Structure(device, stream, self.backend, options, masked)
-
-    def run(self, session: Session, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Run a planned wrapper; returns `[batch, q_len, heads, head_dim]`."""
-        batch, heads, q_len, width = self.q.shape
-        query = self.q.transpose(1, 2).reshape(batch * q_len, heads, width)
-        out = session.wrapper.run(query, (k, v), q_scale=self.scale, sinks=self.sinks)
-        assert isinstance(out, torch.Tensor)
-        return out.view(batch, q_len, heads, -1)
 
 
 def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
@@ -134,50 +126,53 @@ def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
         pages = token_pages(k, v)
         k, v, page_size, numbers = pages.k, pages.v, 1, (pages.request, pages.token)
     structure = operands.structure(rows.causal, rows.window_left, masked=False)
-    with _lock:
-        content = Content(rows.runs, page_size, numbers)
-        session = _session(structure, content)
-        if session.content is None:
-            _plan(session, structure, index_arrays(rows, pages), page_size)
-            session.content = content
-        return operands.run(session, k, v)
+    content = Content(rows.runs, page_size, numbers)
+    return _run(operands, structure, content, (k, v), lambda: (index_arrays(rows, pages), None))
 
 
 def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds: tuple[int, ...] = ()) -> torch.Tensor:
     """Compute attention under a boolean mask `[batch or 1, 1, q_len, kv_len]`.
 
-    `identity`: a hashable that stands for the mask's values; None plans anew. `bounds`: of packed sequences.
+    `identity`: a hashable that stands for the mask's values. `bounds`: of packed sequences.
     """
     k, v = operands.k, operands.v
     batch, _, q_len, _ = operands.q.shape
     page_size = k.shape[2]
+
+    def planned() -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        rows = descriptors.whole(batch, q_len, [page_size] * batch, causal=False, window_left=-1)
+        seen = descriptors.visible(mask)
+        if bounds:
+            starts = torch.tensor(bounds, dtype=torch.int64, device=mask.device)
+            number = torch.bucketize(torch.arange(q_len, device=mask.device), starts, right=True)
+            seen = seen & (number[:, None] == number)
+        return index_arrays(rows, None), seen.expand(batch, 1, q_len, page_size).reshape(-1)
+
     structure = operands.structure(causal=False, window_left=-1, masked=True)
-    with _lock:
-        content = Content(identity, page_size, (batch, q_len), bounds)
-        session = _session(structure, content)
-        if session.content is None or identity is None:
-            rows = descriptors.whole(batch, q_len, [page_size] * batch, causal=False, window_left=-1)
-            seen = descriptors.visible(mask)
-            if bounds:
-                tokens = torch.arange(q_len, device=mask.device)
-                number = torch.bucketize(
-                    tokens, torch.tensor(bounds, dtype=torch.int64, device=mask.device), right=True
-                )
-                seen = seen & (number[:, None] == number)
-            flat = seen.expand(batch, 1, q_len, page_size).reshape(-1)
-            _plan(session, structure, index_arrays(rows, None), page_size, flat)
-            session.content = content
-        return operands.run(session, k, v)
+    return _run(operands, structure, Content(identity, page_size, (batch, q_len), bounds), (k, v), planned)
 
 
-def _plan(
-    session: Session,
+def _run(
+    operands: Operands,
     structure: Structure,
-    arrays: tuple[torch.Tensor, ...],
-    page_size: int,
-    mask: torch.Tensor | None = None,
-) -> None:
-    """Plan a wrapper. Scales are factors of a run, so that layers of different scales share a plan."""
-    qo_indptr, kv_indptr, indices, last_page_len = arrays
-    where = qo_indptr, kv_indptr, indices.to(structure.device, non_blocking=True), last_page_len
-    session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **structure.options._asdict())
+    content: Content,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    planned: Callable[[], tuple[tuple[torch.Tensor, ...], torch.Tensor | None]],
+) -> torch.Tensor:
+    """Run the plan for `content`, made where there is none of it; returns `[batch, q_len, heads, head_dim]`.
+
+    `planned`: its index arrays and mask. Scales are factors of a run: layers of different scales share a plan.
+    """
+    batch, heads, q_len, width = operands.q.shape
+    with _lock:
+        session = _session(structure, content)
+        if session.content is None:
+            (qo_indptr, kv_indptr, indices, last_page_len), mask = planned()
+            where = qo_indptr, kv_indptr, indices.to(structure.device, non_blocking=True), last_page_len
+            options = {"page_size": content.page_size, "custom_mask": mask, **structure.options._asdict()}
+            session.wrapper.plan(*where, **options)
+            session.content = content
+        query = operands.q.transpose(1, 2).reshape(batch * q_len, heads, width)
+        out = session.wrapper.run(query, kv, q_scale=operands.scale, sinks=operands.sinks)
+    assert isinstance(out, torch.Tensor)
+    return out.view(batch, q_len, heads, -1)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, cast
-
 import torch
 
 from cute_attn.errors import ArgumentError
@@ -15,8 +11,6 @@ from cute_attn.integrations.vllm.metadata import KV_LAYOUT, LayerType, StepMetad
 from cute_attn.integrations.vllm.support import COPY, Layer
 from cute_attn.request.settings import HALF
 from cute_attn.xqa.decode import xqa_batch_decode_with_kv_cache
-
-RANGES = "bidirectional_ranges", "causal_window_left", "range_window_left"
 
 
 def has_standard_slopes(slopes: list[float] | None, num_heads: int) -> bool:
@@ -151,11 +145,11 @@ class LayerAttention:
         clamps_ranges: bool,
     ) -> None:
         session, window_left = step.planned(self._type(query.dtype, caches)), self.layer.window_left
-        rows, run = session.rows, cast("Callable[..., Any]", session.wrapper.run)
+        rows, options = session.rows, {}
         if session.ranges is not None:
-            windows = window_left, window_left + 1 if clamps_ranges else -1
-            run = functools.partial(run, **dict(zip(RANGES, (session.ranges, *windows), strict=True)))
-        run(
+            options = {"bidirectional_ranges": session.ranges, "causal_window_left": window_left}
+            options["range_window_left"] = window_left + 1 if clamps_ranges else -1
+        session.wrapper.run(
             query[rows],
             caches.pair,
             q_scale=self.layer.scale,
@@ -164,6 +158,7 @@ class LayerAttention:
             out=output[rows],
             sinks=self.sinks,
             kv_cache_sf=caches.block_scales,
+            **options,
         )
 
     def _type(self, q_dtype: torch.dtype, caches: CacheViews) -> LayerType:

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from cute_attn.attention import BatchPrefillWithCausalBidirectionalRangesWrapper
-from cute_attn.errors import NotSupported, Refusal
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.request import checks
 from cute_attn.request.caches import in_table
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
 
@@ -69,20 +69,18 @@ class LayerType(NamedTuple):
     ranges: bool = False  # tokens of an image see each other
     causal: bool = True
 
-    def wrapper(self, workspace: torch.Tensor, backend: str) -> Wrapper:
-        """Return a wrapper for layers of the type."""
+    def wrapper(self, workspace: torch.Tensor, backend: str, size: Size | None) -> Wrapper:
+        """Return a wrapper for layers of the type. `size`: of the CUDA graph of decodes that its plan is part of."""
         if not self.page_size:
             return BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        if not self.ranges:
+        if self.ranges:
+            return BatchPrefillWithCausalBidirectionalRangesWrapper(
+                workspace, KV_LAYOUT, backend=backend, pos_encoding_mode=self.layer.pos_encoding_mode,
+                q_data_type=self.q_dtype, kv_data_type=self.kv_dtype, head_dim_qk=self.layer.head_size,
+                head_dim_vo=self.layer.head_size,
+            )  # fmt: skip
+        if size is None:
             return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, backend=backend)
-        return BatchPrefillWithCausalBidirectionalRangesWrapper(
-            workspace, KV_LAYOUT, backend=backend, pos_encoding_mode=self.layer.pos_encoding_mode,
-            q_data_type=self.q_dtype, kv_data_type=self.kv_dtype, head_dim_qk=self.layer.head_size,
-            head_dim_vo=self.layer.head_size,
-        )  # fmt: skip
-
-    def captured_wrapper(self, workspace: torch.Tensor, backend: str, size: Size) -> Wrapper:
-        """Return a wrapper whose plan and runs a CUDA graph of decodes contains."""
         count, _, width, device = size
         lengths = (count + 1, count + 1, count * width + 1, count)
         qo_indptr, kv_indptr, indices, last = (torch.zeros(n, dtype=torch.int32, device=device) for n in lengths)
@@ -271,8 +269,7 @@ class Sessions:
         """Return the session of a layer type, made by its first layer. `size`: of a CUDA graph, which has its own."""
         session = self._by_type.get((kind, size))
         if session is None:
-            place = self.workspaces.planned, self.backend
-            wrapper = kind.wrapper(*place) if size is None else kind.captured_wrapper(*place, size)
+            wrapper = kind.wrapper(self.workspaces.planned, self.backend, size)
             session = self._by_type[kind, size] = Session(wrapper)
         return session
 
@@ -363,7 +360,7 @@ class StepMetadata:
         if self.batch.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
             feature = "capture in a CUDA graph of requests that need a plan"
             reason = "it reads lengths on the host and schedules by them"
-            raise NotSupported([Refusal("CUTE_ATTN", feature, reason, "cudagraph_mode PIECEWISE")])
+            checks.refuse(feature, reason, "cudagraph_mode PIECEWISE", "CUTE_ATTN")
         if (first, page_size) not in self._pages:
             self._pages[first, page_size] = pages(self.batch, first, page_size)
         return self._pages[first, page_size]
