@@ -65,8 +65,12 @@ class Clocks:
     def release(self, agents: Array) -> Array:
         """Joint clock of these warps. It does not cover what they do from now on."""
         joint: Array = self.v[agents].max(axis=0)
-        self.v[agents, ORDER, agents] += 1
+        self.go_on(agents)
         return joint
+
+    def go_on(self, agents: Array | int) -> None:
+        """Begin new epochs of these warps: what they do from now on."""
+        self.v[agents, ORDER, agents] += 1
 
     def acquire(self, agents: Array, clock: Array) -> None:
         """Order these warps after `clock`, except for their TMEM rows."""
@@ -85,7 +89,16 @@ class Clocks:
     def proxy_fence(self, agents: Array) -> None:
         """Extend to the async proxy what these warps have observed and done, but not what they do from now on."""
         self.v[agents, PROXY] = self.v[agents, ORDER]
-        self.v[agents, ORDER, agents] += 1
+        self.go_on(agents)
+
+    def init_fence(self, agents: Array) -> None:
+        """Make these warps' own writes so far visible to the async proxy."""
+        self.v[agents, PROXY, agents] = self.v[agents, ORDER, agents]
+        self.go_on(agents)
+
+    def grid_wait(self, agents: Array) -> None:
+        """Order these warps after the launches before this one."""
+        self.v[agents, :, BEFORE] = 1
 
     def begin(self, agent: int, what: str, generic: bool = False) -> Op:
         """Begin an operation that is ordered after everything that warp `agent` has observed and done so far. A warp
@@ -106,7 +119,7 @@ class Clocks:
         clock[ORDER, channel] = epoch
         if not generic:
             clock[PROXY, channel] = epoch
-        self.v[agent, ORDER, agent] += 1
+        self.go_on(agent)
         self.names[channel] = what
         return Op(channel, epoch, clock, what, float(self.time[agent]))
 

@@ -34,7 +34,7 @@ class Stream:
         clock = clocks.v[self.agent].copy()
         epoch = int(clocks.latest[self.channel])
         clock[:, self.channel] = epoch
-        clocks.v[self.agent, ORDER, self.agent] += 1
+        clocks.go_on(self.agent)
         return Op(self.channel, epoch, clock, self.what, float(clocks.time[self.agent]))
 
     def commit(self) -> Op:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import BarrierFault, PtxError
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst, Not, Reg
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
@@ -166,14 +168,19 @@ def _finish(cta: Cta, index: int, meeting: Meeting) -> None:
 # --- fences, grid dependencies ----------------------------------------------------------------------------------------
 
 
-@form("fence.proxy.async{|.shared::cta|.shared::cluster|.global}", since=90, conformance="order", golden="barriers")
-def fence_proxy(e: Emitter, inst: Inst, space: str) -> None:
-    e.call(_fence_proxy, [])
+def on_clocks(change: Callable[[Clocks, Array], None]) -> Callable[[WarpBatch, Array | None], None]:
+    """What changes the clocks of the warps that have active lanes."""
+
+    def changed(w: WarpBatch, mask: Array | None) -> None:
+        if w.cta.clocks is not None:
+            change(w.cta.clocks, w.active_agents(mask))
+
+    return changed
 
 
-def _fence_proxy(w: WarpBatch, mask: Array | None) -> None:
-    if w.cta.clocks is not None:
-        w.cta.clocks.proxy_fence(w.agents[w.row[w.first_lanes(mask)]])
+_HOPPER: dict[str, Any] = {"since": 90, "conformance": "order", "golden": "barriers"}
+called("fence.proxy.async{|.shared::cta|.shared::cluster|.global}", **_HOPPER)(on_clocks(Clocks.proxy_fence))
+called("griddepcontrol.wait", **_HOPPER)(on_clocks(Clocks.grid_wait))
 
 
 @form(
@@ -186,16 +193,6 @@ def fence(e: Emitter, inst: Inst, *choices: str) -> None:
     e.call(order.fence, [str(choices[-1] in (".gpu", ".sys", ".gl"))])
 
 
-@form("griddepcontrol.wait", since=90, conformance="order", golden="barriers")
-def grid_wait(e: Emitter, inst: Inst) -> None:
-    e.call(_grid_wait, [])
-
-
-def _grid_wait(w: WarpBatch, mask: Array | None) -> None:
-    if w.cta.clocks is not None:
-        w.cta.clocks.v[w.agents[w.row[w.first_lanes(mask)]], :, 0] = 1
-
-
-@form("griddepcontrol.launch_dependents", since=90, conformance="order", golden="barriers")
+@form("griddepcontrol.launch_dependents", **_HOPPER)
 def grid_launch(e: Emitter, inst: Inst) -> None:
     """Emit nothing: race checks always assume that the next launch begins at once."""

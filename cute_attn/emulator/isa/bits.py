@@ -106,7 +106,7 @@ def _funnel(left: bool, wrap: bool, low: Array, high: Array, count: Array) -> Ar
 
 @form("lop3.b32", golden="bits")
 def lop3(e: Emitter, inst: Inst) -> None:
-    table = inst.operands[4].value  # type: ignore[union-attr]
+    table = e.number(inst, inst.operands[4])
     e.compute(inst._replace(operands=inst.operands[:4]), functools.partial(_lop3, table))
 
 

@@ -14,7 +14,7 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault
 from cute_attn.emulator.isa import floats, mbarrier
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT, SharedMemory
 from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
@@ -229,12 +229,8 @@ def _check_unread(cta: Cta) -> None:
             raise MemoryFault(f"the CTA ends while bulk stores of thread {thread} may still read its shared memory")
 
 
-@form("cp.async.bulk.commit_group", since=90, conformance="order", golden="tma")
-def commit_group(e: Emitter, inst: Inst) -> None:
-    e.call(_commit, [])
-
-
-def _commit(w: WarpBatch, mask: Array | None) -> None:
+@called("cp.async.bulk.commit_group", since=90, conformance="order", golden="tma")
+def commit(w: WarpBatch, mask: Array | None) -> None:
     table = w.cta.extra.get("bulk groups", {})
     for lane in w.lanes(mask):
         groups = table.get(w.thread(lane))
@@ -243,48 +239,30 @@ def _commit(w: WarpBatch, mask: Array | None) -> None:
             groups.open = []
 
 
-@form("cp.async.bulk.wait_group{|.read}", since=90, solo=True, conformance="order", golden="tma")
-def wait_group(e: Emitter, inst: Inst, read: str) -> None:
-    e.call(_wait_group, [str(inst.operands[0].value)])  # type: ignore[union-attr]
-
-
 class _GroupWait(Wait):
-    """Waits until the tasks are done."""
+    """Waits until stores of agents are done."""
 
-    def __init__(self, w: WarpBatch, agent: int, tasks: list[Task]) -> None:
-        super().__init__(f"{len(tasks)} bulk stores")
-        self.batch, self.agent, self.tasks = w, agent, tasks
+    def __init__(self, w: WarpBatch, stores: list[tuple[int, Task]]) -> None:
+        super().__init__(f"{len(stores)} bulk stores")
+        self.clocks, self.stores = w.cta.clocks, stores
 
     def ready(self) -> bool:
-        if not all(task.done for task in self.tasks):
+        if not all(task.done for _, task in self.stores):
             return False
-        clocks = self.batch.cta.clocks
-        if clocks is not None:
-            for task in self.tasks:
-                if task.op is not None:
-                    clocks.acquire(np.array([self.agent]), task.op.clock)
+        for agent, task in self.stores:
+            if self.clocks is not None and task.op is not None:
+                self.clocks.acquire(np.array([agent]), task.op.clock)
         return True
 
 
-def _wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
+@called("cp.async.bulk.wait_group{|.read}", since=90, solo=True, conformance="order", golden="tma")
+def wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
     table = w.cta.extra.get("bulk groups", {})
-    waits = []
-    for lane in w.lanes(mask):
-        groups = table.get(w.thread(lane))
-        if groups is None:
-            continue
+    owners = [(lane, table[w.thread(lane)]) for lane in w.lanes(mask) if w.thread(lane) in table]
+    stores: list[tuple[int, Task]] = []
+    for lane, groups in owners:
         finished = groups.committed[: max(len(groups.committed) - keep, 0)]
         groups.committed = groups.committed[len(finished) :]
-        waits.append(_GroupWait(w, int(w.lane_agents[lane]), [task for group in finished for task in group]))
-    if waits:
-        w.wait = _AllOf(waits)
-
-
-class _AllOf(Wait):
-    def __init__(self, waits: list[_GroupWait]) -> None:
-        super().__init__(", ".join(wait.what for wait in waits))
-        self.waits: list[_GroupWait] = waits
-
-    def ready(self) -> bool:
-        self.waits = [wait for wait in self.waits if not wait.ready()]
-        return not self.waits
+        stores += [(int(w.lane_agents[lane]), task) for group in finished for task in group]
+    if owners:
+        w.wait = _GroupWait(w, stores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -13,20 +14,14 @@ from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.memory import GENERIC_SHARED, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 
-@form("mapa{|.shared::cluster}{.u32|.u64}", since=90, golden="cluster")
-def mapa(e: Emitter, inst: Inst, space: str, kind: str) -> None:
-    d, address, rank = inst.operands
-    t = tag(kind)
-    e.call(_mapa, [e.get(address, t), e.get(rank, "u4")], [(d, t)])
-
-
-def _mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array:
+@called("mapa{|.shared::cluster}{.u32|.u64}", kinds=("", "u4"), results=("",), since=90, golden="cluster")
+def mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array:
     """Map addresses to another CTA. The address of a CTA that does not exist is an error only when it is used."""
     wide = address.astype(np.uint64) & np.uint64(OFFSET_MASK)
     mapped = wide | rank.astype(np.uint64) << np.uint64(RANK_SHIFT)
@@ -42,12 +37,11 @@ def ctarank(e: Emitter, inst: Inst, space: str, kind: str) -> None:
     e.set(d, "u4", text)
 
 
-@form("barrier.cluster.arrive{|.release|.relaxed}{|.aligned}", since=90, solo=True, converges=True, golden="cluster")
-def arrive(e: Emitter, inst: Inst, *choices: str) -> None:
-    e.call(_arrive, [])
+_MEETING: dict[str, Any] = {"since": 90, "solo": True, "converges": True, "golden": "cluster"}
 
 
-def _arrive(w: WarpBatch, mask: Array | None) -> None:
+@called("barrier.cluster.arrive{|.release|.relaxed}{|.aligned}", **_MEETING)
+def arrive(w: WarpBatch, mask: Array | None) -> None:
     whole(w, mask, "barrier.cluster.arrive")
     cluster = w.cta.cluster
     if cluster.barrier is None:
@@ -67,12 +61,8 @@ def _arrive(w: WarpBatch, mask: Array | None) -> None:
         meeting.arrived = -1
 
 
-@form("barrier.cluster.wait{|.acquire}{|.aligned}", since=90, solo=True, converges=True, golden="cluster")
-def wait(e: Emitter, inst: Inst, *choices: str) -> None:
-    e.call(_wait, [])
-
-
-def _wait(w: WarpBatch, mask: Array | None) -> None:
+@called("barrier.cluster.wait{|.acquire}{|.aligned}", **_MEETING)
+def wait(w: WarpBatch, mask: Array | None) -> None:
     whole(w, mask, "barrier.cluster.wait")
     agents = w.agents[w.row[w.first_lanes(mask)]]
     arrived = w.cta.extra.setdefault("cluster arrivals", {})
@@ -94,7 +84,7 @@ def _wait(w: WarpBatch, mask: Array | None) -> None:
 )
 def st_async(e: Emitter, inst: Inst, weak: str, vec: str, kind: str) -> None:
     target, source, barrier = inst.operands
-    values = e.values(e.items(source), f"u{tag(kind)[1]}")
+    values = e.values(source, f"u{tag(kind)[1]}")
     e.call(_st_async, [e.address(target, wide=False), values, e.address(barrier, wide=False)])
 
 

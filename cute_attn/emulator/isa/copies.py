@@ -10,7 +10,7 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence, PtxError
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.memory import SharedMemory
 from cute_attn.emulator.ptx import Imm, Inst
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -96,7 +96,7 @@ def _ldmatrix_bytes(w: WarpBatch, mask: Array | None, address: Array, count: int
 @form(f"stmatrix.sync.aligned.m8n8{{.x1|.x2|.x4}}{{|.trans}}{_SHARED}.b16", since=90, converges=True, golden="matrix")
 def stmatrix(e: Emitter, inst: Inst, count: str, trans: str, space: str) -> None:
     address, sources = inst.operands
-    e.call(_stmatrix, [e.address(address, wide=False), e.values(e.items(sources), "u4"), str(bool(trans))])
+    e.call(_stmatrix, [e.address(address, wide=False), e.values(sources, "u4"), str(bool(trans))])
 
 
 def _stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], trans: bool) -> None:
@@ -212,11 +212,6 @@ def outstanding(w: WarpBatch, position: int) -> list[Op]:
     return [op for _, ops in copies.committed for op in ops] + copies.told
 
 
-@form("cp.async.commit_group", conformance="order", golden="copies")
-def commit_group(e: Emitter, inst: Inst) -> None:
-    e.call(_commit, [])
-
-
 def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
     """Positions of the participating warps. All lanes of each must be active, because groups are kept per warp."""
     if mask is None:
@@ -227,23 +222,22 @@ def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
     return np.flatnonzero(rows.any(axis=1))
 
 
-def _commit(w: WarpBatch, mask: Array | None) -> None:
+@called("cp.async.commit_group", conformance="order", golden="copies")
+def commit(w: WarpBatch, mask: Array | None) -> None:
     for position in _warps(w, mask, "cp.async.commit_group"):
         copies = _copies(w, int(position))
         copies.committed.append((copies.open, copies.ops))
         copies.open, copies.op, copies.told = [], None, []
 
 
-@form("cp.async.wait_group", "cp.async.wait_all", conformance="order", golden="copies")
-def wait_group(e: Emitter, inst: Inst) -> None:
-    if inst.operands:
-        e.call(_wait, [str(inst.operands[0].value)])  # type: ignore[union-attr]
-    else:
-        e.call(_commit, [])
-        e.call(_wait, ["0"])
+@called("cp.async.wait_all", conformance="order", golden="copies")
+def wait_all(w: WarpBatch, mask: Array | None) -> None:
+    commit(w, mask)
+    wait(w, mask, 0)
 
 
-def _wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
+@called("cp.async.wait_group", conformance="order", golden="copies")
+def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     for position in _warps(w, mask, "cp.async.wait_group"):
         copies = _copies(w, int(position))
         while len(copies.committed) > keep:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cute_attn.emulator.clocks import ORDER, PROXY, Op
+from cute_attn.emulator.clocks import ORDER, PROXY, Clocks, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import BarrierFault
 from cute_attn.emulator.isa import order
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.barriers import on_clocks
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.memory import MBARRIER, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst, Sym
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -295,6 +296,7 @@ def _arrive_form(e: Emitter, inst: Inst, space: str, sem: str, expect: bool) -> 
         e.call(_arrive, arguments, [(target, "u8")])
 
 
+_go_on = on_clocks(Clocks.go_on)
 _Phases = dict[tuple[int, int], int]  # the phase in which the first lane of a warp arrives, by warp and barrier
 
 
@@ -331,9 +333,7 @@ def _arrive(
         agent = int(w.lane_agents[lane])
         barrier.used_by(w.cta, "an arrival", agent=agent)
         barrier.arrive(agent, number, expected, relaxed)
-    if w.cta.clocks is not None:
-        agents = w.active_agents(mask)
-        w.cta.clocks.v[agents, ORDER, agents] += 1
+    _go_on(w, mask)
     return token
 
 
@@ -364,7 +364,7 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
     """Arrive for each lane once its copies so far have landed; without .noinc, raise the pending count first."""
     from cute_attn.emulator.isa.copies import outstanding
 
-    clocks, copies = w.cta.clocks, {}
+    copies = {}
     for row in np.unique(w.row[w.lanes(mask)]):
         ops = outstanding(w, int(row))
         copies[int(row)] = np.maximum.reduce([op.clock for op in ops]) if ops else None
@@ -380,9 +380,7 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
         if not noinc:
             barrier.pending += 1
         barrier.arrive(agent, 1)
-    if clocks is not None:
-        agents = w.active_agents(mask)
-        clocks.v[agents, ORDER, agents] += 1
+    _go_on(w, mask)
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -444,14 +442,6 @@ def _tests(
 # --- fences -----------------------------------------------------------------------------------------------------------
 
 
-@form("fence.mbarrier_init.release.cluster", since=90, conformance="order", golden="mbarrier")
-def fence_init(e: Emitter, inst: Inst) -> None:
-    e.call(_fence_init, [])
-
-
-def _fence_init(w: WarpBatch, mask: Array | None) -> None:
-    """Make the warp's own writes so far visible to the async proxy."""
-    if w.cta.clocks is not None:
-        agents = w.active_agents(mask)
-        w.cta.clocks.v[agents, PROXY, agents] = w.cta.clocks.v[agents, ORDER, agents]
-        w.cta.clocks.v[agents, ORDER, agents] += 1
+called("fence.mbarrier_init.release.cluster", since=90, conformance="order", golden="mbarrier")(
+    on_clocks(Clocks.init_fence)
+)

@@ -61,11 +61,11 @@ def _tensor_operand(e: Emitter, operand: Operand, numbers: int) -> tuple[str, st
     """Table address and coordinates of an operand `[map, {c0, c1, ...}]`."""
     if not isinstance(operand, Addr) or not operand.rest or not isinstance(operand.rest[0], Vec):
         raise PtxError("a tensor operand needs coordinates")
-    items = operand.rest[0].items
-    if len(items) != numbers:
-        raise PtxError(f"{len(items)} coordinates where {numbers} are needed")
+    place = operand.rest[0]
+    if len(place.items) != numbers:
+        raise PtxError(f"{len(place.items)} coordinates where {numbers} are needed")
     base = e.address(Addr(operand.base, operand.offset), wide=True)
-    return base, e.values(items, "i4")
+    return base, e.values(place, "i4")
 
 
 def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:

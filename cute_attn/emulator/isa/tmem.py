@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cute_attn.emulator import access
+from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
+from cute_attn.emulator.isa.barriers import on_clocks
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.tensor_memory import WARP, TensorMemory, cells, split_address
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
@@ -22,11 +24,12 @@ if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
 ARCHS = (100, 103)
-GROUP = "{.cta_group::1|.cta_group::2}"
+GROUP = ".cta_group::{1|2}"
 _NUM = "{.x1|.x2|.x4|.x8|.x16|.x32|.x64|.x128}"
 
 
 tensor_form = functools.partial(form, since=100, only=ARCHS, conformance="unverified")
+tensor_call = functools.partial(called, since=100, only=ARCHS, conformance="unverified")
 
 
 def memory_of(cta: Cta) -> TensorMemory:
@@ -120,7 +123,7 @@ class _Allocating(Wait):
 
 @tensor_form(f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32", solo=True, converges=True)
 def alloc(e: Emitter, inst: Inst, group: str, space: str) -> None:
-    e.call(_alloc, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4"), group[-1]])
+    e.call(_alloc, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4"), group])
 
 
 def _alloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group: int) -> None:
@@ -135,27 +138,19 @@ def _alloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group
         w.wait = waiting
 
 
-@tensor_form(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", converges=True)
-def dealloc(e: Emitter, inst: Inst, group: str) -> None:
-    e.call(_dealloc, [e.get(inst.operands[0], "u4"), e.get(inst.operands[1], "u4"), group[-1]])
-
-
-def _dealloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group: int) -> None:
+@tensor_call(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", kinds=("u4", "u4"), choices=1, converges=True)
+def dealloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count: Array) -> None:
     whole(w, mask, "tcgen05.dealloc")
-    pair_of(w.cta, group)
+    pair_of(w.cta, int(group))
     memory = memory_of(w.cta)
     first = w.first_lanes(mask)
     for lane, start, columns in zip(first, w.full(address)[first].tolist(), w.full(count)[first].tolist(), strict=True):
         memory.free(start, columns, int(w.lane_agents[lane]))
 
 
-@tensor_form(f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned", converges=True)
-def relinquish(e: Emitter, inst: Inst, group: str) -> None:
-    e.call(_relinquish, [group[-1]])
-
-
-def _relinquish(w: WarpBatch, mask: Array | None, group: int) -> None:
-    pair_of(w.cta, group)
+@tensor_call(f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned", choices=1, converges=True)
+def relinquish(w: WarpBatch, mask: Array | None, group: str) -> None:
+    pair_of(w.cta, int(group))
     memory_of(w.cta).relinquished = True
 
 
@@ -194,9 +189,8 @@ def load(e: Emitter, inst: Inst, num: str) -> None:
 
 @tensor_form(f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32", converges=True)
 def store(e: Emitter, inst: Inst, num: str) -> None:
-    registers = e.items(inst.operands[1])
-    _check_registers(inst, num, len(registers))
-    e.call(_store, [e.address(inst.operands[0], wide=False), e.values(registers, "u4")])
+    _check_registers(inst, num, len(e.items(inst.operands[1])))
+    e.call(_store, [e.address(inst.operands[0], wide=False), e.values(inst.operands[1], "u4")])
 
 
 def _check_registers(inst: Inst, num: str, count: int) -> None:
@@ -267,30 +261,15 @@ def _store(w: WarpBatch, mask: Array | None, address: Array, values: tuple[Array
     memory.valid[places.lanes, places.columns] = True
 
 
-@tensor_form("tcgen05.wait::{ld|st}.sync.aligned", converges=True)
-def wait(e: Emitter, inst: Inst, which: str) -> None:
-    e.call(_wait, [repr(f"tcgen05.{which}")])
-
-
-def _wait(w: WarpBatch, mask: Array | None, kind: str) -> None:
+@tensor_call("tcgen05.wait::{ld|st}.sync.aligned", choices=1, converges=True)
+def wait(w: WarpBatch, mask: Array | None, which: str) -> None:
     whole(w, mask, "tcgen05.wait")
     memory = memory_of(w.cta)
     for lane in w.first_lanes(mask):
-        stream = memory.streams.get((int(w.lane_agents[lane]), kind, WARP))
+        stream = memory.streams.get((int(w.lane_agents[lane]), f"tcgen05.{which}", WARP))
         if stream is not None:
             stream.wait()
 
 
-@tensor_form("tcgen05.fence::{before|after}_thread_sync")
-def fence(e: Emitter, inst: Inst, which: str) -> None:
-    e.call(_fence_before if which == "before" else _fence_after, [])
-
-
-def _fence_before(w: WarpBatch, mask: Array | None) -> None:
-    if w.cta.clocks is not None:
-        w.cta.clocks.fence_before(w.agents[w.row[w.first_lanes(mask)]])
-
-
-def _fence_after(w: WarpBatch, mask: Array | None) -> None:
-    if w.cta.clocks is not None:
-        w.cta.clocks.fence_after(w.agents[w.row[w.first_lanes(mask)]])
+tensor_call("tcgen05.fence::before_thread_sync")(on_clocks(Clocks.fence_before))
+tensor_call("tcgen05.fence::after_thread_sync")(on_clocks(Clocks.fence_after))

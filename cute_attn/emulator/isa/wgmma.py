@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from cute_attn.emulator import narrow_sums, smem_matrix
-from cute_attn.emulator.clocks import ORDER, Op
+from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import EmulatorError, PtxError, RegisterFault
 from cute_attn.emulator.isa.mma import DECODERS, Decode, a_matrix, whole
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst, Reg, Vec
 from cute_attn.emulator.warp_batch import Split, WarpBatch
 
@@ -188,12 +188,11 @@ def _value_of(x: Any) -> Array:
 # --- forms ------------------------------------------------------------------------------------------------------------
 
 
-@form("wgmma.fence.sync.aligned", since=90, only=(90,), solo=True, converges=True, conformance="order", golden="wgmma")
-def fence(e: Emitter, inst: Inst) -> None:
-    e.call(_fence, [])
+_HOPPER: dict[str, Any] = {"since": 90, "only": (90,), "golden": "wgmma"}
 
 
-def _fence(w: WarpBatch, mask: Array | None) -> None:
+@called("wgmma.fence.sync.aligned", solo=True, converges=True, conformance="order", **_HOPPER)
+def fence(w: WarpBatch, mask: Array | None) -> None:
     """Allow the products that follow to use registers as they are now."""
     whole(w, mask, "wgmma.fence")
     groups = w.warps // 4
@@ -207,11 +206,9 @@ def _fence(w: WarpBatch, mask: Array | None) -> None:
 
 @form(
     f"wgmma.mma_async.sync.aligned.m64{_N}k16{{.f32|.f16}}{{.f16.f16|.bf16.bf16}}",
-    since=90,
-    only=(90,),
     conformance="approx",
-    golden="wgmma",
     converges=True,
+    **_HOPPER,
 )
 def product_16bit(e: Emitter, inst: Inst, n: str, to: str, kinds: str) -> None:
     kind = "." + kinds.split(".")[1]
@@ -220,11 +217,9 @@ def product_16bit(e: Emitter, inst: Inst, n: str, to: str, kinds: str) -> None:
 
 @form(
     f"wgmma.mma_async.sync.aligned.m64{_N}k32{{.f32|.f16}}{{.e4m3|.e5m2}}{{.e4m3|.e5m2}}",
-    since=90,
-    only=(90,),
     conformance="approx",
-    golden="wgmma",
     converges=True,
+    **_HOPPER,
 )
 def product_8bit(e: Emitter, inst: Inst, n: str, to: str, a: str, b: str) -> None:
     _product(e, inst, int(n[1:]), to, (a, b), 1)
@@ -233,7 +228,7 @@ def product_8bit(e: Emitter, inst: Inst, n: str, to: str, a: str, b: str) -> Non
 def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], item_bytes: int) -> None:
     d, a, b, scale_d, *rest = inst.operands
     from_registers = isinstance(a, Vec)
-    immediates = [x.value for x in rest]  # type: ignore[union-attr]
+    immediates = [e.number(inst, x) for x in rest]
     signs, majors = tuple(immediates[:2]), immediates[2:]
     if item_bytes == 2:
         major_a, major_b = (0, majors[0]) if from_registers else majors
@@ -280,7 +275,7 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
     if op is not None and seen is not None and clocks is not None:
         seen[:, :, op.agent] = op.epoch
         product.clocks = seen
-        clocks.v[w.agents[1:], ORDER, w.agents[1:]] += 1
+        clocks.go_on(w.agents[1:])
     product.marks = [InFlight(product, position) for position in range(len(indices))]
     for index, mark in zip(indices, product.marks, strict=True):
         R[index] = mark
@@ -317,23 +312,15 @@ def _ids(w: WarpBatch) -> set[int]:
     return w.wgmma_fenced_ids
 
 
-@form("wgmma.commit_group.sync.aligned", since=90, only=(90,), conformance="order", golden="wgmma")
-def commit(e: Emitter, inst: Inst) -> None:
-    e.call(_commit, [])
-
-
-def _commit(w: WarpBatch, mask: Array | None) -> None:
+@called("wgmma.commit_group.sync.aligned", conformance="order", **_HOPPER)
+def commit(w: WarpBatch, mask: Array | None) -> None:
     if not w.wgmma_groups:
         w.wgmma_groups = [[]]
     w.wgmma_groups.append([])
 
 
-@form("wgmma.wait_group.sync.aligned", since=90, only=(90,), conformance="order", golden="wgmma", converges=True)
-def wait(e: Emitter, inst: Inst) -> None:
-    e.call(_wait, [str(inst.operands[0].value)])  # type: ignore[union-attr]
-
-
-def _wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
+@called("wgmma.wait_group.sync.aligned", converges=True, conformance="order", **_HOPPER)
+def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     """Complete committed groups, oldest first, until `keep` are left."""
     finished: list[Product] = []
     while len(w.wgmma_groups) - 1 > keep:
