@@ -21,7 +21,6 @@ MODULES = (
     "tma",
     "wgmma",
     "clusters",
-    "packed",
     "setmaxnreg",
     "tmem",
     "umma",

@@ -61,10 +61,5 @@ def function_of_two(e: Emitter, inst: Inst, op: str, kind: str) -> None:
 
 
 def _pairwise(op: str, kind: str, x: Array) -> Array:
-    raw = floats.unpack16(x)
-    wide = raw.view(np.float16).astype(np.float32) if kind == ".f16x2" else floats.bf16_to_f32(raw)
-    value = np.exp2(wide) if op == "ex2" else np.tanh(wide)
-    flat = np.ascontiguousarray(value).ravel()
-    half = floats.f32_to_f16(flat).view(np.uint16) if kind == ".f16x2" else floats.f32_to_bf16(flat)
-    packed: Array = half.view(np.uint32)
-    return packed
+    function = np.exp2 if op == "ex2" else np.tanh
+    return floats.packed(function(floats.halves(x, kind)), kind)

@@ -6,49 +6,32 @@ import functools
 
 import numpy as np
 
-from cute_attn.emulator.dtypes import Array, tag
+from cute_attn.emulator.dtypes import WIDTH, Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import computed, form
 from cute_attn.emulator.ptx import Inst, Reg, Sym, Vec
 
 
+@form("mov.b128", since=70)
 @form("mov{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64|.pred}", golden="bits")
-def mov(e: Emitter, inst: Inst, kind: str) -> None:
+def mov(e: Emitter, inst: Inst, kind: str = ".b128") -> None:
     d, a = inst.operands
+    t = tag(kind)
+    whole = t if t == "v16" else f"u{WIDTH[t]}"
     if isinstance(d, Vec):
-        _unpack(e, d, e.get(a, f"u{tag(kind)[1]}"), kind)
+        pieces = len(d.items)
+        part = f"u{WIDTH[t] // pieces}"
+        e.line(f"t = np.ascontiguousarray({e.get(a, whole)}).view({part})")
+        for i, item in enumerate(d.items):
+            if not (isinstance(item, Sym) and item.name == "_"):
+                e.set(item, part, f"t[{i}::{pieces}]")
     elif isinstance(a, Vec):
-        _pack(e, inst, a)
+        parts = (e.get(item, f"u{WIDTH[t] // len(a.items)}") for item in a.items)
+        e.set(d, whole, f"{e.bind(floats.interleaved, 'pack')}({', '.join(parts)}).view({whole})")
     else:
-        t = e.homes[d.index] if isinstance(d, Reg) and kind != ".pred" and not isinstance(a, Sym) else tag(kind)
+        t = e.homes[d.index] if isinstance(d, Reg) and kind != ".pred" and not isinstance(a, Sym) else t
         e.set(d, t, e.get(a, t))
-
-
-def _unpack(e: Emitter, d: Vec, value: str, kind: str) -> None:
-    pieces = len(d.items)
-    width = int(tag(kind)[1]) // pieces
-    e.line(f"t = np.ascontiguousarray({value}).view(u{width})")
-    for i, item in enumerate(d.items):
-        if not (isinstance(item, Sym) and item.name == "_"):
-            e.set(item, f"u{width}", f"t[{i}::{pieces}]")
-
-
-def _pack(e: Emitter, inst: Inst, a: Vec) -> None:
-    items = a.items
-    if len(items) == 2:
-        join = {".b32": (floats.pack16, "u2", "u4"), ".b64": (floats.pack32, "u4", "u8")}[inst.op[3:]]
-        function, part, whole = join
-        e.set(inst.operands[0], whole, f"{e.bind(function, 'pack')}({e.get(items[0], part)}, {e.get(items[1], part)})")
-    else:
-        name = e.bind(_pack4, "pack4")
-        part, whole = ("u2", "u8") if inst.op == "mov.b64" else ("u1", "u4")
-        e.set(inst.operands[0], whole, f"{name}({whole}, {', '.join(e.get(item, part) for item in items)})")
-
-
-def _pack4(whole: np.dtype, *parts: Array) -> Array:  # type: ignore[type-arg]
-    packed: Array = floats.interleaved(*parts).view(whole)
-    return packed
 
 
 _LOGIC = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}"}

@@ -14,6 +14,7 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault
 from cute_attn.emulator.isa import floats, mbarrier
+from cute_attn.emulator.isa.atomics import UPDATES
 from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT, SharedMemory
 from cute_attn.emulator.ptx import Inst
@@ -159,27 +160,11 @@ def reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
     flat_old, flat_new = np.ascontiguousarray(old).ravel(), np.ascontiguousarray(new).ravel()
     if kind == "bfloat16":
         a, b = (floats.bf16_to_f32(x.view(np.uint16)) for x in (flat_old, flat_new))
-        result = floats.f32_to_bf16(_combine(a, b, reduce))
+        result = floats.f32_to_bf16(UPDATES[reduce](a, b))
     else:
         dtype = np.dtype(kind.removesuffix("_ftz"))
-        result = _combine(flat_old.view(dtype), flat_new.view(dtype), reduce)
+        result = UPDATES[reduce](flat_old.view(dtype), flat_new.view(dtype))
     return np.ascontiguousarray(result).view(np.uint8).reshape(old.shape)
-
-
-def _combine(a: Array, b: Array, reduce: str) -> Array:
-    if reduce == ".inc":
-        return np.where(a >= b, a.dtype.type(0), a + a.dtype.type(1))
-    if reduce == ".dec":
-        return np.where((a == 0) | (a > b), b, a - a.dtype.type(1))
-    functions: dict[str, Callable[..., Array]] = {
-        ".add": np.add,
-        ".min": np.minimum,
-        ".max": np.maximum,
-        ".and": np.bitwise_and,
-        ".or": np.bitwise_or,
-        ".xor": np.bitwise_xor,
-    }
-    return functions[reduce](a, b)
 
 
 # --- groups of stores -------------------------------------------------------------------------------------------------

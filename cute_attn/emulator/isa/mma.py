@@ -123,7 +123,7 @@ def _mma_f16(
     wide = _f16(_stack(w, c)).reshape(2, w.size, 2)
     spread = (wide[0, :, 0], wide[0, :, 1], wide[1, :, 0], wide[1, :, 1])
     d = _mma(w, mask, (_f16, _f16), a, b, spread)
-    return [floats.pack16(d[i].astype(np.float16), d[i + 1].astype(np.float16)) for i in (0, 2)]
+    return [floats.packed(d[i : i + 2].T, ".f16x2") for i in (0, 2)]
 
 
 @called("movmatrix.sync.aligned.m8n8.trans.b16", kinds=("u4",), results=("u4",), converges=True, golden="matrix")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import Divergence
+from cute_attn.emulator.isa.atomics import UFUNCS
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import WarpBatch
 
@@ -120,16 +120,6 @@ def match_all(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> tupl
     return np.where(every, here, np.uint32(0)), every
 
 
-_REDUCE: dict[str, Callable[..., Array]] = {
-    ".add": np.add.reduce,
-    ".min": np.minimum.reduce,
-    ".max": np.maximum.reduce,
-    ".and": np.bitwise_and.reduce,
-    ".or": np.bitwise_or.reduce,
-    ".xor": np.bitwise_xor.reduce,
-}
-
-
 @called(
     "redux.sync{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.b32}",
     kinds=("", "u4"),
@@ -144,7 +134,7 @@ def redux(w: WarpBatch, mask: Array | None, op: str, a: Array, member: Array) ->
     out = np.zeros(rows.shape, rows.dtype)
     for i in range(len(rows)):
         if active[i].any():
-            out[i] = _REDUCE[op](rows[i][active[i]], dtype=rows.dtype)
+            out[i] = UFUNCS[op].reduce(rows[i][active[i]], dtype=rows.dtype)
     return out.ravel()
 
 
