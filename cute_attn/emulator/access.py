@@ -59,7 +59,7 @@ def load_shared(
     for memory, positions in shared_of(batch, at, what, cluster):
         chosen = slice(None) if positions is None else positions
         offsets, agents = offsets_of(at[chosen]), batch.lane_agents[lanes[chosen]]
-        memory.check(offsets, nbytes, nbytes, what)
+        memory.check(offsets, nbytes, what)
         out[lanes[chosen]] = memory.load(offsets, nbytes, agents, what).view(np.uint8).reshape(-1, nbytes)
     return out
 
@@ -74,7 +74,7 @@ def store_shared(
     for memory, positions in shared_of(batch, at, what, cluster):
         chosen = slice(None) if positions is None else positions
         offsets, agents = offsets_of(at[chosen]), batch.lane_agents[lanes[chosen]]
-        memory.check(offsets, nbytes, nbytes, what)
+        memory.check(offsets, nbytes, what)
         memory.store(offsets, words_of(rows[lanes[chosen]]), nbytes, agents, what)
 
 

@@ -39,6 +39,7 @@ class Op:
     clock: Array  # [rows, agents]
     what: str
     time: float = 0.0
+    generic: bool = False  # it uses the generic proxy, as cp.async does
 
 
 class Clocks:
@@ -121,7 +122,7 @@ class Clocks:
             clock[PROXY, channel] = epoch
         self.go_on(agent)
         self.names[channel] = what
-        return Op(channel, epoch, clock, what, float(self.time[agent]))
+        return Op(channel, epoch, clock, what, float(self.time[agent]), generic)
 
     def name(self, agent: int) -> str:
         if agent == BEFORE:
@@ -203,8 +204,8 @@ class Shadow:
         np.maximum(last, op.epoch, out=last)
         return None
 
-    def op_write(self, cells: Array, op: Op, generic: bool = False) -> tuple[str, int] | None:
-        """Record a write by an asynchronous operation. `generic`: it uses the generic proxy, as cp.async does."""
+    def op_write(self, cells: Array, op: Op) -> tuple[str, int] | None:
+        """Record a write by an asynchronous operation."""
         writer = self.writer[cells]
         late = self.written[cells] > op.clock[self.row, writer]
         if some(late):
@@ -215,7 +216,7 @@ class Shadow:
             self.reads[reader][cells] = 0
         self.writer[cells] = op.agent
         self.written[cells] = op.epoch
-        self.generic[cells] = generic
+        self.generic[cells] = op.generic
         return None
 
     def _unobserved(self, clocks: Array, cells: Array) -> list[int]:

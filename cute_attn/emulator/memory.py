@@ -79,7 +79,8 @@ class SharedMemory:
         self.clocks = clocks
         self.shadow = Shadow(nbytes, clocks) if clocks is not None else None
 
-    def check(self, offsets: Array, nbytes: int, align: int, what: str) -> None:
+    def check(self, offsets: Array, nbytes: int, what: str) -> None:
+        """Check that words of `nbytes` are inside, and aligned to their size."""
         if len(offsets) == 0:
             return
         low, high = int(offsets.min()), int(offsets.max())
@@ -90,9 +91,9 @@ class SharedMemory:
                 f"is outside {SHARED_START:#x}..{self.size:#x}",
                 lane,
             )
-        if some(offsets & (align - 1)):
-            lane = int(np.flatnonzero(offsets & (align - 1))[0])
-            raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {align} bytes", lane)
+        if some(offsets & (nbytes - 1)):
+            lane = int(np.flatnonzero(offsets & (nbytes - 1))[0])
+            raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {nbytes} bytes", lane)
 
     def load(self, offsets: Array, nbytes: int, agents: Array, what: str) -> Array:
         """Load words at `offsets` for warps. `check` must be called before."""
@@ -130,9 +131,9 @@ class SharedMemory:
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
-    def op_store(self, offsets: Array, values: Array, nbytes: int, op: Op | None, what: str, generic: bool) -> None:
+    def op_store(self, offsets: Array, values: Array, nbytes: int, op: Op | None, what: str) -> None:
         if self.shadow is not None and op is not None:
-            wrong = self.shadow.op_write(_cell_set(offsets, nbytes), op, generic)
+            wrong = self.shadow.op_write(_cell_set(offsets, nbytes), op)
             if wrong is not None:
                 self._race(what, int(offsets.min()), wrong[0], wrong[1], None)
         self.bytes.windows(nbytes)[offsets] = values

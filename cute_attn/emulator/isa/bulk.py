@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cute_attn.emulator import access
+from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
@@ -16,8 +17,9 @@ from cute_attn.emulator.errors import MemoryFault
 from cute_attn.emulator.isa import floats, mbarrier
 from cute_attn.emulator.isa.atomics import UPDATES
 from cute_attn.emulator.isa.registry import called, form
-from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT, SharedMemory
+from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.tensormap import Chunks
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
 if TYPE_CHECKING:
@@ -58,9 +60,7 @@ def _bulk_load(
         op = w.begin_op(int(w.row[lane]), "bulk load")
         for rank in ranks_of(named) or [at >> RANK_SHIFT]:
             own = (bar & OFFSET_MASK) | rank << RANK_SHIFT if named else bar
-            waiting = mbarrier.target(w.cta, own, op, "a bulk load")
-            memory = w.cta.cluster.ctas[rank].smem
-            w.cta.post(_bulk_action(w.cta, memory, at & OFFSET_MASK, start, nbytes, op, waiting))
+            post_load(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, tensormap.run(start, nbytes), own, op, "bulk load")
 
 
 def _sixteen(*numbers: int) -> None:
@@ -68,17 +68,29 @@ def _sixteen(*numbers: int) -> None:
         raise MemoryFault("bulk copy: addresses and size must be multiples of 16: " + ", ".join(map(hex, numbers)))
 
 
-def _bulk_action(
-    cta: Cta, memory: SharedMemory, offset: int, start: int, nbytes: int, op: Op | None, waiting: mbarrier.Mbarrier
-) -> Callable[[], None]:
-    def run() -> None:
-        steps = np.arange(0, nbytes, 16)
-        rows = access.op_load_global(cta, start + steps, 16, op, "bulk load")
-        memory.check(offset + steps, 16, 16, "bulk load")
-        memory.op_store(offset + steps, access.words_of(rows), 16, op, "bulk load", generic=False)
-        waiting.complete(nbytes, op, LATENCY)
+def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op | None, what: str) -> None:
+    """Post the copy of pieces to a shared address of the cluster, which counts its bytes at a barrier."""
+    waiting = mbarrier.target(cta, barrier, op, f"a {what}")
 
-    return run
+    def arrive() -> None:
+        rows = np.zeros((len(pieces.shared), pieces.nbytes), np.uint8)
+        if pieces.nan_fill:
+            rows.view(np.uint16)[:] = 0x7FF7  # whatever the type
+        if pieces.inside.any():
+            addresses = pieces.addresses[pieces.inside]
+            rows[pieces.inside] = access.op_load_global(cta, addresses, pieces.nbytes, op, what)
+        _deliver(cta, target, pieces, access.words_of(rows), op, waiting, what)
+
+    cta.post(arrive)
+
+
+def _deliver(
+    cta: Cta, target: int, pieces: Chunks, words: Array, op: Op | None, waiting: mbarrier.Mbarrier, what: str
+) -> None:
+    memory, offsets = cta.cluster.ctas[target >> RANK_SHIFT].smem, pieces.offsets(target & OFFSET_MASK)
+    memory.check(offsets, pieces.nbytes, what)
+    memory.op_store(offsets, words, pieces.nbytes, op, what)
+    waiting.complete(pieces.nbytes * len(words), op, LATENCY)
 
 
 @form("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", since=90, golden="tma")
@@ -93,16 +105,12 @@ def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array
         _sixteen(at, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
         waiting = mbarrier.target(w.cta, bar, op, "a bulk copy")
-        memory = w.cta.cluster.ctas[at >> RANK_SHIFT].smem
+        w.cta.post(functools.partial(_copy_between, w.cta, at, tensormap.run(start & OFFSET_MASK, nbytes), op, waiting))
 
-        def run(memory=memory, at=at, start=start, nbytes=nbytes, op=op, waiting=waiting) -> None:  # type: ignore[no-untyped-def]
-            steps = np.arange(0, nbytes, 16)
-            words = w.cta.smem.op_load((start & OFFSET_MASK) + steps, 16, op, "bulk copy")
-            memory.check((at & OFFSET_MASK) + steps, 16, 16, "bulk copy")
-            memory.op_store((at & OFFSET_MASK) + steps, words, 16, op, "bulk copy", generic=False)
-            waiting.complete(nbytes, op, LATENCY)
 
-        w.cta.post(run)
+def _copy_between(cta: Cta, target: int, pieces: Chunks, op: Op | None, waiting: mbarrier.Mbarrier) -> None:
+    words = cta.smem.op_load(pieces.addresses, pieces.nbytes, op, "bulk copy")
+    _deliver(cta, target, pieces, words, op, waiting, "bulk copy")
 
 
 @form(f"cp.async.bulk.global.shared::cta.bulk_group{HINT}", since=90, golden="tma")
@@ -134,25 +142,29 @@ def _bulk_store(
     for lane, to, start, nbytes in w.each(mask, target, source, size):
         _sixteen(to, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk store")
-        action = _bulk_store_action(w.cta, to, start & OFFSET_MASK, nbytes, reduce, kind, op)
-        bulk_groups(w, lane).add(w.cta, action, op)
-
-
-def _bulk_store_action(
-    cta: Cta, to: int, offset: int, nbytes: int, reduce: str, kind: str, op: Op | None
-) -> Callable[[], None]:
-    def run() -> None:
-        steps = np.arange(0, nbytes, 16)
-        cta.smem.check(offset + steps, 16, 16, "bulk store")
-        rows = (
-            np.ascontiguousarray(cta.smem.op_load(offset + steps, 16, op, "bulk store")).view(np.uint8).reshape(-1, 16)
+        open_group(w, lane).append(
+            posted_store(w.cta, start, tensormap.run(to, nbytes), (reduce, kind), op, "bulk store")
         )
-        if reduce:
-            old = access.op_load_global(cta, to + steps, 16, None, "bulk reduction")
-            rows = reduced(old, rows, reduce, kind)
-        access.op_store_global(cta, to + steps, rows, None if reduce else op, "bulk store")
 
-    return run
+
+def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, str], op: Op | None, what: str) -> Task:
+    """Post the copy of pieces from a shared address to global memory. `reduction`: operation and type, if any."""
+
+    def store() -> None:
+        offsets = pieces.offsets(source & OFFSET_MASK)
+        cta.smem.check(offsets, pieces.nbytes, what)
+        addresses, nbytes = pieces.addresses[pieces.inside], pieces.nbytes
+        if len(addresses) == 0:
+            return
+        words = cta.smem.op_load(offsets[pieces.inside], nbytes, op, what)  # the rest may be anything
+        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, nbytes)
+        if reduction[0]:
+            rows = reduced(access.op_load_global(cta, addresses, nbytes, None, what), rows, *reduction)
+        access.op_store_global(cta, addresses, rows, None if reduction[0] else op, what)
+
+    task = Task(store, op)
+    cta.post(task)
+    return task
 
 
 def reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
@@ -191,20 +203,16 @@ class BulkGroups:
     open: list[Task] = field(default_factory=list)
     committed: list[list[Task]] = field(default_factory=list)
 
-    def add(self, cta: Cta, action: Callable[[], None], op: Op | None) -> None:
-        task = Task(action, op)
-        self.open.append(task)
-        cta.post(task)
 
-
-def bulk_groups(w: WarpBatch, lane: int) -> BulkGroups:
+def open_group(w: WarpBatch, lane: int) -> list[Task]:
+    """The open group of a thread."""
     cta = w.cta
     if "bulk groups" not in cta.extra:
         cta.extra["bulk groups"] = {}
         cta.closing.append(lambda: _check_unread(cta))
     table = cta.extra["bulk groups"]
     found: BulkGroups = table.setdefault(w.thread(lane), BulkGroups())
-    return found
+    return found.open
 
 
 def _check_unread(cta: Cta) -> None:

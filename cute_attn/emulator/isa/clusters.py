@@ -96,11 +96,11 @@ def _st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arr
     for group in _groups(lanes, targets >> RANK_SHIFT, barriers, w.row):
         rank, where = int(targets[group[0]]) >> RANK_SHIFT, targets[group] & OFFSET_MASK
         memory = w.cta.cluster.ctas[rank].smem
-        memory.check(where, nbytes, nbytes, "st.async")
+        memory.check(where, nbytes, "st.async")
         if len(np.unique(where)) < len(where):
             raise Race("lanes of one st.async store to the same place")
         op = w.begin_op(int(w.row[group[0]]), "st.async")
-        memory.op_store(where, access.words_of(data[group]), nbytes, op, "st.async", generic=False)
+        memory.op_store(where, access.words_of(data[group]), nbytes, op, "st.async")
         waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
         waiting.complete(nbytes * len(group), op)
 

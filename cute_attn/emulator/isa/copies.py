@@ -60,7 +60,7 @@ def _matrix_rows(w: WarpBatch, mask: Array | None, address: Array, count: int, w
     at = rows.ravel()
     (memory, _), *_ = access.shared_of(w, at, what)
     offsets = access.offsets_of(at)
-    memory.check(offsets, 16, 16, what)
+    memory.check(offsets, 16, what)
     data: Array = memory.load(offsets, 16, np.repeat(agents, 8 * count), what)
     return data, len(agents)
 
@@ -112,7 +112,7 @@ def _stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[A
         rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)
     (memory, _), *_ = access.shared_of(w, at, "stmatrix")
     offsets = access.offsets_of(at)
-    memory.check(offsets, 16, 16, "stmatrix")
+    memory.check(offsets, 16, "stmatrix")
     memory.store(offsets, access.words_of(rows), 16, np.repeat(w.agents[present], 8 * count), "stmatrix")
 
 
@@ -175,7 +175,7 @@ def _cp_async(w: WarpBatch, mask: Array | None, target: Array, source: Array, si
     at = w.full(target)[lanes]
     (memory, _), *_ = access.shared_of(w, at, "cp.async")
     offsets = access.offsets_of(at)
-    memory.check(offsets, size, size, "cp.async")
+    memory.check(offsets, size, "cp.async")
     words = access.words_of(rows[lanes])
     owners = w.row[lanes]
     for position in np.unique(owners):
@@ -196,7 +196,7 @@ def _partial(w: WarpBatch, mask: Array, source: Array, count: int) -> Array:
 
 def _land(copy: tuple[SharedMemory, Array, Array, int], op: Op | None) -> None:
     memory, offsets, words, size = copy
-    memory.op_store(offsets, words, size, op, "cp.async", generic=True)
+    memory.op_store(offsets, words, size, op, "cp.async")
 
 
 def outstanding(w: WarpBatch, position: int) -> list[Op]:

@@ -52,8 +52,8 @@ def _try_cancel(w: WarpBatch, mask: Array | None, address: Array, barrier: Array
 def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op | None) -> None:
     for cta, barrier in zip(ctas, barriers, strict=True):
         offsets = access.offsets_of(np.array([at], np.uint32))
-        cta.smem.check(offsets, RESPONSE_BYTES, RESPONSE_BYTES, "try_cancel")
-        cta.smem.op_store(offsets, response, RESPONSE_BYTES, op, "try_cancel", generic=False)
+        cta.smem.check(offsets, RESPONSE_BYTES, "try_cancel")
+        cta.smem.op_store(offsets, response, RESPONSE_BYTES, op, "try_cancel")
         barrier.complete(RESPONSE_BYTES, op, LATENCY)
 
 

@@ -204,7 +204,7 @@ def init(e: Emitter, inst: Inst, space: str) -> None:
 
 def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None:
     for lane, where, number in w.each(mask, address & OFFSET_MASK, count):
-        w.cta.smem.check(np.array([where]), 8, 8, "mbarrier.init")
+        w.cta.smem.check(np.array([where]), 8, "mbarrier.init")
         if not 1 <= number <= MAX_COUNT:
             raise BarrierFault(f"mbarrier.init with a count of {number}", lane)
         agents = w.lane_agents[lane : lane + 1]

@@ -76,7 +76,7 @@ class _Request:
         memory = memory_of(self.cta)
         memory.allocate(start, self.columns)
         offset = access.offsets_of(np.array([self.target], np.uint32))
-        self.cta.smem.check(offset, 4, 4, "tcgen05.alloc")
+        self.cta.smem.check(offset, 4, "tcgen05.alloc")
         value = np.array([start], np.uint32)
         self.cta.smem.store(offset, value, 4, np.array([self.agent]), "tcgen05.alloc")
         self.granted = True

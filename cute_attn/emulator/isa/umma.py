@@ -61,7 +61,7 @@ class _Product:
         operand = smem_matrix.blackwell(descriptor, mn_major)
         where = smem_matrix.offsets(operand, 0, rows, umma.K_BYTES, self.kind.item_bytes)
         flat = where.ravel()
-        cta.smem.check(flat, 16, 16, "tcgen05.mma operand")
+        cta.smem.check(flat, 16, "tcgen05.mma operand")
         chunks = cta.smem.op_load(flat, 16, op, "tcgen05.mma").reshape(where.shape)
         raw = np.ascontiguousarray(smem_matrix.matrix(chunks, operand, self.kind.item_bytes))
         return umma.values(raw, type_)

@@ -122,7 +122,7 @@ class Product:
     ) -> Array:
         where = smem_matrix.offsets(operand, first, rows, self.k_bytes, self.item_bytes)
         flat = where.ravel()
-        w.cta.smem.check(flat, 16, 16, "wgmma operand")
+        w.cta.smem.check(flat, 16, "wgmma operand")
         chunks = w.cta.smem.op_load(flat, 16, op, "wgmma").reshape(where.shape)
         raw = smem_matrix.matrix(chunks, operand, self.item_bytes)
         return decode(np.ascontiguousarray(raw)).reshape(raw.shape)
