@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -31,10 +32,28 @@ class Bytes:
         """View whose item i is the word of `nbytes` bytes at byte offset i."""
         view = self._windows.get(nbytes)
         if view is None:
-            kind = f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
-            shape = (max(self.size - nbytes + 1, 0),)
+            shape, kind = (max(self.size - nbytes + 1, 0),), word_type(nbytes)
             view = self._windows[nbytes] = np.ndarray(shape, kind, self.data, strides=(self.stride,))  # type: ignore[arg-type]
         return view
+
+    def first_unset(self, offsets: Array, nbytes: int) -> int | None:
+        """Index of the first word with a byte that is no set flag, or None."""
+        seen = self.windows(nbytes)[offsets].view(np.uint8)
+        if len(seen) == 0 or seen.min() == INITIALISED:
+            return None
+        return int(np.flatnonzero(seen.reshape(len(offsets), -1).min(axis=1) != INITIALISED)[0])
+
+
+def word_type(nbytes: int) -> str:
+    """Name of the numpy type of words of so many bytes."""
+    return f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
+
+
+def put(data: Bytes, valid: Bytes, offsets: Array, words: Array) -> None:
+    """Write words, and flag their bytes as valid."""
+    nbytes = words.dtype.itemsize
+    data.windows(nbytes)[offsets] = words
+    valid.windows(nbytes)[offsets] = np.full(nbytes, INITIALISED, np.uint8).view(word_type(nbytes))
 
 
 class Flags(Bytes):
@@ -113,8 +132,7 @@ class SharedMemory:
             race = self.shadow.write(cells_of(offsets, nbytes), agents)
             if race is not None:
                 self._race(what, int(offsets[race[0]]), race[2], race[1], race[0])
-        self.bytes.windows(nbytes)[offsets] = values
-        self.valid.windows(nbytes)[offsets] = _ones(nbytes)
+        put(self.bytes, self.valid, offsets, values)
 
     def op_load(self, offsets: Array, nbytes: int, op: Op | None, what: str) -> Array:
         """Load words for `op`, through the async proxy."""
@@ -136,15 +154,13 @@ class SharedMemory:
             wrong = self.shadow.op_write(_cell_set(offsets, nbytes), op)
             if wrong is not None:
                 self._race(what, int(offsets.min()), wrong[0], wrong[1], None)
-        self.bytes.windows(nbytes)[offsets] = values
-        self.valid.windows(nbytes)[offsets] = _ones(nbytes)
+        put(self.bytes, self.valid, offsets, values)
 
     def _need_valid(self, offsets: Array, nbytes: int, what: str) -> None:
-        seen = self.valid.windows(nbytes)[offsets].view(np.uint8)
-        if len(seen) and seen.min() != INITIALISED:
-            if (seen == MBARRIER).any():
+        lane = self.valid.first_unset(offsets, nbytes)
+        if lane is not None:
+            if (self.valid.windows(nbytes)[offsets].view(np.uint8) == MBARRIER).any():
                 raise BarrierFault(f"{what} reads an mbarrier")
-            lane = int(np.flatnonzero(seen.reshape(len(offsets), -1).min(axis=1) != INITIALISED)[0])
             raise Uninitialised(f"{what} reads uninitialised shared memory at {int(offsets[lane]):#x}", lane)
 
     def _name(self, agent: int) -> str:
@@ -153,11 +169,6 @@ class SharedMemory:
 
     def _race(self, what: str, offset: int, kind: str, agent: int, lane: int | None) -> None:
         raise Race(f"{what} at shared {offset:#x} races with a {kind} by {self._name(agent)}", lane)
-
-
-def _ones(nbytes: int) -> Array:
-    kind = f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
-    return np.full(nbytes, INITIALISED, np.uint8).view(kind)
 
 
 def _cell_set(offsets: Array, nbytes: int) -> Array:
@@ -250,8 +261,8 @@ class GlobalMemory:
         self.regions.insert(at, region)
         return region
 
-    def split(self, addresses: Array, nbytes: int, what: str) -> list[tuple[Region, Array | None, Array]]:
-        """Split words by region: (region, positions in `addresses` or None for all, offsets)."""
+    def split(self, addresses: Array, nbytes: int, what: str) -> list[tuple[Region, Any, Array]]:
+        """Split words by region: (region, index of its words in `addresses`, offsets)."""
         if len(addresses) == 0:
             return []
         low, high = int(addresses.min()), int(addresses.max())
@@ -259,9 +270,9 @@ class GlobalMemory:
         if at >= 0:
             single = self.regions[at]
             if high + nbytes <= single.base + single.size:
-                return [(single, None, (addresses - np.uint64(single.base)).astype(np.int64))]
+                return [(single, slice(None), (addresses - np.uint64(single.base)).astype(np.int64))]
         owners = np.searchsorted(np.array(self.bases, np.uint64), addresses, side="right") - 1
-        parts: list[tuple[Region, Array | None, Array]] = []
+        parts: list[tuple[Region, Any, Array]] = []
         for owner in np.unique(owners):
             positions = np.flatnonzero(owners == owner)
             region = self.regions[owner] if owner >= 0 else None
@@ -285,27 +296,19 @@ class GlobalMemory:
         return f"{what} of {nbytes} bytes at {address:#x} is in no range of global memory{near}"
 
 
-def need(region: Region, flags: Bytes, offsets: Array, nbytes: int) -> int | None:
-    """Index of the first word with a byte that is not flagged, or None."""
-    seen = flags.windows(nbytes)[offsets].view(np.uint8)
-    if seen.min() == INITIALISED:
-        return None
-    return int(np.flatnonzero(seen.reshape(len(offsets), -1).min(axis=1) != INITIALISED)[0])
-
-
 def check_global(region: Region, offsets: Array, nbytes: int, what: str, write: bool) -> None:
     """Check that bytes exist and that they are initialised (reads) or writable (writes)."""
-    lane = need(region, region.exists, offsets, nbytes)
+    lane = region.exists.first_unset(offsets, nbytes)
     if lane is not None:
         raise MemoryFault(
             f"{what} touches bytes of {region.name} that belong to no tensor, at {int(offsets[lane])}", lane
         )
     if write:
-        lane = need(region, region.writable, offsets, nbytes)
+        lane = region.writable.first_unset(offsets, nbytes)
         if lane is not None:
             raise MemoryFault(f"{what} writes to {region.name}, which the kernel may only read", lane)
         return
-    lane = need(region, region.valid, offsets, nbytes)
+    lane = region.valid.first_unset(offsets, nbytes)
     if lane is not None:
         raise Uninitialised(
             f"{what} reads bytes of {region.name} that were never written, at {int(offsets[lane])}", lane
