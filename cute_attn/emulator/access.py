@@ -74,7 +74,7 @@ def store_shared(
     for memory, chosen in shared_of(batch, at, what, cluster):
         offsets, agents = offsets_of(at[chosen]), batch.lane_agents[lanes[chosen]]
         memory.check(offsets, nbytes, what)
-        memory.store(offsets, words_of(rows[lanes[chosen]]), nbytes, agents, what)
+        memory.store(offsets, words_of(rows[lanes[chosen]]), agents, what)
 
 
 def words_of(rows: Array) -> Array:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import collections
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import Deadlock, LaunchFault, PtxError
+from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.order import HappensBefore
 from cute_attn.emulator.memory import GENERIC_PARAM, RANK_SHIFT, SHARED_START, GlobalMemory, SharedMemory
 from cute_attn.emulator.program import Block, Program
@@ -20,6 +22,7 @@ from cute_attn.emulator.schedule import Schedule
 from cute_attn.emulator.timeline import Event, Recorder
 from cute_attn.emulator.warp_batch import WarpBatch
 
+T = TypeVar("T")
 Dim3 = tuple[int, int, int]
 
 SM_REGISTERS = 65536
@@ -58,15 +61,24 @@ class Cta:
         self.first_agent: int = 1 + rank * self.num_warps
         self.smem = SharedMemory(grid.smem_end, rank, self.clocks)
         self.barriers: dict[int, Any] = {}  # named barriers
-        self.mbarriers: dict[int, Any] = {}  # by offset
         self.pending: dict[str, collections.deque[Callable[[], None]]] = {}  # asynchronous work by queue
         self.posted = 0
-        self.extra: dict[str, Any] = {}  # state of optional units, by name
-        self.closing: list[Callable[[], None]] = []  # checks to run when its last warp has ended
+        self.mbarriers: dict[int, mbarrier.Mbarrier] = {}  # by offset
+        self.units: dict[str, Any] = {}  # state of optional units, by name
+        self.closing: list[Callable[[], None]] = []  # checks of units to run when its last warp has ended
         self.batches: list[WarpBatch] = []
         for warps in grid.initial_batches():
             self.batches.append(WarpBatch(self, warps, list(grid.initial_registers)))
         self.running = {id(batch): (batch, batch.run()) for batch in self.batches}
+
+    def unit(self, name: str, make: Callable[[], T], check: Callable[[T], None] | None = None) -> T:
+        """State of an optional unit, made at its first use. `check` is called when the last warp has ended."""
+        found: T | None = self.units.get(name)
+        if found is None:
+            found = self.units[name] = make()
+            if check is not None:
+                self.closing.append(functools.partial(check, found))
+        return found
 
     def adopt(self, batches: list[WarpBatch]) -> None:
         """Add the new batches of a split."""
@@ -334,6 +346,8 @@ class Grid:
 
     def _leave(self, batch: WarpBatch) -> None:
         if not batch.cta.running:
+            mbarrier.check_phases(batch.cta)
+            mbarrier.check_remote(batch.cta)
             for check in batch.cta.closing:
                 check()
         clocks = batch.cta.clocks

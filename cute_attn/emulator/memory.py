@@ -124,7 +124,8 @@ class SharedMemory:
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
-    def store(self, offsets: Array, values: Array, nbytes: int, agents: Array, what: str) -> None:
+    def store(self, offsets: Array, words: Array, agents: Array, what: str) -> None:
+        nbytes = words.dtype.itemsize
         state = self.valid.windows(nbytes)[offsets].view(np.uint8)
         if some(state == MBARRIER):
             raise BarrierFault(f"{what} overwrites an mbarrier")
@@ -132,7 +133,7 @@ class SharedMemory:
             race = self.shadow.write(cells_of(offsets, nbytes), agents)
             if race is not None:
                 self._race(what, int(offsets[race[0]]), race[2], race[1], race[0])
-        put(self.bytes, self.valid, offsets, values)
+        put(self.bytes, self.valid, offsets, words)
 
     def op_load(self, offsets: Array, nbytes: int, op: Op | None, what: str) -> Array:
         """Load words for `op`, through the async proxy."""
@@ -149,12 +150,12 @@ class SharedMemory:
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
-    def op_store(self, offsets: Array, values: Array, nbytes: int, op: Op | None, what: str) -> None:
+    def op_store(self, offsets: Array, words: Array, op: Op | None, what: str) -> None:
         if self.shadow is not None and op is not None:
-            wrong = self.shadow.op_write(_cell_set(offsets, nbytes), op)
+            wrong = self.shadow.op_write(_cell_set(offsets, words.dtype.itemsize), op)
             if wrong is not None:
                 self._race(what, int(offsets.min()), wrong[0], wrong[1], None)
-        put(self.bytes, self.valid, offsets, values)
+        put(self.bytes, self.valid, offsets, words)
 
     def _need_valid(self, offsets: Array, nbytes: int, what: str) -> None:
         lane = self.valid.first_unset(offsets, nbytes)

@@ -89,7 +89,7 @@ def _deliver(
 ) -> None:
     memory, offsets = cta.cluster.ctas[target >> RANK_SHIFT].smem, pieces.offsets(target & OFFSET_MASK)
     memory.check(offsets, pieces.nbytes, what)
-    memory.op_store(offsets, words, pieces.nbytes, op, what)
+    memory.op_store(offsets, words, op, what)
     waiting.complete(pieces.nbytes * len(words), op, LATENCY)
 
 
@@ -204,27 +204,26 @@ class BulkGroups:
     committed: list[list[Task]] = field(default_factory=list)
 
 
+def _groups(cta: Cta) -> dict[int, BulkGroups]:
+    """Groups by thread."""
+    return cta.unit("bulk groups", dict[int, BulkGroups], _check_unread)
+
+
 def open_group(w: WarpBatch, lane: int) -> list[Task]:
     """The open group of a thread."""
-    cta = w.cta
-    if "bulk groups" not in cta.extra:
-        cta.extra["bulk groups"] = {}
-        cta.closing.append(lambda: _check_unread(cta))
-    table = cta.extra["bulk groups"]
-    found: BulkGroups = table.setdefault(w.thread(lane), BulkGroups())
-    return found.open
+    return _groups(w.cta).setdefault(w.thread(lane), BulkGroups()).open
 
 
-def _check_unread(cta: Cta) -> None:
+def _check_unread(table: dict[int, BulkGroups]) -> None:
     """Shared memory must outlive the stores that read it, which only a wait shows."""
-    for thread, groups in cta.extra["bulk groups"].items():
+    for thread, groups in table.items():
         if groups.open or any(groups.committed):
             raise MemoryFault(f"the CTA ends while bulk stores of thread {thread} may still read its shared memory")
 
 
 @called("cp.async.bulk.commit_group", since=90, conformance="order", golden="tma")
 def commit(w: WarpBatch, mask: Array | None) -> None:
-    table = w.cta.extra.get("bulk groups", {})
+    table = _groups(w.cta)
     for lane in w.lanes(mask):
         groups = table.get(w.thread(lane))
         if groups is not None:
@@ -250,7 +249,7 @@ class _GroupWait(Wait):
 
 @called("cp.async.bulk.wait_group{|.read}", since=90, solo=True, conformance="order", golden="tma")
 def wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
-    table = w.cta.extra.get("bulk groups", {})
+    table = _groups(w.cta)
     owners = [(lane, table[w.thread(lane)]) for lane in w.lanes(mask) if w.thread(lane) in table]
     stores: list[tuple[int, Task]] = []
     for lane, groups in owners:

@@ -49,7 +49,7 @@ def arrive(w: WarpBatch, mask: Array | None) -> None:
         cluster.barrier = Meeting(cluster, total, "barrier.cluster")
     meeting: Meeting = cluster.barrier
     agents = w.agents[w.row[w.first_lanes(mask)]]
-    arrived = w.cta.extra.setdefault("cluster arrivals", {})
+    arrived = w.cta.unit("cluster arrivals", dict[int, Meeting])
     for agent in agents:
         if int(agent) in arrived:
             raise BarrierFault("barrier.cluster.arrive twice without a wait")
@@ -65,11 +65,10 @@ def arrive(w: WarpBatch, mask: Array | None) -> None:
 def wait(w: WarpBatch, mask: Array | None) -> None:
     whole(w, mask, "barrier.cluster.wait")
     agents = w.agents[w.row[w.first_lanes(mask)]]
-    arrived = w.cta.extra.setdefault("cluster arrivals", {})
-    meetings = [arrived.pop(int(agent), None) for agent in agents]
-    if None in meetings:
+    arrived = w.cta.unit("cluster arrivals", dict[int, Meeting])
+    if not all(int(agent) in arrived for agent in agents):
         raise BarrierFault("barrier.cluster.wait without an arrive before it")
-    meeting: Meeting = meetings[0]
+    meeting, *_ = [arrived.pop(int(agent)) for agent in agents]
     if meeting.arrived == -1:  # already complete
         if w.cta.clocks is not None and meeting.clock is not None:
             w.cta.clocks.acquire(agents, meeting.clock)
@@ -100,7 +99,7 @@ def _st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arr
         if len(np.unique(where)) < len(where):
             raise Race("lanes of one st.async store to the same place")
         op = w.begin_op(int(w.row[group[0]]), "st.async")
-        memory.op_store(where, access.words_of(data[group]), nbytes, op, "st.async")
+        memory.op_store(where, access.words_of(data[group]), op, "st.async")
         waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
         waiting.complete(nbytes * len(group), op)
 

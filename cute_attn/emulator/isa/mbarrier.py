@@ -160,7 +160,7 @@ class Mbarrier:
 
     def _see(self) -> None:
         """Forget the uses by other CTAs in phases that a warp has seen complete, but for the latest in an order."""
-        latest = self.cta.extra.setdefault("seen of other CTAs", {})
+        latest = self.cta.unit("seen of other CTAs", dict[int, int])
         for use in self.remote:
             if use.in_order and use.op is not None and use.phase is not None and use.phase < self.phase:
                 latest[use.op.agent] = max(use.op.epoch, latest.get(use.op.agent, 0))
@@ -177,8 +177,7 @@ def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
     found = cta.cluster.ctas[rank].mbarriers.get(offset)
     if found is None:
         raise BarrierFault(f"no mbarrier was initialised at shared {offset:#x}")
-    barrier: Mbarrier = found
-    return barrier
+    return found
 
 
 def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = False) -> Mbarrier:
@@ -208,15 +207,12 @@ def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> Non
         if not 1 <= number <= MAX_COUNT:
             raise BarrierFault(f"mbarrier.init with a count of {number}", lane)
         agents = w.lane_agents[lane : lane + 1]
-        w.cta.smem.store(np.array([where]), np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
+        w.cta.smem.store(np.array([where]), np.zeros(1, np.uint64), agents, "mbarrier.init")
         w.cta.smem.valid.data[where : where + 8] = MBARRIER
-        if not w.cta.mbarriers and "mbarriers" not in w.cta.extra:
-            w.cta.extra["mbarriers"] = True
-            w.cta.closing += [lambda: _check_phases(w.cta), lambda: _check_remote(w.cta)]
         w.cta.mbarriers[where] = Mbarrier(w.cta, number, int(agents[0]), f"mbarrier at shared {where:#x}")
 
 
-def _check_phases(cta: Cta) -> None:
+def check_phases(cta: Cta) -> None:
     """Check that no barrier is left with arrivals or bytes that do not belong to its phase: its count is wrong.
     While asynchronous work is pending, its arrivals are still to come."""
     if cta.pending or cta.clocks is None:
@@ -230,14 +226,14 @@ def _check_phases(cta: Cta) -> None:
             )
 
 
-def _check_remote(cta: Cta) -> None:
+def check_remote(cta: Cta) -> None:
     """Check that what other CTAs do at barriers of this one comes before its end, on every schedule: a warp of it has
     seen the phase complete, or that of a later commit of the same thread. Arrivals of warps need only happen before.
     """
     if cta.clocks is None:
         return
     seen = cta.clocks.v[cta.first_agent : cta.first_agent + cta.num_warps, ORDER].max(axis=0)
-    latest = cta.extra.get("seen of other CTAs", {})
+    latest = cta.unit("seen of other CTAs", dict[int, int])
     for barrier in cta.mbarriers.values():
         for use in barrier.remote:
             if use.op is None:

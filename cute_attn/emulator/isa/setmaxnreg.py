@@ -34,10 +34,7 @@ class Pool:
 
 
 def pool_of(cta: Cta) -> Pool:
-    found: Pool | None = cta.extra.get("registers")
-    if found is None:
-        found = cta.extra["registers"] = Pool(cta.num_warps, cta.grid.registers)
-    return found
+    return cta.unit("registers", lambda: Pool(cta.num_warps, cta.grid.registers))
 
 
 class _Claim(Wait):

@@ -33,18 +33,13 @@ tensor_call = functools.partial(called, since=100, only=ARCHS, conformance="unve
 
 
 def memory_of(cta: Cta) -> TensorMemory:
-    found = cta.extra.get("tcgen05")
-    if found is None:
-        found = cta.extra["tcgen05"] = TensorMemory(cta.clocks)
-        cta.closing.append(lambda: _check_leak(cta))
-    memory: TensorMemory = found
-    return memory
+    return cta.unit("tcgen05", functools.partial(TensorMemory, cta.clocks), functools.partial(_check_leak, cta.index))
 
 
-def _check_leak(cta: Cta) -> None:
-    left = memory_of(cta).leaked()
+def _check_leak(index: tuple[int, int, int], memory: TensorMemory) -> None:
+    left = memory.leaked()
     if left:
-        raise MemoryFault(f"CTA {cta.index} ends without giving {left} columns of tensor memory back")
+        raise MemoryFault(f"CTA {index} ends without giving {left} columns of tensor memory back")
 
 
 def pair_of(cta: Cta, group: int) -> list[Cta]:
@@ -78,7 +73,7 @@ class _Request:
         offset = access.offsets_of(np.array([self.target], np.uint32))
         self.cta.smem.check(offset, 4, "tcgen05.alloc")
         value = np.array([start], np.uint32)
-        self.cta.smem.store(offset, value, 4, np.array([self.agent]), "tcgen05.alloc")
+        self.cta.smem.store(offset, value, np.array([self.agent]), "tcgen05.alloc")
         self.granted = True
 
 
@@ -93,8 +88,7 @@ class _Allocating(Wait):
             self._asking(request.cta).append(request)
 
     def _asking(self, cta: Cta) -> list[_Request]:
-        asking: list[_Request] = cta.extra.setdefault("tcgen05 asking", [])
-        return asking
+        return cta.unit("tcgen05 asking", list[_Request])
 
     def ready(self) -> bool:
         if self.request.granted:

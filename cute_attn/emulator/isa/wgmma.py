@@ -4,6 +4,7 @@ registers hold a mark that only another wgmma may read."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -167,11 +168,7 @@ class Warpgroup:
 
 def _warpgroup(w: WarpBatch) -> Warpgroup:
     number = int(w.warps[0]) // 4
-    found: Warpgroup | None = w.cta.extra.get(f"warpgroup {number}")
-    if found is None:
-        found = w.cta.extra[f"warpgroup {number}"] = Warpgroup(number)
-        w.cta.closing.append(found.close)
-    return found
+    return w.cta.unit(f"warpgroup {number}", functools.partial(Warpgroup, number), Warpgroup.close)
 
 
 def _value_of(x: Any) -> Array:
