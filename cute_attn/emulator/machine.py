@@ -29,16 +29,6 @@ SM_REGISTERS = 65536
 SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 
 
-@dataclass(frozen=True)
-class Policy:
-    """Options of a launch: what is checked and recorded, and the schedule."""
-
-    checks: bool = True
-    schedule: Schedule = field(default_factory=Schedule)
-    events: bool = False
-    strict: bool = True  # tcgen05.wait::ld and tcgen05.fence are needed where the PTX ISA asks for them
-
-
 @dataclass
 class Stats:
     """Counts and events of a launch."""
@@ -172,12 +162,22 @@ JOIN_INTERVAL = 40  # rounds after which another cluster starts: a running one m
 
 
 class Grid:
-    """State of one launch."""
+    """State of one launch. Options: those of `run.launch`."""
 
-    def __init__(self, program: Program, launch: dict[str, Any], memory: GlobalMemory, policy: Policy) -> None:
+    def __init__(
+        self,
+        program: Program,
+        launch: dict[str, Any],
+        memory: GlobalMemory,
+        *,
+        checks: bool,
+        schedule: Schedule,
+        events: bool,
+        strict: bool,
+    ) -> None:
         self.program, self.memory = program, memory
-        self.checks, self.schedule, self.strict = policy.checks, policy.schedule, policy.strict
-        self.recorder = Recorder() if policy.events else None
+        self.checks, self.schedule, self.strict = checks, schedule, strict
+        self.recorder = Recorder() if events else None
         self._waiting: Iterator[tuple[int, Dim3]] = self._origins()
         self.cta_group = 0  # of the tcgen05 instructions, set by the first one
         self.grid: Dim3 = launch["grid"]
