@@ -118,10 +118,6 @@ class TensorMemory:
             self.complain("tcgen05.dealloc", held, *wrong)
         stream.wait()
 
-    def leaked(self) -> int:
-        """Number of columns that were not deallocated."""
-        return int((self.owner != 0).sum())
-
     # --- access -------------------------------------------------------------------------------------------------------
 
     def stream(self, agent: int, kind: str, lane: int = WARP) -> Stream | None:

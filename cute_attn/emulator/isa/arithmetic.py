@@ -154,7 +154,7 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
 computed({"fma.rn.f64": _fma64}, conformance="approx")
 computed(
     {f"{op}{{|.rn}}.f64": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
-    | {"min.f64": floats.minimum, "max.f64": floats.maximum},
+    | {f"{op}.f64": floats.EXTREMES[op] for op in ("min", "max")},
     golden="float64",
 )
 computed({f"copysign{_FLOATS}": "np.copysign({1}, {0})"}, golden="float32")
@@ -165,14 +165,8 @@ def extreme_f32(e: Emitter, inst: Inst, op: str, ftz: str, nan: str) -> None:
     d, *sources = inst.operands
     text = _flushed(e, ftz, e.get(sources[0], "f4"))
     for source in sources[1:]:  # three inputs from sm_100 on
-        text = f"{_extreme(e, op, nan)}({text}, {_flushed(e, ftz, e.get(source, 'f4'))})"
+        text = f"{e.bind(floats.EXTREMES[op + nan], op)}({text}, {_flushed(e, ftz, e.get(source, 'f4'))})"
     e.set(d, "f4", text)
-
-
-def _extreme(e: Emitter, op: str, nan: str) -> str:
-    """Bind the function of a min or max; returns its name."""
-    suffix = "_nan" if nan else ""
-    return e.bind(getattr(floats, f"{op}imum{suffix}"), op + suffix)
 
 
 @form("{neg|abs}{|.ftz}{.f32|.f64}", golden="float32")
@@ -231,7 +225,7 @@ def _fma_half(a: Array, b: Array, c: Array, relu: bool) -> Array:
 
 @form("{min|max}{|.NaN}{.f16x2|.bf16x2}", golden="half2")
 def extreme_half2(e: Emitter, inst: Inst, op: str, nan: str, kind: str) -> None:
-    _packed(e, inst, kind, f"{_extreme(e, op, nan)}({{0}}, {{1}})")
+    _packed(e, inst, kind, f"{e.bind(floats.EXTREMES[op + nan], op)}({{0}}, {{1}})")
 
 
 @form("{neg|abs}{.f16x2|.bf16x2}", golden="half2")

@@ -70,14 +70,21 @@ class Meeting:
                 clocks.time[agents] = np.maximum(clocks.time[agents], self.time)
 
 
-@form("{bar|barrier}{|.cta}.sync{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers")
-def bar_sync(e: Emitter, inst: Inst, *choices: str) -> None:
-    _barrier(e, inst, _bar_sync)
+@form(
+    "{bar|barrier}{|.cta}{.sync|.arrive}{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers"
+)
+def bar(e: Emitter, inst: Inst, word: str, cta: str, how: str, aligned: str) -> None:
+    number, *count = inst.operands
+    threads = e.get(count[0], "u4") if count else "None"
+    e.call(_bar, [e.get(number, "u4"), threads, str(how == ".sync")])
 
 
-@form("{bar|barrier}{|.cta}.arrive{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers")
-def bar_arrive(e: Emitter, inst: Inst, *choices: str) -> None:
-    _barrier(e, inst, _bar_arrive)
+def _bar(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None, waits: bool) -> None:
+    index, meeting, agents = _meeting(w, mask, number, threads)
+    meeting.arrive(agents)
+    if waits:
+        w.wait = meeting.wait(agents)
+    _finish(w.cta, index, meeting)
 
 
 @form("{bar|barrier}{|.cta}.red{.and|.or}{|.aligned}.pred", solo=True, converges=True, golden="barriers")
@@ -118,12 +125,6 @@ def _bar_red(
     _finish(w.cta, name, meeting)
 
 
-def _barrier(e: Emitter, inst: Inst, function: object) -> None:
-    number, *count = inst.operands
-    threads = e.get(count[0], "u4") if count else "None"
-    e.call(function, [e.get(number, "u4"), threads])  # type: ignore[arg-type]
-
-
 def _meeting(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None) -> tuple[int, Meeting, Array]:
     whole(w, mask, "bar.sync")
     index = w.uniform(number, mask, "barrier number")
@@ -139,24 +140,11 @@ def _meeting(w: WarpBatch, mask: Array | None, number: Array, threads: Array | N
         meeting = w.cta.barriers[index] = Meeting(w.cta.cluster, expected, f"barrier {index}")
     if meeting.expected != expected:
         raise BarrierFault(f"barrier {index}: {32 * expected} threads expected here, {32 * meeting.expected} before")
-    agents = w.agents[w.row[w.first_lanes(mask)]]
+    agents = w.active_agents(mask)
     if meeting.arrived + len(agents) > expected:
         raise BarrierFault(f"barrier {index}: more than {32 * expected} threads arrive")
     meeting.what = f"barrier {index} ({meeting.arrived + len(agents)} of {expected} warps)"
     return index, meeting, agents
-
-
-def _bar_sync(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None) -> None:
-    index, meeting, agents = _meeting(w, mask, number, threads)
-    meeting.arrive(agents)
-    w.wait = meeting.wait(agents)
-    _finish(w.cta, index, meeting)
-
-
-def _bar_arrive(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None) -> None:
-    index, meeting, agents = _meeting(w, mask, number, threads)
-    meeting.arrive(agents)
-    _finish(w.cta, index, meeting)
 
 
 def _finish(cta: Cta, index: int, meeting: Meeting) -> None:

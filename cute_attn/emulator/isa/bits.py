@@ -10,7 +10,7 @@ from cute_attn.emulator.dtypes import WIDTH, Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import computed, form
-from cute_attn.emulator.ptx import Inst, Reg, Sym, Vec
+from cute_attn.emulator.ptx import Imm, Inst, Reg, Sym, Vec
 
 
 @form("mov.b128", since=70)
@@ -39,27 +39,15 @@ computed({f"{op}{{.b16|.b32|.b64}}": pattern for op, pattern in _LOGIC.items()},
 computed({f"{op}.pred": pattern for op, pattern in _LOGIC.items()}, golden="predicate")
 
 
-@form("shl{.b16|.b32|.b64}", golden="bits")
-def shl(e: Emitter, inst: Inst, kind: str) -> None:
-    _shift(e, inst, kind, "<<")
-
-
-@form("shr{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}", golden="bits")
-def shr(e: Emitter, inst: Inst, kind: str) -> None:
-    _shift(e, inst, kind, ">>")
-
-
-def _shift(e: Emitter, inst: Inst, kind: str, sign: str) -> None:
+@form("{shl}{.b16|.b32|.b64}", "{shr}{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}", golden="bits")
+def shift(e: Emitter, inst: Inst, op: str, kind: str) -> None:
     """Shift; a count of the register's width or more shifts everything out."""
     d, a, count = inst.operands
     t = tag(kind)
-    bits = 8 * int(t[1])
-    name = getattr(count, "value", None)
-    if name is not None and 0 <= name < bits:
-        e.set(d, t, f"{e.get(a, t)} {sign} {e.constant(name, t)}")
-        return
-    function = e.bind(_shift_left if sign == "<<" else _shift_right, "shift")
-    e.set(d, t, f"{function}({e.get(a, t)}, {e.get(count, 'u4')})")
+    if isinstance(count, Imm) and 0 <= count.value < 8 * WIDTH[t]:
+        e.set(d, t, f"{e.get(a, t)} {'<<' if op == 'shl' else '>>'} {e.constant(count.value, t)}")
+    else:
+        e.compute(inst, _shift_left if op == "shl" else _shift_right, t, t, "u4")
 
 
 def _shift_left(x: Array, count: Array) -> Array:

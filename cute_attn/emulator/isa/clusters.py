@@ -48,7 +48,7 @@ def arrive(w: WarpBatch, mask: Array | None) -> None:
         total = len(cluster.ctas) * w.cta.num_warps
         cluster.barrier = Meeting(cluster, total, "barrier.cluster")
     meeting: Meeting = cluster.barrier
-    agents = w.agents[w.row[w.first_lanes(mask)]]
+    agents = w.active_agents(mask)
     arrived = w.cta.unit("cluster arrivals", dict[int, Meeting])
     for agent in agents:
         if int(agent) in arrived:
@@ -64,7 +64,7 @@ def arrive(w: WarpBatch, mask: Array | None) -> None:
 @called("barrier.cluster.wait{|.acquire}{|.aligned}", **_MEETING)
 def wait(w: WarpBatch, mask: Array | None) -> None:
     whole(w, mask, "barrier.cluster.wait")
-    agents = w.agents[w.row[w.first_lanes(mask)]]
+    agents = w.active_agents(mask)
     arrived = w.cta.unit("cluster arrivals", dict[int, Meeting])
     if not all(int(agent) in arrived for agent in agents):
         raise BarrierFault("barrier.cluster.wait without an arrive before it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -102,27 +103,19 @@ def _has_subnormals(x: Array) -> bool:
     return bool(small) and bool(small + some(x) > x.size)
 
 
-def maximum(a: Array, b: Array) -> Array:
-    """PTX max: the other operand where one is NaN, and +0 above -0, which numpy does not distinguish."""
-    return _pick(a, b, np.fmax(a, b), np.signbit(a))
+def _extreme(function: Callable[[Array, Array], Array], low: bool, a: Array, b: Array) -> Array:
+    """Min (`low`) or max by a function of numpy, with +0 above -0, which numpy does not distinguish."""
+    found, zeros = function(a, b), (a == 0) & (b == 0)
+    return np.where(zeros, np.where(np.signbit(a) != low, b, a), found) if some(zeros) else found
 
 
-def minimum(a: Array, b: Array) -> Array:
-    return _pick(a, b, np.fmin(a, b), ~np.signbit(a))
-
-
-def maximum_nan(a: Array, b: Array) -> Array:
-    """PTX max.NaN: NaN where one is NaN."""
-    return _pick(a, b, np.maximum(a, b), np.signbit(a))
-
-
-def minimum_nan(a: Array, b: Array) -> Array:
-    return _pick(a, b, np.minimum(a, b), ~np.signbit(a))
-
-
-def _pick(a: Array, b: Array, found: Array, prefer_b: Array) -> Array:
-    zeros = (a == 0) & (b == 0)
-    return np.where(zeros, np.where(prefer_b, b, a), found) if some(zeros) else found
+EXTREMES = {
+    "min": functools.partial(_extreme, np.fmin, True),  # the other operand where one is NaN
+    "max": functools.partial(_extreme, np.fmax, False),
+    "min.NaN": functools.partial(_extreme, np.minimum, True),  # NaN where one is NaN
+    "max.NaN": functools.partial(_extreme, np.maximum, False),
+}
+"""PTX min and max of floats."""
 
 
 def bf16_to_f32(bits: Array) -> Array:

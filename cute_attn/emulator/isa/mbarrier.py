@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MAX_COUNT = (1 << 20) - 1
 MAX_TX = (1 << 20) - 1
 _SPACE = "{|.shared|.shared::cta|.shared::cluster}"
+_ANYWHERE = ("", ".shared::cluster")  # spaces with addresses of other CTAs of the cluster
 _SEM = "{|.release|.relaxed}{|.cta|.cluster}"
 
 
@@ -187,18 +188,12 @@ def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = Fa
     return barrier
 
 
-def _shared_address(e: Emitter, inst: Inst, position: int, space: str) -> tuple[str, str]:
-    """Address expression, and whether it may refer to other CTAs of the cluster."""
-    return e.shared_address(inst.operands[position], space), str(space in ("", ".shared::cluster"))
-
-
 # --- life of a barrier ------------------------------------------------------------------------------------------------
 
 
 @form("mbarrier.init{|.shared|.shared::cta}.b64", golden="mbarrier")
 def init(e: Emitter, inst: Inst, space: str) -> None:
-    address, _ = _shared_address(e, inst, 0, space)
-    e.call(_init, [address, e.get(inst.operands[1], "u4")])
+    e.call(_init, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4")])
 
 
 def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None:
@@ -249,8 +244,7 @@ def check_remote(cta: Cta) -> None:
 
 @form("mbarrier.inval{|.shared|.shared::cta}.b64", golden="mbarrier")
 def inval(e: Emitter, inst: Inst, space: str) -> None:
-    address, _ = _shared_address(e, inst, 0, space)
-    e.call(_inval, [address])
+    e.call(_inval, [e.shared_address(inst.operands[0], space)])
 
 
 def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
@@ -264,28 +258,14 @@ def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
 # --- arrivals ---------------------------------------------------------------------------------------------------------
 
 
-@form(f"mbarrier.arrive{_SEM}{_SPACE}.b64", f"mbarrier.arrive_drop{_SEM}{_SPACE}.b64", golden="mbarrier")
-def arrive(e: Emitter, inst: Inst, sem: str, scope: str, space: str) -> None:
-    _arrive_form(e, inst, space, sem, expect=False)
-
-
-@form(
-    f"mbarrier.arrive.expect_tx{_SEM}{_SPACE}.b64",
-    f"mbarrier.arrive_drop.expect_tx{_SEM}{_SPACE}.b64",
-    since=90,
-    golden="mbarrier",
-)
-def arrive_expect(e: Emitter, inst: Inst, sem: str, scope: str, space: str) -> None:
-    _arrive_form(e, inst, space, sem, expect=True)
-
-
-def _arrive_form(e: Emitter, inst: Inst, space: str, sem: str, expect: bool) -> None:
-    target, _, *rest = inst.operands
-    address, cluster = _shared_address(e, inst, 1, space)
+@form(f"mbarrier.{{arrive|arrive_drop}}{{}}{_SEM}{_SPACE}.b64", golden="mbarrier")
+@form(f"mbarrier.{{arrive|arrive_drop}}{{.expect_tx}}{_SEM}{_SPACE}.b64", since=90, golden="mbarrier")
+def arrive(e: Emitter, inst: Inst, how: str, expect: str, sem: str, scope: str, space: str) -> None:
+    target, address, *rest = inst.operands
     number = e.get(rest[0], "u4") if rest else e.constant(1, "u4")
-    count, tx = (e.constant(1, "u4"), number) if expect else (number, e.constant(0, "u4"))
-    drop = str("arrive_drop" in inst.op)
-    arguments = [address, cluster, count, tx, drop, str(sem == ".relaxed")]
+    numbers = [e.constant(1, "u4"), number] if expect else [number, e.constant(0, "u4")]
+    flags = [str(how == "arrive_drop"), str(sem == ".relaxed")]
+    arguments = [e.shared_address(address, space), str(space in _ANYWHERE), *numbers, *flags]
     if isinstance(target, Sym):
         e.call(_arrive, arguments)
     else:
@@ -335,8 +315,8 @@ def _arrive(
 
 @form(f"mbarrier.{{expect_tx|complete_tx}}{{|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64", since=90, golden="mbarrier")
 def transaction(e: Emitter, inst: Inst, op: str, sem: str, scope: str, space: str) -> None:
-    address, cluster = _shared_address(e, inst, 0, space)
-    e.call(_transaction, [address, cluster, e.get(inst.operands[1], "u4"), str(op == "expect_tx")])
+    address, count = e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4")
+    e.call(_transaction, [address, str(space in _ANYWHERE), count, str(op == "expect_tx")])
 
 
 def _transaction(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, count: Array, expect: bool) -> None:
@@ -352,8 +332,7 @@ def _transaction(w: WarpBatch, mask: Array | None, address: Array, cluster: bool
 
 @form("cp.async.mbarrier.arrive{|.noinc}{|.shared|.shared::cta}.b64", golden="mbarrier")
 def copies_arrive(e: Emitter, inst: Inst, noinc: str, space: str) -> None:
-    address, _ = _shared_address(e, inst, 0, space)
-    e.call(_copies_arrive, [address, str(bool(noinc))])
+    e.call(_copies_arrive, [e.shared_address(inst.operands[0], space), str(bool(noinc))])
 
 
 def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool) -> None:
@@ -388,10 +367,9 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
     golden="mbarrier",
 )
 def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, space: str) -> None:
-    address, _ = _shared_address(e, inst, 1, space)
-    kind = "u4" if parity else "u8"
-    flags = [str(bool(parity)), str(sem == ".relaxed")]
-    e.call(_test, [address, e.get(inst.operands[2], kind), *flags], [(inst.operands[0], "p")])
+    d, address, expected, *_ = inst.operands
+    arguments = [e.shared_address(address, space), e.get(expected, "u4" if parity else "u8")]
+    e.call(_test, [*arguments, str(bool(parity)), str(sem == ".relaxed")], [(d, "p")])
 
 
 def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, parity: bool, relaxed: bool) -> Array:

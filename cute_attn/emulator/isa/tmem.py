@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ def memory_of(cta: Cta) -> TensorMemory:
 
 
 def _check_leak(index: tuple[int, int, int], memory: TensorMemory) -> None:
-    left = memory.leaked()
+    left = np.count_nonzero(memory.owner)
     if left:
         raise MemoryFault(f"CTA {index} ends without giving {left} columns of tensor memory back")
 
@@ -59,59 +58,40 @@ def pair_of(cta: Cta, group: int) -> list[Cta]:
 # --- allocation -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Request:
-    cta: Cta
-    agent: int
-    target: int
-    columns: int
-    granted: bool = False
-
-    def grant(self, start: int) -> None:
-        memory = memory_of(self.cta)
-        memory.allocate(start, self.columns)
-        offset = access.offsets_of(np.array([self.target], np.uint32))
-        self.cta.smem.check(offset, 4, "tcgen05.alloc")
-        value = np.array([start], np.uint32)
-        self.cta.smem.store(offset, value, np.array([self.agent]), "tcgen05.alloc")
-        self.granted = True
-
-
 class _Allocating(Wait):
     """Waits until there is room and, in a CTA pair, until the peer asks for the same."""
 
-    def __init__(self, request: _Request, group: int) -> None:
-        super().__init__(f"tcgen05.alloc of {request.columns} columns")
-        self.request, self.group = request, group
-        self.pair = pair_of(request.cta, group)
-        if group == 2:
-            self._asking(request.cta).append(request)
+    def __init__(self, cta: Cta, agent: int, target: int, columns: int, group: int) -> None:
+        super().__init__(f"tcgen05.alloc of {columns} columns")
+        self.cta, self.agent, self.target, self.columns = cta, agent, target, columns
+        pair = pair_of(cta, group)
+        self.asking = [of.unit("tcgen05 asking", list[_Allocating]) if group == 2 else [] for of in pair]
+        self.asking[pair.index(cta)].append(self)
 
-    def _asking(self, cta: Cta) -> list[_Request]:
-        return cta.unit("tcgen05 asking", list[_Request])
+    def grant(self, start: int) -> None:
+        memory_of(self.cta).allocate(start, self.columns)
+        offset = access.offsets_of(np.array([self.target], np.uint32))
+        self.cta.smem.check(offset, 4, "tcgen05.alloc")
+        self.cta.smem.store(offset, np.array([start], np.uint32), np.array([self.agent]), "tcgen05.alloc")
+        self.done = True
 
     def ready(self) -> bool:
-        if self.request.granted:
+        if self.done:
             return True
-        requests = [self.request]
-        if self.group == 2:
-            if not all(self._asking(cta) for cta in self.pair):
-                return False
-            requests = [self._asking(cta)[0] for cta in self.pair]
-            if self.request not in requests:
-                return False
-            if requests[0].columns != requests[1].columns:
-                raise MemoryFault("tcgen05.alloc: the CTAs of a pair ask for different numbers of columns")
+        requests = [asking[0] for asking in self.asking if asking]
+        if self not in requests or len(requests) < len(self.asking):
+            return False
+        if len({request.columns for request in requests}) > 1:
+            raise MemoryFault("tcgen05.alloc: the CTAs of a pair ask for different numbers of columns")
         free = TensorMemory(None)
         for request in requests:
             free.owner |= memory_of(request.cta).owner != 0
-        start = free.find(self.request.columns)
+        start = free.find(self.columns)
         if start is None:
             return False
-        for request in requests:
+        for request, asking in zip(requests, self.asking, strict=True):
             request.grant(start)
-            if self.group == 2:
-                self._asking(request.cta).pop(0)
+            asking.pop(0)
         return True
 
 
@@ -127,7 +107,7 @@ def _alloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group
         raise MemoryFault("tcgen05.alloc by more than one warp at once")
     columns, target = w.uniform(count, mask, "column count"), w.uniform(address, mask, "address")
     memory_of(w.cta).check_allocation(columns)
-    waiting = _Allocating(_Request(w.cta, int(w.lane_agents[lanes[0]]), target, columns), group)
+    waiting = _Allocating(w.cta, int(w.lane_agents[lanes[0]]), target, columns, group)
     if not waiting.ready():
         w.wait = waiting
 

@@ -60,14 +60,15 @@ class Product:
     op: Op | None
     marks: list[InFlight] = dataclasses.field(default_factory=list)
     results: Array | None = None  # [registers, lanes]
+    clocks: Any = None  # of each warp at the issue
 
     def run(self, w: WarpBatch) -> None:
         if self.results is not None:
             return
-        b = self._load(w, self.b, 0, self.n, self.decoders[1], self._common(w))
+        b = self._load(w, self.b, 0, self.n, self.decoders[1], slice(None))
         if isinstance(self.a, smem_matrix.Operand):
             left = [
-                self._load(w, self.a, 16 * int(warp % 4), 16, self.decoders[0], self._of(w, i))
+                self._load(w, self.a, 16 * int(warp % 4), 16, self.decoders[0], slice(i, i + 1))
                 for i, warp in enumerate(w.warps)
             ]
             a = np.stack(left)
@@ -119,24 +120,16 @@ class Product:
         return halves.view(np.uint32)[..., 0]
 
     def _load(
-        self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, decode: Decode, op: Op | None
+        self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, decode: Decode, warps: slice
     ) -> Array:
+        """Load rows of an operand for these warps of the batch: only what all of them have observed counts."""
+        op = None if self.op is None else dataclasses.replace(self.op, clock=self.clocks[warps].min(axis=0))
         where = smem_matrix.offsets(operand, first, rows, self.k_bytes, self.item_bytes)
         flat = where.ravel()
         w.cta.smem.check(flat, 16, "wgmma operand")
         chunks = w.cta.smem.op_load(flat, 16, op, "wgmma").reshape(where.shape)
         raw = smem_matrix.matrix(chunks, operand, self.item_bytes)
         return decode(np.ascontiguousarray(raw)).reshape(raw.shape)
-
-    def _of(self, w: WarpBatch, position: int) -> Op | None:
-        """The operation with the clock of the warp at `position`, which reads its own rows of A."""
-        return None if self.op is None else dataclasses.replace(self.op, clock=self.clocks[position])
-
-    def _common(self, w: WarpBatch) -> Op | None:
-        """The operation with the common clock of all warps: only what every warp has observed counts."""
-        return None if self.op is None else dataclasses.replace(self.op, clock=self.clocks.min(axis=0))
-
-    clocks: Any = None
 
 
 class WarpgroupFault(EmulatorError):
