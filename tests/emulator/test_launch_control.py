@@ -15,8 +15,8 @@ pytestmark = pytest.mark.emulator
 
 
 def _kernel(cells: int, ctas: int) -> Text:
-    """Every warp adds 1 to the cell of its own CTA, then to those of the CTAs whose launch it cancels, and counts them in
-    the last cell. Of a pair, both CTAs get the answer to the question of the first.
+    """Every warp adds 1 to the cell of its own CTA, then to those of the CTAs whose launch it cancels, which it counts
+    in the last cell. Of a pair, both CTAs get the answer to the question of the first.
     """
     return blackwell.text(threads=32, smem=32, cluster=ctas).add(
         ".reg .b128 %answer;",

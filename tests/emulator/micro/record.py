@@ -25,21 +25,6 @@ from tests.emulator.micro.case import MAP_BYTES, Case, Map
 from tests.emulator.micro.catalogue import ADDRESS, cases, maps
 
 PATIENCE = 30.0  # seconds for one case
-DTYPES = {
-    "uint8": 0,
-    "uint16": 1,
-    "uint32": 2,
-    "int32": 3,
-    "uint64": 4,
-    "int64": 5,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-    "float32_ftz": 10,
-    "tfloat32": 11,
-    "tfloat32_ftz": 12,
-}
 
 
 class DriverError(RuntimeError):
@@ -112,7 +97,7 @@ class Device:
         rank = len(tensor.dims)
         status = encode(
             at,
-            DTYPES[tensor.dtype],
+            getattr(self.driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{tensor.dtype.upper()}"),
             rank,
             address,
             (ctypes.c_uint64 * rank)(*tensor.dims),
