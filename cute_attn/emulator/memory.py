@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.clocks import Clocks, Op, Shadow
+from cute_attn.emulator.clocks import Clocks, Conflict, Op, Shadow
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import BarrierFault, MemoryFault, ProxyFault, Race, Uninitialised
 
@@ -118,9 +118,7 @@ class SharedMemory:
         """Load words at `offsets` for warps. `check` must be called before."""
         self._need_valid(offsets, nbytes, what)
         if self.shadow is not None:
-            race = self.shadow.read(cells_of(offsets, nbytes), agents)
-            if race is not None:
-                self._race(what, int(offsets[race[0]]), "write", race[1], race[0])
+            self._refuse(what, offsets, self.shadow.read(cells_of(offsets, nbytes), agents))
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
@@ -130,31 +128,20 @@ class SharedMemory:
         if some(state == MBARRIER):
             raise BarrierFault(f"{what} overwrites an mbarrier")
         if self.shadow is not None:
-            race = self.shadow.write(cells_of(offsets, nbytes), agents)
-            if race is not None:
-                self._race(what, int(offsets[race[0]]), race[2], race[1], race[0])
+            self._refuse(what, offsets, self.shadow.write(cells_of(offsets, nbytes), agents))
         put(self.bytes, self.valid, offsets, words)
 
     def op_load(self, offsets: Array, nbytes: int, op: Op | None, what: str) -> Array:
         """Load words for `op`, through the async proxy."""
         self._need_valid(offsets, nbytes, what)
         if self.shadow is not None and op is not None:
-            wrong = self.shadow.op_read(_cell_set(offsets, nbytes), op)
-            if wrong is not None and wrong[0] == "race":
-                self._race(what, int(offsets.min()), "write", wrong[1], None)
-            if wrong is not None:
-                raise ProxyFault(
-                    f"{what} reads shared memory that {self._name(wrong[1])} wrote with ordinary stores: "
-                    "no fence.proxy.async lies between"
-                )
+            self._refuse(what, offsets, self.shadow.op_read(_cell_set(offsets, nbytes), op))
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
     def op_store(self, offsets: Array, words: Array, op: Op | None, what: str) -> None:
         if self.shadow is not None and op is not None:
-            wrong = self.shadow.op_write(_cell_set(offsets, words.dtype.itemsize), op)
-            if wrong is not None:
-                self._race(what, int(offsets.min()), wrong[0], wrong[1], None)
+            self._refuse(what, offsets, self.shadow.op_write(_cell_set(offsets, words.dtype.itemsize), op))
         put(self.bytes, self.valid, offsets, words)
 
     def _need_valid(self, offsets: Array, nbytes: int, what: str) -> None:
@@ -164,12 +151,18 @@ class SharedMemory:
                 raise BarrierFault(f"{what} reads an mbarrier")
             raise Uninitialised(f"{what} reads uninitialised shared memory at {int(offsets[lane]):#x}", lane)
 
-    def _name(self, agent: int) -> str:
-        assert self.clocks is not None
-        return self.clocks.name(agent)
-
-    def _race(self, what: str, offset: int, kind: str, agent: int, lane: int | None) -> None:
-        raise Race(f"{what} at shared {offset:#x} races with a {kind} by {self._name(agent)}", lane)
+    def _refuse(self, what: str, offsets: Array, conflict: Conflict | None) -> None:
+        """Raise what a conflict of an access is, if it has one."""
+        if conflict is None or self.clocks is None:
+            return
+        kind, agent, lane = conflict
+        if kind == "proxy":
+            raise ProxyFault(
+                f"{what} reads shared memory that {self.clocks.name(agent)} wrote with ordinary stores: "
+                "no fence.proxy.async lies between"
+            )
+        at = int(offsets.min() if lane is None else offsets[lane])
+        raise Race(f"{what} at shared {at:#x} races with a {kind} by {self.clocks.name(agent)}", lane)
 
 
 def _cell_set(offsets: Array, nbytes: int) -> Array:

@@ -209,14 +209,11 @@ def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, t
     if w.cta.grid.strict:
         op = memory.begin(agent, "tcgen05.ld")
         assert op is not None
-        wrong = memory.shadow.op_read(touched, op)
-        writer = None if wrong is None else wrong[1]
+        conflict = memory.shadow.op_read(touched, op)
     else:
         # A row for each cell: those of one load lie in two to four blocks, and no row may cross a block.
-        found = memory.shadow.read(touched[:, None], np.full(len(touched), agent))
-        writer = None if found is None else found[1]
-    if writer is not None:
-        memory.complain(what, columns, "write", writer)
+        conflict = memory.shadow.read(touched[:, None], np.full(len(touched), agent))
+    memory.refuse(what, columns, conflict)
 
 
 def _store(w: WarpBatch, mask: Array | None, address: Array, values: tuple[Array, ...]) -> None:
@@ -228,9 +225,7 @@ def _store(w: WarpBatch, mask: Array | None, address: Array, values: tuple[Array
         memory.check(columns, what)
         op = memory.begin(int(w.agents[row]), "tcgen05.st")
         if op is not None and memory.shadow is not None:
-            wrong = memory.shadow.op_write(touched, op)
-            if wrong is not None:
-                memory.complain(what, columns, *wrong)
+            memory.refuse(what, columns, memory.shadow.op_write(touched, op))
     memory.words[places.lanes, places.columns] = words
     memory.valid[places.lanes, places.columns] = True
 
