@@ -178,7 +178,8 @@ def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
     found = cta.cluster.ctas[rank].mbarriers.get(offset)
     if found is None:
         raise BarrierFault(f"no mbarrier was initialised at shared {offset:#x}")
-    return found
+    barrier: Mbarrier = found
+    return barrier
 
 
 def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = False) -> Mbarrier:
@@ -204,13 +205,20 @@ def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> Non
         agents = w.lane_agents[lane : lane + 1]
         w.cta.smem.store(np.array([where]), np.zeros(1, np.uint64), agents, "mbarrier.init")
         w.cta.smem.valid.data[where : where + 8] = MBARRIER
+        w.cta.unit("ends of mbarriers", lambda: w.cta, _check_end)
         w.cta.mbarriers[where] = Mbarrier(w.cta, number, int(agents[0]), f"mbarrier at shared {where:#x}")
 
 
-def check_phases(cta: Cta) -> None:
+def _check_end(cta: Cta) -> None:
+    if cta.clocks is not None:
+        _check_phases(cta)
+        _check_remote(cta, cta.clocks)
+
+
+def _check_phases(cta: Cta) -> None:
     """Check that no barrier is left with arrivals or bytes that do not belong to its phase: its count is wrong.
     While asynchronous work is pending, its arrivals are still to come."""
-    if cta.pending or cta.clocks is None:
+    if cta.pending:
         return
     for barrier in cta.mbarriers.values():
         if barrier.unbalanced():
@@ -221,13 +229,11 @@ def check_phases(cta: Cta) -> None:
             )
 
 
-def check_remote(cta: Cta) -> None:
+def _check_remote(cta: Cta, clocks: Clocks) -> None:
     """Check that what other CTAs do at barriers of this one comes before its end, on every schedule: a warp of it has
     seen the phase complete, or that of a later commit of the same thread. Arrivals of warps need only happen before.
     """
-    if cta.clocks is None:
-        return
-    seen = cta.clocks.v[cta.first_agent : cta.first_agent + cta.num_warps, ORDER].max(axis=0)
+    seen = clocks.v[cta.first_agent : cta.first_agent + cta.num_warps, ORDER].max(axis=0)
     latest = cta.unit("seen of other CTAs", dict[int, int])
     for barrier in cta.mbarriers.values():
         for use in barrier.remote:
