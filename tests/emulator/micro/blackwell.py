@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from cute_attn.emulator.dtypes import Array
 from tests.emulator.micro.case import Case, Map, Text, rng
 from tests.emulator.micro.collective import load_lane, store_lane
 
-Array = np.ndarray[Any, Any]
 VERSION, TARGET = "8.8", "sm_100a"
 SPAN = 128  # bytes of a row of a box
 ROWS, PITCH, WIDTH = 50, 208, 200  # of the tensor: bytes between rows, bytes of a row
