@@ -16,14 +16,7 @@ from tests.support.batch_case import BatchCase
 from tests.support.case import LOG2E, Case
 from tests.support.cover import needed
 from tests.support.matrix import SMALL
-from tests.support.persistent_emulated import (
-    BATCHES,
-    GATHERED,
-    LONG,
-    Target,
-    name,
-    solve_on,
-)
+from tests.support.persistent_emulated import BATCHES, GATHERED, LONG, Target, name, solve_on
 from tests.support.schedules import ALL_SCHEDULES, in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator

@@ -143,6 +143,19 @@ def test_one_kernel_takes_requests_of_any_lengths(schedule: str, monkeypatch: py
     assert len({(str(record.spec), record.grid) for record in emulation.records}) == 1
 
 
+def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others have smaller ones, of another kernel; so have captured launches, which may grow."""
+    move_steps(monkeypatch, keys={513: 1, 4097: 201}, kib={1025: 25})
+    batches = [decode((n,), kv_dtype=E4M3, **heads(20, 5), **dims(128)) for n in (150, 201, 40)]
+    with using("sm_90a", kernels="xqa", sms=64) as emulation:
+        captured, _ = graph_wrapper(batches[0], "cpu", 40, 0, backend="emulator")
+        for planned in (batch_case.wrapper(batches[0], backend="emulator"), captured):
+            for batch in batches:
+                assert_planned_right(batch, planned)
+    rings = [(record.spec["cluster_size"], record.spec["stages"]) for record in emulation.records]
+    assert rings == [(8, 3), *[(6, 2)] * 5]
+
+
 @pytest.mark.parametrize(("kv_len", "cluster"), [(150, 8), (201, 6)])
 def test_single_decode_of_few_keys_has_clusters(kv_len: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
     move_steps(monkeypatch, keys={513: 1, 4097: 201}, kib={1025: 25})
