@@ -55,10 +55,9 @@ class Cta:
         self.mbarriers: dict[int, Any] = {}  # by offset
         self.units: dict[str, Any] = {}  # state of optional units, by name
         self.closing: list[Callable[[], None]] = []  # checks to run when its last warp has ended
-        self.batches: list[WarpBatch] = []
-        for warps in grid.initial_batches():
-            self.batches.append(WarpBatch(self, warps, list(grid.initial_registers)))
-        self.running = {id(batch): (batch, batch.run()) for batch in self.batches}
+        self.batches: list[WarpBatch] = []  # also those that have ended: no other may take their places in the timeline
+        self.running: dict[int, tuple[WarpBatch, Iterator[None]]] = {}
+        self.adopt([WarpBatch(self, warps, list(grid.initial_registers)) for warps in grid.initial_batches()])
 
     def unit(self, name: str, make: Callable[[], T], check: Callable[[T], None] | None = None) -> T:
         """State of an optional unit, made at its first use. `check` is called when the last warp has ended."""
@@ -70,7 +69,7 @@ class Cta:
         return found
 
     def adopt(self, batches: list[WarpBatch]) -> None:
-        """Add the new batches of a split."""
+        """Add new batches."""
         for batch in batches:
             self.batches.append(batch)
             self.running[id(batch)] = (batch, batch.run())

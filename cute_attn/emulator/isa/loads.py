@@ -36,7 +36,7 @@ def ld_param(e: Emitter, inst: Inst, vec: str, kind: str) -> None:
     t = tag(kind)
     number = e.params[source.base.name]
     for i, item in enumerate(e.items(d)):
-        e.set(item, t, f"w.param({number}, {source.offset + i * int(t[1])}, {t!r})")
+        e.set(item, t, f"w.cta.grid.param({number}, {source.offset + i * int(t[1])}, {t})")
 
 
 @form(f"ld{_WEAK}{{.shared|.shared::cta|.shared::cluster}}{_SIZES}", golden="memory")
