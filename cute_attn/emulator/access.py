@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,10 @@ from cute_attn.emulator.memory import (
     RANK_SHIFT,
     Region,
     SharedMemory,
+    cells_of,
     check_global,
+    put,
+    word_type,
 )
 
 if TYPE_CHECKING:
@@ -26,18 +29,16 @@ if TYPE_CHECKING:
 CLUSTER_SHIFT = 20  # launch-wide agent: (cluster number + 1) << CLUSTER_SHIFT | agent within the cluster
 
 
-def shared_of(
-    batch: WarpBatch, addresses: Array, what: str, cluster: bool = False
-) -> list[tuple[SharedMemory, Array | None]]:
-    """Shared memories that 32-bit addresses refer to, each with the positions that fall in it (None: all)."""
+def shared_of(batch: WarpBatch, addresses: Array, what: str, cluster: bool = False) -> list[tuple[SharedMemory, Any]]:
+    """Shared memories that 32-bit addresses refer to, each with the index of those that fall in it."""
     ranks = addresses >> np.uint32(RANK_SHIFT)
     own = batch.cta.rank
     if not cluster or not some(ranks != own):
         if some(ranks != own):
             lane = int(np.flatnonzero(ranks != own)[0])
             raise MemoryFault(f"{what} at {int(addresses[lane]):#x}: outside shared memory of the CTA", lane)
-        return [(batch.cta.smem, None)]
-    found: list[tuple[SharedMemory, Array | None]] = []
+        return [(batch.cta.smem, slice(None))]
+    found: list[tuple[SharedMemory, Any]] = []
     for rank in np.unique(ranks):
         if rank >= len(batch.cta.cluster.ctas):
             raise MemoryFault(f"{what}: no CTA of rank {int(rank)} in the cluster")
@@ -56,10 +57,9 @@ def load_shared(
     lanes = batch.lanes(mask)
     at = batch.full(addresses)[lanes]
     out = np.zeros((batch.size, nbytes), np.uint8)
-    for memory, positions in shared_of(batch, at, what, cluster):
-        chosen = slice(None) if positions is None else positions
+    for memory, chosen in shared_of(batch, at, what, cluster):
         offsets, agents = offsets_of(at[chosen]), batch.lane_agents[lanes[chosen]]
-        memory.check(offsets, nbytes, nbytes, what)
+        memory.check(offsets, nbytes, what)
         out[lanes[chosen]] = memory.load(offsets, nbytes, agents, what).view(np.uint8).reshape(-1, nbytes)
     return out
 
@@ -71,17 +71,15 @@ def store_shared(
     lanes = batch.lanes(mask)
     at = batch.full(addresses)[lanes]
     nbytes = rows.shape[1]
-    for memory, positions in shared_of(batch, at, what, cluster):
-        chosen = slice(None) if positions is None else positions
+    for memory, chosen in shared_of(batch, at, what, cluster):
         offsets, agents = offsets_of(at[chosen]), batch.lane_agents[lanes[chosen]]
-        memory.check(offsets, nbytes, nbytes, what)
-        memory.store(offsets, words_of(rows[lanes[chosen]]), nbytes, agents, what)
+        memory.check(offsets, nbytes, what)
+        memory.store(offsets, words_of(rows[lanes[chosen]]), agents, what)
 
 
 def words_of(rows: Array) -> Array:
     """View rows of bytes as words."""
-    nbytes = rows.shape[1]
-    words: Array = np.ascontiguousarray(rows).view(f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}")[:, 0]
+    words: Array = np.ascontiguousarray(rows).view(word_type(rows.shape[1]))[:, 0]
     return words
 
 
@@ -94,21 +92,12 @@ def load_global(
     out = np.zeros((batch.size, nbytes), np.uint8)
     _aligned(at, nbytes, what)
     for region, positions, offsets in batch.cta.grid.memory.split(at, nbytes, what):
-        chosen = lanes if positions is None else lanes[positions]
-        agents = None if strong else batch.lane_agents[chosen]
-        out[chosen] = read_region(batch, region, offsets, nbytes, agents, what)
+        chosen = lanes[positions]
+        check_global(region, offsets, nbytes, what, write=False)
+        if batch.cta.clocks is not None and region.contested and not strong:
+            _order_global(batch.cta.cluster, region, offsets, nbytes, batch.lane_agents[chosen], what, write=False)
+        out[chosen] = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
     return out
-
-
-def read_region(
-    batch: WarpBatch, region: Region, offsets: Array, nbytes: int, agents: Array | None, what: str
-) -> Array:
-    """Read rows of bytes of one region. `agents`: the warps that read (None: no race check)."""
-    check_global(region, offsets, nbytes, what, write=False)
-    if batch.cta.clocks is not None and region.contested and agents is not None:
-        _order_global(batch.cta.cluster, region, offsets, nbytes, agents, what, write=False)
-    rows: Array = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
-    return rows
 
 
 def store_global(
@@ -119,19 +108,11 @@ def store_global(
     nbytes = rows.shape[1]
     _aligned(at, nbytes, what)
     for region, positions, offsets in batch.cta.grid.memory.split(at, nbytes, what):
-        chosen = lanes if positions is None else lanes[positions]
-        write_region(batch, region, offsets, rows[chosen], None if strong else batch.lane_agents[chosen], what)
-
-
-def write_region(
-    batch: WarpBatch, region: Region, offsets: Array, rows: Array, agents: Array | None, what: str
-) -> None:
-    nbytes = rows.shape[1]
-    check_global(region, offsets, nbytes, what, write=True)
-    if batch.cta.clocks is not None and agents is not None:
-        _order_global(batch.cta.cluster, region, offsets, nbytes, agents, what, write=True)
-    region.bytes.windows(nbytes)[offsets] = words_of(rows)
-    region.valid.windows(nbytes)[offsets] = words_of(np.full((1, nbytes), 0xFF, np.uint8))
+        chosen = lanes[positions]
+        check_global(region, offsets, nbytes, what, write=True)
+        if batch.cta.clocks is not None and not strong:
+            _order_global(batch.cta.cluster, region, offsets, nbytes, batch.lane_agents[chosen], what, write=True)
+        put(region.bytes, region.valid, offsets, words_of(rows[chosen]))
 
 
 def _aligned(addresses: Array, nbytes: int, what: str) -> None:
@@ -146,8 +127,7 @@ def _order_global(
     """Check global accesses for races with warps of this launch and with earlier launches."""
     clocks = cluster.clocks
     assert clocks is not None
-    first = (offsets + (region.base & 3)) >> 2
-    cells = first[:, None] + np.arange(max(nbytes // 4, 1))
+    cells = cells_of(offsets + (region.base & 3), nbytes)
     order = clocks.v[:, ORDER]
     rows = agents[:, None]
     _compare(cluster, region, cells, rows, *region.last_writes(cells), what, "write")
@@ -162,17 +142,21 @@ def _order_global(
         region.read(cells, own, order[rows, rows])
 
 
+def _local(cluster: Cluster, other: Array) -> tuple[Array, Array]:
+    """Which launch-wide agents are of this cluster or an earlier launch, and as what its clocks know them."""
+    home = other >> CLUSTER_SHIFT
+    local = (home == cluster.number + 1) | (home == 0)
+    return local, np.where(local, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
+
+
 def _compare(
     cluster: Cluster, region: Region, cells: Array, rows: Array, other: Array, epoch: Array, what: str, kind: str
 ) -> None:
     if not some(epoch):
         return
     assert cluster.clocks is not None
-    order = cluster.clocks.v[:, ORDER]
-    home = other >> CLUSTER_SHIFT
-    local = (home == cluster.number + 1) | (home == 0)
-    agent = np.where(local, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
-    late = local & (epoch > order[rows, agent])
+    local, agent = _local(cluster, other)
+    late = local & (epoch > cluster.clocks.v[rows, ORDER, agent])
     foreign = ~local & (epoch > 0)
     if some(foreign):
         seen = cluster.cross
@@ -213,8 +197,7 @@ def op_load_global(cta: Cta, addresses: Array, nbytes: int, op: Op | None, what:
         check_global(region, offsets, nbytes, what, write=False)
         if op is not None and region.contested:
             _order_op(cta.cluster, region, offsets, nbytes, op, what, write=False)
-        chosen = slice(None) if positions is None else positions
-        out[chosen] = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
+        out[positions] = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
     return out
 
 
@@ -224,24 +207,20 @@ def op_store_global(cta: Cta, addresses: Array, rows: Array, op: Op | None, what
         check_global(region, offsets, nbytes, what, write=True)
         if op is not None:
             _order_op(cta.cluster, region, offsets, nbytes, op, what, write=True)
-        chosen = slice(None) if positions is None else positions
-        region.bytes.windows(nbytes)[offsets] = words_of(rows[chosen])
-        region.valid.windows(nbytes)[offsets] = words_of(np.full((1, nbytes), 0xFF, np.uint8))
+        put(region.bytes, region.valid, offsets, words_of(rows[positions]))
 
 
 def _order_op(cluster: Cluster, region: Region, offsets: Array, nbytes: int, op: Op, what: str, write: bool) -> None:
     """Check an operation for races with warps and operations of the cluster and with earlier launches."""
     clocks = cluster.clocks
     assert clocks is not None
-    first = (offsets + (region.base & 3)) >> 2
-    cells = (first[:, None] + np.arange(max(nbytes // 4, 1))).ravel()
+    cells = cells_of(offsets + (region.base & 3), nbytes).ravel()
     home = (cluster.number + 1) << CLUSTER_SHIFT
     pairs = [(*region.last_writes(cells), "write")]
     if write:
         pairs.append((*region.last_reads(cells), "read"))
     for other, epoch, kind in pairs:
-        here = (other >> CLUSTER_SHIFT == cluster.number + 1) | (other == 0)
-        agent = np.where(here, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
+        here, agent = _local(cluster, other)
         late = here & (epoch > op.clock[ORDER, agent])
         if some(late):
             raise Race(f"{what} of {region.name} races with a {kind} by {clocks.name(int(agent[late][0]))}")

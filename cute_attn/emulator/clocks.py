@@ -18,6 +18,7 @@ warp's synchronisation publishes of it, since the last fence::before_thread_sync
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class Op:
     clock: Array  # [rows, agents]
     what: str
     time: float = 0.0
+    generic: bool = False  # it uses the generic proxy, as cp.async does
 
 
 class Clocks:
@@ -65,8 +67,12 @@ class Clocks:
     def release(self, agents: Array) -> Array:
         """Joint clock of these warps. It does not cover what they do from now on."""
         joint: Array = self.v[agents].max(axis=0)
-        self.v[agents, ORDER, agents] += 1
+        self.go_on(agents)
         return joint
+
+    def go_on(self, agents: Array | int) -> None:
+        """Begin new epochs of these warps: what they do from now on."""
+        self.v[agents, ORDER, agents] += 1
 
     def acquire(self, agents: Array, clock: Array) -> None:
         """Order these warps after `clock`, except for their TMEM rows."""
@@ -85,7 +91,16 @@ class Clocks:
     def proxy_fence(self, agents: Array) -> None:
         """Extend to the async proxy what these warps have observed and done, but not what they do from now on."""
         self.v[agents, PROXY] = self.v[agents, ORDER]
-        self.v[agents, ORDER, agents] += 1
+        self.go_on(agents)
+
+    def init_fence(self, agents: Array) -> None:
+        """Make these warps' own writes so far visible to the async proxy."""
+        self.v[agents, PROXY, agents] = self.v[agents, ORDER, agents]
+        self.go_on(agents)
+
+    def grid_wait(self, agents: Array) -> None:
+        """Order these warps after the launches before this one."""
+        self.v[agents, :, BEFORE] = 1
 
     def begin(self, agent: int, what: str, generic: bool = False) -> Op:
         """Begin an operation that is ordered after everything that warp `agent` has observed and done so far. A warp
@@ -106,9 +121,9 @@ class Clocks:
         clock[ORDER, channel] = epoch
         if not generic:
             clock[PROXY, channel] = epoch
-        self.v[agent, ORDER, agent] += 1
+        self.go_on(agent)
         self.names[channel] = what
-        return Op(channel, epoch, clock, what, float(self.time[agent]))
+        return Op(channel, epoch, clock, what, float(self.time[agent]), generic)
 
     def name(self, agent: int) -> str:
         if agent == BEFORE:
@@ -118,12 +133,22 @@ class Clocks:
         return self.names.get(agent, f"operation {agent}")
 
 
+class Conflict(NamedTuple):
+    """Access that another one is not ordered after: a "read" or "write" of `agent`, or a write that no "proxy" fence
+    has extended to the async proxy; the position of the word that meets it, if words have warps of their own.
+    """
+
+    kind: str
+    agent: int
+    position: int | None = None
+
+
 class Shadow:
     """Shadow state of a memory: last writer and readers of every 4-byte cell. `row` of the clocks orders accesses.
 
     A writer that has observed an agent's last read of a block of cells has observed each of its reads there, and
     whoever observes the write has too: only the other readers are compared cell by cell, and only their reads are
-    forgotten.
+    forgotten. What records an access returns a conflict, if it has one.
     """
 
     def __init__(self, nbytes: int, clocks: Clocks, row: int = ORDER) -> None:
@@ -137,8 +162,8 @@ class Shadow:
         # Epoch of each agent's last read in a block; 0: none.
         self.last_read = np.zeros(((cells >> BLOCK_SHIFT) + 1, clocks.capacity), np.int32)
 
-    def read(self, cells: Array, agents: Array) -> tuple[int, int] | None:
-        """Record generic reads, row i of `cells` by warp agents[i]. Returns position and writer of a race, or None.
+    def read(self, cells: Array, agents: Array) -> Conflict | None:
+        """Record generic reads, row i of `cells` by warp agents[i].
 
         No row may cross a block, as no aligned word does: the block of its first cell stands for all of them.
         """
@@ -149,40 +174,40 @@ class Shadow:
         now = order[agents, agents]
         self.warp_reads[rows, cells] = now[:, None]
         self.last_read[cells[:, 0] >> BLOCK_SHIFT, agents] = now
-        return _first(late, writer)
+        return _written(late, writer)
 
-    def write(self, cells: Array, agents: Array) -> tuple[int, int, str] | None:
-        """Record generic writes by warps. Returns position, agent and kind of the other access of a race, or None."""
+    def write(self, cells: Array, agents: Array) -> Conflict | None:
+        """Record generic writes by warps."""
         order = self.clocks.v[:, ORDER]
         rows = agents[:, None]
         writer = self.writer[cells]
-        late = _first(self.written[cells] > order[rows, writer], writer)
+        late = _written(self.written[cells] > order[rows, writer], writer)
         if late is not None:
-            return *late, "write"
+            return late
         warps = np.flatnonzero(np.bincount(agents))
         for reader in self._unobserved(order[warps], cells):
             ahead = self.reads[reader][cells] > order[rows, reader]
             if some(ahead):
-                return int(np.argwhere(ahead)[0][0]), reader, "read"
+                return Conflict("read", reader, int(np.argwhere(ahead)[0][0]))
             self.reads[reader][cells] = 0
         self.writer[cells] = rows
         if len(warps) > 1:
-            both = self.writer[cells] != rows  # another warp of the batch wrote it in the same instruction
-            if some(both):
-                return *_somewhere(both, self.writer[cells]), "write"
+            last = self.writer[cells]  # another warp of the batch wrote it in the same instruction
+            if some(last != rows):
+                return _written(last != rows, last)
         self.written[cells] = order[agents, agents][:, None]
         self.generic[cells] = True
         return None
 
-    def op_read(self, cells: Array, op: Op) -> tuple[str, int] | None:
-        """Record a read through the async proxy. Returns the fault ("race" or "proxy") and the other agent, or None."""
+    def op_read(self, cells: Array, op: Op) -> Conflict | None:
+        """Record a read through the async proxy."""
         writer, written = self.writer[cells], self.written[cells]
         late = written > op.clock[self.row, writer]
         if some(late):
-            return "race", int(writer[late][0])
+            return Conflict("write", int(writer[late][0]))
         unfenced = self.generic[cells] & (written > op.clock[PROXY, writer])
         if some(unfenced):
-            return "proxy", int(writer[unfenced][0])
+            return Conflict("proxy", int(writer[unfenced][0]))
         if op.agent not in self.reads:
             self.reads[op.agent] = np.zeros(len(self.written), np.int32)
         self.reads[op.agent][cells] = op.epoch
@@ -190,19 +215,19 @@ class Shadow:
         np.maximum(last, op.epoch, out=last)
         return None
 
-    def op_write(self, cells: Array, op: Op, generic: bool = False) -> tuple[str, int] | None:
-        """Record a write by an asynchronous operation. `generic`: it uses the generic proxy, as cp.async does."""
+    def op_write(self, cells: Array, op: Op) -> Conflict | None:
+        """Record a write by an asynchronous operation."""
         writer = self.writer[cells]
         late = self.written[cells] > op.clock[self.row, writer]
         if some(late):
-            return "write", int(writer[late][0])
+            return Conflict("write", int(writer[late][0]))
         for reader in self._unobserved(op.clock[self.row][None], cells):
             if self.reads[reader][cells].max() > op.clock[self.row, reader]:
-                return "read", reader
+                return Conflict("read", reader)
             self.reads[reader][cells] = 0
         self.writer[cells] = op.agent
         self.written[cells] = op.epoch
-        self.generic[cells] = generic
+        self.generic[cells] = op.generic
         return None
 
     def _unobserved(self, clocks: Array, cells: Array) -> list[int]:
@@ -220,10 +245,9 @@ def _blocks(cells: Array) -> slice:
     return slice(int(cells.min()) >> BLOCK_SHIFT, (int(cells.max()) >> BLOCK_SHIFT) + 1)
 
 
-def _first(late: Array, writer: Array) -> tuple[int, int] | None:
-    return _somewhere(late, writer) if some(late) else None
-
-
-def _somewhere(late: Array, writer: Array) -> tuple[int, int]:
+def _written(late: Array, writer: Array) -> Conflict | None:
+    """Conflict with the write of the first late cell, if there is one."""
+    if not some(late):
+        return None
     row, column = np.argwhere(late)[0]
-    return int(row), int(writer[row, column])
+    return Conflict("write", int(writer[row, column]), int(row))

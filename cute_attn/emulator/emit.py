@@ -9,7 +9,7 @@ import numpy as np
 
 from cute_attn.emulator.dtypes import DTYPES, OF_PTX, WIDTH, bits_to, some
 from cute_attn.emulator.errors import PtxError
-from cute_attn.emulator.ptx import Addr, Imm, Inst, Not, Operand, Reg, Special, Sym, Vec
+from cute_attn.emulator.ptx import Addr, Imm, Inst, Not, Operand, Pair, Reg, Special, Sym, Vec
 
 _HOMES = {
     "pred": "p",
@@ -95,7 +95,7 @@ class Emitter:
         if isinstance(operand, Special):
             return _convert(f"w.special({operand.name!r})", "u8" if operand.name.endswith("64") else "u4", kind)
         if isinstance(operand, Sym):
-            return _convert(f"w.symbol({operand.name!r})", "u8", kind)
+            return _convert(f"w.cta.symbol({operand.name!r})", "u8", kind)
         raise PtxError(f"operand {operand} where a value is needed")
 
     def set(self, operand: Operand, kind: str, expression: str) -> None:
@@ -147,6 +147,31 @@ class Emitter:
                 if not (isinstance(operand, Sym) and operand.name == "_"):
                     self.set(operand, kind, f"t[{i}]")
 
+    def apply(
+        self,
+        inst: Inst,
+        function: Callable[..., Any],
+        first: Sequence[str],
+        kinds: Sequence[str],
+        results: Sequence[str],
+    ) -> None:
+        """Call a function of w and mask with `first` and the sources. `kinds`: their types ("": that which the opcode
+        ends with), none for immediates. Two results go to an operand pair `a|b`, or the first one to a register.
+        """
+        own = OF_PTX.get(inst.op.rpartition(".")[2], "")
+        sources = inst.operands[1:] if results else inst.operands
+        values = [self.get(x, kind or own) for x, kind in zip(sources, kinds, strict=True)] if kinds else []
+        targets = self.items(inst.operands[0]) if results else ()
+        given = [(target, kind or own) for target, kind in zip(targets, results, strict=False)]
+        numbers = [] if kinds else [str(self.number(inst, x)) for x in sources]
+        self.call(function, [*map(repr, first), *values, *numbers], given, rows=len(results) > 1)
+
+    def number(self, inst: Inst, operand: Operand) -> int:
+        """Value of an immediate operand."""
+        if not isinstance(operand, Imm):
+            raise PtxError(f"{inst.op} {operand}: a number is needed")
+        return operand.value
+
     def address(self, operand: Operand, wide: bool) -> str:
         """Address expression of `[base+offset]`: u8 if `wide`, else u4."""
         if not isinstance(operand, Addr):
@@ -160,11 +185,14 @@ class Emitter:
         return self.address(operand, wide=False) if space else f"{self.address(operand, wide=True)}.astype(u4)"
 
     def items(self, operand: Operand) -> tuple[Operand, ...]:
+        """Parts of a vector or a pair, or the operand itself."""
+        if isinstance(operand, Pair):
+            return operand.first, operand.second
         return operand.items if isinstance(operand, Vec) else (operand,)
 
-    def values(self, operands: Sequence[Operand], kind: str) -> str:
-        """Tuple of the operands' values."""
-        return "(" + "".join(f"{self.get(operand, kind)}, " for operand in operands) + ")"
+    def values(self, operand: Operand, kind: str) -> str:
+        """Tuple of the values of an operand's items."""
+        return "(" + "".join(f"{self.get(item, kind)}, " for item in self.items(operand)) + ")"
 
     def constant(self, value: int, kind: str) -> str:
         name = f"c_{kind}_{value & ((1 << 64) - 1):x}"

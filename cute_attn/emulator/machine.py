@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,20 +21,11 @@ from cute_attn.emulator.schedule import Schedule
 from cute_attn.emulator.timeline import Event, Recorder
 from cute_attn.emulator.warp_batch import WarpBatch
 
+T = TypeVar("T")
 Dim3 = tuple[int, int, int]
 
 SM_REGISTERS = 65536
 SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Options of a launch: what is checked and recorded, and the schedule."""
-
-    checks: bool = True
-    schedule: Schedule = field(default_factory=Schedule)
-    events: bool = False
-    strict: bool = True  # tcgen05.wait::ld and tcgen05.fence are needed where the PTX ISA asks for them
 
 
 @dataclass
@@ -58,18 +50,26 @@ class Cta:
         self.first_agent: int = 1 + rank * self.num_warps
         self.smem = SharedMemory(grid.smem_end, rank, self.clocks)
         self.barriers: dict[int, Any] = {}  # named barriers
-        self.mbarriers: dict[int, Any] = {}  # by offset
         self.pending: dict[str, collections.deque[Callable[[], None]]] = {}  # asynchronous work by queue
         self.posted = 0
-        self.extra: dict[str, Any] = {}  # state of optional units, by name
+        self.mbarriers: dict[int, Any] = {}  # by offset
+        self.units: dict[str, Any] = {}  # state of optional units, by name
         self.closing: list[Callable[[], None]] = []  # checks to run when its last warp has ended
-        self.batches: list[WarpBatch] = []
-        for warps in grid.initial_batches():
-            self.batches.append(WarpBatch(self, warps, list(grid.initial_registers)))
-        self.running = {id(batch): (batch, batch.run()) for batch in self.batches}
+        self.batches: list[WarpBatch] = []  # also those that have ended: no other may take their places in the timeline
+        self.running: dict[int, tuple[WarpBatch, Iterator[None]]] = {}
+        self.adopt([WarpBatch(self, warps, list(grid.initial_registers)) for warps in grid.initial_batches()])
+
+    def unit(self, name: str, make: Callable[[], T], check: Callable[[T], None] | None = None) -> T:
+        """State of an optional unit, made at its first use. `check` is called when the last warp has ended."""
+        found: T | None = self.units.get(name)
+        if found is None:
+            found = self.units[name] = make()
+            if check is not None:
+                self.closing.append(functools.partial(check, found))
+        return found
 
     def adopt(self, batches: list[WarpBatch]) -> None:
-        """Add the new batches of a split."""
+        """Add new batches."""
         for batch in batches:
             self.batches.append(batch)
             self.running[id(batch)] = (batch, batch.run())
@@ -160,12 +160,22 @@ JOIN_INTERVAL = 40  # rounds after which another cluster starts: a running one m
 
 
 class Grid:
-    """State of one launch."""
+    """State of one launch. Options: those of `run.launch`."""
 
-    def __init__(self, program: Program, launch: dict[str, Any], memory: GlobalMemory, policy: Policy) -> None:
+    def __init__(
+        self,
+        program: Program,
+        launch: dict[str, Any],
+        memory: GlobalMemory,
+        *,
+        checks: bool,
+        schedule: Schedule,
+        events: bool,
+        strict: bool,
+    ) -> None:
         self.program, self.memory = program, memory
-        self.checks, self.schedule, self.strict = policy.checks, policy.schedule, policy.strict
-        self.recorder = Recorder() if policy.events else None
+        self.checks, self.schedule, self.strict = checks, schedule, strict
+        self.recorder = Recorder() if events else None
         self._waiting: Iterator[tuple[int, Dim3]] = self._origins()
         self.cta_group = 0  # of the tcgen05 instructions, set by the first one
         self.grid: Dim3 = launch["grid"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.clocks import Clocks, Op, Shadow
+from cute_attn.emulator.clocks import Clocks, Conflict, Op, Shadow
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import BarrierFault, MemoryFault, ProxyFault, Race, Uninitialised
 
@@ -31,10 +32,28 @@ class Bytes:
         """View whose item i is the word of `nbytes` bytes at byte offset i."""
         view = self._windows.get(nbytes)
         if view is None:
-            kind = f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
-            shape = (max(self.size - nbytes + 1, 0),)
+            shape, kind = (max(self.size - nbytes + 1, 0),), word_type(nbytes)
             view = self._windows[nbytes] = np.ndarray(shape, kind, self.data, strides=(self.stride,))  # type: ignore[arg-type]
         return view
+
+    def first_unset(self, offsets: Array, nbytes: int) -> int | None:
+        """Index of the first word with a byte that is no set flag, or None."""
+        seen = self.windows(nbytes)[offsets].view(np.uint8)
+        if len(seen) == 0 or seen.min() == INITIALISED:
+            return None
+        return int(np.flatnonzero(seen.reshape(len(offsets), -1).min(axis=1) != INITIALISED)[0])
+
+
+def word_type(nbytes: int) -> str:
+    """Name of the numpy type of words of so many bytes."""
+    return f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
+
+
+def put(data: Bytes, valid: Bytes, offsets: Array, words: Array) -> None:
+    """Write words, and flag their bytes as valid."""
+    nbytes = words.dtype.itemsize
+    data.windows(nbytes)[offsets] = words
+    valid.windows(nbytes)[offsets] = np.full(nbytes, INITIALISED, np.uint8).view(word_type(nbytes))
 
 
 class Flags(Bytes):
@@ -79,7 +98,8 @@ class SharedMemory:
         self.clocks = clocks
         self.shadow = Shadow(nbytes, clocks) if clocks is not None else None
 
-    def check(self, offsets: Array, nbytes: int, align: int, what: str) -> None:
+    def check(self, offsets: Array, nbytes: int, what: str) -> None:
+        """Check that words of `nbytes` are inside, and aligned to their size."""
         if len(offsets) == 0:
             return
         low, high = int(offsets.min()), int(offsets.max())
@@ -90,73 +110,59 @@ class SharedMemory:
                 f"is outside {SHARED_START:#x}..{self.size:#x}",
                 lane,
             )
-        if some(offsets & (align - 1)):
-            lane = int(np.flatnonzero(offsets & (align - 1))[0])
-            raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {align} bytes", lane)
+        if some(offsets & (nbytes - 1)):
+            lane = int(np.flatnonzero(offsets & (nbytes - 1))[0])
+            raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {nbytes} bytes", lane)
 
     def load(self, offsets: Array, nbytes: int, agents: Array, what: str) -> Array:
         """Load words at `offsets` for warps. `check` must be called before."""
         self._need_valid(offsets, nbytes, what)
         if self.shadow is not None:
-            race = self.shadow.read(cells_of(offsets, nbytes), agents)
-            if race is not None:
-                self._race(what, int(offsets[race[0]]), "write", race[1], race[0])
+            self._refuse(what, offsets, self.shadow.read(cells_of(offsets, nbytes), agents))
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
-    def store(self, offsets: Array, values: Array, nbytes: int, agents: Array, what: str) -> None:
+    def store(self, offsets: Array, words: Array, agents: Array, what: str) -> None:
+        nbytes = words.dtype.itemsize
         state = self.valid.windows(nbytes)[offsets].view(np.uint8)
         if some(state == MBARRIER):
             raise BarrierFault(f"{what} overwrites an mbarrier")
         if self.shadow is not None:
-            race = self.shadow.write(cells_of(offsets, nbytes), agents)
-            if race is not None:
-                self._race(what, int(offsets[race[0]]), race[2], race[1], race[0])
-        self.bytes.windows(nbytes)[offsets] = values
-        self.valid.windows(nbytes)[offsets] = _ones(nbytes)
+            self._refuse(what, offsets, self.shadow.write(cells_of(offsets, nbytes), agents))
+        put(self.bytes, self.valid, offsets, words)
 
     def op_load(self, offsets: Array, nbytes: int, op: Op | None, what: str) -> Array:
         """Load words for `op`, through the async proxy."""
         self._need_valid(offsets, nbytes, what)
         if self.shadow is not None and op is not None:
-            wrong = self.shadow.op_read(_cell_set(offsets, nbytes), op)
-            if wrong is not None and wrong[0] == "race":
-                self._race(what, int(offsets.min()), "write", wrong[1], None)
-            if wrong is not None:
-                raise ProxyFault(
-                    f"{what} reads shared memory that {self._name(wrong[1])} wrote with ordinary stores: "
-                    "no fence.proxy.async lies between"
-                )
+            self._refuse(what, offsets, self.shadow.op_read(_cell_set(offsets, nbytes), op))
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
-    def op_store(self, offsets: Array, values: Array, nbytes: int, op: Op | None, what: str, generic: bool) -> None:
+    def op_store(self, offsets: Array, words: Array, op: Op | None, what: str) -> None:
         if self.shadow is not None and op is not None:
-            wrong = self.shadow.op_write(_cell_set(offsets, nbytes), op, generic)
-            if wrong is not None:
-                self._race(what, int(offsets.min()), wrong[0], wrong[1], None)
-        self.bytes.windows(nbytes)[offsets] = values
-        self.valid.windows(nbytes)[offsets] = _ones(nbytes)
+            self._refuse(what, offsets, self.shadow.op_write(_cell_set(offsets, words.dtype.itemsize), op))
+        put(self.bytes, self.valid, offsets, words)
 
     def _need_valid(self, offsets: Array, nbytes: int, what: str) -> None:
-        seen = self.valid.windows(nbytes)[offsets].view(np.uint8)
-        if len(seen) and seen.min() != INITIALISED:
-            if (seen == MBARRIER).any():
+        lane = self.valid.first_unset(offsets, nbytes)
+        if lane is not None:
+            if (self.valid.windows(nbytes)[offsets].view(np.uint8) == MBARRIER).any():
                 raise BarrierFault(f"{what} reads an mbarrier")
-            lane = int(np.flatnonzero(seen.reshape(len(offsets), -1).min(axis=1) != INITIALISED)[0])
             raise Uninitialised(f"{what} reads uninitialised shared memory at {int(offsets[lane]):#x}", lane)
 
-    def _name(self, agent: int) -> str:
-        assert self.clocks is not None
-        return self.clocks.name(agent)
-
-    def _race(self, what: str, offset: int, kind: str, agent: int, lane: int | None) -> None:
-        raise Race(f"{what} at shared {offset:#x} races with a {kind} by {self._name(agent)}", lane)
-
-
-def _ones(nbytes: int) -> Array:
-    kind = f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
-    return np.full(nbytes, INITIALISED, np.uint8).view(kind)
+    def _refuse(self, what: str, offsets: Array, conflict: Conflict | None) -> None:
+        """Raise what a conflict of an access is, if it has one."""
+        if conflict is None or self.clocks is None:
+            return
+        kind, agent, lane = conflict
+        if kind == "proxy":
+            raise ProxyFault(
+                f"{what} reads shared memory that {self.clocks.name(agent)} wrote with ordinary stores: "
+                "no fence.proxy.async lies between"
+            )
+        at = int(offsets.min() if lane is None else offsets[lane])
+        raise Race(f"{what} at shared {at:#x} races with a {kind} by {self.clocks.name(agent)}", lane)
 
 
 def _cell_set(offsets: Array, nbytes: int) -> Array:
@@ -249,8 +255,8 @@ class GlobalMemory:
         self.regions.insert(at, region)
         return region
 
-    def split(self, addresses: Array, nbytes: int, what: str) -> list[tuple[Region, Array | None, Array]]:
-        """Split words by region: (region, positions in `addresses` or None for all, offsets)."""
+    def split(self, addresses: Array, nbytes: int, what: str) -> list[tuple[Region, Any, Array]]:
+        """Split words by region: (region, index of its words in `addresses`, offsets)."""
         if len(addresses) == 0:
             return []
         low, high = int(addresses.min()), int(addresses.max())
@@ -258,9 +264,9 @@ class GlobalMemory:
         if at >= 0:
             single = self.regions[at]
             if high + nbytes <= single.base + single.size:
-                return [(single, None, (addresses - np.uint64(single.base)).astype(np.int64))]
+                return [(single, slice(None), (addresses - np.uint64(single.base)).astype(np.int64))]
         owners = np.searchsorted(np.array(self.bases, np.uint64), addresses, side="right") - 1
-        parts: list[tuple[Region, Array | None, Array]] = []
+        parts: list[tuple[Region, Any, Array]] = []
         for owner in np.unique(owners):
             positions = np.flatnonzero(owners == owner)
             region = self.regions[owner] if owner >= 0 else None
@@ -284,27 +290,19 @@ class GlobalMemory:
         return f"{what} of {nbytes} bytes at {address:#x} is in no range of global memory{near}"
 
 
-def need(region: Region, flags: Bytes, offsets: Array, nbytes: int) -> int | None:
-    """Index of the first word with a byte that is not flagged, or None."""
-    seen = flags.windows(nbytes)[offsets].view(np.uint8)
-    if seen.min() == INITIALISED:
-        return None
-    return int(np.flatnonzero(seen.reshape(len(offsets), -1).min(axis=1) != INITIALISED)[0])
-
-
 def check_global(region: Region, offsets: Array, nbytes: int, what: str, write: bool) -> None:
     """Check that bytes exist and that they are initialised (reads) or writable (writes)."""
-    lane = need(region, region.exists, offsets, nbytes)
+    lane = region.exists.first_unset(offsets, nbytes)
     if lane is not None:
         raise MemoryFault(
             f"{what} touches bytes of {region.name} that belong to no tensor, at {int(offsets[lane])}", lane
         )
     if write:
-        lane = need(region, region.writable, offsets, nbytes)
+        lane = region.writable.first_unset(offsets, nbytes)
         if lane is not None:
             raise MemoryFault(f"{what} writes to {region.name}, which the kernel may only read", lane)
         return
-    lane = need(region, region.valid, offsets, nbytes)
+    lane = region.valid.first_unset(offsets, nbytes)
     if lane is not None:
         raise Uninitialised(
             f"{what} reads bytes of {region.name} that were never written, at {int(offsets[lane])}", lane

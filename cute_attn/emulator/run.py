@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.machine import Grid, Policy, Stats
+from cute_attn.emulator.machine import Grid, Stats
 from cute_attn.emulator.memory import GlobalMemory
 from cute_attn.emulator.program import program
 from cute_attn.emulator.schedule import Schedule
@@ -35,4 +35,5 @@ def launch(
     for region in memory.regions:
         region.start_launch(bool(description.get("pdl")))
     with np.errstate(all="ignore"):
-        return Grid(kernel, description, memory, Policy(checks, schedule, events, strict)).run()
+        grid = Grid(kernel, description, memory, checks=checks, schedule=schedule, events=events, strict=strict)
+        return grid.run()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cute_attn.emulator.clocks import FENCED, ORDER, PROXY, TMEM, Clocks, Op, Shadow
+from cute_attn.emulator.clocks import FENCED, ORDER, PROXY, TMEM, Clocks, Conflict, Op, Shadow
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import MemoryFault, Race, Uninitialised
 
@@ -34,7 +34,7 @@ class Stream:
         clock = clocks.v[self.agent].copy()
         epoch = int(clocks.latest[self.channel])
         clock[:, self.channel] = epoch
-        clocks.v[self.agent, ORDER, self.agent] += 1
+        clocks.go_on(self.agent)
         return Op(self.channel, epoch, clock, self.what, float(clocks.time[self.agent]))
 
     def commit(self) -> Op:
@@ -113,14 +113,8 @@ class TensorMemory:
         op = stream.op()
         if self.shadow.row == TMEM:  # it is not asynchronous: what others have published needs no fence::after
             op.clock[TMEM] = op.clock[FENCED:].max(axis=0)
-        wrong = self.shadow.op_write(cells(np.arange(LANES), held), op)
-        if wrong is not None:
-            self.complain("tcgen05.dealloc", held, *wrong)
+        self.refuse("tcgen05.dealloc", held, self.shadow.op_write(cells(np.arange(LANES), held), op))
         stream.wait()
-
-    def leaked(self) -> int:
-        """Number of columns that were not deallocated."""
-        return int((self.owner != 0).sum())
 
     # --- access -------------------------------------------------------------------------------------------------------
 
@@ -163,9 +157,7 @@ class TensorMemory:
         self.check(columns, what)
         self.check_valid(*grid, what)
         if op is not None and self.shadow is not None:
-            wrong = self.shadow.op_read(cells(lanes, columns), op)
-            if wrong is not None:
-                self.complain(what, columns, "write", wrong[1])
+            self.refuse(what, columns, self.shadow.op_read(cells(lanes, columns), op))
         words: Array = self.words[grid]
         return words
 
@@ -173,16 +165,15 @@ class TensorMemory:
         grid = lanes[:, None], columns[None, :]
         self.check(columns, what)
         if op is not None and self.shadow is not None:
-            wrong = self.shadow.op_write(cells(lanes, columns), op)
-            if wrong is not None:
-                self.complain(what, columns, *wrong)
+            self.refuse(what, columns, self.shadow.op_write(cells(lanes, columns), op))
         self.words[grid] = values
         self.valid[grid] = True
 
-    def complain(self, what: str, columns: Array, kind: str, agent: int) -> None:
-        assert self.clocks is not None
-        span = f"{int(columns.min())}..{int(columns.max())}"
-        raise Race(f"{what} at columns {span} of tensor memory races with a {kind} by {self.clocks.name(agent)}")
+    def refuse(self, what: str, columns: Array, conflict: Conflict | None) -> None:
+        """Raise the race of an access, if it has one."""
+        if conflict is not None and self.clocks is not None:
+            span, name = f"{int(columns.min())}..{int(columns.max())}", self.clocks.name(conflict.agent)
+            raise Race(f"{what} at columns {span} of tensor memory races with a {conflict.kind} by {name}")
 
 
 def cells(lanes: Array, columns: Array) -> Array:

@@ -176,13 +176,25 @@ def encode_tiled(
 
 @dataclass(frozen=True)
 class Chunks:
-    """Pieces of a box, of equal size: the position of each in shared memory (bytes from the start of the box, before
-    swizzling) and in global memory, and whether it is inside the tensor."""
+    """Pieces of a box or of a run of bytes, of equal size: the position of each in shared memory (bytes from the start,
+    before swizzling) and in global memory, and whether it is inside the tensor."""
 
     nbytes: int
     shared: Array
     addresses: Array
     inside: Array
+    swizzle: int = 0
+    nan_fill: bool = False
+
+    def offsets(self, start: int) -> Array:
+        """Places in shared memory from `start` on."""
+        return swizzled(start + self.shared, self.swizzle)
+
+
+def run(address: int, nbytes: int) -> Chunks:
+    """Cut a run of bytes into pieces of 16."""
+    steps = np.arange(0, nbytes, UNIT)
+    return Chunks(UNIT, steps, address + steps, np.ones(len(steps), np.bool_))
 
 
 def chunks(tensor: TensorMap, place: Sequence[int], line_bytes: int) -> Chunks:
@@ -200,6 +212,8 @@ def chunks(tensor: TensorMap, place: Sequence[int], line_bytes: int) -> Chunks:
         (np.arange(len(address))[:, None] * row_bytes + inner).ravel(),
         (address[:, None] + inner + start).ravel(),
         (valid[:, None] & inside).ravel(),
+        tensor.swizzle,
+        tensor.nan_fill,
     )
 
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from cute_attn.emulator.warp_batch import WarpBatch
 
 COLOURS = {"matrix": "#3b76c4", "copy": "#3f9e63", "other": "#8d96a0", "wait": "#e0a96d"}  # legible on light and dark
-_MATRIX = ("mma.", "wgmma.mma", "tcgen05.mma")
-_COPY = ("cp.async", "cp.reduce", "ldmatrix", "stmatrix")
+_KINDS = {"matrix": ("mma.", "wgmma.mma", "tcgen05.mma"), "copy": ("cp.async", "cp.reduce", "ldmatrix", "stmatrix")}
 _WAITS = (
     "mbarrier.test_wait",
     "mbarrier.try_wait",
@@ -59,8 +58,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.ends: dict[int, float] = {}  # where each batch's last event ended
-        self.kinds: dict[int, str] = {}
-        self.tasks: dict[int, frozenset[str]] = {}
+        self.blocks: dict[int, tuple[str, frozenset[str]]] = {}  # kind and tasks by block
         self.waits: dict[int, str] = {}
 
     def before(self, batch: WarpBatch) -> None:
@@ -91,32 +89,22 @@ class Recorder:
             waiting = next((i for i, _, _ in block.insts if i.op.startswith(_WAITS)), inst)
             what = batch.passed if waiting.op.startswith("mbarrier") and batch.passed else waiting.text
             self.events.append(Event(batch.cta.index, warps, start, start + paused, "wait", what, waiting.line))
-        own = self._kind(block), inst.text, inst.line, self._tasks(block)
-        self.events.append(Event(batch.cta.index, warps, start + paused, now, *own))
+        if block.index not in self.blocks:
+            self.blocks[block.index] = _nature([inst.op for inst, _, _ in block.insts])
+        kind, tasks = self.blocks[block.index]
+        self.events.append(Event(batch.cta.index, warps, start + paused, now, kind, inst.text, inst.line, tasks))
         self.ends[id(batch)] = now
         if batch.wait is not None:
             self.waits[id(batch)] = batch.wait.what
         elif batch.spinning:
             self.waits[id(batch)] = batch.spinning
 
-    def _kind(self, block: Block) -> str:
-        found = self.kinds.get(block.index)
-        if found is None:
-            opcodes = [inst.op for inst, _, _ in block.insts]
-            found = "other"
-            for kind, prefixes in (("copy", _COPY), ("matrix", _MATRIX)):
-                if any(op.startswith(prefixes) for op in opcodes):
-                    found = kind
-            self.kinds[block.index] = found
-        return found
 
-    def _tasks(self, block: Block) -> frozenset[str]:
-        found = self.tasks.get(block.index)
-        if found is None:
-            opcodes = [inst.op for inst, _, _ in block.insts]
-            found = frozenset(t for t, prefixes in _TASKS.items() if any(op.startswith(prefixes) for op in opcodes))
-            self.tasks[block.index] = found
-        return found
+def _nature(opcodes: Sequence[str]) -> tuple[str, frozenset[str]]:
+    """Kind and tasks of a block of these instructions."""
+    kinds = (kind for kind, prefixes in _KINDS.items() if any(op.startswith(prefixes) for op in opcodes))
+    tasks = (task for task, prefixes in _TASKS.items() if any(op.startswith(prefixes) for op in opcodes))
+    return next(kinds, "other"), frozenset(tasks)
 
 
 def _time(batch: WarpBatch) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cute_attn.emulator.clocks import Op
-from cute_attn.emulator.dtypes import DTYPES, Array, some
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import Deadlock, EmulatorError, FaultLocation, UnknownForm
 from cute_attn.emulator.program import EXIT, Block
 
@@ -143,12 +143,6 @@ class WarpBatch:
             value = self.cta.special(name, self)
             found = self._special[name] = value
         return found
-
-    def symbol(self, name: str) -> Array:
-        return self.cta.symbol(name)
-
-    def param(self, number: int, offset: int, kind: str) -> Array:
-        return self.cta.grid.param(number, offset, DTYPES[kind])
 
     def begin_op(self, position: int, what: str, generic: bool = False) -> Op | None:
         """Begin an asynchronous operation of the warp at `position` in the batch; None when checks are off."""

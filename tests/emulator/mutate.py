@@ -292,6 +292,7 @@ def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, 
 
 
 Report = dict[str, Any]
+KINDS = ("caught", "equivalent", "missed")
 
 
 @dataclass
@@ -303,9 +304,10 @@ class Fate:
     why: str  # it is equivalent, if it survives
     by: str = ""
 
-    def row(self) -> list[int]:
-        """Whether it is caught, equivalent, missed."""
-        return [bool(self.by), not self.by and bool(self.why), not self.by and not self.why]
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return "caught" if self.by else "equivalent" if self.why else "missed"
 
 
 class Fates:
@@ -383,21 +385,16 @@ def summary(counts: dict[str, int], done: list[Fate]) -> Report:
     order = [name for name, *_ in MUTATIONS]
     done = sorted(done, key=lambda fate: (list(counts).index(fate.problem), order.index(fate.mutant.mutation)))
     problems = {name: {"tried": sum(x.problem == name for x in done), "mutants": n} for name, n in counts.items()}
-    tally: dict[str, list[int]] = {}  # caught, equivalent, missed
+    mutations: dict[str, dict[str, int]] = {fate.mutant.mutation: dict.fromkeys(KINDS, 0) for fate in done}
     for fate in done:
-        row = tally.setdefault(fate.mutant.mutation, [0, 0, 0])
-        row[:] = (a + b for a, b in zip(row, fate.row(), strict=True))
-    right, equal, missed = (sum(row[i] for row in tally.values()) for i in range(3))
+        mutations[fate.mutant.mutation][fate.kind] += 1
+    totals = {kind: sum(tally[kind] for tally in mutations.values()) for kind in KINDS}
     survivors = [fate for fate in done if not fate.by]
     return {
         "problems": problems,
-        "caught": right,
-        "equivalent": equal,
-        "missed": missed,
-        "share": right / max(right + missed, 1),
-        "mutations": {
-            name: dict(zip(("caught", "equivalent", "missed"), row, strict=True)) for name, row in tally.items()
-        },
+        **totals,
+        "share": totals["caught"] / max(totals["caught"] + totals["missed"], 1),
+        "mutations": mutations,
         "survivors": [{"problem": x.problem, "mutant": str(x.mutant), "equivalent": x.why} for x in survivors],
     }
 

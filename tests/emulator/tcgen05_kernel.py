@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator import run
+from cute_attn.emulator import Schedule
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.machine import Schedule
-from cute_attn.emulator.memory import SHARED_START, GlobalMemory
+from cute_attn.emulator.memory import SHARED_START
+from tests.emulator.micro import blackwell, emulate
+from tests.emulator.micro.case import Case
 
 BASE = SHARED_START  # where the shared image lies
 BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
-_IN, _OUT, _SMEM, _REGS = 1 << 40, 2 << 40, 3 << 40, 4 << 40
+_REGISTERS = (
+    ".reg .pred %lead; .reg .b16 %mask; .reg .b32 %x<128>; .reg .b32 %z<4>; .reg .b64 %a, %b;",
+    ".reg .b32 %tid, %rank, %warp, %slot, %bar, %base, %taddr, %y;",
+)
 
 
 @dataclass
@@ -42,7 +44,9 @@ class Kernel:
         return len(self.tmem)
 
     def text(self) -> str:
-        return "\n".join([_HEAD, *self._prologue(), *self._fill(), *self._work(), *self._read(), *self._epilogue()])
+        lines = [*_REGISTERS, *self._prologue(), *self._fill(), *self._work(), *self._read(), *self._epilogue()]
+        smem = self.smem.shape[1] + 1024
+        return blackwell.text(threads=128, smem=smem, cluster=self.group).add(*lines).ptx()
 
     def _prologue(self) -> list[str]:
         slot = self.smem.shape[1]
@@ -50,7 +54,7 @@ class Kernel:
         return [
             "mov.u32 %tid, %tid.x; mov.u32 %rank, %cluster_ctarank; shr.u32 %warp, %tid, 5;",
             "setp.eq.u32 %p0, %warp, 0; setp.eq.u32 %p1, %tid, 0; setp.eq.u32 %p2, %rank, 0; and.pred %lead, %p1, %p2;",
-            f"mov.u32 %base, dynamic; add.u32 %slot, %base, {slot}; add.u32 %bar, %slot, 8;",
+            f"mov.u32 %base, sm; add.u32 %slot, %base, {slot}; add.u32 %bar, %slot, 8;",
             "@!%p0 bra ALLOCATED;",
             f"tcgen05.alloc.{group}.sync.aligned.shared::cta.b32 [%slot], 512;",
             "ALLOCATED:",
@@ -67,7 +71,7 @@ class Kernel:
         columns, nbytes = self.tmem.shape[2], self.smem.shape[1]
         lines = [
             f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * columns};",
-            "ld.param.u64 %b, [p_in]; add.u64 %a, %a, %b;",
+            "add.u64 %a, %a, %src;",
         ]
         for column in range(0, columns, 4):
             regs = "{%x0,%x1,%x2,%x3}"
@@ -78,7 +82,8 @@ class Kernel:
         if nbytes:
             lines += [
                 f"mul.wide.u32 %a, %rank, {nbytes}; mul.wide.u32 %b, %tid, 4; add.u64 %a, %a, %b;",
-                "ld.param.u64 %b, [p_smem]; add.u64 %a, %a, %b; shl.b32 %y, %tid, 2; add.u32 %y, %y, %base;",
+                f"add.u64 %a, %a, %src; add.u64 %a, %a, {self.tmem.nbytes};",
+                "shl.b32 %y, %tid, 2; add.u32 %y, %y, %base;",
                 "COPY:",
                 "ld.global.b32 %x0, [%a]; st.shared.b32 [%y], %x0; add.u64 %a, %a, 512; add.u32 %y, %y, 512;",
                 "setp.lt.u32 %p1, %y, %slot; @%p1 bra COPY;",
@@ -100,7 +105,7 @@ class Kernel:
         lines = [
             *(["tcgen05.wait::ld.sync.aligned;"] if self.results else []),
             f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.columns};",
-            "ld.param.u64 %b, [p_out]; add.u64 %a, %a, %b;",
+            "add.u64 %a, %a, %dst;",
         ]
         for column in range(0, self.columns, 4):
             regs = "{%z0,%z1,%z2,%z3}"
@@ -108,7 +113,7 @@ class Kernel:
             lines.append("tcgen05.wait::ld.sync.aligned;")
             lines.append(f"st.global.v4.b32 [%a+{4 * column}], {regs};")
         lines.append(f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.results};")
-        lines.append("ld.param.u64 %b, [p_regs]; add.u64 %a, %a, %b;")
+        lines.append(f"add.u64 %a, %a, %dst; add.u64 %a, %a, {self.group * 128 * 4 * self.columns};")
         return lines + [f"st.global.b32 [%a+{4 * i}], %x{i};" for i in range(self.results)]
 
     def _epilogue(self) -> list[str]:
@@ -116,43 +121,21 @@ class Kernel:
         lines = [BEFORE, *self._sync(), "@!%p0 bra END;"]
         if self.free:
             lines.append(f"ld.shared.b32 %y, [%slot]; tcgen05.dealloc.{group}.sync.aligned.b32 %y, 512;")
-        return [*lines, f"tcgen05.relinquish_alloc_permit.{group}.sync.aligned;", "END: ret;", "}"]
+        return [*lines, f"tcgen05.relinquish_alloc_permit.{group}.sync.aligned;", "END:"]
 
     def run(
         self, schedule: str = "eager", strict: bool = True, rewrite: Callable[[str], str] = str
     ) -> tuple[Array, Array]:
         """(tensor memory [ctas, 128, columns], registers [ctas, 128, results]). `rewrite` changes the text first."""
-        memory = GlobalMemory()
-        out = np.zeros((self.group, 128, self.columns), np.uint32)
-        registers = np.zeros((self.group, 128, self.results), np.uint32)
-        images = ((_IN, self.tmem, False), (_SMEM, self.smem, False), (_OUT, out, True), (_REGS, registers, True))
-        for address, data, output in images:
-            if data.size:
-                flat = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
-                memory.add(f"{address >> 40}", address, data.nbytes, writable=output, valid=not output, data=flat)
-        description: dict[str, Any] = {
-            "symbol": "kernel",
-            "grid": (self.group, 1, 1),
-            "block": (128, 1, 1),
-            "cluster": (self.group, 1, 1),
-            "smem_bytes": self.smem.shape[1] + 1024,
-            "params": struct.pack("<4Q", _IN, _SMEM, _OUT, _REGS),
-        }
-        run.launch(rewrite(self.text()), description, memory, schedule=Schedule(schedule, 3), strict=strict)
-        return out, registers
-
-
-_HEAD = """
-.version 8.8
-.target sm_100a
-.address_size 64
-.extern .shared .align 1024 .b8 dynamic[];
-.visible .entry kernel(.param .u64 p_in, .param .u64 p_smem, .param .u64 p_out, .param .u64 p_regs)
-{
-.reg .pred %p<4>; .reg .pred %lead; .reg .b16 %mask;
-.reg .b32 %x<128>; .reg .b32 %z<4>; .reg .b32 %tid; .reg .b32 %rank; .reg .b32 %warp; .reg .b32 %slot;
-.reg .b32 %bar; .reg .b32 %base; .reg .b32 %taddr; .reg .b32 %y; .reg .b64 %a; .reg .b64 %b;
-"""
+        threads, data = self.group * 128, self.tmem.tobytes() + self.smem.tobytes()
+        out_bytes = 4 * threads * (self.columns + self.results)
+        shape = {"threads": 128, "grid": self.group, "cluster": self.group}
+        case = Case("tcgen05", "kernel", rewrite(self.text()), data or bytes(16), out_bytes or 16, **shape)  # type: ignore[arg-type]
+        out = emulate.run(case, schedule=Schedule(schedule, 3), strict=strict, valid=False)
+        words = np.frombuffer(out, np.uint32)[: threads * (self.columns + self.results)]
+        parts = np.split(words, [threads * self.columns])
+        image, registers = (part.reshape(self.group, 128, -1) for part in parts)
+        return image, registers
 
 
 def registers(count: int) -> str:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from cute_attn.emulator import Schedule, tensormap
+from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import MemoryFault
 from tests.emulator.micro import emulate
 from tests.emulator.micro.case import Case
 from tests.emulator.micro.catalogue import ADDRESS, cases, maps
-
-Array = np.ndarray[Any, Any]
 
 GOLDENS = Path(__file__).parent / "goldens"
 pytestmark = pytest.mark.emulator

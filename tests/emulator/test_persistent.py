@@ -10,14 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, LayoutError, NotSupported, single_prefill_with_kv_cache
+from cute_attn import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    LayoutError,
+    NotSupported,
+    single_decode_with_kv_cache,
+    single_prefill_with_kv_cache,
+)
 from cute_attn.emulator import Schedule, using
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Features
 from cute_attn.schedule import batch as batch_schedule
-from tests.support import batch_case, case
+from tests.support import batch_case, case, cross
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.cover import needed
@@ -25,6 +31,7 @@ from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 from tests.support.persistent_emulated import (
     BATCHES,
     CUDA,
+    FA3,
     GATHERED,
     LONG,
     TARGETS,
@@ -177,6 +184,41 @@ def test_scale_below_fp32(kernels: str, arch: str) -> None:
         torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize(("kernels", "arch"), [*KERNELS, ("xqa", "sm_90a")])
+def test_large_logits(kernels: str, arch: str) -> None:
+    """Up to 1e8, the documented limit, where the spacing of fp32 is 8."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 70, 2, 64, generator=generator).bfloat16()
+    q, k = q * 2.0**12, k * 2.0**12
+    call, q = (single_decode_with_kv_cache, q[-1]) if kernels == "xqa" else (single_prefill_with_kv_cache, q)
+    _, lse = call(q, k, v, return_lse=True, backend="reference")
+    assert 5e7 < lse.abs().max() < 5e8
+    emulate_call(call, q, k, v, on=(kernels, arch), near=1.6e-2, lse_near=1e-5)
+
+
+@pytest.mark.parametrize(("kernels", "arch"), [("reference", ""), *KERNELS])
+@pytest.mark.parametrize("factor", [2.0**30, 2.0**120])
+def test_larger_logits_of_one_row_leave_the_others_alone(kernels: str, arch: str, factor: float) -> None:
+    """The second factor makes products beyond fp32; the reference computes them too."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 70, 2, 64, generator=generator).bfloat16()
+    others = torch.arange(70) != 20
+
+    def call() -> torch.Tensor:
+        if kernels == "reference":
+            return single_prefill_with_kv_cache(q, k, v, backend="reference")
+        with using(arch, kernels=kernels):
+            return single_prefill_with_kv_cache(q, k, v, backend="emulator")
+
+    expected = call()
+    q[20] *= factor
+    out = call()
+    torch.testing.assert_close(out[others], expected[others], rtol=1e-2, atol=1e-2)
+    if kernels == "reference":
+        best = (q[20].double()[:, None] @ k.double().permute(1, 2, 0))[:, 0].argmax(-1)
+        assert torch.equal(out[20], v[best, torch.arange(2)])
+
+
 SECTIONED = (
     ragged((200, 0, 37, 1), (300, 20, 64, 0), mask="causal", **heads(6, 3)),
     paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=16, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
@@ -279,6 +321,28 @@ def test_expanded_keys(target: Target) -> None:
             planned.run(q, k, v)
         got = planned.run(q, k.contiguous(), v.contiguous())
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("draw", [cross.batch, cross.single], ids=["batch", "single"])
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_backends_agree(target: Target, draw: Callable[..., Case | BatchCase]) -> None:
+    """With fa2 on the same inputs, as in `tests/gpu/test_cross.py`: some short problems."""
+    problem, answers = draw(target, 0, max_len=150), []
+    for backend in cross.backends(target):
+        with using(target.arch, kernels=backend, sms=2) as emulation:
+            answers.append(Solver(problem, backend="emulator").assert_right())
+        assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {backend}
+    assert cross.differences(problem, *answers) == ""
+
+
+def test_differences_are_seen() -> None:
+    problem = cross.single(FA3, 0)
+    out, lse = torch.zeros(4, 2, 64), torch.zeros(4, 2)
+    empty = torch.full_like(lse, -torch.inf)
+    assert cross.differences(problem, (out, empty), (out, empty)) == ""
+    assert cross.differences(problem, (out, lse), (out + 0.1, lse)) == "out"
+    assert cross.differences(problem, (out, lse), (out, lse + 0.1)) == "lse"
+    assert cross.differences(problem, (out, lse), (out * torch.nan, empty)) == "out and lse"
 
 
 @pytest.mark.parametrize("kernels", ["reference", "emulator", "fa9"])

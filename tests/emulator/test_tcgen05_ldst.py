@@ -38,52 +38,51 @@ def test_store(image: Array, num: int) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def _raises(kind: type[EmulatorError], match: str, **options: object) -> None:
-    with pytest.raises(kind, match=match):
-        Kernel(commit=False, **options).run()  # type: ignore[arg-type]
-
-
 LOAD = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%x0}, "
 STORE = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%taddr], {%x0};"
+WAIT = "tcgen05.wait::ld.sync.aligned;"
+FIRST_WARP = ("ld.shared.b32 %y, [%slot];", "@!%p0 bra KEPT;")
+DEALLOC = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %y,"
+
+# name -> (what must be raised, the message, what the warps do, whether the kernel gives all columns back)
+WRONG: dict[str, tuple[type[EmulatorError], str, list[str], bool]] = {
+    "lanes of another warp": (MemoryFault, r"which may touch 0\.\.31", [f"{LOAD}[%taddr+{32 << 16}];"], True),
+    "lanes between warps": (MemoryFault, "at lane 16", [f"{LOAD}[%taddr+{16 << 16}];"], True),
+    "columns that do not exist": (MemoryFault, "which has 512", [f"{LOAD}[%taddr+512];"], True),
+    "columns that were not written": (Uninitialised, "lane 0 column 300", [f"{LOAD}[%taddr+300];"], True),
+    "columns that are not allocated": (
+        MemoryFault,
+        "not allocated",
+        [WAIT, "bar.sync 0;", *FIRST_WARP, f"{DEALLOC} 512;", "KEPT: bar.sync 0;", f"{LOAD}[%taddr];"],
+        False,
+    ),
+    "a leak": (MemoryFault, "without giving 512 columns", [], False),
+    "another size given back": (
+        MemoryFault,
+        "allocation of that size",
+        [*FIRST_WARP, f"{DEALLOC} 256;", "KEPT:"],
+        True,
+    ),
+    "a store that is not waited for": (Race, r"a write by tcgen05\.st", [STORE, f"{LOAD}[%taddr];"], True),
+    "another number of registers": (
+        PtxError,
+        "with 2 registers, it has 1",
+        [f"{LOAD}[%taddr];".replace("%x0", "%x0,%x1")],
+        True,
+    ),
+}
 
 
-def test_each_warp_has_its_lanes(image: Array) -> None:
-    _raises(MemoryFault, "which may touch 0..31", tmem=image, warps=[f"{LOAD}[%taddr+{32 << 16}];"])
-    _raises(MemoryFault, "at lane 16", tmem=image, warps=[f"{LOAD}[%taddr+{16 << 16}];"])
-
-
-def test_columns_must_exist_and_be_written(image: Array) -> None:
-    _raises(MemoryFault, "which has 512", tmem=image, warps=[f"{LOAD}[%taddr+512];"])
-    _raises(Uninitialised, "lane 0 column 300", tmem=image, warps=[f"{LOAD}[%taddr+300];"])
-
-
-def test_columns_must_be_allocated(image: Array) -> None:
-    release = ["tcgen05.wait::ld.sync.aligned;", "bar.sync 0;", "ld.shared.b32 %y, [%slot];", "@!%p0 bra KEPT;"]
-    release += ["tcgen05.dealloc.cta_group::1.sync.aligned.b32 %y, 512;", "KEPT: bar.sync 0;"]
-    _raises(MemoryFault, "not allocated", tmem=image, warps=[*release, f"{LOAD}[%taddr];"], free=False)
-
-
-def test_leak(image: Array) -> None:
-    _raises(MemoryFault, "without giving 512 columns", tmem=image, free=False)
-
-
-def test_wrong_size_given_back(image: Array) -> None:
-    release = ["ld.shared.b32 %y, [%slot];", "@!%p0 bra KEPT;"]
-    release += ["tcgen05.dealloc.cta_group::1.sync.aligned.b32 %y, 256;", "KEPT:"]
-    _raises(MemoryFault, "no allocation of that size", tmem=image, warps=release)
-
-
-def test_stores_are_waited_for(image: Array) -> None:
-    _raises(Race, "a write by tcgen05.st", tmem=image, warps=[STORE, f"{LOAD}[%taddr];"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(image: Array, name: str) -> None:
+    kind, match, warps, free = WRONG[name]
+    with pytest.raises(kind, match=match):
+        Kernel(tmem=image, warps=warps, commit=False, free=free).run()
 
 
 def test_strictness_is_about_loads(image: Array) -> None:
     code = [f"{LOAD}[%taddr];", STORE.replace("%x0", "%y"), "tcgen05.wait::st.sync.aligned;"]
-    _raises(Race, "a read by tcgen05.ld", tmem=image, warps=code)
+    with pytest.raises(Race, match=r"a read by tcgen05\.ld"):
+        Kernel(tmem=image, warps=code, commit=False).run()
     Kernel(tmem=image, warps=code, commit=False).run(strict=False)
-    waited = [code[0], "tcgen05.wait::ld.sync.aligned;", *code[1:]]
-    Kernel(tmem=image, warps=waited, commit=False).run()
-
-
-def test_register_count(image: Array) -> None:
-    _raises(PtxError, "with 2 registers, it has 1", tmem=image, warps=[f"{LOAD}[%taddr];".replace("%x0", "%x0,%x1")])
+    Kernel(tmem=image, warps=[code[0], WAIT, *code[1:]], commit=False).run()

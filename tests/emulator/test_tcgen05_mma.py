@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.errors import MemoryFault, ProxyFault, PtxError, Race, Uninitialised
+from cute_attn.emulator.errors import EmulatorError, MemoryFault, ProxyFault, PtxError, Race, Uninitialised
 from tests.emulator.tcgen05_kernel import Kernel
 from tests.emulator.umma_oracle import Placed, a_places, d_places, instruction
 
@@ -188,29 +188,26 @@ def test_disabled_lanes_and_scale_input_d_are_refused() -> None:
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 
-def test_operands_need_a_proxy_fence() -> None:
-    setup = Setup(Case())
-    with pytest.raises(ProxyFault, match="ordinary stores"):
-        setup.kernel(setup.code(), fence=False).run()
+# name -> (case, options of the kernel, what must be raised, the message)
+WRONG: dict[str, tuple[Case, dict[str, object], type[EmulatorError], str]] = {
+    "operands need a proxy fence": (Case(), {"fence": False}, ProxyFault, "ordinary stores"),
+    "results need a commit": (Case(), {"commit": False}, Race, r"tcgen05\.ld.*a write by tcgen05\.mma"),
+    "A needs a wait": (Case(a_in_tmem=True), {"waits": False}, Race, r"\(A\).*a write by tcgen05\.st"),
+    "an operand is overwritten": (
+        Case(),
+        {"commit": False, "warps": ["@%lead st.shared.b32 [1024], %y;"], "columns": 0},
+        Race,
+        r"a read by tcgen05\.mma",
+    ),
+}
 
 
-def test_results_need_a_commit() -> None:
-    setup = Setup(Case())
-    with pytest.raises(Race, match=r"tcgen05\.ld.*a write by tcgen05\.mma"):
-        setup.kernel(setup.code(), commit=False).run()
-
-
-def test_a_in_tensor_memory_needs_a_wait() -> None:
-    setup = Setup(Case(a_in_tmem=True))
-    with pytest.raises(Race, match=r"\(A\).*a write by tcgen05\.st"):
-        setup.kernel(setup.code(), waits=False).run()
-
-
-def test_overwritten_operand() -> None:
-    setup = Setup(Case())
-    late = [f"@%lead st.shared.b32 [{1024}], %y;"]
-    with pytest.raises(Race, match=r"a read by tcgen05\.mma"):
-        setup.kernel(setup.code(), commit=False, warps=late, columns=0).run()
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(name: str) -> None:
+    case, options, kind, match = WRONG[name]
+    setup = Setup(case)
+    with pytest.raises(kind, match=match):
+        setup.kernel(setup.code(), **options).run()
 
 
 def test_uninitialised_accumulator() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cute_attn.emulator.clocks import Clocks
+from cute_attn.emulator.clocks import Clocks, Conflict
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, EmulatorError, Race, RegisterFault
 from cute_attn.emulator.isa.tmem import _note_read
@@ -102,7 +102,7 @@ def test_a_load_is_seen_in_all_of_its_blocks(columns: range, lanes: range, writt
     _note_read(warps, memory, 1, np.array(columns), touched, "tcgen05.ld")  # type: ignore[arg-type]
     op = memory.begin(5, "tcgen05.st")
     assert op is not None
-    assert memory.shadow.op_write(cells(np.array(lanes), np.array(written)), op) == ("read", 1)
+    assert memory.shadow.op_write(cells(np.array(lanes), np.array(written)), op) == Conflict("read", 1)
 
 
 # --- hand-over between warps ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -12,12 +11,13 @@ import torch
 from cute_attn import NotSupported, single_decode_with_kv_cache
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
+from cute_attn.kernels.xqa import tiles
 from cute_attn.request import caches
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.support.case import Case
 from tests.support.cover import needed
-from tests.support.graphs import Captured, emulated_graph
+from tests.support.graphs import Captured, emulated_graph, graph_wrapper
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
 from tests.support.right import Solver, assert_planned_right, emulate, emulate_call
@@ -123,33 +123,47 @@ def test_a_smaller_workspace_means_fewer_ctas() -> None:
     assert grids[0] > grids[1] > grids[2] == 1
 
 
-def test_what_auto_takes() -> None:
-    """XQA where it was measured to be faster: over keys of 8 bits or fewer up to a number of rows of a request that
-    depends on the head dimension, over keys of 16 bits at some head dimensions, of 128 at
-    every length; fa2 has splits of its own.
-    """
-    plain = decode((20, 7), kv_dtype=E4M3, dtype="bfloat16", **heads(8, 1))
-    for changes, ran in (
-        ({}, {"xqa"}),
-        ({"kv_dtype": "nvfp4"}, {"xqa"}),
-        ({"kv_dtype": None}, {"xqa"}),
-        ({"kv_dtype": None, **dims(128)}, {"xqa"}),
-        ({"kv_dtype": None, "qo_lens": (1,) * 8, "kv_lens": (7,) * 8, **dims(128)}, {"xqa"}),
-        ({"kv_dtype": None, **dims(256)}, {"fa2"}),
-        ({"qo_lens": (4, 4)}, {"xqa"}),
-        ({"qo_lens": (5, 5)}, {"fa3"}),
-        ({**dims(80), "qo_lens": (2, 2)}, {"xqa"}),
-        ({**dims(80), "qo_lens": (3, 3)}, {"fa2"}),
-        ({**dims(256), "qo_lens": (3, 3)}, {"xqa"}),
-        ({**dims(256), "qo_lens": (4, 4)}, {"fa2"}),
-        ({"disable_split_kv": True}, {"fa2"}),
-        ({"logits_soft_cap": 5.0}, {"fa2"}),
-    ):
-        batch = dataclasses.replace(plain, **changes)
-        inputs = batch_case.make(batch)
-        with using("sm_90a", sms=1) as emulation:
-            batch_case.call(batch, inputs, backend="emulator")
-        assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == ran, changes
+EVEN, UNEVEN, OTHER_EVEN = (130, 150, 141), (40, 300, 77), (90, 81, 85)
+
+
+@pytest.mark.parametrize("schedule", [*KINDS, "captured"])
+def test_one_kernel_takes_requests_of_any_lengths(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps with units of their own, which requests of equal lengths are for."""
+    keys = {145: 1, 513: 1, 1025: 1, 4097: 1}  # no length is for CTAs and clusters of a segment
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 6, tiles.EVEN: 6}, keys=keys, segments={13: 1})
+    batches = [decode(lens, kv_dtype=E4M3, **heads(8, 2), **dims(128)) for lens in (EVEN, UNEVEN, OTHER_EVEN)]
+    captured, kind = schedule == "captured", KINDS[0] if schedule == "captured" else schedule
+    with using("sm_90a", kernels="xqa", sms=1 + captured, schedule=Schedule(kind, 1)) as emulation:
+        planned = batch_case.wrapper(batches[0], backend="emulator")
+        if captured:
+            planned, _ = graph_wrapper(batches[0], "cpu", 40, 0, backend="emulator")
+        for batch in batches:
+            assert_planned_right(batch, planned)
+    assert {record.spec["work"] for record in emulation.records} == {"even"}
+    assert len({(str(record.spec), record.grid) for record in emulation.records}) == 1
+
+
+def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others have smaller ones, of another kernel; so have captured launches, which may grow."""
+    move_steps(monkeypatch, keys={513: 1, 4097: 201}, kib={1025: 25})
+    batches = [decode((n,), kv_dtype=E4M3, **heads(20, 5), **dims(128)) for n in (150, 201, 40)]
+    with using("sm_90a", kernels="xqa", sms=64) as emulation:
+        captured, _ = graph_wrapper(batches[0], "cpu", 40, 0, backend="emulator")
+        for planned in (batch_case.wrapper(batches[0], backend="emulator"), captured):
+            for batch in batches:
+                assert_planned_right(batch, planned)
+    rings = [(record.spec["cluster_size"], record.spec["stages"]) for record in emulation.records]
+    assert rings == [(8, 3), *[(6, 2)] * 5]
+
+
+@pytest.mark.parametrize(("kv_len", "cluster"), [(150, 8), (201, 6)])
+def test_single_decode_of_few_keys_has_clusters(kv_len: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    move_steps(monkeypatch, keys={513: 1, 4097: 201}, kib={1025: 25})
+    generator = torch.Generator().manual_seed(kv_len)
+    q = torch.randn(10, 128, generator=generator).half()
+    k, v = (torch.randn(kv_len, 5, 128, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    emulation = emulate_call(single_decode_with_kv_cache, q, k, v, on=("xqa", "sm_90a"), sms=64)
+    assert emulation.records[-1].spec["cluster_size"] == cluster
 
 
 def test_caches_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

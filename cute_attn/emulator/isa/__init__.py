@@ -3,33 +3,10 @@
 from __future__ import annotations
 
 import importlib
-
-MODULES = (
-    "arithmetic",
-    "approximate",
-    "bits",
-    "convert",
-    "control",
-    "loads",
-    "atomics",
-    "warp",
-    "mma",
-    "copies",
-    "barriers",
-    "mbarrier",
-    "bulk",
-    "tma",
-    "wgmma",
-    "clusters",
-    "packed",
-    "setmaxnreg",
-    "tmem",
-    "umma",
-    "launch_control",
-)
+import pkgutil
 
 
 def load() -> None:
     """Register every form."""
-    for name in MODULES:
-        importlib.import_module(f"cute_attn.emulator.isa.{name}")
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")

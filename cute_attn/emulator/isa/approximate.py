@@ -12,37 +12,25 @@ from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Inst
 
+_PATTERNS = {
+    "ex2": "np.exp2({0})",
+    "lg2": "np.log2({0})",
+    "tanh": "np.tanh({0})",
+    "sqrt": "np.sqrt({0})",
+    "sin": "np.sin({0}.astype(f8)).astype(f4)",
+    "cos": "np.cos({0}.astype(f8)).astype(f4)",
+    "rcp": "f4.type(1) / {0}",
+    "rsqrt": "(1.0 / np.sqrt({0}.astype(f8))).astype(f4)",
+}
 
-def _unary(e: Emitter, inst: Inst, ftz: str, function: str) -> None:
-    flush = e.bind(floats.flush, "flush") if ftz else ""
-    e.compute(inst, f"{flush}({function}({flush}({{0}})))" if ftz else f"{function}({{0}})")
 
-
-@form("{ex2|lg2|tanh|sqrt|sin|cos}.approx{|.ftz}.f32", conformance="approx", golden="approx")
+@form("{ex2|lg2|tanh|sqrt|sin|cos|rcp|rsqrt}.approx{|.ftz}.f32", conformance="approx", golden="approx")
 def function_of_one(e: Emitter, inst: Inst, op: str, ftz: str) -> None:
-    name = {"ex2": "np.exp2", "lg2": "np.log2"}.get(op, f"np.{op}")
-    _unary(e, inst, ftz, e.bind(_sine if op == "sin" else _cosine, op) if op in ("sin", "cos") else name)
-
-
-def _sine(x: Array) -> Array:
-    return np.sin(x.astype(np.float64)).astype(np.float32)
-
-
-def _cosine(x: Array) -> Array:
-    return np.cos(x.astype(np.float64)).astype(np.float32)
-
-
-@form("{rcp|rsqrt}.approx{|.ftz}.f32", conformance="approx", golden="approx")
-def reciprocal(e: Emitter, inst: Inst, op: str, ftz: str) -> None:
-    _unary(e, inst, ftz, e.bind(_reciprocal if op == "rcp" else _reciprocal_root, op))
-
-
-def _reciprocal(x: Array) -> Array:
-    return np.float32(1) / x
-
-
-def _reciprocal_root(x: Array) -> Array:
-    return (1.0 / np.sqrt(x.astype(np.float64))).astype(np.float32)
+    pattern = _PATTERNS[op]
+    if ftz:
+        flush = e.bind(floats.flush, "flush")
+        pattern = f"{flush}({pattern.format(f'{flush}({{0}})')})"
+    e.compute(inst, pattern)
 
 
 @form("div{.approx|.full}{|.ftz}.f32", conformance="approx", golden="approx")
@@ -61,10 +49,5 @@ def function_of_two(e: Emitter, inst: Inst, op: str, kind: str) -> None:
 
 
 def _pairwise(op: str, kind: str, x: Array) -> Array:
-    raw = floats.unpack16(x)
-    wide = raw.view(np.float16).astype(np.float32) if kind == ".f16x2" else floats.bf16_to_f32(raw)
-    value = np.exp2(wide) if op == "ex2" else np.tanh(wide)
-    flat = np.ascontiguousarray(value).ravel()
-    half = floats.f32_to_f16(flat).view(np.uint16) if kind == ".f16x2" else floats.f32_to_bf16(flat)
-    packed: Array = half.view(np.uint32)
-    return packed
+    function = np.exp2 if op == "ex2" else np.tanh
+    return floats.packed(function(floats.halves(x, kind)), kind)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import computed, form
 from cute_attn.emulator.ptx import Inst, Pair
@@ -99,48 +103,46 @@ def _flushed(e: Emitter, ftz: str, text: str) -> str:
     return f"{e.bind(floats.flush, 'flush')}({text})" if ftz else text
 
 
-def _add(e: Emitter, mode: str, a: str, b: str, op: str) -> str:
-    if mode in ("", ".rn"):
-        return f"{a} {_SIGN[op]} {b}"
-    return f"{e.bind(floats.add32, 'add32')}({a}, {'-' if op == 'sub' else ''}{b}, {mode[1:]!r})"
-
-
-@form("{add|sub}{|.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.f32", golden="float32")
-def add_f32(e: Emitter, inst: Inst, op: str, mode: str, ftz: str, sat: str) -> None:
+@form(
+    "{add|sub}{|.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.f32",
+    "{mul}{|.rn|.rz}{|.ftz}{|.sat}.f32",
+    "{fma}{.rn}{|.ftz}{|.sat}.f32",
+    golden="float32",
+)
+def float32(e: Emitter, inst: Inst, op: str, mode: str, ftz: str, sat: str) -> None:
     d, *sources = inst.operands
-    a, b = (_flushed(e, ftz, e.get(x, "f4")) for x in sources)
-    e.set(d, "f4", _saturated(e, sat, _flushed(e, ftz, _add(e, mode, a, b, op))))
-
-
-@form("mul{|.rn|.rz}{|.ftz}{|.sat}.f32", golden="float32")
-def mul_f32(e: Emitter, inst: Inst, mode: str, ftz: str, sat: str) -> None:
-    d, *sources = inst.operands
-    a, b = (_flushed(e, ftz, e.get(x, "f4")) for x in sources)
-    text = f"{a} * {b}"
-    if mode == ".rz":
-        text = f"{e.bind(_mul_rz, 'mul_rz')}({a}, {b})"
-    e.set(d, "f4", _saturated(e, sat, _flushed(e, ftz, text)))
-
-
-def _mul_rz(a: Array, b: Array) -> Array:
-    exact = a.astype(np.float64) * b
-    return floats.directed(exact, np.zeros_like(exact), "rz")
-
-
-def _saturated(e: Emitter, sat: str, text: str) -> str:
-    return f"{e.bind(_saturate, 'saturate')}({text})" if sat else text
+    values = [_flushed(e, ftz, e.get(x, "f4")) for x in sources]
+    if op in _SIGN and mode in ("", ".rn"):
+        text = f" {_SIGN[op]} ".join(values)
+    else:
+        text = f"{e.bind(floats.ROUNDED[op], op)}({', '.join(values)}, {mode[1:]!r})"
+    text = _flushed(e, ftz, text)
+    e.set(d, "f4", f"{e.bind(_saturate, 'saturate')}({text})" if sat else text)
 
 
 def _saturate(x: Array) -> Array:
     return np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0))  # NaN and -0 become +0
 
 
-@form("fma.rn{|.ftz}{|.sat}.f32", golden="float32")
-def fma_f32(e: Emitter, inst: Inst, ftz: str, sat: str) -> None:
-    d, *sources = inst.operands
-    a, b, c = (_flushed(e, ftz, e.get(x, "f4")) for x in sources)
-    text = f"{e.bind(floats.fma32, 'fma32')}({a}, {b}, {c})"
-    e.set(d, "f4", _saturated(e, sat, _flushed(e, ftz, text)))
+@form(
+    "{add|sub|mul}{|.rn|.rz|.rm|.rp}{|.ftz}.f32x2",
+    "{fma}{.rn|.rz|.rm|.rp}{|.ftz}.f32x2",
+    since=100,
+    conformance="unverified",
+)
+def float32_pairs(e: Emitter, inst: Inst, op: str, mode: str, ftz: str) -> None:
+    if op == "fma" and mode != ".rn":
+        raise PtxError(f"{inst.op}: only .rn is supported")
+    e.compute(inst, functools.partial(_pairwise, floats.ROUNDED[op], mode[1:] or "rn", bool(ftz)))
+
+
+def _pairwise(function: Callable[..., Array], mode: str, ftz: bool, *pairs: Array) -> Array:
+    rows = np.empty((len(pairs), max(map(len, pairs))), np.uint64)
+    for row, pair in zip(rows, pairs, strict=True):
+        row[:] = pair
+    singles = rows.view(np.float32)
+    found = function(*(floats.flush(singles) if ftz else singles), mode)
+    return np.ascontiguousarray(floats.flush(found) if ftz else found, np.float32).view(np.uint64)
 
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
@@ -152,7 +154,7 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
 computed({"fma.rn.f64": _fma64}, conformance="approx")
 computed(
     {f"{op}{{|.rn}}.f64": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
-    | {"min.f64": floats.minimum, "max.f64": floats.maximum},
+    | {f"{op}.f64": floats.EXTREMES[op] for op in ("min", "max")},
     golden="float64",
 )
 computed({f"copysign{_FLOATS}": "np.copysign({1}, {0})"}, golden="float32")
@@ -163,14 +165,8 @@ def extreme_f32(e: Emitter, inst: Inst, op: str, ftz: str, nan: str) -> None:
     d, *sources = inst.operands
     text = _flushed(e, ftz, e.get(sources[0], "f4"))
     for source in sources[1:]:  # three inputs from sm_100 on
-        text = f"{_extreme(e, op, nan)}({text}, {_flushed(e, ftz, e.get(source, 'f4'))})"
+        text = f"{e.bind(floats.EXTREMES[op + nan], op)}({text}, {_flushed(e, ftz, e.get(source, 'f4'))})"
     e.set(d, "f4", text)
-
-
-def _extreme(e: Emitter, op: str, nan: str) -> str:
-    """Bind the function of a min or max; returns its name."""
-    suffix = "_nan" if nan else ""
-    return e.bind(getattr(floats, f"{op}imum{suffix}"), op + suffix)
 
 
 @form("{neg|abs}{|.ftz}{.f32|.f64}", golden="float32")
@@ -196,21 +192,8 @@ def divide_float(e: Emitter, inst: Inst, op: str, ftz: str, kind: str) -> None:
 # --- packed 16-bit floats ---------------------------------------------------------------------------------------------
 
 
-def _halves(x: Array, kind: str) -> Array:
-    raw = floats.unpack16(x)
-    return raw.view(np.float16).astype(np.float32) if kind == ".f16x2" else floats.bf16_to_f32(raw)
-
-
-def _narrow(x: Array, kind: str) -> Array:
-    """Pack float32 [n, 2] into n words."""
-    flat = np.ascontiguousarray(x, np.float32).ravel()
-    half = floats.f32_to_f16(flat).view(np.uint16) if kind == ".f16x2" else floats.f32_to_bf16(flat)
-    packed: Array = half.view(np.uint32)
-    return packed
-
-
 def _packed(e: Emitter, inst: Inst, kind: str, compute: str) -> None:
-    widen, narrow = e.bind(_halves, "halves"), e.bind(_narrow, "narrow")
+    widen, narrow = e.bind(floats.halves, "halves"), e.bind(floats.packed, "packed")
     d, *sources = inst.operands
     values = [f"{widen}({e.get(x, 'u4')}, {kind!r})" for x in sources]
     e.set(d, "u4", f"{narrow}({compute.format(*values)}, {kind!r})")
@@ -242,7 +225,7 @@ def _fma_half(a: Array, b: Array, c: Array, relu: bool) -> Array:
 
 @form("{min|max}{|.NaN}{.f16x2|.bf16x2}", golden="half2")
 def extreme_half2(e: Emitter, inst: Inst, op: str, nan: str, kind: str) -> None:
-    _packed(e, inst, kind, f"{_extreme(e, op, nan)}({{0}}, {{1}})")
+    _packed(e, inst, kind, f"{e.bind(floats.EXTREMES[op + nan], op)}({{0}}, {{1}})")
 
 
 @form("{neg|abs}{.f16x2|.bf16x2}", golden="half2")
@@ -256,6 +239,17 @@ def sign_half2(e: Emitter, inst: Inst, op: str, kind: str) -> None:
 
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _UNSIGNED_COMPARE = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+_FLOAT_COMPARE = {name: f"{{0}} {sign} {{1}}" for name, sign in _COMPARE.items()} | {
+    "ne": "({0} < {1}) | ({0} > {1})",  # false where one is NaN; those that end with "u" are true
+    "equ": "~(({0} < {1}) | ({0} > {1}))",
+    "neu": "{0} != {1}",
+    "ltu": "~({0} >= {1})",
+    "leu": "~({0} > {1})",
+    "gtu": "~({0} <= {1})",
+    "geu": "~({0} < {1})",
+    "num": "~(np.isnan({0}) | np.isnan({1}))",
+    "nan": "(np.isnan({0}) | np.isnan({1}))",
+}
 
 
 def _assign(e: Emitter, inst: Inst, text: str, combine: str = "") -> None:
@@ -288,20 +282,7 @@ def setp(e: Emitter, inst: Inst, compare: str, combine: str, kind: str) -> None:
 def setp_float(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kind: str) -> None:
     t = tag(kind)
     a, b = (_flushed(e, ftz, e.get(x, t)) for x in inst.operands[1:3])
-    name = compare[1:]
-    if name in ("num", "nan"):
-        text = f"{'~' if name == 'num' else ''}(np.isnan({a}) | np.isnan({b}))"
-    elif name == "ne":
-        text = f"({a} < {b}) | ({a} > {b})"
-    elif name in _COMPARE:
-        text = f"{a} {_COMPARE[name]} {b}"
-    else:
-        opposite = {"equ": None, "neu": "!=", "ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}[name]
-        text = {
-            "equ": f"~(({a} < {b}) | ({a} > {b}))",
-            "neu": f"{a} != {b}",
-        }.get(name) or f"~({a} {opposite} {b})"
-    _assign(e, inst, text, combine)
+    _assign(e, inst, _FLOAT_COMPARE[compare[1:]].format(a, b), combine)
 
 
 @form("selp{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}", golden="predicate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -20,71 +21,46 @@ _INTEGER_OPS = "{.add|.min|.max|.and|.or|.xor|.exch|.inc|.dec}{.b32|.u32|.s32|.b
 
 Update = Callable[[Array, Array], Array]
 
-_UPDATES: dict[str, Update] = {
-    ".add": lambda old, x: old + x,
+UFUNCS: dict[str, np.ufunc] = {
+    ".add": np.add,
     ".min": np.minimum,
     ".max": np.maximum,
-    ".and": lambda old, x: old & x,
-    ".or": lambda old, x: old | x,
-    ".xor": lambda old, x: old ^ x,
+    ".and": np.bitwise_and,
+    ".or": np.bitwise_or,
+    ".xor": np.bitwise_xor,
+}
+UPDATES: dict[str, Update] = {
+    **UFUNCS,
     ".exch": lambda old, x: x,
     ".inc": lambda old, x: np.where(old >= x, x.dtype.type(0), old + x.dtype.type(1)),
     ".dec": lambda old, x: np.where((old == 0) | (old > x), x, old - x.dtype.type(1)),
 }
 
 
-@form(f"atom{_ORDER}{_SPACE}{_INTEGER_OPS}", golden="atomics")
-def atom(e: Emitter, inst: Inst, *choices: str) -> None:
-    d, address, x = inst.operands
-    _emit(e, inst, choices, d, address, [x])
-
-
-@form(f"atom{_ORDER}{_SPACE}.cas{{.b32|.u32|.b64|.u64}}", golden="atomics")
-def cas(e: Emitter, inst: Inst, sem: str, scope: str, space: str, kind: str) -> None:
-    d, address, compare, x = inst.operands
-    _emit(e, inst, (sem, scope, space, ".cas", kind), d, address, [compare, x])
-
-
-@form(f"atom{_ORDER}{_SPACE}.add{{|.noftz}}{{.f32|.f64|.f16x2|.bf16x2}}", conformance="approx", golden="atomics")
-def atom_float(e: Emitter, inst: Inst, sem: str, scope: str, space: str, noftz: str, kind: str) -> None:
-    d, address, x = inst.operands
-    _emit(e, inst, (sem, scope, space, ".add", kind), d, address, [x])
-
-
-@form(f"red{{|.async}}{_ORDER}{_SPACE}{_INTEGER_OPS}", golden="atomics")
-def red(e: Emitter, inst: Inst, asynchronous: str, *choices: str) -> None:
-    address, x = inst.operands
-    _emit(e, inst, choices, None, address, [x])
-
-
-@form(f"red{_ORDER}{_SPACE}.add{{|.noftz}}{{.f32|.f64|.f16x2|.bf16x2}}", conformance="approx", golden="atomics")
-def red_float(e: Emitter, inst: Inst, sem: str, scope: str, space: str, noftz: str, kind: str) -> None:
-    address, x = inst.operands
-    _emit(e, inst, (sem, scope, space, ".add", kind), None, address, [x])
-
-
-def _emit(e: Emitter, inst: Inst, choices: tuple[str, ...], d: object, address: object, values: list[object]) -> None:
-    sem, _, space, op, kind = choices
+@form(
+    f"{{atom|red|red.async}}{_ORDER}{_SPACE}{_INTEGER_OPS}",
+    f"{{atom}}{_ORDER}{_SPACE}{{.cas}}{{.b32|.u32|.b64|.u64}}",
+    golden="atomics",
+)
+@form(
+    f"{{atom|red}}{_ORDER}{_SPACE}{{.add|.add.noftz}}{{.f32|.f64|.f16x2|.bf16x2}}",
+    conformance="approx",
+    golden="atomics",
+)
+def atomic(e: Emitter, inst: Inst, word: str, sem: str, scope: str, space: str, op: str, kind: str) -> None:
     t = tag(kind)
-    update = _half_add(kind) if kind in (".f16x2", ".bf16x2") else _UPDATES.get(op)
-    shared = space.startswith(".shared")
+    results = [(inst.operands[0], t)] if word == "atom" else []
+    address, *values = inst.operands[len(results) :]
+    update = UPDATES.get(op.removesuffix(".noftz"))
+    if kind in (".f16x2", ".bf16x2"):
+        update = functools.partial(_half_add, kind)
     name = e.bind((update, DTYPES[t], sem, space), "atomic")
-    at = e.address(address, wide=not shared)  # type: ignore[arg-type]
-    sources = [e.get(value, t) for value in values]  # type: ignore[arg-type]
-    e.call(_atomic, [name, at, *sources], [] if d is None else [(d, t)])  # type: ignore[list-item]
+    at = e.address(address, wide=not space.startswith(".shared"))
+    e.call(_atomic, [name, at, *(e.get(value, t) for value in values)], results)
 
 
-def _half_add(kind: str) -> Update:
-    def add(old: Array, x: Array) -> Array:
-        raw = [floats.unpack16(v.reshape(1)) for v in (old, x)]
-        if kind == ".f16x2":
-            total = (raw[0].view(np.float16) + raw[1].view(np.float16)).view(np.uint16)
-        else:
-            total = floats.f32_to_bf16(floats.bf16_to_f32(raw[0]) + floats.bf16_to_f32(raw[1]))
-        packed: Array = np.ascontiguousarray(total).view(np.uint32)[0, 0]
-        return packed
-
-    return add
+def _half_add(kind: str, old: Array, x: Array) -> Array:
+    return floats.packed(floats.halves(old, kind) + floats.halves(x, kind), kind)
 
 
 def _atomic(
@@ -129,6 +105,6 @@ def _shared_word(w: WarpBatch, address: int, width: int, cluster: bool) -> Array
     """View of a shared word. Atomics on shared memory are unordered with one another and are not checked for races."""
     (memory, _), *_ = access.shared_of(w, np.array([address], np.uint32), "atom", cluster)
     offset = access.offsets_of(np.array([address], np.uint32))
-    memory.check(offset, width, width, "atom")
+    memory.check(offset, width, "atom")
     start = int(offset[0])
     return memory.bytes.data[start : start + width]

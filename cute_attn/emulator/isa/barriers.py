@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import BarrierFault, PtxError
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst, Not, Reg
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
@@ -68,14 +70,21 @@ class Meeting:
                 clocks.time[agents] = np.maximum(clocks.time[agents], self.time)
 
 
-@form("{bar|barrier}{|.cta}.sync{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers")
-def bar_sync(e: Emitter, inst: Inst, *choices: str) -> None:
-    _barrier(e, inst, _bar_sync)
+@form(
+    "{bar|barrier}{|.cta}{.sync|.arrive}{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers"
+)
+def bar(e: Emitter, inst: Inst, word: str, cta: str, how: str, aligned: str) -> None:
+    number, *count = inst.operands
+    threads = e.get(count[0], "u4") if count else "None"
+    e.call(_bar, [e.get(number, "u4"), threads, str(how == ".sync")])
 
 
-@form("{bar|barrier}{|.cta}.arrive{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers")
-def bar_arrive(e: Emitter, inst: Inst, *choices: str) -> None:
-    _barrier(e, inst, _bar_arrive)
+def _bar(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None, waits: bool) -> None:
+    index, meeting, agents = _meeting(w, mask, number, threads)
+    meeting.arrive(agents)
+    if waits:
+        w.wait = meeting.wait(agents)
+    _finish(w.cta, index, meeting)
 
 
 @form("{bar|barrier}{|.cta}.red{.and|.or}{|.aligned}.pred", solo=True, converges=True, golden="barriers")
@@ -116,12 +125,6 @@ def _bar_red(
     _finish(w.cta, name, meeting)
 
 
-def _barrier(e: Emitter, inst: Inst, function: object) -> None:
-    number, *count = inst.operands
-    threads = e.get(count[0], "u4") if count else "None"
-    e.call(function, [e.get(number, "u4"), threads])  # type: ignore[arg-type]
-
-
 def _meeting(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None) -> tuple[int, Meeting, Array]:
     whole(w, mask, "bar.sync")
     index = w.uniform(number, mask, "barrier number")
@@ -137,24 +140,11 @@ def _meeting(w: WarpBatch, mask: Array | None, number: Array, threads: Array | N
         meeting = w.cta.barriers[index] = Meeting(w.cta.cluster, expected, f"barrier {index}")
     if meeting.expected != expected:
         raise BarrierFault(f"barrier {index}: {32 * expected} threads expected here, {32 * meeting.expected} before")
-    agents = w.agents[w.row[w.first_lanes(mask)]]
+    agents = w.active_agents(mask)
     if meeting.arrived + len(agents) > expected:
         raise BarrierFault(f"barrier {index}: more than {32 * expected} threads arrive")
     meeting.what = f"barrier {index} ({meeting.arrived + len(agents)} of {expected} warps)"
     return index, meeting, agents
-
-
-def _bar_sync(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None) -> None:
-    index, meeting, agents = _meeting(w, mask, number, threads)
-    meeting.arrive(agents)
-    w.wait = meeting.wait(agents)
-    _finish(w.cta, index, meeting)
-
-
-def _bar_arrive(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None) -> None:
-    index, meeting, agents = _meeting(w, mask, number, threads)
-    meeting.arrive(agents)
-    _finish(w.cta, index, meeting)
 
 
 def _finish(cta: Cta, index: int, meeting: Meeting) -> None:
@@ -166,14 +156,19 @@ def _finish(cta: Cta, index: int, meeting: Meeting) -> None:
 # --- fences, grid dependencies ----------------------------------------------------------------------------------------
 
 
-@form("fence.proxy.async{|.shared::cta|.shared::cluster|.global}", since=90, conformance="order", golden="barriers")
-def fence_proxy(e: Emitter, inst: Inst, space: str) -> None:
-    e.call(_fence_proxy, [])
+def on_clocks(change: Callable[[Clocks, Array], None]) -> Callable[[WarpBatch, Array | None], None]:
+    """What changes the clocks of the warps that have active lanes."""
+
+    def changed(w: WarpBatch, mask: Array | None) -> None:
+        if w.cta.clocks is not None:
+            change(w.cta.clocks, w.active_agents(mask))
+
+    return changed
 
 
-def _fence_proxy(w: WarpBatch, mask: Array | None) -> None:
-    if w.cta.clocks is not None:
-        w.cta.clocks.proxy_fence(w.agents[w.row[w.first_lanes(mask)]])
+_HOPPER: dict[str, Any] = {"since": 90, "conformance": "order", "golden": "barriers"}
+called("fence.proxy.async{|.shared::cta|.shared::cluster|.global}", **_HOPPER)(on_clocks(Clocks.proxy_fence))
+called("griddepcontrol.wait", **_HOPPER)(on_clocks(Clocks.grid_wait))
 
 
 @form(
@@ -186,16 +181,6 @@ def fence(e: Emitter, inst: Inst, *choices: str) -> None:
     e.call(order.fence, [str(choices[-1] in (".gpu", ".sys", ".gl"))])
 
 
-@form("griddepcontrol.wait", since=90, conformance="order", golden="barriers")
-def grid_wait(e: Emitter, inst: Inst) -> None:
-    e.call(_grid_wait, [])
-
-
-def _grid_wait(w: WarpBatch, mask: Array | None) -> None:
-    if w.cta.clocks is not None:
-        w.cta.clocks.v[w.agents[w.row[w.first_lanes(mask)]], :, 0] = 1
-
-
-@form("griddepcontrol.launch_dependents", since=90, conformance="order", golden="barriers")
+@form("griddepcontrol.launch_dependents", **_HOPPER)
 def grid_launch(e: Emitter, inst: Inst) -> None:
     """Emit nothing: race checks always assume that the next launch begins at once."""

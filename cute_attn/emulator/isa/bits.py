@@ -6,49 +6,32 @@ import functools
 
 import numpy as np
 
-from cute_attn.emulator.dtypes import Array, tag
+from cute_attn.emulator.dtypes import WIDTH, Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import computed, form
-from cute_attn.emulator.ptx import Inst, Reg, Sym, Vec
+from cute_attn.emulator.ptx import Imm, Inst, Reg, Sym, Vec
 
 
+@form("mov.b128", since=70)
 @form("mov{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64|.pred}", golden="bits")
-def mov(e: Emitter, inst: Inst, kind: str) -> None:
+def mov(e: Emitter, inst: Inst, kind: str = ".b128") -> None:
     d, a = inst.operands
+    t = tag(kind)
+    whole = t if t == "v16" else f"u{WIDTH[t]}"
     if isinstance(d, Vec):
-        _unpack(e, d, e.get(a, f"u{tag(kind)[1]}"), kind)
+        pieces = len(d.items)
+        part = f"u{WIDTH[t] // pieces}"
+        e.line(f"t = np.ascontiguousarray({e.get(a, whole)}).view({part})")
+        for i, item in enumerate(d.items):
+            if not (isinstance(item, Sym) and item.name == "_"):
+                e.set(item, part, f"t[{i}::{pieces}]")
     elif isinstance(a, Vec):
-        _pack(e, inst, a)
+        parts = (e.get(item, f"u{WIDTH[t] // len(a.items)}") for item in a.items)
+        e.set(d, whole, f"{e.bind(floats.interleaved, 'pack')}({', '.join(parts)}).view({whole})")
     else:
-        t = e.homes[d.index] if isinstance(d, Reg) and kind != ".pred" and not isinstance(a, Sym) else tag(kind)
+        t = e.homes[d.index] if isinstance(d, Reg) and kind != ".pred" and not isinstance(a, Sym) else t
         e.set(d, t, e.get(a, t))
-
-
-def _unpack(e: Emitter, d: Vec, value: str, kind: str) -> None:
-    pieces = len(d.items)
-    width = int(tag(kind)[1]) // pieces
-    e.line(f"t = np.ascontiguousarray({value}).view(u{width})")
-    for i, item in enumerate(d.items):
-        if not (isinstance(item, Sym) and item.name == "_"):
-            e.set(item, f"u{width}", f"t[{i}::{pieces}]")
-
-
-def _pack(e: Emitter, inst: Inst, a: Vec) -> None:
-    items = a.items
-    if len(items) == 2:
-        join = {".b32": (floats.pack16, "u2", "u4"), ".b64": (floats.pack32, "u4", "u8")}[inst.op[3:]]
-        function, part, whole = join
-        e.set(inst.operands[0], whole, f"{e.bind(function, 'pack')}({e.get(items[0], part)}, {e.get(items[1], part)})")
-    else:
-        name = e.bind(_pack4, "pack4")
-        part, whole = ("u2", "u8") if inst.op == "mov.b64" else ("u1", "u4")
-        e.set(inst.operands[0], whole, f"{name}({whole}, {', '.join(e.get(item, part) for item in items)})")
-
-
-def _pack4(whole: np.dtype, *parts: Array) -> Array:  # type: ignore[type-arg]
-    packed: Array = floats.interleaved(*parts).view(whole)
-    return packed
 
 
 _LOGIC = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}"}
@@ -56,27 +39,15 @@ computed({f"{op}{{.b16|.b32|.b64}}": pattern for op, pattern in _LOGIC.items()},
 computed({f"{op}.pred": pattern for op, pattern in _LOGIC.items()}, golden="predicate")
 
 
-@form("shl{.b16|.b32|.b64}", golden="bits")
-def shl(e: Emitter, inst: Inst, kind: str) -> None:
-    _shift(e, inst, kind, "<<")
-
-
-@form("shr{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}", golden="bits")
-def shr(e: Emitter, inst: Inst, kind: str) -> None:
-    _shift(e, inst, kind, ">>")
-
-
-def _shift(e: Emitter, inst: Inst, kind: str, sign: str) -> None:
+@form("{shl}{.b16|.b32|.b64}", "{shr}{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}", golden="bits")
+def shift(e: Emitter, inst: Inst, op: str, kind: str) -> None:
     """Shift; a count of the register's width or more shifts everything out."""
     d, a, count = inst.operands
     t = tag(kind)
-    bits = 8 * int(t[1])
-    name = getattr(count, "value", None)
-    if name is not None and 0 <= name < bits:
-        e.set(d, t, f"{e.get(a, t)} {sign} {e.constant(name, t)}")
-        return
-    function = e.bind(_shift_left if sign == "<<" else _shift_right, "shift")
-    e.set(d, t, f"{function}({e.get(a, t)}, {e.get(count, 'u4')})")
+    if isinstance(count, Imm) and 0 <= count.value < 8 * WIDTH[t]:
+        e.set(d, t, f"{e.get(a, t)} {'<<' if op == 'shl' else '>>'} {e.constant(count.value, t)}")
+    else:
+        e.compute(inst, _shift_left if op == "shl" else _shift_right, t, t, "u4")
 
 
 def _shift_left(x: Array, count: Array) -> Array:
@@ -106,7 +77,7 @@ def _funnel(left: bool, wrap: bool, low: Array, high: Array, count: Array) -> Ar
 
 @form("lop3.b32", golden="bits")
 def lop3(e: Emitter, inst: Inst) -> None:
-    table = inst.operands[4].value  # type: ignore[union-attr]
+    table = e.number(inst, inst.operands[4])
     e.compute(inst._replace(operands=inst.operands[:4]), functools.partial(_lop3, table))
 
 

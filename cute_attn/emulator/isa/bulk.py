@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cute_attn.emulator import access
+from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault
 from cute_attn.emulator.isa import floats, mbarrier
-from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT, SharedMemory
+from cute_attn.emulator.isa.atomics import UPDATES
+from cute_attn.emulator.isa.registry import called, form
+from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.tensormap import Chunks
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
 if TYPE_CHECKING:
@@ -57,9 +60,7 @@ def _bulk_load(
         op = w.begin_op(int(w.row[lane]), "bulk load")
         for rank in ranks_of(named) or [at >> RANK_SHIFT]:
             own = (bar & OFFSET_MASK) | rank << RANK_SHIFT if named else bar
-            waiting = mbarrier.target(w.cta, own, op, "a bulk load")
-            memory = w.cta.cluster.ctas[rank].smem
-            w.cta.post(_bulk_action(w.cta, memory, at & OFFSET_MASK, start, nbytes, op, waiting))
+            post_load(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, tensormap.run(start, nbytes), own, op, "bulk load")
 
 
 def _sixteen(*numbers: int) -> None:
@@ -67,17 +68,29 @@ def _sixteen(*numbers: int) -> None:
         raise MemoryFault("bulk copy: addresses and size must be multiples of 16: " + ", ".join(map(hex, numbers)))
 
 
-def _bulk_action(
-    cta: Cta, memory: SharedMemory, offset: int, start: int, nbytes: int, op: Op | None, waiting: mbarrier.Mbarrier
-) -> Callable[[], None]:
-    def run() -> None:
-        steps = np.arange(0, nbytes, 16)
-        rows = access.op_load_global(cta, start + steps, 16, op, "bulk load")
-        memory.check(offset + steps, 16, 16, "bulk load")
-        memory.op_store(offset + steps, access.words_of(rows), 16, op, "bulk load", generic=False)
-        waiting.complete(nbytes, op, LATENCY)
+def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op | None, what: str) -> None:
+    """Post the copy of pieces to a shared address of the cluster, which counts its bytes at a barrier."""
+    waiting = mbarrier.target(cta, barrier, op, f"a {what}")
 
-    return run
+    def arrive() -> None:
+        rows = np.zeros((len(pieces.shared), pieces.nbytes), np.uint8)
+        if pieces.nan_fill:
+            rows.view(np.uint16)[:] = 0x7FF7  # whatever the type
+        if pieces.inside.any():
+            addresses = pieces.addresses[pieces.inside]
+            rows[pieces.inside] = access.op_load_global(cta, addresses, pieces.nbytes, op, what)
+        _deliver(cta, target, pieces, access.words_of(rows), op, waiting, what)
+
+    cta.post(arrive)
+
+
+def _deliver(
+    cta: Cta, target: int, pieces: Chunks, words: Array, op: Op | None, waiting: mbarrier.Mbarrier, what: str
+) -> None:
+    memory, offsets = cta.cluster.ctas[target >> RANK_SHIFT].smem, pieces.offsets(target & OFFSET_MASK)
+    memory.check(offsets, pieces.nbytes, what)
+    memory.op_store(offsets, words, op, what)
+    waiting.complete(pieces.nbytes * len(words), op, LATENCY)
 
 
 @form("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", since=90, golden="tma")
@@ -92,16 +105,12 @@ def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array
         _sixteen(at, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
         waiting = mbarrier.target(w.cta, bar, op, "a bulk copy")
-        memory = w.cta.cluster.ctas[at >> RANK_SHIFT].smem
+        w.cta.post(functools.partial(_copy_between, w.cta, at, tensormap.run(start & OFFSET_MASK, nbytes), op, waiting))
 
-        def run(memory=memory, at=at, start=start, nbytes=nbytes, op=op, waiting=waiting) -> None:  # type: ignore[no-untyped-def]
-            steps = np.arange(0, nbytes, 16)
-            words = w.cta.smem.op_load((start & OFFSET_MASK) + steps, 16, op, "bulk copy")
-            memory.check((at & OFFSET_MASK) + steps, 16, 16, "bulk copy")
-            memory.op_store((at & OFFSET_MASK) + steps, words, 16, op, "bulk copy", generic=False)
-            waiting.complete(nbytes, op, LATENCY)
 
-        w.cta.post(run)
+def _copy_between(cta: Cta, target: int, pieces: Chunks, op: Op | None, waiting: mbarrier.Mbarrier) -> None:
+    words = cta.smem.op_load(pieces.addresses, pieces.nbytes, op, "bulk copy")
+    _deliver(cta, target, pieces, words, op, waiting, "bulk copy")
 
 
 @form(f"cp.async.bulk.global.shared::cta.bulk_group{HINT}", since=90, golden="tma")
@@ -133,25 +142,29 @@ def _bulk_store(
     for lane, to, start, nbytes in w.each(mask, target, source, size):
         _sixteen(to, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk store")
-        action = _bulk_store_action(w.cta, to, start & OFFSET_MASK, nbytes, reduce, kind, op)
-        bulk_groups(w, lane).add(w.cta, action, op)
-
-
-def _bulk_store_action(
-    cta: Cta, to: int, offset: int, nbytes: int, reduce: str, kind: str, op: Op | None
-) -> Callable[[], None]:
-    def run() -> None:
-        steps = np.arange(0, nbytes, 16)
-        cta.smem.check(offset + steps, 16, 16, "bulk store")
-        rows = (
-            np.ascontiguousarray(cta.smem.op_load(offset + steps, 16, op, "bulk store")).view(np.uint8).reshape(-1, 16)
+        open_group(w, lane).append(
+            posted_store(w.cta, start, tensormap.run(to, nbytes), (reduce, kind), op, "bulk store")
         )
-        if reduce:
-            old = access.op_load_global(cta, to + steps, 16, None, "bulk reduction")
-            rows = reduced(old, rows, reduce, kind)
-        access.op_store_global(cta, to + steps, rows, None if reduce else op, "bulk store")
 
-    return run
+
+def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, str], op: Op | None, what: str) -> Task:
+    """Post the copy of pieces from a shared address to global memory. `reduction`: operation and type, if any."""
+
+    def store() -> None:
+        offsets = pieces.offsets(source & OFFSET_MASK)
+        cta.smem.check(offsets, pieces.nbytes, what)
+        addresses, nbytes = pieces.addresses[pieces.inside], pieces.nbytes
+        if len(addresses) == 0:
+            return
+        words = cta.smem.op_load(offsets[pieces.inside], nbytes, op, what)  # the rest may be anything
+        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, nbytes)
+        if reduction[0]:
+            rows = reduced(access.op_load_global(cta, addresses, nbytes, None, what), rows, *reduction)
+        access.op_store_global(cta, addresses, rows, None if reduction[0] else op, what)
+
+    task = Task(store, op)
+    cta.post(task)
+    return task
 
 
 def reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
@@ -159,27 +172,11 @@ def reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
     flat_old, flat_new = np.ascontiguousarray(old).ravel(), np.ascontiguousarray(new).ravel()
     if kind == "bfloat16":
         a, b = (floats.bf16_to_f32(x.view(np.uint16)) for x in (flat_old, flat_new))
-        result = floats.f32_to_bf16(_combine(a, b, reduce))
+        result = floats.f32_to_bf16(UPDATES[reduce](a, b))
     else:
         dtype = np.dtype(kind.removesuffix("_ftz"))
-        result = _combine(flat_old.view(dtype), flat_new.view(dtype), reduce)
+        result = UPDATES[reduce](flat_old.view(dtype), flat_new.view(dtype))
     return np.ascontiguousarray(result).view(np.uint8).reshape(old.shape)
-
-
-def _combine(a: Array, b: Array, reduce: str) -> Array:
-    if reduce == ".inc":
-        return np.where(a >= b, a.dtype.type(0), a + a.dtype.type(1))
-    if reduce == ".dec":
-        return np.where((a == 0) | (a > b), b, a - a.dtype.type(1))
-    functions: dict[str, Callable[..., Array]] = {
-        ".add": np.add,
-        ".min": np.minimum,
-        ".max": np.maximum,
-        ".and": np.bitwise_and,
-        ".or": np.bitwise_or,
-        ".xor": np.bitwise_xor,
-    }
-    return functions[reduce](a, b)
 
 
 # --- groups of stores -------------------------------------------------------------------------------------------------
@@ -206,36 +203,27 @@ class BulkGroups:
     open: list[Task] = field(default_factory=list)
     committed: list[list[Task]] = field(default_factory=list)
 
-    def add(self, cta: Cta, action: Callable[[], None], op: Op | None) -> None:
-        task = Task(action, op)
-        self.open.append(task)
-        cta.post(task)
+
+def _groups(cta: Cta) -> dict[int, BulkGroups]:
+    """Groups by thread."""
+    return cta.unit("bulk groups", dict[int, BulkGroups], _check_unread)
 
 
-def bulk_groups(w: WarpBatch, lane: int) -> BulkGroups:
-    cta = w.cta
-    if "bulk groups" not in cta.extra:
-        cta.extra["bulk groups"] = {}
-        cta.closing.append(lambda: _check_unread(cta))
-    table = cta.extra["bulk groups"]
-    found: BulkGroups = table.setdefault(w.thread(lane), BulkGroups())
-    return found
+def open_group(w: WarpBatch, lane: int) -> list[Task]:
+    """The open group of a thread."""
+    return _groups(w.cta).setdefault(w.thread(lane), BulkGroups()).open
 
 
-def _check_unread(cta: Cta) -> None:
+def _check_unread(table: dict[int, BulkGroups]) -> None:
     """Shared memory must outlive the stores that read it, which only a wait shows."""
-    for thread, groups in cta.extra["bulk groups"].items():
+    for thread, groups in table.items():
         if groups.open or any(groups.committed):
             raise MemoryFault(f"the CTA ends while bulk stores of thread {thread} may still read its shared memory")
 
 
-@form("cp.async.bulk.commit_group", since=90, conformance="order", golden="tma")
-def commit_group(e: Emitter, inst: Inst) -> None:
-    e.call(_commit, [])
-
-
-def _commit(w: WarpBatch, mask: Array | None) -> None:
-    table = w.cta.extra.get("bulk groups", {})
+@called("cp.async.bulk.commit_group", since=90, conformance="order", golden="tma")
+def commit(w: WarpBatch, mask: Array | None) -> None:
+    table = _groups(w.cta)
     for lane in w.lanes(mask):
         groups = table.get(w.thread(lane))
         if groups is not None:
@@ -243,48 +231,30 @@ def _commit(w: WarpBatch, mask: Array | None) -> None:
             groups.open = []
 
 
-@form("cp.async.bulk.wait_group{|.read}", since=90, solo=True, conformance="order", golden="tma")
-def wait_group(e: Emitter, inst: Inst, read: str) -> None:
-    e.call(_wait_group, [str(inst.operands[0].value)])  # type: ignore[union-attr]
-
-
 class _GroupWait(Wait):
-    """Waits until the tasks are done."""
+    """Waits until stores of agents are done."""
 
-    def __init__(self, w: WarpBatch, agent: int, tasks: list[Task]) -> None:
-        super().__init__(f"{len(tasks)} bulk stores")
-        self.batch, self.agent, self.tasks = w, agent, tasks
+    def __init__(self, w: WarpBatch, stores: list[tuple[int, Task]]) -> None:
+        super().__init__(f"{len(stores)} bulk stores")
+        self.clocks, self.stores = w.cta.clocks, stores
 
     def ready(self) -> bool:
-        if not all(task.done for task in self.tasks):
+        if not all(task.done for _, task in self.stores):
             return False
-        clocks = self.batch.cta.clocks
-        if clocks is not None:
-            for task in self.tasks:
-                if task.op is not None:
-                    clocks.acquire(np.array([self.agent]), task.op.clock)
+        for agent, task in self.stores:
+            if self.clocks is not None and task.op is not None:
+                self.clocks.acquire(np.array([agent]), task.op.clock)
         return True
 
 
-def _wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
-    table = w.cta.extra.get("bulk groups", {})
-    waits = []
-    for lane in w.lanes(mask):
-        groups = table.get(w.thread(lane))
-        if groups is None:
-            continue
+@called("cp.async.bulk.wait_group{|.read}", since=90, solo=True, conformance="order", golden="tma")
+def wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
+    table = _groups(w.cta)
+    owners = [(lane, table[w.thread(lane)]) for lane in w.lanes(mask) if w.thread(lane) in table]
+    stores: list[tuple[int, Task]] = []
+    for lane, groups in owners:
         finished = groups.committed[: max(len(groups.committed) - keep, 0)]
         groups.committed = groups.committed[len(finished) :]
-        waits.append(_GroupWait(w, int(w.lane_agents[lane]), [task for group in finished for task in group]))
-    if waits:
-        w.wait = _AllOf(waits)
-
-
-class _AllOf(Wait):
-    def __init__(self, waits: list[_GroupWait]) -> None:
-        super().__init__(", ".join(wait.what for wait in waits))
-        self.waits: list[_GroupWait] = waits
-
-    def ready(self) -> bool:
-        self.waits = [wait for wait in self.waits if not wait.ready()]
-        return not self.waits
+        stores += [(int(w.lane_agents[lane]), task) for group in finished for task in group]
+    if owners:
+        w.wait = _GroupWait(w, stores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -13,20 +14,14 @@ from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.memory import GENERIC_SHARED, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 
-@form("mapa{|.shared::cluster}{.u32|.u64}", since=90, golden="cluster")
-def mapa(e: Emitter, inst: Inst, space: str, kind: str) -> None:
-    d, address, rank = inst.operands
-    t = tag(kind)
-    e.call(_mapa, [e.get(address, t), e.get(rank, "u4")], [(d, t)])
-
-
-def _mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array:
+@called("mapa{|.shared::cluster}{.u32|.u64}", kinds=("", "u4"), results=("",), since=90, golden="cluster")
+def mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array:
     """Map addresses to another CTA. The address of a CTA that does not exist is an error only when it is used."""
     wide = address.astype(np.uint64) & np.uint64(OFFSET_MASK)
     mapped = wide | rank.astype(np.uint64) << np.uint64(RANK_SHIFT)
@@ -42,20 +37,19 @@ def ctarank(e: Emitter, inst: Inst, space: str, kind: str) -> None:
     e.set(d, "u4", text)
 
 
-@form("barrier.cluster.arrive{|.release|.relaxed}{|.aligned}", since=90, solo=True, converges=True, golden="cluster")
-def arrive(e: Emitter, inst: Inst, *choices: str) -> None:
-    e.call(_arrive, [])
+_MEETING: dict[str, Any] = {"since": 90, "solo": True, "converges": True, "golden": "cluster"}
 
 
-def _arrive(w: WarpBatch, mask: Array | None) -> None:
+@called("barrier.cluster.arrive{|.release|.relaxed}{|.aligned}", **_MEETING)
+def arrive(w: WarpBatch, mask: Array | None) -> None:
     whole(w, mask, "barrier.cluster.arrive")
     cluster = w.cta.cluster
     if cluster.barrier is None:
         total = len(cluster.ctas) * w.cta.num_warps
         cluster.barrier = Meeting(cluster, total, "barrier.cluster")
     meeting: Meeting = cluster.barrier
-    agents = w.agents[w.row[w.first_lanes(mask)]]
-    arrived = w.cta.extra.setdefault("cluster arrivals", {})
+    agents = w.active_agents(mask)
+    arrived = w.cta.unit("cluster arrivals", dict[int, Meeting])
     for agent in agents:
         if int(agent) in arrived:
             raise BarrierFault("barrier.cluster.arrive twice without a wait")
@@ -67,19 +61,14 @@ def _arrive(w: WarpBatch, mask: Array | None) -> None:
         meeting.arrived = -1
 
 
-@form("barrier.cluster.wait{|.acquire}{|.aligned}", since=90, solo=True, converges=True, golden="cluster")
-def wait(e: Emitter, inst: Inst, *choices: str) -> None:
-    e.call(_wait, [])
-
-
-def _wait(w: WarpBatch, mask: Array | None) -> None:
+@called("barrier.cluster.wait{|.acquire}{|.aligned}", **_MEETING)
+def wait(w: WarpBatch, mask: Array | None) -> None:
     whole(w, mask, "barrier.cluster.wait")
-    agents = w.agents[w.row[w.first_lanes(mask)]]
-    arrived = w.cta.extra.setdefault("cluster arrivals", {})
-    meetings = [arrived.pop(int(agent), None) for agent in agents]
-    if None in meetings:
+    agents = w.active_agents(mask)
+    arrived = w.cta.unit("cluster arrivals", dict[int, Meeting])
+    if not all(int(agent) in arrived for agent in agents):
         raise BarrierFault("barrier.cluster.wait without an arrive before it")
-    meeting: Meeting = meetings[0]
+    meeting, *_ = [arrived.pop(int(agent)) for agent in agents]
     if meeting.arrived == -1:  # already complete
         if w.cta.clocks is not None and meeting.clock is not None:
             w.cta.clocks.acquire(agents, meeting.clock)
@@ -94,7 +83,7 @@ def _wait(w: WarpBatch, mask: Array | None) -> None:
 )
 def st_async(e: Emitter, inst: Inst, weak: str, vec: str, kind: str) -> None:
     target, source, barrier = inst.operands
-    values = e.values(e.items(source), f"u{tag(kind)[1]}")
+    values = e.values(source, f"u{tag(kind)[1]}")
     e.call(_st_async, [e.address(target, wide=False), values, e.address(barrier, wide=False)])
 
 
@@ -106,11 +95,11 @@ def _st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arr
     for group in _groups(lanes, targets >> RANK_SHIFT, barriers, w.row):
         rank, where = int(targets[group[0]]) >> RANK_SHIFT, targets[group] & OFFSET_MASK
         memory = w.cta.cluster.ctas[rank].smem
-        memory.check(where, nbytes, nbytes, "st.async")
+        memory.check(where, nbytes, "st.async")
         if len(np.unique(where)) < len(where):
             raise Race("lanes of one st.async store to the same place")
         op = w.begin_op(int(w.row[group[0]]), "st.async")
-        memory.op_store(where, access.words_of(data[group]), nbytes, op, "st.async", generic=False)
+        memory.op_store(where, access.words_of(data[group]), op, "st.async")
         waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
         waiting.complete(nbytes * len(group), op)
 

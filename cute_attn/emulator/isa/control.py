@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst
 
 
@@ -27,10 +27,6 @@ def nothing(e: Emitter, inst: Inst, *choices: str) -> None:
         e.set(inst.operands[0], "u8", e.constant(0, "u8"))
 
 
-@form("trap", conformance="order")
-def trap(e: Emitter, inst: Inst) -> None:
-    e.call(_trap, [])
-
-
-def _trap(w: object, mask: object) -> None:
+@called("trap", conformance="order")
+def trap(w: object, mask: object) -> None:
     raise PtxError("trap")

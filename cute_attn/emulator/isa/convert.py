@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from cute_attn.emulator.memory import GENERIC_SHARED
 from cute_attn.emulator.ptx import Inst
 
 _INTS = "{.u8|.s8|.u16|.s16|.u32|.s32|.u64|.s64}"
-Narrow = Callable[[Array], Array]  # fp32 to one of the formats of 16 bits
 _ROUND = {".rni": "np.rint", ".rzi": "np.trunc", ".rmi": "np.floor", ".rpi": "np.ceil"}
 
 
@@ -105,10 +103,7 @@ def narrow_pair(e: Emitter, inst: Inst, mode: str, relu: str, to: str) -> None:
 
 
 def _narrow_pair(low: Array, high: Array, to: str, mode: str) -> Array:
-    both = floats.interleaved(low, high)
-    half = floats.f32_to_f16(both, mode).view(np.uint16) if to == ".f16x2" else floats.f32_to_bf16(both, mode)
-    packed: Array = half.view(np.uint32)
-    return packed
+    return floats.packed(floats.interleaved(low, high), to, mode)
 
 
 def _relu(relu: str, text: str) -> str:
@@ -117,48 +112,35 @@ def _relu(relu: str, text: str) -> str:
 
 @form("cvt.rn.satfinite{|.relu}{.e4m3x2|.e5m2x2}{.f32|.f16x2}", since=89, golden="fp8")
 def to_fp8(e: Emitter, inst: Inst, relu: str, to: str, source: str) -> None:
+    """Convert a pair; operand a goes to the upper byte."""
     d, *operands = inst.operands
-    kind = to[1:5]
     if source == ".f32":
         high, low = (e.get(x, "f4") for x in operands)
-        pair = f"({low}, {high})"
+        pairs = f"{e.bind(floats.interleaved, 'pairs')}({low}, {high})"
     else:
-        pair = f"{e.bind(_halves, 'halves')}({e.get(operands[0], 'u4')})"
-    e.set(d, "u2", f"{e.bind(_fp8_pair, 'fp8_pair')}({pair}, {kind!r}, {bool(relu)})")
+        pairs = f"{e.bind(floats.halves, 'halves')}({e.get(operands[0], 'u4')}, {source!r}).ravel()"
+    e.set(d, "u2", f"{e.bind(formats.encode, 'encode')}({pairs}, {to[1:5]!r}, {bool(relu)}).view(u2)")
 
 
-def _halves(x: Array) -> tuple[Array, Array]:
-    wide = floats.unpack16(x).view(np.float16).astype(np.float32)
-    return wide[:, 0], wide[:, 1]
+@form("cvt.rn{|.relu}{.f16x2}{.e4m3x2|.e5m2x2}", since=89, golden="fp8")
+@form(
+    "cvt.rn{|.relu}{.bf16x2}{.e4m3x2|.e5m2x2}",
+    "cvt.rn{|.relu}{.f16x2|.bf16x2}{.e2m1x2}",
+    since=100,
+    conformance="unverified",
+)
+def from_small(e: Emitter, inst: Inst, relu: str, to: str, source: str) -> None:
+    kind = source[1:5]
+    convert = functools.partial(_from_small, kind, to, bool(relu))
+    e.compute(inst, convert, "u4", "u1" if kind == "e2m1" else "u2")
 
 
-def _fp8_pair(pair: tuple[Array, Array], kind: str, relu: bool) -> Array:
-    low, high = np.broadcast_arrays(*pair)
-    codes = np.stack([formats.encode(low, kind, relu), formats.encode(high, kind, relu)], axis=1)
-    packed: Array = np.ascontiguousarray(codes).view(np.uint16)[:, 0]
-    return packed
-
-
-@form("cvt.rn{|.relu}.f16x2{.e4m3x2|.e5m2x2}", since=89, golden="fp8")
-def from_fp8(e: Emitter, inst: Inst, relu: str, source: str) -> None:
-    e.compute(inst, functools.partial(_from_fp8, floats.f32_to_f16, source[1:5], bool(relu)), "u4", "u2")
-
-
-def _from_fp8(narrow: Narrow, kind: str, relu: bool, x: Array) -> Array:
-    return _widened(narrow, formats.decode(np.ascontiguousarray(x).view(np.uint8), kind), relu)
-
-
-def _widened(narrow: Narrow, wide: Array, relu: bool) -> Array:
-    """Round numbers to 16 bits and pack neighbours into words."""
+def _from_small(kind: str, to: str, relu: bool, x: Array) -> Array:
+    codes = np.stack([x & 15, x >> np.uint8(4)], axis=1) if kind == "e2m1" else np.ascontiguousarray(x).view(np.uint8)
+    wide = formats.decode(codes, kind)
     if relu:
         wide = np.where(np.isnan(wide), wide, np.maximum(wide, np.float32(0)))
-    packed: Array = np.ascontiguousarray(narrow(wide)).reshape(-1).view(np.uint32)
-    return packed
-
-
-@form("cvt.rn{|.relu}.bf16x2{.e4m3x2|.e5m2x2}", since=100, conformance="unverified")
-def small_to_bf16(e: Emitter, inst: Inst, relu: str, source: str) -> None:
-    e.compute(inst, functools.partial(_from_fp8, floats.f32_to_bf16, source[1:5], bool(relu)), "u4", "u2")
+    return floats.packed(wide, to)
 
 
 @form("cvt.rn.satfinite{|.relu}.e2m1x2.f32", since=100, conformance="unverified")
@@ -170,16 +152,6 @@ def to_fp4(e: Emitter, inst: Inst, relu: str) -> None:
 def _fp4_pair(relu: bool, high: Array, low: Array) -> Array:
     packed: Array = formats.encode(low, "e2m1", relu) | (formats.encode(high, "e2m1", relu) << np.uint8(4))
     return packed
-
-
-@form("cvt.rn{|.relu}{.f16x2|.bf16x2}.e2m1x2", since=100, conformance="unverified")
-def from_fp4(e: Emitter, inst: Inst, relu: str, to: str) -> None:
-    narrow = floats.f32_to_f16 if to == ".f16x2" else floats.f32_to_bf16
-    e.compute(inst, functools.partial(_from_fp4, narrow, bool(relu)), "u4", "u1")
-
-
-def _from_fp4(narrow: Narrow, relu: bool, x: Array) -> Array:
-    return _widened(narrow, formats.decode(np.stack([x & 15, x >> np.uint8(4)], axis=1), "e2m1"), relu)
 
 
 computed(

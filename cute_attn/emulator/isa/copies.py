@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import numpy as np
 
 from cute_attn.emulator import access
@@ -10,9 +12,9 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence, PtxError
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.memory import SharedMemory
-from cute_attn.emulator.ptx import Imm, Inst
+from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 _COUNT = {".x1": 1, ".x2": 2, ".x4": 4}
@@ -60,7 +62,7 @@ def _matrix_rows(w: WarpBatch, mask: Array | None, address: Array, count: int, w
     at = rows.ravel()
     (memory, _), *_ = access.shared_of(w, at, what)
     offsets = access.offsets_of(at)
-    memory.check(offsets, 16, 16, what)
+    memory.check(offsets, 16, what)
     data: Array = memory.load(offsets, 16, np.repeat(agents, 8 * count), what)
     return data, len(agents)
 
@@ -96,7 +98,7 @@ def _ldmatrix_bytes(w: WarpBatch, mask: Array | None, address: Array, count: int
 @form(f"stmatrix.sync.aligned.m8n8{{.x1|.x2|.x4}}{{|.trans}}{_SHARED}.b16", since=90, converges=True, golden="matrix")
 def stmatrix(e: Emitter, inst: Inst, count: str, trans: str, space: str) -> None:
     address, sources = inst.operands
-    e.call(_stmatrix, [e.address(address, wide=False), e.values(e.items(sources), "u4"), str(bool(trans))])
+    e.call(_stmatrix, [e.address(address, wide=False), e.values(sources, "u4"), str(bool(trans))])
 
 
 def _stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], trans: bool) -> None:
@@ -112,21 +114,24 @@ def _stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[A
         rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)
     (memory, _), *_ = access.shared_of(w, at, "stmatrix")
     offsets = access.offsets_of(at)
-    memory.check(offsets, 16, 16, "stmatrix")
-    memory.store(offsets, access.words_of(rows), 16, np.repeat(w.agents[present], 8 * count), "stmatrix")
+    memory.check(offsets, 16, "stmatrix")
+    memory.store(offsets, access.words_of(rows), np.repeat(w.agents[present], 8 * count), "stmatrix")
 
 
 # --- cp.async ---------------------------------------------------------------------------------------------------------
+
+
+Copy = tuple[SharedMemory, Array, Array]  # offsets and words
 
 
 class Copies:
     """cp.async of one warp: groups committed, oldest first, and the open one."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[SharedMemory, Array, Array, int]] = []
+        self.open: list[Copy] = []
         self.op: Op | None = None
         self.told: list[Op] = []  # also of the open group: operations on whose completion an mbarrier arrives
-        self.committed: list[tuple[list[tuple[SharedMemory, Array, Array, int]], list[Op]]] = []
+        self.committed: list[tuple[list[Copy], list[Op]]] = []
 
     @property
     def ops(self) -> list[Op]:
@@ -135,12 +140,8 @@ class Copies:
 
 
 def _copies(w: WarpBatch, position: int) -> Copies:
-    table = w.cta.extra.setdefault("cp.async", {})
-    found = table.get(int(w.warps[position]))
-    if found is None:
-        found = table[int(w.warps[position])] = Copies()
-    copies: Copies = found
-    return copies
+    table = w.cta.unit("cp.async", lambda: collections.defaultdict[int, Copies](Copies))
+    return table[int(w.warps[position])]
 
 
 @form(
@@ -148,11 +149,12 @@ def _copies(w: WarpBatch, position: int) -> Copies:
     golden="copies",
 )
 def cp_async(e: Emitter, inst: Inst, cache: str, *choices: str) -> None:
-    target, source, size, *rest = inst.operands
-    if not isinstance(size, Imm) or size.value not in ((16,) if cache == ".cg" else (4, 8, 16)):
+    target, source, of_size, *rest = inst.operands
+    size = e.number(inst, of_size)
+    if size not in ((16,) if cache == ".cg" else (4, 8, 16)):
         raise PtxError(f"{inst.op} of {size} bytes")
-    given = e.get(rest[0], "u4") if rest and ".L2::cache_hint" not in choices else e.constant(size.value, "u4")
-    e.call(_cp_async, [e.address(target, wide=False), e.address(source, wide=True), str(size.value), given])
+    given = e.get(rest[0], "u4") if rest and ".L2::cache_hint" not in choices else e.constant(size, "u4")
+    e.call(_cp_async, [e.address(target, wide=False), e.address(source, wide=True), str(size), given])
 
 
 def _cp_async(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: int, given: Array) -> None:
@@ -175,7 +177,7 @@ def _cp_async(w: WarpBatch, mask: Array | None, target: Array, source: Array, si
     at = w.full(target)[lanes]
     (memory, _), *_ = access.shared_of(w, at, "cp.async")
     offsets = access.offsets_of(at)
-    memory.check(offsets, size, size, "cp.async")
+    memory.check(offsets, size, "cp.async")
     words = access.words_of(rows[lanes])
     owners = w.row[lanes]
     for position in np.unique(owners):
@@ -183,9 +185,9 @@ def _cp_async(w: WarpBatch, mask: Array | None, target: Array, source: Array, si
         if copies.op is None:
             copies.op = w.begin_op(int(position), "cp.async", generic=True)
         chosen = owners == position
-        copies.open.append((memory, offsets[chosen], words[chosen], size))
+        copies.open.append((memory, offsets[chosen], words[chosen]))
         if w.cta.grid.schedule.kind == "eager":
-            _land(copies.open.pop(), copies.op)
+            _land(copies.open, copies.ops)
 
 
 def _partial(w: WarpBatch, mask: Array, source: Array, count: int) -> Array:
@@ -194,27 +196,23 @@ def _partial(w: WarpBatch, mask: Array, source: Array, count: int) -> Array:
     return np.concatenate(columns, axis=1)
 
 
-def _land(copy: tuple[SharedMemory, Array, Array, int], op: Op | None) -> None:
-    memory, offsets, words, size = copy
-    memory.op_store(offsets, words, size, op, "cp.async", generic=True)
+def _land(group: list[Copy], ops: list[Op]) -> None:
+    """Write what the copies of a group bring, on behalf of its last operation."""
+    while group:
+        memory, offsets, words = group.pop(0)
+        memory.op_store(offsets, words, ops[-1] if ops else None, "cp.async")
 
 
 def outstanding(w: WarpBatch, position: int) -> list[Op]:
     """Operations of a warp whose completion it has not observed. Copies that a schedule has delayed land now."""
     copies, clocks = _copies(w, position), w.cta.clocks
     for group, ops in [*copies.committed, (copies.open, copies.ops)]:
-        while group:
-            _land(group.pop(), ops[-1] if ops else None)
+        _land(group, ops)
     if clocks is None:
         return []
     seen = clocks.v[w.agents[position], ORDER]
     copies.told, copies.op = [op for op in copies.ops if seen[op.agent] < op.epoch], None
     return [op for _, ops in copies.committed for op in ops] + copies.told
-
-
-@form("cp.async.commit_group", conformance="order", golden="copies")
-def commit_group(e: Emitter, inst: Inst) -> None:
-    e.call(_commit, [])
 
 
 def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
@@ -227,29 +225,27 @@ def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
     return np.flatnonzero(rows.any(axis=1))
 
 
-def _commit(w: WarpBatch, mask: Array | None) -> None:
+@called("cp.async.commit_group", conformance="order", golden="copies")
+def commit(w: WarpBatch, mask: Array | None) -> None:
     for position in _warps(w, mask, "cp.async.commit_group"):
         copies = _copies(w, int(position))
         copies.committed.append((copies.open, copies.ops))
         copies.open, copies.op, copies.told = [], None, []
 
 
-@form("cp.async.wait_group", "cp.async.wait_all", conformance="order", golden="copies")
-def wait_group(e: Emitter, inst: Inst) -> None:
-    if inst.operands:
-        e.call(_wait, [str(inst.operands[0].value)])  # type: ignore[union-attr]
-    else:
-        e.call(_commit, [])
-        e.call(_wait, ["0"])
+@called("cp.async.wait_all", conformance="order", golden="copies")
+def wait_all(w: WarpBatch, mask: Array | None) -> None:
+    commit(w, mask)
+    wait(w, mask, 0)
 
 
-def _wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
+@called("cp.async.wait_group", conformance="order", golden="copies")
+def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     for position in _warps(w, mask, "cp.async.wait_group"):
         copies = _copies(w, int(position))
         while len(copies.committed) > keep:
             group, ops = copies.committed.pop(0)
-            for copy in group:
-                _land(copy, ops[-1] if ops else None)
+            _land(group, ops)
             for op in ops:
                 assert w.cta.clocks is not None
                 w.cta.clocks.acquire(w.agents[position : position + 1], op.clock)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array, some
@@ -12,8 +15,8 @@ _LOW = np.int64((1 << 29) - 1)  # bits of a double beyond a float
 _HALF = np.int64(1 << 28)
 
 
-def fma32(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float32, rounded once."""
+def fma32(a: Array, b: Array, c: Array, mode: str) -> Array:
+    """a * b + c in float32, rounded once, to nearest: the only `mode`."""
     product = a.astype(np.float64) * b  # exact: 48 bits
     addend = c.astype(np.float64)
     total = product + addend
@@ -25,8 +28,7 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
 
 def _to_odd(total: Array, x: Array, y: Array) -> Array:
     """Convert `total` = x + y from round-to-nearest to round-to-odd, so that a second rounding is correct."""
-    part = total - x
-    error = (x - (total - part)) + (y - part)
+    error = _error(total, x, y)
     bits = total.view(np.int64)
     even = (error != 0) & ((bits & 1) == 0) & np.isfinite(total)
     outward = (error > 0) == (total > 0)
@@ -40,15 +42,31 @@ def add32(a: Array, b: Array, mode: str) -> Array:
         total: Array = a + b
         return total
     x, y = a.astype(np.float64), b.astype(np.float64)
-    found = directed(x + y, _error(x, y), mode)
+    found = directed(x + y, _error(x + y, x, y), mode)
     if mode != "rm":
         return found
     # Exact zeros of numbers with opposite signs are -0 when rounding down.
     return np.where((found == 0) & (np.signbit(a) != np.signbit(b)), np.float32(-0.0), found)
 
 
-def _error(x: Array, y: Array) -> Array:
-    total = x + y
+def sub32(a: Array, b: Array, mode: str) -> Array:
+    return add32(a, -b, mode)
+
+
+def mul32(a: Array, b: Array, mode: str) -> Array:
+    if mode == "rn":
+        product: Array = a * b
+        return product
+    exact = a.astype(np.float64) * b
+    return directed(exact, np.zeros_like(exact), mode)
+
+
+ROUNDED: dict[str, Callable[..., Array]] = {"add": add32, "sub": sub32, "mul": mul32, "fma": fma32}
+"""Arithmetic in float32; the last argument is the rounding mode."""
+
+
+def _error(total: Array, x: Array, y: Array) -> Array:
+    """What `total` = x + y has lost."""
     part = total - x
     error: Array = (x - (total - part)) + (y - part)
     return error
@@ -85,27 +103,19 @@ def _has_subnormals(x: Array) -> bool:
     return bool(small) and bool(small + some(x) > x.size)
 
 
-def maximum(a: Array, b: Array) -> Array:
-    """PTX max: the other operand where one is NaN, and +0 above -0, which numpy does not distinguish."""
-    return _pick(a, b, np.fmax(a, b), np.signbit(a))
+def _extreme(function: Callable[[Array, Array], Array], low: bool, a: Array, b: Array) -> Array:
+    """Min (`low`) or max by a function of numpy, with +0 above -0, which numpy does not distinguish."""
+    found, zeros = function(a, b), (a == 0) & (b == 0)
+    return np.where(zeros, np.where(np.signbit(a) != low, b, a), found) if some(zeros) else found
 
 
-def minimum(a: Array, b: Array) -> Array:
-    return _pick(a, b, np.fmin(a, b), ~np.signbit(a))
-
-
-def maximum_nan(a: Array, b: Array) -> Array:
-    """PTX max.NaN: NaN where one is NaN."""
-    return _pick(a, b, np.maximum(a, b), np.signbit(a))
-
-
-def minimum_nan(a: Array, b: Array) -> Array:
-    return _pick(a, b, np.minimum(a, b), ~np.signbit(a))
-
-
-def _pick(a: Array, b: Array, found: Array, prefer_b: Array) -> Array:
-    zeros = (a == 0) & (b == 0)
-    return np.where(zeros, np.where(prefer_b, b, a), found) if some(zeros) else found
+EXTREMES = {
+    "min": functools.partial(_extreme, np.fmin, True),  # the other operand where one is NaN
+    "max": functools.partial(_extreme, np.fmax, False),
+    "min.NaN": functools.partial(_extreme, np.minimum, True),  # NaN where one is NaN
+    "max.NaN": functools.partial(_extreme, np.maximum, False),
+}
+"""PTX min and max of floats."""
 
 
 def bf16_to_f32(bits: Array) -> Array:
@@ -133,12 +143,6 @@ def f32_to_f16(x: Array, mode: str = "rn") -> Array:
     return np.where(missing, np.array([0x7FFF], np.uint16).view(np.float16), half) if some(missing) else half
 
 
-def pack16(low: Array, high: Array) -> Array:
-    """Pack two arrays of 16-bit items into one of 32-bit words."""
-    packed: Array = interleaved(low.view(np.uint16), high.view(np.uint16)).view(np.uint32)
-    return packed
-
-
 def interleaved(*parts: Array) -> Array:
     """Items of arrays by turns; one item stands for as many as the other arrays have."""
     rows = np.empty((max(map(len, parts)), len(parts)), parts[0].dtype)
@@ -147,12 +151,14 @@ def interleaved(*parts: Array) -> Array:
     return rows.ravel()
 
 
-def unpack16(x: Array) -> Array:
-    """Unpack 32-bit words [n] to 16-bit items [n, 2]."""
-    halves: Array = np.ascontiguousarray(x).view(np.uint16).reshape(-1, 2)
-    return halves
+def halves(x: Array, kind: str) -> Array:
+    """Unpack words [n] of `kind` ".f16x2" or ".bf16x2" to float32 [n, 2]."""
+    raw = np.ascontiguousarray(x).view(np.uint16).reshape(-1, 2)
+    return raw.view(np.float16).astype(np.float32) if kind == ".f16x2" else bf16_to_f32(raw)
 
 
-def pack32(low: Array, high: Array) -> Array:
-    packed: Array = interleaved(low.view(np.uint32), high.view(np.uint32)).view(np.uint64)
-    return packed
+def packed(x: Array, kind: str, mode: str = "rn") -> Array:
+    """Round float32 to 16 bits and pack neighbours into words of `kind`."""
+    narrow = f32_to_f16(x, mode) if kind == ".f16x2" else f32_to_bf16(x, mode)
+    words: Array = np.ascontiguousarray(narrow).reshape(-1).view(np.uint32)
+    return words

@@ -1,4 +1,4 @@
-"""clusterlaunchcontrol: a running cluster takes over the work of one that has not started; 128-bit registers."""
+"""clusterlaunchcontrol: a running cluster takes over the work of one that has not started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
-from cute_attn.emulator.ptx import Inst, Vec
+from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
@@ -22,28 +22,6 @@ if TYPE_CHECKING:
 
 LATENCY = 400  # of virtual time, for the timeline
 RESPONSE_BYTES = 16
-
-
-@form("mov.b128", since=70)
-def move(e: Emitter, inst: Inst) -> None:
-    d, a = inst.operands
-    if isinstance(a, Vec):
-        e.call(_join, [e.get(x, "u8") for x in a.items], [(d, "v16")])
-    elif isinstance(d, Vec):
-        e.call(_parts, [e.get(a, "v16")], [(x, "u8") for x in d.items])
-    else:
-        e.set(d, "v16", e.get(a, "v16"))
-
-
-def _join(w: WarpBatch, mask: Array | None, low: Array, high: Array) -> Array:
-    pair = np.stack(np.broadcast_arrays(low, high), axis=1)
-    joined: Array = np.ascontiguousarray(pair).view("V16")[:, 0]
-    return joined
-
-
-def _parts(w: WarpBatch, mask: Array | None, x: Array) -> tuple[Array, Array]:
-    pair = np.ascontiguousarray(x).view(np.uint64).reshape(-1, 2)
-    return pair[:, 0].copy(), pair[:, 1].copy()
 
 
 _SPACE = "{|.shared::cta}"
@@ -74,8 +52,8 @@ def _try_cancel(w: WarpBatch, mask: Array | None, address: Array, barrier: Array
 def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op | None) -> None:
     for cta, barrier in zip(ctas, barriers, strict=True):
         offsets = access.offsets_of(np.array([at], np.uint32))
-        cta.smem.check(offsets, RESPONSE_BYTES, RESPONSE_BYTES, "try_cancel")
-        cta.smem.op_store(offsets, response, RESPONSE_BYTES, op, "try_cancel", generic=False)
+        cta.smem.check(offsets, RESPONSE_BYTES, "try_cancel")
+        cta.smem.op_store(offsets, response, op, "try_cancel")
         barrier.complete(RESPONSE_BYTES, op, LATENCY)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from cute_attn.emulator import access
@@ -33,7 +36,7 @@ def ld_param(e: Emitter, inst: Inst, vec: str, kind: str) -> None:
     t = tag(kind)
     number = e.params[source.base.name]
     for i, item in enumerate(e.items(d)):
-        e.set(item, t, f"w.param({number}, {source.offset + i * int(t[1])}, {t!r})")
+        e.set(item, t, f"w.cta.grid.param({number}, {source.offset + i * int(t[1])}, {t})")
 
 
 @form(f"ld{_WEAK}{{.shared|.shared::cta|.shared::cluster}}{_SIZES}", golden="memory")
@@ -42,9 +45,9 @@ def ld_shared(e: Emitter, inst: Inst, strength: str, space: str, size: str) -> N
     _load(e, inst, _item(size), _ld_shared, [address, str(space == ".shared::cluster")])
 
 
-def _ld_shared(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, width: int, count: int) -> list[Array]:
-    rows = access.load_shared(w, mask, address, width * count, "ld.shared", cluster)
-    return _columns(rows, width)
+def _ld_shared(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, word: Any, count: int) -> list[Array]:
+    rows = access.load_shared(w, mask, address, word.itemsize * count, "ld.shared", cluster)
+    return _columns(rows, word)
 
 
 def _item(size: str) -> str:
@@ -77,39 +80,36 @@ def ld_acquire(e: Emitter, inst: Inst, scope: str, space: str, kind: str) -> Non
 
 
 def _ld_global(
-    w: WarpBatch, mask: Array | None, address: Array, what: str, acquire: bool | None, width: int, count: int
+    w: WarpBatch, mask: Array | None, address: Array, what: str, acquire: bool | None, word: Any, count: int
 ) -> list[Array]:
     """Load; `acquire` is None for a weak load, which orders nothing."""
-    rows = access.load_global(w, mask, address, width * count, what, strong=acquire is not None)
+    rows = access.load_global(w, mask, address, word.itemsize * count, what, strong=acquire is not None)
     if acquire is not None:
         order.observe(w, mask, address, acquire)
-    return _columns(rows, width)
+    return _columns(rows, word)
 
 
-def _ld_generic(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
+def _ld_generic(w: WarpBatch, mask: Array | None, address: Array, word: Any, count: int) -> list[Array]:
     shared, others = access.generic_spaces(w, mask, address)
-    rows: Array = np.zeros((w.size, width * count), np.uint8)
+    nbytes = word.itemsize * count
+    rows: Array = np.zeros((w.size, nbytes), np.uint8)
     if some(others):
-        rows = access.load_global(w, others, address, width * count, "ld")
+        rows = access.load_global(w, others, address, nbytes, "ld")
     if some(shared):
         low = w.full(address).astype(np.uint32)
-        rows = np.where(shared[:, None], access.load_shared(w, shared, low, width * count, "ld", True), rows)
-    return _columns(rows, width)
+        rows = np.where(shared[:, None], access.load_shared(w, shared, low, nbytes, "ld", True), rows)
+    return _columns(rows, word)
 
 
-def _columns(rows: Array, width: int) -> list[Array]:
-    words = rows.view(f"u{width}")
+def _columns(rows: Array, word: Any) -> list[Array]:
+    words = rows.view(word)
     return [words[:, i] for i in range(words.shape[1])]
 
 
-def _load(e: Emitter, inst: Inst, kind: str, function: object, arguments: list[str]) -> None:
-    t = tag(kind)
+def _load(e: Emitter, inst: Inst, kind: str, function: Callable[..., Any], arguments: list[str]) -> None:
+    """Call a function with the type and the number of the words that it loads."""
     items = e.items(inst.operands[0])
-    text = ", ".join(["w", e.mask, *arguments, t[1], str(len(items))])
-    e.line(f"t = {e.bind(function, 'load')}({text})")
-    for i, item in enumerate(items):
-        if not (isinstance(item, Sym) and item.name == "_"):
-            e.set(item, t, f"t[{i}].view({t})")
+    e.call(function, [*arguments, tag(kind), str(len(items))], [(item, tag(kind)) for item in items], rows=True)
 
 
 @form(f"st{_WEAK}{{.shared|.shared::cta|.shared::cluster}}{_SIZES}", golden="memory")
@@ -165,7 +165,7 @@ def _st_generic(w: WarpBatch, mask: Array | None, address: Array, sources: tuple
 
 
 def _sources(e: Emitter, inst: Inst, kind: str) -> str:
-    return e.values(e.items(inst.operands[1]), f"u{tag(kind)[1]}")
+    return e.values(inst.operands[1], f"u{tag(kind)[1]}")
 
 
 def _rows(w: WarpBatch, sources: tuple[Array, ...]) -> Array:

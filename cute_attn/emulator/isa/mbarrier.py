@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cute_attn.emulator.clocks import ORDER, PROXY, Op
+from cute_attn.emulator.clocks import ORDER, PROXY, Clocks, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import BarrierFault
 from cute_attn.emulator.isa import order
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.barriers import on_clocks
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.memory import MBARRIER, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst, Sym
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 MAX_COUNT = (1 << 20) - 1
 MAX_TX = (1 << 20) - 1
 _SPACE = "{|.shared|.shared::cta|.shared::cluster}"
+_ANYWHERE = ("", ".shared::cluster")  # spaces with addresses of other CTAs of the cluster
 _SEM = "{|.release|.relaxed}{|.cta|.cluster}"
 
 
@@ -159,7 +161,7 @@ class Mbarrier:
 
     def _see(self) -> None:
         """Forget the uses by other CTAs in phases that a warp has seen complete, but for the latest in an order."""
-        latest = self.cta.extra.setdefault("seen of other CTAs", {})
+        latest = self.cta.unit("seen of other CTAs", dict[int, int])
         for use in self.remote:
             if use.in_order and use.op is not None and use.phase is not None and use.phase < self.phase:
                 latest[use.op.agent] = max(use.op.epoch, latest.get(use.op.agent, 0))
@@ -187,38 +189,36 @@ def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = Fa
     return barrier
 
 
-def _shared_address(e: Emitter, inst: Inst, position: int, space: str) -> tuple[str, str]:
-    """Address expression, and whether it may refer to other CTAs of the cluster."""
-    return e.shared_address(inst.operands[position], space), str(space in ("", ".shared::cluster"))
-
-
 # --- life of a barrier ------------------------------------------------------------------------------------------------
 
 
 @form("mbarrier.init{|.shared|.shared::cta}.b64", golden="mbarrier")
 def init(e: Emitter, inst: Inst, space: str) -> None:
-    address, _ = _shared_address(e, inst, 0, space)
-    e.call(_init, [address, e.get(inst.operands[1], "u4")])
+    e.call(_init, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4")])
 
 
 def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None:
     for lane, where, number in w.each(mask, address & OFFSET_MASK, count):
-        w.cta.smem.check(np.array([where]), 8, 8, "mbarrier.init")
+        w.cta.smem.check(np.array([where]), 8, "mbarrier.init")
         if not 1 <= number <= MAX_COUNT:
             raise BarrierFault(f"mbarrier.init with a count of {number}", lane)
         agents = w.lane_agents[lane : lane + 1]
-        w.cta.smem.store(np.array([where]), np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
+        w.cta.smem.store(np.array([where]), np.zeros(1, np.uint64), agents, "mbarrier.init")
         w.cta.smem.valid.data[where : where + 8] = MBARRIER
-        if not w.cta.mbarriers and "mbarriers" not in w.cta.extra:
-            w.cta.extra["mbarriers"] = True
-            w.cta.closing += [lambda: _check_phases(w.cta), lambda: _check_remote(w.cta)]
+        w.cta.unit("ends of mbarriers", lambda: w.cta, _check_end)
         w.cta.mbarriers[where] = Mbarrier(w.cta, number, int(agents[0]), f"mbarrier at shared {where:#x}")
+
+
+def _check_end(cta: Cta) -> None:
+    if cta.clocks is not None:
+        _check_phases(cta)
+        _check_remote(cta, cta.clocks)
 
 
 def _check_phases(cta: Cta) -> None:
     """Check that no barrier is left with arrivals or bytes that do not belong to its phase: its count is wrong.
     While asynchronous work is pending, its arrivals are still to come."""
-    if cta.pending or cta.clocks is None:
+    if cta.pending:
         return
     for barrier in cta.mbarriers.values():
         if barrier.unbalanced():
@@ -229,14 +229,12 @@ def _check_phases(cta: Cta) -> None:
             )
 
 
-def _check_remote(cta: Cta) -> None:
+def _check_remote(cta: Cta, clocks: Clocks) -> None:
     """Check that what other CTAs do at barriers of this one comes before its end, on every schedule: a warp of it has
     seen the phase complete, or that of a later commit of the same thread. Arrivals of warps need only happen before.
     """
-    if cta.clocks is None:
-        return
-    seen = cta.clocks.v[cta.first_agent : cta.first_agent + cta.num_warps, ORDER].max(axis=0)
-    latest = cta.extra.get("seen of other CTAs", {})
+    seen = clocks.v[cta.first_agent : cta.first_agent + cta.num_warps, ORDER].max(axis=0)
+    latest = cta.unit("seen of other CTAs", dict[int, int])
     for barrier in cta.mbarriers.values():
         for use in barrier.remote:
             if use.op is None:
@@ -252,8 +250,7 @@ def _check_remote(cta: Cta) -> None:
 
 @form("mbarrier.inval{|.shared|.shared::cta}.b64", golden="mbarrier")
 def inval(e: Emitter, inst: Inst, space: str) -> None:
-    address, _ = _shared_address(e, inst, 0, space)
-    e.call(_inval, [address])
+    e.call(_inval, [e.shared_address(inst.operands[0], space)])
 
 
 def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
@@ -267,34 +264,21 @@ def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
 # --- arrivals ---------------------------------------------------------------------------------------------------------
 
 
-@form(f"mbarrier.arrive{_SEM}{_SPACE}.b64", f"mbarrier.arrive_drop{_SEM}{_SPACE}.b64", golden="mbarrier")
-def arrive(e: Emitter, inst: Inst, sem: str, scope: str, space: str) -> None:
-    _arrive_form(e, inst, space, sem, expect=False)
-
-
-@form(
-    f"mbarrier.arrive.expect_tx{_SEM}{_SPACE}.b64",
-    f"mbarrier.arrive_drop.expect_tx{_SEM}{_SPACE}.b64",
-    since=90,
-    golden="mbarrier",
-)
-def arrive_expect(e: Emitter, inst: Inst, sem: str, scope: str, space: str) -> None:
-    _arrive_form(e, inst, space, sem, expect=True)
-
-
-def _arrive_form(e: Emitter, inst: Inst, space: str, sem: str, expect: bool) -> None:
-    target, _, *rest = inst.operands
-    address, cluster = _shared_address(e, inst, 1, space)
+@form(f"mbarrier.{{arrive|arrive_drop}}{{}}{_SEM}{_SPACE}.b64", golden="mbarrier")
+@form(f"mbarrier.{{arrive|arrive_drop}}{{.expect_tx}}{_SEM}{_SPACE}.b64", since=90, golden="mbarrier")
+def arrive(e: Emitter, inst: Inst, how: str, expect: str, sem: str, scope: str, space: str) -> None:
+    target, address, *rest = inst.operands
     number = e.get(rest[0], "u4") if rest else e.constant(1, "u4")
-    count, tx = (e.constant(1, "u4"), number) if expect else (number, e.constant(0, "u4"))
-    drop = str("arrive_drop" in inst.op)
-    arguments = [address, cluster, count, tx, drop, str(sem == ".relaxed")]
+    numbers = [e.constant(1, "u4"), number] if expect else [number, e.constant(0, "u4")]
+    flags = [str(how == "arrive_drop"), str(sem == ".relaxed")]
+    arguments = [e.shared_address(address, space), str(space in _ANYWHERE), *numbers, *flags]
     if isinstance(target, Sym):
         e.call(_arrive, arguments)
     else:
         e.call(_arrive, arguments, [(target, "u8")])
 
 
+_go_on = on_clocks(Clocks.go_on)
 _Phases = dict[tuple[int, int], int]  # the phase in which the first lane of a warp arrives, by warp and barrier
 
 
@@ -331,16 +315,14 @@ def _arrive(
         agent = int(w.lane_agents[lane])
         barrier.used_by(w.cta, "an arrival", agent=agent)
         barrier.arrive(agent, number, expected, relaxed)
-    if w.cta.clocks is not None:
-        agents = w.active_agents(mask)
-        w.cta.clocks.v[agents, ORDER, agents] += 1
+    _go_on(w, mask)
     return token
 
 
 @form(f"mbarrier.{{expect_tx|complete_tx}}{{|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64", since=90, golden="mbarrier")
 def transaction(e: Emitter, inst: Inst, op: str, sem: str, scope: str, space: str) -> None:
-    address, cluster = _shared_address(e, inst, 0, space)
-    e.call(_transaction, [address, cluster, e.get(inst.operands[1], "u4"), str(op == "expect_tx")])
+    address, count = e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4")
+    e.call(_transaction, [address, str(space in _ANYWHERE), count, str(op == "expect_tx")])
 
 
 def _transaction(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, count: Array, expect: bool) -> None:
@@ -356,15 +338,14 @@ def _transaction(w: WarpBatch, mask: Array | None, address: Array, cluster: bool
 
 @form("cp.async.mbarrier.arrive{|.noinc}{|.shared|.shared::cta}.b64", golden="mbarrier")
 def copies_arrive(e: Emitter, inst: Inst, noinc: str, space: str) -> None:
-    address, _ = _shared_address(e, inst, 0, space)
-    e.call(_copies_arrive, [address, str(bool(noinc))])
+    e.call(_copies_arrive, [e.shared_address(inst.operands[0], space), str(bool(noinc))])
 
 
 def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool) -> None:
     """Arrive for each lane once its copies so far have landed; without .noinc, raise the pending count first."""
     from cute_attn.emulator.isa.copies import outstanding
 
-    clocks, copies = w.cta.clocks, {}
+    copies = {}
     for row in np.unique(w.row[w.lanes(mask)]):
         ops = outstanding(w, int(row))
         copies[int(row)] = np.maximum.reduce([op.clock for op in ops]) if ops else None
@@ -380,9 +361,7 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
         if not noinc:
             barrier.pending += 1
         barrier.arrive(agent, 1)
-    if clocks is not None:
-        agents = w.active_agents(mask)
-        clocks.v[agents, ORDER, agents] += 1
+    _go_on(w, mask)
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -394,10 +373,9 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
     golden="mbarrier",
 )
 def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, space: str) -> None:
-    address, _ = _shared_address(e, inst, 1, space)
-    kind = "u4" if parity else "u8"
-    flags = [str(bool(parity)), str(sem == ".relaxed")]
-    e.call(_test, [address, e.get(inst.operands[2], kind), *flags], [(inst.operands[0], "p")])
+    d, address, expected, *_ = inst.operands
+    arguments = [e.shared_address(address, space), e.get(expected, "u4" if parity else "u8")]
+    e.call(_test, [*arguments, str(bool(parity)), str(sem == ".relaxed")], [(d, "p")])
 
 
 def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, parity: bool, relaxed: bool) -> Array:
@@ -444,14 +422,6 @@ def _tests(
 # --- fences -----------------------------------------------------------------------------------------------------------
 
 
-@form("fence.mbarrier_init.release.cluster", since=90, conformance="order", golden="mbarrier")
-def fence_init(e: Emitter, inst: Inst) -> None:
-    e.call(_fence_init, [])
-
-
-def _fence_init(w: WarpBatch, mask: Array | None) -> None:
-    """Make the warp's own writes so far visible to the async proxy."""
-    if w.cta.clocks is not None:
-        agents = w.active_agents(mask)
-        w.cta.clocks.v[agents, PROXY, agents] = w.cta.clocks.v[agents, ORDER, agents]
-        w.cta.clocks.v[agents, ORDER, agents] += 1
+called("fence.mbarrier_init.release.cluster", since=90, conformance="order", golden="mbarrier")(
+    on_clocks(Clocks.init_fence)
+)

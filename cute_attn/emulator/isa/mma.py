@@ -11,7 +11,7 @@ from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence
 from cute_attn.emulator.isa import floats
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
@@ -62,14 +62,14 @@ def mma_8bit(e: Emitter, inst: Inst, shape: str, a: str, b: str) -> None:
 @form("mma.sync.aligned.m16n8{k16|k8}.row.col.f16.f16.f16.f16", converges=True, conformance="approx", golden="mma")
 def mma_f16(e: Emitter, inst: Inst, shape: str) -> None:
     """Emit a product with fp16 accumulators: two words of pairs."""
-    d, a, b, c = (e.items(x) for x in inst.operands)
-    e.call(_mma_f16, [e.values(group, "u4") for group in (a, b, c)], [(x, "u4") for x in d])
+    d, *sources = inst.operands
+    e.call(_mma_f16, [e.values(x, "u4") for x in sources], [(x, "u4") for x in e.items(d)])
 
 
 def _emit(e: Emitter, inst: Inst, a_decode: Decode, b_decode: Decode) -> None:
-    d, a, b, c = (e.items(x) for x in inst.operands)
-    sources = [e.values(group, kind) for group, kind in ((a, "u4"), (b, "u4"), (c, "f4"))]
-    e.call(_mma, [e.bind((a_decode, b_decode), "decode"), *sources], [(x, "f4") for x in d])
+    d, a, b, c = inst.operands
+    sources = [e.values(a, "u4"), e.values(b, "u4"), e.values(c, "f4")]
+    e.call(_mma, [e.bind((a_decode, b_decode), "decode"), *sources], [(x, "f4") for x in e.items(d)])
 
 
 def whole(w: WarpBatch, mask: Array | None, what: str) -> None:
@@ -123,16 +123,11 @@ def _mma_f16(
     wide = _f16(_stack(w, c)).reshape(2, w.size, 2)
     spread = (wide[0, :, 0], wide[0, :, 1], wide[1, :, 0], wide[1, :, 1])
     d = _mma(w, mask, (_f16, _f16), a, b, spread)
-    return [floats.pack16(d[i].astype(np.float16), d[i + 1].astype(np.float16)) for i in (0, 2)]
+    return [floats.packed(d[i : i + 2].T, ".f16x2") for i in (0, 2)]
 
 
-@form("movmatrix.sync.aligned.m8n8.trans.b16", converges=True, golden="matrix")
-def movmatrix(e: Emitter, inst: Inst) -> None:
-    d, a = inst.operands
-    e.call(_movmatrix, [e.get(a, "u4")], [(d, "u4")])
-
-
-def _movmatrix(w: WarpBatch, mask: Array | None, a: Array) -> Array:
+@called("movmatrix.sync.aligned.m8n8.trans.b16", kinds=("u4",), results=("u4",), converges=True, golden="matrix")
+def movmatrix(w: WarpBatch, mask: Array | None, a: Array) -> Array:
     """Transpose: lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, before and after."""
     whole(w, mask, "movmatrix")
     rows = np.ascontiguousarray(w.full(a)).view(np.uint16).reshape(-1, 8, 8)

@@ -17,15 +17,16 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import UnknownForm
 from cute_attn.emulator.ptx import Inst
 
 Build = Callable[..., None]
+Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,24 @@ def computed(functions: Mapping[str, str | Callable[..., Any]], *kinds: str, **t
 
     for template, function in functions.items():
         form(template, **traits)(register(function))
+
+
+def called(
+    *templates: str, kinds: Sequence[str] = (), results: Sequence[str] = (), choices: int = 0, **traits: Any
+) -> Callable[[Run], Run]:
+    """Register forms that call the decorated function of a warp batch and a mask, with the first `choices` and the
+    values of the operands (`Emitter.apply`). `kinds`: the operands' types, none for immediates; `results`: the types of
+    what it returns.
+    """
+
+    def register(function: Run) -> Run:
+        def build(e: Emitter, inst: Inst, *given: str) -> None:
+            e.apply(inst, function, given[:choices], kinds, results)
+
+        form(*templates, **traits)(build)
+        return function
+
+    return register
 
 
 def expand(template: str) -> list[tuple[str, tuple[str, ...]]]:

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError, RegisterFault
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.ptx import Imm, Inst
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
 if TYPE_CHECKING:
@@ -36,10 +34,7 @@ class Pool:
 
 
 def pool_of(cta: Cta) -> Pool:
-    found: Pool | None = cta.extra.get("registers")
-    if found is None:
-        found = cta.extra["registers"] = Pool(cta.num_warps, cta.grid.registers)
-    return found
+    return cta.unit("registers", lambda: Pool(cta.num_warps, cta.grid.registers))
 
 
 class _Claim(Wait):
@@ -62,20 +57,9 @@ class _Claim(Wait):
         return False
 
 
-def _count(inst: Inst) -> int:
-    operand = inst.operands[0]
-    if not isinstance(operand, Imm) or operand.value % 8 or not 24 <= operand.value <= 256:
-        raise PtxError(f"{inst.op} {operand}: a multiple of 8 between 24 and 256 is needed")
-    return operand.value
-
-
-@form("setmaxnreg.inc.sync.aligned.u32", since=90, solo=True, converges=True, conformance="order")
-def claim(e: Emitter, inst: Inst) -> None:
-    e.call(_claim, [str(_count(inst))])
-
-
-def _claim(w: WarpBatch, mask: Array | None, count: int) -> None:
-    warps, pool = _warps(w, mask, "setmaxnreg.inc"), pool_of(w.cta)
+@called("setmaxnreg.inc.sync.aligned.u32", since=90, solo=True, converges=True, conformance="order")
+def claim(w: WarpBatch, mask: Array | None, count: int) -> None:
+    warps, pool = _warps(w, mask, count, "setmaxnreg.inc"), pool_of(w.cta)
     most = int(pool.held[warps].max())
     if most > count:
         raise RegisterFault(f"setmaxnreg.inc to {count} by a warp that holds {most} registers a thread")
@@ -84,20 +68,18 @@ def _claim(w: WarpBatch, mask: Array | None, count: int) -> None:
         w.wait = waiting
 
 
-@form("setmaxnreg.dec.sync.aligned.u32", since=90, converges=True, conformance="order")
-def release(e: Emitter, inst: Inst) -> None:
-    e.call(_release, [str(_count(inst))])
-
-
-def _release(w: WarpBatch, mask: Array | None, count: int) -> None:
-    warps, pool = _warps(w, mask, "setmaxnreg.dec"), pool_of(w.cta)
+@called("setmaxnreg.dec.sync.aligned.u32", since=90, converges=True, conformance="order")
+def release(w: WarpBatch, mask: Array | None, count: int) -> None:
+    warps, pool = _warps(w, mask, count, "setmaxnreg.dec"), pool_of(w.cta)
     least = int(pool.held[warps].min())
     if least < count:
         raise RegisterFault(f"setmaxnreg.dec to {count} by a warp that holds {least} registers a thread")
     pool.held[warps] = count
 
 
-def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
+def _warps(w: WarpBatch, mask: Array | None, count: int, what: str) -> Array:
+    if count % 8 or not 24 <= count <= 256:
+        raise PtxError(f"{what} {count}: a multiple of 8 between 24 and 256 is needed")
     whole(w, mask, what)
     found: Array = w.warps[w.row[w.first_lanes(mask)]]
     return found

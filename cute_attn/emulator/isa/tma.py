@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cute_attn.emulator import access, tensormap
-from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault, PtxError
-from cute_attn.emulator.isa import mbarrier
-from cute_attn.emulator.isa.bulk import HINT, LATENCY, MULTICAST, Task, bulk_groups, ranks_of, reduced
+from cute_attn.emulator.isa.bulk import HINT, MULTICAST, Task, open_group, post_load, posted_store, ranks_of
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Addr, Inst, Operand, Vec
 from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
-    from cute_attn.emulator.machine import Cta
+    pass
 
 _DIMS = "{.1d|.2d|.3d|.4d|.5d}"
 _PAIRS = (100, 103)  # architectures with pairs of CTAs
@@ -61,11 +57,11 @@ def _tensor_operand(e: Emitter, operand: Operand, numbers: int) -> tuple[str, st
     """Table address and coordinates of an operand `[map, {c0, c1, ...}]`."""
     if not isinstance(operand, Addr) or not operand.rest or not isinstance(operand.rest[0], Vec):
         raise PtxError("a tensor operand needs coordinates")
-    items = operand.rest[0].items
-    if len(items) != numbers:
-        raise PtxError(f"{len(items)} coordinates where {numbers} are needed")
+    place = operand.rest[0]
+    if len(place.items) != numbers:
+        raise PtxError(f"{len(place.items)} coordinates where {numbers} are needed")
     base = e.address(Addr(operand.base, operand.offset), wide=True)
-    return base, e.values(items, "i4")
+    return base, e.values(place, "i4")
 
 
 def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
@@ -101,11 +97,13 @@ def _tensor_load(
     for lane, map_address, at, bar, named, *place in w.each(mask, table, target, barrier, ctas, *coordinates):
         tensor = _map_at(w, map_address)
         _check_place(tensor, place, lane)
+        if at % 128:
+            raise MemoryFault(f"TMA load to shared {at:#x}, which is not aligned to 128 bytes", lane)
         op = w.begin_op(int(w.row[lane]), "TMA load")
+        pieces = tensormap.chunks(tensor, place, tensor.line_bytes)
         for rank in ranks_of(named) if multicast else [at >> RANK_SHIFT]:
-            load = _Load(w.cta, tensor, place, rank << RANK_SHIFT | at & OFFSET_MASK, op)
             own = bar if not multicast else (bar & OFFSET_MASK) | (_leader(rank, bar, pair) << RANK_SHIFT)
-            load.post(own)
+            post_load(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, pieces, own, op, f"TMA load at {tuple(place)}")
 
 
 def _check_place(tensor: tensormap.TensorMap, place: list[int], lane: int) -> None:
@@ -118,42 +116,6 @@ def _check_place(tensor: tensormap.TensorMap, place: list[int], lane: int) -> No
 def _leader(rank: int, barrier: int, pair: bool) -> int:
     """Rank of the CTA whose barrier counts the bytes of CTA `rank`: in a pair, the CTA of the barrier's parity."""
     return (rank & ~1) | (barrier >> RANK_SHIFT & 1) if pair else rank
-
-
-@dataclass
-class _Load:
-    """Load of a box into the shared memory of one CTA."""
-
-    cta: Cta
-    tensor: tensormap.TensorMap
-    place: list[int]
-    target: int
-    op: Op | None
-
-    def post(self, barrier: int) -> None:
-        if self.target % 128:
-            raise MemoryFault(f"TMA load to shared {self.target:#x}, which is not aligned to 128 bytes")
-        waiting = mbarrier.target(self.cta, barrier, self.op, "a TMA load")
-
-        def arrive() -> None:
-            self.run()
-            waiting.complete(self.tensor.box_bytes, self.op, LATENCY)
-
-        self.cta.post(arrive)
-
-    def run(self) -> None:
-        pieces = tensormap.chunks(self.tensor, self.place, self.tensor.line_bytes)
-        rows = np.zeros((len(pieces.shared), pieces.nbytes), np.uint8)
-        if self.tensor.nan_fill:
-            rows.view(np.uint16)[:] = 0x7FF7  # whatever the type
-        inside = pieces.inside
-        what = f"TMA load at {tuple(self.place)}"
-        if inside.any():
-            rows[inside] = access.op_load_global(self.cta, pieces.addresses[inside], pieces.nbytes, self.op, what)
-        memory = self.cta.cluster.ctas[self.target >> RANK_SHIFT].smem
-        offsets = tensormap.swizzled((self.target & OFFSET_MASK) + pieces.shared, self.tensor.swizzle)
-        memory.check(offsets, pieces.nbytes, pieces.nbytes, what)
-        memory.op_store(offsets, access.words_of(rows), pieces.nbytes, self.op, what, generic=False)
 
 
 @form(
@@ -210,28 +172,7 @@ def _tensor_store(
         key = (int(w.row[lane]), map_address, at, *place, lane if reduce else 0)
         if key not in tasks:
             op = w.begin_op(int(w.row[lane]), "TMA store")
-            action = _store_action(w.cta, tensor, place, at, reduce, op)
-            tasks[key] = Task(action, op)
-            w.cta.post(tasks[key])
-        bulk_groups(w, lane).open.append(tasks[key])
-
-
-def _store_action(
-    cta: Cta, tensor: tensormap.TensorMap, place: list[int], source: int, reduce: str, op: Op | None
-) -> Callable[[], None]:
-    def run() -> None:
-        what = f"TMA store at {tuple(place)}"
-        pieces = tensormap.chunks(tensor, place, tensor.stored_line_bytes)
-        offsets = tensormap.swizzled((source & OFFSET_MASK) + pieces.shared, tensor.swizzle)
-        cta.smem.check(offsets, pieces.nbytes, pieces.nbytes, what)
-        addresses = pieces.addresses[pieces.inside]
-        if len(addresses) == 0:
-            return
-        words = cta.smem.op_load(offsets[pieces.inside], pieces.nbytes, op, what)  # the rest may be anything
-        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, pieces.nbytes)
-        if reduce:
-            old = access.op_load_global(cta, addresses, pieces.nbytes, None, what)
-            rows = reduced(old, rows, reduce, tensormap.DTYPES[tensor.dtype])
-        access.op_store_global(cta, addresses, rows, None if reduce else op, what)
-
-    return run
+            pieces = tensormap.chunks(tensor, place, tensor.stored_line_bytes)
+            reduction = reduce, tensormap.DTYPES[tensor.dtype]
+            tasks[key] = posted_store(w.cta, at, pieces, reduction, op, f"TMA store at {tuple(place)}")
+        open_group(w, lane).append(tasks[key])

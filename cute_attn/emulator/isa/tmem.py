@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from cute_attn.emulator import access
+from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
+from cute_attn.emulator.isa.barriers import on_clocks
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.tensor_memory import WARP, TensorMemory, cells, split_address
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
@@ -22,26 +23,22 @@ if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
 ARCHS = (100, 103)
-GROUP = "{.cta_group::1|.cta_group::2}"
+GROUP = ".cta_group::{1|2}"
 _NUM = "{.x1|.x2|.x4|.x8|.x16|.x32|.x64|.x128}"
 
 
 tensor_form = functools.partial(form, since=100, only=ARCHS, conformance="unverified")
+tensor_call = functools.partial(called, since=100, only=ARCHS, conformance="unverified")
 
 
 def memory_of(cta: Cta) -> TensorMemory:
-    found = cta.extra.get("tcgen05")
-    if found is None:
-        found = cta.extra["tcgen05"] = TensorMemory(cta.clocks)
-        cta.closing.append(lambda: _check_leak(cta))
-    memory: TensorMemory = found
-    return memory
+    return cta.unit("tcgen05", functools.partial(TensorMemory, cta.clocks), functools.partial(_check_leak, cta.index))
 
 
-def _check_leak(cta: Cta) -> None:
-    left = memory_of(cta).leaked()
+def _check_leak(index: tuple[int, int, int], memory: TensorMemory) -> None:
+    left = np.count_nonzero(memory.owner)
     if left:
-        raise MemoryFault(f"CTA {cta.index} ends without giving {left} columns of tensor memory back")
+        raise MemoryFault(f"CTA {index} ends without giving {left} columns of tensor memory back")
 
 
 def pair_of(cta: Cta, group: int) -> list[Cta]:
@@ -61,66 +58,46 @@ def pair_of(cta: Cta, group: int) -> list[Cta]:
 # --- allocation -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Request:
-    cta: Cta
-    agent: int
-    target: int
-    columns: int
-    granted: bool = False
-
-    def grant(self, start: int) -> None:
-        memory = memory_of(self.cta)
-        memory.allocate(start, self.columns)
-        offset = access.offsets_of(np.array([self.target], np.uint32))
-        self.cta.smem.check(offset, 4, 4, "tcgen05.alloc")
-        value = np.array([start], np.uint32)
-        self.cta.smem.store(offset, value, 4, np.array([self.agent]), "tcgen05.alloc")
-        self.granted = True
-
-
 class _Allocating(Wait):
     """Waits until there is room and, in a CTA pair, until the peer asks for the same."""
 
-    def __init__(self, request: _Request, group: int) -> None:
-        super().__init__(f"tcgen05.alloc of {request.columns} columns")
-        self.request, self.group = request, group
-        self.pair = pair_of(request.cta, group)
-        if group == 2:
-            self._asking(request.cta).append(request)
+    def __init__(self, cta: Cta, agent: int, target: int, columns: int, group: int) -> None:
+        super().__init__(f"tcgen05.alloc of {columns} columns")
+        self.cta, self.agent, self.target, self.columns = cta, agent, target, columns
+        pair = pair_of(cta, group)
+        self.asking = [of.unit("tcgen05 asking", list[_Allocating]) if group == 2 else [] for of in pair]
+        self.asking[pair.index(cta)].append(self)
 
-    def _asking(self, cta: Cta) -> list[_Request]:
-        asking: list[_Request] = cta.extra.setdefault("tcgen05 asking", [])
-        return asking
+    def grant(self, start: int) -> None:
+        memory_of(self.cta).allocate(start, self.columns)
+        offset = access.offsets_of(np.array([self.target], np.uint32))
+        self.cta.smem.check(offset, 4, "tcgen05.alloc")
+        self.cta.smem.store(offset, np.array([start], np.uint32), np.array([self.agent]), "tcgen05.alloc")
+        self.done = True
 
     def ready(self) -> bool:
-        if self.request.granted:
+        if self.done:
             return True
-        requests = [self.request]
-        if self.group == 2:
-            if not all(self._asking(cta) for cta in self.pair):
-                return False
-            requests = [self._asking(cta)[0] for cta in self.pair]
-            if self.request not in requests:
-                return False
-            if requests[0].columns != requests[1].columns:
-                raise MemoryFault("tcgen05.alloc: the CTAs of a pair ask for different numbers of columns")
+        requests = [asking[0] for asking in self.asking if asking]
+        if self not in requests or len(requests) < len(self.asking):
+            return False
+        if len({request.columns for request in requests}) > 1:
+            raise MemoryFault("tcgen05.alloc: the CTAs of a pair ask for different numbers of columns")
         free = TensorMemory(None)
         for request in requests:
             free.owner |= memory_of(request.cta).owner != 0
-        start = free.find(self.request.columns)
+        start = free.find(self.columns)
         if start is None:
             return False
-        for request in requests:
+        for request, asking in zip(requests, self.asking, strict=True):
             request.grant(start)
-            if self.group == 2:
-                self._asking(request.cta).pop(0)
+            asking.pop(0)
         return True
 
 
 @tensor_form(f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32", solo=True, converges=True)
 def alloc(e: Emitter, inst: Inst, group: str, space: str) -> None:
-    e.call(_alloc, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4"), group[-1]])
+    e.call(_alloc, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4"), group])
 
 
 def _alloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group: int) -> None:
@@ -130,32 +107,24 @@ def _alloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group
         raise MemoryFault("tcgen05.alloc by more than one warp at once")
     columns, target = w.uniform(count, mask, "column count"), w.uniform(address, mask, "address")
     memory_of(w.cta).check_allocation(columns)
-    waiting = _Allocating(_Request(w.cta, int(w.lane_agents[lanes[0]]), target, columns), group)
+    waiting = _Allocating(w.cta, int(w.lane_agents[lanes[0]]), target, columns, group)
     if not waiting.ready():
         w.wait = waiting
 
 
-@tensor_form(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", converges=True)
-def dealloc(e: Emitter, inst: Inst, group: str) -> None:
-    e.call(_dealloc, [e.get(inst.operands[0], "u4"), e.get(inst.operands[1], "u4"), group[-1]])
-
-
-def _dealloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group: int) -> None:
+@tensor_call(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", kinds=("u4", "u4"), choices=1, converges=True)
+def dealloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count: Array) -> None:
     whole(w, mask, "tcgen05.dealloc")
-    pair_of(w.cta, group)
+    pair_of(w.cta, int(group))
     memory = memory_of(w.cta)
     first = w.first_lanes(mask)
     for lane, start, columns in zip(first, w.full(address)[first].tolist(), w.full(count)[first].tolist(), strict=True):
         memory.free(start, columns, int(w.lane_agents[lane]))
 
 
-@tensor_form(f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned", converges=True)
-def relinquish(e: Emitter, inst: Inst, group: str) -> None:
-    e.call(_relinquish, [group[-1]])
-
-
-def _relinquish(w: WarpBatch, mask: Array | None, group: int) -> None:
-    pair_of(w.cta, group)
+@tensor_call(f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned", choices=1, converges=True)
+def relinquish(w: WarpBatch, mask: Array | None, group: str) -> None:
+    pair_of(w.cta, int(group))
     memory_of(w.cta).relinquished = True
 
 
@@ -194,9 +163,8 @@ def load(e: Emitter, inst: Inst, num: str) -> None:
 
 @tensor_form(f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32", converges=True)
 def store(e: Emitter, inst: Inst, num: str) -> None:
-    registers = e.items(inst.operands[1])
-    _check_registers(inst, num, len(registers))
-    e.call(_store, [e.address(inst.operands[0], wide=False), e.values(registers, "u4")])
+    _check_registers(inst, num, len(e.items(inst.operands[1])))
+    e.call(_store, [e.address(inst.operands[0], wide=False), e.values(inst.operands[1], "u4")])
 
 
 def _check_registers(inst: Inst, num: str, count: int) -> None:
@@ -241,14 +209,11 @@ def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, t
     if w.cta.grid.strict:
         op = memory.begin(agent, "tcgen05.ld")
         assert op is not None
-        wrong = memory.shadow.op_read(touched, op)
-        writer = None if wrong is None else wrong[1]
+        conflict = memory.shadow.op_read(touched, op)
     else:
         # A row for each cell: those of one load lie in two to four blocks, and no row may cross a block.
-        found = memory.shadow.read(touched[:, None], np.full(len(touched), agent))
-        writer = None if found is None else found[1]
-    if writer is not None:
-        memory.complain(what, columns, "write", writer)
+        conflict = memory.shadow.read(touched[:, None], np.full(len(touched), agent))
+    memory.refuse(what, columns, conflict)
 
 
 def _store(w: WarpBatch, mask: Array | None, address: Array, values: tuple[Array, ...]) -> None:
@@ -260,37 +225,20 @@ def _store(w: WarpBatch, mask: Array | None, address: Array, values: tuple[Array
         memory.check(columns, what)
         op = memory.begin(int(w.agents[row]), "tcgen05.st")
         if op is not None and memory.shadow is not None:
-            wrong = memory.shadow.op_write(touched, op)
-            if wrong is not None:
-                memory.complain(what, columns, *wrong)
+            memory.refuse(what, columns, memory.shadow.op_write(touched, op))
     memory.words[places.lanes, places.columns] = words
     memory.valid[places.lanes, places.columns] = True
 
 
-@tensor_form("tcgen05.wait::{ld|st}.sync.aligned", converges=True)
-def wait(e: Emitter, inst: Inst, which: str) -> None:
-    e.call(_wait, [repr(f"tcgen05.{which}")])
-
-
-def _wait(w: WarpBatch, mask: Array | None, kind: str) -> None:
+@tensor_call("tcgen05.wait::{ld|st}.sync.aligned", choices=1, converges=True)
+def wait(w: WarpBatch, mask: Array | None, which: str) -> None:
     whole(w, mask, "tcgen05.wait")
     memory = memory_of(w.cta)
     for lane in w.first_lanes(mask):
-        stream = memory.streams.get((int(w.lane_agents[lane]), kind, WARP))
+        stream = memory.streams.get((int(w.lane_agents[lane]), f"tcgen05.{which}", WARP))
         if stream is not None:
             stream.wait()
 
 
-@tensor_form("tcgen05.fence::{before|after}_thread_sync")
-def fence(e: Emitter, inst: Inst, which: str) -> None:
-    e.call(_fence_before if which == "before" else _fence_after, [])
-
-
-def _fence_before(w: WarpBatch, mask: Array | None) -> None:
-    if w.cta.clocks is not None:
-        w.cta.clocks.fence_before(w.agents[w.row[w.first_lanes(mask)]])
-
-
-def _fence_after(w: WarpBatch, mask: Array | None) -> None:
-    if w.cta.clocks is not None:
-        w.cta.clocks.fence_after(w.agents[w.row[w.first_lanes(mask)]])
+tensor_call("tcgen05.fence::before_thread_sync")(on_clocks(Clocks.fence_before))
+tensor_call("tcgen05.fence::after_thread_sync")(on_clocks(Clocks.fence_after))

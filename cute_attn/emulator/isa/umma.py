@@ -61,7 +61,7 @@ class _Product:
         operand = smem_matrix.blackwell(descriptor, mn_major)
         where = smem_matrix.offsets(operand, 0, rows, umma.K_BYTES, self.kind.item_bytes)
         flat = where.ravel()
-        cta.smem.check(flat, 16, 16, "tcgen05.mma operand")
+        cta.smem.check(flat, 16, "tcgen05.mma operand")
         chunks = cta.smem.op_load(flat, 16, op, "tcgen05.mma").reshape(where.shape)
         raw = np.ascontiguousarray(smem_matrix.matrix(chunks, operand, self.kind.item_bytes))
         return umma.values(raw, type_)
@@ -95,7 +95,7 @@ def product(e: Emitter, inst: Inst, group: str, kind: str) -> None:
     if len(inst.operands) != 5:
         raise PtxError(f"{inst.op}: disabled lanes and scale-input-d are not supported")
     d, a, b, word, keep = inst.operands
-    how = umma.Kind(kind.removeprefix(".kind::"), int(group[-1]))
+    how = umma.Kind(kind.removeprefix(".kind::"), int(group))
     in_tmem = isinstance(a, Addr)
     left = e.address(a, wide=False) if in_tmem else e.get(a, "u8")
     operands = [e.address(d, wide=False), left, e.get(b, "u8"), e.get(word, "u4"), e.get(keep, "p")]
@@ -134,7 +134,7 @@ def _queue(w: WarpBatch, lane: int) -> str:
 def commit(e: Emitter, inst: Inst, group: str, space: str, multicast: str) -> None:
     address, *rest = inst.operands
     ctas = e.get(rest[0], "u4") if multicast else e.constant(0, "u4")
-    e.call(_commit, [group[-1], e.shared_address(address, space), ctas, str(bool(multicast))])
+    e.call(_commit, [group, e.shared_address(address, space), ctas, str(bool(multicast))])
 
 
 def _commit(w: WarpBatch, mask: Array | None, group: int, address: Array, ctas: Array, multicast: bool) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.dtypes import Array, some, tag
-from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import Divergence
-from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.ptx import Inst, Pair
+from cute_attn.emulator.isa.atomics import UFUNCS
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import WarpBatch
 
 _BITS = np.uint64(1) << np.arange(32, dtype=np.uint64)
@@ -39,21 +38,11 @@ def members(w: WarpBatch, mask: Array | None, member_mask: Array, what: str) -> 
         )
 
 
-@form("shfl.sync{.up|.down|.bfly|.idx}.b32", converges=True, golden="warp")
-def shfl(e: Emitter, inst: Inst, mode: str) -> None:
-    d, a, b, c, member = inst.operands
-    arguments = [repr(mode), *(e.get(x, "u4") for x in (a, b, c, member))]
-    if isinstance(d, Pair):
-        e.call(_shfl_pair, arguments, [(d.first, "u4"), (d.second, "p")])
-    else:
-        e.call(_shfl, arguments, [(d, "u4")])
+_TOGETHER: dict[str, Any] = {"converges": True, "golden": "warp"}
 
 
-def _shfl(w: WarpBatch, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array) -> Array:
-    return _shfl_pair(w, mask, mode, a, b, c, member)[0]
-
-
-def _shfl_pair(
+@called("shfl.sync{.up|.down|.bfly|.idx}.b32", kinds=("u4",) * 4, results=("u4", "p"), choices=1, **_TOGETHER)
+def shfl(
     w: WarpBatch, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array
 ) -> tuple[Array, Array]:
     members(w, mask, member, "shfl.sync")
@@ -90,13 +79,8 @@ def _sources(w: WarpBatch, mode: str, b: Array, c: Array) -> tuple[Array, Array]
     return w.row * 32 + source, valid
 
 
-@form("vote.sync{.any|.all|.uni}.pred", converges=True, golden="warp")
-def vote(e: Emitter, inst: Inst, mode: str) -> None:
-    d, p, member = inst.operands
-    e.call(_vote, [repr(mode), e.get(p, "p"), e.get(member, "u4")], [(d, "p")])
-
-
-def _vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) -> Array:
+@called("vote.sync{.any|.all|.uni}.pred", kinds=("p", "u4"), results=("p",), choices=1, **_TOGETHER)
+def vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) -> Array:
     members(w, mask, member, "vote.sync")
     active = w.active(mask).reshape(-1, 32)
     yes = w.full(p).reshape(-1, 32)
@@ -106,35 +90,21 @@ def _vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) 
     return found
 
 
-@form("vote.sync.ballot.b32", converges=True, golden="warp")
-def vote_ballot(e: Emitter, inst: Inst) -> None:
-    d, p, member = inst.operands
-    e.call(_ballot, [e.get(p, "p"), e.get(member, "u4")], [(d, "u4")])
-
-
-def _ballot(w: WarpBatch, mask: Array | None, p: Array, member: Array) -> Array:
+@called("vote.sync.ballot.b32", kinds=("p", "u4"), results=("u4",), **_TOGETHER)
+def vote_ballot(w: WarpBatch, mask: Array | None, p: Array, member: Array) -> Array:
     members(w, mask, member, "vote.sync")
     found: Array = ballot((w.full(p) & w.active(mask)).reshape(-1, 32))[w.row]
     return found
 
 
-@form("activemask.b32", golden="warp")
-def activemask(e: Emitter, inst: Inst) -> None:
-    e.call(_activemask, [], [(inst.operands[0], "u4")])
-
-
-def _activemask(w: WarpBatch, mask: Array | None) -> Array:
+@called("activemask.b32", results=("u4",), golden="warp")
+def activemask(w: WarpBatch, mask: Array | None) -> Array:
     found: Array = ballot(w.active(mask).reshape(-1, 32))[w.row]
     return found
 
 
-@form("match.any.sync{.b32|.b64}", converges=True, golden="warp")
-def match_any(e: Emitter, inst: Inst, kind: str) -> None:
-    d, a, member = inst.operands
-    e.call(_match_any, [e.get(a, tag(kind)), e.get(member, "u4")], [(d, "u4")])
-
-
-def _match_any(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Array:
+@called("match.any.sync{.b32|.b64}", kinds=("", "u4"), results=("u4",), **_TOGETHER)
+def match_any(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Array:
     members(w, mask, member, "match.sync")
     rows = w.full(a).reshape(-1, 32)
     active = w.active(mask).reshape(-1, 32)
@@ -142,59 +112,34 @@ def _match_any(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Arr
     return ballot(same.reshape(-1, 32))
 
 
-@form("match.all.sync{.b32|.b64}", converges=True, golden="warp")
-def match_all(e: Emitter, inst: Inst, kind: str) -> None:
-    d, a, member = inst.operands
-    results = [(d.first, "u4"), (d.second, "p")] if isinstance(d, Pair) else [(d, "u4")]
-    e.call(_match_all if len(results) == 2 else _match_all_mask, [e.get(a, tag(kind)), e.get(member, "u4")], results)
-
-
-def _match_all(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> tuple[Array, Array]:
-    same = _match_any(w, mask, a, member)
-    here = _activemask(w, mask)
+@called("match.all.sync{.b32|.b64}", kinds=("", "u4"), results=("u4", "p"), **_TOGETHER)
+def match_all(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> tuple[Array, Array]:
+    same = match_any(w, mask, a, member)
+    here = activemask(w, mask)
     every = same == here
     return np.where(every, here, np.uint32(0)), every
 
 
-def _match_all_mask(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Array:
-    return _match_all(w, mask, a, member)[0]
-
-
-_REDUCE: dict[str, Callable[..., Array]] = {
-    ".add": np.add.reduce,
-    ".min": np.minimum.reduce,
-    ".max": np.maximum.reduce,
-    ".and": np.bitwise_and.reduce,
-    ".or": np.bitwise_or.reduce,
-    ".xor": np.bitwise_xor.reduce,
-}
-
-
-@form("redux.sync{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.b32}", converges=True, golden="warp")
-def redux(e: Emitter, inst: Inst, op: str, kind: str) -> None:
-    d, a, member = inst.operands
-    e.call(_redux, [repr(op), e.get(a, tag(kind)), e.get(member, "u4")], [(d, tag(kind))])
-
-
-def _redux(w: WarpBatch, mask: Array | None, op: str, a: Array, member: Array) -> Array:
+@called(
+    "redux.sync{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.b32}",
+    kinds=("", "u4"),
+    results=("",),
+    choices=1,
+    **_TOGETHER,
+)
+def redux(w: WarpBatch, mask: Array | None, op: str, a: Array, member: Array) -> Array:
     members(w, mask, member, "redux.sync")
     rows = w.full(a).reshape(-1, 32)
     active = w.active(mask).reshape(-1, 32)
     out = np.zeros(rows.shape, rows.dtype)
     for i in range(len(rows)):
         if active[i].any():
-            out[i] = _REDUCE[op](rows[i][active[i]], dtype=rows.dtype)
+            out[i] = UFUNCS[op].reduce(rows[i][active[i]], dtype=rows.dtype)
     return out.ravel()
 
 
-@form("elect.sync", since=90, converges=True, golden="warp")
-def elect(e: Emitter, inst: Inst) -> None:
-    d, member = inst.operands
-    assert isinstance(d, Pair)
-    e.call(_elect, [e.get(member, "u4")], [(d.first, "u4"), (d.second, "p")])
-
-
-def _elect(w: WarpBatch, mask: Array | None, member: Array) -> tuple[Array, Array]:
+@called("elect.sync", kinds=("u4",), results=("u4", "p"), since=90, **_TOGETHER)
+def elect(w: WarpBatch, mask: Array | None, member: Array) -> tuple[Array, Array]:
     members(w, mask, member, "elect.sync")
     first = np.zeros(len(w.warps), np.uint32)
     leaders = w.first_lanes(mask)
@@ -203,10 +148,6 @@ def _elect(w: WarpBatch, mask: Array | None, member: Array) -> tuple[Array, Arra
     return chosen, w.lane == chosen
 
 
-@form("bar.warp.sync", "barrier.warp.sync", converges=True, conformance="order", golden="warp")
-def bar_warp(e: Emitter, inst: Inst) -> None:
-    e.call(_bar_warp, [e.get(inst.operands[0], "u4")])
-
-
-def _bar_warp(w: WarpBatch, mask: Array | None, member: Array) -> None:
+@called("bar.warp.sync", "barrier.warp.sync", kinds=("u4",), conformance="order", **_TOGETHER)
+def bar_warp(w: WarpBatch, mask: Array | None, member: Array) -> None:
     members(w, mask, member, "bar.warp.sync")

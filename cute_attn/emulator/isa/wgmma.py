@@ -4,6 +4,7 @@ registers hold a mark that only another wgmma may read."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -11,12 +12,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from cute_attn.emulator import narrow_sums, smem_matrix
-from cute_attn.emulator.clocks import ORDER, Op
+from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import EmulatorError, PtxError, RegisterFault
 from cute_attn.emulator.isa.mma import DECODERS, Decode, a_matrix, whole
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst, Reg, Vec
 from cute_attn.emulator.warp_batch import Split, WarpBatch
 
@@ -59,14 +60,15 @@ class Product:
     op: Op | None
     marks: list[InFlight] = dataclasses.field(default_factory=list)
     results: Array | None = None  # [registers, lanes]
+    clocks: Any = None  # of each warp at the issue
 
     def run(self, w: WarpBatch) -> None:
         if self.results is not None:
             return
-        b = self._load(w, self.b, 0, self.n, self.decoders[1], self._common(w))
+        b = self._load(w, self.b, 0, self.n, self.decoders[1], slice(None))
         if isinstance(self.a, smem_matrix.Operand):
             left = [
-                self._load(w, self.a, 16 * int(warp % 4), 16, self.decoders[0], self._of(w, i))
+                self._load(w, self.a, 16 * int(warp % 4), 16, self.decoders[0], slice(i, i + 1))
                 for i, warp in enumerate(w.warps)
             ]
             a = np.stack(left)
@@ -118,24 +120,16 @@ class Product:
         return halves.view(np.uint32)[..., 0]
 
     def _load(
-        self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, decode: Decode, op: Op | None
+        self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, decode: Decode, warps: slice
     ) -> Array:
+        """Load rows of an operand for these warps of the batch: only what all of them have observed counts."""
+        op = None if self.op is None else dataclasses.replace(self.op, clock=self.clocks[warps].min(axis=0))
         where = smem_matrix.offsets(operand, first, rows, self.k_bytes, self.item_bytes)
         flat = where.ravel()
-        w.cta.smem.check(flat, 16, 16, "wgmma operand")
+        w.cta.smem.check(flat, 16, "wgmma operand")
         chunks = w.cta.smem.op_load(flat, 16, op, "wgmma").reshape(where.shape)
         raw = smem_matrix.matrix(chunks, operand, self.item_bytes)
         return decode(np.ascontiguousarray(raw)).reshape(raw.shape)
-
-    def _of(self, w: WarpBatch, position: int) -> Op | None:
-        """The operation with the clock of the warp at `position`, which reads its own rows of A."""
-        return None if self.op is None else dataclasses.replace(self.op, clock=self.clocks[position])
-
-    def _common(self, w: WarpBatch) -> Op | None:
-        """The operation with the common clock of all warps: only what every warp has observed counts."""
-        return None if self.op is None else dataclasses.replace(self.op, clock=self.clocks.min(axis=0))
-
-    clocks: Any = None
 
 
 class WarpgroupFault(EmulatorError):
@@ -167,11 +161,7 @@ class Warpgroup:
 
 def _warpgroup(w: WarpBatch) -> Warpgroup:
     number = int(w.warps[0]) // 4
-    found: Warpgroup | None = w.cta.extra.get(f"warpgroup {number}")
-    if found is None:
-        found = w.cta.extra[f"warpgroup {number}"] = Warpgroup(number)
-        w.cta.closing.append(found.close)
-    return found
+    return w.cta.unit(f"warpgroup {number}", functools.partial(Warpgroup, number), Warpgroup.close)
 
 
 def _value_of(x: Any) -> Array:
@@ -188,12 +178,11 @@ def _value_of(x: Any) -> Array:
 # --- forms ------------------------------------------------------------------------------------------------------------
 
 
-@form("wgmma.fence.sync.aligned", since=90, only=(90,), solo=True, converges=True, conformance="order", golden="wgmma")
-def fence(e: Emitter, inst: Inst) -> None:
-    e.call(_fence, [])
+_HOPPER: dict[str, Any] = {"since": 90, "only": (90,), "golden": "wgmma"}
 
 
-def _fence(w: WarpBatch, mask: Array | None) -> None:
+@called("wgmma.fence.sync.aligned", solo=True, converges=True, conformance="order", **_HOPPER)
+def fence(w: WarpBatch, mask: Array | None) -> None:
     """Allow the products that follow to use registers as they are now."""
     whole(w, mask, "wgmma.fence")
     groups = w.warps // 4
@@ -207,11 +196,9 @@ def _fence(w: WarpBatch, mask: Array | None) -> None:
 
 @form(
     f"wgmma.mma_async.sync.aligned.m64{_N}k16{{.f32|.f16}}{{.f16.f16|.bf16.bf16}}",
-    since=90,
-    only=(90,),
     conformance="approx",
-    golden="wgmma",
     converges=True,
+    **_HOPPER,
 )
 def product_16bit(e: Emitter, inst: Inst, n: str, to: str, kinds: str) -> None:
     kind = "." + kinds.split(".")[1]
@@ -220,11 +207,9 @@ def product_16bit(e: Emitter, inst: Inst, n: str, to: str, kinds: str) -> None:
 
 @form(
     f"wgmma.mma_async.sync.aligned.m64{_N}k32{{.f32|.f16}}{{.e4m3|.e5m2}}{{.e4m3|.e5m2}}",
-    since=90,
-    only=(90,),
     conformance="approx",
-    golden="wgmma",
     converges=True,
+    **_HOPPER,
 )
 def product_8bit(e: Emitter, inst: Inst, n: str, to: str, a: str, b: str) -> None:
     _product(e, inst, int(n[1:]), to, (a, b), 1)
@@ -233,7 +218,7 @@ def product_8bit(e: Emitter, inst: Inst, n: str, to: str, a: str, b: str) -> Non
 def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], item_bytes: int) -> None:
     d, a, b, scale_d, *rest = inst.operands
     from_registers = isinstance(a, Vec)
-    immediates = [x.value for x in rest]  # type: ignore[union-attr]
+    immediates = [e.number(inst, x) for x in rest]
     signs, majors = tuple(immediates[:2]), immediates[2:]
     if item_bytes == 2:
         major_a, major_b = (0, majors[0]) if from_registers else majors
@@ -280,7 +265,7 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
     if op is not None and seen is not None and clocks is not None:
         seen[:, :, op.agent] = op.epoch
         product.clocks = seen
-        clocks.v[w.agents[1:], ORDER, w.agents[1:]] += 1
+        clocks.go_on(w.agents[1:])
     product.marks = [InFlight(product, position) for position in range(len(indices))]
     for index, mark in zip(indices, product.marks, strict=True):
         R[index] = mark
@@ -317,23 +302,15 @@ def _ids(w: WarpBatch) -> set[int]:
     return w.wgmma_fenced_ids
 
 
-@form("wgmma.commit_group.sync.aligned", since=90, only=(90,), conformance="order", golden="wgmma")
-def commit(e: Emitter, inst: Inst) -> None:
-    e.call(_commit, [])
-
-
-def _commit(w: WarpBatch, mask: Array | None) -> None:
+@called("wgmma.commit_group.sync.aligned", conformance="order", **_HOPPER)
+def commit(w: WarpBatch, mask: Array | None) -> None:
     if not w.wgmma_groups:
         w.wgmma_groups = [[]]
     w.wgmma_groups.append([])
 
 
-@form("wgmma.wait_group.sync.aligned", since=90, only=(90,), conformance="order", golden="wgmma", converges=True)
-def wait(e: Emitter, inst: Inst) -> None:
-    e.call(_wait, [str(inst.operands[0].value)])  # type: ignore[union-attr]
-
-
-def _wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
+@called("wgmma.wait_group.sync.aligned", converges=True, conformance="order", **_HOPPER)
+def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     """Complete committed groups, oldest first, until `keep` are left."""
     finished: list[Product] = []
     while len(w.wgmma_groups) - 1 > keep:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from cute_attn.emulator.dtypes import Array
 from tests.emulator.micro.case import Case, Map, Text, rng
+from tests.emulator.micro.collective import load_lane, store_lane
 
-Array = np.ndarray[Any, Any]
 VERSION, TARGET = "8.8", "sm_100a"
 SPAN = 128  # bytes of a row of a box
 ROWS, PITCH, WIDTH = 50, 208, 200  # of the tensor: bytes between rows, bytes of a row
@@ -105,10 +106,8 @@ WIDE_STORES = ("st.global.v8.b32", "st.global.v8.f32")
 
 def wide(form: str, offset: int = 0) -> Known:
     """32 threads move 32 bytes each: by single words from global memory, by one store back."""
-    listed = [f"%r{10 + i}" for i in range(8)]
-    kernel = text().add("mad.wide.u32 %rd1, %me, 32, %src;", "mad.wide.u32 %rd2, %me, 32, %dst;")
-    kernel.add(*(f"ld.global.b32 {register}, [%rd1+{4 * i}];" for i, register in enumerate(listed)))
-    kernel.add(f"{form} [%rd2+{offset}], {{{', '.join(listed)}}};")
+    kernel = load_lane(text(), 8).add("mad.wide.u32 %rd2, %me, 32, %dst;")
+    kernel.add(f"{form} [%rd2+{offset}], {{{', '.join(f'%r{i}' for i in range(8))}}};")
     data, initial = (rng(x).integers(0, 256, 1024).astype(np.uint8) for x in (form, form + "o"))
     case = Case("wide", form, kernel.ptx(), data.tobytes(), 1024, "u1", initial=initial.tobytes())
     return Known(case, data.tobytes())
@@ -128,9 +127,8 @@ def _transposed_bytes() -> Iterator[Known]:
         kernel.add(
             "mad.lo.u32 %r9, %r9, 16, %r8;",
             f"ldmatrix.sync.aligned.m16n16.x{count}.trans.shared.b8 {{{', '.join(words)}}}, [%r9];",
-            f"mad.wide.u32 %rd2, %me, {8 * count}, %dst;",
-            *(f"st.global.b32 [%rd2+{4 * i}], {word};" for i, word in enumerate(words)),
         )
+        store_lane(kernel, *words)
         data = rng(name).integers(0, 256, 1024).astype(np.uint8)
         want = np.zeros((32, 2 * count, 4), np.uint8)
         for lane, word, byte in np.ndindex(want.shape):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,11 @@ class Map:
     offset: int = 0
     nan_fill: bool = False
     l2: int = 0
+
+    @property
+    def box_bytes(self) -> int:
+        item = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        return math.prod(self.box) * item
 
 
 @dataclass(frozen=True)

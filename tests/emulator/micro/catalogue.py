@@ -6,10 +6,13 @@ import functools
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
+
 from tests.emulator.micro import collective, hopper, scalar
 from tests.emulator.micro.case import Case, Map
 
 ADDRESS = 0x7F1234560000  # of descriptors that are only encoded
+PLAIN = ("uint8", "uint16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64", "bfloat16")
 
 
 @functools.cache
@@ -24,19 +27,8 @@ def cases() -> tuple[Case, ...]:
 
 def maps() -> Iterator[Map]:
     """Descriptors over every field."""
-    dtypes = {
-        "uint8": 1,
-        "uint16": 2,
-        "uint32": 4,
-        "int32": 4,
-        "uint64": 8,
-        "int64": 8,
-        "float16": 2,
-        "float32": 4,
-        "float64": 8,
-        "bfloat16": 2,
-    }
-    for dtype, item in dtypes.items():
+    for dtype in PLAIN:
+        item = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
         yield Map(dtype, (64, 100), (64 * item,), (16 // item, 7))
     for swizzle, l2 in itertools.product(range(4), range(4)):
         yield Map("bfloat16", (128, 1000, 8), (512, 512000), (16, 100, 1), swizzle, l2=l2)

@@ -21,14 +21,14 @@ def cases() -> Iterator[Case]:
     yield from _cluster()
 
 
-def _store_lane(text: Text, *registers: str) -> Text:
+def store_lane(text: Text, *registers: str) -> Text:
     """Registers of every thread, one after another."""
     count = len(registers)
     text.add(f"mad.wide.u32 %rd60, %me, {4 * count}, %dst;")
     return text.add(*(f"st.global.b32 [%rd60+{4 * i}], {r};" for i, r in enumerate(registers)))
 
 
-def _load_lane(text: Text, count: int) -> Text:
+def load_lane(text: Text, count: int) -> Text:
     """Words of every thread into %r0, %r1, ..."""
     text.add(f"mad.wide.u32 %rd61, %me, {4 * count}, %src;")
     return text.add(*(f"ld.global.b32 %r{i}, [%rd61+{4 * i}];" for i in range(count)))
@@ -42,15 +42,13 @@ def _warp() -> Iterator[Case]:
     for mode in ("up", "down", "bfly", "idx"):
         for clamp in (31, 0, 0x1F00 | 31, 0x1800 | 7, 0x1000 | 15, 0x1C03):
             name = f"shfl.{mode}.{clamp:#x}"
-            text = _load_lane(Text(threads=64), 2)
+            text = load_lane(Text(threads=64), 2)
             text.add("and.b32 %r1, %r1, 31;", f"shfl.sync.{mode}.b32 %r2|%p1, %r0, %r1, {clamp}, -1;")
             # Lanes out of range keep their own value; the source of a lane in range is defined.
             text.add("selp.b32 %r3, 1, 0, %p1;")
-            yield Case(
-                "warp", name, _store_lane(text, "%r2", "%r3").ptx(), _words(name, 128).tobytes(), 512, threads=64
-            )
+            yield Case("warp", name, store_lane(text, "%r2", "%r3").ptx(), _words(name, 128).tobytes(), 512, threads=64)
     name = "votes"
-    text = _load_lane(Text(threads=64), 1).add("setp.lt.u32 %p1, %r0, 3;")
+    text = load_lane(Text(threads=64), 1).add("setp.lt.u32 %p1, %r0, 3;")
     text.add("vote.sync.ballot.b32 %r1, %p1, -1;")
     text.add(*(f"vote.sync.{m}.pred %p{i}, %p1, -1;" for i, m in ((2, "any"), (3, "all"), (4, "uni"))))
     text.add(*(f"selp.b32 %r{i}, 1, 0, %p{i};" for i in (2, 3, 4)))
@@ -59,18 +57,18 @@ def _warp() -> Iterator[Case]:
     values = _words(name, 64, 0, 6)
     values[32:] = 2
     registers = [f"%r{i}" for i in range(1, 9)]
-    yield Case("warp", name, _store_lane(text, *registers).ptx(), values.tobytes(), 64 * 32, threads=64)
+    yield Case("warp", name, store_lane(text, *registers).ptx(), values.tobytes(), 64 * 32, threads=64)
     for op in ("add.u32", "min.s32", "max.s32", "min.u32", "max.u32", "and.b32", "or.b32", "xor.b32"):
         name = f"redux.{op}"
-        text = _load_lane(Text(threads=64), 1).add(f"redux.sync.{op} %r1, %r0, -1;")
-        yield Case("warp", name, _store_lane(text, "%r1").ptx(), _words(name, 64).tobytes(), 256, threads=64)
+        text = load_lane(Text(threads=64), 1).add(f"redux.sync.{op} %r1, %r0, -1;")
+        yield Case("warp", name, store_lane(text, "%r1").ptx(), _words(name, 64).tobytes(), 256, threads=64)
     # Half a warp at a time, by divergence
-    text = _load_lane(Text(threads=32), 1).add("setp.lt.u32 %p1, %me, 12;", "mov.u32 %r1, 0;", "@!%p1 bra OTHER;")
+    text = load_lane(Text(threads=32), 1).add("setp.lt.u32 %p1, %me, 12;", "mov.u32 %r1, 0;", "@!%p1 bra OTHER;")
     text.add("shfl.sync.bfly.b32 %r1, %r0, 1, 31, 0xfff;", "activemask.b32 %r2;", "bra JOIN;", "OTHER:")
     text.add("vote.sync.ballot.b32 %r1, %p1, 0xfffff000;", "activemask.b32 %r2;", "JOIN:", "bar.warp.sync -1;")
-    yield Case("warp", "divergent", _store_lane(text, "%r1").ptx(), _words("divergent", 32).tobytes(), 128)
-    text = _load_lane(Text(threads=64), 1).add("elect.sync %r1|%p1, -1;", "selp.b32 %r2, 1, 0, %p1;")
-    yield Case("warp", "elect", _store_lane(text, "%r2").ptx(), _words("elect", 64).tobytes(), 256, threads=64)
+    yield Case("warp", "divergent", store_lane(text, "%r1").ptx(), _words("divergent", 32).tobytes(), 128)
+    text = load_lane(Text(threads=64), 1).add("elect.sync %r1|%p1, -1;", "selp.b32 %r2, 1, 0, %p1;")
+    yield Case("warp", "elect", store_lane(text, "%r2").ptx(), _words("elect", 64).tobytes(), 256, threads=64)
 
 
 def _matrices() -> Iterator[Case]:
@@ -85,7 +83,7 @@ def _matrices() -> Iterator[Case]:
             registers = [f"%r{i}" for i in range(count)]
             text.add(f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{', '.join(registers)}}}, [%r9];")
             data = rng(name).integers(0, 256, 1024).astype(np.uint8).tobytes() + rows.tobytes()
-            yield Case("matrix", name, _store_lane(text, *registers).ptx(), data, 128 * count)
+            yield Case("matrix", name, store_lane(text, *registers).ptx(), data, 128 * count)
             name = f"stmatrix.x{count}{trans}"
             text = Text(threads=32, smem=2048).fill_shared(1024)
             text.add("mad.wide.u32 %rd1, %me, 4, %src;", "ld.global.b32 %r9, [%rd1+1024];", "mov.u32 %r8, sm;")
@@ -114,7 +112,7 @@ def _mma() -> Iterator[Case]:
     for shape, a_count, b_count, a, b in shapes:
         name = f"{shape}.{a}.{b}"
         total = a_count + b_count + 4
-        text = _load_lane(Text(threads=32), total)
+        text = load_lane(Text(threads=32), total)
         groups = [list(range(a_count)), list(range(a_count, a_count + b_count)), list(range(a_count + b_count, total))]
         lists = ["{" + ", ".join(f"%r{i}" for i in group) + "}" for group in groups]
         text.add(f"mma.sync.aligned.{shape}.row.col.f32.{a}.{b}.f32 {{%r20, %r21, %r22, %r23}}, {', '.join(lists)};")
@@ -125,7 +123,7 @@ def _mma() -> Iterator[Case]:
             rng(name).integers(-9, 9, (32, 4)).astype(np.float32).view(np.uint32),
         ]
         data = np.concatenate(words, axis=1).astype(np.uint32).tobytes()
-        yield Case("mma", name, _store_lane(text, "%r20", "%r21", "%r22", "%r23").ptx(), data, 512, unit="f4")
+        yield Case("mma", name, store_lane(text, "%r20", "%r21", "%r22", "%r23").ptx(), data, 512, unit="f4")
 
 
 def _copies() -> Iterator[Case]:

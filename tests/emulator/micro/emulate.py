@@ -18,7 +18,13 @@ def run(case: Case, **how: Any) -> bytes:
 
 
 def launched(
-    case: Case, *, schedule: Schedule | None = None, events: bool = False, valid: bool = True, **changes: Any
+    case: Case,
+    *,
+    schedule: Schedule | None = None,
+    events: bool = False,
+    strict: bool = True,
+    valid: bool = True,
+    **changes: Any,
 ) -> tuple[bytes, Stats]:
     """The output, and counts. `valid`: the output is initialised; `changes` of the launch's description."""
     memory = GlobalMemory()
@@ -44,7 +50,8 @@ def launched(
         "params": params,
         "param_offsets": offsets,
     }
-    stats = launch(case.ptx, description | changes, memory, schedule=schedule or Schedule(), events=events)
+    how: dict[str, Any] = {"schedule": schedule or Schedule(), "events": events, "strict": strict}
+    stats = launch(case.ptx, description | changes, memory, **how)
     return out.tobytes(), stats
 
 

@@ -164,25 +164,28 @@ def _numbers(name: str) -> bytes:
     return rng(name).integers(0, 256, TENSOR_BYTES).astype(np.uint8).tobytes()
 
 
-def _load_text(rank: int, coordinates: tuple[int, ...], nbytes: int) -> Text:
-    text = Text(threads=128, smem=SMEM + 128, maps=1).fill_shared(SMEM, SMEM)
+def _brought(text: Text, nbytes: int, *copy: str) -> Text:
+    """Bring bytes by a copy of one thread, wait for them and dump shared memory."""
     text.add(f"mov.u32 %r8, sm;\nadd.u32 %r9, %r8, {SMEM};", "setp.ne.u32 %p1, %me, 0;", "@%p1 bra READY;")
     text.add("mbarrier.init.shared::cta.b64 [%r9], 1;", "fence.mbarrier_init.release.cluster;", "fence.proxy.async;")
-    text.add(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], {nbytes};", "mov.b64 %rd1, p_map0;")
-    text.add("cvta.param.u64 %rd1, %rd1;", *(f"mov.b32 %r{20 + i}, {c};" for i, c in enumerate(coordinates)))
-    place = ", ".join(f"%r{20 + i}" for i in range(rank))
-    text.add(
-        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        f"[%r8], [%rd1, {{{place}}}], [%r9];"
-    )
+    text.add(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], {nbytes};", *copy)
     text.add("READY:", "bar.sync 0;", "mov.u32 %r6, 0;")
     text.add("{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%r9], %r6; @!p bra WAIT; }")
     return text.dump_shared(SMEM)
 
 
-def _load(name: str, tensor: Map, coordinates: tuple[int, ...], item: int) -> Case:
-    nbytes = int(np.prod(tensor.box)) * item
-    text = _load_text(len(tensor.dims), coordinates, nbytes)
+def _place(coordinates: tuple[int, ...]) -> tuple[list[str], str]:
+    """What puts a map's address and coordinates into registers, and the operand that they make."""
+    registers = [f"%r{20 + i}" for i in range(len(coordinates))]
+    moves = [f"mov.b32 {register}, {c};" for register, c in zip(registers, coordinates, strict=True)]
+    return ["mov.b64 %rd1, p_map0;", "cvta.param.u64 %rd1, %rd1;", *moves], f"[%rd1, {{{', '.join(registers)}}}]"
+
+
+def _load(name: str, tensor: Map, coordinates: tuple[int, ...]) -> Case:
+    setup, place = _place(coordinates)
+    form = f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    text = Text(threads=128, smem=SMEM + 128, maps=1).fill_shared(SMEM, SMEM)
+    _brought(text, tensor.box_bytes, *setup, f"{form} [%r8], {place}, [%r9];")
     return Case("tma", name, text.ptx(), _numbers(name), SMEM, "u1", threads=128, maps=(tensor,))
 
 
@@ -191,33 +194,26 @@ def _loads() -> Iterator[Case]:
         width = {0: 64, 1: 16, 2: 32, 3: 64}[swizzle]
         tensor = Map("bfloat16", (100, 50), (208,), (width, 24), swizzle)
         for x, y in ((0, 0), (width, 40), (-8, -3), (96, 48), (40, 60), (200, 0)):
-            yield _load(f"load.2d.sw{swizzle}.{x}.{y}", tensor, (x, y), 2)
-    yield _load("load.1d", Map("uint8", (1000,), (), (256,)), (900,), 1)
-    for dtype, item in (
-        ("uint8", 1),
-        ("uint16", 2),
-        ("uint32", 4),
-        ("int32", 4),
-        ("uint64", 8),
-        ("float16", 2),
-        ("float32", 4),
-    ):
+            yield _load(f"load.2d.sw{swizzle}.{x}.{y}", tensor, (x, y))
+    yield _load("load.1d", Map("uint8", (1000,), (), (256,)), (900,))
+    for dtype in ("uint8", "uint16", "uint32", "int32", "uint64", "float16", "float32"):
+        item = np.dtype(dtype).itemsize
         box = (128 // item, 8)
-        yield _load(f"load.{dtype}", Map(dtype, (480 // item, 30), (480,), box, 3), (96 // item, 25), item)
-    yield _load("load.3d", Map("float16", (48, 20, 6), (96, 1920), (32, 5, 4), 2), (24, 17, 3), 2)
-    yield _load("load.4d", Map("bfloat16", (64, 12, 3, 4), (384, 128, 6144), (64, 6, 2, 2), 3), (0, 8, 2, 1), 2)
+        yield _load(f"load.{dtype}", Map(dtype, (480 // item, 30), (480,), box, 3), (96 // item, 25))
+    yield _load("load.3d", Map("float16", (48, 20, 6), (96, 1920), (32, 5, 4), 2), (24, 17, 3))
+    yield _load("load.4d", Map("bfloat16", (64, 12, 3, 4), (384, 128, 6144), (64, 6, 2, 2), 3), (0, 8, 2, 1))
     yield _load(
-        "load.5d", Map("float32", (16, 5, 4, 3, 4), (64, 320, 1280, 3840), (8, 3, 2, 2, 2), 1), (4, 3, -1, 2, 3), 4
+        "load.5d", Map("float32", (16, 5, 4, 3, 4), (64, 320, 1280, 3840), (8, 3, 2, 2, 2), 1), (4, 3, -1, 2, 3)
     )
     for dtype in ("float16", "bfloat16", "float32"):
         item = 4 if dtype == "float32" else 2
         tensor = Map(dtype, (40, 10), (160,), (64 // item * 2, 6), 3, nan_fill=True)
-        yield _load(f"load.nan.{dtype}", tensor, (8, 7), item)
-    yield _load("load.1d.aligned", Map("uint8", (1000,), (), (256,)), (896,), 1)
-    yield _load("load.1d.float16", Map("float16", (500,), (), (64,), 3), (448,), 2)
-    yield _load("load.2d.sw3.4.0", Map("bfloat16", (100, 50), (208,), (64, 24), 3), (4, 0), 2)
-    yield _load("load.edge.uint8", Map("uint8", (101, 50), (112,), (64, 24), 2), (64, 40), 1)
-    yield _load("load.edge.nan", Map("bfloat16", (36, 10), (80,), (64, 6), 3, nan_fill=True), (8, 7), 2)
+        yield _load(f"load.nan.{dtype}", tensor, (8, 7))
+    yield _load("load.1d.aligned", Map("uint8", (1000,), (), (256,)), (896,))
+    yield _load("load.1d.float16", Map("float16", (500,), (), (64,), 3), (448,))
+    yield _load("load.2d.sw3.4.0", Map("bfloat16", (100, 50), (208,), (64, 24), 3), (4, 0))
+    yield _load("load.edge.uint8", Map("uint8", (101, 50), (112,), (64, 24), 2), (64, 40))
+    yield _load("load.edge.nan", Map("bfloat16", (36, 10), (80,), (64, 6), 3, nan_fill=True), (8, 7))
 
 
 def _stores() -> Iterator[Case]:
@@ -246,17 +242,14 @@ def _store(name: str, tensor: Map, coordinates: tuple[int, ...], op: str) -> Cas
     rank = len(tensor.dims)
     target = TARGET_BYTES if rank == 2 else 4 * 6144
     text = Text(threads=128, smem=SMEM, maps=1).fill_shared(SMEM)
-    text.add("setp.ne.u32 %p1, %me, 0;", "@%p1 bra DONE;", "mov.u32 %r8, sm;", "mov.b64 %rd1, p_map0;")
-    text.add("cvta.param.u64 %rd1, %rd1;", *(f"mov.b32 %r{20 + i}, {c};" for i, c in enumerate(coordinates)))
-    place = ", ".join(f"%r{20 + i}" for i in range(rank))
+    setup, place = _place(coordinates)
+    text.add("setp.ne.u32 %p1, %me, 0;", "@%p1 bra DONE;", "mov.u32 %r8, sm;", *setup)
     form = (
         f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.{op}.tile.bulk_group"
         if op
         else (f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group")
     )
-    text.add(
-        f"{form} [%rd1, {{{place}}}], [%r8];", "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "DONE:"
-    )
+    text.add(f"{form} {place}, [%r8];", "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "DONE:")
     kinds = {"float16": "f16", "bfloat16": "bf16"}
     if tensor.dtype in kinds and op:
         data = small(kinds[tensor.dtype], SMEM // 2, name).tobytes()
@@ -270,14 +263,9 @@ def _store(name: str, tensor: Map, coordinates: tuple[int, ...], op: str) -> Cas
 
 
 def _bulk() -> Iterator[Case]:
-    text = Text(threads=128, smem=SMEM + 128).add(f"mov.u32 %r8, sm;\nadd.u32 %r9, %r8, {SMEM};")
-    text.add("setp.ne.u32 %p1, %me, 0;", "@%p1 bra READY;", "mbarrier.init.shared::cta.b64 [%r9], 1;")
-    text.add("fence.mbarrier_init.release.cluster;", "fence.proxy.async;")
-    text.add(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], {SMEM};")
-    text.add(f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%src], {SMEM}, [%r9];")
-    text.add("READY:", "bar.sync 0;", "mov.u32 %r6, 0;")
-    text.add("{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%r9], %r6; @!p bra WAIT; }")
-    yield Case("tma", "bulk.load", text.dump_shared(SMEM).ptx(), _numbers("bulk.load"), SMEM, "u1", threads=128)
+    copy = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%src], {SMEM}, [%r9];"
+    text = _brought(Text(threads=128, smem=SMEM + 128), SMEM, copy)
+    yield Case("tma", "bulk.load", text.ptx(), _numbers("bulk.load"), SMEM, "u1", threads=128)
     for op in ("", "add.f32", "add.u32", "min.s32", "add.noftz.f16", "add.noftz.bf16"):
         name = f"bulk.store.{op or 'plain'}"
         text = Text(threads=128, smem=SMEM).fill_shared(SMEM).add("mov.u32 %r8, sm;", "setp.ne.u32 %p1, %me, 0;")

@@ -25,21 +25,6 @@ from tests.emulator.micro.case import MAP_BYTES, Case, Map
 from tests.emulator.micro.catalogue import ADDRESS, cases, maps
 
 PATIENCE = 30.0  # seconds for one case
-DTYPES = {
-    "uint8": 0,
-    "uint16": 1,
-    "uint32": 2,
-    "int32": 3,
-    "uint64": 4,
-    "int64": 5,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-    "float32_ftz": 10,
-    "tfloat32": 11,
-    "tfloat32_ftz": 12,
-}
 
 
 class DriverError(RuntimeError):
@@ -112,7 +97,7 @@ class Device:
         rank = len(tensor.dims)
         status = encode(
             at,
-            DTYPES[tensor.dtype],
+            getattr(self.driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{tensor.dtype.upper()}"),
             rank,
             address,
             (ctypes.c_uint64 * rank)(*tensor.dims),
@@ -129,18 +114,20 @@ class Device:
         return storage, at
 
 
+def part(directory: Path, number: int) -> Path:
+    """The file of one case's result."""
+    return directory / "parts" / f"{number}.bin"
+
+
 def work(directory: Path, first: int) -> int:
-    """Run cases from number `first` on; results go into one file per case, progress to standard output."""
+    """Run cases from number `first` on; each result goes into a file."""
     device = Device()
     for number, case in enumerate(cases()[first:], first):
-        print(json.dumps({"start": number}), flush=True)
         try:
-            out = device.run(case)
+            part(directory, number).write_bytes(device.run(case))
         except DriverError as err:
-            print(json.dumps({"failed": number, "why": str(err)}), flush=True)
+            print(err)
             return 3  # the context may be broken
-        (directory / "parts" / f"{number}.bin").write_bytes(out)
-        print(json.dumps({"done": number}), flush=True)
     return 0
 
 
@@ -166,56 +153,44 @@ def supervise(directory: Path) -> dict[str, str]:
     first, total = 0, len(cases())
     while first < total:
         command = [sys.executable, "-m", "tests.emulator.micro.record", str(directory), "--from", str(first)]
-        log = directory / "progress.txt"
+        log = directory / "log.txt"
         with log.open("w") as stream:
             child = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
-            reached, why = _watch(child, log)
+            hung = _hangs(child, directory)
         if child.returncode == 0:
             break
-        at = max(reached, first)
-        failures[cases()[at].id] = why or log.read_text()[-400:]
+        at = next(number for number in range(first, total) if not part(directory, number).exists())
+        failures[cases()[at].id] = f"no end within {PATIENCE:.0f} s" if hung else log.read_text()[-400:].strip()
         print(f"FAILED {cases()[at].id}: {failures[cases()[at].id]}", flush=True)
         first = at + 1
     return failures
 
 
-def _watch(child: subprocess.Popen[bytes], log: Path) -> tuple[int, str]:
-    """(number of the case that the child was at when it ended, what it said of it)."""
-    size, since = -1, time.monotonic()
+def _hangs(child: subprocess.Popen[bytes], directory: Path) -> bool:
+    """Wait for the child's end, or until it has had no result for so long that it is killed: returns whether it was."""
+    done, since = -1, time.monotonic()
     while child.poll() is None:
         time.sleep(0.05)
-        now = log.stat().st_size
-        if now != size:
-            size, since = now, time.monotonic()
+        now = len(list((directory / "parts").iterdir()))
+        if now != done:
+            done, since = now, time.monotonic()
         elif time.monotonic() - since > PATIENCE:
             child.kill()
             child.wait()
-            return _last(log)[0], f"no end within {PATIENCE:.0f} s"
-    return _last(log)
-
-
-def _last(log: Path) -> tuple[int, str]:
-    reached, why = -1, ""
-    for line in log.read_text().splitlines():
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
-        reached = said.get("start", reached)
-        why = said.get("why", "")
-    return reached, why
+            return True
+    return False
 
 
 def collect(directory: Path) -> int:
     """Merges parts into one file per family: outputs, and the digests of the cases that made them."""
     families: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
     for number, case in enumerate(cases()):
-        part = directory / "parts" / f"{number}.bin"
-        if part.exists():
+        result = part(directory, number)
+        if result.exists():
             family = families.setdefault(case.family, {})
-            family[case.name] = np.frombuffer(part.read_bytes(), np.uint8)
+            family[case.name] = np.frombuffer(result.read_bytes(), np.uint8)
             family[f"digest {case.name}"] = np.array(case.digest)
-            part.unlink()
+            result.unlink()
     for name, arrays in families.items():
         np.savez_compressed(directory / f"{name}.npz", **arrays)  # type: ignore[arg-type]
     (directory / "parts").rmdir()
@@ -236,7 +211,7 @@ def main() -> int:
     recorded = collect(directory)
     facts = json.loads((directory / "facts.json").read_text())
     (directory / "facts.json").unlink()
-    (directory / "progress.txt").unlink(missing_ok=True)
+    (directory / "log.txt").unlink(missing_ok=True)
     (directory / "record.json").write_text(json.dumps({**facts, "recorded": recorded, "failures": failures}, indent=1))
     print(f"{recorded} of {len(cases())} cases recorded in {time.monotonic() - start:.0f} s, {len(failures)} failures")
     return 1 if failures else 0

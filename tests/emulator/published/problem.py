@@ -94,15 +94,9 @@ class Problem:
         total = p.sum(axis=-1, keepdims=True)
         return np.einsum("bhqk,bkhd->bqhd", p / total, v), (top + np.log(total))[..., 0]
 
-    # Queries of one kv head are packed into the rows of a tile where there are several.
-
-    @property
-    def tile_heads(self) -> int:
-        return self.shape.kv_heads
-
     @property
     def blocks(self) -> int:
-        """Tiles of one kv head, each of a cluster."""
+        """Tiles of one kv head, each of a cluster: where several heads share it, their queries are packed into rows."""
         return -(-self.shape.qo_len * self.kernel.group // self.kernel.rows)
 
     def maps(self) -> list[bytes]:
@@ -138,7 +132,7 @@ class Problem:
 
     def scheduler(self) -> list[bytes]:
         """Parameters of their tile schedulers: of blocks in order, of causal blocks by falling cost."""
-        blocks, heads, batch = self.blocks, self.tile_heads, self.shape.batch
+        blocks, heads, batch = self.blocks, self.shape.kv_heads, self.shape.batch
         splits: list[bytes] = [] if self.kernel.arch == "sm_90a" else [_ints(1)]
         if not self._by_cost:
             return [_ints(blocks), _ints(heads), _ints(batch), *splits, *_divisor(1), *splits]
@@ -154,14 +148,14 @@ class Problem:
         return self.kernel.causal or "c" in self.kernel.traits
 
     def grid(self) -> tuple[int, int, int]:
-        tiles = self.blocks * self.kernel.ctas, self.tile_heads, self.shape.batch
+        tiles = self.blocks * self.kernel.ctas, self.shape.kv_heads, self.shape.batch
         if self.kernel.causal and "c" not in self.kernel.traits:
             return (math.prod(tiles), 1, 1)
         return tiles
 
     def params(self, sizes: Sequence[int]) -> list[bytes]:
         shape, group = self.shape, self.kernel.group
-        qo = _ints(shape.qo_len, self.tile_heads, shape.batch)
+        qo = _ints(shape.qo_len, self.shape.kv_heads, shape.batch)
         packed = _ints(group, shape.qo_len, shape.kv_heads, shape.batch)
         kv = _ints(shape.kv_len, shape.kv_heads, shape.batch)
         if group > 1:
