@@ -80,7 +80,7 @@ class PageTokens:
         """Loads the page ids of the tokens `rows` behind `first`."""
         pages = [self.page_size.quotient(first + row) for row in rows]
         return [
-            ptx.ld_page_id_if(self.table + Int64(page) * Int64(4), first + row < self.kv_end)
+            ptx.ld_page_id_if(first + row < self.kv_end, self.table + Int64(page) * Int64(4))
             for page, row in zip(pages, rows, strict=True)
         ]
 

@@ -114,7 +114,7 @@ class PagedTmaKV(KvSource):
             row = (self.lane + 32 * i) * self.box_rows
             token = kv_tile * self.cols + row
             exists = cutlass.and_(row < self.cols, token < self.kv_end)
-            page = ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists)
+            page = ptx.load_word_if(exists, self.table + Int64(self.page_size.quotient(token)) * Int64(4))
             page_ids.append(ptx.select(exists, page, Int32(NO_PAGE)))
         return page_ids
 
@@ -192,7 +192,7 @@ class GatheredKV(KvSource):
         for i in self.rounds:
             token = self.token(kv_tile, i)
             exists = cutlass.and_(self.thread & 31 < self.round_rows, token < self.kv_end)
-            page_ids.append(ptx.ld_page_id_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+            page_ids.append(ptx.ld_page_id_if(exists, self.table + Int64(self.page_size.quotient(token)) * Int64(4)))
         return page_ids
 
     def token(self, kv_tile: Int32, i: int) -> Int32:
@@ -216,7 +216,7 @@ class GatheredKV(KvSource):
         shared = target + swizzled((self.thread >> 5) * self.warp_rows + row, chunk, LINE)
         for j in range(self.round_rows // ROWS_PER_PASS):
             first = i * self.round_rows + j * ROWS_PER_PASS
-            source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * j)) + Int64(chunk * CHUNK)
+            source = ptx.shuffle_from(address, row + Int32(ROWS_PER_PASS * j)) + Int64(chunk * CHUNK)
             size = ptx.select(left > Int32(ROWS_PER_PASS * j), Int32(CHUNK), Int32(0))
             destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if first // ROWS_PER_PASS % 2 else shared
             for line in range(-(-rows.chunks // 8)):
@@ -268,7 +268,7 @@ class GatheredFp8KV(KvSource):
         for i in self.rounds():
             token = kv_tile * self.cols + self.lane + 32 * i
             exists = cutlass.and_(self.lane + 32 * i < self.cols, token < self.kv_end)
-            page_ids.append(ptx.ld_page_id_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+            page_ids.append(ptx.ld_page_id_if(exists, self.table + Int64(self.page_size.quotient(token)) * Int64(4)))
         return page_ids
 
     def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]) -> None:
@@ -281,7 +281,7 @@ class GatheredFp8KV(KvSource):
             within = token - self.page_size.quotient(token) * self.page_size.value
             address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_ids[i], rows.page_stride, rows.base))
             for first in range(32 * i, min(32 * i + 32, self.cols), 8):
-                source = ptx.shuffle_address(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)
+                source = ptx.shuffle_from(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)
                 size = ptx.select(left > Int32(first), Int32(CHUNK), Int32(0))
                 for column in range(columns):
                     whole = 4 * column + 4 <= rows.chunks

@@ -181,9 +181,7 @@ def load_mask_word(address: Int64, end: Int64) -> Int32:
     return word
 
 
-def funnel_shift_right(low: Int32, high: Int32, shift: Int32) -> Int32:
-    """Returns the low 32 bits of (high:low) >> shift, for shift in [0, 31]."""
-    return ptx.asm("shf.r.wrap.b32 $0, $1, $2, $3;", [Int32], [low, high, shift], pure=True)
+funnel_shift_right = ptx.arithmetic("shf.r.wrap.b32", Int32)  # the low 32 bits of (high:low) >> shift, from 0 to 31
 
 
 # Words of 32 columns, bit i set where a mask hides column i. A word costs a few instructions per chunk of columns, and

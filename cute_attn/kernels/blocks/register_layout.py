@@ -109,9 +109,7 @@ class MmaFragmentLayout(RegisterLayout):
         return register // (4 * self.n_blocks) * 2 + register % 4 // 2
 
     def reduce(self, op: Callable[[Float32, Float32], Float32], x: Float32) -> Float32:
-        for lane_mask in (1, 2):
-            x = op(x, ptx.shuffle_xor(x, lane_mask))
-        return x
+        return ptx.reduce_lanes(op, x, (1, 2))
 
     @staticmethod
     def row(slot: int) -> int:

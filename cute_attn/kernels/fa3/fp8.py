@@ -77,7 +77,8 @@ class Fp8Tile(WarpgroupTile):
         words = []
         for i, word in enumerate(p):
             halves = ptx.e4m3x4_to_f16(word, native=True)
-            words.append(ptx.e4m3_of_f16(*(ptx.multiply_16("float16", half, pairs[i % 2]) for half in halves)))
+            scaled = (ptx.multiply_16("float16", half, pairs[i % 2]) for half in halves)
+            words.append(ptx.pack_8_of_f16(P_DTYPE, *scaled))
         return words
 
 

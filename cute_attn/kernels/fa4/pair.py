@@ -96,7 +96,7 @@ class PairTileScheduler(DynamicTileScheduler):
             ring.wait_empty(q)
             for cta in (0, 1):
                 slot, full = (cluster.in_cta(address, cta) for address in (word, ring.full(q)))
-                cluster.store_async(slot, fetched, full)
+                cluster.store_async(slot, [fetched], full)
         ring.wait_full(q)
         index = cute.arch.make_warp_uniform(ptx.ld_shared_b32(word))
         ptx.sync_warp()

@@ -425,5 +425,5 @@ class XqaProgram(GridProgram):
         return self.format.p_tokens(pairs)
 
     def _mma(self, acc: list[Float32], index: int, a: list[Int32], b: list[Int32]) -> None:
-        i = 4 * index
-        acc[i : i + 4] = ptx.mma_m16n8k16(self.spec.mma_dtype, a, b, acc[i : i + 4])
+        i, dtype = 4 * index, self.spec.mma_dtype
+        acc[i : i + 4] = ptx.mma(dtype, dtype, a, b, acc[i : i + 4])

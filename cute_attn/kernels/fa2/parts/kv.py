@@ -240,7 +240,7 @@ class PagedKV(KVTiles):
         token = self.first_token(kv_tile) + row
         exists = cutlass.and_(token < self.kv_end, cutlass.and_(wanted, lane < self.passes * ROWS_PER_PASS))
         page_index = self.first_page + self.page_size.quotient(token)
-        return [ptx.ld_page_id_if(self.table + Int64(page_index) * Int64(4), exists)]
+        return [ptx.ld_page_id_if(exists, self.table + Int64(page_index) * Int64(4))]
 
     def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, page_ids: list[Int32]) -> Iterator[None]:
         """Copies as `DenseKV.copies`, with K and V of a row together."""

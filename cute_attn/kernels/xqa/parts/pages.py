@@ -138,4 +138,4 @@ class PagedKv:
             v_at = isa.mad_wide(token, p.v_sf_stride_n, isa.mad_wide(page, p.v_sf_stride_page, v))
             target = slot + lane * size
             for source, base in ((k_at, memory.k_scales), (v_at, memory.v_scales)):
-                isa.copy_small_if(wanted, target, base + 32 * i * size, source, size, present)
+                isa.copy_if(wanted, target, base + 32 * i * size, source, 0, present, size)

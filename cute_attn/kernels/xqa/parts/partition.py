@@ -201,7 +201,7 @@ class Partition:
             own, longest = own + cost, ptx.maximum(longest, cost)
         reach = own
         for delta in cutlass.range_constexpr(5):
-            other = isa.shuffle_up(reach, 1 << delta)
+            other = ptx.shuffle_up(reach, 1 << delta)
             reach = reach + ptx.select(lane >= 1 << delta, other, Int32(0))
         return Costs(run, own, reach, longest)
 

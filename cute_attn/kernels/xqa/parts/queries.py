@@ -100,8 +100,7 @@ class QueryRows:
         largest = ptx.magnitude(values[0])
         for value in values[1:]:
             largest = ptx.fmax(largest, ptx.magnitude(value))
-        for lane_mask in (1, 2):
-            largest = ptx.fmax(largest, ptx.shuffle_xor(largest, lane_mask))
+        largest = ptx.reduce_lanes(ptx.fmax, largest, (1, 2))
         exponent = ptx.bits(largest) >> 23
         field = ptx.minimum(TOP_EXPONENT + 254 - exponent, Int32(253))
         factor, inverse = ptx.from_bits(field << 23), ptx.from_bits((254 - field) << 23)

@@ -298,12 +298,12 @@ class ClusterMerge(WarpMerge):
         vectors = self.memory.inbox_vectors
         to = item // vectors
         place = cluster.rank() * vectors + (item - to * vectors)
-        inbox = cluster.in_cta_of(self.base, to)
+        inbox = cluster.in_cta(self.base, to)
         barrier = inbox + self.memory.inbox_barrier
         values = [ptx.bits(x) for x in state.values]
-        cluster.store_async_vector(inbox + self.memory.inbox + place * 16, values, barrier)
+        cluster.store_async(inbox + self.memory.inbox + place * 16, values, barrier)
         stats = [ptx.bits(state.maximum), ptx.bits(state.total)]
-        cluster.store_async_vector(inbox + self.memory.inbox_stats + place * 8, stats, barrier)
+        cluster.store_async(inbox + self.memory.inbox_stats + place * 8, stats, barrier)
 
     def received(self, index: Int32, cta: int) -> SoftmaxState:
         """Vector `index` of this CTA's slice, from a CTA of the cluster."""

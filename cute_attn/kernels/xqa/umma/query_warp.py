@@ -72,8 +72,7 @@ class QueryWarp:
                     magnitude = ptx.bits(x) & Int32(0x7FFFFFFF)
                     # What is infinite or NaN must not become finite in other rows.
                     largest = ptx.maximum(largest, ptx.select(magnitude < Int32(INFINITY), magnitude, Int32(0)))
-        for lane_mask in (16, 8, 4, 2, 1):
-            largest = ptx.maximum(largest, ptx.shuffle_xor(largest, lane_mask))
+        largest = ptx.reduce_lanes(ptx.maximum, largest, (16, 8, 4, 2, 1))
         exponent = ptx.minimum(Int32(TARGET_EXPONENT + 127) - ((largest + Int32(QUARTER)) >> 23), Int32(MAX_EXPONENT))
         factor, inverse = (ptx.from_bits((127 + x) << 23) for x in (exponent, Int32(0) - exponent))
         return factor, inverse
