@@ -156,11 +156,11 @@ class DequantWarps(TransformWarps):
         return KvState(OperandState(start(), start()), OperandState(start(), start()))
 
     @cute.jit
-    def transform_tiles(
-        self, rings: SmemRings, transform: cutlass.Constexpr, at: KvState, total: Int32, valid: Int32
+    def transform_query(
+        self, rings: SmemRings, transform: cutlass.Constexpr, at: KvState, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
         """Dequantizes K one tile ahead of V, in the order in which the products need them."""
-        k, v = at.k, at.v
+        k, v, total = at.k, at.v, order.total
         if total > 0:
             k = self.dequantize_k(rings, transform, k)
             for step in cutlass.range(1, total, unroll=1):

@@ -259,10 +259,10 @@ class VTransposeWarps(TransformWarps):
         return VTranspose(self.memory, warp, lane, self.warps, TRANSPOSE_BARRIER)
 
     @cute.jit
-    def transform_tiles(
-        self, rings: SmemRings, transform: cutlass.Constexpr, at: PipelineState, total: Int32, valid: Int32
+    def transform_query(
+        self, rings: SmemRings, transform: cutlass.Constexpr, at: PipelineState, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
-        for step in cutlass.range(0, total, unroll=1):
+        for step in cutlass.range(0, order.total, unroll=1):
             rings.staged_v.wait_full(at)
             if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
                 if cutlass.and_(step == 0, valid < self.spec.tile.cols):
