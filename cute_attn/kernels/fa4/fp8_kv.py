@@ -98,8 +98,7 @@ class Fp8KvProgram(Fa4Program):
         if self.spec.scores:
             return super().softmax(p, work, lanes, scale)
         scales = [ptx.fmax(scale, Float32(MIN_SCALE))]
-        exp2: Any = PairExp2(self.spec.tile.polynomial)  # whose sums are of pairs
-        return OnlineSoftmax(self.tile.scores_layout, scales, exp2)
+        return OnlineSoftmax(self.tile.scores_layout, scales, PairExp2(self.spec.tile.polynomial))
 
     def scale_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scale: Any) -> RowScales:
         return RowScales(self.tile.scores_layout, lambda: [scale])
