@@ -11,6 +11,7 @@ and are converted in registers (`formats`).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
 import cutlass
@@ -28,7 +29,7 @@ from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, ea
 from cute_attn.kernels.xqa.parts.formats import tile_forms
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
-from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
+from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages, page_id
 from cute_attn.kernels.xqa.parts.partition import (
     ClusterSegments,
     KvSplit,
@@ -253,9 +254,8 @@ class XqaProgram(GridProgram):
 
     def paged_kv(self, p: XqaParams, segment: Segment) -> PagedKv:
         head = make_partition(self.spec, p).head(segment.unit)
-        table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-        request = segment.request
-        return PagedKv(self.memory, self.layout, self.team, p, table, head, request.first_token, request.kv_len)
+        request, page_ids = segment.request, partial(page_id, isa.mad_wide(segment.first_page, Int32(4), p.table))
+        return PagedKv(self.memory, self.layout, self.team, p, page_ids, head, request.first_token, request.kv_len)
 
     def segment_work(
         self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows
