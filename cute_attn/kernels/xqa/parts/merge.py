@@ -9,7 +9,7 @@ depends on lengths alone, not on timing, so results are deterministic.
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,35 +22,10 @@ from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
-from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import DecodeSpec
 
 VECTOR_WIDTH = 4  # output dims that a thread merges at once
 VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, for two partials
-
-
-class StateMemory(Protocol):
-    """What a merge reads of the map of shared memory with one state per CTA."""
-
-    @property
-    def tile_dim(self) -> int:
-        """Columns of an output row."""
-
-    @property
-    def ring_bytes(self) -> int:
-        """Distance of the outputs of two states."""
-
-    @property
-    def outputs(self) -> int:
-        """Offset of the outputs, fp32 [rows, tile_dim]."""
-
-    @property
-    def stats(self) -> int:
-        """Offset of (maximum, sum) per row."""
-
-    @property
-    def ticket(self) -> int:
-        """Offset of one word: the number of CTAs that had written their partials before this one."""
 
 
 class SoftmaxState(NamedTuple):
@@ -81,7 +56,7 @@ class Merge:
     """Merge of one segment's warps and KV splits, and its epilogue."""
 
     spec: DecodeSpec
-    memory: XqaMemory | StateMemory
+    memory: Any  # XqaMemory, or a map of one state that has its tile_dim, ring_bytes, outputs, stats and ticket
     team: LoneWarp | WarpTeam
     p: Any  # XqaParams
     base: Int32  # shared memory
