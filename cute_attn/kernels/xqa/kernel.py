@@ -219,7 +219,7 @@ class XqaProgram(GridProgram):
         if cutlass.const_expr(self.pdl and not self.spec.whole):
             ptx.grid_dependency_launch()  # now, so that what the next launch fetches does not delay the first copies
         finish = FinalEpilogue.of(params).scaled(Float32(self.format.dequant_factor))
-        merge = self.merge_type(self.spec, self.memory, self.team, params, shared_memory(), finish, self.format)
+        merge = self.merge_type(self.spec, params, self.memory, self.team, shared_memory(), finish, self.format)
         scale = log2_scale(params, self.format.dequant_factor)
         merge.enter()
         while partition.overlaps(segment, share):

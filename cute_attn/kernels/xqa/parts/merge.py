@@ -52,13 +52,34 @@ def merge_states(parts: list[SoftmaxState]) -> SoftmaxState:
 
 
 @dataclass(frozen=True)
-class Merge:
-    """Merge of one segment's warps and KV splits, and its epilogue."""
+class PartialResults:
+    """Partial results of all CTAs in global memory, and their counters."""
 
     spec: DecodeSpec
+    p: Any  # XqaParams or MlaParams
+
+    def cta_index(self, share: Int32) -> Int32:
+        """Linear index of the CTA that has share number `share` in this CTA's group."""
+        return share * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
+
+    def partial_address(self, partial: Int32, row: Int32) -> tuple[Int64, Int64]:
+        """Addresses of a partial's (maximum, sum) and outputs for one row."""
+        index = Int64(partial) * Int64(self.spec.rows) + Int64(row)
+        ctas = cute.arch.grid_dim()[0] * cute.arch.grid_dim()[1]
+        outputs = self.p.partials + Int64(ctas * (2 * self.spec.heads * self.spec.rows * 8))
+        return self.p.partials + index * Int64(8), outputs + index * Int64(self.spec.head_dim * 4)
+
+    def counter_address(self, share: Int32) -> Int64:
+        """Address of the counter of the CTA that has share number `share`."""
+        return self.p.counters + Int64(self.cta_index(share)) * Int64(4)
+
+
+@dataclass(frozen=True)
+class Merge(PartialResults):
+    """Merge of one segment's warps and KV splits, and its epilogue."""
+
     memory: Any  # XqaMemory, or a map of one state that has its tile_dim, ring_bytes, outputs, stats and ticket
     team: LoneWarp | WarpTeam
-    p: Any  # XqaParams
     base: Int32  # shared memory
     finish: FinalEpilogue
 
@@ -182,27 +203,12 @@ class Merge:
             index = index * self.spec.heads + warp_index()
         return index * 2 + ptx.flag(before == 0)
 
-    def cta_index(self, share: Int32) -> Int32:
-        """Linear index of the CTA that has share number `share` in this CTA's group."""
-        return share * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
-
-    def partial_address(self, partial: Int32, row: Int32) -> tuple[Int64, Int64]:
-        """Addresses of a partial's (maximum, sum) and outputs for one row."""
-        index = Int64(partial) * Int64(self.spec.rows) + Int64(row)
-        ctas = cute.arch.grid_dim()[0] * cute.arch.grid_dim()[1]
-        outputs = self.p.partials + Int64(ctas * (2 * self.spec.heads * self.spec.rows * 8))
-        return self.p.partials + index * Int64(8), outputs + index * Int64(self.spec.head_dim * 4)
-
     @cute.jit
     def store_partial(self, partial: Int32, row: Int32, dim: Int32, result: SoftmaxState) -> None:
         stats, outputs = self.partial_address(partial, row)
         if dim == 0:
             ptx.st_global_v2_f32(stats, 0, [result.maximum, result.total])
         ptx.st_global_v4_f32(outputs + Int64(dim * 4), 0, result.values)
-
-    def counter_address(self, share: Int32) -> Int64:
-        """Address of the counter of the CTA that has share number `share`."""
-        return self.p.counters + Int64(self.cta_index(share)) * Int64(4)
 
     @cute.jit
     def arrive(self, counter: Int64) -> Int32:
