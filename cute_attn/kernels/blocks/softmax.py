@@ -117,9 +117,12 @@ class OnlineSoftmax:
             ptx.select(exceeds, self.anchor(high, slot), old)
             for slot, (exceeds, high, old) in enumerate(zip(exceeded, row_max, shift, strict=True))
         ]
+        return self.moved(shift, new, exceeded)
+
+    def moved(self, shift: list[Float32], new: list[Float32], which: list[Boolean]) -> Rescale:
+        """Returns the factors of the rows in `which`, whose shifts become `new`."""
         factors = [
-            ptx.select(exceeds, ptx.exp2(a - b), Float32(1.0))
-            for exceeds, a, b in zip(exceeded, new, shift, strict=True)
+            ptx.select(moves, ptx.exp2(a - b), Float32(1.0)) for moves, a, b in zip(which, new, shift, strict=True)
         ]
         return Rescale(new, factors)
 
