@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.pipeline import WarpRole, start
+from cute_attn.kernels.blocks.pipeline import PipelineState, WarpRole, start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.xqa.parts.partition import Partition
@@ -58,7 +58,7 @@ class QueryWarp:
                 ring.wait_empty(q)
                 factor, inverse = self.factors(p, rows, lane)
                 self.convert(p, rows, ring.address(q), factor, lane)
-                self.publish(shared, ring.slot(q), ring.full(q), scale * inverse, lane)
+                self.publish(shared, ring, q, scale * inverse, lane)
                 q = ring.next(q)
             segment = partition.next_segment(segment)
 
@@ -105,11 +105,12 @@ class QueryWarp:
         return [ptx.unpack_pairs(self.spec.dtype, words) for words in chunks]
 
     @cute.jit
-    def publish(self, shared: cutlass.Constexpr, slot: Int32, full: Int32, scale: Float32, lane: Int32) -> None:
+    def publish(
+        self, shared: cutlass.Constexpr, ring: cutlass.Constexpr, q: PipelineState, scale: Float32, lane: Int32
+    ) -> None:
         """Hands Q on, with the factor from products to base-2 exponents."""
         tma.fence_async()
         if lane == 0:
-            ptx.st_shared_f32(shared.scratch("q_scales") + slot * 4, 0, scale)
+            ptx.st_shared_f32(shared.scratch("q_scales") + ring.slot(q) * 4, 0, scale)
         ptx.sync_warp()
-        if lane == 0:
-            tma.barrier_arrive(full)
+        ring.fill(q, lane)
