@@ -153,8 +153,8 @@ class BlockScaledKV(KvSource):
 class BlockScaledProducer(Producer):
     """Producer of K and V with block scales: TMA and all lanes, or these alone, arrive at full barriers."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, program: Any) -> None:
+        super().__init__(program)
         arrivals = LANES if self.source_type is GatheredFp8KV else LANES + self.source_type.arrivals
         loaded = (self.memory.loaded_ring("k"), self.memory.loaded_ring("v"))
         self.role = replace(self.role, fills={**self.role.fills, **dict.fromkeys(loaded, arrivals)})

@@ -2,7 +2,6 @@
 K0 Q V0 K1 V1 K2 V2 ... per query tile. K and V go to staging rings where transform warps make operands of them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from cute_attn.kernels.blocks.kv_sources import (
     PageRows,
     TmaOperand,
 )
-from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
@@ -31,7 +29,6 @@ from cute_attn.kernels.blocks.tile_scheduler import (
     NO_TILE,
     DynamicTileScheduler,
     QueryTile,
-    TileSchedule,
     WarpgroupTileScheduler,
 )
 from cute_attn.kernels.formats import KV_BITS, LINE
@@ -98,19 +95,12 @@ ONE_CTA = OneCta()
 
 
 class Producer:
-    """Producer warp, or the warps that gather 16-bit rows: those of `gathered`. `order`: kv tiles of a query tile."""
+    """Producer warp of a `PersistentProgram`, or the warps that gather 16-bit rows: those of its `gathered_kv`."""
 
-    def __init__(
-        self,
-        spec: PersistentSpec,
-        memory: TileMemory,
-        tiles: TileSchedule,
-        order: Callable[[PersistentParams, QueryTile], TileOrder],
-        gathered: type[GatheredKV],
-        cta: OneCta,
-    ) -> None:
-        self.spec, self.memory, self.tiles, self.order, self.cta = spec, memory, tiles, order, cta
-        self.source_type = source_type(spec, gathered)
+    def __init__(self, program: Any) -> None:
+        spec, memory, cta = program.spec, program.memory, program.cta
+        self.program, self.spec, self.memory, self.cta, self.tiles = program, spec, memory, cta, program.tiles()
+        self.source_type = source_type(spec, program.gathered_kv)
         loaded = (memory.loaded_ring("k"), memory.loaded_ring("v"))
         fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals), **dict.fromkeys(cta.producer_rings, 1)}
         self.role = WarpRole("producer", self.source_type.warps, fills, cta.producer_rings)
@@ -127,7 +117,7 @@ class Producer:
         q, k, v = start(), start(), start()
         work = self.tiles.at(p, scheduler.first())
         while work.head_block >= 0:
-            order, source = self.order(p, work), self.source(p, maps, work)
+            order, source = self.program.order(p, work), self.source(p, maps, work)
             first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
             page_ids = source.prefetch_page_ids(first)
             if order.total > 0:
