@@ -72,19 +72,19 @@ class DenseTmaKV(KvSource):
     lane: Int32
     k: TmaOperand
     v: TmaOperand
-    loads: Any
+    cta: Any  # `OneCta`
 
     @cute.jit
     def copy(
         self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
         if self.lane == 0:
-            self.loads.expect(barrier, operand.bytes)
+            self.cta.expect(barrier, operand.bytes)
             for column in cutlass.range_constexpr(operand.rows.columns):
                 token = self.start + kv_tile * self.cols + operand.first_key
                 coordinates = [operand.item(column), token, self.kv_head, Int32(0)]
                 box = target + Int32(column * operand.keys * operand.rows.pitch)
-                self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
+                self.cta.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class PagedTmaKV(KvSource):
     box_rows: Int32
     k: TmaOperand
     v: TmaOperand
-    loads: Any
+    cta: Any  # `OneCta`
 
     def rounds(self) -> range:
         return range((self.cols + 31) // 32)
@@ -123,7 +123,7 @@ class PagedTmaKV(KvSource):
         self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
         if self.lane == 0:
-            self.loads.expect(barrier, operand.bytes)
+            self.cta.expect(barrier, operand.bytes)
         ptx.sync_warp()
         for i in cutlass.range_constexpr(len(page_ids)):
             row = (self.lane + 32 * i) * self.box_rows
@@ -134,7 +134,7 @@ class PagedTmaKV(KvSource):
                 for column in cutlass.range_constexpr(operand.rows.columns):
                     coordinates = [operand.item(column), within, self.kv_head, page_ids[i]]
                     box = target + slot_row * operand.rows.pitch + Int32(column * operand.keys * operand.rows.pitch)
-                    self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
+                    self.cta.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
 
 # --- gathered rows ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from cute_attn.kernels.blocks import cluster, ptx, tma
 from cute_attn.kernels.blocks.kv_sources import TmaOperand
 from cute_attn.kernels.blocks.persistent_params import Maps
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
-from cute_attn.kernels.blocks.producer import CtaLoads, OneCta
+from cute_attn.kernels.blocks.producer import OneCta
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.tile_scheduler import NEXT_TILE_WORD, DynamicTileScheduler
 from cute_attn.kernels.fa4.parts.umma import BlackwellRings, TmemRing
@@ -61,19 +61,6 @@ class PairRings(BlackwellRings):
 
     tmem_ring = TmemLeaderRing
     shared: ClassVar[Mapping[str, type[Ring]]] = {"next": LeaderRing}
-
-
-class PairLoads(CtaLoads):
-    """TMA loads of both CTAs at the leader's barriers. The other CTA's own barriers only count its arrivals: its warps
-    wait for records, not for data.
-    """
-
-    def expect(self, barrier: Int32, num_bytes: int) -> None:
-        expected = ptx.select(cluster.rank() == LEADER, Int32(CTAS * num_bytes), Int32(0))
-        tma.barrier_expect(barrier, expected)
-
-    def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
-        tma.load_4d(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy, ".cta_group::2")
 
 
 @dataclass(frozen=True)
@@ -127,8 +114,15 @@ class CtaPair(OneCta):
     def sync(self) -> None:
         cluster.sync()
 
-    def loads(self) -> CtaLoads:
-        return PairLoads()
+    def expect(self, barrier: Int32, num_bytes: int) -> None:
+        """Loads of both CTAs count at the leader's barriers. The other CTA's own only count its arrivals: its warps
+        wait for records, not for data.
+        """
+        expected = ptx.select(cluster.rank() == LEADER, Int32(CTAS * num_bytes), Int32(0))
+        tma.barrier_expect(barrier, expected)
+
+    def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
+        tma.load_4d(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy, ".cta_group::2")
 
     def operands(self, maps: Maps, memory: TileMemory, cols: int) -> tuple[TmaOperand, TmaOperand]:
         rank, keys, columns = cluster.rank(), cols // CTAS, memory.loaded_v.columns
