@@ -18,7 +18,7 @@ class FragmentStore:
     """Base of the stores of a warp's or warpgroup's outputs and their lse."""
 
     layout: MmaFragmentLayout
-    lanes: Any  # `TilePosition`, and the lane
+    lanes: Any  # `FragmentPosition`
     rows: PackedRows
     target: Target | Partials
     epilogue: FinalEpilogue | PartialEpilogue

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.register_layout import RegisterLayout, TilePosition
+from cute_attn.kernels.blocks.register_layout import FragmentPosition, RegisterLayout
 from cute_attn.kernels.blocks.rows import PackedRows
 
 Sees = Callable[[Int32], Boolean]  # whether a column, relative to a thread's first, is visible
@@ -94,7 +94,7 @@ class BandMask:
     band: Band
     layout: RegisterLayout
     rows: PackedRows
-    lanes: TilePosition
+    lanes: FragmentPosition
 
     def tiles(self, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
         return self.band.tiles(self.rows, tile_rows, cols, first, last)

@@ -7,7 +7,6 @@ slot 0, so that both are constants of the trace; the thread's position in the CT
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from cutlass import Float32, Int32
 
@@ -50,22 +49,6 @@ class RegisterLayout(ABC):
     def scale_rows(self, values: Sequence[Float32], factors: Sequence[Float32]) -> list[Float32]:
         """Multiplies every value by the factor of its row slot."""
         return [x * factors[self.slot_of(register)] for register, x in enumerate(values)]
-
-
-class TilePosition(Protocol):
-    """Position of a thread's part in the CTA's tile."""
-
-    def row(self, slot: int) -> Int32:
-        """Returns the tile row of a row slot."""
-
-    def first_col(self) -> Int32:
-        """Returns the tile column of the thread's first register."""
-
-    def first_warp_col(self) -> Int32:
-        """Returns the tile column of the warp's first register."""
-
-    def lane_col(self) -> Int32:
-        """Returns the thread's first column relative to the warp's."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +116,8 @@ class MmaFragmentLayout(RegisterLayout):
 
 
 class FragmentPosition:
-    """`TilePosition` of a thread whose part lies as `MmaFragmentLayout` says, in the rows from `first_row`, which are
-    those of its warp.
+    """Position in the CTA's tile of a thread whose part lies as `MmaFragmentLayout` says, in the rows from `first_row`,
+    which are those of its warp.
     """
 
     lane: Int32
@@ -148,16 +131,19 @@ class FragmentPosition:
         return MmaFragmentLayout.quad_lane(self.lane)
 
     def row(self, slot: int) -> Int32:
+        """Returns the tile row of a row slot."""
         return self.first_row + MmaFragmentLayout.lane_row(self.lane) + MmaFragmentLayout.row(slot)
 
     def first_col(self) -> Int32:
+        """Returns the tile column of the thread's first register."""
         return self.first_warp_col() + self.lane_col()
 
     def first_warp_col(self) -> Int32:
-        """By default every warp sees all columns."""
+        """Returns that of the warp's first register. By default every warp sees all columns."""
         return Int32(0)
 
     def lane_col(self) -> Int32:
+        """Returns the thread's first column relative to the warp's."""
         return MmaFragmentLayout.lane_col(self.lane)
 
 
