@@ -111,8 +111,8 @@ class MemoryMap:
 
 
 class PersistentTile(Protocol):
-    """Packed query rows by kv tokens of a work item, and the rows of its TMA boxes of q and of k. The CTAs that share it,
-    those that an SM runs at a time, and the threads of each.
+    """Packed query rows by kv tokens of a work item, and the rows of its TMA boxes of q and of k. The CTAs that share
+    it, those that an SM runs at a time, and the threads of each.
     """
 
     @property
