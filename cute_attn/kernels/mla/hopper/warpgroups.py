@@ -89,8 +89,8 @@ class MmaWarpgroup:
     @property
     def softmax(self) -> RunningSoftmax:
         """The softmax of scores that are `oriented`. A scale of 0 becomes one that leaves hidden scores hidden."""
-        layout, scale = self.place.scores, ptx.fmax(ptx.magnitude(self.scale), Float32(SMALLEST))
-        return RunningSoftmax(layout, [scale for _ in layout.slots], output=self.place.outputs)
+        place, scale = self.place, ptx.fmax(ptx.magnitude(self.scale), Float32(SMALLEST))
+        return RunningSoftmax(place.scores, [scale for _ in place.scores.slots], output=place.outputs)
 
     @property
     def half(self) -> Ring:
@@ -145,7 +145,8 @@ class MmaWarpgroup:
         """Rescale outputs and sums where the other warpgroup has moved anchors."""
         moved = [new != old for new, old in zip(shift, running.shift, strict=True)]
         if cute.arch.vote_any_sync(any_of(moved)):
-            running = self.softmax.rescaled(running, self.softmax.moved(running.shift, shift, moved))
+            softmax = self.softmax
+            running = softmax.rescaled(running, softmax.moved(running.shift, shift, moved))
         return running
 
     # --- own tiles ---------------------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class MmaWarpgroup:
         """Compute P of a tile from its scores, hand it over, and add P V."""
         place, softmax, ring = self.place, self.softmax, self.half
         s = mask.apply(self.oriented(s), tile * place.spec.cols)
-        running = softmax.raise_anchors(running, softmax.row_max(s))
+        running = self.softmax.raise_anchors(running, softmax.row_max(s))
         s = softmax.exponentials(s, running.shift, may_be_empty=True)
         p = ptx.pack_pairs(self.dtype, s)
         self.publish(p, running.shift)
