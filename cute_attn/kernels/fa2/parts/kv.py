@@ -78,6 +78,7 @@ class TokenRows:
 
     base: Int64
     stride: Int64
+    page_stride: Int64  # where tokens are in pages
     chunks: WholeChunks | HalfChunks
     pitch: int
 
@@ -219,15 +220,12 @@ class PagedKV(KVTiles):
     Page ids of a tile, one row per lane, are loaded while the previous tile is computed, so that they are in registers
     when the copies are issued: the eight threads of a row shuffle its page id from the lane that holds it.
 
-    `table`: address of kv_indices, where the request's pages start at index `first_page`; strides of
-    `k` and `v` are per token.
+    `table`: address of kv_indices, where the request's pages start at index `first_page`.
     """
 
     table: Int64
     first_page: Int32
     page_size: Divisor
-    k_page_stride: Int64
-    v_page_stride: Int64
 
     def prefetch_page_ids(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
         """Loads the page ids of a tile: lane 4 i + r holds that of row r of this warp's pass i. Nothing is read past
@@ -257,9 +255,9 @@ class PagedKV(KVTiles):
             token = first + row + i * step
             within = token - self.page_size.quotient(token) * self.page_size.value
             size = ptx.select(Int32(i * step) < end - row, Int32(CHUNK), Int32(0))
-            for source, page_stride, target in ((self.k, self.k_page_stride, k_at), (self.v, self.v_page_stride, v_at)):
+            for source, target in ((self.k, k_at), (self.v, v_at)):
                 address = source.base + Int64(chunk * CHUNK)
-                address = ptx.mad_u32(within, source.stride, ptx.mad_u32(page, page_stride, address))
+                address = ptx.mad_u32(within, source.stride, ptx.mad_u32(page, source.page_stride, address))
                 yield from source.copy_row(target, i * step, address, chunk, size)
             yield from self.scales.copy_row(scales_at, i * step, page, within, size, chunk)
 
