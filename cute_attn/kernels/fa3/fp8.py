@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
-from cute_attn.kernels.blocks.fragment_store import NarrowStore, WarpgroupStore
+from cute_attn.kernels.blocks.fragment_store import WarpgroupStore
 from cute_attn.kernels.blocks.masks import BandMask
 from cute_attn.kernels.blocks.persistent_params import AnyParams, PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings
@@ -210,27 +210,26 @@ class Fp8Store(WarpgroupStore):
     @cute.jit
     def store_f32(self, row: Int32, values: list[Float32]) -> None:
         if self.rows.exists(row):
-            address = self.target.row(self.rows, row) + Int64(self.quad_lane * 16)
+            address = self.target.row(self.rows, row) + Int64(self.lanes.quad_lane * 16)
             for i, four in enumerate(self.adjacent(values)):
                 ptx.st_global_v4_f32(address, i * 64, four)
 
     @cute.jit
     def store_chunks(self, row: Int32, values: list[Float32]) -> None:
         if self.rows.exists(row):
-            address = self.target.row(self.rows, row) + Int64(self.quad_lane * 8)
+            address = self.target.row(self.rows, row) + Int64(self.lanes.quad_lane * 8)
             for i, four in enumerate(self.adjacent(values)):
                 ptx.st_global_v2(address, i * 32, ptx.pack_pairs(self.target.dtype, four))
 
 
 @dataclass(frozen=True)
-class NarrowFp8Store(NarrowStore, Fp8Store):
+class NarrowFp8Store(Fp8Store):
     """Store of fp8 outputs of fp8 products: words hold adjacent dimensions."""
+
+    store_chunks = WarpgroupStore.store_chunks
 
     def packed(self, values: list[Float32]) -> list[Int32]:
         return [ptx.pack_8(self.target.dtype, four) for four in self.adjacent(values)]
-
-    def in_order(self, words: list[Int32]) -> list[Int32]:
-        return words
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
