@@ -68,7 +68,7 @@ class MlaProgram(LatentProgram):
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.active:
-                rows = partition.rows(segment, self.spec.rows)
+                rows = partition.rows(segment)
                 self.compute(params, merge, rows, segment, split, scales)
                 self.write_output(merge, rows, segment, share, split)
             segment = partition.next_segment(segment, share)

@@ -224,7 +224,7 @@ class XqaProgram(GridProgram):
         merge.enter()
         while partition.overlaps(segment, share):
             queries = query_rows.operands(words, scale)
-            work = self.segment_work(params, segment, share, queries, query_rows.rows(segment))
+            work = self.segment_work(params, segment, share, queries, partition.rows(segment))
             state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
                 state = self.mainloop_step(work, state, i)
@@ -236,7 +236,7 @@ class XqaProgram(GridProgram):
                 words = query_rows.load(following)
                 kv_tiles = self.paged_kv(params, following), self.warp_tiles(params, following, share)
                 token_pages = self.load_prologue(*kv_tiles)
-            self.write_output(merge, query_rows.rows(segment), segment, share, work.warp_tiles.split, ticket)
+            self.write_output(merge, partition.rows(segment), segment, share, work.warp_tiles.split, ticket)
             segment = following
         ptx.cp_async_wait(0)
 

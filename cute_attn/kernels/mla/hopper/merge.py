@@ -114,8 +114,7 @@ class SegmentMerge(PartialResults):
         count = ptx.minimum(self.rows.count - self.rows.first, Int32(self.spec.rows))
         for row in cutlass.range(warp_index(), count, warps * WARP_ROWS, unroll=1):
             rows = [row + warps * i for i in range(WARP_ROWS)]
-            zeros = [Float32(0.0)] * (VECTORS * VECTOR)
-            states = [SoftmaxState(Float32(ptx.NEG_INF), Float32(0.0), zeros) for _ in rows]
+            states = [SoftmaxState.empty(VECTORS * VECTOR) for _ in rows]
             for i in cutlass.range(0, parts.count, WARP_STATES, unroll=1):
                 loaded = [[self.load(parts, i + j, row) for row in rows] for j in range(WARP_STATES)]
                 for more in loaded:

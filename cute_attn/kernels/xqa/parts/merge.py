@@ -35,6 +35,11 @@ class SoftmaxState(NamedTuple):
     total: Float32
     values: list[Float32]
 
+    @classmethod
+    def empty(cls, count: int) -> "SoftmaxState":
+        """The state of no tokens."""
+        return cls(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(count)])
+
 
 def rescale_factor(maximum: Float32, new: Float32) -> Float32:
     """Factor that rescales a state from its own maximum to `new`; 0 where neither has seen a token."""
@@ -248,8 +253,7 @@ class Merge(PartialResults):
         """Merge a state's share of the partials into it, for lanes * vectors_per_lane vectors of its columns from
         vector `start` on."""
         state, lane = self.state_and_lane()
-        empty = SoftmaxState(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)])
-        sums = [empty for _ in range(self.vectors_per_lane)]
+        sums = [SoftmaxState.empty(VECTOR_WIDTH)] * self.vectors_per_lane
         positions = [self.row_and_dim(start + (lane + self.lanes * i)) for i in range(self.vectors_per_lane)]
         for index in cutlass.range(self.team.number(state), count, self.spec.teams, unroll=2):
             partial = self.partial_of(first + index, index)

@@ -137,14 +137,14 @@ class Partition:
         p = self.p
         return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(unit)
 
-    def rows(self, segment: Segment, rows: int) -> PackedRows:
-        """Packed rows of a segment, `rows` of a block: the query heads of a GQA group, token by token."""
+    def rows(self, segment: Segment) -> PackedRows:
+        """Packed rows of a segment: the query heads of a GQA group, token by token."""
         p = self.p
         head = self.head(segment.unit)
         block = segment.unit - head * p.row_blocks
         group = Divisor(p.group, p.group_multiplier, p.group_shift)
         count, start = segment.request.qo_len * p.group, segment.request.qo_start
-        return PackedRows(block * rows, count, group, head * p.group, start)
+        return PackedRows(block * self.spec.rows, count, group, head * p.group, start)
 
     @cute.jit
     def first_page(self, index: Int32) -> Int32:

@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts.formats import Format
 from cute_attn.kernels.xqa.parts.partition import Partition, Segment
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
@@ -35,15 +34,11 @@ class QueryRows:
     format: Format
     p: Any  # XqaParams
 
-    def rows(self, segment: Segment) -> PackedRows:
-        """Packed rows of a segment: the query heads of a GQA group, token by token."""
-        return Partition(self.p, self.spec).rows(segment, self.spec.rows)
-
     def load(self, segment: Segment) -> list[Int32]:
         """Issue the loads of a segment's rows. This must precede the copies of its first tiles: every warp needs Q
         first, and behind those copies in the memory queue it would arrive last.
         """
-        rows, p = self.rows(segment), self.p
+        rows, p = Partition(self.p, self.spec).rows(segment), self.p
         lane = cute.arch.thread_idx()[0] & 31
         words = []
         for block in range(self.spec.row_blocks):

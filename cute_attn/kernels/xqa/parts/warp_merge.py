@@ -331,9 +331,7 @@ class ClusterMerge(WarpMerge):
             for index in cutlass.range(cute.arch.thread_idx()[0], self.memory.inbox_vectors, self.threads, unroll=1):
                 row, dim, wanted = self.slice(rows, index)
                 if wanted:
-                    state = SoftmaxState(
-                        Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)]
-                    )
+                    state = SoftmaxState.empty(VECTOR_WIDTH)
                     for number in cutlass.range(0, count, unroll=4):
                         cta = self.cta_index(number * self.spec.cluster_size + cluster.rank())
                         state = merge_states([state, self.load_partial(cta, rows, row, dim)])

@@ -54,7 +54,7 @@ class QueryWarp:
         lane = cute.arch.thread_idx()[0] & 31
         while partition.overlaps(segment, share):
             if partition.split(segment, share).tiles > 0:
-                rows = partition.rows(segment, self.spec.rows)
+                rows = partition.rows(segment)
                 ring.wait_empty(q)
                 factor, inverse = self.factors(p, rows, lane)
                 self.convert(p, rows, ring.address(q), factor, lane)

@@ -98,7 +98,7 @@ class SoftmaxWarps:
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.active:
-                rows = partition.rows(segment, self.spec.rows)
+                rows = partition.rows(segment)
                 mask = TokenMask(p, rows, segment, self.spec)
                 context = SoftmaxContext(shared, tmem, self.score_scale(shared, state, split, scale), mask)
                 first = split.begin + segment.request.first_token // self.spec.cols
