@@ -141,6 +141,11 @@ class Merge(PartialResults):
         """Whether a vector is no padding."""
         return True
 
+    def with_columns(self, exists: Boolean, dim: Int32) -> Boolean:
+        """Whether a vector exists and is no padding."""
+        columns = self.has_columns(dim)
+        return exists if columns is True else isa.all_of([exists, columns])
+
     def head_dim(self, dim: Int32) -> Int32:
         """Dimension of the head at dimension `dim` of this state."""
         return dim
@@ -278,8 +283,7 @@ class Merge(PartialResults):
         exists = rows.exists(row)
         maximum, total = isa.ld_l2_if(exists, stats, 2)
         maximum = ptx.select(exists, maximum, Float32(ptx.NEG_INF))
-        if self.has_columns(dim) is not True:
-            exists = isa.all_of([exists, self.has_columns(dim)])
+        exists = self.with_columns(exists, dim)
         return SoftmaxState(maximum, total, isa.ld_l2_if(exists, outputs + Int64(self.head_dim(dim) * 4), 4))
 
 
