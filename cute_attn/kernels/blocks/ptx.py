@@ -149,6 +149,7 @@ def _vector(space: str, kind: type, count: int, form: str) -> str:
 
 
 ld_shared_b32, ld_shared_f32 = Load("shared", Int32), Load("shared", Float32)
+ld_shared_u16 = Load("shared", Int32, form="u16")
 ld_shared_v2, ld_shared_v2_f32 = Load("shared", Int32, 2), Load("shared", Float32, 2)
 ld_shared_v4, ld_shared_v4_f32 = Load("shared", Int32, 4), Load("shared", Float32, 4)
 ld_global_u32, ld_global_f32 = Load("global", Int32), Load("global", Float32)
@@ -161,10 +162,6 @@ st_shared_v4, st_shared_v4_f32 = Store("shared", Int32, 4), Store("shared", Floa
 st_global_b32, st_global_f32 = Store("global", Int32), Store("global", Float32)
 st_global_v2, st_global_v2_f32 = Store("global", Int32, 2), Store("global", Float32, 2)
 st_global_v4, st_global_v4_f32 = Store("global", Int32, 4), Store("global", Float32, 4)
-
-
-def ld_shared_u16(address: Int32, offset: int = 0) -> Int32:
-    return asm(f"{{.reg .b16 h; ld.shared.b16 h, [$1+{offset}]; cvt.u32.u16 $0, h;}}", [Int32], [address])
 
 
 def load_if(
