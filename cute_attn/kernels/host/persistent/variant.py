@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
-from cute_attn.kernels.blocks.smem_map import PersistentTile
+from cute_attn.kernels.blocks.persistent_spec import PersistentSpec, PersistentTile
 from cute_attn.kernels.blocks.tiles import (
     LONG_TOKENS,
     SHORT_KEYS,
