@@ -71,7 +71,13 @@ class WarpgroupStore(FragmentStore):
         whole, rest = divmod(len(packed), 4)
         packed += [Int32(0)] * (-len(packed) % 4)
         chunks = [self.in_order(self.transposed(packed[i : i + 4])) for i in range(0, len(packed), 4)]
-        self.store_quad_chunks(row, chunks, whole, rest)
+        if self.rows.exists(row):
+            address = self.target.row(self.rows, row) + Int64(self.lanes.quad_lane * 16)
+            for i in cutlass.range_constexpr(whole):
+                ptx.st_global_v4(address, i * 64, chunks[i])
+            if cutlass.const_expr(rest > 0):  # noqa: SIM102
+                if self.lanes.quad_lane < rest:
+                    ptx.st_global_v4(address, whole * 64, chunks[whole])
 
     def packed(self, values: list[Float32]) -> list[Int32]:
         """Packs a row slot into words."""
@@ -80,19 +86,6 @@ class WarpgroupStore(FragmentStore):
     def in_order(self, words: list[Int32]) -> list[Int32]:
         """Orders four transposed words by column."""
         return words
-
-    @cute.jit
-    def store_quad_chunks(
-        self, row: Int32, chunks: cutlass.Constexpr, whole: cutlass.Constexpr, rest: cutlass.Constexpr
-    ) -> None:
-        """Stores 16 bytes per lane of `whole` pieces of 64 bytes, and with the first `rest` lanes of another."""
-        if self.rows.exists(row):
-            address = self.target.row(self.rows, row) + Int64(self.lanes.quad_lane * 16)
-            for i in cutlass.range_constexpr(whole):
-                ptx.st_global_v4(address, i * 64, chunks[i])
-            if cutlass.const_expr(rest > 0):  # noqa: SIM102
-                if self.lanes.quad_lane < rest:
-                    ptx.st_global_v4(address, whole * 64, chunks[whole])
 
     def transposed(self, mine: list[Int32]) -> list[Int32]:
         """Transposes within each quad: register j of lane l becomes register l of lane j."""
