@@ -147,7 +147,7 @@ class BlockScaledKV(KvSource):
 
     def copy_row(self, scales: ScaleRows, target: Int32, address: Int64, size: Int32) -> None:
         for word in range(scales.words):
-            ptx.cp_async_4(target + WORD * word, address + Int64(WORD * word), size)
+            ptx.cp_async(target + WORD * word, 0, address + Int64(WORD * word), 0, size, WORD)
 
 
 class BlockScaledProducer(Producer):

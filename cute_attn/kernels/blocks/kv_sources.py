@@ -223,7 +223,7 @@ class GatheredKV(KvSource):
                 whole = (line + 1) * 8 <= rows.chunks
                 part = size if whole else ptx.select(chunk < rows.chunks - line * 8, size, Int32(0))
                 offset = line * self.cols * LINE + first * LINE
-                ptx.cp_async_16(destination, offset, source, line * LINE, part)
+                ptx.cp_async(destination, offset, source, line * LINE, part)
 
     @cute.jit
     def commit(self, barriers: list[Int32]) -> None:
@@ -286,5 +286,5 @@ class GatheredFp8KV(KvSource):
                 for column in range(columns):
                     whole = 4 * column + 4 <= rows.chunks
                     part = size if whole else ptx.select(chunk < rows.chunks - 4 * column, size, Int32(0))
-                    ptx.cp_async_16(shared, (first * columns + column) * 64, source, column * 64, part)
+                    ptx.cp_async(shared, (first * columns + column) * 64, source, column * 64, part)
         ptx.cp_async_arrive(barrier)

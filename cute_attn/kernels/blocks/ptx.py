@@ -84,21 +84,13 @@ def mma(a_dtype: str, b_dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: S
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
-def cp_async_16(shared: Int32, offset: int, source: Int64, source_offset: int, src_bytes: Int32) -> None:
-    """Copies 16 bytes global -> shared, bypassing L1; bytes past `src_bytes` (0 or 16) are zero-filled, not read."""
-    text = f"cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1+{source_offset}], 16, $2;"
+_CP_ASYNC = {16: "cg.shared.global.L2::128B", 8: "ca.shared.global.L2::128B", 4: "ca.shared.global"}  # cg bypasses L1
+
+
+def cp_async(shared: Int32, offset: int, source: Int64, source_offset: int, src_bytes: Int32, size: int = 16) -> None:
+    """Copies 4, 8 or 16 bytes global -> shared; bytes past `src_bytes` (0 or `size`) are zero-filled, not read."""
+    text = f"cp.async.{_CP_ASYNC[size]} [$0+{offset}], [$1+{source_offset}], {size}, $2;"
     asm(text, [], [shared, source, src_bytes])
-
-
-def cp_async_8(shared: Int32, offset: int, source: Int64, source_offset: int, src_bytes: Int32) -> None:
-    """Copies 8 bytes global -> shared; bytes past `src_bytes` (0 or 8) are zero-filled, not read."""
-    text = f"cp.async.ca.shared.global.L2::128B [$0+{offset}], [$1+{source_offset}], 8, $2;"
-    asm(text, [], [shared, source, src_bytes])
-
-
-def cp_async_4(shared: Int32, source: Int64, src_bytes: Int32) -> None:
-    """Copies 4 bytes global -> shared; with `src_bytes` 0 it writes zeros and reads nothing."""
-    asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", [], [shared, source, src_bytes])
 
 
 def cp_async_commit() -> None:

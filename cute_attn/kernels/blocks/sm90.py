@@ -57,7 +57,8 @@ def wgmma(
     at_a, at_b, first_fragment = count, count + len(shared), count + len(shared) + 1
     registers = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     # Of 16-bit types either order may be stored.
-    mnemonic, wide = _mnemonic(a_dtype, b_dtype, n), b_dtype in DTYPES
+    wide, shape = b_dtype in DTYPES, f"m64n{n}k{16 if a_dtype in DTYPES else 32}"
+    mnemonic = f"wgmma.mma_async.sync.aligned.{shape}.f32.{SUFFIX[a_dtype]}.{SUFFIX[b_dtype]}"
     lines = []
     for i, step in enumerate(steps):
         if i < held:
@@ -75,11 +76,6 @@ def wgmma(
 def wgmma_wait(pending: int, results: Sequence[Float32], operands: Sequence[Int32] = ()) -> list[Float32]:
     """Returns the results once at most `pending` newer groups are in flight; `operands`: their A registers."""
     return asm(f"wgmma.wait_group.sync.aligned {pending};", [Float32] * len(results), operands, tied=results)
-
-
-def _mnemonic(a_dtype: str, b_dtype: str, n: int) -> str:
-    k = 16 if a_dtype in DTYPES else 32
-    return f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{SUFFIX[a_dtype]}.{SUFFIX[b_dtype]}"
 
 
 def _group(lines: Sequence[str], line: int) -> str:

@@ -328,7 +328,7 @@ class Fa2Program(AttentionProgram):
             size = ptx.select(work.rows.exists(row), Int32(CHUNK), Int32(0))
             for line in cutlass.range_constexpr(pitch // LINE):
                 part = ptx.select(chunk < chunks - line * 8, size, Int32(0))
-                ptx.cp_async_16(base + swizzled(row, chunk, pitch), line * LINE, source, line * LINE, part)
+                ptx.cp_async(base + swizzled(row, chunk, pitch), line * LINE, source, line * LINE, part)
         ptx.cp_async_commit()
         if cutlass.const_expr(work.rotation is not None):
             ptx.cp_async_wait(0)

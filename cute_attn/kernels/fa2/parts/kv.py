@@ -51,7 +51,7 @@ class WholeChunks:
         """
         left = self.row_bytes // CHUNK - line * 8
         part = size if left >= 8 else ptx.select(chunk < left, size, Int32(0))
-        ptx.cp_async_16(destination, offset, source, line * LINE, part)
+        ptx.cp_async(destination, offset, source, line * LINE, part)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class HalfChunks:
         for start in (0, CHUNK // 2):
             left = -(-(self.row_bytes - line * LINE - start) // CHUNK)  # chunks that have this half
             part = size >> 1 if left >= 8 else ptx.select(chunk < left, size >> 1, Int32(0))
-            ptx.cp_async_8(destination, offset + start, source, line * LINE + start, part)
+            ptx.cp_async(destination, offset + start, source, line * LINE + start, part, CHUNK // 2)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ScaleRows:
         address = ptx.mad_u32(token, stride, ptx.mad_u32(page, page_stride, base + Int64(word * 4)))
         words = ptx.select(is_k, Int32(self.k_words), Int32(self.v_words))
         part = ptx.select(word < words, size >> 2, Int32(0))
-        ptx.cp_async_4(target + Int32(row * SCALES_PITCH) + chunk * 4, address, part)
+        ptx.cp_async(target + Int32(row * SCALES_PITCH) + chunk * 4, 0, address, 0, part, 4)
         yield
 
 

@@ -272,7 +272,8 @@ class Partition:
         unit = segment.unit + self.unit_step
         following = Segment(segment.index, unit, start, segment.first_page, segment.request)
         if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
-            index = self.next_request(following, share)
+            index = following.index + 1
+            index = index if share is None else ptx.select(self.overlaps(following, share), index, self.p.batch)
             following = Segment(index, self.first_unit, start, self.first_page(index), self.request(index))
         return following
 
@@ -282,11 +283,6 @@ class Partition:
 
     def keep(self, ticket: Int32) -> None:
         """Store a ticket that was drawn."""
-
-    def next_request(self, following: Segment, share: Share | None) -> Int32:
-        """Index of the request behind that of a segment, past the last one for a segment beyond the share."""
-        index = following.index + 1
-        return index if share is None else ptx.select(self.overlaps(following, share), index, self.p.batch)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.scores import MIN_SCALE
 from cute_attn.kernels.xqa.parts.formats import Format
 from cute_attn.kernels.xqa.parts.partition import Partition, Segment
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
@@ -15,7 +16,6 @@ from cute_attn.kernels.xqa.spec import XqaSpec
 
 SIGNS = -0x7FFF8000  # sign bits of two 16-bit numbers
 TOP_EXPONENT = 14  # exponent of the largest element of a row after scaling into fp16
-SMALLEST_SCALE = 1e-30  # nonzero, so that -inf times it is -inf; too small to change a result of exp2
 
 
 class Queries(NamedTuple):
@@ -64,7 +64,7 @@ class QueryRows:
             if self.spec.mma_dtype != self.spec.dtype:
                 block, factor = self._to_fp16(block)
                 scale = scale * factor
-            scale = ptx.fmax(scale, Float32(SMALLEST_SCALE))
+            scale = ptx.fmax(scale, Float32(MIN_SCALE))
             block = [word ^ signs for word in block]
             fragments.append([block[i : i + 2] for i in range(0, len(block), 2)])
             # Accumulators have rows 2t and 2t + 1 as columns; the scale of row g is with lanes 4g.

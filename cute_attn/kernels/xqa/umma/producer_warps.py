@@ -79,7 +79,7 @@ class TokenRows:
             size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
             shared = target ^ Int32(rows * CHUNK) if i % 8 else target  # the swizzle repeats after eight rows
             for within in range(0, piece_bytes, spec.line):
-                ptx.cp_async_16(shared, within * spec.cols + i * spec.line, source, piece * piece_bytes + within, size)
+                ptx.cp_async(shared, within * spec.cols + i * spec.line, source, piece * piece_bytes + within, size)
 
 
 class ProducerWarps:
@@ -154,6 +154,6 @@ class QkvProducerWarps(ProducerWarps):
             source = rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * CHUNK)
             target = slot + in_lines(row, chunk, line)
             for within in range(0, self.spec.head_dim * self.spec.item_bytes, line):
-                ptx.cp_async_16(target, within * self.spec.rows, source, within, size)
+                ptx.cp_async(target, within * self.spec.rows, source, within, size)
         ptx.cp_async_arrive(ring.full(q))
         return ring.next(q)
