@@ -234,8 +234,7 @@ class XqaProgram(GridProgram):
             if partition.overlaps(following, share):
                 ticket = partition.draw(share)
                 words = query_rows.load(following)
-                kv_tiles = self.paged_kv(params, following), self.warp_tiles(params, following, share)
-                token_pages = self.load_prologue(*kv_tiles)
+                token_pages = self.load_prologue(params, following, share)
             self.write_output(merge, partition.rows(segment), segment, share, work.warp_tiles.split, ticket)
             segment = following
         ptx.cp_async_wait(0)
@@ -297,8 +296,7 @@ class XqaProgram(GridProgram):
             return self.start_early(p, query_rows, early)
         share, segment = make_partition(self.spec, p).first_segment()
         words = query_rows.load(segment)
-        kv_tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
-        return Start(share, segment, words, self.load_prologue(*kv_tiles))
+        return Start(share, segment, words, self.load_prologue(p, segment, share))
 
     @cute.jit
     def start_early(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
@@ -316,11 +314,12 @@ class XqaProgram(GridProgram):
         if early.has_other_tiles(share, segment, token_pages):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
-            following = self.load_prologue(self.paged_kv(p, segment), self.warp_tiles(p, segment, share))
+            following = self.load_prologue(p, segment, share)
         return Start(share, segment, words, following)
 
-    def load_prologue(self, kv: PagedKv, tiles: WarpTiles) -> TokenPages:
+    def load_prologue(self, p: Any, segment: Segment, share: Share) -> TokenPages:
         """Start copying the first tiles of a segment. Returns the page ids of the tile that follows."""
+        kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
         token_pages = self.first_page_ids(kv, tiles)
         self.copy_first_tiles(kv, tiles, token_pages)
         return token_pages[-1]
