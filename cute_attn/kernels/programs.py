@@ -2,102 +2,52 @@
 
 from __future__ import annotations
 
-from cute_attn.kernels.append.spec import AppendSpec
-from cute_attn.kernels.combine.spec import CombineSpec
+import importlib
+
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.mla.spec import HopperMlaSpec, MlaSpec
-from cute_attn.kernels.plan.spec import PlanSpec
-from cute_attn.kernels.xqa.spec import LengthsSpec, XqaSpec
-from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.spec import KernelSpec, Program
+
+# Module and class, by the name of the kernel and, of fa2, fa3 and fa4, what its operands are.
+_PROGRAMS = {
+    ("fa2", ""): "cute_attn.kernels.fa2.kernel:Fa2Program",
+    ("fa2", "fp8"): "cute_attn.kernels.fa2.fp8:Fp8Program",
+    ("fa3", ""): "cute_attn.kernels.fa3.kernel:Fa3Program",
+    ("fa3", "fp8"): "cute_attn.kernels.fa3.fp8:Fp8Program",
+    ("fa3", "rope"): "cute_attn.kernels.fa3.rope:RopeProgram",
+    ("fa3", "nvfp4"): "cute_attn.kernels.fa3.nvfp4_kv:Nvfp4KvProgram",
+    ("fa3", "fp8_kv"): "cute_attn.kernels.fa3.fp8_kv:Fp8KvProgram",
+    ("fa4", ""): "cute_attn.kernels.fa4.kernel:Fa4Program",
+    ("fa4", "fp8"): "cute_attn.kernels.fa4.fp8:Fp8Program",
+    ("fa4", "fp8_kv"): "cute_attn.kernels.fa4.fp8_kv:Fp8KvProgram",
+    ("combine", ""): "cute_attn.kernels.combine.kernel:CombineProgram",
+    ("xqa", ""): "cute_attn.kernels.xqa.kernel:XqaProgram",
+    ("xqa_umma", ""): "cute_attn.kernels.xqa.umma.kernel:XqaUmmaProgram",
+    ("lengths", ""): "cute_attn.kernels.xqa.lengths:LengthsProgram",
+    ("mla", ""): "cute_attn.kernels.mla.kernel:MlaProgram",
+    ("mla_wgmma", ""): "cute_attn.kernels.mla.hopper.kernel:HopperMlaProgram",
+    ("append", ""): "cute_attn.kernels.append.kernel:AppendProgram",
+    ("plan", ""): "cute_attn.kernels.plan.kernel:PlanProgram",
+}
 
 
 def program(spec: KernelSpec, arch: str) -> Program:
     """The traceable kernel of `spec` for `arch` ("sm_90a", ...). TypeError for a spec of no family."""
-    if isinstance(spec, Fa2Spec):
-        return _fa2_program(spec, arch)
-    if isinstance(spec, Fa3Spec):
-        return _fa3_program(spec, arch)
-    if isinstance(spec, Fa4Spec):
-        return _fa4_program(spec, arch)
-    if isinstance(spec, CombineSpec):
-        from cute_attn.kernels.combine.kernel import CombineProgram
-
-        return CombineProgram(spec, arch)
-    if isinstance(spec, XqaSpec):
-        from cute_attn.kernels.xqa.kernel import XqaProgram
-
-        return XqaProgram(spec, arch)
-    if isinstance(spec, MlaSpec):
-        from cute_attn.kernels.mla.kernel import MlaProgram
-
-        return MlaProgram(spec, arch)
-    if isinstance(spec, HopperMlaSpec):
-        from cute_attn.kernels.mla.hopper.kernel import HopperMlaProgram
-
-        return HopperMlaProgram(spec, arch)
-    if isinstance(spec, AppendSpec):
-        from cute_attn.kernels.append.kernel import AppendProgram
-
-        return AppendProgram(spec, arch)
-    if isinstance(spec, PlanSpec):
-        from cute_attn.kernels.plan.kernel import PlanProgram
-
-        return PlanProgram(spec, arch)
-    if isinstance(spec, LengthsSpec):
-        from cute_attn.kernels.xqa.lengths import LengthsProgram
-
-        return LengthsProgram(spec, arch)
-    if isinstance(spec, XqaUmmaSpec):
-        from cute_attn.kernels.xqa.umma.kernel import XqaUmmaProgram
-
-        return XqaUmmaProgram(spec, arch)
-    raise TypeError(f"no program for {spec!r}")
+    place = _PROGRAMS.get((spec.kernel, _operands(spec)))
+    if place is None:
+        raise TypeError(f"no program for {spec!r}")
+    module, _, name = place.partition(":")
+    made: Program = getattr(importlib.import_module(module), name)(spec, arch)
+    return made
 
 
-def _fa2_program(spec: Fa2Spec, arch: str) -> Program:
-    if spec.fp8:
-        from cute_attn.kernels.fa2.fp8 import Fp8Program
-
-        return Fp8Program(spec, arch)
-    from cute_attn.kernels.fa2.kernel import Fa2Program
-
-    return Fa2Program(spec, arch)
-
-
-def _fa3_program(spec: Fa3Spec, arch: str) -> Program:
-    if spec.fp8:
-        from cute_attn.kernels.fa3.fp8 import Fp8Program
-
-        return Fp8Program(spec, arch)
-    if spec.pos_encoding == "rope":
-        from cute_attn.kernels.fa3.rope import RopeProgram
-
-        return RopeProgram(spec, arch)
-    if spec.kv_dtype == "nvfp4":
-        from cute_attn.kernels.fa3.nvfp4_kv import Nvfp4KvProgram
-
-        return Nvfp4KvProgram(spec, arch)
-    if spec.kv_dtype:
-        from cute_attn.kernels.fa3.fp8_kv import Fp8KvProgram
-
-        return Fp8KvProgram(spec, arch)
-    from cute_attn.kernels.fa3.kernel import Fa3Program
-
-    return Fa3Program(spec, arch)
-
-
-def _fa4_program(spec: Fa4Spec, arch: str) -> Program:
-    if spec.fp8:
-        from cute_attn.kernels.fa4.fp8 import Fp8Program
-
-        return Fp8Program(spec, arch)
-    if spec.kv_dtype:
-        from cute_attn.kernels.fa4.fp8_kv import Fp8KvProgram
-
-        return Fp8KvProgram(spec, arch)
-    from cute_attn.kernels.fa4.kernel import Fa4Program
-
-    return Fa4Program(spec, arch)
+def _operands(spec: KernelSpec) -> str:
+    """What the operands of fa2, fa3 and fa4 are, if not those of their plain kernel."""
+    if not isinstance(spec, Fa2Spec | Fa3Spec | Fa4Spec):
+        return ""
+    if spec.fp8 or isinstance(spec, Fa2Spec):  # fa2's plain kernel converts K and V, and rotates
+        return "fp8" if spec.fp8 else ""
+    if isinstance(spec, Fa3Spec) and spec.pos_encoding == "rope":
+        return "rope"
+    return "nvfp4" if spec.kv_dtype == "nvfp4" else "fp8_kv" if spec.kv_dtype else ""

@@ -78,7 +78,7 @@ class AppendProgram(GridProgram):
 
     def __init__(self, spec: AppendSpec, arch: str) -> None:
         self.block = (THREADS, 1, 1)
-        self.slots = SLOTS[spec.slots]()
+        self.slot_of = SLOTS[spec.slots]
         self.unit = unit_of(spec, arch)
         self.per_thread = spec.per_thread
         self.pdl = named(arch).pdl
@@ -110,7 +110,7 @@ class AppendProgram(GridProgram):
             mine = [unit + Int32(i) * units.value for i in range(self.per_thread)]
             loaded = [self.unit.load(operand, source, u) for u in mine]
             scale = self.unit.scale(operand)
-            slot = self.slots.of(p, row)
+            slot = self.slot_of(p, row)
             if slot.exists:
                 for i in cutlass.range_constexpr(self.per_thread):
                     self.unit.store(operand, scale, Source(source, mine[i], loaded[i]), slot, head)

@@ -10,7 +10,6 @@ x - midpoint * few * scale: it rounds once, and cannot underflow after `GlobalSc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -73,24 +72,41 @@ E5M2 = Format("e5m2x2", bits=8, mantissa=2, bias=15, largest=57344.0)
 FP8 = {"float8_e4m3fn": E4M3, "float8_e5m2": E5M2}
 
 
-class Conversion(Protocol):
-    """Converts quotients x * reciprocal to codes."""
+@dataclass(frozen=True)
+class Conversion:
+    """Converts quotients x * reciprocal to codes: by integer arithmetic on the bits of fp32 numbers, for any
+    architecture.
+    """
 
-    @property
-    def format(self) -> Format: ...
+    format: Format
 
     def bounds(self, values: Sequence[Float32], reciprocal: Float32) -> tuple[Int32, Int32]:
         """Returns two words of codes with signs: at most the right ones, and at least. They differ by 1 or not."""
+        f = self.format
+        half = 1 << f.shift - 1
+        words = [Int32(0), Int32(0)]
+        for i, x in enumerate(values):
+            aligned = self._aligned(ptx.magnitude(multiply(x, reciprocal)))
+            sign = (ptx.bits(x) >> (32 - f.bits)) & Int32(1 << f.bits - 1)
+            for j, offset in enumerate((half - MARGIN_UNITS, half + MARGIN_UNITS)):
+                code = ((aligned + Int32(offset)) >> f.shift) | sign
+                words[j] = words[j] + code * Int32(1 << f.bits * i if f.bits * i < 31 else -(1 << 31))
+        return words[0], words[1]
 
     def below(self, value: Float32, reciprocal: Float32) -> Int32:
         """Returns the right code or the one below, for a value >= 0. For NaN more than the code of the largest."""
+        # Cut off, not rounded: codes are far from the midpoints, where the error of a quotient would matter.
+        return self._aligned(multiply(value, reciprocal)) >> self.format.shift
+
+    def _aligned(self, quotient: Float32) -> Int32:
+        """Returns bits of which those from `shift` are the code, cut off at the largest number, also of NaN."""
+        limited = ptx.fmin(quotient, Float32(self.format.largest))
+        return ptx.bits(multiply(limited, Float32(2.0 ** (self.format.bias - 127))))
 
 
 @dataclass(frozen=True)
-class Cvt:
+class Cvt(Conversion):
     """Conversion by `cvt.rn.satfinite`, which rounds to nearest even."""
-
-    format: Format
 
     def bounds(self, values: Sequence[Float32], reciprocal: Float32) -> tuple[Int32, Int32]:
         low, high = (multiply(reciprocal, Float32(factor)) for factor in (1 - MARGIN, 1 + MARGIN))
@@ -114,38 +130,10 @@ class Cvt:
         return f"cvt.rn.satfinite.{self.format.cvt}.f32"
 
 
-@dataclass(frozen=True)
-class IntegerConversion:
-    """Conversion by integer arithmetic on the bits of fp32 numbers, for any architecture."""
-
-    format: Format
-
-    def bounds(self, values: Sequence[Float32], reciprocal: Float32) -> tuple[Int32, Int32]:
-        f = self.format
-        half = 1 << f.shift - 1
-        words = [Int32(0), Int32(0)]
-        for i, x in enumerate(values):
-            aligned = self._aligned(ptx.magnitude(multiply(x, reciprocal)))
-            sign = (ptx.bits(x) >> (32 - f.bits)) & Int32(1 << f.bits - 1)
-            for j, offset in enumerate((half - MARGIN_UNITS, half + MARGIN_UNITS)):
-                code = ((aligned + Int32(offset)) >> f.shift) | sign
-                words[j] = words[j] + code * Int32(1 << f.bits * i if f.bits * i < 31 else -(1 << 31))
-        return words[0], words[1]
-
-    def below(self, value: Float32, reciprocal: Float32) -> Int32:
-        # Cut off, not rounded: codes are far from the midpoints, where the error of a quotient would matter.
-        return self._aligned(multiply(value, reciprocal)) >> self.format.shift
-
-    def _aligned(self, quotient: Float32) -> Int32:
-        """Returns bits of which those from `shift` are the code, cut off at the largest number, also of NaN."""
-        limited = ptx.fmin(quotient, Float32(self.format.largest))
-        return ptx.bits(multiply(limited, Float32(2.0 ** (self.format.bias - 127))))
-
-
 def conversion(of: Format, arch: str) -> Conversion:
     """Returns the conversion of an architecture: fp8 has an instruction from sm_90 on, e2m1 from sm_100 on."""
     first = (10, 0) if of == E2M1 else (9, 0)
-    return Cvt(of) if named(arch).capability >= first else IntegerConversion(of)
+    return Cvt(of) if named(arch).capability >= first else Conversion(of)
 
 
 # --- rounding ---------------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ Indices are int32 or int64; one that does not fit 32 bits counts as negative, an
 indices go nowhere. No memory outside the index tensors and the cache is accessed, whatever the indices are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -19,7 +20,7 @@ def index(address: Int64, step: Int64, wide: Int32, i: Int32) -> Int32:
     """Loads index i of a tensor of int32, or of int64 if `wide` is not 0; -1 if it does not fit 32 bits."""
     place = ptx.mad_u32(i, step, address)
     low = ptx.ld_global_u32(place)
-    high = ptx.ld_global_u32_if(place + Int64(4), wide != Int32(0))
+    high = ptx.load_word_if(wide != Int32(0), place + Int64(4))
     fits = cutlass.or_(wide == Int32(0), high == (low >> 31))
     return ptx.select(fits, low, Int32(-1))
 
@@ -33,50 +34,37 @@ class Slot:
     offset: Int32
 
 
-class Slots(Protocol):
-    """Where the rows of a launch go."""
-
-    def of(self, p: Any, row: Int32) -> Slot:
-        """Returns the slot of a row."""
-
-
-class PageTableSlots:
-    """Slots by the request and position of each row."""
-
-    @cute.jit
-    def of(self, p: Any, row: Int32) -> Slot:
-        request = index(p.batch_indices, p.batch_indices_step, p.batch_indices_wide, row)
-        position = index(p.positions, p.positions_step, p.positions_wide, row)
-        exists, page, offset = Boolean(False), Int32(0), Int32(0)
-        if cutlass.and_(cutlass.and_(request >= 0, request < p.batch_size), position >= 0):
-            begin = index(p.kv_indptr, p.kv_indptr_step, p.kv_indptr_wide, request)
-            end = index(p.kv_indptr, p.kv_indptr_step, p.kv_indptr_wide, request + 1)
-            page_size = Divisor(p.page_size, p.page_size_multiplier, p.page_size_shift)
-            number = page_size.quotient(position)
-            has_page = cutlass.and_(cutlass.and_(begin >= 0, begin < end), number < end - begin)
-            entry = begin + number
-            if cutlass.and_(has_page, entry < p.num_indices):
-                page = index(p.kv_indices, p.kv_indices_step, p.kv_indices_wide, entry)
-                offset = position - number * p.page_size
-                exists = cutlass.and_(page >= 0, page < p.num_pages)
-        return Slot(exists, page, offset)
+@cute.jit
+def by_page_table(p: Any, row: Int32) -> Slot:
+    """Returns the slot of a row by its request and position."""
+    request = index(p.batch_indices, p.batch_indices_step, p.batch_indices_wide, row)
+    position = index(p.positions, p.positions_step, p.positions_wide, row)
+    exists, page, offset = Boolean(False), Int32(0), Int32(0)
+    if cutlass.and_(cutlass.and_(request >= 0, request < p.batch_size), position >= 0):
+        begin = index(p.kv_indptr, p.kv_indptr_step, p.kv_indptr_wide, request)
+        end = index(p.kv_indptr, p.kv_indptr_step, p.kv_indptr_wide, request + 1)
+        page_size = Divisor(p.page_size, p.page_size_multiplier, p.page_size_shift)
+        number = page_size.quotient(position)
+        has_page = cutlass.and_(cutlass.and_(begin >= 0, begin < end), number < end - begin)
+        entry = begin + number
+        if cutlass.and_(has_page, entry < p.num_indices):
+            page = index(p.kv_indices, p.kv_indices_step, p.kv_indices_wide, entry)
+            offset = position - number * p.page_size
+            exists = cutlass.and_(page >= 0, page < p.num_pages)
+    return Slot(exists, page, offset)
 
 
-class MappedSlots:
-    """Slots by number: page * page_size + offset."""
-
-    def of(self, p: Any, row: Int32) -> Slot:
-        slot = index(p.slot_mapping, p.slot_mapping_step, p.slot_mapping_wide, row)
-        exists = cutlass.and_(slot >= 0, slot < p.num_slots)
-        page = Divisor(p.page_size, p.page_size_multiplier, p.page_size_shift).quotient(slot)
-        return Slot(exists, page, slot - page * p.page_size)
+def by_number(p: Any, row: Int32) -> Slot:
+    """Returns the slot of a row by its number: page * page_size + offset."""
+    slot = index(p.slot_mapping, p.slot_mapping_step, p.slot_mapping_wide, row)
+    exists = cutlass.and_(slot >= 0, slot < p.num_slots)
+    page = Divisor(p.page_size, p.page_size_multiplier, p.page_size_shift).quotient(slot)
+    return Slot(exists, page, slot - page * p.page_size)
 
 
-class OwnRows:
-    """Row t goes to page t of an output with pages of one token."""
-
-    def of(self, p: Any, row: Int32) -> Slot:
-        return Slot(Boolean(True), row, Int32(0))
+def of_output(p: Any, row: Int32) -> Slot:
+    """Returns the slot of row t of an output with pages of one token: page t."""
+    return Slot(Boolean(True), row, Int32(0))
 
 
-SLOTS: dict[str, type[Slots]] = {"pages": PageTableSlots, "mapped": MappedSlots, "rows": OwnRows}
+SLOTS: dict[str, Callable[[Any, Int32], Slot]] = {"pages": by_page_table, "mapped": by_number, "rows": of_output}

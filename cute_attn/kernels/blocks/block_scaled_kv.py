@@ -80,7 +80,7 @@ class PageTokens:
         """Loads the page ids of the tokens `rows` behind `first`."""
         pages = [self.page_size.quotient(first + row) for row in rows]
         return [
-            ptx.ld_page_id_if(self.table + Int64(page) * Int64(4), first + row < self.kv_end)
+            ptx.ld_page_id_if(first + row < self.kv_end, self.table + Int64(page) * Int64(4))
             for page, row in zip(pages, rows, strict=True)
         ]
 
@@ -147,14 +147,14 @@ class BlockScaledKV(KvSource):
 
     def copy_row(self, scales: ScaleRows, target: Int32, address: Int64, size: Int32) -> None:
         for word in range(scales.words):
-            ptx.cp_async_4(target + WORD * word, address + Int64(WORD * word), size)
+            ptx.cp_async(target + WORD * word, 0, address + Int64(WORD * word), 0, size, WORD)
 
 
 class BlockScaledProducer(Producer):
     """Producer of K and V with block scales: TMA and all lanes, or these alone, arrive at full barriers."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, program: Any) -> None:
+        super().__init__(program)
         arrivals = LANES if self.source_type is GatheredFp8KV else LANES + self.source_type.arrivals
         loaded = (self.memory.loaded_ring("k"), self.memory.loaded_ring("v"))
         self.role = replace(self.role, fills={**self.role.fills, **dict.fromkeys(loaded, arrivals)})

@@ -3,7 +3,7 @@
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import tma
-from cute_attn.kernels.blocks.ptx import asm
+from cute_attn.kernels.blocks.ptx import Store, asm
 
 
 def rank() -> Int32:
@@ -11,14 +11,11 @@ def rank() -> Int32:
     return asm("mov.u32 $0, %cluster_ctarank;", [Int32])
 
 
-def in_cta_of(address: Int32, cta: Int32) -> Int32:
-    """`in_cta` for a rank known at run time only."""
-    return asm("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [address, cta], pure=True)
-
-
-def in_cta(address: Int32, cta: int) -> Int32:
+def in_cta(address: Int32, cta: Int32 | int) -> Int32:
     """Returns the address of the same place in the shared memory of a CTA of the cluster."""
-    return asm(f"mapa.shared::cluster.u32 $0, $1, {cta};", [Int32], [address], pure=True)
+    known = isinstance(cta, int)
+    text = f"mapa.shared::cluster.u32 $0, $1, {cta if known else '$2'};"
+    return asm(text, [Int32], [address] if known else [address, cta], pure=True)
 
 
 def sync() -> None:
@@ -51,21 +48,17 @@ def barrier_wait(barrier: Int32, phase: Int32, *, relaxed: bool = False) -> None
     tma.barrier_wait(barrier, phase, ".relaxed.cluster" if relaxed else ".acquire.cluster")
 
 
-def store_async(address: Int32, value: Int32, barrier: Int32) -> None:
-    """Stores a word to a CTA of the cluster; its four bytes count towards the phase of a barrier of that CTA."""
-    text = "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [$0], $1, [$2];"
-    asm(text, [], [address, value, barrier])
-
-
-def store_async_vector(address: Int32, values: list[Int32], barrier: Int32) -> None:
-    """`store_async` of two or four words."""
+def store_async(address: Int32, values: list[Int32], barrier: Int32) -> None:
+    """Stores one, two or four words to a CTA of the cluster; their bytes count towards the phase of a barrier of that
+    CTA.
+    """
     operands = ", ".join(f"${i + 2}" for i in range(len(values)))
-    form = f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{len(values)}.b32"
-    asm(f"{form} [$0], {{{operands}}}, [$1];", [], [address, barrier, *values])
+    vector, operands = (f".v{len(values)}", f"{{{operands}}}") if len(values) > 1 else ("", operands)
+    text = f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [$0], {operands}, [$1];"
+    asm(text, [], [address, barrier, *values])
 
 
-def st_shared_v4(address: Int32, offset: int, values: list[Int32]) -> None:
-    asm(f"st.shared::cluster.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
+st_shared_v4 = Store("shared::cluster", Int32, 4)
 
 
 def fence_async() -> None:

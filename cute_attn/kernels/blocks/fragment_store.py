@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target, words_of
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.rows import PackedRows
 
@@ -18,14 +18,10 @@ class FragmentStore:
     """Base of the stores of a warp's or warpgroup's outputs and their lse."""
 
     layout: MmaFragmentLayout
-    lanes: Any  # `TilePosition`, and the lane
+    lanes: Any  # `FragmentPosition`
     rows: PackedRows
     target: Target | Partials
     epilogue: FinalEpilogue | PartialEpilogue
-
-    @property
-    def quad_lane(self) -> Int32:
-        return MmaFragmentLayout.quad_lane(self.lanes.lane)
 
     @property
     def first_col(self) -> Int32:
@@ -34,7 +30,7 @@ class FragmentStore:
 
     @cute.jit
     def store_lse(self, row: Int32, lse: Float32) -> None:
-        if cutlass.and_(self.quad_lane == 0, self.rows.exists(row)):
+        if cutlass.and_(self.lanes.quad_lane == 0, self.rows.exists(row)):
             self.target.store_lse(self.rows, row, lse)
 
     @cute.jit
@@ -69,26 +65,27 @@ class WarpgroupStore(FragmentStore):
     @cute.jit
     def store_chunks(self, row: Int32, values: list[Float32]) -> None:
         """Stores 16-bit rows: of every 32 columns, a lane stores eight, those of index `quad_lane`, as 16 bytes. Of
-        fewer at the end, the first lanes do.
+        fewer at the end, the first lanes do. 8-bit rows: of every 64, sixteen.
         """
-        packed = ptx.pack_pairs(self.target.dtype, values)
+        packed = self.packed(values)
         whole, rest = divmod(len(packed), 4)
         packed += [Int32(0)] * (-len(packed) % 4)
-        chunks = [self.transposed(packed[i : i + 4]) for i in range(0, len(packed), 4)]
-        self.store_quad_chunks(row, chunks, whole, rest)
-
-    @cute.jit
-    def store_quad_chunks(
-        self, row: Int32, chunks: cutlass.Constexpr, whole: cutlass.Constexpr, rest: cutlass.Constexpr
-    ) -> None:
-        """Stores 16 bytes per lane of `whole` pieces of 64 bytes, and with the first `rest` lanes of another."""
+        chunks = [self.in_order(self.transposed(packed[i : i + 4])) for i in range(0, len(packed), 4)]
         if self.rows.exists(row):
-            address = self.target.row(self.rows, row) + Int64(self.quad_lane * 16)
+            address = self.target.row(self.rows, row) + Int64(self.lanes.quad_lane * 16)
             for i in cutlass.range_constexpr(whole):
                 ptx.st_global_v4(address, i * 64, chunks[i])
             if cutlass.const_expr(rest > 0):  # noqa: SIM102
-                if self.quad_lane < rest:
+                if self.lanes.quad_lane < rest:
                     ptx.st_global_v4(address, whole * 64, chunks[whole])
+
+    def packed(self, values: list[Float32]) -> list[Int32]:
+        """Packs a row slot into words."""
+        return words_of(self.target.dtype, values)
+
+    def in_order(self, words: list[Int32]) -> list[Int32]:
+        """Orders four transposed words by column."""
+        return words
 
     def transposed(self, mine: list[Int32]) -> list[Int32]:
         """Transposes within each quad: register j of lane l becomes register l of lane j."""
@@ -105,24 +102,9 @@ class WarpgroupStore(FragmentStore):
 
 @dataclass(frozen=True)
 class NarrowStore(WarpgroupStore):
-    """Store of a warpgroup's outputs in fp8."""
-
-    def packed(self, values: list[Float32]) -> list[Int32]:
-        """Packs a row slot: two columns of a block of eight and two of the next per word."""
-        return [ptx.pack_8(self.target.dtype, values[i : i + 4]) for i in range(0, len(values), 4)]
+    """Store of a warpgroup's outputs in fp8: a word has two columns of a block of eight and two of the next."""
 
     def in_order(self, words: list[Int32]) -> list[Int32]:
         """Orders the bytes of four transposed words, each of two blocks of eight columns, by column."""
         a, b, c, d = words
         return [ptx.permute(x, y, selector) for selector in (0x5410, 0x7632) for x, y in ((a, b), (c, d))]
-
-    @cute.jit
-    def store_chunks(self, row: Int32, values: list[Float32]) -> None:
-        """Stores 8-bit rows: of every 64 columns, a lane stores sixteen, those of index `quad_lane`. Of fewer at the
-        end, the first lanes do.
-        """
-        packed = self.packed(values)
-        whole, rest = divmod(len(packed), 4)
-        packed += [Int32(0)] * (-len(packed) % 4)
-        chunks = [self.in_order(self.transposed(packed[i : i + 4])) for i in range(0, len(packed), 4)]
-        self.store_quad_chunks(row, chunks, whole, rest)

@@ -156,36 +156,32 @@ class DequantWarps(TransformWarps):
         return KvState(OperandState(start(), start()), OperandState(start(), start()))
 
     @cute.jit
-    def transform_tiles(
-        self, rings: SmemRings, transform: cutlass.Constexpr, at: KvState, total: Int32, valid: Int32
+    def transform_query(
+        self, rings: SmemRings, transform: cutlass.Constexpr, at: KvState, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
         """Dequantizes K one tile ahead of V, in the order in which the products need them."""
-        k, v = at.k, at.v
+        k, v, total = at.k, at.v, order.total
         if total > 0:
-            k = self.dequantize_k(rings, transform, k)
+            k = self.dequantize(rings, transform, "k", k, None)
             for step in cutlass.range(1, total, unroll=1):
-                k = self.dequantize_k(rings, transform, k)
-                v = self.dequantize_v(rings, transform, v, ptx.select(step == 1, valid, Int32(self.spec.tile.cols)))
-            v = self.dequantize_v(rings, transform, v, ptx.select(total == 1, valid, Int32(self.spec.tile.cols)))
+                k = self.dequantize(rings, transform, "k", k, None)
+                of_step = ptx.select(step == 1, valid, Int32(self.spec.tile.cols))
+                v = self.dequantize(rings, transform, "v", v, of_step)
+            of_last = ptx.select(total == 1, valid, Int32(self.spec.tile.cols))
+            v = self.dequantize(rings, transform, "v", v, of_last)
         return KvState(k, v)
-
-    def dequantize_k(self, rings: SmemRings, transform: KvDequant, at: OperandState) -> OperandState:
-        return self.dequantize(rings.staged_k, rings.k, transform, transform.k, at, None)
-
-    def dequantize_v(self, rings: SmemRings, transform: KvDequant, at: OperandState, valid: Int32) -> OperandState:
-        return self.dequantize(rings.staged_v, rings.v, transform, transform.v, at, valid)
 
     @cute.jit
     def dequantize(
         self,
-        staged: cutlass.Constexpr,
-        ring: cutlass.Constexpr,
+        rings: SmemRings,
         transform: cutlass.Constexpr,
-        rows: cutlass.Constexpr,
+        operand: cutlass.Constexpr,
         at: OperandState,
         valid: Any,
     ) -> Any:
-        """Dequantizes a tile. `valid`: its keys, where those behind them may have to be cleared."""
+        """Dequantizes a tile of "k" or "v". `valid`: its keys, where those behind them may have to be cleared."""
+        staged, ring, rows = rings.by_name[f"staged_{operand}"], rings.by_name[operand], getattr(transform, operand)
         staged.wait_full(at.staged)
         if cutlass.const_expr(self.clears_tail and valid is not None):  # noqa: SIM102
             if valid < self.spec.tile.cols:

@@ -72,19 +72,19 @@ class DenseTmaKV(KvSource):
     lane: Int32
     k: TmaOperand
     v: TmaOperand
-    loads: Any
+    cta: Any  # `OneCta`
 
     @cute.jit
     def copy(
         self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
         if self.lane == 0:
-            self.loads.expect(barrier, operand.bytes)
+            self.cta.expect(barrier, operand.bytes)
             for column in cutlass.range_constexpr(operand.rows.columns):
                 token = self.start + kv_tile * self.cols + operand.first_key
                 coordinates = [operand.item(column), token, self.kv_head, Int32(0)]
                 box = target + Int32(column * operand.keys * operand.rows.pitch)
-                self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
+                self.cta.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class PagedTmaKV(KvSource):
     box_rows: Int32
     k: TmaOperand
     v: TmaOperand
-    loads: Any
+    cta: Any  # `OneCta`
 
     def rounds(self) -> range:
         return range((self.cols + 31) // 32)
@@ -114,7 +114,7 @@ class PagedTmaKV(KvSource):
             row = (self.lane + 32 * i) * self.box_rows
             token = kv_tile * self.cols + row
             exists = cutlass.and_(row < self.cols, token < self.kv_end)
-            page = ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists)
+            page = ptx.load_word_if(exists, self.table + Int64(self.page_size.quotient(token)) * Int64(4))
             page_ids.append(ptx.select(exists, page, Int32(NO_PAGE)))
         return page_ids
 
@@ -123,7 +123,7 @@ class PagedTmaKV(KvSource):
         self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
         if self.lane == 0:
-            self.loads.expect(barrier, operand.bytes)
+            self.cta.expect(barrier, operand.bytes)
         ptx.sync_warp()
         for i in cutlass.range_constexpr(len(page_ids)):
             row = (self.lane + 32 * i) * self.box_rows
@@ -134,7 +134,7 @@ class PagedTmaKV(KvSource):
                 for column in cutlass.range_constexpr(operand.rows.columns):
                     coordinates = [operand.item(column), within, self.kv_head, page_ids[i]]
                     box = target + slot_row * operand.rows.pitch + Int32(column * operand.keys * operand.rows.pitch)
-                    self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
+                    self.cta.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
 
 # --- gathered rows ----------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class GatheredKV(KvSource):
         for i in self.rounds:
             token = self.token(kv_tile, i)
             exists = cutlass.and_(self.thread & 31 < self.round_rows, token < self.kv_end)
-            page_ids.append(ptx.ld_page_id_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+            page_ids.append(ptx.ld_page_id_if(exists, self.table + Int64(self.page_size.quotient(token)) * Int64(4)))
         return page_ids
 
     def token(self, kv_tile: Int32, i: int) -> Int32:
@@ -216,14 +216,14 @@ class GatheredKV(KvSource):
         shared = target + swizzled((self.thread >> 5) * self.warp_rows + row, chunk, LINE)
         for j in range(self.round_rows // ROWS_PER_PASS):
             first = i * self.round_rows + j * ROWS_PER_PASS
-            source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * j)) + Int64(chunk * CHUNK)
+            source = ptx.shuffle_from(address, row + Int32(ROWS_PER_PASS * j)) + Int64(chunk * CHUNK)
             size = ptx.select(left > Int32(ROWS_PER_PASS * j), Int32(CHUNK), Int32(0))
             destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if first // ROWS_PER_PASS % 2 else shared
             for line in range(-(-rows.chunks // 8)):
                 whole = (line + 1) * 8 <= rows.chunks
                 part = size if whole else ptx.select(chunk < rows.chunks - line * 8, size, Int32(0))
                 offset = line * self.cols * LINE + first * LINE
-                ptx.cp_async_16(destination, offset, source, line * LINE, part)
+                ptx.cp_async(destination, offset, source, line * LINE, part)
 
     @cute.jit
     def commit(self, barriers: list[Int32]) -> None:
@@ -268,7 +268,7 @@ class GatheredFp8KV(KvSource):
         for i in self.rounds():
             token = kv_tile * self.cols + self.lane + 32 * i
             exists = cutlass.and_(self.lane + 32 * i < self.cols, token < self.kv_end)
-            page_ids.append(ptx.ld_page_id_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+            page_ids.append(ptx.ld_page_id_if(exists, self.table + Int64(self.page_size.quotient(token)) * Int64(4)))
         return page_ids
 
     def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]) -> None:
@@ -281,10 +281,10 @@ class GatheredFp8KV(KvSource):
             within = token - self.page_size.quotient(token) * self.page_size.value
             address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_ids[i], rows.page_stride, rows.base))
             for first in range(32 * i, min(32 * i + 32, self.cols), 8):
-                source = ptx.shuffle_address(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)
+                source = ptx.shuffle_from(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)
                 size = ptx.select(left > Int32(first), Int32(CHUNK), Int32(0))
                 for column in range(columns):
                     whole = 4 * column + 4 <= rows.chunks
                     part = size if whole else ptx.select(chunk < rows.chunks - 4 * column, size, Int32(0))
-                    ptx.cp_async_16(shared, (first * columns + column) * 64, source, column * 64, part)
+                    ptx.cp_async(shared, (first * columns + column) * 64, source, column * 64, part)
         ptx.cp_async_arrive(barrier)

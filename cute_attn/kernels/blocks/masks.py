@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.register_layout import RegisterLayout, TilePosition
+from cute_attn.kernels.blocks.register_layout import FragmentPosition, RegisterLayout
 from cute_attn.kernels.blocks.rows import PackedRows
 
 Sees = Callable[[Int32], Boolean]  # whether a column, relative to a thread's first, is visible
@@ -94,7 +94,7 @@ class BandMask:
     band: Band
     layout: RegisterLayout
     rows: PackedRows
-    lanes: TilePosition
+    lanes: FragmentPosition
 
     def tiles(self, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
         return self.band.tiles(self.rows, tile_rows, cols, first, last)
@@ -181,9 +181,7 @@ def load_mask_word(address: Int64, end: Int64) -> Int32:
     return word
 
 
-def funnel_shift_right(low: Int32, high: Int32, shift: Int32) -> Int32:
-    """Returns the low 32 bits of (high:low) >> shift, for shift in [0, 31]."""
-    return ptx.asm("shf.r.wrap.b32 $0, $1, $2, $3;", [Int32], [low, high, shift], pure=True)
+funnel_shift_right = ptx.arithmetic("shf.r.wrap.b32", Int32)  # the low 32 bits of (high:low) >> shift, from 0 to 31
 
 
 # Words of 32 columns, bit i set where a mask hides column i. A word costs a few instructions per chunk of columns, and

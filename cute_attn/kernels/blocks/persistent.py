@@ -40,7 +40,7 @@ class PersistentProgram(AttentionProgram):
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = memory.bytes
         self.cluster, self.min_ctas = cta.cluster or (1, 1, 1), spec.tile.per_sm
-        self.producer = self.producer_type(spec, memory, self.tiles(), self.order, self.gathered_kv, cta)
+        self.producer = self.producer_type(self)
 
     @property
     def roles(self) -> list[WarpRole]:

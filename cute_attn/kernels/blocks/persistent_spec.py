@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from cute_attn.kernels.blocks.smem_map import TileShape
+from cute_attn.kernels.blocks.smem_map import PersistentTile
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
-
-
-class PersistentTile(TileShape, Protocol):
-    """Work item, the CTAs that share it, those that an SM runs at a time, and the threads of each."""
-
-    @property
-    def ctas(self) -> int: ...
-
-    @property
-    def per_sm(self) -> int: ...
-
-    @property
-    def threads(self) -> int: ...
 
 
 @dataclass(frozen=True)

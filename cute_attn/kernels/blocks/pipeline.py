@@ -66,6 +66,12 @@ class Ring:
         tma.barrier_wait(self.empty(state), self.parity(state))
 
     @cute.jit
+    def fill(self, state: PipelineState, lane: Int32) -> None:
+        """Arrives at the full barrier, once per warp, after its last write to the slot."""
+        if lane == 0:
+            tma.barrier_arrive(self.full(state))
+
+    @cute.jit
     def release(self, state: PipelineState, lane: Int32) -> None:
         """Arrives at the empty barrier, once per warp, after its last read of the slot."""
         if lane == 0:

@@ -2,7 +2,6 @@
 K0 Q V0 K1 V1 K2 V2 ... per query tile. K and V go to staging rings where transform warps make operands of them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from cute_attn.kernels.blocks.kv_sources import (
     PageRows,
     TmaOperand,
 )
-from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
@@ -31,23 +29,11 @@ from cute_attn.kernels.blocks.tile_scheduler import (
     NO_TILE,
     DynamicTileScheduler,
     QueryTile,
-    TileSchedule,
     WarpgroupTileScheduler,
 )
 from cute_attn.kernels.formats import KV_BITS, LINE
 
 PRODUCER_BARRIER = 8  # named barrier of a warpgroup that gathers; families use other numbers
-
-
-class CtaLoads:
-    """TMA loads of a CTA, at its own barriers."""
-
-    def expect(self, barrier: Int32, num_bytes: int) -> None:
-        """Arrives at the full barrier of a slot, which `num_bytes` of loads will fill."""
-        tma.barrier_expect(barrier, num_bytes)
-
-    def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
-        tma.load_4d(shared, tensor_map, place, barrier, policy)
 
 
 @dataclass(frozen=True)
@@ -72,8 +58,12 @@ class OneCta:
         """Waits for all threads that share work items."""
         ptx.sync_threads()
 
-    def loads(self) -> CtaLoads:
-        return CtaLoads()
+    def expect(self, barrier: Int32, num_bytes: int) -> None:
+        """Arrives at the full barrier of a slot, which `num_bytes` of TMA loads will fill."""
+        tma.barrier_expect(barrier, num_bytes)
+
+    def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
+        tma.load_4d(shared, tensor_map, place, barrier, policy)
 
     def operands(self, maps: Maps, memory: TileMemory, cols: int) -> tuple[TmaOperand, TmaOperand]:
         """Returns the parts of K and V that this CTA loads of every kv tile."""
@@ -98,19 +88,12 @@ ONE_CTA = OneCta()
 
 
 class Producer:
-    """Producer warp, or the warps that gather 16-bit rows: those of `gathered`. `order`: kv tiles of a query tile."""
+    """Producer warp of a `PersistentProgram`, or the warps that gather 16-bit rows: those of its `gathered_kv`."""
 
-    def __init__(
-        self,
-        spec: PersistentSpec,
-        memory: TileMemory,
-        tiles: TileSchedule,
-        order: Callable[[PersistentParams, QueryTile], TileOrder],
-        gathered: type[GatheredKV],
-        cta: OneCta,
-    ) -> None:
-        self.spec, self.memory, self.tiles, self.order, self.cta = spec, memory, tiles, order, cta
-        self.source_type = source_type(spec, gathered)
+    def __init__(self, program: Any) -> None:
+        spec, memory, cta = program.spec, program.memory, program.cta
+        self.program, self.spec, self.memory, self.cta, self.tiles = program, spec, memory, cta, program.tiles()
+        self.source_type = source_type(spec, program.gathered_kv)
         loaded = (memory.loaded_ring("k"), memory.loaded_ring("v"))
         fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals), **dict.fromkeys(cta.producer_rings, 1)}
         self.role = WarpRole("producer", self.source_type.warps, fills, cta.producer_rings)
@@ -127,7 +110,7 @@ class Producer:
         q, k, v = start(), start(), start()
         work = self.tiles.at(p, scheduler.first())
         while work.head_block >= 0:
-            order, source = self.order(p, work), self.source(p, maps, work)
+            order, source = self.program.order(p, work), self.source(p, maps, work)
             first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
             page_ids = source.prefetch_page_ids(first)
             if order.total > 0:
@@ -172,15 +155,15 @@ class Producer:
         if thread == 0:
             work.store(rings.record(q))
             rows, barrier, target = work.rows(p), rings.q.full(q), rings.q.address(q)
-            loads, column_rows = self.cta.loads(), self.cta.q_rows(self.spec.tile.rows)
+            column_rows = self.cta.q_rows(self.spec.tile.rows)
             unused = (self.spec.tile.rows - p.tile_rows) * (self.memory.qk_columns * LINE)
-            loads.expect(barrier, rings.q.slot_bytes - unused)
+            self.cta.expect(barrier, rings.q.slot_bytes - unused)
             for row, slot_row in self.cta.q_boxes(self.spec.tile.rows):
                 token = work.qo_start + rows.token(row)
                 for column in cutlass.range_constexpr(self.memory.qk_columns):
                     box = target + Int32((column * column_rows + slot_row) * LINE)
                     coordinates = [Int32(column * self.memory.line_items), Int32(0), token, work.head_block]
-                    loads.load_4d(box, maps.q, coordinates, barrier, tma.EVICT_FIRST)
+                    self.cta.load_4d(box, maps.q, coordinates, barrier, tma.EVICT_FIRST)
 
     def load(
         self, ring: Ring, state: PipelineState, source: Any, operand: Any, kv_tile: Int32, page_ids: list[Int32]
@@ -193,12 +176,12 @@ class Producer:
         kv_head = work.kv_head(p)
         k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:
-            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta.loads())
+            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta)
         page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         table = p.kv_indices + Int64(work.kv_start) * Int64(4)
         if self.source_type is PagedTmaKV:
             boxes = p.box_rows
-            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta.loads())
+            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta)
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))

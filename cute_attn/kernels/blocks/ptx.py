@@ -13,6 +13,8 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op, select_
 
+from cute_attn.kernels.formats import DTYPES
+
 LOG2E = 1.4426950408889634
 NEG_INF = float("-inf")
 
@@ -65,47 +67,30 @@ def ldmatrix_x4(address: Int32, offset: int, *, transpose: bool = False) -> list
     )
 
 
-_MATRIX = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+SUFFIX = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}  # of instructions
 
 
-def mma_m16n8k16(dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence[Float32]) -> list[Float32]:
-    """Computes C + A(16x16, row) B(16x8, col) with fp32 accumulation, for dtype "float16" or "bfloat16"."""
-    return _mma("m16n8k16", dtype, dtype, [*a, *b, *c])
-
-
-def mma_m16n8k32(
-    a_dtype: str, b_dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence[Float32]
-) -> list[Float32]:
-    """Computes C + A(16x32, row) B(32x8, col) of fp8 dtypes with fp32 accumulation (sm_89 and later)."""
-    return _mma("m16n8k32", a_dtype, b_dtype, [*a, *b, *c])
-
-
-def _mma(shape: str, a: str, b: str, registers: list[Any]) -> list[Float32]:
+def mma(a_dtype: str, b_dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence[Float32]) -> list[Float32]:
+    """Computes C + A(16 x k, row) B(k x 8, col) with fp32 accumulation. k is 16 of 16-bit dtypes, 32 of fp8 (sm_89 and
+    later).
+    """
     text = (
-        f"mma.sync.aligned.{shape}.row.col.f32.{_MATRIX[a]}.{_MATRIX[b]}.f32 "
+        f"mma.sync.aligned.m16n8k{16 if a_dtype in DTYPES else 32}.row.col.f32.{SUFFIX[a_dtype]}.{SUFFIX[b_dtype]}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    return asm(text, [Float32] * 4, registers, pure=True)
+    return asm(text, [Float32] * 4, [*a, *b, *c], pure=True)
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
-def cp_async_16(shared: Int32, offset: int, source: Int64, source_offset: int, src_bytes: Int32) -> None:
-    """Copies 16 bytes global -> shared, bypassing L1; bytes past `src_bytes` (0 or 16) are zero-filled, not read."""
-    text = f"cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1+{source_offset}], 16, $2;"
+_CP_ASYNC = {16: "cg.shared.global.L2::128B", 8: "ca.shared.global.L2::128B", 4: "ca.shared.global"}  # cg bypasses L1
+
+
+def cp_async(shared: Int32, offset: int, source: Int64, source_offset: int, src_bytes: Int32, size: int = 16) -> None:
+    """Copies 4, 8 or 16 bytes global -> shared; bytes past `src_bytes` (0 or `size`) are zero-filled, not read."""
+    text = f"cp.async.{_CP_ASYNC[size]} [$0+{offset}], [$1+{source_offset}], {size}, $2;"
     asm(text, [], [shared, source, src_bytes])
-
-
-def cp_async_8(shared: Int32, offset: int, source: Int64, source_offset: int, src_bytes: Int32) -> None:
-    """Copies 8 bytes global -> shared; bytes past `src_bytes` (0 or 8) are zero-filled, not read."""
-    text = f"cp.async.ca.shared.global.L2::128B [$0+{offset}], [$1+{source_offset}], 8, $2;"
-    asm(text, [], [shared, source, src_bytes])
-
-
-def cp_async_4(shared: Int32, source: Int64, src_bytes: Int32) -> None:
-    """Copies 4 bytes global -> shared; with `src_bytes` 0 it writes zeros and reads nothing."""
-    asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", [], [shared, source, src_bytes])
 
 
 def cp_async_commit() -> None:
@@ -156,6 +141,7 @@ def _vector(space: str, kind: type, count: int, form: str) -> str:
 
 
 ld_shared_b32, ld_shared_f32 = Load("shared", Int32), Load("shared", Float32)
+ld_shared_u16 = Load("shared", Int32, form="u16")
 ld_shared_v2, ld_shared_v2_f32 = Load("shared", Int32, 2), Load("shared", Float32, 2)
 ld_shared_v4, ld_shared_v4_f32 = Load("shared", Int32, 4), Load("shared", Float32, 4)
 ld_global_u32, ld_global_f32 = Load("global", Int32), Load("global", Float32)
@@ -168,10 +154,6 @@ st_shared_v4, st_shared_v4_f32 = Store("shared", Int32, 4), Store("shared", Floa
 st_global_b32, st_global_f32 = Store("global", Int32), Store("global", Float32)
 st_global_v2, st_global_v2_f32 = Store("global", Int32, 2), Store("global", Float32, 2)
 st_global_v4, st_global_v4_f32 = Store("global", Int32, 4), Store("global", Float32, 4)
-
-
-def ld_shared_u16(address: Int32, offset: int = 0) -> Int32:
-    return asm(f"{{.reg .b16 h; ld.shared.b16 h, [$1+{offset}]; cvt.u32.u16 $0, h;}}", [Int32], [address])
 
 
 def load_if(
@@ -192,21 +174,15 @@ def load_if(
     return loaded if words > 1 else [loaded]
 
 
-def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
-    """Loads if `wanted`; otherwise returns 0 and reads nothing."""
-    text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1];}"
-    return asm(text, [Int32], [address, flag(wanted)])
-
-
 def load_word_if(condition: Boolean, address: Int64, offset: int = 0) -> Int32:
     return load_if(condition, address, offset)[0]
 
 
-def ld_page_id_if(address: Int64, wanted: Boolean) -> Int32:
+def ld_page_id_if(wanted: Boolean, address: Int64) -> Int32:
     """Loads an entry of a page table if `wanted`, otherwise 0. Entries of -1, of pages that are gone because a window
     hides them, become 0: a page that can be read, and whose rows count nothing.
     """
-    return maximum(ld_global_u32_if(address, wanted), Int32(0))
+    return maximum(load_word_if(wanted, address), Int32(0))
 
 
 def ld_global_v4_f32_if(address: Int64, wanted: Boolean) -> list[Float32]:
@@ -316,23 +292,37 @@ def scaled_fraction(n: Int32, upper: Int32, lower: Int32) -> Float32:
     return asm(text, [Float32], [n, upper, lower], pure=True)
 
 
+def _shuffle(mode: str, x: Any, lane: Any, clamp: int = 31) -> Any:
+    """Reads a scalar of 32 or 64 bits of another lane."""
+    known = isinstance(lane, int)
+    form, place = f"shfl.sync.{mode}.b32", f"{lane if known else '$2'}, {clamp}, 0xffffffff;"
+    text = f"{form} $0, $1, {place}"
+    if isinstance(x, Int64):
+        halves = f"{form} l, l, {place} {form} h, h, {place}"
+        text = f"{{.reg .b32 l, h; mov.b64 {{l, h}}, $1; {halves} mov.b64 $0, {{l, h}};}}"
+    return asm(text, [type(x)], [x] if known else [x, lane])
+
+
 def shuffle_xor(x: Any, lane_mask: int) -> Any:
-    """Reads a 32-bit scalar of the lane whose index differs in these bits."""
-    return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [type(x)], [x])
+    """Reads a scalar of the lane whose index differs in these bits."""
+    return _shuffle("bfly", x, lane_mask)
 
 
 def shuffle_from(x: Any, lane: Int32) -> Any:
-    """Reads a 32-bit scalar of another lane."""
-    return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [type(x)], [x, lane])
+    """Reads a scalar of another lane."""
+    return _shuffle("idx", x, lane)
 
 
-def shuffle_address(x: Int64, lane: Int32) -> Int64:
-    """Reads a 64-bit integer of another lane."""
-    text = (
-        "{.reg .b32 l, h; mov.b64 {l, h}, $1; shfl.sync.idx.b32 l, l, $2, 31, 0xffffffff;"
-        "shfl.sync.idx.b32 h, h, $2, 31, 0xffffffff; mov.b64 $0, {l, h};}"
-    )
-    return asm(text, [Int64], [x, lane])
+def shuffle_up(x: Any, delta: int) -> Any:
+    """Reads a scalar of the lane `delta` below; lanes without such a lane keep their own."""
+    return _shuffle("up", x, delta, clamp=0)
+
+
+def reduce_lanes(op: Callable[[Any, Any], Any], x: Any, lane_masks: Sequence[int] = (1, 2, 4, 8, 16)) -> Any:
+    """Reduces over the lanes whose indices differ in these bits; by default over the warp."""
+    for lane_mask in lane_masks:
+        x = op(x, shuffle_xor(x, lane_mask))
+    return x
 
 
 def warp_minimum(x: Int32) -> Int32:
@@ -347,8 +337,7 @@ def warp_maximum(x: Int32) -> Int32:
 
 def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:
     """Rounds two floats to nearest even, `lo` into the low half."""
-    suffix = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
-    return asm(f"cvt.rn.{suffix}.f32 $0, $1, $2;", [Int32], [hi, lo], pure=True)
+    return asm(f"cvt.rn.{SUFFIX[dtype]}x2.f32 $0, $1, $2;", [Int32], [hi, lo], pure=True)
 
 
 def unpack_16(dtype: str, pair: Int32) -> list[Float32]:
@@ -379,8 +368,7 @@ def permute(a: Int32, b: Int32, selector: int) -> Int32:
 
 def multiply_16(dtype: str, a: Int32, b: Int32) -> Int32:
     """Multiplies pairs, by an fma, because sm_80 has no bf16 multiplication; subnormal numbers are kept."""
-    suffix = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
-    text = f"{{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.{suffix} $0, $1, $2, z;}}"
+    text = f"{{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.{SUFFIX[dtype]}x2 $0, $1, $2, z;}}"
     return asm(text, [Int32], [a, b], pure=True)
 
 
@@ -406,7 +394,7 @@ def e4m3x4_to_f16(word: Int32, native: bool) -> list[Int32]:
 
 def fp8x4_to_bf16(stored: str, word: Int32) -> list[Int32]:
     """Converts four fp8 numbers (sm_100 and later, PTX ISA 9.2)."""
-    kind = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[stored]
+    kind = SUFFIX[stored]
     text = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $2; cvt.rn.bf16x2.{kind}x2 $0, l; cvt.rn.bf16x2.{kind}x2 $1, h;}}"
     return asm(text, [Int32, Int32], [word], pure=True)
 
@@ -415,27 +403,15 @@ def pack_8(dtype: str, values: Sequence[Float32]) -> Int32:
     """Rounds four numbers to an fp8 dtype, to nearest even, the first into the lowest byte; values beyond the largest
     become it (sm_89 and later).
     """
-    kind = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}[dtype]
-    text = (
-        f"{{.reg .b16 l, h; cvt.rn.satfinite.{kind}.f32 l, $2, $1; cvt.rn.satfinite.{kind}.f32 h, $4, $3;"
-        "mov.b32 $0, {l, h};}"
-    )
+    cvt = f"cvt.rn.satfinite.{SUFFIX[dtype]}x2.f32"
+    text = f"{{.reg .b16 l, h; {cvt} l, $2, $1; {cvt} h, $4, $3; mov.b32 $0, {{l, h}};}}"
     return asm(text, [Int32], values, pure=True)
 
 
-def _narrowed(kind: str, low: Int32, high: Int32) -> Int32:
-    text = f"cvt.rn.satfinite.{kind}x2.f16x2 l, $1; cvt.rn.satfinite.{kind}x2.f16x2 h, $2;"
-    return asm(f"{{.reg .b16 l, h; {text} mov.b32 $0, {{l, h}};}}", [Int32], [low, high], pure=True)
-
-
-def e4m3_of_f16(low: Int32, high: Int32) -> Int32:
-    """Rounds two fp16 pairs to nearest even; values beyond 448 become 448 (sm_89 and later)."""
-    return _narrowed("e4m3", low, high)
-
-
-def e5m2_of_f16(low: Int32, high: Int32) -> Int32:
-    """Rounds two fp16 pairs to nearest even; values beyond 57344 become 57344 (sm_89 and later)."""
-    return _narrowed("e5m2", low, high)
+def pack_8_of_f16(dtype: str, low: Int32, high: Int32) -> Int32:
+    """`pack_8` of two fp16 pairs."""
+    cvt = f"cvt.rn.satfinite.{SUFFIX[dtype]}x2.f16x2"
+    return asm(f"{{.reg .b16 l, h; {cvt} l, $1; {cvt} h, $2; mov.b32 $0, {{l, h}};}}", [Int32], [low, high], pure=True)
 
 
 def e2m1x8_to_16(dtype: str, word: Int32) -> list[Int32]:
@@ -473,8 +449,7 @@ def cvt_e2m1x8(dtype: str, word: Int32) -> list[Int32]:
 
     All bytes are named in one asm: they then select within the word, and take no instructions of their own.
     """
-    kind = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
-    converted = "".join(f"cvt.rn.{kind}.e2m1x2 ${i}, b{i};" for i in range(4))
+    converted = "".join(f"cvt.rn.{SUFFIX[dtype]}x2.e2m1x2 ${i}, b{i};" for i in range(4))
     text = f"{{.reg .b8 b0, b1, b2, b3; mov.b32 {{b0, b1, b2, b3}}, $4; {converted}}}"
     return asm(text, [Int32] * 4, [word], pure=True)
 

@@ -7,7 +7,6 @@ slot 0, so that both are constants of the trace; the thread's position in the CT
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from cutlass import Float32, Int32
 
@@ -52,22 +51,6 @@ class RegisterLayout(ABC):
         return [x * factors[self.slot_of(register)] for register, x in enumerate(values)]
 
 
-class TilePosition(Protocol):
-    """Position of a thread's part in the CTA's tile."""
-
-    def row(self, slot: int) -> Int32:
-        """Returns the tile row of a row slot."""
-
-    def first_col(self) -> Int32:
-        """Returns the tile column of the thread's first register."""
-
-    def first_warp_col(self) -> Int32:
-        """Returns the tile column of the warp's first register."""
-
-    def lane_col(self) -> Int32:
-        """Returns the thread's first column relative to the warp's."""
-
-
 @dataclass(frozen=True)
 class MmaFragmentLayout(RegisterLayout):
     """Accumulator of mma.sync (one warp) or wgmma (`m_blocks` 1): blocks of 16 rows by 8 columns, block (m, n) from
@@ -109,9 +92,7 @@ class MmaFragmentLayout(RegisterLayout):
         return register // (4 * self.n_blocks) * 2 + register % 4 // 2
 
     def reduce(self, op: Callable[[Float32, Float32], Float32], x: Float32) -> Float32:
-        for lane_mask in (1, 2):
-            x = op(x, ptx.shuffle_xor(x, lane_mask))
-        return x
+        return ptx.reduce_lanes(op, x, (1, 2))
 
     @staticmethod
     def row(slot: int) -> int:
@@ -135,8 +116,8 @@ class MmaFragmentLayout(RegisterLayout):
 
 
 class FragmentPosition:
-    """`TilePosition` of a thread whose part lies as `MmaFragmentLayout` says, in the rows from `first_row`, which are
-    those of its warp.
+    """Position in the CTA's tile of a thread whose part lies as `MmaFragmentLayout` says, in the rows from `first_row`,
+    which are those of its warp.
     """
 
     lane: Int32
@@ -150,16 +131,19 @@ class FragmentPosition:
         return MmaFragmentLayout.quad_lane(self.lane)
 
     def row(self, slot: int) -> Int32:
+        """Returns the tile row of a row slot."""
         return self.first_row + MmaFragmentLayout.lane_row(self.lane) + MmaFragmentLayout.row(slot)
 
     def first_col(self) -> Int32:
+        """Returns the tile column of the thread's first register."""
         return self.first_warp_col() + self.lane_col()
 
     def first_warp_col(self) -> Int32:
-        """By default every warp sees all columns."""
+        """Returns that of the warp's first register. By default every warp sees all columns."""
         return Int32(0)
 
     def lane_col(self) -> Int32:
+        """Returns the thread's first column relative to the warp's."""
         return MmaFragmentLayout.lane_col(self.lane)
 
 

@@ -48,11 +48,7 @@ class PackedRows:
     def exists(self, row: Int32) -> cutlass.Boolean:
         return self.first + row < self.count
 
-    def last_token(self, rows: int) -> Int32:
-        """Token of the last existing row among the tile's `rows`."""
-        return self.last_token_from(Int32(0), rows)
-
-    def last_token_from(self, row: Int32, rows: int) -> Int32:
+    def last_token(self, rows: int, row: Int32 | int = 0) -> Int32:
         """Token of the last existing row among the `rows` rows from `row`."""
         last = ptx.minimum(self.first + row + Int32(rows), self.count) - Int32(1)
         return self.group.quotient(last)

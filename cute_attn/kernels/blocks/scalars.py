@@ -33,10 +33,6 @@ def head_scale(base: Int64, head: Int32) -> Float32:
     return scale
 
 
-@cute.jit
 def device_scale(address: Int64) -> Float32:
     """Loads a scale from device memory; 1 if the address is 0."""
-    scale = Float32(1.0)
-    if address != Int64(0):
-        scale = ptx.ld_global_f32(address)
-    return scale
+    return head_scale(address, Int32(0))

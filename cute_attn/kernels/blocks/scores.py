@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.register_layout import RegisterLayout, TilePosition
+from cute_attn.kernels.blocks.register_layout import FragmentPosition, RegisterLayout
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 
@@ -63,7 +63,7 @@ class Alibi:
 
     layout: RegisterLayout
     rows: PackedRows
-    lanes: TilePosition
+    lanes: FragmentPosition
     num_qo_heads: Int32
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32
 
-from cute_attn.kernels.blocks.ptx import asm
-from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.blocks.ptx import SUFFIX, asm
+from cute_attn.kernels.formats import DTYPES, LINE
 
 _SWIZZLE = {128: 1 << 30, 64: 2 << 30}  # in the upper word of a matrix descriptor, by line bytes
 
@@ -56,7 +56,9 @@ def wgmma(
     shared = [] if a.descriptor is None else [a.descriptor]
     at_a, at_b, first_fragment = count, count + len(shared), count + len(shared) + 1
     registers = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
-    mnemonic, wide = _mnemonic(a_dtype, b_dtype, n), b_dtype in _WIDE
+    # Of 16-bit types either order may be stored.
+    wide, shape = b_dtype in DTYPES, f"m64n{n}k{16 if a_dtype in DTYPES else 32}"
+    mnemonic = f"wgmma.mma_async.sync.aligned.{shape}.f32.{SUFFIX[a_dtype]}.{SUFFIX[b_dtype]}"
     lines = []
     for i, step in enumerate(steps):
         if i < held:
@@ -74,15 +76,6 @@ def wgmma(
 def wgmma_wait(pending: int, results: Sequence[Float32], operands: Sequence[Int32] = ()) -> list[Float32]:
     """Returns the results once at most `pending` newer groups are in flight; `operands`: their A registers."""
     return asm(f"wgmma.wait_group.sync.aligned {pending};", [Float32] * len(results), operands, tied=results)
-
-
-_SUFFIX = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-_WIDE = ("float16", "bfloat16")  # types of which either order may be stored
-
-
-def _mnemonic(a_dtype: str, b_dtype: str, n: int) -> str:
-    k = 16 if a_dtype in _WIDE else 32
-    return f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{_SUFFIX[a_dtype]}.{_SUFFIX[b_dtype]}"
 
 
 def _group(lines: Sequence[str], line: int) -> str:

@@ -110,8 +110,10 @@ class MemoryMap:
         return sum(region.size(self) for region in regions_of(type(self)))
 
 
-class TileShape(Protocol):
-    """Packed query rows by kv tokens of a work item, and the rows of its TMA boxes of q and of k."""
+class PersistentTile(Protocol):
+    """Packed query rows by kv tokens of a work item, and the rows of its TMA boxes of q and of k. The CTAs that share
+    it, those that an SM runs at a time, and the threads of each.
+    """
 
     @property
     def rows(self) -> int: ...
@@ -124,6 +126,15 @@ class TileShape(Protocol):
 
     @property
     def k_box_rows(self) -> int: ...
+
+    @property
+    def ctas(self) -> int: ...
+
+    @property
+    def per_sm(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
 
 
 class LoadedRows(NamedTuple):
@@ -145,7 +156,7 @@ class TileMemory:
     """
 
     item_bytes: ClassVar[int] = 2
-    tile: TileShape
+    tile: PersistentTile
     head_dim_qk: int
     head_dim_vo: int
 

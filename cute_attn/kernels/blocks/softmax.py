@@ -8,7 +8,7 @@ shift: negated and scaled, ready for the FMA; +inf before any visible key.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -29,8 +29,8 @@ class Rescale(NamedTuple):
     factors: list[Float32]
 
 
-class Exp2(Protocol):
-    """How one thread's scores of a row become exponentials, and how these are summed.
+class Exp2:
+    """How one thread's scores of a row become exponentials, and how these are summed: by ex2.approx for all registers.
 
     Both methods receive all registers of a row slot, so that instructions may differ by register and serve pairs. They
     are two because the place of the sums in the program is the kernel's choice: fa3 votes on them before it packs P.
@@ -38,22 +38,14 @@ class Exp2(Protocol):
 
     def exponentials(self, s: list[Float32], scale: Float32, shift: Float32) -> list[Float32]:
         """Computes exp2(s * scale + shift)."""
-
-    def sum(self, p: list[Float32]) -> Float32:
-        """Sums exponentials."""
-
-
-class HardwareExp2:
-    """ex2.approx for all registers."""
-
-    def exponentials(self, s: list[Float32], scale: Float32, shift: Float32) -> list[Float32]:
         return [ptx.exp2(ptx.fma(x, scale, shift)) for x in s]
 
     def sum(self, p: list[Float32]) -> Float32:
+        """Sums exponentials."""
         return tree(add, p)
 
 
-HARDWARE_EXP2 = HardwareExp2()
+EXP2 = Exp2()
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class OnlineSoftmax:
 
     layout: RegisterLayout
     log2_scales: Sequence[Float32]
-    exp2: Exp2 = HARDWARE_EXP2
+    exp2: Exp2 = EXP2
 
     @property
     def slack(self) -> float:
@@ -125,9 +117,12 @@ class OnlineSoftmax:
             ptx.select(exceeds, self.anchor(high, slot), old)
             for slot, (exceeds, high, old) in enumerate(zip(exceeded, row_max, shift, strict=True))
         ]
+        return self.moved(shift, new, exceeded)
+
+    def moved(self, shift: list[Float32], new: list[Float32], which: list[Boolean]) -> Rescale:
+        """Returns the factors of the rows in `which`, whose shifts become `new`."""
         factors = [
-            ptx.select(exceeds, ptx.exp2(a - b), Float32(1.0))
-            for exceeds, a, b in zip(exceeded, new, shift, strict=True)
+            ptx.select(moves, ptx.exp2(a - b), Float32(1.0)) for moves, a, b in zip(which, new, shift, strict=True)
         ]
         return Rescale(new, factors)
 

@@ -137,19 +137,8 @@ class ItemTiles(TileSchedule):
         position = SectionPosition.of(p, index)
         item = load_item(p.items, position.number)
         head_block = position.head_block(p)
-        return QueryTile(
-            head_block=ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block),
-            qo_start=item.qo_start,
-            qo_len=item.qo_len,
-            kv_start=item.kv_start,
-            kv_len=item.kv_len,
-            first_row=item.first_row,
-            kv_begin=item.kv_begin,
-            kv_end=item.kv_end,
-            partial=item.partial,
-            mask_low=item.mask_low,
-            mask_high=item.mask_high,
-        )
+        head_block = ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block)
+        return QueryTile(head_block, **{name: getattr(item, name) for name in QueryTile._fields[1:]})
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,11 @@ class TransformWarps:
         """Returns the transform of one warp."""
         raise NotImplementedError
 
-    def transform_tiles(self, rings: SmemRings, transform: Any, at: Any, total: Int32, valid: Int32) -> Any:
-        """Produces the operands of `total` kv tiles, the first of which has `valid` keys; returns the next pipeline
-        state.
+    def transform_query(self, rings: SmemRings, transform: Any, at: Any, order: TileOrder, valid: Int32) -> Any:
+        """Produces the operands of a query tile's kv tiles, the first of which has `valid` keys; returns the next
+        pipeline state.
         """
         raise NotImplementedError
-
-    def transform_query(self, rings: SmemRings, transform: Any, at: Any, order: TileOrder, valid: Int32) -> Any:
-        """Produces the operands of a query tile's kv tiles, as `transform_tiles`."""
-        return self.transform_tiles(rings, transform, at, order.total, valid)
 
     def initial_state(self) -> Any:
         return start()

@@ -138,10 +138,10 @@ class CombineProgram(GridProgram):
     @cute.jit
     def merge(self, p: CombineParams, row: cutlass.Constexpr, shared: cutlass.Constexpr) -> None:
         lse = self.lane_values(p, row)
-        maximum = warp_reduce(ptx.fmax, reduce(ptx.fmax, lse))
+        maximum = ptx.reduce_lanes(ptx.fmax, reduce(ptx.fmax, lse))
         anchor = ptx.select(maximum == ptx.NEG_INF, Float32(0.0), maximum)
         weights = [ptx.exp2(x - anchor) for x in lse]
-        total = warp_reduce(add, reduce(add, weights))
+        total = ptx.reduce_lanes(add, reduce(add, weights))
         epilogue = FinalEpilogue.of(p)
         factor, merged = epilogue.row(maximum, total, row.head)
         thread = Int32(cute.arch.thread_idx()[0]) if shared else lane_index()
@@ -246,9 +246,3 @@ def lane_index() -> Int32:
 
 def warp_index() -> Int32:
     return Int32(cute.arch.thread_idx()[0]) // 32
-
-
-def warp_reduce(op, x):  # type: ignore[no-untyped-def]
-    for lane_mask in (1, 2, 4, 8, 16):
-        x = op(x, ptx.shuffle_xor(x, lane_mask))
-    return x

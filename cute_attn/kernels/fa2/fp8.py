@@ -82,7 +82,7 @@ class Fp8WarpTile(WarpTile):
             columns = [[ptx.permute(x, y, bytes_) for x, y in ((a, b), (c, d))] for bytes_ in (EVEN, ODD)]
             for rows, acc in zip(p, sums, strict=True):
                 acc[:] = [
-                    ptx.mma_m16n8k32(P_DTYPE, self.dtype, rows[step], column, old)
+                    ptx.mma(P_DTYPE, self.dtype, rows[step], column, old)
                     for column, old in zip(columns, acc, strict=True)
                 ]
         return sums
@@ -99,9 +99,6 @@ class Fp8WarpTile(WarpTile):
                 steps.append([ptx.pack_8(P_DTYPE, [*x[row : row + 2], *y[row : row + 2]]) for x, y, row in words])
             packed.append(steps)
         return packed
-
-    def _mma(self, acc: list[Float32], block: int, a: list[Int32], b: list[Int32]) -> None:
-        acc[block : block + 4] = ptx.mma_m16n8k32(self.dtype, self.dtype, a, b, acc[block : block + 4])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -232,24 +232,13 @@ class Fa2Program(AttentionProgram):
     def make_kv(self, p: Fa2Params, work_tile: WorkTile, team: Team) -> DenseKV | PagedKV:
         spec, memory, head = self.spec, self.memory, Int64(work_tile.kv_head)
         chunks = WholeChunks if spec.kv_copy_bytes == CHUNK else HalfChunks
-        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, chunks(memory.k_bytes), memory.k_pitch)
-        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, chunks(memory.v_bytes), memory.v_pitch)
+        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, p.k_stride_page, chunks(memory.k_bytes), memory.k_pitch)
+        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, p.v_stride_page, chunks(memory.v_bytes), memory.v_pitch)
         scales = self.make_scales(p, work_tile)
         if spec.kv == "paged":
             page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
-            return PagedKV(
-                memory,
-                team,
-                k,
-                v,
-                scales,
-                work_tile.kv_end,
-                p.kv_indices,
-                work_tile.kv_start,
-                page_size,
-                p.k_stride_page,
-                p.v_stride_page,
-            )
+            kv_end, first_page = work_tile.kv_end, work_tile.kv_start
+            return PagedKV(memory, team, k, v, scales, kv_end, p.kv_indices, first_page, page_size)
         return DenseKV(memory, team, k.moved(work_tile.kv_start), v.moved(work_tile.kv_start), scales, work_tile.kv_end)
 
     def make_scales(self, p: Fa2Params, work_tile: WorkTile) -> NoScales | ScaleRows:
@@ -339,7 +328,7 @@ class Fa2Program(AttentionProgram):
             size = ptx.select(work.rows.exists(row), Int32(CHUNK), Int32(0))
             for line in cutlass.range_constexpr(pitch // LINE):
                 part = ptx.select(chunk < chunks - line * 8, size, Int32(0))
-                ptx.cp_async_16(base + swizzled(row, chunk, pitch), line * LINE, source, line * LINE, part)
+                ptx.cp_async(base + swizzled(row, chunk, pitch), line * LINE, source, line * LINE, part)
         ptx.cp_async_commit()
         if cutlass.const_expr(work.rotation is not None):
             ptx.cp_async_wait(0)

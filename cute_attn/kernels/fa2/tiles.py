@@ -8,6 +8,7 @@ of the kernel, on an H200, d 128, 32/8 heads, 16384 tokens, made 390 and 382 TFL
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,83 +26,28 @@ DECODE_ROWS = 16  # up to this many packed rows, warps divide the kv columns bet
 IN_FLIGHT = 32 * 1024  # bytes of K and V per SM: 1 us of latency at its share of an H200's 4.8 TB/s
 APPEND_ROWS = 64  # up to this many, a tile of 64 rows wastes less than one of 128
 
-# Columns of the prefill tile by head dims: (plain, modified). Rows x warps are in `_prefill`.
-_COLS = (
-    # Single requests.
-    Rule(
-        {
-            (64, 64): (64, 64),
-            (80, 80): (64, 64),
-            (96, 96): (64, 32),
-            (112, 112): (64, 64),
-            (128, 128): (64, 64),
-            (192, 128): (48, 48),
-            (256, 256): (32, 32),
-        },
-        {"smem": up_to(128 * 1024 - 1), "batch": (False,)},
-    ),
-    Rule(
-        {
-            (64, 64): (96, 64),
-            (80, 80): (48, 48),
-            (96, 96): (48, 32),
-            (112, 112): (32, 32),
-            (128, 128): (32, 32),
-            (192, 128): (32, 32),
-            (256, 256): (32, 32),
-        },
-        {"smem": up_to(200 * 1024 - 1), "batch": (False,)},
-    ),
-    Rule(
-        {
-            (64, 64): (112, 64),
-            (80, 80): (48, 48),
-            (96, 96): (48, 48),
-            (112, 112): (64, 32),
-            (128, 128): (64, 32),
-            (192, 128): (48, 32),
-            (256, 256): (64, 32),
-        },
-        {"batch": (False,)},
-    ),
-    # Batches, where lengths and addresses take registers that parameters do not; 0: the tile of 64 rows.
-    Rule(
-        {
-            (64, 64): (64, 32),
-            (80, 80): (64, 64),
-            (96, 96): (64, 64),
-            (112, 112): (64, 64),
-            (128, 128): (64, 64),
-            (192, 128): (48, 32),
-            (256, 256): (32, 32),
-        },
-        {"smem": up_to(128 * 1024 - 1), "batch": (True,)},
-    ),
-    Rule(
-        {
-            (64, 64): (96, 64),
-            (80, 80): (48, 48),
-            (96, 96): (48, 32),
-            (112, 112): (32, 32),
-            (128, 128): (32, 0),
-            (192, 128): (0, 0),
-            (256, 256): (32, 32),
-        },
-        {"smem": up_to(200 * 1024 - 1), "batch": (True,)},
-    ),
-    Rule(
-        {
-            (64, 64): (112, 64),
-            (80, 80): (48, 48),
-            (96, 96): (48, 32),
-            (112, 112): (64, 32),
-            (128, 128): (48, 0),
-            (192, 128): (48, 32),
-            (256, 256): (64, 0),
-        },
-        {"batch": (True,)},
-    ),
-)
+# Columns of the prefill tile by head dims, (plain, modified), in 99, 163 and 227 KB of shared memory. Rows x warps: see
+# `_prefill`.
+_SMEM = (128 * 1024, 200 * 1024)  # from which the second and the third apply
+_COLS = {
+    (64, 64): ((64, 64), (96, 64), (112, 64)),
+    (80, 80): ((64, 64), (48, 48), (48, 48)),
+    (96, 96): ((64, 32), (48, 32), (48, 48)),
+    (112, 112): ((64, 64), (32, 32), (64, 32)),
+    (128, 128): ((64, 64), (32, 32), (64, 32)),
+    (192, 128): ((48, 48), (32, 32), (48, 32)),
+    (256, 256): ((32, 32), (32, 32), (64, 32)),
+}
+# Batches, where lengths and addresses take registers that parameters do not; 0: the tile of 64 rows.
+_BATCH_COLS = {
+    (64, 64): ((64, 32), (96, 64), (112, 64)),
+    (80, 80): ((64, 64), (48, 48), (48, 48)),
+    (96, 96): ((64, 64), (48, 32), (48, 32)),
+    (112, 112): ((64, 64), (32, 32), (64, 32)),
+    (128, 128): ((64, 64), (32, 0), (48, 0)),
+    (192, 128): ((48, 32), (0, 0), (48, 32)),
+    (256, 256): ((32, 32), (32, 32), (64, 0)),
+}
 
 
 class Variant(NamedTuple):
@@ -154,11 +100,10 @@ def resident_ctas(tile: Tile, variant: Variant, arch: Arch) -> int:
 
 
 def _prefill(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
-    head_dims, small = variant.head_dims, arch.smem_limit < 128 * 1024
-    cols = first(_COLS, {"smem": arch.smem_limit, "batch": variant.batch}).value
-    dims = tile_dims(head_dims)
+    small, dims = arch.smem_limit < 128 * 1024, tile_dims(variant.head_dims)
     assert dims is not None
-    n = cols[dims][0 if variant.plain else 1]
+    plain, modified = (_BATCH_COLS if variant.batch else _COLS)[dims][bisect_right(_SMEM, arch.smem_limit)]
+    n = plain if variant.plain else modified
     if n == 0:
         return _append(variant, packed_rows, arch)
     if small and dims[0] > 128:

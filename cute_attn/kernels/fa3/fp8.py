@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
-from cute_attn.kernels.blocks.fragment_store import NarrowStore, WarpgroupStore
+from cute_attn.kernels.blocks.fragment_store import WarpgroupStore
 from cute_attn.kernels.blocks.masks import BandMask
 from cute_attn.kernels.blocks.persistent_params import AnyParams, PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings
@@ -77,7 +77,8 @@ class Fp8Tile(WarpgroupTile):
         words = []
         for i, word in enumerate(p):
             halves = ptx.e4m3x4_to_f16(word, native=True)
-            words.append(ptx.e4m3_of_f16(*(ptx.multiply_16("float16", half, pairs[i % 2]) for half in halves)))
+            scaled = (ptx.multiply_16("float16", half, pairs[i % 2]) for half in halves)
+            words.append(ptx.pack_8_of_f16(P_DTYPE, *scaled))
         return words
 
 
@@ -209,27 +210,26 @@ class Fp8Store(WarpgroupStore):
     @cute.jit
     def store_f32(self, row: Int32, values: list[Float32]) -> None:
         if self.rows.exists(row):
-            address = self.target.row(self.rows, row) + Int64(self.quad_lane * 16)
+            address = self.target.row(self.rows, row) + Int64(self.lanes.quad_lane * 16)
             for i, four in enumerate(self.adjacent(values)):
                 ptx.st_global_v4_f32(address, i * 64, four)
 
     @cute.jit
     def store_chunks(self, row: Int32, values: list[Float32]) -> None:
         if self.rows.exists(row):
-            address = self.target.row(self.rows, row) + Int64(self.quad_lane * 8)
+            address = self.target.row(self.rows, row) + Int64(self.lanes.quad_lane * 8)
             for i, four in enumerate(self.adjacent(values)):
                 ptx.st_global_v2(address, i * 32, ptx.pack_pairs(self.target.dtype, four))
 
 
 @dataclass(frozen=True)
-class NarrowFp8Store(NarrowStore, Fp8Store):
+class NarrowFp8Store(Fp8Store):
     """Store of fp8 outputs of fp8 products: words hold adjacent dimensions."""
+
+    store_chunks = WarpgroupStore.store_chunks
 
     def packed(self, values: list[Float32]) -> list[Int32]:
         return [ptx.pack_8(self.target.dtype, four) for four in self.adjacent(values)]
-
-    def in_order(self, words: list[Int32]) -> list[Int32]:
-        return words
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
@@ -258,10 +258,10 @@ class VTransposeWarps(TransformWarps):
         return VTranspose(self.memory, warp, lane, self.warps, TRANSPOSE_BARRIER)
 
     @cute.jit
-    def transform_tiles(
-        self, rings: SmemRings, transform: cutlass.Constexpr, at: PipelineState, total: Int32, valid: Int32
+    def transform_query(
+        self, rings: SmemRings, transform: cutlass.Constexpr, at: PipelineState, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
-        for step in cutlass.range(0, total, unroll=1):
+        for step in cutlass.range(0, order.total, unroll=1):
             rings.staged_v.wait_full(at)
             if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
                 if cutlass.and_(step == 0, valid < self.spec.tile.cols):

@@ -114,7 +114,7 @@ class MmaWarpgroups:
             mask=self.program.mask(p, work, lanes),
             order=order,
             skipped=order.skipped(
-                band.stop(rows.last_token_from(lanes.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)),
+                band.stop(rows.last_token(WARPGROUP_ROWS, lanes.warpgroup * WARPGROUP_ROWS)),
                 rows,
                 lanes.warpgroup * WARPGROUP_ROWS,
                 self.spec.tile.cols,

@@ -85,13 +85,8 @@ class Fa3Spec(PersistentSpec):
 
     def __post_init__(self) -> None:
         plain_window = self.mask == "band" and not self.scores and self.kv == "dense" and self.pos_encoding == "none"
-        rules = {
-            "from_first_key takes dense keys, a band and scores that nothing modifies": not self.tile.from_first_key
-            or plain_window,
-        }
-        for rule, holds in rules.items():
-            if not holds:
-                raise ValueError(f"{self}: {rule}")
+        if self.tile.from_first_key and not plain_window:
+            raise ValueError(f"{self}: from_first_key takes dense keys, a band and scores that nothing modifies")
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -174,8 +174,7 @@ class Fp8Program(Fa4Program):
             log2_scale = self.scale(p, work, lanes)
             small = ptx.magnitude(log2_scale) < Float32(MIN_SCALE)
             log2_scale = ptx.select(small, Float32(MIN_SCALE), log2_scale)
-        exp2: Any = Fp8Exp2(self.spec.tile.polynomial)  # whose sums are of pairs
-        return Fp8Softmax(self.tile.scores_layout, [log2_scale], exp2)
+        return Fp8Softmax(self.tile.scores_layout, [log2_scale], Fp8Exp2(self.spec.tile.polynomial))
 
     def scale_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scale: Any) -> RowScales:
         scales = [self.scale(p, work, lanes)]

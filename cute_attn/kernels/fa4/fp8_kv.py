@@ -8,7 +8,6 @@ MMA warp                   S0 S1 | O0 += P0 V0', S0' | ...
 
 from typing import Any, ClassVar
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -49,13 +48,8 @@ class NormalizingSoftmax(SoftmaxWarps):
             scale = scale * self.normalize(rings.q.address(q), lanes.row(0))
             tma.fence_async()
             ptx.sync_warp()
-            self.arrive(ring, q, lanes)
+            ring.fill(q, lanes.lane)
         return scale
-
-    @cute.jit
-    def arrive(self, ring: cutlass.Constexpr, q: PipelineState, lanes: RowLanes) -> None:
-        if lanes.lane == 0:
-            tma.barrier_arrive(ring.full(q))
 
     def normalize(self, q: Int32, row: Int32) -> Float32:
         """Normalizes a row of q in its slot; returns the factor for the row's scores. Threads start at different chunks
@@ -98,8 +92,7 @@ class Fp8KvProgram(Fa4Program):
         if self.spec.scores:
             return super().softmax(p, work, lanes, scale)
         scales = [ptx.fmax(scale, Float32(MIN_SCALE))]
-        exp2: Any = PairExp2(self.spec.tile.polynomial)  # whose sums are of pairs
-        return OnlineSoftmax(self.tile.scores_layout, scales, exp2)
+        return OnlineSoftmax(self.tile.scores_layout, scales, PairExp2(self.spec.tile.polynomial))
 
     def scale_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scale: Any) -> RowScales:
         return RowScales(self.tile.scores_layout, lambda: [scale])

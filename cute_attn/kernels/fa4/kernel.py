@@ -14,6 +14,7 @@ tiles are in flight, no warps 8-11, and the epilogue instead of them.
 Named after the kernel of Dao-AILab's flash-attention for Blackwell, whose division of labour it shares.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import cutlass
@@ -136,8 +137,7 @@ class Fa4Program(PersistentProgram):
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         softmax = super().softmax(p, work, lanes, scale)
-        exp2: Any = PairExp2(self.spec.tile.polynomial)  # whose sums are of pairs
-        return OnlineSoftmax(softmax.layout, softmax.log2_scales, exp2)
+        return replace(softmax, exp2=PairExp2(self.spec.tile.polynomial))
 
     def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> RowAlibi:
         return RowAlibi.of(work.rows(p), lanes.row(0), p.num_qo_heads)

@@ -109,13 +109,9 @@ class MmaWarp:
         self.commit(context, ring.full(o))
         return ring.next(o)
 
-    def release_k(self, context: MmaContext, k: PipelineState) -> PipelineState:
-        self.commit(context, context.rings.k.empty(k))
-        return context.rings.k.next(k)
-
-    def release_v(self, context: MmaContext, v: PipelineState) -> PipelineState:
-        self.commit(context, context.rings.v.empty(v))
-        return context.rings.v.next(v)
+    def release(self, context: MmaContext, ring: Ring, state: PipelineState) -> PipelineState:
+        self.commit(context, ring.empty(state))
+        return ring.next(state)
 
     def commit(self, context: MmaContext, barrier: Int32) -> None:
         sm100.commit(barrier, context.elected, self.spec.tile.ctas)
@@ -162,9 +158,9 @@ class TwoTileMmaWarp(MmaWarp):
         rings.k.wait_full(state.k)
         self.scores(context, state.k, state.s0, 0)
         state = self.next_output(context, state, 1, True)
-        v = self.release_v(context, state.v)
+        v = self.release(context, context.rings.v, state.v)
         self.scores(context, state.k, state.s1, 1)
-        return state._replace(k=self.release_k(context, state.k), v=v)
+        return state._replace(k=self.release(context, context.rings.k, state.k), v=v)
 
     @cute.jit
     def ramp_step(self, context: cutlass.Constexpr, state: cutlass.Constexpr, step: Int32) -> Any:
@@ -179,8 +175,8 @@ class TwoTileMmaWarp(MmaWarp):
             if step >= first[i]:
                 self.scores(context, state.k, state.s(i), i)
         if step > 0:
-            state = state._replace(v=self.release_v(context, state.v))
-        return state._replace(k=self.release_k(context, state.k))
+            state = state._replace(v=self.release(context, context.rings.v, state.v))
+        return state._replace(k=self.release(context, context.rings.k, state.k))
 
     @cute.jit
     def last_outputs(self, context: cutlass.Constexpr, state: cutlass.Constexpr) -> Any:
@@ -192,7 +188,7 @@ class TwoTileMmaWarp(MmaWarp):
                 if steps.first[i] < steps.order.total:
                     state = self.first_output(context, state, i, steps.order.total > steps.first[i] + 1)
                     state = state._replace(**{f"o{i}": self.publish_output(context, state.o(i), i)})
-            state = state._replace(v=self.release_v(context, state.v))
+            state = state._replace(v=self.release(context, context.rings.v, state.v))
         return state
 
     def first_output(self, context: MmaContext, state: TwoTileState, i: int, accumulate: Boolean) -> TwoTileState:
@@ -249,10 +245,10 @@ class OneTileMmaWarp(MmaWarp):
     def next_scores(self, context: MmaContext, state: OneTileState, s: PipelineState) -> OneTileState:
         context.rings.k.wait_full(state.k)
         self.scores(context, state.k, s, 0)
-        return state._replace(k=self.release_k(context, state.k))
+        return state._replace(k=self.release(context, context.rings.k, state.k))
 
     def next_output(self, context: MmaContext, state: OneTileState, accumulate: Boolean) -> OneTileState:
         context.rings.v.wait_full(state.p)
         p = self.output(context, state.p, state.p, 0, accumulate)
-        self.release_v(context, state.p)
+        self.release(context, context.rings.v, state.p)
         return state._replace(p=p)

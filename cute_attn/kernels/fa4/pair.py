@@ -16,7 +16,7 @@ from cute_attn.kernels.blocks import cluster, ptx, tma
 from cute_attn.kernels.blocks.kv_sources import TmaOperand
 from cute_attn.kernels.blocks.persistent_params import Maps
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
-from cute_attn.kernels.blocks.producer import CtaLoads, OneCta
+from cute_attn.kernels.blocks.producer import OneCta
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.tile_scheduler import NEXT_TILE_WORD, DynamicTileScheduler
 from cute_attn.kernels.fa4.parts.umma import BlackwellRings, TmemRing
@@ -63,19 +63,6 @@ class PairRings(BlackwellRings):
     shared: ClassVar[Mapping[str, type[Ring]]] = {"next": LeaderRing}
 
 
-class PairLoads(CtaLoads):
-    """TMA loads of both CTAs at the leader's barriers. The other CTA's own barriers only count its arrivals: its warps
-    wait for records, not for data.
-    """
-
-    def expect(self, barrier: Int32, num_bytes: int) -> None:
-        expected = ptx.select(cluster.rank() == LEADER, Int32(CTAS * num_bytes), Int32(0))
-        tma.barrier_expect(barrier, expected)
-
-    def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
-        tma.load_4d(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy, ".cta_group::2")
-
-
 @dataclass(frozen=True)
 class PairTileScheduler(DynamicTileScheduler):
     """Dynamic scheduler of pairs: the leader draws the index of the next work item and stores it to the records of both
@@ -96,7 +83,7 @@ class PairTileScheduler(DynamicTileScheduler):
             ring.wait_empty(q)
             for cta in (0, 1):
                 slot, full = (cluster.in_cta(address, cta) for address in (word, ring.full(q)))
-                cluster.store_async(slot, fetched, full)
+                cluster.store_async(slot, [fetched], full)
         ring.wait_full(q)
         index = cute.arch.make_warp_uniform(ptx.ld_shared_b32(word))
         ptx.sync_warp()
@@ -127,8 +114,15 @@ class CtaPair(OneCta):
     def sync(self) -> None:
         cluster.sync()
 
-    def loads(self) -> CtaLoads:
-        return PairLoads()
+    def expect(self, barrier: Int32, num_bytes: int) -> None:
+        """Loads of both CTAs count at the leader's barriers. The other CTA's own only count its arrivals: its warps
+        wait for records, not for data.
+        """
+        expected = ptx.select(cluster.rank() == LEADER, Int32(CTAS * num_bytes), Int32(0))
+        tma.barrier_expect(barrier, expected)
+
+    def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
+        tma.load_4d(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy, ".cta_group::2")
 
     def operands(self, maps: Maps, memory: TileMemory, cols: int) -> tuple[TmaOperand, TmaOperand]:
         rank, keys, columns = cluster.rank(), cols // CTAS, memory.loaded_v.columns

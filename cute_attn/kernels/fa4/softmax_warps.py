@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from cute_attn.kernels.blocks import ptx, sm100, tma
+from cute_attn.kernels.blocks import ptx, sm100
 from cute_attn.kernels.blocks.masks import TileOrder, hide
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
@@ -279,14 +279,12 @@ class SoftmaxWarps:
         ptx.sync_warp()
         ring.release(s, cute.arch.thread_idx()[0] & 31)
 
-    @cute.jit
-    def publish(self, ring: cutlass.Constexpr, stats: PipelineState, state: RowState, lanes: RowLanes) -> None:
+    def publish(self, ring: Ring, stats: PipelineState, state: RowState, lanes: RowLanes) -> None:
         """Hands shift and sum of every row to the epilogue."""
         ring.wait_empty(stats)
         ptx.st_shared_v2_f32(ring.address(stats) + lanes.lane_row * 8, 0, [state.shift, state.total])
         ptx.sync_warp()
-        if lanes.lane == 0:
-            tma.barrier_arrive(ring.full(stats))
+        ring.fill(stats, lanes.lane)
 
 
 @cute.jit

@@ -44,8 +44,7 @@ class TailWarp:
                 rings.v.wait_full(v)
                 self.clear(rings.v.address(v), work.kv_end - (order.end - 1) * cols, lane)
                 ptx.sync_warp()
-                if lane == 0:
-                    tma.barrier_arrive(ring.full(tail))
+                ring.fill(tail, lane)
                 tail = ring.next(tail)
             v = self.after(rings, v, order.total)
             q = rings.q.next(q)

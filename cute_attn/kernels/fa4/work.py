@@ -27,7 +27,7 @@ class KvSteps:
         rows, band, first = work.rows(p), work.band(p), []
         for i in range(tile.query_tiles):
             row = Int32(i * tile.product_rows)
-            stop = band.stop(rows.last_token_from(row, tile.product_rows))
+            stop = band.stop(rows.last_token(tile.product_rows, row))
             first.append(order.skipped(stop, rows, row, tile.cols))
         return cls(order, tuple(first))
 

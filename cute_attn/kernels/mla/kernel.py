@@ -62,13 +62,13 @@ class MlaProgram(LatentProgram):
         share, segment = partition.first_segment()
         finish = FinalEpilogue.of(params)
         threads = self.spec.threads  # all, at the CTA's barrier
-        merge = StateMerge(self.spec, self.memory, LoneWarp(), params, shared_memory(), finish, 0, threads)
+        merge = StateMerge(self.spec, params, self.memory, LoneWarp(), shared_memory(), finish, 0, threads)
         factor = device_scale(params.scale_ptr) * Float32(ptx.LOG2E)
         scales = params.scale * factor, params.rope_scale * factor
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.active:
-                rows = partition.rows(segment, self.spec.rows)
+                rows = partition.rows(segment)
                 self.compute(params, merge, rows, segment, split, scales)
                 self.write_output(merge, rows, segment, share, split)
             segment = partition.next_segment(segment, share)

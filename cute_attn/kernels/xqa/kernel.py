@@ -11,6 +11,7 @@ and are converted in registers (`formats`).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
 import cutlass
@@ -28,7 +29,7 @@ from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, ea
 from cute_attn.kernels.xqa.parts.formats import tile_forms
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
-from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
+from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages, page_id
 from cute_attn.kernels.xqa.parts.partition import (
     ClusterSegments,
     KvSplit,
@@ -218,12 +219,12 @@ class XqaProgram(GridProgram):
         if cutlass.const_expr(self.pdl and not self.spec.whole):
             ptx.grid_dependency_launch()  # now, so that what the next launch fetches does not delay the first copies
         finish = FinalEpilogue.of(params).scaled(Float32(self.format.dequant_factor))
-        merge = self.merge_type(self.spec, self.memory, self.team, params, shared_memory(), finish, self.format)
+        merge = self.merge_type(self.spec, params, self.memory, self.team, shared_memory(), finish, self.format)
         scale = log2_scale(params, self.format.dequant_factor)
         merge.enter()
         while partition.overlaps(segment, share):
             queries = query_rows.operands(words, scale)
-            work = self.segment_work(params, segment, share, queries, query_rows.rows(segment))
+            work = self.segment_work(params, segment, share, queries, partition.rows(segment))
             state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
                 state = self.mainloop_step(work, state, i)
@@ -233,9 +234,8 @@ class XqaProgram(GridProgram):
             if partition.overlaps(following, share):
                 ticket = partition.draw(share)
                 words = query_rows.load(following)
-                kv_tiles = self.paged_kv(params, following), self.warp_tiles(params, following, share)
-                token_pages = self.load_prologue(*kv_tiles)
-            self.write_output(merge, query_rows.rows(segment), segment, share, work.warp_tiles.split, ticket)
+                token_pages = self.load_prologue(params, following, share)
+            self.write_output(merge, partition.rows(segment), segment, share, work.warp_tiles.split, ticket)
             segment = following
         ptx.cp_async_wait(0)
 
@@ -253,9 +253,8 @@ class XqaProgram(GridProgram):
 
     def paged_kv(self, p: XqaParams, segment: Segment) -> PagedKv:
         head = make_partition(self.spec, p).head(segment.unit)
-        table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-        request = segment.request
-        return PagedKv(self.memory, self.layout, self.team, p, table, head, request.first_token, request.kv_len)
+        request, page_ids = segment.request, partial(page_id, isa.mad_wide(segment.first_page, Int32(4), p.table))
+        return PagedKv(self.memory, self.layout, self.team, p, page_ids, head, request.first_token, request.kv_len)
 
     def segment_work(
         self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows
@@ -297,8 +296,7 @@ class XqaProgram(GridProgram):
             return self.start_early(p, query_rows, early)
         share, segment = make_partition(self.spec, p).first_segment()
         words = query_rows.load(segment)
-        kv_tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
-        return Start(share, segment, words, self.load_prologue(*kv_tiles))
+        return Start(share, segment, words, self.load_prologue(p, segment, share))
 
     @cute.jit
     def start_early(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
@@ -316,11 +314,12 @@ class XqaProgram(GridProgram):
         if early.has_other_tiles(share, segment, token_pages):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
-            following = self.load_prologue(self.paged_kv(p, segment), self.warp_tiles(p, segment, share))
+            following = self.load_prologue(p, segment, share)
         return Start(share, segment, words, following)
 
-    def load_prologue(self, kv: PagedKv, tiles: WarpTiles) -> TokenPages:
+    def load_prologue(self, p: Any, segment: Segment, share: Share) -> TokenPages:
         """Start copying the first tiles of a segment. Returns the page ids of the tile that follows."""
+        kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
         token_pages = self.first_page_ids(kv, tiles)
         self.copy_first_tiles(kv, tiles, token_pages)
         return token_pages[-1]
@@ -425,5 +424,5 @@ class XqaProgram(GridProgram):
         return self.format.p_tokens(pairs)
 
     def _mma(self, acc: list[Float32], index: int, a: list[Int32], b: list[Int32]) -> None:
-        i = 4 * index
-        acc[i : i + 4] = ptx.mma_m16n8k16(self.spec.mma_dtype, a, b, acc[i : i + 4])
+        i, dtype = 4 * index, self.spec.mma_dtype
+        acc[i : i + 4] = ptx.mma(dtype, dtype, a, b, acc[i : i + 4])

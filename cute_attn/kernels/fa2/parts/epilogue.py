@@ -103,7 +103,7 @@ class MergedWarps(FragmentStore):
         out_at = self.base + memory.merge_outputs + self.lanes.warp_col * (memory.tile.rows * memory.merge_pitch)
         for slot in cutlass.range_constexpr(len(self.layout.slots)):
             row = self.lanes.row(slot)
-            if self.quad_lane == 0:
+            if self.lanes.quad_lane == 0:
                 ptx.st_shared_v2_f32(stats_at + row * 8, 0, [stats.maximum[slot], stats.total[slot]])
             address = out_at + row * memory.merge_pitch + self.first_col * 4
             for i, column in self.layout.pairs(slot):

@@ -210,12 +210,12 @@ class SlicedRows(FragmentStore):
         if self.rows.exists(row):
             address = self.target.row(self.rows, row) + Int64(self.warp * (2 * self.memory.slice_bytes))
             for i in cutlass.range_constexpr(len(pairs)):
-                ptx.st_global_v2_f32(address + Int64(self.quad_lane * 8), i * 32, pairs[i])
+                ptx.st_global_v2_f32(address + Int64(self.lanes.quad_lane * 8), i * 32, pairs[i])
 
     def stage(self, row: Int32, pairs: list[list[Float32]]) -> None:
         """Writes 16-bit pairs of a row to the drained Q tile, at the row's own place."""
         address = self.base + swizzled(row, Int32(0), self.memory.qk_pitch)
-        address = address + self.warp * self.memory.slice_bytes + self.quad_lane * 4
+        address = address + self.warp * self.memory.slice_bytes + self.lanes.quad_lane * 4
         for chunk, pair in enumerate(pairs):
             destination, offset = swizzled_offset(address, chunk)
             ptx.st_shared_b32(destination, offset, ptx.pack_16(self.target.dtype, *pair))

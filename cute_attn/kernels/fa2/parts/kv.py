@@ -51,7 +51,7 @@ class WholeChunks:
         """
         left = self.row_bytes // CHUNK - line * 8
         part = size if left >= 8 else ptx.select(chunk < left, size, Int32(0))
-        ptx.cp_async_16(destination, offset, source, line * LINE, part)
+        ptx.cp_async(destination, offset, source, line * LINE, part)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class HalfChunks:
         for start in (0, CHUNK // 2):
             left = -(-(self.row_bytes - line * LINE - start) // CHUNK)  # chunks that have this half
             part = size >> 1 if left >= 8 else ptx.select(chunk < left, size >> 1, Int32(0))
-            ptx.cp_async_8(destination, offset + start, source, line * LINE + start, part)
+            ptx.cp_async(destination, offset + start, source, line * LINE + start, part, CHUNK // 2)
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class TokenRows:
 
     base: Int64
     stride: Int64
+    page_stride: Int64  # where tokens are in pages
     chunks: WholeChunks | HalfChunks
     pitch: int
 
@@ -139,7 +140,7 @@ class ScaleRows:
         address = ptx.mad_u32(token, stride, ptx.mad_u32(page, page_stride, base + Int64(word * 4)))
         words = ptx.select(is_k, Int32(self.k_words), Int32(self.v_words))
         part = ptx.select(word < words, size >> 2, Int32(0))
-        ptx.cp_async_4(target + Int32(row * SCALES_PITCH) + chunk * 4, address, part)
+        ptx.cp_async(target + Int32(row * SCALES_PITCH) + chunk * 4, 0, address, 0, part, 4)
         yield
 
 
@@ -219,15 +220,12 @@ class PagedKV(KVTiles):
     Page ids of a tile, one row per lane, are loaded while the previous tile is computed, so that they are in registers
     when the copies are issued: the eight threads of a row shuffle its page id from the lane that holds it.
 
-    `table`: address of kv_indices, where the request's pages start at index `first_page`; strides of
-    `k` and `v` are per token.
+    `table`: address of kv_indices, where the request's pages start at index `first_page`.
     """
 
     table: Int64
     first_page: Int32
     page_size: Divisor
-    k_page_stride: Int64
-    v_page_stride: Int64
 
     def prefetch_page_ids(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
         """Loads the page ids of a tile: lane 4 i + r holds that of row r of this warp's pass i. Nothing is read past
@@ -240,7 +238,7 @@ class PagedKV(KVTiles):
         token = self.first_token(kv_tile) + row
         exists = cutlass.and_(token < self.kv_end, cutlass.and_(wanted, lane < self.passes * ROWS_PER_PASS))
         page_index = self.first_page + self.page_size.quotient(token)
-        return [ptx.ld_page_id_if(self.table + Int64(page_index) * Int64(4), exists)]
+        return [ptx.ld_page_id_if(exists, self.table + Int64(page_index) * Int64(4))]
 
     def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, page_ids: list[Int32]) -> Iterator[None]:
         """Copies as `DenseKV.copies`, with K and V of a row together."""
@@ -257,9 +255,9 @@ class PagedKV(KVTiles):
             token = first + row + i * step
             within = token - self.page_size.quotient(token) * self.page_size.value
             size = ptx.select(Int32(i * step) < end - row, Int32(CHUNK), Int32(0))
-            for source, page_stride, target in ((self.k, self.k_page_stride, k_at), (self.v, self.v_page_stride, v_at)):
+            for source, target in ((self.k, k_at), (self.v, v_at)):
                 address = source.base + Int64(chunk * CHUNK)
-                address = ptx.mad_u32(within, source.stride, ptx.mad_u32(page, page_stride, address))
+                address = ptx.mad_u32(within, source.stride, ptx.mad_u32(page, source.page_stride, address))
                 yield from source.copy_row(target, i * step, address, chunk, size)
             yield from self.scales.copy_row(scales_at, i * step, page, within, size, chunk)
 

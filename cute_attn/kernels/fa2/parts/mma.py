@@ -93,7 +93,7 @@ class WarpTile:
         return packed
 
     def _mma(self, acc: list[Float32], block: int, a: list[Int32], b: list[Int32]) -> None:
-        acc[block : block + 4] = ptx.mma_m16n8k16(self.dtype, a, b, acc[block : block + 4])
+        acc[block : block + 4] = ptx.mma(self.dtype, self.dtype, a, b, acc[block : block + 4])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from cutlass import Float32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm100
 from cute_attn.kernels.blocks.ptx import asm
-from cute_attn.kernels.blocks.softmax import tree
+from cute_attn.kernels.blocks.softmax import Exp2, tree
 
 GROUP = 16  # pairs, of which some are computed by the polynomial
 MASKED_POLYNOMIAL = 4  # of a masked tile, at most: a mask takes some 80 issue slots of what they need
@@ -23,7 +23,7 @@ class PairSums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PairExp2:
+class PairExp2(Exp2):
     """exp2 with pairs of registers; `polynomial`: of every 16 pairs, those on the FMA units."""
 
     polynomial: int
@@ -58,7 +58,7 @@ class PairExp2:
                 high = sm100.fmax3_nan(high, s[i], s[i + 1])
         return high
 
-    def sum(self, sums: PairSums) -> Float32:
+    def sum(self, sums: PairSums) -> Float32:  # type: ignore[override]
         """Returns the sum: NaN if a score is, which saturation makes 0 on the FMA units."""
         low, high = sm100.halves(sums.pairs)
         return ptx.fma(sums.high, Float32(0.0), low + high) if self.polynomial else low + high

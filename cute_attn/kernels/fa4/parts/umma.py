@@ -137,15 +137,6 @@ class RowLanes:
     def row(self, slot: int) -> Int32:
         return self.number * QUERY_TILE_ROWS + self.lane_row
 
-    def first_col(self) -> Int32:
-        return Int32(0)
-
-    def first_warp_col(self) -> Int32:
-        return Int32(0)
-
-    def lane_col(self) -> Int32:
-        return Int32(0)
-
 
 # --- rings ------------------------------------------------------------------------------------------------------------
 

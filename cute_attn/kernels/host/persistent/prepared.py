@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_attn.kernels.blocks.smem_map import TileShape
+from cute_attn.kernels.blocks.smem_map import PersistentTile
 from cute_attn.kernels.blocks.tiles import tile_rows
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.host.combine import CombineKernel
@@ -42,7 +42,7 @@ Map = Callable[[int], bytes]  # from an address to a tensor map
 class TensorMaps:
     """Makes the maps of launches with the same settings and tile. `heads`: query heads whose rows share a tile."""
 
-    def __init__(self, settings: Settings, tile: TileShape, heads: int) -> None:
+    def __init__(self, settings: Settings, tile: PersistentTile, heads: int) -> None:
         features = settings.features
         self.tile, self.heads, self.head_blocks = tile, heads, features.num_qo_heads // heads
         self.encoder = emulated if features.device.type == "cpu" else tensormap.Encoder

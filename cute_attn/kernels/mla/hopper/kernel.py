@@ -82,7 +82,7 @@ class HopperMlaProgram(LatentProgram):
             if split.active:
                 tile = producer.tile(segment, split, split.begin)
                 producer.hand_over(SegmentRecord.of(partition, segment, share, split), q)
-                producer.copy_queries(partition.rows(segment, self.spec.rows), q)
+                producer.copy_queries(partition.rows(segment), q)
                 kv = producer.copy_tiles(tile, split, kv)
                 q = rings.q.next(q)
             segment = partition.next_segment(segment, share)

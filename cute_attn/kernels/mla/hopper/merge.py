@@ -9,7 +9,7 @@ tiles of the next segment are copied meanwhile.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -21,7 +21,7 @@ from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.mla.spec import LATENT, HopperMlaSpec
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.merge import SoftmaxState, rescale_factor
+from cute_attn.kernels.xqa.parts.merge import PartialResults, SoftmaxState, rescale_factor
 
 GROUP = 12  # about the root of the number of SMs
 # Rows of a warp, and states of each, whose loads are in flight together.
@@ -40,12 +40,11 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SegmentMerge:
+class SegmentMerge(PartialResults):
     """Merge of one segment by all threads of the MMA warpgroups. `first`: the first share with a part of the segment;
     `shares`: their number."""
 
     spec: HopperMlaSpec
-    p: Any  # MlaParams
     finish: FinalEpilogue
     rows: PackedRows
     first: Int32
@@ -57,7 +56,7 @@ class SegmentMerge:
 
     def cta(self, index: Int32) -> Int32:
         """Linear index of the CTA that has part `index` of the segment."""
-        return (self.first + index) * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
+        return self.cta_index(self.first + index)
 
     @property
     def ctas(self) -> Int32:
@@ -71,10 +70,7 @@ class SegmentMerge:
     def state(self, index: Int32, row: Int32) -> tuple[Int64, Int64]:
         """Addresses of (maximum, sum) and of the outputs of a row, of part `index`. A CTA has room for two: for a
         segment that it begins and another CTA ends, and for one that another CTA began."""
-        partial = self.cta(index) * 2 + ptx.flag(index == 0)
-        place = Int64(partial) * Int64(self.spec.rows) + Int64(row)
-        outputs = self.p.partials + Int64(self.ctas * (2 * self.spec.rows * 8))
-        return self.p.partials + place * Int64(8), outputs + place * Int64(LATENT * 4)
+        return self.partial_address(self.cta(index) * 2 + ptx.flag(index == 0), row)
 
     def counter(self, index: Int32) -> Int64:
         """Address of a counter: those of segments, by their first CTA, before those of groups, by their last one."""
@@ -118,8 +114,7 @@ class SegmentMerge:
         count = ptx.minimum(self.rows.count - self.rows.first, Int32(self.spec.rows))
         for row in cutlass.range(warp_index(), count, warps * WARP_ROWS, unroll=1):
             rows = [row + warps * i for i in range(WARP_ROWS)]
-            zeros = [Float32(0.0)] * (VECTORS * VECTOR)
-            states = [SoftmaxState(Float32(ptx.NEG_INF), Float32(0.0), zeros) for _ in rows]
+            states = [SoftmaxState.empty(VECTORS * VECTOR) for _ in rows]
             for i in cutlass.range(0, parts.count, WARP_STATES, unroll=1):
                 loaded = [[self.load(parts, i + j, row) for row in rows] for j in range(WARP_STATES)]
                 for more in loaded:

@@ -115,9 +115,9 @@ class Producer:
         for column in columns:
             offset = column * self.memory.column_bytes + first * LINE
             if column == ROTATED:
-                ptx.cp_async_16(target, offset, sources[1], 0, size)
+                ptx.cp_async(target, offset, sources[1], 0, size)
             else:
-                ptx.cp_async_16(target, offset, sources[0], column * LINE, size)
+                ptx.cp_async(target, offset, sources[0], column * LINE, size)
 
     # --- tiles -------------------------------------------------------------------------------------------------------
 

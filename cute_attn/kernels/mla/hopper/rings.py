@@ -38,7 +38,7 @@ class SegmentRecord(NamedTuple):
     @classmethod
     def of(cls, partition: Partition, segment: Segment, share: Share, split: KvSplit) -> "SegmentRecord":
         p, request = partition.p, segment.request
-        rows = partition.rows(segment, partition.spec.rows)
+        rows = partition.rows(segment)
         first = ptx.divide(segment.start, share.size)
         last = ptx.divide(segment.start + request.tiles - 1, share.size)
         return cls(

@@ -15,13 +15,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
 from cute_attn.kernels.blocks.register_layout import FragmentPosition, MmaFragmentLayout
 from cute_attn.kernels.blocks.smem import swizzled
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Running, add, any_of
+from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, add, any_of
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.hopper.rings import Rings
 from cute_attn.kernels.mla.parts.softmax import CausalMask
@@ -87,23 +87,20 @@ class MmaWarpgroup:
         return self.memory.spec.dtype
 
     @property
-    def softmax(self) -> OnlineSoftmax:
+    def softmax(self) -> RunningSoftmax:
         """The softmax of scores that are `oriented`. A scale of 0 becomes one that leaves hidden scores hidden."""
-        layout, scale = self.place.scores, ptx.fmax(ptx.magnitude(self.scale), Float32(SMALLEST))
-        return OnlineSoftmax(layout, [scale for _ in layout.slots])
+        place, scale = self.place, ptx.fmax(ptx.magnitude(self.scale), Float32(SMALLEST))
+        return RunningSoftmax(place.scores, [scale for _ in place.scores.slots], output=place.outputs)
 
     @property
     def half(self) -> Ring:
         """Ring of the half of each tile that is this warpgroup's V operand."""
         return self.rings.half(self.place.warpgroup)
 
-    def start(self) -> Running:
-        return Running(self.place.outputs.zeros(), self.softmax.no_anchors(), self.softmax.zero_sums())
-
     @cute.jit
     def add_tiles(self, mask: CausalMask, split: KvSplit, state: PipelineState) -> Any:
         """Process the tiles of a segment, the first of which is in the slot of `state`."""
-        running, tile, ring = self.start(), split.begin, self.half
+        running, tile, ring = self.softmax.start(), split.begin, self.half
         if cutlass.and_(self.place.warpgroup == 0, tile < split.end):
             s = sm90.wgmma_wait(0, self.scores(state))
             running = self.add_own(running, s, mask, tile, state)
@@ -148,16 +145,9 @@ class MmaWarpgroup:
         """Rescale outputs and sums where the other warpgroup has moved anchors."""
         moved = [new != old for new, old in zip(shift, running.shift, strict=True)]
         if cute.arch.vote_any_sync(any_of(moved)):
-            running = self.rescaled(running, shift, moved)
+            softmax = self.softmax
+            running = softmax.rescaled(running, softmax.moved(running.shift, shift, moved))
         return running
-
-    def rescaled(self, running: Running, shift: list[Float32], moved: list[Boolean]) -> Running:
-        factors = [
-            ptx.select(moves, ptx.exp2(new - old), Float32(1.0))
-            for moves, new, old in zip(moved, shift, running.shift, strict=True)
-        ]
-        total = [x * factor for x, factor in zip(running.total, factors, strict=True)]
-        return Running(self.place.outputs.scale_rows(running.out, factors), shift, total)
 
     # --- own tiles ---------------------------------------------------------------------------------------------------
 
@@ -172,7 +162,7 @@ class MmaWarpgroup:
         """Compute P of a tile from its scores, hand it over, and add P V."""
         place, softmax, ring = self.place, self.softmax, self.half
         s = mask.apply(self.oriented(s), tile * place.spec.cols)
-        running = self.raise_anchors(running, softmax.row_max(s))
+        running = self.softmax.raise_anchors(running, softmax.row_max(s))
         s = softmax.exponentials(s, running.shift, may_be_empty=True)
         p = ptx.pack_pairs(self.dtype, s)
         self.publish(p, running.shift)
@@ -201,15 +191,6 @@ class MmaWarpgroup:
         if self.scale < Float32(0.0):
             s = [Float32(0.0) - x for x in s]
         return s
-
-    @cute.jit
-    def raise_anchors(self, running: Running, row_max: list[Float32]) -> Running:
-        softmax = self.softmax
-        exceeded = softmax.exceeded(running.shift, row_max)
-        if cute.arch.vote_any_sync(any_of(exceeded)):
-            raised = softmax.raised(running.shift, row_max, exceeded)
-            running = self.rescaled(running, raised.shift, exceeded)
-        return running
 
     def publish(self, p: list[Int32], shift: list[Float32]) -> None:
         """Leave P and the anchors for the other warpgroup."""

@@ -154,7 +154,7 @@ class NarrowTileCopies(TileCopies):
         if self.rotated_chunk:
             size = ptx.select(exists, Int32(self.rotated_chunk), Int32(0))
             source = rope + Int64(self.chunk * self.rotated_chunk)
-            isa.copy_small_if(wanted, rotated, 0, source, self.rotated_chunk, size)
+            isa.copy_if(wanted, rotated, 0, source, 0, size, self.rotated_chunk)
 
     def copy_scales(
         self, wanted: Boolean, shared: Int32, row: int, place: tuple[Int32, Int32], exists: Boolean
@@ -166,7 +166,7 @@ class NarrowTileCopies(TileCopies):
         scales = isa.mad_wide(page, p.ckv_scales_stride_page, p.ckv_scales + Int64(group * SCALE_BYTES))
         scales = isa.mad_wide(slot, p.ckv_scales_stride_n, scales)
         size = ptx.select(exists, Int32(SCALE_BYTES), Int32(0))
-        isa.copy_small_if(wanted, self.own(shared, row)[2], 0, scales, SCALE_BYTES, size)
+        isa.copy_if(wanted, self.own(shared, row)[2], 0, scales, 0, size, SCALE_BYTES)
 
     def operand(self, slot: Int32) -> Int32:
         tile = self.base + Int32(self.memory.tile)

@@ -170,4 +170,4 @@ class Products:
         return ptx.ldmatrix_x4(address, 16 * m * self.memory.p_pitch + 2 * step * CHUNK)
 
     def mma(self, acc: list[Float32], block: int, a: list[Int32], b: list[Int32]) -> None:
-        acc[block : block + 4] = ptx.mma_m16n8k16(self.dtype, a, b, acc[block : block + 4])
+        acc[block : block + 4] = ptx.mma(self.dtype, self.dtype, a, b, acc[block : block + 4])

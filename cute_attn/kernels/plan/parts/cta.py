@@ -13,9 +13,9 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.plan.parts.arithmetic import (
     clamp,
-    from_lane,
     inclusive_sum,
     lane_before,
+    load_shared_wide,
     quotient_up,
     store_shared_wide,
 )
@@ -130,13 +130,11 @@ class Cta:
         if self.lane == 31:
             store_shared_wide(sums + self.warp * Int32(step), 0, Int64(through))
         ptx.sync_threads()
-        of_lane = ptx.asm(
-            "ld.shared.b64 $0, [$1];", [Int64], [sums + ptx.minimum(self.lane, Int32(self.warps - 1)) * step]
-        )
+        of_lane = load_shared_wide(sums + ptx.minimum(self.lane, Int32(self.warps - 1)) * step)
         of_lane = ptx.select(self.lane < self.warps, of_lane, Int64(0))
         sums_through = inclusive_sum(of_lane, self.lane, Int64(most_))
-        before = from_lane(lane_before(sums_through, self.lane), self.warp)
-        total = from_lane(sums_through, Int32(self.warps - 1))
+        before = ptx.shuffle_from(lane_before(sums_through, self.lane), self.warp)
+        total = ptx.shuffle_from(sums_through, Int32(self.warps - 1))
         ptx.sync_threads()  # the next sums overwrite these
         kind = type(x)
         return ptx.minimum(kind(before) + lane_before(through, self.lane), most_), kind(total)
@@ -147,8 +145,8 @@ class Cta:
         """Returns the tokens of request i < batch_size, within the memory of the launch."""
         p, place = self.p, Int64(i) * Int64(4)
         ragged_q = p.qo_indptr != Int64(0)
-        start = ptx.select(ragged_q, ptx.ld_global_u32_if(p.qo_indptr + place, ragged_q), i * p.q_len)
-        stop = ptx.ld_global_u32_if(p.qo_indptr + place + Int64(4), ragged_q)
+        start = ptx.select(ragged_q, ptx.load_word_if(ragged_q, p.qo_indptr + place), i * p.q_len)
+        stop = ptx.load_word_if(ragged_q, p.qo_indptr + place + Int64(4))
         stop = ptx.select(ragged_q, stop, start + p.q_len)
         start = clamp(start, Int32(0), p.max_rows)
         qo_len = clamp(stop, start, p.max_rows) - start
@@ -156,7 +154,7 @@ class Cta:
         kv_start = clamp(ptx.ld_global_u32(p.kv_indptr + place), Int32(0), p.max_kv)
         kv_stop = clamp(ptx.ld_global_u32(p.kv_indptr + place + Int64(4)), kv_start, p.max_kv)
         count = ptx.minimum(kv_stop - kv_start, p.max_pages)
-        last = clamp(ptx.ld_global_u32_if(p.last_page_len + place, paged), Int32(1), p.page_size)
+        last = clamp(ptx.load_word_if(paged, p.last_page_len + place), Int32(1), p.page_size)
         tokens = ptx.select(count > 0, (count - Int32(1)) * p.page_size + last, Int32(0))
         return Request(start, qo_len, kv_start, ptx.select(paged, tokens, count))
 
@@ -192,7 +190,7 @@ class Cta:
             before, total = self.exclusive_sum(tiles, p.max_tiles)
             if i < p.batch_size:
                 through = ptx.minimum(carry + before + tiles, p.max_tiles)
-                ptx.asm("st.global.b32 [$0+4], $1;", [], [p.first_tile + Int64(i) * Int64(4), through])
+                ptx.st_global_b32(p.first_tile + Int64(i) * Int64(4), 4, through)
             carry = ptx.minimum(carry + total, p.max_tiles)
             first = first + Int32(self.threads)
         return carry, keys, longest

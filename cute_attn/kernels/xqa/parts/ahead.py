@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -74,21 +74,14 @@ def page_in_bounds(p: Any, entry: Int32, wanted: Boolean, load: Load = isa.load_
     return ptx.select(isa.less_unsigned(page, p.pages), page, Int32(0))
 
 
-@dataclass(frozen=True)
-class BoundedKv(PagedKv):
-    """Paged K and V of a segment that may be another one now: page ids are kept in bounds."""
+def bounded(kv: PagedKv, segment: Segment, load: Load) -> PagedKv:
+    """The keys and values of a segment that `early_segment` returned, which may be another one now: page ids are kept
+    in bounds."""
 
-    first_page: Int32
-    load: Load
+    def page_id(exists: Boolean, index: Int32) -> Int32:
+        return page_in_bounds(kv.p, segment.first_page + index, isa.all_of([exists, kv.p.pages > 0]), load)
 
-    def page_id(self, exists: Boolean, index: Int32) -> Int32:
-        return page_in_bounds(self.p, self.first_page + index, isa.all_of([exists, self.p.pages > 0]), self.load)
-
-
-def bounded(kv: PagedKv, segment: Segment, load: Load) -> BoundedKv:
-    """The keys and values of a segment that `early_segment` returned."""
-    fields = kv.memory, kv.layout, kv.team, kv.p, kv.table, kv.head, kv.first_token, kv.kv_len
-    return BoundedKv(*fields, segment.first_page, load)
+    return replace(kv, page_id=page_id)
 
 
 @dataclass(frozen=True)

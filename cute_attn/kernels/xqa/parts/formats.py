@@ -179,8 +179,8 @@ class HardwareE2m1:
         return ptx.cvt_e2m1x8(MMA_DTYPE, word)
 
     def v_pairs(self, x: Int32, y: Int32) -> tuple[Words, Words]:
-        even = ptx.cvt_e2m1x8(MMA_DTYPE, isa.select_bits(LOW_NIBBLES, x, isa.shift_left(y, 4)))
-        odd = ptx.cvt_e2m1x8(MMA_DTYPE, isa.select_bits(LOW_NIBBLES, isa.shift_right(x, 4), y))
+        even = ptx.cvt_e2m1x8(MMA_DTYPE, isa.select_bits(LOW_NIBBLES, x, isa.shift_left(y, Int32(4))))
+        odd = ptx.cvt_e2m1x8(MMA_DTYPE, isa.select_bits(LOW_NIBBLES, isa.shift_right(x, Int32(4)), y))
         return [even[0], odd[0], even[1], odd[1]], [even[2], odd[2], even[3], odd[3]]
 
     def p_tokens(self, b: Words) -> Words:
@@ -318,7 +318,7 @@ def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
 
 
 def _shifted(x: Int32) -> Int32:
-    moved = isa.shift_right(x, 1)
+    moved = isa.shift_right(x, Int32(1))
     return (x & Int32(-0x7FFF8000)) | (moved & Int32(0x3F803F80))
 
 

@@ -11,6 +11,8 @@ from cute_attn.kernels.blocks.ptx import arithmetic, asm, flag, select
 
 permute_by = arithmetic("prmt.b32", Int32)  # `permute` with a selector known at run time only
 mul_f16x2 = arithmetic("mul.rn.f16x2", Int32)
+shift_left = arithmetic("shl.b32", Int32)
+shift_right = arithmetic("shr.u32", Int32)  # zeros come from above
 
 
 def e2m1_spread(x: Int32) -> list[Int32]:
@@ -38,15 +40,6 @@ def _spread_top(x: Int32) -> Int32:
     """`_spread` for the uppermost numbers, whose sign is in place already: only the magnitude is shifted."""
     text = f"{{.reg .b32 m; shr.u32 m, $1, 3; lop3.b32 $0, $1, m, {E2M1_IN_FP16}, 0xA8;}}"  # ($1 | m) & bits
     return asm(text, [Int32], [x], pure=True)
-
-
-def shift_left(x: Int32, count: int) -> Int32:
-    return asm(f"shl.b32 $0, $1, {count};", [Int32], [x], pure=True)
-
-
-def shift_right(x: Int32, count: int) -> Int32:
-    """Shift zeros in from above."""
-    return asm(f"shr.u32 $0, $1, {count};", [Int32], [x], pure=True)
 
 
 def select_bits(mask: int, a: Int32, b: Int32) -> Int32:
@@ -89,11 +82,6 @@ def movmatrix(x: Int32) -> Int32:
     return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x])
 
 
-def shuffle_up(x: Int32, delta: int) -> Int32:
-    """Value of the lane `delta` below; lanes without such a lane keep their own."""
-    return asm(f"shfl.sync.up.b32 $0, $1, {delta}, 0, 0xffffffff;", [Int32], [x])
-
-
 def ballot(x: Boolean) -> Int32:
     text = "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
     return asm(text, [Int32], [flag(x)])
@@ -118,20 +106,11 @@ def ld_l2_if(condition: Boolean, address: Int64, words: int) -> list[Float32]:
     return ptx.load_if(condition, address, 0, words, "ld.global.cg", Float32)
 
 
-def copy_if(condition: Boolean, shared: Int32, offset: int, source: Int64, source_offset: int, present: Int32) -> None:
-    """Copy 16 bytes with cp.async; bytes from `present` (0 or 16) on are not read but filled with zeros. Where the
-    condition is false, nothing is read or written."""
-    _copy(condition, shared, offset, source, source_offset, 16, present)
-
-
-def copy_small_if(condition: Boolean, shared: Int32, offset: int, source: Int64, size: int, present: Int32) -> None:
-    """`copy_if` for 4, 8 or 16 bytes."""
-    _copy(condition, shared, offset, source, 0, size, present)
-
-
-def _copy(
-    condition: Boolean, shared: Int32, offset: int, source: Int64, source_offset: int, size: int, present: Int32
+def copy_if(
+    condition: Boolean, shared: Int32, offset: int, source: Int64, source_offset: int, present: Int32, size: int = 16
 ) -> None:
+    """Copy 4, 8 or 16 bytes with cp.async; bytes from `present` (0 or `size`) on are not read but filled with zeros.
+    Where the condition is false, nothing is read or written."""
     form = "cg.shared.global.L2::128B" if size == 16 else "ca.shared.global"
     text = (
         f"{{.reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.{form} [$0+{offset}], [$1+{source_offset}], {size}, $2;}}"
@@ -151,11 +130,6 @@ def add_arrival(counter: Int64) -> Int32:
     """Add this CTA to a counter in global memory, after a barrier: writes of its threads become visible to every CTA
     that adds itself later. Returns how many CTAs came before."""
     return asm("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", [Int32], [counter])
-
-
-def draw(counter: Int64) -> Int32:
-    """Return the next number of a counter in global memory, without an order of other accesses."""
-    return asm("atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", [Int32], [counter])
 
 
 def all_of(conditions: Sequence[Boolean]) -> Boolean:

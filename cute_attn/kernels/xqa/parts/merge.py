@@ -9,7 +9,7 @@ depends on lengths alone, not on timing, so results are deterministic.
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,35 +22,10 @@ from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
-from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import DecodeSpec
 
 VECTOR_WIDTH = 4  # output dims that a thread merges at once
 VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, for two partials
-
-
-class StateMemory(Protocol):
-    """What a merge reads of the map of shared memory with one state per CTA."""
-
-    @property
-    def tile_dim(self) -> int:
-        """Columns of an output row."""
-
-    @property
-    def ring_bytes(self) -> int:
-        """Distance of the outputs of two states."""
-
-    @property
-    def outputs(self) -> int:
-        """Offset of the outputs, fp32 [rows, tile_dim]."""
-
-    @property
-    def stats(self) -> int:
-        """Offset of (maximum, sum) per row."""
-
-    @property
-    def ticket(self) -> int:
-        """Offset of one word: the number of CTAs that had written their partials before this one."""
 
 
 class SoftmaxState(NamedTuple):
@@ -59,6 +34,11 @@ class SoftmaxState(NamedTuple):
     maximum: Float32
     total: Float32
     values: list[Float32]
+
+    @classmethod
+    def empty(cls, count: int) -> "SoftmaxState":
+        """The state of no tokens."""
+        return cls(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(count)])
 
 
 def rescale_factor(maximum: Float32, new: Float32) -> Float32:
@@ -77,13 +57,34 @@ def merge_states(parts: list[SoftmaxState]) -> SoftmaxState:
 
 
 @dataclass(frozen=True)
-class Merge:
-    """Merge of one segment's warps and KV splits, and its epilogue."""
+class PartialResults:
+    """Partial results of all CTAs in global memory, and their counters."""
 
     spec: DecodeSpec
-    memory: XqaMemory | StateMemory
+    p: Any  # XqaParams or MlaParams
+
+    def cta_index(self, share: Int32) -> Int32:
+        """Linear index of the CTA that has share number `share` in this CTA's group."""
+        return share * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
+
+    def partial_address(self, partial: Int32, row: Int32) -> tuple[Int64, Int64]:
+        """Addresses of a partial's (maximum, sum) and outputs for one row."""
+        index = Int64(partial) * Int64(self.spec.rows) + Int64(row)
+        ctas = cute.arch.grid_dim()[0] * cute.arch.grid_dim()[1]
+        outputs = self.p.partials + Int64(ctas * (2 * self.spec.heads * self.spec.rows * 8))
+        return self.p.partials + index * Int64(8), outputs + index * Int64(self.spec.head_dim * 4)
+
+    def counter_address(self, share: Int32) -> Int64:
+        """Address of the counter of the CTA that has share number `share`."""
+        return self.p.counters + Int64(self.cta_index(share)) * Int64(4)
+
+
+@dataclass(frozen=True)
+class Merge(PartialResults):
+    """Merge of one segment's warps and KV splits, and its epilogue."""
+
+    memory: Any  # XqaMemory, or a map of one state that has its tile_dim, ring_bytes, outputs, stats and ticket
     team: LoneWarp | WarpTeam
-    p: Any  # XqaParams
     base: Int32  # shared memory
     finish: FinalEpilogue
 
@@ -139,6 +140,11 @@ class Merge:
     def has_columns(self, dim: Int32) -> Boolean | bool:
         """Whether a vector is no padding."""
         return True
+
+    def with_columns(self, exists: Boolean, dim: Int32) -> Boolean:
+        """Whether a vector exists and is no padding."""
+        columns = self.has_columns(dim)
+        return exists if columns is True else isa.all_of([exists, columns])
 
     def head_dim(self, dim: Int32) -> Int32:
         """Dimension of the head at dimension `dim` of this state."""
@@ -207,27 +213,12 @@ class Merge:
             index = index * self.spec.heads + warp_index()
         return index * 2 + ptx.flag(before == 0)
 
-    def cta_index(self, share: Int32) -> Int32:
-        """Linear index of the CTA that has share number `share` in this CTA's group."""
-        return share * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
-
-    def partial_address(self, partial: Int32, row: Int32) -> tuple[Int64, Int64]:
-        """Addresses of a partial's (maximum, sum) and outputs for one row."""
-        index = Int64(partial) * Int64(self.spec.rows) + Int64(row)
-        ctas = cute.arch.grid_dim()[0] * cute.arch.grid_dim()[1]
-        outputs = self.p.partials + Int64(ctas * (2 * self.spec.heads * self.spec.rows * 8))
-        return self.p.partials + index * Int64(8), outputs + index * Int64(self.spec.head_dim * 4)
-
     @cute.jit
     def store_partial(self, partial: Int32, row: Int32, dim: Int32, result: SoftmaxState) -> None:
         stats, outputs = self.partial_address(partial, row)
         if dim == 0:
             ptx.st_global_v2_f32(stats, 0, [result.maximum, result.total])
         ptx.st_global_v4_f32(outputs + Int64(dim * 4), 0, result.values)
-
-    def counter_address(self, share: Int32) -> Int64:
-        """Address of the counter of the CTA that has share number `share`."""
-        return self.p.counters + Int64(self.cta_index(share)) * Int64(4)
 
     @cute.jit
     def arrive(self, counter: Int64) -> Int32:
@@ -267,8 +258,7 @@ class Merge:
         """Merge a state's share of the partials into it, for lanes * vectors_per_lane vectors of its columns from
         vector `start` on."""
         state, lane = self.state_and_lane()
-        empty = SoftmaxState(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)])
-        sums = [empty for _ in range(self.vectors_per_lane)]
+        sums = [SoftmaxState.empty(VECTOR_WIDTH)] * self.vectors_per_lane
         positions = [self.row_and_dim(start + (lane + self.lanes * i)) for i in range(self.vectors_per_lane)]
         for index in cutlass.range(self.team.number(state), count, self.spec.teams, unroll=2):
             partial = self.partial_of(first + index, index)
@@ -293,8 +283,7 @@ class Merge:
         exists = rows.exists(row)
         maximum, total = isa.ld_l2_if(exists, stats, 2)
         maximum = ptx.select(exists, maximum, Float32(ptx.NEG_INF))
-        if self.has_columns(dim) is not True:
-            exists = isa.all_of([exists, self.has_columns(dim)])
+        exists = self.with_columns(exists, dim)
         return SoftmaxState(maximum, total, isa.ld_l2_if(exists, outputs + Int64(self.head_dim(dim) * 4), 4))
 
 

@@ -52,7 +52,7 @@ class PagedKv:
     layout: TileLayout
     team: LoneWarp | WarpTeam
     p: Any  # XqaParams
-    table: Int64  # page ids of the request
+    page_id: LoadPageId
     head: Int32
     first_token: Int32
     kv_len: Int32
@@ -68,10 +68,6 @@ class PagedKv:
     def no_pages(self) -> TokenPages:
         words = range(0, self.memory.spec.cols, 32)
         return TokenPages([Int32(0) for _ in words], [Int32(0) for _ in words])
-
-    def page_id(self, exists: Boolean, index: Int32) -> Int32:
-        """Read the id of the request's page `index`."""
-        return page_id(self.table, exists, index)
 
     def prefetch_page_ids(self, tile: Int32, wanted: Boolean) -> TokenPages:
         """Read the page ids of a tile's tokens; an unwanted tile reads nothing."""
@@ -138,4 +134,4 @@ class PagedKv:
             v_at = isa.mad_wide(token, p.v_sf_stride_n, isa.mad_wide(page, p.v_sf_stride_page, v))
             target = slot + lane * size
             for source, base in ((k_at, memory.k_scales), (v_at, memory.v_scales)):
-                isa.copy_small_if(wanted, target, base + 32 * i * size, source, size, present)
+                isa.copy_if(wanted, target, base + 32 * i * size, source, 0, present, size)

@@ -137,14 +137,14 @@ class Partition:
         p = self.p
         return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(unit)
 
-    def rows(self, segment: Segment, rows: int) -> PackedRows:
-        """Packed rows of a segment, `rows` of a block: the query heads of a GQA group, token by token."""
+    def rows(self, segment: Segment) -> PackedRows:
+        """Packed rows of a segment: the query heads of a GQA group, token by token."""
         p = self.p
         head = self.head(segment.unit)
         block = segment.unit - head * p.row_blocks
         group = Divisor(p.group, p.group_multiplier, p.group_shift)
         count, start = segment.request.qo_len * p.group, segment.request.qo_start
-        return PackedRows(block * rows, count, group, head * p.group, start)
+        return PackedRows(block * self.spec.rows, count, group, head * p.group, start)
 
     @cute.jit
     def first_page(self, index: Int32) -> Int32:
@@ -201,7 +201,7 @@ class Partition:
             own, longest = own + cost, ptx.maximum(longest, cost)
         reach = own
         for delta in cutlass.range_constexpr(5):
-            other = isa.shuffle_up(reach, 1 << delta)
+            other = ptx.shuffle_up(reach, 1 << delta)
             reach = reach + ptx.select(lane >= 1 << delta, other, Int32(0))
         return Costs(run, own, reach, longest)
 
@@ -272,7 +272,8 @@ class Partition:
         unit = segment.unit + self.unit_step
         following = Segment(segment.index, unit, start, segment.first_page, segment.request)
         if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
-            index = self.next_request(following, share)
+            index = following.index + 1
+            index = index if share is None else ptx.select(self.overlaps(following, share), index, self.p.batch)
             following = Segment(index, self.first_unit, start, self.first_page(index), self.request(index))
         return following
 
@@ -282,11 +283,6 @@ class Partition:
 
     def keep(self, ticket: Int32) -> None:
         """Store a ticket that was drawn."""
-
-    def next_request(self, following: Segment, share: Share | None) -> Int32:
-        """Index of the request behind that of a segment, past the last one for a segment beyond the share."""
-        index = following.index + 1
-        return index if share is None else ptx.select(self.overlaps(following, share), index, self.p.batch)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.scores import MIN_SCALE
 from cute_attn.kernels.xqa.parts.formats import Format
 from cute_attn.kernels.xqa.parts.partition import Partition, Segment
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
@@ -16,7 +16,6 @@ from cute_attn.kernels.xqa.spec import XqaSpec
 
 SIGNS = -0x7FFF8000  # sign bits of two 16-bit numbers
 TOP_EXPONENT = 14  # exponent of the largest element of a row after scaling into fp16
-SMALLEST_SCALE = 1e-30  # nonzero, so that -inf times it is -inf; too small to change a result of exp2
 
 
 class Queries(NamedTuple):
@@ -35,15 +34,11 @@ class QueryRows:
     format: Format
     p: Any  # XqaParams
 
-    def rows(self, segment: Segment) -> PackedRows:
-        """Packed rows of a segment: the query heads of a GQA group, token by token."""
-        return Partition(self.p, self.spec).rows(segment, self.spec.rows)
-
     def load(self, segment: Segment) -> list[Int32]:
         """Issue the loads of a segment's rows. This must precede the copies of its first tiles: every warp needs Q
         first, and behind those copies in the memory queue it would arrive last.
         """
-        rows, p = self.rows(segment), self.p
+        rows, p = Partition(self.p, self.spec).rows(segment), self.p
         lane = cute.arch.thread_idx()[0] & 31
         words = []
         for block in range(self.spec.row_blocks):
@@ -69,7 +64,7 @@ class QueryRows:
             if self.spec.mma_dtype != self.spec.dtype:
                 block, factor = self._to_fp16(block)
                 scale = scale * factor
-            scale = ptx.fmax(scale, Float32(SMALLEST_SCALE))
+            scale = ptx.fmax(scale, Float32(MIN_SCALE))
             block = [word ^ signs for word in block]
             fragments.append([block[i : i + 2] for i in range(0, len(block), 2)])
             # Accumulators have rows 2t and 2t + 1 as columns; the scale of row g is with lanes 4g.
@@ -100,8 +95,7 @@ class QueryRows:
         largest = ptx.magnitude(values[0])
         for value in values[1:]:
             largest = ptx.fmax(largest, ptx.magnitude(value))
-        for lane_mask in (1, 2):
-            largest = ptx.fmax(largest, ptx.shuffle_xor(largest, lane_mask))
+        largest = ptx.reduce_lanes(ptx.fmax, largest, (1, 2))
         exponent = ptx.bits(largest) >> 23
         field = ptx.minimum(TOP_EXPONENT + 254 - exponent, Int32(253))
         factor, inverse = ptx.from_bits(field << 23), ptx.from_bits((254 - field) << 23)

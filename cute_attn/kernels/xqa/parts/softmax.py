@@ -96,7 +96,7 @@ class PackedColumnSoftmax(ColumnSoftmax):
         """Maximum, three numbers at a time."""
         while len(values) > 1:
             threes = [values[i : i + 3] for i in range(0, len(values), 3)]
-            values = [sm100.fmax3(*x) if len(x) == 3 else x[0] if len(x) == 1 else ptx.fmax(*x) for x in threes]
+            values = [ptx.fmax(*x) if len(x) > 1 else x[0] for x in threes]
         return values[0]
 
     def exponentials(self, s: list[Float32], shift: list[Float32]) -> list[Float32]:
@@ -120,6 +120,4 @@ class PackedColumnSoftmax(ColumnSoftmax):
 
 def reduce_column(op, x):  # type: ignore[no-untyped-def]  # over traced values
     """Reduce over the eight lanes that share a column."""
-    for lane_mask in (4, 8, 16):
-        x = op(x, ptx.shuffle_xor(x, lane_mask))
-    return x
+    return ptx.reduce_lanes(op, x, (4, 8, 16))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import BEYOND, Costs, EvenPartition, KvSplit, Segment, Share
@@ -100,7 +100,7 @@ class TicketPartition(EvenPartition):
         ticket, ctas = Int32(0), cute.arch.grid_dim()[1]
         if isa.all_of([cute.arch.thread_idx()[0] == 0, self.dealt(share), self.draws]):
             counter = self.p.counters + Int64(cute.arch.block_idx()[0]) * Int64(4)
-            drawn = isa.draw(counter)
+            drawn = tma.atomic_increment(counter)
             if drawn == self.segments - ctas - 1:
                 ptx.st_global_b32(counter, 0, Int32(0))
             ticket = drawn + 2 * ctas

@@ -121,11 +121,6 @@ class HeadMerge(WholeMerge):
         items = [first + self.team.thread() for first in range(0, self.spec.rows * per_row, 32)]
         return [(item // per_row, item % per_row * STORED_DIMS) for item in items]
 
-    def wanted(self, rows: PackedRows, row: Int32, dim: Int32) -> Boolean:
-        """Whether a place has outputs of a row that exists."""
-        exists, columns = rows.exists(row), self.has_columns(dim)
-        return exists if columns is True else isa.all_of([exists, columns])
-
     @cute.jit
     def store_rows(self, rows: PackedRows) -> None:
         factor = self.finish_row(rows, ptx.minimum(self.team.thread(), Int32(self.spec.rows - 1)))
@@ -134,7 +129,7 @@ class HeadMerge(WholeMerge):
         for i in cutlass.range_constexpr(len(places)):
             row, dim = places[i]
             scale = ptx.shuffle_from(factor, row)
-            if self.wanted(rows, row, dim):
+            if self.with_columns(rows.exists(row), dim):
                 self.store_values(rows, row, dim, [x * scale for x in values[i]])
 
     @cute.jit
@@ -191,7 +186,7 @@ class EvenMerge(HeadMerge):
         for i in cutlass.range_constexpr(len(places)):
             row, dim = places[i]
             values = self.outputs(row, dim)
-            if self.wanted(rows, row, dim):
+            if self.with_columns(rows.exists(row), dim):
                 self.store_state(partial, row, dim, values)
 
     def store_state(self, partial: Int32, row: Int32, dim: Int32, values: list[Float32]) -> None:
@@ -274,10 +269,7 @@ class ClusterMerge(WarpMerge):
         """Row and dimension of a vector of this CTA's slice, and whether it exists."""
         item = cluster.rank() * self.memory.inbox_vectors + index
         row, dim = self.row_and_dim(item)
-        wanted = item < self.num_vectors(rows)
-        if self.has_columns(dim) is not True:
-            wanted = isa.all_of([wanted, self.has_columns(dim)])
-        return row, dim, wanted
+        return row, dim, self.with_columns(item < self.num_vectors(rows), dim)
 
     def slice_vectors(self, rows: PackedRows) -> Int32:
         """Number of vectors of this CTA's slice that exist."""
@@ -298,12 +290,12 @@ class ClusterMerge(WarpMerge):
         vectors = self.memory.inbox_vectors
         to = item // vectors
         place = cluster.rank() * vectors + (item - to * vectors)
-        inbox = cluster.in_cta_of(self.base, to)
+        inbox = cluster.in_cta(self.base, to)
         barrier = inbox + self.memory.inbox_barrier
         values = [ptx.bits(x) for x in state.values]
-        cluster.store_async_vector(inbox + self.memory.inbox + place * 16, values, barrier)
+        cluster.store_async(inbox + self.memory.inbox + place * 16, values, barrier)
         stats = [ptx.bits(state.maximum), ptx.bits(state.total)]
-        cluster.store_async_vector(inbox + self.memory.inbox_stats + place * 8, stats, barrier)
+        cluster.store_async(inbox + self.memory.inbox_stats + place * 8, stats, barrier)
 
     def received(self, index: Int32, cta: int) -> SoftmaxState:
         """Vector `index` of this CTA's slice, from a CTA of the cluster."""
@@ -331,9 +323,7 @@ class ClusterMerge(WarpMerge):
             for index in cutlass.range(cute.arch.thread_idx()[0], self.memory.inbox_vectors, self.threads, unroll=1):
                 row, dim, wanted = self.slice(rows, index)
                 if wanted:
-                    state = SoftmaxState(
-                        Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)]
-                    )
+                    state = SoftmaxState.empty(VECTOR_WIDTH)
                     for number in cutlass.range(0, count, unroll=4):
                         cta = self.cta_index(number * self.spec.cluster_size + cluster.rank())
                         state = merge_states([state, self.load_partial(cta, rows, row, dim)])

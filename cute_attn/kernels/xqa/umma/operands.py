@@ -16,7 +16,7 @@ from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import SLACK
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
-from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
+from cute_attn.kernels.xqa.umma.spec import E4M3, E5M2, XqaUmmaSpec
 
 UPPER_BYTES = -0x00FF0100  # of the halves of a word: 0xFF00FF00
 UPPER_OF_TWO = 0x7531  # selects the upper bytes of the halves of two words
@@ -53,7 +53,7 @@ def e4m3_terms(values: Sequence[Float32], terms: int) -> list[Int32]:
     """
     rest, words = ptx.pack_pairs("float16", values), []
     for term in range(terms):
-        words.append(ptx.e4m3_of_f16(rest[0], rest[1]))
+        words.append(ptx.pack_8_of_f16(E4M3, rest[0], rest[1]))
         if term < terms - 1:
             rounded = ptx.e4m3x4_to_f16(words[-1], native=True)
             rest = [ptx.subtract_f16(x, y) for x, y in zip(rest, rounded, strict=True)]
@@ -95,7 +95,7 @@ class E5m2Probabilities(Probabilities):
         for _ in range(self.spec.p_terms - 1):
             words.append(ptx.permute(rest[0], rest[1], UPPER_OF_TWO))
             rest = [ptx.subtract_f16(x, x & Int32(UPPER_BYTES)) for x in rest]
-        return [*words, ptx.e5m2_of_f16(rest[0], rest[1])]
+        return [*words, ptx.pack_8_of_f16(E5M2, rest[0], rest[1])]
 
 
 def probabilities(spec: XqaUmmaSpec) -> Probabilities:

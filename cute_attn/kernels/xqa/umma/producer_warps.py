@@ -26,36 +26,11 @@ from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 WARPS = 2  # with the others no more than eight, which leaves 255 registers for a thread
 
 
-@dataclass(frozen=True)
-class OperandLines:
-    """Rows of a slot as the products read them: columns of lines of all rows, swizzled. A lane copies a chunk of each
-    line, `lanes` of them a row.
+def row_lanes(spec: XqaUmmaSpec) -> int:
+    """Returns how many lanes copy a row of a slot as the products read it, columns of lines of all rows, swizzled: a
+    lane copies a chunk of each line.
     """
-
-    spec: XqaUmmaSpec
-
-    @property
-    def line(self) -> int:
-        return self.spec.line
-
-    @property
-    def lanes(self) -> int:
-        return self.line // CHUNK
-
-    @property
-    def rows(self) -> int:
-        """Rows that a warp copies at once."""
-        return 32 // self.lanes
-
-    @property
-    def piece_bytes(self) -> int:
-        return self.spec.piece_dim * self.spec.item_bytes
-
-    def flipped(self, row: int) -> int:
-        """Bits of an offset that differ `row` rows later, a multiple of `rows`, besides the distance of lines. The
-        swizzle repeats after eight rows.
-        """
-        return self.rows * CHUNK if row % 8 else 0
+    return spec.line // CHUNK
 
 
 @dataclass(frozen=True)
@@ -88,22 +63,23 @@ class TokenRows:
 
     def copy(self, operand: str, piece: int, tile: Int32, pages: TokenPages, slot: Int32) -> None:
         """Copies the warp's rows of a piece of K or V to a slot."""
-        p, request, lane, layout = self.p, self.segment.request, self.thread & 31, OperandLines(self.spec)
+        p, request, lane, spec = self.p, self.segment.request, self.thread & 31, self.spec
+        lanes, piece_bytes = row_lanes(spec), spec.piece_dim * spec.item_bytes
+        rows = 32 // lanes  # that the warp copies at once
         head_stride, page_stride, stride = (getattr(p, f"{operand}_stride_{name}") for name in ("h", "page", "n"))
-        row, chunk = lane // layout.lanes, lane % layout.lanes
+        row, chunk = lane // lanes, lane % lanes
         first = (self.thread >> 5) * self.warp_rows + row
         start = getattr(p, operand) + Int64(self.head) * head_stride + Int64(chunk * CHUNK)
         places = [page * page_stride + offset * stride for page, offset in zip(pages.pages, pages.offsets, strict=True)]
         token = tile * self.spec.cols + first - request.first_token
         length = request.kv_len - request.first_token
-        target = slot + in_lines(first, chunk, layout.line)
-        for i in range(0, self.warp_rows, layout.rows):
+        target = slot + in_lines(first, chunk, spec.line)
+        for i in range(0, self.warp_rows, rows):
             source = isa.mad_wide(ptx.shuffle_from(places[i // 32], row + i % 32), Int32(CHUNK), start)
             size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
-            shared = target ^ Int32(layout.flipped(i)) if layout.flipped(i) else target
-            for within in range(0, layout.piece_bytes, layout.line):
-                offset = piece * layout.piece_bytes + within
-                ptx.cp_async_16(shared, within * self.spec.cols + i * layout.line, source, offset, size)
+            shared = target ^ Int32(rows * CHUNK) if i % 8 else target  # the swizzle repeats after eight rows
+            for within in range(0, piece_bytes, spec.line):
+                ptx.cp_async(shared, within * spec.cols + i * spec.line, source, piece * piece_bytes + within, size)
 
 
 class ProducerWarps:
@@ -124,7 +100,7 @@ class ProducerWarps:
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.begin < split.end:
-                q = self.load_queries(p, shared.ring("q"), q, partition.rows(segment, self.spec.rows), thread)
+                q = self.load_queries(p, shared.ring("q"), q, partition.rows(segment), thread)
                 table = isa.mad_wide(segment.first_page, Int32(4), p.table)
                 rows = TokenRows(self.spec, p, segment, table, partition.head(segment.unit), thread)
                 first = split.begin + segment.request.first_token // self.spec.cols
@@ -170,14 +146,14 @@ class QkvProducerWarps(ProducerWarps):
     def load_queries(self, p: Any, ring: Ring, q: PipelineState, rows: PackedRows, thread: Int32) -> PipelineState:
         """Copies the rows of a segment; those that do not exist become zeros."""
         ring.wait_empty(q)
-        layout = OperandLines(self.spec)
-        slot, chunk, line = ring.address(q), thread % layout.lanes, layout.line
-        for first in range(0, self.spec.rows, layout.rows * WARPS):
-            row = thread // layout.lanes + first
+        lanes, line = row_lanes(self.spec), self.spec.line
+        slot, chunk = ring.address(q), thread % lanes
+        for first in range(0, self.spec.rows, 32 // lanes * WARPS):
+            row = thread // lanes + first
             size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))
             source = rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * CHUNK)
             target = slot + in_lines(row, chunk, line)
             for within in range(0, self.spec.head_dim * self.spec.item_bytes, line):
-                ptx.cp_async_16(target, within * self.spec.rows, source, within, size)
+                ptx.cp_async(target, within * self.spec.rows, source, within, size)
         ptx.cp_async_arrive(ring.full(q))
         return ring.next(q)

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.pipeline import WarpRole, start
+from cute_attn.kernels.blocks.pipeline import PipelineState, WarpRole, start
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.xqa.parts.partition import Partition
@@ -54,11 +54,11 @@ class QueryWarp:
         lane = cute.arch.thread_idx()[0] & 31
         while partition.overlaps(segment, share):
             if partition.split(segment, share).tiles > 0:
-                rows = partition.rows(segment, self.spec.rows)
+                rows = partition.rows(segment)
                 ring.wait_empty(q)
                 factor, inverse = self.factors(p, rows, lane)
                 self.convert(p, rows, ring.address(q), factor, lane)
-                self.publish(shared, ring.slot(q), ring.full(q), scale * inverse, lane)
+                self.publish(shared, ring, q, scale * inverse, lane)
                 q = ring.next(q)
             segment = partition.next_segment(segment)
 
@@ -72,8 +72,7 @@ class QueryWarp:
                     magnitude = ptx.bits(x) & Int32(0x7FFFFFFF)
                     # What is infinite or NaN must not become finite in other rows.
                     largest = ptx.maximum(largest, ptx.select(magnitude < Int32(INFINITY), magnitude, Int32(0)))
-        for lane_mask in (16, 8, 4, 2, 1):
-            largest = ptx.maximum(largest, ptx.shuffle_xor(largest, lane_mask))
+        largest = ptx.reduce_lanes(ptx.maximum, largest, (16, 8, 4, 2, 1))
         exponent = ptx.minimum(Int32(TARGET_EXPONENT + 127) - ((largest + Int32(QUARTER)) >> 23), Int32(MAX_EXPONENT))
         factor, inverse = (ptx.from_bits((127 + x) << 23) for x in (exponent, Int32(0) - exponent))
         return factor, inverse
@@ -106,11 +105,12 @@ class QueryWarp:
         return [ptx.unpack_pairs(self.spec.dtype, words) for words in chunks]
 
     @cute.jit
-    def publish(self, shared: cutlass.Constexpr, slot: Int32, full: Int32, scale: Float32, lane: Int32) -> None:
+    def publish(
+        self, shared: cutlass.Constexpr, ring: cutlass.Constexpr, q: PipelineState, scale: Float32, lane: Int32
+    ) -> None:
         """Hands Q on, with the factor from products to base-2 exponents."""
         tma.fence_async()
         if lane == 0:
-            ptx.st_shared_f32(shared.scratch("q_scales") + slot * 4, 0, scale)
+            ptx.st_shared_f32(shared.scratch("q_scales") + ring.slot(q) * 4, 0, scale)
         ptx.sync_warp()
-        if lane == 0:
-            tma.barrier_arrive(full)
+        ring.fill(q, lane)

@@ -98,7 +98,7 @@ class SoftmaxWarps:
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.active:
-                rows = partition.rows(segment, self.spec.rows)
+                rows = partition.rows(segment)
                 mask = TokenMask(p, rows, segment, self.spec)
                 context = SoftmaxContext(shared, tmem, self.score_scale(shared, state, split, scale), mask)
                 first = split.begin + segment.request.first_token // self.spec.cols
@@ -112,7 +112,7 @@ class SoftmaxWarps:
 
     def merge(self, p: Any, shared: UmmaShared) -> StateMerge:
         finish = FinalEpilogue.of(p)
-        return StateMerge(self.spec, self.memory, LoneWarp(), p, shared.base, finish, SYNC_BARRIER, THREADS)
+        return StateMerge(self.spec, p, self.memory, LoneWarp(), shared.base, finish, SYNC_BARRIER, THREADS)
 
     def start(self) -> SoftmaxState:
         totals = [Float32(0.0) for _ in range(self.spec.rows)]
@@ -170,8 +170,7 @@ class SoftmaxWarps:
         sm100.fence_before_sync()
         tma.fence_async()
         ptx.sync_warp()
-        if ptx.thread_index() & 31 == 0:
-            tma.barrier_arrive(p.full(state.p))
+        p.fill(state.p, ptx.thread_index() & 31)
         return state._replace(s=s.next(state.s), totals=totals)
 
     @cute.jit
