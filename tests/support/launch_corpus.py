@@ -17,11 +17,12 @@ import hashlib
 import json
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 
 from cute_attn.dispatch import append as dispatch_append
@@ -99,20 +100,25 @@ class Recorder(RecordingDriver):
         return result
 
     def _line(self, launched: Launched) -> str:
-        grid, values, artifact = launched
+        grid, _, artifact = launched
         spec = hashlib.sha256(json.dumps(artifact.spec, sort_keys=True).encode()).hexdigest()[:8]
-        kernel, places = f"{artifact.spec['kernel']} {spec}", _Places(self.names)
-        now = {param.name: places.text(param.kind, values[param.name]) for param in artifact.params}
+        kernel, now = f"{artifact.spec['kernel']} {spec}", parameters(launched, self.names)
         before = self._before.get(kernel, {})
         changed = " ".join(f"{name}={value}" for name, value in now.items() if before.get(name) != value)
         self._before[kernel] = now
         return f"  {kernel} {'x'.join(map(str, grid))} of {artifact.block[0]}: {changed}"
 
 
+def parameters(launched: Launched, names: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the parameters of a launch as text, by their names; addresses by those of the tensors."""
+    places = _Places(names)
+    return {param.name: places.text(param.kind, launched.values[param.name]) for param in launched.artifact.params}
+
+
 class _Places:
     """Writes the parameters of one launch, with memory that has no name numbered in the order of its first use."""
 
-    def __init__(self, names: dict[str, torch.Tensor]) -> None:
+    def __init__(self, names: Mapping[str, torch.Tensor]) -> None:
         self.extents = [(name, x.data_ptr(), x.untyped_storage().nbytes()) for name, x in names.items()]
         self.own: list[int] = []
 
@@ -152,6 +158,14 @@ def pretended(driver: NullDriver) -> Iterator[None]:
         calls.forget()
         yield
         calls.forget()
+
+
+@pytest.fixture
+def driver() -> Iterator[RecordingDriver]:
+    """A pretended H100."""
+    recording = RecordingDriver()
+    with pretended(recording):
+        yield recording
 
 
 def recorded(script: Script) -> list[str]:

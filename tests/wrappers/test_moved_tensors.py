@@ -8,7 +8,7 @@ import torch
 
 from cute_attn import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
-from tests.xqa.test_replays import RecordingDriver, driver
+from tests.support.launch_corpus import RecordingDriver, driver
 
 __all__ = ["driver"]  # a fixture
 

@@ -1,4 +1,6 @@
-"""Replays of single calls: the numbers of a call that is checked in full, and an error wherever that raises one."""
+"""Replays of single calls: the numbers of a call over any number of keys, and an error wherever a call that is checked
+in full raises one. Their launches: `tests/api/test_replayed_calls.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,103 +20,29 @@ from cute_attn.request import operands as request_operands
 from cute_attn.request import single
 from cute_attn.wrappers import calls
 from tests.support.case import shifted
+from tests.support.noted import noted
 
 HEADS, HEAD_DIM = (4, 2), 64
-CASES = {
-    "fa2 prefill": ("sm_90a", "fa2", 5, 40, {"causal": True, "return_lse": True}),
-    "fa2 split": ("sm_90a", "fa2", 1, 700, {"return_lse": True}),
-    "fa3 prefill": ("sm_90a", "fa3", 40, 70, {"causal": True, "kv_layout": "HND"}),
-    "fa2 decode": ("sm_80", "fa2", None, 300, {"window_left": 30}),
-    "xqa decode": ("sm_90a", "xqa", None, 300, {"return_lse": True, "q_scale": 0.5}),
-}
 
 
 @pytest.fixture(autouse=True)
 def full_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The calls that were checked in full; no call is cached before and after."""
-    taken: list[Any] = []
-    problem = single.problem
-
-    def counted(call: Any) -> Any:
-        taken.append(call)
-        return problem(call)
-
-    monkeypatch.setattr(single, "problem", counted)
     calls.forget()
-    yield taken
+    yield noted(monkeypatch, single, "problem")
     calls.forget()
 
 
-def operands(qo_len: int | None, kv_len: int, layout: str = "NHD", dtype: torch.dtype = torch.float16) -> Any:
-    q = torch.randn(*(() if qo_len is None else (qo_len,)), HEADS[0], HEAD_DIM).to(dtype)
-    k, v = torch.randn(2, kv_len, HEADS[1], HEAD_DIM).to(dtype)
+def operands(qo_len: int | None, kv_len: int, layout: str = "NHD") -> Any:
+    q = torch.randn(*(() if qo_len is None else (qo_len,)), HEADS[0], HEAD_DIM).half()
+    k, v = torch.randn(2, kv_len, HEADS[1], HEAD_DIM).half()
     return (q, k, v) if layout == "NHD" else (q, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
 
 
-def compare(found: Any, wanted: Any, tolerance: float = 4e-3) -> None:
+def compare(found: Any, wanted: Any) -> None:
     for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
         assert x.dtype == y.dtype
-        torch.testing.assert_close(x, y, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.emulator
-@pytest.mark.parametrize("name", CASES)
-def test_replays_compute_what_full_calls_do(name: str, full_checks: list[Any]) -> None:
-    """Four calls with other tensors, of which some take the memory of earlier ones, and buffers of the caller."""
-    arch, kernels, qo_len, kv_len, options = CASES[name]
-    function = single_decode_with_kv_cache if qo_len is None else single_prefill_with_kv_cache
-    torch.manual_seed(0)
-    with using(arch, kernels=kernels, sms=4):
-        for i in range(4):
-            x = operands(qo_len, kv_len, options.get("kv_layout", "NHD"))
-            wanted = function(*x, backend="reference", **options)
-            full_checks.clear()
-            compare(function(*x, backend="emulator", **options), wanted)
-            assert len(full_checks) == (i < 1)
-        for i in range(3):
-            out = torch.empty_like(x[0])
-            full_checks.clear()
-            found = function(*x, backend="emulator", out=out, **options)
-            assert (found[0] if isinstance(found, tuple) else found) is out
-            compare(found, wanted)
-            assert len(full_checks) == (i < 1)
-
-
-FP8 = torch.float8_e4m3fn
-OPTIONAL = {
-    "sinks": ("fa2", torch.float16, lambda: {"sinks": torch.randn(HEADS[0])}),
-    "a mask": ("fa2", torch.float16, lambda: {"packed_custom_mask": torch.randint(1, 255, (150,)).to(torch.uint8)}),
-    "scales of heads": (
-        "fa3",
-        FP8,
-        lambda: {"scale_q": torch.rand(HEADS[0]), "scale_k": torch.rand(HEADS[1]), "scale_v": torch.rand(HEADS[1])},
-    ),
-    "all of fa3": (
-        "fa3",
-        torch.float16,
-        lambda: {"sinks": torch.randn(HEADS[0]), "packed_custom_mask": torch.randint(1, 255, (150,)).to(torch.uint8)},
-    ),
-}
-
-
-@pytest.mark.emulator
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_optional_tensors_are_addresses(name: str, full_checks: list[Any]) -> None:
-    """Calls with other sinks, masks and scales in each take the launches of the first."""
-    kernels, dtype, optional = OPTIONAL[name]
-    torch.manual_seed(0)
-    with using("sm_90a", kernels=kernels, sms=4):
-        for i in range(4):
-            x, options = operands(20, 60, dtype=dtype), {**optional(), "return_lse": True, "o_dtype": torch.float16}
-            wanted = single_prefill_with_kv_cache(*x, backend="reference", **options)
-            full_checks.clear()
-            found = single_prefill_with_kv_cache(*x, backend="emulator", **options)
-            compare(found, wanted, 2e-2 if dtype == FP8 else 4e-3)
-            assert len(full_checks) == (i < 1)
-        for wrong in ({"sinks": torch.full((4,), torch.inf)}, {"packed_custom_mask": torch.zeros(151).byte()}):
-            if wrong.keys() <= options.keys():
-                with pytest.raises(ArgumentError):
-                    single_prefill_with_kv_cache(*x, backend="emulator", **{**options, **wrong})
+        torch.testing.assert_close(x, y, atol=4e-3, rtol=4e-3)
 
 
 GROWING = {
