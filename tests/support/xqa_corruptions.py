@@ -158,74 +158,7 @@ def other_batch_size(a: Arguments, case: XqaCase, rng: random.Random) -> Argumen
     return rng.choice([{"seq_lens": a["seq_lens"][:-1]}, {"query": a["query"][:-1], "mask": None}])
 
 
-# ---- memory
-
-
-def carved(size: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(size, dtype=torch.uint8, device=device)
-
-
-def as_out(memory: torch.Tensor, a: Arguments) -> torch.Tensor:
-    """The first bytes of a buffer as an output."""
-    query = a["query"]
-    return memory[: query.nbytes].view(query.dtype).view(query.shape)
-
-
-def as_lse(memory: torch.Tensor, a: Arguments) -> torch.Tensor:
-    rows, heads = a["query"].shape[:2]
-    return memory[: 4 * rows * heads].view(torch.float32).view(rows, heads)
-
-
-OUTPUTS: dict[str, Callable[[torch.Tensor, Arguments], torch.Tensor]] = {"out": as_out, "lse": as_lse}
-SHARED = ("block_tables", "seq_lens", "q_cu_seq_lens", "mask", "sinks", "bmm1_scale", "bmm2_scale", "query")
-
-
-@corrupts("(out|lse) must not share memory with")
-def shared_with_input(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments | None:
-    name, output = rng.choice(SHARED), rng.choice(list(OUTPUTS))
-    given = a[name]
-    if not isinstance(given, torch.Tensor):
-        return None
-    memory = carved(max(given.nbytes, a["query"].nbytes, 4096), given.device)
-    inside = memory[: given.nbytes].view(given.dtype).view(given.shape)
-    inside.copy_(given)
-    return {name: inside, output: OUTPUTS[output](memory, a)}
-
-
-@corrupts("(out|lse) must not share memory with workspace_buffer")
-def shared_with_workspace(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    output, start = rng.choice(list(OUTPUTS)), 16 * rng.randrange(1 << 20)
-    return {output: OUTPUTS[output](a["workspace_buffer"][start:], a)}
-
-
-@corrupts("lse must not share memory with out")
-def shared_outputs(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    memory = carved(a["query"].nbytes, a["query"].device)
-    return {"out": as_out(memory, a), "lse": as_lse(memory, a)}
-
-
-@corrupts("workspace_buffer must not share memory with query")
-def query_in_workspace(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    inside = as_out(a["workspace_buffer"][16 * rng.randrange(1 << 20) :], a)
-    return {"query": inside, "workspace_buffer": a["workspace_buffer"]}
-
-
-@corrupts("(out|query) requires grad")
-def gradients(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    name = rng.choice(["out", "query"])
-    return {name: a["query"].clone().requires_grad_()}
-
-
-# ---- dtypes, shapes, devices, layouts
-
-
-@corrupts("must be a strided tensor")
-def sparse(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments | None:
-    name = rng.choice(["query", "block_tables", "seq_lens", "sinks", "workspace_buffer"])
-    if not isinstance(a[name], torch.Tensor):
-        return None
-    dense = a[name] if name != "workspace_buffer" else carved(64, a["query"].device)
-    return {name: dense.to_sparse()}
+# ---- dtypes, shapes, layouts
 
 
 WRONG_DTYPES: dict[str, torch.dtype] = {
@@ -244,12 +177,6 @@ def wrong_dtype(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments | 
     name = rng.choice(list(WRONG_DTYPES))
     given = {**a, "out": a["query"], "lse": a["query"][..., 0]}[name]
     return None if given is None else {name: torch.zeros(given.shape, dtype=WRONG_DTYPES[name], device=given.device)}
-
-
-@corrupts("must be on|block_tables|cpu|cuda|seq_lens|kv_cache")
-def other_device(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments | None:
-    name = rng.choice(["block_tables", "seq_lens", "workspace_buffer", "mask", "q_cu_seq_lens", "sinks"])
-    return None if a[name] is None else {name: a[name].to("meta")}
 
 
 @corrupts("must be a torch.Tensor|must be a tensor or a pair")
