@@ -31,7 +31,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.wrappers import calls, planned_prefill
-from perf.pretended_gpu import NullDriver, pretended_gpu
+from perf.pretended_gpu import NullDriver, always, pretended_gpu
 
 ARCH = "sm_90a"
 FILE = Path(__file__).parent / "data" / "launch_corpus.json"
@@ -42,8 +42,9 @@ Script = Callable[["Recorder"], None]
 
 
 class Launched(NamedTuple):
-    """What a launch passed to the driver: its grid and the bytes of every parameter, by name."""
+    """What a launch passed to the driver: its stream, its grid and the bytes of every parameter, by name."""
 
+    stream: int
     grid: tuple[int, int, int]
     values: dict[str, bytes]
     artifact: Any
@@ -58,7 +59,9 @@ class RecordingDriver(NullDriver):
     def cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> tuple[int]:  # noqa: N802
         pointers = (ctypes.c_void_p * len(function.params)).from_address(params)
         values = {p.name: ctypes.string_at(at, p.size) for p, at in zip(function.params, pointers, strict=True)}
-        self.recorded.append(Launched((config.gridDimX, config.gridDimY, config.gridDimZ), values, function))
+        self.recorded.append(
+            Launched(config.hStream, (config.gridDimX, config.gridDimY, config.gridDimZ), values, function)
+        )
         return (0,)
 
 
@@ -100,7 +103,7 @@ class Recorder(RecordingDriver):
         return result
 
     def _line(self, launched: Launched) -> str:
-        grid, _, artifact = launched
+        _, grid, _, artifact = launched
         spec = hashlib.sha256(json.dumps(artifact.spec, sort_keys=True).encode()).hexdigest()[:8]
         kernel, now = f"{artifact.spec['kernel']} {spec}", parameters(launched, self.names)
         before = self._before.get(kernel, {})
@@ -150,7 +153,7 @@ def pretended(driver: NullDriver) -> Iterator[None]:
     gpu = Gpu(archs.named(ARCH), launch.CPU, archs.TYPICAL_SMS[ARCH])
     with (
         pretended_gpu(ARCH),
-        mock.patch.object(launch, "load_driver", return_value=driver),
+        mock.patch.object(launch, "load_driver", always(driver)),
         mock.patch.object(launch, "_function", lambda artifact, index: artifact),
         mock.patch.object(dispatch_append, "run", lambda rows: append_launch.run(rows, gpu)),
         mock.patch.object(planned_prefill, "_places", OrderedDict()),
