@@ -166,6 +166,7 @@ def get_batch_indices_positions(
         if buffer is not None:
             appending.integers(name, buffer, nnz, indptr.device)
             checks.dtype(name, buffer.dtype, (torch.int32,))
+            checks.unshared(name, buffer)
         else:
             buffer = torch.empty(nnz, dtype=torch.int32, device=indptr.device)
         buffers.append(buffer)

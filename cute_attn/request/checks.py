@@ -333,8 +333,8 @@ def contiguous(name: str, value: torch.Tensor) -> None:
         raise ArgumentError(f"{name} must be contiguous, got strides {value.stride()} for shape {tuple(value.shape)}")
 
 
-def dense(name: str, value: torch.Tensor) -> None:
-    """Check a buffer to write: no two elements share memory, and the last axis has unit stride."""
+def unshared(name: str, value: torch.Tensor) -> None:
+    """Check a buffer to write: no two elements share memory."""
     writable(name, value)
     if value.is_contiguous():
         return
@@ -345,7 +345,12 @@ def dense(name: str, value: torch.Tensor) -> None:
                 f"{name} must not overlap itself, got strides {value.stride()} for shape {tuple(value.shape)}"
             )
         needed = max(needed, stride * size)
-    if value.shape[-1] > 1 and value.stride(-1) != 1:
+
+
+def dense(name: str, value: torch.Tensor) -> None:
+    """Check a buffer to write: no two elements share memory, and the last axis has unit stride."""
+    unshared(name, value)
+    if not value.is_contiguous() and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {value.stride()}")
 
 

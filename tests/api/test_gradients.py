@@ -1,4 +1,4 @@
-"""Tensors that torch wants derivatives of, under compile and where a call was seen before. All calls: `test_stored`."""
+"""Tensors that torch wants derivatives of, under compile. All calls: `test_stored`."""
 
 from __future__ import annotations
 
@@ -61,26 +61,3 @@ def test_tangents_under_compile() -> None:
         assert torch.equal(compiled(*tensors), attention(*tensors))
         with pytest.raises(ArgumentError, match="q has a tangent of forward-mode AD"):
             compiled(with_tangent(tensors[0]), *tensors[1:])
-
-
-def test_block_scales() -> None:
-    """Those of a planned batch, whose layout was seen before, and of a single request."""
-    k, v = (torch.zeros(9, 2, 32, dtype=torch.uint8) for _ in range(2))
-    scales = [torch.ones(9, 2, 4).to(torch.float8_e4m3fn) for _ in range(2)]
-    wrapper = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
-    bounds = (torch.tensor([0, n], dtype=torch.int32) for n in (5, 9))
-    wrapper.plan(*bounds, 4, 2, 64, q_data_type=torch.bfloat16, kv_data_type=torch.uint8)
-    q = operands("cpu")[0]
-
-    def attention() -> None:
-        wrapper.run(q, k, v, kv_cache_sf=tuple(scales))
-        cute_attn.single_prefill_with_kv_cache(q, k, v, kv_cache_sf=tuple(scales))
-
-    attention()
-    scales[1].requires_grad_()
-    with pytest.raises(ArgumentError, match="kv_cache_sf requires grad"):
-        wrapper.run(q, k, v, kv_cache_sf=tuple(scales))
-    with pytest.raises(ArgumentError, match="v_sf of kv_cache_sf requires grad"):
-        cute_attn.single_prefill_with_kv_cache(q, k, v, kv_cache_sf=tuple(scales))
-    with torch.no_grad():
-        attention()

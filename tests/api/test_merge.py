@@ -106,8 +106,6 @@ BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
     ("merge_state", (V, S, META_V, S), "v_b must be on v_a's device", ArgumentError),
     ("merge_state", (V, META_S, V, S), "s_a must be on v_a's device", ArgumentError),
     ("merge_state_in_place", (V, S.half(), V, S), "s must have dtype float32", ArgumentError),
-    ("merge_state_in_place", (V[:1].expand(4, 3, 2), S, V, S), "v must not overlap itself", ArgumentError),
-    ("merge_state_in_place", (V, S[:1].expand(4, 3), V, S), "s must not overlap itself", ArgumentError),
 ]
 
 

@@ -171,7 +171,7 @@ def good() -> dict[str, Any]:
     }
 
 
-ROWS, META = torch.zeros(5, HEADS, DIM), torch.device("meta")
+ROWS = torch.zeros(5, HEADS, DIM)
 K = torch.zeros(5, 4, HEADS, DIM)
 BAD_APPENDS: list[tuple[str, Any, str, type]] = [
     ("kv_layout", "HDN", "kv_layout must be one of 'NHD', 'HND'", LayoutError),

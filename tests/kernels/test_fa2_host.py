@@ -24,7 +24,6 @@ from tests.support.named_launches import STREAM, NamedLaunch, recorded
 
 H200 = Gpu(named("sm_90a"), 0, 132)
 SMALL = Tile(16, 16, 1, 1, 2)
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-4}
 
 
 @pytest.fixture(autouse=True)
