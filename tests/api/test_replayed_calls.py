@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import flash_mla
+from cute_attn import ArgumentError, ArgumentTypeError, flash_mla
 from cute_attn.integrations.vllm import latent
 from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.wrappers import calls
+from perf.pretended_gpu import NullDriver
 from tests.support.entry_points import CACHE, ENTRIES, OTHERS, Entry, Planned, direct, without, zeros
 from tests.support.launch_corpus import RecordingDriver, parameters, pretended
 from tests.support.mla_case import LATENT, MlaCase
@@ -89,3 +90,16 @@ def test_launches(entry: str, backend: str, new: bool, monkeypatch: pytest.Monke
             monkeypatch.setattr(calls, "replay", lambda *a, **k: None)
             assert repeated == launched(driver, call, given, options)
             assert repeated[0]
+
+
+@pytest.mark.parametrize("scales", [(), (None, None), torch.ones(8), torch.ones(4, 3), 1.0], ids=str)
+@pytest.mark.parametrize("entry", ["single prefill", "paged", "ragged", "decode", "xqa", "trtllm"])
+def test_block_scales_after_calls_without_them(entry: str, scales: Any) -> None:
+    """They are refused like those of a first call."""
+    of = ENTRIES[entry]
+    with pretended(NullDriver()):
+        call = of.begin(of.tensors, "auto")
+        for _ in range(2):
+            call(of.tensors)
+        with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
+            call({**of.tensors, "kv_cache_sf": scales})

@@ -55,6 +55,6 @@ def test_launches_get_the_addresses_of_now(driver: RecordingDriver) -> None:
         if moved is not None:
             moved.resize_(4 * moved.numel())
             run(made, indices, 4, q, cache)
-        values = driver.recorded[-1][1]
+        values = driver.recorded[-1].values
         for field, tensor in (("table", indices), ("partials", made._workspace)):
             assert int.from_bytes(values[field], "little") == tensor.data_ptr()

@@ -199,14 +199,3 @@ def test_layouts_dtypes_and_tensors_as_options_are_no_replays(replayed: list[Any
     for scale in (0.5, 0.5, 0.25, 0.25):  # of tensors on the CPU the value counts
         single_prefill_with_kv_cache(q, k, v, k_scale=torch.tensor(scale))
     assert len(full_checks) == 8
-
-
-@pytest.mark.parametrize("scales", [(), (None, None), torch.ones(8), 1.0], ids=str)
-def test_block_scales_after_calls_without_them(scales: Any) -> None:
-    """They are refused like those of a first call."""
-    q, k, v = operands(5, 40)
-    with using("sm_90a", kernels="fa2"):
-        for _ in range(2):
-            single_prefill_with_kv_cache(q, k, v, backend="emulator")
-        with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
-            single_prefill_with_kv_cache(q, k, v, kv_cache_sf=scales, backend="emulator")

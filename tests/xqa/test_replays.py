@@ -64,15 +64,6 @@ def test_calls_are_bounded_in_number(call: Call, monkeypatch: pytest.MonkeyPatch
         assert 1 <= len(calls.UNPLANNED) <= 8
 
 
-@pytest.mark.parametrize("scales", [(), (None, None), torch.ones(8), torch.ones(4, 3), 1.0], ids=str)
-def test_block_scales_after_calls_without_them(scales: Any, call: Call) -> None:
-    """They are refused like those of a first call."""
-    for _ in range(2):
-        call({})
-    with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
-        call({"kv_cache_sf": scales})
-
-
 @pytest.mark.parametrize("capturing", [False, True])
 def test_values_are_not_looked_at_under_capture(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_ATTN_VALIDATE", "1")
