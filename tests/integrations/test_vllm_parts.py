@@ -27,8 +27,9 @@ from cute_attn.integrations.vllm.cache import views
 from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, split_decodes
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+from tests.support.dense_attention import nvfp4_values
 from tests.support.emulated_calls import emulated_append
-from tests.support.engine_case import Graph, nvfp4_values
+from tests.support.engine_case import Graph
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.noted import noted
 from tests.support.vllm_case import CACHE_DTYPES, UNTOUCHED, Step
@@ -112,7 +113,7 @@ def nvfp4_rows(case: Step, side: int) -> list[torch.Tensor]:
             inner = case.cache[block].transpose(0, 1) if case.memory_order == "NHD" else case.cache[block]
             page = inner.cpu().contiguous().view(2, -1)[side]
             codes, scales = page[: cells * dim // 2], page[cells * dim // 2 :].view(torch.float8_e4m3fn)
-            values = nvfp4_values(codes.view(cells, -1), scales.view(cells, -1), case.scales[side])
+            values = nvfp4_values(codes.view(cells, -1), scales.view(cells, -1)) * case.scales[side]
             shape = (size, heads, dim) if case.memory_order == "NHD" else (heads, size, dim)
             values = values.view(shape)
             tokens.append(values if case.memory_order == "NHD" else values.transpose(0, 1))
