@@ -29,7 +29,6 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.wrappers import calls
 
-DEVICE = torch.device("cuda", 0)
 CONTEXT = 1
 
 
@@ -61,16 +60,13 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     gpu = Gpu(arch, launch.CPU, archs.TYPICAL_SMS[arch_name])
 
     def chosen(features: Features, backend: str = "auto", _: object = None, load: Load = UNKNOWN_LOAD) -> Backend:
-        return choose(features._replace(device=DEVICE), backend, arch, load)
-
-    def config(*_: object) -> SimpleNamespace:
-        return SimpleNamespace()
+        return choose(features._replace(device=torch.device("cuda", 0)), backend, arch, load)
 
     patches = (
         mock.patch.object(launch, "load_driver", always(driver)),
         mock.patch.object(launch, "primary_context", always(CONTEXT)),
         mock.patch.object(launch, "_function", always(1)),
-        mock.patch.object(launch, "_config", config),
+        mock.patch.object(launch, "_config", lambda *given: SimpleNamespace(given=given)),
         mock.patch.object(archs, "for_device", always(arch)),
         mock.patch.object(adapter, "EmulatedLaunch", functools.partial(launch.Launch, device_index=0)),
         mock.patch.object(select, "choose", chosen),
