@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +11,11 @@ import torch
 
 from cute_attn import single_decode_with_kv_cache, single_prefill_with_kv_cache, xqa_batch_decode_with_kv_cache
 from tests.gpu import marks
+from tests.support import matrix
 from tests.support.batch_case import E4M3, decode, dims, heads
 from tests.support.graphs import cuda_graph
-from tests.support.right import assert_right, planned
-from tests.support.xqa_batches import fp8_answer, fp8_request
+from tests.support.matrix import BF16
+from tests.support.right import Solver, assert_right, planned
 
 HEADS, HEAD_DIM, BATCH, PAGES = (8, 2), 128, 37, 700
 Tensors = list[torch.Tensor]
@@ -114,14 +114,11 @@ def test_single_requests_of_fp8(kv_layout: str) -> None:
     """Also captured, with the calls of other lengths between replays."""
     graphs = []
     for kv_len in (0, 1, 31, 32, 33, 5000, 131072):
-        q, k, v = fp8_request(kv_len, "cuda", kv_layout)
-        out = single_decode_with_kv_cache(q, k, v, kv_layout)
-        expected = fp8_answer(q, k, v, kv_layout)
-        assert torch.dist(out.double(), expected) <= 5e-3 * expected.norm()
-        call = functools.partial(single_decode_with_kv_cache, q, k, v, kv_layout)
-        graphs.append((*cuda_graph(call), out, call))  # which keeps the tensors
+        solver = Solver(matrix.decode(kv_len, HEADS, HEAD_DIM, **BF16, **matrix.E4M3, kv_layout=kv_layout), "cuda")
+        out, _ = solver.assert_right()
+        graphs.append((*cuda_graph(solver.call), out, solver))  # which keeps the tensors
     for _ in range(3):
-        for captured, replay, out, _ in graphs:
+        for (captured, _), replay, out, _ in graphs:
             captured.fill_(float("nan"))
             replay()
             assert torch.equal(captured, out)
