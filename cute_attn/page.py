@@ -163,8 +163,8 @@ def get_batch_indices_positions(
     buffers = []
     for name, buffer in (("batch_indices", batch_indices), ("positions", positions)):
         if buffer is not None:
-            appending.integers(name, buffer, nnz, indptr.device)
-            checks.dtype(name, buffer.dtype, (torch.int32,))
+            checks.operand(name, buffer, (torch.int32,), (nnz,), "[nnz]", indptr.device, "device")
+            checks.writable(name, buffer)
         else:
             buffer = torch.empty(nnz, dtype=torch.int32, device=indptr.device)
         buffers.append(buffer)

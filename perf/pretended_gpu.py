@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,7 +29,6 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.wrappers import calls
 
-DEVICE = torch.device("cuda", 0)
 CONTEXT = 1
 
 
@@ -49,6 +48,11 @@ class NullDriver:
         return (0,)
 
 
+def always(result: Any) -> Callable[..., Any]:
+    """Return a function that returns this. Unlike a mock it keeps no calls."""
+    return lambda *_: result
+
+
 @contextlib.contextmanager
 def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     """Send calls with CPU tensors to the kernels that "auto" takes on such a GPU, whose driver does nothing."""
@@ -56,23 +60,20 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     gpu = Gpu(arch, launch.CPU, archs.TYPICAL_SMS[arch_name])
 
     def chosen(features: Features, backend: str = "auto", _: object = None, load: Load = UNKNOWN_LOAD) -> Backend:
-        return choose(features._replace(device=DEVICE), backend, arch, load)
-
-    def gpu_of(_: object) -> Gpu:
-        return gpu
+        return choose(features._replace(device=torch.device("cuda", 0)), backend, arch, load)
 
     patches = (
-        mock.patch.object(launch, "load_driver", return_value=driver),
-        mock.patch.object(launch, "primary_context", return_value=CONTEXT),
-        mock.patch.object(launch, "_function", return_value=1),
-        mock.patch.object(launch, "_config", side_effect=lambda *_: SimpleNamespace()),
-        mock.patch.object(archs, "for_device", return_value=arch),
+        mock.patch.object(launch, "load_driver", always(driver)),
+        mock.patch.object(launch, "primary_context", always(CONTEXT)),
+        mock.patch.object(launch, "_function", always(1)),
+        mock.patch.object(launch, "_config", lambda *given: SimpleNamespace(given=given)),
+        mock.patch.object(archs, "for_device", always(arch)),
         mock.patch.object(adapter, "EmulatedLaunch", functools.partial(launch.Launch, device_index=0)),
         mock.patch.object(select, "choose", chosen),
-        mock.patch.object(select, "arch_for", return_value=arch),
-        mock.patch.object(backends, "_gpu_of", gpu_of),
+        mock.patch.object(select, "arch_for", always(arch)),
+        mock.patch.object(backends, "_gpu_of", always(gpu)),
         mock.patch.object(dispatch_mla, "run", lambda problem, backend: mla_launch.run(problem, gpu)),
-        mock.patch.object(calls, "looks_at_values", return_value=False),
+        mock.patch.object(calls, "looks_at_values", always(False)),
     )
     with contextlib.ExitStack() as stack:
         for patch in patches:

@@ -226,11 +226,20 @@ def check_grad(name: str, value: torch.Tensor, more: str = "") -> None:
 
 
 def writable(name: str, value: torch.Tensor) -> None:
-    """Refuse a tensor that torch does not let operations write in place."""
+    """Refuse a tensor that torch does not let operations write in place, as where two elements share memory."""
     if value.requires_grad and value.is_leaf and torch.is_grad_enabled():
         raise ArgumentError(f"{name} is written and must not require grad: pass {name}.detach()")
     if value.is_cpu and value.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError(f"{name} is written and must not be an inference tensor outside of torch.inference_mode()")
+    if value.is_contiguous():
+        return
+    needed = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride < needed:
+            raise ArgumentError(
+                f"{name} must not overlap itself, got strides {value.stride()} for shape {tuple(value.shape)}"
+            )
+        needed = max(needed, stride * size)
 
 
 def shape(name: str, value: torch.Tensor, expected: tuple[int | None, ...], meaning: str) -> None:
@@ -338,16 +347,7 @@ def contiguous(name: str, value: torch.Tensor) -> None:
 def dense(name: str, value: torch.Tensor) -> None:
     """Check a buffer to write: no two elements share memory, and the last axis has unit stride."""
     writable(name, value)
-    if value.is_contiguous():
-        return
-    needed = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1 and stride < needed:
-            raise ArgumentError(
-                f"{name} must not overlap itself, got strides {value.stride()} for shape {tuple(value.shape)}"
-            )
-        needed = max(needed, stride * size)
-    if value.shape[-1] > 1 and value.stride(-1) != 1:
+    if not value.is_contiguous() and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {value.stride()}")
 
 

@@ -1,4 +1,4 @@
-"""Tensors that torch wants derivatives of, under compile and where a call was seen before. All calls: `test_stored`."""
+"""Tensors that torch wants derivatives of, under compile. All calls: `test_stored`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_attn.reference import attention as reference
-from tests.support.case import LOG2E, Case, check, make, problem, tolerance
+from tests.support.case import LOG2E, Case, check, make, problem
 from tests.support.matrix import FULL, SMALL, STORAGES, random_case
 
 
@@ -84,14 +84,6 @@ def test_a_case_is_the_same_everywhere() -> None:
     moved = make(dataclasses.replace(case, storage="transposed"))
     for a, b in zip(vars(make(case)).values(), vars(moved).values(), strict=True):
         assert a is b is None or torch.equal(a, b)
-
-
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
-def test_the_verdict_takes_a_right_answer(case: Case) -> None:
-    out, lse = solved(case)
-    result = check(case, out, lse if case.return_lse else None)
-    assert result.ok, result.detail
-    assert result.o_error <= tolerance(case)[0] / 4
 
 
 CASE = Case("prefill", 33, 65, 4, 2, 64, 64, mask="causal")

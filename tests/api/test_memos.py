@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import collections
 import gc
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from cute_attn import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache, single_prefill_with_kv_cache
-from cute_attn.dispatch import backends, capabilities, select
-from cute_attn.kernels.fa2.host.family import FAMILY
-from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.host import gpu as loading
-from cute_attn.kernels.host import single as host_single
-from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.prepared import MAX_PREPARED
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.host.single import SingleRun
-from cute_attn.runtime import arch as archs
-from cute_attn.runtime import launch
-from cute_attn.runtime.artifact import Artifact
+from cute_attn.runtime.launch import Launch
 from cute_attn.wrappers import calls
-from tests.support.named_launches import params_of
-from tests.support.stub_driver import StubDriver, forget_loaded
+from perf.pretended_gpu import NullDriver
+from tests.support.launch_corpus import pretended
 
 WARM, CALLS = 1_000, 10_000
 SLACK = 4_000  # memos that few of these calls fill; a leak of one object per call is more
@@ -90,53 +82,17 @@ def test_plans_and_runs_on_the_reference() -> None:
     assert growth(call, 600, 1000) < SLACK
 
 
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
-    """Calls with CPU tensors go to fa2 on a pretended H200, whose driver does nothing."""
-    params = params_of(Fa2Spec("float16", "float16", 64, 64))
-    driver = StubDriver(params)
-
-    def get(spec: Any, arch: str, program_of: Any) -> Artifact:
-        return Artifact("sm_90a", "kernel", spec.key().encode(), "", params, (128, 1, 1), 0, 0, 0, 0, {})
-
-    monkeypatch.setattr(launch, "load_driver", lambda: driver)
-    monkeypatch.setattr(archs, "for_device", lambda index: archs.named("sm_90a"))
-    monkeypatch.setattr(loading, "artifacts", SimpleNamespace(get=get))
-    monkeypatch.setattr(host_single, "current_stream", lambda index: 7)
-    monkeypatch.setattr(select, "choose", lambda features, backend_name="auto", **known: capabilities.BY_NAME["fa2"])
-    on_gpu = SimpleNamespace(prepare=lambda settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132)))
-    monkeypatch.setitem(backends.IMPLEMENTATIONS, "fa2", on_gpu)
-    memos = select.chosen, loading.load, prepared_kernel
-    for forget in (calls.forget, forget_loaded, *(memo.cache_clear for memo in memos)):
-        forget()
-    yield driver
-    for forget in (calls.forget, forget_loaded, *(memo.cache_clear for memo in memos)):
-        forget()
-
-
 @pytest.mark.parametrize("call", [with_scale, with_v_scale, with_lengths, with_heads])
-def test_calls_on_a_gpu(call: Call, stub: StubDriver) -> None:
-    def fire(i: int) -> None:
-        call(i)
-        assert stub.launches
-        stub.launches.clear()
-
-    assert growth(fire) < SLACK
-    gc.collect()
-    counts = collections.Counter(map(type, gc.get_objects()))
-    assert counts[SingleRun] <= MAX_PREPARED
-    assert counts[launch.Launch] <= loading.MAX_KERNELS
-    assert len([call for call in stub.calls if call[0] == "load"]) == len(launch._libraries)
-    for forget in (calls.forget, prepared_kernel.cache_clear):
-        forget()
-    gc.collect()
-    assert SingleRun not in set(map(type, gc.get_objects()))
-
-
-def test_a_dropped_kernel_is_not_loaded_again(stub: StubDriver) -> None:
-    """The driver never unloads a kernel, which captured graphs may hold: loading it again would leak."""
-    for _ in range(3):
-        with_scale(0)
-        for memo in (loading.load, prepared_kernel):
-            memo.cache_clear()
-    assert [call[0] for call in stub.calls].count("load") == 1
+def test_calls_on_a_gpu(call: Call) -> None:
+    driver = NullDriver()
+    with pretended(driver):
+        assert growth(call) < SLACK
+        assert driver.launches >= WARM + CALLS
+        gc.collect()
+        counts = collections.Counter(map(type, gc.get_objects()))
+        assert 0 < counts[SingleRun] <= MAX_PREPARED
+        assert 0 < counts[Launch] <= loading.MAX_KERNELS
+        for forget in (calls.forget, prepared_kernel.cache_clear):
+            forget()
+        gc.collect()
+        assert SingleRun not in set(map(type, gc.get_objects()))

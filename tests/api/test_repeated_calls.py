@@ -6,9 +6,9 @@ import gc
 import itertools
 import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,40 +16,32 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError, single_decode_with_kv_cache, single_prefill_with_kv_cache
-from cute_attn.dispatch import backends, capabilities, select
-from cute_attn.kernels.fa2.host.family import FAMILY
-from cute_attn.kernels.fa2.spec import Fa2Spec
-from cute_attn.kernels.host import gpu as loading
+from cute_attn.dispatch import backends
 from cute_attn.kernels.host import single as host_single
-from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED
-from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.problem import Problem
 from cute_attn.request import operands
 from cute_attn.request import settings as request_settings
 from cute_attn.request import single as single_request
 from cute_attn.request.settings import Call
-from cute_attn.runtime import arch as archs
-from cute_attn.runtime import launch
-from cute_attn.runtime.artifact import Artifact
 from cute_attn.wrappers import calls
 from tests.support.case import shifted
 from tests.support.error_rows import TABLE, Row
-from tests.support.named_launches import params_of, recorded
-from tests.support.stub_driver import StubDriver, forget_loaded
+from tests.support.launch_corpus import Launched, RecordingDriver, driver, pretended
 from tests.support.threads import in_threads
 
-HALF, FLOAT = torch.float16, torch.float32
+__all__ = ["driver"]  # a fixture
+
+HALF = torch.float16
 
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Empty memos before and after each test."""
-    caches = (request_settings.call_settings.kept, select.chosen, loading.load, prepared_kernel)
-    for forget in (calls.forget, *(cache.cache_clear for cache in caches)):
+    for forget in (calls.forget, request_settings.call_settings.kept.cache_clear):
         forget()
     yield
-    for forget in (calls.forget, *(cache.cache_clear for cache in caches)):
+    for forget in (calls.forget, request_settings.call_settings.kept.cache_clear):
         forget()
 
 
@@ -57,14 +49,6 @@ def forget() -> Iterator[None]:
 def aligned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors must be aligned as on a GPU."""
     monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
-
-
-@pytest.fixture
-def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls with CPU tensors go to fa2 on a pretended H200."""
-    monkeypatch.setattr(select, "choose", lambda features, backend_name="auto", **known: capabilities.BY_NAME["fa2"])
-    on_gpu = SimpleNamespace(prepare=lambda settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132)))
-    monkeypatch.setitem(backends.IMPLEMENTATIONS, "fa2", on_gpu)
 
 
 def tensors(qo_len: int = 3, kv_len: int = 7, heads: tuple[int, int] = (4, 2), dim: int = 16) -> dict[str, Any]:
@@ -75,9 +59,6 @@ def tensors(qo_len: int = 3, kv_len: int = 7, heads: tuple[int, int] = (4, 2), d
 
 def problem(**arguments: Any) -> Problem:
     return single_request.problem(Call(**{**tensors(), **arguments}))
-
-
-# ---- every argument gets where it belongs
 
 
 # ---- memoised settings equal those computed from scratch
@@ -310,62 +291,62 @@ def test_a_flat_custom_mask_is_the_same_mask() -> None:
 # ---- the same through the launches
 
 
-@pytest.mark.usefixtures("on_fa2", "aligned_memory")
-def test_a_growing_cache_decides_its_settings_once() -> None:
+class SlowDriver(RecordingDriver):
+    """Lets other threads run, as the real call does."""
+
+    def cuLaunchKernelEx(self, *arguments: Any) -> tuple[int]:  # noqa: N802
+        time.sleep(1e-4)
+        return super().cuLaunchKernelEx(*arguments)
+
+
+def numbers(launched: Launched, *names: str) -> tuple[int, ...]:
+    """Return integers that a launch passed."""
+    return tuple(int.from_bytes(launched.values[name], "little", signed=True) for name in names)
+
+
+@pytest.mark.usefixtures("aligned_memory")
+def test_a_growing_cache_decides_its_settings_once(driver: RecordingDriver) -> None:
     """Decode over a growing cache: every launch has its own length. Numbers: `tests/wrappers/test_single_calls.py`."""
     given = tensors(kv_len=700, dim=64)
     q, k, v = given["q"][0], given["k"], given["v"]
     kv_lens = (0, 1, 2, 63, 64, 65, 699, 700, 64)
-    with recorded() as launches:
-        for kv_len, window_left in itertools.product(kv_lens, (-1, 20)):
-            single_decode_with_kv_cache(q, k[:kv_len], v[:kv_len], window_left=window_left)
-        launched = [launch for launch in launches.fired if isinstance(launch.spec, Fa2Spec)]
+    for kv_len, window_left in itertools.product(kv_lens, (-1, 20)):
+        single_decode_with_kv_cache(q, k[:kv_len], v[:kv_len], window_left=window_left, backend="fa2")
+    launched = [launch for launch in driver.recorded if launch.artifact.spec["kernel"] == "fa2"]
     assert request_settings.call_settings.kept.cache_info().currsize == 2
-    assert [launch.params.kv_len for launch in launched] == [n for n in kv_lens for _ in range(2)]
+    assert [numbers(launch, "kv_len") for launch in launched] == [(n,) for n in kv_lens for _ in range(2)]
     assert {launch.grid[2] for launch in launched} > {1}  # whole and split
 
 
-@pytest.mark.usefixtures("on_fa2")
 def test_threads_and_streams_share_memos(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch carries the addresses, numbers and stream of one call, while others are under way."""
-    params = params_of(Fa2Spec("float16", "float16", 64, 64))
-    artifact = Artifact("sm_90a", "kernel", b"cubin", "", params, (128, 1, 1), 0, 0, 0, 0, {})
-    driver, own = StubDriver(params), threading.local()
-    driver.launch_seconds = 1e-4
-    monkeypatch.setattr(launch, "load_driver", lambda: driver)
-    monkeypatch.setattr(archs, "for_device", lambda index: archs.named("sm_90a"))
-    monkeypatch.setattr(loading, "artifacts", SimpleNamespace(get=lambda spec, arch, program_of: artifact))
+    own = threading.local()
     monkeypatch.setattr(host_single, "current_stream", lambda index: own.stream)
-    forget_loaded()
-    calls: dict[int, tuple[int, int, int]] = {}  # by address of q
+    expected: list[tuple[int, ...]] = []
     kept: list[dict[str, Any]] = []
 
     def work(stream: int) -> None:
-        own.stream = stream
+        own.stream, causal = stream, stream % 2 == 0
         given = tensors(qo_len=100, kv_len=100 + stream, dim=64)
         kept.append(given)  # or another thread would get the same addresses
         for offset in range(50):
             q = given["q"][offset:]
-            calls[q.data_ptr()] = stream, len(q), 100 + stream
-            single_prefill_with_kv_cache(q, given["k"], given["v"], causal=stream % 2 == 0)
+            right = 100 + stream - len(q) if causal else UNBOUNDED
+            expected.append((stream, q.data_ptr(), len(q), 100 + stream, right))
+            single_prefill_with_kv_cache(q, given["k"], given["v"], causal=causal, backend="fa2")
 
-    in_threads(work, range(1, 5))
-    forget_loaded()
-    launched = [
-        {p.name: int.from_bytes(x, "little", signed=True) for p, x in zip(params, run["params"], strict=True)}
-        for run in driver.launches
-    ]
-    assert sorted(p["q"] for p in launched) == sorted(calls)
-    assert len(calls) == 200
-    for p, run in zip(launched, driver.launches, strict=True):
-        assert calls[p["q"]] == (run["stream"], p["qo_len"], p["kv_len"])
-        assert p["right"] == (p["kv_len"] - p["qo_len"] if run["stream"] % 2 == 0 else UNBOUNDED)
+    slow = SlowDriver()
+    with pretended(slow):
+        in_threads(work, range(1, 5))
+    found = [(launch.stream, *numbers(launch, "q", "qo_len", "kv_len", "right")) for launch in slow.recorded]
+    assert sorted(found) == sorted(expected)
+    assert len(found) == 200
 
 
 # ---- what is kept
 
 
-@pytest.mark.usefixtures("on_fa2")
+@pytest.mark.usefixtures("driver")
 def test_no_tensor_is_kept_alive() -> None:
     given = {
         **tensors(),
@@ -376,8 +357,7 @@ def test_no_tensor_is_kept_alive() -> None:
         "custom_mask": torch.ones(3, 7, dtype=torch.bool),
     }
     references = [weakref.ref(tensor) for tensor in given.values()]
-    with recorded():
-        single_prefill_with_kv_cache(**given)
+    single_prefill_with_kv_cache(**given)
     wrong = torch.ones(1)
     references.append(weakref.ref(wrong))
     for name in ("sm_scale", "window_left", "causal", "o_dtype", "kv_layout"):

@@ -164,12 +164,6 @@ def test_fp8_output_is_for_fa3(rows: int, asked: Asked, o_dtype: torch.dtype) ->
         select.choose(features, arch=AMPERE)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_fa2_refuses_fp8_queries_without_instructions_for_them(arch: str) -> None:
-    with pytest.raises(NotSupported, match=r"fa2 refuses q of an fp8 dtype, before compute capability 12\.0"):
-        select.choose(CUDA._replace(**FP8_Q), "fa2", named(arch))
-
-
 ODD_OUTPUT = "output of an fp8 dtype with a head dimension that is no multiple of 16"
 PER_HEAD: tuple[Asked, str] = {"per_head_scales": True}, "per-head scales beside q of float16 or bfloat16"
 # (asked, feature of the refusal)

@@ -22,7 +22,7 @@ from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
 from tests.support.right import Solver, assert_planned_right, emulate, emulate_call
 from tests.support.schedules import KINDS, in_turn
-from tests.support.xqa_batches import CUDA, GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
+from tests.support.xqa_batches import CUDA, GRAPHED, SMALL, is_taken, random_batches
 from tests.support.xqa_rules import move_steps
 
 pytestmark = pytest.mark.emulator
@@ -31,6 +31,10 @@ DECODE_CALLS = {name: call for name, call in zip(IDS, CALLS, strict=True) if "de
 BATCHES = needed(SMALL, functools.partial(batch_case.features, device=CUDA))
 SINGLE = [problem for problem in MATRIX if problem.kind == "decode" and is_taken(problem)]
 SINGLE += [Case("decode", 1, 150, 4, 1, dim, dim, storage="padded") for dim in (512, 32)]
+SINGLE += [
+    Case("decode", 1, kv_len, 8, 2, 128, 128, "bfloat16", E4M3, kv_layout=kv_layout)
+    for kv_len, kv_layout in ((0, "NHD"), (1, "HND"), (300, "NHD"), (77, "HND"))
+]
 
 
 def assert_xqa(emulation: Emulation) -> None:
@@ -70,15 +74,6 @@ def test_honour(kind: str, perturbation: Perturbation) -> None:
 @pytest.mark.parametrize("problem", SINGLE, ids=lambda problem: problem.id)
 def test_single(problem: Case) -> None:
     assert_xqa(emulate(problem, "sm_90a", "xqa", sms=2))
-
-
-@pytest.mark.parametrize(("kv_len", "kv_layout"), [(0, "NHD"), (1, "HND"), (300, "NHD"), (77, "HND")])
-def test_single_request_of_fp8(kv_len: int, kv_layout: str) -> None:
-    q, k, v = fp8_request(kv_len, "cpu", kv_layout)
-    with using("sm_90a", sms=3) as emulation:
-        out = single_decode_with_kv_cache(q, k, v, kv_layout, backend="emulator")
-    torch.testing.assert_close(out.double(), fp8_answer(q, k, v, kv_layout), rtol=1e-2, atol=5e-3)
-    assert [record.spec["kernel"] for record in emulation.records] == ["xqa"]  # auto's choice
 
 
 @pytest.mark.parametrize("schedule", KINDS)

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-import cute_attn
 from cute_attn.dispatch import append
 from cute_attn.request.append import Append, reference
 from tests.support import append_case
@@ -74,14 +73,3 @@ def test_a_captured_graph_reads_rows_indices_and_scales_again(kind: str) -> None
             replay()
             same(**on_cpu)
             assert all(torch.equal(memory(a), memory(b)) for a, b in zip(caches, want, strict=True))
-
-
-def test_rows_without_a_page_go_nowhere() -> None:
-    cache = torch.zeros(3, 2, 4, 1, 8, device="cuda")
-    request = torch.tensor([0, -1, 7, 0, 0], device="cuda", dtype=torch.int32)
-    position = torch.tensor([1, 0, 0, 99, -5], device="cuda", dtype=torch.int32)
-    rows = torch.ones(5, 1, 8, device="cuda")
-    table = (torch.tensor([2]), torch.tensor([0, 1]), torch.tensor([4]))
-    cute_attn.append_paged_kv_cache(rows, rows, request, position, cache, *(x.int().cuda() for x in table))
-    assert cache[2, :, 1].all()
-    assert cache.sum() == cache[2, :, 1].numel()

@@ -11,14 +11,12 @@ import pytest
 import torch
 from filelock import FileLock
 
-import cute_attn
 from cute_attn.runtime import arch as archs
 from tests.gpu import marks
 from tests.support import fuzz, right
 from tests.support.batch_case import (
     SMALL,
     BatchCase,
-    call,
     decode,
     dims,
     heads,
@@ -116,19 +114,6 @@ def test_strides_past_32_bits(case: BatchCase, backend: str) -> None:
 
 
 # ---- bad input
-
-
-def test_validation_names_request_and_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_ATTN_VALIDATE", "1")
-    case = paged((5, 3, 9), (40, 0, 33), page_size=4)
-    inputs = make(case, "cuda")
-    bad = inputs.kv_indices.clone()
-    bad[12] = 77777
-    made = wrapper(case, "cuda", backend="fa2")
-    made.plan(**{**plan_arguments(case, inputs), "paged_kv_indices": bad})
-    with pytest.raises(cute_attn.ArgumentError, match="page 2 of request 2, is 77777"):
-        call(case, inputs, made)
-    assert_solved_again(case, "fa2")
 
 
 def test_corrupted_input(monkeypatch: pytest.MonkeyPatch) -> None:

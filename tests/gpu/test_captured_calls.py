@@ -11,10 +11,11 @@ import torch
 
 from cute_attn import single_decode_with_kv_cache, single_prefill_with_kv_cache, xqa_batch_decode_with_kv_cache
 from tests.gpu import marks
+from tests.support import matrix
 from tests.support.batch_case import E4M3, decode, dims, heads
 from tests.support.graphs import cuda_graph
-from tests.support.right import assert_right, planned
-from tests.support.xqa_batches import fp8_answer, fp8_request
+from tests.support.matrix import BF16
+from tests.support.right import Solver, assert_right, planned
 
 HEADS, HEAD_DIM, BATCH, PAGES = (8, 2), 128, 37, 700
 Tensors = list[torch.Tensor]
@@ -99,14 +100,12 @@ def test_single_calls_over_a_growing_cache(qo_len: int | None, num_kv_heads: int
     def check(out: torch.Tensor, kv_len: int) -> None:
         close(out, function(q.cpu(), k[:kv_len].cpu(), v[:kv_len].cpu()))
 
-    graph = torch.cuda.CUDAGraph()
     for kv_len in (100, 101, 102, 500, 2000, 2001, 9000, 30_000):
         for _ in range(2):
             check(function(q, k[:kv_len], v[:kv_len]), kv_len)
         if kv_len == 2001:
-            with torch.cuda.graph(graph):
-                captured = function(q, k[:kv_len], v[:kv_len])
-    graph.replay()
+            captured, replay = cuda_graph(lambda: function(q, k[:2001], v[:2001]))
+    replay()
     check(captured, 2001)
 
 
@@ -115,20 +114,13 @@ def test_single_requests_of_fp8(kv_layout: str) -> None:
     """Also captured, with the calls of other lengths between replays."""
     graphs = []
     for kv_len in (0, 1, 31, 32, 33, 5000, 131072):
-        q, k, v = fp8_request(kv_len, "cuda", kv_layout)
-        out = single_decode_with_kv_cache(q, k, v, kv_layout)
-        expected = fp8_answer(q, k, v, kv_layout)
-        assert float(torch.linalg.vector_norm(out.double() - expected)) <= 5e-3 * float(
-            torch.linalg.vector_norm(expected)
-        )
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = single_decode_with_kv_cache(q, k, v, kv_layout)
-        graphs.append((graph, captured, out, (q, k, v)))
+        solver = Solver(matrix.decode(kv_len, HEADS, HEAD_DIM, **BF16, **matrix.E4M3, kv_layout=kv_layout), "cuda")
+        out, _ = solver.assert_right()
+        graphs.append((*cuda_graph(solver.call), out, solver))  # which keeps the tensors
     for _ in range(3):
-        for graph, captured, out, _ in graphs:
+        for (captured, _), replay, out, _ in graphs:
             captured.fill_(float("nan"))
-            graph.replay()
+            replay()
             assert torch.equal(captured, out)
 
 

@@ -30,7 +30,7 @@ from tests.support.batch_case import (
 )
 from tests.support.device_plan import moved
 from tests.support.device_schedules import cases, difference
-from tests.support.graphs import blank, cuda_graph, graph_wrapper
+from tests.support.graphs import blank, cuda_graph, graph_wrapper, without_synchronising
 from tests.support.right import assert_right
 
 pytestmark = marks.SM80
@@ -86,14 +86,10 @@ def test_plans_make_no_synchronising_call(case: BatchCase) -> None:
             original = getattr(torch.Tensor, name)
             return mock.patch.object(torch.Tensor, name, lambda x, *rest: calls.append(name) or original(x, *rest))
 
-        with counted("cpu"), counted("item"), counted("tolist"), counted("numpy"):
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                for (other, inputs), plan in zip(batches, arguments, strict=True):
-                    planned.plan(**plan)
-                    results.append(call(other, inputs, planned))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with counted("cpu"), counted("item"), counted("tolist"), counted("numpy"), without_synchronising():
+            for (other, inputs), plan in zip(batches, arguments, strict=True):
+                planned.plan(**plan)
+                results.append(call(other, inputs, planned))
         assert calls == []
         assert isinstance(planned._plan_info.lengths, DeviceLengths)
         for (other, inputs), (out, lse) in zip(batches, results, strict=True):

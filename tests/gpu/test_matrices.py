@@ -167,7 +167,7 @@ DRAWS: dict[str, Callable[[int], Iterable[Problem]]] = {  # by the first of a te
     "items": items,
     "items alone": functools.partial(items, pos_encoding_mode="NONE"),
 }
-DRAWN = [  # backend, what is drawn, how many seeds; `tests.gpu.bundle` covers 200 single requests by default
+DRAWN = [  # backend, what is drawn, how many seeds
     *(("fa2", "single", 200), ("fa2", "batch", RANDOM), ("xqa", "decode", RANDOM), ("fa2", "items", 60)),
     *(("auto", "items", 60), ("fa3", "8 bits", 300), *(("fa3", name, 100) for name in CHANGES)),
     *((name, draw, seeds) for name in ("fa3", "fa4") for draw, seeds in (("single", 200), ("batch", 200))),

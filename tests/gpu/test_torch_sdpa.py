@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import cute_attn
 from cute_attn.integrations import aten_flash, sdpa
 from tests.gpu import marks
+from tests.support.dense_attention import attention, seen
 
 pytestmark = marks.SM80
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
@@ -119,10 +120,8 @@ def test_varlen(window: tuple[int, int], calls: list[str]) -> None:
     assert calls == ["_ragged"]
     for i, (qo_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         rows, keys = slice(cum_q[i], cum_q[i + 1]), slice(cum_k[i], cum_k[i + 1])
-        distance = torch.arange(qo_len, device="cuda")[:, None] + kv_len - qo_len - torch.arange(kv_len, device="cuda")
-        seen = ((distance >= 0) | (window[1] != 0)) & ((distance <= window[0]) | (window[0] < 0))
-        want = by_math(*(x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])), attn_mask=seen)
-        torch.testing.assert_close(out[rows].transpose(0, 1)[None].double(), want, rtol=2**-6, atol=2**-7)
+        want, _ = attention(q[rows], k[keys], v[keys], seen(qo_len, kv_len, window[1] == 0, window[0]))
+        torch.testing.assert_close(out[rows].cpu().double(), want, rtol=2**-6, atol=2**-7)
 
 
 @pytest.mark.usefixtures("_active")

@@ -18,7 +18,7 @@ from cute_attn import (
 from tests.gpu import marks
 from tests.support import xqa_corruptions
 from tests.support.batch_case import check, paged
-from tests.support.graphs import cuda_graph
+from tests.support.graphs import cuda_graph, without_synchronising
 from tests.support.low_level import low_level
 from tests.support.trtllm_prefill import context_arguments
 from tests.support.xqa_case import Built, XqaCase, build
@@ -44,11 +44,8 @@ def test_without_validation_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> 
     table = built.arguments["block_tables"][:, :3]
     xqa_batch_decode_with_kv_cache(**built.arguments)
     longer = torch.tensor([57], dtype=torch.int32, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronising():
         out, lse = xqa_batch_decode_with_kv_cache(**built.arguments | {"block_tables": table, "seq_lens": longer})
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert built.check(out, lse) == ""
 
 
@@ -82,19 +79,15 @@ def test_small_semaphores_in_graphs_on_several_streams() -> None:
     captured = []
     for _ in range(3):
         given = low_level(built, 3)
-        output = given["output"]
         xqa(**given)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(3):
-                xqa(**given)
-        output.zero_()
-        captured.append((graph, output, torch.cuda.Stream()))
+        _, replay = cuda_graph(lambda given=given: [xqa(**given) for _ in range(3)])
+        given["output"].zero_()
+        captured.append((replay, given["output"], torch.cuda.Stream()))
     torch.cuda.synchronize()
     for _ in range(20):
-        for graph, _, stream in captured:
+        for replay, _, stream in captured:
             with torch.cuda.stream(stream):
-                graph.replay()
+                replay()
     torch.cuda.synchronize()
     for _, output, _ in captured:
         assert built.check(output, None) == ""
@@ -183,9 +176,6 @@ def test_lengths_on_the_host_cost_no_synchronisation(monkeypatch: pytest.MonkeyP
     inputs, arguments = context_arguments(case, "cuda")
     arguments |= {name: arguments[name].cpu() for name in ("seq_lens", "cum_seq_lens_q")}
     trtllm_batch_context_with_kv_cache(**arguments)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronising():
         result = trtllm_batch_context_with_kv_cache(**arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert check(case, inputs, *result).ok

@@ -47,10 +47,7 @@ LONG = ragged((1, 1, 1), (40, 0, 900), **heads(6, 2))  # whose last request is c
 
 
 @pytest.fixture(autouse=True)
-def on_fa2(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if "emulated" in request.fixturenames:
-        yield
-        return
+def on_fa2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fa2_variant.tiles, "choose", lambda *args: TILE)
     monkeypatch.setattr(fa2_variant.tiles, "resident_ctas", lambda *args: 2)
     monkeypatch.setattr(gpus, "of_device", lambda index: GPU)

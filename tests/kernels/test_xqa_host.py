@@ -26,7 +26,6 @@ from cute_attn.runtime.arch import ARCHS, TYPICAL_SMS, Arch, for_capability, nam
 from cute_attn.runtime.counters import SEMAPHORES
 from cute_attn.runtime.launch import CPU
 from perf import rings
-from tests.gpu import bundle
 from tests.support import batch_case
 from tests.support.batch_case import decode, heads
 from tests.support.named_launches import NamedLaunch, recorded
@@ -367,10 +366,3 @@ def test_single_calls_share_their_page_table() -> None:
     runs = [FAMILY.prepare(single._replace(sm_scale=sm_scale), GPU) for sm_scale in (1.0, 2.0)]
     first, second = (run.records.data_ptr() for run in runs)
     assert first == second
-
-
-def test_a_bundle_for_the_gpu_tests_has_kernels_of_all_lengths() -> None:
-    """`python -m tests.gpu.bundle --xqa`, of which nothing else runs without a GPU."""
-    found = [spec for spec in bundle.xqa_kernels(3, GPU.arch) if isinstance(spec, XqaSpec)]
-    assert len(set(found)) == len(found) > 50
-    assert {spec.whole for spec in found} == {spec.work == "cluster" for spec in found} == {False, True}

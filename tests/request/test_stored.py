@@ -1,5 +1,5 @@
 """What no call takes for a tensor, in first and repeated calls alike: what is none, other devices, dtypes, axes and
-sizes, one that wants derivatives, and one whose memory does not hold its values.
+sizes, one that wants derivatives, one whose memory does not hold its values, and to write, one that overlaps itself.
 
 Most entries replay repeated calls (`calls.replay`). These check every call in full: "single prefill, mask", "trtllm,
 lse by heads", the low level form of xqa, and all of `entry_points.OTHERS`; all entries do while forward-mode AD is on.
@@ -35,7 +35,7 @@ class Wrong(NamedTuple):
 
 BY_TORCH = ("dequantise pages", "concat", "merge")  # whose operations take tangents
 UNREAD = {("trtllm fmha, pages", "cum_seq_lens_kv"), ("trtllm context", "cum_seq_lens_kv")}
-SCRATCH = "workspace_buffer|semaphores"
+SCRATCH, OVERLAPPING = "workspace_buffer|semaphores", "overlapping itself"
 WRONG = {
     "no tensor": Wrong(lambda x: "x", "^NAME must .*got 'x'|^the positional arguments .* must be scale_q, scale_k"),
     "another device": Wrong(lambda x: x.to("meta"), "NAME.*meta"),
@@ -70,6 +70,10 @@ WRONG = {
     # torch has no sparse tensors of 8-bit floats
     "a sparse tensor": Wrong(
         torch.Tensor.to_sparse, "^NAME must .*(be a strided tensor|at equal distances)", of=lambda x: x.dtype != E4M3
+    ),
+    # of what is written
+    OVERLAPPING: Wrong(
+        lambda x: x[:1].expand(x.shape), "^NAME must (not overlap itself|be contiguous)", of=lambda x: len(x) > 1
     ),
 }
 
@@ -106,7 +110,7 @@ def test_functions_without_outputs(entry: str) -> None:
     call(given)
     wanted = ("derivatives", "a tangent") if "merge" in entry else ()  # which torch's operations take
     for name in given:
-        assert_refused(call, given, name, "another device", "half as wide", *wanted)
+        assert_refused(call, given, name, OVERLAPPING, "another device", "half as wide", *wanted)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -118,4 +122,5 @@ def test_first_and_repeated_calls(entry: str) -> None:
                 call(given)
             for name in given.keys() - {*ENTRIES[entry].planned}:
                 if (entry, name) not in UNREAD:
-                    assert_refused(call, given, name, *["a tangent"] * (entry in BY_TORCH))
+                    read = name not in ENTRIES[entry].written
+                    assert_refused(call, given, name, *["a tangent"] * (entry in BY_TORCH), *[OVERLAPPING] * read)

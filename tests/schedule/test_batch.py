@@ -14,15 +14,9 @@ from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.schedule.batch import SchedulerParams, WorkList, longest_first, schedule
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
-from tests.support.makespan import DECODE, PREFILL
+from tests.support.makespan import DECODE, PREFILL, lengths_of
 
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
-
-
-def batch(qo_lens: list[int], kv_lens: list[int]) -> BatchLengths:
-    """Returns a ragged batch whose masks take one byte per query token."""
-    qo_indptr, kv_indptr = (np.cumsum([0, *lens], dtype=np.int64) for lens in (qo_lens, kv_lens))
-    return BatchLengths(qo_indptr, kv_indptr[:-1], np.array(kv_lens, np.int64), qo_indptr[:-1] + (5 << 32))
 
 
 def items_of(work: WorkList) -> list[Item]:
@@ -66,7 +60,7 @@ shapes = st.builds(
     l2_kv_tokens=st.sampled_from([0, 1, 40, 100]),
 )
 lengths = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 90)), max_size=8).map(
-    lambda pairs: batch([q for q, _ in pairs], [kv for _, kv in pairs])
+    lambda pairs: lengths_of([q for q, _ in pairs], [kv for _, kv in pairs])
 )
 limits = st.builds(
     BatchLimits,
@@ -191,7 +185,7 @@ def graph_plans(draw: st.DrawFn) -> tuple[GraphLimits, list[BatchLengths]]:
             qo_lens.append(draw(st.integers(0, rows if most is None else min(rows, most))))
             kv_lens.append(draw(st.sampled_from([0, tokens]) | st.integers(0, tokens)))
             rows, tokens = rows - qo_lens[-1], tokens - kv_lens[-1]
-        batches.append(batch(qo_lens, kv_lens))
+        batches.append(lengths_of(qo_lens, kv_lens))
     return GraphLimits(batch_size, max_rows, max_kv, most), batches
 
 
@@ -230,11 +224,11 @@ def test_fixed_splits_do_not_depend_on_other_requests(
         return sorted((item.first_row, item.kv_begin, item.kv_end, item.partial != NO_PARTIAL) for item in mine)
 
     qo_lens, kv_lens = np.diff(lengths.qo_indptr).tolist(), lengths.kv_len.tolist()
-    more = batch(qo_lens + np.diff(others.qo_indptr).tolist(), kv_lens + others.kv_len.tolist())
+    more = lengths_of(qo_lens + np.diff(others.qo_indptr).tolist(), kv_lens + others.kv_len.tolist())
     together = scheduled(more, params, limits)
     chunk = -(-size // params.cols) * params.cols
     for request, lens in enumerate(zip(qo_lens, kv_lens, strict=True)):
-        alone = schedule(batch([lens[0]], [lens[1]]), params, limits)
+        alone = schedule(lengths_of([lens[0]], [lens[1]]), params, limits)
         assert splits_of(together, request) == splits_of(alone, 0)
         for _, kv_begin, kv_end, _ in splits_of(alone, 0):
             assert kv_end - kv_begin <= chunk
@@ -246,13 +240,13 @@ def test_a_fixed_split_size_that_does_not_fit_names_the_bytes() -> None:
     with pytest.raises(
         WorkspaceError, match=rf"must have {2 * 8 * 16 * 516} bytes for fixed_split_size=4096.*got 1000"
     ):
-        schedule(batch([1, 1], [8192, 4096]), DECODE, limits)
+        schedule(lengths_of([1, 1], [8192, 4096]), DECODE, limits)
     with pytest.raises(RuntimeError, match="float_workspace_buffer"):
-        schedule(batch([1, 1], [8192, 4096]), DECODE, limits)
+        schedule(lengths_of([1, 1], [8192, 4096]), DECODE, limits)
 
 
 def test_a_fixed_split_size_of_too_many_splits_names_one_that_works() -> None:
-    lengths = batch([1], [129 * 64])
+    lengths = lengths_of([1], [129 * 64])
     with pytest.raises(
         RuntimeArgumentError, match=r"at most 128 parts, got 1 tokens, which make 129; .* needs at least 128"
     ):
@@ -278,26 +272,26 @@ def test_a_fixed_split_size_of_too_many_splits_names_one_that_works() -> None:
     ],
 )
 def test_splits_of_decode(name: str, qo_lens: list[int], kv_lens: list[int], items: int, merges: int) -> None:
-    work = schedule(batch(qo_lens, kv_lens), DECODE, LIMITS)
+    work = schedule(lengths_of(qo_lens, kv_lens), DECODE, LIMITS)
     assert (len(work.items), len(work.merges)) == (items, merges), name
 
 
 def test_one_long_request_among_short_ones_is_split_to_the_size_of_the_others() -> None:
-    work = schedule(batch([1] * 32, [32768] + [512] * 31), DECODE, LIMITS)
+    work = schedule(lengths_of([1] * 32, [32768] + [512] * 31), DECODE, LIMITS)
     assert len(work.merges) == 1
     assert work.merges[0, Merge._fields.index("num_splits")] >= 16
     assert max(len(tiles_of(item, DECODE)) for item in items_of(work)) <= 32
 
 
 def test_prefill_of_many_waves_is_not_split() -> None:
-    work = schedule(batch([4096] * 4, [4096] * 4), PREFILL, LIMITS)
+    work = schedule(lengths_of([4096] * 4, [4096] * 4), PREFILL, LIMITS)
     assert len(work.items) == 4 * 128
     assert work.num_partials == 0
 
 
 def test_a_small_workspace_limits_splits() -> None:
     slot = DECODE.num_kv_heads * DECODE.rows * DECODE.partial_row_bytes
-    lengths = batch([1], [131072])
+    lengths = lengths_of([1], [131072])
     assert schedule(lengths, DECODE, BatchLimits(33 * slot)).num_partials == 33
     assert 2 <= schedule(lengths, DECODE, BatchLimits(33 * slot - 1)).num_partials <= 32
     assert schedule(lengths, DECODE, BatchLimits(2 * slot - 1)).num_partials == 0
@@ -305,18 +299,18 @@ def test_a_small_workspace_limits_splits() -> None:
 
 def test_a_decode_graph_has_one_item_per_request_and_capacity_for_splits() -> None:
     graph = GraphLimits(batch_size=64, max_rows=64, max_kv_tokens=1 << 20)
-    work = schedule(batch([1] * 64, [100] * 64), DECODE, LIMITS._replace(graph=graph))
+    work = schedule(lengths_of([1] * 64, [100] * 64), DECODE, LIMITS._replace(graph=graph))
     assert 64 + 33 <= work.item_capacity <= 64 + 2 * 33
     assert 33 <= work.merge_capacity <= 64
-    unsplit = schedule(batch([1] * 64, [100] * 64), DECODE, LIMITS._replace(graph=graph, disable_split_kv=True))
+    unsplit = schedule(lengths_of([1] * 64, [100] * 64), DECODE, LIMITS._replace(graph=graph, disable_split_kv=True))
     assert (unsplit.item_capacity, unsplit.merge_capacity) == (64, 0)
-    short = schedule(batch([1], [1]), DECODE, LIMITS._replace(graph=graph._replace(max_kv_tokens=192)))
+    short = schedule(lengths_of([1], [1]), DECODE, LIMITS._replace(graph=graph._replace(max_kv_tokens=192)))
     assert short.merge_capacity == 0
 
 
 def test_a_known_longest_query_makes_a_fixed_split_graph_smaller() -> None:
     limits = LIMITS._replace(fixed_split_size=4096, graph=GraphLimits(64, 64, 1 << 20))
-    lengths = batch([1] * 64, [16384] * 64)
+    lengths = lengths_of([1] * 64, [16384] * 64)
     free = schedule(lengths, DECODE, limits)
     known = schedule(lengths, DECODE, limits._replace(graph=GraphLimits(64, 64, 1 << 20, max_qo_len=1)))
     assert len(items_of(known)) == len(items_of(free)) == 256

@@ -13,7 +13,7 @@ from cute_attn.problem import BatchLimits
 from cute_attn.schedule import cost_model
 from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule
 from cute_attn.schedule.records import NO_PARTIAL
-from tests.schedule.test_batch import batch, check_coverage, check_partials, items_of, merges_of
+from tests.schedule.test_batch import check_coverage, check_partials, items_of, merges_of
 from tests.support import makespan
 from tests.support.makespan import PREFILL
 
@@ -76,7 +76,7 @@ def test_schedules_are_complete_and_hardly_ever_longer(
     params = CHUNKS._replace(
         rows=rows, cols=8, num_kv_heads=num_kv_heads, resident_ctas=resident_ctas, partial_row_bytes=260, causal=causal
     )
-    lengths = batch([qo_len] * requests, [kv_len] * requests)
+    lengths = makespan.lengths_of([qo_len] * requests, [kv_len] * requests)
     cost_model.best_cut.cache_clear()
     work = schedule(lengths, params, LIMITS)
     cost_model.best_cut.cache_clear()

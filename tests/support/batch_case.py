@@ -25,8 +25,8 @@ from cute_attn.request.bit_packing import packbits
 from cute_attn.runtime.arch import Arch
 from tests.support import multi_item
 from tests.support.case import Numbers, Result, random_mask, verdict
+from tests.support.dense_attention import E2M1, nvfp4_values
 
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 SPARE_PAGES, NO_PAGE = 3, 1 << 30
 WORKSPACE = 32 << 20
@@ -150,9 +150,10 @@ def _store(x: torch.Tensor, case: BatchCase) -> _Stored:
         return _Stored(data, None, data.double())
     blocks = x.unflatten(-1, (-1, 16))
     scales = (blocks.abs().amax(-1) / 6).clamp(min=2**-9).to(torch.float8_e4m3fn)
-    codes = (blocks / scales.float()[..., None])[..., None].sub(E2M1).abs().argmin(-1).to(torch.uint8).flatten(-2)
-    values = E2M1.double()[codes.long()] * scales.double().repeat_interleave(16, -1)
-    return _Stored(codes[..., ::2] | codes[..., 1::2] << 4, scales, values)
+    distance = (blocks / scales.float()[..., None])[..., None].sub(E2M1.float()).abs()
+    codes = distance.argmin(-1).to(torch.uint8).flatten(-2)
+    data = codes[..., ::2] | codes[..., 1::2] << 4
+    return _Stored(data, scales, nvfp4_values(data, scales))
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -7,14 +7,12 @@ import itertools
 import random
 from typing import Any
 
-import torch
-
 from cute_attn.dispatch import capabilities, select
 from cute_attn.problem import Features
 from cute_attn.runtime.arch import named
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, random_batch_case
-from tests.support.case import LSE_ROUNDING, Case
+from tests.support.case import Case
 from tests.support.matrix import random_case
 from tests.support.persistent_emulated import CUDA, Target
 
@@ -58,18 +56,3 @@ def single(target: Target, seed: int, max_len: int = 1500) -> Case:
     if kernel.window_left >= 0:
         changes["window_left"] = random.Random(seed).choice((0, 1, 31, 200, 1000, 2**31 - 1))
     return dataclasses.replace(kernel, **changes, seed=seed)
-
-
-Pair = tuple[torch.Tensor, torch.Tensor | None]
-
-
-def differences(problem: Case | BatchCase, a: Pair, b: Pair) -> str:
-    """Where the answers of two backends are further apart than two right ones can be, or ""."""
-    o_tol, lse_tol = case.tolerance(problem)
-    o, other = a[0].double(), b[0].double()
-    wrong = [] if bool(((o - other).abs() <= 2 * o_tol * (1 + o.abs())).all()) else ["out"]  # NaN is wrong
-    if a[1] is not None and b[1] is not None:
-        x, y = a[1].double(), b[1].double()
-        same = (x - y).abs() <= 2 * (lse_tol + LSE_ROUNDING * x.abs())
-        wrong += [] if bool((same | (x == y)).all()) else ["lse"]
-    return " and ".join(wrong)

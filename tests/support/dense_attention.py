@@ -20,6 +20,15 @@ EVERYWHERE = [
 ]
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def nvfp4_values(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The numbers that NVFP4 rows mean, fp64 on the CPU."""
+    codes = torch.stack((data.cpu() & 15, data.cpu() >> 4), -1).flatten(-2)
+    return E2M1[codes.long()] * scales.cpu().double().repeat_interleave(16, -1)
+
+
 def seen(rows: int, keys: int, causal: bool = True, window_left: int = -1) -> torch.Tensor:
     """Which keys each of the last `rows` tokens sees, bool `[rows, keys]`."""
     position, key = torch.arange(keys - rows, keys)[:, None], torch.arange(keys)

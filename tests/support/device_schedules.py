@@ -14,6 +14,7 @@ from cute_attn.kernels.host.planner import Planner, refusal
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.runtime.launch import CPU
 from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule
+from tests.support.makespan import random_kv_len
 
 
 class Case(NamedTuple):
@@ -51,12 +52,7 @@ def random_case(rng: np.random.Generator, most_requests: int = 300) -> Case:
     """Returns a batch of any kind: decode, prefill or mixed, even or skewed, of short and long requests."""
     size = int(np.exp(rng.uniform(0, np.log(most_requests + 1)))) - (rng.random() < 0.02)
     top = int(np.exp(rng.uniform(np.log(2), np.log(100_000))))
-    kv_len = [
-        np.full(size, top),
-        rng.integers(0, top + 1, size),
-        np.exp(rng.uniform(0, np.log(top + 1), size)).astype(np.int64),
-        np.where(rng.random(size) < 0.1, top, top // 32),
-    ][rng.integers(4)]
+    kv_len = random_kv_len(rng, size, top)
     q_len = int(rng.choice([0, 0, 1, 1, 4]))
     longest = int(np.exp(rng.uniform(0, np.log(max(2, min(3000, 40_000 // max(size, 1)))))))
     qo_len = np.full(size, q_len) if q_len else rng.integers(0, longest + 1, size)

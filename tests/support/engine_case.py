@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from cute_attn import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
-from tests.support.dense_attention import attention, seen
+from tests.support.dense_attention import attention, nvfp4_values, seen
 from tests.support.executors import HAS_GPU
+from tests.support.xqa_case import words
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 SPARE_PAGES = 2
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -277,7 +276,7 @@ def nvfp4_cache(tokens: Tokens, layout: str) -> tuple[Pair, Pair, Tokens]:
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*rows, slots, data, scales, *factors, kv_layout=layout)
     stored = []
     for part, part_scales, factor in zip(data, scales, (0.002, 0.003), strict=True):
-        values = nvfp4_values(part, part_scales.float(), factor)
+        values = nvfp4_values(part, part_scales) * factor
         values = (values if layout == "NHD" else values.transpose(1, 2)).flatten(0, 1)
         stored.append([values[own] for own in tokens.slots])
     for original, kept in zip(tokens.keys + tokens.values, stored[0] + stored[1], strict=True):
@@ -300,20 +299,11 @@ def nvfp4_pages(batch: Batch, layout: str, storage: torch.Tensor) -> tuple[Pair,
     return data, scales  # type: ignore[return-value]
 
 
-def nvfp4_values(data: torch.Tensor, scales: torch.Tensor, factor: float) -> torch.Tensor:
-    """The numbers that NVFP4 rows mean, fp64."""
-    codes = torch.stack((data.cpu() & 15, data.cpu() >> 4), -1).flatten(-2).long()
-    signs = torch.where(codes >= 8, -1.0, 1.0).double()
-    return signs * E2M1[codes % 8] * scales.cpu().double().repeat_interleave(16, -1) * factor
-
-
 def draft_mask(q_lens: Sequence[int], most: int, causal: bool) -> torch.Tensor:
     """XQA's packed mask of draft tokens, `[sum of q_lens, words]` in uint16; each row sees its own request's tokens."""
-    width = -(-most // 32) * 32
     rows = torch.cat([torch.arange(n) for n in q_lens])
     own = torch.cat([torch.full((n,), n) for n in q_lens])
-    seen = torch.arange(width)[None] < own[:, None]
+    seen = torch.arange(most)[None] < own[:, None]
     if causal:
-        seen &= torch.arange(width)[None] <= rows[:, None]
-    octets = np.packbits(seen.numpy(), axis=1, bitorder="little")
-    return torch.from_numpy(octets.view(np.uint16).copy())
+        seen &= torch.arange(most)[None] <= rows[:, None]
+    return words(seen)

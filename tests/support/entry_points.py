@@ -64,8 +64,8 @@ def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def ints(*numbers: int) -> torch.Tensor:
-    """Return int32."""
-    return torch.tensor(numbers, dtype=I32)
+    """Return int32 on the CPU, whatever torch's default device is."""
+    return torch.tensor(numbers, dtype=I32, device="cpu")
 
 
 def zeros(*shape: int, dtype: torch.dtype = U8) -> torch.Tensor:
@@ -290,8 +290,8 @@ def plan_blocks(made: Any, given: Tensors, **changes: Any) -> None:
 def plan_variable(made: Any, given: Tensors, **changes: Any) -> None:
     """Plan 2 x 2 blocks for every kv head."""
     kv_heads = given["k"].shape[0]
-    rows, columns = (torch.tensor([x] * kv_heads, dtype=I32) for x in ([3, 5], [16, 16]))
-    blocks = {"block_mask_map": torch.ones(kv_heads, 2, 2, dtype=torch.bool), "block_row_sz": rows}
+    rows, columns = (ints(*x).expand(kv_heads, 2) for x in ((3, 5), (16, 16)))
+    blocks = {"block_mask_map": ints(1).bool().expand(kv_heads, 2, 2), "block_row_sz": rows}
     sizes = {"block_col_sz": columns, "num_qo_heads": given["q"].shape[0], "num_kv_heads": kv_heads, "head_dim": DIM}
     made.plan(**{**blocks, **sizes, **types_of(given), **changes})
 

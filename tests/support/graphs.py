@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +35,16 @@ def cuda_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
     with torch.cuda.graph(graph):
         results = run()
     return results, graph.replay
+
+
+@contextlib.contextmanager
+def without_synchronising() -> Iterator[None]:
+    """Torch raises where its own calls wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def emulated_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:

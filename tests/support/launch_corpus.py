@@ -17,11 +17,12 @@ import hashlib
 import json
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 
 from cute_attn.dispatch import append as dispatch_append
@@ -30,7 +31,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.wrappers import calls, planned_prefill
-from perf.pretended_gpu import NullDriver, pretended_gpu
+from perf.pretended_gpu import NullDriver, always, pretended_gpu
 
 ARCH = "sm_90a"
 FILE = Path(__file__).parent / "data" / "launch_corpus.json"
@@ -41,8 +42,9 @@ Script = Callable[["Recorder"], None]
 
 
 class Launched(NamedTuple):
-    """What a launch passed to the driver: its grid and the bytes of every parameter, by name."""
+    """What a launch passed to the driver: its stream, its grid and the bytes of every parameter, by name."""
 
+    stream: int
     grid: tuple[int, int, int]
     values: dict[str, bytes]
     artifact: Any
@@ -57,7 +59,9 @@ class RecordingDriver(NullDriver):
     def cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> tuple[int]:  # noqa: N802
         pointers = (ctypes.c_void_p * len(function.params)).from_address(params)
         values = {p.name: ctypes.string_at(at, p.size) for p, at in zip(function.params, pointers, strict=True)}
-        self.recorded.append(Launched((config.gridDimX, config.gridDimY, config.gridDimZ), values, function))
+        self.recorded.append(
+            Launched(config.hStream, (config.gridDimX, config.gridDimY, config.gridDimZ), values, function)
+        )
         return (0,)
 
 
@@ -99,20 +103,25 @@ class Recorder(RecordingDriver):
         return result
 
     def _line(self, launched: Launched) -> str:
-        grid, values, artifact = launched
+        _, grid, _, artifact = launched
         spec = hashlib.sha256(json.dumps(artifact.spec, sort_keys=True).encode()).hexdigest()[:8]
-        kernel, places = f"{artifact.spec['kernel']} {spec}", _Places(self.names)
-        now = {param.name: places.text(param.kind, values[param.name]) for param in artifact.params}
+        kernel, now = f"{artifact.spec['kernel']} {spec}", parameters(launched, self.names)
         before = self._before.get(kernel, {})
         changed = " ".join(f"{name}={value}" for name, value in now.items() if before.get(name) != value)
         self._before[kernel] = now
         return f"  {kernel} {'x'.join(map(str, grid))} of {artifact.block[0]}: {changed}"
 
 
+def parameters(launched: Launched, names: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the parameters of a launch as text, by their names; addresses by those of the tensors."""
+    places = _Places(names)
+    return {param.name: places.text(param.kind, launched.values[param.name]) for param in launched.artifact.params}
+
+
 class _Places:
     """Writes the parameters of one launch, with memory that has no name numbered in the order of its first use."""
 
-    def __init__(self, names: dict[str, torch.Tensor]) -> None:
+    def __init__(self, names: Mapping[str, torch.Tensor]) -> None:
         self.extents = [(name, x.data_ptr(), x.untyped_storage().nbytes()) for name, x in names.items()]
         self.own: list[int] = []
 
@@ -144,7 +153,7 @@ def pretended(driver: NullDriver) -> Iterator[None]:
     gpu = Gpu(archs.named(ARCH), launch.CPU, archs.TYPICAL_SMS[ARCH])
     with (
         pretended_gpu(ARCH),
-        mock.patch.object(launch, "load_driver", return_value=driver),
+        mock.patch.object(launch, "load_driver", always(driver)),
         mock.patch.object(launch, "_function", lambda artifact, index: artifact),
         mock.patch.object(dispatch_append, "run", lambda rows: append_launch.run(rows, gpu)),
         mock.patch.object(planned_prefill, "_places", OrderedDict()),
@@ -152,6 +161,14 @@ def pretended(driver: NullDriver) -> Iterator[None]:
         calls.forget()
         yield
         calls.forget()
+
+
+@pytest.fixture
+def driver() -> Iterator[RecordingDriver]:
+    """A pretended H100."""
+    recording = RecordingDriver()
+    with pretended(recording):
+        yield recording
 
 
 def recorded(script: Script) -> list[str]:

@@ -95,9 +95,9 @@ def _combine(partials: int, params: SchedulerParams) -> float:
 
 
 def lengths_of(qo_len: Sequence[int] | np.ndarray, kv_len: Sequence[int] | np.ndarray) -> BatchLengths:
-    """Returns a ragged batch without masks."""
+    """Returns a ragged batch whose masks take one byte per query token."""
     qo_indptr, kv_indptr = (np.concatenate(([0], np.cumsum(lens, dtype=np.int64))) for lens in (qo_len, kv_len))
-    return BatchLengths(qo_indptr, kv_indptr[:-1], np.diff(kv_indptr), np.zeros(len(kv_len), np.int64))
+    return BatchLengths(qo_indptr, kv_indptr[:-1], np.diff(kv_indptr), qo_indptr[:-1] + (5 << 32))
 
 
 def random_batches(phase: str, count: int, seed: int = 0) -> Iterator[tuple[BatchLengths, SchedulerParams]]:
@@ -116,15 +116,20 @@ def random_batches(phase: str, count: int, seed: int = 0) -> Iterator[tuple[Batc
             yield lengths, params
 
 
-def _random_decode(rng: np.random.Generator) -> BatchLengths:
-    size, top = _log_uniform(rng, 1, 300), _log_uniform(rng, 300, 100_000)
-    kv_len = [
+def random_kv_len(rng: np.random.Generator, size: int, top: int, least: int = 0) -> np.ndarray:
+    """Returns lengths up to `top` that are equal, even or skewed."""
+    found: np.ndarray = [
         np.full(size, top),
-        rng.integers(1, top + 1, size),
-        np.exp(rng.uniform(0, np.log(top), size)).astype(np.int64),
+        rng.integers(least, top + 1, size),
+        np.exp(rng.uniform(0, np.log(top + 1 - least), size)).astype(np.int64),
         np.where(rng.random(size) < 0.1, top, top // 32),
     ][rng.integers(4)]
-    return lengths_of(np.ones(size, np.int64), kv_len)
+    return found
+
+
+def _random_decode(rng: np.random.Generator) -> BatchLengths:
+    size, top = _log_uniform(rng, 1, 300), _log_uniform(rng, 300, 100_000)
+    return lengths_of(np.ones(size, np.int64), random_kv_len(rng, size, top, least=1))
 
 
 def _random_prefill(rng: np.random.Generator) -> BatchLengths:

@@ -13,7 +13,6 @@ from tests.support.right import Solver
 
 NARROW = {"o_dtype": "float8_e4m3fn"}
 NARROW_5 = {"o_dtype": "float8_e5m2"}
-FP8_Q = {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
 
 # v_scale 300: outputs beyond the largest number of e4m3, which they become.
 PROBLEMS: tuple[Case | BatchCase, ...] = (

@@ -18,7 +18,7 @@ from cute_attn.integrations.vllm.support import Layer
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support import engine_case
 from tests.support.dense_attention import attention, seen
-from tests.support.engine_case import BF16, E4M3, E5M2, Tokens, ends, ints, nvfp4_pages, nvfp4_values
+from tests.support.engine_case import BF16, E4M3, E5M2, Tokens, ends, ints, nvfp4_pages
 
 UNTOUCHED = 7.0  # of output rows that no request has
 Pair = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -114,7 +114,7 @@ class Step:
         """The keys and values of every request in the cache: by the formula of its dtype, of NVFP4 by its bytes."""
         if self.layer.kv_cache_dtype == "nvfp4":
             parts = zip(*nvfp4_pages(self.batch, self.memory_order, self.cache), self.scales, strict=True)
-            sides = [nvfp4_values(*part) for part in parts]
+            sides = [nvfp4_values(data, block_scales) * scale for data, block_scales, scale in parts]
             rows = [(x if self.memory_order == "NHD" else x.transpose(1, 2)).flatten(0, 1) for x in sides]
             keys, values = (x[self._slots].split(self.batch.kv_lens) for x in rows)
             return keys, values

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 
 from cute_attn.dispatch import capabilities, select
-from cute_attn.reference import attention as reference
 from cute_attn.runtime.arch import named
 from tests.support import batch_case, case
 from tests.support.batch_case import E4M3, E5M2, BatchCase, decode, dims, heads
@@ -66,20 +65,3 @@ def random_batches(seed: int, max_len: int, max_batch: int) -> Iterator[BatchCas
             "disable_split_kv": False,
         }
         yield dataclasses.replace(drawn, **dims(head_dim), **plain)
-
-
-def fp8_request(kv_len: int, device: str, kv_layout: str = "NHD") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of a decode call with an fp8 cache."""
-    generator = torch.Generator().manual_seed(kv_len)
-    q = torch.randn(8, 128, generator=generator).bfloat16()
-    k, v = (torch.randn(kv_len, 2, 128, generator=generator).to(torch.float8_e4m3fn) for _ in "kv")
-    if kv_layout == "HND":
-        k, v = (x.view(torch.uint8).transpose(0, 1).contiguous().view(x.dtype) for x in (k, v))
-    return q.to(device), k.to(device), v.to(device)
-
-
-def fp8_answer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str) -> torch.Tensor:
-    """fp64."""
-    k, v = (x.double().transpose(0, 1) if kv_layout == "HND" else x.double() for x in (k, v))
-    o, _ = reference.attention(q[None].double(), k, v, compute_dtype=torch.float64)
-    return o[0]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.dense_attention import attention, seen
+from tests.support.dense_attention import attention, nvfp4_values, seen
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -23,7 +23,6 @@ DTYPES = {
     "nvfp4": torch.uint8,
 }
 NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 NO_PAGE = 0x3FFFFFFF
 WORKSPACE_BYTES = 48 << 20
 
@@ -72,52 +71,47 @@ class Built:
 
     case: XqaCase
     arguments: dict[str, Any]
-    keys: list[np.ndarray]  # per request [kv_len, num_kv_heads, head_dim]
-    values: list[np.ndarray]
-    query: np.ndarray
-    mask_bits: np.ndarray | None  # [num_tokens, q_len] bool
-    sinks: np.ndarray | None
+    keys: list[torch.Tensor]  # per request [kv_len, num_kv_heads, head_dim], fp64
+    values: list[torch.Tensor]
+    query: torch.Tensor
+    mask_bits: torch.Tensor | None  # [num_tokens, q_len] bool
+    sinks: torch.Tensor | None
 
-    def oracle(self) -> tuple[np.ndarray, np.ndarray]:
+    def oracle(self) -> tuple[torch.Tensor, torch.Tensor]:
         """out and base-2 lse in fp64, request by request."""
         case, row = self.case, 0
-        o, lse = (
-            np.zeros((sum(case.qo_lens), case.heads[0], case.head_dim)),
-            np.zeros((sum(case.qo_lens), case.heads[0])),
-        )
-        sinks = None if self.sinks is None else torch.from_numpy(self.sinks)
+        o = torch.zeros(sum(case.qo_lens), case.heads[0], case.head_dim, dtype=torch.float64)
+        lse = o.new_zeros(o.shape[:2])
         for qo_len, keys, values in zip(case.qo_lens, self.keys, self.values, strict=True):
             rows, row = slice(row, row + qo_len), row + qo_len
-            q, k, v = map(torch.from_numpy, (self.query[rows], keys, values))
-            found = attention(q, k, v, self._visible(rows, qo_len, len(keys)), case.scale, sinks=sinks)
-            o[rows], lse[rows] = (x.numpy() for x in found)
+            visible = self._visible(rows, qo_len, len(keys))
+            o[rows], lse[rows] = attention(self.query[rows], keys, values, visible, case.scale, sinks=self.sinks)
         o *= case.bmm2_scale * case.o_scale
-        return (np.clip(o / case.o_scale, -448, 448) if case.out == "e4m3" else o), lse
+        return ((o / case.o_scale).clamp(-448, 448) if case.out == "e4m3" else o), lse
 
     def _visible(self, rows: slice, qo_len: int, kv_len: int) -> torch.Tensor:
         """A mask says which draft tokens are seen; a window restricts both."""
         kept = seen(qo_len, kv_len, self.mask_bits is None, self.case.window_left)
         if self.mask_bits is not None:
-            drafts = torch.from_numpy(self.mask_bits[rows])[:, max(qo_len - kv_len, 0) : qo_len]
-            kept[:, max(kv_len - qo_len, 0) :] &= drafts
+            kept[:, max(kv_len - qo_len, 0) :] &= self.mask_bits[rows][:, max(qo_len - kv_len, 0) : qo_len]
         return kept
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None) -> str:
         """ "" if out and lse are right, else what is wrong."""
         o, z = self.oracle()
-        found = out.detach().cpu().to(torch.float64).numpy().reshape(o.shape)
-        if np.isnan(found).any():
-            return f"{int(np.isnan(found).sum())} NaN"
-        error, size = float(np.linalg.norm(found - o)), float(np.linalg.norm(o))
-        if error > TOLERANCE[out.dtype] * size + FLOOR.get(out.dtype, 0.0) * np.sqrt(o.size):
+        found = out.detach().cpu().double().reshape(o.shape)
+        if found.isnan().any():
+            return f"{int(found.isnan().sum())} NaN"
+        error, size = float((found - o).norm()), float(o.norm())
+        if error > TOLERANCE[out.dtype] * size + FLOOR.get(out.dtype, 0.0) * o.numel() ** 0.5:
             return f"relative error {error / max(size, 1e-30):.2e}"
         if lse is None:
             return ""
-        got = lse.detach().cpu().to(torch.float64).numpy().reshape(z.shape)
-        finite = np.isfinite(z)
-        if not np.array_equal(np.isfinite(got), finite):
+        got = lse.detach().cpu().double().reshape(z.shape)
+        finite = z.isfinite()
+        if not torch.equal(got.isfinite(), finite):
             return "lse is finite elsewhere"
-        wrong = float(np.abs(got[finite] - z[finite]).max(initial=0.0))
+        wrong = float((got - z)[finite].abs().max()) if finite.any() else 0.0
         return "" if wrong <= LSE_TOLERANCE else f"lse is off by {wrong:.2e}"
 
 
@@ -153,16 +147,14 @@ def build(case: XqaCase, device: str = "cpu") -> Built:
         "enable_pdl": case.enable_pdl,
         "q_len_per_req": case.q_len,
         "o_scale": case.o_scale,
-        "mask": None if mask_bits is None else _words(mask_bits),
+        "mask": None if mask_bits is None else words(mask_bits),
         "kv_cache_sf": None if k_sf is None else _joined(case, k_sf, v_sf),
         "q_cu_seq_lens": None if case.q_lens is None else _bounds(case.q_lens),
         "out": None if case.out is None else torch.empty(query.shape, dtype=DTYPES[case.out]),
         "return_lse": case.return_lse,
     }
     moved = {name: _to(value, device) for name, value in arguments.items()}
-    numpy_sinks = None if sinks is None else sinks.double().numpy()
-    bits = None if mask_bits is None else mask_bits.numpy()
-    return Built(case, moved, keys, values, query.double().numpy(), bits, numpy_sinks)
+    return Built(case, moved, keys, values, query.double(), mask_bits, sinks)
 
 
 def _to(value: Any, device: str) -> Any:
@@ -175,7 +167,7 @@ def _bounds(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
-def _words(bits: torch.Tensor) -> torch.Tensor:
+def words(bits: torch.Tensor) -> torch.Tensor:
     """Rows of bool as 16-bit words, little end first, an even number of them."""
     rows, count = bits.shape
     padded = torch.zeros(rows, -(-count // 32) * 32, dtype=torch.bool)
@@ -194,7 +186,7 @@ def _unused(case: XqaCase, pages: list[torch.Tensor], num_pages: int) -> torch.T
 
 def _cache(
     case: XqaCase, pages: list[torch.Tensor], dead: torch.Tensor, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor | None, list[np.ndarray]]:
+) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
     """K or V in the layout of the case, its block scales, and every request's rows in fp64."""
     shape = (*dead.shape, case.heads[1])
     scales = None
@@ -203,15 +195,13 @@ def _cache(
         codes = torch.randint(0x18, 0x40, (*shape, case.head_dim // 16), generator=generator, dtype=torch.uint8)
         codes[torch.rand(codes.shape, generator=generator) < 0.05] = 0
         codes[torch.rand(codes.shape, generator=generator) < 0.01] = 1
-        nibbles = torch.stack((cache & 15, cache >> 4), -1).flatten(-2).numpy()
-        factors = codes.view(torch.float8_e4m3fn).double().repeat_interleave(16, -1).numpy()
-        exact = E2M1[nibbles] * factors
+        exact = nvfp4_values(cache, codes.view(torch.float8_e4m3fn))
         codes[dead] = NAN_BITS[torch.float8_e4m3fn]
         scales = codes.view(torch.float8_e4m3fn)
     else:
         dtype = DTYPES[case.kv]
         cache = torch.randn(*shape, case.head_dim, generator=generator).to(dtype)
-        exact = cache.double().numpy()
+        exact = cache.double()
         bits = cache.view(torch.int16 if dtype.itemsize == 2 else torch.uint8)
         bits[dead] = NAN_BITS[dtype]
     rows = [exact[own].reshape(-1, *exact.shape[2:])[:n] for own, n in zip(pages, case.seq_lens, strict=True)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_attn import BatchDecodeWithPagedKVCacheWrapper
-from tests.xqa.test_replays import RecordingDriver, driver
+from tests.support.launch_corpus import RecordingDriver, driver
 
 __all__ = ["driver"]  # a fixture
 
@@ -27,7 +27,7 @@ def test_launches_get_the_addresses_of_now(backend: str, driver: RecordingDriver
         if moved is not None:
             moved.resize_(4 * moved.numel())
             made.run(q, cache)
-        values = driver.recorded[-1][1]
+        values = driver.recorded[-1].values
         read = {"kv_indices": indices} if backend == "fa2" else {"table": indices, "partials": made._workspace}
         for field, tensor in read.items():
             assert int.from_bytes(values[field], "little") == tensor.data_ptr()

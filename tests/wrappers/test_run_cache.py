@@ -14,77 +14,21 @@ from cute_attn.emulator.settings import using
 from cute_attn.kernels.fa2.host import prepared as fa2_prepared
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.request import batch_run, operands
-from tests.kernels.test_fa2_batch import on_fa2
-from tests.support import batch_case
-from tests.support.batch_case import (
-    E4M3,
-    BatchCase,
-    BatchInputs,
-    call,
-    check,
-    decode,
-    dims,
-    heads,
-    make,
-    paged,
-    plan_arguments,
-    ragged,
-)
+from tests.support.batch_case import BatchCase, BatchInputs, call, check, heads, make, paged, plan_arguments
 from tests.support.case import shifted
 from tests.support.formula import assert_batch_right
+from tests.support.launch_corpus import driver
 from tests.support.noted import noted
-from tests.support.right import assert_right
+from tests.support.right import assert_right, planned
 from tests.wrappers.kinds import KINDS
 
-__all__ = ["on_fa2"]  # a fixture: calls with CPU tensors go to fa2's host side, whose launches do nothing
+__all__ = ["driver"]  # a fixture
 
 PAGED = paged((5, 17), (40, 33), page_size=4, mask="causal", **heads(4, 2))
-LAYERS = (
-    PAGED,
-    paged((5, 17), (40, 33), page_size=4, mask="custom", cache="one", kv_layout="HND"),
-    paged((5, 17), (40, 33), page_size=5, cache="list", fixed_split_size=2, o_dtype="float32"),
-    paged((5, 17), (40, 33), cache="strided", window_left=7, lse_base="ln", return_lse=False),
-    ragged((5, 17), (300, 33), mask="causal", **dims(192, 128)),
-    ragged((5, 17), (40, 33), cache="strided", kv_layout="HND", kv_dtype=E4M3),
-    ragged((5, 17), (40, 33), cache="halves", kv_dtype=E4M3, **heads(4, 2)),
-    decode((400, 3, 90), **heads(8, 2)),
-    decode((40, 3), page_size=1, cache="one", q_len=2, k_scale=0.5, v_scale=3.0),
-    paged((5, 17), (40, 33), page_size=4, mask="causal", sinks=True, **heads(4, 2)),
-    decode((900, 3, 90), sinks=True, **heads(8, 2)),
-)
-
-
-def elsewhere(x: Any) -> Any:
-    """The same numbers at other addresses; the old memory becomes poison."""
-    if not isinstance(x, torch.Tensor):
-        return type(x)(map(elsewhere, x))
-    storage = x.untyped_storage()
-    copy = torch.empty(0, dtype=x.dtype).set_(storage.clone()).as_strided(x.shape, x.stride(), x.storage_offset())
-    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)
-    return copy
-
-
-def layers(case: BatchCase) -> BatchInputs:
-    """Inputs whose numbers the expected results do not share memory with."""
-    inputs = make(case)
-    kept = [dataclasses.replace(request, q=request.q.clone()) for request in inputs.requests]
-    return dataclasses.replace(inputs, requests=kept)
-
-
-def planned(case: BatchCase) -> tuple[Any, BatchInputs]:
-    inputs = layers(case)
-    return wrapper_of(case, inputs), inputs
-
-
-def wrapper_of(case: BatchCase, inputs: BatchInputs, backend: str = "emulator") -> Any:
-    made = batch_case.wrapper(case, backend=backend)
-    made.plan(**plan_arguments(case, inputs))
-    return made
 
 
 @pytest.fixture
 def emulated() -> Iterator[None]:
-    """The kernels themselves, without `on_fa2`."""
     with using("sm_90a", kernels="fa2", sms=4):
         yield
 
@@ -95,30 +39,11 @@ def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return noted(monkeypatch, batch_run, "problem")
 
 
-ON_KERNELS = [("fa2", case) for case in LAYERS]
-ON_KERNELS += [("fa3", paged((3, 5), (21, 48), mask="causal", cache=cache, **heads(4, 2))) for cache in ("one", "pair")]
-ON_KERNELS += [("fa3", paged((70, 3), (300, 33), mask="causal", sinks=True, **heads(4, 2)))]
-ON_KERNELS += [("xqa", decode((300, 3, 90), sinks=True, **heads(8, 2)))]
-
-
-@pytest.mark.emulator
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("kernels", "case"), ON_KERNELS, ids=lambda x: getattr(x, "id", x))
-def test_layers(kernels: str, case: BatchCase, full_checks: list[Any]) -> None:
-    with using("sm_90a", kernels=kernels, sms=4):
-        made, inputs = planned(case)
-        for _ in range(3):
-            sinks = None if inputs.sinks is None else inputs.sinks + 1
-            inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv), sinks=sinks)
-            assert_right(case, inputs, *call(case, inputs, made))
-    assert len(full_checks) == len(made._planned().cached_runs) == 1
-
-
 @pytest.mark.emulator
 @pytest.mark.usefixtures("emulated")
 def test_sinks_are_checked_in_every_run(full_checks: list[Any]) -> None:
     case = dataclasses.replace(PAGED, sinks=True)
-    made, inputs = planned(case)
+    made, inputs = planned(case, backend="emulator")
     sinks = torch.linspace(-1, 2, case.num_qo_heads)
     for _ in range(2):
         call(case, dataclasses.replace(inputs, sinks=sinks), made)
@@ -141,26 +66,13 @@ def test_sinks_are_checked_in_every_run(full_checks: list[Any]) -> None:
 @pytest.mark.usefixtures("emulated")
 def test_a_query_with_other_strides(full_checks: list[Any]) -> None:
     """out is dense whatever q is."""
-    made, inputs = planned(PAGED)
+    made, inputs = planned(PAGED, backend="emulator")
     inputs = dataclasses.replace(inputs, q=inputs.q.transpose(0, 1).contiguous().transpose(0, 1))
     for _ in range(2):
         out, lse = call(PAGED, inputs, made)
         assert out.is_contiguous()
         assert_right(PAGED, inputs, out, lse)
     assert len(full_checks) == 1
-
-
-@pytest.mark.emulator
-@pytest.mark.usefixtures("emulated")
-def test_a_callers_buffers(full_checks: list[Any]) -> None:
-    made, inputs = planned(PAGED)
-    for _ in range(3):
-        out, lse = (torch.full_like(x, torch.nan) for x in call(PAGED, inputs, wrapper_of(PAGED, inputs)))
-        results = call(PAGED, inputs, made, out=out, lse=lse)
-        assert results[0] is out
-        assert results[1] is lse
-        assert_right(PAGED, inputs, out, lse)
-    assert sum(check.args[1].out is not None for check in full_checks) == 1
 
 
 @pytest.mark.usefixtures("emulated")
@@ -170,8 +82,8 @@ def test_a_callers_buffers(full_checks: list[Any]) -> None:
 )
 def test_options_of_each_run(backend: str, base: BatchCase) -> None:
     """Those that differ, in whatever order they come, and those that are equal but not the same."""
-    inputs = layers(base)
-    made, right = wrapper_of(base, inputs, backend), assert_right if backend == "emulator" else assert_batch_right
+    made, inputs = planned(base, backend=backend)
+    right = assert_right if backend == "emulator" else assert_batch_right
     changes: list[dict[str, Any]] = [
         {},
         {"k_scale": 2.0},
@@ -193,7 +105,7 @@ def test_options_of_each_run(backend: str, base: BatchCase) -> None:
 @pytest.mark.emulator
 @pytest.mark.usefixtures("emulated")
 def test_a_new_plan_has_no_cached_runs(full_checks: list[Any]) -> None:
-    made, inputs = planned(PAGED)
+    made, inputs = planned(PAGED, backend="emulator")
     for change in ({}, {"window_left": 3}, {"mask": "none"}, {}):
         case = dataclasses.replace(PAGED, **change)
         made.plan(**plan_arguments(case, inputs))
@@ -225,6 +137,7 @@ WRONG: dict[str, Callable[[BatchInputs], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_after_a_good_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a first run, after runs of the same form or with values that compare equal."""
@@ -234,7 +147,7 @@ def test_errors_after_a_good_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     equal = [{"k_scale": 1.0}, {"enable_pdl": True}, {"window_left": -1}]  # to values that are wrong
     buffers = {"out": torch.empty_like(inputs.q), "lse": torch.empty(inputs.q.shape[:2])}
     for before in ([], [{}, *equal, buffers, {"out": buffers["out"]}, {"lse": buffers["lse"]}]):
-        made = wrapper_of(PAGED, inputs, "auto")
+        made, _ = planned(PAGED)
         for extra in before:
             made.run(**good, **extra)
             made.run(**good, **extra)
@@ -248,7 +161,7 @@ def test_errors_after_a_good_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("emulated")
 def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The previous plan stays in force, with its records."""
-    made, inputs = planned(PAGED)
+    made, inputs = planned(PAGED, backend="emulator")
     other = dataclasses.replace(PAGED, kv_lens=(21, 33), mask="none")
     arguments = plan_arguments(other, make(other))
 

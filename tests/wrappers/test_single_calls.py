@@ -1,4 +1,6 @@
-"""Replays of single calls: the numbers of a call that is checked in full, and an error wherever that raises one."""
+"""Replays of single calls: the numbers of a call over any number of keys, and an error wherever a call that is checked
+in full raises one. Their launches: `tests/api/test_replayed_calls.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_attn import ArgumentError, ArgumentTypeError, single_decode_with_kv_cache, single_prefill_with_kv_cache
-from cute_attn.dispatch import backends
 from cute_attn.emulator.settings import using
 from cute_attn.request import operands as request_operands
 from cute_attn.request import single
 from cute_attn.wrappers import calls
 from tests.support.case import shifted
+from tests.support.launch_corpus import driver
+from tests.support.noted import noted
+
+__all__ = ["driver"]  # a fixture
 
 HEADS, HEAD_DIM = (4, 2), 64
 
@@ -25,67 +30,21 @@ HEADS, HEAD_DIM = (4, 2), 64
 @pytest.fixture(autouse=True)
 def full_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The calls that were checked in full; no call is cached before and after."""
-    taken: list[Any] = []
-    problem = single.problem
-
-    def counted(call: Any) -> Any:
-        taken.append(call)
-        return problem(call)
-
-    monkeypatch.setattr(single, "problem", counted)
     calls.forget()
-    yield taken
+    yield noted(monkeypatch, single, "problem")
     calls.forget()
 
 
-def operands(qo_len: int | None, kv_len: int, layout: str = "NHD", dtype: torch.dtype = torch.float16) -> Any:
-    q = torch.randn(*(() if qo_len is None else (qo_len,)), HEADS[0], HEAD_DIM).to(dtype)
-    k, v = torch.randn(2, kv_len, HEADS[1], HEAD_DIM).to(dtype)
+def operands(qo_len: int | None, kv_len: int, layout: str = "NHD") -> Any:
+    q = torch.randn(*(() if qo_len is None else (qo_len,)), HEADS[0], HEAD_DIM).half()
+    k, v = torch.randn(2, kv_len, HEADS[1], HEAD_DIM).half()
     return (q, k, v) if layout == "NHD" else (q, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
 
 
-def compare(found: Any, wanted: Any, tolerance: float = 4e-3) -> None:
+def compare(found: Any, wanted: Any) -> None:
     for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
         assert x.dtype == y.dtype
-        torch.testing.assert_close(x, y, atol=tolerance, rtol=tolerance)
-
-
-FP8 = torch.float8_e4m3fn
-
-
-def sinks_and_mask() -> dict[str, torch.Tensor]:
-    return {"sinks": torch.randn(HEADS[0]), "packed_custom_mask": torch.randint(1, 255, (150,)).to(torch.uint8)}
-
-
-def head_scales() -> dict[str, torch.Tensor]:
-    return {"scale_q": torch.rand(HEADS[0]), "scale_k": torch.rand(HEADS[1]), "scale_v": torch.rand(HEADS[1])}
-
-
-OPTIONAL = {
-    "all of fa2": ("fa2", torch.float16, sinks_and_mask),
-    "all of fa3": ("fa3", torch.float16, sinks_and_mask),
-    "scales of heads": ("fa3", FP8, head_scales),
-}
-
-
-@pytest.mark.emulator
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_optional_tensors_are_addresses(name: str, full_checks: list[Any]) -> None:
-    """Calls with other sinks, masks and scales in each take the launches of the first."""
-    kernels, dtype, optional = OPTIONAL[name]
-    torch.manual_seed(0)
-    with using("sm_90a", kernels=kernels, sms=4):
-        for i in range(4):
-            x, options = operands(20, 60, dtype=dtype), {**optional(), "return_lse": True, "o_dtype": torch.float16}
-            wanted = single_prefill_with_kv_cache(*x, backend="reference", **options)
-            full_checks.clear()
-            found = single_prefill_with_kv_cache(*x, backend="emulator", **options)
-            compare(found, wanted, 2e-2 if dtype == FP8 else 4e-3)
-            assert len(full_checks) == (i < 1)
-        for wrong in ({"sinks": torch.full((4,), torch.inf)}, {"packed_custom_mask": torch.zeros(151).byte()}):
-            if wrong.keys() <= options.keys():
-                with pytest.raises(ArgumentError):
-                    single_prefill_with_kv_cache(*x, backend="emulator", **{**options, **wrong})
+        torch.testing.assert_close(x, y, atol=4e-3, rtol=4e-3)
 
 
 GROWING = {
@@ -146,32 +105,16 @@ def test_a_replay_runs_on_the_gpu_that_is_emulated() -> None:
         assert [record.arch for record in emulation.records] == [arch]
 
 
-@pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Calls on the reference are repeated by a function that records addresses and writes ones."""
-    repeats: list[tuple[int, ...]] = []
-    run = backends.run
-
-    def run_first(problem: Any, backend: str) -> Any:
-        def fire(*arguments: Any) -> None:
-            *addresses, tensors = arguments
-            repeats.append(tuple(addresses))
-            tensors[3].fill_(1)
-
-        run(problem, backend)
-        return fire
-
-    monkeypatch.setattr(backends, "run", run_first)
-    return repeats
+# ---- on a pretended GPU
 
 
 def cached(x: Any, **options: Any) -> None:
     """Makes a call twice: the second is a replay."""
     for _ in range(2):
-        result = single_prefill_with_kv_cache(*x, **options)
-    assert (result[0] if isinstance(result, tuple) else result).eq(1).all()
+        single_prefill_with_kv_cache(*x, **options)
 
 
+@pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
@@ -189,36 +132,42 @@ def cached(x: Any, **options: Any) -> None:
         ("use_fp16_qk_reduction", False, 0),
     ],
 )
-def test_options_of_equal_value_but_another_type_are_refused(name: str, good: Any, bad: Any, replayed: Any) -> None:
+def test_options_of_equal_value_but_another_type_are_refused(
+    name: str, good: Any, bad: Any, full_checks: list[Any]
+) -> None:
     assert good == bad
     x = operands(3, 20)
     for _ in range(2):
         cached(x, **{name: good})
+        assert len(full_checks) == 1
         with pytest.raises(ArgumentTypeError, match=name):
             single_prefill_with_kv_cache(*x, **{name: bad})
+        del full_checks[1:]
 
 
+@pytest.mark.usefixtures("driver")
 def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
-    replayed: list[Any], full_checks: list[Any], monkeypatch: pytest.MonkeyPatch
+    full_checks: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = operands(3, 20)
     cached((q, k, v))
     cached((q, k, v), out=torch.empty_like(q))
     monkeypatch.setattr(request_operands, "KERNEL_DEVICES", ("cpu",))
-    replayed.clear()
+    full_checks.clear()
     single_prefill_with_kv_cache(shifted(q), k, v)  # is copied
     with pytest.raises(ArgumentError, match="k must start at a multiple of 16 bytes"):
         single_prefill_with_kv_cache(q, shifted(k), v)
     with forward_ad.dual_level(), pytest.raises(ArgumentError, match="k has a tangent of forward-mode AD"):
         single_prefill_with_kv_cache(q, forward_ad.make_dual(k, k), v)
-    assert not replayed
+    assert len(full_checks) == 3
     with torch.no_grad():
         single_prefill_with_kv_cache(q, k, v.clone().requires_grad_())
-    assert len(replayed) == 1
+    assert len(full_checks) == 3
 
 
+@pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_buffers_among_later_keys_are_refused_once_these_are_read(kv_layout: str, replayed: list[Any]) -> None:
+def test_buffers_among_later_keys_are_refused_once_these_are_read(kv_layout: str, full_checks: list[Any]) -> None:
     q, k, v = operands(2, 30, kv_layout)
     out = (k[1, 20:28] if kv_layout == "HND" else k[20:24]).view(q.shape)
 
@@ -228,12 +177,13 @@ def test_buffers_among_later_keys_are_refused_once_these_are_read(kv_layout: str
 
     for kv_len in (10, 10, 10, 20):
         call(kv_len)
-    assert len(replayed) == 3
+    assert len(full_checks) == 1
     with pytest.raises(ArgumentError, match="out must not share memory with k"):
         call(21)
 
 
-def test_layouts_dtypes_and_tensors_as_options_are_no_replays(replayed: list[Any], full_checks: list[Any]) -> None:
+@pytest.mark.usefixtures("driver")
+def test_layouts_dtypes_and_tensors_as_options_are_no_replays(full_checks: list[Any]) -> None:
     q, k, v = operands(3, 20)
     cached((q, k, v))
     full_checks.clear()
@@ -251,14 +201,3 @@ def test_layouts_dtypes_and_tensors_as_options_are_no_replays(replayed: list[Any
     for scale in (0.5, 0.5, 0.25, 0.25):  # of tensors on the CPU the value counts
         single_prefill_with_kv_cache(q, k, v, k_scale=torch.tensor(scale))
     assert len(full_checks) == 8
-
-
-@pytest.mark.parametrize("scales", [(), (None, None), torch.ones(8), 1.0], ids=str)
-def test_block_scales_after_calls_without_them(scales: Any) -> None:
-    """They are refused like those of a first call."""
-    q, k, v = operands(5, 40)
-    with using("sm_90a", kernels="fa2"):
-        for _ in range(2):
-            single_prefill_with_kv_cache(q, k, v, backend="emulator")
-        with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
-            single_prefill_with_kv_cache(q, k, v, kv_cache_sf=scales, backend="emulator")

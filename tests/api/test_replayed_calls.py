@@ -1,0 +1,105 @@
+"""A call like an earlier one, with tensors at other addresses, launches what a call does that is checked in full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn import ArgumentError, ArgumentTypeError, flash_mla
+from cute_attn.integrations.vllm import latent
+from cute_attn.integrations.vllm.metadata import Decodes
+from cute_attn.wrappers import calls
+from perf.pretended_gpu import NullDriver
+from tests.support.entry_points import CACHE, ENTRIES, OTHERS, Entry, Planned, direct, without, zeros
+from tests.support.launch_corpus import RecordingDriver, parameters, pretended
+from tests.support.mla_case import LATENT, MlaCase
+
+# Every call of these is checked in full.
+FULL = {"single prefill, mask", "trtllm, lse by heads", "trtllm context", "trtllm ragged", *OTHERS}
+FULL |= {name for name in ENTRIES if name.startswith(("trtllm fmha", "xqa, low level"))}
+# NVFP4 caches in a tensor each, by heads.
+XQA = direct(cute_attn.xqa_batch_decode_with_kv_cache, kv_layout="HND", max_seq_len=16)
+IN_ONE = {"kv_cache": zeros(4, 2, 2, 16, 32), "kv_cache_sf": zeros(4, 2, 2, 16, 4)}
+NVFP4 = without(ENTRIES["xqa, NVFP4"].tensors, *CACHE[1], "k_sf of kv_cache_sf", "v_sf of kv_cache_sf") | IN_ONE
+REPLAYED = {name: of for name, of in ENTRIES.items() if name not in FULL}
+REPLAYED |= {"xqa, NVFP4, one cache": ENTRIES["xqa, NVFP4"]._replace(tensors=NVFP4, begin=XQA)}
+
+
+def by_vllm(case: MlaCase) -> Entry:
+    """Latent attention as vLLM calls it, with a row of padding."""
+
+    def call(given: Any) -> Any:
+        step = Decodes(2, 5, 3, uniform=False), given["table"], given["lens"], given["bounds"], zeros(32 << 20)
+        return latent.decode(given["q"], given["cache"], latent.LatentDecodes(*step), 0.1, 0.5, return_lse=True)
+
+    given = {"q": case.q, "cache": case.cache, "table": case.table, "lens": case.seq_lens, "bounds": case.qo_indptr}
+    return Entry(given, lambda *_: call)
+
+
+def by_flash_mla(case: MlaCase) -> Entry:
+    """Latent attention by FlashMLA's names."""
+    cache = case.byte_rows() if case.wide else case.cache[:, :, None]
+    given = {"q": case.q.unflatten(0, (2, 3)), "k_cache": cache}
+    given |= {"block_table": case.table, "cache_seqlens": case.seq_lens}
+    options = {"head_dim_v": LATENT, "causal": True, "is_fp8_kvcache": case.wide}
+    return Entry(given, direct(flash_mla.flash_mla_with_kvcache, **options))
+
+
+DRAFTS = MlaCase(q_lens=(3, 3), kv_lens=(70, 40), page_size=64)
+REPLAYED |= {"latent, vLLM": by_vllm(DRAFTS), "latent, FlashMLA": by_flash_mla(DRAFTS)}
+BYTES = MlaCase(q_lens=(3, 3), kv_lens=(70, 40), page_size=64, narrow=True, grouped=True, wide=True)
+REPLAYED |= {"latent, rows of bytes": by_flash_mla(BYTES)}
+CASES = [(name, "auto") for name in REPLAYED]
+CASES += [(f"{of}{kind}", "fa3") for of in ("single prefill", "paged", "ragged") for kind in ("", ", scales")]
+CASES += [(f"{of} mask", "fa3") for of in ("single prefill, packed", "paged,", "ragged,")]
+CASES += [(of, backend) for of in ("single decode, scales", "decode, scales") for backend in ("fa2", "xqa")]
+
+
+def launched(driver: RecordingDriver, call: Any, given: dict[str, torch.Tensor], options: dict[str, Any]) -> Any:
+    """The launches of a call, their memory by the names of its tensors and results, and the forms of the results."""
+    driver.recorded.clear()
+    found = call({**given, **options})
+    results = found if isinstance(found, tuple) else (found,)
+    names = given | (call.memory if isinstance(call, Planned) else {})
+    names |= {f"result {i}": x for i, x in enumerate(results)}
+    launches = [(x.grid, x.artifact.spec, parameters(x, names)) for x in driver.recorded]
+    return launches, [(x.shape, x.dtype, x.stride(), any(x is y for y in given.values())) for x in results]
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["buffers", "new results"])
+@pytest.mark.parametrize(("entry", "backend"), CASES, ids=["-".join(case) for case in CASES])
+def test_launches(entry: str, backend: str, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, driver, replay = REPLAYED[entry], RecordingDriver(), calls.replay
+    replays: list[Any] = []
+    kept = []  # so that no address comes twice
+    with pretended(driver):
+        call = of.begin(of.tensors, backend)
+        for i in range(3):
+            given = {name: x if name in of.planned else x.clone() for name, x in of.tensors.items()}
+            options = {}
+            if new:
+                options = {"return_lse": True} if "lse" in given and entry != "mixed" else {}
+                given = without(given, "out", "lse")
+            kept.append(given)
+            monkeypatch.setattr(calls, "replay", lambda *a, **k: replays.append(replay(*a, **k)) or replays[-1])
+            repeated = launched(driver, call, given, options)
+            assert len([x for x in replays if x is not None]) == i
+            monkeypatch.setattr(calls, "replay", lambda *a, **k: None)
+            assert repeated == launched(driver, call, given, options)
+            assert repeated[0]
+
+
+@pytest.mark.parametrize("scales", [(), (None, None), torch.ones(8), torch.ones(4, 3), 1.0], ids=str)
+@pytest.mark.parametrize("entry", ["single prefill", "paged", "ragged", "decode", "xqa", "trtllm"])
+def test_block_scales_after_calls_without_them(entry: str, scales: Any) -> None:
+    """They are refused like those of a first call."""
+    of = ENTRIES[entry]
+    with pretended(NullDriver()):
+        call = of.begin(of.tensors, "auto")
+        for _ in range(2):
+            call(of.tensors)
+        with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
+            call({**of.tensors, "kv_cache_sf": scales})
