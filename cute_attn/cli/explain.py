@@ -242,11 +242,11 @@ def schedule(plan: BatchSchedule[object]) -> str:
 
 
 def newest(options: argparse.Namespace, batch: BatchLengths) -> int | None:
-    """Query tokens of every request, if a decode wrapper could plan this."""
+    """The most query tokens of a request, if kernels of decode could run this."""
     from cute_attn.dispatch import select
 
-    q_len, heads = batch.equal_qo, (options.num_qo_heads, options.num_kv_heads)
-    if q_len is None or options.page_size is None or options.custom_mask:
+    q_len, heads = batch.longest_qo, (options.num_qo_heads, options.num_kv_heads)
+    if not q_len or options.page_size is None or options.custom_mask:
         return None
     return q_len if select.are_newest(q_len, heads, options.causal) else None
 

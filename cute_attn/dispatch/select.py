@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 CACHE_SIZE = 256  # settings: more than the layers of a model have
 HOPPER = archs.named("sm_90a")
-MOST_NEWEST = ROWS_OF_DECODE  # query tokens of a request: of more, `are_newest` says no whatever the heads
 
 
 @functools.lru_cache(CACHE_SIZE)
@@ -112,14 +111,14 @@ def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, lim
     return load_class(settings, typical_qo_len(known, limits), lengths.batch_size)
 
 
-def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
-    """Tell whether a decode plan could describe requests of `q_len` query tokens each over pages, without other masks:
-    drafts that are verified, decode steps. Of more rows no backend of decode is faster.
+def are_newest(most_qo_len: int, heads: tuple[int, int], causal: bool) -> bool:
+    """Tell whether kernels of decode could run requests of at most so many query tokens over pages, without other
+    masks: drafts that are verified, decode steps. Of more rows none is faster.
 
     `heads`: num_qo_heads and num_kv_heads.
     """
     num_qo_heads, num_kv_heads = heads
-    return (causal or q_len == 1) and q_len * num_qo_heads <= ROWS_OF_DECODE * num_kv_heads
+    return (causal or most_qo_len == 1) and most_qo_len * num_qo_heads <= ROWS_OF_DECODE * num_kv_heads
 
 
 def checked_name(backend: Any, names: Sequence[str] = ("auto", *BY_NAME), same: Sequence[str] = ()) -> str:

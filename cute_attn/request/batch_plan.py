@@ -182,23 +182,23 @@ def uniform_q_len(value: int | None, lengths: Lengths) -> int | None:
     return None
 
 
-def check_repeated_lengths(lengths: Lengths, repeated: tuple[Any, Any, Any, Any]) -> None:
+def repeated_lengths(lengths: Lengths, repeated: tuple[Any, Any, Any, Any]) -> Lengths:
     """Check seq_lens, seq_lens_q, max_token_per_sequence and max_sequence_kv, which a prefill `plan` gets besides the
-    index arrays, if these are read here.
+    index arrays. Return the lengths with the two bounds, where nothing else tells them.
     """
+    seq_lens, seq_lens_q, most_qo, most_kv = repeated
+    if seq_lens is seq_lens_q is most_qo is most_kv is None:
+        return lengths
+    bounds = {"max_token_per_sequence": most_qo, "max_sequence_kv": most_kv}
+    bounds = {name: None if value is None else checks.integer(name, value) for name, value in bounds.items()}
     if isinstance(lengths, DeviceLengths):
-        return
-    seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv = repeated
-    if seq_lens is seq_lens_q is max_token_per_sequence is max_sequence_kv is None:
-        return
+        return lengths.replace(**dict(zip(("longest_qo", "longest_kv"), bounds.values(), strict=True)))
     check_known_lengths("seq_lens", seq_lens, lengths.kv_len)
     check_known_lengths("seq_lens_q", seq_lens_q, lengths.qo_len)
-    for name, bound, longest in (
-        ("max_token_per_sequence", max_token_per_sequence, lengths.longest_qo),
-        ("max_sequence_kv", max_sequence_kv, lengths.longest_kv),
-    ):
-        if bound is not None and checks.integer(name, bound) < longest:
+    for (name, bound), longest in zip(bounds.items(), (lengths.longest_qo, lengths.longest_kv), strict=True):
+        if bound is not None and bound < longest:
             raise ArgumentError(f"{name} must not be below the longest request, which has {longest}; got {bound}")
+    return lengths
 
 
 def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
