@@ -355,9 +355,7 @@ CAPABILITIES = (
         ),
     ),
     Capability("any num_qo_heads / num_kv_heads", _always),
-    Capability(
-        "decode: every request has as many query tokens, each of which sees the keys up to its own", lambda f: f.decode
-    ),
+    Capability("decode: few query tokens per request, each of which sees the keys up to its own", lambda f: f.decode),
     Capability(
         "prefill",
         lambda f: not f.decode,
