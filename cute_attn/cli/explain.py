@@ -242,13 +242,13 @@ def schedule(plan: BatchSchedule[object]) -> str:
 
 
 def newest(options: argparse.Namespace, batch: BatchLengths) -> int | None:
-    """The most query tokens of a request, if kernels of decode could run this."""
+    """The query tokens by which kernels of decode plan this, if they could run it."""
     from cute_attn.dispatch import select
 
-    q_len, heads = batch.longest_qo, (options.num_qo_heads, options.num_kv_heads)
-    if not q_len or options.page_size is None or options.custom_mask:
+    if options.page_size is None or options.custom_mask:
         return None
-    return q_len if select.are_newest(q_len, heads, options.causal) else None
+    heads = options.num_qo_heads, options.num_kv_heads
+    return select.newest_bound(batch.longest_qo, heads, options.causal) or None
 
 
 def _count(number: int, noun: str) -> str:

@@ -23,7 +23,7 @@ XQA_HEAD_DIMS = (
 )
 
 
-ROWS_OF_DECODE = 64  # packed query rows of a request up to which kernels of decode may be the fastest
+ROWS_OF_DECODE = 32  # packed query rows of a request up to which kernels of decode may be the fastest
 
 
 class Load(NamedTuple):

@@ -107,22 +107,20 @@ def prefill_request(
     graphs = place.graph is not None
     most = batch_plan.uniform_q_len(uniform_q_len, lengths) if graphs else lengths.longest_qo
     paged = place.kv_source == "paged" and not place.key_ranges
-    newest = bool(paged and most and _are_newest(given, lengths, mask, most))
-    if not (graphs or newest):
-        most = None
-    return PlanRequest(given.options, lengths, mask, given.splits, given.page_size, most, newest)
+    bound = _newest_bound(given, lengths, mask, most) if paged and most else 0
+    if not graphs:
+        most = bound or None
+    return PlanRequest(given.options, lengths, mask, given.splits, given.page_size, most, bound > 0)
 
 
-def _are_newest(given: PlanArguments, lengths: Lengths, mask: Mask, most_qo_len: int) -> bool:
-    """Tell whether kernels of decode could run a batch of requests of so many query tokens at most. Not where results
-    must not depend on other requests.
-    """
+def _newest_bound(given: PlanArguments, lengths: Lengths, mask: Mask, most_qo_len: int) -> int:
+    """Return `select.newest_bound` of a batch; 0 also where results must not depend on other requests."""
     options, splits = given.options, given.splits
     num_qo_heads, num_kv_heads, causal = options.num_qo_heads, options.num_kv_heads, options.causal
     if not (type(num_qo_heads) is type(num_kv_heads) is int and type(causal) is bool):
-        return False  # refused by name, later
-    if not select.are_newest(most_qo_len, (num_qo_heads, num_kv_heads), causal):
-        return False
+        return 0  # refused by name, later
     if mask.packed is not None or lengths.key_bounds is not None:
-        return False
-    return splits.fixed_split_size is None and not splits.disable_split_kv
+        return 0
+    if splits.fixed_split_size is not None or splits.disable_split_kv:
+        return 0
+    return select.newest_bound(most_qo_len, (num_qo_heads, num_kv_heads), causal)

@@ -83,7 +83,7 @@ def test_plans_in_turn() -> None:
             before = len(emulation.records)
             assert_planned_right(batch, planned)
             ran.append({record.spec["kernel"] for record in emulation.records[before:]} - {"combine"})
-    assert ran == [{"xqa"}, {"xqa"}, {"xqa"}, {"fa3"}, {"xqa"}]
+    assert ran == [{"xqa"}, {"xqa"}, {"xqa"}, {"fa2"}, {"xqa"}]
 
 
 @pytest.mark.parametrize(("promise", "kernel"), [(None, "fa2"), (4, "xqa")])
@@ -97,7 +97,7 @@ def test_graphs_need_a_promise(promise: int | None, kernel: str) -> None:
     assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {kernel}
 
 
-@pytest.mark.parametrize(("bound", "kernel"), [(None, "fa2"), (9, "fa3"), (8, "xqa"), (4, "xqa")])
+@pytest.mark.parametrize(("bound", "kernel"), [(None, "fa2"), (9, "fa2"), (8, "xqa"), (4, "xqa")])
 def test_lengths_on_the_device_need_a_bound(bound: int | None, kernel: str) -> None:
     batches = [dataclasses.replace(DRAFTS, qo_lens=qo_lens) for qo_lens in ((4, 1, 3), (0, 4, 4))]
     with using("sm_90a", sms=2) as emulation, emulated_device():
