@@ -3,8 +3,9 @@
 The warps of a CTA, or its teams of warps, process different tokens of the same rows. Each warp stores its (maximum,
 sum, outputs) in shared memory, then every thread merges a vector of a row over all warps that have its columns. A CTA
 that processes only one KV split of a segment writes the result as a partial to global memory. The CTA that arrives last
-merges all partials: warp w those of splits w, w + warps, ..., then the warps' states as before. The order of additions
-depends on lengths alone, not on timing, so results are deterministic.
+merges all partials: warp w those of splits w, w + warps, ..., then the warps' states as before. Of many splits, each
+group is merged by the last of its CTAs, in the place of the group's first partial, and the last of these CTAs merges
+the groups. The order of additions depends on lengths alone, not on timing, so results are deterministic.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from cute_attn.kernels.xqa.spec import DecodeSpec
 
 VECTOR_WIDTH = 4  # output dims that a thread merges at once
 VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, for two partials
+GROUP_BITS = 3
+GROUP, MOST_TOGETHER = 1 << GROUP_BITS, 23  # partials of a group, and the most that are not divided into groups
 
 
 class StateMemory(Protocol):
@@ -51,6 +54,19 @@ class StateMemory(Protocol):
     @property
     def ticket(self) -> int:
         """Offset of one word: the number of CTAs that had written their partials before this one."""
+
+
+class Parts(NamedTuple):
+    """Partials that one CTA merges: `count` of a segment's splits, every 2^`bits`-th from number `begin` on."""
+
+    share: Int32  # of the CTA that has the segment's first split
+    begin: Int32
+    count: Int32
+    bits: Int32
+
+    def number(self, index: Int32) -> Int32:
+        """The split whose partial is the `index`-th of these."""
+        return self.begin + (index << self.bits)
 
 
 class SoftmaxState(NamedTuple):
@@ -166,6 +182,15 @@ class Merge:
             self.merge_splits(rows, first, count)
 
     @cute.jit
+    def store_part(self, rows: PackedRows, partial: Int32) -> None:
+        """Store the CTA's states as a partial, by all threads."""
+        threads = self.lanes * self.spec.teams
+        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), threads, unroll=1):
+            row, dim = self.row_and_dim(item)
+            if self.has_columns(dim):
+                self.store_partial(partial, row, self.head_dim(dim), self.merge_warps(row, dim))
+
+    @cute.jit
     def store_rows(self, rows: PackedRows) -> None:
         """Write the outputs of the CTA's states, by all threads."""
         threads = self.lanes * self.spec.teams
@@ -197,6 +222,11 @@ class Merge:
     def partial_index(self, split: KvSplit) -> Int32:
         """Index of a split's partial."""
         return self.partial_of(cute.arch.block_idx()[1], split.begin)
+
+    def partial_of_part(self, parts: Parts, index: Int32) -> Int32:
+        """Index of the partial of the `index`-th of some parts."""
+        number = parts.number(index)
+        return self.partial_of(parts.share + number, number)
 
     def partial_of(self, share: Int32, before: Int32) -> Int32:
         """Index of a partial of the CTA that has share number `share` in this CTA's group, of this warp's unit where
@@ -247,15 +277,36 @@ class Merge:
 
     @cute.jit
     def merge_splits(self, rows: PackedRows, first: Int32, count: Int32) -> None:
-        """Count this CTA as done with its split, one of `count` in the CTAs from share `first` on. The last CTA merges
-        all partials and resets the counter."""
-        counter = self.counter_address(first)
-        if self.arrive(counter) == count - 1:
-            self.reset(counter)
-            for start in cutlass.range(0, self.num_vectors(rows), self.lanes * self.vectors_per_lane, unroll=1):
-                self.reduce_partials(rows, first, count, start)
-            self.sync()
-            self.store_rows(rows)
+        """Count this CTA as done with its split, one of `count` in the CTAs from share `first` on. The last CTA of a
+        group merges its partials, and the last of all these writes the outputs.
+
+        A group counts at the CTA of its first split, groups at the next one: these CTAs have nothing else that is cut.
+        """
+        bits, going = Int32(0), Boolean(True)
+        while going:
+            groups = self.groups(count)
+            group = ptx.minimum(cute.arch.block_idx()[1] - first >> bits + GROUP_BITS, groups - 1)
+            begin = group << GROUP_BITS
+            size = ptx.select(group == groups - 1, count - begin, Int32(GROUP))  # the last also has what is left over
+            parts = Parts(first, begin << bits, size, bits)
+            counter = self.counter_address(first + parts.begin + bits)
+            going = self.arrive(counter) == size - 1
+            if going:
+                self.reset(counter)
+                for start in cutlass.range(0, self.num_vectors(rows), self.lanes * self.vectors_per_lane, unroll=1):
+                    self.reduce_partials(rows, parts, start)
+                self.sync()
+                count = self.groups(ptx.opaque(count))  # no register holds it meanwhile
+                going = count > 1
+                if going:
+                    self.store_part(rows, self.partial_of_part(parts, Int32(0)))
+                else:
+                    self.store_rows(rows)
+                bits = bits + GROUP_BITS
+
+    def groups(self, count: Int32) -> Int32:
+        """Number of groups of so many partials."""
+        return ptx.select(count > MOST_TOGETHER, count >> GROUP_BITS, Int32(1))
 
     @property
     def vectors_per_lane(self) -> int:
@@ -263,15 +314,15 @@ class Merge:
         raise NotImplementedError
 
     @cute.jit
-    def reduce_partials(self, rows: PackedRows, first: Int32, count: Int32, start: Int32) -> None:
+    def reduce_partials(self, rows: PackedRows, parts: Parts, start: Int32) -> None:
         """Merge a state's share of the partials into it, for lanes * vectors_per_lane vectors of its columns from
         vector `start` on."""
         state, lane = self.state_and_lane()
         empty = SoftmaxState(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)])
         sums = [empty for _ in range(self.vectors_per_lane)]
         positions = [self.row_and_dim(start + (lane + self.lanes * i)) for i in range(self.vectors_per_lane)]
-        for index in cutlass.range(self.team.number(state), count, self.spec.teams, unroll=2):
-            partial = self.partial_of(first + index, index)
+        for index in cutlass.range(self.team.number(state), parts.count, self.spec.teams, unroll=1):
+            partial = self.partial_of_part(parts, index)
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in positions]
             sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
         stats = self.base + self.memory.stats + state * (self.spec.rows * 8)
