@@ -12,7 +12,7 @@ from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Format
-from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, VECTORS_PER_LANE, Merge, SoftmaxState, merge_states
+from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, Merge, SoftmaxState, merge_states
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import reduce_column
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -80,11 +80,9 @@ class WarpMerge(Merge):
                 ptx.st_shared_v2_f32(stats + row * 8, 0, [maximum[slot], totals[slot]])
 
     @property
-    def vectors_per_lane(self) -> int:
+    def vectors_in_flight(self) -> int:
         crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # leaves fewer registers per thread
-        shared = self.team.size > 1 or self.spec.heads > 1
-        vectors = VECTORS_PER_LANE if crowded or shared else 2 * VECTORS_PER_LANE
-        return min(vectors, self.spec.rows * self.vectors_per_row // self.lanes)
+        return 4 if crowded or self.team.size > 1 else 8
 
 
 @dataclass(frozen=True)
@@ -120,11 +118,6 @@ class HeadMerge(WholeMerge):
         per_row = self.spec.tile_dim // STORED_DIMS
         items = [first + self.team.thread() for first in range(0, self.spec.rows * per_row, 32)]
         return [(item // per_row, item % per_row * STORED_DIMS) for item in items]
-
-    def wanted(self, rows: PackedRows, row: Int32, dim: Int32) -> Boolean:
-        """Whether a place has outputs of a row that exists."""
-        exists, columns = rows.exists(row), self.has_columns(dim)
-        return exists if columns is True else isa.all_of([exists, columns])
 
     @cute.jit
     def store_rows(self, rows: PackedRows) -> None:
