@@ -303,7 +303,8 @@ class Merge:
     def merge_partials(self, rows: PackedRows, parts: Parts, more: Boolean) -> None:
         """Merge partials, into outputs or, if there are `more` groups of them, into the partial of this group."""
         total = self.spec.rows * self.vectors_per_row
-        vectors = next((n for n in (4, 3, 2) if total % (self.column_threads * n) == 0), 1)
+        most = min(4, self.vectors_in_flight)
+        vectors = max(n for n in range(1, most + 1) if n == 1 or total % (self.column_threads * n) == 0)
         group = parts._replace(bits=parts.bits + GROUP_BITS)
         for start in cutlass.range(self.team.thread(), self.num_vectors(rows), self.column_threads * vectors, unroll=1):
             places = [self.row_and_dim(start + self.column_threads * i) for i in range(vectors)]
@@ -356,4 +357,4 @@ class StateMerge(Merge):
 
     @property
     def vectors_in_flight(self) -> int:
-        return 8
+        return 4
