@@ -198,12 +198,6 @@ class BatchLengths:
         """Query tokens of each request."""
         return self.qo_indptr[1:] - self.qo_indptr[:-1]
 
-    @property
-    def equal_qo(self) -> int | None:
-        """Query tokens of every request, if all have as many, some have any, and q has no other rows."""
-        equal = 0 < self.longest_qo * self.batch_size == self.rows and self.first_row == 0
-        return self.longest_qo if equal else None
-
     @functools.cached_property
     def total_kv(self) -> int:
         """Keys of all requests."""
@@ -229,6 +223,8 @@ class DeviceLengths:
     q_len: int | None = None
     kv_indices: torch.Tensor | None = None
     rows: int | None = None  # of q, None until a run tells; rows past those of requests belong to none
+    longest_qo: int | None = None  # upper bounds of the query tokens and the keys of a request, where the caller knows
+    longest_kv: int | None = None
     read: Callable[[DeviceLengths], BatchLengths] | None = None  # checks them, and raises what `plan` raises of them
 
     key_bounds = None
@@ -278,7 +274,7 @@ class GraphLimits(NamedTuple):
     batch_size: int
     max_rows: int  # query tokens
     max_kv_tokens: int
-    max_qo_len: int | None = None  # query tokens of one request, where known (decode): allows a smaller launch
+    max_qo_len: int | None = None  # most query tokens of a request, where known (decode): allows a smaller launch
 
 
 class BatchLimits(NamedTuple):
@@ -288,7 +284,7 @@ class BatchLimits(NamedTuple):
     fixed_split_size: int | None = None  # tokens
     disable_split_kv: bool = False
     graph: GraphLimits | None = None  # sizes that launches have room for; None: those that the lengths need
-    max_qo_len: int | None = None  # query tokens of one request, where known (decode)
+    max_qo_len: int | None = None  # most query tokens of a request, where known (decode)
     keeps_address: bool = False  # later plans write their records to the same address, as CUDA graphs need it
 
     def unlimited(self) -> BatchLimits:

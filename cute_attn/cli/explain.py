@@ -238,13 +238,13 @@ def schedule(plan: BatchSchedule[object]) -> str:
 
 
 def newest(options: argparse.Namespace, batch: BatchLengths) -> int | None:
-    """Query tokens of every request, if a decode wrapper could plan this."""
+    """The query tokens by which kernels of decode plan this, if they could run it."""
     from cute_attn.dispatch import select
 
-    q_len, heads = batch.equal_qo, (options.num_qo_heads, options.num_kv_heads)
-    if q_len is None or options.page_size is None or options.custom_mask:
+    if options.page_size is None or options.custom_mask:
         return None
-    return q_len if select.are_newest(q_len, heads, options.causal) else None
+    heads = options.num_qo_heads, options.num_kv_heads
+    return select.newest_bound(batch.longest_qo, heads, options.causal) or None
 
 
 def _count(number: int, noun: str) -> str:

@@ -147,7 +147,7 @@ DIVISIONS = (
         _rows(
             PLAIN,
             ("prefill", {}),
-            ("decode: every request has as many query tokens, the newest", {"decode": True}),
+            ("decode: few query tokens per request, the newest", {"decode": True}),
         ),
         decode=False,
     ),

@@ -23,7 +23,7 @@ XQA_HEAD_DIMS = (
 )
 
 
-ROWS_OF_DECODE = 64  # packed query rows of a request up to which kernels of decode may be the fastest
+ROWS_OF_DECODE = 32  # packed query rows of a request up to which kernels of decode may be the fastest
 
 
 class Load(NamedTuple):
@@ -355,9 +355,7 @@ CAPABILITIES = (
         ),
     ),
     Capability("any num_qo_heads / num_kv_heads", _always),
-    Capability(
-        "decode: every request has as many query tokens, each of which sees the keys up to its own", lambda f: f.decode
-    ),
+    Capability("decode: few query tokens per request, each of which sees the keys up to its own", lambda f: f.decode),
     Capability(
         "prefill",
         lambda f: not f.decode,

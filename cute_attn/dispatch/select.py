@@ -36,13 +36,14 @@ from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
 from cute_attn.schedule.batch import typical_qo_len
+from cute_attn.schedule.split_kv import ceil_div
 
 logger = logging.getLogger(__name__)
 
 
 CACHE_SIZE = 256  # settings: more than the layers of a model have
 HOPPER = archs.named("sm_90a")
-MOST_NEWEST = ROWS_OF_DECODE  # query tokens of a request: of more, `are_newest` says no whatever the heads
+ROW_BLOCK = 8  # packed query rows; kernels and limits of selection differ in multiples of it
 
 
 @functools.lru_cache(CACHE_SIZE)
@@ -112,14 +113,20 @@ def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, lim
     return load_class(settings, typical_qo_len(known, limits), lengths.batch_size)
 
 
-def are_newest(q_len: int, heads: tuple[int, int], causal: bool) -> bool:
-    """Tell whether a decode plan could describe requests of `q_len` query tokens each over pages, without other masks:
-    drafts that are verified, decode steps. Of more rows no backend of decode is faster.
+def newest_bound(most_qo_len: int, heads: tuple[int, int], causal: bool) -> int:
+    """Return the query tokens by which kernels of decode plan requests of at most `most_qo_len` over pages, without
+    other masks: drafts that are verified, decode steps. 0: they cannot run them, or are not faster. Numbers between
+    which no kernel distinguishes are one, so that plans follow one another.
 
     `heads`: num_qo_heads and num_kv_heads.
     """
     num_qo_heads, num_kv_heads = heads
-    return (causal or q_len == 1) and q_len * num_qo_heads <= ROWS_OF_DECODE * num_kv_heads
+    if not (causal or most_qo_len == 1) or not 0 < most_qo_len * num_qo_heads <= ROWS_OF_DECODE * num_kv_heads:
+        return 0
+    if most_qo_len == 1:
+        return 1  # a step of decode
+    row_blocks = ceil_div(most_qo_len * num_qo_heads, num_kv_heads * ROW_BLOCK)
+    return max(most_qo_len, row_blocks * ROW_BLOCK * num_kv_heads // num_qo_heads)
 
 
 def checked_name(backend: Any, names: Sequence[str] = ("auto", *BY_NAME), same: Sequence[str] = ()) -> str:

@@ -177,18 +177,18 @@ def uniform_q_len(value: int | None, lengths: Lengths) -> int | None:
     return None
 
 
-def check_repeated_lengths(
+def repeated_lengths(
     lengths: Lengths,
     seq_lens: Any,
     seq_lens_q: Any = None,
     max_token_per_sequence: Any = None,
     max_sequence_kv: Any = None,
-) -> None:
+) -> Lengths:
     """Check what a `plan` gets of lengths besides the index arrays: that it agrees with these, if they are read here.
-    Lengths on a GPU are not read, which would cost a synchronisation.
+    Lengths on a GPU are not read, which would cost a synchronisation: of them return the lengths with the two bounds.
     """
     if seq_lens is seq_lens_q is max_token_per_sequence is max_sequence_kv is None:
-        return
+        return lengths
     known = isinstance(lengths, BatchLengths)
     for name, value, field in (("seq_lens", seq_lens, "kv_len"), ("seq_lens_q", seq_lens_q, "qo_len")):
         if value is not None and checks.tensor(name, value).is_cpu and known:
@@ -196,14 +196,17 @@ def check_repeated_lengths(
             index_arrays.check_size(name, given, len(planned))
             if (i := checks.first(given != planned)) is not None:
                 raise ArgumentError(f"{name}[{i}] must be {planned[i]}, as the index arrays say; got {given[i]}")
+    bounds = {}
     for name, bound, field in (
         ("max_token_per_sequence", max_token_per_sequence, "longest_qo"),
         ("max_sequence_kv", max_sequence_kv, "longest_kv"),
     ):
         if bound is None:
             continue
-        if checks.integer(name, bound) < (longest := getattr(lengths, field) if known else bound):
+        bounds[field] = checks.integer(name, bound)
+        if known and bounds[field] < (longest := getattr(lengths, field)):
             raise ArgumentError(f"{name} must not be below the longest request, which has {longest}; got {bound}")
+    return lengths if known else lengths.replace(**bounds)
 
 
 # ---- masks

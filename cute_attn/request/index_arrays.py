@@ -82,7 +82,7 @@ class IndexArrays(NamedTuple):
             last, most = _int32(last_page_len, device), min(len(indices), MAX_INDEX)
         queries = _int32(qo_indptr, device) if q_len is None else None
         rows = None if q_len is None else batch_size * q_len
-        return DeviceLengths(queries, _int32(kv_indptr, device), last, most, q_len, indices, rows, self._read)
+        return DeviceLengths(queries, _int32(kv_indptr, device), last, most, q_len, indices, rows, read=self._read)
 
     def _read(self, now: DeviceLengths) -> BatchLengths:
         return self._replace(**now.arrays()).on_host()

@@ -20,14 +20,14 @@ class PlanRequest(NamedTuple):
     mask: Mask
     splits: Splits
     page_size: int
-    uniform_q_len: int | None = None  # query tokens of every request, if a prefill plan says so
-    newest: bool = False  # whether these are the newest of their request, and see the keys up to their own
+    most_qo_len: int | None = None  # query tokens of a request of a prefill plan, if launches may depend on it
+    newest: bool = False  # whether all query tokens are the newest of their request, and see the keys up to their own
     matrix: Matrix | None = None  # of a block-sparse plan
 
     @property
-    def q_len(self) -> int | None:
-        """Query tokens of every request, where the plan fixes them."""
-        return self.uniform_q_len if self.lengths.q_len is None else self.lengths.q_len
+    def max_qo_len(self) -> int | None:
+        """The most query tokens of a request, where launches may depend on it."""
+        return self.most_qo_len if self.lengths.q_len is None else self.lengths.q_len
 
     def with_options(self, overrides: dict[str, Any]) -> PlanRequest:
         """Return the request with some of its options replaced."""

@@ -139,7 +139,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         )  # fmt: skip
         pages = indptr, indices, last_page_len, given.page_size
         lengths = lengths_of(self._place, IndexArrays(NAMES, None, *pages, given.q_len))
-        batch_plan.check_repeated_lengths(lengths, seq_lens)
+        batch_plan.repeated_lengths(lengths, seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
         return PlanRequest(given.options, lengths, batch_plan.NO_MASK, given.splits, given.page_size)

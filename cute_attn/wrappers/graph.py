@@ -107,9 +107,9 @@ class GraphBuffers:
         self._check_mask(request.mask)
         if before is None:
             most_keys = lengths.kv_end if lengths.kv_indices is None else self.page_indices.numel() * settings.page_size
-            limits = GraphLimits(lengths.batch_size, lengths.rows, most_keys, request.q_len)
+            limits = GraphLimits(lengths.batch_size, lengths.rows, most_keys, request.max_qo_len)
             return GraphInvariants(settings, request.splits, limits, lengths.first_row)
-        _check_sizes(before.limits, lengths, request.q_len)
+        _check_sizes(before.limits, lengths, request.max_qo_len)
         first_row = lengths.first_row if host_lengths else before.first_row
         _check_unchanged(before, GraphInvariants(settings, request.splits, before.limits, first_row))
         return before

@@ -166,7 +166,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         non_blocking : a hint; copies are ordered on the current stream either way.
         seq_lens, seq_lens_q : `[batch_size]`, the lengths of keys and queries; on the CPU they are checked against the
             index arrays, on a GPU they are not read.
-        max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked on the CPU.
+        max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys. Default None. Checked
+            against index arrays on the CPU. Of index arrays on the GPU they are promises, by which "auto" takes kernels
+            of decode for few query tokens; tokens past a bound that is not kept have no result. CUDA graphs ignore
+            them.
         block_tables : a tensor with the pages of each request; not read.
         prefix_len_ptr : multi-item scoring, where a request is a prefix followed by items that do not see each other:
             `[batch_size]`, or no dimension for one request, the keys of each prefix; None (default): none. A token at

@@ -189,7 +189,7 @@ class Plan:
         batch_plan.check_rows(lengths, settings.features.num_qo_heads)
         room = _room(request, lengths) if self.fixed is None else self.fixed.limits
         limits = BatchLimits(
-            place.workspace.numel(), *request.splits, room, request.q_len, keeps_address=place.graph is not None
+            place.workspace.numel(), *request.splits, room, request.max_qo_len, keeps_address=place.graph is not None
         )
         load = select.load_of_batch(settings, lengths, limits)
         backend = select.chosen(features or settings.features, self.backend or place.backend, load)
@@ -357,7 +357,7 @@ def _room(request: PlanRequest, lengths: Lengths) -> GraphLimits | None:
         return None
     assert lengths.rows is not None
     keys = lengths.kv_end * (request.page_size if lengths.kv_indices is not None else 1)
-    return GraphLimits(lengths.batch_size, lengths.rows, keys, request.q_len)
+    return GraphLimits(lengths.batch_size, lengths.rows, keys, request.max_qo_len)
 
 
 def _left_open(place: Place, request: PlanRequest, settings: Settings) -> PlanRequest:

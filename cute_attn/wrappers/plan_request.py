@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.dispatch import select
-from cute_attn.problem import DeviceLengths, Lengths
+from cute_attn.problem import Lengths
 from cute_attn.request import batch_plan, checks, multi_item, plan_arguments, positional
 from cute_attn.request.batch_plan import Mask, PlanOptions
 from cute_attn.request.index_arrays import IndexArrays
@@ -93,7 +93,7 @@ def prefill_request(
     if place.kv_source == "paged":
         index.append(given.page_size)
     lengths = lengths_of(place, IndexArrays(names, *index), host_only)
-    batch_plan.check_repeated_lengths(lengths, *REPEATED(arguments))
+    lengths = batch_plan.repeated_lengths(lengths, *REPEATED(arguments))
     if sinks is not None:
         sinks.check_plan(given.options)
     custom_mask, packed_custom_mask, _, uniform_q_len = host_only
@@ -105,28 +105,22 @@ def prefill_request(
     if uniform_q_len is not None:
         uniform_q_len = checks.integer("uniform_q_len", uniform_q_len)
     graphs = place.graph is not None
-    equal = batch_plan.uniform_q_len(uniform_q_len, lengths) if graphs else _equal_qo(lengths)
+    most = batch_plan.uniform_q_len(uniform_q_len, lengths) if graphs else lengths.longest_qo
     paged = place.kv_source == "paged" and not place.key_ranges
-    newest = equal is not None and paged and _are_newest(given, lengths, mask, equal)
-    uniform = equal if graphs or newest else None
-    return PlanRequest(given.options, lengths, mask, given.splits, given.page_size, uniform, newest)
+    bound = _newest_bound(given, lengths, mask, most) if paged and most else 0
+    if not graphs:
+        most = bound or None
+    return PlanRequest(given.options, lengths, mask, given.splits, given.page_size, most, bound > 0)
 
 
-def _equal_qo(lengths: Lengths) -> int | None:
-    """Return the query tokens of every request, if all have as many, the host knows it, and they may be newest."""
-    if isinstance(lengths, DeviceLengths) or lengths.longest_qo > select.MOST_NEWEST:
-        return None
-    return lengths.equal_qo
-
-
-def _are_newest(given: PlanArguments, lengths: Lengths, mask: Mask, q_len: int) -> bool:
-    """Tell whether a decode plan could describe the batch. Not where results must not depend on other requests."""
+def _newest_bound(given: PlanArguments, lengths: Lengths, mask: Mask, most_qo_len: int) -> int:
+    """Return `select.newest_bound` of a batch; 0 also where results must not depend on other requests."""
     options, splits = given.options, given.splits
     num_qo_heads, num_kv_heads, causal = options.num_qo_heads, options.num_kv_heads, options.causal
     if not (type(num_qo_heads) is type(num_kv_heads) is int and type(causal) is bool):
-        return False  # refused by name, later
-    if not select.are_newest(q_len, (num_qo_heads, num_kv_heads), causal):
-        return False
+        return 0  # refused by name, later
     if mask.packed is not None or lengths.key_bounds is not None:
-        return False
-    return splits.fixed_split_size is None and not splits.disable_split_kv
+        return 0
+    if splits.fixed_split_size is not None or splits.disable_split_kv:
+        return 0
+    return select.newest_bound(most_qo_len, (num_qo_heads, num_kv_heads), causal)

@@ -1,4 +1,4 @@
-"""Paged prefill plans of equally many newest tokens per request, which "auto" gives to the kernels of decode."""
+"""Paged prefill plans of few newest tokens per request, which "auto" gives to the kernels of decode."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from cute_attn.emulator import Schedule, using
 from tests.support import batch_case
-from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
+from tests.support.batch_case import E4M3, BatchCase, call, dims, heads, make, paged, ragged
+from tests.support.device_plan import emulated_device, moved
 from tests.support.graphs import Captured, emulated_graph
-from tests.support.right import Solver, assert_planned_right
+from tests.support.right import Solver, assert_planned_right, assert_right
 from tests.support.schedules import KINDS, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -28,17 +30,17 @@ TAKEN = (
     dataclasses.replace(DRAFTS, qo_lens=(6, 6, 6), **dims(256)),
     dataclasses.replace(DRAFTS, kv_dtype=None, **dims(128)),
     paged((2,), (150,), 1, kv_layout="HND", cache="strided", indices="int64", **CAUSAL, **heads(8, 1)),
+    dataclasses.replace(DRAFTS, qo_lens=(4, 3, 1)),
+    dataclasses.replace(DRAFTS, qo_lens=(0, 8, 3), sinks=True),  # two blocks of rows
+    dataclasses.replace(DRAFTS, qo_lens=(2, 4, 0), slack=True),  # and rows of no request
 )
 LEFT: dict[str, BatchCase] = {
-    "other lengths": dataclasses.replace(DRAFTS, qo_lens=(4, 3, 4)),
-    "a request without queries": dataclasses.replace(DRAFTS, qo_lens=(4, 0, 4)),
-    "rows of no request": dataclasses.replace(DRAFTS, slack=True),
     "tokens that see later ones": dataclasses.replace(DRAFTS, mask="none"),
     "masks": dataclasses.replace(DRAFTS, mask="packed"),
     "multi-item scoring": dataclasses.replace(
         DRAFTS, qo_lens=(9, 9, 9), kv_lens=(65, 30, 140), mask="items", **heads(1, 1)
     ),
-    "more rows than share two reads": dataclasses.replace(DRAFTS, qo_lens=(9, 9, 9)),
+    "more rows than share two reads": dataclasses.replace(DRAFTS, qo_lens=(1, 9, 1)),
     "more rows than kernels of decode take": dataclasses.replace(DRAFTS, qo_lens=(17, 17, 17)),
     "splits of their own": dataclasses.replace(DRAFTS, fixed_split_size=2),
     "no splits": dataclasses.replace(DRAFTS, disable_split_kv=True),
@@ -73,15 +75,15 @@ def test_plans_in_turn() -> None:
     """Kernels follow the lengths of every plan, whichever came before."""
     uneven = dataclasses.replace(DRAFTS, qo_lens=(4, 2, 4))
     longer = dataclasses.replace(DRAFTS, kv_lens=(80, 30, 17))
-    fewer = dataclasses.replace(DRAFTS, qo_lens=(2, 2, 2))
+    many = dataclasses.replace(DRAFTS, qo_lens=(4, 9, 4))
     with using("sm_90a", sms=2) as emulation:
         planned = batch_case.wrapper(DRAFTS, backend="emulator")
         ran = []
-        for batch in (DRAFTS, longer, uneven, longer, fewer):
+        for batch in (DRAFTS, longer, uneven, many, longer):
             before = len(emulation.records)
             assert_planned_right(batch, planned)
             ran.append({record.spec["kernel"] for record in emulation.records[before:]} - {"combine"})
-    assert ran == [{"xqa"}, {"xqa"}, {"fa2"}, {"xqa"}, {"xqa"}]
+    assert ran == [{"xqa"}, {"xqa"}, {"xqa"}, {"fa2"}, {"xqa"}]
 
 
 @pytest.mark.parametrize(("promise", "kernel"), [(None, "fa2"), (4, "xqa")])
@@ -93,3 +95,29 @@ def test_graphs_need_a_promise(promise: int | None, kernel: str) -> None:
         for kv_lens in ((140, 140, 140), (4, 120, 33)):
             captured.replay(dataclasses.replace(batch, kv_lens=kv_lens))
     assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {kernel}
+
+
+@pytest.mark.parametrize(("bound", "kernel"), [(None, "fa2"), (9, "fa2"), (8, "xqa"), (4, "xqa")])
+def test_lengths_on_the_device_need_a_bound(bound: int | None, kernel: str) -> None:
+    batches = [dataclasses.replace(DRAFTS, qo_lens=qo_lens) for qo_lens in ((4, 1, 3), (0, 4, 4))]
+    with using("sm_90a", sms=2) as emulation, emulated_device():
+        planned = batch_case.wrapper(DRAFTS, backend="emulator")
+        for batch in batches:
+            inputs = make(batch)
+            planned.plan(**moved(batch, inputs, "cpu"), max_token_per_sequence=bound, max_sequence_kv=140)
+            assert_right(batch, inputs, *call(batch, inputs, planned))
+    assert {record.spec["kernel"] for record in emulation.records} - {"combine", "plan", "lengths"} == {kernel}
+
+
+def test_rows_past_those_of_q_are_not_touched() -> None:
+    """Whatever the index arrays on the device say. The emulator refuses accesses outside of tensors."""
+    inputs = make(DRAFTS)
+    with using("sm_90a", sms=2), emulated_device():
+        planned = batch_case.wrapper(DRAFTS, backend="emulator")
+        arguments = moved(DRAFTS, inputs, "cpu")
+        arguments["qo_indptr"] = torch.tensor([0, 4, 1 << 20, (1 << 20) + 4], dtype=torch.int32)
+        planned.plan(**arguments, max_token_per_sequence=4)
+        out, _ = call(DRAFTS, inputs, planned)
+        planned.plan(**moved(DRAFTS, inputs, "cpu"), max_token_per_sequence=4)
+        right, _ = call(DRAFTS, inputs, planned)
+    assert torch.equal(out[:4], right[:4])

@@ -23,7 +23,7 @@ from cute_attn.xqa import xqa
 from tests.support.schedules import KINDS, all_alike, in_turn
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import Producer
-from tests.support.xqa_rules import move_steps
+from tests.support.xqa_rules import forced_ring, move_steps
 
 WORKSPACE_BYTES = 10 << 20
 MANY = 1 << 30
@@ -107,6 +107,22 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(CASES[name], "sm_90a", 3, "adversarial", monkeypatch) == ""
+
+
+GROUPS = {  # rings of many small CTAs, and requests of which one has more than `MOST_TOGETHER` splits
+    "one request": ("2x2x16x4", XqaCase((1100,), heads=(2, 1), head_dim=64)),
+    "between others": ("2x2x16x4", XqaCase((9, 2500, 70), heads=(3, 1), head_dim=64, q_len=2, q_lens=(1, 2, 2))),
+    "warps with a head each": ("2x2x16x4e", XqaCase((5, 1500, 7), heads=(4, 2), head_dim=64, sinks=True)),
+}
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("name", "schedule"), in_turn(GROUPS, KINDS, lambda name: name == "warps with a head each"))
+def test_groups_of_splits(name: str, schedule: str) -> None:
+    text, case = GROUPS[name]
+    built, shape = build(case), tiles.Shape(len(case.seq_lens), case.heads[1])
+    with forced_ring(text, case, shape), emulator.using("sm_90a", sms=8, schedule=Schedule(schedule, 1)):
+        assert built.check(*decode(built)) == ""
 
 
 HEAD_DIMS = {

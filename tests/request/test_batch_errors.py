@@ -246,9 +246,9 @@ def test_lengths_that_are_given_again_have_types_where_they_are_not_compared(giv
     """Beside index arrays on a GPU."""
     unread = IndexArrays(("qo_indptr", "kv_indptr"), ints(0, 2), ints(0, 5)).on_device(torch.device("cpu"))
     other = {"seq_lens": ints(9), "seq_lens_q": ints(9), "max_token_per_sequence": 0, "max_sequence_kv": 0}
-    batch_plan.check_repeated_lengths(unread, **other)
+    batch_plan.repeated_lengths(unread, **other)
     with pytest.raises(ArgumentTypeError, match=message):
-        batch_plan.check_repeated_lengths(unread, **{**other, **given})
+        batch_plan.repeated_lengths(unread, **{**other, **given})
 
 
 # ---- run

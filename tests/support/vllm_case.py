@@ -17,7 +17,7 @@ from cute_attn.integrations.vllm.metadata import Batch, Sessions, Spans, StepMet
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support import engine_case
-from tests.support.dense_attention import attention, seen
+from tests.support.dense_attention import attention, nvfp4_values, seen
 from tests.support.engine_case import BF16, E4M3, E5M2, Tokens, ends, ints, nvfp4_pages
 
 UNTOUCHED = 7.0  # of output rows that no request has

@@ -1,7 +1,8 @@
-"""Lengths kernel: keys and first page of every paged request, from `indptr` and `last_page_len` in device memory.
+"""Lengths kernel: keys and first page of every paged request, from `indptr` and `last_page_len` in device memory, and
+the rows of its query tokens, from `qo_indptr`.
 
 A thread computes one request. Whatever the numbers are, a request gets no more pages than there are entries of page
-numbers, and no more keys than its pages hold.
+numbers, no more keys than its pages hold, and no rows past those of q.
 """
 
 from typing import NamedTuple
@@ -21,11 +22,14 @@ class LengthsParams(NamedTuple):
 
     indptr: Int64
     last_page_len: Int64
+    qo_indptr: Int64
     seq_lens: Int64  # written
     page_starts: Int64  # written
+    q_indptr: Int64  # written; 0: not, all requests have as many query tokens
     batch: Int32
     page_size: Int32
     num_indices: Int32
+    rows: Int32  # of q
 
 
 class LengthsProgram(GridProgram):
@@ -50,3 +54,13 @@ class LengthsProgram(GridProgram):
             keys = (end - begin - 1) * p.page_size + last
             ptx.st_global_b32(p.seq_lens + place, 0, ptx.select(has_pages, keys, Int32(0)))
             ptx.st_global_b32(p.page_starts + place, 0, ptx.select(has_pages, begin, Int32(0)))
+            if p.q_indptr != Int64(0):
+                if request == 0:
+                    self.copy_bound(p, Int64(0))
+                self.copy_bound(p, place + Int64(4))
+
+    @cute.jit
+    def copy_bound(self, p: LengthsParams, place: Int64) -> None:
+        """Copy a bound of query tokens."""
+        row = ptx.ld_global_u32(p.qo_indptr + place)
+        ptx.st_global_b32(p.q_indptr + place, 0, ptx.maximum(ptx.minimum(row, p.rows), Int32(0)))

@@ -37,7 +37,10 @@ from cute_attn.runtime.launch import Bound, current_stream
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, allocate_ints
 
-LENGTHS_FIELDS = ("indptr", "last_page_len", "seq_lens", "page_starts", "batch", "page_size", "num_indices")
+LENGTHS_FIELDS = (
+    *("indptr", "last_page_len", "qo_indptr", "seq_lens", "page_starts", "q_indptr"),
+    *("batch", "page_size", "num_indices", "rows"),
+)
 
 
 class DecodeRun(Runner):
@@ -75,7 +78,7 @@ class XqaBatchSchedule(NamedTuple):
     rule: Rule[Rings]
     config: LaunchConfig
     batch_size: int
-    records: np.ndarray  # keys of every request, index of its first page, and a counter of zero for every CTA
+    records: np.ndarray  # of the lengths (`write_records`), and a counter of zero for every CTA
 
     @property
     def grid(self) -> Grid:
@@ -101,26 +104,45 @@ def schedule(
     assert qo_len is not None  # given by decode wrappers
     rule = rule_of_batch(settings, lengths, limits, arch)
     config = prepared(launch_config, settings, qo_len, rule, arch, sms, limits.workspace_bytes, batch_size == 1)
-    records = allocate(2 * batch_size + config.ctas)
-    records[2 * batch_size :] = 0
-    if isinstance(lengths, DeviceLengths):
-        records[: 2 * batch_size] = 0  # until `XqaBatchRun.again`
-    else:
-        records[batch_size : 2 * batch_size], records[:batch_size] = lengths.kv_start, lengths.kv_len
+    size = record_ints(lengths)
+    records = allocate(size + config.ctas)
+    records[size:] = 0
+    write_records(records[:size], lengths)
     return XqaBatchSchedule(rule, config, batch_size, records)
+
+
+def record_ints(lengths: BatchLengths | DeviceLengths) -> int:
+    """Return how many numbers `write_records` writes."""
+    return 2 * lengths.batch_size + (0 if lengths.q_len is not None else lengths.batch_size + 1)
+
+
+def write_records(records: np.ndarray, lengths: BatchLengths | DeviceLengths) -> None:
+    """Write the keys of every request, the index of its first page and, unless all have as many query tokens,
+    qo_indptr. Of lengths on the device write zeros, which `XqaBatchRun.again` replaces.
+    """
+    if isinstance(lengths, DeviceLengths):
+        records[:] = 0
+        return
+    size = lengths.batch_size
+    records[:size], records[size : 2 * size] = lengths.kv_len, lengths.kv_start
+    if lengths.q_len is None:
+        records[2 * size :] = lengths.qo_indptr
 
 
 def rule_of_batch(
     settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch
 ) -> Rule[Rings]:
     """Return the rule that a batch follows. It depends on lengths only where launches are not captured; lengths on the
-    device have the bound that kv_indices has room for.
+    device have the bound that the caller knows, and that kv_indices has room for.
     """
     qo_len, batch_size, features = limits.max_qo_len, lengths.batch_size, settings.features
     assert qo_len is not None  # given by decode wrappers
     longest = None
     if not limits.keeps_address:
-        longest = lengths.kv_end * settings.page_size if isinstance(lengths, DeviceLengths) else lengths.longest_kv
+        longest = lengths.longest_kv
+        if isinstance(lengths, DeviceLengths):
+            room = lengths.kv_end * settings.page_size
+            longest = room if longest is None else min(longest, room)
     return rule_of(features, arch, shape_of(batch_size, settings, qo_len, longest))
 
 
@@ -141,10 +163,11 @@ class XqaBatchRun(BatchRun):
         self.staging, self.batch_size, self.gpu = staging, planned.batch_size, gpu
         self.settings, self.limits, self.rule = settings, limits, planned.rule
         self.page_size, self.grid = settings.page_size, planned.grid
-        memory, size = uploaded(planned.records, limits, staging), planned.batch_size
-        self.records, self.counters = memory[: 2 * size], memory[2 * size : 2 * size + planned.config.ctas]
-        seq_lens, page_starts = self.records.data_ptr(), self.records[size:].data_ptr()
-        self.request, self.seq_lens = (0, page_starts, size), seq_lens  # values of REQUEST_FIELDS
+        memory, size, ints = uploaded(planned.records, limits, staging), planned.batch_size, record_ints(lengths)
+        self.records, self.counters = memory[:ints], memory[ints : ints + planned.config.ctas]
+        self.seq_lens, page_starts, q_indptr = (self.records[n * size :].data_ptr() for n in range(3))
+        self.q_indptr = q_indptr if lengths.q_len is None else 0  # 0: all requests have as many query tokens
+        self.request = 0, page_starts, size  # values of REQUEST_FIELDS
         if isinstance(lengths, DeviceLengths):  # the records do not have them
             self.again(lengths)
 
@@ -155,30 +178,31 @@ class XqaBatchRun(BatchRun):
         if rule_of_batch(self.settings, lengths, self.limits, self.gpu.arch) is not self.rule:
             return None
         if isinstance(lengths, DeviceLengths):
-            addresses = self.seq_lens, self.request[1]
+            addresses = self.seq_lens, self.request[1], self.q_indptr
             self.staging.write(functools.partial(write_lengths, lengths, self.page_size, addresses, self.gpu))
             return True
-        size = self.batch_size
-        records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero
-        records[size:], records[:size] = lengths.kv_start, lengths.kv_len
+        records = self.staging.reserve(record_ints(lengths))  # every launch leaves its counters at zero
+        write_records(records, lengths)
         self.staging.upload(records)
         return True
 
     def decided(self, memory: Memory) -> Launched:
         """Returns the grid, values of `XqaKernel.request`, and the last ones of ADDRESS_FIELDS."""
         pages, entries, workspace = memory
-        numbers = self.config.request(self.request, entries, (pages, self.seq_lens, 0, 0))
+        numbers = self.config.request(self.request, entries, (pages, self.seq_lens, self.q_indptr, 0))
         more = self.counters.data_ptr(), workspace, UNBOUNDED
         return Launched(self.version, memory, self.grid, numbers, (0, 1, 1), (), (), more)
 
 
-def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int], gpu: Gpu) -> None:
-    """Launches the lengths kernel. `addresses`: of keys and first pages, an int32 number per request."""
+def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int, int], gpu: Gpu) -> None:
+    """Launches the lengths kernel. `addresses`: where `write_records` writes its three arrays; the last 0: not."""
     batch, last = lengths.batch_size, lengths.last_page_len
     assert last is not None  # of paged requests
     if not batch:
         return
-    values = lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.kv_end
+    arrays = lengths.kv_indptr, last, lengths.qo_indptr
+    read = (0 if x is None else x.data_ptr() for x in arrays)
+    values = *read, *addresses, batch, page_size, lengths.kv_end, lengths.rows or 0
     prepared(_lengths_kernel, gpu).fire(current_stream(gpu.device_index), values, ((-(-batch // CTA_REQUESTS), 1, 1),))
 
 

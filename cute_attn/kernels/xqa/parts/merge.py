@@ -3,8 +3,9 @@
 The warps of a CTA, or its teams of warps, process different tokens of the same rows. Each warp stores its (maximum,
 sum, outputs) in shared memory, then every thread merges a vector of a row over all warps that have its columns. A CTA
 that processes only one KV split of a segment writes the result as a partial to global memory. The CTA that arrives last
-merges all partials: warp w those of splits w, w + warps, ..., then the warps' states as before. The order of additions
-depends on lengths alone, not on timing, so results are deterministic.
+merges all partials, every thread some vectors of a row. Of many splits, each group is merged by the last of its CTAs
+into one more partial, and the last of these CTAs merges those. The order of additions depends on lengths alone, not on
+timing, so results are deterministic.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,18 @@ from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.spec import DecodeSpec
 
 VECTOR_WIDTH = 4  # output dims that a thread merges at once
-VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, for two partials
+GROUP_BITS = 3
+GROUP, MOST_TOGETHER = 1 << GROUP_BITS, 31  # partials of a group, and the most that are not divided into groups
+
+
+class Parts(NamedTuple):
+    """Partials that one CTA merges: of `count` of a segment's splits, every 2^`bits`-th from number `begin` on, or of
+    the groups that begin with these."""
+
+    share: Int32  # of the CTA that has the segment's first split
+    begin: Int32
+    count: Int32
+    bits: Int32
 
 
 class SoftmaxState(NamedTuple):
@@ -105,10 +117,10 @@ class Merge(PartialResults):
         """Threads that have one state: those of a warp."""
         return 32
 
-    def state_and_lane(self) -> tuple[Int32, Int32]:
-        """State of this thread, and the thread's index among those that have it."""
-        thread = cute.arch.thread_idx()[0]
-        return thread >> 5, thread & 31
+    @property
+    def column_threads(self) -> int:
+        """Threads that have the same columns."""
+        return self.lanes * self.spec.teams
 
     def enter(self) -> None:
         """What must precede the tiles of a segment."""
@@ -155,7 +167,7 @@ class Merge(PartialResults):
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write outputs, or this CTA's partial, by all threads. A barrier after `publish` must come before."""
-        thread, threads = self.team.thread(), self.lanes * self.spec.teams
+        thread, threads = self.team.thread(), self.column_threads
         first = ptx.divide(segment.start, share.size)
         last = ptx.divide(segment.start + segment.request.tiles - 1, share.size)
         # Computed here, not after the barriers, where every thread would wait for the divisions.
@@ -174,8 +186,7 @@ class Merge(PartialResults):
     @cute.jit
     def store_rows(self, rows: PackedRows) -> None:
         """Write the outputs of the CTA's states, by all threads."""
-        threads = self.lanes * self.spec.teams
-        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), threads, unroll=1):
+        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), self.column_threads, unroll=1):
             row, dim = self.row_and_dim(item)
             if self.has_columns(dim):
                 self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
@@ -203,6 +214,13 @@ class Merge(PartialResults):
     def partial_index(self, split: KvSplit) -> Int32:
         """Index of a split's partial."""
         return self.partial_of(cute.arch.block_idx()[1], split.begin)
+
+    def partial_of_part(self, parts: Parts, index: Int32) -> Int32:
+        """Index of the `index`-th partial of some parts. That of a group lies where a later CTA of it, which neither
+        begins nor ends a segment, would leave that of a segment that it begins."""
+        number, groups = parts.begin + (index << parts.bits), parts.bits > 0
+        share = parts.share + number + ptx.select(groups, parts.bits - (GROUP_BITS - 1), Int32(0))
+        return self.partial_of(share, ptx.select(groups, Int32(0), number))
 
     def partial_of(self, share: Int32, before: Int32) -> Int32:
         """Index of a partial of the CTA that has share number `share` in this CTA's group, of this warp's unit where
@@ -238,41 +256,56 @@ class Merge(PartialResults):
 
     @cute.jit
     def merge_splits(self, rows: PackedRows, first: Int32, count: Int32) -> None:
-        """Count this CTA as done with its split, one of `count` in the CTAs from share `first` on. The last CTA merges
-        all partials and resets the counter."""
-        counter = self.counter_address(first)
-        if self.arrive(counter) == count - 1:
-            self.reset(counter)
-            for start in cutlass.range(0, self.num_vectors(rows), self.lanes * self.vectors_per_lane, unroll=1):
-                self.reduce_partials(rows, first, count, start)
-            self.sync()
-            self.store_rows(rows)
+        """Count this CTA as done with its split, one of `count` in the CTAs from share `first` on. The last CTA of a
+        group merges its partials, and the last of all these writes the outputs.
+
+        A group counts at the CTA of its first split, groups at the next one: these CTAs have nothing else that is cut.
+        """
+        bits, going = Int32(0), Boolean(True)
+        while going:
+            groups = self.groups(count)
+            group = ptx.minimum(cute.arch.block_idx()[1] - first >> bits + GROUP_BITS, groups - 1)
+            begin = group << GROUP_BITS
+            size = ptx.select(group == groups - 1, count - begin, Int32(GROUP))  # the last also has what is left over
+            parts = Parts(first, begin << bits, size, bits)
+            counter = self.counter_address(first + parts.begin + bits)
+            going = self.arrive(counter) == size - 1
+            if going:
+                self.reset(counter)
+                going = groups > 1
+                self.merge_partials(rows, parts, going)
+            count, bits = groups, bits + GROUP_BITS
+
+    def groups(self, count: Int32) -> Int32:
+        """Number of groups of so many partials."""
+        return ptx.select(count > MOST_TOGETHER, count >> GROUP_BITS, Int32(1))
 
     @property
-    def vectors_per_lane(self) -> int:
-        """Vectors of a partial that a lane loads at once."""
+    def vectors_in_flight(self) -> int:
+        """Vectors of partials that a thread loads at once, at most."""
         raise NotImplementedError
 
     @cute.jit
-    def reduce_partials(self, rows: PackedRows, first: Int32, count: Int32, start: Int32) -> None:
-        """Merge a state's share of the partials into it, for lanes * vectors_per_lane vectors of its columns from
-        vector `start` on."""
-        state, lane = self.state_and_lane()
-        sums = [SoftmaxState.empty(VECTOR_WIDTH)] * self.vectors_per_lane
-        positions = [self.row_and_dim(start + (lane + self.lanes * i)) for i in range(self.vectors_per_lane)]
-        for index in cutlass.range(self.team.number(state), count, self.spec.teams, unroll=2):
-            partial = self.partial_of(first + index, index)
-            loaded = [self.load_partial(partial, rows, row, dim) for row, dim in positions]
-            sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
-        stats = self.base + self.memory.stats + state * (self.spec.rows * 8)
-        outputs = self.base + state * self.memory.ring_bytes + self.memory.outputs
-        for i in cutlass.range_constexpr(self.vectors_per_lane):
-            row, dim = positions[i]
-            ptx.st_shared_v4_f32(
-                outputs + (row * self.memory.tile_dim + self.swizzled_dim(dim, row)) * 4, 0, sums[i].values
-            )
-            if dim == 0:
-                ptx.st_shared_v2_f32(stats + row * 8, 0, [sums[i].maximum, sums[i].total])
+    def merge_partials(self, rows: PackedRows, parts: Parts, more: Boolean) -> None:
+        """Merge partials, into outputs or, if there are `more` groups of them, into the partial of this group."""
+        total = self.spec.rows * self.vectors_per_row
+        most = min(4, self.vectors_in_flight)
+        vectors = max(n for n in range(1, most + 1) if n == 1 or total % (self.column_threads * n) == 0)
+        group = parts._replace(bits=parts.bits + GROUP_BITS)
+        for start in cutlass.range(self.team.thread(), self.num_vectors(rows), self.column_threads * vectors, unroll=1):
+            places = [self.row_and_dim(start + self.column_threads * i) for i in range(vectors)]
+            sums = [SoftmaxState.empty(VECTOR_WIDTH)] * vectors
+            for index in cutlass.range(0, parts.count, unroll=max(1, self.vectors_in_flight // vectors)):
+                partial = self.partial_of_part(parts, index)
+                loaded = [self.load_partial(partial, rows, row, dim) for row, dim in places]
+                sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
+            for i in cutlass.range_constexpr(vectors):
+                row, dim = places[i]
+                if self.with_columns(rows.exists(row), dim):
+                    if more:
+                        self.store_partial(self.partial_of_part(group, Int32(0)), row, self.head_dim(dim), sums[i])
+                    else:
+                        self.store(rows, row, self.head_dim(dim), sums[i])
 
     def row_and_dim(self, index: Int32) -> tuple[Int32, Int32]:
         return index // self.vectors_per_row, index % self.vectors_per_row * VECTOR_WIDTH
@@ -303,12 +336,9 @@ class StateMerge(Merge):
     def lanes(self) -> int:
         return self.threads
 
-    def state_and_lane(self) -> tuple[Int32, Int32]:
-        return Int32(0), cute.arch.thread_idx()[0]
-
     def sync(self) -> None:
         tma.named_sync(Int32(self.barrier), self.threads)
 
     @property
-    def vectors_per_lane(self) -> int:
-        return min(2 * VECTORS_PER_LANE, self.spec.rows * self.vectors_per_row // self.lanes)
+    def vectors_in_flight(self) -> int:
+        return 4

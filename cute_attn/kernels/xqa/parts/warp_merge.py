@@ -12,7 +12,7 @@ from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Format
-from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, VECTORS_PER_LANE, Merge, SoftmaxState, merge_states
+from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, Merge, SoftmaxState, merge_states
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import reduce_column
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -80,11 +80,9 @@ class WarpMerge(Merge):
                 ptx.st_shared_v2_f32(stats + row * 8, 0, [maximum[slot], totals[slot]])
 
     @property
-    def vectors_per_lane(self) -> int:
+    def vectors_in_flight(self) -> int:
         crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # leaves fewer registers per thread
-        shared = self.team.size > 1 or self.spec.heads > 1
-        vectors = VECTORS_PER_LANE if crowded or shared else 2 * VECTORS_PER_LANE
-        return min(vectors, self.spec.rows * self.vectors_per_row // self.lanes)
+        return 4 if crowded or self.team.size > 1 else 8
 
 
 @dataclass(frozen=True)

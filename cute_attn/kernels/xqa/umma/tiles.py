@@ -26,17 +26,16 @@ def choose(
     q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool, arch: Arch
 ) -> XqaUmmaSpec:
     """Choose the kernel: the fewest rows that hold all, or blocks of the most, and all slots that fit."""
-    most = max_rows(q_dtype, kv_dtype, head_dim, tree, arch)
+    most = max_rows(q_dtype, kv_dtype, head_dim, tree)
     rows = next((rows for rows in ROWS if packed_rows <= rows <= most), most)
     counts = range(MAX_STAGES, 1, -1)
     specs = [XqaUmmaSpec(q_dtype, kv_dtype, out_dtype, head_dim, tree, rows, stages) for stages in counts]
     return next(spec for spec in specs if UmmaMemory(spec).bytes <= arch.smem_limit)
 
 
-def max_rows(q_dtype: str, kv_dtype: str, head_dim: int, tree: bool, arch: Arch) -> int:
+def max_rows(q_dtype: str, kv_dtype: str, head_dim: int, tree: bool) -> int:
     """Most rows of a CTA. Over keys of 8 bits fp16 q has three terms, whose scores of 64 rows exceed tensor memory; and
-    for sm_103a ptxas spills two registers of 64 rows under a tree.
+    ptxas spills registers of 64 rows under a tree.
     """
     most = MAX_ROWS[head_dim]
-    limited = q_dtype == "float16" or (tree and arch.name == "sm_103a")
-    return min(most, 32) if kv_dtype and limited else most
+    return min(most, 32) if kv_dtype and (q_dtype == "float16" or tree) else most
