@@ -136,7 +136,7 @@ ELSEWHERE = {
 def base(kind: str, changes: dict[str, Any]) -> BatchCase:
     """One request for single functions, two for batches."""
     requests = 1 if kind.startswith("single") else 2
-    qo_lens = (1,) * requests if "decode" in kind else (9, 5)[:requests]
+    qo_lens = (1,) * requests if "decode" in kind else (17, 5)[:requests]  # rows of a kv head beyond those of decode
     stored = kind if kind in BATCH else "ragged"
     page_size = 1 if stored == "ragged" else 4
     case = BatchCase(stored, qo_lens, (40, 33)[:requests], 4, 2, page_size=page_size, seed=5)
