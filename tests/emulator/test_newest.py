@@ -113,3 +113,10 @@ def test_wrong_rows_touch_nothing_else() -> None:
             planned.plan(**arguments, max_token_per_sequence=4)
             found.append(call(batch, inputs, planned)[0][:4])
     assert torch.equal(*found[1:])
+
+
+def test_forward_over_all_keys() -> None:
+    unmasked = dataclasses.replace(DRAFTS, mask="none")
+    with using("sm_90a", sms=2):
+        planned, inputs = right.planned(DRAFTS, backend="emulator")
+        assert_right(unmasked, make(unmasked), *planned.forward(inputs.q, *inputs.kv, return_lse=True))
