@@ -325,6 +325,7 @@ def test_pinned_page_numbers_are_read_before_plan_returns(monkeypatch: pytest.Mo
         ("cpu", True, "cuda", True),
         ("cpu", False, "cuda", False),
         ("cuda", False, "cuda", False),
+        ("cpu", True, "cpu", False),
     ],
 )
 def test_copies_that_end_before_plan_returns(source: str, pinned: bool, target: str, waits: bool) -> None:
