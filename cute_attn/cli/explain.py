@@ -200,7 +200,7 @@ def run_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) ->
     settings = described(options, q_len is not None, on_gpu=arch is not None)
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=q_len)
     features = settings.features
-    qo_len = batch_schedule.typical_qo_len(batch, limits)
+    qo_len = q_len or batch_schedule.typical_qo_len(batch, limits)
     load = select.load_of(settings, qo_len, batch.batch_size)
     keys = f"{batch.total_kv} keys"
     where = f"{keys} in pages of {options.page_size}" if options.page_size else keys

@@ -108,9 +108,9 @@ def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
 
 
 def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:
-    """Return `load_class` of a batch."""
+    """Return `load_class` of a batch: of the longest request where kernels of decode may run it, else a typical one."""
     known = NO_LENGTHS if isinstance(lengths, DeviceLengths) else lengths
-    return load_class(settings, typical_qo_len(known, limits), lengths.batch_size)
+    return load_class(settings, limits.max_qo_len or typical_qo_len(known, limits), lengths.batch_size)
 
 
 def newest_bound(most_qo_len: int, heads: tuple[int, int], causal: bool) -> int:

@@ -183,10 +183,8 @@ def there(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def copied_at_once(x: torch.Tensor, device: torch.device) -> bool:
-    """Tell whether a copy to a device must end before `plan` returns: the caller may then overwrite pinned memory, and
-    the host reads what is copied there.
-    """
-    return (x.is_cpu and x.is_pinned()) or (x.is_cuda and device.type == "cpu")
+    """Tell whether a copy must end before `plan` returns: of pinned memory, which callers reuse, or for the host."""
+    return x.is_cuda if device.type == "cpu" else x.is_cpu and x.is_pinned()
 
 
 # ---- arrays of lengths

@@ -30,8 +30,9 @@ class PlanRequest(NamedTuple):
         return self.most_qo_len if self.lengths.q_len is None else self.lengths.q_len
 
     def with_options(self, overrides: dict[str, Any]) -> PlanRequest:
-        """Return the request with some of its options replaced."""
-        return self._replace(options=self.options._replace(**overrides)) if overrides else self
+        """Return the request with some of its options replaced. Tokens that see later keys then are not `newest`."""
+        newest = self.newest and (not self.options.causal or bool(overrides.get("causal", True)))
+        return self._replace(options=self.options._replace(**overrides), newest=newest) if overrides else self
 
     def differs(self, before: PlanRequest) -> bool:
         """Tell whether it differs from another in more than lengths. Types count: 1 == 1.0 == True."""

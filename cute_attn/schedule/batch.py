@@ -338,12 +338,10 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
 
     The number is the same for all plans of a captured launch.
     """
-    if limits.max_qo_len is not None:
-        return limits.max_qo_len
     rows, requests = lengths.rows - lengths.first_row, lengths.with_queries
     if limits.graph:
         rows, requests = limits.graph.max_rows, limits.graph.batch_size
-    return ceil_div(rows, requests or 1)
+    return ceil_div(rows, requests) if requests else limits.max_qo_len or 0
 
 
 def size_of(lengths: BatchLengths, limits: BatchLimits) -> Size:

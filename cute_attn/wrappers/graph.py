@@ -15,7 +15,7 @@ from cute_attn.request.batch_plan import Mask, Splits
 from cute_attn.request.index_arrays import copied_at_once, int32
 from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import MAX_INDEX
-from cute_attn.runtime.staging import Staging
+from cute_attn.runtime.staging import Staging, is_capturing
 
 Copies = Sequence[Callable[[], Any]]
 
@@ -165,7 +165,8 @@ class GraphBuffers:
         if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype and source.is_contiguous():
             return ()
         source = self._aside(source)
-        return [functools.partial(target.copy_, source, non_blocking=not copied_at_once(source, target.device))]
+        waits = copied_at_once(source, target.device) and not is_capturing(target.device)  # replays copy anew
+        return [functools.partial(target.copy_, source, non_blocking=not waits)]
 
     def _aside(self, source: torch.Tensor) -> torch.Tensor:
         """Return a source for a copy into a buffer: int32 numbers or mask bytes, of which no buffer is a part."""

@@ -168,7 +168,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             index arrays, on a GPU they are not read.
         max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys. Default None. Checked
             against index arrays on the CPU. Of index arrays on the GPU they are promises, by which "auto" takes kernels
-            of decode for few query tokens; tokens past a bound that is not kept have no result. CUDA graphs ignore
+            of decode for few query tokens; where one is not kept, any token may be without result. CUDA graphs ignore
             them.
         block_tables : a tensor with the pages of each request; not read.
         prefix_len_ptr : multi-item scoring, where a request is a prefix followed by items that do not see each other:

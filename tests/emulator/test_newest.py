@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 
 from cute_attn.emulator import Schedule, using
-from tests.support import batch_case
+from tests.support import batch_case, right
 from tests.support.batch_case import E4M3, BatchCase, call, dims, heads, make, paged, ragged
 from tests.support.device_plan import emulated_device, moved
 from tests.support.graphs import Captured, emulated_graph
@@ -18,33 +17,28 @@ from tests.support.schedules import KINDS, in_turn
 
 pytestmark = pytest.mark.emulator
 
-CAUSAL: dict[str, Any] = {"mask": "causal"}
-DRAFTS = paged((4, 4, 4), (65, 2, 140), 16, kv_dtype=E4M3, dtype="bfloat16", **CAUSAL, **heads(4, 1))
+DRAFTS = paged((4, 4, 4), (65, 2, 140), 16, kv_dtype=E4M3, dtype="bfloat16", mask="causal", **heads(4, 1))
 
 TAKEN = (
     DRAFTS,  # one request is shorter than its drafts
     dataclasses.replace(DRAFTS, qo_lens=(1, 1, 1), kv_lens=(65, 0, 7), mask="none", sinks=True),
     dataclasses.replace(DRAFTS, window_left=20, k_scale=0.5, v_scale=-1.25, tensor_scales=True, lse_base="ln"),
-    paged((3, 3), (33, 40), 5, kv_dtype="nvfp4", cache="one", k_scale=0.5, **CAUSAL, **heads(4, 2)),
+    paged((3, 3), (33, 40), 5, kv_dtype="nvfp4", cache="one", k_scale=0.5, mask="causal", **heads(4, 2)),
     dataclasses.replace(DRAFTS, qo_lens=(5, 5, 5), kv_lens=(65, 5, 140)),
     dataclasses.replace(DRAFTS, qo_lens=(6, 6, 6), **dims(256)),
     dataclasses.replace(DRAFTS, kv_dtype=None, **dims(128)),
-    paged((2,), (150,), 1, kv_layout="HND", cache="strided", indices="int64", **CAUSAL, **heads(8, 1)),
-    dataclasses.replace(DRAFTS, qo_lens=(4, 3, 1)),
+    paged((2,), (150,), 1, kv_layout="HND", cache="strided", indices="int64", mask="causal", **heads(8, 1)),
     dataclasses.replace(DRAFTS, qo_lens=(0, 8, 3), sinks=True),  # two blocks of rows
     dataclasses.replace(DRAFTS, qo_lens=(2, 4, 0), slack=True),  # and rows of no request
 )
 LEFT: dict[str, BatchCase] = {
     "tokens that see later ones": dataclasses.replace(DRAFTS, mask="none"),
     "masks": dataclasses.replace(DRAFTS, mask="packed"),
-    "multi-item scoring": dataclasses.replace(
-        DRAFTS, qo_lens=(9, 9, 9), kv_lens=(65, 30, 140), mask="items", **heads(1, 1)
-    ),
+    "multi-item scoring": dataclasses.replace(DRAFTS, qo_lens=(8, 8, 8), kv_lens=(65, 30, 140), mask="items"),
     "more rows than share two reads": dataclasses.replace(DRAFTS, qo_lens=(1, 9, 1)),
-    "more rows than kernels of decode take": dataclasses.replace(DRAFTS, qo_lens=(17, 17, 17)),
     "splits of their own": dataclasses.replace(DRAFTS, fixed_split_size=2),
     "no splits": dataclasses.replace(DRAFTS, disable_split_kv=True),
-    "ragged keys": ragged((4, 4, 4), (65, 20, 140), dtype="bfloat16", **CAUSAL, **heads(4, 1)),
+    "ragged keys": ragged((4, 4, 4), (65, 20, 140), dtype="bfloat16", mask="causal", **heads(4, 1)),
     "16 bits at head dimension 256": dataclasses.replace(DRAFTS, kv_dtype=None, **dims(256)),
 }
 
@@ -75,11 +69,10 @@ def test_plans_in_turn() -> None:
     """Kernels follow the lengths of every plan, whichever came before."""
     uneven = dataclasses.replace(DRAFTS, qo_lens=(4, 2, 4))
     longer = dataclasses.replace(DRAFTS, kv_lens=(80, 30, 17))
-    many = dataclasses.replace(DRAFTS, qo_lens=(4, 9, 4))
     with using("sm_90a", sms=2) as emulation:
         planned = batch_case.wrapper(DRAFTS, backend="emulator")
         ran = []
-        for batch in (DRAFTS, longer, uneven, many, longer):
+        for batch in (DRAFTS, longer, uneven, dataclasses.replace(DRAFTS, qo_lens=(4, 9, 4)), longer):
             before = len(emulation.records)
             assert_planned_right(batch, planned)
             ran.append({record.spec["kernel"] for record in emulation.records[before:]} - {"combine"})
@@ -109,15 +102,20 @@ def test_lengths_on_the_device_need_a_bound(bound: int | None, kernel: str) -> N
     assert {record.spec["kernel"] for record in emulation.records} - {"combine", "plan", "lengths"} == {kernel}
 
 
-def test_rows_past_those_of_q_are_not_touched() -> None:
+def test_wrong_rows_touch_nothing_else() -> None:
     """Whatever the index arrays on the device say. The emulator refuses accesses outside of tensors."""
-    inputs = make(DRAFTS)
+    batch, found = dataclasses.replace(DRAFTS, window_left=0), []
     with using("sm_90a", sms=2), emulated_device():
-        planned = batch_case.wrapper(DRAFTS, backend="emulator")
-        arguments = moved(DRAFTS, inputs, "cpu")
-        arguments["qo_indptr"] = torch.tensor([0, 4, 1 << 20, (1 << 20) + 4], dtype=torch.int32)
-        planned.plan(**arguments, max_token_per_sequence=4)
-        out, _ = call(DRAFTS, inputs, planned)
-        planned.plan(**moved(DRAFTS, inputs, "cpu"), max_token_per_sequence=4)
-        right, _ = call(DRAFTS, inputs, planned)
-    assert torch.equal(out[:4], right[:4])
+        planned, inputs = right.planned(batch, backend="emulator")
+        for bounds in ((12, 8, 4, 0), (0, 4, 1 << 20, (1 << 20) + 4), (0, 4, 8, 12)):
+            arguments = moved(batch, inputs, "cpu") | {"qo_indptr": torch.tensor(bounds, dtype=torch.int32)}
+            planned.plan(**arguments, max_token_per_sequence=4)
+            found.append(call(batch, inputs, planned)[0][:4])
+    assert torch.equal(*found[1:])
+
+
+def test_forward_over_all_keys() -> None:
+    unmasked = dataclasses.replace(DRAFTS, mask="none")
+    with using("sm_90a", sms=2):
+        planned, inputs = right.planned(DRAFTS, backend="emulator")
+        assert_right(unmasked, make(unmasked), *planned.forward(inputs.q, *inputs.kv, return_lse=True))

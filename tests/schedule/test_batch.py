@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
-from cute_attn.schedule.batch import SchedulerParams, WorkList, longest_first, schedule
+from cute_attn.schedule.batch import SchedulerParams, WorkList, longest_first, schedule, typical_qo_len
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
 from tests.support.makespan import DECODE, PREFILL, lengths_of
@@ -334,11 +334,8 @@ def test_longest_first_rounds_to_a_256th_of_the_longest() -> None:
 def test_facts_of_lengths() -> None:
     """What several stages of a plan share."""
     lengths = BatchLengths(np.array([1, 4, 4, 9]), np.zeros(3, np.int64), np.array([7, 0, 12]))
-    assert (lengths.qo_len.tolist(), lengths.longest_qo, lengths.longest_kv, lengths.with_queries) == (
-        [3, 0, 5],
-        5,
-        12,
-        2,
-    )
+    facts = lengths.qo_len.tolist(), lengths.longest_qo, lengths.longest_kv, lengths.with_queries
+    assert facts == ([3, 0, 5], 5, 12, 2)
+    assert typical_qo_len(lengths, LIMITS) == typical_qo_len(lengths, LIMITS._replace(max_qo_len=8)) == 4
     empty = BatchLengths(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     assert (empty.qo_len.tolist(), empty.longest_qo, empty.longest_kv, empty.with_queries) == ([], 0, 0, 0)

@@ -315,7 +315,9 @@ def test_pinned_page_numbers_are_read_before_plan_returns(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.Tensor, "copy_", recorded)
     monkeypatch.setattr(graph_buffers, "copied_at_once", lambda x, _: at_once(x, torch.device("cuda")))
     made.plan(**arguments)
-    assert waits == [True]
+    monkeypatch.setattr(graph_buffers, "is_capturing", lambda _: True)  # where waiting is an error
+    made.plan(**arguments)
+    assert waits == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -325,6 +327,7 @@ def test_pinned_page_numbers_are_read_before_plan_returns(monkeypatch: pytest.Mo
         ("cpu", True, "cuda", True),
         ("cpu", False, "cuda", False),
         ("cuda", False, "cuda", False),
+        ("cpu", True, "cpu", False),
     ],
 )
 def test_copies_that_end_before_plan_returns(source: str, pinned: bool, target: str, waits: bool) -> None:

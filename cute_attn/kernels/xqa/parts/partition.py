@@ -127,7 +127,7 @@ class Partition:
         if p.q_indptr != Int64(0):
             bounds = p.q_indptr + Int64(index) * Int64(4)
             qo_start = self.load(exists, bounds, 0)
-            qo_len = self.load(exists, bounds, 4) - qo_start
+            qo_len = ptx.maximum(self.load(exists, bounds, 4) - qo_start, Int32(0))  # bounds may be wrong ones
         first_token = ptx.maximum(kv_len - qo_len - p.window_left, Int32(0))
         tiles = (kv_len + (cols - 1)) // cols - first_token // cols
         return Request(kv_len, first_token, tiles, qo_start, qo_len)
