@@ -111,7 +111,7 @@ def test_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 GROUPS = {  # SMs, and requests of which one has more than `MOST_TOGETHER` splits; the first, groups of groups
     "one request": (72, "2x2x16x4", XqaCase((8700,), heads=(2, 1), head_dim=64)),
-    "between others": (12, "2x2x16x4", XqaCase((9, 6000, 70), heads=(3, 1), head_dim=64, q_len=2, q_lens=(1, 2, 2))),
+    "between others": (16, "2x2x16x3", XqaCase((9, 3600, 70), heads=(3, 1), head_dim=256, q_len=2, q_lens=(1, 2, 2))),
     "warps with a head each": (12, "2x2x16x4e", XqaCase((5, 1500, 7), heads=(4, 2), head_dim=64, sinks=True)),
 }
 
