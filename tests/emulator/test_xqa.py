@@ -109,19 +109,19 @@ def test_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(CASES[name], "sm_90a", 3, "adversarial", monkeypatch) == ""
 
 
-GROUPS = {  # rings of many small CTAs, and requests of which one has more than `MOST_TOGETHER` splits
-    "one request": ("2x2x16x4", XqaCase((1100,), heads=(2, 1), head_dim=64)),
-    "between others": ("2x2x16x4", XqaCase((9, 2500, 70), heads=(3, 1), head_dim=64, q_len=2, q_lens=(1, 2, 2))),
-    "warps with a head each": ("2x2x16x4e", XqaCase((5, 1500, 7), heads=(4, 2), head_dim=64, sinks=True)),
+GROUPS = {  # SMs, and requests of which one has more than `MOST_TOGETHER` splits; the first, groups of groups
+    "one request": (72, "2x2x16x4", XqaCase((8700,), heads=(2, 1), head_dim=64)),
+    "between others": (16, "2x2x16x3", XqaCase((9, 3600, 70), heads=(3, 1), head_dim=256, q_len=2, q_lens=(1, 2, 2))),
+    "warps with a head each": (12, "2x2x16x4e", XqaCase((5, 1500, 7), heads=(4, 2), head_dim=64, sinks=True)),
 }
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(("name", "schedule"), in_turn(GROUPS, KINDS, lambda name: name == "warps with a head each"))
 def test_groups_of_splits(name: str, schedule: str) -> None:
-    text, case = GROUPS[name]
+    sms, text, case = GROUPS[name]
     built, shape = build(case), tiles.Shape(len(case.seq_lens), case.heads[1])
-    with forced_ring(text, case, shape), emulator.using("sm_90a", sms=8, schedule=Schedule(schedule, 1)):
+    with forced_ring(text, case, shape), emulator.using("sm_90a", sms=sms, schedule=Schedule(schedule, 1)):
         assert built.check(*decode(built)) == ""
 
 

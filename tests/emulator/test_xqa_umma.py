@@ -60,7 +60,7 @@ CASES = {
     ),
     "fp8 caches, head dim 64, fp16 q": (1, XqaCase((300, 130), "e5m2", "fp16", (40, 1), 64, page_size=1, seed=2)),
     "fp8 caches, head dim 256": (3, XqaCase((300, 129), kv="e4m3", heads=(24, 1), head_dim=256, bmm1_scale=-3.0)),
-    "fp8 caches, 64 rows under a tree": (
+    "fp8 caches, blocks of rows under a tree": (
         3, XqaCase((400, 150), kv="e4m3", heads=(8, 1), q_len=9, mask=True, page_size=3, bmm1_scale=-2.0)
     ),
     "fp8 caches, more requests than lanes": (2, XqaCase(tuple(range(1, 35)), kv="e4m3", heads=(33, 1), head_dim=64)),

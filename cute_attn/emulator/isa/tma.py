@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from cute_attn.emulator import access, tensormap
@@ -15,9 +13,6 @@ from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Addr, Inst, Operand, Vec
 from cute_attn.emulator.warp_batch import WarpBatch
-
-if TYPE_CHECKING:
-    pass
 
 _DIMS = "{.1d|.2d|.3d|.4d|.5d}"
 _PAIRS = (100, 103)  # architectures with pairs of CTAs

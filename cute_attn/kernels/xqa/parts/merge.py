@@ -259,7 +259,7 @@ class Merge(PartialResults):
         """Count this CTA as done with its split, one of `count` in the CTAs from share `first` on. The last CTA of a
         group merges its partials, and the last of all these writes the outputs.
 
-        A group counts at the CTA of its first split, groups at the next one: these CTAs have nothing else that is cut.
+        A group counts at the CTA of its first split, one of groups three CTAs on: no other cut segment begins there.
         """
         bits, going = Int32(0), Boolean(True)
         while going:
