@@ -45,7 +45,7 @@ class Features(NamedTuple):
     kv_source: str = "dense"  # dense: a single request | ragged | paged
     expanded: bool = False  # q, k or v has a stride of 0 on an axis longer than 1
     decode: bool = False  # query tokens are the newest of their request, and each sees the keys up to its own
-    # ^ with lengths on the host, the same number of query tokens per request
+    # ^ of plans, which know the most of a request: `BatchLimits.max_qo_len`
     own_splits: bool = False  # fixed_split_size or disable_split_kv: splits depend on the request's own lengths only
     large_cache: bool = False  # paged k or v spans 64 GiB or more
     loose_scales: bool = False  # block scales of a token do not start at a multiple of their size, at most 16 bytes

@@ -36,14 +36,14 @@ from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
 from cute_attn.schedule.batch import typical_qo_len
-from cute_attn.schedule.split_kv import ceil_div
 
 logger = logging.getLogger(__name__)
 
 
 CACHE_SIZE = 256  # settings: more than the layers of a model have
 HOPPER = archs.named("sm_90a")
-ROW_BLOCK = 8  # packed query rows; kernels and limits of selection differ in multiples of it
+# Most packed query rows of some kernel of decode (pairs of rows of NVFP4, blocks of rows) or limit of selection.
+ROW_STEPS = (4, 8, 16, 24, ROWS_OF_DECODE)
 
 
 @functools.lru_cache(CACHE_SIZE)
@@ -125,8 +125,8 @@ def newest_bound(most_qo_len: int, heads: tuple[int, int], causal: bool) -> int:
         return 0
     if most_qo_len == 1:
         return 1  # a step of decode
-    row_blocks = ceil_div(most_qo_len * num_qo_heads, num_kv_heads * ROW_BLOCK)
-    return max(most_qo_len, row_blocks * ROW_BLOCK * num_kv_heads // num_qo_heads)
+    rows = next(rows for rows in ROW_STEPS if most_qo_len * num_qo_heads <= rows * num_kv_heads)
+    return rows * num_kv_heads // num_qo_heads
 
 
 def checked_name(backend: Any, names: Sequence[str] = ("auto", *BY_NAME), same: Sequence[str] = ()) -> str:
