@@ -199,3 +199,17 @@ def test_fp8_output_needs_a_plan_less_call_and_compute_capability_9() -> None:
         select.choose(features, arch=AMPERE)
     with pytest.raises(NotSupported, match="xqa_batch_decode_with_kv_cache"):
         select.choose(features._replace(device_lengths=False), "xqa", HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("most", "heads", "bound"),
+    [
+        *((1, (4, 1), 1), (2, (4, 1), 2), (3, (4, 1), 4), (4, (4, 1), 4), (8, (4, 1), 8), (9, (4, 1), 0)),
+        *((3, (3, 1), 5), (5, (3, 1), 5), (2, (8, 8), 8), (33, (8, 8), 0), (1, (33, 1), 0), (1 << 62, (4, 1), 0)),
+        *((0, (4, 1), 0), (-1, (4, 1), 0)),
+    ],
+)
+def test_bounds_of_newest_tokens(most: int, heads: tuple[int, int], bound: int) -> None:
+    """Those with equally many blocks of rows have one, so that their plans follow one another."""
+    assert select.newest_bound(most, heads, causal=True) == bound
+    assert select.newest_bound(most, heads, causal=False) == (bound if most == 1 else 0)
