@@ -37,15 +37,15 @@ def test_xqa_takes_decode_over_narrow_keys(arch: str, kv_source: str, kv_dtype: 
     assert select.choose(wide, "xqa", named(arch)) is XQA
 
 
-@pytest.mark.parametrize(("head_dim", "most"), [(32, 16), (512, 16)])
+@pytest.mark.parametrize("head_dim", [32, 80, 112, 512])
 @pytest.mark.parametrize("kv_dtype", [BF16, *FP8])
-def test_xqa_takes_narrow_and_wide_heads(head_dim: int, most: int, kv_dtype: torch.dtype) -> None:
+def test_xqa_takes_narrow_and_wide_heads(head_dim: int, kv_dtype: torch.dtype) -> None:
     features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
     for arch in map(named, ARCHS):
         assert select.choose(features, "xqa", arch) is XQA
         assert select.choose(features._replace(device_lengths=True), arch=arch, load=Load(1000)) is XQA
         if kv_dtype in FP8:
-            assert select.choose(features, arch=arch, load=Load(most)) is XQA
+            assert [select.choose(features, arch=arch, load=Load(rows)) for rows in (16, 17)] == [XQA, FA2]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,9 @@ def test_head_dims_of_xqa(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> 
 )
 def test_auto_takes_xqa_where_it_was_measured_to_be_faster(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> None:
     features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
-    assert select.choose(features, arch=HOPPER, load=Load(4)) is (XQA if taken else FA2)
-    bits = 8 * kv_dtype.itemsize
+    bits, most = 8 * kv_dtype.itemsize, 16 if kv_dtype == BF16 else 32
+    assert select.choose(features, arch=HOPPER, load=Load(most)) is (XQA if taken else FA2)
+    assert select.choose(features, arch=HOPPER, load=Load(most + 1)) is not XQA
     passed_over = f"xqa: able, passed over: head dimension {head_dim} in {bits} bits" in explain(
         features, HOPPER, rows=4
     )
@@ -198,3 +199,17 @@ def test_fp8_output_needs_a_plan_less_call_and_compute_capability_9() -> None:
         select.choose(features, arch=AMPERE)
     with pytest.raises(NotSupported, match="xqa_batch_decode_with_kv_cache"):
         select.choose(features._replace(device_lengths=False), "xqa", HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("most", "heads", "bound"),
+    [
+        *((1, (4, 1), 1), (2, (4, 1), 2), (3, (4, 1), 4), (4, (4, 1), 4), (8, (4, 1), 8), (9, (4, 1), 0)),
+        *((3, (3, 1), 5), (5, (3, 1), 5), (2, (8, 8), 8), (33, (8, 8), 0), (1, (33, 1), 0), (1 << 62, (4, 1), 0)),
+        *((0, (4, 1), 0), (-1, (4, 1), 0)),
+    ],
+)
+def test_bounds_of_newest_tokens(most: int, heads: tuple[int, int], bound: int) -> None:
+    """Those with equally many blocks of rows have one, so that their plans follow one another."""
+    assert select.newest_bound(most, heads, causal=True) == bound
+    assert select.newest_bound(most, heads, causal=False) == (bound if most == 1 else 0)

@@ -31,7 +31,6 @@ from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 from tests.support.persistent_emulated import (
     BATCHES,
     CUDA,
-    FA3,
     GATHERED,
     LONG,
     TARGETS,
@@ -325,24 +324,13 @@ def test_expanded_keys(target: Target) -> None:
 
 @pytest.mark.parametrize("draw", [cross.batch, cross.single], ids=["batch", "single"])
 @pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_backends_agree(target: Target, draw: Callable[..., Case | BatchCase]) -> None:
-    """With fa2 on the same inputs, as in `tests/gpu/test_cross.py`: some short problems."""
-    problem, answers = draw(target, 0, max_len=150), []
+def test_as_right_as_fa2(target: Target, draw: Callable[..., Case | BatchCase]) -> None:
+    """On the same inputs, as in `tests/gpu/test_cross.py`: some short problems."""
+    problem = draw(target, 0, max_len=150)
     for backend in cross.backends(target):
         with using(target.arch, kernels=backend, sms=2) as emulation:
-            answers.append(Solver(problem, backend="emulator").assert_right())
+            Solver(problem, backend="emulator").assert_right()
         assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {backend}
-    assert cross.differences(problem, *answers) == ""
-
-
-def test_differences_are_seen() -> None:
-    problem = cross.single(FA3, 0)
-    out, lse = torch.zeros(4, 2, 64), torch.zeros(4, 2)
-    empty = torch.full_like(lse, -torch.inf)
-    assert cross.differences(problem, (out, empty), (out, empty)) == ""
-    assert cross.differences(problem, (out, lse), (out + 0.1, lse)) == "out"
-    assert cross.differences(problem, (out, lse), (out, lse + 0.1)) == "lse"
-    assert cross.differences(problem, (out, lse), (out * torch.nan, empty)) == "out and lse"
 
 
 @pytest.mark.parametrize("kernels", ["reference", "emulator", "fa9"])
