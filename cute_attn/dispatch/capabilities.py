@@ -359,7 +359,7 @@ CAPABILITIES = (
     Capability(
         "prefill",
         lambda f: not f.decode,
-        _no("its rows are the newest tokens of a request", 'backend="auto", or a decode function', "xqa"),
+        _no("its rows are a few newest tokens of a request", 'backend="auto", or a decode function', "xqa"),
     ),
     Capability("causal mask, sliding window, any lengths", _always),
     Capability(
