@@ -223,8 +223,8 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
         elif backend in able[:1]:
             found.append(Verdict(backend.name, CHOSEN, _why_chosen(features, rule, able) + note))
-        elif rule.value:
-            found.append(Verdict(backend.name, PASSED_OVER, f"{rule.value}: another backend is faster there{note}"))
+        elif rule.why:
+            found.append(Verdict(backend.name, PASSED_OVER, f"{rule.why}: another backend is faster there{note}"))
         else:
             found.append(Verdict(backend.name, ABLE, f'taken only with backend="{backend.name}"'))
     return found
@@ -233,7 +233,7 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
 def _why_chosen(features: Features, rule: Pass, able: list[Backend]) -> str:
     if len(able) == 1:
         return "CPU tensors run on it" if features.device.type == "cpu" else "no other backend of this GPU takes it"
-    if rule.value:
+    if rule.why:
         return "all that take it are passed over for others where they can, and it comes first"
     order = ", ".join(b.name for b in BACKENDS if features.device.type in b.auto_on)
     return f"the first of {order} that takes it and is not passed over"

@@ -223,7 +223,7 @@ def candidates(features: Features, backend: Any, load: Load, arch: Arch | None) 
     """Return the backends that may run `features`, best first."""
     if checked_name(backend) == "auto":
         automatic = [b for b in BACKENDS if features.device.type in b.auto_on]
-        return tuple(sorted(automatic, key=lambda b: b.preference(features, load, arch).value != ""))
+        return tuple(sorted(automatic, key=lambda b: b.preference(features, load, arch).why != ""))
     return (BY_NAME[backend],)
 
 
