@@ -144,8 +144,8 @@ class LayerAttention:
         scales: tuple[float, float],
         clamps_ranges: bool,
     ) -> None:
-        session, window_left = step.planned(self._type(query.dtype, caches)), self.layer.window_left
-        rows, options = session.rows, {}
+        session = step.planned(self._type(query.dtype, caches), self.plans_decode)
+        rows, window_left, options = session.rows, self.layer.window_left, {}
         if session.ranges is not None:
             options = {"bidirectional_ranges": session.ranges, "causal_window_left": window_left}
             options["range_window_left"] = window_left + 1 if clamps_ranges else -1
@@ -164,14 +164,8 @@ class LayerAttention:
     def _type(self, q_dtype: torch.dtype, caches: CacheViews) -> LayerType:
         key = q_dtype, caches.block_size
         if key not in self._types:
-            self._types[key] = LayerType(
-                self.layer.of_plan(),
-                caches.block_size,
-                q_dtype,
-                caches.pair[0].dtype,
-                self.plans_decode,
-                self.batch_invariant,
-            )
+            form = caches.block_size, q_dtype, caches.pair[0].dtype, self.batch_invariant
+            self._types[key] = LayerType.of(self.layer, *form)
         return self._types[key]
 
 
@@ -217,7 +211,7 @@ class EncoderAttention:
         `query` and `output` are `[tokens, heads, head_size]`, `key` and `value` `[tokens, kv_heads, head_size]`; rows
         past the step's tokens are padding.
         """
-        kind = LayerType(self.layer.of_plan(), 0, query.dtype, query.dtype, True, self.batch_invariant, causal=False)
-        session = step.planned(kind)
+        kind = LayerType.of(self.layer, 0, query.dtype, query.dtype, self.batch_invariant)
+        session = step.planned(kind, decodes_too=True)
         rows = session.rows
         session.wrapper.run(query[rows], key[rows], value[rows], q_scale=self.layer.scale, out=output[rows])

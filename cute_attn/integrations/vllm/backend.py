@@ -100,31 +100,11 @@ class CuteAttnBackend(OnKernels, AttentionBackend):
         return dataclasses.replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=content)
 
     @classmethod
-    def supports_sink(cls) -> bool:
-        """Return True."""
+    def _supported(cls, attn_type: str = "") -> bool:
         return True
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Return True."""
-        return True
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        """Return True: decoders, cross attention over a decoder's cache, and encoders, which have none."""
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Return True for tokens that see all keys of their request."""
-        return True
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Return True: the tokens of an image see each other, in kernels that read each token's range."""
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Return True: with VLLM_BATCH_INVARIANT=1 all steps run plans whose keys are not split."""
-        return True
+    supports_sink = supports_sliding_window = _supported
+    supports_attn_type = _supported  # decoders, cross attention over a decoder's cache, and encoders, which have none
+    supports_non_causal = _supported  # tokens that see all keys of their request
+    supports_mm_prefix = _supported  # the tokens of an image see each other, in kernels that read each token's range
+    supports_batch_invariance = _supported  # with VLLM_BATCH_INVARIANT=1 all steps run plans whose keys are not split

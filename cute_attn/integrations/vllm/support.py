@@ -41,10 +41,6 @@ class Layer(NamedTuple):
         """The wrappers' name of what scores get by position."""
         return "ALIBI" if self.alibi else "NONE"
 
-    def of_plan(self) -> Layer:
-        """Return what a plan reads: layers that differ in scale, sinks or the name of a cache dtype share one."""
-        return self._replace(scale=1.0, sinks=False, kv_cache_dtype="auto")
-
 
 def stored_as(kv_cache_dtype: str) -> str:
     """Return how rows are stored for one of vLLM's names of cache dtypes: "copy", "nvfp4" or an fp8 dtype's name."""
