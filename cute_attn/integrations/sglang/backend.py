@@ -18,13 +18,11 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
-from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.base import PagedBackend, drafts_of, refuse_arguments
+from cute_attn.integrations.sglang.base import LayerCall, PagedBackend, drafts_of
 from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention
 from cute_attn.integrations.sglang.tables import TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
-from cute_attn.request import checks
 from cute_attn.runtime import capture
 
 
@@ -166,60 +164,18 @@ class CuteAttnBackend(PagedBackend):
 
     # ---- a layer
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Compute attention of new tokens, or of drafts, over all keys of their requests.
-
-        Parameters
-        ----------
-        q : `[tokens, heads * head_dim]`. Rows past the batch's tokens, which pad it, have output 0.
-        k, v : the new tokens' keys and values, written into the pool if `save_kv_cache`; None for a layer that reads
-            those of another.
-        sinks : `[heads]`, natural-log domain: a term of each softmax denominator.
-        kwargs : refused unless None or False.
-
-        Returns
-        -------
-        `[tokens, heads * head_dim]` of the server's dtype.
-        """
-        refuse_arguments(kwargs)
-        if save_kv_cache and k is not None:
-            location = KVWriteLoc.for_batch(forward_batch, swa_loc=self._window_loc)
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
-        kind = self._kinds.get(layer)
-        if kind is None:
-            kind = self._kinds[layer] = self._checked_kind(layer)
-        q = q.reshape(-1, kind.num_qo_heads, kind.head_dim)
-        out, step = self._outputs(q, kind.head_dim), self.forward_metadata
-        tokens, layout = step.num_tokens, self._layout
-        cache = [as_pages(x, self.page_size, layout) for x in self.token_to_kv_pool.get_kv_buffer(layer.layer_id)]
-        operands = kind, q[:tokens], (cache[0], cache[1]), out[:tokens], *self._scales(layer), sinks
+    def _attend(self, call: LayerCall) -> None:
+        layer, pool, step = call.layer, self.token_to_kv_pool, self.forward_metadata
+        if call.saved_with is not None:
+            location = KVWriteLoc.for_batch(call.saved_with, swa_loc=self._window_loc)
+            pool.set_kv_buffer(layer, location, call.k, call.v, layer.k_scale, layer.v_scale)
+        k, v = (as_pages(x, self.page_size, self._layout) for x in pool.get_kv_buffer(layer.layer_id))
+        operands = call.kind, call.q, (k, v), call.out, *self._scales(layer), call.sinks
         if isinstance(step, TableStep):
             self._by_table(step, *operands)
         else:
             step.run(*operands)
-        return out.view(len(q), -1)
-
-    forward_decode = forward_extend
 
     def _kind(self, layer: RadixAttention) -> LayerKind:
         pool = self._window_pool
         return LayerKind.of(layer, pool is not None and pool.layers_mapping[layer.layer_id][1])
-
-    def _checked_kind(self, layer: RadixAttention) -> LayerKind:
-        """Return the kind of a layer that is not a module of the model."""
-        kind = self._kind(layer)
-        limits.check(self._facts, [layer])
-        if kind.soft_cap and not self._plans_decode:
-            reason = "the model's modules did not show it"
-            checks.refuse("a soft cap", reason, limits.OTHER_BACKEND, limits.BACKEND)
-        return kind
