@@ -19,6 +19,7 @@ from cute_attn.integrations import workspaces
 from cute_attn.prefill import single_prefill_with_kv_cache
 from cute_attn.request import checks, unplanned
 from cute_attn.request.unplanned import NOWHERE, Keys, Lengths
+from cute_attn.runtime import capture
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Structure
 from cute_attn.xqa import xqa_batch_decode_with_kv_cache
@@ -318,7 +319,7 @@ def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> Lengths:
 @functools.lru_cache(64)
 def _page_per_request(batch: int, device: torch.device) -> torch.Tensor:
     pages = functools.partial(torch.arange, batch, dtype=torch.int32, device=device)
-    return workspaces.lasting(device, pages)[:, None]
+    return capture.outside(device, pages)[:, None]
 
 
 def _is_one_axis(x: torch.Tensor, axis: int) -> bool:

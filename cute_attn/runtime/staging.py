@@ -57,8 +57,7 @@ class CudaCopies:
     def target(self, size: int) -> torch.Tensor:
         """Allocates int32 device memory, zeros."""
         zeros = functools.partial(torch.zeros, size, dtype=torch.int32, device=self.device)
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        memory = capture.outside(index, zeros)
+        memory = capture.outside(self.device, zeros)
         memory.record_stream(torch.cuda.current_stream(self.device))  # where uploads and kernels use it
         return memory
 
