@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_SIZE = 256  # settings: more than the layers of a model have
 HOPPER = archs.named("sm_90a")
+NOT_IN_TITLES = {"positive_scale", "kv_block_scales", "decode", "own_splits", "large_cache", "loose_scales"}
 # Most packed query rows of some kernel of decode (pairs of rows of NVFP4, blocks of rows) or limit of selection.
 ROW_STEPS = (4, 8, 16, 24, ROWS_OF_DECODE)
 
@@ -246,21 +247,7 @@ def title(features: Features, arch: Arch | None) -> str:
         f"head dimensions {f.head_dim_qk}, {f.head_dim_vo}",
         "" if f.kv_source == "dense" else f"{f.kv_source} batch",
         "" if f.pos_encoding_mode == "NONE" else f.pos_encoding_mode,
-        *(
-            name if getattr(f, name) else ""
-            for name in (
-                "custom_mask",
-                "multi_item",
-                "key_ranges",
-                "soft_cap",
-                "per_head_scales",
-                "sinks",
-                "expanded",
-                "half_aligned_kv",
-                "device_lengths",
-                "draft_mask",
-            )
-        ),
+        *(name for name, value in f._asdict().items() if value is True and name not in NOT_IN_TITLES),
         "" if f.positive_scale else "scale of unknown or negative sign",
     ]
     return "; ".join(part for part in parts if part)

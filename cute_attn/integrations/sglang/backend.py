@@ -36,7 +36,7 @@ class CuteAttnBackend(PagedBackend):
         self._plans_decode = facts.deterministic or any(kind.soft_cap for kind in self._kinds.values())
         self.needs_cpu_seq_lens = self._plans_decode
         if self._window_pool is not None:
-            self._window_pages = PageTables(rows, self.page_size, self._window_pool.translate_loc_from_full_to_swa)
+            self._pools.append(PageTables(rows, self.page_size, self._window_pool.translate_loc_from_full_to_swa))
         self._workspace, decode_workspace = Workspaces.on(self.device)
         self._layout = facts.layout
         self._by_table = functools.partial(
@@ -45,7 +45,7 @@ class CuteAttnBackend(PagedBackend):
         self._extend = PlannedAttention(self._workspace, facts, decode=False)
         self._decode = PlannedAttention(self._workspace, facts, decode=True)
         self._graph_decodes: dict[int, PlannedAttention] = {}  # by batch size
-        self._graph_indices: dict[bool, torch.Tensor] = {}
+        self._graph_indices: list[torch.Tensor] = []  # of each pool
         self._verify_mask: VerifyMask | None = None
         self._window_loc: torch.Tensor | None = None  # where the step writes keys of sliding-window layers
 
@@ -89,14 +89,8 @@ class CuteAttnBackend(PagedBackend):
         self, attention: PlannedAttention, batch: Any, counted: Lengths, kinds: Iterable[LayerKind] = ()
     ) -> PlannedAttention:
         """Start a step of planned attention and return that."""
-        requests, kv_lens = batch.req_pool_indices, batch.seq_lens
-
-        def page_indices(in_window_pool: bool) -> torch.Tensor:
-            pages = self._window_pages if in_window_pool else self._pages
-            assert pages is not None
-            return pages.page_indices(requests, kv_lens, counted.num_pages)
-
-        attention.begin(counted, page_indices, kinds)
+        where = batch.req_pool_indices, batch.seq_lens, counted.num_pages
+        attention.begin(counted, [pool.page_indices(*where) for pool in self._pools], kinds)
         return attention
 
     # ---- CUDA graphs
@@ -105,9 +99,8 @@ class CuteAttnBackend(PagedBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured batches of up to `max_bs` requests and `max_num_tokens` query tokens read."""
         if self._plans_decode:
-            most = max_bs * self._pages.max_pages
-            for in_window_pool in {kind.in_window_pool for kind in self._kinds.values()}:
-                self._graph_indices[in_window_pool] = torch.zeros(most, dtype=torch.int32, device=self.device)
+            sizes = [max_bs * pool.max_pages for pool in self._pools]
+            self._graph_indices = [torch.zeros(n, dtype=torch.int32, device=self.device) for n in sizes]
         else:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
         if self._window_pool is not None:

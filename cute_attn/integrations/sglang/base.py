@@ -46,7 +46,6 @@ class PagedBackend(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False
-    _window_pages: PageTables | None = None  # of the pool of sliding-window layers
     _plans_decode = False
 
     def __init__(self, model_runner: Any) -> None:
@@ -58,7 +57,8 @@ class PagedBackend(AttentionBackend):
         layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
         limits.check(self._facts, layers)
         self._kinds: dict[RadixAttention, LayerKind] = {layer: self._kind(layer) for layer in layers}
-        self._pages = PageTables(model_runner.req_to_token_pool.req_to_token, self.page_size)
+        # Of the pool, and where there is one, of the pool of sliding-window layers.
+        self._pools = [PageTables(model_runner.req_to_token_pool.req_to_token, self.page_size)]
         self._graph_tables: GraphTables | None = None
         self.forward_metadata: Any = None
 
@@ -84,14 +84,14 @@ class PagedBackend(AttentionBackend):
         drafts = drafts_of(batch)
         longest = None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max()) + drafts
         requests, seq_lens = batch.req_pool_indices, batch.seq_lens + drafts
-        return table_step(self._pages, self._window_pages, requests, seq_lens, longest, max(drafts, 1))
+        return table_step(self._pools, requests, seq_lens, longest, max(drafts, 1))
 
     # ---- CUDA graphs
 
     @capture.lasting()
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured batches of up to `max_bs` requests and `max_num_tokens` query tokens read."""
-        self._graph_tables = GraphTables(max_bs, self._pages, self._window_pages, self.device)
+        self._graph_tables = GraphTables(max_bs, self._pools, self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of requests that pad a captured batch."""

@@ -170,17 +170,13 @@ class Batch:
         """
         rows = slice(first, self.num_reqs)
         used = np.diff(self.query_start_loc_cpu[first : self.num_reqs + 1].numpy()) > 0
-        if self.host_seq_lens is not None and self._bound_is_exact(rows, used):
+        exact = self.exact if isinstance(self.exact, bool) else bool(self.exact[rows].numpy()[used].all())
+        if self.host_seq_lens is not None and exact:
             lengths = self.host_seq_lens[rows].numpy()
         else:
             with self.sync():
                 lengths = self.seq_lens[rows].cpu().numpy()
         return np.where(used, lengths, 0).astype(np.int64)
-
-    def _bound_is_exact(self, rows: slice, used: np.ndarray) -> bool:
-        if isinstance(self.exact, bool):
-            return self.exact
-        return bool(self.exact[rows].numpy()[used].all())
 
 
 class Pages(NamedTuple):
