@@ -447,7 +447,7 @@ def test_registration_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = "cute_attn.integrations.vllm"
     assert list(found.values()) == [
         {"CUTE_ATTN": f"{folder}.backend.CuteAttnBackend", "CUTE_ATTN_MLA": f"{folder}.mla.CuteAttnMLABackend"},
-        {"CUTE_ATTN_MLA": f"{folder}.mla_prefill.CuteAttnMLAPrefillBackend"},
+        {"CUTE_ATTN_MLA": f"{folder}.mla.CuteAttnMLAPrefillBackend"},
     ]
 
 

@@ -42,7 +42,7 @@ class LayerAttention:
     def __init__(
         self, layer: Layer, dtype: torch.dtype, capability: tuple[int, int] | None, batch_invariant: bool = False
     ) -> None:
-        self.layer = layer
+        self.layer, self.dtype = layer, dtype
         self.stored = support.stored_as(layer.kv_cache_dtype)
         if capability is not None and (reason := support.reason(layer, dtype, capability)):
             raise NotImplementedError(reason)
@@ -51,12 +51,14 @@ class LayerAttention:
         self.sinks: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None  # the cache that `_views` are of
         self._views: CacheViews
-        self._types: dict[tuple[torch.dtype, int], LayerType] = {}
+        self._type: LayerType  # for it
 
     def views(self, kv_cache: torch.Tensor) -> CacheViews:
         """Return views of the layer's cache, made when it is first seen: vLLM binds one tensor to a layer."""
         if kv_cache is not self._seen:
-            self._views, self._seen = cache.views(kv_cache, self.layer), kv_cache
+            found = cache.views(kv_cache, self.layer)
+            form = found.block_size, self.dtype, found.pair[0].dtype, self.batch_invariant
+            self._type, self._views, self._seen = LayerType.of(self.layer, *form), found, kv_cache
         return self._views
 
     def write(
@@ -144,7 +146,7 @@ class LayerAttention:
         scales: tuple[float, float],
         clamps_ranges: bool,
     ) -> None:
-        session = step.planned(self._type(query.dtype, caches), self.plans_decode)
+        session = step.planned(self._type, self.plans_decode)
         rows, window_left, options = session.rows, self.layer.window_left, {}
         if session.ranges is not None:
             options = {"bidirectional_ranges": session.ranges, "causal_window_left": window_left}
@@ -160,13 +162,6 @@ class LayerAttention:
             kv_cache_sf=caches.block_scales,
             **options,
         )
-
-    def _type(self, q_dtype: torch.dtype, caches: CacheViews) -> LayerType:
-        key = q_dtype, caches.block_size
-        if key not in self._types:
-            form = caches.block_size, q_dtype, caches.pair[0].dtype, self.batch_invariant
-            self._types[key] = LayerType.of(self.layer, *form)
-        return self._types[key]
 
 
 class EncoderAttention:
